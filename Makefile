@@ -8,6 +8,8 @@ WORKERS ?= 3
 # A file's tests stay in one process, and tests/conftest.py says which files start first: the long ones.
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 VLLM := .venv-vllm/bin
+# Compiled modules are kept, whatever the caller's shell says: whole runs start dozens of interpreters each.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: setup setup-vllm smollm2 demo demo-slurm test test-fast test-security test-vllm test-long test-slurm-versions slurm check bench clean soak
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,17 +17,20 @@ os.environ.pop("COLUMNS", None)  # pytest-xdist sets it: what goes to no termina
 LAB_NODES = 5
 REQUIRED = "RRL_REQUIRE_SLURM"
 _LABS = {"slurm_lab", "accounting_lab", "isolated_lab", "preempting_lab"}
+_MARK = "pytest.mark.slurm"
 _NETWORK_FILES = ["integration/slurm/lab/test_isolated_nodes.py", "integration/slurm/test_cut_nodes.py"]
 collect_ignore = [] if netns.possible() else _NETWORK_FILES
 """Nodes with a network of their own need root: where there is none, their tests are not there either."""
 LONG_FILES = (
-    "integration/local/test_runs.py", "unit/transport/weights/test_ucx_apart.py", "integration/local/test_resume.py",
-    "integration/local/test_faults.py", "integration/local/test_quickstart.py",
+    "integration/local/test_runs.py", "integration/local/test_quickstart.py",
+    "unit/transport/weights/test_ucx_apart.py", "integration/local/test_resume.py", "integration/local/test_faults.py",
     "integration/local/test_bring_your_own.py", "security/test_listening_sockets.py",
     "integration/slurm/test_runs.py", "integration/slurm/cluster/test_cluster.py",
-    "integration/local/test_suspicion.py", "integration/local/test_node_health.py",
+    "integration/local/test_node_health.py",
     "integration/local/test_manager_away.py", "unit/roles/agent/test_node_monitor.py",
-    "integration/local/test_standby.py", "security/test_run_under_attack.py", "unit/manager/test_crash_points.py",
+    "integration/local/test_standby.py", "unit/roles/trainer/test_gang.py", "security/test_run_under_attack.py",
+    "unit/manager/test_crash_points.py", "unit/roles/trainer/test_folder_gang.py",
+    "unit/health/detection/test_scenarios.py",
 )  # fmt: skip
 """Files that took more than 25 s on two cores, the longest first. They start first: pytest-xdist gives a whole file to
 one worker, and a long file that starts last leaves the other workers without work."""
@@ -37,12 +41,30 @@ def pytest_sessionstart() -> None:
     exit_on_sigterm(lambda: pytest.exit("SIGTERM", returncode=SIGTERM_EXIT_CODE))
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With ``-m 'slurm and …'`` import only the files that need Slurm: to import all takes each worker 20 s."""
+    wanted = str(config.option.markexpr)
+    only_slurm = wanted.split(" ")[0] == "slurm" and " or " not in wanted
+    if only_slurm and collection_path.match("test_*.py") and not _names_slurm(collection_path):
+        return True
+    return None
+
+
+@functools.cache
+def _names_slurm(path: Path) -> bool:
+    """Whether a test module has a lab's name or the marker in its text."""
+    text = path.read_text()
+    return any(name in text for name in (*_LABS, _MARK))
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark whatever uses a lab as a test that needs Slurm, and put long files first."""
     for item in items:
         if isinstance(item, pytest.Function) and _LABS & set(item.fixturenames):
             item.add_marker(pytest.mark.slurm)
+        if item.get_closest_marker("slurm") and not _names_slurm(item.path):
+            raise pytest.UsageError(f"{item.nodeid} needs Slurm, and {item.path.name} names neither {_MARK} nor a lab")
     rank = {Path(__file__).parent / name: place for place, name in enumerate(LONG_FILES)}
     if gone := [str(file) for file in rank if not file.exists()]:
         raise pytest.UsageError(f"LONG_FILES names files that are not there: {', '.join(gone)}")

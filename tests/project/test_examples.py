@@ -9,8 +9,8 @@ from rrl.cli import main
 from rrl.config.job.load import load_job
 from rrl.examples.qwen3_8b import dapo_math
 from rrl.examples.smollm2 import make_model
+from rrl.tests.support.fake_vllm import fake_vllm
 from rrl.tests.support.roles import model_folders
-from rrl.tests.unit.config.test_vllm_arguments import fake_vllm
 
 ROOT = Path(__file__).parents[2]
 JOBS = sorted(path for path in (ROOT / "examples").rglob("*.toml") if path.name != "pyproject.toml")

@@ -12,8 +12,8 @@ from rrl.config.job.faults import MAX_RANDOM_FAULTS, FaultsTable
 from rrl.core.faults import FAULT_TRAITS, MANAGER, SUPPORT_ROLE_KINDS, FaultKind, FaultTraits
 from rrl.health.detection.detectors.registry import NODE_DETECTORS, PROGRESS_DETECTORS
 from rrl.manager.execute.fault_injection import MAX_FILL_BYTES
-from rrl.tests.project.test_docs import ROOT
 
+ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "faults.md"
 
 

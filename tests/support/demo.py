@@ -6,15 +6,13 @@ Starts the cluster, submits, follows, and leaves nothing: the cluster and everyt
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 from rrl.core.run_dir import RUNS_ENV
-from rrl.tests.support.runs import RRL
+from rrl.tests.support.runs import QUICKSTART, RRL
 from rrl.tests.support.slurm.lab import SlurmLab
 from rrl.tests.support.supervisor import exit_on_sigterm
 
 NODES = 5
-QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.toml"
 
 
 def main() -> int:

@@ -30,6 +30,7 @@ from rrl.tests.support.supervisor import end_runs_with_caller
 TIMEOUT_S = 120.0
 """s; generous: two shared cores start a dozen interpreters"""
 RRL = str(Path(sys.executable).parent / "rrl")
+QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.toml"
 LIGHT = Path(__file__).with_name("light_roles")
 
 

@@ -31,7 +31,7 @@ from rrl.manager.model.state import State
 from rrl.manager.storage.journal import replay
 from rrl.manager.storage.lease import holder
 from rrl.roles.trajectories.records import Audit
-from rrl.tests.support.runs import TIMEOUT_S, TestRun, light_job, processes_of, submit_here, submit_on
+from rrl.tests.support.runs import QUICKSTART, TIMEOUT_S, TestRun, light_job, processes_of, submit_here, submit_on
 from rrl.tests.support.slurm.lab import SlurmLab
 from rrl.tests.support.supervisor import exit_on_sigterm
 
@@ -101,7 +101,6 @@ amount = 3
 HANGS = "".join(f'[phases.{name}]\nshortest = "8s"\nlongest = "8s"\n' for name in ("generate", "train", "between",
                 "checkpoint", "publish", "score"))  # fmt: skip
 """a hang is found in time; by default a phase may last for hours"""
-QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.toml"
 
 
 class Tally(Struct):

@@ -11,7 +11,7 @@ from rrl.core.types import AGENT, STANDBY_ROLE, Cause, NodeName, ReplicaId, Verd
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Exclude, Launch
 from rrl.tests.support.nvml.driver import FakeDriver
-from rrl.tests.support.runs import TestRun, check_sound, current_incarnations, light_job, submit_here
+from rrl.tests.support.runs import Incarnations, TestRun, check_sound, current_incarnations, light_job, submit_here
 
 VICTIM = ReplicaId("rollout/1")
 AS_PYTHON = """#!/bin/sh
@@ -42,7 +42,7 @@ class Gpus:
         self.python.chmod(0o755)
 
     def job(self, steps: int, extra: str = "") -> str:
-        return light_job("local", steps, extra=f'[env]\npython = "{self.python}"\n{extra}')
+        return light_job("local", steps, spares=2, extra=f'[env]\npython = "{self.python}"\n{extra}')
 
 
 def _excluded(run: TestRun) -> Iterator[Exclude]:
@@ -66,35 +66,37 @@ def _ends_well(run: TestRun) -> None:
     check_sound(run.run)
 
 
-def test_a_gpu_that_falls_off_its_bus_costs_its_node_and_its_role_alone_moves(tmp_path: Path) -> None:
-    gpus = Gpus(tmp_path, nodes=6)
-    run = submit_here(tmp_path, gpus.job(60))
-    before = current_incarnations(run.wait_steps(3))
-    node = before[VICTIM][2]
-    assert node is not None
-    gpus.of[NodeName(node)].xid(1, 79)
-    run.wait_back_alone(before, VICTIM, ReplicaId(f"{AGENT}/{node}"))
-    _ends_well(run)
-    (exclude,) = _excluded(run)
-    assert (exclude.node, exclude.cause, exclude.proof) == (node, Cause.GPU, True)
-    assert "79" in exclude.why.evidence[0]
-    lost = [s.event.finding for s in run.events() if isinstance(s.event, ev.FindingChanged)]
-    assert not [one for one in lost if one.detector == "node_lost"], "it is silent because it was left"
-    assert [(r["replica"], r["rung"]) for r in run.summary()["recoveries"]] == [(VICTIM, "spare node")]
-
-
-def test_a_spare_that_is_broken_from_the_start_is_never_used(tmp_path: Path) -> None:
-    gpus = Gpus(tmp_path, nodes=8)
+def test_broken_gpus_cost_their_nodes_and_only_the_role_on_them_moves(tmp_path: Path) -> None:
+    """A spare that is broken from the start is never used; then two nodes after each other lose a GPU."""
+    gpus = Gpus(tmp_path, nodes=10)
     broken = NodeName("local5")
     gpus.of[broken].set(0, "ecc_volatile_uncorrected", 1)
-    run = submit_here(tmp_path, gpus.job(60, extra="[recovery]\nbreaker = 1.0\n"))
+    run = submit_here(tmp_path, gpus.job(90, extra="[recovery]\nbreaker = 1.0\n"))
     state = run.wait(lambda state: broken in state.nodes and state.nodes[broken].excluded is not None)
     assert any(one.node == broken and one.verdict is Verdict.FAIL for one in state.findings.values())
+
     before = current_incarnations(run.wait_steps(3))
-    node = before[VICTIM][2]
-    assert node is not None
-    gpus.of[NodeName(node)].lose(0)
+    first_node = _node_of_victim(before)
+    gpus.of[first_node].xid(1, 79)
+    before = run.wait_back_alone(before, VICTIM, *(ReplicaId(f"{AGENT}/{name}") for name in gpus.of))
+    second_node = _node_of_victim(before)
+    gpus.of[second_node].lose(0)
     run.wait_back_alone(before, VICTIM, *(ReplicaId(f"{AGENT}/{name}") for name in gpus.of))
     _ends_well(run)
-    assert {one.node for one in _excluded(run)} == {broken, node}
+
+    excludes = {one.node: one for one in _excluded(run)}
+    assert excludes.keys() == {broken, first_node, second_node}
+    assert (excludes[first_node].cause, excludes[first_node].proof) == (Cause.GPU, True)
+    assert "79" in excludes[first_node].why.evidence[0]
+    findings = [s.event.finding for s in run.events() if isinstance(s.event, ev.FindingChanged)]
+    assert not [one for one in findings if one.detector == "node_lost"], "it is silent because it was left"
     assert broken not in _placed(run)
+    recoveries = run.summary()["recoveries"]
+    assert [recovery["replica"] for recovery in recoveries] == [VICTIM, VICTIM]
+    assert recoveries[0]["rung"] == "spare node"
+
+
+def _node_of_victim(incarnations: Incarnations) -> NodeName:
+    node = incarnations[VICTIM][2]
+    assert node is not None
+    return NodeName(node)

@@ -1,44 +1,117 @@
-"""The shipped quickstart with its real roles (torch, transformers, reasoning-gym, UCX), a few steps of it."""
+"""The shipped quickstart with its real roles (torch, transformers, reasoning-gym, UCX, py-spy), a few steps of it.
+
+One rollout is killed, and once it is back the engine of the other one stops while its process goes on sending
+heartbeats. The tests read the journal and the files of that one run.
+"""
 
 from __future__ import annotations
 
-from pathlib import Path
+import subprocess
 
 import pytest
 
 from rrl.core.launch import ExitReason
-from rrl.core.types import STANDBY_ROLE, ReplicaId, role_of
+from rrl.core.types import AGENT, STANDBY_ROLE, Cause, Incarnation, ReplicaId, Verdict, role_of
 from rrl.manager.model import events as ev
-from rrl.tests.support.runs import check_sound, submit_here
+from rrl.manager.model.actions import Fence
+from rrl.tests.support.runs import QUICKSTART, TestRun, check_sound, submit_here
 
-QUICKSTART = Path(__file__).parents[3] / "examples" / "quickstart.toml"
-VICTIM = ReplicaId("rollout/1")
+KILLED, WEDGED = ReplicaId("rollout/1"), ReplicaId("rollout/0")
+WEDGED_INCARNATION = Incarnation(WEDGED, 1)
+IMPATIENT = 'suspect = "3s"\nprobe = "3s"\nfirst_pass = "20s"\nstep_grace = "30s"\n'
+"""Limits with which a wedged engine is found soon; torch takes its time to leave a busy machine."""
+TIMEOUT_S = 240.0
+
+pytestmark = pytest.mark.torch
 
 
-@pytest.mark.torch
-def test_the_quickstart_goes_on_while_its_killed_rollout_comes_back_with_current_weights(tmp_path: Path) -> None:
-    toml = QUICKSTART.read_text().replace("steps = 300", "steps = 400").replace('at = "step=60"', 'at = "step=5"')
-    toml = toml.replace("[limits]\n", '[limits]\nstep_grace = "30s"\n')  # torch takes its time to leave a busy machine
+def _restarted_with_weights(run: TestRun, replica: ReplicaId) -> None:
+    run.wait(
+        lambda state: (
+            state.replica(replica).incarnation_number == 2 and state.replica(replica).weight_version is not None
+        ),
+        timeout_s=TIMEOUT_S,
+    )
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> TestRun:
+    """Play the run until both rollouts are back, then cancel it; nothing of it is left but its files."""
+    toml = QUICKSTART.read_text().replace("steps = 300", "steps = 4000").replace('at = "step=60"', 'at = "step=5"')
+    toml = toml.replace("[limits]\n", f"[limits]\n{IMPATIENT}")
+    toml = toml.replace("[[faults.planned]]", "[faults]\nallow = true\n[[faults.planned]]")
     assert "[transport]" not in toml
     toml += '\n[transport]\nweights = "ucx"\ntrusted_network = true\n'  # else nothing runs over UCX as a whole run
-    run = submit_here(tmp_path, toml)
-    run.wait(
-        lambda s: s.replica(VICTIM).incarnation_number == 2 and s.replica(VICTIM).weight_version is not None,
-        timeout_s=240,
-    )
-    killed_at = next(s.event.step for s in reversed(run.events()) if isinstance(s.event, ev.StepCommitted))
-    run.wait(lambda s: s.step > killed_at, timeout_s=240)
+    run = submit_here(tmp_path_factory.mktemp("quickstart"), toml)
+
+    _restarted_with_weights(run, KILLED)
+    step_of_return = run.state().step
+    run.wait(lambda state: state.step > step_of_return, timeout_s=TIMEOUT_S)
+    with run.call(
+        "inject", run.run.id, "engine_dead", "--target", WEDGED, "--wait", stdout=subprocess.DEVNULL
+    ) as fault:
+        assert fault.wait(TIMEOUT_S) == 0
+    _restarted_with_weights(run, WEDGED)
+
     with run.call("cancel", run.run.id) as process:
         assert process.wait(60) == 0
     run.wait_gone()
     check_sound(run.run)
+    return run
+
+
+def test_killed_rollout_comes_back_with_current_weights_over_ucx(run: TestRun) -> None:
     serves = {s.event.weight_address for s in run.events() if isinstance(s.event, ev.Joined) and s.event.weight_address}
     assert all(address.startswith("ucx://") for address in serves), "weights did not move over UCX"
-    recovery = next(r for r in run.summary()["recoveries"] if r["replica"] == VICTIM)
+    recovery = next(r for r in run.summary()["recoveries"] if r["replica"] == KILLED)
     assert recovery["injected"]
     assert recovery["weights_s"] is not None, "it was given work before it held weights"
+
+
+def test_roles_that_are_asked_to_leave_need_not_be_killed(run: TestRun) -> None:
     ends = [s.event for s in run.events() if isinstance(s.event, ev.StepEnded) and s.event.signal == 9]
-    ended = {
-        end.reason for end in ends if role_of(end.incarnation.replica) != STANDBY_ROLE
-    }  # those that wait get no grace
-    assert ended == {ExitReason.SIGNALED}, "a role had to be killed at the end though it was asked to leave"
+    reasons = {end.reason for end in ends if role_of(end.incarnation.replica) != STANDBY_ROLE}  # standbys get no grace
+    assert reasons == {ExitReason.SIGNALED}, "a role had to be killed at the end though it was asked to leave"
+
+
+def test_wedged_engine_is_suspected_probed_dumped_and_restarted(run: TestRun) -> None:
+    events = run.events()
+    findings = [
+        (one.seq, one.event.finding) for one in events
+        if isinstance(one.event, ev.FindingChanged) and one.event.finding.incarnation == WEDGED_INCARNATION
+    ]  # fmt: skip
+    suspected = min(seq for seq, found in findings if found.verdict is Verdict.WARN and found.cause is Cause.HANG)
+    failed, found = next((seq, found) for seq, found in findings if found.verdict is Verdict.FAIL)
+    (fenced,) = [
+        one.seq for one in events
+        if isinstance(one.event, ev.Decided) and isinstance(one.event.action, Fence)
+        and one.event.action.incarnation == WEDGED_INCARNATION
+    ]  # fmt: skip
+    dumps = [
+        one for one in events
+        if isinstance(one.event, ev.StacksCollected) and one.event.incarnation == WEDGED_INCARNATION
+    ]  # fmt: skip
+    assert found.detector == "no_answer", "it was not found by its silence to a probe"
+    assert suspected < dumps[-1].seq < fenced, "its stacks were not dumped before it was ended"
+    assert suspected < failed < fenced
+
+    stacks = dumps[-1].event  # the last one: on a slow machine a training step may have been suspected before
+    assert isinstance(stacks, ev.StacksCollected)
+    assert "SelfFaults.trigger (main_thread.py:" in stacks.groups[0], "the place where it hangs is not named"
+    dump = (run.run.path / stacks.file).read_text()
+    assert "/rollout/main.py:" in dump
+    assert '"rrl-connection"' in dump, "the thread that sends heartbeats is not in the file"
+    assert [line.text for line in found.evidence if line.source == "stacks"] == [
+        *stacks.groups, f"whole: {stacks.file}"
+    ]  # fmt: skip
+
+    shown = run.call("logs", str(run.run.path), "--failed", stdout=subprocess.PIPE)
+    out, _ = shown.communicate(timeout=60)
+    assert stacks.file in out
+
+
+def test_failures_of_two_rollouts_restart_no_other_replica(run: TestRun) -> None:
+    for replica in run.state().replicas.values():
+        if role_of(replica.id) not in (AGENT, STANDBY_ROLE):
+            expected = 2 if replica.id in (KILLED, WEDGED) else 1
+            assert replica.incarnation_number == expected, f"{replica.id} was restarted too"

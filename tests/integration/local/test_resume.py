@@ -20,13 +20,15 @@ def _recorded(run: TestRun, *argv: str) -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
-def test_a_cancelled_run_goes_on_from_its_last_step_and_trains_nothing_twice(tmp_path: Path) -> None:
+def test_cancelled_run_leaves_nothing_and_is_resumed_from_its_last_step(tmp_path: Path) -> None:
     run = submit_here(tmp_path, light_job("local", 40))
     run.wait_steps(4)
+    (run.run.mailbox / "0.json").write_text("no command")  # it must not be in the way of the cancellation
     assert _recorded(run, "cancel", run.run.id)[0] == 0
     ended = run.wait_end()
     run.wait_gone()
     assert (ended.outcome, ended.step < 40) == (Outcome.CANCELLED, True)
+    assert [path.name for path in run.run.mailbox.iterdir()] == ["0.bad"]
     before = {id: one.incarnation_number for id, one in ended.replicas.items()}
 
     reported = f"watch it with: rrl status {run.run.id} --live\n"

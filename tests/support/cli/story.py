@@ -11,7 +11,7 @@ from rrl.config.job.resolve import resolve
 from rrl.config.job.schema import Job
 from rrl.core.launch import ExitReason
 from rrl.core.run_dir import RunDir
-from rrl.core.run_spec import RunSpec
+from rrl.core.run_spec import Resources, RunSpec
 from rrl.core.types import (  # fmt: skip
     Cause,
     Evidence,
@@ -181,3 +181,12 @@ class Story:
 
 def completed(run: str = "small-1120-064114", steps: int = 12) -> Story:
     return Story(run, job_view(steps)).works().recovers("rollout/0").ends(Outcome.COMPLETED, "all steps are done")
+
+
+def wide() -> RunSpec:
+    """The small job whose rollouts have four GPUs each, on nodes of eight."""
+    view = job_view(cluster="slurm")
+    gpus = {"rollout": Resources(1, 4, 0), "trainer": Resources(1, 8, 0)}
+    roles = tuple(msgspec.structs.replace(one, per_member=gpus.get(one.name, one.per_member)) for one in view.roles)
+    parts = tuple(msgspec.structs.replace(one, node=Resources(8, 8, 2**34)) for one in view.node_groups)
+    return msgspec.structs.replace(view, roles=roles, node_groups=parts)

@@ -156,3 +156,12 @@ def warn(detector: str, about: object) -> Observed:
 
 def unknown(detector: str, about: object) -> Observed:
     return detector, str(about), Verdict.UNKNOWN.value
+
+
+def until_found(trace: Trace, timeout_s: float) -> float:
+    """Return the time (s) until a FAIL."""
+    for passed in range(int(timeout_s) + 1):
+        if any(observed[2] == "FAIL" for observed in trace.found()):
+            return float(passed)
+        trace.play(1)
+    raise AssertionError(f"nothing found within {timeout_s:g} s: {trace.found()}")

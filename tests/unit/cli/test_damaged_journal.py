@@ -20,7 +20,6 @@ from rrl.tests.support.cli.story import Story
 from rrl.tests.support.manager.jobs import job
 from rrl.transport.keys import RunKeys
 
-DAMAGED_JOURNALS = 750
 FRAME = struct.Struct("<II")
 COMMANDS = (
     ("status",), ("status", "--json"), ("logs", "--failed"), ("list",), ("resume",), ("manage",),
@@ -83,14 +82,15 @@ def test_a_record_whose_text_is_not_utf8_is_one_line_from_every_command(
         assert err.count("\n") == 1
 
 
+@pytest.mark.parametrize("damaged_journals", [140, pytest.param(750, marks=pytest.mark.long)])
 def test_a_journal_with_any_damaged_record_is_read_or_refused_in_one_line(
-    run: RunDir, capsys: pytest.CaptureFixture[str]
+    run: RunDir, capsys: pytest.CaptureFixture[str], damaged_journals: int
 ) -> None:
     (segment,) = run.journal.glob("*.seg")
     whole, draw = segment.read_bytes(), random.Random(14)
     payloads = list(frames(whole))
     refused = 0
-    for case in range(DAMAGED_JOURNALS):
+    for case in range(damaged_journals):
         data = bytearray(whole)
         at, length = draw.choice(payloads)
         for _ in range(draw.randint(1, 3)):
@@ -110,4 +110,4 @@ def test_a_journal_with_any_damaged_record_is_read_or_refused_in_one_line(
         if damaged and command != ("list",):
             assert code == 2, (case, command, err)
             refused += 1
-    assert refused > DAMAGED_JOURNALS / 4  # else the damage proves nothing
+    assert refused > damaged_journals / 4  # else the damage proves nothing

@@ -5,7 +5,6 @@ no moment are more nodes held than the pool has, and the run completes."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 
 import msgspec
@@ -17,22 +16,16 @@ from rrl.manager.model import events as ev
 from rrl.manager.model.reducer import fold
 from rrl.manager.model.state import State
 from rrl.tests.support.manager.jobs import job
+from rrl.tests.support.manager.scripted_runs import Script, run_to_end
 from rrl.tests.support.manager.site import Site
-from rrl.tests.unit.manager.test_crash_points import Script, run_to_end
 
 LIMITS = Limits(heartbeat=2.0, silence=8.0, join=40.0, quiet=20.0, poll=10.0, lease=10.0)
 JOB = msgspec.structs.replace(job(spares=1, steps=4, limits=LIMITS), cluster="slurm")
 """on Slurm no role is placed on a node before the node's agent has reported"""
 SCRIPT = Script(Outcome.COMPLETED, granted=2, job=JOB)
 POOL = JOB.nodes
-SPARSE = 9
-"""`make test` has the manager die over every ninth record only, the long test over each"""
-
-
-@pytest.fixture(autouse=True)
-def _quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing here loses power: what was written is there."""
-    monkeypatch.setattr(os, "fsync", lambda fd: None)
+SPARSE = 18
+"""Distance of the records at which the manager dies in ``make test``; ``make test-long`` takes every record."""
 
 
 def _assert_one_pool_at_a_time(site: Site, outcome: Outcome, state: State) -> None:

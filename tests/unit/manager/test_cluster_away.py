@@ -18,16 +18,11 @@ from rrl.manager.model.actions import Exclude, Fence, Launch, Request
 from rrl.manager.storage.journal import Journal
 from rrl.tests.support.manager import virtual
 from rrl.tests.support.manager.jobs import REWARD, ROLLOUTS, STORE, TRAINER
+from rrl.tests.support.manager.scripted_runs import COMPLETES, LIMITS, assert_ended_well, run_to_end, starts
 from rrl.tests.support.manager.site import Site
-from rrl.tests.unit.manager.test_crash_points import COMPLETES, LIMITS, assert_ended_well, run_to_end, starts
 
 AWAY = 60.0
 """s"""
-
-
-@pytest.fixture(autouse=True)
-def _quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "fsync", lambda fd: None)
 
 
 class Outage:

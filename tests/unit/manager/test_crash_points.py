@@ -8,29 +8,21 @@ people order, the whole run restarts, ends, and is resumed.
 from __future__ import annotations
 
 import functools
-import os
 from collections import Counter
 from collections.abc import Callable, Iterable
 from itertools import pairwise
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, get_args
 
 import msgspec
 import pytest
 from msgspec import Struct
 
-from rrl.core.faults import Fault, FaultKind, FaultTrigger
-from rrl.core.run_dir import RunDir
-from rrl.core.run_spec import HealthSpec, Limits, Recovery, RunSpec
+from rrl.core.run_spec import HealthSpec, Recovery
 from rrl.core.types import AGENT, STANDBY_ROLE, Outcome, ReplicaId, role_of
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Decision, ExternalAction, Fence, Launch, Release, Request, StopStep
 from rrl.manager.model.queries import workers
-from rrl.manager.model.reducer import fold
 from rrl.manager.model.state import State, Status
-from rrl.manager.storage.journal import read_state, replay
-from rrl.tests.support.manager import virtual
 from rrl.tests.support.manager.jobs import (
     REWARD,
     ROLLOUTS,
@@ -43,42 +35,29 @@ from rrl.tests.support.manager.jobs import (
     in_node_groups,
     job,
 )
-from rrl.tests.support.manager.site import Site, prepare
-from rrl.transport.keys import RunKeys
+from rrl.tests.support.manager.scripted_runs import (
+    COMPLETES,
+    FAULT,
+    LIMITS,
+    Script,
+    assert_ended_well,
+    assert_over,
+    run_to_end,
+    starts,
+)
+from rrl.tests.support.manager.site import Site
 
-LIMITS = Limits(heartbeat=2.0, silence=8.0, join=40.0, quiet=20.0, poll=10.0, lease=10.0)
-FAULT = Fault("f0", FaultKind.KILL, ROLLOUTS[0], FaultTrigger(step=1))
-JOB = job(spares=0, limits=LIMITS, faults=[FAULT])
 NODE_GROUPS = in_node_groups(limits=LIMITS, faults=[FAULT])
-KEYS = RunKeys.make()
 R0, R1 = ROLLOUTS
 MEMBER = ReplicaId("trainer/0.1")
 SPARSE = 13
-"""only each so-manieth record in `make test` where another script enumerates them all"""
-
-
-@pytest.fixture(autouse=True)
-def _quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing here loses power: what was written is there."""
-    monkeypatch.setattr(os, "fsync", lambda fd: None)
+"""Distance of the records at which the manager dies in ``make test``; ``make test-long`` takes every record."""
+SPARSE_FIRST = 3
+"""That distance for the simplest script and for a rotation, which are short and of which every part matters."""
 
 
 ELSEWHERE: set[type] = {ev.ManagerStopped, ev.FaultRequested, ev.StacksCollected, ev.BaselinesLearned, ev.NoteChanged}
 """records of which nothing is done that others do not lead to as well"""
-
-
-class Script(Struct, frozen=True):
-    """What happens in a run, and how it ends. ``at_step``: once so many steps are committed. ``resumed``: the job with
-    which a person has it go on when it has ended."""
-
-    outcome: Outcome
-    granted: int
-    """allocations"""
-    crash_at: int = -1
-    cancel_at: int = -1
-    job: RunSpec = JOB
-    at_step: dict[int, Callable[[Site], None]] = {}
-    resumed: RunSpec | None = None
 
 
 def _dies(id: ReplicaId) -> Callable[[Site], None]:
@@ -100,7 +79,6 @@ def _drained_and_used_again(site: Site) -> None:
     site.when(lambda: node in site.drained and node in site.shrunk, lambda: site.send_command("undrain", target=node))
 
 
-COMPLETES = Script(Outcome.COMPLETED, granted=2, crash_at=2)
 IN_NODE_GROUPS = Script(Outcome.COMPLETED, granted=5, crash_at=2, job=NODE_GROUPS)
 IS_CANCELLED = Script(Outcome.CANCELLED, granted=1, cancel_at=2)
 _GANG = msgspec.structs.replace(
@@ -129,66 +107,6 @@ SCRIPTS = {
 }  # fmt: skip
 
 
-def run_to_end(
-    script: Script = COMPLETES, prepared: Callable[[Site], None] = lambda site: None
-) -> tuple[Site, Outcome, State]:
-    """One run to its end; its site, outcome, and what its journal says."""
-    with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        run = RunDir(Path(folder) / RUN)
-        run.create()
-        KEYS.save(run.keys)
-
-        async def live() -> tuple[Site, Outcome]:
-            site = Site(run, script.job, 8, script.crash_at, script.cancel_at)
-            site.at_step = dict(script.at_step)
-            prepared(site)
-            prepare(site, patch)
-            outcome = await site.manage()
-            if script.resumed is not None:
-                await site.to_rest()
-                site.resume(script.resumed)
-                outcome = await site.manage()
-            assert site.actors == {}, "steps that outlived the run"
-            assert site.doubled == [], "requested or launched twice"
-            await site.to_rest()
-            return site, outcome
-
-        site, outcome = virtual.run(live())
-        state = None
-        for stamped in replay(run):
-            state = fold(state, stamped)
-        assert state is not None
-        assert state == read_state(run)
-        assert run.summary.exists()
-        assert not run.manager.exists()
-        return site, outcome, state
-
-
-def starts(site: Site) -> Counter[str]:
-    """How many steps ran, by replica."""
-    return Counter(tag.removeprefix(f"{RUN}.").rpartition(".")[0] for tag in site.started)
-
-
-def assert_ended_well(script: Script, site: Site, outcome: Outcome, state: State) -> None:
-    _assert_over(script, site, outcome, state)
-    started = starts(site)
-    assert started.pop("rollout-0") in (1, 2)  # 1: the planned fault died with its manager
-    for node in range(1, 6):  # 0: the launch died with its manager, and the run was over before it was made up for
-        assert started.pop(f"agent-n{node}", 0) in (0, 1)
-    again = 1 + (script.crash_at >= 0)
-    assert started == {"trajectories-0": 1, "reward-0": 1, "trainer-0": 1, "rollout-1": again}
-
-
-def _assert_over(script: Script, site: Site, outcome: Outcome, state: State) -> None:
-    assert (outcome, state.outcome) == (script.outcome, script.outcome)
-    assert (site.allocations, state.allocations, state.intents) == ({}, {}, {})
-    assert sorted(site.free) == [f"n{i}" for i in range(1, 9)]
-    assert list(site.run.mailbox.glob("*")) == []
-    assert len(site.granted) == script.granted, site.granted
-    if script.outcome is Outcome.COMPLETED:
-        assert state.step == site.job.steps
-
-
 def _worked(site: Site) -> dict[ReplicaId, int]:
     """How many lives of each role's replica worked."""
     return dict(Counter(incarnation.replica for incarnation in sorted(site.worked)))
@@ -214,7 +132,7 @@ def _assert_same_end(script: Script, site: Site, outcome: Outcome, state: State,
     if not script.at_step and script.resumed is None:
         assert_ended_well(script, site, outcome, state)
         return
-    _assert_over(script, site, outcome, state)
+    assert_over(script, site, outcome, state)
     assert _facts(site, state) == unharmed.facts
     worked = _worked(site)
     assert worked.keys() == unharmed.worked.keys()
@@ -239,7 +157,7 @@ def unharmed(name: str) -> Unharmed:
     script = SCRIPTS[name]
     site, outcome, state = run_to_end(script)
     assert site.managers == 1 + (script.resumed is not None)
-    _assert_over(script, site, outcome, state)
+    assert_over(script, site, outcome, state)
     return Unharmed(script, site.records, _facts(site, state), _worked(site))
 
 
@@ -284,9 +202,8 @@ def _die_over(name: str, before: bool, numbers: Iterable[int]) -> None:
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_manager_killed_at_a_record_does_not_change_the_outcome(name: str, before: bool) -> None:
-    enumerated = name == "completes" and not before
-    numbers = range(1, len(unharmed(name).records) + 1)
-    _die_over(name, before, numbers if enumerated else numbers[before::SPARSE])
+    distance = SPARSE_FIRST if name == "completes" and not before else SPARSE
+    _die_over(name, before, range(1 + before, len(unharmed(name).records) + 1, distance))
 
 
 @pytest.mark.long
@@ -397,13 +314,14 @@ def test_commands_are_carried_out_once_across_managers(kill_every: int) -> None:
 ROTATES = Script(Outcome.COMPLETED, granted=5, job=in_node_groups(steps=62, limits=SOON, terms={"trainer": 120.0}))
 
 
+@pytest.mark.parametrize("distance", [SPARSE_FIRST, pytest.param(1, marks=pytest.mark.long)])
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
-def test_manager_killed_during_a_rotation_moves_the_trainer_once(before: bool) -> None:
+def test_manager_killed_during_a_rotation_moves_the_trainer_once(before: bool, distance: int) -> None:
     records = run_to_end(ROTATES)[0].records
     asked = first(records, lambda event: isinstance(event, ev.Intended) and event.action.tag == f"{RUN}.trainer-1")
     left = first(records, lambda event: isinstance(event, ev.AllocationChanged) and event.status is None)
     assert any(isinstance(s.event, ev.Decided) and isinstance(s.event.action, Fence) for s in records[asked:left])
-    for kill_at in range(asked, left + 1):
+    for kill_at in range(asked, left + 1, distance):
 
         def doomed(site: Site, at: int = kill_at) -> None:
             site.kill_at, site.before = at, before

@@ -4,7 +4,6 @@ there, and while roles do. It ends as if nobody had died: the same nodes are lef
 from __future__ import annotations
 
 import functools
-import os
 from collections import Counter
 from collections.abc import Iterable
 
@@ -17,20 +16,14 @@ from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Launch
 from rrl.manager.model.state import State
 from rrl.tests.support.manager.jobs import ROLLOUTS, TRAINER, command, commands, job
+from rrl.tests.support.manager.scripted_runs import Script, run_to_end
 from rrl.tests.support.manager.site import Site
-from rrl.tests.unit.manager.test_crash_points import Script, run_to_end
 
 LIMITS = Limits(heartbeat=2.0, silence=8.0, join=40.0, quiet=20.0, poll=10.0, lease=10.0)
 R0, R1 = ROLLOUTS
 N2 = NodeName("n2")
-SPARSE = 7
-"""only each so-manieth record in `make test`"""
-
-
-@pytest.fixture(autouse=True)
-def _quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing here loses power: what was written is there."""
-    monkeypatch.setattr(os, "fsync", lambda fd: None)
+SPARSE = 14
+"""Distance of the records at which the manager dies in ``make test``; ``make test-long`` takes every record."""
 
 
 def ill(node: NodeName, detector: str, component: str = "GPU-1", *, cause: Cause = Cause.GPU, proof: bool = False,
@@ -162,12 +155,13 @@ def test_rule_that_fails_every_node_does_not_end_the_run(proof: bool) -> None:
     assert "suspected: a driver or a rule of the site" in shared.evidence[0].text
 
 
-def test_finding_common_to_many_nodes_excludes_none_across_managers() -> None:
+@pytest.mark.parametrize("distance", [SPARSE, pytest.param(1, marks=pytest.mark.long)])
+def test_finding_common_to_many_nodes_excludes_none_across_managers(distance: int) -> None:
     site, _, state = run_to_end(TOGETHER)
     assert not [name for name, node in state.nodes.items() if node.excluded is not None]
     finding_numbers = [number for number, one in enumerate(site.records, 1) if isinstance(one.event, ev.FindingChanged)]
     assert changes(site)["correlated:run:gpu:gpu_ecc", "WARN"] == 1
-    for kill_at in range(finding_numbers[0] + 1, len(site.records), SPARSE):
+    for kill_at in range(finding_numbers[0] + 1, len(site.records), distance):
         again, outcome, state = run_to_end(TOGETHER, lambda site, at=kill_at: setattr(site, "kill_at", at))  # type: ignore[misc]
         left = [name for name, node in state.nodes.items() if node.excluded is not None]
         first = kill_at < finding_numbers[-1]  # it died between the first one's word and the others'

@@ -6,7 +6,6 @@ The real manager runs in :class:`Site` in virtual time."""
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable
 
 import msgspec
@@ -19,19 +18,13 @@ from rrl.manager.model.state import State
 from rrl.manager.planner.recovery.node_exclusion import deferred_exclusions, exclusions_allowed
 from rrl.manager.reporting.summary import summarize
 from rrl.tests.support.manager.jobs import ROLLOUTS, job
+from rrl.tests.support.manager.scripted_runs import Script, run_to_end
 from rrl.tests.support.manager.site import Site
-from rrl.tests.unit.manager.test_crash_points import Script, run_to_end
 
 LIMITS = Limits(heartbeat=2.0, silence=8.0, join=40.0, quiet=20.0, poll=10.0, lease=10.0)
 R0, R1 = ROLLOUTS
 SLURM_NOTICES_S = 60.0
 """s after which Slurm takes the lost node from the job (SlurmdTimeout is 300 s by default)"""
-
-
-@pytest.fixture(autouse=True)
-def _quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing here loses power: what was written is there."""
-    monkeypatch.setattr(os, "fsync", lambda fd: None)
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,8 @@ from rrl.manager.model import events as ev
 from rrl.manager.runtime import Manager
 from rrl.manager.storage import lease as lease_module
 from rrl.manager.storage.lease import Lease, LeaseLost
+from rrl.tests.support.manager.handling import HELLO, LAUNCHED, N1, R1, STEP, WANTED, Handling
 from rrl.tests.support.manager.jobs import RUN, job
-from rrl.tests.unit.manager.intake.test_message_handler import HELLO, LAUNCHED, N1, R1, STEP, WANTED, Handling
 from rrl.transport import messages as msg
 from rrl.transport.control.endpoints import Incoming
 

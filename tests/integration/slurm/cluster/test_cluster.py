@@ -7,81 +7,30 @@ import os
 import re
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Coroutine, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 import msgspec
 import pytest
 
 from rrl.core.run_spec import Resources
 from rrl.core.types import NodeName
-from rrl.manager.cluster.base import (
-    AllocationRequest,
-    AllocationState,
-    ClusterSnapshot,
-    NodeState,
-    Refused,
-    Step,
-    Unanswered,
-)
+from rrl.manager.cluster.base import AllocationRequest, AllocationState, ClusterSnapshot, NodeState, Refused, Unanswered
 from rrl.manager.cluster.slurm.cluster import SlurmCluster
 from rrl.manager.cluster.slurm.commands import SlurmLimits
 from rrl.tests.support.slurm import processes as slurm_processes
+from rrl.tests.support.slurm.cluster_run import (
+    FAST,
+    SCRIPT_IGNORING_SIGTERM,
+    Run,
+    as_user,
+    is_alive,
+    state,
+    until,
+    until_file,
+)
 from rrl.tests.support.slurm.lab import SlurmLab
 
 pytestmark = pytest.mark.slurm
-
-FAST = SlurmLimits(
-    read_timeout_s=20.0,
-    write_timeout_s=20.0,
-    immediate_timeout_s=2,
-    immediate_timeout_het_s=20,
-    min_poll_interval_s=0.05,
-    reads_per_minute=100_000,
-)
-TIMEOUT_S = 30.0
-SCRIPT = """trap "echo TERM >> $1.signals; exit 0" TERM
-echo $$ > $1.pid.new; mv $1.pid.new $1.pid
-while :; do sleep 0.1; done"""
-"""A step that writes its pid, and each SIGTERM that it receives; $1 is its launch file."""
-SCRIPT_IGNORING_SIGTERM = SCRIPT.replace("; exit 0", "")
-
-
-class Run:
-    """One run in its own folder of the plain user's home; its id is the folder's name."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.id = folder.name
-        self.pool = f"{self.id}.pool"
-
-    def tag(self, name: str) -> str:
-        return f"{self.id}.{name}"
-
-    def cluster(self, limits: SlurmLimits = FAST, script: str = SCRIPT, hold: str | None = None) -> SlurmCluster:
-        return SlurmCluster(self.id, sys.executable, limits, prefix=("/bin/sh", "-c", script, "sh"), allocate_with=hold)
-
-    def allocation_request(self, count: int = 2, name: str = "pool", **sbatch: str) -> AllocationRequest:
-        node = Resources(cpus=4, gpus=2, mem=4000 * 2**20)
-        return AllocationRequest(self.tag(name), count, node, walltime=600.0, comment=f"rrl {self.id}", sbatch=sbatch)
-
-    def step(self, name: str, node: str, cpus: int = 1, gpus: int = 0, mem: int = 100, agent: bool = False) -> Step:
-        files = self.folder / f"{name}.launch", self.folder / f"{name}.log"
-        return Step(self.tag(name), self.pool, NodeName(node), Resources(cpus, gpus, mem * 2**20), *files, agent, agent)
-
-    async def hold(self, slurm: SlurmCluster, count: int) -> tuple[NodeName, ...]:
-        """Allocate a pool of ``count`` nodes and return them once it runs."""
-        await slurm.request(self.allocation_request(count))
-        observed = await until(slurm, lambda snapshot: state(snapshot, self.pool) is AllocationState.RUNNING)
-        assert observed.allocations is not None
-        return observed.allocations[self.pool].nodes
-
-    async def pid(self, name: str) -> int:
-        """Return the pid of a step's process once it runs."""
-        path = self.folder / f"{name}.launch.pid"
-        await until_file(path)
-        return int(path.read_text())
 
 
 @pytest.fixture
@@ -97,33 +46,6 @@ def run(lab: SlurmLab) -> Run:
     path = lab.user_home / f"run{len(list(lab.user_home.glob('run*')))}"
     lab.call_as_user(path.mkdir)
     return Run(path)
-
-
-def as_user(lab: SlurmLab, scenario: Callable[[], Coroutine[None, None, None]]) -> None:
-    lab.call_as_user(lambda: asyncio.run(scenario()), timeout_s=60.0)
-
-
-async def until(slurm: SlurmCluster, condition: Callable[[ClusterSnapshot], object]) -> ClusterSnapshot:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not condition(observed := await slurm.observe()):
-        assert time.monotonic() < deadline, f"not observed within {TIMEOUT_S:.0f} s: {observed}"
-        await asyncio.sleep(0.05)
-    return observed
-
-
-async def until_file(path: Path) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while path.name not in os.listdir(path.parent):
-        assert time.monotonic() < deadline, f"{path} did not appear; {os.listdir(path.parent)}"
-        await asyncio.sleep(0.02)
-
-
-def state(snapshot: ClusterSnapshot, tag: str) -> AllocationState | None:
-    return snapshot.allocations[tag].state if snapshot.allocations and tag in snapshot.allocations else None
-
-
-def is_alive(pid: int) -> bool:
-    return pid in slurm_processes.running_processes()
 
 
 def test_pool_is_requested_listed_used_and_released(lab: SlurmLab, run: Run) -> None:
@@ -441,7 +363,7 @@ def test_steps_outlive_a_killed_manager_and_are_found_by_the_next_one(lab: Slurm
 MANAGER = """
 import asyncio, sys
 from pathlib import Path
-from rrl.tests.integration.slurm.cluster.test_cluster import Run
+from rrl.tests.support.slurm.cluster_run import Run
 async def main(run):
     slurm = run.cluster()
     node = (await run.hold(slurm, 1))[0]

@@ -14,8 +14,8 @@ from rrl.manager.cluster.slurm.cluster import SlurmCluster
 from rrl.manager.cluster.slurm.commands import CommandResult
 from rrl.manager.cluster.slurm.nodes import SlurmNodes
 from rrl.manager.cluster.slurm.parsing import Job
-from rrl.tests.integration.slurm.cluster.test_cluster import FAST, Run, as_user, is_alive, state, until
 from rrl.tests.support.plain_user import call_as
+from rrl.tests.support.slurm.cluster_run import FAST, Run, as_user, is_alive, state, until
 from rrl.tests.support.slurm.lab import SlurmLab
 
 N1, N2, N3, N4 = (NodeName(f"n{i}") for i in range(1, 5))

@@ -11,9 +11,9 @@ import pytest
 from rrl.cli import main
 from rrl.cli.job import check
 from rrl.core.run_dir import RUNS_ENV
+from rrl.tests.support.fake_vllm import fake_vllm
 from rrl.tests.support.job_toml import JOB
 from rrl.tests.support.roles import model_folders
-from rrl.tests.unit.config.test_vllm_arguments import fake_vllm
 from rrl.transport.weights.base import PACKAGES
 from rrl.transport.weights.select import Capabilities
 

@@ -60,8 +60,7 @@ def test_at_least_a_hundred_scenarios_half_of_them_harmless_are_shipped() -> Non
 
 @pytest.mark.parametrize("name", [name for name, one in SCENARIOS.items() if weight(one) <= LIGHT])
 def test_every_light_scenario_gives_the_expected_findings(name: str) -> None:
-    for seed in range(2):
-        assert mistakes(play(name, SCENARIOS[name], seed, judge_of(OURS, SCENARIOS[name]))) == []
+    assert mistakes(play(name, SCENARIOS[name], 0, judge_of(OURS, SCENARIOS[name]))) == []
 
 
 @pytest.mark.long

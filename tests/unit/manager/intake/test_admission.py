@@ -16,8 +16,8 @@ from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Launch, Why
 from rrl.manager.model.queries import finding_about
 from rrl.manager.model.state import NEVER_APPEARED, Replica, State, Status
+from rrl.tests.support.manager.handling import HELLO, LAUNCHED, R1, STEP, Handling
 from rrl.tests.support.manager.jobs import ROLLOUTS, RUN, job
-from rrl.tests.unit.manager.intake.test_message_handler import HELLO, LAUNCHED, R1, STEP, Handling
 from rrl.transport.messages import AgentHello, Hello, StepVanished, Welcome
 
 N1, N2 = NodeName("n1"), NodeName("n2")

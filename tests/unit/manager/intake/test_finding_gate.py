@@ -23,8 +23,8 @@ from rrl.manager.intake.finding_gate import (
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Exclude, Launch, Readmit, Request, Why
 from rrl.manager.planner import plan
+from rrl.tests.support.manager.handling import Handling
 from rrl.tests.support.manager.jobs import NODE, ROLLOUTS, RUN
-from rrl.tests.unit.manager.intake.test_message_handler import Handling
 from rrl.transport import messages as msg
 
 N1, N2 = NodeName("n1"), NodeName("n2")

@@ -17,7 +17,7 @@ from rrl.manager.model.actions import Launch, Why
 from rrl.manager.model.reducer import fold
 from rrl.manager.model.state import State
 from rrl.tests.support.manager.jobs import RUN, TRAINER, job
-from rrl.tests.unit.manager.test_crash_points import LIMITS, Script, run_to_end
+from rrl.tests.support.manager.scripted_runs import LIMITS, Script, run_to_end
 
 N1 = NodeName("n1")
 INCARNATION = Incarnation(TRAINER, 1)

@@ -21,9 +21,8 @@ from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Fence, Finish, InjectFault, Launch, Request, Rung, Why
 from rrl.manager.model.queries import owner_of, step_alias
 from rrl.manager.model.state import Allocation, State, Status
+from rrl.tests.support.manager.handling import Handling
 from rrl.tests.support.manager.jobs import NODE, RUN, TRAINER, gang_job
-from rrl.tests.unit.manager.intake import test_message_handler as test_hearing
-from rrl.tests.unit.manager.intake.test_message_handler import Handling
 from rrl.transport import messages as msg
 
 N1 = NodeName("n1")
@@ -234,10 +233,9 @@ def with_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Handling:
     """The old trainer and a rollout have one GPU each; the shadow sees all four of the node."""
     job = gang_job(2, 2)
     roles = tuple(msgspec.structs.replace(one, per_member=Resources(1, 1)) if one.warm else one for one in job.roles)
-    monkeypatch.setattr(test_hearing, "job", lambda: msgspec.structs.replace(job, roles=roles))
     rollout = Incarnation(ReplicaId("rollout/0"), 1)
     launched = ev.Intended(Launch(rollout, tag_of(RUN, rollout), "pool", N1, WHY))
-    hearing = Handling(tmp_path, *STANDS_BY, launched)
+    hearing = Handling(tmp_path, *STANDS_BY, launched, job=msgspec.structs.replace(job, roles=roles))
     for incarnation, gpu in ((OLD, "GPU-a"), (rollout, "GPU-b")):
         hello = msg.Hello(incarnation, tag_of(RUN, incarnation), N1, "host", 50, "starting", gpus=(gpu,))
         hearing.handle(hello, peer=str(incarnation).encode())

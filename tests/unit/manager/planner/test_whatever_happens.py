@@ -19,8 +19,8 @@ from rrl.manager.model.actions import Launch
 from rrl.manager.model.queries import gangs, workers
 from rrl.manager.model.state import Status
 from rrl.tests.support.manager.jobs import gang_job, in_node_groups
+from rrl.tests.support.manager.node_world import Nodes
 from rrl.tests.support.manager.world import found
-from rrl.tests.unit.manager.planner.capacity.test_nodes import Nodes
 
 FEW, MANY = range(12), range(12, 312)
 TROUBLES = 40

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import stat
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -14,7 +12,7 @@ import pytest
 
 from rrl.config.job.load import load_job
 from rrl.core.run_dir import HISTORY_ENV, RUNS_ENV
-from rrl.core.run_spec import Resources, RunSpec
+from rrl.core.run_spec import RunSpec
 from rrl.core.types import Cause, Evidence, Finding, NodeName, Outcome, Remedy, Verdict
 from rrl.health.history.records import (
     ActionTaken,
@@ -38,21 +36,13 @@ from rrl.manager.model.state import State
 from rrl.manager.reporting import history_writer
 from rrl.manager.reporting.history_events import HistoryEvents
 from rrl.manager.reporting.history_writer import HistoryWriter, user_name
-from rrl.tests.support.cli.story import BEGAN, Story, job_view
+from rrl.tests.support.cli.story import BEGAN, Story, wide
+from rrl.tests.support.cli.waiting import eventually
 from rrl.tests.support.job_toml import JOB
 
 DEADLINE = 60.0
 N1, N3, N4 = NodeName("n1"), NodeName("n3"), NodeName("n4")
 REASON = "rrl:small:gpu: Xid 48"
-
-
-def wide() -> RunSpec:
-    """The small job whose rollouts have four GPUs each, on nodes of eight."""
-    view = job_view(cluster="slurm")
-    gpus = {"rollout": Resources(1, 4, 0), "trainer": Resources(1, 8, 0)}
-    roles = tuple(msgspec.structs.replace(one, per_member=gpus.get(one.name, one.per_member)) for one in view.roles)
-    parts = tuple(msgspec.structs.replace(one, node=Resources(8, 8, 2**34)) for one in view.node_groups)
-    return msgspec.structs.replace(view, roles=roles, node_groups=parts)
 
 
 class RecordedHistory:
@@ -326,13 +316,6 @@ def write_story(records: HistoryWriter, story: Story) -> None:
 
 def read(path: Path) -> list[Record | None]:
     return [read_line(text) for text in path.read_bytes().splitlines()]
-
-
-def eventually(true: Callable[[], object]) -> None:
-    until = time.monotonic() + DEADLINE
-    while not true():
-        assert time.monotonic() < until
-        time.sleep(0.01)
 
 
 def file_of(folder: Path, epoch: int = 1) -> Path:

@@ -31,9 +31,9 @@ from rrl.manager.model.reducer import fold
 from rrl.manager.reporting import metrics_server
 from rrl.manager.reporting.metrics import MAX_FINDING_SERIES, Facts, RunCounters, samples
 from rrl.manager.reporting.metrics_server import MAX_CONNECTIONS, MetricsServer
-from rrl.tests.support.cli.story import BEGAN, Story
+from rrl.tests.support.cli.story import BEGAN, Story, wide
+from rrl.tests.support.cli.waiting import eventually
 from rrl.tests.support.runs import current_incarnations, light_job, submit_here
-from rrl.tests.unit.manager.reporting.test_history_writer import eventually, wide
 
 DOCS = Path(__file__).parents[4] / "docs"
 N3 = NodeName("n3")

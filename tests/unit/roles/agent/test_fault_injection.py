@@ -14,7 +14,7 @@ from rrl.core.launch import Launch
 from rrl.core.processes import Process, read_process
 from rrl.roles.agent.fault_injection import PAUSED_SUFFIX
 from rrl.tests.support.listening_manager import Lab, eventually, lab
-from rrl.tests.unit.roles.agent.test_main import SLEEP, Node, node
+from rrl.tests.support.roles.agent_node import SLEEP, Node, node
 from rrl.transport.messages import AgentHeartbeat, Inject, Injected
 
 SLOW = Fault("f1", FaultKind.SLOW, "rollout/0", amount=0.5)

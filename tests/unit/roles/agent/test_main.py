@@ -3,58 +3,20 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
 from rrl.core.faults import Fault, FaultKind, FaultTrigger
-from rrl.core.launch import LAUNCH_ENV, ExitReason, Launch
-from rrl.core.processes import Process, read_process
+from rrl.core.launch import LAUNCH_ENV, ExitReason
+from rrl.core.processes import read_process
 from rrl.core.types import Incarnation, ReplicaId
 from rrl.roles.agent.main import _removed
-from rrl.tests.support.listening_manager import Lab, Manager, eventually, lab
+from rrl.tests.support.listening_manager import Lab, eventually, lab
+from rrl.tests.support.roles.agent_node import SLEEP, first_of, node
 from rrl.transport.messages import AgentHeartbeat, AgentHello, Fenced, Inject, Injected, StepExit, StepVanished, Stop
 
-SLEEP = ("sleep", "1000")
 DAEMON = ("sh", "-c", "(setsid sleep 1001 &) ; exec sleep 1000")
-
-
-class Node:
-    """A manager, an agent on ``local1``, and the steps that the test starts."""
-
-    def __init__(self, at: Lab, manager: Manager, agent: subprocess.Popen[bytes], launch: Launch) -> None:
-        self.at, self.manager, self.agent, self.launch = at, manager, agent, launch
-
-    async def step(self, *argv: str, replica: str = "rollout/0", node: str = "local1") -> tuple[Launch, Process]:
-        """Start a step; return its launch and its command."""
-        launch = self.at.launch(*argv, replica=replica, node=node)
-        self.at.start(launch)
-        return launch, await eventually(lambda: command(self.at, launch))
-
-    async def wait_for_steps(self, *launches: Launch) -> None:
-        """Wait for a heartbeat that names exactly these steps."""
-        self.manager.received.clear()
-        tags = tuple(sorted(launch.tag for launch in launches))
-        await self.manager.wait_for(AgentHeartbeat, lambda heartbeat: heartbeat.alive == tags)
-
-
-def command(at: Lab, launch: Launch) -> Process | None:
-    ours = at.processes(launch)
-    return next((p for p in ours if p.step and p.group == p.pid and p.step.startswith(f"{p.parent}.")), None)
-
-
-def first_of(at: Lab, launch: Launch) -> Process:
-    return next(process for process in at.processes(launch) if process.module)
-
-
-@asynccontextmanager
-async def node(at: Lab, patch: str = "") -> AsyncIterator[Node]:
-    async with at.manager() as manager:
-        launch = at.launch(replica="agent/local1", env={"RRL_HEARTBEAT_INTERVAL": "0.1"})
-        yield Node(at, manager, at.start(launch, "agent.main", patch), launch)
 
 
 def test_agent_reports_itself_and_the_steps_running_on_its_node(tmp_path: Path) -> None:

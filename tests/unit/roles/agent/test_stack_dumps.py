@@ -20,7 +20,7 @@ from rrl.health.detection.attribution.stack_groups import group, main_thread, pa
 from rrl.roles.agent import stack_dumps
 from rrl.roles.agent.stack_dumps import MAX_DUMP_BYTES, MAX_PROCESSES, dump_stacks
 from rrl.tests.support.listening_manager import Lab, eventually, lab
-from rrl.tests.unit.roles.agent.test_main import node
+from rrl.tests.support.roles.agent_node import node
 from rrl.transport.control.sockets import MANAGER_BOUNDS, encode_frame
 from rrl.transport.messages import DumpStacks, Stacks
 

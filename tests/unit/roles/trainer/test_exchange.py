@@ -7,6 +7,7 @@ import itertools
 import os
 import pickle
 from datetime import timedelta
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.multiprocessing.spawn import spawn
+from torch.multiprocessing.spawn import start_processes
 
 import rrl
 from rrl.roles.trainer import exchange
@@ -32,10 +33,10 @@ _PACKAGE = Path(rrl.__file__).parent
 
 
 @pytest.fixture(scope="module")
-def played(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def played(tmp_path_factory: pytest.TempPathFactory, processes: ForkServerContext) -> Path:
     """The folder in which the three processes of a gloo group have played both scenes; an error of theirs is raised."""
     folder = tmp_path_factory.mktemp("exchange")
-    spawn(_member, args=(folder,), nprocs=WORLD)  # type: ignore[no-untyped-call]
+    start_processes(_member, args=(folder,), nprocs=WORLD, start_method=processes.get_start_method())  # type: ignore[no-untyped-call]
     return folder
 
 

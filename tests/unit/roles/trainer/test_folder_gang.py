@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
@@ -12,19 +11,13 @@ import msgspec
 import pytest
 
 from rrl.tests.support.roles import folders
+from rrl.tests.support.roles.trainer.gang_runs import End, dies, end_of, goes_on_from
 from rrl.tests.support.roles.trainer.mortal import SEALED
-from rrl.tests.support.roles.trainer.stage import Stage, nursery
-from rrl.tests.unit.roles.trainer.test_gang import End, dies, end_of, goes_on_from
+from rrl.tests.support.roles.trainer.stage import Stage
 
 pytestmark = pytest.mark.torch
 
 _ALL_OF_IT: dict[str, Any] = {"kl": 0.1, "warm_start_steps": 2, "warm_start_batch": 8, "micro_batch": 2}
-
-
-@pytest.fixture(scope="module")
-def processes() -> Iterator[ForkServerContext]:
-    with nursery() as context:
-        yield context
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 
 from rrl.roles.trainer import main
 from rrl.tests.support.roles.trainer import publishing
-from rrl.tests.support.roles.trainer.stage import END_TIMEOUT_S, nursery
+from rrl.tests.support.roles.trainer.stage import END_TIMEOUT_S
 
 pytestmark = pytest.mark.torch
 
@@ -19,20 +20,21 @@ _BESIDE = 0.35
 
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.long)])
-def test_a_sharded_model_is_published_and_taken_over_without_a_second_copy_of_it(tmp_path: Path, dtype: str) -> None:
-    with nursery() as processes:
-        words = 2, str(tmp_path), dtype
-        members = [processes.Process(target=publishing.play, args=(rank, *words), daemon=True) for rank in range(2)]
-        try:
-            for each in members:
-                each.start()
-            for each in members:
-                each.join(END_TIMEOUT_S)
-        finally:
-            for each in members:
-                each.kill()
-                each.join()
-    assert [each.exitcode for each in members] == [0, 0]
+def test_a_sharded_model_is_published_and_taken_over_without_a_second_copy_of_it(
+    tmp_path: Path, processes: ForkServerContext, dtype: str
+) -> None:
+    words = 2, str(tmp_path), dtype
+    members = [processes.Process(target=publishing.play, args=(rank, *words), daemon=True) for rank in range(2)]
+    try:
+        for member in members:
+            member.start()
+        for member in members:
+            member.join(END_TIMEOUT_S)
+    finally:
+        for member in members:
+            member.kill()
+            member.join()
+    assert [member.exitcode for member in members] == [0, 0]
     first, second = (json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2))
     version, beside = first["version"], _BESIDE * first["model"]
     assert version == first["model"] * (2 if dtype == "bfloat16" else 4) / 4 > 100e6

@@ -10,11 +10,8 @@ import pytest
 from rrl.core.faults import Fault, FaultKind
 from rrl.core.types import Incarnation, ProbeResult, ReplicaId
 from rrl.roles.worker.main_thread import ProbeResponder
-from rrl.tests.unit.roles.worker.test_api import Manager, Scene, play, scene
-from rrl.tests.unit.roles.worker.test_own_faults import role
+from rrl.tests.support.roles.worker_scene import Manager, Scene, play, role_process
 from rrl.transport.messages import Heartbeat, Inject, Injected, Probe, ProbeReply
-
-__all__ = ["scene"]
 
 ME = Incarnation(ReplicaId("rollout/0"), 1)
 ANSWERS = """
@@ -110,7 +107,7 @@ def test_probe_of_another_incarnation_is_ignored() -> None:
 @pytest.mark.parametrize(("code", "result"), [(ANSWERS, ProbeResult.WORKS), (NO_ANSWER, ProbeResult.NO_HANDLER)])
 def test_real_role_answers_at_its_next_call_or_by_its_connection(scene: Scene, code: str, result: ProbeResult) -> None:
     async def story() -> None:
-        async with scene.manager() as manager, role(scene, manager, code) as (launch, _):
+        async with scene.manager() as manager, role_process(scene, manager, code) as (launch, _):
             await manager.send(launch.incarnation, Probe(launch.incarnation, 3))
             answer = await manager.wait_for(ProbeReply)
             assert (answer.incarnation, answer.id, answer.result) == (launch.incarnation, 3, result)
@@ -120,7 +117,7 @@ def test_real_role_answers_at_its_next_call_or_by_its_connection(scene: Scene, c
 
 def test_role_with_a_dead_engine_sends_heartbeats_and_does_not_answer(scene: Scene) -> None:
     async def story() -> None:
-        async with scene.manager() as manager, role(scene, manager, ANSWERS) as (launch, _):
+        async with scene.manager() as manager, role_process(scene, manager, ANSWERS) as (launch, _):
             await manager.send(launch.incarnation, Inject(Fault("f1", FaultKind.ENGINE_DEAD), launch.tag))
             assert (await manager.wait_for(Injected)).ok
             await manager.send(launch.incarnation, Probe(launch.incarnation, 4))

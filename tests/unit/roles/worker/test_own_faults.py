@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import resource
-import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
 from rrl.core.faults import Fault, FaultKind
-from rrl.core.launch import LAUNCH_ENV, Launch
+from rrl.core.launch import Launch
 from rrl.tests.support.listening_manager import TIMEOUT_S
-from rrl.tests.support.roles.trajectories import crew
-from rrl.tests.unit.roles.worker.test_api import Manager, Scene, play, scene
-from rrl.transport.messages import FirstWorkDone, Heartbeat, Inject, Injected
-
-__all__ = ["scene"]
+from rrl.tests.support.roles.worker_scene import Manager, Scene, play, role_process
+from rrl.transport.messages import Heartbeat, Inject, Injected
 
 WORKS = """
 import time, rrl
@@ -36,26 +30,6 @@ with rrl.join() as me:
 """
 
 
-@contextlib.asynccontextmanager
-async def role(scene: Scene, manager: Manager, code: str) -> AsyncIterator[tuple[Launch, asyncio.subprocess.Process]]:
-    """Start a role that runs ``code``; provides it once it works, and ends it afterwards."""
-    launch = scene.launch(crew.REWARD)
-    env = {
-        "PATH": "/usr/bin:/bin",
-        "RRL_HEARTBEAT_INTERVAL": "0.05",
-        LAUNCH_ENV: str(scene.at.run.launch_file(launch.tag)),
-    }
-    argv = [sys.executable, "-P", "-c", code]
-    child = await asyncio.create_subprocess_exec(*argv, env=env, stderr=asyncio.subprocess.PIPE)
-    try:
-        await manager.wait_for(FirstWorkDone)
-        yield launch, child
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            child.kill()
-        await child.wait()
-
-
 def size_of(pid: int) -> int:
     """Return the bytes of a process's address space, to which the agent limits it."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * resource.getpagesize()
@@ -69,7 +43,7 @@ async def fault_request(manager: Manager, launch: Launch, fault: Fault, tag: str
 @pytest.mark.parametrize("code", [WORKS, COMPUTES], ids=["working", "in a long computation"])
 def test_exit_fault_ends_a_busy_role_with_the_given_code(scene: Scene, code: str) -> None:
     async def story() -> None:
-        async with scene.manager() as manager, role(scene, manager, code) as (launch, child):
+        async with scene.manager() as manager, role_process(scene, manager, code) as (launch, child):
             answer = await fault_request(manager, launch, Fault("f1", FaultKind.EXIT, amount=3))
             assert (answer.ok, answer.incarnation, answer.detail) == (
                 True,
@@ -83,7 +57,7 @@ def test_exit_fault_ends_a_busy_role_with_the_given_code(scene: Scene, code: str
 
 def test_exception_fault_is_raised_in_the_roles_code_at_its_next_call(scene: Scene) -> None:
     async def story() -> None:
-        async with scene.manager() as manager, role(scene, manager, WORKS) as (launch, child):
+        async with scene.manager() as manager, role_process(scene, manager, WORKS) as (launch, child):
             answer = await fault_request(manager, launch, Fault("f7", FaultKind.EXCEPTION))
             assert answer.ok, answer.detail
             _, stderr = await asyncio.wait_for(child.communicate(), TIMEOUT_S)
@@ -96,7 +70,7 @@ def test_exception_fault_is_raised_in_the_roles_code_at_its_next_call(scene: Sce
 
 def test_exception_fault_waits_for_the_roles_next_call(scene: Scene) -> None:
     async def story() -> None:
-        async with scene.manager() as manager, role(scene, manager, COMPUTES) as (launch, child):
+        async with scene.manager() as manager, role_process(scene, manager, COMPUTES) as (launch, child):
             await manager.send(launch.incarnation, Inject(Fault("f1", FaultKind.EXCEPTION), launch.tag))
             second = Fault("f2", FaultKind.ENGINE_DEAD)
             answer = await fault_request(manager, launch, second)  # received after the first one
@@ -109,7 +83,7 @@ def test_exception_fault_waits_for_the_roles_next_call(scene: Scene) -> None:
 
 def test_role_with_a_dead_engine_sends_heartbeats_and_makes_no_progress(scene: Scene) -> None:
     async def story() -> None:
-        async with scene.manager() as manager, role(scene, manager, WORKS) as (launch, child):
+        async with scene.manager() as manager, role_process(scene, manager, WORKS) as (launch, child):
             assert (await fault_request(manager, launch, Fault("f1", FaultKind.ENGINE_DEAD))).ok
             manager.received.clear()
             first = await manager.wait_for(Heartbeat)
@@ -124,7 +98,7 @@ def test_role_with_a_dead_engine_sends_heartbeats_and_makes_no_progress(scene: S
 
 def test_out_of_memory_hits_a_role_that_does_not_grow(scene: Scene) -> None:
     async def story() -> None:
-        async with scene.manager() as manager, role(scene, manager, WORKS) as (launch, child):
+        async with scene.manager() as manager, role_process(scene, manager, WORKS) as (launch, child):
             resource.prlimit(child.pid, resource.RLIMIT_AS, (size_of(child.pid), resource.RLIM_INFINITY))
             await manager.send(launch.incarnation, Inject(Fault("f1", FaultKind.OUT_OF_MEMORY), launch.tag))
             _, stderr = await asyncio.wait_for(child.communicate(), TIMEOUT_S)
@@ -136,7 +110,7 @@ def test_out_of_memory_hits_a_role_that_does_not_grow(scene: Scene) -> None:
 
 def test_engine_dead_for_a_time_continues_afterwards(scene: Scene) -> None:
     async def story() -> None:
-        async with scene.manager() as manager, role(scene, manager, WORKS) as (launch, _):
+        async with scene.manager() as manager, role_process(scene, manager, WORKS) as (launch, _):
             await fault_request(manager, launch, Fault("f1", FaultKind.ENGINE_DEAD, seconds=0.3))
             await manager.wait_for(Injected, lambda answer: answer.ended)
             manager.received.clear()
@@ -154,7 +128,7 @@ def test_fault_for_another_step_or_of_another_kind_is_refused(
     scene: Scene, kind: FaultKind, tag: str, why: str
 ) -> None:
     async def story() -> None:
-        async with scene.manager() as manager, role(scene, manager, WORKS) as (launch, child):
+        async with scene.manager() as manager, role_process(scene, manager, WORKS) as (launch, child):
             answer = await fault_request(manager, launch, Fault("f1", kind, amount=3), tag)
             assert not answer.ok
             assert why in answer.detail

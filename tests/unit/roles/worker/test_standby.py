@@ -20,7 +20,7 @@ from rrl.roles.launcher.process_group import NICE, select_gpus
 from rrl.roles.worker.api import Worker
 from rrl.roles.worker.connection import FENCED_EXIT
 from rrl.tests.support.listening_manager import TIMEOUT_S, eventually
-from rrl.tests.unit.roles.worker.test_api import Manager, Scene, play, scene
+from rrl.tests.support.roles.worker_scene import Manager, Scene, play
 from rrl.transport.messages import (
     AdmissionRequest,
     Admitted,
@@ -37,8 +37,6 @@ from rrl.transport.messages import (
     VersionAvailable,
     Welcome,
 )
-
-__all__ = ["scene"]
 
 STANDBY_PROCESS = Incarnation(ReplicaId("standby/local1"), 3)
 MEMBER = Incarnation(ReplicaId("trainer/0.1"), 4)
@@ -100,8 +98,8 @@ class Ranks(Manager):
 
 
 @pytest.fixture
-def ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rrl.tests.unit.roles.worker.test_api.Manager", Ranks)
+def ranks(scene: Scene) -> None:
+    scene.manager_type = Ranks
 
 
 # ── waiting ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -282,8 +280,8 @@ class Admits(Manager):
 
 
 @pytest.fixture
-def admits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rrl.tests.unit.roles.worker.test_api.Manager", Admits)
+def admits(scene: Scene) -> None:
+    scene.manager_type = Admits
 
 
 @pytest.mark.parametrize("how", ["signal", "stop"])

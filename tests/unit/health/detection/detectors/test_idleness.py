@@ -26,8 +26,8 @@ from rrl.tests.support.health.traces import (
     Trace,
     agent_of,
     fail,
+    until_found,
 )
-from rrl.tests.unit.health.detection.detectors.test_probing import until_found
 
 RANKS = (TRAINER, *(Incarnation(ReplicaId(f"trainer/0.{rank}"), 1) for rank in range(1, 4)))
 COMPILING = (1.0, 0.0, 0.0)

@@ -35,6 +35,7 @@ from rrl.tests.support.health.traces import (
     Trace,
     agent_of,
     fail,
+    until_found,
     warn,
 )  # fmt: skip
 
@@ -61,15 +62,6 @@ def stop_heartbeats(trace: Trace, load: tuple[float, float | None, float | None]
         trace.loads.pop(ROLLOUT, None)
     else:
         trace.loads[ROLLOUT] = load
-
-
-def until_found(trace: Trace, timeout_s: float) -> float:
-    """Return the time (s) until a FAIL."""
-    for passed in range(int(timeout_s) + 1):
-        if any(observed[2] == "FAIL" for observed in trace.found()):
-            return float(passed)
-        trace.play(1)
-    raise AssertionError(f"nothing found within {timeout_s:g} s: {trace.found()}")
 
 
 # ── who fails ────────────────────────────────────────────────────────────────────────────────────────────────────────

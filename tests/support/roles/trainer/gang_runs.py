@@ -1,0 +1,67 @@
+"""Runs of a gang of real trainer processes: kill one at a given moment, and compare what the run ends with."""
+
+from __future__ import annotations
+
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+from torch import Tensor
+
+from rrl.core.types import Incarnation
+from rrl.roles.models.policy import ModelSpec, build_model
+from rrl.roles.trainer.checkpoint import Checkpoints
+from rrl.roles.trainer.learner import Learner
+from rrl.roles.trajectories.types import CommittedState
+from rrl.roles.worker.connection import FENCED_EXIT
+from rrl.tests.support.roles.trainer import harness
+from rrl.tests.support.roles.trainer.stage import GANG, VOCABULARY, Stage
+
+KILLED = -9
+
+
+class End(Struct):
+    """What a run has committed last: all tensors, and what each member had beside."""
+
+    tensors: dict[str, Tensor]
+    rest: list[bytes]
+
+    def __eq__(self, other: object) -> bool:
+        """Bit for bit."""
+        return isinstance(other, End) and self.rest == other.rest and self.distance(other) == 0.0
+
+    def distance(self, other: End) -> float:
+        assert self.tensors.keys() == other.tensors.keys()
+        return max((tensor - other.tensors[name]).abs().max().item() for name, tensor in self.tensors.items())
+
+
+def end_of(stage: Stage) -> End:
+    state = stage.store.committed(Incarnation(GANG, 1000))
+    assert isinstance(state, CommittedState)
+    assert state.manifest is not None
+    assert state.number == stage.steps, stage.logs()
+    model = build_model(msgspec.convert(stage.job["model"], ModelSpec), VOCABULARY, seed=99)
+    student = Learner(model, harness.settings(), steps=stage.steps, temperature=1.0)
+    Checkpoints(stage.lab.run, 1000, retained=2).read(state.manifest, student)
+    folder = stage.lab.run.path / state.manifest["folder"]
+    return End(student.tensors(), [(folder / f"rank-{rank}.msgpack").read_bytes() for rank in range(stage.world)])
+
+
+async def undisturbed(path: Path, processes: ForkServerContext, world: int, steps: int, **trainer: Any) -> End:
+    async with Stage(path, processes, world=world, steps=steps, **trainer).open() as stage:
+        assert await stage.live() == [0] * world, stage.logs()
+        return end_of(stage)
+
+
+async def dies(stage: Stage, moment: str, step: int, rank: int = 0) -> None:
+    codes = await stage.live(moment, step, rank)
+    assert codes[rank] == KILLED, (codes, stage.logs())
+    assert all(code == FENCED_EXIT for code in codes[:rank] + codes[rank + 1 :]), (codes, stage.logs())
+
+
+def goes_on_from(stage: Stage) -> str:
+    """Return the state that the newest incarnation continued from."""
+    lines = stage.log(stage.incarnation).splitlines()
+    return next(line for line in lines if "continues from" in line).split("from ")[1]

@@ -1,0 +1,171 @@
+"""Workers of the worker API, each in a thread or process, with a manager that only listens and a real store."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import Future
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+
+from rrl.core.launch import LAUNCH_ENV, Launch
+from rrl.core.run_dir import write_atomically
+from rrl.core.types import Incarnation
+from rrl.roles.trajectories.server import Server
+from rrl.roles.trajectories.store import Store
+from rrl.roles.trajectories.types import Request
+from rrl.roles.worker.api import Worker
+from rrl.tests.support.listening_manager import TIMEOUT_S, Lab
+from rrl.tests.support.listening_manager import Manager as FirstManager
+from rrl.tests.support.roles.trajectories import crew
+from rrl.transport.control.endpoints import Listener
+from rrl.transport.messages import FirstWorkDone, Hello, Peer, Peers, Stop, ToManager, Welcome
+
+HEARTBEAT_S = 0.02
+STORE = crew.incarnation_of("trajectories/0")
+JOB: dict[str, Any] = {
+    "run": {"steps": 1, "seed": 0},
+    "task": {"function": "task_of_test_worker:make"},
+    "model": {"tokenizer": {"pieces": "0123456789"}},
+    "roles": {
+        "trainer": {"replicas": 1},
+        "rollout": {"replicas": 2},
+        "trajectories": {"replicas": 1},
+        "reward": {"replicas": 1, "lease": 256},
+    },
+    "transport": {"weights": "tcp", "chunk": 2**20, "chunk_deadline": 30.0, "chain": 8},
+    "sampling": {"staleness": None},
+}
+
+
+class Manager(FirstManager):
+    """Welcomes every worker once ``welcoming`` is set, and sends it the store's address."""
+
+    def __init__(self, listener: Listener) -> None:
+        super().__init__(listener)
+        self.welcoming = asyncio.Event()
+        self.welcoming.set()
+        self.current = Peers(listener.epoch, 1, {})
+
+    async def serve(self) -> None:
+        while True:
+            incoming = await self.listener.receive()
+            self.received.append(incoming.message)
+            self.peers[incoming.message.incarnation] = incoming.peer
+            if isinstance(incoming.message, Hello):
+                await self.welcoming.wait()
+                await self.listener.send(incoming.peer, Welcome(incoming.message.incarnation, self.current))
+
+    def store_is(self, endpoint: str, epoch: int = STORE.number) -> None:
+        peers = {STORE.replica: Peer(crew.incarnation_of(STORE.replica, epoch), endpoint, joined=True)}
+        self.current = Peers(self.listener.epoch, self.current.seq + 1, peers)
+
+    async def stop(self, incarnation: Incarnation) -> None:
+        await self.send(incarnation, Stop(incarnation, 5.0, "the test is over"))
+
+
+class Role:
+    """Runs ``play`` in a thread; ``end`` raises the exception of ``play``."""
+
+    def __init__(self, play: Callable[[], object]) -> None:
+        self._ended: Future[None] = Future()
+        threading.Thread(target=self._main, args=(play,), daemon=True).start()
+
+    def _main(self, play: Callable[[], object]) -> None:
+        try:
+            play()
+        except BaseException as error:
+            self._ended.set_exception(error)
+        else:
+            self._ended.set_result(None)
+
+    @property
+    def ended(self) -> bool:
+        return self._ended.done()
+
+    async def end(self) -> None:
+        await asyncio.wait_for(asyncio.wrap_future(self._ended), TIMEOUT_S)
+
+
+class Scene:
+    """A run directory with its managers, stores and workers."""
+
+    def __init__(self, at: Lab) -> None:
+        self.at = at
+        self.manager_type = Manager
+        write_atomically(at.run.resolved, msgspec.json.encode({"job": JOB}))
+
+    def launch(self, incarnation: Incarnation) -> Launch:
+        return self.at.launch(replica=incarnation.replica, number=incarnation.number)
+
+    def worker(self, incarnation: Incarnation) -> Worker:
+        return Worker(self.launch(incarnation), self.at.run, self.at.keys)
+
+    def start(self, me: Worker, play: Callable[[], object] = lambda: None) -> Role:
+        def main() -> None:
+            with me:
+                play()
+
+        return Role(main)
+
+    @asynccontextmanager
+    async def manager(self, epoch: int = 1) -> AsyncIterator[Manager]:
+        listener = await Listener.open(self.at.keys, ToManager, epoch=epoch)
+        manager = self.manager_type(listener)
+        write_atomically(self.at.run.manager, msgspec.json.encode(listener.address))
+        serving = asyncio.create_task(manager.serve())
+        try:
+            yield manager
+        finally:
+            serving.cancel()
+            await listener.close()
+
+    @asynccontextmanager
+    async def serve(self, store: Store, epoch: int = STORE.number) -> AsyncIterator[str]:
+        """Serve ``store``; provides its endpoint."""
+        listener = await Listener.open(self.at.keys, Request, epoch=epoch)
+        server = Server(store, listener)
+        running = asyncio.create_task(server.run())
+        try:
+            yield listener.endpoint
+        finally:
+            server.stop()
+            await running
+            await listener.close()
+
+    def open_store(self) -> Store:
+        return crew.open_store(self.at.run.store)
+
+
+def play(story: Callable[[], Awaitable[None]]) -> None:
+    async def run() -> None:
+        await story()
+
+    asyncio.run(run())
+
+
+@contextlib.asynccontextmanager
+async def role_process(
+    scene: Scene, manager: Manager, code: str
+) -> AsyncIterator[tuple[Launch, asyncio.subprocess.Process]]:
+    """Start a role that runs ``code``; provides it once it works, and ends it afterwards."""
+    launch = scene.launch(crew.REWARD)
+    env = {
+        "PATH": "/usr/bin:/bin",
+        "RRL_HEARTBEAT_INTERVAL": "0.05",
+        LAUNCH_ENV: str(scene.at.run.launch_file(launch.tag)),
+    }
+    argv = [sys.executable, "-P", "-c", code]
+    child = await asyncio.create_subprocess_exec(*argv, env=env, stderr=asyncio.subprocess.PIPE)
+    try:
+        await manager.wait_for(FirstWorkDone)
+        yield launch, child
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            child.kill()
+        await child.wait()
