@@ -218,7 +218,7 @@ def _check_model(job: Job, path: Path) -> list[str]:
                         " (of a model on a hub: download it first)")  # fmt: skip
     elif wrong_model := validate(folder, model.chat, model.max_length):
         problem = Problem(("model", wrong_model.key), wrong_model.text)
-    elif job.sampling.max_new_tokens >= (longest := max_length({"path": model.path, "max_length": model.max_length})):
+    elif job.sampling.max_new_tokens >= (longest := max_length(model.path, model.max_length)):
         text = f"{job.sampling.max_new_tokens} leaves no room for a prompt: the model of path takes {longest} tokens"
         problem = Problem(("sampling", "max_new_tokens"), f"{text} in all; lower it")
     else:

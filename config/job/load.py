@@ -84,7 +84,7 @@ def resolved(job: Job) -> dict[str, Any]:
         table, name = job.table_of(role.name)
         filled[table][name]["min_replicas"] = role.min_replicas
     if job.model is not None and job.model.path is None:
-        filled["model"]["max_length"] = max_length(filled["model"])
+        filled["model"]["max_length"] = max_length(None, job.model.max_length)
     elif job.model is not None:
         filled["model"] = {key: value for key, value in filled["model"].items() if key not in SHAPE_KEYS}
     return filled

@@ -1,4 +1,4 @@
-"""Make the run spec (:class:`rrl.core.run_spec.RunSpec`) from a job."""
+"""Make the run spec (:class:`rrl.core.run_spec.RunSpec`), which manager and roles read, from a job."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import msgspec
 
 from ...core import run_spec
 from ...core.run_spec import NodeGroup, Resources, RoleSpec
+from ..model_folder import BUILT_MAX_LENGTH
 from .faults import plan_faults
 from .roles import POOL, SHARED, CommandRole, Role, RolloutRole, TrainerRole
 from .site import EnvTable
 
 if TYPE_CHECKING:
-    from .schema import Job
+    from .schema import Job, ModelTable, SamplingTable
 
 _BUILT_IN = {
     "trainer": "rrl.roles.trainer.main",
@@ -60,9 +61,14 @@ def resolve(job: Job, python: str) -> run_spec.RunSpec:
         start_within=job.cluster.start_within,
         env=_env(job.env, python),
         container=run_spec.ContainerSpec(container.mounts, container.python),
-        network=job.transport.network,
-        weights=job.transport.weights,
-        staleness=job.sampling.staleness if isinstance(job.sampling.staleness, int) else None,
+        seed=job.run.seed,
+        model=_model(job.model),
+        task=run_spec.TaskSpec() if job.task is None else msgspec.convert(job.task.model_dump(), run_spec.TaskSpec),
+        sampling=_sampling(job.sampling),
+        trainer=msgspec.convert(job.roles.trainer.model_dump(), run_spec.TrainerSettings),
+        rollout=msgspec.convert(job.roles.rollout.model_dump(), run_spec.RolloutSettings),
+        reward=msgspec.convert(job.roles.reward.model_dump(), run_spec.RewardSettings),
+        transport=msgspec.convert(job.transport.model_dump(), run_spec.TransportSpec),
         manager=run_spec.ManagerSpec(
             job.manager.where, {**inherited, **own}, job.cluster.job_walltime or 0.0, job.manager.log_level
         ),
@@ -72,6 +78,22 @@ def resolve(job: Job, python: str) -> run_spec.RunSpec:
         faults=plan_faults(job.faults, {role.name: role.replicas for role in roles}, job.cluster.walltime),
         faults_allowed=job.faults.allow,
     )
+
+
+def _model(model: ModelTable | None) -> run_spec.ModelSpec:
+    if model is None:
+        return run_spec.ModelSpec()
+    given = model.model_dump()
+    if model.tokenizer is not None:
+        given["tokenizer"]["pieces"] = tuple(model.tokenizer.pieces)  # the characters of a string
+    if model.path is None and model.max_length is None:
+        given["max_length"] = BUILT_MAX_LENGTH
+    return msgspec.convert(given, run_spec.ModelSpec)
+
+
+def _sampling(sampling: SamplingTable) -> run_spec.SamplingSpec:
+    staleness = None if sampling.staleness == "unlimited" else sampling.staleness
+    return msgspec.convert(sampling.model_dump() | {"staleness": staleness}, run_spec.SamplingSpec)
 
 
 def _env(env: EnvTable, python: str) -> run_spec.EnvSpec:
@@ -167,4 +189,6 @@ def _role(name: str, role: Role, python: str, image: str | None, donor_rollouts:
         per_node=role.ranks_per_node,
         warm=isinstance(role, TrainerRole | RolloutRole) and role.warm,
         donor_rollouts=donor_rollouts,
+        built_in=role.command is None,
+        options=role.options if isinstance(role, CommandRole) else {},
     )

@@ -107,8 +107,8 @@ def start(run: RunDir, job: Job) -> str:
     """
     spec = _resolve_spec(job)
     try:
-        if spec.cluster == "local" and spec.network:
-            own_address(spec.network)  # the manager runs on this host, so the address can be checked before its start
+        if spec.cluster == "local" and spec.transport.network:
+            own_address(spec.transport.network)  # the manager runs on this host: checked before its start
         return start_manager(run, spec)
     except (OSError, RuntimeError):
         shutil.rmtree(run.path, ignore_errors=True)
@@ -265,8 +265,8 @@ def _cluster(run: RunDir, spec: RunSpec) -> tuple[Cluster, str]:
         from ..cluster.slurm.cluster import SlurmCluster
 
         python, own_tag = spec.env.python or sys.executable, manager_job.own_allocation_tag(run.id, spec)
-        return SlurmCluster(run.id, python, own_tag=own_tag), own_address(spec.network)
+        return SlurmCluster(run.id, python, own_tag=own_tag), own_address(spec.transport.network)
     from ..cluster.local import LocalCluster
 
-    host = own_address(spec.network) if spec.network else "127.0.0.1"
+    host = own_address(spec.transport.network) if spec.transport.network else "127.0.0.1"
     return LocalCluster(run, python=spec.env.python or sys.executable), host

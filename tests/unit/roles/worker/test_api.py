@@ -19,9 +19,11 @@ import msgspec
 import pytest
 
 import rrl
+from rrl.config.job.resolve import resolve
+from rrl.config.job.schema import Job
 from rrl.core.launch import LAUNCH_ENV, Launch
 from rrl.core.run_dir import write_atomically
-from rrl.core.types import Incarnation, Version
+from rrl.core.types import Incarnation, ReplicaId, Version
 from rrl.roles import reward
 from rrl.roles.trajectories.server import Server
 from rrl.roles.trajectories.store import Store
@@ -54,19 +56,18 @@ from rrl.transport.weights.store import WeightStore
 
 HEARTBEAT_S = 0.02
 STORE = crew.incarnation_of("trajectories/0")
-JOB: dict[str, Any] = {
-    "run": {"steps": 1, "seed": 0},
-    "task": {"function": "task_of_test_worker:make"},
-    "model": {"tokenizer": {"pieces": "0123456789"}},
-    "roles": {
-        "trainer": {"replicas": 1},
-        "rollout": {"replicas": 2},
-        "trajectories": {"replicas": 1},
-        "reward": {"replicas": 1, "lease": 256},
-    },
-    "transport": {"weights": "tcp", "chunk": 2**20, "chunk_deadline": 30.0, "chain": 8},
-    "sampling": {"staleness": None},
-}
+JOB = resolve(
+    Job.model_validate({
+        "run": {"name": "test", "steps": 1},
+        "task": {"function": "task_of_test_worker:make"},
+        "model": {"tokenizer": {"pieces": "0123456789"}},
+        "roles": {"rollout": {"replicas": 2}},
+        "transport": {"weights": "tcp", "chunk": "1MiB", "chunk_deadline": "30s"},
+        "sampling": {"staleness": "unlimited"},
+        "commands": {"judge": {"command": ["true"], "options": {"until": 3}}},
+    }),
+    "python",
+)  # fmt: skip
 
 
 class Manager(FirstManager):
@@ -123,7 +124,7 @@ class Scene:
 
     def __init__(self, at: Lab) -> None:
         self.at = at
-        write_atomically(at.run.resolved, msgspec.json.encode({"job": JOB}))
+        write_atomically(at.run.run_spec, msgspec.json.encode(JOB))
 
     def launch(self, incarnation: Incarnation) -> Launch:
         return self.at.launch(replica=incarnation.replica, number=incarnation.number)
@@ -389,13 +390,20 @@ def test_commit_unknown_to_the_manager_is_reported_by_the_next_trainer(scene: Sc
     play(story)
 
 
+def test_worker_reads_the_typed_job_and_the_options_of_its_own_role(scene: Scene) -> None:
+    judge = scene.worker(Incarnation(ReplicaId("judge/0"), 1))
+    assert (judge.job, judge.options) == (JOB, {"until": 3})
+    assert (judge.job.transport.chunk, judge.job.sampling.staleness, judge.job.reward.lease) == (2**20, None, 256)
+    assert scene.worker(crew.TRAINER).options == {}
+
+
 def test_step_is_committed_in_another_thread_during_the_next_batch(scene: Scene, tmp_path: Path) -> None:
     async def story() -> None:
         store = scene.open_store()
         crew.generate(store)
         crew.score(store, reward=0.5)
         me = scene.worker(crew.TRAINER)
-        me.job["run"]["steps"] = 2
+        me.job = msgspec.structs.replace(me.job, steps=2)
         given: list[int] = []
 
         def work() -> None:
