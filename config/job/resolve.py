@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from ...core import run_spec
+from ...core.run_dir import HISTORY_ENV
 from ...core.run_spec import NodeGroup, Resources, RoleSpec
 from ..model_folder import BUILT_MAX_LENGTH
 from .faults import plan_faults
@@ -35,16 +39,7 @@ def resolve(job: Job, python: str) -> run_spec.RunSpec:
         python: The interpreter that runs rrl on the nodes, unless [env] names one.
     """
     python = job.env.python or python
-    roles = tuple(
-        _role(
-            name,
-            role,
-            python if role.launcher == "direct" else job.container.python,
-            job.container.image,
-            _donor_rollouts(job, role),
-        )
-        for name, role in job.every_role().items()
-    )
+    roles = _roles(job, python)
     groups = _node_groups(job, roles)
     container = job.container
     own = sbatch(job.manager.slurm)
@@ -78,6 +73,29 @@ def resolve(job: Job, python: str) -> run_spec.RunSpec:
         faults=plan_faults(job.faults, {role.name: role.replicas for role in roles}, job.cluster.walltime),
         faults_allowed=job.faults.allow,
     )
+
+
+def resolve_for_submission(job: Job) -> run_spec.RunSpec:
+    """Return the run spec of a job that is submitted from this process.
+
+    It has this interpreter, and the history folder that the site's environment names (:data:`HISTORY_ENV`) unless
+    [health] does.
+    """
+    spec = resolve(job, sys.executable)
+    folder = spec.health.history or os.environ.get(HISTORY_ENV, "")
+    history = str(Path(folder).expanduser().absolute()) if folder else ""
+    return msgspec.structs.replace(spec, health=msgspec.structs.replace(spec.health, history=history))
+
+
+def node_groups(job: Job) -> tuple[NodeGroup, ...]:
+    """Return the node groups of the run spec of a job, for a check of their sizes; the job may be invalid otherwise."""
+    return _node_groups(job, _roles(job, "python"))
+
+
+def min_replicas_of(name: str, role: Role) -> int:
+    """Return the number of replicas of a role without which the run cannot continue."""
+    default = 1 if name == "rollout" else role.replicas
+    return default if role.min_replicas is None else role.min_replicas
 
 
 def _model(model: ModelTable | None) -> run_spec.ModelSpec:
@@ -169,14 +187,26 @@ def concurrent_failures(nodes: int, rate: float, quantile: float = 0.99) -> int:
     return max(1, failing)
 
 
+def _roles(job: Job, python: str) -> tuple[RoleSpec, ...]:
+    return tuple(
+        _role(
+            name,
+            role,
+            python if role.launcher == "direct" else job.container.python,
+            job.container.image,
+            _donor_rollouts(job, role),
+        )
+        for name, role in job.every_role().items()
+    )
+
+
 def _role(name: str, role: Role, python: str, image: str | None, donor_rollouts: int) -> RoleSpec:
-    default_min_replicas = 1 if name == "rollout" else role.replicas
     is_command = isinstance(role, CommandRole)
     return RoleSpec(
         name=name,
         kind="command" if is_command else name,
         replicas=role.replicas,
-        min_replicas=default_min_replicas if role.min_replicas is None else role.min_replicas,
+        min_replicas=min_replicas_of(name, role),
         per_member=Resources(cpus=role.cpus, gpus=role.gpus, mem=role.mem),
         exclusive=role.exclusive,
         argv=role.command or (python, "-m", _BUILT_IN[name]),
