@@ -26,16 +26,16 @@ import torch
 
 from rrl.benchmarks._requirements import check_requirements
 from rrl.benchmarks._table import print_table
-from rrl.config.job.roles import TrainerRole
 from rrl.core.run_dir import RunDir
+from rrl.core.run_spec import ModelSpec, TrainerSettings
 from rrl.core.types import Incarnation, NodeName, ReplicaId, Version
-from rrl.roles.models.policy import ModelSpec, build_model
+from rrl.roles.models.policy import build_model
 from rrl.roles.snapshots.client import SnapshotClient
 from rrl.roles.snapshots.server import SnapshotServer
 from rrl.roles.trainer.async_saver import AsyncSaver
 from rrl.roles.trainer.checkpoint import Checkpoints
 from rrl.roles.trainer.host_buffers import HostBuffers
-from rrl.roles.trainer.learner import Learner, LearnerSettings
+from rrl.roles.trainer.learner import Learner
 from rrl.roles.trainer.process_group import Gang
 from rrl.roles.trajectories.types import Batch, Trajectory
 from rrl.roles.worker.checkpoint_files import Digest, fresh_folder
@@ -190,9 +190,7 @@ def _report(
 
 
 def _learner() -> Learner:
-    role = TrainerRole().model_dump()
-    settings = LearnerSettings(**{name: role[name] for name in LearnerSettings.__struct_fields__})
-    return Learner(build_model(MODEL, VOCABULARY, seed=0), settings, steps=10_000, temperature=1.0)
+    return Learner(build_model(MODEL, VOCABULARY, seed=0), TrainerSettings(), steps=10_000, temperature=1.0)
 
 
 def _batches() -> Iterator[Batch]:

@@ -7,7 +7,7 @@ properties through the same functions.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,28 +28,29 @@ BUILT_MAX_LENGTH = 64
 """Default number of tokens of prompt and answer for a model that rrl builds."""
 
 
-def max_length(model: Mapping[str, Any]) -> int:
+def max_length(path: str | None, max_tokens: int | None = None) -> int:
     """Return the maximum number of tokens of prompt and answer together.
 
     Args:
-        model: The resolved ``[model]`` table: its ``max_length``, else that of config.json in its ``path``.
+        path: ``[model] path``; None: rrl builds the model.
+        max_tokens: ``[model] max_length``; None: not set.
 
     Raises:
-        ValueError: config.json is missing, or has no such number.
+        ValueError: config.json in ``path`` is needed and is missing, or has no such number.
     """
-    if (length := model.get("max_length")) is not None:
-        return int(length)
-    if model.get("path") is None:
+    if max_tokens is not None:
+        return max_tokens
+    if path is None:
         return BUILT_MAX_LENGTH
-    path = Path(model["path"]) / CONFIG
-    config = read_json(path)
+    file = Path(path) / CONFIG
+    config = read_json(file)
     if not config:
-        raise ValueError(f"{path} does not exist, or is empty")
+        raise ValueError(f"{file} does not exist, or is empty")
     for table in (config, config.get("text_config") or {}):
         for key in ("max_position_embeddings", "n_positions", "n_ctx"):
             if isinstance(limit := table.get(key), int):
                 return limit
-    raise ValueError(f"{path} has no max_position_embeddings (the maximum length of a text); set max_length")
+    raise ValueError(f"{file} has no max_position_embeddings (the maximum length of a text); set max_length")
 
 
 def eos_ids(folder: Path) -> Any:
@@ -141,10 +142,10 @@ def _unsupported_kinds(folder: Path) -> Iterator[str]:
 
 def _lengths(folder: Path, max_tokens: int | None) -> Iterator[str]:
     if max_tokens is None:
-        max_length({"path": str(folder)})
+        max_length(str(folder))
         return
     try:
-        limit = max_length({"path": str(folder)})
+        limit = max_length(str(folder))
     except ValueError:  # config.json has no limit, but job.toml does
         return
     if max_tokens > limit:

@@ -6,7 +6,8 @@ spec. It is part of the journal, so that ``rrl status`` needs neither pydantic n
 
 from __future__ import annotations
 
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import msgspec
 from msgspec import Struct
@@ -54,6 +55,10 @@ class RoleSpec(Struct, frozen=True):
     """True if nodes keep standby processes of the role: its command, started and waiting in :func:`rrl.join`."""
     donor_rollouts: int = 0
     """Number of rollouts whose nodes keep a standby process of the trainer too, and can be taken over by it."""
+    built_in: bool = False
+    """True if rrl's own program plays the role; False if a command of the job does."""
+    options: dict[str, Any] = {}
+    """``[commands.NAME] options``: the user's own values, which only the user's program reads."""
 
     @property
     def standby_shares_node(self) -> bool:
@@ -260,8 +265,123 @@ class HealthSpec(Struct, frozen=True):
     """``host:port`` at which the manager serves Prometheus metrics; port 0: any free port; empty: no metrics."""
 
 
+class TokenizerSpec(Struct, frozen=True):
+    """The vocabulary of a model that rrl builds (:class:`rrl.config.job.schema.TokenizerTable`)."""
+
+    pieces: tuple[str, ...]
+    join: str = ""
+    ignore: str = ""
+
+
+class ModelSpec(Struct, frozen=True):
+    """The policy (:class:`rrl.config.job.schema.ModelTable`).
+
+    With ``path`` the shape is that of its config.json, and the shape fields here are ignored.
+    """
+
+    path: str | None = None
+    """Absolute path of a Hugging Face folder; None: rrl builds the model."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    chat: bool = False
+    hidden_size: int = 64
+    intermediate_size: int = 192
+    layers: int = 2
+    heads: int = 4
+    kv_heads: int = 4
+    head_dim: int = 16
+    max_length: int | None = None
+    """Tokens of prompt and answer together; None: the limit in config.json of ``path``, which the nodes have."""
+    initializer_range: float = 0.05
+    tokenizer: TokenizerSpec | None = None
+    """None with ``path``: the folder has a tokenizer of its own."""
+
+
+class TaskSpec(Struct, frozen=True):
+    """The source of prompts and rewards (:class:`rrl.config.job.schema.TaskTable`): a dataset or a function."""
+
+    dataset: str | None = None
+    args: dict[str, Any] = {}
+    """The user's own values, which only the dataset or the function reads."""
+    function: str | None = None
+    prompt: str = "{question}"
+    size: int = 200_000
+    partial_credit: float = 0.0
+
+
+DEFAULT_STALENESS = 4
+"""Weight versions; the default of AReaL for code."""
+
+
+class SamplingSpec(Struct, frozen=True):
+    """How rollouts sample, and how many samples make a step (:class:`rrl.config.job.schema.SamplingTable`)."""
+
+    prompts_per_step: int = 16
+    group_size: int = 16
+    max_new_tokens: int = 5
+    temperature: float = 1.0
+    ahead: int = 1
+    staleness: int | None = DEFAULT_STALENESS
+    """Weight versions by which a token may be older than the newest when it is trained; None: no limit."""
+    late: Literal["wait", "drop"] = "wait"
+
+
+class TransportSpec(Struct, frozen=True):
+    """How weights are transferred, and where processes listen (:class:`rrl.config.job.schema.TransportTable`)."""
+
+    weights: Literal["auto", "ucx", "tcp", "nixl"] = "auto"
+    trusted_network: bool = False
+    chunk: int = 8 * 2**20
+    """Bytes."""
+    network: str = ""
+    """Name of an interface, or a CIDR, that all processes listen on; empty: chosen on each node."""
+    chunk_deadline: float = 5.0
+    """Seconds."""
+    chain: int = 8
+
+
+class TrainerSettings(Struct, frozen=True):
+    """The settings of the trainer's program (:class:`rrl.config.job.roles.TrainerRole`)."""
+
+    threads: int = 1
+    learning_rate: float = 1e-3
+    final_learning_rate: float = 0.1
+    clip: float = 0.2
+    entropy: float = 0.02
+    kl: float = 0.0
+    micro_batch: int | None = None
+    advantage_floor: float = 0.1
+    gradient_clip: float = 1.0
+    warm_start_steps: int = 0
+    warm_start_batch: int = 64
+    warm_start_learning_rate: float = 3e-3
+    keep_checkpoints: int = 2
+    uncommitted: int = 1
+    snapshots: bool = True
+
+
+class RolloutSettings(Struct, frozen=True):
+    """The settings of the rollouts' program (:class:`rrl.config.job.roles.RolloutRole`)."""
+
+    engine: Literal["torch", "vllm"] = "torch"
+    vllm: dict[str, Any] = {}
+    """The user's own arguments of vLLM's engine."""
+    threads: int = 1
+    lease: int = 64
+    segment_tokens: int = 64
+
+
+class RewardSettings(Struct, frozen=True):
+    """The settings of the reward role's program (:class:`rrl.config.job.roles.RewardRole`)."""
+
+    lease: int = 256
+
+
 class RunSpec(Struct, frozen=True):
-    """A whole job with every default filled in."""
+    """A whole job with every default filled in.
+
+    In a run without ``[task]``, what the built-in roles would train and how (``model`` to ``reward``) has its defaults,
+    and nobody reads it.
+    """
 
     name: str
     steps: int
@@ -281,12 +401,15 @@ class RunSpec(Struct, frozen=True):
     granted."""
     env: EnvSpec = EnvSpec()
     container: ContainerSpec = ContainerSpec()
-    network: str = ""
-    """Name of an interface, or a CIDR, that all processes listen on; empty: chosen on each node."""
-    weights: str = "auto"
-    """Weight transport: ``auto``, ``ucx``, ``tcp`` or ``nixl``."""
-    staleness: int | None = None
-    """Weight versions by which a token may be older than the newest when it is trained; None: no limit."""
+    seed: int = 0
+    """Seed of the initial weights, the task's items and the sampling."""
+    model: ModelSpec = ModelSpec()
+    task: TaskSpec = TaskSpec()
+    sampling: SamplingSpec = SamplingSpec()
+    trainer: TrainerSettings = TrainerSettings()
+    rollout: RolloutSettings = RolloutSettings()
+    reward: RewardSettings = RewardSettings()
+    transport: TransportSpec = TransportSpec()
     manager: ManagerSpec = ManagerSpec()
     limits: Limits = Limits()
     recovery: Recovery = Recovery()
@@ -316,6 +439,16 @@ class RunSpec(Struct, frozen=True):
     def nodes(self) -> int:
         """Return the number of nodes of the whole run, spares included."""
         return sum(group.nodes for group in self.node_groups)
+
+
+def read_run_spec(path: Path) -> RunSpec:
+    """Read the run spec of a run directory.
+
+    Raises:
+        OSError: The file cannot be read.
+        msgspec.DecodeError: It is not a run spec.
+    """
+    return msgspec.json.decode(path.read_bytes(), type=RunSpec)
 
 
 def pool_nodes(roles: tuple[RoleSpec, ...], node: Resources) -> int:

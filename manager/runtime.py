@@ -288,7 +288,8 @@ class Manager:
         detected, next_check = detect(self._monitor, limits, now)
         self._baseline_recorder.record_if_due(now)
         findings, suspected = self._message_handler.hang_investigator.investigate(detected)
-        if (token_age := token_ages.token_age_finding(self.state.token_ages, self.state.job.staleness)) is not None:
+        staleness = self.state.job.sampling.staleness
+        if (token_age := token_ages.token_age_finding(self.state.token_ages, staleness)) is not None:
             findings = [*findings, token_age]
         silent = missing_heartbeats(findings, self._monitor, limits, now)
         absent = silent_nodes(findings, self._monitor, limits, now)

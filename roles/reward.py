@@ -67,12 +67,12 @@ def main() -> None:
     """Join the run and score until a stop is requested."""
     me = rrl.join()
     with exits_on_invalid_config():
-        tokenizer = open_tokenizer(me.job["model"])
+        tokenizer = open_tokenizer(me.job.model)
     with exits_on_invalid_config(TaskError):
-        task = load_task(me.job["task"], me.job["run"]["seed"], tokenizer, Path(me.launch.cwd))
+        task = load_task(me.job.task, me.job.seed, tokenizer, Path(me.launch.cwd))
     with me:
         scorer = Scorer(task, tokenizer)
-        for work in me.scoring(at_most=me.settings["lease"]):
+        for work in me.scoring(at_most=me.job.reward.lease):
             with me.phase("score"):
                 work.post(*scorer.score(work.items, me.progress))  # each item counts, so a long batch shows progress
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ...config.job.load import load_job, resolved
 from ...config.job.render import as_toml
-from ...config.job.resolve import resolve
+from ...config.job.resolve import resolve_for_submission
 from ...config.job.schema import Job
 from ...config.model_folder import max_length, validate
 from ...config.toml_positions import lines_of, nearest_line
@@ -28,18 +28,18 @@ from ..common.output import print_json
 from ..common.runs import UsageError
 
 
-def preview_or_fail(job: Job, path: Path) -> list[tuple[str, str]]:
+def preview_or_fail(spec: RunSpec, path: Path) -> list[tuple[str, str]]:
     """Return what would be submitted, as (title, text).
 
     Raises UsageError for an option that cannot be passed on to Slurm.
     """
     try:
-        return preview(job)
+        return preview(spec)
     except ValueError as error:
         raise UsageError(f"{path}: slurm: {error}") from None
 
 
-def preflight(job: Job, path: Path, foreground: bool = False) -> tuple[list[str], str]:
+def preflight(job: Job, spec: RunSpec, path: Path, foreground: bool = False) -> tuple[list[str], str]:
     """Have Slurm test the job. Returns warnings, one line each, and the peak size of the run.
 
     Raises UsageError, with the key to change, for a job that could never start. With ``foreground`` no manager job is
@@ -57,18 +57,17 @@ def preflight(job: Job, path: Path, foreground: bool = False) -> tuple[list[str]
     if shutil.which("sbatch") is None:
         raise UsageError(f'{path}: cluster.kind is "slurm", and there is no sbatch on PATH; run rrl on a login node of'
                        ' the cluster, or write kind = "local"')  # fmt: skip
-    view = resolve(job, sys.executable)
-    worst = worst_case(view, foreground)
-    problems, observed = asyncio.run(_ask_slurm(job, view, foreground))
+    worst = worst_case(spec, foreground)
+    problems, observed = asyncio.run(_ask_slurm(job, spec, foreground))
     problems += _exceeded_limits(worst, observed)
     if certain := [_with_location(path, one) for one in problems if one.certain]:
         raise UsageError("\n".join(certain))
     return [*warnings, *(_with_location(path, one) for one in problems)], _limits_summary(worst, observed)
 
 
-async def _ask_slurm(job: Job, view: RunSpec, foreground: bool) -> tuple[list[Problem], JobLimits]:
+async def _ask_slurm(job: Job, spec: RunSpec, foreground: bool) -> tuple[list[Problem], JobLimits]:
     problems, observed = await asyncio.gather(
-        check_with_slurm(job, foreground), read_limits(view.node_groups[0].sbatch)
+        check_with_slurm(job, spec, foreground), read_limits(spec.node_groups[0].sbatch)
     )
     return problems, observed
 
@@ -76,14 +75,15 @@ async def _ask_slurm(job: Job, view: RunSpec, foreground: bool) -> tuple[list[Pr
 def check(path: Path, *, json: bool) -> int:
     """Check the job spec and print the result; nothing is changed. Raises SpecError, UsageError."""
     job = load_job(path)
-    plan = [*preview_or_fail(job, path), ("weights", _transport_text(job))]
+    spec = resolve_for_submission(job)
+    plan = [*preview_or_fail(spec, path), ("weights", _transport_text(job))]
     if json:
-        warnings, summary = preflight(job, path)
+        warnings, summary = preflight(job, spec, path)
         shown = [{"title": title, "text": text} for title, text in [*plan, *_limits_section(summary)]]
         print_json({"job": resolved(job), "plan": shown, "warnings": warnings})
         return 0
     _print((f"{path}, with every default", as_toml(job)), *plan)
-    warnings, summary = preflight(job, path)  # after the plan: its last line is what is to be read
+    warnings, summary = preflight(job, spec, path)  # after the plan: its last line is what is to be read
     _print(*_limits_section(summary))
     print_warnings(warnings)
     print(f"{path} is right; nothing was submitted")
@@ -218,7 +218,7 @@ def _check_model(job: Job, path: Path) -> list[str]:
                         " (of a model on a hub: download it first)")  # fmt: skip
     elif wrong_model := validate(folder, model.chat, model.max_length):
         problem = Problem(("model", wrong_model.key), wrong_model.text)
-    elif job.sampling.max_new_tokens >= (longest := max_length({"path": model.path, "max_length": model.max_length})):
+    elif job.sampling.max_new_tokens >= (longest := max_length(model.path, model.max_length)):
         text = f"{job.sampling.max_new_tokens} leaves no room for a prompt: the model of path takes {longest} tokens"
         problem = Problem(("sampling", "max_new_tokens"), f"{text} in all; lower it")
     else:

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from ...config.job.load import load_job, resolved
 from ...config.job.render import as_toml
+from ...config.job.resolve import resolve_for_submission
 from ...config.job.schema import Job
 from ...core.run_dir import RunDir
 from ...core.types import Outcome
@@ -39,11 +40,12 @@ def resume(name: str, *, changed: Path | None, steps: int | None, walltime: str 
     assert state.ended is not None
     job, text, source = _job(run, changed, steps, walltime)
     _check_fits(run, state, job, changed)
-    preview_or_fail(job, source)
-    warnings, _ = preflight(job, source, False)
+    spec = resolve_for_submission(job)
+    preview_or_fail(spec, source)
+    warnings, _ = preflight(job, spec, source, False)
     print_warnings(warnings)
     try:
-        warning = starting.resume(run, job, text, source, state.ended)
+        warning = starting.resume(run, job, spec, text, source, state.ended)
     except JournalError as error:
         raise UsageError(str(error)) from None
     except (OSError, RuntimeError) as error:

@@ -12,8 +12,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ...config.job.load import load_job
+from ...config.job.resolve import resolve_for_submission
 from ...config.job.schema import Job
 from ...core.run_dir import RunDir, runs_root
+from ...core.run_spec import RunSpec
 from ...core.types import Outcome
 from ...manager.bootstrap import start as starting
 from ...manager.storage.journal import JournalError
@@ -35,13 +37,14 @@ def submit(path: Path, *, foreground: bool, wait: bool, json: bool) -> int:
     the job.
     """
     job = load_job(path)
-    preview_or_fail(job, path)  # what could not be submitted is refused before there is a run
-    warnings, _ = preflight(job, path, foreground)
+    spec = resolve_for_submission(job)
+    preview_or_fail(spec, path)  # what could not be submitted is refused before there is a run
+    warnings, _ = preflight(job, spec, path, foreground)
     print_warnings(warnings)
-    run = _create(job, path)
+    run = _create(job, spec, path)
     if foreground:
         return _foreground(run, json)
-    _start(run, job)
+    _start(run, spec)
     return watch_until_end(run, json) if wait else print_started(run, json)
 
 
@@ -70,18 +73,18 @@ def watch_until_end(run: RunDir, json: bool, after: int = 0) -> int:
     return _print_summary(run, json)
 
 
-def _create(job: Job, path: Path) -> RunDir:
+def _create(job: Job, spec: RunSpec, path: Path) -> RunDir:
     try:
-        return starting.create(job, path)
+        return starting.create(job, spec, path)
     except OSError as error:
         where = f"{error.filename}: " if error.filename and str(error.filename) != str(runs_root()) else ""
         raise UsageError(f"no run can be made in {runs_root()}: {where}{error.strerror or error}; name another folder"
                        " with --runs-dir") from None  # fmt: skip
 
 
-def _start(run: RunDir, job: Job) -> None:
+def _start(run: RunDir, spec: RunSpec) -> None:
     try:
-        warning = starting.start(run, job)
+        warning = starting.start(run, spec)
     except (OSError, RuntimeError) as error:  # RuntimeError: what submitit makes of a refused sbatch
         raise OperationFailed(f"the run could not be started: {error}") from None
     print_warnings([warning] if warning else [])

@@ -27,7 +27,7 @@ from ...core.text import on_one_line
 from ..model_folder import SHAPE_KEYS, max_length
 from ..toml_positions import Path as KeyPath
 from ..toml_positions import lines_of, nearest_line
-from .resolve import resolve
+from .resolve import min_replicas_of
 from .schema import Job
 
 _MAX_FILE_BYTES = 2**20
@@ -80,11 +80,10 @@ def load_job(path: Path, folder: Path | None = None) -> Job:
 def resolved(job: Job) -> dict[str, Any]:
     """Return the spec with every default filled in, as JSON values: durations in seconds, sizes in bytes."""
     filled = job.model_dump(mode="json")
-    for role in resolve(job, "python").roles:
-        table, name = job.table_of(role.name)
-        filled[table][name]["min_replicas"] = role.min_replicas
+    for name, role in job.every_role().items():
+        filled[job.table_of(name)[0]][name]["min_replicas"] = min_replicas_of(name, role)
     if job.model is not None and job.model.path is None:
-        filled["model"]["max_length"] = max_length(filled["model"])
+        filled["model"]["max_length"] = max_length(None, job.model.max_length)
     elif job.model is not None:
         filled["model"] = {key: value for key, value in filled["model"].items() if key not in SHAPE_KEYS}
     return filled

@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 
 from ...core.units import DURATION, SIZE, duration_text, size_text
 from ..model_folder import SHAPE_KEYS
-from .resolve import resolve
+from .resolve import min_replicas_of
 from .roles import POOL
 from .schema import Job
 
@@ -22,8 +22,10 @@ def as_toml(job: Job) -> str:
 
     Two values may differ: ``min_replicas`` has its default written out, and ``spares`` is 0 if there is no pool.
     """
-    floors = {role.name: role.min_replicas for role in resolve(job, "python").roles}
-    roles = {name: role.model_copy(update={"min_replicas": floors[name]}) for name, role in job.every_role().items()}
+    roles = {
+        name: role.model_copy(update={"min_replicas": min_replicas_of(name, role)})
+        for name, role in job.every_role().items()
+    }
     built_in = {name: role for name, role in roles.items() if name not in job.commands}
     cluster = job.cluster if job.cluster.form == POOL else job.cluster.model_copy(update={"spares": 0})
     model = job.model

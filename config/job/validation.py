@@ -22,7 +22,7 @@ from ..model_folder import BUILT_MAX_LENGTH, SHAPE_KEYS
 from ..vllm_arguments import RESERVED_ARGUMENTS, TENSOR_PARALLEL_SIZE
 from .base import mistake
 from .faults import values_for_kind
-from .resolve import resolve
+from .resolve import node_groups
 from .roles import CommandRole, Role, TrainerRole, TrajectoriesRole
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ def _form(job: Job) -> None:
     if job.manager.where == "pool":
         raise mistake(("manager", "where"), f'form = "{cluster.form}" has no pool; write where = "job"')
     if cluster.form == "hetjob" and not cluster.one_node_components:
-        groups = resolve(job, "python").node_groups
+        groups = node_groups(job)
         small = [group.name for group in groups if group.nodes == 1]
         if small and len(groups) > 1:
             raise mistake(

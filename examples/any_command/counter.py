@@ -12,7 +12,7 @@ def main() -> None:
         checkpoint = worker.run_dir.path / f"{worker.launch.incarnation.replica.replace('/', '-')}.count"
         count = int(checkpoint.read_text()) if checkpoint.exists() else 0
         with worker.phase("counting"):
-            while count < worker.settings["options"]["until"] and not worker.stopping.is_set():
+            while count < worker.options["until"] and not worker.stopping.is_set():
                 time.sleep(0.2)
                 count += 1
                 checkpoint.write_text(str(count))

@@ -20,7 +20,7 @@ def main() -> None:
     policy = Policy()
     optimizer = torch.optim.Adam(policy.parameters())
     with rrl.join() as me:
-        optimizer.param_groups[0]["lr"] = me.settings["learning_rate"]
+        optimizer.param_groups[0]["lr"] = me.job.trainer.learning_rate
         if (files := me.committed_files()) is not None:
             saved = torch.load(files["state.pt"], weights_only=True)
             policy.load_state_dict(saved["policy"])

@@ -9,12 +9,10 @@ forever. So the sizes are also compared with the partitions.
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Sequence
 
 from msgspec import Struct
 
-from ...config.job.resolve import resolve
 from ...config.job.schema import Job
 from ...core.run_spec import RunSpec
 from ...core.units import duration_text
@@ -62,13 +60,17 @@ class Problem(Struct, frozen=True):
     """Whether the job could never start as it is."""
 
 
-async def check_with_slurm(job: Job, foreground: bool = False) -> list[Problem]:
-    """Return what Slurm would not accept, or did not answer. With ``foreground`` the manager is not a Slurm job.
+async def check_with_slurm(job: Job, spec: RunSpec, foreground: bool = False) -> list[Problem]:
+    """Return what Slurm would not accept, or did not answer.
+
+    Args:
+        job: The job, for the keys that a problem concerns: only it knows in which table a value was written.
+        spec: The run spec of this job: what would be requested.
+        foreground: True if the manager is not a Slurm job.
 
     Raises:
         ValueError: an sbatch option cannot be passed on.
     """
-    spec = resolve(job, sys.executable)
     # requests of one node group differ only by their tags
     requests = {request.node_group: request for request in initial_requests(_RUN_ID, spec)}
     try:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterator
 
 from msgspec import Struct
 
-from ...config.job.resolve import resolve
-from ...config.job.schema import Job
 from ...core.run_dir import runs_root
 from ...core.run_spec import NodeGroup, RoleSpec, RunSpec
 from ..cluster.slurm.requests import batch_script
@@ -92,13 +89,12 @@ def _rotations(node_group: NodeGroup, spec: RunSpec) -> int:
     return math.ceil(HOUR_S / node_group.walltime) * _jobs(node_group) if node_group.walltime < spec.walltime else 0
 
 
-def preview(job: Job) -> list[tuple[str, str]]:
+def preview(spec: RunSpec) -> list[tuple[str, str]]:
     """Return (title, text) of each thing that would be started.
 
     Raises:
         ValueError: an sbatch option cannot be passed on.
     """
-    spec = resolve(job, sys.executable)
     steps = "\n".join([*(_steps(role) for role in spec.roles), *_standby_lines(spec)])
     if spec.cluster == "slurm":
         return [*_manager(spec), *allocations(spec), ("steps", steps)]

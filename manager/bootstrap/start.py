@@ -23,12 +23,11 @@ from typing import NoReturn
 import msgspec
 
 from ...config.job.load import resolved
-from ...config.job.resolve import resolve
 from ...config.job.schema import Job
 from ...core.log_lines import start_logging
 from ...core.processes import raise_nofile
-from ...core.run_dir import HISTORY_ENV, RunDir, runs_root, write_atomically
-from ...core.run_spec import RunSpec
+from ...core.run_dir import RunDir, runs_root, write_atomically
+from ...core.run_spec import RunSpec, read_run_spec
 from ...core.types import Outcome
 from ...transport.address import NoAddress, own_address
 from ...transport.keys import RunKeys
@@ -56,17 +55,22 @@ LOCAL_TIMEOUT_MIN = 60 * 24 * 365
 """Minutes; so long that a manager of the local cluster ends only with its run."""
 
 
-def create(job: Job, source: Path) -> RunDir:
+def create(job: Job, spec: RunSpec, source: Path) -> RunDir:
     """Create a run directory with everything that a manager needs.
+
+    Args:
+        job: The job, which is recorded with every default.
+        spec: The run spec of this job, which manager and roles read.
+        source: The job.toml, a copy of which is kept.
 
     Raises:
         OSError: the directory cannot be written (no permission, no space, over quota); nothing of it is left then.
     """
     # Slurm's jobs are found by the run's id, so its random part keeps runs of different folders apart.
-    run = RunDir(runs_root() / f"{job.run.name}-{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(2)}")
+    run = RunDir(runs_root() / f"{spec.name}-{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(2)}")
     staging = RunDir(run.path.with_name(f".{run.id}"))
     try:
-        _write_run_dir(staging, job, source)
+        _write_run_dir(staging, job, spec, source)
         os.rename(staging.path, run.path)  # a crash before this leaves no run; after it, a run that can be managed
     except BaseException:
         shutil.rmtree(staging.path, ignore_errors=True)
@@ -74,57 +78,46 @@ def create(job: Job, source: Path) -> RunDir:
     return run
 
 
-def _write_run_dir(run: RunDir, job: Job, source: Path) -> None:
+def _write_run_dir(run: RunDir, job: Job, spec: RunSpec, source: Path) -> None:
     run.create()
     RunKeys.make().save(run.keys)
-    _write_spec(run, job, source.read_bytes(), source)
+    _write_spec(run, job, spec, source.read_bytes(), source)
 
 
-def _write_spec(run: RunDir, job: Job, text: bytes, source: Path) -> None:
+def _write_spec(run: RunDir, job: Job, spec: RunSpec, text: bytes, source: Path) -> None:
     """Write the job file, its resolved form, the run spec that manager and roles read, and the passed environment."""
     write_atomically(run.job_toml, text)
     record = {"source": str(source.resolve()), "job": resolved(job), "user": getpass.getuser()}
     write_atomically(run.resolved, msgspec.json.format(msgspec.json.encode(record), indent=2))
-    spec = _resolve_spec(job)
     write_atomically(run.run_spec, msgspec.json.encode(spec))
     save_passed_env(run, spec)
 
 
-def _resolve_spec(job: Job) -> RunSpec:
-    """Resolve the job, with the history folder that the site's module file may name."""
-    spec = resolve(job, sys.executable)
-    folder = spec.health.history or os.environ.get(HISTORY_ENV, "")
-    history = str(Path(folder).expanduser().absolute()) if folder else ""
-    return msgspec.structs.replace(spec, health=msgspec.structs.replace(spec.health, history=history))
-
-
-def start(run: RunDir, job: Job) -> str:
+def start(run: RunDir, spec: RunSpec) -> str:
     """Start the manager of a new run in the background; return warnings.
 
     Raises:
         OSError: the manager cannot be started; nothing of the run is left then.
         RuntimeError: the same, reported by Slurm.
     """
-    spec = _resolve_spec(job)
     try:
-        if spec.cluster == "local" and spec.network:
-            own_address(spec.network)  # the manager runs on this host, so the address can be checked before its start
+        if spec.cluster == "local" and spec.transport.network:
+            own_address(spec.transport.network)  # the manager runs on this host: checked before its start
         return start_manager(run, spec)
     except (OSError, RuntimeError):
         shutil.rmtree(run.path, ignore_errors=True)
         raise
 
 
-def resume(run: RunDir, job: Job, text: bytes, source: Path, end: float) -> str:
-    """Resume a run that ended at ``end`` (manager's time) with this job; return warnings.
+def resume(run: RunDir, job: Job, spec: RunSpec, text: bytes, source: Path, end: float) -> str:
+    """Resume a run that ended at ``end`` (manager's time) with this job and its run spec; return warnings.
 
     Raises:
         OSError: no manager could be started; nothing of the run was changed.
         RuntimeError: the same, reported by Slurm, or another user resumed the run first.
     """
-    spec = _resolve_spec(job)
     request = ResumeRequest(getpass.getuser(), f"{time.time_ns()}-{os.getpid()}", spec, str(source.resolve()), end)
-    write_request(run, request, lambda making: _write_spec(making, job, text, source))
+    write_request(run, request, lambda making: _write_spec(making, job, spec, text, source))
     try:
         state = Follower(run).state()
         if state is None or state.ended != end:  # another request has been claimed in the meantime
@@ -234,7 +227,7 @@ async def _run(run: RunDir, foreground: bool) -> Outcome | None:
     if (request := read_pending(run)) is not None:
         spec, source = request.job, request.source
     else:
-        spec = msgspec.json.decode(run.run_spec.read_bytes(), type=RunSpec)
+        spec = read_run_spec(run.run_spec)
         source = str(msgspec.json.decode(run.resolved.read_bytes())["source"])
     start_logging(spec.manager.log_level)
     cluster, host = _cluster(run, spec)
@@ -265,8 +258,8 @@ def _cluster(run: RunDir, spec: RunSpec) -> tuple[Cluster, str]:
         from ..cluster.slurm.cluster import SlurmCluster
 
         python, own_tag = spec.env.python or sys.executable, manager_job.own_allocation_tag(run.id, spec)
-        return SlurmCluster(run.id, python, own_tag=own_tag), own_address(spec.network)
+        return SlurmCluster(run.id, python, own_tag=own_tag), own_address(spec.transport.network)
     from ..cluster.local import LocalCluster
 
-    host = own_address(spec.network) if spec.network else "127.0.0.1"
+    host = own_address(spec.transport.network) if spec.transport.network else "127.0.0.1"
     return LocalCluster(run, python=spec.env.python or sys.executable), host

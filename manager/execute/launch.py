@@ -194,7 +194,7 @@ def _launch(run: RunDir, job: RunSpec, action: LaunchAction, job_dir: str) -> La
         grace=job.limits.step_grace,
         dies_with_launcher=slurm,
         setup=prelude(job.env),
-        network=job.network or (os.environ.get(NETWORK_ENV, "") if slurm else ""),
+        network=job.transport.network or (os.environ.get(NETWORK_ENV, "") if slurm else ""),
     )
 
 

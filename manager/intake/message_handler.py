@@ -410,7 +410,7 @@ class MessageHandler:
             monitor.on_goodbye(incarnation, now)
         elif isinstance(message, msg.AgentHello):
             monitor.on_agent_message(message.node, incarnation, now, message.boot)
-            finding = check_memlock(message, self._context.state().job.weights, now)
+            finding = check_memlock(message, self._context.state().job.transport.weights, now)
             self.finding_gate.on_agent_hello(message, *((finding,) if finding is not None else ()))
             joined = ev.AgentJoined(
                 incarnation, message.node, message.host, message.pid, message.probe, message.snapshot_address

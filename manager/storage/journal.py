@@ -31,11 +31,12 @@ from ..model.state import State
 
 _log = logging.getLogger("rrl.manager")
 
-SCHEMA = 3
+SCHEMA = 4
 """Version of the records. A journal of another version is refused with one line: nothing is decided from it.
 
 2: ends of steps and rejected intents carry a reason as an enum, findings carry flags.
-3: events, actions and fields of the state have the names of docs/glossary.md."""
+3: events, actions and fields of the state have the names of docs/glossary.md.
+4: the run spec contains what the roles read; network, weight transport and staleness moved into tables of it."""
 SEGMENT_RECORDS = 4000
 """Records in a segment before the next one begins. Folding that many takes about 50 ms."""
 MAGIC = b"RRLJ\n"

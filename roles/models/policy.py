@@ -7,48 +7,24 @@ values come from the folder, a checkpoint, or the weight transport.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
-import msgspec
 import torch
-from msgspec import Struct
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
 
-from ...config.model_folder import BUILT_MAX_LENGTH
+from ...config.model_folder import max_length
+from ...core.run_spec import ModelSpec
 from .safetensors import copy_into
 
 
-class ModelSpec(Struct, frozen=True):
-    """The ``[model]`` table of job.toml (defaults and reasons: :class:`rrl.config.job.schema.ModelTable`).
-
-    With ``path`` the shape is that of its config.json, and the shape fields here are ignored.
-    """
-
-    hidden_size: int = 0
-    intermediate_size: int = 0
-    layers: int = 0
-    heads: int = 0
-    kv_heads: int = 0
-    head_dim: int = 0
-    max_length: int | None = None
-    initializer_range: float = 0.0
-    path: str | None = None
-    dtype: str = "float32"
-
-    @property
-    def compute_dtype(self) -> torch.dtype:
-        """Dtype in which the model computes, weights are published, and rollouts store them."""
-        return cast(torch.dtype, getattr(torch, self.dtype))
-
-
-def model_spec(model: Mapping[str, Any]) -> ModelSpec:
-    """Return the spec of the resolved ``[model]`` table."""
-    return msgspec.convert(model, ModelSpec)
+def compute_dtype(spec: ModelSpec) -> torch.dtype:
+    """Return the dtype in which the model computes, weights are published, and rollouts store them."""
+    return cast(torch.dtype, getattr(torch, spec.dtype))
 
 
 def build_model(spec: ModelSpec, vocabulary: int, seed: int) -> nn.Module:
@@ -147,7 +123,7 @@ def _model(spec: ModelSpec, vocabulary: int, dtype: torch.dtype) -> nn.Module:
         num_attention_heads=spec.heads,
         num_key_value_heads=spec.kv_heads,
         head_dim=spec.head_dim,
-        max_position_embeddings=spec.max_length or BUILT_MAX_LENGTH,
+        max_position_embeddings=max_length(None, spec.max_length),
         initializer_range=spec.initializer_range,
         tie_word_embeddings=False,
         bos_token_id=None,

@@ -9,10 +9,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
+from ...core.run_spec import TaskSpec
 from .tokenizer import Tokenizer
-
-_KEYS = {"dataset", "args", "function", "prompt", "size", "partial_credit"}
-_SIZE = 200_000
 
 
 class Task(Protocol):
@@ -35,13 +33,11 @@ class TaskError(ValueError):
     """The ``[task]`` table is invalid."""
 
 
-def load_task(
-    spec: Mapping[str, Any], seed: int, tokenizer: Tokenizer | None = None, folder: Path | None = None
-) -> Task:
+def load_task(spec: TaskSpec, seed: int, tokenizer: Tokenizer | None = None, folder: Path | None = None) -> Task:
     """Return the task of ``[task]``.
 
     Args:
-        spec: The resolved ``[task]`` table.
+        spec: The ``[task]`` table.
         seed: Seed of the run.
         tokenizer: Splits answers into tokens for partial credit; None: they are split into words.
         folder: Folder of job.toml, from which a user's function is imported.
@@ -49,19 +45,17 @@ def load_task(
     Raises:
         TaskError: The table is invalid.
     """
-    if unknown := sorted(spec.keys() - _KEYS):
-        raise TaskError(f"[task] has unknown keys: {', '.join(unknown)}")
-    if (spec.get("dataset") is None) == (spec.get("function") is None):
-        raise TaskError('[task] needs exactly one of: dataset = "<reasoning-gym name>", function = "module:function"')
-    if spec.get("function") is not None:
-        return _call(spec["function"], seed, spec.get("args") or {}, folder)
+    if spec.function is not None:
+        return _call(spec.function, seed, spec.args, folder)
+    if spec.dataset is None:
+        raise TaskError('[task] needs one of: dataset = "<reasoning-gym name>", function = "module:function"')
     return DatasetTask(
-        spec["dataset"],
-        spec.get("args") or {},
+        spec.dataset,
+        spec.args,
         seed,
-        prompt=spec.get("prompt") or "{question}",
-        size=spec.get("size") or _SIZE,
-        partial_credit=spec.get("partial_credit") or 0.0,
+        prompt=spec.prompt,
+        size=spec.size,
+        partial_credit=spec.partial_credit,
         split=tokenizer.encode if tokenizer else str.split,
     )
 

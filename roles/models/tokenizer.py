@@ -6,9 +6,11 @@ and the reward role use it too.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
+
+from ...core.run_spec import ModelSpec, TokenizerSpec
 
 PAD = 0
 EOS = 1
@@ -60,17 +62,19 @@ class Tokenizer(Protocol):
         ...
 
 
-def open_tokenizer(model: Mapping[str, Any]) -> Tokenizer:
-    """Open the tokenizer of the resolved ``[model]`` table: from the folder ``path``, else from ``[model.tokenizer]``.
+def open_tokenizer(model: ModelSpec) -> Tokenizer:
+    """Open the tokenizer of a model: from its folder, else the vocabulary of ``[model.tokenizer]``.
 
     Raises:
         ValueError: The tokenizer is unusable.
     """
-    if model.get("path") is None:
-        return VocabularyTokenizer(model["tokenizer"])
+    if model.path is None:
+        if model.tokenizer is None:
+            raise ValueError("[model] has neither path nor tokenizer")
+        return VocabularyTokenizer(model.tokenizer)
     from .hf_tokenizer import FolderTokenizer  # imported here: a built model does not need tokenizers
 
-    return FolderTokenizer(Path(model["path"]), chat=bool(model.get("chat")))
+    return FolderTokenizer(Path(model.path), chat=model.chat)
 
 
 class VocabularyTokenizer:
@@ -79,17 +83,17 @@ class VocabularyTokenizer:
     Ids: 0 is padding, 1 the end of sequence, then the pieces in order.
 
     Args:
-        spec: ``pieces`` (the characters of a string, or a list of strings), ``join`` (put between pieces when tokens
-            are decoded), ``ignore`` (characters of a text that are dropped).
+        spec: The pieces, the separator between them when tokens are decoded, and the characters of a text that are
+            dropped.
 
     Raises:
         ValueError: The vocabulary is unusable.
     """
 
-    def __init__(self, spec: Mapping[str, Any]) -> None:
-        self._pieces = tuple(spec["pieces"])
-        self._join = str(spec.get("join", ""))
-        self._ignore = str(spec.get("ignore", ""))
+    def __init__(self, spec: TokenizerSpec) -> None:
+        self._pieces = spec.pieces
+        self._join = spec.join
+        self._ignore = spec.ignore
         self._ids = {piece: _SPECIAL + i for i, piece in enumerate(self._pieces)}
         if len(self._ids) < len(self._pieces):
             twice = next(piece for i, piece in enumerate(self._pieces) if piece in self._pieces[:i])

@@ -12,8 +12,9 @@ from torch import nn
 import rrl
 
 from ...config.model_folder import max_length
+from ...core.run_spec import ModelSpec
 from ...core.text import exits_on_invalid_config
-from ..models.policy import ModelSpec, materialise, model_spec, skeleton
+from ..models.policy import compute_dtype, materialise, skeleton
 from ..models.tensors import assigned_device, unpack
 from ..models.tokenizer import Tokenizer, open_tokenizer
 from .engine import Engine, Sampling
@@ -102,15 +103,15 @@ def _builder(me: rrl.Worker) -> Callable[[], Engine]:
 
     Ends the process with exit code 2 and one line if it can never be built.
     """
-    torch.set_num_threads(me.settings["threads"])
+    torch.set_num_threads(me.job.rollout.threads)
     with exits_on_invalid_config():
-        spec, tokenizer = model_spec(me.job["model"]), open_tokenizer(me.job["model"])
-        model = skeleton(spec, tokenizer.size, spec.compute_dtype)
-    return (_vllm if me.settings["engine"] == "vllm" else _torch)(me, spec, model, tokenizer)
+        spec, tokenizer = me.job.model, open_tokenizer(me.job.model)
+        model = skeleton(spec, tokenizer.size, compute_dtype(spec))
+    return (_vllm if me.job.rollout.engine == "vllm" else _torch)(me, spec, model, tokenizer)
 
 
 def _sampling(me: rrl.Worker) -> Sampling:
-    return Sampling(me.job["sampling"]["temperature"], me.settings["segment_tokens"])
+    return Sampling(me.job.sampling.temperature, me.job.rollout.segment_tokens)
 
 
 def _torch(me: rrl.Worker, _: ModelSpec, model: nn.Module, tokenizer: Tokenizer) -> Callable[[], Engine]:
@@ -118,9 +119,9 @@ def _torch(me: rrl.Worker, _: ModelSpec, model: nn.Module, tokenizer: Tokenizer)
 
     def build() -> Engine:
         materialise(model, device)
-        seed = seed_of(me.job["run"]["seed"], me.launch.incarnation)
+        seed = seed_of(me.job.seed, me.launch.incarnation)
         return TorchEngine(
-            model, stop_tokens=tokenizer.stop_tokens, seed=seed, sampling=_sampling(me), lease=me.settings["lease"]
+            model, stop_tokens=tokenizer.stop_tokens, seed=seed, sampling=_sampling(me), lease=me.job.rollout.lease
         )
 
     return build
@@ -129,20 +130,21 @@ def _torch(me: rrl.Worker, _: ModelSpec, model: nn.Module, tokenizer: Tokenizer)
 def _vllm(me: rrl.Worker, spec: ModelSpec, model: nn.Module, tokenizer: Tokenizer) -> Callable[[], Engine]:
     from .vllm import config as vllm_config  # imported here: vLLM is optional
 
-    vllm_config.set_environment(me.settings["threads"])
+    settings, memory = me.job.rollout, me.job.role(me.launch.role).per_member.mem
+    vllm_config.set_environment(settings.threads)
     with exits_on_invalid_config(vllm_config.InvalidEngineConfig):
         config = vllm_config.configure(
             vllm_config.write_config_folder(model, me.run_dir.hf_model) if spec.path is None else Path(spec.path),
-            dtype=spec.dtype, max_length=max_length(me.job["model"]),
-            seed=seed_of(me.job["run"]["seed"], me.launch.incarnation) % _VLLM_SEED_LIMIT,
-            lease=me.settings["lease"], memory=me.settings["mem"], gpus=me.launch.gpus, given=me.settings["vllm"],
+            dtype=spec.dtype, max_length=max_length(spec.path, spec.max_length),
+            seed=seed_of(me.job.seed, me.launch.incarnation) % _VLLM_SEED_LIMIT,
+            lease=settings.lease, memory=memory, gpus=me.launch.gpus, given=settings.vllm,
         )  # fmt: skip
 
     def build() -> Engine:
         from .vllm.engine import VllmEngine
 
         return VllmEngine(
-            config, model, stop_tokens=tokenizer.stop_tokens, sampling=_sampling(me), lease=me.settings["lease"]
+            config, model, stop_tokens=tokenizer.stop_tokens, sampling=_sampling(me), lease=settings.lease
         )
 
     return build

@@ -18,6 +18,7 @@ from msgspec import Struct
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from ...core.run_spec import TrainerSettings
 from ..models.policy import weights
 from ..trajectories.types import Batch, Trajectory
 from ..worker.checkpoint_files import StoredFiles
@@ -28,22 +29,6 @@ Example = tuple[Sequence[int], Sequence[int]]
 """Prompt and answer as tokens, for the supervised warm start."""
 
 _BETAS = (0.9, 0.95)
-
-
-class LearnerSettings(Struct, frozen=True):
-    """Numbers of ``[roles.trainer]`` (defaults and reasons: :class:`rrl.config.job.roles.TrainerRole`)."""
-
-    learning_rate: float
-    final_learning_rate: float
-    clip: float
-    entropy: float
-    advantage_floor: float
-    gradient_clip: float
-    warm_start_steps: int
-    warm_start_batch: int
-    warm_start_learning_rate: float
-    kl: float = 0.0
-    micro_batch: int | None = None
 
 
 class _ExtraState(Struct, frozen=True):
@@ -92,7 +77,7 @@ class Learner:
     """Files of the reference's weights, for the incarnation that restores this learner's state."""
 
     def __init__(
-        self, model: nn.Module, settings: LearnerSettings, *, steps: int, temperature: float, gang: Gang | None = None
+        self, model: nn.Module, settings: TrainerSettings, *, steps: int, temperature: float, gang: Gang | None = None
     ) -> None:
         self.model = model
         self.number = 0

@@ -28,9 +28,10 @@ from torch.distributed.fsdp import fully_shard
 
 import rrl
 
+from ...core.run_spec import ModelSpec
 from ...core.text import exits_on_invalid_config
 from ...core.types import NodeName
-from ..models.policy import ModelSpec, build_model, load_initial, materialise, model_spec, skeleton
+from ..models.policy import build_model, compute_dtype, load_initial, materialise, skeleton
 from ..models.tasks import TaskError, load_task
 from ..models.tensors import pack
 from ..models.tokenizer import Tokenizer, open_tokenizer
@@ -39,7 +40,7 @@ from . import restore
 from .async_saver import MAX_UNCOMMITTED, AsyncSaver
 from .checkpoint import Checkpoints
 from .host_buffers import HostBuffers, buddy_of
-from .learner import Example, Learner, LearnerSettings
+from .learner import Example, Learner
 from .process_group import Gang, batches, full_tensor, init_process_group, wait_to_be_fenced
 
 _log = logging.getLogger("rrl.trainer")
@@ -77,42 +78,40 @@ LOG_EVERY_STEPS = 10
 def main() -> None:
     """Run the built-in trainer to the end of the run."""
     me = rrl.join()
-    torch.set_num_threads(me.settings["threads"])
+    torch.set_num_threads(me.job.trainer.threads)
     with exits_on_invalid_config():
-        tokenizer = open_tokenizer(me.job["model"])
-        spec = model_spec(me.job["model"])
+        spec = me.job.model
+        tokenizer = open_tokenizer(spec)
         empty = skeleton(spec, tokenizer.size)
     if me.launch.standby and not me.launch.gpus:
         warmup()
     with me, wait_to_be_fenced(me):
-        gang = init_process_group(me, spec.compute_dtype)
+        gang = init_process_group(me, compute_dtype(spec))
         client = _snapshots(me)
-        checkpoints = Checkpoints(me.run_dir, me.launch.incarnation.number, me.settings["keep_checkpoints"], gang)
+        checkpoints = Checkpoints(me.run_dir, me.launch.incarnation.number, me.job.trainer.keep_checkpoints, gang)
         restore_point = restore.agree_on_restore_point(me, gang, client)
         if gang.rank == 0:
             # as text: a log handler that keeps its records must not keep the snapshot's memory too
             _log.info("%s continues from %s", me.launch.incarnation, str(restore_point))
-        learner = _learner(
-            me, _model(spec, empty, tokenizer.size, me.job["run"]["seed"], restore_point.fresh, gang), gang
-        )
-        saver = AsyncSaver(me, gang, learner, checkpoints, _buffers(me, gang, client), me.settings["uncommitted"])
+        learner = _learner(me, _model(spec, empty, tokenizer.size, me.job.seed, restore_point.fresh, gang), gang)
+        saver = AsyncSaver(me, gang, learner, checkpoints, _buffers(me, gang, client), me.job.trainer.uncommitted)
         if restore_point.fresh:
             with me.phase("train"):
-                learner.seed_rng(me.job["run"]["seed"])
+                learner.seed_rng(me.job.seed)
                 learner.warm_start(_examples(me, tokenizer))
-            if me.settings["kl"]:
+            if me.job.trainer.kl:
                 with me.phase("checkpoint"):
                     folder = Path(gang.broadcast_from_rank0(lambda: str(me.checkpoint_dir(0)), str))
-                    learner.reference_files = checkpoints.save_reference(folder, learner.model, spec.compute_dtype)
+                    learner.reference_files = checkpoints.save_reference(folder, learner.model, compute_dtype(spec))
         else:
             with me.phase("checkpoint"):
                 restore.load(restore_point, learner, checkpoints, gang)
             restore_point = msgspec.structs.replace(
                 restore_point, data=memoryview(b"")
             )  # frees as much memory as the state takes
-        if me.settings["kl"] and learner.reference_files is not None:
+        if me.job.trainer.kl and learner.reference_files is not None:
             with me.phase("checkpoint"):
-                learner.reference = gang.shard(skeleton(spec, tokenizer.size, spec.compute_dtype), spec.compute_dtype)
+                learner.reference = gang.shard(skeleton(spec, tokenizer.size, compute_dtype(spec)), compute_dtype(spec))
                 materialise(learner.reference, gang.device)
                 checkpoints.read_reference(learner.reference_files, learner.reference.requires_grad_(False))
         _train(me, gang, learner, checkpoints, saver, spec, restore_point)
@@ -124,8 +123,8 @@ def _model(spec: ModelSpec, empty: nn.Module, vocabulary: int, seed: int, fresh:
     A ``fresh`` model has its initial weights; each member reads its own part of a model folder.
     """
     if fresh and spec.path is None:
-        return gang.shard(build_model(spec, vocabulary, seed).to(gang.device), spec.compute_dtype)
-    model = gang.shard(empty, spec.compute_dtype)
+        return gang.shard(build_model(spec, vocabulary, seed).to(gang.device), compute_dtype(spec))
+    model = gang.shard(empty, compute_dtype(spec))
     materialise(model, gang.device)
     if fresh:
         load_initial(model, spec)
@@ -140,7 +139,7 @@ def _train(
     if gang.rank == 0:
         checkpoints.remove_garbage()
     with me.phase("publish"):
-        _publish(me, gang, learner, spec.compute_dtype)
+        _publish(me, gang, learner, compute_dtype(spec))
     if (meta := restore_point.uncommitted) is not None:
         for batch in batches(me, gang, after=meta.number - 1):  # the batch that the snapshot was trained on
             if batch.digest != meta.digest:
@@ -156,7 +155,7 @@ def _train(
         with me.phase("checkpoint"):
             saver.save(batch.digest, metrics)
         with me.phase("publish"):
-            _publish(me, gang, learner, spec.compute_dtype)
+            _publish(me, gang, learner, compute_dtype(spec))
         if batch.number % LOG_EVERY_STEPS == 0 and gang.rank == 0:
             text = "  ".join(f"{name} {value:.4g}" for name, value in sorted(metrics.items()))
             _log.info("step %d: %s", batch.number, text)
@@ -167,15 +166,15 @@ def _train(
 def _learner(me: rrl.Worker, model: nn.Module, gang: Gang) -> Learner:
     return Learner(
         model,
-        msgspec.convert(me.settings, LearnerSettings),
-        steps=me.job["run"]["steps"],
-        temperature=me.job["sampling"]["temperature"],
+        me.job.trainer,
+        steps=me.job.steps,
+        temperature=me.job.sampling.temperature,
         gang=gang,
     )
 
 
 def _snapshots(me: rrl.Worker) -> SnapshotClient | None:
-    if not me.settings["snapshots"]:
+    if not me.job.trainer.snapshots:
         return None
     incarnation = me.launch.incarnation
     return SnapshotClient(me.run_dir.id, me.node, me.keys, incarnation.gang.replica, me.rank, incarnation.number)
@@ -191,7 +190,7 @@ def _buffers(me: rrl.Worker, gang: Gang, client: SnapshotClient | None) -> HostB
         snapshot_servers = me.peers.snapshot_servers if me.peers is not None else {}
         return [address for node, address in snapshot_servers.items() if node != me.node and address != buddy()]
 
-    return HostBuffers(client, min(me.settings["uncommitted"], MAX_UNCOMMITTED), buddy, others)
+    return HostBuffers(client, min(me.job.trainer.uncommitted, MAX_UNCOMMITTED), buddy, others)
 
 
 def _publish(me: rrl.Worker, gang: Gang, learner: Learner, dtype: torch.dtype) -> None:
@@ -224,11 +223,11 @@ def _described(tensor: Tensor, dtype: torch.dtype) -> tuple[str, tuple[int, ...]
 
 def _examples(me: rrl.Worker, tokenizer: Tokenizer) -> Iterator[list[Example]]:
     """Yield the batches of the warm start: prompts with their right answers, from items that the run never samples."""
-    steps, size = me.settings["warm_start_steps"], me.settings["warm_start_batch"]
+    steps, size = me.job.trainer.warm_start_steps, me.job.trainer.warm_start_batch
     if not steps:
         return
     with exits_on_invalid_config(TaskError):
-        task = load_task(me.job["task"], me.job["run"]["seed"] + _SEED_OFFSET, tokenizer)
+        task = load_task(me.job.task, me.job.seed + _SEED_OFFSET, tokenizer)
     for step in range(steps):
         items = range(step * size, (step + 1) * size)
         yield [(tokenizer.prompt(task.prompt(i)), (*tokenizer.encode(task.answer(i)), tokenizer.eos)) for i in items]

@@ -294,7 +294,7 @@ def batches(me: rrl.Worker, gang: Gang, after: int) -> Iterator[Batch]:
     if gang.world == 1:
         yield from me.batches(after=after)
         return
-    for number in range(after + 1, me.job["run"]["steps"] + 1):
+    for number in range(after + 1, me.job.steps + 1):
         batch = _next_batch(me, gang, number)
         if batch is None:
             return

@@ -9,9 +9,8 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -19,6 +18,7 @@ import rrl
 
 from ...config.model_folder import max_length
 from ...core.run_dir import write_atomically
+from ...core.run_spec import RunSpec
 from ...core.text import exits_on_invalid_config
 from ...core.types import Incarnation
 from ...transport.control.endpoints import Incoming, Listener
@@ -356,10 +356,10 @@ def _prompts(me: rrl.Worker) -> Callable[[int], Prompt]:
     or leaves no room for an answer, and whatever the task raises.
     """
     with exits_on_invalid_config():
-        tokenizer = open_tokenizer(me.job["model"])
+        tokenizer = open_tokenizer(me.job.model)
     with exits_on_invalid_config(TaskError):
-        task = load_task(me.job["task"], me.job["run"]["seed"], tokenizer, Path(me.launch.cwd))
-    max_new_tokens = me.job["sampling"]["max_new_tokens"]
+        task = load_task(me.job.task, me.job.seed, tokenizer, Path(me.launch.cwd))
+    max_new_tokens = me.job.sampling.max_new_tokens
     longest = _longest(me.job)
 
     def prompt(index: int) -> Prompt:
@@ -374,29 +374,28 @@ def _prompts(me: rrl.Worker) -> Callable[[int], Prompt]:
     return prompt
 
 
-def _longest(job: Mapping[str, Any]) -> float:
+def _longest(job: RunSpec) -> float:
     """Return how many tokens prompt and answer may have together.
 
     inf if [model] has only the tokenizer, because the model is the user's own.
     """
-    model, roles = job["model"], job["roles"]
-    built_in = roles["trainer"]["command"] is None or roles["rollout"]["command"] is None
-    return max_length(model) if built_in or model.get("path") is not None else math.inf
+    model = job.model
+    built_in = job.role("trainer").built_in or job.role("rollout").built_in
+    return max_length(model.path, model.max_length) if built_in or model.path is not None else math.inf
 
 
 def _open_store(me: rrl.Worker, prompts: Callable[[int], Prompt]) -> Store:
-    sampling = me.job["sampling"]
-    staleness = sampling.get("staleness")  # None or absent in the job.toml of a run that an older rrl created
+    sampling = me.job.sampling
     return Store(
         me.run_dir.store,
-        group_size=sampling["group_size"],
-        groups_per_batch=sampling["prompts_per_step"],
-        max_ahead_batches=sampling["ahead"],
-        max_new_tokens=sampling["max_new_tokens"],
+        group_size=sampling.group_size,
+        groups_per_batch=sampling.prompts_per_step,
+        max_ahead_batches=sampling.ahead,
+        max_new_tokens=sampling.max_new_tokens,
         next_prompt=prompts,
-        keep_uncommitted=me.job["roles"]["trainer"]["uncommitted"],
-        staleness=staleness if isinstance(staleness, int) else None,
-        wait_for_late=sampling.get("late", "wait") == "wait",
+        keep_uncommitted=me.job.trainer.uncommitted,
+        staleness=sampling.staleness,
+        wait_for_late=sampling.late == "wait",
     )
 
 
@@ -438,7 +437,7 @@ def main() -> None:
             store = _open_store(me, prompts)
         with me.phase("serve"):
             asyncio.run(_serve(me, store))
-        if store.audit().committed >= me.job["run"]["steps"]:
+        if store.audit().committed >= me.job.steps:
             store.drop_uncommitted("the run is complete")
         write_atomically(me.run_dir.store / "audit.json", msgspec.json.encode(store.audit()))
         store.close()

@@ -26,6 +26,7 @@ import msgspec
 from ...core.launch import Launch
 from ...core.phases import STANDBY
 from ...core.run_dir import RunDir
+from ...core.run_spec import TransportSpec
 from ...core.types import NodeName, ReplicaId, Version
 from ...transport import messages as msg
 from ...transport.control.endpoints import Address, Dialer
@@ -74,7 +75,7 @@ class ManagerConnection:
     Public attributes are written by the connection's thread and read by the worker's threads.
     """
 
-    def __init__(self, launch: Launch, run: RunDir, keys: RunKeys, heartbeat: float, transport: dict[str, Any]) -> None:
+    def __init__(self, launch: Launch, run: RunDir, keys: RunKeys, heartbeat: float, transport: TransportSpec) -> None:
         self.launch, self.run, self.keys = launch, run, keys
         """``launch.incarnation`` is the sender of every message; a promotion replaces it."""
         self.rank, self.world = 0, 1
@@ -272,9 +273,9 @@ class ManagerConnection:
         if role not in (("rollout",) if standby else ("trainer", "rollout")):
             return
         if self._weight_transport is None:
-            trusted = self._transport_settings.get("trusted_network", False)  # runs of an older rrl lack the key
+            settings = self._transport_settings
             self._weight_transport = open_transport(
-                self._transport_settings["weights"], self.keys.secret, host=self.host, trusted_network=trusted
+                settings.weights, self.keys.secret, host=self.host, trusted_network=settings.trusted_network
             )
             self._weight_address = await self._weight_transport.serve(self.weights, self.host)
         if not standby:
@@ -472,7 +473,7 @@ class ManagerConnection:
                 await self._sources_changed.wait()
                 continue
             try:
-                timeout_s = self._transport_settings["chunk_deadline"]
+                timeout_s = self._transport_settings.chunk_deadline
                 sources = partial(self._sources, newest, dropped >= MAX_DROPPED_VERSIONS)
                 await pull(self.weights, newest, sources, transport, chunk_timeout=timeout_s, adaptive_timeout=pace)
             except Superseded:
@@ -488,7 +489,7 @@ class ManagerConnection:
         """Return the sources to pull ``version`` from; :func:`pull` calls this again only after a source failed."""
         if self._weight_sources.newest != version:
             raise Superseded(f"{version} is superseded")
-        chain = self._transport_settings["chain"]
+        chain = self._transport_settings.chain
         return select_sources(self.launch.incarnation.replica, self._weight_sources.sources(), version, chain, direct)
 
 

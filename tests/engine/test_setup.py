@@ -13,6 +13,7 @@ import pytest
 
 import rrl
 from rrl.config.vllm_arguments import RESERVED_ARGUMENTS, installed_arguments
+from rrl.core.run_spec import Resources, RoleSpec, RolloutSettings, RunSpec, TokenizerSpec
 from rrl.core.types import Incarnation, ReplicaId
 from rrl.roles.models.policy import skeleton
 from rrl.roles.rollout import main as rollout_main
@@ -91,11 +92,13 @@ def test_the_users_arguments_reach_vllm_and_the_rest_fits_a_rollout_on_cpu(tmp_p
 def test_invalid_engine_ends_the_rollout_before_it_joins_with_code_2(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = msgspec.to_builtins(SPEC) | {"head_dim": 16, "tokenizer": {"pieces": "0123456789"}}
+    model = msgspec.structs.replace(SPEC, head_dim=16, tokenizer=TokenizerSpec(tuple("0123456789")))
+    role = RoleSpec("rollout", "rollout", 1, 1, Resources(mem=MEMORY), True, ())
+    job = RunSpec("x", 1, "local", (role,), (), model=model, rollout=RolloutSettings("vllm", lease=16))
+    incarnation = Incarnation(ReplicaId("rollout/0"), 1)
     me = SimpleNamespace(  # without __enter__: it cannot be joined
-        job={"model": model, "run": {"seed": 0}},
-        settings={"engine": "vllm", "threads": 1, "lease": 16, "mem": MEMORY, "vllm": {}},
-        launch=SimpleNamespace(incarnation=Incarnation(ReplicaId("rollout/0"), 1), standby=False, gpus=0),
+        job=job,
+        launch=SimpleNamespace(incarnation=incarnation, role="rollout", standby=False, gpus=0),
         run_dir=SimpleNamespace(hf_model=tmp_path / "hf-model"),
     )
     monkeypatch.setattr(rrl, "join", lambda: me, raising=False)

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from rrl.core.run_spec import ModelSpec
 from rrl.core.types import Version
-from rrl.roles.models.policy import ModelSpec, build_model, skeleton, weights
+from rrl.roles.models.policy import build_model, skeleton, weights
 from rrl.roles.rollout.engine import Engine, Sampling
 from rrl.roles.rollout.vllm import config as vllm_setup
 from rrl.roles.trajectories.types import Item, Segment

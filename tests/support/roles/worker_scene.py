@@ -9,10 +9,11 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
-from typing import Any
 
 import msgspec
 
+from rrl.config.job.resolve import resolve
+from rrl.config.job.schema import Job
 from rrl.core.launch import LAUNCH_ENV, Launch
 from rrl.core.run_dir import write_atomically
 from rrl.core.types import Incarnation
@@ -28,19 +29,18 @@ from rrl.transport.messages import FirstWorkDone, Hello, Peer, Peers, Stop, ToMa
 
 HEARTBEAT_S = 0.02
 STORE = crew.incarnation_of("trajectories/0")
-JOB: dict[str, Any] = {
-    "run": {"steps": 1, "seed": 0},
-    "task": {"function": "task_of_test_worker:make"},
-    "model": {"tokenizer": {"pieces": "0123456789"}},
-    "roles": {
-        "trainer": {"replicas": 1},
-        "rollout": {"replicas": 2},
-        "trajectories": {"replicas": 1},
-        "reward": {"replicas": 1, "lease": 256},
-    },
-    "transport": {"weights": "tcp", "chunk": 2**20, "chunk_deadline": 30.0, "chain": 8},
-    "sampling": {"staleness": None},
-}
+JOB = resolve(
+    Job.model_validate({
+        "run": {"name": "test", "steps": 1},
+        "task": {"function": "task_of_test_worker:make"},
+        "model": {"tokenizer": {"pieces": "0123456789"}},
+        "roles": {"rollout": {"replicas": 2}},
+        "transport": {"weights": "tcp", "chunk": "1MiB", "chunk_deadline": "30s"},
+        "sampling": {"staleness": "unlimited"},
+        "commands": {"judge": {"command": ["true"], "options": {"until": 3}}},
+    }),
+    "python",
+)  # fmt: skip
 
 
 class Manager(FirstManager):
@@ -98,7 +98,7 @@ class Scene:
     def __init__(self, at: Lab) -> None:
         self.at = at
         self.manager_type = Manager
-        write_atomically(at.run.resolved, msgspec.json.encode({"job": JOB}))
+        write_atomically(at.run.run_spec, msgspec.json.encode(JOB))
 
     def launch(self, incarnation: Incarnation) -> Launch:
         return self.at.launch(replica=incarnation.replica, number=incarnation.number)

@@ -28,6 +28,7 @@ import msgspec
 
 from rrl.core.launch import Launch
 from rrl.core.run_dir import RunDir
+from rrl.core.run_spec import TransportSpec
 from rrl.core.types import NodeName, Version
 from rrl.roles.worker.connection import ManagerConnection
 from rrl.tests.support.weights.orders import (
@@ -116,7 +117,7 @@ class _Connection(ManagerConnection):
     ) -> None:
         launch = Launch("", "", start.incarnation, NodeName(""), (), {}, "", 0, dies_with_launcher=False)
         keys = RunKeys("", "", "", "", bytes.fromhex(start.secret))
-        transport = {"chunk_deadline": start.chunk_by, "chain": start.chain}
+        transport = TransportSpec(chunk_deadline=start.chunk_by, chain=start.chain)
         super().__init__(launch, RunDir(Path()), keys, 1.0, transport)
         self._loop.close()  # a role's runs in a thread of its own
         self.weights = store

@@ -261,10 +261,10 @@ def test_invalid_spec_is_reported_line_by_line(root: Path, job_toml: str, capsys
 def _pretends(monkeypatch: pytest.MonkeyPatch, root: Path, story: Story) -> None:
     """Starting a run is done elsewhere, and tested there: here a story is told instead."""
 
-    def create(job: Job, source: Path) -> RunDir:
+    def create(job: Job, spec: RunSpec, source: Path) -> RunDir:
         return story.written(root)
 
-    def start(run: RunDir, job: Job) -> str:
+    def start(run: RunDir, spec: RunSpec) -> str:
         return ""
 
     def run_here(run: RunDir, foreground: bool = False, by_hand: bool = False) -> str | None:

@@ -12,9 +12,11 @@ import msgspec
 import pytest
 
 import rrl
+from rrl.config.job.resolve import resolve
 from rrl.config.job.schema import Job
 from rrl.core.launch import Launch
 from rrl.core.run_dir import RunDir
+from rrl.core.run_spec import SamplingSpec, TrainerSettings
 from rrl.core.text import exits_on_invalid_config
 from rrl.core.types import Incarnation, NodeName, ReplicaId
 from rrl.roles import reward
@@ -33,9 +35,9 @@ _NOWHERE = {"path": "/nowhere/model"}
 
 def _end(role: str, main: Callable[[], None], monkeypatch: pytest.MonkeyPatch, **tables: Any) -> Any:
     message_text = {"run": {"name": "x", "steps": 1}, "model": _RIGHT, "task": {"dataset": "no_such_dataset"}} | tables
-    job = Job.model_validate(message_text).model_dump(mode="json")
+    job = resolve(Job.model_validate(message_text), "python")
     launch = Launch("t", "/r", Incarnation(ReplicaId(f"{role}/0"), 1), NodeName("n"), (), {}, "/", 1.0, False)
-    me = SimpleNamespace(job=job, settings=job["roles"][role], launch=launch)  # without __enter__: it cannot be joined
+    me = SimpleNamespace(job=job, launch=launch)  # without __enter__: it cannot be joined
     monkeypatch.setattr(rrl, "join", lambda: me, raising=False)
     with pytest.raises(SystemExit) as ended:
         main()
@@ -80,8 +82,7 @@ def test_store_log_of_another_format_is_one_line_and_exit_code_2(
     log = Log(run_dir.store)
     log.rewrite([msgspec.msgpack.encode(["head", 1, 0, 0])])
     log.close()
-    sampling = {"group_size": 2, "prompts_per_step": 2, "ahead": 1, "max_new_tokens": 4, "staleness": 4, "late": "wait"}
-    job = {"sampling": sampling, "roles": {"trainer": {"uncommitted": 1}}}
+    job = SimpleNamespace(sampling=SamplingSpec(), trainer=TrainerSettings())
     me = MagicMock(job=job, run_dir=run_dir)
     me.__exit__.return_value = False
     monkeypatch.setattr(rrl, "join", lambda: me, raising=False)

@@ -6,12 +6,11 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from msgspec import Struct
 from torch import Tensor
 
 from rrl.core.types import Incarnation
-from rrl.roles.models.policy import ModelSpec, build_model
+from rrl.roles.models.policy import build_model
 from rrl.roles.trainer.checkpoint import Checkpoints
 from rrl.roles.trainer.learner import Learner
 from rrl.roles.trajectories.types import CommittedState
@@ -42,7 +41,7 @@ def end_of(stage: Stage) -> End:
     assert isinstance(state, CommittedState)
     assert state.manifest is not None
     assert state.number == stage.steps, stage.logs()
-    model = build_model(msgspec.convert(stage.job["model"], ModelSpec), VOCABULARY, seed=99)
+    model = build_model(stage.job.model, VOCABULARY, seed=99)
     student = Learner(model, harness.settings(), steps=stage.steps, temperature=1.0)
     Checkpoints(stage.lab.run, 1000, retained=2).read(state.manifest, student)
     folder = stage.lab.run.path / state.manifest["folder"]

@@ -9,15 +9,16 @@ import collections
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 
+import msgspec
 import torch
 
-from rrl.config.job.roles import TrainerRole
+from rrl.core.run_spec import ModelSpec, TrainerSettings
 from rrl.core.types import Version
-from rrl.roles.models.policy import ModelSpec, build_model
+from rrl.roles.models.policy import build_model
 from rrl.roles.models.tokenizer import EOS
 from rrl.roles.rollout.engine import Engine, Sampling
 from rrl.roles.rollout.torch_engine import TorchEngine
-from rrl.roles.trainer.learner import Learner, LearnerSettings
+from rrl.roles.trainer.learner import Learner
 from rrl.roles.trajectories.types import Batch, Item, Segment, Trajectory
 
 torch.set_num_threads(1)  # the tests share their cores, and a model this small gains nothing from a second one
@@ -29,10 +30,9 @@ Scoring = Callable[[int, tuple[int, ...]], tuple[float, float]]
 """The item's index and the answer's tokens to (reward, training reward)."""
 
 
-def settings(**changes: float | None) -> LearnerSettings:
+def settings(**changes: float | None) -> TrainerSettings:
     """The defaults of job.toml, but for ``changes``."""
-    role = TrainerRole().model_dump()
-    return LearnerSettings(**{name: role[name] for name in LearnerSettings.__struct_fields__} | changes)
+    return msgspec.structs.replace(TrainerSettings(), **changes)
 
 
 def learner(vocabulary: int = 13, seed: int = 0, steps: int = 100, **changes: float | None) -> Learner:

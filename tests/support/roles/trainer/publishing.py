@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from rrl.core.run_spec import ModelSpec
 from rrl.core.types import Version
-from rrl.roles.models.policy import ModelSpec, materialise, skeleton, weights
+from rrl.roles.models.policy import materialise, skeleton, weights
 from rrl.roles.models.tensors import unpack
 from rrl.roles.rollout.torch_engine import TorchEngine
 from rrl.roles.trainer import main

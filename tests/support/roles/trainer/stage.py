@@ -18,8 +18,10 @@ from typing import Any
 
 import msgspec
 
+from rrl.config.job.resolve import resolve
 from rrl.config.job.schema import Job
 from rrl.core.run_dir import write_atomically
+from rrl.core.run_spec import RunSpec
 from rrl.core.types import Incarnation, NodeName, ReplicaId, Version, member_id, rank_of
 from rrl.roles.snapshots.server import SnapshotServer
 from rrl.roles.trajectories.server import Server
@@ -86,7 +88,7 @@ class Stage:
         self._processes = processes
         settings = {"ranks": world, "snapshots": snapshots, "uncommitted": uncommitted, **trainer}
         self.job = _job(steps, model or _BUILT, settings)
-        write_atomically(self.lab.run.resolved, msgspec.json.encode({"job": self.job}))
+        write_atomically(self.lab.run.run_spec, msgspec.json.encode(self.job))
         self._uncommitted = uncommitted
         self._nodes = [NodeName(f"n{index}") for index in range(world + 1)] if snapshots else []
         self._snapshot_servers: dict[NodeName, SnapshotServer] = {}
@@ -212,7 +214,7 @@ class Stage:
 _BUILT = {"hidden_size": 32, "intermediate_size": 64, "tokenizer": {"pieces": "0123456789="}}
 
 
-def _job(steps: int, model: dict[str, Any], trainer: dict[str, Any]) -> dict[str, Any]:
+def _job(steps: int, model: dict[str, Any], trainer: dict[str, Any]) -> RunSpec:
     job = Job.model_validate(
         {
             "run": {"name": "test", "steps": steps, "seed": 3},
@@ -222,7 +224,7 @@ def _job(steps: int, model: dict[str, Any], trainer: dict[str, Any]) -> dict[str
             "transport": {"weights": "tcp"},
         }
     )
-    return job.model_dump(mode="json")
+    return resolve(job, "python")
 
 
 class Doubles:

@@ -13,6 +13,7 @@ import pytest
 
 from rrl.cli import main
 from rrl.config.job.load import load_job
+from rrl.config.job.resolve import resolve
 from rrl.core.run_dir import RUNS_ENV, RunDir
 from rrl.core.types import Outcome
 from rrl.manager.bootstrap import start as starting
@@ -33,7 +34,8 @@ class Ended:
         self.job = root / "job.toml"
         self.job.write_text(JOB.replace("steps = 10", "steps = 40"))
         printed = Story(RUN, job_view()).works().ends(Outcome.FAILED, "the walltime ends").written(root / "runs")
-        made = create(load_job(self.job), self.job)
+        job = load_job(self.job)
+        made = create(job, resolve(job, "python"), self.job)
         for path in (made.job_toml, made.resolved, made.run_spec, made.keys):
             path.rename(printed.path / path.name)
         self.run, self.started = printed, 0
@@ -152,7 +154,7 @@ def test_an_order_that_no_manager_took_up_is_taken_up_by_one_that_is_started_by_
 def test_who_was_overtaken_by_another_resume_that_works_already_starts_nothing(ended: Ended) -> None:
     before, job = ended.everything(), load_job(ended.job)
     with pytest.raises(RuntimeError, match="it has been resumed already"):
-        starting.resume(ended.run, job, ended.job.read_bytes(), ended.job, end=-1.0)
+        starting.resume(ended.run, job, resolve(job, "python"), ended.job.read_bytes(), ended.job, end=-1.0)
     assert (ended.everything(), ended.started) == (before, 0)
 
 

@@ -14,7 +14,8 @@ from rrl.cli.run import start_check
 from rrl.cli.run.submit import watch_until_end
 from rrl.config.job.load import load_job
 from rrl.config.job.resolve import resolve
-from rrl.core.run_dir import RUNS_ENV, RunDir, write_atomically
+from rrl.core.run_dir import RUNS_ENV, RunDir
+from rrl.core.run_spec import TransportSpec
 from rrl.manager.bootstrap import start as starting
 from rrl.manager.bootstrap import start_failure as failures
 from rrl.manager.storage.resume_request import ResumeRequest, write_request
@@ -59,10 +60,9 @@ def test_a_local_manager_that_dies_at_its_start_ends_the_wait_as_rejected(
     path = tmp_path / "job.toml"
     path.write_text(JOB)
     job = load_job(path)
-    run = starting.create(job, path)
-    view = msgspec.structs.replace(resolve(job, "python"), network=NOWHERE)
-    write_atomically(run.run_spec, msgspec.json.encode(view))
-    starting.start_manager(run, view)
+    spec = msgspec.structs.replace(resolve(job, "python"), transport=TransportSpec(network=NOWHERE))
+    run = starting.create(job, spec, path)
+    starting.start_manager(run, spec)
     with pytest.raises(start_check.NeverBegan, match=rf"{run.id} is rejected: .*NoAddress: no interface with an addr"):
         watch_until_end(run, json=True)
     ended = json.loads(capsys.readouterr().out)

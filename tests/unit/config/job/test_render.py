@@ -38,8 +38,8 @@ def test_what_is_written_of_a_form_without_a_pool_can_be_read_again(form: str) -
 def test_job_without_a_staleness_limit_is_written_and_read_again() -> None:
     before = job(sampling={"staleness": "unlimited"})
     after = Job.model_validate(tomllib.loads(as_toml(before)))
-    assert (after.sampling, resolve(after, "python").staleness) == (before.sampling, None)
-    assert resolve(job(), "python").staleness == 4
+    assert (after.sampling, resolve(after, "python").sampling.staleness) == (before.sampling, None)
+    assert resolve(job(), "python").sampling.staleness == 4
 
 
 def test_every_default_is_written() -> None:

@@ -177,7 +177,7 @@ def test_manager_that_starts_after_the_end_exits_at_once(tmp_path: Path, monkeyp
     path = tmp_path / "job.toml"
     path.write_text(JOB)
     job: Job = load_job(path)
-    run = starting.create(job, path)
+    run = starting.create(job, resolve(job, "python"), path)
     for segment in completed(run.id).written(tmp_path / "other").journal.iterdir():
         (run.journal / segment.name).write_bytes(segment.read_bytes())
     before = sorted(os.listdir(run.path / "journal"))

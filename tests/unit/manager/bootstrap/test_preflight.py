@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from rrl.config.job.load import load_job
+from rrl.config.job.resolve import resolve
 from rrl.manager.bootstrap.preflight import Problem, check_with_slurm
 from rrl.tests.support.job_toml import JOB
 from rrl.tests.support.slurm.lab import SlurmLab
@@ -37,7 +38,8 @@ def problems_of(lab: SlurmLab, tomls: dict[str, str]) -> dict[str, list[Problem]
         answers = {}
         for name, toml in tomls.items():
             (folder / f"{name}.toml").write_text(toml)
-            answers[name] = asyncio.run(check_with_slurm(load_job(folder / f"{name}.toml")))
+            job = load_job(folder / f"{name}.toml")
+            answers[name] = asyncio.run(check_with_slurm(job, resolve(job, "python")))
         path.write_bytes(msgspec.json.encode(answers))
 
     lab.call_as_user(check)

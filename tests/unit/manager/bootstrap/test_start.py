@@ -32,7 +32,7 @@ def job(source: Path) -> Job:
 
 
 def test_runs_created_in_the_same_second_have_different_ids(job: Job, source: Path) -> None:
-    runs = [start.create(job, source) for _ in range(5)]
+    runs = [start.create(job, resolve(job, "python"), source) for _ in range(5)]
     assert len({run.id for run in runs}) == 5
     assert all(run.path.stat().st_mode & 0o777 == 0o700 for run in runs)
 
@@ -44,9 +44,9 @@ def test_failed_start_leaves_no_run_and_names_the_cause(
         raise OSError("no such partition")
 
     monkeypatch.setattr(start, "start_manager", fail)
-    run = start.create(job, source)
+    run = start.create(job, resolve(job, "python"), source)
     with pytest.raises(OSError, match="no such partition"):
-        start.start(run, job)
+        start.start(run, resolve(job, "python"))
     assert list((tmp_path / "runs").iterdir()) == []
 
 
@@ -58,12 +58,12 @@ def test_disk_full_during_creation_removes_the_run_directory(
 
     monkeypatch.setattr(start, "write_atomically", full)
     with pytest.raises(OSError, match="No space left on device"):
-        start.create(job, source)
+        start.create(job, resolve(job, "python"), source)
     assert list((tmp_path / "runs").iterdir()) == []
 
 
 def test_failed_local_submission_reports_its_last_line(job: Job, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = start.create(job, source)
+    run = start.create(job, resolve(job, "python"), source)
     monkeypatch.setattr(start, "LOCAL_TIMEOUT_MIN", None)  # makes submitit raise a TypeError
     with pytest.raises(OSError, match=r"^TypeError: "):
         start.start_manager(run, resolve(job, "python"))
@@ -82,7 +82,7 @@ def test_manager_that_raised_is_started_again(
 
     monkeypatch.setattr(start, "_run", run_once)
     monkeypatch.setattr(start, "RETRY_DELAY_S", 0.0)
-    assert start.run_manager(start.create(job, source)) == "completed"
+    assert start.run_manager(start.create(job, resolve(job, "python"), source)) == "completed"
     assert "ZeroDivisionError: a bug" in caplog.text
 
 
@@ -100,5 +100,5 @@ def test_manager_retries_are_limited_and_end_if_another_holds_the_lease(
     monkeypatch.setattr(start, "_run", run_once)
     monkeypatch.setattr(start, "RETRY_DELAY_S", 0.0)
     with pytest.raises(type(error)):
-        start.run_manager(start.create(job, source))
+        start.run_manager(start.create(job, resolve(job, "python"), source))
     assert started == starts

@@ -11,7 +11,7 @@ import pytest
 
 from rrl.core.launch import Launch, read_launch
 from rrl.core.run_dir import RunDir
-from rrl.core.run_spec import ContainerSpec, EnvSpec, Resources, RoleSpec, RunSpec
+from rrl.core.run_spec import ContainerSpec, EnvSpec, Resources, RoleSpec, RunSpec, TransportSpec
 from rrl.core.types import Incarnation, NodeName, ReplicaId
 from rrl.manager.cluster.base import AllocationRequest, Refused
 from rrl.manager.execute.launch import apptainer, environment, mounts, pyxis, save_passed_env, write_launch
@@ -151,7 +151,7 @@ def test_probe_runs_where_roles_run(run: RunDir) -> None:
 
 def test_job_network_precedes_the_shells_which_counts_on_slurm_only(run: RunDir) -> None:
     for network, cluster, expected in (("eth1", "slurm", "eth1"), ("", "slurm", "ib0"), ("", "local", "")):
-        run_spec = run_spec_with("direct", network=network, cluster=cluster)
+        run_spec = run_spec_with("direct", transport=TransportSpec(network=network), cluster=cluster)
         save_passed_env(run, run_spec)
         assert Prepared(run, run_spec).launch.network == expected
 

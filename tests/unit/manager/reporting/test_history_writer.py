@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from rrl.config.job.load import load_job
+from rrl.config.job.resolve import resolve_for_submission
 from rrl.core.run_dir import HISTORY_ENV, RUNS_ENV
 from rrl.core.run_spec import RunSpec
 from rrl.core.types import Cause, Evidence, Finding, NodeName, Outcome, Remedy, Verdict
@@ -455,5 +456,6 @@ def test_history_folder_comes_from_the_job_or_the_site(
     monkeypatch.setenv(HISTORY_ENV, site)
     source = tmp_path / "job.toml"
     source.write_text(JOB + (f'\n[health]\nhistory = "{expected_text}"\n' if expected_text else ""))
-    run = create(load_job(source), source)
+    job = load_job(source)
+    run = create(job, resolve_for_submission(job), source)
     assert msgspec.json.decode(run.run_spec.read_bytes(), type=RunSpec).health.history == folder

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from rrl.core.launch import Launch
+from rrl.core.run_spec import RolloutSettings, SamplingSpec
 from rrl.core.types import Incarnation, NodeName, ReplicaId
 from rrl.roles.models.tensors import assigned_device
 from rrl.roles.rollout import main as rollout_main
@@ -55,9 +56,8 @@ def test_a_rollout_in_torch_has_its_model_on_its_gpu(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(rollout_main, "materialise", lambda model, device: devices_used.append(device))
     monkeypatch.setattr(rollout_main, "TorchEngine", lambda *_, **__: None)
     me: Any = SimpleNamespace(
-        launch=_launch("rollout", 1), settings={"segment_tokens": 1, "lease": 1},
-        job={"run": {"seed": 0}, "sampling": {"temperature": 1.0}},
-    )  # fmt: skip
+        launch=_launch("rollout", 1), job=SimpleNamespace(seed=0, sampling=SamplingSpec(), rollout=RolloutSettings())
+    )
     nothing: Any = SimpleNamespace(stop_tokens=frozenset())
     rollout_main._torch(me, nothing, nothing, nothing)()
     assert devices_used == [torch.device("cuda", 0)]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from rrl.core.run_spec import ModelSpec
 from rrl.roles.models.tokenizer import open_tokenizer
 from rrl.tests.support.roles import folders
 
@@ -24,7 +25,7 @@ def test_it_gives_what_transformers_gives(folder: Path) -> None:
     from transformers import AutoTokenizer
 
     theirs = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    plain, chat = (open_tokenizer({"path": str(folder), "chat": chat}) for chat in (False, True))
+    plain, chat = (open_tokenizer(ModelSpec(str(folder), chat=chat)) for chat in (False, True))
     assert (plain.size, plain.eos, plain.pad) == (len(theirs), theirs.eos_token_id, theirs.pad_token_id)
     for text in TEXTS:
         asked = [{"role": "user", "content": text}]
@@ -38,7 +39,7 @@ def test_it_gives_what_transformers_gives(folder: Path) -> None:
 
 def test_an_answer_ends_at_the_first_of_several_ends_and_has_no_special_tokens_in_it(folder: Path) -> None:
     folders.rewrite(folder / "generation_config.json", eos_token_id=[folders.END, folders.TURN])
-    tokenizer = open_tokenizer({"path": str(folder)})
+    tokenizer = open_tokenizer(ModelSpec(str(folder)))
     assert (tokenizer.eos, tokenizer.stop_tokens) == (folders.END, frozenset({folders.END, folders.TURN}))
     for end in tokenizer.stop_tokens:
         assert tokenizer.decode((0, *tokenizer.encode("yes"), end, *tokenizer.encode("no"))) == "yes"
@@ -47,9 +48,9 @@ def test_an_answer_ends_at_the_first_of_several_ends_and_has_no_special_tokens_i
 
 def test_where_generation_config_says_nothing_config_and_the_tokenizer_do(folder: Path) -> None:
     folders.rewrite(folder / "config.json", eos_token_id=folders.TURN)
-    assert open_tokenizer({"path": str(folder)}).stop_tokens == {folders.END, folders.TURN}
+    assert open_tokenizer(ModelSpec(str(folder))).stop_tokens == {folders.END, folders.TURN}
     folders.rewrite(folder / "tokenizer_config.json", eos_token=None, pad_token=None)
-    tokenizer = open_tokenizer({"path": str(folder)})
+    tokenizer = open_tokenizer(ModelSpec(str(folder)))
     assert (tokenizer.eos, tokenizer.stop_tokens, tokenizer.pad) == (
         folders.TURN,
         frozenset({folders.TURN}),
@@ -57,21 +58,21 @@ def test_where_generation_config_says_nothing_config_and_the_tokenizer_do(folder
     )
     folders.rewrite(folder / "config.json", eos_token_id=None)
     with pytest.raises(ValueError, match="defines no end of sequence"):
-        open_tokenizer({"path": str(folder)})
+        open_tokenizer(ModelSpec(str(folder)))
 
 
 def test_a_template_in_the_configuration_does_too(folder: Path) -> None:
-    expected = open_tokenizer({"path": str(folder), "chat": True}).prompt("x")
+    expected = open_tokenizer(ModelSpec(str(folder), chat=True)).prompt("x")
     (folder / "chat_template.jinja").unlink()
     for template in (folders.CHAT, [{"name": "tools", "template": "?"}, {"name": "default", "template": folders.CHAT}]):
         folders.rewrite(folder / "tokenizer_config.json", chat_template=template)
-        assert open_tokenizer({"path": str(folder), "chat": True}).prompt("x") == expected
+        assert open_tokenizer(ModelSpec(str(folder), chat=True)).prompt("x") == expected
 
 
 def test_a_template_may_mark_generations_write_json_and_gets_no_date(folder: Path) -> None:
     template = "{% generation %}{{ messages | tojson }}{% endgeneration %}{{ strftime_now is defined }}"
     (folder / "chat_template.jinja").write_text(template)
-    tokenizer = open_tokenizer({"path": str(folder), "chat": True})
+    tokenizer = open_tokenizer(ModelSpec(str(folder), chat=True))
     assert tokenizer.decode(tokenizer.prompt("<é>")) == '[{"role": "user", "content": "<é>"}]False'
 
 
@@ -86,23 +87,23 @@ def test_a_chat_without_a_template_is_refused_when_it_is_opened(folder: Path, te
     (folder / "chat_template.jinja").unlink()
     folders.rewrite(folder / "tokenizer_config.json", chat_template=template)
     with pytest.raises(ValueError, match=why):
-        open_tokenizer({"path": str(folder), "chat": True})
+        open_tokenizer(ModelSpec(str(folder), chat=True))
 
 
 def test_a_prompt_that_the_template_refuses_is_named(folder: Path) -> None:
     with pytest.raises(ValueError, match="the chat template refuses 'forbidden': not this"):
-        open_tokenizer({"path": str(folder), "chat": True}).prompt("forbidden")
+        open_tokenizer(ModelSpec(str(folder), chat=True)).prompt("forbidden")
 
 
 def test_a_folder_without_a_tokenizer_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"tokenizer\.json cannot be read"):
-        open_tokenizer({"path": str(tmp_path)})
+        open_tokenizer(ModelSpec(str(tmp_path)))
 
 
 def test_a_store_and_a_reward_role_open_it_without_torch_or_transformers(folder: Path) -> None:
     code = (
-        "import sys; from rrl.roles.models.tokenizer import open_tokenizer;"
-        f"print(open_tokenizer({{'path': {str(folder)!r}, 'chat': True}}).prompt('x') != ());"
+        "import sys; from rrl.core.run_spec import ModelSpec; from rrl.roles.models.tokenizer import open_tokenizer;"
+        f"print(open_tokenizer(ModelSpec({str(folder)!r}, chat=True)).prompt('x') != ());"
         "print({'torch', 'transformers'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=120, check=True)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -11,13 +11,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config, Qwen3MoeConfig
 
+from rrl.core.run_spec import ModelSpec
 from rrl.roles.models.policy import (
-    ModelSpec,
     blocks,
     build_model,
+    compute_dtype,
     load_weights,
     materialise,
-    model_spec,
     skeleton,
     weights,
 )
@@ -30,8 +30,8 @@ pytestmark = pytest.mark.torch
 CPU = torch.device("cpu")
 
 
-def _spec(path: Path, dtype: str = "float32") -> ModelSpec:
-    return model_spec({"path": str(path), "dtype": dtype, "max_length": None})
+def _spec(path: Path, dtype: Literal["float32", "bfloat16"] = "float32") -> ModelSpec:
+    return ModelSpec(str(path), dtype)
 
 
 def _logits(model: nn.Module) -> Tensor:
@@ -80,24 +80,26 @@ def test_a_folders_model_computes_what_transformers_computes(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_what_a_trainer_sends_of_a_tied_model_is_what_a_rollout_computes_with(tmp_path: Path, dtype: str) -> None:
+def test_what_a_trainer_sends_of_a_tied_model_is_what_a_rollout_computes_with(
+    tmp_path: Path, dtype: Literal["float32", "bfloat16"]
+) -> None:
     """Once, and tied again at the other end: bytes of the wire, in the dtype of the rollout."""
     spec = _spec(folders.tied_llama(tmp_path / "model"), dtype)
     trainer = build_model(spec, folders.VOCABULARY, seed=0)
-    packed = pack({name: tensor.to(spec.compute_dtype) for name, tensor in weights(trainer).items()})
+    packed = pack({name: tensor.to(compute_dtype(spec)) for name, tensor in weights(trainer).items()})
     assert "lm_head.weight" not in [name for name, *_ in packed]
     specs, nbytes = layout([(name, kind, shape, content.nbytes) for name, kind, shape, content in packed])
     flat = memoryview(bytearray(nbytes))
     for each, (*_, content) in zip(specs, packed, strict=True):
         flat[each.offset : each.offset + each.nbytes] = content
 
-    rollout = skeleton(spec, folders.VOCABULARY, spec.compute_dtype)
+    rollout = skeleton(spec, folders.VOCABULARY, compute_dtype(spec))
     materialise(rollout, CPU)
     load_weights(rollout, unpack(specs, flat))
     flat[:] = bytes(nbytes)  # they were copied
-    assert {tensor.dtype for tensor in rollout.parameters()} == {spec.compute_dtype}
+    assert {tensor.dtype for tensor in rollout.parameters()} == {compute_dtype(spec)}
     assert rollout.model.rotary_emb.inv_freq.dtype == torch.float32  # type: ignore[union-attr]
-    expected = AutoModelForCausalLM.from_pretrained(spec.path, dtype=spec.compute_dtype).eval()
+    expected = AutoModelForCausalLM.from_pretrained(spec.path, dtype=compute_dtype(spec)).eval()
     assert torch.equal(_logits(rollout), _logits(expected))
 
 

@@ -3,21 +3,23 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from rrl.core.run_spec import TaskSpec, TokenizerSpec
 from rrl.roles.models.tasks import TaskError, load_task
 from rrl.roles.models.tokenizer import EOS, PAD, VocabularyTokenizer
 from rrl.roles.reward import Scorer
 from rrl.roles.trajectories.types import Score, ToScore
 
-SPIRAL = {
-    "dataset": "spiral_matrix",
-    "args": {"min_n": 2, "max_n": 2},
-    "prompt": "{metadata[matrix]}=",
-    "size": 1000,
-    "partial_credit": 0.5,
-}
-DIGITS = VocabularyTokenizer({"pieces": "0123456789=", "join": " ", "ignore": "[], "})
+SPIRAL = TaskSpec(
+    dataset="spiral_matrix",
+    args={"min_n": 2, "max_n": 2},
+    prompt="{metadata[matrix]}=",
+    size=1000,
+    partial_credit=0.5,
+)
+DIGITS = VocabularyTokenizer(TokenizerSpec(tuple("0123456789="), join=" ", ignore="[], "))
 
 
 # ── tokenizer ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -34,7 +36,7 @@ def test_decoding_ends_at_the_end_of_sequence_and_skips_padding() -> None:
 
 
 def test_the_longest_piece_is_taken() -> None:
-    tokenizer = VocabularyTokenizer({"pieces": ["a", "ab", "abc", "c", "b"]})
+    tokenizer = VocabularyTokenizer(TokenizerSpec(("a", "ab", "abc", "c", "b")))
     assert [tokenizer.decode([token]) for token in tokenizer.encode("abcabaca")] == ["abc", "ab", "a", "c", "a"]
 
 
@@ -43,8 +45,10 @@ def test_what_cannot_be_encoded_is_named() -> None:
         DIGITS.encode("1 2 x7")
 
 
-@pytest.mark.parametrize("spec", [{"pieces": "aba"}, {"pieces": ["a", ""]}, {"pieces": "a ", "ignore": " "}])
-def test_a_vocabulary_that_cannot_work_is_refused(spec: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    "spec", [TokenizerSpec(("a", "b", "a")), TokenizerSpec(("a", "")), TokenizerSpec(("a", " "), ignore=" ")]
+)
+def test_a_vocabulary_that_cannot_work_is_refused(spec: TokenizerSpec) -> None:
     with pytest.raises(ValueError, match=r"\[model.tokenizer\]"):
         VocabularyTokenizer(spec)
 
@@ -63,7 +67,7 @@ def test_an_item_is_the_same_in_every_process_and_its_answer_scores_full() -> No
 def test_items_of_different_seeds_do_not_overlap() -> None:
     """Item i of a dataset depends on its seed + i alone: with neighbouring seeds all but one would be shared."""
     pytest.importorskip("reasoning_gym")
-    spec = {"dataset": "spiral_matrix", "args": {"min_n": 5, "max_n": 5}, "size": 50}
+    spec = TaskSpec("spiral_matrix", {"min_n": 5, "max_n": 5}, size=50)
     prompts = [{load_task(spec, seed).prompt(i) for i in range(50)} for seed in (0, 1, 2)]
     assert len(prompts[0] | prompts[1] | prompts[2]) == 150
 
@@ -76,24 +80,22 @@ def test_partial_credit_applies_to_wrong_answers_in_training_only() -> None:
     assert task.score(3, " ".join(wrong)) == (0.0, 0.5 * 0.75)
     assert task.score(3, " ".join(wrong[:3])) == (0.0, 0.0)
     assert task.score(3, "") == (0.0, 0.0)
-    plain = load_task({**SPIRAL, "partial_credit": 0.0}, 0, DIGITS)
+    plain = load_task(msgspec.structs.replace(SPIRAL, partial_credit=0.0), 0, DIGITS)
     assert plain.score(3, " ".join(wrong)) == (0.0, 0.0)
 
 
 @pytest.mark.parametrize(
     ("spec", "match"),
     [
-        ({}, "exactly one of"),
-        ({"dataset": "spiral_matrix", "function": "a:b"}, "exactly one of"),
-        ({"dataset": "spiral_matrix", "promt": "x"}, "unknown keys: promt"),
-        ({"dataset": "no_such_dataset"}, "no_such_dataset"),
-        ({"dataset": "spiral_matrix", "args": {"n": 2}}, "unexpected keyword"),
-        ({"dataset": "spiral_matrix", "prompt": "{matrix}"}, "does not fit"),
-        ({"function": "no_colon"}, "module:function"),
-        ({"function": "rrl_no_such_module:make"}, "rrl_no_such_module"),
+        (TaskSpec(), "needs one of"),
+        (TaskSpec("no_such_dataset"), "no_such_dataset"),
+        (TaskSpec("spiral_matrix", {"n": 2}), "unexpected keyword"),
+        (TaskSpec("spiral_matrix", prompt="{matrix}"), "does not fit"),
+        (TaskSpec(function="no_colon"), "module:function"),
+        (TaskSpec(function="rrl_no_such_module:make"), "rrl_no_such_module"),
     ],
 )
-def test_a_task_that_cannot_be_used_says_why(spec: dict[str, object], match: str) -> None:
+def test_a_task_that_cannot_be_used_says_why(spec: TaskSpec, match: str) -> None:
     pytest.importorskip("reasoning_gym")
     with pytest.raises(TaskError, match=match):
         load_task(spec, 0)
@@ -115,18 +117,18 @@ def users_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_function_of_the_users_is_found_beside_the_job_file(users_folder: Path) -> None:
-    task = load_task({"function": "my_rrl_task:Doubles", "args": {"offset": 3}}, 5, folder=users_folder)
+    task = load_task(TaskSpec(function="my_rrl_task:Doubles", args={"offset": 3}), 5, folder=users_folder)
     assert (task.prompt(1), task.answer(1), task.score(1, "8")) == ("4", "8", (1 / 3, 1.0))
     with pytest.raises(TaskError, match="without prompt, answer, score"):
-        load_task({"function": "my_rrl_task:nothing"}, 0, folder=users_folder)
+        load_task(TaskSpec(function="my_rrl_task:nothing"), 0, folder=users_folder)
 
 
 # ── reward ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_a_scorer_that_breaks_costs_the_trajectory_not_the_run(
     users_folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    tokenizer = VocabularyTokenizer({"pieces": "0123456789x"})
-    scorer = Scorer(load_task({"function": "my_rrl_task:Doubles"}, 5, folder=users_folder), tokenizer)
+    tokenizer = VocabularyTokenizer(TokenizerSpec(tuple("0123456789x")))
+    scorer = Scorer(load_task(TaskSpec(function="my_rrl_task:Doubles"), 5, folder=users_folder), tokenizer)
     texts = {1: "8", 2: "x", 3: "5", 4: "6", 5: "x"}
     judged: list[bool] = []
     items = [ToScore(n, 4, (*tokenizer.encode(text), EOS)) for n, text in texts.items()]

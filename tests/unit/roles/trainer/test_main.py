@@ -13,11 +13,13 @@ import pytest
 import torch
 
 import rrl
+from rrl.config.job.resolve import resolve
 from rrl.config.job.schema import Job
 from rrl.core.launch import Launch
 from rrl.core.run_dir import RunDir
+from rrl.core.run_spec import ModelSpec, RunSpec
 from rrl.core.types import Incarnation, NodeName, ReplicaId, Version
-from rrl.roles.models.policy import ModelSpec, build_model
+from rrl.roles.models.policy import build_model
 from rrl.roles.models.tensors import PackedTensor, unpack
 from rrl.roles.models.tokenizer import EOS, open_tokenizer
 from rrl.roles.rollout import main as rollout_main
@@ -41,16 +43,16 @@ class _Died(Exception):
     """As a kill would end the process."""
 
 
-def _job() -> dict[str, Any]:
+def _job() -> RunSpec:
     job = Job.model_validate(
         {
             "run": {"name": "test", "steps": _STEPS, "seed": 3},
             "model": {"hidden_size": 32, "intermediate_size": 64, "tokenizer": {"pieces": "0123456789="}},
             "task": {"function": f"{__name__}:_Sums"},
-            "roles": {"rollout": {"segment_tokens": 2}},
+            "roles": {"trainer": {"snapshots": False}, "rollout": {"segment_tokens": 2}},
         }
     )
-    return job.model_dump(mode="json")
+    return resolve(job, "python")
 
 
 class _Version:
@@ -72,7 +74,6 @@ class _Worker:
         self.launch = Launch("tag", str(run_dir.path), incarnation, NodeName("n"), (), {}, "/", 1.0, False)
         self.run_dir = run_dir
         self.job = _job()
-        self.settings = self.job["roles"][replica.partition("/")[0]] | {"snapshots": False}
         self.rank, self.world, self.node, self.peers = 0, 1, NodeName("n"), None
         self.stopping = threading.Event()
         self.phases: list[str] = []
@@ -130,7 +131,7 @@ def _run_dir(path: Path) -> RunDir:
 
 
 def _spec() -> ModelSpec:
-    return msgspec.convert(_job()["model"], ModelSpec)
+    return _job().model
 
 
 def _batches() -> list[Batch]:
@@ -257,16 +258,17 @@ class _Sums:
 
 def test_warm_start_uses_items_that_the_run_never_samples(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     worker = _Worker("trainer/0", 1, _run_dir(tmp_path / "run"), {})
-    worker.settings = worker.settings | {"warm_start_steps": 60, "warm_start_batch": 10}
+    warm_start = msgspec.structs.replace(worker.job.trainer, warm_start_steps=60, warm_start_batch=10)
+    worker.job = msgspec.structs.replace(worker.job, trainer=warm_start)
     _Sums.requested.clear()
     _train(monkeypatch, worker, [])
     assert [i for _, i in _Sums.requested] == list(range(600))
-    assert {seed for seed, _ in _Sums.requested} != {worker.job["run"]["seed"]}
+    assert {seed for seed, _ in _Sums.requested} != {worker.job.seed}
     engine = TorchEngine(
         build_model(_spec(), 13, 0), stop_tokens=frozenset({EOS}), seed=0, sampling=Sampling(greedy=True)
     )
     engine.load(Version(0, 1), unpack(worker.published[0].tensors, worker.published[0].flat))
-    tokenizer = open_tokenizer(worker.job["model"])
+    tokenizer = open_tokenizer(worker.job.model)
     items = [Item(n, n, tokenizer.encode(f"{n}="), (), 3) for n in range(10)]
     for n, segments in harness.roll_out(engine, items).items():
         assert segments[0].tokens == (*tokenizer.encode(str(n)), EOS)
@@ -291,7 +293,7 @@ class _RolloutWorker(_Worker):
         """Nobody suspects it."""
 
     def lease(self, at_most: int, *, wait: bool = True) -> tuple[Item, ...]:
-        assert at_most == self.settings["lease"]
+        assert at_most == self.job.rollout.lease
         assert wait, "this engine has no room while it is busy"
         if not self._leases:
             self.stopping.set()

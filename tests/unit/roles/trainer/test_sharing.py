@@ -60,7 +60,7 @@ class _Member:
     def __init__(self, rank: int, stops: int) -> None:
         incarnation = Incarnation(member_id(GANG, rank), 1)
         self.launch = SimpleNamespace(incarnation=incarnation)
-        self.job = {"run": {"steps": STEPS}}
+        self.job = SimpleNamespace(steps=STEPS)
         self.stopping = threading.Event()
         self.requests: list[int] = []
         self.phases: list[tuple[str, str | None]] = []

@@ -14,7 +14,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from rrl.config.job.load import resolved
+from rrl.config.job.resolve import resolve
 from rrl.config.job.schema import Job
 from rrl.core.types import Incarnation, ProbeResult, Version, member_id
 from rrl.roles.trajectories import client as client_module
@@ -481,7 +481,7 @@ def _prompts(tmp_path: Path, **roles: Any) -> Callable[[int], Any]:
         "sampling": {"max_new_tokens": 8},
         "roles": roles,
     }
-    job = resolved(Job.model_validate(table))
+    job = resolve(Job.model_validate(table), "python")
     return server_module._prompts(cast(Any, SimpleNamespace(job=job, launch=SimpleNamespace(cwd=str(tmp_path)))))
 
 

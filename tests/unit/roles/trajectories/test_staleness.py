@@ -394,7 +394,7 @@ def test_batch_metrics_have_token_ages_and_dropped_groups(tmp_path: Path) -> Non
     answer = store.batch(TRAINER, 2)
     assert isinstance(answer, Bound)
     ages = {"reward": 1.0, "token_age_p50": 0.0, "token_age_max": 1.0, "token_age_run_max": 1.0}
-    assert _batch_metrics(answer.batch, "unlimited") == ages
+    assert _batch_metrics(answer.batch, None) == ages
     assert _batch_metrics(answer.batch, 1) == {**ages, "stale_groups": 0.0, "stale_share": 0.0}
     stale = msgspec.structs.replace(answer.batch, stale=BATCH)
     assert _batch_metrics(stale, 1) == {**ages, "stale_groups": BATCH, "stale_share": BATCH / (3 * BATCH)}

@@ -19,7 +19,7 @@ import pytest
 
 import rrl
 from rrl.core.launch import LAUNCH_ENV
-from rrl.core.types import Incarnation, Version
+from rrl.core.types import Incarnation, ReplicaId, Version
 from rrl.roles import reward
 from rrl.roles.trajectories.types import CommittedState, Done, Item, Scoring
 from rrl.roles.worker import api
@@ -27,7 +27,7 @@ from rrl.roles.worker.api import Worker
 from rrl.roles.worker.connection import FENCED_EXIT
 from rrl.tests.support.listening_manager import TIMEOUT_S, eventually
 from rrl.tests.support.roles.trajectories import crew
-from rrl.tests.support.roles.worker_scene import HEARTBEAT_S, STORE, Manager, Role, Scene, play
+from rrl.tests.support.roles.worker_scene import HEARTBEAT_S, JOB, STORE, Manager, Role, Scene, play
 from rrl.transport.control.endpoints import Address
 from rrl.transport.messages import (
     Committed,
@@ -253,13 +253,20 @@ def test_commit_unknown_to_the_manager_is_reported_by_the_next_trainer(scene: Sc
     play(story)
 
 
+def test_worker_reads_the_typed_job_and_the_options_of_its_own_role(scene: Scene) -> None:
+    judge = scene.worker(Incarnation(ReplicaId("judge/0"), 1))
+    assert (judge.job, judge.options) == (JOB, {"until": 3})
+    assert (judge.job.transport.chunk, judge.job.sampling.staleness, judge.job.reward.lease) == (2**20, None, 256)
+    assert scene.worker(crew.TRAINER).options == {}
+
+
 def test_step_is_committed_in_another_thread_during_the_next_batch(scene: Scene, tmp_path: Path) -> None:
     async def story() -> None:
         store = scene.open_store()
         crew.generate(store)
         crew.score(store, reward=0.5)
         me = scene.worker(crew.TRAINER)
-        me.job["run"]["steps"] = 2
+        me.job = msgspec.structs.replace(me.job, steps=2)
         given: list[int] = []
 
         def work() -> None:

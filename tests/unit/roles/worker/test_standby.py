@@ -123,7 +123,7 @@ def test_standby_reports_its_phase_and_waits_for_its_promotion(scene: Scene, ran
             assert (now.tag, now.pid, now.phase) == (hello.tag, hello.pid, "starting"), "the same step and process"
             await eventually(begun.is_set)
             assert (me.launch.incarnation, me.launch.tag, me.rank, me.world) == (MEMBER, hello.tag, 1, 2)
-            assert me.settings == me.job["roles"]["trainer"]
+            assert me.options == {}
             await manager.stop(MEMBER)
             await role.end()
 
@@ -190,7 +190,7 @@ def test_rollout_standby_has_its_settings_and_pulls_weights_after_its_promotion(
     async def story() -> None:
         launch = scene.at.launch(replica=engine.replica, number=1, env=dict(os.environ))
         me = Worker(msgspec.structs.replace(launch, standby=True), scene.at.run, scene.at.keys)
-        assert me.settings == me.job["roles"]["rollout"]
+        assert me.job.role(me.launch.role).replicas == 2, "the role that it may be promoted to"
         async with scene.manager() as manager:
             role = scene.start(me, lambda: me.stopping.wait(TIMEOUT_S))
             hello = await manager.wait_for(Hello)

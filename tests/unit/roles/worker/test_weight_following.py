@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from rrl.core.run_spec import TransportSpec
 from rrl.core.types import Incarnation, ReplicaId, Version
 from rrl.roles.worker import connection as link_module
 from rrl.roles.worker.connection import ManagerConnection
@@ -22,7 +23,7 @@ from rrl.transport.weights import pull
 
 ME = Incarnation(ReplicaId("rollout/1"), 1)
 V1, V2, V3, V4 = (Version(step, 1) for step in (1, 2, 3, 4))
-TRANSPORT: dict[str, Any] = {"weights": "tcp", "chunk": CHUNK, "chunk_deadline": TIMEOUT_S, "chain": 8}
+TRANSPORT = TransportSpec("tcp", chunk=CHUNK, chunk_deadline=TIMEOUT_S, chain=8)
 
 
 class Rollout:

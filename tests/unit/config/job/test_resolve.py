@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from typing import Any
+
+import msgspec
+import pytest
+from pydantic import BaseModel
+
+from rrl.config.job.resolve import resolve
+from rrl.config.job.roles import RewardRole, RolloutRole, TrainerRole
+from rrl.config.job.schema import Job, ModelTable, SamplingTable, TaskTable, TransportTable
+from rrl.core import run_spec
+from rrl.core.run_spec import RunSpec, TokenizerSpec
+from rrl.tests.support.job_toml import JOB
+
+TABLES: tuple[tuple[type[BaseModel], type[msgspec.Struct]], ...] = (
+    (TrainerRole, run_spec.TrainerSettings),
+    (RolloutRole, run_spec.RolloutSettings),
+    (RewardRole, run_spec.RewardSettings),
+    (SamplingTable, run_spec.SamplingSpec),
+    (TransportTable, run_spec.TransportSpec),
+    (ModelTable, run_spec.ModelSpec),
+    (TaskTable, run_spec.TaskSpec),
+)
+
+
+def spec(text: str = "") -> RunSpec:
+    return resolve(Job.model_validate(tomllib.loads(f"{JOB}\n{text}")), "python")
+
+
+@pytest.mark.parametrize(("table", "struct"), TABLES)
+def test_typed_table_has_fields_and_defaults_of_job_toml(table: type[BaseModel], struct: type[msgspec.Struct]) -> None:
+    defaults = {field.name: field.default for field in msgspec.structs.fields(struct)}
+    expected = {name: table.model_fields[name].default for name in defaults}
+    containers = [name for name, value in expected.items() if value == {}]  # a default factory in the struct
+    assert {name: value for name, value in defaults.items() if name not in containers} == {
+        name: value for name, value in expected.items() if name not in containers
+    }
+
+
+def test_whole_table_without_role_keys_is_in_the_typed_one() -> None:
+    for table, struct in TABLES:
+        if not issubclass(table, TrainerRole | RolloutRole | RewardRole):
+            assert set(table.model_fields) == set(struct.__struct_fields__), table
+
+
+def test_written_values_reach_the_roles_through_the_file_of_the_run() -> None:
+    text = """
+[sampling]
+staleness = "unlimited"
+temperature = 0.7
+
+[transport]
+chunk = "1MiB"
+network = "ib0"
+
+[roles.trainer]
+kl = 0.1
+command = ["python", "mine.py"]
+
+[commands.judge]
+command = ["python", "judge.py"]
+options = { depth = 3, names = ["a"] }
+"""
+    resolved = spec(text)
+    read = msgspec.json.decode(msgspec.json.encode(resolved), type=RunSpec)
+    assert read == resolved
+    assert (read.sampling.staleness, read.sampling.temperature) == (None, 0.7)
+    assert (read.transport.chunk, read.transport.network, read.trainer.kl) == (2**20, "ib0", 0.1)
+    assert (read.role("trainer").built_in, read.role("rollout").built_in) == (False, True)
+    assert read.role("judge").options == {"depth": 3, "names": ["a"]}
+    assert read.role("trainer").options == {}
+    assert read.task.args == {"min_terms": 2, "seeds": [1, 2]}
+
+
+def test_built_model_has_its_maximum_length_and_pieces() -> None:
+    assert spec().model.max_length == 64
+    assert spec().model.tokenizer == TokenizerSpec(tuple("0123456789+= "))
+
+
+def test_model_folder_leaves_its_maximum_length_to_the_nodes() -> None:
+    table: dict[str, Any] = tomllib.loads(JOB) | {"model": {"path": "/models/m"}}
+    model = resolve(Job.model_validate(table), "python").model
+    assert (model.path, model.max_length, model.tokenizer) == ("/models/m", None, None)
+
+
+def test_job_without_a_task_has_the_defaults_of_training() -> None:
+    table = {"run": {"name": "own"}, "commands": {"judge": {"command": ["true"]}}}
+    resolved = resolve(Job.model_validate(table), "python")
+    assert (resolved.steps, resolved.model, resolved.task) == (0, run_spec.ModelSpec(), run_spec.TaskSpec())
+
+
+def test_worker_api_is_imported_without_pydantic() -> None:
+    """Every role imports it, and pydantic costs a process time and memory."""
+    code = "import sys; import rrl.roles.worker.api; print('pydantic' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert done.stdout.strip() == "False"
