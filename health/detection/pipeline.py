@@ -56,7 +56,7 @@ _NO_STACKS = HangStacks(pending=False)
 
 
 class PublicationContext(Struct, frozen=True):
-    """What the stages before the journal know beside the findings."""
+    """What stages 5 to 7 know beside the findings."""
 
     now: float
     """Manager's clock (s)."""
@@ -111,10 +111,13 @@ def suppress_on_failed_nodes(findings: Sequence[Finding], monitor: HealthMonitor
 
 
 def _with_dropped(finding: Finding, detectors: Collection[str]) -> Finding:
+    """Return a failure of a node with a line that names the detectors whose findings were dropped for it."""
     if not detectors or finding.verdict is not Verdict.FAIL:
         return finding
     listed = ", ".join(sorted(detectors))
-    return _with_note(finding, "manager", f"not reported, because its replicas are replaced with it: {listed}")
+    return _with_note(
+        finding, "manager", f"findings about its replicas are left out, because these are replaced too: {listed}"
+    )
 
 
 # ── stages of publication ────────────────────────────────────────────────────────────────────────────────────────────
@@ -160,7 +163,9 @@ def _downgraded(finding: Finding, settings: HealthSpec) -> Finding:
         return finding
     if finding.node is not None and finding.cause in NON_NODE_CAUSES:
         finding = replace(finding, verdict=Verdict.WARN, proof=False)
-        return _with_note(finding, "manager", f"only a warning: its cause, {finding.cause}, is not the node")
+        return _with_note(
+            finding, "manager", f"only a warning, because the cause ({finding.cause}) is not the node itself"
+        )
     if not settings.observe_only and settings.checks.get(finding.detector, "act") == "act":
         return finding
     key = "observe_only" if settings.observe_only else "checks"

@@ -15,15 +15,7 @@ from math import inf, isfinite
 import msgspec
 from msgspec.structs import replace
 
-from ...core.types import (
-    AGENT,
-    WORST_FIRST,
-    Finding,
-    Incarnation,
-    NodeName,
-    Verdict,
-    replica_id,
-)
+from ...core.types import AGENT, WORST_FIRST, Finding, Incarnation, NodeName, Verdict, replica_id
 from ...health.detection.attribution.correlation import CorrelationContext, CorrelationState, restore_state
 from ...health.detection.baselines import RoleBaseline, changed_noticeably
 from ...health.detection.detectors.registry import NODE_DETECTORS

@@ -3,8 +3,8 @@
 Idleness shows a hang far sooner than the deadline of a phase. It is evidence only where nothing else explains it: in
 phases that compute (a checkpoint may wait for storage for minutes), not while another replica is waited for, and not
 for replicas that can be probed, since a rollout that waits for a tool is idle too
-(:mod:`rrl.health.detection.detectors.probing`). The findings are input of
-:func:`rrl.health.detection.attribution.blame_gang_members`, which compares the members of a gang.
+(:mod:`rrl.health.detection.detectors.probing`). The findings are input of ``blame_gang_members``
+(:mod:`rrl.health.detection.attribution.gangs`), which compares the members of a gang.
 """
 
 from __future__ import annotations
