@@ -283,17 +283,21 @@ class Manager:
         return all(finding.node != node or from_agent(finding) for finding in self.state.findings.values())
 
     def _detect(self) -> float:
-        """Run the detectors and record the findings that changed. Return the time (s) of the next necessary check."""
+        """Pass the findings of the detectors through the pipeline, and record those that changed.
+
+        Return the time (s) of the next necessary check. :mod:`rrl.health.detection.pipeline` lists the stages.
+        """
         limits, now = self.state.job.limits, self.now()
-        detected, next_check = detect(self._monitor, limits, now)
+        findings, next_check = detect(self._monitor, limits, now)
         self._baseline_recorder.record_if_due(now)
-        findings, suspected = self._message_handler.hang_investigator.investigate(detected)
+        stacks, next_investigation = self._message_handler.hang_investigator.investigate(findings)
         staleness = self.state.job.sampling.staleness
         if (token_age := token_ages.token_age_finding(self.state.token_ages, staleness)) is not None:
             findings = [*findings, token_age]
         silent = missing_heartbeats(findings, self._monitor, limits, now)
         absent = silent_nodes(findings, self._monitor, limits, now)
-        return min(next_check, suspected, self._message_handler.finding_gate.on_detected(findings, silent, absent))
+        next_publication = self._message_handler.finding_gate.on_detected(findings, silent, absent, stacks)
+        return min(next_check, next_investigation, next_publication)
 
     async def _act(self) -> tuple[float, bool]:
         """Plan until no action is due, journal the actions, and start them.

@@ -1,4 +1,4 @@
-"""``detect``: runs the detectors over the observation table, attributes stalls, and returns the findings.
+"""``detect``: runs the detectors over the observation table and the first stages of the pipeline over their findings.
 
 It keeps its conclusions per node (in ``HealthMonitor.memo``), so that the cost of a call depends on what was observed
 or became due since the last call and not on the size of the run. The result is the same as that of a full evaluation,
@@ -7,22 +7,18 @@ which a test checks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from math import inf
-from typing import TypeVar
 
 from ...core.run_spec import Limits
-from ...core.types import Finding, NodeName, Verdict
-from .attribution import gangs
-from .attribution.wait_chains import attribute
+from ...core.types import Finding, NodeName
 from .detectors.probing import next_probe_on_node
 from .detectors.registry import NODE_DETECTORS, PRESENCE_DETECTORS, PROGRESS_DETECTORS
 from .health_monitor import HealthMonitor
+from .pipeline import attribute, first_match
 from .records import NodeView
-
-View = TypeVar("View")
 
 
 @dataclass(slots=True)
@@ -68,11 +64,7 @@ def detect(monitor: HealthMonitor, limits: Limits, now: float) -> tuple[list[Fin
     for node in nodes:
         _evaluate_node(monitor, memo, node)
     if nodes and (had_findings or memo.raw):
-        raw = sorted((finding for found in memo.raw.values() for finding in found), key=lambda finding: finding.key)
-        memo.findings = sorted(
-            _suppress_on_failed_nodes(attribute(gangs.judge(raw, monitor), monitor), monitor),
-            key=lambda finding: finding.key,
-        )
+        memo.findings = attribute([finding for found in memo.raw.values() for finding in found], monitor)
     return list(memo.findings), _next_evaluation(memo)
 
 
@@ -95,39 +87,11 @@ def _evaluate_node(monitor: HealthMonitor, memo: _Memo, node: NodeName) -> None:
 
 
 def _run_detectors(node_view: NodeView, limits: Limits, now: float) -> tuple[list[Finding], float]:
-    results = [_first_match(PROGRESS_DETECTORS, view, limits, now) for view in node_view.residents.values()]
+    results = [first_match(PROGRESS_DETECTORS, view, limits, now) for view in node_view.residents.values()]
     if node_view.agent:
-        results.append(_first_match(PRESENCE_DETECTORS, node_view.agent, limits, now))
-    results.append(_first_match(NODE_DETECTORS, node_view, limits, now))
+        results.append(first_match(PRESENCE_DETECTORS, node_view.agent, limits, now))
+    results.append(first_match(NODE_DETECTORS, node_view, limits, now))
     return [finding for finding, _ in results if finding], min(then for _, then in results)
-
-
-def _first_match(
-    ladder: Iterable[Callable[[View, Limits, float], tuple[Finding | None, float]]],
-    view: View,
-    limits: Limits,
-    now: float,
-) -> tuple[Finding | None, float]:
-    """Return the first finding of a ladder of detectors; weaker evidence is ignored while better evidence holds."""
-    next_evaluation = inf
-    for detector in ladder:
-        finding, then = detector(view, limits, now)
-        next_evaluation = min(next_evaluation, then)
-        if finding is not None:
-            return finding, next_evaluation
-    return None, next_evaluation
-
-
-def _suppress_on_failed_nodes(findings: list[Finding], monitor: HealthMonitor) -> list[Finding]:
-    """Drop findings about replicas on failed nodes unless they are proof: these replicas are replaced anyway."""
-    failed = {finding.node for finding in findings if finding.node and finding.verdict is Verdict.FAIL}
-    return [
-        finding
-        for finding in findings
-        if finding.incarnation is None
-        or finding.proof
-        or monitor.replicas[finding.incarnation.replica].node not in failed
-    ]
 
 
 # ── time of the next evaluation ──────────────────────────────────────────────────────────────────────────────────────

@@ -1,9 +1,9 @@
 """Record findings of the manager's detectors and of the node agents when they appear, change or clear.
 
 A report of an agent is accepted only from the node's current agent and only about its own node; its times are converted
-to the manager's clock. ``[health]`` of the job decides which findings count, and correlation downgrades those that many
-nodes or replicas show at once. This module also restores and records the baselines that a new manager takes from the
-journal.
+to the manager's clock. Before findings are recorded they pass the last stages of the pipeline
+(:mod:`rrl.health.detection.pipeline`). This module also restores and records the baselines that a new manager takes
+from the journal.
 """
 
 from __future__ import annotations
@@ -15,24 +15,12 @@ from math import inf, isfinite
 import msgspec
 from msgspec.structs import replace
 
-from ...core.run_spec import HealthSpec
-from ...core.types import (
-    AGENT,
-    WORST_FIRST,
-    Cause,
-    Evidence,
-    Finding,
-    Flag,
-    Incarnation,
-    NodeName,
-    Remedy,
-    Verdict,
-    replica_id,
-)
-from ...health.detection.attribution.correlation import CorrelationContext, CorrelationState, correlate, restore_state
+from ...core.types import AGENT, WORST_FIRST, Finding, Incarnation, NodeName, Verdict, replica_id
+from ...health.detection.attribution.correlation import CorrelationContext, CorrelationState, restore_state
 from ...health.detection.baselines import RoleBaseline, changed_noticeably
 from ...health.detection.detectors.registry import NODE_DETECTORS
 from ...health.detection.health_monitor import HealthMonitor
+from ...health.detection.pipeline import HangStacks, PublicationContext, publish
 from ...transport.messages import AgentHello, FindingReport
 from ..context import RunContext
 from ..model import events as ev
@@ -44,35 +32,11 @@ _log = logging.getLogger("rrl.manager")
 
 MANAGER_DETECTORS = frozenset(detector.__name__ for detector in NODE_DETECTORS)
 """Detectors by which the manager itself judges nodes; every other finding about a node comes from its agent."""
-TERMINAL_DETECTORS = frozenset({"exit_record", "step_gone", "node_down"})
-"""Detectors that prove the end of a process or node: no setting of the job can turn such a finding off."""
-NON_NODE_CAUSES = frozenset({Cause.USER, Cause.SOFTWARE, Cause.PROCESS, Cause.HANG})
-"""Causes that do not blame the node: a FAIL with one of them about a node is downgraded to WARN."""
 MAX_FINDINGS_PER_NODE = 256
 """Maximum number of findings kept for one node; 16 GPUs with all checks stay below it."""
 _MAX_EVIDENCE_LINES, _MAX_EVIDENCE_CHARS = 8, 1000
 """Maximum number of evidence lines of one finding, and of characters in a line; agents write at most 5 lines of
 about 200."""
-
-
-def apply_settings(finding: Finding, settings: HealthSpec) -> Finding | None:
-    """Return the finding as the job's ``[health]`` settings want it, or None if its check is off.
-
-    A FAIL becomes a WARN if its check is only observed, or if its cause does not blame the node.
-    """
-    if finding.proof and finding.detector in TERMINAL_DETECTORS:
-        return finding
-    if finding.node is not None and finding.verdict is Verdict.FAIL and finding.cause in NON_NODE_CAUSES:
-        finding = replace(finding, verdict=Verdict.WARN, proof=False)
-    mode = settings.checks.get(finding.detector, "act")
-    if mode == "off":
-        return None
-    if finding.verdict is not Verdict.FAIL or (mode == "act" and not settings.observe_only):
-        return finding
-    why = f"observe only: no action is taken ({'observe_only' if settings.observe_only else 'checks'} in [health])"
-    evidence = (*finding.evidence, Evidence("job", why, finding.since))
-    flags = (*finding.flags, Flag.OBSERVED)
-    return replace(finding, verdict=Verdict.WARN, remedy=Remedy.NONE, proof=False, evidence=evidence, flags=flags)
 
 
 def from_agent(finding: Finding) -> bool:
@@ -203,6 +167,7 @@ class FindingGate:
     def __init__(self, context: RunContext) -> None:
         self._context = context
         self._detected: Sequence[Finding] = ()
+        self._stacks: Mapping[str, HangStacks] = {}
         self._silent: Mapping[Incarnation, tuple[NodeName, float]] = {}
         self._absent: Mapping[NodeName, float] = {}
         self._reported = ReportedFindings()
@@ -233,15 +198,20 @@ class FindingGate:
 
     def on_detected(
         self, findings: Sequence[Finding], silent: Mapping[Incarnation, tuple[NodeName, float]],
-        absent: Mapping[NodeName, float] = {},
+        absent: Mapping[NodeName, float] = {}, stacks: Mapping[str, HangStacks] = {},
     ) -> float:  # fmt: skip
         """Take the current findings of the manager's detectors, and record what changed.
 
-        ``silent`` and ``absent`` are the results of :func:`rrl.health.detection.detectors.liveness.missing_heartbeats`
-        and :func:`rrl.health.detection.detectors.node_liveness.silent_nodes`. Returns the time (s) at which the result
-        may change without new findings.
+        Args:
+            findings: Result of ``detect``, and findings about the run.
+            silent: Result of :func:`rrl.health.detection.detectors.liveness.missing_heartbeats`.
+            absent: Result of :func:`rrl.health.detection.detectors.node_liveness.silent_nodes`.
+            stacks: Stacks of the hangs among the findings, by key.
+
+        Returns:
+            The time (s) at which the result may change without new findings.
         """
-        self._detected, self._silent, self._absent = findings, silent, absent
+        self._detected, self._silent, self._absent, self._stacks = findings, silent, absent, stacks
         return self.publish()
 
     def on_agent_hello(self, hello: AgentHello, *also: Finding) -> None:
@@ -276,21 +246,18 @@ class FindingGate:
         Return the time (s) to call this again (inf: never).
         """
         settings = self._context.state().job.health
-        input_key = (self._detected, self._reported.changes, settings)
+        input_key = (self._detected, self._stacks, self._reported.changes, settings)
         if input_key == self._input_key:  # runs every turn, over the findings of up to a thousand nodes
             return inf
-        effective = [
-            adjusted
-            for finding in (*self._detected, *self._reported.all())
-            if (adjusted := apply_settings(finding, settings)) is not None
-        ]
-        correlated, self._correlation_state, next_check = correlate(
-            effective, self._correlation_context(), self._correlation_state, self._context.now()
+        context = PublicationContext(
+            self._context.now(), settings, self._stacks, self._correlation_context(), self._correlation_state
         )
+        findings, context = publish((*self._detected, *self._reported.all()), context)
+        self._correlation_state = context.correlation
         published = self._published
         self._published = current = {
             finding.key: preserve_times(published.get(finding.key), finding) if from_agent(finding) else finding
-            for finding in correlated
+            for finding in findings
         }
         for key, finding in current.items():
             if published.get(key) != finding:
@@ -302,7 +269,7 @@ class FindingGate:
         self._input_key = (
             None if self._correlation_state.events or self._correlation_state.first_reported else input_key
         )
-        return next_check
+        return context.next_check
 
     def _correlation_context(self) -> CorrelationContext:
         """Return what correlation considers of the run: nodes, rollouts, excluded nodes, missing heartbeats."""

@@ -6,9 +6,9 @@ its reply.
 
 **Stacks** are collected once for each suspected or found hang, from the suspect and from every member of its gang, and
 grouped (:mod:`rrl.health.detection.attribution.stack_groups`). A restart ends the processes, so their stacks are
-requested at the first WARN. A FAIL without an earlier WARN is downgraded to WARN until the stacks have arrived, for
-:data:`STACKS_TIMEOUT_S` at most; it is not delayed if no agent can be reached. A summary is added to the finding's
-evidence and to the journal; the complete dumps are saved to a file.
+requested at the first WARN. The stage :func:`rrl.health.detection.pipeline.await_stacks` downgrades a FAIL without an
+earlier WARN until the stacks have arrived, for :data:`STACKS_TIMEOUT_S` at most; it is not delayed if no agent can be
+reached. A summary is added to the finding's evidence and to the journal; the complete dumps are saved to a file.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
-from msgspec.structs import replace
-
 from ...core.launch import tag_of
 from ...core.run_dir import write_atomically
 from ...core.types import (
@@ -32,7 +30,6 @@ from ...core.types import (
     Evidence,
     Finding,
     Incarnation,
-    Remedy,
     ReplicaId,
     Verdict,
     gang_of,
@@ -41,10 +38,10 @@ from ...core.types import (
 from ...health.detection.attribution.stack_groups import GroupedStacks, group, main_threads_only, summary_lines
 from ...health.detection.detectors.liveness import worker_silence
 from ...health.detection.detectors.probing import due_probes
+from ...health.detection.pipeline import HangStacks, is_off
 from ...transport import messages as msg
 from ..context import RunContext
 from ..model import events as ev
-from .finding_gate import apply_settings
 
 _log = logging.getLogger("rrl.manager")
 
@@ -117,41 +114,40 @@ class HangInvestigator:
         self._collections: dict[int, _StackCollection] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def investigate(self, findings: Sequence[Finding]) -> tuple[list[Finding], float]:
-        """Send due probes, collect stacks of new hangs, and return the findings to publish.
+    def investigate(self, findings: Sequence[Finding]) -> tuple[dict[str, HangStacks], float]:
+        """Send due probes, and collect the stacks of new hangs.
 
-        Also returns the time (s) of the next necessary call (inf: only with new findings).
+        Args:
+            findings: Result of ``detect``.
+
+        Returns:
+            The stacks of each hang that is investigated, by the finding's key, and the time (s) of the next necessary
+            call (inf: only with new findings).
         """
         now, settings = self._context.now(), self._context.state().job.health
         next_check = now if self._send_probes(now) else inf
-        hangs = {
-            finding.key: incarnation
+        hangs = [
+            (finding, incarnation)
             for finding in findings
-            if (incarnation := _hang_of(finding)) is not None and apply_settings(finding, settings) is not None
-        }
-        hanging = {incarnation.gang for incarnation in hangs.values()}
+            if (incarnation := _hang_of(finding)) is not None and not is_off(finding, settings)
+        ]
+        hanging = {incarnation.gang for _, incarnation in hangs}
         self._incidents = {
             gang: incident
             for gang, incident in self._incidents.items()
             if gang in hanging or now < incident.began + RECOLLECT_AFTER_S
         }
-        findings_out = []
-        for finding in findings:
-            incarnation = hangs.get(finding.key)
-            if incarnation is None:
-                findings_out.append(finding)
-                continue
+        stacks = {}
+        for finding, incarnation in hangs:
             incident = self._incidents.get(incarnation.gang)
-            failed = finding.verdict is Verdict.FAIL
             if incident is None or (
-                failed and finding.since > incident.began
+                finding.verdict is Verdict.FAIL and finding.since > incident.began
             ):  # otherwise the stacks would show an earlier hang
                 incident = self._open_incident(incarnation, now)
-            deferred = failed and not finding.proof and not incident.done and now < incident.defer_until
-            next_check = min(next_check, incident.defer_until) if deferred else next_check
-            shown = incident.evidence if finding.since <= incident.began else ()
-            findings_out.append(_defer(finding) if deferred else _with_evidence(finding, shown))
-        return findings_out, next_check
+            pending = not incident.done and now < incident.defer_until
+            next_check = min(next_check, incident.defer_until) if pending else next_check
+            stacks[finding.key] = HangStacks(pending, incident.evidence if finding.since <= incident.began else ())
+        return stacks, next_check
 
     def on_reply(self, answer: msg.ProbeReply | msg.Stacks) -> None:
         """Handle a reply from a current incarnation.
@@ -276,16 +272,6 @@ def _hang_of(finding: Finding) -> Incarnation | None:
     """
     about = finding.cause is Cause.HANG or finding.detector == worker_silence.__name__
     return finding.incarnation if about and finding.verdict in (Verdict.WARN, Verdict.FAIL) else None
-
-
-def _defer(finding: Finding) -> Finding:
-    """Return a FAIL as a WARN without a remedy until the stacks are collected."""
-    waits = Evidence("manager", "its stacks are collected before it is restarted", finding.since)
-    return replace(finding, verdict=Verdict.WARN, remedy=Remedy.NONE, evidence=(*finding.evidence, waits))
-
-
-def _with_evidence(finding: Finding, more: tuple[Evidence, ...]) -> Finding:
-    return replace(finding, evidence=(*finding.evidence, *more)) if more else finding
 
 
 def _failure_text(collection: _StackCollection) -> str:

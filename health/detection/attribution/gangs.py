@@ -26,7 +26,7 @@ _ONE_PER_GANG_DETECTORS = ("phase_overdue",)
 """Detectors that find every member of a stalled gang; one finding is kept."""
 
 
-def judge(findings: Sequence[Finding], monitor: HealthMonitor) -> list[Finding]:
+def blame_gang_members(findings: Sequence[Finding], monitor: HealthMonitor) -> list[Finding]:
     """Replace findings of ``computes_nothing`` and ``load_stalled`` by ``idle_hang`` findings, or drop them.
 
     ``computes_nothing``: the findings of a gang are judged together, and become one finding about the member that the
@@ -68,9 +68,7 @@ def _resolve_loading(findings: Sequence[Finding], monitor: HealthMonitor) -> lis
         peers = [peer for peer in monitor.workers() if peer.role is view.role]
         idle_count = sum(peer.declared.own_work and peer.loads.idle_since is not None for peer in peers)
         if (idle_count == 1 or 2 * idle_count < len(peers)) and view.role.newest_load_began >= view.last_change_at:
-            others.append(
-                msgspec.structs.replace(finding, detector="idle_hang", verdict=Verdict.FAIL, remedy=Remedy.RESTART)
-            )
+            others.append(_idle_hang(finding, "another replica of its role began to load later and has completed"))
     return others
 
 
@@ -132,11 +130,14 @@ def _slowest(members: Iterable[ReplicaView], idle_first: bool = False) -> Replic
 
 
 def _hang_finding(culprit: ReplicaView, raw: Mapping[Incarnation, Finding], members: Sequence[ReplicaView]) -> Finding:
-    finding = raw[culprit.incarnation]
-    evidence = finding.evidence
-    if len(members) > 1:
-        text = f"the other {len(members) - 1} members of its gang are idle too, or wait for it in a collective"
-        evidence += (Evidence("blame", text, finding.since),)
+    others = len(members) - 1
+    text = f"the other {others} members of its gang are idle too, or wait for it in a collective"
+    return _idle_hang(raw[culprit.incarnation], text if others else "its gang has no other member to wait for")
+
+
+def _idle_hang(finding: Finding, why: str) -> Finding:
+    """Return a candidate as the finding that the replica hangs, with the reason for this conclusion."""
+    evidence = (*finding.evidence, Evidence("blame", why, finding.since))
     return msgspec.structs.replace(
         finding, detector="idle_hang", verdict=Verdict.FAIL, remedy=Remedy.RESTART, evidence=evidence
     )
@@ -166,10 +167,20 @@ def _one_per_gang(findings: list[Finding], monitor: HealthMonitor) -> list[Findi
         inactive = [view for view in views if is_inactive(view)]
         outliers = inactive if 2 * len(inactive) < len(views) else [view for view in views if view not in inactive]
         culprits.add(_slowest(outliers or views).incarnation)
-    dropped = {
-        finding.key for of_gang in overdue.values() for finding in of_gang if finding.incarnation not in culprits
-    }
-    return [finding for finding in findings if finding.key not in dropped]
+    all_overdue = {finding.key: len(of_gang) for of_gang in overdue.values() for finding in of_gang}
+    kept = list[Finding]()
+    for finding in findings:
+        if finding.key not in all_overdue:
+            kept.append(finding)
+        elif finding.incarnation in culprits:
+            kept.append(_as_culprit(finding) if all_overdue[finding.key] > 1 else finding)
+    return kept
+
+
+def _as_culprit(finding: Finding) -> Finding:
+    """Return the finding with a line on the other overdue members of the gang, which have no finding of their own."""
+    text = "other members of its gang are overdue too; they wait for it"
+    return msgspec.structs.replace(finding, evidence=(*finding.evidence, Evidence("blame", text, finding.since)))
 
 
 def _has_busy_member(members: Sequence[ReplicaView], overdue: Collection[Incarnation | None]) -> bool:

@@ -28,7 +28,7 @@ _MAX_WAITERS_NAMED = 4
 """Waiting replicas named in the evidence; the others are counted (docs/sources.md: at most five lines)."""
 
 
-def attribute(findings: Sequence[Finding], monitor: HealthMonitor) -> list[Finding]:
+def blame_ends_of_wait_chains(findings: Sequence[Finding], monitor: HealthMonitor) -> list[Finding]:
     """Replace findings of ``_STALL_DETECTORS`` by ``standstill`` findings about the replica to blame, or drop them.
 
     Blame follows the chain of who waits for whom, to a replica that does not wait. In a cycle, the replica that has

@@ -3,8 +3,8 @@
 Idleness shows a hang far sooner than the deadline of a phase. It is evidence only where nothing else explains it: in
 phases that compute (a checkpoint may wait for storage for minutes), not while another replica is waited for, and not
 for replicas that can be probed, since a rollout that waits for a tool is idle too
-(:mod:`rrl.health.detection.detectors.probing`). The findings are input of
-:func:`rrl.health.detection.attribution.gangs.judge`, which compares the members of a gang.
+(:mod:`rrl.health.detection.detectors.probing`). The findings are input of ``blame_gang_members``
+(:mod:`rrl.health.detection.attribution.gangs`), which compares the members of a gang.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def is_inactive(view: ReplicaView) -> bool:
 
 
 def computes_nothing(view: ReplicaView, limits: Limits, now: float) -> Result:
-    """Find a replica that must compute but idles or spins; input of ``gangs.judge``.
+    """Find a replica that must compute but idles or spins; input of ``blame_gang_members``.
 
     The finding is ``computes_nothing_long`` after ``EVEN_SPLIT_FACTOR`` times the limit.
     """
@@ -85,9 +85,10 @@ def _false_progress(view: ReplicaView, limits: Limits) -> Result:
 
 
 def load_stalled(view: ReplicaView, limits: Limits, now: float) -> Result:
-    """Find a replica that loads weights but idles for far longer than its role usually takes; input of ``gangs.judge``.
+    """Find a replica that loads weights but idles for far longer than its role usually takes.
 
-    The baseline is that of the start of the phase; if there was none, what other replicas of the role have taken since.
+    The finding is input of ``blame_gang_members``. The baseline is that of the start of the phase; if there was none,
+    what other replicas of the role have taken since.
     """
     usual = view.usual_duration or view.role.slowest_load * (FIRST_PASS_FACTOR if view.first_pass else 1.0)
     if not is_working(view) or not view.declared.own_work or not usual or view.heartbeats < MIN_HEARTBEATS:

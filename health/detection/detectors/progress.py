@@ -57,7 +57,7 @@ def phase_overdue(view: ReplicaView, limits: Limits, now: float) -> Result:
 
 
 def wait_overdue(view: ReplicaView, limits: Limits, now: float) -> Result:
-    """Find a replica that waits too long; input of ``wait_chains.attribute``, which never passes it on.
+    """Find a replica that waits too long; input of ``blame_ends_of_wait_chains``, which never passes it on.
 
     The finding is ``wait_endless`` after ``ENDLESS_WAIT_FACTOR`` times the longest time of the phase.
     """
@@ -75,7 +75,7 @@ def wait_overdue(view: ReplicaView, limits: Limits, now: float) -> Result:
 
 
 def wait_long(view: ReplicaView, limits: Limits, now: float) -> Result:
-    """Find a replica that has waited for longer than ``shortest`` of its phase; input of ``wait_chains.attribute``.
+    """Find a replica that has waited for longer than ``shortest`` of its phase; input of ``blame_ends_of_wait_chains``.
 
     That suffices against a service that all others wait for. In a phase that may also do work of its own a wait is not
     evidence yet. In a phase that declares no wait a call is blocked, and the limit is that of the service's phase.
@@ -95,7 +95,7 @@ def wait_long(view: ReplicaView, limits: Limits, now: float) -> Result:
 
 
 def idle(view: ReplicaView, limits: Limits, now: float) -> Result:
-    """Find a service that does nothing, mostly for lack of requests; input of ``wait_chains.attribute``."""
+    """Find a service that does nothing, mostly for lack of requests; input of ``blame_ends_of_wait_chains``."""
     if not is_working(view) or is_waiting(view) or view.declared.longest != inf or view.declared.progresses:
         return NO_FINDING
     return _overdue(view, limits, now, "idle", Verdict.UNKNOWN, "it has done nothing for more than")

@@ -1,8 +1,8 @@
 """rrl's own detectors as a judge, driven as in a run.
 
-The manager drives ``HealthMonitor`` and ``detect``, agents drive the checks, and their findings pass the settings of
-``[health]`` and correlation (rrl.manager.intake.finding_gate). ``factor`` multiplies all deadlines, for the curve over
-thresholds.
+The manager drives ``HealthMonitor`` and ``detect``, agents drive the checks, and the findings of both pass the last
+stages of the pipeline (rrl.health.detection.pipeline); no stacks are collected. ``factor`` multiplies all deadlines,
+for the curve over thresholds.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from rrl.core.run_spec import HealthSpec, Limits, PhaseSpec
 from rrl.core.types import AGENT, Finding, Incarnation, NodeName, ProbeResult, ReplicaId, Verdict, index_of, role_of
 from rrl.health.checks.evaluate import evaluate, pending
 from rrl.health.checks.node_state import ALL_GPUS, HardwareInventory, NodeState, hardware_inventory, restore_inventory
-from rrl.health.detection.attribution.correlation import CorrelationContext, CorrelationState, correlate
+from rrl.health.detection.attribution.correlation import CorrelationContext, CorrelationState
 from rrl.health.detection.detect import detect
 from rrl.health.detection.detectors.liveness import missing_heartbeats
 from rrl.health.detection.detectors.node_liveness import silent_nodes
 from rrl.health.detection.detectors.probing import due_probes
 from rrl.health.detection.health_monitor import HealthMonitor
+from rrl.health.detection.pipeline import PublicationContext, publish
 from rrl.health.readers.samples import READERS, Reading
-from rrl.manager.intake.finding_gate import BaselineRecorder, apply_settings
+from rrl.manager.intake.finding_gate import BaselineRecorder
 from rrl.manager.model.events import BaselinesLearned
 from rrl.tests.support.scenarios.format import Scenario
 from rrl.tests.support.scenarios.hardware import PACE, UPTIME
@@ -281,9 +282,9 @@ class RrlDetectors:
         self._raw, self._next_check = detect(self._monitor, self._limits, now)
         self._baselines.record_if_due(now)
         reported = [one for found in self._reported.values() for one in found.values()]
-        every = [one for finding in (*self._raw, *reported) if (one := apply_settings(finding, self._view)) is not None]
-        self._found, self._memory, again = correlate(every, self._context(now), self._memory, now)
-        self._next_check = min(self._next_check, again)
+        context = PublicationContext(now, self._view, {}, self._context(now), self._memory)
+        self._found, context = publish((*self._raw, *reported), context)
+        self._memory, self._next_check = context.correlation, min(self._next_check, context.next_check)
         return self._found
 
     _checked_now = False

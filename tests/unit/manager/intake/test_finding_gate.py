@@ -9,15 +9,14 @@ import pytest
 
 from rrl.core.launch import tag_of
 from rrl.core.run_spec import HealthSpec
-from rrl.core.types import Cause, Evidence, Finding, Incarnation, NodeName, Remedy, ReplicaId, Verdict
+from rrl.core.types import STACKS, Cause, Evidence, Finding, Incarnation, NodeName, Remedy, ReplicaId, Verdict
 from rrl.health.detection.attribution.correlation import SILENCE_GRACE_S
 from rrl.health.detection.detectors.registry import NODE_DETECTORS
+from rrl.health.detection.pipeline import HangStacks
 from rrl.manager.cluster.base import AllocationRequest, AllocationState, AllocationStatus
 from rrl.manager.intake.finding_gate import (
     MANAGER_DETECTORS,
     MAX_FINDINGS_PER_NODE,
-    TERMINAL_DETECTORS,
-    apply_settings,
     to_manager_time,
 )
 from rrl.manager.model import events as ev
@@ -218,36 +217,7 @@ def test_findings_of_a_released_or_readmitted_node_are_removed(hearing: Handling
     assert hearing.state.findings == {}
 
 
-# ── what the job wants to hear ───────────────────────────────────────────────────────────────────────────────────────
-def test_check_acts_observes_or_is_off_as_the_job_says() -> None:
-    fail = found()
-    assert apply_settings(fail, HealthSpec()) == fail
-    assert apply_settings(fail, HealthSpec(checks={"xid": "off"})) is None
-    assert apply_settings(fail, HealthSpec(checks={"ecc": "off"})) == fail
-    for view in (HealthSpec(checks={"xid": "observe"}), HealthSpec(observe_only=True)):
-        applied = apply_settings(fail, view)
-        assert applied is not None
-        assert (applied.verdict, applied.remedy) == (Verdict.WARN, Remedy.NONE)
-        assert "observe only" in applied.evidence[-1].text
-        warn = msgspec.structs.replace(fail, verdict=Verdict.WARN)
-        assert apply_settings(warn, view) == warn
-
-
-@pytest.mark.parametrize("cause", [Cause.USER, Cause.SOFTWARE])
-def test_cause_that_does_not_blame_the_node_only_warns(cause: Cause) -> None:
-    applied = apply_settings(msgspec.structs.replace(found(), cause=cause), HealthSpec())
-    assert applied is not None
-    assert applied.verdict is Verdict.WARN
-
-
-@pytest.mark.parametrize("detector", sorted(TERMINAL_DETECTORS))
-def test_no_setting_turns_off_proof_of_an_end(detector: str) -> None:
-    gone = found(detector=detector, proof=True)
-    assert apply_settings(gone, HealthSpec(observe_only=True, checks={detector: "off"})) == gone
-    hung = found(detector="no_progress")
-    assert apply_settings(hung, HealthSpec(observe_only=True)) != hung
-
-
+# ── settings ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_manager_detectors_report_under_their_own_names() -> None:
     assert {detector.__name__ for detector in NODE_DETECTORS} == MANAGER_DETECTORS >= {"node_down", "node_lost"}
 
@@ -259,6 +229,25 @@ def test_settings_apply_to_findings_of_agents_too(tmp_path: Path) -> None:
     hearing.state = msgspec.structs.replace(hearing.state, job=view)
     hearing.handle(msg.AdmissionRequest(AGENT, TAG, N1, 7), hello(found(), found(detector="ecc")))
     assert changes(hearing) == [(KEY, Verdict.WARN)]
+
+
+def test_agents_failure_with_a_cause_outside_of_the_node_is_recorded_with_the_reason(hearing: Handling) -> None:
+    hearing.handle(hello(msgspec.structs.replace(found(), cause=Cause.SOFTWARE)))
+    assert hearing.state is not None
+    recorded = hearing.state.findings[KEY]
+    assert (recorded.verdict, [line.source for line in recorded.evidence]) == (Verdict.WARN, ["nvml", "manager"])
+
+
+# ── stacks ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_hang_is_recorded_as_a_failure_once_its_stacks_are_collected(hearing: Handling) -> None:
+    hang = found("no token", node=None, detector="no_progress", component="", at=90.0, incarnation=ROLE)
+    line = Evidence(STACKS, "step (engine.py:95)", 99.0)
+    gate = hearing.handler.finding_gate
+    gate.on_detected([hang], {}, stacks={hang.key: HangStacks(pending=True)})
+    gate.on_detected([hang], {}, stacks={hang.key: HangStacks(pending=False, evidence=(line,))})
+    recorded = [event.finding for event in hearing.events if isinstance(event, ev.FindingChanged)]
+    assert [finding.verdict for finding in recorded] == [Verdict.WARN, Verdict.FAIL]
+    assert recorded[-1].evidence == (*hang.evidence, line)
 
 
 # ── loads ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -351,19 +340,12 @@ def test_excess_findings_keep_the_worst_with_limited_evidence(hearing: Handling)
     assert max(len(one.evidence[0].text) for one in hearing.state.findings.values()) <= 1000
 
 
-def test_observed_finding_is_never_proof() -> None:
-    for view in (HealthSpec(checks={"xid": "observe"}), HealthSpec(observe_only=True)):
-        applied = apply_settings(found(proof=True), view)
-        assert applied is not None
-        assert not applied.proof
-
-
 def test_unchanged_findings_of_a_thousand_nodes_are_not_evaluated_again(
     hearing: Handling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hearing.handler.finding_gate.on_detected([], {})
     hearing.handle(hello(found("hot", Verdict.WARN)))
-    monkeypatch.setattr("rrl.manager.intake.finding_gate.correlate", None)
+    monkeypatch.setattr("rrl.manager.intake.finding_gate.publish", None)
     assert hearing.handler.finding_gate.on_detected([], {}) == float("inf")
     with pytest.raises(TypeError):
         hearing.handle(send_finding(found()))

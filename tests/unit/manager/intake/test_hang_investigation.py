@@ -27,6 +27,7 @@ from rrl.core.types import (
 )
 from rrl.health.detection.detect import detect
 from rrl.health.detection.health_monitor import HealthMonitor
+from rrl.health.detection.pipeline import PublicationContext, await_stacks
 from rrl.manager.context import PeerConnections, RunContext
 from rrl.manager.intake import hang_investigation
 from rrl.manager.intake.hang_investigation import RECOLLECT_AFTER_S, STACKS_TIMEOUT_S, HangInvestigator
@@ -80,9 +81,10 @@ class Investigation:
 
     async def consider(self, *findings: Finding) -> tuple[list[Finding], float]:
         """As the manager's turn does; what it set off has happened when this returns."""
-        published = self.suspicion.investigate(findings)
+        stacks, again = self.suspicion.investigate(findings)
+        published, _ = await_stacks(findings, PublicationContext(self.now(), stacks=stacks))
         await _settled()
-        return published
+        return published, again
 
     def stack_requests(self) -> list[tuple[bytes, msg.DumpStacks]]:
         return [(peer, message) for peer, message in self.sent if isinstance(message, msg.DumpStacks)]

@@ -8,7 +8,7 @@ from rrl.core.launch import ExitReason
 from rrl.core.phases import PHASES
 from rrl.core.run_spec import Limits, PhaseSpec
 from rrl.core.types import Cause, Incarnation, ReplicaId
-from rrl.health.detection.attribution.wait_chains import attribute
+from rrl.health.detection.attribution.wait_chains import blame_ends_of_wait_chains
 from rrl.health.detection.detectors.progress import ENDLESS_WAIT_FACTOR
 from rrl.tests.support.health.traces import LIMITS, REWARD, ROLLOUTS, STORE, TRAINER, Trace, fail
 
@@ -231,7 +231,8 @@ def test_blame_does_not_depend_on_the_order_of_findings() -> None:
     raw = [next(f for detector in PROGRESS_DETECTORS if (f := detector(view, LIMITS, trace.now)[0]))
            for view in trace.monitor.workers()]  # fmt: skip
     assert len(raw) == 6
-    assert attribute(raw, trace.monitor) == attribute(raw[::-1], trace.monitor) == trace.findings()
+    blamed = blame_ends_of_wait_chains(raw, trace.monitor)
+    assert blamed == blame_ends_of_wait_chains(raw[::-1], trace.monitor) == trace.findings()
 
 
 def test_thousand_waiting_replicas_are_visited_once_and_named_in_five_lines() -> None:

@@ -1,0 +1,220 @@
+"""The findings pipeline: every stage that a finding passes from its detector or check to the journal, in order.
+
+1. ``first_match``: for one replica or node, keep the finding with the best evidence.
+2. ``blame_gang_members``: for a stalled gang, keep the finding about the member that the others wait for.
+3. ``blame_ends_of_wait_chains``: replace findings of waits by one about the replica that is waited for.
+4. ``suppress_on_failed_nodes``: drop findings about the replicas of a node that failed itself.
+5. ``await_stacks``: downgrade a hang until its stacks are collected, then add them as evidence.
+6. ``apply_settings``: drop or downgrade findings that must have no consequence, by ``[health]`` of the job.
+7. ``correlate``: downgrade findings that many nodes or replicas have at once.
+
+:func:`rrl.health.detection.detect.detect` runs stages 1 to 4 over the findings of the manager's detectors. These stages
+read only the observation table, because their result is kept until an observation changes. Then the manager requests
+the stacks of hangs. Stages 5 to 7 run over the findings of detectors and agents together, before these are recorded.
+
+A stage that changes a verdict, or drops findings in favour of another one, adds a line of evidence with the reason to
+the finding that remains. Two kinds of findings leave no trace when they are dropped: those of a check that the job
+turned off, and those that are explained by other replicas at work (stages 2 and 3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from math import inf
+from typing import TypeVar
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from ...core.run_spec import HealthSpec, Limits
+from ...core.types import Cause, Evidence, Finding, Flag, NodeName, Remedy, Verdict
+from .attribution import correlation
+from .attribution.correlation import CorrelationContext, CorrelationState
+from .attribution.gangs import blame_gang_members
+from .attribution.wait_chains import blame_ends_of_wait_chains
+from .detectors.base import Result
+from .health_monitor import HealthMonitor
+
+TERMINAL_DETECTORS = frozenset({"exit_record", "step_gone", "node_down"})
+"""Detectors that prove the end of a process or node: no setting of the job can turn such a finding off."""
+NON_NODE_CAUSES = frozenset({Cause.USER, Cause.SOFTWARE, Cause.PROCESS, Cause.HANG})
+"""Causes that do not blame the node: a FAIL with one of them about a node is downgraded to WARN."""
+
+View = TypeVar("View")
+
+
+class HangStacks(Struct, frozen=True):
+    """The stacks collected for one hang."""
+
+    pending: bool
+    """Whether they are still being collected, within the time that a FAIL may wait for them."""
+    evidence: tuple[Evidence, ...] = ()
+    """Summary of the stacks; empty if there are none of this hang."""
+
+
+_NO_STACKS = HangStacks(pending=False)
+
+
+class PublicationContext(Struct, frozen=True):
+    """What stages 5 to 7 know beside the findings."""
+
+    now: float
+    """Manager's clock (s)."""
+    settings: HealthSpec = HealthSpec()
+    """``[health]`` of the job."""
+    stacks: Mapping[str, HangStacks] = {}
+    """Key of a finding that reports or suspects a hang → its stacks."""
+    run: CorrelationContext = CorrelationContext(0)
+    """The run's nodes and replicas."""
+    correlation: CorrelationState = CorrelationState()
+    """What :func:`correlate` remembers of earlier publications."""
+    next_check: float = inf
+    """Time (s) at which the result may change without new findings (inf: never)."""
+
+
+Published = tuple[list[Finding], PublicationContext]
+"""The findings, and the context with what a stage changed in it."""
+
+
+# ── stages of detection ──────────────────────────────────────────────────────────────────────────────────────────────
+def first_match(
+    detectors: Iterable[Callable[[View, Limits, float], Result]], view: View, limits: Limits, now: float
+) -> Result:
+    """Return the first finding of a ladder of detectors, and the time (s) at which the result may change.
+
+    Detectors with weaker evidence are not evaluated while one with better evidence has a finding.
+    """
+    next_evaluation = inf
+    for detector in detectors:
+        finding, then = detector(view, limits, now)
+        next_evaluation = min(next_evaluation, then)
+        if finding is not None:
+            return finding, next_evaluation
+    return None, next_evaluation
+
+
+def suppress_on_failed_nodes(findings: Sequence[Finding], monitor: HealthMonitor) -> list[Finding]:
+    """Drop findings about replicas on failed nodes unless they are proof: these replicas are replaced anyway.
+
+    The finding about the node names the detectors of the warnings and failures that were dropped.
+    """
+    failed = {finding.node for finding in findings if finding.node and finding.verdict is Verdict.FAIL}
+    kept = list[Finding]()
+    dropped: dict[NodeName | None, set[str]] = {}
+    for finding in findings:
+        node = None if finding.incarnation is None else monitor.replicas[finding.incarnation.replica].node
+        if node not in failed or finding.proof:
+            kept.append(finding)
+        elif finding.verdict in (Verdict.WARN, Verdict.FAIL):
+            dropped.setdefault(node, set()).add(finding.detector)
+    return [_with_dropped(finding, dropped.get(finding.node, ())) for finding in kept]
+
+
+def _with_dropped(finding: Finding, detectors: Collection[str]) -> Finding:
+    """Return a failure of a node with a line that names the detectors whose findings were dropped for it."""
+    if not detectors or finding.verdict is not Verdict.FAIL:
+        return finding
+    listed = ", ".join(sorted(detectors))
+    return _with_note(
+        finding, "manager", f"findings about its replicas are left out, because these are replaced too: {listed}"
+    )
+
+
+# ── stages of publication ────────────────────────────────────────────────────────────────────────────────────────────
+def await_stacks(findings: Sequence[Finding], context: PublicationContext) -> Published:
+    """Downgrade a FAIL that is not proof while the stacks of its hang are collected; otherwise add them as evidence.
+
+    A restart ends the processes, and then their stacks could no longer be collected.
+    """
+    published = list[Finding]()
+    for finding in findings:
+        stacks = context.stacks.get(finding.key, _NO_STACKS)
+        if stacks.pending and finding.verdict is Verdict.FAIL and not finding.proof:
+            finding = replace(finding, verdict=Verdict.WARN, remedy=Remedy.NONE)
+            published.append(_with_note(finding, "manager", "its stacks are collected before it is restarted"))
+        elif stacks.evidence:
+            published.append(replace(finding, evidence=(*finding.evidence, *stacks.evidence)))
+        else:
+            published.append(finding)
+    return published, context
+
+
+def apply_settings(findings: Sequence[Finding], context: PublicationContext) -> Published:
+    """Drop findings of checks that the job turned off, and downgrade each FAIL that must have no consequence.
+
+    That is a FAIL of a check that the job only observes, and one about a node whose cause does not blame the node.
+    """
+    settings = context.settings
+    return [_downgraded(finding, settings) for finding in findings if not is_off(finding, settings)], context
+
+
+def is_off(finding: Finding, settings: HealthSpec) -> bool:
+    """Return whether the job turned off the check that found this."""
+    return not _proves_end(finding) and settings.checks.get(finding.detector) == "off"
+
+
+def _proves_end(finding: Finding) -> bool:
+    return finding.proof and finding.detector in TERMINAL_DETECTORS
+
+
+def _downgraded(finding: Finding, settings: HealthSpec) -> Finding:
+    """Return a FAIL that must have no consequence as a WARN, any other finding unchanged."""
+    if finding.verdict is not Verdict.FAIL or _proves_end(finding):
+        return finding
+    if finding.node is not None and finding.cause in NON_NODE_CAUSES:
+        finding = replace(finding, verdict=Verdict.WARN, proof=False)
+        return _with_note(
+            finding, "manager", f"only a warning, because the cause ({finding.cause}) is not the node itself"
+        )
+    if not settings.observe_only and settings.checks.get(finding.detector, "act") == "act":
+        return finding
+    key = "observe_only" if settings.observe_only else "checks"
+    flags = (*finding.flags, Flag.OBSERVED)
+    finding = replace(finding, verdict=Verdict.WARN, remedy=Remedy.NONE, proof=False, flags=flags)
+    return _with_note(finding, "job", f"observe only: no action is taken ({key} in [health])")
+
+
+def correlate(findings: Sequence[Finding], context: PublicationContext) -> Published:
+    """Hold back findings that many nodes or replicas have at once, and add one finding about their shared cause.
+
+    This stage is the last because it compares what would have consequences. It keeps a state between publications.
+    """
+    correlated, state, next_check = correlation.correlate(findings, context.run, context.correlation, context.now)
+    return correlated, replace(context, correlation=state, next_check=next_check)
+
+
+# ── the pipeline ─────────────────────────────────────────────────────────────────────────────────────────────────────
+DETECTION_STAGES: tuple[Callable[[Sequence[Finding], HealthMonitor], list[Finding]], ...] = (
+    blame_gang_members, blame_ends_of_wait_chains, suppress_on_failed_nodes,
+)  # fmt: skip
+"""Stages over the findings of the manager's detectors, after :func:`first_match`."""
+PUBLICATION_STAGES: tuple[Callable[[Sequence[Finding], PublicationContext], Published], ...] = (
+    await_stacks, apply_settings, correlate,
+)  # fmt: skip
+"""Stages over all findings, before they are recorded."""
+PIPELINE: tuple[Callable[..., object], ...] = (first_match, *DETECTION_STAGES, *PUBLICATION_STAGES)
+"""All stages in the order in which a finding passes them."""
+
+
+def attribute(findings: Sequence[Finding], monitor: HealthMonitor) -> list[Finding]:
+    """Return the findings of detectors after ``DETECTION_STAGES``, in the order of their keys."""
+    findings = sorted(findings, key=_key)
+    for stage in DETECTION_STAGES:
+        findings = stage(findings, monitor)
+    return sorted(findings, key=_key)
+
+
+def publish(findings: Sequence[Finding], context: PublicationContext) -> Published:
+    """Return the findings to record, after ``PUBLICATION_STAGES``, and the context for the next publication."""
+    for stage in PUBLICATION_STAGES:
+        findings, context = stage(findings, context)
+    return list(findings), context
+
+
+def _key(finding: Finding) -> str:
+    return finding.key
+
+
+def _with_note(finding: Finding, source: str, text: str) -> Finding:
+    """Return the finding with a line of evidence that says what a stage did to it, dated when the finding began."""
+    return replace(finding, evidence=(*finding.evidence, Evidence(source, text, finding.since)))
