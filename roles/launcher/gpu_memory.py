@@ -7,13 +7,12 @@ does not answer, the role starts at once.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
-import signal
 import sys
 import time
 from typing import Any
 
+from ...core.command_runner import run_async
 from ...transport.address import NoAddress
 from .environment import node_environment
 from .first_process import StepSupervisor
@@ -45,39 +44,18 @@ async def wait_until_free(supervisor: StepSupervisor) -> str:
     except NoAddress:
         return ""
     env = command_env(env, supervisor.launch_file, supervisor.process)  # with the marks, the agent's sweeps find it
-    try:
-        checker = await asyncio.create_subprocess_exec(  # in a process of its own: NVML may hang
-            sys.executable,
-            "-P",
-            "-c",
-            CHECK_SCRIPT,
-            env=env,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.DEVNULL,
-        )
-    except OSError:  # the start of the command will fail too, with a better message
-        return ""
-    checking = asyncio.create_task(checker.communicate())
+    argv = [sys.executable, "-P", "-c", CHECK_SCRIPT]  # in a process of its own: NVML may hang
+    # SIGTERM first: a process inside the driver should not be killed at once
+    run = run_async(argv, FREE_TIMEOUT_S + NVML_TIMEOUT_S, env=env, term_grace_s=POLL_INTERVAL_S)
+    checking = asyncio.create_task(run)
     checking.add_done_callback(lambda _: supervisor.wakeup.set())
-    try:
-        async with asyncio.timeout(FREE_TIMEOUT_S + NVML_TIMEOUT_S):
-            await supervisor.wait_for(checking.done)
-    except TimeoutError:
-        pass
-    if not checking.done():
-        await _terminate(checker, checking)
+    await supervisor.wait_for(checking.done)
+    checking.cancel()  # a stop was requested; without effect if the check has ended
+    await asyncio.wait([checking])
+    if checking.cancelled() or checking.exception() is not None:  # timeout; or the start of the role will fail too
         return ""
-    return checking.result()[0].decode(errors="replace").strip() if checker.returncode == 0 else ""
-
-
-async def _terminate(checker: asyncio.subprocess.Process, checking: asyncio.Task[Any]) -> None:
-    """End the checker by SIGTERM, then SIGKILL: a process inside the driver should not be killed at once."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError):
-            checker.send_signal(number)
-        if (await asyncio.wait([checking], timeout=POLL_INTERVAL_S))[0]:
-            return
-    checking.cancel()
+    result = checking.result()
+    return result.out.strip() if result.code == 0 else ""
 
 
 def main() -> None:

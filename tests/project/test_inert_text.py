@@ -45,7 +45,7 @@ PARSERS = {
     "manager/cluster/slurm/parsing.py": "reads what squeue and scontrol print",
     "manager/reporting/log_buffers.py": "splits logs into lines",
     "roles/rollout/vllm/engine.py": "reads vLLM's reason for the end of a sequence, which is a value of vLLM's API",
-    "core/drains.py": "reads the mark of rrl off Slurm's reason of a drain, the only field that Slurm keeps",
+    "health/drains.py": "reads the mark of rrl off Slurm's reason of a drain, the only field that Slurm keeps",
     "core/log_lines.py": "reads the mark of a line that rrl itself put into a log file",
     "core/role_environment.py": "quotes paths of job.toml for a shell",
     "config/toml_positions.py": "reads TOML",
