@@ -198,13 +198,18 @@ def _end(process: subprocess.Popen[bytes], term_grace_s: float) -> None:
 async def _end_async(process: asyncio.subprocess.Process, term_grace_s: float) -> None:
     import asyncio
 
+    async def wait(timeout_s: float) -> bool:
+        """Return whether the command has ended in time. Its output is read, so that a full pipe does not block it."""
+        assert process.stdout is not None and process.stderr is not None  # noqa: PT018
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await asyncio.gather(_read_stream(process.stdout, 0), _read_stream(process.stderr, 0), process.wait())
+                return True
+        return False
+
     if term_grace_s > 0:
         _signal_session(process.pid, signal.SIGTERM)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(term_grace_s):
-                await process.wait()
-                return
+        if await wait(term_grace_s):
+            return
     kill_session(process.pid)
-    with suppress(TimeoutError):
-        async with asyncio.timeout(KILL_TIMEOUT_S):
-            await process.wait()
+    await wait(KILL_TIMEOUT_S)

@@ -86,7 +86,7 @@ def test_exit_code_of_a_task_is_read_from_sruns_errors(text: str, code: int | No
     assert task_exit_code(text) == code
 
 
-def test_answers_of_slurm_are_told_apart_from_lost_ones() -> None:
+def test_answer_of_slurm_is_not_taken_for_a_lost_one() -> None:
     lost = "slurm_update error: Unable to contact slurm controller (connect failure)"
     refused = stderr_of("slurm_update error: Invalid node state specified")
     assert (update_refused(refused), update_refused(stderr_of(lost))) == (True, False)
