@@ -15,6 +15,13 @@ from .faults import Fault
 from .phases import PHASES, Phase
 from .phases import phase as declared_phase
 
+WeightTransportName = Literal["ucx", "tcp", "nixl"]
+"""The weight transports. Each is implemented in the module of its name in ``rrl.transport.weights``."""
+WeightsSetting = Literal["auto", WeightTransportName]
+"""Values of ``[transport] weights``; ``auto``: selected on each machine."""
+INTEROPERABLE_TRANSPORTS: frozenset[WeightTransportName] = frozenset({"tcp", "ucx"})
+"""Transports that can pull from each other's addresses; every other one only from its own kind."""
+
 
 class Resources(Struct, frozen=True):
     """What one member uses of one node."""
@@ -283,8 +290,7 @@ class RunSpec(Struct, frozen=True):
     container: ContainerSpec = ContainerSpec()
     network: str = ""
     """Name of an interface, or a CIDR, that all processes listen on; empty: chosen on each node."""
-    weights: str = "auto"
-    """Weight transport: ``auto``, ``ucx``, ``tcp`` or ``nixl``."""
+    weights: WeightsSetting = "auto"
     staleness: int | None = None
     """Weight versions by which a token may be older than the newest when it is trained; None: no limit."""
     manager: ManagerSpec = ManagerSpec()
