@@ -15,7 +15,7 @@ import sysconfig
 from pathlib import Path
 
 from ...core.command_runner import CommandResult, run_async
-from ...core.processes import AGENT_MODULE, STEP_MODULE, Process, processes
+from ...core.processes import AGENT_MODULE, STEP_MODULE, Process, command_name, processes, stat_fields
 from ...core.types import Incarnation
 from ...transport.messages import DumpStacks, Stacks
 
@@ -79,7 +79,8 @@ async def _dump_process(process: Process, py_spy: str, within: float) -> str:
             if result.code == 0 and "Thread" in result.out:
                 return result.out
             why = _failure_reason(result)
-    return f"Process {process.pid}: {_name(process.pid)}\nno Python stack: {why}\n{_kernel_state(process.pid)}\n"
+    name = command_name(process.pid) or "gone"
+    return f"Process {process.pid}: {name}\nno Python stack: {why}\n{_kernel_state(process.pid)}\n"
 
 
 async def _run_py_spy(argv: list[str], within: float) -> CommandResult:
@@ -129,19 +130,15 @@ def _resident(pid: int) -> int:
     return int((_read(pid, "statm").split() or ["0", "0"])[1])
 
 
-def _name(pid: int) -> str:
-    return _read(pid, "comm").strip() or "gone"
-
-
 def _kernel_state(pid: int) -> str:
     """Return the state of the main thread, its system call and where it waits in the kernel, as far as readable.
 
     :func:`rrl.health.detection.attribution.stack_groups.parse` parses this text.
     """
-    stat = _read(pid, "stat")
-    if not stat:
+    try:
+        state = stat_fields(pid)[0].decode()
+    except OSError:
         return "the process has ended"
-    state = stat[stat.rindex(")") + 2 :][:1]
     call = (_read(pid, "syscall").split() or ["unknown"])[0]
     where = _read(pid, "wchan").strip()
     return f"state {state} ({_STATES.get(state, 'other')}), system call {call}; kernel: {where.strip('0') or 'unknown'}"

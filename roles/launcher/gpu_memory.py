@@ -16,7 +16,7 @@ from ...core.command_runner import run_async
 from ...transport.address import NoAddress
 from .environment import node_environment
 from .first_process import StepSupervisor
-from .gpus import assigned_gpus, handle
+from .gpus import assigned_gpus, handle, open_nvml
 from .process_group import command_env
 
 FREE_TIMEOUT_S = 50.0
@@ -45,27 +45,27 @@ async def wait_until_free(supervisor: StepSupervisor) -> str:
         return ""
     env = command_env(env, supervisor.launch_file, supervisor.process)  # with the marks, the agent's sweeps find it
     argv = [sys.executable, "-P", "-c", CHECK_SCRIPT]  # in a process of its own: NVML may hang
-    # SIGTERM first: a process inside the driver should not be killed at once
-    run = run_async(argv, FREE_TIMEOUT_S + NVML_TIMEOUT_S, env=env, term_grace_s=POLL_INTERVAL_S)
-    checking = asyncio.create_task(run)
+    checking = asyncio.create_task(
+        # with a grace: a process inside the driver should not be killed at once
+        run_async(argv, FREE_TIMEOUT_S + NVML_TIMEOUT_S, env=env, term_grace_s=POLL_INTERVAL_S)
+    )
     checking.add_done_callback(lambda _: supervisor.wakeup.set())
     await supervisor.wait_for(checking.done)
     checking.cancel()  # a stop was requested; without effect if the check has ended
     await asyncio.wait([checking])
-    if checking.cancelled() or checking.exception() is not None:  # timeout; or the start of the role will fail too
+    try:
+        result = checking.result()
+    except (asyncio.CancelledError, OSError):  # a stop was requested, NVML hangs, or no Python starts
         return ""
-    result = checking.result()
     return result.out.strip() if result.code == 0 else ""
 
 
 def main() -> None:
     """Wait in the checker process for free GPU memory, and print why there is none; print nothing if NVML fails."""
-    try:
-        import pynvml
-    except ImportError:
+    pynvml = open_nvml()
+    if pynvml is None:
         return
     try:
-        pynvml.nvmlInit()
         gpus = {name: handle(pynvml, name) for name in assigned_gpus()}
     except pynvml.NVMLError:
         return

@@ -53,7 +53,7 @@ _TASK_EXIT = re.compile(r"Exited with exit code (\d+)")
 """srun's report about a task that ran: ``srun: error: n1: task 0: Exited with exit code 2``."""
 _NO_FREE_NODES = "Unable to allocate resources: "
 """salloc's message for a job that could not start immediately; sbatch then reports whether it can start at all."""
-_NODE_UNKNOWN = re.compile(r"^Node \S+ not found$", re.MULTILINE)
+NODE_UNKNOWN = re.compile(r"^Node (\S+) not found$", re.MULTILINE)
 """What ``scontrol show node`` prints on stdout."""
 
 
@@ -166,7 +166,7 @@ def lacks_free_nodes(salloc: CommandResult) -> bool:
 
 def lacks_node(scontrol: CommandResult) -> bool:
     """Return whether ``scontrol show node`` reports that Slurm does not know a node that was asked for."""
-    return _NODE_UNKNOWN.search(scontrol.out) is not None
+    return NODE_UNKNOWN.search(scontrol.out) is not None
 
 
 def update_refused(scontrol: CommandResult) -> bool:
