@@ -57,14 +57,28 @@ class Process(Struct, frozen=True):
         return f"{self.pid}.{self.started}"
 
 
+def stat_fields(pid: int) -> list[bytes]:
+    """Return the fields of /proc/PID/stat from its third on, the state (proc(5)). Raises OSError."""
+    with open(f"/proc/{pid}/stat", "rb") as file:
+        text = file.read()
+    return text[text.rindex(b")") + 2 :].split()  # the command's name may contain spaces and parentheses
+
+
+def command_name(pid: int) -> str:
+    """Return the name of a process's command, at most 15 characters; empty if it has ended."""
+    try:
+        with open(f"/proc/{pid}/comm", errors="replace") as file:
+            return file.read().strip()
+    except OSError:
+        return ""
+
+
 def read_process(pid: int) -> Process | None:
     """Return the running process ``pid`` without its marks; None if it is gone or a zombie."""
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            text = file.read()
+        fields = stat_fields(pid)
     except (FileNotFoundError, ProcessLookupError):
         return None
-    fields = text[text.rindex(b")") + 2 :].split()  # the command's name may contain spaces and parentheses
     if fields[0] in b"ZX":
         return None
     return Process(pid, started=int(fields[19]), parent=int(fields[1]), group=int(fields[2]))

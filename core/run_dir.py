@@ -109,6 +109,15 @@ class RunDir:
         return self.logs / f"{tag}.log"
 
 
+def sync(path: Path) -> None:
+    """Fsync a file, or the names in a folder, whichever process wrote them. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
 def write_atomically(path: Path, data: bytes, mode: int = 0o600) -> None:
     """Replace the content of ``path`` by ``data``: a reader sees the old bytes or the new ones. Durable on return.
 

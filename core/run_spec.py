@@ -16,6 +16,13 @@ from .faults import Fault
 from .phases import PHASES, Phase
 from .phases import phase as declared_phase
 
+WeightTransportName = Literal["ucx", "tcp", "nixl"]
+"""The weight transports. Each is implemented in the module of its name in ``rrl.transport.weights``."""
+WeightsSetting = Literal["auto", WeightTransportName]
+"""Values of ``[transport] weights``; ``auto``: selected on each machine."""
+INTEROPERABLE_TRANSPORTS: frozenset[WeightTransportName] = frozenset({"tcp", "ucx"})
+"""Transports that can pull from each other's addresses; every other one only from its own kind."""
+
 
 class Resources(Struct, frozen=True):
     """What one member uses of one node."""
@@ -328,7 +335,7 @@ class SamplingSpec(Struct, frozen=True):
 class TransportSpec(Struct, frozen=True):
     """How weights are transferred, and where processes listen (:class:`rrl.config.job.schema.TransportTable`)."""
 
-    weights: Literal["auto", "ucx", "tcp", "nixl"] = "auto"
+    weights: WeightsSetting = "auto"
     trusted_network: bool = False
     chunk: int = 8 * 2**20
     """Bytes."""

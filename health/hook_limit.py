@@ -1,8 +1,8 @@
 """Limit how many nodes the prolog and the HealthCheckProgram may drain. Pure.
 
 The limit's memory is Slurm itself: a drain by a hook is a node in state DRAIN whose reason begins with
-:data:`~rrl.core.drains.HOOK_PREFIX`, and only root, SlurmUser and administrators can set either. No file is shared, so
-no user can forge drains, or use them up without making that many nodes fail their check.
+:data:`~rrl.health.drains.HOOK_PREFIX`, and only root, SlurmUser and administrators can set either. No file is shared,
+so no user can forge drains, or use them up without making that many nodes fail their check.
 
 Hooks run on all nodes at the same time and know nothing of each other. Each hook drains its own node first, waits until
 Slurm's clock has passed that second, and then ranks all drains by hooks by (time, name). A hook whose drain ranks

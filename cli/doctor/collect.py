@@ -21,18 +21,17 @@ from pathlib import Path
 
 import msgspec
 
+from ...core.command_runner import CommandResult, run
 from ...core.run_dir import runs_root
 from ...manager.bootstrap import manager_job
 from ...manager.cluster.slurm.commands import environment, reports_no_cluster
 from ...manager.cluster.slurm.limits import read_limits
 from ...roles.node_probe.host import (
-    CommandResult,
     ReadError,
     Unavailable,
     UnavailableCause,
     filesystem,
     read_host,
-    run_command,
     run_readers,
 )
 from . import slurm_output as text
@@ -98,7 +97,7 @@ def read_facts(wanted: DoctorOptions) -> Facts:
 # ── Slurm ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 def run_slurm(*argv: str, stdin: str = "", timeout_s: float = SLURM_TIMEOUT_S) -> CommandResult:
     """Run a Slurm command without the environment of a job or the user's defaults. Raises OSError, TimeoutError."""
-    return run_command(argv, timeout_s, environment(os.environ), stdin)
+    return run(argv, timeout_s, env=environment(os.environ), stdin_text=stdin)
 
 
 def read_slurm(wanted: DoctorOptions) -> Slurm | str:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from msgspec import Struct
 
+from ...core.command_runner import CommandResult
 from ...core.types import Verdict
 from ...manager.cluster.base import NodeState
 from ...manager.cluster.slurm.limits import JobLimits
-from ...roles.node_probe.host import CommandResult, Host, Unavailable
+from ...roles.node_probe.host import Host, Unavailable
 from ...roles.node_probe.main import NodeReport
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ...roles.node_probe.host import CommandResult, Host, Network, Nvml, Python, Unavailable, UnavailableCause
+from ...core.command_runner import CommandResult
+from ...roles.node_probe.host import Host, Network, Nvml, Python, Unavailable, UnavailableCause
 from ...roles.node_probe.main import NodeReport
 from .catalogue import MEANINGS, fail, ok, unknown, warn
 from .facts import Check, Facts, Visit

@@ -6,8 +6,9 @@ import re
 from collections import Counter
 from collections.abc import Callable
 
+from ...core.command_runner import CommandResult
 from ...core.units import duration_text
-from ...roles.node_probe.host import CommandResult, Network, Unavailable
+from ...roles.node_probe.host import Network, Unavailable
 from .catalogue import MEANINGS, fail, ok, size, unknown, warn
 from .facts import Check, Config, DoctorOptions, Facts, Node, Nodes, Partition, Slurm, Visit
 

@@ -13,13 +13,14 @@ from ClusterShell.NodeSet import RESOLVER_NOGROUP, NodeSet, NodeSetException
 from msgspec import Struct
 
 from ...config.health_rules import HookRules
-from ...core.drains import HOOK_PREFIX, DrainOwner, drain_owner
+from ...core.command_runner import CommandResult
 from ...core.types import NodeName
+from ...health.drains import HOOK_PREFIX, DrainOwner, drain_owner
 from ...health.hook_limit import HookDrain, over_limit
 from ...health.report.model import DrainState
 from ...manager.cluster.base import NodeState, Refused, Unanswered
 from ...manager.cluster.slurm import parsing as text
-from ...manager.cluster.slurm.commands import CommandResult, SlurmLimits, execute
+from ...manager.cluster.slurm.commands import SlurmLimits, execute, lacks_node
 from ...manager.cluster.slurm.nodes import NOT_RESPONDING_SUFFIX, SlurmNodes
 from ...manager.cluster.slurm.requests import gpus_by_type
 
@@ -121,12 +122,10 @@ async def _drain_states(nodes: list[str]) -> dict[str, DrainState]:
         (_folded(nodes),) if len(nodes) <= MAX_NODES_PER_QUERY else ()
     )  # else for all: one question, whoever is named
     ended = await _read(("scontrol", "show", "node", "-o", *node_arguments))
-    if ended.code and "NodeName=" not in ended.out and "not found" not in ended.out:
+    lines = {match[1]: match[0] for match in re.finditer(r"^NodeName=(\S+) .*$", ended.out, re.MULTILINE)}
+    if ended.code and not lines and not lacks_node(ended):
         raise SlurmUnavailable(f"scontrol: {_error_line(ended)}")
-    named = ((re.match(r"NodeName=(\S+) ", line), line) for line in ended.out.splitlines())
-    return {
-        of[1]: _drain_state(text.read_node_info(line), line) for of, line in named if of is not None and of[1] in wanted
-    }
+    return {node: _drain_state(text.read_node_info(line), line) for node, line in lines.items() if node in wanted}
 
 
 def _drain_state(mark: text.NodeInfo, line: str) -> DrainState:

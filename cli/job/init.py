@@ -13,10 +13,11 @@ import jinja2
 import msgspec
 from msgspec import Struct
 
+from ...core.command_runner import CommandResult
 from ...core.run_dir import write_atomically
 from ...core.types import Verdict
 from ...core.units import duration_text
-from ...roles.node_probe.host import CommandResult, Unavailable
+from ...roles.node_probe.host import Unavailable
 from ..common.runs import OperationFailed, UsageError
 from ..doctor.catalogue import size
 from ..doctor.command import gather_facts, judge

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ...core.phases import STANDBY, phase
+from ...core.run_spec import INTEROPERABLE_TRANSPORTS
 from ...core.types import AGENT, STANDBY_ROLE, Finding, Outcome, Verdict, standby_role_of
 from ...manager.cluster.base import NodeState
 from ...manager.model import token_ages
@@ -141,7 +142,7 @@ def _facts(state: State, now: float, width: int, notes: Sequence[str]) -> Render
             {one.weight_address.partition("://")[0] for one in workers(state) if one.is_current and one.weight_address}
         ):
             listed = " and ".join([*([", ".join(transports[:-1])] if len(transports) > 1 else []), transports[-1]])
-            mixed = "nixl" in transports and len(transports) > 1  # tcp and ucx understand each other
+            mixed = len(transports) > 1 and not INTEROPERABLE_TRANSPORTS.issuperset(transports)
             apart = "; those cannot pull from each other" if mixed else ""
             facts.add_row("weights", Text(f"over {listed}{apart}", "red" if apart else ""))
         manager = f"epoch {state.epoch} on {state.host or '?'}, last record {span(now - state.at)} ago"

@@ -15,6 +15,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from ...core import run_spec
 from ...core.faults import MANAGER
+from ...core.run_spec import WeightsSetting
 from ...core.types import AGENT, STANDBY_ROLE
 from ...core.units import Duration, Size
 from .base import OptionalTime, SbatchOptions, Strings, Table, Time, mistake
@@ -242,7 +243,7 @@ class HealthTable(Table):
 class TransportTable(Table):
     """How weights are transferred."""
 
-    weights: Literal["auto", "ucx", "tcp", "nixl"] = _TRANSPORT.weights
+    weights: WeightsSetting = _TRANSPORT.weights
     """Weight transport. auto: tcp, or ucx on nodes with an active RDMA port and a UCX that has modules for it
     (docs/rdma.md); nixl: NVIDIA's NIXL, whose wheel contains the RDMA modules. If set explicitly, ucx and nixl need
     such a port, or else trusted_network."""

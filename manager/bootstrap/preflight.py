@@ -17,7 +17,7 @@ from ...config.job.schema import Job
 from ...core.run_spec import RunSpec
 from ...core.units import duration_text
 from ..cluster.base import AllocationRequest, Refused, Unanswered
-from ..cluster.slurm.commands import NoCluster, SlurmLimits, execute, failure, unanswered
+from ..cluster.slurm.commands import NoCluster, SlurmLimits, execute, failure, rejects_job
 from ..cluster.slurm.parsing import Unreadable, fields
 from ..cluster.slurm.requests import (
     SHAPES_FORMAT,
@@ -160,9 +160,8 @@ async def _test_only(
         return [_unreachable(error)]
     if not ended.code:
         return []
-    reported = failure("sbatch", ended)
-    if unanswered(ended.err) or (isinstance(reported, Unanswered) and "allocation failure" not in ended.err):
-        return [_unreachable(reported)]
+    if not rejects_job(ended):
+        return [_unreachable(failure("sbatch", ended))]
     message = "; ".join(dict.fromkeys(map(_without_prefixes, filter(_is_informative, ended.err.splitlines()))))
     certain = nodes_suffice or _PERHAPS_DOWN.search(message) is None
     name = next(

@@ -12,7 +12,7 @@ from ..cluster.base import AllocationRequest, AllocationState, AllocationStatus
 from . import events as ev
 from .actions import Drain, Exclude, ExternalAction, Launch, Readmit, Shrink, Undrain
 from .reduce_replicas import with_replica, without
-from .state import Allocation, Node, RejectedRequest, State
+from .state import Allocation, Node, RejectedRequest, ReleaseResult, State
 
 CANCELLATION_WINDOW_S = 3600.0
 """Seconds within which cancelling all allocations of a run for the second time counts as cancelling the run itself."""
@@ -25,8 +25,6 @@ END_TOLERANCE_S = 60.0
 poll late, and Slurm counts whole minutes."""
 DRAIN, UNDRAIN = "drain", "undrain"
 """Commands of users about a node."""
-GIVEN_BACK = "it was released"
-"""``Node.kept_because`` of a node that was released from its allocation."""
 
 
 def on_request_intended(state: State, at: float, request: AllocationRequest) -> State:
@@ -132,7 +130,7 @@ def on_allocation_changed(state: State, at: float, event: ev.AllocationChanged) 
     for name in event.status.nodes:
         node = nodes.get(name) or Node(name, event.tag)
         if node.allocation != event.tag:
-            node = replace(node, allocation=event.tag, status=None, kept_because="")
+            node = replace(node, allocation=event.tag, status=None, release_result=None)
         nodes[name] = replace(node, node_group=allocation.request.node_group)
     began = at if state.running_since is None and allocation.running else state.running_since
     orphan_steps = {tag: orphan for tag, orphan in state.orphan_steps.items()
@@ -290,7 +288,7 @@ def on_exclude(state: State, at: float, action: Exclude) -> State:
     why = "; ".join(action.why.evidence) or "excluded"
     node = replace(
         node, excluded=why, excluded_at=at, exclusions=node.exclusions + 1, cause=action.cause, proved=action.proof,
-        drain_requested_by=action.by, drain_error="", kept_because="",
+        drain_requested_by=action.by, drain_error="", release_result=None,
     )  # fmt: skip
     return replace(_without_command(state, node.name), nodes={**state.nodes, node.name: node})
 
@@ -308,10 +306,10 @@ def on_readmit(state: State, at: float, action: Readmit) -> State:
     }  # fmt: skip
     state = replace(state, findings=findings)
     node = state.nodes.get(action.node)
-    kept_because = GIVEN_BACK if node is not None and node.kept_because == GIVEN_BACK else ""
+    released = node is not None and node.release_result is ReleaseResult.RELEASED
     state = _with_node(
         state, action.node, excluded=None, cause=None, proved=False, drain_requested_by="", drain_requested_at=0.0,
-        drain_error="", kept_because=kept_because, probe_error=None,
+        drain_error="", release_result=ReleaseResult.RELEASED if released else None, probe_error=None,
     )  # fmt: skip
     return state if node is not None and node.drain_reason else _without_command(state, action.node)
 
@@ -323,8 +321,9 @@ def on_node_action_settled(state: State, at: float, action: Drain | Undrain | Sh
         return _with_node(state, action.node, **changes)
     if isinstance(action, Undrain):  # if refused, the drain is no longer this run's own
         return _with_node(_without_command(state, action.node), action.node, drain_reason="")
+    result = ReleaseResult.RELEASED if ok else ReleaseResult.REFUSED
     for name in action.nodes:
-        state = _with_node(state, name, kept_because=GIVEN_BACK if ok else detail or "refused")
+        state = _with_node(state, name, release_result=result)
     return state
 
 

@@ -143,6 +143,14 @@ class Replica(Struct, frozen=True):
         return [failure for failure in self.failures if now < failure.at + window]
 
 
+class ReleaseResult(StrEnum):
+    """The cluster's answer to the release of a single node from its allocation."""
+
+    RELEASED = "released"
+    """Done; the next poll no longer lists the node."""
+    REFUSED = "refused"
+
+
 class Node(Struct, frozen=True):
     """What is recorded of a node that the run has, or of one that it had and must not use again."""
 
@@ -170,8 +178,8 @@ class Node(Struct, frozen=True):
     """Reason text of this run's own drain that is in force."""
     drain_error: str = ""
     """Why the cluster refused to drain it for this run, so that an administrator has to."""
-    kept_because: str = ""
-    """Why the planner no longer tries to release this single node: it was released, or the cluster refused that."""
+    release_result: ReleaseResult | None = None
+    """Result of releasing this single node, which is tried once; None before."""
     snapshot_address: str = ""
     """Address of its agent's snapshot server, ``tcp://host:port``."""
     probe_error: str | None = None

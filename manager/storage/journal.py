@@ -23,7 +23,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from ...core.run_dir import RunDir
+from ...core.run_dir import RunDir, sync
 from ...core.text import escaped
 from ..model.events import Stamped
 from ..model.reducer import fold
@@ -105,7 +105,7 @@ class Journal:
             _log.warning("%s: ignored %d bytes of an unfinished record; no action was taken on it", position, torn)
         before, accepted = follower.position
         if before:
-            _sync(run.journal / before)  # its writer may have died after writing what we read and before syncing it
+            sync(run.journal / before)  # its writer may have died after writing what we read and before syncing it
         self._path, self._fd = self._open(self.state, before, accepted)
 
     def append(self, stamped: Stamped) -> None:
@@ -171,7 +171,7 @@ class Journal:
             head = Head(SCHEMA, self._epoch, state, before, accepted)
             _write_all(fd, MAGIC + _framed(_encode(head)))
             os.fsync(fd)
-            _sync(self._run.journal)
+            sync(self._run.journal)
         except OSError:
             with contextlib.suppress(OSError):
                 os.ftruncate(fd, 0)  # a segment without a head is ignored, should its removal fail or be undone
@@ -363,15 +363,6 @@ def _damaged(path: Path, record: str, error: Exception) -> JournalError:
     """Return the error for a damaged record, in one line whatever the damaged bytes add to the text of ``error``."""
     why = " ".join(str(error).split()) or type(error).__name__
     return JournalError(f"{path}: {record} cannot be read: {escaped(why)}; {RECOVERY_ADVICE}")
-
-
-def _sync(path: Path) -> None:
-    """Fsync a file, or the names in a folder, whichever process wrote them."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _write_all(fd: int, data: bytes) -> None:

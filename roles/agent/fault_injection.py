@@ -20,7 +20,7 @@ from msgspec import Struct
 
 from ...core.faults import ANSWER_SENDING_S, Fault, FaultKind
 from ...core.launch import LAUNCH_ENV, Launch
-from ...core.processes import STEP_MODULE, Process, processes, read_process, send_signal
+from ...core.processes import STEP_MODULE, Process, command_name, processes, read_process, send_signal
 from ...transport.messages import Inject, Injected
 from ..launcher.first_process import StepSupervisor
 from ..launcher.process_group import kill_group
@@ -87,13 +87,13 @@ def _freeze(target: Target) -> str:
 def _kill_step(target: Target) -> str:
     """Kill the step's slurmstepd; without Slurm, the step's first process."""
     parent = read_process(target.step.parent)
-    victim = parent if parent is not None and _command_name(parent) == "slurmstepd" else target.step
+    victim = parent if parent is not None and command_name(parent.pid) == "slurmstepd" else target.step
     try:
         if not send_signal(victim, SIGKILL):
             raise NotPerformed(f"process {victim.pid} has ended")
     except PermissionError:
         raise NotPerformed(f"slurmstepd (pid {victim.pid}) belongs to another user") from None
-    return f"SIGKILL to {_command_name(victim) or 'the step'} (pid {victim.pid})"
+    return f"SIGKILL to {command_name(victim.pid) or 'the step'} (pid {victim.pid})"
 
 
 def _out_of_memory(target: Target) -> str:
@@ -128,13 +128,6 @@ def _signal_group(target: Target, number: Signals) -> str:
     if not kill_group(target.command.group, number):
         raise NotPerformed(f"process group {target.command.group} has ended")
     return f"{number.name} to process group {target.command.group}"
-
-
-def _command_name(process: Process) -> str:
-    try:
-        return Path(f"/proc/{process.pid}/comm").read_text().strip()
-    except OSError:
-        return ""
 
 
 class Injector:

@@ -14,7 +14,8 @@ import os
 import sysconfig
 from pathlib import Path
 
-from ...core.processes import AGENT_MODULE, STEP_MODULE, Process, processes
+from ...core.command_runner import CommandResult, run_async
+from ...core.processes import AGENT_MODULE, STEP_MODULE, Process, command_name, processes, stat_fields
 from ...core.types import Incarnation
 from ...transport.messages import DumpStacks, Stacks
 
@@ -30,8 +31,6 @@ TOTAL_TIMEOUT_S = 4.0
 """Seconds for all dumps of a step; the manager waits a little longer before it ends the step."""
 _MAX_CONCURRENT = 2
 """Number of py-spy processes at a time: a hung step leaves its cores idle, but other roles of the node use theirs."""
-_KILL_TIMEOUT_S = 0.5
-"""Seconds for a py-spy to end on SIGKILL; one in uninterruptible sleep is left to the kernel."""
 _MAX_REASON_CHARS = 200
 """Characters of py-spy's error output that are reported."""
 _PYTHON = ("python", "pypy")
@@ -70,56 +69,33 @@ async def _dump_process(process: Process, py_spy: str, within: float) -> str:
     if not _is_python(process.pid):
         why = "the process is not Python"
     else:
-        code, out, err = await _run_py_spy([py_spy, "dump", "--nonblocking", "--pid", str(process.pid)], within)
-        if code == 0 and "Thread" in out:
-            return out
-        why = _failure_reason(code, err, within)
-    return f"Process {process.pid}: {_name(process.pid)}\nno Python stack: {why}\n{_kernel_state(process.pid)}\n"
+        try:
+            result = await _run_py_spy([py_spy, "dump", "--nonblocking", "--pid", str(process.pid)], within)
+        except TimeoutError:
+            why = f"py-spy did not finish within {max(within, 0.0):.3g} s"
+        except OSError as error:
+            why = f"py-spy: {error}"
+        else:
+            if result.code == 0 and "Thread" in result.out:
+                return result.out
+            why = _failure_reason(result)
+    name = command_name(process.pid) or "gone"
+    return f"Process {process.pid}: {name}\nno Python stack: {why}\n{_kernel_state(process.pid)}\n"
 
 
-async def _run_py_spy(argv: list[str], within: float) -> tuple[int | None, str, str]:
-    """Return py-spy's exit code (None at the deadline) and the first :data:`MAX_DUMP_BYTES` of stdout and stderr."""
+async def _run_py_spy(argv: list[str], within: float) -> CommandResult:
+    """Run py-spy for at most ``within`` seconds. Raises TimeoutError, or OSError if it cannot be started."""
     if within <= 0:
-        return None, "", ""
-    try:
-        child = await asyncio.create_subprocess_exec(
-            *argv, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-            env={"PATH": os.defpath, "RUST_BACKTRACE": "0"}, start_new_session=True,
-        )  # fmt: skip
-    except OSError as error:
-        return 127, "", str(error)
-    assert child.stdout is not None and child.stderr is not None  # noqa: PT018
-    try:
-        async with asyncio.timeout(within):
-            out, err = await asyncio.gather(
-                _read_up_to(child.stdout, MAX_DUMP_BYTES), _read_up_to(child.stderr, MAX_DUMP_BYTES)
-            )
-            return await child.wait(), out, err
-    except TimeoutError:
-        return None, "", ""
-    finally:
-        if child.returncode is None:
-            child.kill()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_KILL_TIMEOUT_S):
-                    await child.wait()
+        raise TimeoutError
+    env = {"PATH": os.defpath, "RUST_BACKTRACE": "0"}
+    return await run_async(argv, within, env=env, max_output_bytes=MAX_DUMP_BYTES)
 
 
-async def _read_up_to(stream: asyncio.StreamReader, limit: int) -> str:
-    """Read a stream to its end; return the text of the first ``limit`` bytes."""
-    content = b""
-    while data := await stream.read(2**16):
-        content += data[: limit - len(content)]
-    return content.decode("utf-8", "ignore")  # a cut may go through a character
-
-
-def _failure_reason(code: int | None, err: str, within: float) -> str:
-    if code is None:
-        return f"py-spy did not finish within {max(within, 0.0):.3g} s"
-    if "denied" in err.lower() or "not permitted" in err.lower():
+def _failure_reason(result: CommandResult) -> str:
+    if "denied" in result.err.lower() or "not permitted" in result.err.lower():
         return "py-spy may not read the process (ptrace: kernel.yama.ptrace_scope, or another user's process)"
-    lines = [line.strip() for line in err.splitlines() if line.strip() and "backtrace" not in line.lower()]
-    return f"py-spy: {' '.join(lines)[:_MAX_REASON_CHARS] or f'exit code {code}'}"
+    lines = [line.strip() for line in result.err.splitlines() if line.strip() and "backtrace" not in line.lower()]
+    return f"py-spy: {' '.join(lines)[:_MAX_REASON_CHARS] or f'exit code {result.code}'}"
 
 
 # ── selection of processes, and their kernel state ─────────────────────────────────────────────────────────────────
@@ -154,19 +130,15 @@ def _resident(pid: int) -> int:
     return int((_read(pid, "statm").split() or ["0", "0"])[1])
 
 
-def _name(pid: int) -> str:
-    return _read(pid, "comm").strip() or "gone"
-
-
 def _kernel_state(pid: int) -> str:
     """Return the state of the main thread, its system call and where it waits in the kernel, as far as readable.
 
     :func:`rrl.health.detection.attribution.stack_groups.parse` parses this text.
     """
-    stat = _read(pid, "stat")
-    if not stat:
+    try:
+        state = stat_fields(pid)[0].decode()
+    except OSError:
         return "the process has ended"
-    state = stat[stat.rindex(")") + 2 :][:1]
     call = (_read(pid, "syscall").split() or ["unknown"])[0]
     where = _read(pid, "wchan").strip()
     return f"state {state} ({_STATES.get(state, 'other')}), system call {call}; kernel: {where.strip('0') or 'unknown'}"

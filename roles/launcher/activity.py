@@ -17,7 +17,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from ...core.launch import HEARTBEAT_INTERVAL_ENV
-from ...core.processes import descendants
+from ...core.processes import descendants, stat_fields
 from ...core.types import role_of
 from ...transport.messages import FirstWorkDone, Heartbeat, Hello
 from .environment import node_environment
@@ -49,7 +49,7 @@ def usage(pids: Iterable[int]) -> dict[ProcessKey, Usage]:
     used = {}
     for pid in pids:
         try:
-            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            fields = stat_fields(pid)
             io = Path(f"/proc/{pid}/io").read_text()
         except OSError:
             continue

@@ -7,17 +7,16 @@ does not answer, the role starts at once.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
-import signal
 import sys
 import time
 from typing import Any
 
+from ...core.command_runner import run_async
 from ...transport.address import NoAddress
 from .environment import node_environment
 from .first_process import StepSupervisor
-from .gpus import assigned_gpus, handle
+from .gpus import assigned_gpus, handle, open_nvml
 from .process_group import command_env
 
 FREE_TIMEOUT_S = 50.0
@@ -45,49 +44,28 @@ async def wait_until_free(supervisor: StepSupervisor) -> str:
     except NoAddress:
         return ""
     env = command_env(env, supervisor.launch_file, supervisor.process)  # with the marks, the agent's sweeps find it
-    try:
-        checker = await asyncio.create_subprocess_exec(  # in a process of its own: NVML may hang
-            sys.executable,
-            "-P",
-            "-c",
-            CHECK_SCRIPT,
-            env=env,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.DEVNULL,
-        )
-    except OSError:  # the start of the command will fail too, with a better message
-        return ""
-    checking = asyncio.create_task(checker.communicate())
+    argv = [sys.executable, "-P", "-c", CHECK_SCRIPT]  # in a process of its own: NVML may hang
+    checking = asyncio.create_task(
+        # with a grace: a process inside the driver should not be killed at once
+        run_async(argv, FREE_TIMEOUT_S + NVML_TIMEOUT_S, env=env, term_grace_s=POLL_INTERVAL_S)
+    )
     checking.add_done_callback(lambda _: supervisor.wakeup.set())
+    await supervisor.wait_for(checking.done)
+    checking.cancel()  # a stop was requested; without effect if the check has ended
+    await asyncio.wait([checking])
     try:
-        async with asyncio.timeout(FREE_TIMEOUT_S + NVML_TIMEOUT_S):
-            await supervisor.wait_for(checking.done)
-    except TimeoutError:
-        pass
-    if not checking.done():
-        await _terminate(checker, checking)
+        result = checking.result()
+    except (asyncio.CancelledError, OSError):  # a stop was requested, NVML hangs, or no Python starts
         return ""
-    return checking.result()[0].decode(errors="replace").strip() if checker.returncode == 0 else ""
-
-
-async def _terminate(checker: asyncio.subprocess.Process, checking: asyncio.Task[Any]) -> None:
-    """End the checker by SIGTERM, then SIGKILL: a process inside the driver should not be killed at once."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError):
-            checker.send_signal(number)
-        if (await asyncio.wait([checking], timeout=POLL_INTERVAL_S))[0]:
-            return
-    checking.cancel()
+    return result.out.strip() if result.code == 0 else ""
 
 
 def main() -> None:
     """Wait in the checker process for free GPU memory, and print why there is none; print nothing if NVML fails."""
-    try:
-        import pynvml
-    except ImportError:
+    pynvml = open_nvml()
+    if pynvml is None:
         return
     try:
-        pynvml.nvmlInit()
         gpus = {name: handle(pynvml, name) for name in assigned_gpus()}
     except pynvml.NVMLError:
         return

@@ -35,15 +35,23 @@ def assigned_gpus(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
     return _uuids(environ.get("CUDA_VISIBLE_DEVICES", "")) or numbers
 
 
-def _uuids(visible: str) -> tuple[str, ...]:
-    """Return the UUIDs of the GPUs in CUDA_VISIBLE_DEVICES, which holds UUIDs or numbers among the visible GPUs."""
+def open_nvml() -> Any:
+    """Open a session of NVML and return nvidia-ml-py; None if it is not installed or finds no driver. It may hang."""
     try:
         import pynvml
     except ImportError:
-        return ()
+        return None
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
+        return None
+    return pynvml
+
+
+def _uuids(visible: str) -> tuple[str, ...]:
+    """Return the UUIDs of the GPUs in CUDA_VISIBLE_DEVICES, which holds UUIDs or numbers among the visible GPUs."""
+    pynvml = open_nvml()
+    if pynvml is None:
         return ()
     try:
         return tuple(sorted(_uuid(pynvml, name) for name in visible.split(",") if name))
@@ -71,6 +79,7 @@ class Gpus:
     """The GPUs of this step, through nvidia-ml-py where it and a driver are installed. Every call may hang."""
 
     def __init__(self) -> None:
+        self._nvml: Any = None
         self._handles: list[Any] | None = None
 
     def any_busy(self) -> bool:
@@ -78,17 +87,17 @@ class Gpus:
 
         The source is ``gpu`` of NVML's nvmlDeviceGetUtilizationRates. Without NVML the answer is False.
         """
-        try:
-            import pynvml
-        except ImportError:
+        if self._handles is None:
+            self._nvml = open_nvml()
+        if self._nvml is None:
             self._handles = []
             return False
         try:
             if self._handles is None:
-                pynvml.nvmlInit()
-                self._handles = [handle(pynvml, name) for name in _visible(pynvml.nvmlDeviceGetCount())]
-            return any(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu > 0 for handle in self._handles)
-        except pynvml.NVMLError:
+                names = _visible(self._nvml.nvmlDeviceGetCount())
+                self._handles = [handle(self._nvml, name) for name in names]
+            return any(self._nvml.nvmlDeviceGetUtilizationRates(handle).gpu > 0 for handle in self._handles)
+        except self._nvml.NVMLError:
             self._handles = []
             return False
 

@@ -16,10 +16,8 @@ import os
 import re
 import resource
 import shutil
-import signal
 import socket
 import struct
-import subprocess
 import sys
 import tempfile
 import threading
@@ -32,6 +30,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from ...core.command_runner import run
 from ...transport.address import NETWORK_ENV, interfaces, own_address
 from ...transport.tcp_inspection import try_packet_filter
 
@@ -78,19 +77,6 @@ class ReadError(OSError):
     def __init__(self, text: str, cause: UnavailableCause) -> None:
         super().__init__(text)
         self.cause = cause
-
-
-class CommandResult(Struct, frozen=True, tag=True):
-    """The exit code (negative: a signal) and the output of a command."""
-
-    code: int
-    out: str
-    err: str
-
-    @property
-    def message(self) -> str:
-        """Its stderr, or its stdout if stderr is empty, on one line."""
-        return " / ".join(line.strip() for line in (self.err or self.out).splitlines() if line.strip())
 
 
 class Interface(Struct, frozen=True):
@@ -256,31 +242,6 @@ def run_readers(readers: Mapping[str, Callable[[], object]], within: float) -> d
     return {name: results.get(name, late) for name in readers}
 
 
-def run_command(
-    argv: Sequence[str], within: float, env: Mapping[str, str] | None = None, stdin_text: str = ""
-) -> CommandResult:
-    """Run a command to its end.
-
-    Raises:
-        TimeoutError: it did not end within ``within`` seconds; its process group is killed.
-        OSError: it cannot be started.
-    """
-    process = subprocess.Popen(
-        list(argv), env=None if env is None else dict(env), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True,
-    )  # fmt: skip
-    try:
-        out, err = process.communicate(stdin_text, timeout=within)
-    except subprocess.TimeoutExpired:
-        raise TimeoutError(f"{Path(argv[0]).name}: no answer within {within:g} s") from None
-    finally:
-        if process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    return CommandResult(process.returncode, out, err)
-
-
 def filesystem(path: Path) -> str:
     """Return the type of the file system of ``path`` from /proc/self/mountinfo (``ext4``, ``nfs4``, ``lustre``)."""
     real, longest_mount, file_system = os.path.realpath(path), "", ""
@@ -378,7 +339,7 @@ def read_ucx(within: float) -> Ucx:
             env["LD_LIBRARY_PATH"] = f"{wheel / 'lib'}:{env.get('LD_LIBRARY_PATH', '')}".rstrip(":")
     if program is None:
         raise FileNotFoundError("ucx_info was not found: neither the wheel libucx nor a system UCX is installed")
-    result = run_command([program, "-v", "-d"], within, env)
+    result = run([program, "-v", "-d"], within, env=env)
     if result.code:
         raise OSError(f"ucx_info ended with {result.code}: {result.message}")
     return parse_ucx(result.out, source)
@@ -395,9 +356,7 @@ def parse_ucx(text: str, source: str = "") -> Ucx:
 
 def _nvml(within: float) -> Nvml:
     """Query NVML in a child process, because a hung GPU hangs every process that queries it."""
-    result = run_command(
-        [sys.executable, "-P", "-c", "from rrl.roles.node_probe.host import print_nvml; print_nvml()"], within
-    )
+    result = run([sys.executable, "-P", "-c", "from rrl.roles.node_probe.host import print_nvml; print_nvml()"], within)
     if result.code == _NVML_ERROR_EXIT_CODE:
         raise ReadError(result.message.rpartition(" / ")[2], UnavailableCause.NVML)
     if result.code:
@@ -448,7 +407,7 @@ def read_torch(within: float) -> Torch:
     """
     code = "import torch; print(torch.__version__, torch.cuda.device_count() if torch.cuda.is_available() else 0)"
     started = time.monotonic()
-    result = run_command([sys.executable, "-P", "-c", code], within)
+    result = run([sys.executable, "-P", "-c", code], within)
     if result.code:
         raise OSError(result.message.rpartition(" / ")[2])
     version, gpus = result.out.split()

@@ -30,9 +30,10 @@ from msgspec import Struct
 
 import rrl
 
+from ...core.command_runner import CommandResult, run
 from ...core.run_dir import write_atomically
 from ...core.text import exit_invalid_config
-from .host import CommandResult, Host, Torch, Unavailable, read_host, read_torch, run_command, run_readers
+from .host import Host, Torch, Unavailable, read_host, read_torch, run_readers
 
 PROBE_TIMEOUT_S = 10.0
 """Seconds after which the probe ends in any case."""
@@ -142,7 +143,7 @@ def _sbatch() -> CommandResult:
     env = {name: os.environ[name] for name in _PASSED_VARIABLES if name in os.environ} | {"LC_ALL": "C"}
     options = [f"--{key}={value}" for key in ("partition", "account", "qos") if (value := _option(key))]
     argv = ["sbatch", "--test-only", "--nodes=1", "--ntasks=1", "--time=1", *options]
-    return run_command(argv, _READ_TIMEOUT_S - 0.5, env, "#!/bin/sh\ntrue\n")
+    return run(argv, _READ_TIMEOUT_S - 0.5, env=env, stdin_text="#!/bin/sh\ntrue\n")
 
 
 def _option(key: str) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ...core.types import ReplicaId
-from .format import EMPTY_HEAD, HEAD_BYTES, PAYLOAD_OFFSET, Fenced, Head, SnapshotError, SnapshotInfo, next_slot
+from .format import EMPTY_HEAD, HEAD_BYTES, PAYLOAD_OFFSET, SLOTS, Fenced, Head, SnapshotError, SnapshotInfo, next_slot
 from .messages import Member
 
 _PROC = Path("/proc")
@@ -143,7 +143,7 @@ class DoubleBuffer:
 
     def __init__(self, member: Member, own: bool) -> None:
         self.member, self.own = member, own
-        self.buffers: list[Buffer | None] = [None, None]
+        self.buffers: list[Buffer | None] = [None for _ in SLOTS]
         self.writer: int | None = None
         """pidfd of the member that maps these buffers; None if it cannot be opened."""
 
@@ -160,7 +160,7 @@ class DoubleBuffer:
         """Close both buffers and the pidfd."""
         for buffer in filter(None, self.buffers):
             buffer.close()
-        self.buffers = [None, None]
+        self.buffers = [None for _ in SLOTS]
         if self.writer is not None:
             os.close(self.writer)
             self.writer = None
@@ -254,7 +254,7 @@ class SnapshotBuffers:
             SnapshotError: The memory is not available, or this member is not attached.
         """
         pair = self.attached(member)
-        if pair is None or pair.member != member or slot not in (0, 1):
+        if pair is None or pair.member != member or slot not in SLOTS:
             raise SnapshotError(f"rank {member.rank} of {member.gang}#{member.incarnation} has no buffers here")
         return self._allocate(pair, slot, nbytes)
 

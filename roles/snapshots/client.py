@@ -22,6 +22,7 @@ from .format import (
     HEAD_AREA_BYTES,
     MAX_META_BYTES,
     PAYLOAD_OFFSET,
+    SLOTS,
     Damaged,
     Digest,
     Head,
@@ -46,7 +47,7 @@ class SnapshotClient:
         self._member = msg.Member(gang, rank, incarnation)
         self._lock = threading.RLock()
         """Guards the buffers."""
-        self._buffers: list[MappedBuffer | None] = [None, None]
+        self._buffers: list[MappedBuffer | None] = [None for _ in SLOTS]
         self._handed_out: tuple[int, int] | None = None
         """Slot and size of the view that was returned by :meth:`buffer` and is not sealed yet."""
         self._sealing: Future[SnapshotInfo] | None = None
@@ -64,7 +65,7 @@ class SnapshotClient:
         This takes longer than copying a snapshot: best called in a separate thread while the first step computes.
         Raises the same exceptions as :meth:`buffer`.
         """
-        for slot in (0, 1):
+        for slot in SLOTS:
             with self._lock:
                 self._attach()
                 self._ensure_buffer(slot, nbytes)
@@ -98,7 +99,7 @@ class SnapshotClient:
         slot = next_slot(heads, step)
         head = heads[slot]
         needed = head is not None and not self._times_sealed and (head.step, head.incarnation) == self._last_read
-        return 1 - slot if needed else slot
+        return next(other for other in SLOTS if other != slot) if needed else slot
 
     def seal(self, step: int, meta: bytes = b"") -> Future[SnapshotInfo]:
         """Declare that the view of :meth:`buffer` contains the complete state of ``step``.
@@ -140,9 +141,7 @@ class SnapshotClient:
         with self._lock:
             self._sealed = mapped, head
         self._times_sealed += 1
-        if (
-            self._times_sealed == 2
-        ):  # both buffers are of this incarnation: snapshots of earlier ones are no longer needed
+        if self._times_sealed == len(SLOTS):  # all buffers are of this incarnation: earlier snapshots are not needed
             threading.Thread(target=self._forget_locally, name="rrl-forget", daemon=True).start()
         return self._snapshot_info(head, own=True)
 
@@ -285,7 +284,7 @@ class SnapshotClient:
 
     def _release_buffers(self) -> None:
         self._handed_out = None
-        for slot in (0, 1):
+        for slot in SLOTS:
             self._release_buffer(slot)
 
     def _release_buffer(self, slot: int) -> None:

@@ -19,6 +19,8 @@ from ...transport.streams.framing import CHUNK_BYTES
 
 HEAD_AREA_BYTES = 4096
 """Size of the head's area: one page, so that the data after it is page-aligned."""
+SLOTS = (0, 1)
+"""Numbers of the buffers of one writer: while one is written, the other holds the last complete snapshot."""
 MAX_META_BYTES = 2**20
 """Maximum size of ``meta``: names, shapes and offsets of some thousands of tensors. Unused space takes no memory."""
 PAYLOAD_OFFSET = HEAD_AREA_BYTES + MAX_META_BYTES
@@ -69,7 +71,7 @@ class Head(Struct, frozen=True):
 
 
 def next_slot(heads: Sequence[Head | None], step: int) -> int:
-    """Return which of two buffers the snapshot of ``step`` replaces.
+    """Return which buffer of a writer the snapshot of ``step`` replaces.
 
     An empty buffer comes first, then one whose step is not before ``step`` (the run was set back behind it), then the
     older one.
@@ -81,7 +83,7 @@ def next_slot(heads: Sequence[Head | None], step: int) -> int:
             return 0, 0
         return (1, -head.step) if head.step >= step else (2, head.sequence)
 
-    return min((0, 1), key=value)
+    return min(SLOTS, key=value)
 
 
 def _check(fields: bytes) -> bytes:

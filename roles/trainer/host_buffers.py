@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from ...core.types import NodeName
 from ..snapshots.client import SnapshotClient
-from ..snapshots.format import SnapshotError
+from ..snapshots.format import SLOTS, SnapshotError
 
 _log = logging.getLogger("rrl.trainer")
 
@@ -103,12 +103,12 @@ class HostBuffers:
             self._sending.release()
 
     def _forget_others(self, client: SnapshotClient) -> None:
-        """Have other nodes drop this rank's snapshots of earlier incarnations, after two steps of this one are sealed.
+        """Have other nodes drop this rank's snapshots of earlier incarnations, after this one has filled its buffers.
 
-        By then both snapshot buffers of this node's agent hold steps of this incarnation. The buddy is not asked: new
+        By then all snapshot buffers of this node's agent hold steps of this incarnation. The buddy is not asked: new
         copies overwrite its buffers. ``client`` is the connection to this node's agent, which sends the requests.
         """
-        if self._forgotten or self._times_sealed < 2:
+        if self._forgotten or self._times_sealed < len(SLOTS):
             return
         self._forgotten = True
         for address in self._others():

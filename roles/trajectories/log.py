@@ -21,6 +21,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from ...core.run_dir import sync
 from .records import Audit, Binding, BindingRetired, GroupDropped, LogFormatError, Record, audit, decode, encode
 from .state import State
 
@@ -151,7 +152,7 @@ class Log:
             os.fsync(file.fileno())
         self._check_ours()
         os.replace(replacement, self._path)
-        _sync_folder(self._folder)
+        sync(self._folder)
         self.close()
         self._fd = os.open(self._path, os.O_WRONLY | os.O_APPEND)
         self._flush = 0
@@ -202,7 +203,7 @@ def _claim(folder: Path) -> int:
             os.close(os.open(folder / f"log.{number}", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
         except FileExistsError:
             continue
-        _sync_folder(folder)
+        sync(folder)
         return number
 
 
@@ -212,14 +213,6 @@ def _numbers(folder: Path) -> list[int]:
 
 def _number(name: str) -> int:
     return int(name.split(".")[1])
-
-
-def _sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 _RETAINED_STEPS = 2

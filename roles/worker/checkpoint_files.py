@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import os
 import re
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
+
+from ...core.run_dir import sync
 
 Digest = dict[str, Any]
 """The digest of one file in a manifest: ``{"sha256": hex, "bytes": n}``."""
@@ -80,11 +81,7 @@ def make_durable(files: Iterable[Path]) -> None:
     paths = list(files)
     folders = {path.parent for path in paths}
     for path in (*paths, *folders, *{folder.parent for folder in folders}):
-        fd = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        sync(path)
 
 
 def verified(run_dir: Path, manifest: dict[str, Any], only: Collection[str] | None = None) -> dict[str, Path]:

@@ -18,10 +18,10 @@ from rrl.tests.support.syntax_tree import parse
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("cli", "config", "core", "health", "manager", "roles")
 TEXTS = frozenset({
-    "detail", "details", "evidence", "message", "last_line", "reason", "reasons", "rejection", "said", "text",
-    "told", "why",
+    "because", "detail", "details", "err", "evidence", "message", "last_line", "out", "output", "reason", "reasons",
+    "rejection", "said", "stderr", "stdout", "text", "told", "why",
 })  # fmt: skip
-"""names of variables and attributes that hold text for people"""
+"""names of variables and attributes that hold text for people, and last words of such names (``srun_output``)"""
 ONE_TEXT = frozenset({"detail", "reason", "why"})
 """those that hold one text, never a collection: any ``in`` searches it"""
 MATCHES = frozenset({"startswith", "endswith"})
@@ -44,8 +44,9 @@ PARSERS = {
     "manager/cluster/slurm/requests.py": "reads what sinfo prints",
     "manager/cluster/slurm/parsing.py": "reads what squeue and scontrol print",
     "manager/reporting/log_buffers.py": "splits logs into lines",
+    "roles/agent/stack_dumps.py": "reads what py-spy prints",
     "roles/rollout/vllm/engine.py": "reads vLLM's reason for the end of a sequence, which is a value of vLLM's API",
-    "core/drains.py": "reads the mark of rrl off Slurm's reason of a drain, the only field that Slurm keeps",
+    "health/drains.py": "reads the mark of rrl off Slurm's reason of a drain, the only field that Slurm keeps",
     "core/log_lines.py": "reads the mark of a line that rrl itself put into a log file",
     "core/role_environment.py": "quotes paths of job.toml for a shell",
     "config/toml_positions.py": "reads TOML",
@@ -86,7 +87,7 @@ def _named(node: ast.expr) -> str:
 
 def _is_text(node: ast.expr) -> bool:
     match node:
-        case ast.Name() | ast.Attribute() if _named(node) in TEXTS:
+        case ast.Name() | ast.Attribute() if {name := _named(node), name.rpartition("_")[2]} & TEXTS:
             return True
         case ast.Subscript(value=value):
             return _is_text(value)
@@ -191,6 +192,9 @@ def test_a_module_that_may_match_text_still_does(place: str) -> None:
         'taken = message.lower() in ("preempted", "timeout")',
         'absent = "No such file" in self._why',
         "flag = next(flag for missing, flag in FLAGS if missing in why)",
+        'ran = "Exited with exit code" in srun_output',
+        'known = "not found" not in ended.out',
+        'GIVEN_BACK = "it was released"\nfree = node.kept_because == GIVEN_BACK',
         'EXITED = "exited"\nwanted = record.why not in (EXITED, SIGNALLED)',
     ],
 )

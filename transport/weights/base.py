@@ -1,7 +1,8 @@
 """The interface of the weight transports.
 
-``tcp``, ``ucx`` and ``nixl`` differ only in their connections (:class:`rrl.transport.streams.connection.Connection`);
-they share the protocol in :mod:`rrl.transport.weights.protocol`.
+The transports (:data:`rrl.core.run_spec.WeightTransportName`) differ only in their connections
+(:class:`rrl.transport.streams.connection.Connection`); they share the protocol in
+:mod:`rrl.transport.weights.protocol`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import importlib.util
 from collections.abc import Sequence
 from typing import Protocol
 
+from ...core.run_spec import WeightTransportName
 from ...core.types import Version
 from ..streams.connection import TransportError
 from .manifest import Manifest
@@ -18,8 +20,8 @@ from .store import WeightStore
 STARVATION_TIMEOUT_S = 3.0
 """Seconds for which a source may reply only NOT_READY. Its own source may be silent until its first timeout, and the
 next source too, before it can continue; a receiver behind it must not leave it because of that."""
-PACKAGES = {"ucx": ("ucxx",), "nixl": ("nixl_cu12", "nixl_cu13")}
-"""Kind of transport → Python packages, one of which it needs; the extra of the same name installs it. (The package
+PACKAGES: dict[WeightTransportName, tuple[str, ...]] = {"ucx": ("ucxx",), "nixl": ("nixl_cu12", "nixl_cu13")}
+"""Transport → Python packages, one of which it needs; the extra of the same name installs it. (The package
 ``nixl`` only selects one of the two, and installs both.)"""
 
 
@@ -36,8 +38,8 @@ class WeightTransport(Protocol):
     source replies only NOT_READY, from the first one of this request.
     """
 
-    kind: str
-    """``tcp``, ``ucx`` or ``nixl``: the scheme of the addresses."""
+    kind: WeightTransportName
+    """The scheme of the addresses."""
 
     async def serve(self, store: WeightStore, host: str) -> str:
         """Serve the complete versions of ``store``, and each chunk of an arriving version once it is verified.
@@ -92,6 +94,6 @@ def parse_address(address: str, kinds: Sequence[str]) -> tuple[str, int]:
     return host, int(port)
 
 
-def installed_package(kind: str) -> str | None:
+def installed_package(kind: WeightTransportName) -> str | None:
     """Return the Python package of a transport that is installed here, or None. Imports nothing."""
     return next((name for name in PACKAGES[kind] if importlib.util.find_spec(name) is not None), None)

@@ -21,6 +21,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from ...core.run_spec import WeightTransportName
 from ..streams.connection import HANDSHAKE_TIMEOUT_S, Connection, TransportError
 from .base import installed_package
 from .nixl_memory import SLOT_BYTES, BufferClaim, NixlRuntime, Remote, Slot
@@ -279,7 +280,7 @@ class NixlTransport:
         ImportError: NIXL is not installed.
     """
 
-    kind = "nixl"
+    kind: WeightTransportName = "nixl"
 
     def __init__(self, secret: bytes, trusted_host: str | None, rdma_ports: tuple[str, ...] = ()) -> None:
         if installed_package("nixl") is None:

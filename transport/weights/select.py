@@ -6,21 +6,24 @@
 from __future__ import annotations
 
 import logging
+from typing import assert_never, get_args
 
 from msgspec import Struct
 
+from ...core.run_spec import WeightsSetting, WeightTransportName
 from ..streams.connection import TransportError
 from .base import PACKAGES, WeightTransport, installed_package
 from .ucx_settings import active_rdma_ports
 
 _log = logging.getLogger("rrl.weights")
+_NAMES: tuple[WeightTransportName, ...] = get_args(WeightTransportName)
 
 
 class Capabilities(Struct, frozen=True):
     """What this machine has for weight transports."""
 
-    packages: frozenset[str]
-    """Kinds of transports (``ucx``, ``nixl``) whose package is installed."""
+    packages: frozenset[WeightTransportName]
+    """Transports whose package is installed, of those that need one."""
     rdma_ports: tuple[str, ...]
     """Active ports of RDMA devices: ``mlx5_0:1``."""
 
@@ -28,8 +31,7 @@ class Capabilities(Struct, frozen=True):
 class Choice(Struct, frozen=True):
     """The selected transport and the reason."""
 
-    kind: str
-    """``tcp``, ``ucx`` or ``nixl``."""
+    kind: WeightTransportName
     reason: str
     over_tcp: bool = False
     """True if UCX may use its TCP transport."""
@@ -48,19 +50,21 @@ def select_transport(kind: str, capabilities: Capabilities, trusted_network: boo
     """
     if kind == "auto":
         return _select_auto(capabilities)
-    if kind == "tcp":
-        return Choice("tcp", "the job requests tcp")
-    if kind not in PACKAGES:
-        raise ValueError(f'unknown weight transport {kind!r}; write "auto", "ucx", "tcp" or "nixl"')
+    name = next((name for name in _NAMES if name == kind), None)
+    if name is None:
+        known = ", ".join(f'"{setting}"' for setting in get_args(WeightsSetting))
+        raise ValueError(f"unknown weight transport {kind!r}; write one of {known}")
+    if name == "tcp":
+        return Choice(name, "the job requests tcp")
     if trusted_network:
-        return Choice(kind, f"the job requests {kind} and trusts its network", over_tcp=True)
+        return Choice(name, f"the job requests {kind} and trusts its network", over_tcp=True)
     if not capabilities.rdma_ports:
         raise UntrustedNetwork(
             f"{kind} over TCP lets every user who reaches its ports read and write the memory of the roles, and this"
             ' machine has no active RDMA port; write weights = "auto", or trusted_network = true if nobody else uses'
             " that network and these machines (docs/sites.md)"
         )
-    return Choice(kind, f"the job requests {kind}; it uses {', '.join(capabilities.rdma_ports)} without TCP")
+    return Choice(name, f"the job requests {kind}; it uses {', '.join(capabilities.rdma_ports)} without TCP")
 
 
 def _select_auto(capabilities: Capabilities) -> Choice:
@@ -87,7 +91,7 @@ def open_transport(
     trusted_network: bool = False,
     capabilities: Capabilities | None = None,
 ) -> WeightTransport:
-    """Open the transport that ``kind`` (``auto``, ``ucx``, ``tcp``, ``nixl``) means here, and log the reason.
+    """Open the transport that ``kind`` means here, and log the reason.
 
     Must be called in the event loop that will use the transport. ``auto`` falls back to tcp if UCX cannot be used.
 
@@ -108,20 +112,24 @@ def open_transport(
     capabilities = detect_capabilities() if capabilities is None else capabilities
     choice = select_transport(kind, capabilities, trusted_network)
     trusted_host = host if choice.over_tcp else None
-    if choice.kind == "nixl":
-        from .nixl import NixlTransport  # needs numpy, which comes with NIXL
+    transport: WeightTransport
+    match choice.kind:
+        case "tcp":
+            transport = TcpTransport(secret)
+        case "ucx":
+            try:
+                transport = UcxTransport(secret, trusted_host, capabilities.rdma_ports)
+            except (TransportError, ImportError) as error:
+                if kind == "ucx":
+                    raise
+                _log.warning("weight transport: tcp, not UCX over %s: %s", ", ".join(capabilities.rdma_ports), error)
+                return TcpTransport(secret)
+        case "nixl":
+            from .nixl import NixlTransport  # needs numpy, which comes with NIXL
 
-        transport: WeightTransport = NixlTransport(secret, trusted_host, capabilities.rdma_ports)
-    elif choice.kind == "ucx":
-        try:
-            transport = UcxTransport(secret, trusted_host, capabilities.rdma_ports)
-        except (TransportError, ImportError) as error:
-            if kind == "ucx":
-                raise
-            _log.warning("weight transport: tcp, not UCX over %s: %s", ", ".join(capabilities.rdma_ports), error)
-            return TcpTransport(secret)
-    else:
-        transport = TcpTransport(secret)
+            transport = NixlTransport(secret, trusted_host, capabilities.rdma_ports)
+        case _:  # mypy reports a transport without a case
+            assert_never(choice.kind)
     level = logging.WARNING if kind == "auto" and choice.kind == "tcp" and capabilities.rdma_ports else logging.INFO
     _log.log(level, "weight transport: %s: %s", choice.kind, choice.reason)
     return transport

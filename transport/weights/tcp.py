@@ -6,6 +6,7 @@ import asyncio
 import socket
 from collections.abc import Callable, Sequence
 
+from ...core.run_spec import INTEROPERABLE_TRANSPORTS, WeightTransportName
 from ..streams.connection import CONNECT_TIMEOUT_S, Connection, TransportError, authenticate, deadline
 from .base import parse_address
 from .offers import TCP_ONLY, send_offer
@@ -180,7 +181,7 @@ class TcpTransport:
     It can also pull from a UCX transport, which serves clients without UCX over TCP.
     """
 
-    kind = "tcp"
+    kind: WeightTransportName = "tcp"
 
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
@@ -204,7 +205,7 @@ class TcpTransport:
         self._served.clear()
 
     async def _dial(self, address: str) -> TcpConnection:
-        connection = await dial(address, ("tcp", "ucx"))
+        connection = await dial(address, sorted(INTEROPERABLE_TRANSPORTS))
         if address.startswith("ucx:"):  # the peer waits for the address of a UCX worker
             await authenticate(connection, self._secret, dialled=True)
             with deadline(connection, CONNECT_TIMEOUT_S):

@@ -33,6 +33,7 @@ from collections.abc import Callable
 from queue import Queue
 from typing import Any
 
+from ...core.run_spec import INTEROPERABLE_TRANSPORTS, WeightTransportName
 from ..address import interfaces
 from ..streams.connection import CONNECT_TIMEOUT_S, Connection, TransportError, authenticate, deadline
 from ..tcp_inspection import accepted_connections, bytes_received, listening_addresses, shut_down
@@ -238,7 +239,7 @@ class UcxTransport:
         TransportError: UCX finds nothing that it may use, or listens at another address.
     """
 
-    kind = "ucx"
+    kind: WeightTransportName = "ucx"
 
     def __init__(self, secret: bytes, trusted_host: str | None, rdma_ports: tuple[str, ...] = ()) -> None:
         self._secret = secret
@@ -307,7 +308,7 @@ class UcxTransport:
             ending.add_done_callback(self._closing.discard)
 
     async def _dial(self, address: str) -> Connection:
-        tcp = await dial(address, ("ucx", "tcp"))
+        tcp = await dial(address, sorted(INTEROPERABLE_TRANSPORTS))
         if address.startswith("tcp:"):
             return tcp
         await authenticate(tcp, self._secret, dialled=True)

@@ -221,7 +221,7 @@ def _run(
 
     try:
         return parse(process.output(argv, timeout_s))
-    except (OSError, process.TimedOut) as error:
+    except OSError as error:
         raise _Unreadable(str(error)) from None
     except parsing.NotUnderstood as error:
         raise _Unreadable(f"{' '.join(argv[1:3])}: {error}") from None

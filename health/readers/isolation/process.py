@@ -6,12 +6,12 @@ costs memory.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import signal
-import subprocess
 from collections.abc import Collection, Sequence
+
+from ....core.command_runner import run
 
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -65,32 +65,13 @@ TERM_TIMEOUT_S = 3.0
 """Seconds from SIGTERM to SIGKILL: a client of DCGM that is killed at once may leave its server waiting for it."""
 
 
-class TimedOut(Exception):
-    """The program did not end in time; it was ended, or left if it hangs in the kernel."""
-
-
 def output(argv: Sequence[str], timeout_s: float) -> str:
-    """Run a program and return its stdout and stderr, whatever its exit code. Raises OSError and TimedOut."""
+    """Run a program and return its stdout and stderr, whatever its exit code. Raises OSError, also at the deadline."""
     me = os.getpid()
-    process = subprocess.Popen(
-        argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        preexec_fn=lambda: set_parent_death_signal(me, signal.SIGTERM),  # safe: a reader's process has one thread
-    )  # fmt: skip
-    try:
-        written, _ = process.communicate(timeout=timeout_s)
-        return written.decode(errors="replace")
-    except subprocess.TimeoutExpired:
-        raise TimedOut(f"{os.path.basename(argv[0])} did not answer within {timeout_s:g} s") from None
-    finally:
-        if process.poll() is None:
-            _terminate(process)
 
+    def end_with_reader() -> None:
+        set_parent_death_signal(me, signal.SIGTERM)
 
-def _terminate(process: subprocess.Popen[bytes]) -> None:
-    for number, timeout_s in ((signal.SIGTERM, TERM_TIMEOUT_S), (signal.SIGKILL, 1.0)):
-        process.send_signal(number)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.communicate(timeout=timeout_s)
-            return
-    if process.stdout is not None:
-        process.stdout.close()
+    # preexec_fn is allowed here: the process of a reader has one thread
+    ended = run(argv, timeout_s, term_grace_s=TERM_TIMEOUT_S, preexec_fn=end_with_reader)
+    return ended.out + ended.err

@@ -24,6 +24,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from ....core.command_runner import CommandResult
 from ....core.faults import Fault
 from ....core.types import NodeName
 from ....slurm_templates.render import allocation_script
@@ -40,7 +41,7 @@ from ..base import (  # fmt: skip
 )
 from . import commands
 from . import parsing as text
-from .commands import MANAGER, Budget, CommandResult, SlurmLimits
+from .commands import MANAGER, Budget, SlurmLimits
 from .lab_faults import inject_fault
 from .nodes import SlurmNodes
 from .requests import request_options
@@ -53,8 +54,6 @@ _PENDING_JOB_LINE = re.compile(r"Pending job allocation (\d+)")
 """Line of salloc with the id of a job that has to wait."""
 _TOO_FEW_NODES = "Requested node configuration is not available"
 """Slurm's message if too few nodes exist, apart from the excluded ones."""
-_NO_IMMEDIATE_START = "Unable to allocate resources: "
-"""salloc's message for a job that could not start immediately; sbatch then reports whether it can start at all."""
 
 
 class SlurmCluster:
@@ -215,7 +214,7 @@ class SlurmCluster:
             self._failed_sallocs.add(pending[1])
             await self._cancel(pending[1])
             return False
-        if _NO_IMMEDIATE_START in ended.err and not commands.unanswered(ended.err):
+        if commands.lacks_free_nodes(ended):
             return False
         raise commands.failure("salloc", ended)
 

@@ -7,16 +7,14 @@ open: an ``sbatch`` whose answer timed out was observed to take effect later.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import os
 import re
-import signal
 import time
 from collections.abc import Callable, Mapping
 
 from msgspec import Struct
 
+from ....core.command_runner import MAX_OUTPUT_BYTES, CommandResult, run_async
 from ..base import Refused, Unanswered
 
 MANAGER = "manager"
@@ -51,18 +49,16 @@ _UNANSWERED = re.compile(
 )
 """Errors after which the result is unknown. They take precedence over `_REFUSED`, because the same sentences report
 lost answers ("Batch job submission failed: Socket timed out …")."""
+_TASK_EXIT = re.compile(r"Exited with exit code (\d+)")
+"""srun's report about a task that ran: ``srun: error: n1: task 0: Exited with exit code 2``."""
+_NO_FREE_NODES = "Unable to allocate resources: "
+"""salloc's message for a job that could not start immediately; sbatch then reports whether it can start at all."""
+NODE_UNKNOWN = re.compile(r"^Node (\S+) not found$", re.MULTILINE)
+"""What ``scontrol show node`` prints on stdout."""
 
 
 class NoCluster(Unanswered):
     """Slurm's commands are installed on this machine, but no cluster is configured."""
-
-
-class CommandResult(Struct, frozen=True):
-    """The exit code and the output of a command that has ended."""
-
-    code: int
-    out: str
-    err: str
 
 
 class SlurmLimits(Struct, frozen=True):
@@ -157,38 +153,48 @@ def unanswered(text: str) -> bool:
     return _UNANSWERED.search(text) is not None
 
 
+def task_exit_code(srun_error: str) -> int | None:
+    """Return the exit code of a step's task that srun reports; None if the task may never have started."""
+    match = _TASK_EXIT.search(srun_error)
+    return None if match is None else int(match[1])
+
+
+def lacks_free_nodes(salloc: CommandResult) -> bool:
+    """Return whether salloc was answered that not enough nodes are free now."""
+    return _NO_FREE_NODES in salloc.err and not unanswered(salloc.err)
+
+
+def lacks_node(scontrol: CommandResult) -> bool:
+    """Return whether ``scontrol show node`` reports that Slurm does not know a node that was asked for."""
+    return NODE_UNKNOWN.search(scontrol.out) is not None
+
+
+def update_refused(scontrol: CommandResult) -> bool:
+    """Return whether slurmctld answered that it does not make the change of a ``scontrol update``."""
+    return "slurm_update error" in scontrol.err and not unanswered(scontrol.err)
+
+
+def rejects_job(sbatch: CommandResult) -> bool:
+    """Return whether slurmctld answered that the job of a failed ``sbatch --test-only`` cannot run."""
+    if unanswered(sbatch.err):
+        return False
+    return "allocation failure" in sbatch.err or isinstance(failure("sbatch", sbatch), Refused)
+
+
 async def execute(argv: tuple[str, ...], timeout_s: float, stdin_text: str = "") -> CommandResult:
     """Run a command to its end.
 
     Raises:
-        Unanswered: it has not ended within ``timeout_s`` seconds, and was killed.
+        Unanswered: it has not ended within ``timeout_s`` seconds, and was killed; or it printed too much.
         Refused: it cannot be started.
     """
+    env = environment(os.environ) | (_EPOCH_TIMES_ENV if argv[0] == "squeue" else {})
     try:
-        process = await asyncio.create_subprocess_exec(
-            *argv, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-            env=environment(os.environ) | (_EPOCH_TIMES_ENV if argv[0] == "squeue" else {}), start_new_session=True,
-        )  # fmt: skip
+        result = await run_async(argv, timeout_s, env=env, stdin_text=stdin_text)
+    except TimeoutError as error:
+        raise Unanswered(str(error)) from None
     except OSError as error:
         raise Refused(f"{argv[0]} cannot be started: {error}") from error
-    try:
-        async with asyncio.timeout(timeout_s):  # Python 3.11's wait_for may lose a cancellation
-            out, err = await process.communicate(stdin_text.encode())
-    except TimeoutError:
-        raise Unanswered(f"{argv[0]}: no answer within {timeout_s:g} s") from None
-    finally:
-        if process.returncode is None:
-            kill_session(process)
-            await process.wait()
-    return CommandResult(process.returncode or 0, out.decode(errors="replace"), err.decode(errors="replace"))
-
-
-def kill_session(process: asyncio.subprocess.Process) -> None:
-    """Stop, then SIGKILL a command and its children, which share a session.
-
-    This order matters for srun: if srun alone is killed, its child ends the step (measured: 2.5 s later). When both are
-    stopped first, neither notices the death of the other, and the step continues.
-    """
-    for number in (signal.SIGSTOP, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
+    if result.truncated:
+        raise Unanswered(f"{argv[0]}: more than {MAX_OUTPUT_BYTES // 2**20} MiB were printed")
+    return result

@@ -12,8 +12,9 @@ from collections.abc import Mapping
 
 from msgspec import Struct
 
+from ....core.command_runner import CommandResult
 from ..base import Refused, Unanswered
-from .commands import CommandResult, SlurmLimits, execute, failure
+from .commands import SlurmLimits, execute, failure
 
 _TIMEOUT_S = SlurmLimits().read_timeout_s
 _ASSOC = ("account", "partition", "maxjobs", "maxsubmitjobs", "grpjobs", "grpsubmitjobs", "defaultqos")

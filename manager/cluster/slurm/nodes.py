@@ -21,11 +21,12 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from ClusterShell.NodeSet import NodeSet
 
-from ....core.drains import RUN_PREFIX, DrainOwner, drain_owner
+from ....core.command_runner import CommandResult
 from ....core.types import NodeName
+from ....health.drains import RUN_PREFIX, DrainOwner, drain_owner
 from ..base import Refused, Unanswered
 from . import parsing as text
-from .commands import CommandResult, unanswered
+from .commands import lacks_node, update_refused
 
 NOT_RESPONDING_SUFFIX = " : Not responding"
 """Text that slurmctld appends to the reason of a node that it loses."""
@@ -114,7 +115,7 @@ class SlurmNodes:
 
     async def _read_node(self, node: NodeName) -> text.NodeInfo:
         ended = await self._read(("scontrol", "show", "node", "-o", node))
-        if "not found" in ended.out:
+        if lacks_node(ended):
             raise Refused(f"{node} is not known to Slurm")
         try:
             return text.read_node_info(ended.out)
@@ -129,7 +130,7 @@ class SlurmNodes:
         if _NO_RIGHTS.search(ended.err):
             self._no_rights = f"this user may not drain nodes: {reply}"
             raise Refused(self._no_rights)
-        if "slurm_update error" in ended.err and not unanswered(ended.err):
+        if update_refused(ended):
             raise Refused(f"scontrol: {reply}")
         raise Unanswered(f"scontrol: {reply}")
 

@@ -17,7 +17,7 @@ from msgspec import Struct
 from ....core.types import NodeName
 from ....core.units import seconds
 from ..base import AllocationState, NodeState, NodeStatus
-from .commands import MANAGER
+from .commands import MANAGER, NODE_UNKNOWN
 
 _RS, _US = "\x1e", "\x1f"
 JOBS_FORMAT = _RS + _US.join(("%A", "%i", "%T", "%N", "%j", "%r", "%L", "%l", "%S", "%e", "%k"))
@@ -244,7 +244,7 @@ def read_nodes(text: str) -> dict[NodeName, NodeStatus]:
     """Parse the output of ``scontrol show node -o``. A node that Slurm does not know is UNKNOWN."""
     nodes = {}
     for line in text.splitlines():
-        if missing := re.fullmatch(r"Node (\S+) not found", line):
+        if missing := NODE_UNKNOWN.fullmatch(line):
             nodes[NodeName(missing[1])] = NodeStatus(NodeState.UNKNOWN, "not known to Slurm")
             continue
         if not line.strip():

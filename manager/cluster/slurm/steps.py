@@ -17,11 +17,12 @@ from pathlib import Path
 
 from msgspec import Struct
 
+from ....core.command_runner import CommandResult, kill_session
 from ....core.processes import AGENT_MODULE, STEP_MODULE
 from ....core.text import last_lines, last_lines_of, shows_missing_command
 from ....core.units import slurm_mem
 from ..base import ExitedAtOnce, NotStarted, Refused, Step, Unanswered
-from .commands import CommandResult, SlurmLimits, environment, failure, kill_session
+from .commands import SlurmLimits, environment, failure, task_exit_code
 
 
 class _Srun(Struct):
@@ -150,7 +151,7 @@ class Sruns:
         """Kill the srun of a tag. A step that it has started keeps running; one that it has not started never will."""
         if srun := self._running.get(tag):
             srun.joined.set()
-            kill_session(srun.process)
+            kill_session(srun.process.pid)
             await srun.process.wait()
 
     async def close(self) -> None:
@@ -164,7 +165,7 @@ def _early_failure(code: int, srun: _Srun, output: Path) -> Refused | Unanswered
     srun_output, step_output = _tail(srun.stderr_file), last_lines_of(output)
     if shows_missing_command(step_output):
         return NotStarted(step_output)
-    if output.exists() and "Exited with exit code" in srun_output:
+    if output.exists() and task_exit_code(srun_output) is not None:
         return ExitedAtOnce(step_output or last_lines(srun_output))
     return failure("srun", CommandResult(code, "", srun_output))
 

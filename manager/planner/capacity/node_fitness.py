@@ -5,8 +5,7 @@ from __future__ import annotations
 from ....core.types import AGENT, Cause, Finding, NodeName, Remedy, Verdict, replica_id
 from ...cluster.base import NodeState
 from ...model.queries import requires_admission
-from ...model.reduce_nodes import GIVEN_BACK
-from ...model.state import Node, Replica, State, Status
+from ...model.state import Node, ReleaseResult, Replica, State, Status
 
 HARDWARE_CAUSES = frozenset({Cause.NODE, Cause.GPU, Cause.FABRIC, Cause.STORAGE})
 """Causes for which a node is unusable for all jobs. What a process did says nothing about its node."""
@@ -30,7 +29,7 @@ def is_usable(state: State, node: Node, now: float) -> bool:
         return False
     if now >= allocation.ends_at:  # the cluster may take it back a little later
         return False
-    return node.excluded is None and fit and node.kept_because != GIVEN_BACK  # the next poll no longer lists it
+    return node.excluded is None and fit and node.release_result is not ReleaseResult.RELEASED
 
 
 def needs_probe(state: State, node: Node) -> bool:

@@ -146,7 +146,9 @@ def _nodes_to_release(state: State) -> list[ExternalAction]:
 
 def _redundant(state: State, allocation: Allocation, node: Node) -> bool:
     """Return whether the excluded node can be released from its allocation now."""
-    if node.excluded is None or node.kept_because or _is_occupied(state, node.name) or node.name in state.node_commands:
+    if node.excluded is None or node.release_result is not None:
+        return False
+    if _is_occupied(state, node.name) or node.name in state.node_commands:
         return False
     if should_drain(state, node) or f"{node.name}!drain" in state.intents:
         return False

@@ -23,10 +23,10 @@ from rrl.cli.doctor.facts import (  # fmt: skip
     Visit,
 )
 from rrl.cli.doctor.slurm_output import read_config
+from rrl.core.command_runner import CommandResult
 from rrl.manager.cluster.base import NodeState
 from rrl.manager.cluster.slurm.limits import JobLimits
 from rrl.roles.node_probe.host import (  # fmt: skip
-    CommandResult,
     Dcgm,
     Host,
     Interface,

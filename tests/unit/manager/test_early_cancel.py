@@ -8,8 +8,8 @@ from rrl.core.types import Outcome
 from rrl.manager import runtime
 from rrl.manager.model import events as ev
 from rrl.tests.support.manager import site as virtual_site
+from rrl.tests.support.manager.scripted_runs import COMPLETES, run_to_end
 from rrl.tests.support.manager.site import FakeListener, Site
-from rrl.tests.unit.manager.test_crash_points import COMPLETES, run_to_end
 
 KILLED_AFTER = 20
 """Record after which the first manager is killed: the run has started, and has not ended."""

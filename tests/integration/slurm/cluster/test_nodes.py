@@ -8,10 +8,10 @@ from collections.abc import Callable, Coroutine, Iterator
 
 import pytest
 
+from rrl.core.command_runner import CommandResult
 from rrl.core.types import NodeName
 from rrl.manager.cluster.base import AllocationState, Refused, Unanswered
 from rrl.manager.cluster.slurm.cluster import SlurmCluster
-from rrl.manager.cluster.slurm.commands import CommandResult
 from rrl.manager.cluster.slurm.nodes import SlurmNodes
 from rrl.manager.cluster.slurm.parsing import Job
 from rrl.tests.support.plain_user import call_as

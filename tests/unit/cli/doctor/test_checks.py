@@ -14,12 +14,12 @@ from rrl.cli.doctor.catalogue import GROUPS, MEANINGS
 from rrl.cli.doctor.command import doctor_view, judge, tally
 from rrl.cli.doctor.facts import Accounts, Check, DoctorOptions, Facts, Partition, Partitions, Slurm, Trials
 from rrl.config.job.load import table_at
+from rrl.core.command_runner import CommandResult
 from rrl.core.types import Verdict
 from rrl.docs import make_doctor
 from rrl.manager.cluster.base import NodeState
 from rrl.manager.cluster.slurm.limits import JobLimits, Limit
 from rrl.roles.node_probe.host import (
-    CommandResult,
     Dcgm,
     Host,
     Limits,

@@ -9,7 +9,7 @@ import pytest
 
 from rrl.cli import main
 from rrl.cli.health import node_drains
-from rrl.manager.cluster.slurm.commands import CommandResult
+from rrl.core.command_runner import CommandResult
 
 
 class Cluster:

@@ -20,6 +20,7 @@ from rrl.cli.views.checks import requests_view
 from rrl.cli.views.health_report import figure, interval, report_view, to_paste
 from rrl.cli.views.health_report_html import chart, page
 from rrl.config.health_rules_file import CONFIG_ENV
+from rrl.core.command_runner import CommandResult
 from rrl.core.run_dir import HISTORY_ENV
 from rrl.health.checks.evaluate import CHECKS
 from rrl.health.history import cache as history_cache
@@ -28,7 +29,6 @@ from rrl.health.history.rates import DAY_S, mtbf
 from rrl.health.report.drain_requests import open_requests
 from rrl.health.report.model import Day, DrainState, Report
 from rrl.health.report.site import report
-from rrl.manager.cluster.slurm.commands import CommandResult
 from rrl.manager.reporting.history_writer import user_name
 from rrl.tests.support.cli.text_snapshots import drawn, matches_stored
 from rrl.tests.support.cli.waiting import eventually

@@ -245,7 +245,7 @@ def test_a_dcgmi_that_hangs_is_asked_to_end_before_it_is_killed(
     monkeypatch.setattr(dcgm, "_HEALTH_TIMEOUT_S", 1.0)
     monkeypatch.setattr(process, "TERM_TIMEOUT_S", 1.0)
     (replies / "hang").write_text(how)
-    assert read(metrics, FAKE).unread["health"] == "fake_dcgmi did not answer within 1 s"
+    assert read(metrics, FAKE).unread["health"] == "fake_dcgmi: no answer within 1 s"
     assert (replies / "signals").read_text() == "SIGTERM\n"
 
 

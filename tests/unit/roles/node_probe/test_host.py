@@ -5,16 +5,14 @@ from __future__ import annotations
 import os
 import sys
 import threading
-import time
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from rrl.core.processes import read_process
+from rrl.core.command_runner import CommandResult, run
 from rrl.roles.node_probe import host
 from rrl.roles.node_probe.host import (
-    CommandResult,
     Host,
     Interface,
     Ucx,
@@ -23,7 +21,6 @@ from rrl.roles.node_probe.host import (
     filesystem,
     parse_ucx,
     read_host,
-    run_command,
     run_readers,
 )
 
@@ -63,25 +60,6 @@ def test_reader_that_hangs_or_raises_is_unavailable_and_the_others_answer() -> N
         "hangs": Unavailable("no answer within 0.5 s", UnavailableCause.TIMEOUT),
         "gone": Unavailable("/nope: No such file or directory", UnavailableCause.NOT_FOUND),
     }  # fmt: skip
-
-
-def test_command_that_does_not_end_is_killed_with_its_children(tmp_path: Path) -> None:
-    script = f"sleep 600 & echo $! > {tmp_path}/pid.new; mv {tmp_path}/pid.new {tmp_path}/pid; wait"
-    with pytest.raises(TimeoutError, match=r"sh: no answer within 2 s"):
-        run_command(["sh", "-c", script], 2.0)
-    child = int((tmp_path / "pid").read_text())
-    deadline = time.monotonic() + TIMEOUT_S
-    while read_process(child) is not None:
-        assert time.monotonic() < deadline, "the child of the command is still running"
-        time.sleep(0.02)
-
-
-def test_command_gets_its_input_and_returns_its_output() -> None:
-    assert run_command(["cat"], TIMEOUT_S, stdin_text="hello\n") == CommandResult(0, "hello\n", "")
-    ended = run_command(["sh", "-c", "echo out; echo no >&2; echo way >&2; exit 3"], TIMEOUT_S)
-    assert (ended.code, ended.message) == (3, "no / way")
-    with pytest.raises(FileNotFoundError):
-        run_command(["/nope"], TIMEOUT_S)
 
 
 def test_ucx_transports_are_parsed_with_their_devices() -> None:
@@ -132,7 +110,7 @@ def test_reading_a_host_imports_no_heavy_library() -> None:
         "import sys; from rrl.roles.node_probe.host import read_host; read_host(30);"
         " print(*{'torch', 'ucxx', 'vllm', 'pynvml', 'transformers'} & set(sys.modules))"
     )
-    assert run_command([sys.executable, "-P", "-c", code], 60.0) == CommandResult(0, "\n", "")
+    assert run([sys.executable, "-P", "-c", code], 60.0) == CommandResult(0, "\n", "")
 
 
 def test_file_system_is_found_by_its_mount() -> None:

@@ -7,9 +7,12 @@ import importlib.util
 import sys
 import threading
 import time
+from typing import get_args, get_type_hints
 
 import pytest
 
+from rrl.config.job.schema import TransportTable
+from rrl.core.run_spec import RunSpec, WeightsSetting, WeightTransportName
 from rrl.core.types import Incarnation, ReplicaId
 from rrl.tests.support.weights.piping import KINDS
 from rrl.tests.support.weights.source import VERSION, content, described
@@ -156,9 +159,22 @@ def test_pipes_closed_in_mid_pull_leave_no_thread_and_no_complaint(kind: str, ca
     assert [record.message for record in caplog.records if record.levelname == "WARNING"] == []
 
 
+@pytest.mark.parametrize("name", get_args(WeightTransportName))
+def test_every_transport_that_a_job_may_name_has_a_module_of_that_name(name: str) -> None:
+    pytest.importorskip("numpy")  # needed by nixl
+    module = importlib.import_module(f"rrl.transport.weights.{name}")
+    assert getattr(module, f"{name.title()}Transport").kind == name
+
+
 def test_an_unknown_pipe_is_named_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match='"auto", "ucx", "tcp" or "nixl"'):
+    with pytest.raises(ValueError, match='"auto", "ucx", "tcp", "nixl"'):
         select.select_transport("pigeon", NO_RDMA, trusted_network=False)
+
+
+def test_settings_of_the_job_are_the_transports_and_auto() -> None:
+    assert get_args(WeightsSetting) == ("auto", *get_args(WeightTransportName))
+    assert get_type_hints(TransportTable)["weights"] == WeightsSetting
+    assert get_type_hints(RunSpec)["weights"] == WeightsSetting
 
 
 def test_default_timeouts_allow_a_retry_within_a_pull() -> None:

@@ -11,7 +11,7 @@ from rrl.manager.cluster.base import NodeState, NodeStatus
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Drain, Exclude, Fence, Launch, Readmit, Release, Request, Shrink, Undrain
 from rrl.manager.model.queries import workers
-from rrl.manager.model.state import Status
+from rrl.manager.model.state import ReleaseResult, Status
 from rrl.manager.planner.capacity.nodes import NodeInventory
 from rrl.manager.reporting.summary import summarize
 from rrl.tests.support.manager.jobs import ROLLOUTS, RUN, TRAINER, in_node_groups, job
@@ -279,7 +279,7 @@ def test_node_that_slurm_cannot_release_stays_and_is_not_tried_again() -> None:
     w.exclude(w.node_of(R0), Cause.GPU)
     w.play(w.works).wait(600.0)
     assert len(w.tags(Shrink)) == 1
-    assert [node.kept_because for node in w.state.nodes.values() if node.excluded] == ["Slurm does not shrink job 7"]
+    assert [node.release_result for node in w.state.nodes.values() if node.excluded] == [ReleaseResult.REFUSED]
 
 
 def test_failed_replacement_node_is_released_whole_after_its_drain() -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from rrl.core.drains import DrainOwner, drain_owner
+from rrl.health.drains import DrainOwner, drain_owner
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,46 @@
+"""Commands that are run to their end go through :mod:`rrl.core.command_runner`, which has one deadline and one end.
+
+Processes that live on after the call are started where they are looked after.
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+from rrl.tests.support.syntax_tree import parse
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("cli", "config", "core", "health", "manager", "roles", "slurm_templates", "transport")
+STARTS = frozenset({
+    "asyncio.create_subprocess_exec", "asyncio.create_subprocess_shell", "subprocess.Popen", "subprocess.call",
+    "subprocess.check_call", "subprocess.check_output", "subprocess.run",
+})  # fmt: skip
+STARTERS = {
+    "core/command_runner.py": "commands with a deadline",
+    "health/readers/isolation/client.py": "the supervisor of a node's readers, which lives as long as its client",
+    "manager/bootstrap/pool_supervisor.py": "the manager of a run",
+    "manager/cluster/local.py": "first processes of steps, which outlive the manager",
+    "manager/cluster/slurm/steps.py": "sruns, which are killed once their step has connected",
+    "roles/agent/fault_injection.py": "a pause helper, which reports twice and outlives the agent",
+    "roles/launcher/process_group.py": "the command of a role",
+}
+"""module that starts processes: which ones"""
+
+
+def starts_of(source: str) -> list[int]:
+    """Return the lines on which a module starts a process."""
+    calls = (node for node in ast.walk(parse(source)) if isinstance(node, ast.Call))
+    return [call.lineno for call in calls if ast.unparse(call.func) in STARTS]
+
+
+def test_commands_are_only_started_by_the_command_runner() -> None:
+    files = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
+    found = {path.relative_to(ROOT).as_posix() for path in files if starts_of(path.read_text())}
+    assert found == set(STARTERS)
+
+
+def test_start_of_a_process_is_found() -> None:
+    assert starts_of("import subprocess\nchild = subprocess.Popen(['true'])\n") == [2]
+    assert starts_of("async def f():\n    await asyncio.create_subprocess_exec('true')\n") == [2]
+    assert starts_of("run(['true'], 1.0)\n") == []
