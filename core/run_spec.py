@@ -172,8 +172,8 @@ class Limits(Struct, frozen=True):
     heartbeat: float = 1.0
     """Seconds between two heartbeats of a worker or agent."""
     silence: float = 10.0
-    """Seconds without a heartbeat after which a replica or agent counts as lost; two independent witnesses exclude a
-    node."""
+    """Seconds without a heartbeat after which a replica counts as lost; an agent whose node still sends other messages
+    counts as lost after twice as long. A node is excluded if its agent and its replicas are silent."""
     join: float = 120.0
     """Seconds from the launch of a replica until it must have joined; RobustRL 1.4 needs about 80 s for scheduling and
     container."""

@@ -105,11 +105,31 @@ class Incarnation(Struct, frozen=True, order=True):
         return Incarnation(gang_of(self.replica), self.number)
 
 
-class Version(Struct, frozen=True, order=True):
-    """A weight version. Orders by step, then by the trainer incarnation that published it."""
+class Version(Struct, frozen=True):
+    """A weight version: the step after which it was published, and the trainer incarnation that published it.
+
+    Versions are ordered by their time of publication, so the incarnation is compared first: a restarted trainer may
+    have gone back some steps, and its versions are newer than those of the steps that it discarded.
+    """
 
     step: int
     incarnation: int
+
+    def __lt__(self, other: Version) -> bool:
+        return self._published < other._published
+
+    def __le__(self, other: Version) -> bool:
+        return self._published <= other._published
+
+    def __gt__(self, other: Version) -> bool:
+        return self._published > other._published
+
+    def __ge__(self, other: Version) -> bool:
+        return self._published >= other._published
+
+    @property
+    def _published(self) -> tuple[int, int]:
+        return self.incarnation, self.step
 
     def __str__(self) -> str:
         return f"v{self.step}.{self.incarnation}"

@@ -48,7 +48,7 @@ class VersionDirectory:
         version = source.version
         if version is None:
             return
-        if is_publisher(source.incarnation) and (self._version is None or _succeeds(version, self._version)):
+        if is_publisher(source.incarnation) and (self._version is None or version > self._version):
             self._version, self._sources = version, {}
         full = len(self._sources) >= MAX_SOURCES and source.incarnation not in self._sources
         if version == self._version and not full and self._sources.get(source.incarnation) != source:
@@ -66,12 +66,3 @@ class VersionDirectory:
         if not self._sources:
             self._version = None
         self.newest = None if self._version is None else NewestVersion(self._version, tuple(self._sources.values()))
-
-
-def _succeeds(version: Version, other: Version) -> bool:
-    """Return whether ``version`` was published after ``other``.
-
-    The incarnation is compared first: a restarted trainer may have gone back some steps, and its versions are still
-    newer.
-    """
-    return (version.incarnation, version.step) > (other.incarnation, other.step)

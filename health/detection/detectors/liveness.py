@@ -92,7 +92,10 @@ def stop_overdue(view: ReplicaView, limits: Limits, now: float) -> Result:
 
 # ── silence ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 def worker_silence(view: ReplicaView, limits: Limits, now: float) -> Result:
-    """Find a joined worker that sends no messages. The silence of agents is judged by ``node_lost``."""
+    """Find a joined worker that sends no messages.
+
+    An agent is judged by ``agent_silence`` if its node still sends other messages, else by ``node_lost``.
+    """
     if not expects_heartbeats(view) or view.status != "joined" or view.is_agent:
         return NO_FINDING
     longest = silence_limit(limits) * (CPU_ACTIVE_SILENCE_FACTOR if _cpu_active(view, limits) else 1.0)

@@ -54,11 +54,11 @@ def found(
 
 def failed(
     at: float, node: str, who: str = "rollout/0#1", *, cause: str = "process", detector: str = "exit_record",
-    lost: bool = False, injected: bool = False, duration: tuple[str, ...] | None = None,
+    lost: bool = False, injected: bool = False, restarted: tuple[str, ...] | None = None,
     evidence: str = "it ended by signal 9",
 ) -> Failed:  # fmt: skip
     gangs = (who.partition("#")[0],) if who else ()
-    restarted = gangs if duration is None else duration
+    restarted = gangs if restarted is None else restarted
     return Failed(BEGAN + at, node, who, restarted, cause, detector, "restart", BEGAN + at,
                   node_lost=lost, injected=injected, evidence=(evidence,))  # fmt: skip
 

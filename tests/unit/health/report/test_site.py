@@ -140,7 +140,7 @@ def test_who_fails_again_before_it_works_bears_the_time_until_then() -> None:
 
 def test_a_restart_of_everything_is_charged_to_the_one_that_failed() -> None:
     all_of_them = ("rollout/0", "trainer/0")
-    records = [began(0, "r", ANNA), failed(0, "n1", "trainer/0#1", duration=all_of_them),
+    records = [began(0, "r", ANNA), failed(0, "n1", "trainer/0#1", restarted=all_of_them),
                mended(60, "rollout/0", "n2", 0, 1.0), mended(90, "trainer/0", "n1", 0, 2.0)]  # fmt: skip
     (chapter,) = by_run(sourced(ANNA, "r", records))
     assert [cost for _, cost in costs(chapter)] == [3.0]

@@ -45,6 +45,11 @@ def test_sources_list_the_publisher_first_then_receivers_in_natural_order() -> N
     ]
 
 
+def test_version_of_a_restarted_trainer_is_newer_than_a_later_step_of_its_predecessor() -> None:
+    wiring = build_directory(state(trainer_0=Version(5, 2), rollout_3=Version(8, 1)))
+    assert wiring.newest == Version(5, 2)
+
+
 def test_unpublished_trainer_and_other_gang_members_are_not_sources() -> None:
     wiring = build_directory(state(rollout_4=OLD))
     assert (names(wiring.sources)[0], wiring.newest) == ("rollout/0", OLD)

@@ -59,6 +59,14 @@ def test_trainer_known_to_the_store_only_replaces_its_predecessor() -> None:
     assert known.sources() == (weight_source(NEXT_TRAINER, 5, 2), weight_source(OTHER, 3))
 
 
+def test_version_of_a_restarted_trainer_replaces_a_later_step_that_it_discarded() -> None:
+    known = WeightSources()
+    known.on_peers(peers(TRAINER, OTHER, newest=Version(8, 1), holders=(weight_source(OTHER, 8),)))
+    known.on_newest_version(newest_version(weight_source(NEXT_TRAINER, 5, 2)))
+    assert known.newest == Version(5, 2)
+    assert known.sources() == (weight_source(OTHER, 8), weight_source(NEXT_TRAINER, 5, 2))
+
+
 def test_version_whose_only_source_is_fenced_is_not_pulled() -> None:
     """The trainer died right after it published version 5: no replica has it, and the others keep version 4."""
     known = WeightSources()
