@@ -11,8 +11,8 @@ import time
 import pytest
 
 from rrl.core.types import Incarnation, ReplicaId
-from rrl.tests.support.weights.piping import KINDS
 from rrl.tests.support.weights.source import VERSION, content, described
+from rrl.tests.support.weights.transports import KINDS
 from rrl.transport.messages import WeightSource
 from rrl.transport.streams.connection import TransportError, deadline
 from rrl.transport.weights import pull as swarm
