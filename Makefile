@@ -58,8 +58,8 @@ test: setup
 # played, no run is started.
 FAST := $(addprefix tests/unit/,config core slurm_templates manager/model manager/planner/recovery cli/views) \
   $(filter-out %/test_scenarios.py,$(shell find tests/unit/health -name 'test_*.py' -not -path '*/readers/*')) \
-  $(patsubst %,tests/unit/manager/intake/test_%.py,admission hang_investigation kept_baselines mailbox message_handler \
-    reconcile user_commands) \
+  $(patsubst %,tests/unit/manager/intake/test_%.py,admission baseline_recorder hang_investigation \
+    message_handler pending_commands reconcile user_commands) \
   $(patsubst %,tests/unit/manager/planner/test_%.py,completed_commands planned_faults planner) \
   $(patsubst %,tests/unit/manager/planner/capacity/test_%.py,allocations nodes standbys) \
   $(patsubst %,tests/unit/manager/%.py,bootstrap/test_preflight reporting/test_summary storage/test_lease) \

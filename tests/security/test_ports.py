@@ -22,12 +22,12 @@ from rrl.core.types import Incarnation, NodeName, ReplicaId
 from rrl.roles.snapshots.format import SnapshotError
 from rrl.roles.trajectories.types import Answer, GetCommitted, NotReady
 from rrl.tests.support.proxy import Proxy
-from rrl.tests.support.roles.snapshots.keeping import member
+from rrl.tests.support.roles.snapshots.servers import member
 from rrl.tests.support.security import attacks
 from rrl.tests.support.security.attacks import Footprint, barrage, half_open, member_gone_mad, ports_of
 from rrl.tests.support.security.victim import SIZE
-from rrl.tests.support.weights.piping import KINDS as PIPES
 from rrl.tests.support.weights.source import VERSION, content
+from rrl.tests.support.weights.transports import KINDS as PIPES
 from rrl.transport.control.endpoints import Address, Dialer
 from rrl.transport.keys import RunKeys
 from rrl.transport.messages import AdmissionRequest, Admitted, FromManager

@@ -1,7 +1,6 @@
-"""Runs under test: submit one, follow its journal, hurt it, and see that nothing is left.
+"""Whole runs under test: submit a run, follow its journal, inject failures, and check that nothing of it is left.
 
-Nothing here sleeps and hopes: everything waits for a record of the journal, with a deadline that only a broken build
-reaches.
+Everything waits for a record of the journal, with a deadline that only a broken build reaches.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from rrl.tests.support.slurm.lab import SlurmLab
 from rrl.tests.support.supervisor import end_runs_with_caller
 
 TIMEOUT_S = 120.0
-"""s; generous: two shared cores start a dozen interpreters"""
+"""Deadline of one wait; generous, because two shared cores start a dozen interpreters."""
 RRL = str(Path(sys.executable).parent / "rrl")
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.toml"
 LIGHT = Path(__file__).with_name("light_roles")
@@ -78,7 +77,7 @@ step_grace = "3s"
 
 
 Incarnations = dict[ReplicaId, tuple[Incarnation, int | None, str | None]]
-"""Life, pid and node of every replica."""
+"""Incarnation, pid and node of every replica."""
 
 
 class TestRun:
@@ -100,7 +99,7 @@ class TestRun:
         return list(replay(self.run))
 
     def wait(self, condition: Callable[[State], Any], timeout_s: float = TIMEOUT_S) -> State:
-        """Until ``what`` holds of the state. Fails with the state and the newest records when it never does."""
+        """Wait until ``condition`` holds for the state; fail with the newest records if the run ends before."""
         until = time.monotonic() + timeout_s
         while time.monotonic() < until:
             state = self._follower.state()
@@ -115,7 +114,7 @@ class TestRun:
         return self.wait(lambda state: state.outcome is not None, timeout_s)
 
     def wait_resumed(self) -> None:
-        """Until the journal goes on after the run's end."""
+        """Wait until the journal continues after the run's end."""
         until = time.monotonic() + TIMEOUT_S
         while self.state().outcome is not None:
             assert time.monotonic() < until, self._account()
@@ -125,7 +124,7 @@ class TestRun:
         return self.wait(lambda state: state.step >= steps and all_work(state))
 
     def wait_back_alone(self, before: Incarnations, replica: ReplicaId, *also: ReplicaId) -> Incarnations:
-        """Until ``replica`` works in its next life; nobody but it and ``also`` was touched since ``before``."""
+        """Wait until the next incarnation of ``replica`` works; only it and ``also`` may differ from ``before``."""
         following = before[replica][0].number + 1  # a first launch may have failed: slurmctld is busy at times
         after = current_incarnations(
             self.wait(lambda s: s.replica(replica).incarnation_number == following and all_work(s))
@@ -135,7 +134,7 @@ class TestRun:
         return after
 
     def hold_in_the_middle(self, index: int) -> None:
-        """Have rollout ``index`` stop with unfinished work in hand; let go of with :meth:`let_go`."""
+        """Make rollout ``index`` stop with unfinished trajectories, until :meth:`let_go`."""
         (self.run.path / f"hold.{index}").touch()
         self.wait(lambda _: (self.run.path / f"held.{index}").exists())
 
@@ -143,7 +142,7 @@ class TestRun:
         (self.run.path / f"hold.{index}").unlink()
 
     def continued(self, dead: float) -> list[int]:
-        """Trained trajectories that the light life of mark ``dead`` began and another one finished, tokens in order."""
+        """Return the trained trajectories that the incarnation with mark ``dead`` began and another one finished."""
         continued = []
         for path in sorted((self.run.path / "batches").glob("*.json")):
             for one in json.loads(path.read_text()):
@@ -153,7 +152,7 @@ class TestRun:
         return continued
 
     def wait_gone(self, timeout_s: float = 30.0) -> None:
-        """No process of this run is left, and no file of it outside of its run directory (invariant 7)."""
+        """Wait until no process of the run and no file outside of its run directory is left (invariant 7)."""
         until = time.monotonic() + timeout_s
         while left := dict(processes_of(self.run)):
             assert time.monotonic() < until, f"left behind: {left}"
@@ -184,20 +183,20 @@ class TestRun:
 
 
 def all_work(state: State) -> bool:
-    """Every replica has joined, and every rollout holds weights."""
+    """Return whether every replica has joined and every rollout holds weights."""
     return all(r.status is Status.JOINED for r in workers(state)) and all(
         r.weight_version is not None for r in workers(state) if r.role == "rollout"
     )
 
 
 def current_incarnations(state: State) -> Incarnations:
-    """Life, pid and node of every worker and agent: what isolation is asserted on. Shadows come and go."""
+    """Return incarnation, pid and node of every worker and agent, but not of standbys, which come and go."""
     present = [r for r in state.replicas.values() if r.status is not Status.RETIRED and r.role != STANDBY_ROLE]
     return {r.id: (r.incarnation, r.pid, r.node) for r in present}
 
 
 def processes_of(run: RunDir) -> Iterator[tuple[int, str]]:
-    """Every process on this machine that carries this run's mark in its environment, or manages it."""
+    """Yield pid and command line of each process with the run in its environment or command line."""
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
             continue
@@ -215,7 +214,7 @@ def processes_of(run: RunDir) -> Iterator[tuple[int, str]]:
 
 
 def check_sound(run: RunDir) -> None:
-    """The invariants that the records of a finished run, and its store's, can show."""
+    """Check the invariants that the journal and the store of a finished run can show."""
     outcome = check_records(run)
     audit = msgspec.json.decode((run.store / "audit.json").read_bytes())
     assert audit["made"] == audit["trained"] + sum(audit["dropped"].values()) + audit["open"]  # invariant 1
@@ -225,7 +224,7 @@ def check_sound(run: RunDir) -> None:
 
 
 def check_records(run: RunDir) -> Outcome | None:
-    """Invariants that the journal can show; how the run ended."""
+    """Check the invariants that the journal can show; return how the run ended."""
     current: dict[ReplicaId, int] = {}
     outcome = None
     for stamped in replay(run):
@@ -241,7 +240,7 @@ def check_records(run: RunDir) -> Outcome | None:
 
 
 def submit_here(tmp_path: Path, toml: str) -> TestRun:
-    """On the local cluster, as ourselves, in the background. The run ends with the calling process at the latest."""
+    """Submit a job to the local cluster in the background; the run ends with the calling process at the latest."""
     end_runs_with_caller(tmp_path / "runs")
     env = {**os.environ, RUNS_ENV: str(tmp_path / "runs")}
 
@@ -252,7 +251,11 @@ def submit_here(tmp_path: Path, toml: str) -> TestRun:
 
 
 def submit_on(lab: SlurmLab, name: str, toml: str, shell: Mapping[str, str] | None = None) -> TestRun:
-    """On the lab's Slurm, as its plain user, from a folder that is the user's own; ``shell``: variables of his."""
+    """Submit a job to the lab's Slurm as its plain user, from a folder of that user.
+
+    Args:
+        shell: Environment variables of the user's shell.
+    """
     folder = lab.user_home / name
     lab.call_as_user(folder.mkdir)
     runs = folder / "runs"
@@ -265,7 +268,7 @@ def submit_on(lab: SlurmLab, name: str, toml: str, shell: Mapping[str, str] | No
 
 
 def wait_for_run(runs: Path) -> RunDir:
-    """The only run in ``runs``, once its manager has begun."""
+    """Wait for the manager of the only run in ``runs``; return the run."""
     until = time.monotonic() + TIMEOUT_S
     while time.monotonic() < until:
         if found := list(runs.glob("*/journal/*.seg")):
@@ -275,7 +278,7 @@ def wait_for_run(runs: Path) -> RunDir:
 
 
 def write_job(folder: Path, toml: str) -> Path:
-    """``job.toml`` beside the light task, readable by whoever submits it."""
+    """Write ``job.toml`` and the light task into ``folder``; return the path of ``job.toml``."""
     job = folder / "job.toml"
     job.write_text(toml)
     for source in LIGHT.glob("*_task.py"):
@@ -293,6 +296,6 @@ def submitted(job: Path, runs: Path, call: Callable[..., subprocess.Popen[str]])
 def without_replicas(
     before: Incarnations, after: Incarnations, but: Sequence[ReplicaId]
 ) -> tuple[Incarnations, Incarnations]:
-    """Both without ``but``: what must be equal when only those were hurt."""
+    """Return both without the replicas ``but``: these must be equal if only those replicas failed."""
     unchanged, now = ({id: observed for id, observed in some.items() if id not in but} for some in (before, after))
     return unchanged, now

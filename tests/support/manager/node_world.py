@@ -21,9 +21,9 @@ class Nodes(World):
         self.drains: dict[NodeName, str] = {}
         self.may = may
         self.shrinks = ""
-        """why it does not"""
+        """Reason for which the cluster refuses to release single nodes; empty: it releases them."""
         self.unanswered = False
-        """nobody knows what becomes of a drain"""
+        """True if requests to drain, undrain and shrink stay without an answer."""
         super().__init__(msgspec.structs.replace(job, cluster="slurm"), nodes)
 
     def _carry_out(self, action: ExternalAction) -> None:

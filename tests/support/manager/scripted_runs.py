@@ -30,17 +30,20 @@ KEYS = RunKeys.make()
 
 
 class Script(Struct, frozen=True):
-    """What happens in a run, and how it ends. ``at_step``: once so many steps are committed. ``resumed``: the job with
-    which a person has it go on when it has ended."""
+    """What happens in a run, and how it ends."""
 
     outcome: Outcome
     granted: int
-    """allocations"""
+    """Number of allocations that the cluster grants in all."""
     crash_at: int = -1
+    """Training step at whose commit the node of rollout/1 fails; -1: none."""
     cancel_at: int = -1
+    """Training step at whose commit a user cancels the run; -1: never."""
     job: RunSpec = JOB
     at_step: dict[int, Callable[[Site], None]] = {}
+    """Committed training step → what happens to the site then."""
     resumed: RunSpec | None = None
+    """Job with which a user resumes the ended run."""
 
 
 COMPLETES = Script(Outcome.COMPLETED, granted=2, crash_at=2)
@@ -49,7 +52,7 @@ COMPLETES = Script(Outcome.COMPLETED, granted=2, crash_at=2)
 def run_to_end(
     script: Script = COMPLETES, prepared: Callable[[Site], None] = lambda site: None
 ) -> tuple[Site, Outcome, State]:
-    """One run to its end; its site, outcome, and what its journal says."""
+    """Play a run to its end; return its site, its outcome and the state that its journal folds to."""
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda fd: None)  # no script loses power: what was written is there
         run = RunDir(Path(folder) / RUN)
@@ -83,7 +86,7 @@ def run_to_end(
 
 
 def starts(site: Site) -> Counter[str]:
-    """How many steps ran, by replica."""
+    """Return the number of started steps by replica."""
     return Counter(tag.removeprefix(f"{RUN}.").rpartition(".")[0] for tag in site.started)
 
 

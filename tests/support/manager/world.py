@@ -563,3 +563,22 @@ def assert_nothing_is_left(world: World, outcome: Outcome) -> None:
     assert world.over
     assert (world.steps, world.held, world.state.allocations) == ({}, {}, {})
     assert [action.outcome for action in world.decided(Finish)] == [outcome]
+
+
+def fences(world: World) -> list[Fence]:
+    """Return the fences of roles in the order of their decision."""
+    return [fence for fence in world.decided(Fence) if role_of(fence.incarnation.replica) not in (AGENT, STANDBY_ROLE)]
+
+
+def charged(world: World) -> list[tuple[str, Rung]]:
+    return [(str(fence.incarnation), fence.rung) for fence in fences(world) if fence.charged]
+
+
+def fail(world: World, replica: ReplicaId, detector: str = "exit_record") -> None:
+    """Record a finding of failure, and let the planner decide before anything else happens."""
+    world.happen(found(world.state.replica(replica).incarnation, detector, world.now))
+
+
+def at_step(world: World, step: int) -> World:
+    world.commit(step)
+    return world

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rrl.roles.trajectories.types import NotReady, Request
-from rrl.tests.support.roles.snapshots.keeping import snapshot_server
+from rrl.tests.support.roles.snapshots.servers import snapshot_server
 from rrl.tests.support.weights.source import VERSION, content, described
 from rrl.transport.control import sockets
 from rrl.transport.control.endpoints import Listener

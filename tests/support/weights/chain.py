@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import TypeVar
 
 from rrl.core.types import ReplicaId, Version
-from rrl.tests.support.weights.piping import CHUNK, SECRET, SIZE, SpyTransport, child, transport_for, weight_source
 from rrl.tests.support.weights.source import VERSION, content, described
+from rrl.tests.support.weights.transports import CHUNK, SECRET, SIZE, SpyTransport, child, transport_for, weight_source
 from rrl.transport.messages import WeightSource
 from rrl.transport.weights.base import STARVATION_TIMEOUT_S
 from rrl.transport.weights.manifest import Manifest

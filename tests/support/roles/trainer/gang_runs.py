@@ -22,13 +22,13 @@ KILLED = -9
 
 
 class End(Struct):
-    """What a run has committed last: all tensors, and what each member had beside."""
+    """The last commit of a run: all tensors, and the other state of each member."""
 
     tensors: dict[str, Tensor]
     rest: list[bytes]
 
     def __eq__(self, other: object) -> bool:
-        """Bit for bit."""
+        """Compare bit for bit."""
         return isinstance(other, End) and self.rest == other.rest and self.distance(other) == 0.0
 
     def distance(self, other: End) -> float:

@@ -1,7 +1,7 @@
-"""A gang of real trainer processes, a real store with recorded trajectories, real agents' memory; the manager only does
-what a gang needs of it: it welcomes, tells who lives, and fences all when one has died.
+"""A gang of real trainer processes, a real store with recorded trajectories, and real snapshot servers.
 
-The processes are forked from one that has imported torch, so that a life takes a second, not six.
+The manager is a substitute: it welcomes members, sends them the peer directory, and fences all when one has died. The
+processes are forked from one that has imported torch, so that an incarnation starts in a second instead of six.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from rrl.transport.control.endpoints import Listener
 from rrl.transport.messages import Fenced, Goodbye, Hello, Peer, Peers, Stop, ToManager, Welcome
 
 END_TIMEOUT_S = 120.0
-"""s; no test depends on how fast a life is, only that it ends"""
+"""Deadline for the end of an incarnation; no test depends on how fast it is."""
 GANG = ReplicaId("trainer/0")
 VOCABULARY = 13
 _GROUP, _PER_BATCH, _MAX_NEW = 3, 3, 3
@@ -45,7 +45,7 @@ _ROLLOUT, _REWARD = crew.incarnation_of("rollout/0"), crew.incarnation_of("rewar
 
 @contextlib.contextmanager
 def nursery() -> Iterator[ForkServerContext]:
-    """Where trainer processes are forked from."""
+    """Provide the server from which trainer processes are forked; end it afterwards."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([mortal.__name__, folders.__name__])
     try:
@@ -55,7 +55,7 @@ def nursery() -> Iterator[ForkServerContext]:
 
 
 def recorded(folder: Path, steps: int, uncommitted: int) -> Store:
-    """A store with everything that ``steps`` steps learn from: always the same."""
+    """Return a store with all trajectories that ``steps`` steps train on, the same ones each time."""
     dice = random.Random(7)
     store = Store(
         folder, group_size=_GROUP, groups_per_batch=_PER_BATCH, max_ahead_batches=steps, max_new_tokens=_MAX_NEW,
@@ -75,9 +75,13 @@ def recorded(folder: Path, steps: int, uncommitted: int) -> Store:
 
 
 class Stage:
-    """One run of ``steps`` steps in ``path`` by ``world`` members, each on a node of its own; with ``snapshots`` each
-    node has an agent that keeps them, and so has one beside them. ``model``: the table of job.toml, instead of a small
-    one that is built; ``trainer``: more of that role's."""
+    """A run of ``steps`` training steps in ``path`` by a gang of ``world`` members, each on a node of its own.
+
+    Args:
+        snapshots: Whether each node, and one more, has a snapshot server.
+        model: Table ``[model]`` of job.toml, instead of the small model that is built.
+        trainer: Further keys of ``[roles.trainer]``.
+    """
 
     def __init__(
         self, path: Path, processes: ForkServerContext, *, world: int, steps: int, snapshots: bool = False,
@@ -126,7 +130,7 @@ class Stage:
         server.start()
 
     def agent_dies(self, node: NodeName) -> None:
-        """And all that it kept."""
+        """Stop the node's snapshot server; its snapshots are lost."""
         self._snapshot_servers.pop(node).close()
 
     @property
@@ -138,8 +142,13 @@ class Stage:
     async def live(
         self, moment: str = "", step: int = 0, rank: int = 0, world: int | None = None
     ) -> list[int | None]:  # fmt: skip
-        """One incarnation of the gang, which dies by its member ``rank`` at ``moment`` of ``step``, if that is given.
-        Returns the members' exit codes, negative for a signal."""
+        """Run one incarnation of the gang to its end, and return the members' exit codes (negative for a signal).
+
+        Args:
+            moment: Point of the training step at which member ``rank`` kills itself; empty: nobody dies.
+            step: Number of that training step.
+            world: Number of members from now on; None: as before.
+        """
         self.incarnation += 1
         self.world = world or self.world
         members = [Incarnation(member_id(GANG, each), self.incarnation) for each in range(self.world)]
@@ -170,7 +179,7 @@ class Stage:
         return process
 
     async def _until_one_ends(self, started: list[ForkServerProcess]) -> None:
-        """Or all have ended in order."""
+        """Wait until a member has failed, or all have ended with exit code 0."""
         async with asyncio.timeout(END_TIMEOUT_S):
             while any(each.is_alive() for each in started) and all(each.exitcode in (None, 0) for each in started):
                 await asyncio.sleep(0.02)
@@ -228,7 +237,7 @@ def _job(steps: int, model: dict[str, Any], trainer: dict[str, Any]) -> RunSpec:
 
 
 class Doubles:
-    """What a warm start learns from."""
+    """The task whose answers a warm start learns."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed

@@ -26,7 +26,7 @@ from rrl.roles.snapshots.format import (
 )
 from rrl.roles.snapshots.server import SnapshotServer
 from rrl.tests.support.listening_manager import TIMEOUT_S, wait_until
-from rrl.tests.support.roles.snapshots.keeping import FAR, keep, member, process, snapshot_server
+from rrl.tests.support.roles.snapshots.servers import FAR, keep, member, process, snapshot_server
 from rrl.tests.support.roles.snapshots.writer import GANG, NODE
 from rrl.transport.keys import RunKeys
 from rrl.transport.streams import connection as stream_connection

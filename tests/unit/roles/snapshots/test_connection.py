@@ -22,7 +22,7 @@ from rrl.roles.snapshots.connection import local_key, remote_key, socket_name
 from rrl.roles.snapshots.format import SnapshotError, SnapshotInfo
 from rrl.roles.snapshots.server import SnapshotServer
 from rrl.tests.support.listening_manager import TIMEOUT_S, wait_until
-from rrl.tests.support.roles.snapshots.keeping import FAR, keep, member, snapshot_server
+from rrl.tests.support.roles.snapshots.servers import FAR, keep, member, snapshot_server
 from rrl.tests.support.roles.snapshots.writer import GANG, NODE, RUN
 from rrl.transport.keys import RunKeys
 from rrl.transport.streams import framing

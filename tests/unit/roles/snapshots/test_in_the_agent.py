@@ -16,7 +16,7 @@ from rrl.roles.snapshots.client import SnapshotClient
 from rrl.roles.snapshots.connection import socket_name
 from rrl.roles.snapshots.format import Fenced, SnapshotError
 from rrl.tests.support.listening_manager import Lab, eventually, lab
-from rrl.tests.support.roles.snapshots.keeping import keep
+from rrl.tests.support.roles.snapshots.servers import keep
 from rrl.tests.support.security.attacks import Footprint
 from rrl.transport import messages as msg
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from rrl.tests.support.roles.snapshots.keeping import member, snapshot_server
+from rrl.tests.support.roles.snapshots.servers import member, snapshot_server
 from rrl.tests.support.roles.snapshots.writer import SIZE
 from rrl.transport.keys import RunKeys
 

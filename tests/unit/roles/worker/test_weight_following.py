@@ -16,8 +16,8 @@ from rrl.roles.worker import connection as link_module
 from rrl.roles.worker.connection import ManagerConnection
 from rrl.tests.support.listening_manager import TIMEOUT_S, lab
 from rrl.tests.support.weights.chain import Publisher, until
-from rrl.tests.support.weights.piping import CHUNK, SECRET, SpyTransport, calm, served, transport_for, weight_source
 from rrl.tests.support.weights.source import content, described
+from rrl.tests.support.weights.transports import CHUNK, SECRET, SpyTransport, calm, served, transport_for, weight_source
 from rrl.transport.messages import Peers, WeightSource
 from rrl.transport.weights import pull
 

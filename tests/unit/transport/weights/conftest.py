@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rrl.tests.support.weights.piping import KINDS, SECRET, TIMEOUT_S
+from rrl.tests.support.weights.transports import KINDS, SECRET, TIMEOUT_S
 from rrl.transport.weights.base import WeightTransport
 from rrl.transport.weights.select import open_transport
 

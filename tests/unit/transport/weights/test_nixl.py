@@ -19,7 +19,8 @@ from typing import Any
 import pytest
 
 from rrl.tests.support.security import attacks
-from rrl.tests.support.weights.piping import (
+from rrl.tests.support.weights.source import VERSION, content, described
+from rrl.tests.support.weights.transports import (
     CHUNK,
     SECRET,
     SIZE,
@@ -31,7 +32,6 @@ from rrl.tests.support.weights.piping import (
     transport_for,
     weight_source,
 )
-from rrl.tests.support.weights.source import VERSION, content, described
 from rrl.transport.streams.connection import Connection, TransportError, authenticate
 from rrl.transport.tcp_inspection import listening_addresses
 from rrl.transport.weights import base as pipes

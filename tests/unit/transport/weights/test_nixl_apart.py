@@ -9,18 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from rrl.tests.support.weights.piping import KINDS, TRANSPORTS_ENV
+from rrl.tests.support.weights.transports import KINDS, TRANSPORTS_ENV
 from rrl.transport.weights.base import installed_package
 
 HERE = Path(__file__).parent
-MODULES = ("test_nixl.py", "test_pipes.py", "test_seam.py", "test_swarm.py", "test_torture.py",
+MODULES = ("test_nixl.py", "test_pull.py", "test_seam.py", "test_swarm.py", "test_torture.py",
            "../../../security/test_ports.py")  # fmt: skip
-MAIN = ("test_nixl.py", "test_pipes.py", "-k", "line_that_is_given_up or aborted or reader_that_is_killed or "
+MAIN = ("test_nixl.py", "test_pull.py", "-k", "line_that_is_given_up or aborted or reader_that_is_killed or "
         "answered_later or deadline_holds or late_joiner or lying_source")  # fmt: skip
-"""a few seconds: that versions are read, whom nobody believes, and what a line that is given up or a peer that dies
-leaves behind"""
+"""Tests of a few seconds: versions are read, corrupt chunks are refused, and aborted connections and dead peers leave
+nothing behind."""
 TIMEOUT_S, TORTURE_TIMEOUT_S = 280.0, 1800.0
-"""s"""
 
 pytestmark = pytest.mark.skipif("nixl" in KINDS, reason="this is that process")
 
@@ -45,7 +44,7 @@ def test_versions_are_read_over_nixl_and_what_is_given_up_is_kept() -> None:
 
 
 @pytest.mark.long
-def test_the_pipes_tests_pass_over_nixl() -> None:
+def test_all_tests_of_weight_transports_pass_over_nixl() -> None:
     passes(*MODULES)
 
 

@@ -14,8 +14,8 @@ import pytest
 from rrl.config.job.schema import TransportTable
 from rrl.core.run_spec import RunSpec, WeightsSetting, WeightTransportName
 from rrl.core.types import Incarnation, ReplicaId
-from rrl.tests.support.weights.piping import KINDS
 from rrl.tests.support.weights.source import VERSION, content, described
+from rrl.tests.support.weights.transports import KINDS
 from rrl.transport.messages import WeightSource
 from rrl.transport.streams.connection import TransportError, deadline
 from rrl.transport.weights import pull as swarm

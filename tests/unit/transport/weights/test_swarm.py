@@ -14,7 +14,8 @@ import pytest
 
 from rrl.core.types import Version
 from rrl.tests.support.weights.chain import Liar, Publisher, Receiver, Unresponsive, receiver, receiver_apart, until
-from rrl.tests.support.weights.piping import (
+from rrl.tests.support.weights.source import VERSION, content, described
+from rrl.tests.support.weights.transports import (
     CHUNK,
     CHUNKS,
     SECRET,
@@ -25,7 +26,6 @@ from rrl.tests.support.weights.piping import (
     served,
     weight_source,
 )
-from rrl.tests.support.weights.source import VERSION, content, described
 from rrl.transport.messages import WeightSource
 from rrl.transport.streams import connection
 from rrl.transport.weights import pull, tcp, ucx

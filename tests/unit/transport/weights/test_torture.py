@@ -10,9 +10,9 @@ import signal
 
 import pytest
 
-from rrl.tests.support.weights.piping import TIMEOUT_S, Run, child, transport_for
 from rrl.tests.support.weights.source import VERSION
 from rrl.tests.support.weights.torture import NBYTES, RECEIVERS, Tally, torture
+from rrl.tests.support.weights.transports import TIMEOUT_S, Run, child, transport_for
 from rrl.transport.streams.connection import TransportError
 from rrl.transport.weights.base import WeightTransport
 

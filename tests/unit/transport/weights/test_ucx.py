@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from rrl.tests.support.weights.piping import SECRET, complete, holding, served, transport_for, weight_source
 from rrl.tests.support.weights.source import VERSION
+from rrl.tests.support.weights.transports import SECRET, complete, holding, served, transport_for, weight_source
 from rrl.transport.streams.connection import TransportError
 from rrl.transport.tcp_inspection import listening_addresses
 from rrl.transport.weights.pull import pull

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from rrl.tests.support.weights.piping import KINDS, TRANSPORTS_ENV
+from rrl.tests.support.weights.transports import KINDS, TRANSPORTS_ENV
 from rrl.transport.weights.base import installed_package
 
 HERE = Path(__file__).parent
-MODULES = ("test_ucx.py", "test_pipes.py", "test_seam.py", "test_swarm.py", "test_torture.py")
+MODULES = ("test_ucx.py", "test_pull.py", "test_seam.py", "test_swarm.py", "test_torture.py")
 NAMESPACE = ("unshare", "--net") if os.geteuid() == 0 else ("unshare", "--user", "--map-root-user", "--net")
 TIMEOUT_S, TORTURE_TIMEOUT_S = 280.0, 1800.0
 

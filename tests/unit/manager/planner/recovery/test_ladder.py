@@ -30,7 +30,17 @@ from rrl.tests.support.manager.jobs import (
     in_node_groups,
     job,
 )
-from rrl.tests.support.manager.world import World, assert_nothing_is_left, found, lost, requests
+from rrl.tests.support.manager.world import (
+    World,
+    assert_nothing_is_left,
+    at_step,
+    charged,
+    fail,
+    fences,
+    found,
+    lost,
+    requests,
+)
 
 POOL = f"{RUN}.pool"
 R0, R1 = ROLLOUTS
@@ -38,25 +48,6 @@ ALL = (STORE, REWARD, TRAINER, R0, R1)
 T0, T1, T2, T3 = GANG = tuple(member_id(TRAINER, rank) for rank in range(4))
 N1, N2, N3, N4, N5, N6, N7 = (NodeName(f"n{i}") for i in range(1, 8))
 _AWAY = "exit_record: step: {} failed"
-
-
-def fences(world: World) -> list[Fence]:
-    """Return the fences of roles in the order of their decision."""
-    return [fence for fence in world.decided(Fence) if role_of(fence.incarnation.replica) not in (AGENT, STANDBY_ROLE)]
-
-
-def charged(world: World) -> list[tuple[str, Rung]]:
-    return [(str(fence.incarnation), fence.rung) for fence in fences(world) if fence.charged]
-
-
-def fail(world: World, replica: ReplicaId, detector: str = "exit_record") -> None:
-    """Record a finding of failure, and let the planner decide before anything else happens."""
-    world.happen(found(world.state.replica(replica).incarnation, detector, world.now))
-
-
-def at_step(world: World, step: int) -> World:
-    world.commit(step)
-    return world
 
 
 # ── the ladder as data ───────────────────────────────────────────────────────────────────────────────────────────────

@@ -10,8 +10,7 @@ from rrl.manager.model.actions import Finish, RestartAll, Rung
 from rrl.manager.model.reduce_replicas import MAX_RESTART_BACKOFF_S
 from rrl.manager.planner.shutdown import final_reason
 from rrl.tests.support.manager.jobs import REWARD, ROLLOUTS, RUN, STORE, TRAINER, gang_job, job
-from rrl.tests.support.manager.world import World, assert_nothing_is_left, found, lost
-from rrl.tests.unit.manager.planner.recovery.test_ladder import at_step, charged, fail
+from rrl.tests.support.manager.world import World, assert_nothing_is_left, at_step, charged, fail, found, lost
 
 R0, R1 = ROLLOUTS
 T0, T1, T2, T3 = (member_id(TRAINER, rank) for rank in range(4))

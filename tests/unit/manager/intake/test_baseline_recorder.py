@@ -1,4 +1,4 @@
-"""What is usual is kept in the journal, and the next manager's watch begins with it."""
+"""Baselines are recorded in the journal, and the next manager's health monitor starts with them."""
 
 from __future__ import annotations
 
@@ -40,31 +40,31 @@ def phases(*names: str) -> list[ev.Event]:
     return [ev.PhaseEntered(INCARNATION, name) for name in names]
 
 
-def stuck(state: State, phase: str) -> float:
-    """s after which a new manager, to which the trainer only beats, finds that it hangs."""
-    watch, began = HealthMonitor(), 1000.0
-    restore_monitor(watch, state, began)
-    watch.on_hello(INCARNATION, N1, phase, began)
+def time_until_hang_found(state: State, phase: str) -> float:
+    """Return the seconds after which a new manager finds that a trainer with nothing but heartbeats hangs."""
+    monitor, began = HealthMonitor(), 1000.0
+    restore_monitor(monitor, state, began)
+    monitor.on_hello(INCARNATION, N1, phase, began)
     limits, heartbeat = state.job.limits, 10.0
     limits = msgspec.structs.replace(limits, heartbeat=heartbeat, silence=60.0)
     for tick in range(1, 1500):
         now = began + tick * heartbeat
-        watch.on_heartbeat(INCARNATION, phase, 3, None, now)
-        found, _ = detect(watch, limits, now)
-        if any(one.verdict is Verdict.FAIL and one.incarnation == INCARNATION for one in found):
+        monitor.on_heartbeat(INCARNATION, phase, 3, None, now)
+        found, _ = detect(monitor, limits, now)
+        if any(finding.verdict is Verdict.FAIL and finding.incarnation == INCARNATION for finding in found):
             return now - began
     return float("inf")
 
 
 def test_hang_is_detected_by_baselines_of_an_earlier_manager() -> None:
     went = phases("starting", "train", "checkpoint", "publish", "wait_data", "train", "checkpoint")
-    assert stuck(learned(*went, ev.BaselinesLearned(BASELINE)), "checkpoint") < 400.0
-    assert stuck(learned(*went), "checkpoint") > 3000.0, "of an old journal nobody knows what is usual"
+    assert time_until_hang_found(learned(*went, ev.BaselinesLearned(BASELINE)), "checkpoint") < 400.0
+    assert time_until_hang_found(learned(*went), "checkpoint") > 3000.0, "a journal without baselines"
 
 
 def test_first_pass_of_a_phase_remains_one_under_a_new_manager() -> None:
     went = phases("starting", "train", "checkpoint")
-    assert stuck(learned(*went, ev.BaselinesLearned(BASELINE)), "checkpoint") > 1800.0
+    assert time_until_hang_found(learned(*went, ev.BaselinesLearned(BASELINE)), "checkpoint") > 1800.0
 
 
 def test_state_has_the_passed_phases_of_each_incarnation() -> None:
@@ -75,10 +75,10 @@ def test_state_has_the_passed_phases_of_each_incarnation() -> None:
 
 
 def test_baselines_are_checked_once_a_minute_and_recorded_when_changed() -> None:
-    watch, recorded = HealthMonitor(), list[ev.BaselinesLearned]()
-    recorder = BaselineRecorder(watch, {}, recorded.append)
+    monitor, recorded = HealthMonitor(), list[ev.BaselinesLearned]()
+    recorder = BaselineRecorder(monitor, {}, recorded.append)
     recorder.record_if_due(0.0)
-    watch.restore_baselines(BASELINE)
+    monitor.restore_baselines(BASELINE)
     recorder.record_if_due(BASELINE_CHECK_INTERVAL_S - 1.0)
     assert recorded == [], "not before its time"
     recorder.record_if_due(BASELINE_CHECK_INTERVAL_S)
@@ -90,9 +90,9 @@ def test_baselines_are_checked_once_a_minute_and_recorded_when_changed() -> None
 
 def test_restored_baselines_are_not_recorded_again() -> None:
     state, recorded = learned(ev.BaselinesLearned(BASELINE)), list[ev.BaselinesLearned]()
-    watch = HealthMonitor()
-    restore_monitor(watch, state, 1000.0)
-    BaselineRecorder(watch, state.baselines, recorded.append).record_if_due(1000.0)
+    monitor = HealthMonitor()
+    restore_monitor(monitor, state, 1000.0)
+    BaselineRecorder(monitor, state.baselines, recorded.append).record_if_due(1000.0)
     assert recorded == []
 
 
@@ -103,16 +103,16 @@ def test_run_resumed_with_another_job_starts_without_baselines() -> None:
 
 
 def test_baselines_are_restored_by_the_next_manager(monkeypatch: pytest.MonkeyPatch) -> None:
-    handed: list[dict[str, RoleBaseline]] = []
-    remember = HealthMonitor.restore_baselines
+    restored: list[dict[str, RoleBaseline]] = []
+    restore = HealthMonitor.restore_baselines
 
-    def noted(watch: HealthMonitor, known: dict[str, RoleBaseline]) -> None:
-        handed.append(dict(known))
-        remember(watch, known)
+    def noted(monitor: HealthMonitor, known: dict[str, RoleBaseline]) -> None:
+        restored.append(dict(known))
+        restore(monitor, known)
 
     monkeypatch.setattr(of_managers, "BASELINE_CHECK_INTERVAL_S", 0.5)  # the run takes less than a minute
     monkeypatch.setattr(HealthMonitor, "restore_baselines", noted)
     script = Script(Outcome.COMPLETED, granted=1, job=job(spares=0, limits=LIMITS, steps=12))
     _, _, state = run_to_end(script, lambda site: setattr(site, "kill_every", 60))
-    assert handed[0] == {}
-    assert handed[-1].keys() == state.baselines.keys() == {"reward", "rollout"}
+    assert restored[0] == {}
+    assert restored[-1].keys() == state.baselines.keys() == {"reward", "rollout"}

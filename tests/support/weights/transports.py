@@ -1,4 +1,4 @@
-"""Holders and pipes under test: in this process or in one of their own, and a pipe that counts what passes."""
+"""Weight transports and sources under test, in this process or one of their own, and a transport that counts chunks."""
 
 from __future__ import annotations
 
@@ -22,9 +22,12 @@ from rrl.transport.weights.store import WeightStore
 
 TRANSPORTS_ENV = "RRL_TEST_TRANSPORTS"
 KINDS = tuple(os.environ.get(TRANSPORTS_ENV, "tcp").split(","))
-"""ucx runs in a network namespace of its own (test_ucx_apart.py), since its ports authenticate nobody. nixl runs in a
-process of its own (test_nixl_apart.py): its UCX and ucxx's do not get on with each other. With ucx, nixl, ucx in turn
-UCX's thread crashed as a peer died (SIGSEGV in ucp_memh_invalidate, 4 of 4 runs); never without"""
+"""Transports that the tests of this process use.
+
+ucx runs in a network namespace of its own (test_ucx_apart.py), since its ports authenticate nobody. nixl runs in a
+process of its own (test_nixl_apart.py), since its UCX and ucxx's cannot share one: after ucx, nixl and ucx in turn
+UCX's thread crashed when a peer died (SIGSEGV in ucp_memh_invalidate, in 4 of 4 runs), and never without nixl.
+"""
 TIMEOUT_S = 30.0
 SECRET = b"s" * 32
 CHUNK = 2**20
@@ -34,17 +37,17 @@ Run = Callable[[Coroutine[Any, Any, None]], None]
 
 
 def calm() -> AdaptiveTimeout:
-    """Patience with sources that are slow only because the machine is busy."""
+    """Return chunk timeouts that a busy machine does not reach."""
     return AdaptiveTimeout(TIMEOUT_S, TIMEOUT_S)
 
 
 @asynccontextmanager
 async def transport_for(kind: str, secret: bytes = SECRET) -> AsyncGenerator[WeightTransport]:
-    pipe = open_transport(kind, secret, trusted_network=True)
+    transport = open_transport(kind, secret, trusted_network=True)
     try:
-        yield pipe
+        yield transport
     finally:
-        await pipe.close()
+        await transport.close()
 
 
 def weight_source(at: str, name: str = "trainer/0", version: Version | None = VERSION) -> WeightSource:
@@ -53,8 +56,8 @@ def weight_source(at: str, name: str = "trainer/0", version: Version | None = VE
 
 @asynccontextmanager
 async def served(kind: str, store: WeightStore, secret: bytes = SECRET) -> AsyncGenerator[str]:
-    async with transport_for(kind, secret) as pipe:
-        yield await pipe.serve(store, "127.0.0.1")
+    async with transport_for(kind, secret) as transport:
+        yield await transport.serve(store, "127.0.0.1")
 
 
 def holding(version: Version = VERSION, size: int = SIZE) -> WeightStore:
@@ -65,7 +68,11 @@ def holding(version: Version = VERSION, size: int = SIZE) -> WeightStore:
 
 @asynccontextmanager
 async def child(kind: str, size: int = SIZE, chunk: int = CHUNK, upstream: str = "") -> AsyncGenerator[tuple[str, int]]:
-    """A source in a process of its own: its address and pid. ``upstream``: whom it pulls from itself."""
+    """Start a source in a process of its own; provide its address and pid.
+
+    Args:
+        upstream: Address of the source that it pulls from itself; empty: it has the version already.
+    """
     argv = [
         sys.executable,
         "-m",
@@ -86,7 +93,7 @@ async def child(kind: str, size: int = SIZE, chunk: int = CHUNK, upstream: str =
 
 
 class SpyTransport:
-    """A pipe that counts chunks by source, and calls ``after`` at each one that came."""
+    """A transport that counts chunks by source and calls ``after(address, count)`` after each fetched one."""
 
     def __init__(self, transport: WeightTransport, after: Callable[[str, int], None] = lambda at, count: None) -> None:
         self.kind = transport.kind

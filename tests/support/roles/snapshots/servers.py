@@ -1,7 +1,8 @@
-"""What an agent does for snapshots, without the agent.
+"""Snapshot servers without an agent: in a thread (:func:`snapshot_server`), or in a process (:func:`process`).
 
-``python -m rrl.tests.support.roles.snapshots.keeping KEYS NODE`` prints its address and keeps until its input ends. In
-Python: :func:`keeper`, a thread of this process."""
+``python -m rrl.tests.support.roles.snapshots.servers KEYS NODE`` prints the server's address and serves until its
+standard input is closed.
+"""
 
 from __future__ import annotations
 
@@ -32,11 +33,11 @@ def snapshot_server(keys: RunKeys, node: NodeName = NODE) -> Iterator[SnapshotSe
 
 @contextlib.contextmanager
 def process(keys: RunKeys, folder: Path, node: NodeName = NODE) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A keeper that can be killed or stopped, and its address."""
+    """Start a server that can be killed or stopped; provide its process and its address."""
     file = folder / "keys.json"
     if not file.exists():
         keys.save(file)
-    argv = [sys.executable, "-m", "rrl.tests.support.roles.snapshots.keeping", str(file), node]
+    argv = [sys.executable, "-m", "rrl.tests.support.roles.snapshots.servers", str(file), node]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as started:
         try:
             assert started.stdout is not None
@@ -57,7 +58,7 @@ def member(
 
 
 def keep(client: SnapshotClient, step: int, size: int = 1000) -> bytes:
-    """A sealed snapshot; its bytes."""
+    """Seal a snapshot of ``size`` bytes for the step; return the bytes."""
     content = bytes([step % 251]) * size
     client.buffer(size, step)[:] = content
     client.seal(step, b"step %d" % step).result()
@@ -65,6 +66,6 @@ def keep(client: SnapshotClient, step: int, size: int = 1000) -> bytes:
 
 
 if __name__ == "__main__":
-    with snapshot_server(RunKeys.load(Path(sys.argv[1])), NodeName(sys.argv[2])) as here:
-        print(here.address, flush=True)
+    with snapshot_server(RunKeys.load(Path(sys.argv[1])), NodeName(sys.argv[2])) as server:
+        print(server.address, flush=True)
         sys.stdin.read()

@@ -1,4 +1,4 @@
-"""Commands that wait in the mailbox."""
+"""User commands that wait in the mailbox of a run: valid ones are read in order, invalid ones are set aside."""
 
 from __future__ import annotations
 

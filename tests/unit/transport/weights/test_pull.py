@@ -1,4 +1,4 @@
-"""The weight plane over every pipe: the same suite for tcp and ucx, with sources that die, hang and lie."""
+"""Pulls of weight versions over each transport, from sources that die, hang or send corrupt chunks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ import pytest
 
 from rrl.core.types import Version
 from rrl.tests.support.weights.chain import Publisher, until
-from rrl.tests.support.weights.piping import (
+from rrl.tests.support.weights.source import VERSION, content, described
+from rrl.tests.support.weights.transports import (
     CHUNK,
     CHUNKS,
     SECRET,
@@ -31,7 +32,6 @@ from rrl.tests.support.weights.piping import (
     transport_for,
     weight_source,
 )
-from rrl.tests.support.weights.source import VERSION, content, described
 from rrl.transport.messages import WeightSource
 from rrl.transport.streams.connection import TransportError, authenticate
 from rrl.transport.weights import protocol
