@@ -11,9 +11,10 @@ from ...core.log_lines import seconds_of, stamp
 from ...core.run_dir import RunDir
 from ...core.text import escaped, escaped_json
 from ...core.types import AGENT
+from ...manager.reporting.failure_records import Failure
 from ...manager.storage.journal import JournalError, replay
 from ..common.runs import UsageError
-from .failures import Failure, concerns, failures
+from .failures import FailureReport, concerns, failures
 from .files import Log, all_logs
 from .merge import Line, LineFilter, LogTail
 from .printer import Printer
@@ -32,13 +33,13 @@ def show_failures(run: RunDir, selector: str | None, wanted: LineFilter, newest:
     except JournalError as error:
         raise UsageError(str(error)) from None
     since = seconds_of(wanted.since) if wanted.since else 0.0
-    found = [failure for failure in found if concerns(selector, failure) and failure.at >= since]
+    found = [report for report in found if concerns(selector, report.failure) and report.failure.recorded_at >= since]
     if not found and not printer.json:
         print(f"nothing{f' of {selector}' if selector else ''} has failed{' since then' if since else ''}")
     logs = all_logs(run)
-    for failure in found:
-        lines = list(_last_lines(failure, logs, LineFilter(newest, b"", wanted.match)))
-        sys.stdout.write(_json(failure, lines, printer) if printer.json else _text(failure, lines, printer))
+    for report in found:
+        lines = list(_last_lines(report.failure, logs, LineFilter(newest, b"", wanted.match)))
+        sys.stdout.write(_json(report, lines, printer) if printer.json else _text(report, lines, printer))
     sys.stdout.flush()
     return 0
 
@@ -49,7 +50,7 @@ def _last_lines(failure: Failure, logs: list[Log], wanted: LineFilter) -> Iterat
         return
     own_logs = [log for log in logs if log.owner == str(failure.incarnation) and log.kind != "manager"]
     if not failure.ended:
-        wanted = wanted._replace(until=stamp(int((failure.at + CLOCK_SLACK_S) * 1e6)))
+        wanted = wanted._replace(until=stamp(int((failure.recorded_at + CLOCK_SLACK_S) * 1e6)))
     for kind in ("role", "launcher"):
         lines = [(log, line) for log in own_logs if log.kind == kind for line in _lines(log, wanted)]
         if lines:
@@ -63,15 +64,16 @@ def _lines(log: Log, wanted: LineFilter) -> Iterator[Line]:
     yield from tail.close()
 
 
-def _text(failure: Failure, lines: list[tuple[Log, Line]], printer: Printer) -> str:
+def _text(report: FailureReport, lines: list[tuple[Log, Line]], printer: Printer) -> str:
+    failure, evidence = report
     subject = (
         f"{failure.incarnation} on {failure.node}"
         if failure.incarnation and failure.node
         else f"{failure.incarnation or failure.node}"
     )
-    at = printer.local_time(stamp(int(failure.at * 1e6)))
+    at = printer.local_time(stamp(int(failure.recorded_at * 1e6)))
     out = [f"{at} {subject} failed{' (injected)' if failure.injected else ''}"]
-    out += [f"    {escaped(reported)}" for reported in failure.evidence]
+    out += [f"    {escaped(line)}" for line in evidence]
     if lines and lines[0][0].kind == "launcher" and lines[0][0].role != AGENT:  # an agent has no other log
         out.append("    it never spoke; its launcher said:")
     for log, line in lines:
@@ -82,28 +84,30 @@ def _text(failure: Failure, lines: list[tuple[Log, Line]], printer: Printer) -> 
     if failure.incarnation is not None and not lines:
         out.append("    it left no line")
     if failure.rung:
-        out.append(f"    then: {failure.rung}{_recovery_text(failure)}")
+        out.append(f"    then: {failure.rung.value}{_recovery_text(failure)}")
     elif not failure.ended and failure.incarnation is not None:
         out.append("    it went on")
     return "\n".join(out) + "\n\n"
 
 
 def _recovery_text(failure: Failure) -> str:
-    if failure.successor is None or failure.recovered_at is None:
+    if failure.recovered_at is None:
         return ""
-    return f"; {failure.successor} was at work {failure.recovered_at - failure.at:.1f} s later"
+    return f"; {failure.successor} was at work {failure.recovered_at - failure.recorded_at:.1f} s later"
 
 
-def _json(failure: Failure, lines: list[tuple[Log, Line]], printer: Printer) -> str:
+def _json(report: FailureReport, lines: list[tuple[Log, Line]], printer: Printer) -> str:
+    failure, evidence = report
+    recovered_at = failure.recovered_at
     document = {
-        "time": stamp(int(failure.at * 1e6)).decode(),
+        "time": stamp(int(failure.recorded_at * 1e6)).decode(),
         "incarnation": None if failure.incarnation is None else str(failure.incarnation),
-        "node": failure.node,
-        "found": failure.evidence,
+        "node": failure.node or None,
+        "found": evidence,
         "injected": failure.injected,
-        "rung": failure.rung or None,
-        "successor": None if failure.successor is None else str(failure.successor),
-        "recovered_s": None if failure.recovered_at is None else round(failure.recovered_at - failure.at, 3),
+        "rung": None if failure.rung is None else failure.rung.value,
+        "successor": None if recovered_at is None else str(failure.successor),
+        "recovered_s": None if recovered_at is None else round(recovered_at - failure.recorded_at, 3),
         "lines": [msgspec.Raw(printer.format_line(log, line).encode()) for log, line in lines],
     }
     return escaped_json(msgspec.json.encode(document).decode()) + "\n"

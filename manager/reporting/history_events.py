@@ -21,7 +21,8 @@ from ..cluster.base import NodeState
 from ..model import events as ev
 from ..model.actions import Drain, Exclude, Fence, Readmit, RestartAll, Undrain
 from ..model.state import Node, State
-from .downtime import Downtime, failures_of, fences, first_symptom, gpus_on
+from .failure_records import Changes
+from .failure_timeline import FailureTimeline, fences
 
 REPEAT_INTERVAL_S = 600.0
 """Seconds before a finding that has not changed is recorded again."""
@@ -32,47 +33,48 @@ RAISED = (Verdict.WARN, Verdict.FAIL)
 class HistoryEvents:
     """Translates the events of one manager.
 
-    ``state`` is the state that it restored; ``user`` and ``cluster`` identify the run.
+    ``state`` is the state that it restored, ``timeline`` the timeline that continues from it; ``user`` and ``cluster``
+    identify the run.
     """
 
-    def __init__(self, run: str, user: str, cluster: str, job: str, epoch: int, at: float, state: State | None) -> None:
+    def __init__(
+        self, run: str, user: str, cluster: str, job: str, epoch: int, at: float, state: State | None,
+        timeline: FailureTimeline,
+    ) -> None:  # fmt: skip
         self.initial_records: list[Record] = [RunStarted(at, run, user, cluster, job, epoch)]
         """Records written before those of any event, so that each file is complete by itself."""
-        self._downtime = Downtime(state)
+        self._timeline = timeline
         self._written: dict[str, tuple[Verdict, float, int]] = {}
         """Verdict and time of the last record of each finding, and how often the finding was raised, by its key."""
-        self._pending_drains: dict[str, Drain | Undrain] = {}
-        """Drains and undrains whose intent is open, by tag."""
         if state is not None:
             self.initial_records += [
-                NodeAcquired(at, node.name, gpus_on(state, node.name)) for node in _own_nodes(state).values()
+                NodeAcquired(at, node.name, _gpus_on(state, node.name)) for node in _own_nodes(state).values()
             ]
-            self._pending_drains = {tag: intent.action for tag, intent in state.intents.items()
-                           if isinstance(intent.action, Drain | Undrain)}  # fmt: skip
             raised = {key: finding for key, finding in state.findings.items() if finding.verdict in RAISED}
-            self.initial_records += [_finding_record(state, finding, at, 0) for finding in raised.values()]
+            self.initial_records += [self._finding_record(state, finding, at, 0) for finding in raised.values()]
             self._written = {key: (finding.verdict, at, 0) for key, finding in raised.items()}
 
-    def apply(self, before: State | None, after: State, stamped: ev.Stamped) -> list[Record]:
-        """Return the records that follow from an event; ``before`` and ``after`` are the states around it."""
+    def apply(self, before: State | None, after: State, stamped: ev.Stamped, changes: Changes) -> list[Record]:
+        """Return the records that follow from an event.
+
+        ``before`` and ``after`` are the states around it, ``changes`` what it changed in the timeline.
+        """
         event, at = stamped.event, stamped.at
-        ended = self._downtime.apply(before, after, stamped)
         records: list[Record] = [
-            RecoveryDone(at, down.replica, down.node, down.since, round(down.gpu_seconds(at) / 3600, 6), ok)
-            for down, ok in ended
+            RecoveryDone(at, outage.replica, outage.node, outage.since, round(outage.gpu_seconds(at) / 3600, 6), ok)
+            for outage, ok in changes.ended_outages
         ]
         if before is None:
             return records
         if isinstance(event, ev.FindingChanged):
             records += self._finding_records(before, event.finding, at)
         elif isinstance(event, ev.Decided):
-            records += _decided(before, after, event, at)
+            records += self._decided(before, event, at)
         elif isinstance(event, ev.AllocationChanged):
             records += _node_changes(before, after, at)
-        elif isinstance(event, ev.Intended) and isinstance(event.action, Drain | Undrain):
-            self._pending_drains[event.action.tag] = event.action
-        elif isinstance(event, ev.IntentSettled) and (tried := self._pending_drains.pop(event.tag, None)) is not None:
-            records += _drain_records(after, tried, event, at)
+        elif isinstance(event, ev.IntentSettled) and (intent := before.intents.get(event.tag)) is not None:
+            if isinstance(intent.action, Drain | Undrain):
+                records += _drain_records(after, intent.action, event, at)
         elif isinstance(event, ev.RunEnded):
             records.append(RunEnded(at, event.outcome.value, clipped(event.why)))
         return records
@@ -86,21 +88,77 @@ class HistoryEvents:
             return []
         count = (count if verdict in RAISED else 0) + (finding.verdict in RAISED)
         self._written[finding.key] = finding.verdict, at, count
-        return [_finding_record(before, finding, at, count)]
+        return [self._finding_record(before, finding, at, count)]
 
+    def _finding_record(self, state: State, finding: Finding, at: float, count: int) -> FindingRecord:
+        incarnation = finding.incarnation
+        node = finding.node or (state.replica(incarnation.replica).node if incarnation is not None else None) or ""
+        evidence = finding.evidence
+        if len(evidence) > MAX_EVIDENCE_LINES:  # the last line may say why a FAIL was downgraded
+            evidence = (*evidence[: MAX_EVIDENCE_LINES - 1], evidence[-1])
+        evidence_lines = tuple(EvidenceLine(line.at, clipped(line.source), clipped(line.text)) for line in evidence)
+        injected = finding.node is not None and self._timeline.fault_on(finding.node, at) is not None
+        return FindingRecord(
+            at, node, finding.detector, finding.verdict, finding.cause, finding.remedy, finding.since,
+            str(incarnation) if incarnation is not None else "", clipped(finding.component), finding.proof, count,
+            evidence_lines, injected, finding.flags,
+        )  # fmt: skip
 
-def _finding_record(state: State, finding: Finding, at: float, count: int) -> FindingRecord:
-    incarnation = finding.incarnation
-    node = finding.node or (state.replica(incarnation.replica).node if incarnation is not None else None) or ""
-    evidence = finding.evidence
-    if len(evidence) > MAX_EVIDENCE_LINES:  # the last line may say why a FAIL was downgraded
-        evidence = (*evidence[: MAX_EVIDENCE_LINES - 1], evidence[-1])
-    evidence_lines = tuple(EvidenceLine(line.at, clipped(line.source), clipped(line.text)) for line in evidence)
-    return FindingRecord(
-        at, node, finding.detector, finding.verdict, finding.cause, finding.remedy, finding.since,
-        str(incarnation) if incarnation is not None else "", clipped(finding.component), finding.proof, count,
-        evidence_lines, finding.node is not None and _injected(state, finding.node), finding.flags,
-    )  # fmt: skip
+    def _decided(self, before: State, event: ev.Decided, at: float) -> list[Record]:
+        action = event.action
+        if isinstance(action, Exclude):
+            return self._excluded(before, action, at)
+        if isinstance(action, Readmit):
+            return [ActionTaken(at, action.node, "readmitted", evidence=_lines(action.why.evidence))]
+        given_up = [fence for fence in fences(event) if role_of(fence.incarnation.replica) not in (AGENT, STANDBY_ROLE)]
+        if before.finish is not None:
+            return []
+        charged = [fence for fence in given_up if fence.charged]
+        if isinstance(action, RestartAll):  # the whole run waits for the replica that failed
+            stalled = tuple(sorted({gang_of(fence.incarnation.replica) for fence in given_up}))
+            return [
+                self._failed(before, fence, stalled if fence is charged[0] else (), at)
+                for fence in charged
+                if fence is charged[0] or self._is_new(fence)
+            ]
+        return [
+            self._failed(before, fence, (gang_of(fence.incarnation.replica),), at)
+            for fence in charged
+            if self._is_new(fence)
+        ]
+
+    def _is_new(self, fence: Fence) -> bool:
+        """Return whether the fence is the first for its failure: a later one only chooses another rung."""
+        failure = self._timeline.failures[fence.incarnation]
+        return failure.fence is fence and failure.continues is None
+
+    def _failed(self, state: State, fence: Fence, stalled: tuple[str, ...], at: float) -> Failed:
+        failure = self._timeline.failures[fence.incarnation]
+        finding = failure.diagnosis.finding
+        return Failed(
+            at, failure.node, str(fence.incarnation), stalled,
+            finding.cause.value if finding is not None else Cause.PROCESS.value,
+            finding.detector if finding is not None else "", finding.remedy.value if finding is not None else "",
+            failure.diagnosis.symptom_at, finding is not None and finding.proof, failure.injected,
+            bool(failure.node) and _lost(state, failure.node), fence.rung.value, _lines(fence.why.evidence),
+        )  # fmt: skip
+
+    def _excluded(self, before: State, action: Exclude, at: float) -> list[Record]:
+        """Return the record of an excluded node; one that a user excluded has not failed."""
+        cause = action.cause.value if action.cause is not None else ""
+        lines = _lines(action.why.evidence)
+        acted = ActionTaken(at, action.node, "excluded", cause=cause, by=clipped(action.by), evidence=lines)
+        if action.by or before.node_commands.get(action.node):
+            return [acted]
+        diagnosis = self._timeline.diagnose_node(action.node, at)
+        finding = diagnosis.finding
+        failed = Failed(
+            at, action.node, cause=cause or (finding.cause.value if finding is not None else Cause.NODE.value),
+            detector=finding.detector if finding is not None else "",
+            remedy=finding.remedy.value if finding is not None else "", since=diagnosis.symptom_at, proof=action.proof,
+            injected=diagnosis.fault_at is not None, node_lost=_lost(before, action.node), evidence=lines,
+        )  # fmt: skip
+        return [acted, failed]
 
 
 def _is_monitored(state: State, finding: Finding) -> bool:
@@ -114,62 +172,8 @@ def _own_nodes(state: State) -> dict[NodeName, Node]:
 
 def _node_changes(before: State, after: State, at: float) -> list[Record]:
     had, has = _own_nodes(before), _own_nodes(after)
-    records: list[Record] = [NodeAcquired(at, name, gpus_on(after, name)) for name in has if name not in had]
+    records: list[Record] = [NodeAcquired(at, name, _gpus_on(after, name)) for name in has if name not in had]
     return records + [NodeReleased(at, name) for name in had if name not in has]
-
-
-def _decided(before: State, after: State, event: ev.Decided, at: float) -> list[Record]:
-    action = event.action
-    if isinstance(action, Exclude):
-        return _excluded(before, action, at)
-    if isinstance(action, Readmit):
-        return [ActionTaken(at, action.node, "readmitted", evidence=_lines(action.why.evidence))]
-    given_up = [fence for fence in fences(event) if role_of(fence.incarnation.replica) not in (AGENT, STANDBY_ROLE)]
-    if before.finish is not None or not given_up:
-        return []
-    charged = [fence for fence in given_up if fence.charged]
-    affected = sorted({gang_of(fence.incarnation.replica) for fence in given_up})
-    if isinstance(action, RestartAll):  # the whole run waits for the replica that failed
-        return [_failed(before, fence, tuple(affected) if fence is charged[0] else (), at) for fence in charged]
-    return [_failed(before, fence, (gang_of(fence.incarnation.replica),), at) for fence in charged]
-
-
-def _failed(state: State, fence: Fence, affected: tuple[str, ...], at: float) -> Failed:
-    replica = state.replica(fence.incarnation.replica)
-    finding = next(failures_of(state, fence.incarnation), None)
-    return Failed(
-        at, replica.node or "", str(fence.incarnation), affected,
-        finding.cause.value if finding is not None else Cause.PROCESS.value,
-        finding.detector if finding is not None else "", finding.remedy.value if finding is not None else "",
-        first_symptom(state, fence.incarnation, at), finding is not None and finding.proof, bool(replica.fault),
-        replica.node is not None and _lost(state, replica.node), fence.rung.value, _lines(fence.why.evidence),
-    )  # fmt: skip
-
-
-def _excluded(before: State, action: Exclude, at: float) -> list[Record]:
-    """Return the record of an excluded node; one that a user excluded has not failed."""
-    cause = action.cause.value if action.cause is not None else ""
-    lines = _lines(action.why.evidence)
-    acted = ActionTaken(at, action.node, "excluded", cause=cause, by=clipped(action.by), evidence=lines)
-    if action.by or before.node_commands.get(action.node):
-        return [acted]
-    failures = [
-        finding
-        for finding in before.findings.values()
-        if finding.node == action.node and finding.verdict is Verdict.FAIL
-    ]
-    first = failures[0] if failures else None
-    failed = Failed(
-        at, action.node, cause=cause or (first.cause.value if first is not None else Cause.NODE.value),
-        detector=first.detector if first is not None else "", remedy=first.remedy.value if first is not None else "",
-        since=min((finding.since for finding in failures if finding.since > 0), default=at), proof=action.proof,
-        injected=_injected(before, action.node), node_lost=_lost(before, action.node), evidence=lines,
-    )  # fmt: skip
-    return [acted, failed]
-
-
-def _injected(state: State, node: NodeName) -> bool:
-    return any(replica.node == node and replica.fault for replica in state.replicas.values())
 
 
 def _lost(state: State, name: NodeName) -> bool:
@@ -198,3 +202,10 @@ def _drain_records(after: State, tried: Drain | Undrain, event: ev.IntentSettled
 
 def _lines(evidence: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(clipped(text) for text in evidence[:MAX_EVIDENCE_LINES])
+
+
+def _gpus_on(state: State, node: NodeName) -> int:
+    """Return the number of GPUs that the run has allocated on a node."""
+    node_record = state.nodes.get(node)
+    allocation = state.allocations.get(node_record.allocation) if node_record is not None else None
+    return allocation.request.node.gpus if allocation is not None else 0

@@ -27,6 +27,8 @@ from ...health.history.records import (
 )
 from ..model import events as ev
 from ..model.state import State
+from .failure_records import Changes
+from .failure_timeline import FailureTimeline
 from .history_events import HistoryEvents
 
 _log = logging.getLogger("rrl.manager")
@@ -46,10 +48,14 @@ _write = os.write
 class HistoryWriter:
     """Writes the history of one manager. If ``folder`` is the empty string, nothing is written.
 
-    Create it before the manager's first record, with the ``state`` read from the journal (None for a new run).
+    Create it before the manager's first record, with the ``state`` read from the journal (None for a new run) and the
+    ``timeline`` of failures that continues from it.
     """
 
-    def __init__(self, folder: str, run: str, epoch: int, spec: RunSpec, at: float, state: State | None) -> None:
+    def __init__(
+        self, folder: str, run: str, epoch: int, spec: RunSpec, at: float, state: State | None,
+        timeline: FailureTimeline,
+    ) -> None:  # fmt: skip
         self.lost = 0
         """Records that could not be written."""
         self._loss_logged = False
@@ -60,7 +66,7 @@ class HistoryWriter:
             return
         user = user_name()
         cluster = os.environ.get("SLURM_CLUSTER_NAME") or spec.cluster
-        self._history_events = HistoryEvents(run, user, cluster, spec.name, epoch, at, state)
+        self._history_events = HistoryEvents(run, user, cluster, spec.name, epoch, at, state, timeline)
         self._path = Path(folder) / user / file_name(run, epoch)
         for record in self._history_events.initial_records:
             self._enqueue(record)
@@ -68,14 +74,14 @@ class HistoryWriter:
         self._thread = threading.Thread(target=self._write_loop, name="history", daemon=True)
         self._thread.start()
 
-    def on_event(self, before: State | None, after: State, stamped: ev.Stamped) -> None:
+    def on_event(self, before: State | None, after: State, stamped: ev.Stamped, changes: Changes) -> None:
         """Queue the records of an event that changed the state from ``before`` to ``after``.
 
-        Never blocks, never raises.
+        ``changes`` is what it changed in the timeline of failures. Never blocks, never raises.
         """
         if self._thread is None:
             return
-        for record in self._history_events.apply(before, after, stamped):
+        for record in self._history_events.apply(before, after, stamped, changes):
             self._enqueue(record)
 
     def close(self) -> None:

@@ -1,9 +1,9 @@
 """Compute the Prometheus metrics of a run: restarts, findings, steps, tokens, lost GPU time, effective training time.
 
-The manager serves them if ``[health] metrics`` is set. :func:`samples` is pure: it computes metrics from the state and
-from :class:`RunCounters`, which counts from the start of each manager, as Prometheus' counters may. Effective time
-follows from the phases that replicas report; ``summary.json`` corrects it by the first symptom of each failure. Names,
-alerts and a dashboard: docs/alerts.yml, docs/grafana.json.
+The manager serves them if ``[health] metrics`` is set. :func:`samples` is pure: it computes metrics from the state, the
+timeline of failures and :class:`RunCounters`, which counts from the start of each manager, as Prometheus' counters may.
+Effective time is not corrected by the first symptoms of failures, as it is in ``summary.json`` (``effective_time``).
+Names, alerts and a dashboard: docs/alerts.yml, docs/grafana.json.
 """
 
 from __future__ import annotations
@@ -15,23 +15,27 @@ from msgspec import Struct
 from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-from ...core.phases import phase
-from ...core.types import AGENT, STANDBY_ROLE, Incarnation, Outcome, ReplicaId, Verdict, gang_of, role_of
+from ...core.types import AGENT, STANDBY_ROLE, Incarnation, Outcome, Verdict, gang_of, role_of
 from ...health.detection.health_monitor import HealthMonitor
 from ..cluster.base import NodeState
 from ..model import events as ev
 from ..model.actions import Exclude
 from ..model.queries import workers
 from ..model.state import State, Status
-from .downtime import Downtime, fences
+from .effective_time import EffectiveSeconds, effective_share
+from .failure_records import Changes
+from .failure_timeline import FailureTimeline, fences
 
 
 class RunCounters:
-    """The counters of one manager. ``state`` is the state that it restored, ``at`` the time of its first record."""
+    """The counters of one manager.
 
-    def __init__(self, state: State | None, at: float) -> None:
-        self.began = at
-        self.downtime = Downtime(state)
+    ``state`` is the state that it restored, ``at`` the time of its first record (s), ``timeline`` the timeline of
+    failures that continues from ``state``.
+    """
+
+    def __init__(self, state: State | None, at: float, timeline: FailureTimeline) -> None:
+        self.began, self.timeline = at, timeline
         self.restarts: Counter[tuple[str, ...]] = Counter()
         """Restarts of replicas, by role and rung."""
         self.failures: Counter[tuple[str, ...]] = Counter()
@@ -39,47 +43,22 @@ class RunCounters:
         self.exclusions: Counter[str] = Counter()
         """Nodes excluded, by cause; cause ``person`` for those that a user excluded."""
         self.steps = 0
-        self._failing: dict[str, str] = {}
-        """Detector of each standing FAIL, by the finding's key."""
-        self._working: dict[ReplicaId, Incarnation] = {}
-        self._at_work: Counter[str] = Counter()
-        """Number of working replicas, by role."""
-        self._effective, self._rate, self._rate_since = 0.0, 0.0, at
-        if state is not None and state.finish is None:
-            for replica in workers(state):
-                if replica.status is Status.JOINED and phase(replica.phase).useful:
-                    self._mark_working(replica.incarnation)
-            self._rate = self._effective_rate(state)
+        self.effective = EffectiveSeconds(at)
+        if state is not None:
+            self.effective.set_share(effective_share(state.job, timeline.at_work, state.step > 0), at)
 
-    def apply(self, before: State | None, after: State, stamped: ev.Stamped) -> None:
-        """Count an event that changed the state from ``before`` to ``after``."""
-        event, at = stamped.event, stamped.at
-        self.downtime.apply(before, after, stamped)
-        if isinstance(event, ev.PhaseEntered):
-            if after.is_current(event.incarnation) and phase(event.phase).useful:
-                self._mark_working(event.incarnation)
-            else:
-                self._mark_idle(event.incarnation)
-        elif isinstance(event, ev.StepEnded):
-            self._mark_idle(event.incarnation)
-        elif isinstance(event, ev.StepCommitted):
+    def apply(self, before: State | None, after: State, stamped: ev.Stamped, changes: Changes) -> None:
+        """Count an event that changed the state from ``before`` to ``after``, and the timeline by ``changes``."""
+        event = stamped.event
+        if isinstance(event, ev.StepCommitted):
             self.steps += before is not None and after.step > before.step
-        elif isinstance(event, ev.FindingChanged):
-            key, failing = event.finding.key, event.finding.verdict is Verdict.FAIL
-            if failing and key not in self._failing:
-                self.failures[event.finding.detector, event.finding.cause.value] += 1
-                self._failing[key] = event.finding.detector
-            elif not failing:
-                self._failing.pop(key, None)
         elif isinstance(event, ev.Decided):
             self._decided(event)
-        else:
-            return
-        self._update_rate(after, at)
-
-    def effective(self, now: float) -> float:
-        """Return the seconds of effective training since the manager began (docs/sources.md, ETTR)."""
-        return self._effective + self._rate * max(0.0, now - self._rate_since)
+        if changes.raised is not None:
+            self.failures[changes.raised.detector, changes.raised.cause.value] += 1
+        if changes.work or isinstance(event, ev.StepCommitted):
+            share = effective_share(after.job, self.timeline.at_work, after.step > 0)
+            self.effective.set_share(share, stamped.at)
 
     def _decided(self, event: ev.Decided) -> None:
         """Count exclusions and restarts."""
@@ -87,39 +66,10 @@ class RunCounters:
             cause = event.action.cause
             self.exclusions["person" if event.action.by else cause.value if cause is not None else "none"] += 1
         for fence in fences(event):
-            if role_of(fence.incarnation.replica) in (AGENT, STANDBY_ROLE):
-                continue
-            self._mark_idle(fence.incarnation)
-            if fence.incarnation.replica == gang_of(fence.incarnation.replica):  # a gang restarts once
-                self.restarts[role_of(fence.incarnation.replica), fence.rung.value] += 1
-
-    def _mark_working(self, incarnation: Incarnation) -> None:
-        if incarnation.replica not in self._working:
-            self._at_work[role_of(incarnation.replica)] += 1
-        self._working[incarnation.replica] = incarnation
-
-    def _mark_idle(self, incarnation: Incarnation) -> None:
-        if self._working.get(incarnation.replica) == incarnation:
-            del self._working[incarnation.replica]
-            self._at_work[role_of(incarnation.replica)] -= 1
-
-    def _update_rate(self, state: State, at: float) -> None:
-        """Add the effective time up to ``at``, and compute the rate from then on."""
-        self._effective, self._rate_since = self.effective(at), max(at, self._rate_since)
-        self._rate = 0.0 if state.finish is not None else self._effective_rate(state)
-
-    def _effective_rate(self, state: State) -> float:
-        """Return which share of the present time is effective training (docs/sources.md, ETTR).
-
-        1 while all ranks of the trainer work; else the number of working rollouts over that number plus the number of
-        trainers, once a first step is committed.
-        """
-        wanted = sum(role.replicas for role in state.job.kind("trainer"))
-        ranks = sum(role.replicas * role.ranks for role in state.job.kind("trainer"))
-        if ranks and self._at_work["trainer"] >= ranks:
-            return 1.0
-        rollouts = self._at_work["rollout"]
-        return rollouts / (rollouts + wanted) if rollouts and state.step else 0.0
+            role = role_of(fence.incarnation.replica)
+            is_gang = fence.incarnation.replica == gang_of(fence.incarnation.replica)  # a gang restarts once
+            if is_gang and role not in (AGENT, STANDBY_ROLE):
+                self.restarts[role, fence.rung.value] += 1
 
 
 MAX_FINDING_SERIES = 500
@@ -169,13 +119,13 @@ def _of_run(state: State, counters: RunCounters, facts: Facts) -> Iterator[Metri
     yield _gauge("rrl_token_age_max", "Age of the oldest token of the newest steps, in weight versions.",
                  state.token_ages.max)  # fmt: skip
     yield _counter("rrl_tokens_generated", "Tokens that rollouts generated under this manager.", facts.tokens)
-    spent, effective = max(0.0, facts.now - counters.began), counters.effective(facts.now)
+    spent, effective = max(0.0, facts.now - counters.began), counters.effective.until(facts.now)
     yield _counter("rrl_managed_seconds", "Time that this manager has managed the run.", spent)
     yield _counter("rrl_effective_seconds", "Effective training time within rrl_managed_seconds (ETTR).", effective)
     yield _gauge("rrl_effective_time_ratio", "Share of effective training so far (ETTR).",
                  effective / spent if spent else 0.0)  # fmt: skip
     yield _counter("rrl_gpu_seconds_lost", "GPU time lost while replicas were down, from failure to work.",
-                   counters.downtime.gpu_seconds_until(facts.now))  # fmt: skip
+                   counters.timeline.gpu_seconds_until(facts.now))  # fmt: skip
 
 
 def _of_roles(state: State, counters: RunCounters, facts: Facts) -> Iterator[Metric]:
@@ -188,7 +138,7 @@ def _of_roles(state: State, counters: RunCounters, facts: Facts) -> Iterator[Met
                     {(role.name,): float(role.replicas * role.ranks) for role in state.job.roles})  # fmt: skip
     yield _counted("rrl_restarts", "Restarts of replicas, by role and rung of the ladder.", ("role", "rung"),
                    counters.restarts)  # fmt: skip
-    down = Counter(role_of(outage.replica) for outage in list(counters.downtime.down.values()))
+    down = Counter(role_of(outage.replica) for outage in list(counters.timeline.outages.values()))
     yield _labelled("rrl_replicas_down", "Replicas that are down after a failure, by role.", ("role",),
                     {(role.name,): float(down[role.name]) for role in state.job.roles})  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Pass every event to the observers that change nothing: the health history and the metrics.
+"""Pass every event to the observers that change nothing: the timeline of failures, the health history, the metrics.
 
 Neither delays the manager's loop.
 """
@@ -15,6 +15,7 @@ from ..model import events as ev
 from ..model.state import State
 from ..storage.journal import Journal
 from ..storage.lease import Lease
+from .failure_timeline import FailureTimeline
 from .history_writer import HistoryWriter
 from .metrics import RunCounters
 from .metrics_server import MetricsServer
@@ -34,19 +35,21 @@ class EventObservers:
         tokens: Callable[[], int],
     ) -> None:  # fmt: skip
         state, health = journal.state, spec.health
-        self._history = HistoryWriter(health.history, run.id, lease.epoch, spec, now(), state)
+        self._timeline = FailureTimeline(state)
+        self._history = HistoryWriter(health.history, run.id, lease.epoch, spec, now(), state, self._timeline)
         self._lease, self._journal, self._now, self._tokens = lease, journal, now, tokens
         self._state = state
         self._counted_at, self._generated, self._oldest_unwritten_at = 0.0, 0, now()
-        self._counters = RunCounters(state, now()) if health.metrics else None
+        self._counters = RunCounters(state, now(), self._timeline) if health.metrics else None
         self._server = MetricsServer(run, health.metrics, self._collect) if health.metrics else None
 
     def on_event(self, before: State | None, after: State, stamped: ev.Stamped) -> None:
         """Pass on an event that changed the state from ``before`` to ``after``."""
-        self._history.on_event(before, after, stamped)
+        changes = self._timeline.apply(stamped)
+        self._history.on_event(before, after, stamped, changes)
         if self._counters is None:
             return
-        self._counters.apply(before, after, stamped)
+        self._counters.apply(before, after, stamped, changes)
         self._state = after
         if self._journal.unwritten <= 1:
             self._oldest_unwritten_at = stamped.at

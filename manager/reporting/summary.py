@@ -1,12 +1,8 @@
 """Summarise a run from its events alone.
 
 The summary has the recoveries with the durations of their stages, effective training time, rewards, and the nodes that
-an administrator should drain.
-
-ETTR is computed as in RobustRL (docs/sources.md): an interval in which the trainer works counts whole; while the
-trainer is restored and rollouts continue, it counts #rollouts / (#rollouts + #trainers); with everything down it counts
-0. ``ettr_strict`` counts only intervals in which every replica works. A failed replica counts as down from the first
-symptom of its failure, whatever it reported afterwards.
+an administrator should drain. Failures and recoveries are those of the timeline of failures (``failure_timeline``);
+``effective_time`` explains ETTR, of which ``ettr_strict`` counts only intervals in which every replica works.
 """
 
 from __future__ import annotations
@@ -17,18 +13,17 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from ...core.faults import FAULT_TRAITS, TargetKind
-from ...core.phases import phase
 from ...core.run_dir import RunDir, write_atomically
 from ...core.run_spec import RunSpec
 from ...core.text import escaped_lines
-from ...core.types import AGENT, STANDBY_ROLE, Finding, Incarnation, NodeName, Outcome, ReplicaId, Verdict, role_of
+from ...core.types import NodeName, role_of
 from ..model import events as ev
 from ..model import token_ages
-from ..model.actions import Drain, Exclude, Fence, Finish, InjectFault, Launch, Readmit, RestartAll
+from ..model.actions import Drain, Exclude, Readmit
 from ..storage.journal import replay
-from .downtime import WorkIntervals
-from .recoveries import InjectedFault, Recovery, RecoveryTrace
+from .effective_time import WorkIntervals
+from .failure_records import Failure
+from .failure_timeline import FailureTimeline
 
 
 class DrainRequest(Struct, frozen=True):
@@ -79,6 +74,33 @@ class DrainRequests:
     def requests(self) -> list[DrainRequest]:
         """Return the drain requests that no administrator has fulfilled yet."""
         return list(self._open.values())
+
+
+class Recovery(Struct, frozen=True):
+    """The recovery of one replica, from its failure to its first work.
+
+    A stage time (s) is None if that stage was not reached.
+    """
+
+    replica: str
+    incarnation: int
+    """Number of the incarnation that replaced the failed one; while none has joined, of the newest launched."""
+    cause: str
+    rung: str
+    injected: bool
+    node_before: str
+    node_after: str
+    detect_s: float | None
+    """From the injected fault (or else the failure's first symptom) to the finding."""
+    decide_s: float | None
+    """From the finding to the fence of the failed incarnation."""
+    start_s: float | None
+    """From the fence to the new incarnation's Hello."""
+    weights_s: float | None
+    """From its Hello to a complete weight version."""
+    first_work_s: float | None
+    """From a complete weight version to the first unit of work (a rollout's first token)."""
+    total_s: float | None
 
 
 class Summary(Struct, frozen=True):
@@ -155,95 +177,54 @@ class _SummaryBuilder:
 
     def __init__(self, run: str, job: RunSpec, at: float) -> None:
         self.run, self.job, self.began, self.now = run, job, at, at
+        self.timeline = FailureTimeline()
+        self.work_intervals = WorkIntervals()
+        self.drain_requests = DrainRequests()
         self.rewards: dict[int, float] = {}
         """Mean reward by training step."""
-        self.step, self.faults, self.epochs = 0, 0, 0
-        self.fatal_failures = 0
-        """Failures that were not injected and ended the run."""
+        self.step, self.epochs = 0, 0
         self.outcome, self.outcome_reason = "running", ""
-        self.failures: dict[Incarnation, float] = {}
-        """Time (s) of the first sign of an incarnation's failure."""
-        self.findings: dict[str, tuple[Finding, float]] = {}
-        """Standing FAIL findings and when they were recorded, by the findings' keys."""
-        self.injected: dict[str, InjectedFault] = {}
-        """Injected faults by id, without those that were certainly not performed."""
-        self.nodes: dict[Incarnation, str] = {}
-        self.launched: dict[Incarnation, float] = {}
-        """Time (s) of each incarnation's launch intent."""
-        self.incarnations: dict[ReplicaId, Incarnation] = {}
-        self.launches_by_tag: dict[str, Incarnation] = {}
-        self.traces: list[RecoveryTrace] = []
-        self.traces_before_resume = 0
-        """Number of traces from before the run was resumed: the next start does not count as the recovery of these."""
-        self.fenced: dict[Incarnation, RecoveryTrace] = {}
-        """Traces by the incarnation that failed."""
-        self.open_traces: dict[Incarnation, RecoveryTrace] = {}
-        """Traces by the incarnation that replaces it."""
-        self.work_intervals = WorkIntervals()
         self.committed_at: float | None = None
         """Time (s) of the first commit."""
-        self.end_decided_at: float | None = None
-        """Time (s) at which the run's end was decided."""
         self.ended: float | None = None
-        self.drain_requests = DrainRequests()
+        self.ended_s = 0.0
+        """Seconds between an end of the run and its resumption, in all."""
         self.outage_tokens = 0
         self.max_age: float | None = None
         self.stale = 0, 0.0
         """Groups dropped as stale, and their share, as of the newest step that reported them."""
         self.tokens_before: dict[int, int] = {}
         """Token count at the beginning of the trainer's present outage, by epoch."""
-        self.ended_s = 0.0
-        """Seconds between an end of the run and its resumption, in all."""
 
     def apply(self, stamped: ev.Stamped) -> None:
         self.now = at = stamped.at
         event = stamped.event
         self.drain_requests.apply(stamped)
-        if isinstance(event, ev.Intended):
-            self._intended(event, at)
-        elif isinstance(event, ev.Decided) and isinstance(event.action, Fence | RestartAll):
-            for fence in event.action.fences if isinstance(event.action, RestartAll) else (event.action,):
-                self._fenced(fence, at)
-        elif isinstance(event, ev.StepEnded):
-            self.failures.setdefault(event.incarnation, at)
-            self._mark_idle(event.incarnation, at)
-        elif isinstance(event, ev.FindingChanged):
-            self._finding_changed(event.finding, at)
-        elif isinstance(event, ev.Joined | ev.VersionAvailable | ev.FirstWorkDone):
-            self._on_recovery_stage(event, at)
-        elif isinstance(event, ev.PhaseEntered):
-            self._phase(event, at)
-        else:
-            self._apply_other(event, at)
-
-    def _apply_other(self, event: Any, at: float) -> None:
+        for change in self.timeline.apply(stamped).work:
+            self.work_intervals.apply(change)
         if isinstance(event, ev.StepCommitted):
-            if "stale_groups" in event.metrics and event.step >= self.step:
-                self.stale = int(event.metrics["stale_groups"]), round(event.metrics.get("stale_share", 0.0), 4)
-            ages = [
-                event.metrics[name]
-                for name in (token_ages.MAX_METRIC, token_ages.RUN_MAX_METRIC)
-                if name in event.metrics
-            ]
-            self.max_age = max(ages if self.max_age is None else [self.max_age, *ages], default=None)
-            self.step = max(self.step, event.step)
-            self.committed_at = at if self.committed_at is None else self.committed_at
-            if "reward" in event.metrics:
-                self.rewards.setdefault(event.step, event.metrics["reward"])
-        elif isinstance(event, ev.FaultInjected):
-            self._injection(event, at)
-        elif isinstance(event, ev.IntentSettled) and not event.ok:
-            self._on_rejected(event.tag)
+            self._committed(event, at)
         elif isinstance(event, ev.ManagerStarted):
             self.epochs += 1
         elif isinstance(event, ev.RunEnded):
             self.outcome, self.outcome_reason, self.ended = event.outcome.value, event.why, at
-        elif isinstance(event, ev.Resumed):
-            self._resumed(event, at)
+        elif isinstance(event, ev.Resumed):  # the time since its end does not count as run time
+            self.ended_s += at - (at if self.ended is None else self.ended)
+            self.job, self.outcome, self.outcome_reason = event.job, "running", ""
         elif isinstance(event, ev.TokensCounted):
             self._tokens_counted(event)
-        elif isinstance(event, ev.Decided) and isinstance(event.action, Finish) and self.end_decided_at is None:
-            self._end_decided(event.action, at)
+
+    def _committed(self, event: ev.StepCommitted, at: float) -> None:
+        if "stale_groups" in event.metrics and event.step >= self.step:
+            self.stale = int(event.metrics["stale_groups"]), round(event.metrics.get("stale_share", 0.0), 4)
+        ages = [
+            event.metrics[name] for name in (token_ages.MAX_METRIC, token_ages.RUN_MAX_METRIC) if name in event.metrics
+        ]
+        self.max_age = max(ages if self.max_age is None else [self.max_age, *ages], default=None)
+        self.step = max(self.step, event.step)
+        self.committed_at = at if self.committed_at is None else self.committed_at
+        if "reward" in event.metrics:
+            self.rewards.setdefault(event.step, event.metrics["reward"])
 
     def _tokens_counted(self, event: ev.TokensCounted) -> None:
         if event.trainer_down:  # may be recorded several times before the trainer works again
@@ -253,169 +234,10 @@ class _SummaryBuilder:
             self.outage_tokens += event.total - before
             self.tokens_before.clear()
 
-    def _resumed(self, event: ev.Resumed, at: float) -> None:
-        """Continue after the run was resumed: the time since its end does not count as run time."""
-        for replica in self.incarnations:
-            self.work_intervals.end(replica, at if self.end_decided_at is None else self.end_decided_at)
-        self.ended_s += at - (at if self.ended is None else self.ended)
-        self.job, self.outcome, self.outcome_reason, self.end_decided_at = event.job, "running", "", None
-        self.findings.clear()
-        self.traces_before_resume = len(self.traces)
-
-    def _intended(self, event: ev.Intended, at: float) -> None:
-        action = event.action
-        if isinstance(action, InjectFault):  # recorded just before the injection: detection is measured from here
-            incarnation = action.incarnation or self.incarnations.get(ReplicaId(action.fault.target))
-            self.injected[action.fault.id] = injected = InjectedFault(action.fault, at, incarnation, action.node)
-            injected.set_performed_at(at, self.job.limits.silence)
-        elif isinstance(action, Launch):
-            self.incarnations[action.incarnation.replica] = action.incarnation
-            self.nodes[action.incarnation], self.launched[action.incarnation] = action.node, at
-            self.launches_by_tag[action.step] = action.incarnation
-            replica = action.incarnation.replica
-            recent = reversed(self.traces[self.traces_before_resume :])
-            trace = next((trace for trace in recent if trace.fence.incarnation.replica == replica), None)
-            if trace is not None and trace.joined_at is None:
-                trace.node_after, trace.incarnation = action.node, action.incarnation.number
-                self.open_traces[action.incarnation] = trace
-
-    def _on_rejected(self, tag: str) -> None:
-        """Undo a launch that was rejected, and forget a fault that was not injected."""
-        incarnation = self.launches_by_tag.get(tag)
-        # A rejected launch never ran: the recovery of the earlier failure continues.
-        if incarnation is not None and incarnation in self.open_traces:
-            self.fenced[incarnation] = self.open_traces[incarnation]
-        if tag.startswith("fault:"):
-            self.injected.pop(tag.removeprefix("fault:"), None)
-
-    def _injection(self, event: ev.FaultInjected, at: float) -> None:
-        """Apply the report of an injected fault."""
-        injected = self.injected.get(event.fault)
-        if injected is None:
-            return
-        if not (event.ok or event.unknown):  # later failures are not caused by it
-            del self.injected[event.fault]
-        elif event.ended:
-            injected.ended_at = min(injected.ended_at, at)
-            injected.effects_until = min(injected.effects_until, at + self.job.limits.silence)
-        elif event.ok and not injected.performed:
-            injected.performed = True
-            injected.set_performed_at(at, self.job.limits.silence)
-            self.faults += 1
-            if (
-                not FAULT_TRAITS[injected.fault.kind].by_signals
-                and FAULT_TRAITS[injected.fault.kind].target_kind is TargetKind.REPLICA
-            ):
-                injected.at = at  # it took effect when the role called its API, perhaps long after the request
-
-    def _fenced(self, fence: Fence, at: float) -> None:
-        """Open the trace of a failure, dated by its first symptom or by the fault that caused it."""
-        incarnation = fence.incarnation
-        if role_of(incarnation.replica) in (AGENT, STANDBY_ROLE) or self.end_decided_at is not None:
-            return
-        if not fence.charged:  # it has not failed: it is moved, or another member of its gang failed
-            self._mark_idle(incarnation, at)
-            return
-        if incarnation in self.fenced:  # fenced again before it recovered
-            self.fenced[incarnation].rung = fence.rung
-            return
-        trace = self.fenced[incarnation] = RecoveryTrace(fence, at)
-        self.traces.append(trace)
-        node = trace.node_before = self.nodes.get(incarnation, "")
-        failures = [
-            (f, found_at)
-            for f, found_at in self.findings.values()
-            if f.incarnation == incarnation or (f.node and f.node == node)
-        ]
-        traced = [finding.since for finding, _ in failures]
-        trace.found_at = min((found_at for _, found_at in failures), default=at)
-        failed = [self.failures[incarnation]] if incarnation in self.failures else []
-        trace.failed_at = min([*failed, *traced, trace.found_at])
-        if by := self._injected_by(incarnation, node, trace.found_at):
-            trace.injected, trace.failed_at = True, max(by)
-        self._mark_idle(incarnation, min([*traced, at]))
-        self.findings = {
-            key: finding_at for key, finding_at in self.findings.items() if finding_at[0].incarnation != incarnation
-        }
-
-    def _injected_by(self, incarnation: Incarnation, node: str, found_at: float) -> list[float]:
-        """Return the times (s) of the faults that can have caused this incarnation's failure."""
-        launched_at = self.launched.get(incarnation, self.began)
-        return [
-            fault.at for fault in self.injected.values() if fault.may_have_hit(incarnation, node, launched_at, found_at)
-        ]
-
-    def _end_decided(self, action: Finish, at: float) -> None:
-        """Count failures that end the run: replicas are no longer fenced, so these failures have no recovery."""
-        self.end_decided_at = at
-        if action.outcome not in (Outcome.FAILED, Outcome.REJECTED):
-            return
-        failed = {
-            finding.incarnation: found_since
-            for finding, found_since in self.findings.values()
-            if finding.incarnation is not None
-        }
-        for incarnation, found_at in failed.items():
-            if self.incarnations.get(incarnation.replica) == incarnation and role_of(incarnation.replica) not in (
-                AGENT,
-                STANDBY_ROLE,
-            ):
-                self.fatal_failures += not self._injected_by(incarnation, self.nodes.get(incarnation, ""), found_at)
-
-    def _finding_changed(self, finding: Finding, at: float) -> None:
-        if finding.verdict is not Verdict.FAIL:
-            self.findings.pop(finding.key, None)
-        elif finding.key not in self.findings:
-            self.findings[finding.key] = finding, at
-
-    def _on_recovery_stage(self, event: ev.Joined | ev.VersionAvailable | ev.FirstWorkDone, at: float) -> None:
-        trace = self.open_traces.get(event.incarnation)
-        if trace is None:
-            return
-        if isinstance(event, ev.Joined):
-            trace.joined_at = trace.joined_at or at
-        elif isinstance(event, ev.VersionAvailable):
-            trace.weights_at = trace.weights_at or at
-        else:
-            trace.worked_at = trace.worked_at or at
-
-    def _phase(self, event: ev.PhaseEntered, at: float) -> None:
-        if self.incarnations.get(event.incarnation.replica) != event.incarnation or event.incarnation in self.fenced:
-            return
-        if phase(event.phase).useful:
-            self.work_intervals.begin(event.incarnation.replica, at)
-        else:
-            self.work_intervals.end(event.incarnation.replica, at)
-
-    def _mark_idle(self, incarnation: Incarnation, at: float) -> None:
-        if self.incarnations.get(incarnation.replica) == incarnation:
-            self.work_intervals.end(incarnation.replica, at)
-
-    def _effective(self) -> tuple[float, float]:
-        """Return the seconds of effective training, and of all replicas working.
-
-        A gang works while all of its ranks do.
-        """
-        wanted = sum(role.replicas for role in self.job.kind("trainer"))
-        ranks = sum(role.replicas * role.ranks for role in self.job.kind("trainer"))
-        all_members = sum(role.replicas * role.ranks for role in self.job.roles)
-        effective = strict = 0.0
-        for start, end, at_work in self.work_intervals.intervals(
-            self.now if self.end_decided_at is None else self.end_decided_at
-        ):
-            span, rollouts = end - start, at_work["rollout"]
-            if ranks and at_work["trainer"] >= ranks:
-                effective += span
-            elif rollouts and self.committed_at is not None:
-                effective += max(0.0, end - max(start, self.committed_at)) * rollouts / (rollouts + wanted)
-            if at_work.total() == all_members:
-                strict += span
-        return effective, strict
-
     def summary(self, run_dir: str) -> Summary:
         """Return the summary as of the newest event."""
         wall = max(self.now - self.began - self.ended_s, 1e-9)
-        effective, strict = self._effective()
+        effective, strict = self.work_intervals.effective(self.job, self.now, self.committed_at)
         rewards = [reward for _, reward in sorted(self.rewards.items())]
         return Summary(
             run=self.run,
@@ -425,9 +247,9 @@ class _SummaryBuilder:
             steps=self.step,
             reward_first10=_mean(rewards[:10]),
             reward_last10=_mean(rewards[-10:]),
-            faults=self.faults,
-            recoveries=[trace.recovery() for trace in self.traces],
-            unprovoked=sum(not trace.injected for trace in self.traces) + self.fatal_failures,
+            faults=self.timeline.faults.performed,
+            recoveries=[_recovery(failure) for failure in self.timeline.fenced],
+            unprovoked=sum(not failure.injected for failure in self.timeline.counted),
             ettr=round(effective / wall, 4),
             ettr_strict=round(strict / wall, 4),
             run_seconds=round(wall, 2),
@@ -442,3 +264,31 @@ class _SummaryBuilder:
 
 def _mean(values: list[float]) -> float | None:
     return round(sum(values) / len(values), 4) if values else None
+
+
+def _recovery(failure: Failure) -> Recovery:
+    """Return the recovery from a failure for which an incarnation was fenced."""
+    assert failure.incarnation is not None, failure
+    assert failure.fence is not None, failure
+    incarnation, detected_at = failure.incarnation, failure.diagnosis.detected_at
+    needs_weights = role_of(incarnation.replica) == "rollout"
+    ready = failure.weights_at if needs_weights else failure.joined_at
+    return Recovery(
+        replica=incarnation.replica,
+        incarnation=incarnation.number + 1 if failure.successor is None else failure.successor.number,
+        cause="; ".join(failure.fence.why.evidence),
+        rung=(failure.rung or failure.fence.rung).value,
+        injected=failure.injected,
+        node_before=failure.node,
+        node_after=failure.node_after or "",
+        detect_s=_duration(failure.failed_at, detected_at),
+        decide_s=_duration(detected_at, failure.fenced_at),
+        start_s=_duration(failure.fenced_at, failure.joined_at),
+        weights_s=_duration(failure.joined_at, failure.weights_at) if needs_weights else None,
+        first_work_s=_duration(ready, failure.worked_at),
+        total_s=_duration(failure.failed_at, failure.worked_at),
+    )
+
+
+def _duration(start: float | None, end: float | None) -> float | None:
+    return None if start is None or end is None else round(max(0.0, end - start), 3)

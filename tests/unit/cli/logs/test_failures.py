@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from rrl.cli import main
-from rrl.cli.logs.failures import Failure, failures
-from rrl.core.faults import FaultKind
+from rrl.cli.logs.failures import FailureReport, failures
+from rrl.core.faults import Fault, FaultKind
 from rrl.core.launch import ExitReason
 from rrl.core.log_lines import stamp
 from rrl.core.run_dir import RUNS_ENV, RunDir
 from rrl.core.types import Cause, Evidence, Finding, NodeName, Outcome, Remedy, Verdict
 from rrl.manager.model import events as ev
-from rrl.manager.model.actions import Fence, Rung, StopStep, Why
+from rrl.manager.model.actions import Fence, InjectFault, Rung, StopStep, Why
 from rrl.manager.model.reduce_nodes import DRAIN
 from rrl.tests.support.cli.story import BEGAN, Story
 
@@ -128,7 +128,7 @@ def test_following_failures_makes_no_sense(
 
 
 # ── the account ────────────────────────────────────────────────────────────────────────────────────────────────────
-def found(story: Story) -> list[Failure]:
+def found(story: Story) -> list[FailureReport]:
     return failures(story.stamped)
 
 
@@ -148,26 +148,30 @@ def test_lost_node_and_its_incarnations_have_failed() -> None:
     story = Story(RUN).works().wait(7).loses_node("n3")
     why = Why(("n3 is excluded: node_lost: silent",), Rung.SPARE)
     story.wait(1).record(ev.Decided(Fence(story.incarnation("rollout/0"), Rung.SPARE, why)))
-    node, incarnation = found(story)
+    (node, of_node), (failure, evidence) = found(story)
     assert (node.node, node.incarnation) == ("n3", None)
-    assert node.evidence == ("node_lost: manager: agent and all replicas silent for 10 s",)
-    assert (incarnation.incarnation, incarnation.node, incarnation.evidence, incarnation.rung) == (
+    assert of_node == ("node_lost: manager: agent and all replicas silent for 10 s",)
+    assert (failure.incarnation, failure.node, evidence, failure.rung) == (
         story.incarnation("rollout/0"), "n3", ("n3 is excluded: node_lost: silent",), "spare node",
     )  # fmt: skip
-    assert (incarnation.ended, incarnation.successor) == (True, None)
+    assert (failure.ended, failure.successor) == (True, None)
 
 
 def test_injected_failure_is_marked() -> None:
     story = Story(RUN).works()
-    story.record(ev.FaultInjected("f1", story.incarnation("rollout/0"), True))
-    story.record(ev.FaultInjected("f2", story.incarnation("rollout/1"), False, "no such step"))
+    for id, replica, performed in (("f1", "rollout/0", True), ("f2", "rollout/1", False)):
+        incarnation = story.incarnation(replica)
+        fault = InjectFault(Fault(id, FaultKind.KILL, replica), "x", NodeName("n3"), Why(()), incarnation)
+        story.record(ev.Intended(fault), ev.FaultInjected(id, incarnation, performed))
     for replica in ("rollout/0", "rollout/1"):
         story.record(ev.StepEnded(story.incarnation(replica), "x", 1, None, ExitReason.EXITED))
-    assert [failure.injected for failure in found(story)] == [True, False]
+    assert [report.failure.injected for report in found(story)] == [True, False]
 
 
 def test_what_fails_with_a_node_that_was_crashed_on_purpose_is_injected_too_and_nothing_on_other_nodes() -> None:
     story = Story(RUN).works()
+    crash = InjectFault(Fault("f1", FaultKind.CRASH, "rollout/0"), "x", NodeName("n3"), Why(()))
+    story.record(ev.Intended(crash))
     story.record(ev.FaultInjected("f1", None, True, kind=FaultKind.CRASH, target="rollout/0", node=NodeName("n3")))
     story.record(ev.FaultInjected("f1", None, True, kind=FaultKind.CRASH, node=NodeName("n3"), ended=True))
     for node in ("n3", "n4"):
@@ -176,7 +180,7 @@ def test_what_fails_with_a_node_that_was_crashed_on_purpose_is_injected_too_and_
         story.fences(replica)
     reported = {
         failure.incarnation.replica if failure.incarnation else failure.node: failure.injected
-        for failure in found(story)
+        for failure, _ in found(story)
     }
     assert reported == {"n3": True, "rollout/0": True, "n4": False, "rollout/1": False}
 
@@ -185,13 +189,13 @@ def test_incarnation_without_successor_has_none_shown() -> None:
     story = Story(RUN).works()
     story.loses("rollout/0")
     story.fences("rollout/0").wait(1).launches("rollout/0")
-    [failure] = found(story)
-    assert failure.successor is None
+    [(failure, _)] = found(story)
+    assert failure.recovered_at is None
     story.wait(2).joins("rollout/0", "loading_weights")
-    [failure] = found(story)
+    [(failure, _)] = found(story)
     assert (failure.successor, failure.recovered_at) == (story.incarnation("rollout/0"), story.now)
     story.wait(2).record(ev.FirstWorkDone(story.incarnation("rollout/0")))
-    [failure] = found(story)
+    [(failure, _)] = found(story)
     assert failure.recovered_at == story.now, "at work is more than joined"
 
 
@@ -203,14 +207,14 @@ def test_what_helps_on_a_node_that_a_person_has_the_run_leave_has_not_failed() -
     )
     assert failures(story.stamped) == []
     story.record(ev.Decided(Fence(story.incarnation("agent/n3"), Rung.DEGRADED, Why(("n3 is excluded: node_lost",)))))
-    assert [one.incarnation for one in failures(story.stamped)] == [story.incarnation("agent/n3")]
+    assert [report.failure.incarnation for report in failures(story.stamped)] == [story.incarnation("agent/n3")]
 
 
 def test_failure_after_a_resume_is_reported_too() -> None:
     story = Story(RUN).works().ends(Outcome.CANCELLED, "asked by ada")
     story.record(ev.Resumed("ada", "c1", story.job)).launches("rollout/0", "n3").joins("rollout/0", "generate")
     story.loses("rollout/0")
-    assert [one.incarnation for one in failures(story.stamped)] == [story.incarnation("rollout/0")]
+    assert [report.failure.incarnation for report in failures(story.stamped)] == [story.incarnation("rollout/0")]
 
 
 def _stacks(story: Story) -> ev.StacksCollected:
@@ -222,22 +226,22 @@ def _stacks(story: Story) -> ev.StacksCollected:
 def test_stacks_of_a_failed_incarnation_are_printed_with_their_file() -> None:
     story = Story(RUN).works()
     story.record(_stacks(story)).wait(2)
-    (failure,) = failures(story.recovers("rollout/0").stamped)
-    assert failure.evidence[-2:] == ("stacks: rollout/0#1: step (engine.py:95)", "stacks: whole: stacks/x.txt")
+    ((_, evidence),) = failures(story.recovers("rollout/0").stamped)
+    assert evidence[-2:] == ("stacks: rollout/0#1: step (engine.py:95)", "stacks: whole: stacks/x.txt")
 
 
 def test_stacks_of_a_suspicion_that_passed_long_before_say_nothing_of_a_failure() -> None:
     story = Story(RUN).works()
     story.record(_stacks(story)).wait(600)
-    (failure,) = failures(story.recovers("rollout/0").stamped)
-    assert not [line for line in failure.evidence if "stacks" in line]
+    ((_, evidence),) = failures(story.recovers("rollout/0").stamped)
+    assert not [line for line in evidence if "stacks" in line]
 
 
 def test_stacks_named_by_the_finding_are_printed_once() -> None:
     story = Story(RUN).works()
     printed = ("rollout/0#1: step (engine.py:95)", "whole: stacks/x.txt")
-    evidence = tuple(Evidence("stacks", text, 1.0) for text in printed)
+    shown = tuple(Evidence("stacks", text, 1.0) for text in printed)
     incarnation = story.incarnation("rollout/0")
-    found = Finding("no_answer", Verdict.FAIL, Cause.HANG, Remedy.RESTART, 1.0, evidence, incarnation)
-    (failure,) = failures(story.record(_stacks(story), ev.FindingChanged(found)).stamped)
-    assert sum("stacks/x.txt" in line for line in failure.evidence) == 1
+    found = Finding("no_answer", Verdict.FAIL, Cause.HANG, Remedy.RESTART, 1.0, shown, incarnation)
+    ((_, evidence),) = failures(story.record(_stacks(story), ev.FindingChanged(found)).stamped)
+    assert sum("stacks/x.txt" in line for line in evidence) == 1

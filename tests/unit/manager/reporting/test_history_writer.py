@@ -35,6 +35,7 @@ from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Drain, Exclude, Fence, Finish, Readmit, RestartAll, Rung, Undrain, Why
 from rrl.manager.model.state import State
 from rrl.manager.reporting import history_writer
+from rrl.manager.reporting.failure_timeline import FailureTimeline
 from rrl.manager.reporting.history_events import HistoryEvents
 from rrl.manager.reporting.history_writer import HistoryWriter, user_name
 from rrl.tests.support.cli.story import BEGAN, Story, wide
@@ -53,7 +54,8 @@ class RecordedHistory:
         self.story = story or Story("small", wide())
         self._read = len(self.story.stamped) if story is not None else 0
         self._state = state
-        self.chronicle = HistoryEvents("small", "anna", "lab", "small", 1, BEGAN, state)
+        self.timeline = FailureTimeline(state)
+        self.chronicle = HistoryEvents("small", "anna", "lab", "small", 1, BEGAN, state, self.timeline)
         self.records: list[Record] = list(self.chronicle.initial_records)
 
     def up_to_now(self) -> list[Record]:
@@ -61,7 +63,7 @@ class RecordedHistory:
 
         for stamped in self.story.stamped[self._read :]:
             before, self._state = self._state, fold(self._state, stamped)
-            self.records += self.chronicle.apply(before, self._state, stamped)
+            self.records += self.chronicle.apply(before, self._state, stamped, self.timeline.apply(stamped))
         self._read = len(self.story.stamped)
         return self.records
 
@@ -302,17 +304,24 @@ def test_next_manager_records_nodes_again_and_continues_the_downtime() -> None:
 
 
 # ── where it goes ────────────────────────────────────────────────────────────────────────────────────────────────────
-def writer(folder: Path | str, story: Story, epoch: int = 1) -> HistoryWriter:
-    return HistoryWriter(str(folder), "small", epoch, story.job, BEGAN, None)
+class _Writer(HistoryWriter):
+    """A history writer with the timeline of failures that its manager would pass it."""
+
+    def __init__(self, folder: Path | str, story: Story, epoch: int = 1) -> None:
+        self.timeline = FailureTimeline()
+        super().__init__(str(folder), "small", epoch, story.job, BEGAN, None, self.timeline)
+
+    def write(self, before: State | None, after: State, stamped: ev.Stamped) -> None:
+        self.on_event(before, after, stamped, self.timeline.apply(stamped))
 
 
-def write_story(records: HistoryWriter, story: Story) -> None:
+def write_story(records: _Writer, story: Story) -> None:
     from rrl.manager.model.reducer import fold
 
     state: State | None = None
     for stamped in story.stamped:
         before, state = state, fold(state, stamped)
-        records.on_event(before, state, stamped)
+        records.write(before, state, stamped)
 
 
 def read(path: Path) -> list[Record | None]:
@@ -327,7 +336,7 @@ def test_history_file_is_in_the_users_folder_and_readable_by_all(tmp_path: Path)
     story = Story("small", wide()).works().recovers("rollout/0").ends(Outcome.COMPLETED, "done")
     before = os.umask(0o077)
     try:
-        kept = writer(tmp_path, story)
+        kept = _Writer(tmp_path, story)
         write_story(kept, story)
         kept.close()
     finally:
@@ -342,14 +351,14 @@ def test_history_file_is_in_the_users_folder_and_readable_by_all(tmp_path: Path)
 
 def test_each_manager_writes_a_file_of_its_own(tmp_path: Path) -> None:
     for epoch in (1, 2):
-        kept = writer(tmp_path, Story("small", wide()), epoch)
+        kept = _Writer(tmp_path, Story("small", wide()), epoch)
         kept.close()
     names = sorted(path.name for path in (tmp_path / user_name()).iterdir())
     assert names == ["small.000001.jsonl", "small.000002.jsonl"]
 
 
 def test_nothing_is_written_without_a_history_folder() -> None:
-    kept = writer("", Story("small", wide()))
+    kept = _Writer("", Story("small", wide()))
     write_story(kept, Story("small", wide()).works())
     kept.close()
     assert kept.lost == 0
@@ -371,7 +380,7 @@ def test_unwritable_folder_loses_records_and_is_logged_once(
     elif case == "a link":
         os.symlink(tmp_path / "victim", file_of(folder))
     story = Story("small", wide()).works()
-    kept = writer(folder, story)
+    kept = _Writer(folder, story)
     write_story(kept, story)
     kept.close()
     assert kept.lost == 6
@@ -395,7 +404,7 @@ def test_hung_storage_does_not_delay_the_manager(
     story = Story("small", wide()).works()
     for i in range(100):
         story.record(ev.Decided(Exclude(NodeName(f"x{i}"), Why(()), by="anna")))
-    kept = writer(tmp_path, story)
+    kept = _Writer(tmp_path, story)
     write_story(kept, story)
     kept.close()
     assert kept._thread is not None
@@ -419,16 +428,14 @@ def test_full_disk_loses_records_and_the_file_counts_them(tmp_path: Path, monkey
 
     monkeypatch.setattr(history_writer, "_write", short)
     story = Story("small", wide())
-    kept = writer(tmp_path, story)
+    kept = _Writer(tmp_path, story)
     path = file_of(tmp_path)
     eventually(lambda: path.exists() and path.stat().st_size)
     full.set()
     write_story(kept, story.works())
     eventually(lambda: kept.lost == 5)
     full.clear()
-    kept.on_event(
-        story.recorded(), story.recorded(), ev.Stamped(99, story.now, 1, ev.RunEnded(Outcome.COMPLETED, "done"))
-    )
+    kept.write(story.recorded(), story.recorded(), ev.Stamped(99, story.now, 1, ev.RunEnded(Outcome.COMPLETED, "done")))
     kept.close()
     records = read(path)
     assert [type(one) for one in records if one is not None] == [RunStarted, RunEnded, RecordsLost]
@@ -438,7 +445,7 @@ def test_full_disk_loses_records_and_the_file_counts_them(tmp_path: Path, monkey
 
 def test_run_without_events_writes_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(history_writer, "CHECKPOINT_INTERVAL_S", 0.02)
-    kept = writer(tmp_path, Story("small", wide()))
+    kept = _Writer(tmp_path, Story("small", wide()))
     path = file_of(tmp_path)
     eventually(lambda: path.exists() and any(isinstance(one, Checkpoint) for one in read(path)))
     kept.close()

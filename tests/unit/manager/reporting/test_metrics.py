@@ -29,6 +29,7 @@ from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Drain, Exclude, Fence, Rung, Why
 from rrl.manager.model.reducer import fold
 from rrl.manager.reporting import metrics_server
+from rrl.manager.reporting.failure_timeline import FailureTimeline
 from rrl.manager.reporting.metrics import MAX_FINDING_SERIES, Facts, RunCounters, samples
 from rrl.manager.reporting.metrics_server import MAX_CONNECTIONS, MetricsServer
 from rrl.tests.support.cli.story import BEGAN, Story, wide
@@ -41,10 +42,11 @@ Series = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
 def tallied(story: Story) -> RunCounters:
-    tally, state = RunCounters(None, BEGAN), None
+    timeline, state = FailureTimeline(), None
+    tally = RunCounters(None, BEGAN, timeline)
     for stamped in story.stamped:
         before, state = state, fold(state, stamped)
-        tally.apply(before, state, stamped)
+        tally.apply(before, state, stamped, timeline.apply(stamped))
     return tally
 
 
@@ -146,8 +148,8 @@ def test_effective_share_follows_the_working_replicas() -> None:
 
 def test_new_manager_counts_replicas_that_work_already() -> None:
     story = works()
-    tally = RunCounters(story.recorded(), story.now)
-    assert tally.effective(story.now + 10) == 10
+    tally = RunCounters(story.recorded(), story.now, FailureTimeline(story.recorded()))
+    assert tally.effective.until(story.now + 10) == 10
 
 
 def test_series_of_a_thousand_findings_are_limited() -> None:

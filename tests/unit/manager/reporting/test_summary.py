@@ -16,8 +16,7 @@ from rrl.core.run_dir import RunDir
 from rrl.core.types import Incarnation, NodeName, Outcome, ReplicaId, Verdict, Version, member_id, role_of
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Exclude, Fence, Finish, InjectFault, Launch, Rung, Why
-from rrl.manager.reporting.recoveries import Recovery
-from rrl.manager.reporting.summary import Summary, summarize, write_summary
+from rrl.manager.reporting.summary import Recovery, Summary, summarize, write_summary
 from rrl.manager.storage.journal import Journal
 from rrl.tests.support.manager.jobs import REWARD, ROLLOUTS, RUN, STORE, TRAINER, gang_job, job
 from rrl.tests.support.manager.world import found, lost

@@ -1,0 +1,107 @@
+"""Effective training time (ETTR), as in RobustRL (docs/sources.md). Pure.
+
+An interval in which the trainer works counts whole; while the trainer is restored and rollouts continue, it counts
+#rollouts / (#rollouts + #trainers); with everything down it counts 0. :func:`effective_share` has this formula.
+
+:class:`WorkIntervals` sums it up for ``summary.json``, with all corrections: a failed replica counts as down from the
+first symptom of its failure, whatever it reported afterwards. :class:`EffectiveSeconds` sums it up for the metrics of a
+running manager without these corrections, since a Prometheus counter never decreases.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+
+from ...core.run_spec import RunSpec
+from ...core.types import ReplicaId, role_of
+from .failure_records import WorkChange
+
+
+def effective_share(job: RunSpec, at_work: Mapping[str, int], committed: bool) -> float:
+    """Return which share of the time is effective training while these numbers of members work, by role.
+
+    1 while all ranks of the trainer work; else the number of working rollouts over that number plus the number of
+    trainers, once a first step is ``committed``.
+    """
+    ranks = wanted = 0
+    for role in job.roles:
+        if role.kind == "trainer":
+            ranks, wanted = ranks + role.replicas * role.ranks, wanted + role.replicas
+    if ranks and at_work.get("trainer", 0) >= ranks:
+        return 1.0
+    rollouts = at_work.get("rollout", 0)
+    return rollouts / (rollouts + wanted) if rollouts and committed else 0.0
+
+
+class EffectiveSeconds:
+    """The seconds of effective training since ``at`` (s), as they pass."""
+
+    def __init__(self, at: float) -> None:
+        self._seconds, self._share, self._share_since = 0.0, 0.0, at
+
+    def until(self, now: float) -> float:
+        """Return the seconds up to ``now``."""
+        return self._seconds + self._share * max(0.0, now - self._share_since)
+
+    def set_share(self, share: float, at: float) -> None:
+        """Set which share of the time is effective from ``at`` on."""
+        self._seconds, self._share_since = self.until(at), max(at, self._share_since)
+        self._share = share
+
+
+class WorkIntervals:
+    """The intervals (s) in which each member worked, in order."""
+
+    def __init__(self) -> None:
+        self._done: dict[ReplicaId, list[tuple[float, float]]] = {}
+        self._since: dict[ReplicaId, float] = {}
+        """Start (s) of the current interval of each member that is working."""
+
+    def apply(self, change: WorkChange) -> None:
+        """Begin or end an interval. If an end is in the past, work counted after it is subtracted again."""
+        if change.working:
+            self._since.setdefault(change.replica, change.at)
+            return
+        done, at = self._done.setdefault(change.replica, []), change.at
+        if (since := self._since.pop(change.replica, None)) is not None:
+            done.append((since, max(since, at)))
+        while done and done[-1][1] > at:
+            since, _ = done.pop()
+            if since < at:
+                done.append((since, at))
+
+    def effective(self, job: RunSpec, until: float, committed_at: float | None) -> tuple[float, float]:
+        """Return the seconds up to ``until`` of effective training, and those in which every member works.
+
+        ``committed_at`` is the time (s) of the first commit; None without any.
+        """
+        all_members = sum(role.replicas * role.ranks for role in job.roles)
+        effective = strict = 0.0
+        for start, end, at_work in self._intervals(until):
+            split = end if committed_at is None else min(max(start, committed_at), end)
+            if split > start:
+                effective += (split - start) * effective_share(job, at_work, committed=False)
+            if end > split:
+                effective += (end - split) * effective_share(job, at_work, committed=True)
+            if at_work.total() == all_members:
+                strict += end - start
+        return effective, strict
+
+    def _intervals(self, until: float) -> Iterator[tuple[float, float, Counter[str]]]:
+        """Yield (start, end, number of working members by role) for every interval up to ``until``, in order."""
+        changes: list[tuple[float, int, str]] = []
+        for replica in {**self._done, **self._since}:
+            spans = [*self._done.get(replica, ())]
+            if replica in self._since:
+                spans.append((self._since[replica], until))
+            for start, end in spans:
+                if start < min(end, until):
+                    changes += [(start, 1, role_of(replica)), (min(end, until), -1, role_of(replica))]
+        at_work: Counter[str] = Counter()
+        before = 0.0
+        for at, change, role in sorted(changes):
+            if at > before and at_work:
+                yield before, at, at_work
+            at_work[role] += change
+            before = at

@@ -1,0 +1,196 @@
+"""The records of the timeline of failures (``failure_timeline``): failures, outages, and injected faults. Pure."""
+
+from __future__ import annotations
+
+from math import inf
+
+from msgspec import Struct
+
+from ...core.faults import FAULT_TRAITS, Fault, TargetKind
+from ...core.types import Finding, Incarnation, NodeName, ReplicaId
+from ..model import events as ev
+from ..model.actions import Fence, InjectFault, Rung
+
+
+class Diagnosis(Struct, frozen=True):
+    """What is known about the cause of a failure at one moment. Times are the manager's (s)."""
+
+    finding: Finding | None
+    """The FAIL finding that names the cause: about the node if there is one, else about the incarnation."""
+    symptom_at: float
+    detected_at: float
+    fault_at: float | None
+    """Time of the injected fault that can have caused it; None if none can have."""
+
+
+class Failure(Struct, eq=False):
+    """One failure of an incarnation, or of a node (``incarnation`` is None). A time (s) is None if not reached."""
+
+    incarnation: Incarnation | None
+    node: NodeName
+    """Node that failed, or on which the incarnation ran; empty if it was never launched."""
+    recorded_at: float
+    diagnosis: Diagnosis
+    """As of the first record, and finally as of the fence."""
+    ended: bool = False
+    """Whether the incarnation has ended, or is fenced; else it continued."""
+    continues: Failure | None = None
+    """The earlier failure that this rejected launch was to repair: both are one failure with one recovery."""
+    ended_run: bool = False
+    """Whether the run ended for it: then nothing is fenced or repaired any more."""
+    fence: Fence | None = None
+    """The first charged fence."""
+    fenced_at: float | None = None
+    rung: Rung | None = None
+    """The newest rung that was chosen to repair it."""
+    successor: Incarnation | None = None
+    node_after: NodeName | None = None
+    """Node of the successor."""
+    joined_at: float | None = None
+    weights_at: float | None = None
+    worked_at: float | None = None
+
+    @property
+    def injected(self) -> bool:
+        """Return whether an injected fault can have caused the failure."""
+        return self.diagnosis.fault_at is not None
+
+    @property
+    def failed_at(self) -> float:
+        """Return the time (s) of the failure: that of the injected fault, or else of the first symptom."""
+        return self.diagnosis.symptom_at if self.diagnosis.fault_at is None else self.diagnosis.fault_at
+
+    @property
+    def recovered_at(self) -> float | None:
+        """Return the time (s) of the successor's first work, or of its joining if it has done none."""
+        return self.joined_at if self.worked_at is None else self.worked_at
+
+
+class Outage(Struct, frozen=True):
+    """A replica that has not worked ``since`` a manager's time (s). ``node`` is the node of the member that failed."""
+
+    replica: ReplicaId
+    node: str
+    since: float
+    gpus: int
+
+    def gpu_seconds(self, until: float) -> float:
+        """Return the GPU time (s) lost up to ``until``."""
+        return self.gpus * max(0.0, until - self.since)
+
+
+class WorkChange(Struct, frozen=True):
+    """A member began or stopped to work at a time (s).
+
+    A stop may be in the past: then work that was counted after it was none.
+    """
+
+    replica: ReplicaId
+    at: float
+    working: bool
+
+
+class Changes(Struct):
+    """What one event changed in the timeline."""
+
+    failures: list[Failure] = []
+    """Failures that the event shows or fences."""
+    raised: Finding | None = None
+    """Finding that became FAIL."""
+    ended_outages: list[tuple[Outage, bool]] = []
+    """Outages that ended, and whether the replica has recovered; False if the run ended."""
+    work: list[WorkChange] = []
+
+
+class InjectedFault(Struct):
+    """An injected fault from its intent on, and which incarnations it may have made fail."""
+
+    fault: Fault | None
+    """None if an earlier manager injected it."""
+    at: float
+    """Time (s) from which it has an effect."""
+    incarnations: tuple[Incarnation, ...]
+    """Incarnations that it hit directly."""
+    node: NodeName = NodeName("")
+    ended_at: float = inf
+    """Time (s) at which the fault ended: an incarnation launched later on its node was not affected."""
+    effects_until: float = inf
+    """Time (s) by which every failure that it caused has been found."""
+    performed: bool = False
+
+    def set_performed_at(self, at: float, silence: float) -> None:
+        """Set when the fault was performed; it lasts for its ``seconds``.
+
+        Its end may never be journaled, for example on a disk that stays full or after a manager's death. ``silence`` is
+        how long finding its effects may take (s).
+        """
+        if self.fault is not None and self.fault.seconds:
+            self.ended_at = at + self.fault.seconds
+            self.effects_until = self.ended_at + silence
+        else:
+            self.ended_at = at
+
+    def may_have_hit(self, incarnation: Incarnation, node: NodeName, launched_at: float, failed_at: float) -> bool:
+        """Return whether this fault can have caused a failure of this incarnation on this node, by target and time."""
+        if not self.at <= failed_at <= self.effects_until:
+            return False
+        if incarnation in self.incarnations:
+            return True
+        hits = None if self.fault is None else FAULT_TRAITS[self.fault.kind].target_kind
+        on_node = hits is TargetKind.NODE and node == self.node and launched_at <= self.ended_at
+        return hits is TargetKind.RUN or on_node
+
+
+class InjectedFaults:
+    """All injected faults of a run, without those that were certainly not performed."""
+
+    def __init__(self) -> None:
+        self.performed = 0
+        """Number of faults that were reported as performed."""
+        self.silence = 0.0
+        """Seconds after a fault's end within which every failure that it caused is found: ``limits.silence``."""
+        self._faults: dict[str, InjectedFault] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._faults)
+
+    def behind(self, incarnation: Incarnation, node: NodeName, launched_at: float, failed_at: float) -> float | None:
+        """Return the time (s) of the newest fault that can have caused an incarnation's failure; None without any."""
+        times = (
+            fault.at for fault in self._faults.values() if fault.may_have_hit(incarnation, node, launched_at, failed_at)
+        )
+        return max(times, default=None)
+
+    def restore(self, fault: str, incarnation: Incarnation) -> None:
+        """Note an incarnation that a fault hit under an earlier manager, at an unknown time."""
+        known = self._faults.get(fault)
+        incarnations = (*(known.incarnations if known is not None else ()), incarnation)
+        self._faults[fault] = InjectedFault(None, 0.0, incarnations, performed=True)
+
+    def on_intended(self, action: InjectFault, target: Incarnation | None, at: float) -> None:
+        """Note a fault that is about to be injected: detection is measured from here."""
+        injected = InjectedFault(action.fault, at, () if target is None else (target,), action.node)
+        injected.set_performed_at(at, self.silence)
+        self._faults[action.fault.id] = injected
+
+    def on_rejected(self, tag: str) -> None:
+        """Forget the fault if the intent of this tag was its injection."""
+        self._faults.pop(tag.removeprefix("fault:"), None)
+
+    def on_reported(self, event: ev.FaultInjected, at: float) -> None:
+        """Apply the report of a fault: not performed, performed, or ended."""
+        injected = self._faults.get(event.fault)
+        if injected is None:
+            return
+        if not (event.ok or event.unknown):  # later failures are not caused by it
+            del self._faults[event.fault]
+        elif event.ended:
+            injected.ended_at = min(injected.ended_at, at)
+            injected.effects_until = min(injected.effects_until, at + self.silence)
+        elif event.ok and not injected.performed and injected.fault is not None:
+            injected.performed = True
+            injected.set_performed_at(at, self.silence)
+            self.performed += 1
+            traits = FAULT_TRAITS[injected.fault.kind]
+            if not traits.by_signals and traits.target_kind is TargetKind.REPLICA:
+                injected.at = at  # it took effect when the role called its API, perhaps long after the request
