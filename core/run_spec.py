@@ -386,8 +386,7 @@ class RewardSettings(Struct, frozen=True):
 class RunSpec(Struct, frozen=True):
     """A whole job with every default filled in.
 
-    In a run without ``[task]``, what the built-in roles would train and how (``model`` to ``reward``) has its defaults,
-    and nobody reads it.
+    In a run without ``[task]`` the fields from ``model`` to ``reward`` have their defaults, and no role reads them.
     """
 
     name: str
