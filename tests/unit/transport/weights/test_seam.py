@@ -12,7 +12,7 @@ from typing import get_args, get_type_hints
 import pytest
 
 from rrl.config.job.schema import TransportTable
-from rrl.core.run_spec import RunSpec, WeightsSetting, WeightTransportName
+from rrl.core.run_spec import TransportSpec, WeightsSetting, WeightTransportName
 from rrl.core.types import Incarnation, ReplicaId
 from rrl.tests.support.weights.source import VERSION, content, described
 from rrl.tests.support.weights.transports import KINDS
@@ -174,7 +174,7 @@ def test_an_unknown_pipe_is_named_with_the_known_ones() -> None:
 def test_settings_of_the_job_are_the_transports_and_auto() -> None:
     assert get_args(WeightsSetting) == ("auto", *get_args(WeightTransportName))
     assert get_type_hints(TransportTable)["weights"] == WeightsSetting
-    assert get_type_hints(RunSpec)["weights"] == WeightsSetting
+    assert get_type_hints(TransportSpec)["weights"] == WeightsSetting
 
 
 def test_default_timeouts_allow_a_retry_within_a_pull() -> None:
