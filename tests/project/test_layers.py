@@ -72,6 +72,11 @@ def test_every_import_goes_downwards_and_the_core_is_pure() -> None:
             "import rrl.roles.agent.stack_dumps",
             "rrl.roles.worker is not allowed to import rrl.roles.agent",
         ),
+        (
+            "transport/streams/framing.py",
+            "import rrl.transport.weights.manifest",
+            "rrl.transport.streams is not allowed to import rrl.transport.weights",
+        ),
     ],
 )
 def test_an_import_that_breaks_the_rules_is_found_and_named(copy: Path, where: str, line: str, named: str) -> None:
