@@ -20,10 +20,9 @@ from rrl.manager.reporting.failure_timeline import FailureTimeline
 from rrl.manager.reporting.history_events import HistoryEvents
 from rrl.manager.reporting.metrics import RunCounters
 from rrl.manager.reporting.summary import Summary, summarize
-from rrl.tests.support.cli.story import Story
+from rrl.tests.support.cli.story import Story, wide
 from rrl.tests.support.manager.jobs import ROLLOUTS, TRAINER, gang_job, job
 from rrl.tests.support.manager.world import World
-from rrl.tests.unit.manager.reporting.test_history_writer import wide
 
 N3 = NodeName("n3")
 
