@@ -46,7 +46,9 @@ def read_records(folders: Sequence[Path], since: float) -> tuple[list[SourcedRec
     existing = [folder.expanduser() for folder in named]
     for folder in existing:
         if not folder.is_dir():
-            raise UsageError(f"{folder}: no such folder of histories")
+            raise UsageError(
+                f"{folder}: no such folder; name the one in which the runs of this site keep their history"
+            )
     cache = HistoryCache(existing)
     try:
         sources = cache.refresh()

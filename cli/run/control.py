@@ -80,7 +80,7 @@ def _check_node_command(run: RunDir, state: State | None, node: str) -> None:
     if state is None:
         raise UsageError(f"{run.id} has not begun yet; see: rrl status {run.id}")
     if state.finish is not None:
-        raise UsageError(f"{run.id} is {state.outcome.value if state.outcome else 'ending'}: it needs no node any more")
+        raise UsageError(f"{run.id} is {state.outcome.value if state.outcome else 'ending'}: it uses no node any more")
     held_nodes = sorted(name for name, one in state.nodes.items() if one.allocation or one.excluded is not None)
     if node not in held_nodes:
         has = f"it has {', '.join(held_nodes)}" if held_nodes else "it has none yet"

@@ -275,7 +275,10 @@ def _role(job: Job, name: str, role: Role) -> None:
             fix = 'write it under [slurm] or [cluster], or set [cluster] form = "replica"'
             raise mistake((*at, key), f"{problem}; {fix}")
         if getattr(role, key) and not role.exclusive:
-            raise mistake((*at, key), "this role shares its nodes with others; set exclusive = true, or remove it")
+            raise mistake(
+                (*at, key),
+                "this role shares its nodes with others; remove this key, or set exclusive = true for the role",
+            )
     if role.walltime and role.walltime > job.cluster.walltime:
         raise mistake(
             (*at, "walltime"),
@@ -349,7 +352,7 @@ def _phase(job: Job, name: str, table: PhaseTable) -> None:
     if declared is None and (table.progresses is None or table.longest is None):
         near = difflib.get_close_matches(name, PHASES, 1)
         hint = f"did you mean {json.dumps(near[0])}? " if near else ""
-        raise mistake(at, f"is not a phase of rrl's; {hint}a phase of your own needs progresses and longest")
+        raise mistake(at, f"is not a phase of rrl; {hint}a phase of your own needs the keys `progresses` and `longest`")
     if declared is not None:
         for key in ("progresses", "waits_for"):
             if getattr(table, key) is not None:

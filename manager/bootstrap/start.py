@@ -241,7 +241,7 @@ async def _run(run: RunDir, foreground: bool) -> Outcome | None:
     try:
         outcome = await manager.run(os.environ.get("SLURM_JOB_ID", ""))
     except LeaseLost as error:
-        _log.warning("%s; this manager leaves", error)
+        _log.warning("%s; this manager exits, the other one manages the run", error)
         return None
     finally:
         succession.cancel()

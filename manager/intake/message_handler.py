@@ -115,7 +115,10 @@ class MessageHandler:
                 grace = self._context.state().job.limits.step_grace
                 await self._context.send(incoming.peer, msg.Stop(message.incarnation, grace, "its work is done"), None)
         elif isinstance(message, msg.FindingReport):
-            _log.warning("ignored a finding from %s: no Hello came on its connection", message.incarnation)
+            _log.warning(
+                "ignored a finding from %s: the process has not registered on this connection (no Hello)",
+                message.incarnation,
+            )
 
     async def close(self) -> None:
         """Stop the investigation of hangs."""

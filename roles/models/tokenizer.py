@@ -100,7 +100,9 @@ class VocabularyTokenizer:
             raise ValueError(f"[model.tokenizer] pieces has {twice!r} twice")
         for piece in self._pieces:
             if not piece or any(character in self._ignore for character in piece):
-                raise ValueError(f"[model.tokenizer] piece {piece!r} can never match: it is empty, or ignore drops it")
+                raise ValueError(
+                    f"[model.tokenizer] piece {piece!r} can never match: it is empty, or `ignore` removes it"
+                )
         self._dropped = str.maketrans("", "", self._ignore)
         self._longest = max(map(len, self._pieces), default=0)
 

@@ -156,7 +156,9 @@ class TorchEngine:
         """See :class:`.engine.Engine`."""
         logits = self._model(input_ids=torch.tensor([[0]], device=self._device), use_cache=False).logits
         if not bool(torch.isfinite(logits).all()):
-            raise RuntimeError(f"the model with weights {self._version} returns logits that are not finite")
+            raise RuntimeError(
+                f"the model with weights {self._version} returns logits that are not finite: training may have diverged"
+            )
 
     def close(self) -> None:
         """See :class:`.engine.Engine`."""

@@ -298,7 +298,7 @@ async def _send_answer(connection: Connection, answering: Awaitable[msg.Answer |
     except SnapshotError as error:
         answer = msg.Refused(str(error))
     except OSError as error:  # out of memory or descriptors
-        answer = msg.Refused(f"the agent failed: {error.strerror or error}")
+        answer = msg.Refused(f"the agent could not answer: {error.strerror or error}")
     if answer is not None:
         await send_message(connection, answer)
 

@@ -407,7 +407,8 @@ def _open_context(trusted_host: str | None, rdma_ports: tuple[str, ...]) -> Any:
     if trusted_host is None and any(resource.transport == "tcp" for resource in available):
         raise TransportError("UCX enables its TCP transport although UCX_TLS excludes it")
     if trusted_host is None and rdma_ports and not rdma_resources(available, rdma_ports):
-        raise TransportError(f"this UCX has no transport for {', '.join(rdma_ports)} (docs/rdma.md, routes 1 and 2)")
+        ports = ", ".join(rdma_ports)
+        raise TransportError(f"the UCX in use has no RDMA modules for {ports} (docs/rdma.md, routes 1 and 2)")
     return context
 
 

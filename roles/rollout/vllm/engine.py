@@ -143,7 +143,7 @@ class VllmEngine:
 
     def _on_finished(self, trajectory: int, reason: str | None) -> None:
         if reason not in _COMPLETION_REASONS:
-            raise RuntimeError(f"vLLM aborted trajectory {trajectory}: {reason}")
+            raise RuntimeError(f"vLLM aborted trajectory {trajectory}: {reason}; this rollout ends and is restarted")
         if (running := self._running.pop(trajectory, None)) is not None:
             self._close_segment(running)
             self._finished.append(trajectory)
@@ -185,7 +185,9 @@ class VllmEngine:
                     self._llm.collective_rpc("update_weights", kwargs={"update_info": update_info})
         self._llm.collective_rpc("finish_weight_update")
         if not self._llm.reset_prefix_cache(reset_running_requests=True):
-            raise RuntimeError("vLLM did not discard its cache of the old weights")
+            raise RuntimeError(
+                "vLLM did not discard the key-value cache of the old weights; this rollout ends and is restarted"
+            )
         self._version = version
 
     def probe(self) -> None:

@@ -206,10 +206,10 @@ WRONG: list[tuple[str, str, str]] = [
      "job.toml:12: slurm: the value of account must be printable and on one line"),
     ("[task]", "[slurm]\naccount = [1]\n[task]",
      "job.toml:13: slurm.account: must be text in quotes or a whole number or true or false, not a list"),
-    ("[task]", '[phases.trian]\nlongest = "8h"\n[task]', "job.toml:12: phases.trian: is not a phase of rrl's; did"
-     ' you mean "train"? a phase of your own needs progresses and longest'),
-    ("[task]", '[phases.evaluate]\nlongest = "8h"\n[task]', "job.toml:12: phases.evaluate: is not a phase of rrl's;"
-     " a phase of your own needs progresses and longest"),
+    ("[task]", '[phases.trian]\nlongest = "8h"\n[task]', "job.toml:12: phases.trian: is not a phase of rrl; did"
+     ' you mean "train"? a phase of your own needs the keys `progresses` and `longest`'),
+    ("[task]", '[phases.evaluate]\nlongest = "8h"\n[task]', "job.toml:12: phases.evaluate: is not a phase of rrl;"
+     ' a phase of your own needs the keys `progresses` and `longest`'),
     ("[task]", '[phases.train]\nlongst = "8h"\n[task]', "job.toml:13: phases.train.longst: unknown key;"
      ' did you mean "longest"?'),
     ("[task]", '[phases.train]\nlongest = 8\n[task]', "job.toml:13: phases.train.longest: a duration needs a unit;"
@@ -470,7 +470,7 @@ def test_a_role_that_shares_its_node_has_no_allocation_of_its_own(tmp_path: Path
         "[task]", '[roles.reward]\nslurm.account = "x"\n[task]'
     )
     assert error_text(tmp_path, text) == (
-        "job.toml:14: roles.reward.slurm: this role shares its nodes with others; set exclusive = true, or remove it"
+        "job.toml:14: roles.reward.slurm: this role shares its nodes with others; remove this key, or set exclusive = true for the role"
     )
 
 
