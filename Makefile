@@ -3,9 +3,9 @@
 PYTHON ?= $(firstword $(wildcard /usr/bin/python3.11) python3.11)
 BIN := .venv/bin
 EXTRAS := dev,torch,ucx,nixl
-# pytest's processes: one more than two cores, since whole runs mostly wait
+# Number of pytest processes: one more than the two cores of CI, because tests of whole runs mostly wait.
 WORKERS ?= 3
-# A file's tests stay in one process, and tests/conftest.py says which files start first: the long ones.
+# The tests of one file stay in one process. tests/conftest.py starts the files that take longest first.
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 VLLM := .venv-vllm/bin
 # Compiled modules are kept, whatever the caller's shell says: whole runs start dozens of interpreters each.
@@ -54,8 +54,8 @@ test: setup
 	$(PYTEST) -m 'not slurm and not long and not vllm'
 	$(PYTEST) -m 'slurm and not long'
 
-# The inner loop, under a minute on two cores: pure functions, and what needs no process but pytest's own. No scenario is
-# played, no run is started.
+# For the inner loop, under a minute on two cores: tests of pure functions, and others that start no process. They play no
+# scenario and start no run.
 FAST := $(addprefix tests/unit/,config core slurm_templates manager/model manager/planner/recovery cli/views) \
   $(filter-out %/test_scenarios.py,$(shell find tests/unit/health -name 'test_*.py' -not -path '*/readers/*')) \
   $(patsubst %,tests/unit/manager/intake/test_%.py,admission baseline_recorder hang_investigation \

@@ -22,7 +22,6 @@ import json
 import os
 import signal
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -42,6 +41,7 @@ from rrl.roles.trajectories.log import read_frames
 from rrl.roles.trajectories.records import Binding, GroupCreated, ScoresRecorded, SegmentsAppended, decode
 from rrl.tests.support.runs import TestRun, submit_here, submit_on
 from rrl.tests.support.slurm.lab import SlurmLab
+from rrl.tests.support.supervisor import temporary_runs_folder
 
 STEPS = 300
 AWAY_FROM_STEP = 30
@@ -188,8 +188,8 @@ def trained_tokens(run: RunDir) -> tuple[list[int], list[float], int]:
 @contextmanager
 def local() -> Iterator[LaunchSite]:
     def submit(name: str, toml: str) -> TestRun:
-        (Path(folder) / name).mkdir()
-        return submit_here(Path(folder) / name, toml)
+        (folder / name).mkdir()
+        return submit_here(folder / name, toml)
 
     def cancel(run: TestRun) -> None:
         """The manager, and the one that a person starts then."""
@@ -198,7 +198,7 @@ def local() -> Iterator[LaunchSite]:
         with run.call("manage", run.run.id, stdout=subprocess.DEVNULL):
             signal_manager(run, signal.SIGTERM)
 
-    with tempfile.TemporaryDirectory(prefix="rrl-bench-") as folder:
+    with temporary_runs_folder() as folder:
         yield LaunchSite(submit, lambda run: signal_manager(run, signal.SIGKILL), cancel)
 
 

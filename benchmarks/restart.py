@@ -19,7 +19,6 @@ import os
 import re
 import statistics
 import subprocess
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
@@ -41,6 +40,7 @@ from rrl.manager.model.state import State
 from rrl.manager.storage.journal import replay
 from rrl.tests.support.runs import TestRun, all_work, submit_here, submit_on
 from rrl.tests.support.slurm.lab import SlurmLab
+from rrl.tests.support.supervisor import temporary_runs_folder
 
 ROUNDS = 3
 KILLS_PER_RUN = 2
@@ -178,12 +178,12 @@ def _standbys_ready(state: State, arm: str) -> bool:
 @contextmanager
 def launcher(cluster: str) -> Iterator[Any]:
     """Where runs are submitted to: a function of a name and a job.toml."""
-    with tempfile.TemporaryDirectory(prefix="rrl-bench-") as folder:
-        if cluster == "local":
-            yield lambda name, toml: submit_here(_make_folder(Path(folder) / name), toml)
-        else:
-            with SlurmLab.start(nodes=NODES) as lab:
-                yield lambda name, toml: submit_on(lab, name, toml)
+    if cluster == "local":
+        with temporary_runs_folder() as folder:
+            yield lambda name, toml: submit_here(_make_folder(folder / name), toml)
+    else:
+        with SlurmLab.start(nodes=NODES) as lab:
+            yield lambda name, toml: submit_on(lab, name, toml)
 
 
 def _make_folder(folder: Path) -> Path:

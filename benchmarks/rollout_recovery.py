@@ -11,13 +11,12 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 from rrl.benchmarks._requirements import check_requirements
 from rrl.benchmarks._table import print_table
 from rrl.core.run_dir import RUNS_ENV
-from rrl.tests.support.supervisor import end_runs_with_caller
+from rrl.tests.support.supervisor import end_runs_with_caller, temporary_runs_folder
 
 KILLS = 5
 STEPS_BETWEEN_KILLS = 100
@@ -28,16 +27,16 @@ QUICKSTART = Path(__file__).parent.parent / "examples" / "quickstart.toml"
 
 def main() -> None:
     check_requirements("rollout_recovery")
-    with tempfile.TemporaryDirectory(prefix="rrl-bench-") as folder:
-        job = Path(folder) / "job.toml"
+    with temporary_runs_folder() as folder:
+        job = folder / "job.toml"
         job.write_text(_job())
-        end_runs_with_caller(Path(folder) / "runs")
+        end_runs_with_caller(folder / "runs")
         env = {**os.environ, RUNS_ENV: f"{folder}/runs"}
         rrl = str(Path(sys.executable).parent / "rrl")
         out = subprocess.run([rrl, "submit", "--wait", "--json", str(job)], env=env, capture_output=True, text=True)
         if out.returncode:
             raise SystemExit(f"the run failed:\n{out.stdout}{out.stderr}")
-        summary = next(Path(folder).glob("runs/*/summary.json"))
+        summary = next(folder.glob("runs/*/summary.json"))
         recoveries = [r for r in json.loads(summary.read_text())["recoveries"] if r["injected"]]
     complete = [r for r in recoveries if r["total_s"] is not None]
     if len(complete) < KILLS:

@@ -11,6 +11,7 @@ import msgspec
 from rich.console import Group, RenderableType
 
 from ...core.run_dir import RunDir, runs_root
+from ...core.run_spec import RunSpec
 from ...core.types import Outcome
 from ...manager.model.state import State
 from ..common.output import console, print_json, print_line, show
@@ -141,7 +142,7 @@ def _row(run: RunDir, slurm: dict[int, SlurmJobs]) -> dict[str, Any]:
     except (UsageError, OperationFailed) as error:
         return row | {"standing": f"unreadable: {str(error).removeprefix(f'{run.id} is ')}"}
     if state is None:
-        return row
+        return row | ({"outcome": Outcome.REJECTED, "standing": "rejected"} if _never_begins(run, job, slurm) else {})
     current_standing = _known_standing(run, state, slurm) or standing(state)[0]
     return row | {
         "outcome": state.outcome, "standing": current_standing, "step": state.step, "steps": state.job.steps,
@@ -155,9 +156,31 @@ def _known_standing(run: RunDir, state: State, slurm: dict[int, SlurmJobs]) -> s
     try:
         if state.job.cluster != "slurm" or not (stale := stale_lease(run, state)):
             return ""
-        owner = owner_of(run)
+        return judge(state, stale, _jobs_of_owner(run, slurm)).standing
     except OperationFailed:
         return ""
+
+
+def _never_begins(run: RunDir, job: RunSpec | None, slurm: dict[int, SlurmJobs]) -> bool:
+    """Return whether a run without a journal is rejected, as ``rrl status`` says: all its managers have ended.
+
+    Slurm is queried for this run alone only if it answered for its owner's jobs, and lists none of this run.
+    """
+    if job is not None and job.cluster == "slurm":
+        from ...manager.bootstrap.manager_job import job_name
+
+        try:
+            jobs = _jobs_of_owner(run, slurm)
+        except OperationFailed:
+            return False
+        if jobs.unknown or job_name(run.id, job) in {listed.name for listed in jobs.jobs}:
+            return False
+    return bool(StartCheck(run).failure(None))
+
+
+def _jobs_of_owner(run: RunDir, slurm: dict[int, SlurmJobs]) -> SlurmJobs:
+    """Return the Slurm jobs of the run's owner, queried if ``slurm`` lacks them. Raises OperationFailed."""
+    owner = owner_of(run)
     if owner not in slurm:
         slurm[owner] = ask_slurm(owner)
-    return judge(state, stale, slurm[owner]).standing
+    return slurm[owner]

@@ -94,6 +94,7 @@ _STANDING_COLOUR = {
     "completed": "green",
     "running": "green",
     "failed": "red",
+    "rejected": "red",
     "cancelled": "yellow",
     "interrupted": "red",
 }

@@ -17,7 +17,8 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -43,6 +44,19 @@ def end_lab_with_caller(path: Path) -> None:
 def end_runs_with_caller(runs: Path) -> None:
     """Kill all processes of runs in the folder ``runs`` when the calling process has ended."""
     _register(_RUNS, runs)
+
+
+@contextlib.contextmanager
+def temporary_runs_folder(prefix: str = "rrl-bench-") -> Iterator[Path]:
+    """Yield a temporary folder, and end the processes of all runs in it before it is removed.
+
+    Otherwise they would still write into the folder while it is being removed.
+    """
+    with tempfile.TemporaryDirectory(prefix=prefix) as folder:
+        try:
+            yield Path(folder)
+        finally:
+            kill_all(partial(_processes_in, folder))
 
 
 def exit_on_sigterm(leave: Callable[[], NoReturn] = lambda: sys.exit(SIGTERM_EXIT_CODE)) -> None:

@@ -41,6 +41,17 @@ with tempfile.TemporaryDirectory() as folder:
     print(folder, flush=True)
     time.sleep(1010)
 """
+LOCAL_BENCHMARK = """
+import time
+from rrl.tests.support.runs import light_job, submit_here
+from rrl.tests.support.supervisor import exit_on_sigterm, temporary_runs_folder
+exit_on_sigterm()
+with temporary_runs_folder() as folder:
+    run = submit_here(folder, light_job("local", 1_000_000))
+    run.wait_steps(1)
+    print(run.run.path, flush=True)
+    time.sleep(1010)
+"""
 SESSION = """
 import time
 
@@ -92,6 +103,20 @@ def test_local_run_of_a_killed_process_ends(tmp_path: Path) -> None:
         assert len(dict(processes_of(run))) > 5
         _ended(child, signal.SIGKILL)
         wait_until(lambda: not dict(processes_of(run)))
+    finally:
+        child.kill()
+        while left := dict(processes_of(run)):
+            slurm_processes.send(left, signal.SIGKILL)
+
+
+def test_benchmark_that_gets_sigterm_ends_its_local_run_and_removes_its_folder() -> None:
+    child, path = _started(LOCAL_BENCHMARK)
+    run = RunDir(path)
+    try:
+        assert len(dict(processes_of(run))) > 5
+        assert _ended(child, signal.SIGTERM) == 128 + signal.SIGTERM
+        assert not dict(processes_of(run)), "it ends the run before it leaves"
+        assert not path.parent.parent.exists()
     finally:
         child.kill()
         while left := dict(processes_of(run)):

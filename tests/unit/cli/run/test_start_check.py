@@ -87,6 +87,9 @@ def test_a_run_whose_managers_have_left_the_queue_is_rejected_with_their_last_li
                     rf" \x1b]0;none (logs: {run.submit})" "\n")  # fmt: skip
     assert main.run(["status", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["outcome"] == "rejected"
+    assert main.run(["list", "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert (row["outcome"], row["standing"]) == ("rejected", "rejected")
 
 
 @pytest.mark.parametrize(
@@ -105,6 +108,9 @@ def test_a_run_that_may_still_be_begun_is_not_rejected(
     submitted_to_slurm(root, jobs=jobs)
     assert main.run(["status"]) == 0
     assert "has not started yet" in capsys.readouterr().out
+    assert main.run(["list", "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert (row["outcome"], row["standing"]) == (None, "submitted")
 
 
 def test_a_local_manager_that_was_started_on_another_machine_is_not_judged(root: Path) -> None:
