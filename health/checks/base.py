@@ -48,7 +48,7 @@ class Unknown(Struct, frozen=True):
     """The check could not judge the node, or some components of it."""
 
     reason: str
-    """Why the check could not judge them."""
+    """Why the node or the components could not be judged."""
     makes_node_unknown: bool = False
     """Whether the node becomes UNKNOWN too, if no check finds anything worse."""
     components: tuple[str, ...] = ()

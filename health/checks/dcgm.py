@@ -22,7 +22,7 @@ _REMEDY_CODES: dict[Remedy, tuple[str, ...]] = {
         "NVSWITCH_FATAL", "NAN_VALUE",
     ),
 }  # fmt: skip
-"""Prefixes of error codes, by remedy. An incident with such a code fails the GPU if DCGM rates it a failure."""
+"""Prefixes of error codes, by remedy. An incident with such a code fails the GPU if its severity is ``fail``."""
 _WARNING_CODES = (
     "GPU_EXPECTED_NVLINKS_UP", "NVSWITCH_EXPECTED_NVLINKS_UP", "NVSWITCH_NVLINK_DOWN", "FABRIC_MANAGER_TRAINING_ERROR",
     "CLOCKS_EVENT_THERMAL", "TEMP_VIOLATION", "THERMAL_VIOLATIONS",

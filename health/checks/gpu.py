@@ -68,7 +68,7 @@ def present(state: NodeState) -> Iterator[Gpu]:
 
 # ── presence ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 def _count(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
-    """Compare the number of GPUs with what the rules expect and with the most that were ever listed.
+    """Compare the number of GPUs with the number that the rules expect and with the largest number ever listed.
 
     If Slurm gave the job only some of the node's GPUs, NVML may list only these, and that is then not a problem.
     """

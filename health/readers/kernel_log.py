@@ -147,7 +147,7 @@ def recognise(line: bytes, age: float) -> KernelEvent | None:
     """Return the event that the message of one record reports, or None if it does not concern the node's health.
 
     Args:
-        line: The message without the record's head, as /dev/kmsg escapes it.
+        line: The text of the record, after its first semicolon, as /dev/kmsg escapes it.
         age: Seconds since the kernel wrote it.
     """
     if _PREFILTER.search(line) is None or _BEGINS_WITH_A_NAME.match(line) or _PACKET_FILTER.search(line):
@@ -268,7 +268,7 @@ class KernelReader:
     def _completed(self, event: KernelEvent) -> KernelEvent:
         """Return the event with values that the message does not contain.
 
-        For an Xid: whether its PCI address belongs to an NVIDIA device of this node; for a hung task: the owner.
+        For an Xid or SXid, ``pci_exists`` is added; for a hung task, the user id of the process.
         """
         if event.kind == "hung_task":
             with contextlib.suppress(OSError):
