@@ -1,13 +1,13 @@
-"""Limit how many nodes the prolog and the HealthCheckProgram may drain. Pure.
+"""Limits how many nodes Slurm's hooks (the prolog and the HealthCheckProgram) may drain. Pure: runs no command.
 
-The limit's memory is Slurm itself: a drain by a hook is a node in state DRAIN whose reason begins with
-:data:`~rrl.health.drains.HOOK_PREFIX`, and only root, SlurmUser and administrators can set either. No file is shared,
-so no user can forge drains, or use them up without making that many nodes fail their check.
+No file records the drains by hooks, because Slurm does: such a drain is a node in state DRAIN whose reason begins with
+:data:`~rrl.health.drains.HOOK_PREFIX`. Only root, SlurmUser and administrators can set the state and the reason. So no
+user can forge a drain by a hook, and a user can exhaust the limit only by making that many nodes fail their check.
 
-Hooks run on all nodes at the same time and know nothing of each other. Each hook drains its own node first, waits until
-Slurm's clock has passed that second, and then ranks all drains by hooks by (time, name). A hook whose drain ranks
-beyond the limit takes it back. All drains that rank before its own are in the list that a hook reads, so exactly as
-many drains remain as the limit permits, in whatever order the hooks read.
+Hooks run on all nodes at the same time and do not communicate. Each hook drains its own node first, waits until Slurm's
+clock has passed the second of that drain, and then ranks all drains by hooks in the order of (time, node name). A hook
+whose drain ranks beyond the limit removes its drain. When a hook reads the list of drains, the list contains all drains
+that rank before the hook's own. So exactly as many drains remain as the limit permits, in whatever order hooks read.
 """
 
 from __future__ import annotations
@@ -20,17 +20,21 @@ from ..config.health_rules import HookRules
 
 
 class HookDrain(Struct, frozen=True):
-    """A node that stands drained by a hook."""
+    """A node that a hook has drained."""
 
     at: float
-    """when it was drained, in whole s since 1970, by slurmctld's clock"""
+    """Time of the drain in whole seconds since 1970, according to slurmctld's clock."""
     node: str
 
 
 def over_limit(own: HookDrain, drains: Collection[HookDrain], nodes: int, rules: HookRules) -> str:
-    """Return why the drain ``own`` exceeds the limit, or an empty string if it may stand.
+    """Return why the drain ``own`` exceeds the limit, or an empty string if it may remain.
 
-    ``drains``: all that stand, with or without ``own``. ``nodes``: how many the cluster has.
+    Args:
+        own: Drain of the node on which the hook runs.
+        drains: All nodes that hooks have drained, with or without ``own``.
+        nodes: Number of nodes in the cluster.
+        rules: Limits on drains by hooks.
     """
     earlier = [drain.at for drain in drains if (drain.at, drain.node) < (own.at, own.node)]
     before, lately = len(earlier), sum(at > own.at - rules.window for at in earlier)

@@ -1,7 +1,8 @@
-"""One node, now: read, judge, one verdict. What ``rrl health check`` and admission do.
+"""Checks this node now and returns its findings and their verdict, for ``rrl health check`` and for admission.
 
-Most looks are one reading. Where it shows something bad that is no proof, the readers concerned are asked again until
-it has been seen often enough to condemn, or not again; if there is no time left for that, it stays a WARN.
+Usually one sample of each reader suffices. If a check finds a failure without proof, its readers are read again until
+enough samples in a row confirm the failure, or until a sample does not show it. If the time does not suffice for that,
+the failure remains a WARN.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from .readers.isolation.client import read_all
 from .readers.samples import READERS, Reading
 
 RECHECK_INTERVAL_S = 1.0
-"""s between two looks at what is no proof"""
+"""Seconds between two samples if a failure without proof is to be confirmed."""
 RATE_INTERVAL_S = 2.0
-"""s between two readings where counters' rises are asked for"""
+"""Seconds between the two samples from which the increases of counters are computed."""
 _REST_OF_HOST_S = 5.0
-"""The part of a look's time that starting a reader's process and reading the host's other values may take. The rest is
-for mounts that hang."""
+"""Seconds of a check's time that starting the host reader's process and reading its other values may take. The rest of
+the time is for mounts that hang."""
 EXIT_CODES = {Verdict.OK: 0, Verdict.WARN: 1, Verdict.FAIL: 2, Verdict.UNKNOWN: 3}
-"""exit codes"""
+"""Exit codes of ``rrl health check``, by verdict."""
 
 ReadFunction = Callable[[Sequence[str], float, ReaderOptions], list[Reading]]
 
@@ -44,12 +45,23 @@ def check_node(
     options: ReaderOptions = ReaderOptions(),
     read: ReadFunction = read_all,
 ) -> list[Finding]:
-    """Return all findings about this node, those of verdict OK and UNKNOWN included.
+    """Return all findings about this node, including those with verdict OK or UNKNOWN.
 
-    Blocks for about ``timeout_s`` at most, and some seconds more to end readers that hang. ``mounts`` are paths besides
-    the rules' that must answer. ``expected_free`` are GPUs (UUIDs, indices, or ``every``) that no process may use,
-    because a role is about to start. ``only`` names the checks to make; empty: all. With ``rates`` the node is read
-    twice, so that rising counters are noticed. Raises OSError if no process can be started.
+    Blocks for about ``timeout_s`` at most, and some seconds more to end readers that hang.
+
+    Args:
+        rules: Rules of the checks.
+        timeout_s: Seconds that the check may take.
+        node: Name of this node in the findings.
+        mounts: Paths that must answer, in addition to those of ``rules`` and ``options``.
+        expected_free: GPUs (UUIDs, indices, or ``every``) that no process may use, because a role is about to start.
+        only: Names of the checks to run; if empty, all checks are run.
+        rates: Whether to read the node twice, so that increases of counters are noticed.
+        options: Options of the readers.
+        read: Function that reads the readers once.
+
+    Raises:
+        OSError: No process can be started for the readers.
     """
     rules = _narrowed(rules, only)
     paths = tuple(dict.fromkeys((*options.mounts, *rules.expect.mounts, *mounts)))
@@ -71,9 +83,9 @@ def check_node(
 
 
 def mount_timeout_s(rules: Rules, timeout_s: float) -> float:
-    """Return the time (s) within which a path must answer in a check of ``timeout_s``.
+    """Return the time (s) within which each path must answer in a check that may take ``timeout_s`` s.
 
-    It suffices to find a hung path, if ``timeout_s`` does.
+    The time is ``rules.host.mount_hung``, which suffices to prove that a path hangs, or less if ``timeout_s`` is short.
     """
     return max(1.0, min(rules.host.mount_hung, timeout_s - _REST_OF_HOST_S))
 
@@ -110,7 +122,10 @@ def _narrowed(rules: Rules, only: Collection[str]) -> Rules:
 
 
 def _readers(rules: Rules) -> list[str]:
-    """Those that a check needs. The check of the readers themselves needs none that no other one does."""
+    """Return the readers that at least one check needs besides the check ``readers``, or all if there is none.
+
+    The check ``readers`` reports on these readers and needs no further ones.
+    """
     on = [c for c in CHECKS if rules.checks.get(c.name) != "off"]
     needed = {reader for check in on if check.name != "readers" for reader in check.readers}
     return [name for name in READERS if name in needed or not needed]

@@ -31,7 +31,8 @@ class Scorer:
     ) -> tuple[list[Score], dict[int, str]]:
         """Score complete trajectories.
 
-        A scorer that raises, or returns a value that is not finite, costs the trajectory's group but not the run.
+        If the task's scorer raises an exception or returns a value that is not finite, the trajectory's group is
+        dropped, and the run continues.
 
         Args:
             items: the trajectories to score.

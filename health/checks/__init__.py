@@ -1,1 +1,4 @@
-"""Node checks: pure functions from a node's state and the rules to findings; ``evaluate.py`` runs them all."""
+"""Node checks: pure functions from a node's state and the rules to problems.
+
+:mod:`rrl.health.checks.evaluate` runs all checks and turns their problems into findings.
+"""

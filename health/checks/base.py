@@ -31,14 +31,15 @@ class Problem(Struct, frozen=True):
     proof: bool = False
     """Whether this single run suffices for a FAIL, without confirmation by further runs."""
     failures_to_raise: int | None = None
-    """Runs in a row that must find the problem before it is reported; None: ``rules.hysteresis.bad`` for FAIL, 1 for
-    WARN."""
+    """Number of runs in a row that must find the problem before its finding has this verdict. If None, the number is
+    ``rules.hysteresis.bad`` for FAIL and 1 for WARN."""
     passes_to_clear: int | None = None
-    """Runs in a row without the problem that clear it; None: ``rules.hysteresis.good``."""
+    """Number of runs in a row without the problem that clear the finding. If None, the number is
+    ``rules.hysteresis.good``."""
     at: float | None = None
-    """Time at which the problem began (s), if the sample says so."""
+    """Time (s) at which the problem began; None if the sample does not contain that time."""
     source: str = ""
-    """Source of the evidence; empty: the check's first reader."""
+    """Reader that the evidence names as its source; if empty, the check's first reader."""
     flags: tuple[Flag, ...] = ()
     """Flags of the resulting finding."""
 
@@ -47,7 +48,7 @@ class Unknown(Struct, frozen=True):
     """The check could not judge the node, or some components of it."""
 
     reason: str
-    """Why not."""
+    """Why the node or the components could not be judged."""
     makes_node_unknown: bool = False
     """Whether the node becomes UNKNOWN too, if no check finds anything worse."""
     components: tuple[str, ...] = ()
@@ -80,9 +81,10 @@ class Check(Struct, frozen=True):
     threshold_source: str
     """Project or document that the thresholds come from."""
     any_reader: bool = False
-    """Whether a sample of one of the readers suffices."""
+    """Whether the check can run if only some of its readers returned data."""
     triggers: tuple[str, ...] = ()
-    """Keys of `NodeState.reading_counts` whose increase triggers a run; empty: each sample of `readers`."""
+    """Keys of `NodeState.reading_counts` whose increase triggers a run of the check. If empty, each sample of `readers`
+    and each increase of `NodeState.external_updates` triggers a run."""
 
 
 def warn(cause: Cause, remedy: Remedy, *text: str, component: str = "", **details: object) -> Problem:

@@ -22,13 +22,13 @@ _REMEDY_CODES: dict[Remedy, tuple[str, ...]] = {
         "NVSWITCH_FATAL", "NAN_VALUE",
     ),
 }  # fmt: skip
-"""By remedy: prefixes of the codes that fail the GPU if DCGM calls them a failure."""
+"""Prefixes of error codes, by remedy. An incident with such a code fails the GPU if its severity is ``fail``."""
 _WARNING_CODES = (
     "GPU_EXPECTED_NVLINKS_UP", "NVSWITCH_EXPECTED_NVLINKS_UP", "NVSWITCH_NVLINK_DOWN", "FABRIC_MANAGER_TRAINING_ERROR",
     "CLOCKS_EVENT_THERMAL", "TEMP_VIOLATION", "THERMAL_VIOLATIONS",
 )  # fmt: skip
-"""Prefixes of codes that only warn: the fabric manager's configuration, and heat, for which there is a check of our
-own."""
+"""Prefixes of codes that only warn. They concern the fabric manager's configuration, or heat, for which rrl has checks
+of its own."""
 _IGNORED_CODES = (
     "VOLATILE_SBE", "CLOCK_THROTTLE_POWER", "CLOCK_THROTTLE_THERMAL", "CLOCKS_EVENT_POWER", "CLOCKS_POWER",
     "UNCORRECTABLE_ROW_REMAP", "NVSWITCH_NON_FATAL", "NVLINK_ERROR_THRESHOLD", "PENDING_PAGE_RETIREMENTS",
@@ -36,10 +36,11 @@ _IGNORED_CODES = (
 )  # fmt: skip
 """Prefixes of codes that are ignored: other checks report them better (Xids), or they have no consequence."""
 _SKIPPED_TESTS = ("blacklist", "denylist", "inforom")
-"""Prefixes of tests of ``dcgmi diag`` that are ignored, as gcm does."""
+"""Prefixes of the names of tests of ``dcgmi diag`` that are ignored; Meta's gcm ignores them too."""
 _LINK_DOWN_CODE = "NVLINK_DOWN"
 _PENDING_REMAP_CODE = "PENDING_ROW_REMAP"
-"""A pending row remap requires a reset at the next occasion only, as in our own check; the GPU stays in use."""
+"""Code of a pending row remap. As in the check ``gpu_row_remap``, the GPU stays in use until the next occasion for a
+reset."""
 
 
 def _health(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
@@ -89,7 +90,7 @@ def _known(code: str) -> bool:
 
 
 def _unbridged(state: NodeState) -> set[str]:
-    """Return the GPUs (UUIDs and indices) whose links may be unconnected and of which no link went down."""
+    """Return the UUIDs and indices of the GPUs whose NVLinks may be unconnected, and of which no NVLink went down."""
     data = state.data("nvml")
     gpus = data.gpus if isinstance(data, NvmlData) else ()
     steady = (gpu for gpu in gpus if not is_wired(gpu) and not lost_links(gpu, state))
@@ -97,7 +98,7 @@ def _unbridged(state: NodeState) -> set[str]:
 
 
 def _problems(incident: DcgmIncident, unbridged: set[str]) -> Iterator[Problem]:
-    """Return the problem for an incident, with verdict and remedy by its code; nothing for an ignored code."""
+    """Yield the problem that an incident reports, with the verdict and remedy of its code; ignored codes yield none."""
     code = incident.code.removeprefix("DCGM_FR_")
     if code.startswith(_IGNORED_CODES):
         return

@@ -3,18 +3,19 @@
 Pure: takes a `NodeState` and returns findings; hysteresis and earlier findings are stored in `NodeState.memo`.
 
 A check gives one finding for each component with a problem, else one finding for the whole check: OK, or UNKNOWN with
-the reason. A finding that is no longer returned has cleared. FAIL needs proof, or several failing runs in a row
-(``rules.hysteresis``); until then it is reported as a WARN that says so. A missing sample changes nothing: it neither
-clears a FAIL nor causes one. An unchanged situation gives an equal finding, including its times.
+the reason. A finding that is no longer returned has cleared. A FAIL needs proof, or several failing runs in a row
+(``rules.hysteresis``); until then the problem is reported as a WARN that says so. A missing sample changes nothing: it
+neither clears a FAIL nor causes one. An unchanged situation gives an equal finding, including its times.
 
 The check "readers" reports readers that hang or fail. It is in this module because every other check also depends on
-whether its readers work. A hung call is UNKNOWN first: the machine may be under load, or another process may hold the
-driver's lock for a moment. A hung NVML fails the node if the hang lasts and an independent witness of the same driver
-hangs too: DCGM's reader for the same time, a process in state D inside the driver, or a process of the driver that the
-kernel reports as hung. If no other reader answers either, the cause is the machine, or the storage that it starts
-programs from, and not the driver.
+whether its readers work. A reader that hangs makes the node UNKNOWN at first: the machine may be under load, or another
+process may hold the driver's lock for a moment. A hung NVML reader fails the node if the hang lasts
+(``rules.readers.stall``) and a second observation shows that the driver hangs. Such an observation is that DCGM's
+reader has been hung for as long, that a process is in state D inside the driver, or that the kernel reports a process
+of the driver as hung. DCGM's hang does not count if all readers hang or fail: the cause is then the machine, or the
+storage from which it starts programs, and not the driver.
 
-Call `evaluate` after each `NodeState.add`: it counts the samples that it has processed.
+Call `evaluate` after each `NodeState.add`: a check runs at most once per call, however many samples were added before.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ _SEVERITY = {Verdict.WARN: 1, Verdict.FAIL: 2}
 _DRIVER_FUNCTIONS = ("nv", "uvm", "rm_", "os_acquire")
 """Prefixes of the kernel functions in which a process waits for NVIDIA's driver."""
 _DRIVER_PROCESSES = ("nvidia", "nv-", "nv_queue")
-"""Prefixes of the names of processes that only use that driver or belong to it. Only processes of root count, because
-users choose the names of theirs."""
+"""Prefixes of the names of processes that belong to NVIDIA's driver or only serve to use it. Only processes of root
+count, because users can choose any name for their own processes."""
 _ROOT = 0
 _HUNG_TASK = re.compile(r"INFO: task (?P<name>.+):\d+ blocked ")
 _FAILED_STATES = ("hung", "broken")
@@ -49,7 +50,8 @@ _FAILED_STATES = ("hung", "broken")
 def _is_missing(reader: str, state: NodeState, rules: Rules) -> bool:
     """Return whether the reader does not work although it should.
 
-    It should if the rules require it, if it hangs or fails, or if NVML worked before.
+    A reader should work if the rules require it, if its state is hung or broken (its source then exists), or if it is
+    NVML's reader and has returned data before.
     """
     gone = reader == "nvml" and reader in state.last_data
     return state.newest[reader].state in _FAILED_STATES or reader in rules.required_readers or gone
@@ -79,7 +81,8 @@ def _check_readers(state: NodeState, rules: Rules, now: float) -> Iterator[Check
 def _hangs_for_long(reader: str, state: NodeState, rules: Rules, now: float) -> bool:
     """Return whether the reader has been hung for ``rules.readers.stall`` s.
 
-    Time is measured, not samples: after two processes that hang in the kernel, no further one is started.
+    The duration of the hang counts, not the number of samples: while a process that hangs in the kernel survives
+    SIGKILL, its reader gives no further samples.
     """
     since = state.hung_since.get(reader)
     return since is not None and now - since >= rules.readers.stall
@@ -127,7 +130,7 @@ class CheckHysteresis:
     failures_in_row: int = 0
     non_failures_in_row: int = 0
     since: float = 0.0
-    """Time at which the current series of runs with a problem began (s)."""
+    """Time (s) at which the current problem began: the problem's own time, else that of the first run that found it."""
     failure: Problem | None = None
     """Problem with verdict FAIL that is confirmed and not cleared."""
     warning: Problem | None = None
@@ -275,7 +278,8 @@ def _update_hysteresis(
 ) -> None:
     """Update the hysteresis of all components that this run judged.
 
-    These are the components with a problem, and all earlier ones except those that could not be judged.
+    The run judged the components with a problem, and all components of earlier problems except those that it reports in
+    an `Unknown`.
     """
     problems: dict[str, Problem] = {}
     for result in results:
@@ -358,7 +362,10 @@ def _unknown_finding(check: Check, unknowns: list[Unknown], at: float, memo: _Me
 
 
 def _keep_unchanged(finding: Finding, old: Finding | None) -> Finding:
-    """Return the old finding if the new one says the same, else the new one with the time since which it holds."""
+    """Return the old finding if the new one differs from it only in its times, else the new finding.
+
+    If the verdict and the cause are unchanged, the new finding keeps the earlier start time.
+    """
     if old is None or (finding.verdict, finding.cause) != (old.verdict, old.cause):
         return finding
     same = [e.text for e in finding.evidence] == [e.text for e in old.evidence]

@@ -11,11 +11,13 @@ from .base import Check, CheckResult, Problem, Unknown, fail, warn
 from .node_state import NodeState
 
 _HOUR_S, _MINUTE_S, _RATE_WINDOW_S = 3600.0, 60.0, 30.0
-"""Windows in seconds. A rate per second is measured over `_RATE_WINDOW_S`, so that a single burst is not a rate."""
+"""Windows in seconds. A limit per second applies to the average over `_RATE_WINDOW_S`, so that a short burst does not
+exceed it."""
 _LINK_DOWNED = "link_downed"
 _FATAL_COUNTERS = ("excessive_buffer_overrun_errors", "local_link_integrity_errors")
-"""Counters that must not increase at all (NVSentinel). Of NVSentinel's other fatal counters, link_downed may increase
-once, and rnr_nak_retry_err counts receivers that were not ready and answered the retry, which programs cause."""
+"""Counters of which any increase is fatal (according to NVSentinel). Two further counters are fatal for NVSentinel but
+missing here. link_downed has a limit of its own (``rules.fabric.link_downs``). rnr_nak_retry_err is not checked,
+because programs cause it: it counts receivers that were not ready and answered the retry."""
 
 
 def _data(state: NodeState) -> FabricData:
@@ -24,7 +26,10 @@ def _data(state: NodeState) -> FabricData:
 
 
 def _used(state: NodeState, rules: Rules) -> set[str]:
-    """Return the ports to check: the expected ones and those that were ACTIVE; cables of others may come and go."""
+    """Return the ports to check: the expected ports, and the ports that were ACTIVE at some time.
+
+    Cables of other ports may be plugged in and out.
+    """
     return set(rules.expect.ports) | state.ports_up
 
 
@@ -58,7 +63,7 @@ def _state(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
 
 def _devices(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
     for name in _data(state).missing_char_devices:
-        if not name.startswith("issm"):  # some machines do not have it (NVSentinel: GB300)
+        if not name.startswith("issm"):  # some machines have no issm device (NVSentinel: GB300)
             yield fail(Cause.FABRIC, Remedy.EXCLUDE, f"/dev/infiniband/{name} is missing", component=name)
 
 
@@ -101,7 +106,7 @@ def _exceeded_rates(state: NodeState, name: str, limits: FabricRules) -> Iterato
 
 
 def _increase(state: NodeState, name: str, counter: str, window: float) -> int:
-    """Return the increase of a port's counter in the last ``window`` s; 0 if it was never read."""
+    """Return the increase of a port's counter in the last ``window`` s; 0 if the counter was never read."""
     history = state.counter("port", name, counter)
     if history is None or not history.increase:
         return 0

@@ -18,12 +18,13 @@ _RECOVERY_REMEDIES = {
     "bus_reset": Remedy.RESET_GPU,
     "system_reboot": Remedy.REBOOT,
 }
-"""Recovery actions that concern only this GPU, and their remedies. An action on an IMEX domain would concern many
-nodes."""
+"""Remedies by recovery action, for the actions that concern one GPU or one node. ``recover_imex_domain`` is missing: an
+IMEX domain (GPUs that share memory over NVLink) contains many nodes."""
 _UNKNOWN_ERROR = "Unknown Error"
 """NVML's error for a call that fails for no known reason; ``GPU is lost`` and others name the failure."""
 _MPS = "nvidia-cuda-mps"
-"""Prefix of the process names of CUDA's multi-process service, which a site runs. NVML also lists its clients."""
+"""Prefix of the names of the server processes of CUDA's multi-process service. The site runs them, so they are not
+foreign processes. NVML lists the clients of the service as processes of their own."""
 _MINUTE_S = 60.0
 _MAX_GPUS_NAMED = 3
 """GPUs that one evidence line names."""
@@ -34,7 +35,7 @@ def for_each_gpu(
 ) -> Callable[..., Iterator[CheckResult]]:
     """Return a check function that runs ``check`` on every GPU that answers.
 
-    It gives UNKNOWN for GPUs of which none of these fields could be read.
+    For GPUs of which none of ``fields`` could be read, the check function yields an `Unknown` instead.
     """
 
     def run(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
@@ -67,9 +68,9 @@ def present(state: NodeState) -> Iterator[Gpu]:
 
 # ── presence ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 def _count(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
-    """Compare the number of GPUs with what the rules expect and with the most that were ever listed.
+    """Compare the number of GPUs with the number that the rules expect and with the largest number ever listed.
 
-    If the job was given only some of the node's GPUs, NVML may list no more than these.
+    If Slurm gave the job only some of the node's GPUs, NVML may list only these, and that is then not a problem.
     """
     data, wanted = state.data("nvml"), rules.expect.gpus
     count, least = len(data.gpus), min(wanted or 0, data.granted) if data.withheld else wanted or 0
@@ -198,7 +199,7 @@ _TEMPERATURE_FIELDS = ("temperature", "temperature_slowdown", "temperature_memor
 
 
 def _at_limit(now: int | None, limit: int | None) -> bool | None:
-    """Return whether a temperature is at its limit; None if either is unknown."""
+    """Return whether a temperature is at or above its limit; None if the temperature or the limit is unknown."""
     return None if now is None or not limit else now >= limit
 
 
@@ -208,8 +209,9 @@ _SLOWDOWN_REASONS = {
     "hw_power_brake": "power brake",
     "hw_slowdown": "hardware",
 }
-"""Clock event reasons that indicate a fault, most specific first: ``hw_slowdown`` comes together with others, which
-alternate. A power cap is normal operation (NVSentinel ignores it too)."""
+"""Texts for the clock event reasons that indicate a fault. Only the first of the reasons in effect is reported. The
+most specific are first, because ``hw_slowdown`` is in effect together with others, which alternate. A power cap is
+missing, because it is normal operation (NVSentinel ignores it too)."""
 
 
 def _throttle(gpu: Gpu, state: NodeState, rules: Rules) -> Iterator[Problem]:
@@ -239,7 +241,8 @@ def _clock(gpu: Gpu, state: NodeState, rules: Rules) -> Iterator[Problem]:
 def _is_expected_free(gpu: Gpu, state: NodeState) -> bool:
     """Return whether this GPU must be free because a role is about to start.
 
-    A GPU in MIG mode is shared, and on its node Slurm's GPU numbers are those of instances.
+    A GPU in MIG mode need not be free, because jobs share it. On a node with such a GPU, Slurm's GPU numbers are those
+    of MIG instances, so numbers are ignored there.
     """
     if gpu.mig:
         return False

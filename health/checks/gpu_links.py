@@ -27,7 +27,7 @@ def _numbers(links: list[int]) -> str:
 
 # ── NVLink ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 def _down(gpu: Gpu, state: NodeState, rules: Rules) -> Iterator[Problem]:
-    if gpu.mig:  # some boards switch its links off
+    if gpu.mig:  # some boards switch off the links of a GPU in MIG mode
         return
     if down := lost_links(gpu, state):
         text = f"GPU {gpu.index}: NVLink {_numbers(down)} went down"
@@ -47,7 +47,11 @@ def lost_links(gpu: Gpu, state: NodeState) -> list[int]:
 
 
 def is_wired(gpu: Gpu) -> bool:
-    """Return whether all of the GPU's links are connected; on PCIe cards only those with a bridge are."""
+    """Return whether all NVLinks of this GPU are connected by design.
+
+    That holds for GPUs whose links are wired on their board or lead to NVSwitches. The links of a PCIe card are
+    connected only if an NVLink bridge is installed, so the result is False for PCIe cards.
+    """
     return any(name in gpu.name for name in _ON_BOARD) or gpu.fabric_state not in (None, "not_supported")
 
 
@@ -115,7 +119,7 @@ def _width(gpu: Gpu, state: NodeState, rules: Rules) -> Iterator[Problem]:
         text = f"GPU {gpu.index}: its PCIe link has {gpu.pcie_width} of {gpu.pcie_width_max} lanes"
         yield warn(Cause.GPU, Remedy.SUPPORT, text, component=gpu.uuid)
         return
-    busy = gpu.utilization is not None and gpu.utilization >= rules.gpu.busy  # an idle link saves power
+    busy = gpu.utilization is not None and gpu.utilization >= rules.gpu.busy  # an idle link runs at a lower generation
     if busy and gpu.pcie_gen and gpu.pcie_gen_max and gpu.pcie_gen < gpu.pcie_gen_max:
         text = f"GPU {gpu.index} is busy, and its PCIe link runs at generation {gpu.pcie_gen} of {gpu.pcie_gen_max}"
         n = rules.gpu.throttled

@@ -95,7 +95,10 @@ def _clock(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
 
 
 def _stuck(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
-    """Report processes in state D; one that survives our kill keeps its resources, so the node cannot be used."""
+    """Warn of processes in state D, and fail the node if such a process survives our kill.
+
+    A process that survives our kill keeps its resources, so the node cannot be used.
+    """
     at, host = state.reading_at("host"), _host(state)
     for process in host.stuck:
         since = at - process.seconds

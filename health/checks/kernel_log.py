@@ -20,7 +20,8 @@ _LOST_WRITES = re.compile(
 """Messages of a local file system that gave up; network file systems (NFS, Lustre) only wait, and the check ``mounts``
 detects whether they hang."""
 _NOTHING_LOST = re.compile(r"op 0x[359]:\((?:DISCARD|SECURE_ERASE|WRITE_ZEROES)\)")
-"""Requests that a disk may refuse: those of fstrim, and zeroing, after which the file system writes zeros itself."""
+"""Requests that a disk may refuse without loss of data: discards by fstrim, and requests to write zeros, which the file
+system then writes itself."""
 _POLLED = re.compile(r"timeout, completion polled")
 """Message about a missed interrupt (linux drivers/nvme/host/pci.c); the request was completed."""
 _UNCORRECTED = re.compile(
@@ -36,7 +37,8 @@ _STATUS = re.compile(r"Machine Check(?: Exception)?: [0-9a-f]+ Bank \d+: (?P<sta
 _UC = 1 << 61
 """Bit of the status register that is set if the error was not corrected (Intel SDM vol. 3B, 16.3.2.2; same for AMD)."""
 _BEFORE_BOOT_S = 60.0
-"""Seconds after boot in which the kernel reports errors of before the boot (firmware's BERT, banks that were full)."""
+"""Seconds after boot in which the kernel reports errors that happened before the boot (from the firmware's boot error
+record table, BERT, or from machine-check banks that still hold them)."""
 _STORAGE_TASK = re.compile(r"in I/O wait|nfs|lustre|ll_|ptlrpc|jbd2|xfs|ext4|btrfs|gpfs|mmfs|beegfs|ceph|flush-", re.I)
 """Pattern in the message about a hung task that waits for a disk or a file system."""
 _BOOT_PERIOD_S = 600.0

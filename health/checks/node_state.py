@@ -1,8 +1,8 @@
 """The recorded state of one node: the newest samples, counter histories, kernel messages and rrl's own actions.
 
-It contains no judgement. All times are in seconds of the node's monotonic clock, as in the samples. The first value of
-a counter is its origin: earlier counts are not an increase. The hardware that was present is stored across agents, so
-that a restarted agent notices what failed while no agent was running.
+The checks draw the conclusions from this state. All times are in seconds of the node's monotonic clock, as in the
+samples. The increase of a counter is measured from the first value that was read. The agent stores which hardware was
+present (`HardwareInventory`), so that a restarted agent notices hardware that failed while no agent was running.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ _HISTORY_S = 7200.0
 class CounterHistory:
     """The history of one counter that only grows.
 
-    A counter that decreases (the driver was reloaded) starts again from the lower value. If it returns to its old total
-    in one step, the low value was a misreading, and only the growth beyond the old total counts as an increase.
+    A counter that decreases (the driver was reloaded) starts again from the lower value. If its next increase brings it
+    back to the old total or above, within `_MISREAD_WINDOW_S`, the lower value counts as misread. The increase is then
+    measured as if the lower value had not been read.
     """
 
     __slots__ = ("_before", "_fallen", "_rises", "first", "last", "start")
@@ -80,7 +81,7 @@ class CounterHistory:
 
     @property
     def increase(self) -> int:
-        """Return the increase since the first sample."""
+        """Return the increase since the first sample, or since the last decrease."""
         return self.last - self.first
 
     def increase_within(self, window: float, now: float) -> int:
@@ -108,7 +109,7 @@ HEALTH_RUNS: Final = "dcgmi health"
 REGISTERING_STATES: Final = ("not_started", "in_progress")
 """States of a GPU whose registration with the NVLink fabric is not complete."""
 ALL_GPUS: Final = "every"
-"""Stands for all GPUs of the node in `NodeState.set_expected_free`."""
+"""Name that stands for all GPUs of the node in `NodeState.set_expected_free`."""
 _MAX_LOG_LINES = 500
 """Lines of the kernel log that are kept."""
 _MAX_KILLS = 50
@@ -143,7 +144,7 @@ class NodeState:
         self.external_updates = 0
         """Events so far that are not samples: our own kills, deaths of roles, and GPUs that are to be free."""
         self.hung_since: dict[str, float] = {}
-        """By reader: time of the first of the samples in a row that did not return in time (s)."""
+        """By reader: time (s) since which each of its samples was hung."""
         self.started_at: float | None = None
         """Time of the first sample (s)."""
         self.counters: dict[tuple[str, str, str], CounterHistory] = {}
@@ -170,7 +171,7 @@ class NodeState:
         """By GPU's UUID: one line with model, serial number and versions, as last read, for administrators and the
         vendor."""
         self.own_uid: int | None = None
-        """User id of our processes; None: unknown, and every process of a user other than root may be ours."""
+        """User id of our processes. If None, the id is unknown: any process of a user other than root may be ours."""
         self.our_kills: deque[float] = deque(maxlen=_MAX_KILLS)
         """Times at which we killed a step of ours (s)."""
         self.role_deaths: deque[tuple[float, frozenset[str]]] = deque(maxlen=_MAX_KILLS)
@@ -373,7 +374,7 @@ class HardwareInventory(Struct, frozen=True):
     boot_id: str
     """Id of the boot: after another boot the node may have other hardware."""
     job: str = ""
-    """Cluster job that gave us the node: another job may be given other GPUs of it."""
+    """Cluster job under which the run held the node: another job may be given other GPUs of the node."""
     gpus: int = 0
     """Most GPUs that were listed."""
     hcas: tuple[str, ...] = ()

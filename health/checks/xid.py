@@ -1,13 +1,14 @@
 """The checks of Xids and SXids: at most one finding per GPU, from all its events within a day.
 
-The meaning of each code is data (``xids.csv``); this module contains the rules that follow from it:
+An Xid is an error code that NVIDIA's driver reports for a GPU, an SXid one for an NVSwitch. The meaning and the class
+of each Xid are in ``xids.csv``; this module contains the rules that use them:
 
 - Xid 154 states the action that the driver requires and overrides every other Xid. Xid 45 is never a cause.
 - An Xid of the application alone never fails a node. If it recurs on one GPU and on no other, the GPU is suspect;
   if that happened under different roles, the GPU fails.
 - A rare or unknown code gives a warning; it fails the GPU only if a role on that GPU died at about the same time.
-- Around our own kill of a step, only the classes ``node_out`` and ``gpu_reset`` count, unless a role died there
-  without being killed.
+- Shortly before and after rrl kills a step, an Xid counts only if its class is ``node_out`` or ``gpu_reset``, or if a
+  role on the same GPU died at about the same time without being killed by rrl.
 - A reset may have cured an Xid that is older than the first sample. The driver decides: such an Xid does not count if
   the recovery action is "none" or, with an older driver, if the lasting effect of the Xid is gone.
 - An Xid that only the kernel log reports must name a GPU of this node. If NVML can contradict it (79: the GPU
@@ -34,23 +35,24 @@ _LASTING_FIELDS = {
 _OFF_THE_BUS = 79
 _NVML_CAN_CONTRADICT = (_OFF_THE_BUS, RECOVERY_ACTION_XID)
 _NVML_SETTLE_S = 2.0
-"""Time after an Xid (s) from which the end of an NVML sample proves that the sample also began after the Xid: NVML is
-sampled once a second."""
+"""Seconds after an Xid. An NVML sample that ends later than that also began after the Xid, since NVML is sampled once a
+second."""
 _NVML_WAIT_S = 15.0
-"""Time (s) for which an Xid waits for such a sample: longer than a sample may take before it counts as hung (10 s)."""
+"""Seconds for which the check waits for an NVML sample that began after an Xid: longer than the 10 s that a sample may
+take before it counts as hung."""
 _DRIVER_DECIDES = (160, 162)
 """Codes for which NVIDIA's catalogue requires no action, while NVSentinel excludes the node or GPU; they do not count
 if the driver states that no action is needed."""
 
 
 class _Gpu:
-    """The Xid events of one GPU, oldest first, with what else decides about them."""
+    """The Xid events of one GPU, oldest first, with the samples and rules that decide which of the events count."""
 
     def __init__(self, name: str, events: list[XidEvent], state: NodeState, rules: Rules, now: float) -> None:
         self.name, self.state, self.rules, self.now = name, state, rules, now
         self.stated_action = _stated_action(events)
         self.cleared_at = self.stated_action[0] if self.stated_action and self.stated_action[1] is None else None
-        """Time at which the driver stated that no action is needed (s); None if it did not."""
+        """Time (s) at which the driver stated that no action is needed; None if that is not its newest statement."""
         self.events = [(event, xid(event.code, rules.xid)) for event in events]
         self.gpu: Gpu | None = next((g for g in _gpus(state) if name in (g.uuid, g.pci)), None)
 
@@ -100,7 +102,7 @@ class _Gpu:
         return near_our_kill and entry.kind not in FATAL_CLASSES and not self.role_died_near(event)
 
     def is_resolved(self, event: XidEvent, entry: Xid) -> bool:
-        """Return whether the driver has dealt with the event; it never does with an error of an application."""
+        """Return whether the driver has dealt with the event, which is never so for an event of class ``app``."""
         if entry.kind == "app":
             return False
         may_be = event.before_start or event.code in _DRIVER_DECIDES
@@ -118,13 +120,13 @@ class _Gpu:
         return code in _LASTING_FIELDS and getattr(gpu, _LASTING_FIELDS[code]) in (0, False)
 
     def role_died_near(self, event: XidEvent) -> bool:
-        """Return whether a role on the event's GPU died within ``rules.xid.died`` s of it, without our killing it."""
+        """Return whether a role on the event's GPU ended within ``rules.xid.died`` s of the event, not killed by us."""
         around = self.rules.xid.died
         return any(abs(event.at - at) <= around and event.gpu in gpus for at, gpus in self.state.role_deaths)
 
 
 def _check_xids(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
-    """Report each GPU with Xids by the first rule that applies, and UNKNOWN if no reader can report Xids."""
+    """Report each GPU with Xids according to the first rule that applies, and UNKNOWN if no reader can report Xids."""
     by_gpu: dict[str, list[XidEvent]] = {}
     for event in state.xids.recent(rules.xid.day, now):
         by_gpu.setdefault(event.gpu, []).append(event)
@@ -215,7 +217,7 @@ def _nvlink(gpu: _Gpu, gpus: list[_Gpu]) -> Problem | None:
 
 
 def _rare(gpu: _Gpu, gpus: list[_Gpu]) -> Problem | None:
-    """Fail a GPU with a rare Xid near the death of a role on it: the Xid is taken for the cause."""
+    """Fail a GPU with a rare Xid if a role on the GPU died at about the same time: the Xid is taken for the cause."""
     if not (found := [(e, x) for e, x in gpu.acting_events("rest") if gpu.role_died_near(e)]):
         return None
     why = "a role on this GPU died around it"
@@ -230,7 +232,10 @@ def _rare(gpu: _Gpu, gpus: list[_Gpu]) -> Problem | None:
 
 
 def _application(gpu: _Gpu, gpus: list[_Gpu]) -> Problem | None:
-    """Judge repeated Xids of class ``app``; the same Xid on several GPUs is the application's fault."""
+    """Fail or warn of a GPU with a repeated Xid of class ``app`` that no other GPU has.
+
+    An Xid that several GPUs have is the application's fault.
+    """
     found = gpu.acting_events("app")
     for code in dict.fromkeys(x.code for _, x in found):
         times = [e for e, x in found if x.code == code]
@@ -258,7 +263,11 @@ def _application(gpu: _Gpu, gpus: list[_Gpu]) -> Problem | None:
 
 
 def _remaining(gpu: _Gpu, gpus: list[_Gpu]) -> Problem | None:
-    """Warn of the Xids that are left: administrators get a warning, and applications restart by themselves."""
+    """Warn of the Xids to which no earlier rule applies.
+
+    The remedy is support for the classes ``service`` and ``rest``. It is none for ``app``, because an application
+    restarts by itself, and for events of a fatal class that are resolved.
+    """
     if service := gpu.acting_events("service"):
         return warn(Cause.GPU, Remedy.SUPPORT, *_evidence(gpu, "", service), component=gpu.name, at=service[0][0].at)
     if rare := gpu.acting_events("rest"):
@@ -306,7 +315,7 @@ def _occurrences(events: list[tuple[XidEvent, Xid]], code: int) -> int:
 def _evidence(gpu: _Gpu, reason: str, events: list[tuple[XidEvent, Xid]]) -> list[str]:
     """Return the evidence lines: the reason, then each code once, without counts.
 
-    A further event of the same kind leaves the finding unchanged.
+    Counts are left out so that a further event with a repeated code leaves the finding unchanged.
     """
     name = f"GPU {gpu.gpu.index}" if gpu.gpu is not None else f"GPU {gpu.name}" if gpu.name else "a GPU"
     lines = [f"{name}: {reason}"] if reason else []

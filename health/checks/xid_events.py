@@ -1,13 +1,15 @@
 """Xid events of one node, each counted once, and the catalogue of Xids.
 
-Events come from the kernel log, NVML's events and DCGM's counts. One Xid on one GPU within a burst is one event,
-whichever source reports it and however often. The kernel log names a GPU by its bus address, the others by its UUID,
-and NVML sometimes by neither: reports about one GPU are joined once both names are known.
+An Xid is an error code that NVIDIA's driver reports for a GPU. Reports come from the kernel log, NVML's events and
+DCGM's counts. All reports of one Xid on one GPU within ``rules.xid.burst`` s are one event, whichever source they come
+from. The kernel log names a GPU by its PCI address. NVML and DCGM name it by its UUID, and NVML sometimes does not name
+it at all. Reports about one GPU are joined once its address and its UUID are known.
 
-``xids.csv`` says what each number means, how severe it is and whose fault; :mod:`rrl.health.checks.xid` judges.
-Classes: ``node_out``, ``gpu_reset``, ``nvlink``, ``app``, ``ignore``, ``service``, ``rest`` (docs/health.md). Meanings
-follow NVIDIA's "Analyzing Xid Errors with the Xid Catalog" and nverror.h, classes the union of NVSentinel's table,
-DCGM's and gcm's (``peers``: docs/sources.md, Xids). A site corrects a class in its rules ([xid.classes]).
+``xids.csv`` contains for each Xid its meaning, its class and the party at fault; :mod:`rrl.health.checks.xid` decides
+what follows. Classes: ``node_out``, ``gpu_reset``, ``nvlink``, ``app``, ``ignore``, ``service``, ``rest``
+(docs/health.md). The meanings follow NVIDIA's "Analyzing Xid Errors with the Xid Catalog" and nverror.h. The classes
+are the union of the tables of NVSentinel, DCGM and gcm (source ``peers``: docs/sources.md, Xids). A site can change the
+class of an Xid in its rules ([xid.classes]).
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from ...core.types import Remedy
 RECOVERY_ACTION_XID = 154
 """Xid with which the driver states the recovery action that a GPU needs."""
 FATAL_CLASSES: frozenset[XidClass] = frozenset(("node_out", "gpu_reset"))
-"""Classes that count even around our own kill of a step."""
+"""Classes of Xids that count even shortly before and after our own kill of a step."""
 
 _ACTIONS = {
     "none": None,
@@ -74,10 +76,10 @@ def xid(code: int, rules: XidRules) -> Xid:
 
 
 def parse_recovery_action(text: str) -> tuple[bool, Remedy | None]:
-    """Parse the text of Xid 154 and return (whether it states an action, the remedy; None: no action is needed).
+    """Return (whether the text of an Xid 154 states an action, the remedy for that action).
 
-    The text is like ``GPU recovery action changed from 0x0 (None) to 0x2 (Node Reboot Required)``; DCGM and NVML report
-    the Xid without a text.
+    The remedy is None if no action is needed. The text is like ``GPU recovery action changed from 0x0 (None) to 0x2
+    (Node Reboot Required)``; DCGM and NVML report the Xid without a text.
     """
     phrases = re.findall(r"\(([A-Za-z][A-Za-z0-9 ]*)\)", text.partition("changed")[2])
     action = phrases[-1].strip().lower() if phrases else ""
@@ -115,18 +117,18 @@ class XidEvent:
     text: str = ""
     """Text of the newest report that has one."""
     text_at: float = 0.0
-    """Time of that report (s)."""
+    """Time (s) of the report that contained ``text``."""
     last_reported_at: float = 0.0
-    """Time of the newest report by a source that had reported the event before (s); a first report by a further source
-    does not count."""
+    """Time (s) of the newest report by a source that had reported the event before. A first report by a further source
+    does not change it."""
     fatal: bool = False
-    """Whether a report calls it fatal."""
+    """Whether a report calls the event fatal."""
     before_start: bool = False
-    """Whether it is older than the node's first sample."""
+    """Whether the event is older than the node's first sample."""
     tenant: tuple[str, str] | None = None
     """Role and incarnation that used the GPU."""
     sources: set[str] = field(default_factory=set)
-    """Readers that reported it."""
+    """Readers that reported the event."""
     pci_exists: bool | None = None
     """Whether the PCI address in the kernel log belongs to an NVIDIA device of this node; None if the kernel log did
     not report the event, or the node's devices cannot be listed."""
@@ -156,11 +158,11 @@ class XidEvents:
         self.events = [known for known in self.events[-_MAX_EVENTS:] if known.at > newest - _RETENTION_S]
 
     def uuid_of(self, gpu: str) -> str:
-        """Return the UUID of the GPU with this PCI address; the argument itself if it is unknown."""
+        """Return the UUID of the GPU with this PCI address; the argument itself if no UUID is known."""
         return self._uuids.get(gpu, gpu)
 
     def set_uuids(self, uuids: Mapping[str, str]) -> None:
-        """Set the UUIDs by PCI address, as NVML lists them, and merge events that were reported under both names."""
+        """Set the UUIDs by PCI address, as NVML lists them, and merge events that were reported under either name."""
         if not uuids.items() - self._uuids.items():
             return
         self._uuids.update(uuids)

@@ -31,7 +31,7 @@ class ReaderOptions(Struct, frozen=True, kw_only=True):
     mounts: tuple[str, ...] = ("/", "/tmp")
     """Paths that the node needs; the caller adds the run's folder and the home."""
     mount_timeout_s: float = 10.0
-    """Seconds that such a path has to answer (the same as NVRx's storage check)."""
+    """Seconds within which each of ``mounts`` must answer (the same as in NVRx's storage check)."""
     exporter: str = "http://127.0.0.1:9400/metrics"
     """URL of dcgm-exporter's metrics (its default port)."""
     dcgmi: str = "dcgmi"
@@ -67,8 +67,6 @@ class Reader(Protocol):
             Exception: Any other exception means that the reader is broken.
         """
         ...
-
-    """Release what the reader has open."""
 
     def close(self) -> None:
         """Release what the reader has open."""

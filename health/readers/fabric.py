@@ -93,7 +93,7 @@ def _port(root: str, device: str, port: int) -> FabricPort:
 def _carrier_changes(device: str, port: str, unread: dict[str, str]) -> int | None:
     """Return the carrier changes of the port's network interface; None if unknown.
 
-    RoCE names the interface in ``gid_attrs/ndevs``; with IPoIB it is an interface of the device.
+    For RoCE, ``gid_attrs/ndevs`` names the interface. For IPoIB, the device's interfaces with this port number count.
     """
     named = _text(f"{port}/gid_attrs/ndevs/0", "", {})
     number = os.path.basename(port)

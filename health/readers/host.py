@@ -17,7 +17,7 @@ from .samples import HostData, StuckProcess
 ZOMBIE_AGE_S = 300.0
 """Age (s) from which a zombie counts; as in the zombie check of Meta's gcm."""
 MAX_STUCK_PROCESSES = 50
-"""Stuck processes in one sample, oldest first: a dead file system may block hundreds."""
+"""Maximum number of stuck processes in one sample, longest stuck first: a dead file system may block hundreds."""
 SCAN_TIMEOUT_S = 5.0
 """Seconds that reading all of /proc may take."""
 _KERNEL_THREAD = 0x00200000

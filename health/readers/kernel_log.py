@@ -2,12 +2,13 @@
 
 Every process that reads ``/dev/kmsg`` receives every record, from the oldest that the kernel still holds. A record is
 ``priority,sequence,microseconds,flags;text`` (linux Documentation/ABI/testing/dev-kmsg), followed by property lines
-that begin with a blank. Its time is that of CLOCK_MONOTONIC. There is no way around a missing permission: the journal
-requires one as well.
+that begin with a blank. Its time is that of CLOCK_MONOTONIC. There is no way around a missing permission: the systemd
+journal requires a permission as well.
 
 Only the kernel's own records count. ``priority >> 3`` is the facility: 0 is the kernel, which no program can use; a
 program that writes to /dev/kmsg gets 1 (user) or the value above 0 that it names (linux kernel/printk/printk.c,
-devkmsg_write). A record with the flag ``c`` or ``+`` continues another one and may begin with any part of a line.
+devkmsg_write). A record with the flag ``c`` or ``+`` is ignored: it continues another record, so its text may begin in
+the middle of a line.
 
 The kernel prints names that users choose: a crashing program's ``comm`` and file name, or the prefix of a packet filter
 rule. No node may be drained because of such a name:
@@ -17,7 +18,8 @@ rule. No node may be drained because of such a name:
 - A message that begins with such a name (:data:`_BEGINS_WITH_A_NAME`) or comes from a packet filter is dropped before
   any pattern is tried.
 
-Groups: ``xid``, ``pci``, ``pid``, ``device``. The first pattern that matches a message decides its kind.
+The named groups of the patterns are ``xid``, ``pci``, ``pid`` and ``device``. The first pattern that matches a message
+decides its kind.
 """
 
 from __future__ import annotations
@@ -45,8 +47,8 @@ OFF_THE_BUS = 79
 _PCI = rb"(?:PCI:)?(?P<pci>[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2})(?:\.\d)?"
 _BUS = rb"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-9a-f]"
 _OF_A_DRIVER = rb"(?:[\w-]+ " + _BUS + rb":? |[\w-]+ [\w.:-]+\.[\w-]+ )?(?:[\w.@-]+: ){0,2}"
-"""Prefix that ``dev_printk`` writes: driver and bus (PCI, or a platform's such as ``ff0e0000.ethernet``), then names of
-the interface, as drivers repeat it."""
+"""Prefix that ``dev_printk`` writes: the driver and the address on the bus (PCI, or that of a platform device such as
+``ff0e0000.ethernet``), then the name of the interface, which some drivers repeat."""
 _END = rb"[.!]?\s*$"
 
 _COMM = rb"(?:\\x[0-9a-f]{2}|[^\\]){0,15}"
@@ -64,7 +66,8 @@ _BEGINS_WITH_A_NAME = re.compile(
     rb"| in "
 )  # fmt: skip
 _PACKET_FILTER = re.compile(rb"IN=[\w.@-]* OUT=[\w.@-]* ")
-"""linux net/netfilter/nf_log_syslog.c: the text before it is the rule's prefix, up to 127 bytes."""
+"""Part of each message of a packet filter (linux net/netfilter/nf_log_syslog.c). The text before this part is the
+prefix that the filter rule sets, of up to 127 bytes."""
 
 _PATTERNS: tuple[tuple[Kind, bytes], ...] = (
     # NVIDIA, "Xid Errors": ``NVRM: Xid (PCI:0000:cb:00): 13, pid='<unknown>', name=<unknown>, Graphics SM Warp ...``;
@@ -137,14 +140,14 @@ _PREFILTER = re.compile(
     rb"Xid|off the bus|Hardware Error|Machine check|EDAC MC|Memory failure|ut of memory|mlx|[Ll]ink |arrier|WATCHDOG"
     rb"|error|nvme|-fs |XFS|BTRFS|nfs: |Lustre|blocked |soft lockup"
 )
-"""Words of which every relevant line contains at least one; most lines contain none, and this rejects them quickly."""
+"""Words of which every relevant line contains at least one. Most lines contain none and are rejected quickly."""
 
 
 def recognise(line: bytes, age: float) -> KernelEvent | None:
     """Return the event that the message of one record reports, or None if it does not concern the node's health.
 
     Args:
-        line: The message without the record's head, as /dev/kmsg escapes it.
+        line: The text of the record, after its first semicolon, as /dev/kmsg escapes it.
         age: Seconds since the kernel wrote it.
     """
     if _PREFILTER.search(line) is None or _BEGINS_WITH_A_NAME.match(line) or _PACKET_FILTER.search(line):
@@ -265,7 +268,7 @@ class KernelReader:
     def _completed(self, event: KernelEvent) -> KernelEvent:
         """Return the event with values that the message does not contain.
 
-        For an Xid: whether its PCI address belongs to an NVIDIA device of this node; for a hung task: the owner.
+        For an Xid or SXid, ``pci_exists`` is added; for a hung task, the user id of the process.
         """
         if event.kind == "hung_task":
             with contextlib.suppress(OSError):

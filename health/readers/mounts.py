@@ -1,7 +1,7 @@
 """Probe paths whose file systems may hang, each in a short-lived process of its own.
 
 A process that does not return is left alone, and its path counts as unanswered until it returns. A single waiting
-process proves little, because its request may have been lost while the next one is answered. So
+process proves little, because its request may have been lost and the next request may be answered. So
 :data:`~rrl.health.readers.samples.MOUNT_ATTEMPTS` processes probe an unanswering path within one read, started one
 after another. The path answers if any of them returns.
 """
@@ -45,7 +45,8 @@ class _MountProbe(msgspec.Struct):
     began: float
     """Start time of the process (s, monotonic)."""
     needed: bool = True
-    """False if another process has answered for the path: this one was killed and only has to be reaped."""
+    """Whether the answer is still needed. If another process has answered for the path, this process was killed and
+    only has to be reaped."""
 
 
 class Mounts:
@@ -79,7 +80,7 @@ class Mounts:
         """Kill the probes that are still running."""
         for look in self._probes.values():
             with contextlib.suppress(ProcessLookupError):
-                os.kill(look.pid, signal.SIGKILL)  # ours until it is waited for, so it is still the same process
+                os.kill(look.pid, signal.SIGKILL)  # not reaped yet, so the pid is not reused
             look.needed = True
         deadline = time.monotonic() + _KILL_TIMEOUT_S
         while self._probes and (left := deadline - time.monotonic()) > 0:
@@ -90,7 +91,10 @@ class Mounts:
         self._probes[look.answer_fd] = look
 
     def _gather(self, waited: Collection[str], timeout_s: float) -> dict[str, _MountAnswer]:
-        """Return answers by path: those that are there, and those of ``waited`` that come in time."""
+        """Return the answers by path: all that have arrived, and those for ``waited`` that arrive within ``timeout_s``.
+
+        Kill the other probes of a path that has answered.
+        """
         found: dict[str, _MountAnswer] = {}
         deadline = time.monotonic() + timeout_s
         poll = select.poll()
@@ -138,7 +142,7 @@ def _start_probe(path: str) -> _MountProbe:
 
 
 def _finish_probe(look: _MountProbe) -> _MountAnswer:
-    """Return the answer of a probe that wrote it, or ended without it, and reap the process."""
+    """Reap a probe process that has written its answer, or has ended without one, and return the answer."""
     data = os.read(look.answer_fd, _MAX_ANSWER_BYTES)
     os.close(look.answer_fd)
     os.waitpid(look.pid, 0)
@@ -150,7 +154,7 @@ def _run_probe(path: str, write_fd: int, parent: int) -> NoReturn:
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.set_wakeup_fd(-1)
-        process.set_parent_death_signal(parent, signal.SIGKILL)  # it holds nothing that would need closing
+        process.set_parent_death_signal(parent, signal.SIGKILL)  # the probe has nothing open that needs closing
         process.close_inherited_fds([write_fd])
         os.write(write_fd, msgspec.msgpack.encode(_figures(path)))
     finally:
@@ -162,7 +166,7 @@ def _figures(path: str) -> _MountAnswer:
         device = os.stat(path).st_dev
         figures = os.statvfs(path)
         with contextlib.suppress(PermissionError, NotADirectoryError), os.scandir(path) as entries:
-            next(entries, None)  # from the file system's servers, not from what the kernel remembers of its root
+            next(entries, None)  # makes the file system's servers answer; the kernel may have cached its root
     except OSError as error:
         return _MountAnswer(os.strerror(error.errno or 0))
     used = figures.f_blocks - figures.f_bfree

@@ -42,7 +42,7 @@ class GpuProcess(Struct, frozen=True):
     uid: int | None
     """Real user id of the process; None if it has ended or is in another PID namespace."""
     memory: int | None
-    """Bytes of GPU memory that it uses."""
+    """Bytes of GPU memory that the process uses."""
     name: str = ""
 
 
@@ -147,7 +147,7 @@ class DcgmGpu(Struct, frozen=True, kw_only=True):
     uuid: str
     index: int | None = None
     xid_counts: dict[int, int] = {}
-    """DCGM_EXP_XID_ERRORS_COUNT or similar: totals by code, never the gauge of the last code."""
+    """Total number of Xids by code, from DCGM_EXP_XID_ERRORS_COUNT or DCGM_EXP_XID_ERRORS_TOTAL."""
     tensor_active: float | None = None
     """Fraction of the time in which tensor cores worked (DCGM_FI_PROF_PIPE_TENSOR_ACTIVE)."""
     ecc_volatile_uncorrected: int | None = None
@@ -176,8 +176,8 @@ class DcgmData(Struct, frozen=True, tag="dcgm"):
     unread: UnreadReasons = {}
     """``exporter``, ``health``, ``diag`` → why it could not be read."""
     health_at: float | None = None
-    """Time of the run of ``dcgmi health`` that the incidents are from (s); several samples may contain one run. None if
-    it was not run, or if each sample is a run of its own."""
+    """Time (s) of the run of ``dcgmi health`` that found the incidents; several samples may contain the same run. None
+    if ``dcgmi health`` was not run, or if each sample is a run of its own."""
     driver_gpus: tuple[str, ...] = ()
     """UUIDs of the GPUs that the driver lists in /proc."""
 
@@ -250,11 +250,11 @@ class Mount(Struct, frozen=True, kw_only=True):
     answers: bool
     """Whether stat and a read of the file system's figures returned in time."""
     why: str = ""
-    """Why it does not answer: ``did not answer within 10 s``, or the system's error."""
+    """Why the path does not answer: ``did not answer within 10 s``, or the system's error."""
     attempts: int = 0
-    """Processes started one after another to probe it, none of which has returned."""
+    """Number of processes, started one after another to probe the path, of which none has returned."""
     hung_for: float = 0.0
-    """Seconds since the first of them was started."""
+    """Seconds since the first of these processes was started."""
     filesystem: str = ""
     used: float | None = None
     """Fraction of the bytes available to users that is in use, 0 to 1."""
@@ -269,7 +269,7 @@ class StuckProcess(Struct, frozen=True):
     name: str
     seconds: float
     kernel_function: str = ""
-    """Kernel function in which it waits (wchan), if readable."""
+    """Kernel function in which the process waits (wchan), if readable."""
 
 
 class HostData(Struct, frozen=True, tag="host", kw_only=True):

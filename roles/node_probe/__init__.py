@@ -1,1 +1,5 @@
-"""What a machine offers to roles, for ``rrl doctor``: ``host.read_host``, and ``main.NodeReport`` of a compute node."""
+"""Reads for ``rrl doctor`` what a machine offers to roles.
+
+``host.read_host`` reads the present machine. ``main`` is a program that runs on a compute node and reports a
+``main.NodeReport`` to the login node.
+"""

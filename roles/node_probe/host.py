@@ -72,7 +72,7 @@ class Unavailable(Struct, frozen=True, tag=True):
 
 
 class ReadError(OSError):
-    """A reader failed for a cause by which the caller decides."""
+    """The error of a reader that knows the cause, which becomes :attr:`Unavailable.cause`."""
 
     def __init__(self, text: str, cause: UnavailableCause) -> None:
         super().__init__(text)

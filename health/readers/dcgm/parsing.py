@@ -4,7 +4,7 @@ Formats: dcgm-exporter 4.x, internal/pkg/rendermetrics/render_metrics.go and etc
 -j`` from NVIDIA/DCGM, dcgmi/Health.cpp (GenerateOutputFromResponse) and dcgmi/DcgmiOutput.h (body, value, children,
 overflow); ``dcgmi diag -j`` from nvvs/include/NvvsJsonStrings.h, and as DCGM 4.2.3 wrote it on a GB10.
 
-Error codes: ``dcgmi diag -j`` gives them as numbers; ``dcgmi health -c -j`` gives only messages, which are matched.
+Error codes: ``dcgmi diag -j`` gives numbers. ``dcgmi health -c -j`` gives only messages, which patterns recognise.
 Source: NVIDIA/DCGM, dcgmlib/dcgm_errors.h (``dcgmError_enum`` and the ``*_MSG`` texts), without the prefix DCGM_FR_.
 """
 
@@ -99,8 +99,8 @@ DOUBLE_BIT = "DCGM_FI_DEV_ECC_DBE_VOL_TOTAL"
 REMAP_FAILED = "DCGM_FI_DEV_ROW_REMAP_FAILURE"
 _METRICS = (XID_COUNT, XID_TOTAL, TENSOR, DOUBLE_BIT, REMAP_FAILED)
 _BLANK = 2.0**47
-"""Values from here on are DCGM's blank values (dcgm_structs.h: DCGM_FP64_BLANK, and DCGM_INT64_BLANK far above) or
-implausible."""
+"""Smallest value that is ignored. It is DCGM_FP64_BLANK of dcgm_structs.h; DCGM_INT64_BLANK is far greater, and other
+values as great are implausible."""
 _SAMPLE = re.compile(r'(\w+)\{((?:[^"}]|"(?:[^"\\]|\\.)*")*)\}\s+(\S+)')
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _HARMLESS = (1, 5)
@@ -108,7 +108,10 @@ _HARMLESS = (1, 5)
 
 
 class NotUnderstood(Exception):
-    """The text has none of the formats above; the exception's text shows how it begins."""
+    """The output has none of the formats that this module knows.
+
+    The exception's text is the error that the output contains, or else its first line.
+    """
 
 
 class Sample(msgspec.Struct, frozen=True):

@@ -3,8 +3,10 @@
 No library of DCGM is loaded. The site sets the health watches (``dcgmi health -s a``); this reader requests their
 result.
 
-Any user may listen on a free port and pretend to be dcgm-exporter or DCGM's host engine. Their output counts only if
-the port belongs to root or the site's ``readers.dcgm_user``; the command ``dcgmi`` is run only if its file does.
+Any user may listen on a free port and pretend to be dcgm-exporter or DCGM's host engine. The output of the exporter and
+of the host engine counts only if their port belongs to root or to the site's ``readers.dcgm_user``. The command
+``dcgmi`` is run only if its file belongs to one of these users.
+
 :class:`rrl.health.checks.node_state.NodeState`, which also has NVML's samples, drops values of unknown GPUs.
 """
 
@@ -23,11 +25,12 @@ from ..trust import NotTrusted, check_listener, check_program, trusted_uids
 from . import parsing
 
 HEALTH_INTERVAL_S = 60.0
-"""Seconds between two runs of ``dcgmi health``: each starts a program, the most expensive operation of all readers."""
+"""Seconds between two runs of ``dcgmi health``. Starting a program is the most expensive operation of all readers."""
 _EXPORTER_TIMEOUT_S = 4.0
 _HEALTH_TIMEOUT_S = 8.0
 _DIAG_TIMEOUT_S = 150.0
-"""Seconds; ``-r 1`` takes about 30 s with eight GPUs (docs/sources.md, DCGM), and diagnostics run one after another."""
+"""Seconds that ``dcgmi diag`` may take. ``-r 1`` takes about 30 s with eight GPUs (docs/sources.md, DCGM), and DCGM
+runs diagnostics one after another."""
 HOSTENGINE_PORT = 5555
 """Port of DCGM's host engine on 127.0.0.1, to which ``dcgmi`` connects by default."""
 _MAX_PAGE_BYTES = 1 << 24
@@ -112,8 +115,8 @@ class DcgmReader:
         """Run a ``dcgmi`` command and return the incidents that ``parse`` finds in its output.
 
         Raises:
-            _Unreadable: The command fails, times out or prints what ``parse`` does not understand; or the program or
-                the host engine belongs neither to root nor to the site's user.
+            _Unreadable: The command fails, times out, or prints something that ``parse`` does not understand; or the
+                program or the host engine belongs neither to root nor to ``dcgm_user``.
         """
         try:
             trusted = trusted_uids(self._options.dcgm_user)
@@ -126,7 +129,7 @@ class DcgmReader:
     def _driver_gpus(self) -> tuple[str, ...]:
         """Return the UUIDs of the GPUs that the driver lists.
 
-        It may not know the UUID of an unused GPU (``GPU-????...``).
+        The driver may not know the UUID of an unused GPU (``GPU-????...``). Such a GPU is missing.
         """
         found: list[str] = []
         folder = f"{self._options.proc}/driver/nvidia/gpus"
@@ -162,8 +165,8 @@ class DcgmReader:
     def _count(self, window: dict[tuple[str, int], int]) -> None:
         """Add the new Xids to the totals.
 
-        The exporter counts since its start, or within a sliding window. An Xid that enters the window as another one
-        leaves it is missed; NVML and the kernel log report single events.
+        The exporter counts since its start, or within a sliding window. With a window, an Xid is missed if an earlier
+        Xid with the same code leaves the window at the same time. NVML and the kernel log report each Xid by itself.
         """
         for key, count in window.items():
             self._totals[key] = self._totals.get(key, 0) + max(0, count - self._window.get(key, 0))
@@ -189,7 +192,7 @@ class DcgmReader:
         return parsing.health(text, self._uuids)
 
     def _diag(self, program: str | None, unread: dict[str, str]) -> tuple[DcgmIncident, ...]:
-        """Run ``dcgmi diag`` once per reader and return its incidents with every sample."""
+        """Return the incidents of ``dcgmi diag``, which is run only at the first call."""
         if not self._options.diag:
             return ()
         if program is None:
@@ -217,7 +220,7 @@ def _run(
     argv: list[str], timeout_s: float, parse: Callable[[str], tuple[DcgmIncident, ...]]
 ) -> tuple[DcgmIncident, ...]:
     """Run a command and parse its output. Raises _Unreadable."""
-    from ..isolation import process  # here: most nodes have no dcgmi, and subprocess costs memory
+    from ..isolation import process  # imported late: most nodes have no dcgmi, and subprocess costs memory
 
     try:
         return parse(process.output(argv, timeout_s))

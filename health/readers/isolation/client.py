@@ -1,11 +1,12 @@
-"""Run readers from another program: :class:`ReaderClient` for one with an event loop, :func:`read_all` for one without.
+"""Run readers from another program: in an event loop with :class:`ReaderClient`, or blocking with :func:`read_all`.
 
 Both start one small process (:mod:`rrl.health.readers.isolation.supervisor`) that forks a process per reader. No code
 of a reader runs in the caller, so hangs, crashes and leaks stay in the other processes.
 
-The supervisor and the readers inherit the caller's environment plus ``env``: an agent names its launch file there
-(``RRL_LAUNCH``), so that a sweep of its step finds them. They have no ``RRL_STEP``, so they do not count as orphans of
-a step while the agent runs. They end with the caller, even if the caller is killed.
+The supervisor and the readers inherit the caller's environment plus ``env``. The agent passes the name of its launch
+file (``RRL_LAUNCH``) in ``env``, by which the processes that are left of its step are found and ended. The supervisor
+and the readers have no ``RRL_STEP``, so they do not count as orphans of a step while the agent runs. They end with the
+caller, even if the caller is killed.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from . import framing
 _log = logging.getLogger("rrl.readers")
 
 END_TIMEOUT_S = 10.0
-"""Seconds for the supervisor and its readers to end on request; :mod:`rrl.health.readers.isolation.supervisor` needs at
-most 6."""
+"""Seconds for the supervisor and its readers to end on request, which
+:mod:`rrl.health.readers.isolation.supervisor` does within 6 s."""
 BACKOFF_S = (1.0, 60.0)
 """Seconds until a supervisor that died is restarted: first, and at most (doubled each time)."""
 _START_TIMEOUT_S = 10.0
@@ -143,7 +144,7 @@ def read_all(
     *,
     env: Mapping[str, str] | None = None,
 ) -> list[Reading]:
-    """Read each of the ``readers`` once and return the results in that order.
+    """Read each of the ``readers`` once and return the results in the order of ``readers``.
 
     Blocks for ``timeout_s`` plus the time to start and end the processes. A reader that does not answer within
     ``timeout_s`` is ``hung``. Raises OSError if no process can be started.
@@ -194,7 +195,7 @@ def _spawn(config: framing.ReaderConfig, env: Mapping[str, str]) -> tuple[subpro
 def _terminate(process: subprocess.Popen[bytes]) -> str:
     """Wait for the end of a disconnected supervisor and return how it ended.
 
-    SIGTERM, then SIGKILL is sent if it does not end.
+    If the supervisor does not end by itself, SIGTERM and then SIGKILL are sent to it.
     """
     for number in (None, signal.SIGTERM, signal.SIGKILL):
         if number is not None:

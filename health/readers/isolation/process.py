@@ -30,7 +30,7 @@ def set_parent_death_signal(parent: int, number: signal.Signals) -> None:
 def close_inherited_fds(keep: Collection[int]) -> None:
     """Close all inherited descriptors except stdout, stderr and ``keep``, and make stdin empty.
 
-    Otherwise a process that waits for the end of one of these connections would also wait for this process.
+    Otherwise a process that waits until an inherited connection is closed would also wait for this process to end.
     """
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)

@@ -2,7 +2,8 @@
 
 Run as ``python -m rrl.health.readers.isolation.supervisor``. It enforces the deadline of each read. It makes no call
 that could hang, and requests nothing while the client does not receive pending results; the kernel and the drivers keep
-new data until then. :class:`rrl.health.readers.isolation.client.ReaderClient` starts it, and it ends with that.
+new data until then. :mod:`rrl.health.readers.isolation.client` starts the supervisor, which ends when the client
+disconnects or its process ends.
 """
 
 from __future__ import annotations
@@ -40,9 +41,11 @@ KILL_TIMEOUT_S = 1.0
 BACKOFF_S = (1.0, 60.0)
 """Seconds until a reader that died is restarted: first, and at most (doubled each time)."""
 _STABLE_AFTER_S = 60.0
-"""Seconds that a process must run so that its death is not counted with the earlier ones."""
+"""Seconds after which a reader process counts as stable: if it dies later, the backoff starts again at its first
+value."""
 _ALARM_AFTER_S = START_TIMEOUT_S + TERM_TIMEOUT_S
-"""Seconds after the deadline after which a hung read ends its own process, should the supervisor fail to do so."""
+"""Seconds that are added to the hung timeout; a kernel timer then ends a process that still hangs, in case the
+supervisor has failed to end it."""
 _CHUNK_BYTES = 1 << 16
 _NEVER = float("inf")
 
@@ -53,26 +56,31 @@ class _Child:
     def __init__(self, name: str, class_path: str) -> None:
         self.name, self.class_path = name, class_path
         self.pid = self.pidfd = 0
-        """0: there is no process."""
+        """Both are 0 if there is no process."""
         self.connection: socket.socket | None = None
         self.inbox = framing.Inbox()
         self.interval_s, self.timeout_s = 0.0, START_TIMEOUT_S
         self.hello_received = False
         self.request_sent_at: float | None = None
-        """Time of the request that it has not answered; None if there is none."""
+        """Time of the request that the process has not answered yet; None if there is no such request."""
         self.hung = False
         """Whether the unanswered request was reported as hung."""
         self.due_at = 0.0
         """Time of the next request, or of the restart."""
         self.signalled = 0
-        """Last signal that the supervisor sent to the process; 0: none."""
+        """Last signal that the supervisor sent to the process; 0 if it sent none."""
         self.escalate_at: float | None = None
         """Time of the next stronger signal to a process that is to end; None if it is not to end."""
         self.started_at = 0.0
         self.deaths = 0
 
     def wakes_at(self, free: bool, hung_timeout_s: float) -> float:
-        """Return when the supervisor must act on this reader without an event; ``free``: a request may be sent."""
+        """Return the time (s) at which the supervisor must act on this reader even if no event arrives.
+
+        Args:
+            free: Whether a request may be sent now.
+            hung_timeout_s: Seconds after the request at which a process with a hung read is ended.
+        """
         if self.escalate_at is not None:
             return self.escalate_at
         if self.request_sent_at is not None:
@@ -176,7 +184,8 @@ class _Supervisor:
     def _exec_child(self, child: _Child, connection: socket.socket, supervisor_pid: int) -> NoReturn:
         """Run the reader in the child process.
 
-        It closes all other connections first: the other processes could not notice their end while it had them open.
+        The child first closes the connections of all other processes: as long as it had them open, no other process
+        could notice that its connection was closed.
         """
         signal.set_wakeup_fd(-1)
         close_inherited_fds([connection.fileno()])
@@ -205,7 +214,7 @@ class _Supervisor:
             try:
                 for kind, body in child.inbox.frames():
                     self._on_frame(child, kind, body, time.monotonic())
-            except (ValueError, msgspec.DecodeError):  # its memory may be damaged: other readers are not affected
+            except (ValueError, msgspec.DecodeError):  # its memory may be damaged; other readers are unaffected
                 self._report(child, "broken", "its process sent an invalid frame")
                 self._disconnect(child)
                 return
@@ -259,7 +268,7 @@ class _Supervisor:
         child.pid = child.pidfd = 0
 
     def _escalate_signal(self, child: _Child, now: float) -> None:
-        """Send the next stronger signal to a process that is to end; one that survives SIGKILL is left."""
+        """Send the next stronger signal to a process that is to end; leave a process that survives SIGKILL."""
         if child.signalled == 0:
             child.signalled, child.escalate_at = signal.SIGTERM, now + TERM_TIMEOUT_S
         elif child.signalled == signal.SIGTERM:
@@ -304,7 +313,7 @@ class _Supervisor:
             child.due_at = _NEVER
 
     def _close(self) -> None:
-        """Make all readers end: first by closing the connections, which they notice between two reads."""
+        """Make all readers end, at first by closing their connections, which they notice between two reads."""
         if self._closing:
             return
         self._closing = True

@@ -1,7 +1,7 @@
 """The process of one reader: it receives a byte as a request, reads, and replies with a frame.
 
-It ends when the supervisor (:mod:`rrl.health.readers.isolation.supervisor`) closes the connection. The supervisor forks
-it, so that no driver is opened before the fork.
+The process ends when the supervisor (:mod:`rrl.health.readers.isolation.supervisor`) closes the connection. The
+supervisor forks the process and opens no driver itself; the reader opens its driver here, after the fork.
 """
 
 from __future__ import annotations
@@ -79,7 +79,10 @@ class _Source:
         self.times = _DEFAULT_TIMES_S
 
     def prepare(self) -> None:
-        """Create the reader ahead of the first request; an error recurs there and is then reported."""
+        """Create the reader ahead of the first request.
+
+        An error is ignored here, because the first request tries again and reports the error.
+        """
         with contextlib.suppress(Exception):
             kind = _load(self._class_path)
             self.times = (kind.interval_s, kind.timeout_s)

@@ -70,7 +70,7 @@ class Device:
     def __init__(self, nvml: Any, index: int, owners: ProcessOwners, identity: dict[str, str]) -> None:
         """Create the device without a handle.
 
-        ``identity`` is what an earlier session read of it: a lost GPU does not report it.
+        ``identity`` contains the identity fields that an earlier session read, because a lost GPU does not report them.
         """
         self.handle: Any = None
         self.identity = dict(identity)

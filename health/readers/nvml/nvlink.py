@@ -29,7 +29,7 @@ def read_links(results: QueryResults) -> None:
         results.values["nvlinks"] = None
         results.unread.setdefault("nvlinks", "this GPU has no NVLink")
         return
-    # a link that is down may not report counters, so probe the supported query with an active one
+    # a link that is down may not report counters, so an active link shows which query is supported
     sample = next((link for link, state in enumerate(states) if state), 0)
     counters = {
         name: _counter(results, name, field, counter, len(states), sample) for name, field, counter in _COUNTERS

@@ -1,8 +1,9 @@
 """The queries of a GPU: the function or field of NVML for each value, and how often it is read.
 
 Each call goes to the driver, and on recent GPUs to a processor on the card, which costs far more than our side of it.
-So values that must be known at once are read every time, counters that are checked by the minute rarely, and field
-values in one call for many. Where a query has alternatives, the later ones are for drivers or GPUs without the first.
+So values that must be known at once are queried at every read, and counters that the checks use over a minute or more
+are queried rarely. One call reads many field values. If a query has alternatives, the later alternatives are for
+drivers or GPUs that do not support the earlier ones.
 """
 
 from __future__ import annotations
@@ -14,14 +15,15 @@ from .names import clock_reasons, fabric_state, fabric_status, kernel_bus_id, re
 from .session import FieldQuery, Query, QueryFunction
 
 MEDIUM_EVERY = 5
-"""Reads between two queries: 5 s at the reader's interval. Memory, processes, clocks: evidence of the present state, on
-which no check acts alone."""
+"""Number of reads (once a second) from one query of the medium group to the next. The group contains memory, processes,
+power and clocks: values of the present, for which no single sample fails a GPU."""
 SLOW_EVERY = 20
-"""Reads between two queries: 20 s. Counters and link states whose checks have windows of a minute or more. An Xid of
-the GPU, or another recovery action, causes an immediate query of all values."""
+"""Number of reads (once a second) from one query of the slow group to the next. The group contains counters and link
+states whose checks have windows of a minute or more. An Xid of the GPU, or a changed recovery action, causes an
+immediate query of all values."""
 FIXED_EVERY = 600
-"""Reads between two queries: 10 min. Names and limits: they change with the firmware, or by an administrator's
-command."""
+"""Number of reads (once a second) from one query of the fixed group to the next. The group contains names and limits,
+which change only with the firmware or by an administrator's command."""
 
 _CORRECTED, _UNCORRECTED = 0, 1
 _VOLATILE, _AGGREGATE = 0, 1
@@ -61,8 +63,8 @@ def _memory(nvml: Any, handle: Any) -> tuple[int, int]:
 class _Fabric(Structure):
     """nvmlGpuFabricInfo_t of nvml.h.
 
-    nvidia-ml-py (12.560, 12.575, still in 13.580) has another layout, and reads a state from beyond the one that the
-    driver wrote: a complete registration then looks like none.
+    The struct in nvidia-ml-py (12.560, 12.575, still in 13.580) has a different layout. It reads ``state`` from an
+    offset beyond the field that the driver wrote, so a completed registration looks as if the GPU were not registered.
     """
 
     _fields_ = [("cluster", c_ubyte * 16), ("status", c_uint), ("clique", c_uint), ("state", c_ubyte)]

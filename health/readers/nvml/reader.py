@@ -21,7 +21,8 @@ from .xid_events import XidListener
 _LOST_SEARCH_READS = 60
 """Reads between two new sessions while a GPU is lost."""
 _REOPEN_AFTER_READS = 10
-"""Reads before another error may end the session: an error that persists after reopening is only of its function."""
+"""Number of reads after a reopening in which no error ends the session again: an error that persists after reopening
+concerns only the function that was called."""
 
 
 class NvmlReader:

@@ -1,4 +1,4 @@
-"""Queries of one GPU: each value is independent, and one that cannot be read leaves a reason under its name."""
+"""Queries of one GPU. For each value that cannot be read, the reason is stored; other values are not affected."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class QueryResults:
         self._answered = 0
         self._unknown_errors = 0
         self.session_may_end = session_may_end
-        """Whether an error that ends the session is raised as SessionOver; else it is noted like any other."""
+        """Whether an error that ends the session is raised as SessionOver; if not, it is noted like any other error."""
 
     def begin_read(self) -> None:
         """Start a new read: forget which queries were answered."""
@@ -67,7 +67,8 @@ class QueryResults:
     def detect_unresponsive(self) -> None:
         """Mark the GPU as lost if no query since :meth:`begin_read` was answered and one failed with Unknown Error.
 
-        With some drivers a GPU that fell off the bus behaves so. A single failing function does not suffice.
+        With some drivers, the queries of a GPU that fell off the bus fail in this way. One failing query does not
+        suffice.
         """
         if self._unknown_errors and not self._answered:
             self.lost_reason = error_text(UNKNOWN)

@@ -15,7 +15,8 @@ _XID_CRITICAL = 0x8
 _WAIT_MS = 1
 """Milliseconds to wait for the next event."""
 _MAX_EVENTS = 256
-"""Events taken in one read; the rest stays for the next: a storm of events must not delay a sample."""
+"""Maximum number of events taken in one read. The other events wait for the next read, so that a storm of events does
+not delay a sample."""
 _RETRY_AFTER_READS = 20
 """Reads between two attempts to subscribe after a failure."""
 
@@ -23,14 +24,14 @@ _RETRY_AFTER_READS = 20
 class XidListener:
     """One event set of one session of NVML.
 
-    Handles stay the pointers that nvidia-ml-py created: as numbers they would be truncated to 32 bits when passed to
-    the library.
+    Handles are kept as the pointers that nvidia-ml-py created: numbers would be truncated to 32 bits when they are
+    passed to the library.
     """
 
     def __init__(self, nvml: Any, devices: Sequence[tuple[Any, str]]) -> None:
         """Subscribe to the events of ``devices``, each a pair of handle and UUID."""
         self.unavailable_reason = ""
-        """Why events cannot be received, or not of all GPUs; empty if they can."""
+        """Why events cannot be received from some or all GPUs; empty if they can be received from all."""
         self._nvml = nvml
         self._devices = devices
         self._uuids = {_address(handle): uuid for handle, uuid in devices}
