@@ -81,7 +81,7 @@ class Launch(Struct, frozen=True):
     in_image: bool = False
     """True if the first process itself runs in a container: the command then inherits the environment of the image."""
     probe: tuple[str, ...] = ()
-    """Command of an agent, run behind ``setup``, that shows whether roles can run on the node; empty: no probe."""
+    """Command that an agent runs after ``setup`` to find out whether roles can run on the node; empty: no probe."""
     probe_timeout: float = 60.0
     """Seconds that the probe may take."""
     readers: tuple[str, ...] = ()
@@ -124,7 +124,7 @@ def read_launch(path: Path) -> Launch:
 
     Raises:
         OSError: The file cannot be read.
-        msgspec.DecodeError: It is not a launch file.
+        msgspec.DecodeError: The file is not a launch file.
     """
     return msgspec.json.decode(path.read_bytes(), type=Launch)
 
