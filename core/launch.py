@@ -75,7 +75,7 @@ class Launch(Struct, frozen=True):
     setup: str = ""
     """Bash (:mod:`rrl.core.role_environment`) that sets up the node for the command; empty: nothing to set up."""
     network: str = ""
-    """Interface or CIDR to listen on; empty: chosen on the node."""
+    """Interface or CIDR to listen on; empty: the step chooses on its node."""
     gpus: int = 0
     """GPUs that the step was given."""
     in_image: bool = False

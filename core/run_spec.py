@@ -161,11 +161,7 @@ class NodeGroup(Struct, frozen=True):
 
 
 class PhaseSpec(Struct, frozen=True):
-    """The settings of a phase in job.toml.
-
-    None keeps the value that :mod:`rrl.core.phases` declares, or the default of :class:`.phases.Phase` for a phase that
-    only the job defines.
-    """
+    """The settings of a phase in job.toml; None keeps the value in :mod:`rrl.core.phases`, or that of ``Phase``."""
 
     shortest: float | None = None
     longest: float | None = None
@@ -351,7 +347,7 @@ class TransportSpec(Struct, frozen=True):
     chunk: int = 8 * 2**20
     """Size of a chunk of weights in bytes."""
     network: str = ""
-    """Name of an interface, or a CIDR, that all processes listen on; empty: chosen on each node."""
+    """Name of an interface, or a CIDR, that all processes listen on; empty: each process chooses on its node."""
     chunk_deadline: float = 5.0
     """Longest time (s) that a pull waits for a chunk before it uses another source."""
     chain: int = 8

@@ -37,7 +37,7 @@ class Hello(Struct, frozen=True, tag=True):
     pid: int
     phase: str
     listen_address: str | None = None
-    """``tcp://host:port`` of a service that this replica offers (the trajectory store)."""
+    """``tcp://host:port`` of the service that this replica offers, if any (the trajectory store)."""
     weight_address: str | None = None
     """``<transport>://host:port`` at which the replica's weight versions can be pulled."""
     weight_version: Version | None = None
@@ -151,7 +151,7 @@ class AgentHeartbeat(Struct, frozen=True, tag=True):
     alive: tuple[str, ...] = ()
     """Tags of the steps whose first process runs on this node."""
     loads: tuple[Load, ...] = ()
-    """Loads of those steps, every few heartbeats; empty: not sampled since the last heartbeat that had loads."""
+    """Loads of those steps, in every few heartbeats; empty if none were sampled since the last heartbeat with loads."""
 
 
 class StepVanished(Struct, frozen=True, tag=True):

@@ -56,7 +56,7 @@ _MAX_FRAMES_PER_TURN = 100
 
 
 class Address(Struct, frozen=True):
-    """Where a listener can be dialled: ``tcp://host:port``. Of two addresses the one with the higher epoch is valid."""
+    """Where a listener can be dialled: ``tcp://host:port``. Of two addresses, that with the higher epoch is valid."""
 
     epoch: int
     endpoint: str

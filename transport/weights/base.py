@@ -36,7 +36,7 @@ class WeightTransport(Protocol):
     A source may itself still be receiving the requested chunk. Until it has verified the chunk, it replies NOT_READY
     every ``protocol.NOT_READY_INTERVAL_S``. ``timeout`` (s) bounds silence: it starts once all earlier replies on the
     connection have arrived, and restarts at each NOT_READY. ``starvation_timeout`` (s) bounds the time during which the
-    source replies only NOT_READY, from the first one of this request.
+    source replies only NOT_READY, from the first NOT_READY to this request on.
     """
 
     kind: WeightTransportName

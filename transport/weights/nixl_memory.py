@@ -45,9 +45,9 @@ SETTINGS = {
 }
 """Variables set before NIXL starts, unless the environment has a value of its own."""
 _FRAGMENT_BYTES = 2**18
-"""Bytes of a slot that are read at a time. Over TCP the source's UCX replies in segments of UCX_TCP_TX_SEG_SIZE: if one
-of them meets a connection whose peer was killed, the next one ends the whole process ("Fatal: unexpected error:
-Endpoint timeout"; docs/rdma.md). So a reply must be one segment, and each connection has one read in flight."""
+"""Bytes of a slot that are read at a time. Over TCP the source's UCX replies in segments of UCX_TCP_TX_SEG_SIZE. If a
+segment is sent to a peer that was killed, the next segment ends the whole process of the source ("Fatal: unexpected
+error: Endpoint timeout"; docs/rdma.md). So a reply must be one segment, and each connection has one read in flight."""
 _PROGRESS_US = 10_000
 """Microseconds that NIXL's thread sleeps unless UCX wakes it: idle it takes 0.7 % of a core (66 % with its default,
 0)."""
@@ -103,7 +103,7 @@ class NixlRuntime:
     """NIXL's runtime for one transport. Creating it blocks for 0.5 s, longer if there are network cards to open.
 
     Args:
-        trusted_host: Address at which its UCX may listen for TCP; None: it must not use TCP.
+        trusted_host: Address at which NIXL's UCX may listen for TCP; None: it must not use TCP.
         rdma_ports: Active RDMA ports of this machine.
 
     Raises:

@@ -89,7 +89,7 @@ def _upstream(index: int, chain: int) -> list[int]:
 
 
 def _predecessor(index: int, chain: int) -> int | None:
-    """Return the index of the receiver from which the one at ``index`` pulls; None: the publisher."""
+    """Return the index of the receiver that the receiver at ``index`` pulls from, or None if it is the publisher."""
     if index % chain:
         return index - 1
     number = index // chain
@@ -286,7 +286,7 @@ class _Pull:
             await asyncio.gather(*progress.checks)
 
     async def _worker(self, manifest: Manifest, progress: _SourceProgress) -> None:
-        """Fetch one chunk after the other; each is verified in a thread while the next one arrives."""
+        """Fetch one chunk after the other; each chunk is verified while the next chunk arrives."""
         checking: asyncio.Task[None] | None = None
         while self._missing and progress.source.address not in self._quarantined and self._superseded is None:
             index = heapq.heappop(self._missing)

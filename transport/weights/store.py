@@ -112,13 +112,13 @@ class WeightStore:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._complete: dict[Version, StoredVersion] = {}
-        """Complete versions in order of arrival. After a restart of the trainer the newest may be of an earlier step."""
+        """Complete versions in order of arrival; after a restart of the trainer the last may be of an earlier step."""
         self._arriving: _Arriving | None = None
         self._awaited: Version | None = None
         self._readers: dict[object, _Reader] = {}
         self._waiting: dict[asyncio.Future[None], asyncio.AbstractEventLoop] = {}
         self._spare: mmap.mmap | None = None
-        """Memory of the version that was dropped last, for the next one: fresh pages cost 0.5 to 1 s per GiB
+        """Memory of the version that was dropped last, for the next version: fresh pages cost 0.5 to 1 s per GiB
         (measured)."""
 
     # ── writing ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -337,7 +337,7 @@ class WeightStore:
             del self._readers[reader]
 
     def _is_being_read(self, version: Version) -> bool:
-        """Return whether a reader that is neither idle nor too slow has requested a part of the version, but not all."""
+        """Return whether a reader, neither idle nor too slow, has requested a part of the version but not all of it."""
         now = time.monotonic()
         return any(
             reading.version == version

@@ -15,7 +15,7 @@ side; after an attempt that failed on one side only, the counts differ permanent
 was sent to another endpoint, whose buffer may have been freed. A worker costs 2 to 13 ms, two threads and five
 descriptors.
 
-An end that has no UCX, or whose UCX cannot reach the other one, continues over the TCP connection. So ``tcp`` and
+An end that has no UCX, or whose UCX cannot reach the other end, continues over the TCP connection. So ``tcp`` and
 ``ucx`` are compatible, and nodes of one run may differ.
 
 Each UCX worker also listens at TCP ports of its own as long as it exists. These ports have no authentication, which is
@@ -77,7 +77,7 @@ async def close_silent_connections(ports: Callable[[], frozenset[int]]) -> None:
 
 def _is_silent(fd: int) -> bool:
     received = bytes_received(fd)
-    return received is not None and received < MIN_HELLO_BYTES  # None: unknown, so it may be a member and stays
+    return received is not None and received < MIN_HELLO_BYTES  # if unknown, the peer may be a member of the run
 
 
 _TAG_BYTES = 8
