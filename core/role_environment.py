@@ -1,4 +1,4 @@
-"""Set up the environment of a role's command: make a bash script of the ``[env]`` table, and select the variables.
+"""Set up the environment of a role's command: turn ``[env]`` into a bash script, and select environment variables.
 
 The script runs as ``bash -c SCRIPT rrl-env MESSAGES REPORT COMMAND...``. MESSAGES and REPORT are file descriptors that
 COMMAND does not inherit: MESSAGES receives stderr during the setup, REPORT receives the name of the part that failed,

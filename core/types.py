@@ -236,7 +236,7 @@ class Finding(Struct, frozen=True):
 
     @property
     def key(self) -> str:
-        """Return the key that identifies the finding over time: that of detector, subject and component."""
+        """Return the key that identifies the finding over time: its detector, subject and component."""
         return f"{self.detector}:{self.incarnation or self.node or 'run'}" + (
             f":{self.component}" if self.component else ""
         )

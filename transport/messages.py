@@ -105,7 +105,7 @@ class StepExit(Struct, frozen=True, tag=True):
 class AgentHello(Struct, frozen=True, tag=True):
     """Sent by an agent that joins, or joins again after losing the manager.
 
-    The reply is ``Fenced`` if the agent is no longer current; otherwise there is none.
+    The reply is ``Fenced`` if the agent must exit; otherwise there is none.
     """
 
     incarnation: Incarnation

@@ -96,5 +96,5 @@ def parse_address(address: str, kinds: Sequence[str]) -> tuple[str, int]:
 
 
 def installed_package(kind: WeightTransportName) -> str | None:
-    """Return the installed one of a transport's Python packages, or None. Imports nothing."""
+    """Return which of a transport's Python packages is installed here, or None. Imports nothing."""
     return next((name for name in PACKAGES[kind] if importlib.util.find_spec(name) is not None), None)
