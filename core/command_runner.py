@@ -1,7 +1,7 @@
 """Run a command to its end, with a deadline and a limit on its output: :func:`run` blocks, :func:`run_async` does not.
 
-A command gets a session of its own, so that it can be ended together with its children. A process that lives on after
-the call (the command of a role, a reader of a node's health, an srun) is not started here.
+A command gets a session of its own, so that it can be ended together with its children. Processes that outlive the call
+that started them (the command of a role, a reader of a node's health, an srun) are started elsewhere.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ if TYPE_CHECKING:
     import asyncio
 
 MAX_OUTPUT_BYTES = 64 * 2**20
-"""Bytes of stdout and of stderr that are returned by default: 300,000 lines of 200 bytes. Slurm holds 10,000 jobs by
-default (slurm.conf(5), MaxJobCount)."""
+"""Default limit on the bytes of stdout and of stderr that are returned: 300,000 lines of 200 bytes. A list of all jobs
+needs far less, since Slurm holds 10,000 jobs by default (slurm.conf(5), MaxJobCount)."""
 KILL_TIMEOUT_S = 0.5
-"""Seconds for a command to end on SIGKILL. One in uninterruptible sleep is left to the kernel."""
+"""Seconds that a command has to end after SIGKILL. A command in uninterruptible sleep may end later, and is not waited
+for."""
 _CHUNK_BYTES = 2**16
 
 
@@ -39,7 +40,7 @@ class CommandResult(Struct, frozen=True, tag=True):
 
     @property
     def message(self) -> str:
-        """Its stderr, or its stdout if stderr is empty, on one line."""
+        """Return the command's stderr, or its stdout if stderr is empty, on one line."""
         return " / ".join(line.strip() for line in (self.err or self.out).splitlines() if line.strip())
 
 
@@ -58,15 +59,15 @@ def run(
     Args:
         argv: the command and its arguments; it is not run by a shell.
         timeout_s: seconds until the command and its children are ended.
-        env: the environment; None: that of this process.
-        stdin_text: what the command reads; its stdin is empty otherwise.
-        max_output_bytes: bytes of stdout and of stderr to keep; what follows is read and dropped.
+        env: the environment; None: the environment of this process.
+        stdin_text: the content of the command's stdin.
+        max_output_bytes: bytes of stdout and of stderr to keep; further output is read and dropped.
         term_grace_s: seconds from SIGTERM to SIGKILL when the command is ended; 0: SIGKILL at once.
         preexec_fn: called in the child before the command; only allowed in a process with one thread.
 
     Raises:
-        TimeoutError: it did not end in time, and was ended.
-        OSError: it could not be started.
+        TimeoutError: the command did not end in time, and was terminated.
+        OSError: the command could not be started.
     """
     with _stdin_file(stdin_text) as stdin:
         process = subprocess.Popen(
@@ -97,8 +98,11 @@ async def run_async(
     max_output_bytes: int = MAX_OUTPUT_BYTES,
     term_grace_s: float = 0.0,
 ) -> CommandResult:
-    """Do as :func:`run` without blocking the event loop. If the caller is cancelled, the command is ended too."""
-    import asyncio  # here: it takes 6 MiB (measured), and the readers of a node's health only need run()
+    """Run a command as :func:`run` does, but without blocking the event loop.
+
+    If the caller is cancelled, the command is ended too.
+    """
+    import asyncio  # imported here: asyncio takes 6 MiB (measured), and the readers of a node's health only need run()
 
     with _stdin_file(stdin_text) as stdin:
         process = await asyncio.create_subprocess_exec(
@@ -131,13 +135,16 @@ def kill_session(leader: int) -> None:
 
 
 def _signal_session(leader: int, number: signal.Signals) -> None:
-    with suppress(ProcessLookupError, PermissionError):  # it has ended, or runs as another user
+    with suppress(ProcessLookupError, PermissionError):  # the session has ended, or runs as another user
         os.killpg(leader, number)
 
 
 @contextmanager
 def _stdin_file(text: str) -> Iterator[int]:
-    """Open a file that contains ``text``. Unlike a pipe, nobody has to write to it while the command runs."""
+    """Open a file that contains ``text``, and yield its descriptor.
+
+    A pipe instead of the file would have to be written to while the command runs.
+    """
     fd = os.memfd_create("stdin") if text else os.open(os.devnull, os.O_RDONLY)
     try:
         if text:

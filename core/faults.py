@@ -121,7 +121,7 @@ MAX_EXIT_CODE = 255
 
 
 class FaultTrigger(Struct, frozen=True, omit_defaults=True):
-    """The condition under which a fault is due; with no field set, as soon as its target has joined."""
+    """The condition under which a fault is injected; with no field set, it is injected once its target has joined."""
 
     step: int | None = None
     """The training step whose commit triggers the fault."""
@@ -139,7 +139,7 @@ def parse_trigger(text: str) -> FaultTrigger:
     """Parse ``step=5``, ``time=90s`` or ``phase=train``.
 
     Raises:
-        ValueError: With the forms that are valid.
+        ValueError: ``text`` is not a valid trigger; the message has the valid forms.
     """
     match = re.fullmatch(r"(step|time|phase)=(.+)", text)
     if match is None:
@@ -173,7 +173,10 @@ class Fault(Struct, frozen=True, omit_defaults=True):
 
 
 def resolve_target(target: str, kind: FaultKind, replicas: Mapping[str, int], draw: random.Random) -> str:
-    """Return a target that names one thing: a role name becomes one of its replicas, an empty target any replica."""
+    """Return the target with random choices filled in, or an empty text if ``kind`` takes no target.
+
+    A role name becomes a random replica of that role, and an empty target a random replica of any role.
+    """
     if FAULT_TRAITS[kind].target_kind is TargetKind.RUN:
         return ""
     role = target or draw.choice(sorted(replicas))

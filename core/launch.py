@@ -75,13 +75,13 @@ class Launch(Struct, frozen=True):
     setup: str = ""
     """Bash (:mod:`rrl.core.role_environment`) that sets up the node for the command; empty: nothing to set up."""
     network: str = ""
-    """Interface or CIDR to listen on; empty: chosen on the node."""
+    """Interface or CIDR to listen on; empty: the step chooses on its node."""
     gpus: int = 0
     """GPUs that the step was given."""
     in_image: bool = False
     """True if the first process itself runs in a container: the command then inherits the environment of the image."""
     probe: tuple[str, ...] = ()
-    """Command of an agent, run behind ``setup``, that shows whether roles can run on the node; empty: no probe."""
+    """Command that an agent runs after ``setup`` to find out whether roles can run on the node; empty: no probe."""
     probe_timeout: float = 60.0
     """Seconds that the probe may take."""
     readers: tuple[str, ...] = ()
@@ -124,7 +124,7 @@ def read_launch(path: Path) -> Launch:
 
     Raises:
         OSError: The file cannot be read.
-        msgspec.DecodeError: It is not a launch file.
+        msgspec.DecodeError: The file is not a launch file.
     """
     return msgspec.json.decode(path.read_bytes(), type=Launch)
 

@@ -1,8 +1,8 @@
-"""Write and parse log lines: those of replicas' logs, and those of rrl's own processes.
+"""Write and parse the log lines of replicas and of rrl's own processes.
 
 A line is ``2026-11-20T09:00:00.123456Z text``: RFC 3339, UTC, from the clock of the node. Clocks of nodes differ, so
 times serve for order and display, never for a decision. Within one incarnation the times strictly increase, so that a
-time identifies its line; two copies of one log are merged by it.
+time identifies a line, and copies of one log can be merged by time.
 
 The processes of rrl log through ``logging.getLogger("rrl.<process>")``, in lines of the same form with level and logger
 before the text. Each process calls :func:`start_logging` first in its ``main``.
@@ -33,7 +33,7 @@ _STAMPED = re.compile(rb"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z ")
 
 
 def second_text(second: int) -> bytes:
-    """Return a time (s since the epoch) up to and including the point before its microseconds."""
+    """Return the time stamp of a second (since the epoch) up to and including the point before the microseconds."""
     return time.strftime("%Y-%m-%dT%H:%M:%S.", time.gmtime(second)).encode()
 
 
@@ -49,12 +49,12 @@ def stamp_of(line: bytes) -> bytes:
 
 
 def first_stamp(lines: bytes) -> bytes:
-    """Return the time stamp of the first of some whole lines, or b""."""
+    """Return the time stamp of the first of ``lines``, which are whole lines, or b"" if that line has none."""
     return stamp_of(lines[: STAMP_BYTES + 1])
 
 
 def last_stamp(lines: bytes) -> bytes:
-    """Return the time stamp of the last of some whole lines, or b""."""
+    """Return the time stamp of the last of ``lines``, which are whole lines, or b"" if that line has none."""
     start = lines.rfind(b"\n", 0, -1) + 1
     return stamp_of(lines[start : start + STAMP_BYTES + 1])
 
@@ -71,8 +71,8 @@ def seconds_of(stamp_text: bytes) -> float:
 def missing_notice(count: int) -> bytes:
     """Return the text of the line that stands in for ``count`` missing bytes.
 
-    If the notice replaces lines, it carries the time stamp of the last of them, so that a copy which has that line
-    takes precedence.
+    If the notice replaces lines, the caller gives it the time stamp of the last of these lines. When copies of the log
+    are merged, a copy that has that line then takes precedence over the notice.
     """
     return b"%s%d bytes of this log are missing here]" % (_NOTICE, count)
 

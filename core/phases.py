@@ -1,13 +1,13 @@
-"""Declare every phase once: what a replica reports that it is doing, and what missing progress means in it.
+"""Declare every phase: what a replica reports that it is doing, and what missing progress means during that phase.
 
 The worker sends the name, detectors read the traits, views read the colour. A job may change the bounds of a phase
 (``[phases.<name>]``, :meth:`rrl.core.run_spec.Limits.phase`). A role may report phases of its own: they are shown, and
 a replica that stops sending heartbeats in them is lost as in any other phase. A replica that stays in such a phase for
 long only gets a warning, unless ``[phases.<name>]`` says how long the phase may last.
 
-The bounds are wide because the two errors have different costs: a replica that is restarted during healthy work is
-restarted at the same place again, while a hang costs its deadline once. NVRx waits 3600 s for the first heartbeat and
-2700 s for each further one (docs/sources.md).
+The bounds are wide because the two errors have different costs: a deadline that is too short restarts a healthy replica
+at the same place again and again, while a deadline that is too long only delays the detection of a hang. NVRx waits
+3600 s for the first heartbeat and 2700 s for each further one (docs/sources.md).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from msgspec import Struct
 class Phase(Struct, frozen=True):
     """Traits of a phase.
 
-    ``shortest`` and ``longest`` (s) bound the adaptive no-progress deadline; ``longest`` also applies as long as no
-    baseline is known.
+    ``shortest`` and ``longest`` (s) bound the adaptive no-progress deadline. As long as no baseline is known, the
+    deadline is ``longest``.
     """
 
     name: str
@@ -32,8 +32,8 @@ class Phase(Struct, frozen=True):
     waits_for: str | None = None
     """Role that the phase waits for: a stall is attributed to the end of the chain of waiting replicas."""
     own_work: bool = False
-    """True if a replica may also be working in a phase that waits: missing progress then means nothing before its
-    deadline."""
+    """True if a replica may also do work of its own in a phase that waits for a role: missing progress then means
+    nothing before the deadline."""
     useful: bool = False
     """True if the phase counts as effective training time (RobustRL's ETTR counts both rollout and actor update)."""
     shortest: float = 60.0

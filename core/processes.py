@@ -1,9 +1,10 @@
 """Find the processes of a run on a node, end exactly those, and raise the limit on open files.
 
-Every process of a step carries two marks in its environment, which its children inherit: its launch file, and the first
-process of the step. A process is identified by its pid *and* its start time, and is signalled through a pidfd that was
-opened before the start time was compared, so that a reused pid is never hit. Only processes of the current user are
-considered. The agent and the launcher (roles) and the local cluster (manager) use this module.
+Every process of a step carries two marks in its environment, which its children inherit: the path of the launch file,
+and the name of the step's first process. A process is identified by its pid *and* its start time, and is signalled
+through a pidfd that was opened before the start time was compared, so that a process with a reused pid is never
+signalled. Only processes of the current user are considered. The agent and the launcher (roles) and the local cluster
+(manager) use this module.
 """
 
 from __future__ import annotations
@@ -20,18 +21,19 @@ from msgspec import Struct
 from .launch import LAUNCH_ENV
 
 STEP_ENV = "RRL_STEP"
-"""Environment variable that marks what a step's first process started: ``<pid>.<start time>`` of that first process."""
+"""Environment variable of the processes that a step's first process started: the name of the first process
+(``<pid>.<start time>``)."""
 MAX_NOFILE = 1_048_576
 """Highest limit on open files that is set (Linux's default fs.nr_open). Some containers allow 2**30: children inherit
 the limit, and programs that close all descriptors when they start would take minutes."""
 STEP_MODULE = "rrl.roles.launcher.step"
 AGENT_MODULE = "rrl.roles.agent.main"
 _EXEC_TIMEOUT_S = 0.05
-"""Seconds to wait for a process within execve, which shows neither environment nor arguments (observed: Popen returns
-before they are visible)."""
+"""Seconds to wait for a process within execve: /proc then shows neither its environment nor its arguments (observed:
+Popen returns before they are visible)."""
 _SCAN_TIMEOUT_S = 2.0
-"""Seconds that one scan of /proc may take. It usually takes some ms, but would never end if processes started faster
-than it reads them."""
+"""Seconds that one scan of /proc may take. A scan usually takes some ms, but would never end if processes started
+faster than the scan reads them."""
 _KTHREADD = 2
 """Pid of the parent of kernel threads, which have neither environment nor arguments."""
 
@@ -58,14 +60,14 @@ class Process(Struct, frozen=True):
 
 
 def stat_fields(pid: int) -> list[bytes]:
-    """Return the fields of /proc/PID/stat from its third on, the state (proc(5)). Raises OSError."""
+    """Return the fields of /proc/PID/stat (proc(5)) from the third field, the state, on. Raises OSError."""
     with open(f"/proc/{pid}/stat", "rb") as file:
         text = file.read()
     return text[text.rindex(b")") + 2 :].split()  # the command's name may contain spaces and parentheses
 
 
 def command_name(pid: int) -> str:
-    """Return the name of a process's command, at most 15 characters; empty if it has ended."""
+    """Return the name of a process's command, at most 15 characters; empty if the process has ended."""
     try:
         with open(f"/proc/{pid}/comm", errors="replace") as file:
             return file.read().strip()
@@ -85,7 +87,7 @@ def read_process(pid: int) -> Process | None:
 
 
 def with_marks(process: Process) -> Process:
-    """Return the process with its marks; without marks if its environment may not be read, or if it is gone."""
+    """Return the process with its marks, or without them if its environment cannot be read or the process is gone."""
     deadline = time.monotonic() + _EXEC_TIMEOUT_S
     try:
         while True:
@@ -108,7 +110,10 @@ def with_marks(process: Process) -> Process:
 
 
 def pids() -> Iterator[int]:
-    """Yield the pids of the current user, except this process: in rising order, and including new ones."""
+    """Yield the pids of the current user's processes, except this process, in rising order.
+
+    Processes that start during the scan are included.
+    """
     own_pid, user = os.getpid(), os.geteuid()
     deadline = time.monotonic() + _SCAN_TIMEOUT_S
     with os.scandir("/proc") as entries:
@@ -124,7 +129,7 @@ def pids() -> Iterator[int]:
 
 
 def processes(steps: str) -> list[Process]:
-    """Return all running processes whose launch file is in the folder ``steps``, except this one. Scan all of /proc."""
+    """Scan /proc, and return all running processes whose launch file is in the folder ``steps``, except this one."""
     candidates = (with_marks(process) for pid in pids() if (process := read_process(pid)) is not None)
     return [process for process in candidates if belongs_to_run(process, steps)]
 
@@ -152,7 +157,7 @@ def descendants(pid: int) -> list[Process]:
 def open_pidfd(process: Process) -> int | None:
     """Return a pidfd of exactly this process, or None if it is gone.
 
-    The caller closes it. It becomes readable when the process ends.
+    The caller must close the pidfd, which becomes readable when the process ends.
     """
     try:
         fd = os.pidfd_open(process.pid)
@@ -216,7 +221,7 @@ def kill_and_wait(victims: Iterable[Process], timeout: float) -> list[Process]:
 
 
 def sweep(find: Callable[[], Iterable[Process]], timeout: float) -> tuple[list[Process], list[Process]]:
-    """Kill the processes that ``find`` returns, repeatedly, until it returns none: a victim may fork during the search.
+    """Kill the processes that ``find`` returns until it returns none: a victim may fork while ``find`` searches.
 
     Returns:
         The processes that were found, and those that still exist after ``timeout`` s.
@@ -233,9 +238,10 @@ def sweep(find: Callable[[], Iterable[Process]], timeout: float) -> tuple[list[P
 
 
 def _first_process(argv: list[str]) -> tuple[str, str]:
-    """Return (module, launch file) from ``python [-options] -m rrl.roles.launcher.step FILE``, else two empty texts.
+    """Return (module, launch file) if a command line starts a step's first process, else two empty texts.
 
-    A srun that ends with the same words is not such a process.
+    Such a command line has the form ``python [-options] -m rrl.roles.launcher.step FILE``, or names the agent's module.
+    The command line of an srun that starts a step ends with the same words, but does not have this form.
     """
     for index, argument in enumerate(argv[1:], 1):
         following = argv[index + 1 : index + 3]

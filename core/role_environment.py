@@ -1,9 +1,10 @@
-"""Set up the environment of a role's command: the ``[env]`` table of a job as a bash script, and its variables.
+"""Set up the environment of a role's command: turn ``[env]`` into a bash script, and select environment variables.
 
-The script runs as ``bash -c SCRIPT rrl-env MESSAGES REPORT COMMAND...``. MESSAGES is a file descriptor that receives
-stderr during the setup; REPORT is one that receives what failed, or :data:`STARTED`. COMMAND inherits neither. Each
-line is evaluated by itself (``eval``), so that a syntax error in one cannot swallow the next; a line fails if its last
-command does. The script does not use ``set -e``, under which scripts of sites and of conda do not work.
+The script runs as ``bash -c SCRIPT rrl-env MESSAGES REPORT COMMAND...``. MESSAGES and REPORT are file descriptors that
+COMMAND does not inherit: MESSAGES receives stderr during the setup, REPORT receives the name of the part that failed,
+or :data:`STARTED`. Each line of ``setup`` is evaluated by itself (``eval``), so that a syntax error in one line does
+not affect the next. A line fails if its last command fails. The script does not use ``set -e``, under which scripts of
+sites and of conda do not work.
 """
 
 from __future__ import annotations
@@ -113,12 +114,12 @@ INHERITED_VARIABLES = (
 )  # fmt: skip
 """Variables of the manager's environment that roles inherit; no others are passed on."""
 HOST_ONLY_VARIABLES = ("PATH", "HOME", "TMPDIR", "SHELL", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_EXE")
-"""Those of the inherited variables that name folders of the host, and are therefore not set in containers."""
+"""Inherited variables that name files or folders of the host, and are therefore not set in containers."""
 _LAUNCHER_PREFIXES = frozenset((
     "SLURM", "SLURMD", "SBATCH", "SRUN", "SALLOC", "SPANK", "PMI", "PMI2", "PMIX", "OMPI", "ORTE", "PRTE", "RRL",
 ))  # fmt: skip
 """Text before the first ``_`` in names of launchers' variables. torch, Hugging Face and mpi4py misread them
-(docs/sources.md, sites), so they are never passed on, even if requested; rrl's own are set for each role."""
+(docs/sources.md, sites), so they are never passed on, even if requested. rrl sets its own variables for each role."""
 
 
 def is_launcher_variable(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""Name every path of a run directory; no other module does.
+"""Define every path of a run directory; no other module defines any.
 
 The run directory is on storage that the login node, the manager and every node share. It has mode 0700 and belongs to
 the run's user. Nothing of a run is stored elsewhere, except sockets and shared memory whose names carry the run id.
@@ -48,9 +48,9 @@ class RunDir:
         self.mailbox = path / "mailbox"
         """User commands, one file each."""
         self.resume = path / "resume"
-        """Request to resume a run that has ended: one folder with everything that is needed for it."""
+        """Request to resume a run that has ended: a folder with everything that is needed to resume it."""
         self.resume_claimed = path / "resuming"
-        """The same folder after a manager has claimed it."""
+        """The ``resume`` folder after a manager has claimed the request."""
         self.steps = path / "steps"
         """``<tag>.launch`` (what to start) and ``<tag>.exit`` (how it ended)."""
         self.hardware = path / "hardware"
@@ -63,9 +63,9 @@ class RunDir:
         self.checkpoints = path / "checkpoints"
         self.summary = path / "summary.json"
         self.metrics = path / "metrics"
-        """``host:port`` at which the current manager serves metrics; exists only while it does."""
+        """``host:port`` at which the current manager serves metrics; the file exists only while they are served."""
         self.submit = path / "submit"
-        """The folder of submitit."""
+        """Folder of submitit's own files."""
         self.disk_filler = path / "disk_filler"
         """File that fills the file system while a ``disk_full`` fault lasts."""
         self.cluster = path / "cluster"
@@ -74,7 +74,7 @@ class RunDir:
         """config.json of a model that rrl builds, for engines that expect a folder."""
 
     def create(self) -> None:
-        """Create the folders.
+        """Create the run directory and the folders in it.
 
         Raises:
             FileExistsError: The run exists already.
@@ -88,7 +88,7 @@ class RunDir:
     def removed(self) -> bool:
         """Return whether the run directory was deleted.
 
-        False if the folder of all runs is missing too: then the storage is unavailable.
+        Return False if the folder of all runs is missing too, since the storage is then unavailable.
         """
         return not self.path.exists() and self.path.parent.is_dir()
 

@@ -1,7 +1,7 @@
-"""The run spec: what the manager and the roles read of a job, as plain values.
+"""The run spec: the settings of a job as plain values, which the manager and the roles read.
 
-``job.toml`` is read once, by pydantic (:mod:`rrl.config.job.schema`), at submission. From then on the run carries this
-spec. It is part of the journal, so that ``rrl status`` needs neither pydantic nor the file.
+``job.toml`` is read once, by pydantic (:mod:`rrl.config.job.schema`), at submission. From then on only the run spec is
+used. It is part of the journal, so that ``rrl status`` needs neither pydantic nor ``job.toml``.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from .phases import PHASES, Phase
 from .phases import phase as declared_phase
 
 WeightTransportName = Literal["ucx", "tcp", "nixl"]
-"""The weight transports. Each is implemented in the module of its name in ``rrl.transport.weights``."""
+"""The weight transports. Each one is implemented in the module of that name in ``rrl.transport.weights``."""
 WeightsSetting = Literal["auto", WeightTransportName]
-"""Values of ``[transport] weights``; ``auto``: selected on each machine."""
+"""Values of ``[transport] weights``. With ``auto`` each machine selects its transport."""
 INTEROPERABLE_TRANSPORTS: frozenset[WeightTransportName] = frozenset({"tcp", "ucx"})
-"""Transports that can pull from each other's addresses; every other one only from its own kind."""
+"""Transports that can pull from each other's addresses. Any other transport can pull only from addresses of its own
+kind."""
 
 
 class Resources(Struct, frozen=True):
-    """What one member uses of one node."""
+    """CPUs, GPUs and memory that a member uses, or that a node provides."""
 
     cpus: int = 1
     gpus: int = 0
@@ -55,13 +56,15 @@ class RoleSpec(Struct, frozen=True):
     service: bool = True
     """True if the role runs until the other roles are done; False if exit code 0 completes it."""
     ranks: int = 1
-    """Members of each replica: a gang of so many processes, launched and fenced together, each in a step of its own."""
+    """Number of members of each replica. A replica with several members is a gang: the members are launched and fenced
+    together, each in a step of its own."""
     per_node: int = 1
-    """Members of a replica that share a node."""
+    """Largest number of members of a replica that share a node."""
     warm: bool = False
     """True if nodes keep standby processes of the role: its command, started and waiting in :func:`rrl.join`."""
     donor_rollouts: int = 0
-    """Number of rollouts whose nodes keep a standby process of the trainer too, and can be taken over by it."""
+    """Number of rollouts whose nodes also keep a standby process of the trainer, which takes over the rollout's node
+    when it is promoted."""
     built_in: bool = False
     """True if rrl's own program plays the role; False if a command of the job does."""
     options: dict[str, Any] = {}
@@ -71,8 +74,8 @@ class RoleSpec(Struct, frozen=True):
     def standby_shares_node(self) -> bool:
         """Return whether standby processes of this role wait on nodes where other roles work.
 
-        Those of the trainer do, and use nothing of the node until promoted. Those of other roles hold the resources of
-        a full member, GPUs included, and wait on spare nodes only.
+        Standby processes of the trainer do, and use no resources of the node until they are promoted. Standby processes
+        of other roles hold the resources of a full member, GPUs included, and therefore wait on spare nodes only.
         """
         return self.kind == "trainer"
 
@@ -83,12 +86,12 @@ class RoleSpec(Struct, frozen=True):
 
     @property
     def members_on_node(self) -> Resources:
-        """Return what the members of a replica on one node use together."""
+        """Return the resources that the members of a replica on one node use together."""
         n = min(self.ranks, self.per_node)
         return Resources(self.per_member.cpus * n, self.per_member.gpus * n, self.per_member.mem * n)
 
     def replicas_fitting(self, node: Resources) -> int:
-        """Return how many replicas of one process fit on an empty node."""
+        """Return how many replicas of this role fit on an empty node if each replica has one process."""
         if self.exclusive:
             return 1
         pairs = ((node.cpus, self.per_member.cpus), (node.gpus, self.per_member.gpus), (node.mem, self.per_member.mem))
@@ -133,8 +136,8 @@ class ManagerSpec(Struct, frozen=True):
     """``job``: in a small Slurm job of its own; ``pool``: on the pool's first node."""
     sbatch: dict[str, str] = {}
     walltime: float = 0.0
-    """Time limit (s) of the manager's own job, which the next manager's job follows; 0: that of the run, with a
-    margin."""
+    """Time limit (s) of the manager's own job, after which the job of the next manager starts; 0: the time limit of
+    the run plus a margin."""
     log_level: LogLevel = DEFAULT_LOG_LEVEL
     """Lowest level of messages of the manager, the agents, the launchers and the workers."""
 
@@ -158,7 +161,7 @@ class NodeGroup(Struct, frozen=True):
 
 
 class PhaseSpec(Struct, frozen=True):
-    """The settings of a phase in job.toml; None: as declared in :mod:`rrl.core.phases`, or neutral."""
+    """The settings of a phase in job.toml; None keeps the value in :mod:`rrl.core.phases`, or that of ``Phase``."""
 
     shortest: float | None = None
     longest: float | None = None
@@ -200,8 +203,8 @@ class Limits(Struct, frozen=True):
     """Seconds added to the deadline of an incarnation's first pass of a phase (compilation, warm-up; NVRx allows 1 h
     for a start)."""
     suspect: float = 60.0
-    """Seconds without a token after which a generating rollout is suspected and probed (RobustRL 1.2: 60 s); a longer
-    usual gap of its role raises it (``adaptive``)."""
+    """Seconds without a token after which a generating rollout is suspected and probed (RobustRL 1.2: 60 s). If the
+    usual gap between tokens, times ``adaptive``, is longer, that time applies instead."""
     probe: float = 30.0
     """Seconds in which a suspect must reply to a probe; RobustRL does not publish its value."""
     idle: float = 60.0
@@ -230,7 +233,8 @@ class Recovery(Struct, frozen=True):
     window: float = 600.0
     """Length (s) of the sliding window in which restarts are counted."""
     per_node: int = 2
-    """Restarts in place of one replica on one node within the window; then it moves to another node."""
+    """Times within the window that a replica is restarted in place on one node; after these, the replica moves to
+    another node."""
     per_replica: int = 10
     """Restarts of one replica within the window; then the run continues without it for one window, or ends."""
     backoff: float = 1.0
@@ -283,7 +287,8 @@ class TokenizerSpec(Struct, frozen=True):
 class ModelSpec(Struct, frozen=True):
     """The policy (:class:`rrl.config.job.schema.ModelTable`).
 
-    With ``path`` the shape is that of its config.json, and the shape fields here are ignored.
+    If ``path`` is set, the shape is read from the config.json of that folder, and the shape fields of this struct are
+    ignored.
     """
 
     path: str | None = None
@@ -297,10 +302,11 @@ class ModelSpec(Struct, frozen=True):
     kv_heads: int = 4
     head_dim: int = 16
     max_length: int | None = None
-    """Tokens of prompt and answer together; None: the limit in config.json of ``path``, which the nodes have."""
+    """Most tokens of prompt and answer together; None: the limit in the config.json of ``path``, which is read on the
+    nodes."""
     initializer_range: float = 0.05
     tokenizer: TokenizerSpec | None = None
-    """None with ``path``: the folder has a tokenizer of its own."""
+    """Tokenizer of a model that rrl builds; None if ``path`` is set, since that folder has its own tokenizer."""
 
 
 class TaskSpec(Struct, frozen=True):
@@ -316,7 +322,7 @@ class TaskSpec(Struct, frozen=True):
 
 
 DEFAULT_STALENESS = 4
-"""Weight versions; the default of AReaL for code."""
+"""Default of :attr:`SamplingSpec.staleness`, in weight versions: AReaL's default for code tasks."""
 
 
 class SamplingSpec(Struct, frozen=True):
@@ -328,7 +334,8 @@ class SamplingSpec(Struct, frozen=True):
     temperature: float = 1.0
     ahead: int = 1
     staleness: int | None = DEFAULT_STALENESS
-    """Weight versions by which a token may be older than the newest when it is trained; None: no limit."""
+    """Number of weight versions by which a token may be older than the newest version when the token is trained; None:
+    no limit."""
     late: Literal["wait", "drop"] = "wait"
 
 
@@ -338,11 +345,11 @@ class TransportSpec(Struct, frozen=True):
     weights: WeightsSetting = "auto"
     trusted_network: bool = False
     chunk: int = 8 * 2**20
-    """Bytes."""
+    """Size of a chunk of weights in bytes."""
     network: str = ""
-    """Name of an interface, or a CIDR, that all processes listen on; empty: chosen on each node."""
+    """Name of an interface, or a CIDR, that all processes listen on; empty: each process chooses on its node."""
     chunk_deadline: float = 5.0
-    """Seconds."""
+    """Longest time (s) that a pull waits for a chunk before it uses another source."""
     chain: int = 8
 
 
@@ -391,7 +398,8 @@ class RunSpec(Struct, frozen=True):
 
     name: str
     steps: int
-    """Optimizer steps after which the run is complete; 0: it has no trainer, and is complete when its commands are."""
+    """Number of optimizer steps after which the run is complete. 0 if the run has no trainer; the run is then complete
+    when its commands have completed."""
     cluster: str
     """``local`` or ``slurm``."""
     roles: tuple[RoleSpec, ...]
@@ -452,15 +460,16 @@ def read_run_spec(path: Path) -> RunSpec:
 
     Raises:
         OSError: The file cannot be read.
-        msgspec.DecodeError: It is not a run spec.
+        msgspec.DecodeError: The file is not a run spec.
     """
     return msgspec.json.decode(path.read_bytes(), type=RunSpec)
 
 
 def pool_nodes(roles: tuple[RoleSpec, ...], node: Resources) -> int:
-    """Return the number of nodes that the roles need: those of exclusive replicas, and as many as the others fill.
+    """Return the number of nodes that the roles need together.
 
-    Replicas of roles that share nodes are placed first fit.
+    Each replica of an exclusive role has nodes of its own. The members of all other replicas share nodes, on which they
+    are placed first fit.
     """
     exclusive = sum(role.replicas * role.nodes for role in roles if role.exclusive)
     shared: list[list[int]] = []

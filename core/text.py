@@ -33,7 +33,7 @@ def escaped(text: str) -> str:
 
 
 def escaped_lines(text: str) -> str:
-    """Return ``text`` with control characters escaped as in :func:`escaped`, but with its line breaks."""
+    """Return ``text`` with control characters escaped as in :func:`escaped`, except for line breaks, which stay."""
     return "\n".join(map(escaped, text.split("\n")))
 
 
@@ -50,7 +50,7 @@ def escaped_json(document: str) -> str:
 _MAX_LINES = 3
 _MAX_CHARS = 400
 _TAIL_BYTES = 4096
-"""Bytes at the end of a file that are read."""
+"""Number of bytes that are read from the end of a file."""
 _MISSING_COMMAND_TEXTS = ("execve(): ", "No module named 'rrl'", "No module named rrl")
 """Messages of slurmstepd for a missing interpreter, and of an interpreter without rrl."""
 
@@ -92,7 +92,7 @@ def exit_invalid_config(reason: object) -> NoReturn:
 def exits_on_invalid_config(errors: type[Exception] = ValueError) -> Iterator[None]:
     """Return a context manager that reports ``errors`` as mistakes in job.toml and exits with code 2.
 
-    A user's own code must run outside of it: the traceback of its errors is wanted.
+    A user's own code must run outside of this context, so that its errors are reported with their traceback.
     """
     try:
         yield

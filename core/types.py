@@ -1,6 +1,6 @@
 """The vocabulary of docs/glossary.md as value types: frozen, comparable, decodable.
 
-Every module may import this one, which imports only msgspec. The types have no behaviour beyond naming and ordering.
+Every module may import this module, which imports only msgspec. The types have no behaviour beyond naming and ordering.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ ReplicaId = NewType("ReplicaId", str)
 NodeName = NewType("NodeName", str)
 
 AGENT = "agent"
-"""The role name of the agent, the process on each node that samples it, witnesses ends of steps and sweeps
-processes."""
+"""The role name of the agent: the process on each node that samples the node, witnesses the ends of steps and kills
+processes that a step left behind."""
 
 TRAINER = ReplicaId("trainer/0")
 """The trainer, or the first member of its gang."""
@@ -29,7 +29,7 @@ STANDBY_ROLE = "standby"
 
 
 _NAME_CACHE_SIZE = 65536
-"""Parsed names that are cached: a plan for a thousand nodes parses names some ten thousand times."""
+"""Most names whose parsed form each cache keeps: a plan for a thousand nodes parses some ten thousand names."""
 
 
 def replica_id(role: str, index: int | str) -> ReplicaId:
@@ -64,8 +64,8 @@ def role_of(replica: ReplicaId) -> str:
 def standby_id(role: str, node: NodeName, slot: int | None = None) -> ReplicaId:
     """Return the id of the process on ``node`` that waits to be promoted to ``role``.
 
-    The id is ``standby/<node>`` for the trainer and ``standby/<node>:rollout`` for another role. ``slot`` tells apart
-    several on one node: ``standby/<node>:<slot>``, ``standby/<node>:rollout.<slot>``.
+    The id is ``standby/<node>`` for the trainer and ``standby/<node>:rollout`` for another role. ``slot`` distinguishes
+    several standby processes of a role on one node: ``standby/<node>:<slot>``, ``standby/<node>:rollout.<slot>``.
     """
     parts = ("" if role == role_of(TRAINER) else role, "" if slot is None else str(slot))
     mark = ".".join(part for part in parts if part)
@@ -180,11 +180,11 @@ class Flag(StrEnum):
     NOT_STARTED = "not_started"
     """A command could not be started at all; the first evidence contains the reason."""
     OBSERVED = "observe_only"
-    """The settings of the job or the site prevent any consequence."""
+    """The settings of the job or the site rule out any action because of this finding."""
     HELD_BACK = "held_back"
     """The finding was downgraded, because a cause shared by several nodes is more likely."""
     UNAVAILABLE = "unavailable"
-    """The node has nothing that could perform the check."""
+    """The result is unknown because the node lacks what the check needs to read."""
     ON_MOST_NODES = "on_most_nodes"
     """Most nodes of the run had the same finding at nearly the same time."""
 
@@ -236,7 +236,7 @@ class Finding(Struct, frozen=True):
 
     @property
     def key(self) -> str:
-        """Return the identity across time: findings of one detector about one component have the same key."""
+        """Return the key that identifies the finding over time: its detector, subject and component."""
         return f"{self.detector}:{self.incarnation or self.node or 'run'}" + (
             f":{self.component}" if self.component else ""
         )

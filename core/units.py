@@ -17,7 +17,7 @@ def seconds(text: str) -> float:
     A number without a unit is refused, since its unit would be a guess.
 
     Raises:
-        ValueError: With examples of valid durations.
+        ValueError: ``text`` is not a duration; the message has examples of valid durations.
     """
     text = text.strip()
     if match := re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*(ms|s|min|h|d)", text):
@@ -34,7 +34,7 @@ def size(text: str) -> int:
     """Return the bytes of ``"16GiB"`` or ``"512MiB"``.
 
     Raises:
-        ValueError: With examples of valid sizes.
+        ValueError: ``text`` is not a size; the message has examples of valid sizes.
     """
     if (match := re.fullmatch(r"([0-9]{1,19}(?:\.[0-9]{1,9})?)\s*([KMGT]?i?B)", text.strip())) and match[2] in _BYTES:
         number = float(match[1]) if "." in match[1] else int(match[1])

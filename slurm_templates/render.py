@@ -1,9 +1,9 @@
 """Render the options and the batch script of an allocation of any form: #SBATCH lines and one exec line.
 
-An allocation is a ``--no-kill`` job over nodes of one shape, or several such components of a heterogeneous job. It is
-never requeued, since it would restart empty, about two minutes later. Nodes are requested by the resources that each
-must provide, with one task per node and without ``--exclusive``: a small job, such as the manager's own, may share a
-larger node. A user who wants whole nodes passes ``exclusive`` on.
+An allocation is a ``--no-kill`` job over nodes of one shape, or several such components of a heterogeneous job. An
+allocation is never requeued, since the requeued job would start about two minutes later, without any steps. Nodes are
+requested by the resources that each node must provide, with one task per node and without ``--exclusive``: a small job,
+such as the manager's own, may share a larger node. A user who wants whole nodes adds the sbatch option ``exclusive``.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ RESERVED_OPTIONS = frozenset({
 """Options that a user cannot pass on: rrl sets them, finds its jobs by them, or could not work with them."""
 
 _BATCH_SCRIPT_OPTIONS = ("--no-requeue", "--chdir=/", "--output=/dev/null")
-"""Options of the batch script, which belongs to the first component only. ``--export`` is not among them: the default
-passes the environment on; NONE would start a login shell to create one (sbatch(1)), and 22.05 does not know the NIL of
-later versions."""
+"""Options of the batch script, which belongs to the first component only. ``--export`` is omitted: its default passes
+the environment on, while NONE would start a login shell to create an environment (sbatch(1)), and Slurm 22.05 does not
+have the value NIL of later versions."""
 _HOLD_COMMENT = (
     "This script only holds the nodes. The manager, outside of this job, starts every step in it.",
     "Where Slurm's InactiveLimit is 0, `salloc --no-shell` holds them instead, with the options above.",
@@ -41,7 +41,7 @@ def allocation_options(
     *, tag: str, comment: str, nodes: int, node: Resources, walltime: float, exclude: Sequence[str] = (),
     extra: Mapping[str, str] | None = None,
 ) -> tuple[str, ...]:  # fmt: skip
-    """Return long options for both ``sbatch`` and ``salloc``.
+    """Return the options of one component of an allocation, in the long form that ``sbatch`` and ``salloc`` accept.
 
     Args:
         tag: Job name, by which rrl finds the job.
@@ -51,7 +51,7 @@ def allocation_options(
         walltime: Time limit (s).
         exclude: Nodes that must not be allocated.
         extra: The user's options, names without dashes; an empty value is a flag. They come last. A ``gres`` replaces
-            rrl's own (for typed GPUs), an ``exclude`` adds to it.
+            rrl's own (for typed GPUs); nodes in the user's ``exclude`` are excluded in addition.
 
     Raises:
         ValueError: An option cannot be passed on, or a name or value does not fit into an ``#SBATCH`` line.
@@ -81,8 +81,8 @@ def allocation_script(*components: Sequence[str], command: Sequence[str] = ()) -
 
     Args:
         components: The options of each component.
-        command: The command that manages the run in the allocation, which ends with it; empty: the script only holds
-            the nodes.
+        command: The command that manages the run inside the allocation, and whose end is the end of the allocation;
+            empty: the script only holds the nodes.
     """
     given = {option.partition("=")[0] for option in components[0]}
     own_options = [option for option in _BATCH_SCRIPT_OPTIONS if option.partition("=")[0] not in given]

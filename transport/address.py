@@ -36,12 +36,14 @@ class Interface(Struct, frozen=True):
 def own_address(network: str = "") -> str:
     """Return the IPv4 address of this host that other nodes of the run can reach.
 
-    It is the address on ``network`` (see :func:`interface_on`), or on ``$RRL_NETWORK``, if either is set. Otherwise it
-    is the first of these that an interface of this host has and that is not a loopback address: the address that the
-    host name resolves to (127.0.1.1 on Debian), the address of the default route, the only address of the host.
+    If ``network`` (see :func:`interface_on`) or ``$RRL_NETWORK`` is set, return the address on that network. Otherwise
+    return the address that the host name resolves to, or else the address of the default route, or else the only
+    address of the host. Candidates that no interface of this host has, and loopback addresses, are skipped: on Debian
+    the host name may resolve to 127.0.1.1.
 
     Raises:
-        NoAddress: There is no such address, or several and no default route. Loopback is only used if it is named.
+        NoAddress: There is no such address, or there are several and no default route. A loopback address is only used
+            if ``network`` or ``$RRL_NETWORK`` names it.
     """
     if network_name := network or os.environ.get(NETWORK_ENV, ""):
         return interface_on(network_name).address
@@ -87,7 +89,7 @@ def interfaces() -> list[Interface]:
     return [
         Interface(entry[:16].rstrip(b"\0").decode(errors="replace").partition(":")[0], socket.inet_ntoa(entry[20:24]))
         for entry in entries
-    ]  # after a colon the name has the label of an additional address
+    ]  # the name of an additional address is the interface's name, a colon and a label
 
 
 def _interfaces_text() -> str:

@@ -1,8 +1,8 @@
 """The messages between the manager and the agents, launchers and workers: one tagged union per direction, versioned.
 
-Messages to the manager have no reply unless stated: a heartbeat is not acknowledged. What a worker must know is pushed
-when it changes, and repeated in ``Welcome``. A worker that loses the manager sends ``Hello`` to the next one, and a
-``Hello`` contains everything that the next manager needs to know: it does not rely on earlier messages.
+Messages to the manager have no reply unless stated: a heartbeat is not acknowledged. Information for workers is pushed
+when it changes, and repeated in ``Welcome``. A worker that loses the manager sends ``Hello`` to the next manager. A
+``Hello`` contains everything that this manager needs to know, so that the manager does not rely on earlier messages.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PROTOCOL_VERSION = 3
 
 # ── to the manager ─────────────────────────────────────────────────────────────────────────────────────────────────
 class AdmissionRequest(Struct, frozen=True, tag=True):
-    """From every step, before it starts its command: may it (still) start? The reply is ``Admitted``."""
+    """Sent by every step before it starts its command, to ask whether it (still) may. The reply is ``Admitted``."""
 
     incarnation: Incarnation
     tag: str
@@ -28,7 +28,7 @@ class AdmissionRequest(Struct, frozen=True, tag=True):
 
 
 class Hello(Struct, frozen=True, tag=True):
-    """From a worker that joins, or joins again after losing the manager. The reply is ``Welcome`` or ``Fenced``."""
+    """Sent by a worker that joins, or joins again after losing the manager. The reply is ``Welcome`` or ``Fenced``."""
 
     incarnation: Incarnation
     tag: str
@@ -37,15 +37,15 @@ class Hello(Struct, frozen=True, tag=True):
     pid: int
     phase: str
     listen_address: str | None = None
-    """``tcp://host:port`` of a service that this replica offers (the trajectory store)."""
+    """``tcp://host:port`` of the service that this replica offers, if any (the trajectory store)."""
     weight_address: str | None = None
-    """``<transport>://host:port`` at which its weight versions can be pulled."""
+    """``<transport>://host:port`` at which the replica's weight versions can be pulled."""
     weight_version: Version | None = None
     gpus: tuple[str, ...] = ()
 
 
 class Heartbeat(Struct, frozen=True, tag=True):
-    """From a worker, periodically. ``done`` counts units of work of this incarnation (tokens, samples, steps)."""
+    """Sent by a worker periodically. ``done`` counts units of work of this incarnation (tokens, samples, steps)."""
 
     incarnation: Incarnation
     phase: str
@@ -56,7 +56,7 @@ class Heartbeat(Struct, frozen=True, tag=True):
 
 
 class PhaseEntered(Struct, frozen=True, tag=True):
-    """From a worker: its phase changed."""
+    """Sent by a worker when its phase has changed."""
 
     incarnation: Incarnation
     phase: str
@@ -65,20 +65,23 @@ class PhaseEntered(Struct, frozen=True, tag=True):
 
 
 class FirstWorkDone(Struct, frozen=True, tag=True):
-    """From a worker: this incarnation has done its first unit of work (a rollout's first token after it joined)."""
+    """Sent by a worker after the first unit of work of its incarnation (a rollout's first token after it joined)."""
 
     incarnation: Incarnation
 
 
 class VersionAvailable(Struct, frozen=True, tag=True):
-    """From a worker: it has a complete, verified weight version and serves it."""
+    """Sent by a worker that has a complete, verified weight version and serves it."""
 
     incarnation: Incarnation
     version: Version
 
 
 class Committed(Struct, frozen=True, tag=True):
-    """From the trainer: the store has committed its step. ``metrics`` are for people (``reward``, ``loss``, ...)."""
+    """Sent by the trainer after the store has committed a training step.
+
+    ``metrics`` are for people (``reward``, ``loss``, ...).
+    """
 
     incarnation: Incarnation
     step: int
@@ -86,7 +89,7 @@ class Committed(Struct, frozen=True, tag=True):
 
 
 class StepExit(Struct, frozen=True, tag=True):
-    """From the launcher of a step: its exit record, as a quick copy of the durable file."""
+    """Sent by the launcher of a step: a copy of the step's exit record, which arrives sooner than the durable file."""
 
     incarnation: Incarnation
     tag: str
@@ -100,7 +103,10 @@ class StepExit(Struct, frozen=True, tag=True):
 
 
 class AgentHello(Struct, frozen=True, tag=True):
-    """From an agent that joins, or joins again after losing the manager. The reply is ``Fenced`` or none."""
+    """Sent by an agent that joins, or joins again after losing the manager.
+
+    The reply is ``Fenced`` if the agent must exit; otherwise there is none.
+    """
 
     incarnation: Incarnation
     tag: str
@@ -110,7 +116,7 @@ class AgentHello(Struct, frozen=True, tag=True):
     boot: str
     """Boot id of the node, which tells a reboot from a network failure."""
     probe: str = ""
-    """What roles need and the node cannot do ([env] probe, the network to listen on); empty: nothing."""
+    """Requirements of roles that the node does not meet ([env] probe, the network to listen on); empty: none."""
     memlock: int = -1
     """Bytes that a role on this node may lock into memory, as RDMA does with registered memory; -1: no limit."""
     nofile: int = -1
@@ -120,7 +126,7 @@ class AgentHello(Struct, frozen=True, tag=True):
     snapshot_address: str = ""
     """``tcp://host:port`` at which the agent stores and returns snapshots."""
     findings: tuple[Finding, ...] = ()
-    """Current findings of the node's checks, except OK; times as in ``FindingReport``."""
+    """Current findings of the node's checks, except those with verdict OK; times as in ``FindingReport``."""
     now: float = 0.0
     """The node's clock, as in ``FindingReport``."""
 
@@ -138,18 +144,18 @@ class Load(Struct, frozen=True):
 
 
 class AgentHeartbeat(Struct, frozen=True, tag=True):
-    """From an agent, periodically."""
+    """Sent by an agent periodically."""
 
     incarnation: Incarnation
     node: NodeName
     alive: tuple[str, ...] = ()
     """Tags of the steps whose first process runs on this node."""
     loads: tuple[Load, ...] = ()
-    """Loads of those steps, every few heartbeats; empty: not sampled since the last heartbeat that had loads."""
+    """Loads of those steps, in every few heartbeats; empty if none were sampled since the last heartbeat with loads."""
 
 
 class StepVanished(Struct, frozen=True, tag=True):
-    """From an agent, as a witness: the first process of this step is gone and left no exit record."""
+    """Sent by an agent, as a witness, when the first process of a step is gone and left no exit record."""
 
     incarnation: Incarnation
     tag: str
@@ -157,9 +163,10 @@ class StepVanished(Struct, frozen=True, tag=True):
 
 
 class FindingReport(Struct, frozen=True, tag=True):
-    """From an agent: the result of a node check has changed; OK clears its finding.
+    """Sent by an agent when the result of a node check has changed; OK clears the check's finding.
 
-    Times in the finding are of the node's clock, as is ``now``: the manager converts them by its own receipt time.
+    The times in the finding, and ``now``, are according to the node's clock. The manager converts them to its own
+    clock, on which ``now`` is the time of receipt.
     """
 
     finding: Finding
@@ -170,7 +177,7 @@ class FindingReport(Struct, frozen=True, tag=True):
 
 
 class ProbeReply(Struct, frozen=True, tag=True):
-    """From a worker: the reply to ``Probe``."""
+    """Sent by a worker: the reply to ``Probe``."""
 
     incarnation: Incarnation
     id: int
@@ -180,7 +187,7 @@ class ProbeReply(Struct, frozen=True, tag=True):
 
 
 class Stacks(Struct, frozen=True, tag=True):
-    """From an agent: the reply to ``DumpStacks``. ``dumps`` maps a process id to the output of py-spy for it."""
+    """Sent by an agent: the reply to ``DumpStacks``. ``dumps`` maps process ids to the output of py-spy for each."""
 
     incarnation: Incarnation
     """The incarnation of the agent."""
@@ -192,20 +199,20 @@ class Stacks(Struct, frozen=True, tag=True):
 
 
 class Injected(Struct, frozen=True, tag=True):
-    """From an agent or a role: a fault was injected (or not, and why)."""
+    """Sent by an agent or a role: whether a fault was injected and, if it was not, the reason (``detail``)."""
 
     fault: Fault
     ok: bool
     detail: str = ""
     incarnation: Incarnation | None = None
-    """The incarnation that was hit; None: none was found."""
+    """The incarnation into which the fault was injected; None: no incarnation was found."""
     node: NodeName = NodeName("")
     ended: bool = False
     """True if the fault was injected before and has now ended."""
 
 
 class Goodbye(Struct, frozen=True, tag=True):
-    """From a worker that leaves because its work is done."""
+    """Sent by a worker that leaves because its work is done."""
 
     incarnation: Incarnation
 
@@ -223,7 +230,7 @@ class WeightSource(Struct, frozen=True):
     incarnation: Incarnation
     address: str
     version: Version | None = None
-    """Its newest complete version; it may have an older one too, and be receiving a newer one."""
+    """Newest complete version of the source, which may have an older version too, and be receiving a newer one."""
 
 
 class Peer(Struct, frozen=True):
@@ -235,9 +242,9 @@ class Peer(Struct, frozen=True):
 
 
 class Peers(Struct, frozen=True, tag=True):
-    """The current incarnations and the weight sources: first the publisher, then the receivers sorted by name.
+    """The current incarnations, and the weight sources: the publisher first, then the receivers sorted by name.
 
-    ``seq`` orders the messages of one manager epoch.
+    ``seq`` orders the ``Peers`` messages of one manager epoch.
     """
 
     epoch: int
@@ -251,18 +258,18 @@ class Peers(Struct, frozen=True, tag=True):
 
 
 class Admitted(Struct, frozen=True, tag=True):
-    """To a step: whether it may start its command."""
+    """Sent to a step: whether it may start its command."""
 
     tag: str
     ok: bool
     reason: str = ""
     duplicate: bool = False
     """True if another process runs with this tag: the receiver must not leave an exit record, which would be attributed
-    to it."""
+    to that process."""
 
 
 class Welcome(Struct, frozen=True, tag=True):
-    """To a worker: it has joined. Ranks are assigned by this message only.
+    """Sent to a worker that has joined. Ranks are assigned by this message only.
 
     A gang's rendezvous is at the address where its first member listens (``Peers``).
     """
@@ -272,11 +279,11 @@ class Welcome(Struct, frozen=True, tag=True):
     rank: int = 0
     world: int = 1
     step: int = 0
-    """Newest committed step that this manager knows: the trainer reports the following ones."""
+    """Newest committed step that this manager knows: the trainer reports only the steps after this one."""
 
 
 class Promote(Struct, frozen=True, tag=True):
-    """To a standby process: it becomes this incarnation.
+    """Sent to a standby process, which becomes ``incarnation``.
 
     The reply is the ``Hello`` of that incarnation, with the tag of the step that the process runs in.
     """
@@ -285,21 +292,21 @@ class Promote(Struct, frozen=True, tag=True):
     incarnation: Incarnation
     tag: str
     gpus: tuple[str, ...] = ()
-    """GPUs of the node that it uses from now on, as its ``Hello`` named them; empty: all that it has."""
+    """GPUs of the node that the process uses from now on, named as in its ``Hello``; empty: all GPUs that it has."""
 
 
 class Fenced(Struct, frozen=True, tag=True):
-    """To an incarnation that is no longer current: stop working and exit."""
+    """Sent to an incarnation that is no longer current: it must stop working and exit."""
 
     incarnation: Incarnation
     reason: str
     tag: str = ""
-    """Tag of its step, which may have started as a standby process; set if sent to the step's launcher or to the node's
-    agent."""
+    """Tag of the incarnation's step, which may have started as a standby process; set if the message is sent to the
+    step's launcher or to the node's agent."""
 
 
 class Stop(Struct, frozen=True, tag=True):
-    """To a replica: finish the current work within ``grace`` s, then exit."""
+    """Sent to a replica: it must finish the current work within ``grace`` s, then exit."""
 
     incarnation: Incarnation
     grace: float
@@ -309,21 +316,21 @@ class Stop(Struct, frozen=True, tag=True):
 
 
 class Inject(Struct, frozen=True, tag=True):
-    """To the agent on the target's node, or to the role itself: inject this fault into the step ``tag``."""
+    """Sent to the agent on the target's node, or to the role itself, which must inject this fault into step ``tag``."""
 
     fault: Fault
     tag: str
 
 
 class Probe(Struct, frozen=True, tag=True):
-    """To a suspected worker: do a small unit of work and reply with ``ProbeReply``."""
+    """Sent to a suspected worker: it must do a small unit of work and reply with ``ProbeReply``."""
 
     incarnation: Incarnation
     id: int
 
 
 class DumpStacks(Struct, frozen=True, tag=True):
-    """To an agent: return the stacks of the processes of this step. The reply is ``Stacks``."""
+    """Sent to an agent: it must return the stacks of the processes of this step. The reply is ``Stacks``."""
 
     target: Incarnation
     tag: str

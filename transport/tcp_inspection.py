@@ -24,7 +24,7 @@ def listening_addresses() -> frozenset[tuple[str, int]]:
 
 
 def try_packet_filter() -> str:
-    """Return why this user cannot attach a packet filter to its own sockets; empty if it can."""
+    """Return the reason why this user cannot attach a packet filter to sockets; empty if the user can."""
     with socket.socket() as sock:
         try:
             _drop_everything(sock)
@@ -71,7 +71,7 @@ def bytes_received(fd: int) -> int | None:
 
 
 def shut_down(fd: int, port: int) -> bool:
-    """Shut down a connection, so that its owner notices its end and closes it. Return False if it is gone.
+    """Shut down a connection, so that the library that owns it notices and closes it. Return False if it is gone.
 
     Only a connection at this process's ``port`` is shut down, since the descriptor may have been reused.
     """
@@ -93,7 +93,7 @@ def _is_listening(sock: socket.socket) -> bool:
 
 
 def _borrow_all() -> Iterator[tuple[int, socket.socket]]:
-    """Yield every TCP socket of this process with its descriptor; each is valid until the next one is requested."""
+    """Yield (descriptor, socket) for every TCP socket of this process; the next iteration closes the socket object."""
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # not a socket, or closed in the meantime
             with _borrow(int(name)) as sock:

@@ -56,7 +56,7 @@ _MAX_FRAMES_PER_TURN = 100
 
 
 class Address(Struct, frozen=True):
-    """Where a listener can be dialled: ``tcp://host:port``. Of two addresses the one with the higher epoch is valid."""
+    """Where a listener can be dialled: ``tcp://host:port``. Of two addresses, that with the higher epoch is valid."""
 
     epoch: int
     endpoint: str
@@ -74,7 +74,7 @@ class Address(Struct, frozen=True):
 
 
 class Incoming(Struct, frozen=True):
-    """One message at a listener. ``peer`` is where a reply goes, ``request_id`` what it answers (None: no reply)."""
+    """One message at a listener. A reply goes to ``peer`` with the same ``request_id`` (None: no reply is expected)."""
 
     peer: bytes
     request_id: int | None
@@ -133,7 +133,7 @@ class Listener:
 
         Raises:
             OSError: The host cannot be resolved.
-            zmq.ZMQError: It is not an address of this machine.
+            zmq.ZMQError: ``host`` is not an address of this machine.
         """
         resolved = await asyncio.get_running_loop().getaddrinfo(host, None, family=net.AF_INET, type=net.SOCK_STREAM)
         return cls(keys, incoming, epoch, str(resolved[0][4][0]), bounds)
@@ -172,14 +172,14 @@ class Listener:
         raise ConnectionError("the listener was closed")
 
     async def send(self, peer: bytes, message: Any, request_id: int | None = None) -> None:
-        """Push to ``peer``, or answer its request. Never waits.
+        """Push ``message`` to ``peer``, or send it as the reply to the request ``request_id``. Never waits.
 
         The message is dropped and counted if the peer's queue is full, and dropped silently if the peer is gone.
         """
         self._send(peer, encode_frame(self.epoch, request_id, message))
 
     async def send_all(self, peers: Iterable[bytes], message: Any) -> None:
-        """Push one message to several peers, as :meth:`send` does to one; it is encoded once."""
+        """Push one message to several peers, as :meth:`send` does to one peer; the message is encoded once."""
         data = encode_frame(self.epoch, None, message)
         for peer in peers:
             self._send(peer, data)
@@ -220,7 +220,7 @@ def _no_messages() -> Sequence[Any]:
 
 
 class Dialer:
-    """The end that dials one listener, and finds it or its successor again when it loses it.
+    """The end that dials one listener. After a loss of the connection it finds the listener or its successor again.
 
     ``find_address`` returns the newest address, or None. It is called in a thread (it may read shared storage) at once
     after a loss and then every :data:`ADDRESS_POLL_S`; an OSError counts as None. ``hello`` returns the messages that

@@ -3,7 +3,7 @@
 libzmq closes a connection that does not finish the handshake in time, but accepts any number until then: one host that
 connects and sends nothing could take every descriptor of the process. So surplus connections are closed here, first
 those that have sent too little to have authenticated, then the oldest: a member of the run authenticates within some
-milliseconds, and dials again if it was closed.
+milliseconds, and dials again if its connection was closed.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from ..tcp_inspection import bytes_received, shut_down
 from .sockets import HANDSHAKE_TIMEOUT_MS, AsyncSocket
 
 MAX_UNAUTHENTICATED = 64
-"""Unauthenticated connections at a time; measured 14 KiB each in libzmq, so 1 MiB. Not fewer: of 900 members that dial
-at once the last was accepted after 0.4 s without a limit, 0.6 s with one of 128, 1.0 s with 64, 2.7 s with 16."""
+"""Most unauthenticated connections at a time. Each takes 14 KiB in libzmq (measured), so all take 1 MiB. A lower limit
+delays members that dial at once: of 900 members the last was accepted after 0.4 s without a limit, 0.6 s with a limit
+of 128, 1.0 s with 64, 2.7 s with 16."""
 MIN_HANDSHAKE_BYTES = 500
 """Bytes below which a connection cannot have authenticated: a member sends 567 (CURVE, ZMTP 3.1; measured)."""
 _EVENT = struct.Struct("=Hi")
@@ -29,8 +30,8 @@ _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 class HandshakeLimiter:
     """Monitors a socket and closes surplus unauthenticated connections.
 
-    It is created before ``socket`` is bound, and belongs to the running asyncio loop. ``refused`` counts connections
-    that failed to authenticate, ``cut_off`` those that were closed as surplus.
+    It must be created before ``socket`` is bound, and belongs to the running asyncio loop. ``refused`` counts
+    connections that failed to authenticate, ``cut_off`` counts connections that were closed as surplus.
     """
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
@@ -41,7 +42,7 @@ class HandshakeLimiter:
         self._unauthenticated: dict[int, float] = {}
         """Descriptor of each connection that may still be in its handshake → time of its acceptance."""
         self._authenticated_at: list[float] = []
-        """Times at which connections authenticated; zmq does not report which ones."""
+        """Times at which connections authenticated; zmq does not report which connections these were."""
         events = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | _REFUSED
         self._monitor_socket = AsyncSocket(_monitor(socket, events), self._on_events)
 
@@ -88,7 +89,8 @@ class HandshakeLimiter:
 def _monitor(socket: zmq.Socket[bytes], events: int) -> zmq.Socket[bytes]:
     """Return a socket that receives the events of ``socket``, without a bound on its queue.
 
-    At a bound, zmq's own thread would wait for the event loop while holding a lock that closing the socket needs.
+    If the queue were bounded and full, zmq's own thread would wait for the event loop while holding a lock that is
+    needed to close the socket.
     """
     address = "inproc://gate"
     socket.monitor(address, events)

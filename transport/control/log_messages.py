@@ -21,7 +21,8 @@ TAIL_BYTES = 64 * 2**10
 """Bytes of the newest lines of an incarnation that its launcher and the manager each keep: some 700 lines, and 128 MiB
 for 2,000 incarnations."""
 LOG_BOUNDS = Bounds(256 * 2**10, 16)
-"""A message contains at most a tail and one message of new lines; 16 of them are 4 MiB per peer."""
+"""Limits of the socket for log lines. A message contains at most :data:`TAIL_BYTES` of lines that were sent before and
+:data:`MAX_TEXT_BYTES` of new lines; 16 messages of the largest size are 4 MiB per peer."""
 
 
 class LogLines(Struct, frozen=True, tag=True):
@@ -30,7 +31,7 @@ class LogLines(Struct, frozen=True, tag=True):
     incarnation: Incarnation
     text: bytes
     unsaved: bool = False
-    """True if the launcher cannot write them to the run directory now: then the receiver must."""
+    """True if the launcher currently cannot write the lines to the run directory, so that the receiver must do so."""
     is_last: bool = False
     """True if the log ends here."""
 

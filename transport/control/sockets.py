@@ -40,8 +40,8 @@ class Bounds(Struct, frozen=True):
 CONTROL_BOUNDS = Bounds(256 * 2**20, 1000)
 """Default limits: a batch of trajectories is the largest message of the control plane."""
 MANAGER_BOUNDS = Bounds(2**20, 1000)
-"""Limits of the manager: a step's metrics or a finding's evidence are the largest messages. A stranger can make the
-manager allocate one such frame before it must authenticate."""
+"""Limits of the manager: a step's metrics or a finding's evidence are the largest messages. A peer can make the manager
+allocate one frame of the largest size before the peer has authenticated."""
 STORE_BOUNDS = Bounds(64 * 2**20, 1000)
 """Limits of the store: a rollout sends whole trajectories at once; 64 of 32,768 tokens, with versions and
 log-probabilities, are some 30 MiB."""
@@ -95,7 +95,7 @@ class AsyncSocket:
         self._loop.call_soon(self.process_events)
 
     def process_events(self) -> None:
-        """Call ``readable`` and ``writable`` if the socket is."""
+        """Call ``readable`` if the socket is readable, and ``writable`` if it is writable."""
         if not self._open:
             return
         events = _int_option(self._socket, zmq.EVENTS)

@@ -13,19 +13,23 @@ from contextlib import contextmanager
 from typing import Protocol
 
 CONNECT_TIMEOUT_S = 1.0
-"""Seconds for one connection attempt; one against a dead port sometimes hangs until then (docs/sources.md, UCX)."""
+"""Seconds for one connection attempt; an attempt against a dead port sometimes hangs that long (docs/sources.md,
+UCX)."""
 HANDSHAKE_TIMEOUT_S = 1.0
-"""Seconds for the handshake; a peer that sends nothing is dropped after it. Measured p99: 13.6 ms to connect, 3.3 ms
-for the rest."""
+"""Seconds for the handshake; a peer that sends nothing is then dropped. Measured p99: 13.6 ms to connect, 3.3 ms for
+the rest of the handshake."""
 TIMER_SLACK_S = 0.05
-"""Seconds by which a timer may be late on a busy machine; a role that computes delays this loop for longer."""
+"""Seconds by which a timer may be late on a busy machine. If it is later, the event loop was blocked, for example by
+the role's computation."""
 MAX_DEADLINE_EXTENSIONS = 5
-"""Times that a deadline is restarted because the event loop was late; then the machine is too slow for it."""
+"""Most times that a deadline is restarted because the event loop was late. After that the deadline expires even if the
+loop was late."""
 _NONCE_BYTES = 32
 _MAC_BYTES = 32
 _DIALLED, _LISTENED = b"rrl-connection-1 dialled", b"rrl-connection-1 listened"
-"""Labels of the two directions in the MACs of the handshake, with its version. It is the same for weights and
-snapshots. ``PROTOCOL_VERSION`` (``transport/messages.py``) is that of control messages, which do not use it."""
+"""Labels of the two directions in the MACs of the handshake. They contain the version of the handshake, which is the
+same for weights and snapshots. Control messages do not use this handshake; they have a version of their own,
+``PROTOCOL_VERSION`` (``transport/messages.py``)."""
 
 
 class TransportError(Exception):
@@ -33,13 +37,13 @@ class TransportError(Exception):
 
 
 class Connection(Protocol):
-    """One connection. A ``receive`` takes exactly the bytes of one ``send``; failures are :class:`TransportError`.
+    """One connection. Each ``receive`` takes exactly the bytes of one ``send``; failures raise :class:`TransportError`.
 
     After :meth:`abort` every pending and later operation fails, and no buffer is accessed.
     """
 
     async def open(self) -> None:
-        """Agree on whatever both ends need before bytes flow; both call it first."""
+        """Agree with the other end on what is needed before data is sent; both ends must call this first."""
 
     async def send(self, data: bytes | memoryview) -> None:
         """Send all of ``data``."""
@@ -90,7 +94,8 @@ def deadline(connection: Connection, timeout: float) -> Generator[None]:
 async def authenticate(connection: Connection, secret: bytes, *, dialled: bool) -> None:
     """Prove to each other that both ends know ``secret``.
 
-    Both send a nonce; the MACs contain the direction, so that none can be mirrored.
+    Both send a nonce. The MACs contain the direction, so that an end cannot prove anything by sending the peer's MAC
+    back.
 
     Args:
         connection: A connection that is not open yet.
@@ -98,7 +103,8 @@ async def authenticate(connection: Connection, secret: bytes, *, dialled: bool) 
         dialled: True at the end that dialled, False at the end that listened.
 
     Raises:
-        TransportError: The peer did not prove it within :data:`HANDSHAKE_TIMEOUT_S`; the connection is aborted.
+        TransportError: The peer did not prove within :data:`HANDSHAKE_TIMEOUT_S` that it knows the secret; the
+            connection is aborted.
     """
     with deadline(connection, HANDSHAKE_TIMEOUT_S):
         await connection.open()

@@ -1,7 +1,7 @@
 """Messages and bulk data on an authenticated connection between processes of a run.
 
 A message is its length and msgpack. Bulk data is sent as it is, announced by the message before it; the receiver
-verifies it by its digest. Every chunk has a deadline of its own, which a hung peer misses and a slow one does not.
+verifies it by its digest. Every chunk has a deadline of its own, which a hung peer misses and a slow peer does not.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Connections between two processes of one node and one user: abstract Unix sockets, which can pass descriptors.
 
-An abstract name leaves no file and disappears with its owner. It is not secret (``/proc/net/unix`` lists all names),
-and any process may bind it first: so both ends check the other's user, and authenticate each other.
+An abstract name leaves no file, and disappears with the process that bound it. It is not secret (``/proc/net/unix``
+lists all names), and any process may bind it first: so both ends check the other's user, and authenticate each other.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class UnixConnection:
         self._operations = 0
         self._broken = False
         self.pid = peer_credentials(connected)[0]
-        """Process that connected or listens; 0 if it is outside of this process's pid namespace."""
+        """Pid of the process at the other end; 0 if it is outside of this process's pid namespace."""
 
     async def open(self) -> None:
         """Do nothing: there is nothing to agree on."""
@@ -64,7 +64,7 @@ class UnixConnection:
         return await self._run(self._receive_fds(count))
 
     def abort(self) -> None:
-        """Close the connection at once; a socket that an operation still uses is closed after it."""
+        """Close the connection at once; a socket that an operation still uses is closed after that operation."""
         if not self._broken:
             self._broken = True
             with contextlib.suppress(OSError):
@@ -148,7 +148,7 @@ def abstract_address(name: str) -> str:
 
 
 def peer_credentials(connected: socket.socket) -> tuple[int, int]:
-    """Return pid and user id of the process that connected, or that listened when this process connected."""
+    """Return pid and user id of the process that connected to this one, or to whose listener this process connected."""
     credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, user, _ = _CREDENTIALS.unpack(credentials)
     return pid, user
@@ -183,7 +183,7 @@ async def _connect(connecting: socket.socket, address: str) -> None:
         try:
             connecting.connect(address)
             return
-        except BlockingIOError:  # its backlog is full, and the kernel does not signal when it no longer is
+        except BlockingIOError:  # the listener's backlog is full; the kernel does not signal when there is space again
             await asyncio.sleep(_BACKLOG_RETRY_S)
 
 

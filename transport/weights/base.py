@@ -18,11 +18,12 @@ from .manifest import Manifest
 from .store import WeightStore
 
 STARVATION_TIMEOUT_S = 3.0
-"""Seconds for which a source may reply only NOT_READY. Its own source may be silent until its first timeout, and the
-next source too, before it can continue; a receiver behind it must not leave it because of that."""
+"""Seconds for which a source may reply only NOT_READY. A source that is itself receiving may have to wait until its own
+source and then the next one have timed out, before it can continue. A process that pulls from it must not give it up
+because of that."""
 PACKAGES: dict[WeightTransportName, tuple[str, ...]] = {"ucx": ("ucxx",), "nixl": ("nixl_cu12", "nixl_cu13")}
-"""Transport → Python packages, one of which it needs; the extra of the same name installs it. (The package
-``nixl`` only selects one of the two, and installs both.)"""
+"""Python packages of each transport that needs one; one of the packages must be installed. The extra with the name of
+the transport installs it. (The package ``nixl`` only selects one of the two, and installs both.)"""
 
 
 class VersionUnavailable(TransportError):
@@ -35,7 +36,7 @@ class WeightTransport(Protocol):
     A source may itself still be receiving the requested chunk. Until it has verified the chunk, it replies NOT_READY
     every ``protocol.NOT_READY_INTERVAL_S``. ``timeout`` (s) bounds silence: it starts once all earlier replies on the
     connection have arrived, and restarts at each NOT_READY. ``starvation_timeout`` (s) bounds the time during which the
-    source replies only NOT_READY, from the first one of this request.
+    source replies only NOT_READY, from the first NOT_READY to this request on.
     """
 
     kind: WeightTransportName
@@ -82,10 +83,10 @@ class WeightTransport(Protocol):
 
 
 def parse_address(address: str, kinds: Sequence[str]) -> tuple[str, int]:
-    """Return host and port of an address ``tcp://host:port``.
+    """Return host and port of an address ``<kind>://host:port``.
 
     Raises:
-        TransportError: The address is malformed, or of none of these kinds of transport.
+        TransportError: The address is malformed, or its kind is not among ``kinds``.
     """
     scheme, _, rest = address.partition("://")
     host, _, port = rest.rpartition(":")
@@ -95,5 +96,5 @@ def parse_address(address: str, kinds: Sequence[str]) -> tuple[str, int]:
 
 
 def installed_package(kind: WeightTransportName) -> str | None:
-    """Return the Python package of a transport that is installed here, or None. Imports nothing."""
+    """Return which of a transport's Python packages is installed here, or None. Imports nothing."""
     return next((name for name in PACKAGES[kind] if importlib.util.find_spec(name) is not None), None)

@@ -19,8 +19,8 @@ from msgspec import Struct
 from ...core.types import Version
 
 CHUNK_BYTES = 8 * 2**20
-"""Bytes of a chunk: what a dead source costs at most per request in flight; as in the fan-out lab (docs/sources.md,
-UCX)."""
+"""Bytes of a chunk. If a source dies, at most one chunk per request in flight must be fetched again. The size is that
+of the fan-out lab (docs/sources.md, UCX)."""
 ALIGN_BYTES = 64
 """Alignment of tensors in bytes: a cache line, and sufficient for any dtype and vector load."""
 _DIGEST_BYTES = 16
@@ -138,15 +138,15 @@ def describe(
 
 
 def digest_threads() -> int:
-    """Return how many digests are computed in parallel: hashlib releases the interpreter lock."""
+    """Return how many threads compute digests; they run in parallel, since hashlib releases the interpreter lock."""
     return min(_MAX_DIGEST_THREADS, len(os.sched_getaffinity(0)))
 
 
 def digest(data: memoryview) -> bytes:
     """Return the blake2b digest of 16 bytes.
 
-    It is cryptographic, because a source may send forged bytes. 1.5 GB/s on one core (docs/sources.md, UCX), on any
-    CPU; SHA-256 reached 2.2 GB/s there, but only with the CPU's SHA extensions.
+    The digest is cryptographic, because a source may send forged bytes. It reaches 1.5 GB/s on one core of any CPU
+    (docs/sources.md, UCX); SHA-256 reached 2.2 GB/s there, but only with the CPU's SHA extensions.
     """
     return hashlib.blake2b(data, digest_size=_DIGEST_BYTES).digest()
 
@@ -160,8 +160,8 @@ def decode(data: bytes | bytearray, version: Version, secret: bytes) -> Manifest
     """Decode and verify the manifest of ``version`` that a source sent.
 
     Raises:
-        ValueError: It is invalid, not signed with the run's secret, of another version, or its chunks and tensors do
-            not fit its buffer.
+        ValueError: ``data`` is not a manifest, or the manifest is not signed with the run's secret, is that of another
+            version, or has chunks or tensors that do not fit its buffer.
     """
     try:
         manifest = msgspec.msgpack.decode(data, type=Manifest)

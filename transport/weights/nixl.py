@@ -2,12 +2,12 @@
 
 NIXL's wheel contains the RDMA modules that the wheel of UCX lacks (docs/rdma.md). NIXL has neither a handshake nor
 deadlines, and does not report the progress of a read to the source: rrl implements all of that on the TCP connection,
-which is authenticated like any other. A stranger cannot reach NIXL.
+which is authenticated like any other. A process that does not belong to the run cannot reach NIXL.
 
-A send of more than INLINE_BYTES goes through slots: the source copies a part into a slot and announces its address, the
-receiver reads it and confirms, and the slot is free again. (Reasons for slots:
-:mod:`rrl.transport.weights.nixl_memory`.) A read may be late, after the source has reused the slot; the chunk's digest
-detects that.
+A send of more than INLINE_BYTES goes through slots, which are registered buffers: the source copies a part into a slot
+and announces its address, the receiver reads the slot and confirms, and the slot is free again. (Reasons for slots:
+:mod:`rrl.transport.weights.nixl_memory`.) A late read may happen after the source has reused the slot; the chunk's
+digest detects that.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ _MAX_METADATA_BYTES = 2**20
 _MAX_UNREAD_SLOTS = 3
 """Slots of one connection that are announced and not read yet: one is read, one waits, one is filled."""
 _MAX_STASHED, _MAX_STASHED_BYTES = 1024, 4096
-"""Requests that are stored while a connection waits for a slot, and the largest size of one in bytes (usually 33):
-bounds for what a peer can make this process store."""
+"""Most requests that are stored while a connection waits for a slot, and the largest size of a request in bytes
+(usually 33). Both limit what a peer can make this process store."""
 _CONNECT_TIMEOUT_S = 2 * HANDSHAKE_TIMEOUT_S
-"""Seconds for which NIXL's ports accept connections after a peer was told to connect."""
+"""Seconds for which NIXL's ports accept connections when a peer is sent the metadata with which it connects."""
 _MAX_THREADS = 16
-"""Copies and reads in parallel."""
+"""Most copies and reads that run in parallel."""
 
 T = TypeVar("T")
 
@@ -76,7 +76,7 @@ class _SharedRuntime:
             self.start(self.runtime.release_remote, remote)
 
     def expect_connection(self, connection: _NixlConnection) -> None:
-        """Open NIXL's ports for the peer of a connection, for a limited time: a late peer requests again."""
+        """Open NIXL's ports for the peer of a connection, for a limited time; a peer that is late requests again."""
         if not self._connecting:
             self.runtime.set_ports_open(True)
         self._connecting[connection] = None
@@ -251,10 +251,10 @@ class _NixlConnection:
         return bytes(buffer)
 
     async def _await_thread(self, work: Future[T]) -> T:
-        """Return the result of a thread, unless this connection is aborted before.
+        """Return the result of ``work`` in a thread; raise TransportError if this connection is aborted before.
 
-        Then the caller cleans up after the thread, since the abort has already freed everything that the connection
-        had.
+        After an abort the caller must free the result of ``work``, since the abort has freed only what the connection
+        had until then.
         """
         waiting = asyncio.wrap_future(work)
         both: tuple[asyncio.Future[Any], ...] = waiting, self._aborted

@@ -1,15 +1,16 @@
-"""NVIDIA NIXL as the nixl transport uses it: memory that peers may read, and one-sided reads of theirs.
+"""NVIDIA NIXL as the nixl transport uses it: memory that peers may read, and one-sided reads of the peers' memory.
 
-The functions block for a while and are called from threads. Data is read from slots into slots, and copied from there,
-because of what was measured of NIXL 1.5.1 (docs/rdma.md):
+The functions block for a while and are called from threads. Data is read from slots of the source into slots of the
+receiver, and copied from there, because of what was measured with NIXL 1.5.1 (docs/rdma.md):
 
 - A read that was given up continues to write, even after its handle is released and its peer is removed. A slot that
   is being read into is therefore kept until NIXL reports that the read has ended, in whatever way.
-- Memory that is unmapped while a peer reads it over TCP crashes its process. Slots are never unmapped while NIXL runs.
+- A process that unmaps memory while a peer reads it over TCP crashes. Slots are never unmapped while NIXL runs.
 - Deregistered memory can still be read over TCP, and so can any other memory: a process that reaches the ports of
-  NIXL's UCX can read all memory of this one. So the kernel drops all packets to them, except while an authenticated
-  peer connects.
-- NIXL's own progress thread spins unless it has a delay, which its Python class cannot set: hence its bindings.
+  NIXL's UCX can read all memory of this process. So the kernel drops all packets to these ports, except while an
+  authenticated peer connects.
+- NIXL's own progress thread spins unless it has a delay. NIXL's Python class cannot set the delay, so this module calls
+  the bindings below that class.
 """
 
 from __future__ import annotations
@@ -37,15 +38,16 @@ SLOT_BYTES = 4 * 2**20
 SETTINGS = {
     **UCX_SETTINGS,
     "UCX_TCP_CONN_NB": "y",  # otherwise all of NIXL blocks while it connects to an unreachable peer: 134 s
-    "UCX_TCP_SYN_CNT": "2",  # the kernel then gives up after 7 s, for which a read's slot is kept
-    "UCX_LOG_LEVEL": "fatal",  # a TransportError reports a dead peer; both logs would repeat it,
-    "NIXL_LOG_LEVEL": "FATAL",  # once for every read without a reply
+    "UCX_TCP_SYN_CNT": "2",  # the kernel then gives up a connection attempt after 7 s, and the slot of the read is free
+    # a TransportError reports a dead peer; the logs of UCX and NIXL would repeat that for every read without a reply
+    "UCX_LOG_LEVEL": "fatal",
+    "NIXL_LOG_LEVEL": "FATAL",
 }
 """Variables set before NIXL starts, unless the environment has a value of its own."""
 _FRAGMENT_BYTES = 2**18
-"""Bytes of a slot that are read at a time. Over TCP the source's UCX replies in segments of UCX_TCP_TX_SEG_SIZE: if one
-of them meets a connection whose peer was killed, the next one ends the whole process ("Fatal: unexpected error:
-Endpoint timeout"; docs/rdma.md). So a reply must be one segment, and each connection has one read in flight."""
+"""Bytes of a slot that are read at a time. Over TCP the source's UCX replies in segments of UCX_TCP_TX_SEG_SIZE. If a
+segment is sent to a peer that was killed, the next segment ends the whole process of the source ("Fatal: unexpected
+error: Endpoint timeout"; docs/rdma.md). So a reply must be one segment, and each connection has one read in flight."""
 _PROGRESS_US = 10_000
 """Microseconds that NIXL's thread sleeps unless UCX wakes it: idle it takes 0.7 % of a core (66 % with its default,
 0)."""
@@ -67,7 +69,7 @@ class Slot:
 
 
 class BufferClaim:
-    """The right of a connection to fill its buffers. Once it is revoked, none of them is written to."""
+    """The right of a connection to fill its buffers. Once the claim is revoked, no buffer is written to."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -101,7 +103,7 @@ class NixlRuntime:
     """NIXL's runtime for one transport. Creating it blocks for 0.5 s, longer if there are network cards to open.
 
     Args:
-        trusted_host: Address at which its UCX may listen for TCP; None: it must not use TCP.
+        trusted_host: Address at which NIXL's UCX may listen for TCP; None: it must not use TCP.
         rdma_ports: Active RDMA ports of this machine.
 
     Raises:
@@ -111,8 +113,6 @@ class NixlRuntime:
 
     def __init__(self, trusted_host: str | None, rdma_ports: tuple[str, ...] = ()) -> None:
         name = installed_package("nixl")
-        """Random name: a restarted process has another one, so that peers need not remove its earlier incarnation
-        first."""
         if name is None:
             raise ImportError("the nixl transport needs NIXL: run pip install '.[nixl]' in rrl's clone")
         for key, value in SETTINGS.items():
@@ -124,7 +124,8 @@ class NixlRuntime:
         self._trusted_host = trusted_host
         self._nixl: Any = importlib.import_module(f"{name}._bindings")
         self.name = os.urandom(8).hex().encode()
-        """random: a process that was started again is somebody else, and nobody has to forget its former life first"""
+        """Random name of this process. A restarted process has a different name, so that peers need not remove its
+        earlier incarnation first."""
         self._lock = threading.Lock()
         """Protects slots, counts of users and stalled reads; NIXL is never called while it is held."""
         self._remotes_lock = threading.Lock()
@@ -149,7 +150,7 @@ class NixlRuntime:
             limits = ", ".join(f"{key}={os.environ[key]}" for key in _LIMIT_VARIABLES if key in os.environ)
             hint = limits or "set UCX_LOG_LEVEL=info for the reason"
             raise TransportError(f"NIXL's UCX finds no usable transport ({hint})") from error
-        metadata = self._agent.getLocalMD()  # contains its ports: other threads may have opened ports at the same time
+        metadata = self._agent.getLocalMD()  # contains NIXL's ports; other threads may have opened ports meanwhile
         new_ports = listening_addresses() - before
         opened = sorted((host, port) for host, port in new_ports if port.to_bytes(2, "big") in metadata)
         self.ports = frozenset(port for _, port in opened)

@@ -1,4 +1,4 @@
-"""How two ends agree on UCX, over a TCP connection on which both have proved that they know the run's secret.
+"""How two ends agree whether to use UCX, on a TCP connection on which both proved that they know the run's secret.
 
 The end that dialled sends an offer. An empty offer means that it has no UCX, and nothing more is exchanged. Otherwise
 the other end replies with an offer of its own, which is empty if its UCX cannot reach the first end. The first end then
@@ -47,7 +47,7 @@ async def send_choice(connection: Connection, reached: bool) -> None:
 
 
 async def receive_choice(connection: Connection) -> bool:
-    """Return whether the other end's UCX reaches this one. Raises TransportError."""
+    """Return whether the other end's UCX reaches this end. Raises TransportError."""
     choice = await receive_bytes(connection, 1)
     if choice not in (_REACHED, _NOT_REACHED):
         raise TransportError(f"received an invalid choice: {choice!r}")

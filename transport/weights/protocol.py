@@ -1,11 +1,11 @@
-"""The request protocol on a connection, both ends, shared by all weight transports.
+"""Both ends of the request protocol on a connection, which all weight transports share.
 
-A request is kind, version, offset and length; a reply is a status and a length, then that many bytes. Replies come in
-the order of the requests, which may be sent ahead of them. A source that is still receiving the requested chunk replies
-NOT_READY until it has it; a source that sends nothing is dead or hung. A waiting request blocks its connection, which
-answers one request at a time, and costs nine bytes per NOT_READY. The protocol sends lengths in every transport, since
-UCX reports neither the length of a short message nor whether a completed send has arrived. A chunk's digest proves that
-it has arrived.
+A request consists of kind, version, offset and length; a reply consists of a status, a length, and that many bytes.
+Replies come in the order of the requests; a client may send further requests before the reply to an earlier one. A
+source that is still receiving the requested chunk replies NOT_READY until it has the chunk; a source that sends nothing
+is dead or hung. A waiting request blocks its connection, which answers one request at a time, and costs nine bytes per
+NOT_READY. The protocol sends lengths in every transport, since UCX reports neither the length of a short message nor
+whether a completed send has arrived. A chunk's digest proves that the chunk has arrived.
 """
 
 from __future__ import annotations
@@ -68,10 +68,10 @@ class Acceptor:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def accept(self, connection: Connection) -> asyncio.Task[None]:
-        """Serve a new connection until either end leaves, in the task that is returned.
+        """Start a task that serves a new connection until either end closes it, and return the task.
 
-        If there are too many unauthenticated connections, the oldest is closed: a member authenticates within
-        milliseconds.
+        If there are too many unauthenticated connections, the oldest is closed: a member of the run authenticates
+        within milliseconds.
         """
         if len(self._unauthenticated) >= _MAX_UNAUTHENTICATED:
             next(iter(self._unauthenticated)).abort()
@@ -148,7 +148,7 @@ class WeightServer:
     async def _when_ready(self, connection: Connection, read: Callable[[], T], unknown_timeout: float) -> T | None:
         """Return what ``read`` returns once it is ready, sending NOT_READY until then.
 
-        None if the version is evicted, or still unknown after ``unknown_timeout`` s.
+        Return None if the version is evicted, or still unknown after ``unknown_timeout`` s.
         """
         now = asyncio.get_running_loop().time
         since = now()
@@ -165,7 +165,7 @@ class WeightServer:
 
 
 class _Unavailable:
-    """The reply VERSION_UNAVAILABLE."""
+    """The reply of a source that does not have the version."""
 
 
 class _ClientConnection:
@@ -185,10 +185,10 @@ class _ClientConnection:
         timeout: float,
         starvation_timeout: float,
     ) -> bytearray:
-        """Send a request and return the bytes of the reply; empty if they were written ``into`` a buffer.
+        """Send a request and return the bytes of the reply; empty if they were written to the buffer ``into``.
 
-        If this raises anything but VersionUnavailable, the connection has been aborted, and all waiting requests with
-        it.
+        If this raises anything but VersionUnavailable, the connection has been aborted, so that all waiting requests on
+        it fail too.
         """
         header = _REQUEST.pack(kind, version.step, version.incarnation, span.start, len(span))
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -248,8 +248,8 @@ class WeightClient:
         self._secret = secret
         self._connections: dict[str, _ClientConnection] = {}
         self._dialling: dict[str, asyncio.Task[_ClientConnection | str]] = {}
-        """Open connection attempts. The result of a failed one is its reason, from which each waiting task raises its
-        own exception."""
+        """Connection attempts in progress. The result of a failed attempt is the reason as text, from which each
+        waiting task raises its own exception."""
 
     async def manifest(
         self, address: str, version: Version, timeout: float, starvation_timeout: float = STARVATION_TIMEOUT_S
@@ -302,8 +302,9 @@ class WeightClient:
     async def _connection_to(self, address: str, timeout: float) -> _ClientConnection:
         """Return the connection to an address, after at most ``timeout`` s.
 
-        All tasks that need it wait for the same attempt, so that a hung source costs its timeout once. A task that has
-        waited for ``timeout`` s uses another source; the attempt has its own deadlines, and may serve a later task.
+        All tasks that need the connection wait for the same attempt, so that a hung source costs its timeout once. A
+        task that has waited for ``timeout`` s uses another source; the attempt has its own deadlines, and may still
+        provide the connection for a later task.
         """
         client = self._connections.get(address)
         if client is not None and not client.connection.broken:

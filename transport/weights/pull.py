@@ -3,14 +3,15 @@
 Each chunk is verified; several are in flight. Chunks come from one source at a time, the first of the list that has not
 failed. A source is given up when it sends nothing for longer than usual (:class:`AdaptiveTimeout`), when it has itself
 waited too long for a chunk, when it does not have the version, or when a chunk does not match its digest; the missing
-chunks are then requested from the next source. Once all sources have failed, all but those with wrong digests are tried
-again with twice the timeout: on a busy machine the only source may have missed one deadline. A version becomes current
-only when it is complete; each chunk is served to others from the moment it is verified.
+chunks are then requested from the next source. Once all sources have failed, they are tried again with twice the
+timeout, except those that sent several wrong chunks: on a busy machine the only source may have missed one deadline. A
+version becomes current only when it is complete; each chunk is served to others from the moment it is verified.
 
-Every receiver derives its list of sources itself, from the names of those that serve weights. Receivers form chains in
-the order of their names: each requests from the one before it. The heads of the first two chains use the publisher, the
-head of a later chain uses the tail of an earlier one, at most two heads to a tail. The publisher therefore sends a
-version at most twice, however many receivers there are, and a late receiver pulls from a neighbour.
+Every receiver derives its list of sources itself, from the names of the processes that serve weights. Receivers form
+chains in the order of their names: each receiver requests from the one before it in the chain. The first receivers
+(heads) of the first two chains request from the publisher. The head of each later chain requests from the last receiver
+(tail) of an earlier chain; each tail serves at most two heads. The publisher therefore sends a version at most twice,
+however many receivers there are, and a late receiver pulls from a neighbour.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ from .manifest import Manifest
 from .store import Superseded, WeightStore
 
 _HEADS_PER_TAIL = 2
-"""Chains that continue from the end of an earlier one, and chains that begin at the publisher. With two, the path to
-the last receiver grows with the logarithm of their number; more would share one NIC."""
+"""Number of chains that begin at the publisher, and of chains that continue from the tail of each earlier chain. With
+two, the path to the last receiver grows with the logarithm of the number of receivers; with more, too many transfers
+would share one NIC."""
 
 
 def select_sources(
@@ -37,8 +39,8 @@ def select_sources(
 ) -> tuple[WeightSource, ...]:
     """Return the sources from which ``me`` requests ``version``, in order.
 
-    First the predecessor in its chain, then the receivers that have the version complete (each receiver starts with
-    another one), then those further up its chain, then the publisher.
+    The order is: the predecessor of ``me`` in its chain; the receivers that have the complete version, of which each
+    receiver begins with a different one; the receivers further up the chain of ``me``; the publisher.
 
     Args:
         me: The receiver, which need not be among the sources.
@@ -71,13 +73,14 @@ def _is_publisher(source: WeightSource) -> bool:
 def _has_version(source: WeightSource, version: Version) -> bool:
     """Return whether a source has the version.
 
-    It announces only its newest one, but keeps the one before it until a newer one arrives.
+    A source announces only its newest version. A source that has announced a newer version than this one counts too,
+    since a source keeps the previous version until a further one arrives.
     """
     return source.version is not None and source.version >= version
 
 
 def _upstream(index: int, chain: int) -> list[int]:
-    """Return the indexes of the receivers between this one and the publisher, nearest first."""
+    """Return the indexes of the receivers between the receiver at ``index`` and the publisher, nearest first."""
     path: list[int] = []
     while (previous := _predecessor(index, chain)) is not None:
         path.append(previous)
@@ -86,7 +89,7 @@ def _upstream(index: int, chain: int) -> list[int]:
 
 
 def _predecessor(index: int, chain: int) -> int | None:
-    """Return the index of the receiver from which the one at ``index`` pulls; None: the publisher."""
+    """Return the index of the receiver that the receiver at ``index`` pulls from, or None if it is the publisher."""
     if index % chain:
         return index - 1
     number = index // chain
@@ -118,7 +121,7 @@ class AdaptiveTimeout:
         self._typical: float | None = None
 
     def observe(self, seconds: float) -> None:
-        """Add the time (s) from the previous chunk, or from the request, to the arrival of a chunk."""
+        """Take the duration of a chunk into account: seconds from its request, or from the previous chunk's arrival."""
         self._typical = seconds if self._typical is None else self._typical + _SMOOTHING * (seconds - self._typical)
 
     def timeout(self) -> float:
@@ -129,17 +132,19 @@ class AdaptiveTimeout:
 MAX_CHUNK_TIMEOUT_S = 10.0
 """Longest timeout of a chunk in seconds: 8 MiB at less than 1 MB/s."""
 PULL_TIMEOUT_S = 120.0
-"""Seconds without a chunk; only reached if no source can be reached, or all of them send wrong bytes."""
+"""Seconds without a chunk after which a pull fails. This only happens if no source can be reached, or if all sources
+send wrong bytes."""
 CHUNKS_IN_FLIGHT = 4
 """Chunks in flight (docs/sources.md, UCX: enough to fill a 2 Gbit/s link)."""
 _MIN_TIMEOUT_S = 0.001
 """Shortest timeout in seconds, so that a deadline never expires before it begins."""
 _MAX_TIMEOUT_FACTOR = 64
-"""Largest factor by which timeouts are extended; MAX_CHUNK_TIMEOUT_S is reached before it."""
+"""Largest factor by which timeouts are extended; timeouts of chunks reach MAX_CHUNK_TIMEOUT_S with a smaller factor."""
 _SOURCES_POLL_S = 0.25
 """Seconds between two requests for the list of sources, once all known sources have failed."""
 _MAX_CORRUPT_CHUNKS = 3
-"""Wrong chunks after which a source is not used again for this version: each costs one chunk, no more."""
+"""Number of wrong chunks after which a source is not used again for this version. A wrong chunk costs no more than its
+own transfer."""
 _DIGEST_IN_THREAD_BYTES = 2**20
 """Bytes from which a digest is computed in a thread (0.7 ms)."""
 
@@ -162,14 +167,14 @@ async def pull(
 ) -> Manifest:
     """Pull ``version`` into ``store``, commit it, and return its manifest.
 
-    A cancelled or failed pull leaves the verified chunks in the store, where the next pull of that version continues;
-    until then the store does not promise the missing chunks to other receivers.
+    A cancelled or failed pull leaves the verified chunks in the store, where the next pull of that version continues.
+    Until then the store refuses requests of other receivers for the missing chunks, instead of letting them wait.
 
     Args:
         store: Store of this process.
         version: The version.
-        sources: Returns the sources in order (:func:`select_sources`). Called first, and whenever a source has
-            been given up, and may then raise PullFailed: if a newer version exists and the source of this one is gone.
+        sources: Returns the sources in order (:func:`select_sources`). Called at the start and whenever a source has
+            been given up. May raise PullFailed if a newer version exists and the source of this version is gone.
         transport: Weight transport.
         timeout: Seconds without a chunk after which the pull fails.
         chunk_timeout: Longest timeout of a chunk (s).
@@ -227,7 +232,8 @@ class _Pull:
         self._corrupt: Counter[str] = Counter()
         self._failures: dict[str, str] = {}
         self._missing: list[int] = []
-        """Heap of the missing chunks: fetched in order, so that the receivers behind this one get them in order."""
+        """Heap of the indexes of missing chunks. They are fetched in order, so that the receivers that pull from this
+        process get them in order too."""
         self._superseded: Superseded | None = None
 
     async def run(self) -> Manifest:
@@ -268,7 +274,10 @@ class _Pull:
                 self._quarantine(source, str(error))
 
     async def _fetch_from(self, manifest: Manifest, source: WeightSource) -> None:
-        """Fetch from one source until no chunk is missing, or until it has failed and no write for it is pending."""
+        """Fetch from one source until no chunk is missing, or until the source has failed.
+
+        On return none of its chunks is still being written or verified.
+        """
         progress = _SourceProgress(source)
         try:
             workers = min(self._window, len(self._missing))
@@ -277,7 +286,7 @@ class _Pull:
             await asyncio.gather(*progress.checks)
 
     async def _worker(self, manifest: Manifest, progress: _SourceProgress) -> None:
-        """Fetch one chunk after the other; each is verified in a thread while the next one arrives."""
+        """Fetch one chunk after the other; each chunk is verified while the next chunk arrives."""
         checking: asyncio.Task[None] | None = None
         while self._missing and progress.source.address not in self._quarantined and self._superseded is None:
             index = heapq.heappop(self._missing)
@@ -360,6 +369,6 @@ class _SourceProgress:
         self._last = 0.0
 
     def on_chunk(self, requested: float, now: float) -> float:
-        """Return the seconds that a chunk took, from its request or from the arrival of the chunk before it."""
+        """Return the seconds from a chunk's request, or from the previous chunk's arrival if that was later."""
         since, self._last = max(requested, self._last), now
         return now - since

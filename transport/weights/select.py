@@ -1,6 +1,6 @@
 """Select the weight transport of a process: what ``[transport] weights`` means on this machine, and why.
 
-:func:`select_transport` decides from values alone, so that ``rrl check`` can tell what a role would do.
+:func:`select_transport` depends on its arguments only, so that ``rrl check`` can show what a role would select.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Capabilities(Struct, frozen=True):
     """What this machine has for weight transports."""
 
     packages: frozenset[WeightTransportName]
-    """Transports whose package is installed, of those that need one."""
+    """Transports that need a Python package, and whose package is installed."""
     rdma_ports: tuple[str, ...]
     """Active ports of RDMA devices: ``mlx5_0:1``."""
 
@@ -91,16 +91,16 @@ def open_transport(
     trusted_network: bool = False,
     capabilities: Capabilities | None = None,
 ) -> WeightTransport:
-    """Open the transport that ``kind`` means here, and log the reason.
+    """Open the transport that ``kind`` means on this machine, and log the reason.
 
     Must be called in the event loop that will use the transport. ``auto`` falls back to tcp if UCX cannot be used.
 
     Args:
         kind: ``[transport] weights``.
         secret: HMAC secret of the run.
-        host: Address at which this process serves. If UCX may use TCP, it listens only there.
+        host: Address at which this process serves. If UCX may use TCP, UCX listens at this address only.
         trusted_network: ``[transport] trusted_network``.
-        capabilities: What this machine has, if the caller knows already.
+        capabilities: What this machine has; None: it is detected.
 
     Raises:
         ImportError: A transport that was requested by name is not installed.

@@ -1,8 +1,9 @@
 """Weight versions in memory: at most two, of which at most one is still arriving.
 
-A version is complete and verified, or it is not current. Each chunk of an arriving version can be read by others once
-it is verified; a request for a later chunk waits as long as the version is being pulled. Evicting a version only drops
-the store's reference: a reader (a send in progress, an engine that loads it) keeps its buffer alive until it is done.
+Only a complete and verified version can become current. Each chunk of an arriving version can be read by other
+processes once it is verified; while the version is being pulled, a request for a chunk that is not verified yet waits.
+Evicting a version only drops the store's reference: a reader (a send in progress, an engine that loads the version)
+keeps the buffer alive until the reader is done.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ from .manifest import Manifest, digest
 MAX_VERSIONS = 2
 """Versions in memory, the arriving one included: each costs the size of the model."""
 READER_IDLE_TIMEOUT_S = 1.0
-"""Seconds without a request after which a reader counts as gone; between two chunks it verifies one, for
-milliseconds."""
+"""Seconds without a request after which a reader counts as gone. Between two requests a reader verifies a chunk, which
+takes milliseconds."""
 READ_TIMEOUT_S = 30.0
-"""Seconds for which a reader can keep its version from eviction, in addition to its time at MIN_READER_BYTES_PER_S."""
+"""Seconds for which a reader can prevent the eviction of a version, in addition to the time that reading the version at
+MIN_READER_BYTES_PER_S takes."""
 MIN_READER_BYTES_PER_S = 100e6
 """Bytes per second of a NIC of 1 Gbit/s; a slower reader may lose its version."""
 
@@ -54,7 +56,7 @@ class VersionUnknown(NotReady):
 
 
 class VersionEvicted(Exception):
-    """The version, or that part of it, is neither in the store nor being received."""
+    """The version, or the requested part of it, is neither in the store nor being received."""
 
 
 def fresh_memory(nbytes: int) -> memoryview:
@@ -85,7 +87,7 @@ class _Arriving:
         self._starts = [chunk.offset for chunk in manifest.chunks]
 
     def verified(self, span: range) -> bool:
-        """Return whether all chunks of these bytes are verified."""
+        """Return whether all chunks that contain any of the bytes ``span`` are verified."""
         first = bisect_right(self._starts, span.start) - 1
         last = bisect_right(self._starts, max(span.start, span.stop - 1)) - 1
         return self.missing.isdisjoint(range(first, last + 1))
@@ -97,26 +99,26 @@ class _Reader:
     def __init__(self, version: Version, now: float) -> None:
         self.version, self.since, self.last, self.nbytes = version, now, now, 0
         self.sending = False
-        """True if it has requested bytes and not received all of them yet."""
+        """True if the connection has requested bytes and not received all of them yet."""
 
 
 class WeightStore:
     """The weight versions of one process.
 
-    Thread-safe: a trainer's thread offers while the loop's thread serves. Digests are computed outside the lock.
+    Thread-safe: a trainer's thread offers versions while the event loop's thread serves readers. Digests are computed
+    outside the lock.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._complete: dict[
-            Version, StoredVersion
-        ] = {}  # in order of arrival: after a restart the newest may have a lower version
+        self._complete: dict[Version, StoredVersion] = {}
+        """Complete versions in order of arrival; after a restart of the trainer the last may be of an earlier step."""
         self._arriving: _Arriving | None = None
         self._awaited: Version | None = None
         self._readers: dict[object, _Reader] = {}
         self._waiting: dict[asyncio.Future[None], asyncio.AbstractEventLoop] = {}
         self._spare: mmap.mmap | None = None
-        """Memory of the version that was dropped last, for the next one: fresh pages cost 0.5 to 1 s per GiB
+        """Memory of the version that was dropped last, for the next version: fresh pages cost 0.5 to 1 s per GiB
         (measured)."""
 
     # ── writing ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -153,9 +155,10 @@ class WeightStore:
                 self._awaited = None
 
     def begin(self, manifest: Manifest) -> list[int]:
-        """Prepare to receive a version, and return its missing chunks; none if it is complete already.
+        """Prepare to receive a version, and return the indexes of its missing chunks; none if it is complete already.
 
-        Another partly received version is dropped; the same version continues.
+        If this version has been received in part, its verified chunks are kept. If another version has been received in
+        part, that version is dropped.
         """
         with self._changing():
             stored = self._complete.get(manifest.version)
@@ -170,7 +173,7 @@ class WeightStore:
             return sorted(self._arriving.missing)
 
     def span(self, version: Version, index: int) -> memoryview:
-        """Return where chunk ``index`` of the arriving version is to be written. Raises Superseded."""
+        """Return the memory for chunk ``index`` of the arriving version. Raises Superseded."""
         chunk = (arriving := self._receiving(version)).manifest.chunks[index]
         return arriving.flat[chunk.offset : chunk.offset + chunk.nbytes]
 
@@ -247,11 +250,11 @@ class WeightStore:
         Args:
             version: The version.
             span: The bytes.
-            reader: Identifies the connection, until :meth:`on_sent` and :meth:`on_reader_left`.
+            reader: Identifies the connection, also in :meth:`on_sent` and :meth:`on_reader_left`.
 
         Raises:
             NotReady: The bytes are still being received.
-            VersionEvicted: They are not in the store and not being received.
+            VersionEvicted: The bytes are neither in the store nor being received.
         """
         with self._lock:
             if (stored := self._complete.get(version)) is not None:
@@ -286,7 +289,7 @@ class WeightStore:
             read: Calls :meth:`manifest` or :meth:`read`.
 
         Raises:
-            NotReady: It was not ready within ``timeout`` s.
+            NotReady: ``read`` still raised NotReady after ``timeout`` s.
         """
         loop = asyncio.get_running_loop()
         end = loop.time() + timeout
@@ -307,7 +310,7 @@ class WeightStore:
     # ── inside ─────────────────────────────────────────────────────────────────────────────────────────────────────
     @contextmanager
     def _changing(self) -> Generator[None]:
-        """Hold the lock, and wake all waiting tasks, each in its own loop, after it is released."""
+        """Hold the lock, and after its release wake all waiting tasks, each in its own event loop."""
         with self._lock:
             yield
             waiting, self._waiting = self._waiting, {}
@@ -334,7 +337,7 @@ class WeightStore:
             del self._readers[reader]
 
     def _is_being_read(self, version: Version) -> bool:
-        """Return whether a reader has received a part of the version."""
+        """Return whether a reader, neither idle nor too slow, has requested a part of the version but not all of it."""
         now = time.monotonic()
         return any(
             reading.version == version
@@ -357,7 +360,8 @@ class WeightStore:
     def _evict(self, max_versions: int) -> None:
         """Evict the oldest versions that are not being read, but never the current one.
 
-        If all are being read, the oldest stays, so that readers can finish however fast new versions follow.
+        If all older versions are being read, the newest of them is evicted, so that the readers of the oldest can
+        finish however fast new versions follow.
         """
         while len(self._complete) > max_versions:
             older = list(self._complete)[:-1]

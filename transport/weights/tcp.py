@@ -16,8 +16,8 @@ from .store import WeightStore
 _SLICE_BYTES = 256 * 2**10
 """Bytes passed to asyncio's transport at once: it copies what the kernel does not take (Python 3.11)."""
 _SPARE_BYTES = 4 * 2**10
-"""Bytes of the buffer for data that arrives while nothing is being received: requests have 33, and a stranger must not
-cost more."""
+"""Bytes of the buffer for data that arrives while nothing is being received: a request has 33, and a peer that has not
+authenticated must not cost more memory."""
 _MAX_ACCEPTS_PER_TURN = 16
 """Connections that asyncio accepts in one iteration of the loop: as many as the backlog that it is given."""
 _BACKLOG = 1024
@@ -39,8 +39,8 @@ class TcpConnection(asyncio.BufferedProtocol):
         self._on_connection = on_connection
         self._transport: asyncio.Transport | None = None
         self._failure: str | None = None
-        """Reason of the failure as text: an exception would keep every frame that it passed alive, and so this
-        object."""
+        """Reason of the failure as text: an exception would keep alive every frame that it passed through, and thereby
+        this object."""
         self._spare = self._stash = _NOTHING
         self._target: memoryview | None = None
         self._received: asyncio.Future[None] | None = None
@@ -164,7 +164,7 @@ async def dial(address: str, kinds: Sequence[str]) -> TcpConnection:
     """Connect to an address.
 
     Raises:
-        TransportError: The connection fails, or the address is of none of these kinds of transport.
+        TransportError: The connection fails, or the kind of the address is not among ``kinds``.
     """
     host, port = parse_address(address, kinds)
     try:

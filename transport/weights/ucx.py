@@ -1,8 +1,8 @@
 """The UCX transport, on ucxx: fast where UCX has RDMA; over TCP it is as fast as the plain TCP transport.
 
 Settings and rules were measured (docs/sources.md, UCX): thread progress with Python futures (everything else spins a
-core); endpoint error handling always on (without it a dead peer hangs its survivor); an abort before a buffer is freed
-(otherwise UCX continues to write into it); deadlines of rrl's own everywhere (UCX never notices a stopped peer).
+core); endpoint error handling always on (otherwise the survivor of a dead peer hangs); an abort before a buffer is
+freed (otherwise UCX continues to write into it); deadlines of rrl's own everywhere (UCX never notices a stopped peer).
 
 UCX's own listener is not used: it binds 0.0.0.0, authenticates nothing, and permanently keeps a descriptor of each
 connection that sends it garbage. Instead, a connection begins at a TCP port of rrl. Both ends prove there that they
@@ -12,9 +12,10 @@ killed peer only at its next keepalive (20 s, measured over shared memory and TC
 
 The end that dials makes a worker for each connection. UCX pairs the endpoints of two workers by counting them on each
 side; after an attempt that failed on one side only, the counts differ permanently, and an endpoint would receive what
-was sent to another one, whose buffer may have been freed. A worker costs 2 to 13 ms, two threads and five descriptors.
+was sent to another endpoint, whose buffer may have been freed. A worker costs 2 to 13 ms, two threads and five
+descriptors.
 
-An end that has no UCX, or whose UCX cannot reach the other one, continues over the TCP connection. So ``tcp`` and
+An end that has no UCX, or whose UCX cannot reach the other end, continues over the TCP connection. So ``tcp`` and
 ``ucx`` are compatible, and nodes of one run may differ.
 
 Each UCX worker also listens at TCP ports of its own as long as it exists. These ports have no authentication, which is
@@ -47,11 +48,11 @@ MIN_HELLO_BYTES = 42
 """Bytes that a peer sends first, within milliseconds (magic number and connection request, UCX 1.21 over IPv4;
 measured)."""
 SILENT_TIMEOUT_S = 5.0
-"""Seconds after which a connection that has sent fewer bytes is closed."""
+"""Seconds after which a silent connection, which has sent fewer than MIN_HELLO_BYTES, is closed."""
 MAX_SILENT_CONNECTIONS = 64
-"""Most such connections at a time; the oldest are closed first."""
+"""Most silent connections at a time; the oldest are closed first."""
 _SILENT_POLL_S = 1.0
-"""Seconds between two checks; one costs 10 us for each descriptor of the process."""
+"""Seconds between two searches for silent connections; a search costs 10 us for each descriptor of the process."""
 
 
 async def close_silent_connections(ports: Callable[[], frozenset[int]]) -> None:
@@ -76,7 +77,7 @@ async def close_silent_connections(ports: Callable[[], frozenset[int]]) -> None:
 
 def _is_silent(fd: int) -> bool:
     received = bytes_received(fd)
-    return received is not None and received < MIN_HELLO_BYTES  # None: unknown, so it may be a member and stays
+    return received is not None and received < MIN_HELLO_BYTES  # if unknown, the peer may be a member of the run
 
 
 _TAG_BYTES = 8
@@ -91,8 +92,8 @@ _log = logging.getLogger("rrl.weights")
 class _Worker:
     """A UCX worker with ucxx's two threads: one makes progress, the other completes the futures of the running loop.
 
-    ucxx's ApplicationContext does the same, but leaves a reference to its worker in the loop, so that it is never
-    freed.
+    ucxx's ApplicationContext does the same, but leaves a reference to its worker in the event loop, so that the worker
+    is never freed.
     """
 
     def __init__(self, context: Any) -> None:
@@ -105,8 +106,8 @@ class _Worker:
         self.address: bytes = UCXAddress.create_from_worker(self.core).tobytes()
         opened = listening_addresses() - before
         self.ports = frozenset((host, port) for host, port in opened if port.to_bytes(2, "big") in self.address)
-        """(address, port) pairs at which this worker listens. Other threads may have opened ports at the same time: a
-        worker's address contains its own."""
+        """(address, port) pairs at which this worker listens. Other threads may have opened ports at the same time; the
+        worker's ports are those that its address contains."""
         self._notifier_queue: Queue[str] = Queue()
         arguments = (asyncio.get_running_loop(), self.core, self._notifier_queue)
         self._notifier = threading.Thread(target=_notifierThread, args=arguments, name="UCX notifier")
@@ -124,7 +125,10 @@ class _Worker:
             raise TransportError(f"ucx: {type(error).__name__}: {error}") from error
 
     def close(self) -> None:
-        """Block until both threads have ended: the notifier ends only while the loop runs; measured 0.5 ms."""
+        """End both threads, and block until they have ended (measured 0.5 ms).
+
+        Must not be called in the event loop's thread, since the notifier ends only while the loop runs.
+        """
         self._notifier_queue.put("shutdown")
         self.core.stop_request_notifier_thread()
         self._notifier.join()
@@ -134,11 +138,11 @@ class _Worker:
 
 
 class _UcxConnection:
-    """An endpoint, and the TCP connection that it began with.
+    """A UCX endpoint, and the TCP connection on which both ends agreed to use UCX.
 
-    Tag messages keep their boundaries: each receive matches one send of the same length. ``dispose`` is called once the
-    connection has been aborted and no operation is pending: it ends the worker, which completes the operations'
-    futures.
+    Tag messages keep their boundaries: each receive matches one send of the same length. ``dispose`` closes the worker.
+    Since the worker completes the futures of the operations, ``dispose`` is called only once the connection has been
+    aborted and no operation is pending.
     """
 
     def __init__(
@@ -225,8 +229,8 @@ class _UcxConnection:
 class UcxTransport:
     """A :class:`rrl.transport.weights.base.WeightTransport` with addresses ``ucx://host:port``.
 
-    Create it in the loop that uses it, and close it: otherwise ucxx's notifier threads keep the process from ending,
-    unless that loop runs in a daemon thread.
+    Create the transport in the event loop that uses it, and close it. Otherwise ucxx's notifier threads keep the
+    process from ending, unless that loop runs in a daemon thread.
 
     Args:
         secret: HMAC secret of the run.
@@ -236,7 +240,7 @@ class UcxTransport:
 
     Raises:
         ImportError: ucxx is not installed.
-        TransportError: UCX finds nothing that it may use, or listens at another address.
+        TransportError: UCX finds no transport that it may use, or listens at another address.
     """
 
     kind: WeightTransportName = "ucx"
@@ -250,7 +254,7 @@ class UcxTransport:
         self._workers: set[_Worker] = set()
         self._closing: set[asyncio.Task[None]] = set()
         self._listening_worker: _Worker | None = self._new_worker()
-        """Worker of all connections that other processes dialled."""
+        """Worker that serves all connections that other processes dialled."""
         self._served: list[tuple[_UcxListener, WeightServer]] = []
         self._closed = False
         self._guard = asyncio.get_running_loop().create_task(close_silent_connections(self.ports))
@@ -371,7 +375,7 @@ class _UcxListener:
         await self._weight_server.accept(connection or tcp)
 
     async def _connect_ucx(self, tcp: TcpConnection) -> _UcxConnection | None:
-        """Return a UCX connection; None if one end cannot reach the other by UCX, or has none."""
+        """Return a UCX connection; None if one end cannot reach the other by UCX, or the peer has no UCX."""
         peer_offer = await receive_offer(tcp)
         if peer_offer == TCP_ONLY:
             return None
@@ -392,7 +396,7 @@ class _UcxListener:
 
 
 def _open_context(trusted_host: str | None, rdma_ports: tuple[str, ...]) -> Any:
-    """Return ucxx's context, restricted to what it may use. Raises ImportError and TransportError."""
+    """Return ucxx's context, restricted to the devices that it may use. Raises ImportError and TransportError."""
     set_defaults()
     try:
         from ucxx._lib.libucxx import UCXContext

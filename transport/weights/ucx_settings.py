@@ -1,8 +1,9 @@
 """The settings of UCX before it starts: transports, devices and tuning, for ucxx and for the UCX inside NIXL.
 
 Over TCP UCX emulates put and get for any peer that connects to its ports, without a key: any process that reaches them
-can read and write the memory of this process (docs/sites.md, "Weights over UCX"). So its TCP transport is disabled,
-unless the job declares its network as trusted; then it may use one network interface and the RDMA ports, no other.
+can read and write the memory of this process (docs/sites.md, "Weights over UCX"). So UCX's TCP transport is disabled,
+unless the job declares its network as trusted. UCX may then use one network interface and the RDMA ports, but no other
+device.
 """
 
 from __future__ import annotations
@@ -17,21 +18,22 @@ from msgspec import Struct
 from ..address import Interface
 
 SETTINGS = {
-    "UCX_TCP_RX_SEG_SIZE": "512K",  # defaults of 64K and 8K cost a factor of 3.5 to 4
+    "UCX_TCP_RX_SEG_SIZE": "512K",  # with the defaults of 64K and 8K transfers are 3.5 to 4 times slower
     "UCX_TCP_TX_SEG_SIZE": "512K",
-    "UCX_TCP_KEEPIDLE": "5s",  # measured with 1 s: a cut link is noticed in 3.6 s, by default in 28; so 5 + 3 s here
+    "UCX_TCP_KEEPIDLE": "5s",  # a cut link is noticed in 5 + 3 s (measured: 3.6 s with 1s here, 28 s by default)
     "UCX_TCP_KEEPINTVL": "1s",
     "UCX_TCP_KEEPCNT": "3",
     "UCX_POSIX_ERROR_HANDLING": "y",  # otherwise shared memory is silently disabled
     "UCX_WARN_UNUSED_ENV_VARS": "n",
-    "UCX_LOG_LEVEL": "error",  # it warns on stdout about every stranger that disconnects, which floods the role's log
+    "UCX_LOG_LEVEL": "error",  # a warning about every stranger that disconnects would flood the role's log (stdout)
 }
 """Variables set before UCX is loaded, unless the environment has a value of its own."""
 TLS, NET_DEVICES = "UCX_TLS", "UCX_NET_DEVICES"
 _EVERYTHING = ("all", "*")
 """Entries of UCX_TLS that include TCP without naming it."""
 _ACTIVE = "4:"
-"""Beginning of ``/sys/class/infiniband/<device>/ports/<port>/state`` for an active port: IBA's number of the state."""
+"""Beginning of the file ``/sys/class/infiniband/<device>/ports/<port>/state`` if the port is active: the number of the
+state in the InfiniBand specification."""
 _INFINIBAND = Path("/sys/class/infiniband")
 _RESOURCE = re.compile(r"resource\s+\d+\s.*--\s+(\S+)/(\S+)")
 """A line of ucp_context_print_info: ``resource 1 : md 1 dev 1 flags -- tcp/lo``."""
@@ -61,10 +63,10 @@ def without_tcp(transports: str) -> str:
     """Return a value of ``UCX_TLS`` with the same meaning, but without TCP.
 
     Args:
-        transports: The value; empty stands for UCX's default: all.
+        transports: The value; empty: UCX's default, which is all transports.
 
     Raises:
-        ValueError: Nothing would be left.
+        ValueError: No transport would be left.
     """
     entries = [entry.strip() for entry in transports.split(",") if entry.strip()]
     if entries and entries[0].startswith("^"):
@@ -83,13 +85,13 @@ def ucx_limits(
     """Return ``UCX_TLS`` and ``UCX_NET_DEVICES`` that restrict UCX to what it may use.
 
     Args:
-        environment: Environment of the process, whose own values are restricted too.
+        environment: Environment of the process. Values that it has for these variables are narrowed, not replaced.
         rdma_ports: Active RDMA ports of this machine.
         interfaces: Interfaces of this machine.
         trusted_host: Address at which UCX's TCP transport may listen; None: it is disabled.
 
     Raises:
-        ValueError: Nothing would be left, or no interface has that address.
+        ValueError: No transport would be left, or no interface has the address ``trusted_host``.
     """
     if trusted_host is None:
         return {TLS: without_tcp(environment.get(TLS, ""))}
@@ -114,6 +116,6 @@ def rdma_resources(available: Iterable[Resource], rdma_ports: Sequence[str]) -> 
 
 
 def set_defaults() -> None:
-    """Set SETTINGS in this process's environment, where it has no value of its own."""
+    """Set the variables in SETTINGS in this process's environment, except those that are set already."""
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
