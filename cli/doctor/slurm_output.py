@@ -70,7 +70,7 @@ def read_accounts(user: str, associations: str) -> Accounts:
 
 
 def estimated_start(text: str) -> str | None:
-    """Return when ``sbatch --test-only`` expects the job to start; None if it does not say.
+    """Return when ``sbatch --test-only`` expects the job to start; None if the output names no time.
 
     The format is ``2026-11-20T09:19:27``, in the client's local time.
     """
