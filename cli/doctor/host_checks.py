@@ -82,7 +82,7 @@ def storage_checks(facts: Facts) -> list[Check]:
     return [writable, _kind(storage, facts), _space(storage), durable]
 
 
-# ── the folder of all runs ───────────────────────────────────────────────────────────────────────────────────────────
+# ── the folder of all runs ─────────────────────────────────────────────────────────────────────────────────────────
 def _kind(storage: Storage, facts: Facts) -> Check:
     if not storage.kind:
         return unknown("runs.kind", "its file system is in no line of /proc/self/mountinfo")
@@ -117,7 +117,7 @@ def _durable(storage: Storage) -> Check:
     return warn("runs.durable", text) if storage.fsync > SLOW_FSYNC_S else ok("runs.durable", text)
 
 
-# ── this machine or a node ───────────────────────────────────────────────────────────────────────────────────────────
+# ── this machine or a node ─────────────────────────────────────────────────────────────────────────────────────────
 def nofile(name: str, limits: Limits | Unavailable) -> Check:
     """Check the limit of open files."""
     if isinstance(limits, Unavailable):
@@ -236,7 +236,7 @@ def _transports_text(ucx_info: Ucx) -> list[str]:
     return over + [name for name, devices in ucx_info.transports.items() if devices == ("memory",)]
 
 
-# ── this machine ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── this machine ───────────────────────────────────────────────────────────────────────────────────────────────────
 def _machine(machine: Machine | Unavailable, cluster: bool) -> Check:
     if isinstance(machine, Unavailable):
         return unknown("host.machine", machine)

@@ -81,7 +81,7 @@ def account_for(slurm: Slurm, wanted: DoctorOptions) -> str:
     return slurm.accounts.names[0] if len(slurm.accounts.names) == 1 else ""
 
 
-# ── answers of sbatch --test-only ────────────────────────────────────────────────────────────────────────────────────
+# ── answers of sbatch --test-only ──────────────────────────────────────────────────────────────────────────────────
 def _form(slurm: Slurm, wanted: DoctorOptions, form: str) -> Check:
     name, tested = f"slurm.{form}", slurm.trials
     answer = tested if isinstance(tested, Unavailable) else tested.forms[form]
@@ -119,7 +119,7 @@ def _manager(slurm: Slurm) -> Check:
     return warn(name, "; ".join(refused)[:300])
 
 
-# ── partitions ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── partitions ─────────────────────────────────────────────────────────────────────────────────────────────────────
 def _gpus(slurm: Slurm, wanted: DoctorOptions) -> Check:
     name, nodes = "slurm.gpus", slurm.nodes
     if isinstance(nodes, Unavailable) or isinstance(slurm.partitions, Unavailable):
@@ -167,7 +167,7 @@ def _preemption(slurm: Slurm, wanted: DoctorOptions) -> Check:
     return ok(name, f"{text} are not preempted for its PreemptMode is OFF")
 
 
-# ── accounting and rights ────────────────────────────────────────────────────────────────────────────────────────────
+# ── accounting and rights ──────────────────────────────────────────────────────────────────────────────────────────
 def _accounting(slurm: Slurm) -> Check:
     name = "slurm.accounting"
     if isinstance(slurm.config, Unavailable):
@@ -267,7 +267,7 @@ def _propagate(facts: Facts, slurm: Slurm) -> Check:
     return warn(name, f"{text}; RDMA would need more")
 
 
-# ── scontrol show config ─────────────────────────────────────────────────────────────────────────────────────────────
+# ── scontrol show config ───────────────────────────────────────────────────────────────────────────────────────────
 def _check_config(name: str, judge: Callable[[Config], Check], config: Config | Unavailable) -> Check:
     if isinstance(config, Unavailable):
         return unknown(name, config, MEANINGS[name].fix if name == "slurm.answers" else "")
