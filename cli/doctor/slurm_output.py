@@ -58,8 +58,8 @@ def read_nodes(text: str) -> Nodes:
 def read_accounts(user: str, associations: str) -> Accounts:
     """Parse a user's admin level, default account and accounts.
 
-    ``user`` is the output of ``sacctmgr -n -P show user format=AdminLevel,DefaultAccount``, ``associations`` that of
-    ``sacctmgr -n -P show assoc format=Account``.
+    ``user`` is the output of ``sacctmgr -n -P show user format=AdminLevel,DefaultAccount``, ``associations`` the output
+    of ``sacctmgr -n -P show assoc format=Account``.
     """
     rows = [line.split("|") for line in user.splitlines() if line.strip()]
     if any(len(fields) != 2 for fields in rows):

@@ -98,7 +98,7 @@ class _HookDrains(Struct):
     by_hooks: dict[str, HookDrain] = {}
     """The present drains that were made by hooks."""
     reasons: dict[str, str] = {}
-    """The reasons of these drains by hooks."""
+    """The reasons of the drains in ``by_hooks``, by node."""
 
 
 async def _hook_drains() -> _HookDrains:

@@ -1,6 +1,6 @@
-"""``rrl check``: validates a job spec, shows it with every default and what would be submitted, and has Slurm test it.
+"""``rrl check``: validates a job spec, shows it with every default, and shows what would be submitted.
 
-Nothing is started.
+Slurm tests the jobs that would be submitted. Nothing is started.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def _missing_paths(job: Job) -> list[str]:
 
 
 def _python_mismatch(job: Job) -> list[str]:
-    """Return a warning if [env] activates another Python than the one that runs the built-in roles."""
+    """Return a warning if [env] activates a Python with which the built-in roles do not run."""
     active = "venv" if job.env.venv else "conda" if job.env.conda else ""
     built_in = any(role.command is None for role in job.every_role().values())
     if not active or job.env.python or not built_in:

@@ -66,7 +66,7 @@ class _Watcher:
         self._reader = StateReader(run)
         self._start_check = StartCheck(run)
         self.start_failure = ""
-        """Why no manager will ever begin the run; empty if one may."""
+        """Why no manager will ever begin the run; empty if a manager may."""
         self._holder: LeaseHolder | None = None
         self._renewed_at = time.monotonic()
         self._slurm: SlurmJobs | None = None
@@ -76,8 +76,8 @@ class _Watcher:
     def poll(self) -> bool:
         """Read the state and the lease; return whether the run has ended and its summary exists.
 
-        A missing summary is waited for up to ``SUMMARY_TIMEOUT_S``. With ``require_manager``, raises NeverBegan or
-        OperationFailed if no manager is left to begin or end the run.
+        If the summary is missing, returns True after ``SUMMARY_TIMEOUT_S`` all the same. With ``require_manager``,
+        raises NeverBegan or OperationFailed if no manager is left to begin or end the run.
         """
         self.state = self._reader.state()
         try:
