@@ -158,7 +158,7 @@ def cancel(
         typer.Option("--keep-allocation", help="On Slurm: keep the nodes, for rrl resume; scancel gives them back."),
     ] = False,
 ) -> None:
-    """End a run: its manager stops every role and gives all nodes back. rrl resume has it go on."""
+    """End a run: its manager stops every role and gives all nodes back. rrl resume continues it."""
     from .run import control as command
 
     raise typer.Exit(command.cancel(run, wait=wait, keep=keep_allocation))
@@ -351,7 +351,7 @@ def init(
 
 @app.command(hidden=True)
 def manage(run: NamedRun) -> None:
-    """Run a manager for a run that has none, here. Ctrl-C leaves; the roles go on."""
+    """Run a manager here, for a run that has none. Ctrl-C ends this manager only; the roles go on."""
     from .run import submit as command
 
     raise typer.Exit(command.manage(run))

@@ -1,7 +1,7 @@
 """Entry point of ``rrl``: runs one command, and reports any failure as one line on stderr.
 
-Exit codes: 0 success, 1 the run or the operation failed, 2 the request is not valid. Those of ``rrl health check``
-describe the node (:mod:`rrl.cli.health.check`).
+Exit codes: 0 success, 1 the run or the operation failed, 2 the request is not valid. The exit codes of ``rrl health
+check`` describe the node (:mod:`rrl.cli.health.check`).
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from ..core.text import escaped_lines
 
 DEFAULT_LEVEL = "warning"
-"""Log level of a command, whose own output is printed. A manager logs at the level of its run."""
+"""Log level of a command, which prints its results instead of logging them. A manager logs at the level of its run."""
 DEBUG_ENV = "RRL_DEBUG"
-"""Set to see the traceback of an unexpected error."""
+"""Environment variable; if it is set, the traceback of an unexpected error is shown."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -26,13 +26,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def run(arguments: Sequence[str]) -> int:
     """Run one command and return the exit code."""
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # a terminal without the block characters shows others instead
+        if hasattr(stream, "reconfigure"):  # print "?" for what its encoding lacks
             stream.reconfigure(errors="replace")
     try:
         return _run(list(arguments))
-    except KeyboardInterrupt:  # where nothing better was arranged
+    except KeyboardInterrupt:  # Ctrl-C, in a command that does not handle it itself
         return 130
-    except BrokenPipeError:  # | head: nobody reads any more, and the exit must not flush into the void
+    except BrokenPipeError:  # the reader (| head) has ended: the flush at exit must not fail
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:
@@ -42,7 +42,7 @@ def run(arguments: Sequence[str]) -> int:
 def _run(arguments: list[str]) -> int:
     """Run a command and return its exit code; ``--version`` and a plain ``status`` run without typer.
 
-    These two are the most frequent, and since 0.26 typer imports pydantic to parse any argument.
+    These two commands are the most frequent, and typer is slow: since 0.26 it imports pydantic to parse any argument.
     """
     if arguments == ["--version"]:
         from .common.output import print_version
@@ -61,7 +61,10 @@ def _run(arguments: list[str]) -> int:
 
 
 def _exit_code(arguments: Sequence[str], code: int) -> int:
-    """Return the exit code of a command that failed: a check that was called wrongly must not drain a node."""
+    """Return the exit code of a command that failed with ``code``.
+
+    ``rrl health check`` returns 3 (UNKNOWN) instead, and 0 with ``--prolog``: a wrong call must not drain a node.
+    """
     return code if list(arguments[:2]) != ["health", "check"] else 0 if "--prolog" in arguments else 3
 
 
@@ -69,7 +72,7 @@ def _report_error(error: Exception) -> int:
     from .common.runs import OperationFailed, UsageError
 
     spec = sys.modules.get("rrl.config.job.load")
-    if spec is not None and isinstance(error, spec.SpecError):  # begins with file:line, as editors like it
+    if spec is not None and isinstance(error, spec.SpecError):  # begins with file:line, which editors recognise
         print(escaped_lines(str(error)), file=sys.stderr)
         return 2
     if isinstance(error, UsageError | OperationFailed):
@@ -77,9 +80,9 @@ def _report_error(error: Exception) -> int:
     typer = sys.modules.get("typer")
     if typer is not None and isinstance(error, typer.Abort):
         return 130
-    if hasattr(error, "format_message"):  # typer's own: an unknown option, a missing argument
+    if hasattr(error, "format_message"):  # an error of typer: an unknown option, a missing argument
         message = " ".join(error.format_message().split()).rstrip(".")
-        command = getattr(getattr(error, "ctx", None), "command_path", None) or "rrl"  # the command that was misread
+        command = getattr(getattr(error, "ctx", None), "command_path", None) or "rrl"  # the command called wrongly
         return _print_error(f"{message}{'' if message.endswith('?') else ';'} see: {command} --help", 2)
     if os.environ.get(DEBUG_ENV):
         raise error

@@ -32,7 +32,7 @@ def send(run: RunDir, command: Command) -> str:
 
 
 class ManagerPresence:
-    """Watches a run's manager by its lease, timed by this process's own clock."""
+    """Observes whether a run's manager renews its lease; times are measured with the clock of this process."""
 
     def __init__(self, run: RunDir) -> None:
         job = job_of(run)
@@ -41,13 +41,13 @@ class ManagerPresence:
         self._holder, self._renewed_at = holder(run), time.monotonic()
 
     def is_gone(self) -> bool:
-        """Return whether the lease was not renewed for twice its length, longer than a running manager takes."""
+        """Return whether the lease was not renewed for twice its length; a running manager renews it sooner."""
         if (now := holder(self._run)) != self._holder:
             self._holder, self._renewed_at = now, time.monotonic()
         return time.monotonic() - self._renewed_at > self._timeout_s
 
     def absent_message(self, action: str) -> str:
-        """Return the message that no manager is there to carry out ``action``, and how one is started."""
+        """Return a message that no manager is there to carry out ``action``, and how to start a manager."""
         waiting = ""
         if self._job is not None and self._job.cluster == "slurm":
             from ...manager.bootstrap.manager_job import job_name

@@ -17,11 +17,11 @@ from ...core.text import escaped, escaped_json, escaped_lines
 from .runs import UsageError
 
 PLAIN_WIDTH = 100
-"""Columns without a terminal, so that the text is the same wherever it is piped."""
+"""Width (columns) of output that does not go to a terminal, so that it is the same wherever it is piped."""
 
 
 def console() -> Console:
-    """Return a console for stdout that takes no text for markup.
+    """Return a console for stdout that does not interpret text as markup.
 
     Without a terminal it has no colours, and its width is ``COLUMNS`` or else ``PLAIN_WIDTH``.
     """
@@ -42,7 +42,7 @@ class Escaped:
 
 
 def show(view: RenderableType) -> None:
-    """Print to stdout; without a terminal there are no blanks at the ends of lines."""
+    """Print a view to stdout; if stdout is not a terminal, without blanks at the ends of lines."""
     screen = console()
     if screen.is_terminal:
         screen.print(Escaped(view))

@@ -1,4 +1,4 @@
-"""Finds the run that is meant and reads what is known of it, from the run directory alone: no manager needs to run."""
+"""Finds the run that the user names and reads its files. Only the run directory is read: no manager needs to run."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ def _is_visible_folder(entry: os.DirEntry[str]) -> bool:
 def find_run(name: str | None) -> RunDir:
     """Return the run with this id, unambiguous prefix of an id, or folder; without a name the newest run.
 
-    Raises UsageError, which names the candidates, and OperationFailed for a run that this user cannot read.
+    Raises UsageError, with the ids of candidates, if no run or several runs match ``name``. Raises OperationFailed if
+    this user cannot read the run.
     """
     run = _resolve(name)
     if not os.access(run.journal, os.R_OK | os.X_OK):
@@ -112,7 +113,7 @@ class StateReader:
 
 
 def job_of(run: RunDir) -> RunSpec | None:
-    """Return the job as it was submitted; None if it cannot be read."""
+    """Return the run spec; None if it cannot be read."""
     try:
         return msgspec.json.decode(run.run_spec.read_bytes(), type=RunSpec)
     except (OSError, msgspec.MsgspecError):
@@ -120,7 +121,7 @@ def job_of(run: RunDir) -> RunSpec | None:
 
 
 def summary_of(run: RunDir) -> dict[str, Any] | None:
-    """Return the decoded summary.json; None while there is none."""
+    """Return the decoded summary.json; None if there is none yet or it cannot be read."""
     try:
         return msgspec.json.decode(run.summary.read_bytes(), type=dict[str, Any])
     except (OSError, msgspec.MsgspecError):
@@ -152,7 +153,7 @@ def check_manageable(run: RunDir) -> None:
 
 
 def _is_run(run: RunDir) -> bool:
-    """Return whether the folder holds a run; True also if another user's permissions hide that."""
+    """Return whether the folder holds a run; also True if its permissions do not let this user see that."""
     try:
         return run.journal.is_dir()
     except PermissionError:
@@ -177,9 +178,9 @@ def _no_access_message(run: RunDir) -> str:
 
 
 def _submit_time(run: RunDir) -> float:
-    """Return when the run was submitted (s since the epoch, the file server's clock); 0 if unreadable.
+    """Return when the run was submitted or last resumed (s since the epoch, the file server's clock); 0 if unreadable.
 
-    This is the modification time of its run spec, which is written only once.
+    This is the modification time of resolved.json, which only submitting and resuming write, else of the run directory.
     """
     for path in (run.resolved, run.path):
         try:

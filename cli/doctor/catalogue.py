@@ -246,7 +246,7 @@ def unknown(name: str, why: Unavailable | str, fix: str = "") -> Check:
 
 
 def size(nbytes: int) -> str:
-    """Format a number of bytes with two digits in the largest fitting unit."""
+    """Format a number of bytes in the largest fitting unit, with three significant digits."""
     for unit, length in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if nbytes >= length:
             return f"{nbytes / length:.3g} {unit}" if nbytes < 1000 * length else f"{nbytes / length:.0f} {unit}"

@@ -1,8 +1,8 @@
 """Reads Slurm and the file system for ``rrl doctor``.
 
-The host itself is read by :mod:`rrl.roles.node_probe.host`, a compute node by :mod:`rrl.cli.doctor.node_visit`. Each
-reader has a deadline and runs beside the others. The only change is one small file, made and removed in the folder of
-all runs.
+The host itself is read by :mod:`rrl.roles.node_probe.host`, a compute node by :mod:`rrl.cli.doctor.node_visit`. The
+readers run concurrently, each with a deadline. They change nothing, except that they create and remove one small file
+in the folder of all runs.
 """
 
 from __future__ import annotations
@@ -55,16 +55,16 @@ _SLURM_FACTS_TIMEOUT_S = 3 * SLURM_TIMEOUT_S + 2
 _HOST_FACTS_TIMEOUT_S = 5.0
 """Time limit (s) of the readers of this host."""
 MAX_PARTITIONS = 8
-"""Number of partitions that are tried for the manager's job."""
+"""Maximum number of partitions that are tried for the manager's job."""
 TRUE_SCRIPT = "#!/bin/sh\ntrue\n"
 _NO_ANSWER_PATTERN = re.compile(
     r"timed out|contact slurm|Zero Bytes|Connection (refused|reset)|connect failure|(send|receive) failure|munge|"
     r"Protocol authentication",
     re.IGNORECASE,
 )
-"""Errors that mean that slurmctld did not answer; any other error is its refusal.
+"""Matches the error messages which mean that slurmctld did not answer. Any other error counts as a refusal.
 
-"Unspecified error" is what a site's submit filter returns, and is a refusal.
+For example "Unspecified error", which a site's submit filter returns, is a refusal.
 """
 _SMALL_JOB_OPTIONS = ("--cpus-per-task=1", "--mem=256M", "--time=10", "--no-requeue")
 _MANAGER_JOB_OPTIONS = (
@@ -96,7 +96,10 @@ def read_facts(wanted: DoctorOptions) -> Facts:
 
 # ── Slurm ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 def run_slurm(*argv: str, stdin: str = "", timeout_s: float = SLURM_TIMEOUT_S) -> CommandResult:
-    """Run a Slurm command without the environment of a job or the user's defaults. Raises OSError, TimeoutError."""
+    """Run a Slurm command without the variables of a surrounding job and the user's defaults for Slurm's commands.
+
+    Raises OSError, TimeoutError.
+    """
     return run(argv, timeout_s, env=environment(os.environ), stdin_text=stdin)
 
 
@@ -154,7 +157,7 @@ def _accounts(user: str) -> Accounts:
 def _cgroups(config: Config | Unavailable) -> CgroupConf:
     """Return Slurm's cgroup settings, from ``scontrol show config`` or else from this host's cgroup.conf.
 
-    Slurm prints them only where its cgroup plugins are in use. Raises OSError if the file cannot be read.
+    ``scontrol`` prints the settings only if Slurm uses its cgroup plugins. Raises OSError if the file cannot be read.
     """
     values = {} if isinstance(config, Unavailable) else config.values
     if "ConstrainDevices" in values:
@@ -164,19 +167,22 @@ def _cgroups(config: Config | Unavailable) -> CgroupConf:
 
 
 def would_take(options: Sequence[str], script: str) -> CommandResult | Unavailable:
-    """Return Slurm's answer to ``sbatch --test-only`` for this job; Unavailable if there is none.
+    """Return Slurm's answer to ``sbatch --test-only`` for this job; Unavailable if Slurm does not answer.
 
     Nothing is submitted.
     """
     try:
         ended = run_slurm("sbatch", "--test-only", *options, stdin=script, timeout_s=SLURM_TIMEOUT_S / 2)
-    except OSError as error:  # TimeoutError is one
+    except OSError as error:  # including TimeoutError
         return Unavailable(str(error))
     return Unavailable(f"sbatch: {ended.message}") if ended.code and _NO_ANSWER_PATTERN.search(ended.err) else ended
 
 
 def _trials(wanted: DoctorOptions, partitions: Partitions | Unavailable, nodes: Nodes | Unavailable) -> Trials:
-    """Test the smallest job of each form, and the manager's job in the first partition that accepts it."""
+    """Have Slurm test the smallest job of each form of a run, and the manager's job.
+
+    The manager's job is tested in one partition after another, until one accepts it.
+    """
     known = [] if isinstance(partitions, Unavailable) else [one for one in partitions.partitions if one.up]
     chosen = wanted.partition or next((one.name for one in known if one.default), "")
     usable = 2 if isinstance(nodes, Unavailable) or not chosen else len(nodes.usable(chosen))
@@ -221,9 +227,9 @@ def read_storage(root: Path) -> Storage:
 
 
 def _probe_write(path: Path) -> tuple[bool, float]:
-    """Create a file as the journal does, and remove it.
+    """Create a file as the journal does, write and sync it, and remove it.
 
-    Finds out whether a second creator is refused, and how long fsync takes (s).
+    Returns whether a second creator of the file is refused, and how long the write with fsync takes (s).
     """
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:

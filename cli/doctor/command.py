@@ -29,7 +29,7 @@ from .slurm_checks import slurm_checks
 def judge(facts: Facts) -> list[Check]:
     """Return the checks of the facts, in the order in which they are shown. Pure.
 
-    What is not known is UNKNOWN, never OK.
+    A check whose facts could not be read is UNKNOWN, never OK.
     """
     return [*host_checks(facts), *storage_checks(facts), *slurm_checks(facts), *node_checks(facts)]
 
@@ -41,8 +41,8 @@ _QUESTION = "Look at a compute node too, by a job of 10 s (1 CPU, 512 MiB, a GPU
 def doctor(wanted: DoctorOptions, *, consent: bool | None, json: bool) -> int:
     """Run the checks and print their results. Returns exit code 1 if a check fails, else 0.
 
-    ``consent`` says whether a job may be started on a node; None: ask, if stdin and stdout are a terminal (never with
-    ``json``).
+    ``consent`` says whether a job may be started on a node. If it is None, the user is asked, but only if stdin and
+    stdout are a terminal and ``json`` is False.
     """
     facts = gather_facts(wanted, consent=consent, interactive=not json)
     checks = judge(facts)
@@ -56,7 +56,8 @@ def doctor(wanted: DoctorOptions, *, consent: bool | None, json: bool) -> int:
 def gather_facts(wanted: DoctorOptions, *, consent: bool | None, interactive: bool) -> Facts:
     """Collect all facts, including those of a compute node if the user allows a job on it.
 
-    ``consent`` None: ask if ``interactive`` and stdin and stdout are a terminal, else do not visit a node.
+    If ``consent`` is None, the user is asked if ``interactive`` is True and stdin and stdout are a terminal. Otherwise
+    no job is started.
     """
     facts = read_facts(wanted)
     if facts.slurm is None:
@@ -101,7 +102,7 @@ def tally(checks: Sequence[Check]) -> str:
 
 
 def _group_key(check: Check) -> tuple[Verdict, str, str, str]:
-    """Return the key of checks that are drawn as one line: several unknown checks often share one reason."""
+    """Return a key that is equal for checks that are drawn as one line: unknown checks with the same reason."""
     return check.verdict, check.found, check.fix, "" if check.verdict is Verdict.UNKNOWN else check.name
 
 

@@ -30,7 +30,7 @@ class Check(Struct, frozen=True):
 
 
 class DoctorOptions(Struct, frozen=True):
-    """Slurm options that the user's jobs must be submitted with; empty: Slurm's own default."""
+    """Slurm options with which the user's jobs must be submitted; an empty option leaves the choice to Slurm."""
 
     partition: str = ""
     account: str = ""
@@ -44,7 +44,7 @@ class DoctorOptions(Struct, frozen=True):
 
 # ── Slurm ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 class Config(Struct, frozen=True, tag=True):
-    """The result of ``scontrol show config``: name → value. ``seconds``: how long slurmctld took to answer."""
+    """The result of ``scontrol show config``: name → value. ``seconds`` is the time until the answer of slurmctld."""
 
     values: dict[str, str]
     seconds: float
@@ -132,10 +132,11 @@ class Slurm(Struct, frozen=True):
 
 # ── the run directory, and a node ──────────────────────────────────────────────────────────────────────────────────
 class Storage(Struct, frozen=True, tag=True):
-    """The folder of all runs, or its nearest parent that exists (``exists``).
+    """The state of the folder of all runs (``root``), read at ``at``: ``root``, or its nearest parent that exists.
 
-    ``trouble`` says why nothing can be written there. Sizes are in bytes, times in s; -1 inodes means that the file
-    system does not count them.
+    ``kind`` is the type of the file system, ``free`` the free bytes, ``inodes`` the free inodes (-1 if the file system
+    does not count them), and ``fsync`` the time (s) of a small write with fsync. ``trouble`` says why nothing can be
+    written at ``at``; it is empty if the write succeeded.
     """
 
     root: str
@@ -154,7 +155,7 @@ class Visit(Struct, frozen=True, tag=True):
 
     ``visible_after_s`` is the time (s) from the end of the job, or from the arrival of its report by TCP, until the
     login node saw the file that the job wrote; None if it never did. ``skew`` is how far (s) the node's clock is ahead,
-    give or take ``bound``; None without a connection to measure it on.
+    with an error of at most ``bound`` (s); None if there was no connection over which it could be measured.
     """
 
     report: NodeReport
@@ -164,7 +165,7 @@ class Visit(Struct, frozen=True, tag=True):
 
 
 class Facts(Struct, frozen=True):
-    """All facts. Without a cluster ``slurm`` and ``node`` are None, and ``no_slurm`` says why there is none."""
+    """All facts. Without a cluster ``slurm`` and ``node`` are None, and ``no_slurm`` gives the reason."""
 
     user: str
     uid: int

@@ -1,4 +1,4 @@
-"""Judges this machine and the folder of all runs. Pure: facts in, checks out. The first half serves nodes too."""
+"""Judges this machine and the folder of all runs. Pure: facts in, checks out. Some checks also serve for a node."""
 
 from __future__ import annotations
 
@@ -26,11 +26,17 @@ MIN_OPEN_FILES = 4096
 MAX_TMPDIR_LENGTH = 60
 """Number of characters that TMPDIR may have; the name of a Unix socket may have 107 in all (unix(7))."""
 LOW_FREE_BYTES, MIN_FREE_BYTES = 10 * 2**30, 64 * 2**20
-"""Free bytes in the folder of all runs: checkpoints of a small model take some MiB, of a large one many GiB."""
+"""Free bytes in the folder of all runs below which its check warns or fails.
+
+Checkpoints of a small model take some MiB, those of a large model many GiB.
+"""
 MIN_FREE_INODES = 10_000
-"""Free inodes in the folder of all runs: a run of a thousand incarnations creates about as many small files."""
+"""Free inodes in the folder of all runs below which its check warns.
+
+A run of a thousand incarnations creates about this number of small files.
+"""
 SLOW_FSYNC_S = 0.5
-"""Time (s) of a small write with fsync, from which it is slow: every external action waits for one."""
+"""Time (s) above which a small write with fsync is slow. Every external action of a manager waits for such a write."""
 LOCAL_FILE_SYSTEMS = ("tmpfs", "ramfs", "overlay", "ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs")
 """File systems that only one machine sees, unless it exports them."""
 NETWORK_FILE_SYSTEMS = (
@@ -111,7 +117,7 @@ def _durable(storage: Storage) -> Check:
     return warn("runs.durable", text) if storage.fsync > SLOW_FSYNC_S else ok("runs.durable", text)
 
 
-# ── for nodes too ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── this machine or a node ─────────────────────────────────────────────────────────────────────────────────────────
 def nofile(name: str, limits: Limits | Unavailable) -> Check:
     """Check the limit of open files."""
     if isinstance(limits, Unavailable):
@@ -153,11 +159,12 @@ def tmp(name: str, scratch: Scratch | Unavailable) -> Check:
 
 
 def ucx(name: str, ucx_info: Ucx | Unavailable, network: Network | Unavailable, python: Python | Unavailable) -> Check:
-    """Check which transports UCX offers here: WARN if this host has RDMA cards that it cannot use.
+    """Check which transports UCX offers on this host. ``name`` is the name of the check.
 
-    UNKNOWN if UCX gives no answer. ``name`` is the name of the check. Without RDMA cards a missing ucxx is OK, since
-    UCX over TCP is not faster than plain TCP. ``[transport] weights = "auto"`` selects ucx only on RDMA cards that UCX
-    can use, else tcp. ``"nixl"`` is not affected: NIXL ships its own UCX, with modules for RDMA.
+    The verdict is WARN if the host has RDMA cards that UCX cannot use, and UNKNOWN if UCX gives no answer. Without RDMA
+    cards a missing ucxx is OK, since UCX over TCP is not faster than plain TCP. ``[transport] weights = "auto"``
+    selects ucx only if UCX can use RDMA cards of the host, else tcp. The result does not matter for ``"nixl"``: NIXL
+    ships its own UCX, with modules for RDMA.
     """
     packages = {} if isinstance(python, Unavailable) else python.packages
     nixl = next((f"{one} {version}" for one, version in packages.items() if one.startswith("nixl")), "")
@@ -179,9 +186,10 @@ def ucx(name: str, ucx_info: Ucx | Unavailable, network: Network | Unavailable, 
 
 
 def packet_filter(name: str, network: Network | Unavailable, python: Python | Unavailable) -> Check:
-    """Check that this user may attach a packet filter to sockets; FAIL if NIXL over TCP would need it.
+    """Check that this user may attach a packet filter to sockets. ``name`` is the name of the check.
 
-    NIXL over TCP does not start unless a filter can close its ports. Over RDMA it has no TCP ports.
+    NIXL over TCP does not start unless a filter can close its ports. NIXL over RDMA has no TCP ports. The verdict is
+    therefore FAIL only if the kernel refuses the filter, NIXL is installed and the host has no RDMA cards.
     """
     if isinstance(network, Unavailable):
         return unknown(name, network)

@@ -10,11 +10,11 @@ from .facts import Check, Facts, Visit
 from .host_checks import candidate_networks, memlock, networks_text, nofile, packet_filter, tmp, ucx
 
 MAX_CLOCK_SKEW_S = 1.0
-"""Difference (s) between two clocks beyond which merged logs mislead."""
+"""Difference (s) between two clocks beyond which the order of lines in merged logs is misleading."""
 MAX_FILE_DELAY_S = 5.0
-"""Time (s) until a file from a node is visible here; commands and status are delayed by it."""
+"""Time (s) above which a file from a node is visible here too late; commands and status have the same delay."""
 SLOW_IMPORT_S = 5.0
-"""Time (s) to import torch on a quiet node; a hundred nodes at once take longer."""
+"""Time (s) above which importing torch on an idle node is slow; on a hundred nodes at once it takes longer."""
 _SLOW_IMPORT_FIX = "a longer [limits] join, or the environment on a disk of the node ([env] python)"
 NAMES = tuple(name for name in MEANINGS if name.startswith("node."))
 

@@ -1,8 +1,8 @@
 """Runs one small job on a compute node, with the user's consent, to learn what the node is like and what it can reach.
 
 The job is :mod:`rrl.roles.node_probe.main`, run by the same interpreter path as this process. It takes 10 s, and is
-cancelled if it has not begun :data:`MAX_QUEUE_S` s after its submission. Its files are in a folder of its own under the
-folder of all runs, which is removed afterwards.
+cancelled if it has not begun :data:`MAX_QUEUE_S` s after its submission. Its files are in a folder of their own under
+the folder of all runs; this folder of the job is removed afterwards.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .facts import Facts, Visit
 from .slurm_output import estimated_start
 
 MAX_QUEUE_S = 60.0
-"""Time (s) that the job may wait for a node. No job is submitted that would wait longer by Slurm's estimate."""
+"""Time (s) that the job may wait for a node. No job is submitted that, as Slurm estimates, would wait longer."""
 FILE_TIMEOUT_S = 35.0
 """Time (s) for the node's file to become visible here: NFS caches a folder's listing for 30 s (nfs(5), acdirmin)."""
 _POLL_INTERVAL_S = 0.25
@@ -44,9 +44,9 @@ _ACTIVE_STATES = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "?")
 _MAX_LINE_BYTES = 2**20
 """Limit on the bytes of one line on a connection: a report has a few thousand."""
 _CLOCK_SAMPLES = 5
-"""Number of times that the node's clock is read; the quickest answer counts."""
+"""Number of times that the node's clock is read; the reading with the quickest answer is used."""
 _MAX_CONNECTIONS = 16
-"""Number of connections at a time."""
+"""Maximum number of connections at a time."""
 _JOB_OPTIONS = (
     "--nodes=1",
     "--ntasks=1",
@@ -91,7 +91,7 @@ def visit_node(facts: Facts) -> Visit | Unavailable:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         if made:
-            with contextlib.suppress(OSError):  # a run was begun meanwhile
+            with contextlib.suppress(OSError):  # a run was created in it since
                 root.rmdir()
 
 
@@ -152,7 +152,7 @@ class _VisitJob:
                 return Unavailable(f"sbatch: {ended.message}")
             self._id = ended.out.strip().partition(";")[0]
             return self._wait_for_visit()
-        finally:  # by its name where sbatch gave no answer: it may have landed all the same
+        finally:  # by its name if sbatch gave no answer: the job may exist all the same
             with contextlib.suppress(OSError):
                 run_slurm("scancel", self._id or f"--name={tag}")
 
@@ -171,9 +171,9 @@ class _VisitJob:
             self._listener.wait(_POLL_INTERVAL_S)
 
     def _wait_for_report(self) -> str | Unavailable:
-        """Wait until there is a report or the job has ended, and return the job's last state (as :meth:`_state`).
+        """Wait until there is a report or the job has ended, and return the job's last state.
 
-        Returns Unavailable if neither happens in time.
+        The state has the format of :meth:`_state`. Returns Unavailable if there is no report and no end in time.
         """
         began, polled_at, state = time.monotonic(), -_SLURM_POLL_INTERVAL_S, ""
         while True:
@@ -189,7 +189,7 @@ class _VisitJob:
             self._listener.wait(_POLL_INTERVAL_S)
 
     def _read_report(self) -> NodeReport | None:
-        """Read the report file of the job.
+        """Read the report file of the job; return None if it is not there or not complete.
 
         The folder is listed first, since that makes NFS query its server again; a lookup alone may return a cached "not
         there".
@@ -291,7 +291,7 @@ class ReportListener:
                 finally:
                     self._add_connections(-1)
         except (OSError, KeyError, TypeError, ValueError, msgspec.MsgspecError):
-            pass  # a stranger, or a connection that the node did not keep
+            pass  # not the node's job, or a connection that broke
         finally:
             self._free_slots.release()
 

@@ -15,13 +15,13 @@ from .facts import Check, Config, DoctorOptions, Facts, Node, Nodes, Partition, 
 OLDEST_VERSION, NEWEST_VERSION = (22, 5), (26, 5)
 """Oldest and newest version of Slurm with which rrl is tested."""
 SLOW_ANSWER_S = 2.0
-"""Time (s) of one answer of slurmctld from which it is slow. A manager makes up to 60 reads a minute."""
+"""Time (s) above which an answer of slurmctld is slow. A manager queries slurmctld up to 60 times a minute."""
 MAX_POOL_JOBS = 3
-"""Number of jobs of a run at a time: its pool, its manager, a replacement node."""
+"""Maximum number of jobs that a run of form ``pool`` has at a time: its pool, its manager, a replacement node."""
 DEFAULT_KILL_WAIT_S = 30
 """Slurm's default of KillWait (s)."""
 MIN_STEP_LIMIT = 1000
-"""Number of steps that a job must allow: agents, and incarnations of replicas over days."""
+"""MaxStepCount below which the check warns: agents and, over days, incarnations of replicas are steps of one job."""
 _NO_ACCOUNT = "ask the admin of the cluster for an account"
 _NO_HOLD = "nohold_on_prolog_fail"
 DEFAULT_WALLTIME_S = 86400.0
@@ -75,13 +75,13 @@ def gpu_shapes(nodes: tuple[Node, ...]) -> str:
 
 
 def account_for(slurm: Slurm, wanted: DoctorOptions) -> str:
-    """Return the user's only account; if there are several, the one that the user named; else an empty string."""
+    """Return the account that the user named, else the user's only account, else an empty string."""
     if wanted.account or isinstance(slurm.accounts, Unavailable):
         return wanted.account
     return slurm.accounts.names[0] if len(slurm.accounts.names) == 1 else ""
 
 
-# ── what sbatch --test-only said ───────────────────────────────────────────────────────────────────────────────────
+# ── answers of sbatch --test-only ──────────────────────────────────────────────────────────────────────────────────
 def _form(slurm: Slurm, wanted: DoctorOptions, form: str) -> Check:
     name, tested = f"slurm.{form}", slurm.trials
     answer = tested if isinstance(tested, Unavailable) else tested.forms[form]
@@ -371,7 +371,10 @@ def _filters(config: Config) -> Check:
 
 
 def _prolog(config: Config) -> Check:
-    """Check what Slurm does with a job whose prolog fails, as examples/health/prolog.sh does: by default it is held."""
+    """Check what Slurm does with a job whose prolog fails: by default, Slurm holds the job.
+
+    The prolog of examples/health/prolog.sh fails on a node that fails its health check.
+    """
     if not any(value for name, value in config.values.items() if re.fullmatch(r"Prolog(\[\d+\])?", name)):
         return ok("slurm.prolog", "no prolog")
     if _NO_HOLD in config.values.get("SchedulerParameters", "").split(","):
@@ -388,7 +391,7 @@ _CONFIGURED: dict[str, Callable[[Config], Check]] = {
 
 
 def usable_nodes(slurm: Slurm, wanted: DoctorOptions) -> tuple[Node, ...]:
-    """Return the nodes of the partition that jobs would go to which could run a job now."""
+    """Return the nodes that could run a job now, in the partition that jobs would go to."""
     partition = chosen_partition(slurm, wanted)
     if isinstance(partition, Unavailable) or not isinstance(slurm.nodes, Nodes):
         return ()

@@ -58,8 +58,8 @@ def read_nodes(text: str) -> Nodes:
 def read_accounts(user: str, associations: str) -> Accounts:
     """Parse a user's admin level, default account and accounts.
 
-    ``user`` is the output of ``sacctmgr -n -P show user format=AdminLevel,DefaultAccount``, ``associations`` that of
-    ``sacctmgr -n -P show assoc format=Account``.
+    ``user`` is the output of ``sacctmgr -n -P show user format=AdminLevel,DefaultAccount``, ``associations`` the output
+    of ``sacctmgr -n -P show assoc format=Account``.
     """
     rows = [line.split("|") for line in user.splitlines() if line.strip()]
     if any(len(fields) != 2 for fields in rows):
@@ -70,7 +70,7 @@ def read_accounts(user: str, associations: str) -> Accounts:
 
 
 def estimated_start(text: str) -> str | None:
-    """Return when ``sbatch --test-only`` expects the job to start; None if it does not say.
+    """Return when ``sbatch --test-only`` expects the job to start; None if the output names no time.
 
     The format is ``2026-11-20T09:19:27``, in the client's local time.
     """

@@ -30,7 +30,7 @@ from ..common.runs import UsageError
 _MAX_TIMEOUT_S = 3600.0
 """Greatest time limit (s) of a check; a prolog has minutes."""
 _MAX_REASON_LENGTH = 150
-"""Number of characters of a hook's text that a drain's reason contains."""
+"""Maximum number of characters of a hook's text that a drain's reason contains."""
 
 
 def check(
@@ -54,7 +54,7 @@ def check(
     verdict = overall(findings)
     try:
         _print_result(node, verdict, findings, json)
-    except OSError:  # nobody reads it, or there is no room: the code says it too, and no flush at exit may change that
+    except OSError:  # stdout is closed or full: the flush at exit must not change the exit code, which suffices
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     return 0 if prolog and verdict is not Verdict.FAIL else EXIT_CODES[verdict]
 
@@ -62,8 +62,8 @@ def check(
 def drain_node(why: str, node: str | None, config: Path | None) -> int:
     """Drain a node that failed its check, as the hooks in examples/health do. Raises UsageError.
 
-    Returns 0 if the node is drained, 1 if the site's limit for hooks held the drain back, 3 if Slurm did not answer or
-    refused; the last two print why.
+    Returns 0 if the node is drained, 1 if the site's limit on drains by hooks prevented it, 3 if Slurm did not answer
+    or refused. The reason for 1 or 3 is printed.
     """
     from .node_drains import SlurmUnavailable, drain_by_hook
 

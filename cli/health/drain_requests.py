@@ -42,7 +42,7 @@ def drain_requests(since: str, history: Sequence[Path], *, apply: bool, json: bo
     from ..views.checks import requests_view
 
     show(requests_view(requests, drains, unknown, _now()))
-    for one in requests:  # not wrapped, whatever the terminal: they are to be pasted
+    for one in requests:  # commands to paste, so they are not wrapped
         if line := _scontrol(one, drains.get(one.node, DrainState())):
             print_line(line)
     return 0
@@ -55,7 +55,7 @@ def _apply(requests: list[DrainRequest], drains: dict[str, DrainState], unknown:
     wanted: list[DrainRequest] = []
     for one in requests:
         state = drains.get(one.node, DrainState())
-        if state.booted > one.at:  # it was repaired, or the next run that has it will ask anew
+        if state.booted > one.at:  # it was repaired, or the next run on it will request the drain
             outcomes.append((one.node, True, "was booted since it was asked for: not drained"))
         elif state.drained:
             outcomes.append((one.node, True, f"is drained already: {state.reason}"))
@@ -90,7 +90,11 @@ def _users(one: DrainRequest) -> str:
 
 
 def _scontrol(one: DrainRequest, state: DrainState) -> str:
-    """Return an ``scontrol`` command to paste; empty without a drain, or if only one user's records request it."""
+    """Return an ``scontrol`` command that drains the node, for an administrator to paste.
+
+    The command is empty if the node is drained already, if it was booted since the request, or if the records of only
+    one user, not root, request the drain.
+    """
     wanted = one.accused and not state.drained and state.booted <= one.at
     return drain_line(one.node, one.reason) if wanted else ""
 

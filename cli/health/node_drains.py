@@ -25,9 +25,12 @@ from ...manager.cluster.slurm.nodes import NOT_RESPONDING_SUFFIX, SlurmNodes
 from ...manager.cluster.slurm.requests import gpus_by_type
 
 MAX_NODES_PER_QUERY = 500
-"""Number of nodes that a query names; for more nodes, all of the cluster are queried."""
+"""Maximum number of nodes that a query names. For more nodes, all nodes of the cluster are queried."""
 MAX_DRAINED_FRACTION = 0.1
-"""One command drains at most max(1, this share) of the cluster's nodes: many requests can be wrong in the same way."""
+"""Greatest share of the cluster's nodes (but at least one node) that one command drains.
+
+Many requests can be wrong for the same reason.
+"""
 MAX_UNAVAILABLE_FRACTION = 0.25
 """No node is drained while more than this share of them is down or drained (docs/sources.md, guard rails)."""
 DRAIN_SETTLE_S = 2.0
@@ -47,8 +50,8 @@ def drain_states(nodes: Iterable[str]) -> dict[str, DrainState]:
 def drain(wanted: Iterable[tuple[str, str]]) -> list[tuple[str, bool, str]]:
     """Drain nodes, given as (node, reason). Returns (node, whether this drained it, outcome text) for each.
 
-    At most ``MAX_DRAINED_FRACTION`` of the cluster (but one node) is drained by a call, and none while more than
-    ``MAX_UNAVAILABLE_FRACTION`` is down or drained. Raises SlurmUnavailable.
+    A call drains at most ``MAX_DRAINED_FRACTION`` of the cluster's nodes (but at least one node), and no node while
+    more than ``MAX_UNAVAILABLE_FRACTION`` of them are down or drained. Raises SlurmUnavailable.
     """
     return asyncio.run(_drain(list(wanted)))
 
@@ -56,9 +59,9 @@ def drain(wanted: Iterable[tuple[str, str]]) -> list[tuple[str, bool, str]]:
 def drain_by_hook(node: str, why: str, rules: HookRules) -> str:
     """Drain a node whose check failed, within the limit that all hooks of the cluster share (rrl.health.hook_limit).
 
-    A drain that an earlier call made, and that exceeds the limit, is taken back. Returns why the node is not left
-    drained; an empty string if it is drained, by whomever. Raises SlurmUnavailable if Slurm does not answer or refuses:
-    the node may then be drained until the next call.
+    If a hook's drain of this node, made by this call or an earlier one, exceeds the limit, it is undone. Returns the
+    reason why the node is not drained, or an empty string if it is drained, no matter who drained it. Raises
+    SlurmUnavailable if Slurm does not answer or refuses; a drain beyond the limit may then remain until the next call.
     """
     return asyncio.run(_drain_by_hook(node, why, rules))
 
@@ -70,7 +73,7 @@ async def _drain_by_hook(node: str, why: str, rules: HookRules) -> str:
     nodes = SlurmNodes(_read, _write)
     try:
         if not drains.drained[node]:
-            now = HookDrain(time.time(), node)  # by this node's clock: should it be wrong, the look below decides
+            now = HookDrain(time.time(), node)  # this node's clock may be wrong: the query below decides
             if held_back_reason := over_limit(now, drains.by_hooks.values(), len(drains.drained), rules):
                 return held_back_reason
             await nodes.drain(NodeName(node), f"{HOOK_PREFIX} {why}")
@@ -91,11 +94,11 @@ class _HookDrains(Struct):
     """The drains of the cluster, by node."""
 
     drained: dict[str, bool] = {}
-    """Whether each node of the cluster is drained, by whomever."""
+    """Whether each node of the cluster is drained, no matter who drained it."""
     by_hooks: dict[str, HookDrain] = {}
-    """The drains that hooks made."""
+    """The present drains that were made by hooks."""
     reasons: dict[str, str] = {}
-    """The reasons of the drains that hooks made."""
+    """The reasons of the drains in ``by_hooks``, by node."""
 
 
 async def _hook_drains() -> _HookDrains:
@@ -108,7 +111,7 @@ async def _hook_drains() -> _HookDrains:
         node, state, at, reason = [*line.split("|", 3), "", "", ""][:4]
         found.drained[node] = "drain" in state.lower()
         if found.drained[node] and drain_owner(reason) is DrainOwner.HOOK:
-            drained_at = 0.0  # Slurm may not know when: then it was not lately, but the drain stands
+            drained_at = 0.0  # for a time unknown to Slurm: the drain counts, but not as recent
             with contextlib.suppress(ValueError):
                 drained_at = datetime.fromisoformat(at).timestamp()
             found.by_hooks[node] = HookDrain(drained_at, node)
@@ -120,7 +123,7 @@ async def _drain_states(nodes: list[str]) -> dict[str, DrainState]:
     wanted = set(nodes)
     node_arguments = (
         (_folded(nodes),) if len(nodes) <= MAX_NODES_PER_QUERY else ()
-    )  # else for all: one question, whoever is named
+    )  # no arguments: one query for all nodes
     ended = await _read(("scontrol", "show", "node", "-o", *node_arguments))
     lines = {match[1]: match[0] for match in re.finditer(r"^NodeName=(\S+) .*$", ended.out, re.MULTILINE)}
     if ended.code and not lines and not lacks_node(ended):
@@ -186,7 +189,7 @@ async def _drain(wanted: list[tuple[str, str]]) -> list[tuple[str, bool, str]]:
 
 
 def _is_unavailable(state: str) -> bool:
-    """Return whether the node is down or drained; a node that is powered down to save power is not."""
+    """Return whether the node is down or drained. A node that is powered down to save power counts as available."""
     asleep = "~" in state or "power" in state.lower()
     return not asleep and text.node_state(state) in (NodeState.DOWN, NodeState.DRAINING)
 

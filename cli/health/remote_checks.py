@@ -1,7 +1,7 @@
 """Runs ``rrl health check`` on other nodes now, as a small job of this user on each. Blocking.
 
-The job requests all GPUs of the node first, because Slurm may hide those that a job was not given. If they are in use,
-it requests one CPU, which still sees the kernel log, the fabric and the mounts.
+The job first requests all GPUs of the node, because Slurm may hide the other GPUs from a job. If a GPU is in use, a
+second job requests one CPU only; this job still sees the kernel log, the fabric and the mounts.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from ...manager.cluster.base import Refused, Unanswered
 from ...manager.cluster.slurm.commands import execute
 
 MAX_NODES = 32
-"""Number of nodes that one command checks; each check takes some seconds of a node."""
+"""Maximum number of nodes that one command checks; each check takes some seconds of a node."""
 MAX_CONCURRENT_CHECKS = 8
-"""Number of checks at a time: each is an srun, whose load on slurmctld is small."""
+"""Maximum number of checks at a time. Each check is one srun, whose load on slurmctld is small."""
 START_S = 10
-"""Time (s) that a job may wait for its node: a node in use is not waited for."""
+"""Time (s) that a job may wait for its node; it is short, so that no job waits until a node is no longer in use."""
 CHECK_S = 20
 """Time limit (s) of the check itself, as in the prolog of examples/health."""
 _SRUN_SLACK_S = 20.0
-"""Time (s) beyond these two for srun to start and to end."""
+"""Time (s), beyond ``START_S`` and ``CHECK_S``, for srun to start and to end."""
 _MAX_OUTPUT_CHARACTERS = 4 * 2**20
 """Limit on the characters of a check's JSON; 64 components of a node make some 100,000."""
 _CHECK = "from rrl.cli.main import main; main()"
 
 
 class NotChecked(Struct, frozen=True):
-    """The node could not be checked."""
+    """The result for a node that could not be checked."""
 
     reason: str
 
@@ -47,9 +47,10 @@ class _Checked(Struct, frozen=True):
 
 
 def check(nodes: Mapping[str, DrainState]) -> dict[str, tuple[Finding, ...] | NotChecked]:
-    """Run ``rrl health check`` on each of these nodes, as the user of this process.
+    """Run ``rrl health check`` on each node of ``nodes``, as the user of this process.
 
-    It takes about 5 s if the nodes are free. Each check ends after 2 x (START_S + CHECK_S + _SLACK_S) at the latest.
+    It takes about 5 s if the nodes are free. The check of a node takes 2 x (START_S + CHECK_S + _SRUN_SLACK_S) at
+    most, for two jobs.
     """
     return asyncio.run(_check(dict(list(nodes.items())[:MAX_NODES]))) | {
         node: NotChecked(f"this command has checked {MAX_NODES} others: call it again")

@@ -39,7 +39,10 @@ NO_HISTORY_MESSAGE = (
 
 
 def read_records(folders: Sequence[Path], since: float) -> tuple[list[SourcedRecord], Sources]:
-    """Return the records since ``since`` and what was read. Raises UsageError if there is no history."""
+    """Return the records since ``since`` (s since 1970) and a summary of what was read.
+
+    Raises UsageError if there is no history or it cannot be read.
+    """
     named = list(folders) or [Path(one) for one in os.environ.get(HISTORY_ENV, "").split(os.pathsep) if one]
     if not named:
         raise UsageError(NO_HISTORY_MESSAGE)
@@ -62,10 +65,10 @@ def read_records(folders: Sequence[Path], since: float) -> tuple[list[SourcedRec
 def without_implausible(
     records: Sequence[SourcedRecord], sources: Sources, now: float, drains: Mapping[str, DrainState]
 ) -> tuple[list[SourcedRecord], Sources]:
-    """Return the records without those that cannot be true, and the sources with the latter noted as left out.
+    """Return the plausible records, and the sources with the implausible records noted as left out.
 
-    A record is left out if it cannot be true at ``now`` (s since 1970), or on the nodes as Slurm knows them
-    (``drains``).
+    A record is implausible if it cannot be true at ``now`` (s since 1970), or with the number of GPUs that Slurm
+    reports for its node (``drains``).
     """
     plausible_records, left_out = plausible(
         records, now, {node: one.gpus for node, one in drains.items() if one.gpus is not None}
@@ -74,7 +77,7 @@ def without_implausible(
 
 
 def warn(sources: Sources) -> None:
-    """Print to stderr, one line for each kind, what was not read, not believed or left out."""
+    """Print to stderr that files were not read, records left out or lines skipped: one line for each of these."""
     for what, lines in (("not read", sources.refused), ("left out", sources.left_out)):
         if lines:
             more = f" (and {len(lines) - 1} more; --format json names all)" if len(lines) > 1 else ""
@@ -138,7 +141,7 @@ def _selected_nodes(nodes: str | None) -> frozenset[str] | None:
     spans = [int(last) - int(first) + 1 for first, last in re.findall(r"(\d{1,20})-(\d{1,20})", nodes)]
     if (
         math.prod(spans) <= MAX_LISTED_NODES and max(spans, default=1) <= MAX_LISTED_NODES
-    ):  # ClusterShell would expand it first
+    ):  # else ClusterShell would expand a huge list
         with contextlib.suppress(NodeSetException):
             named = list(NodeSet(nodes, resolver=RESOLVER_NOGROUP))
     if not named or not all(is_node(name) for name in named):
@@ -147,7 +150,7 @@ def _selected_nodes(nodes: str | None) -> frozenset[str] | None:
 
 
 def _write(document: Document, format: str, output: Path | None) -> None:
-    """Write the report; a table is as wide as the terminal that it goes to."""
+    """Write the report to ``output``, or print it; a table that is printed is as wide as the terminal."""
     if format == "table" and output is None:
         show(report_view(document.report, document.sources, document.drains_unknown))
         sys.stdout.write(to_paste(document.report))

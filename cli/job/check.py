@@ -1,6 +1,6 @@
-"""``rrl check``: validates a job spec, shows it with every default and what would be submitted, and has Slurm test it.
+"""``rrl check``: validates a job spec, shows it with every default, and shows what would be submitted.
 
-Nothing is started.
+Slurm tests the jobs that would be submitted. Nothing is started.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def check(path: Path, *, json: bool) -> int:
         print_json({"job": resolved(job), "plan": shown, "warnings": warnings})
         return 0
     _print((f"{path}, with every default", as_toml(job)), *plan)
-    warnings, summary = preflight(job, spec, path)  # after the plan: its last line is what is to be read
+    warnings, summary = preflight(job, spec, path)  # after the plan, so that warnings and errors come last
     _print(*_limits_section(summary))
     print_warnings(warnings)
     print(f"{path} is right; nothing was submitted")
@@ -124,7 +124,7 @@ def _missing_paths(job: Job) -> list[str]:
 
 
 def _python_mismatch(job: Job) -> list[str]:
-    """Return a warning if [env] activates another Python than the one that runs the built-in roles."""
+    """Return a warning if [env] activates a Python with which the built-in roles do not run."""
     active = "venv" if job.env.venv else "conda" if job.env.conda else ""
     built_in = any(role.command is None for role in job.every_role().values())
     if not active or job.env.python or not built_in:
@@ -143,10 +143,10 @@ def _transport_text(job: Job) -> str:
 
 
 def _check_trusted_network(job: Job, path: Path) -> list[str]:
-    """Warn of UCX over TCP on a network that the job does not declare trusted.
+    """Return a warning if weights would move by UCX over TCP on a network that the job does not declare trusted.
 
-    Raises UsageError if the roles run on this machine. Other nodes may have RDMA ports, and each node decides for
-    itself.
+    Raises UsageError instead if the roles run on this machine. Otherwise a warning suffices: each node selects the
+    transport for itself, and nodes may have RDMA ports that this machine does not have.
     """
     kind = job.transport.weights
     try:
@@ -160,9 +160,9 @@ def _check_trusted_network(job: Job, path: Path) -> list[str]:
 
 
 def _check_transport_installed(job: Job, path: Path) -> list[str]:
-    """Warn of a weight transport that is named in the job and whose package is not installed here.
+    """Return a warning if the package of the weight transport that the job names is not installed here.
 
-    Raises UsageError if the roles run in this environment.
+    Raises UsageError instead if the roles run in this environment.
     """
     kind = job.transport.weights
     if kind not in PACKAGES or installed_package(kind) is not None:
@@ -176,9 +176,9 @@ def _check_transport_installed(job: Job, path: Path) -> list[str]:
 
 
 def _check_engine_installed(job: Job, path: Path) -> list[str]:
-    """Warn of a missing vLLM that rollouts need, or of arguments that the installed one does not know.
+    """Return a warning if rollouts need vLLM and it is missing, or for each argument that the vLLM here does not know.
 
-    Raises UsageError if the rollouts run in this environment.
+    Raises UsageError instead if the rollouts run in this environment.
     """
     rollout, elsewhere = job.roles.rollout, job.cluster.kind != "local" or bool(job.env.python)
     if job.task is None or rollout.command is not None or rollout.engine != "vllm":
@@ -243,7 +243,7 @@ def _exceeded_limits(worst: WorstCase, observed: JobLimits) -> list[Problem]:
 
 
 def _limits_summary(worst: WorstCase, observed: JobLimits) -> str:
-    """Return the peak number of jobs and steps of the run, beside Slurm's limits that could be read."""
+    """Return the peak numbers of jobs and steps of the run, and the limits of Slurm that could be read."""
     lines = [
         f"jobs    {worst.jobs_to_start} to start; {worst.jobs} at once; {worst.jobs_per_hour} submitted within an hour",
         f"steps   {worst.steps} at once; {worst.steps_per_hour} started within an hour",

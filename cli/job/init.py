@@ -32,7 +32,11 @@ _GIB = 2**30
 
 
 class JobShape(Struct, frozen=True):
-    """How the job's roles are distributed over nodes. ``exclusive``: trainer and rollouts have nodes of their own."""
+    """How the job's roles are distributed over nodes, and the cores and memory that each node must have.
+
+    ``exclusive`` says whether the trainer and each rollout have a node of their own, ``fits`` whether the nodes that
+    are up suffice.
+    """
 
     rollouts: int
     spares: int
@@ -44,8 +48,11 @@ class JobShape(Struct, frozen=True):
 
 _SEPARATE_SHAPES = (JobShape(2, 1, True, 2, "3GiB"), JobShape(2, 0, True, 2, "3GiB"), JobShape(1, 0, True, 2, "3GiB"))
 _SHARED_SHAPES = (JobShape(2, 1, False, 6, "6GiB"), JobShape(2, 0, False, 6, "6GiB"), JobShape(1, 0, False, 4, "4GiB"))
-"""Best first. Store and reward share a node; apart, trainer and each rollout have one more. Each role takes 1 core and
-1 GiB (config/job/roles.py)."""
+"""Shapes in the order in which they are tried, best first.
+
+In a separate shape, store and reward share a node, and the trainer and each rollout have a node of their own. In a
+shared shape, all roles are on one node. Each role takes 1 core and 1 GiB (config/job/roles.py).
+"""
 
 
 def init(out: Path, wanted: DoctorOptions, *, force: bool, consent: bool | None) -> int:
@@ -93,7 +100,7 @@ def job_toml(facts: Facts, out: Path) -> str:
 def choose_shape(slurm: Slurm, wanted: DoctorOptions) -> JobShape:
     """Return the largest job that fits on the nodes that are up.
 
-    If even the smallest job does not fit, return that one, marked as too large.
+    If even the smallest job does not fit, return the smallest job with ``fits`` False.
     """
     nodes = usable_nodes(slurm, wanted)
     for one in (*_SEPARATE_SHAPES, *_SHARED_SHAPES):
@@ -105,7 +112,7 @@ def choose_shape(slurm: Slurm, wanted: DoctorOptions) -> JobShape:
 
 
 def _why_local(slurm: Slurm, wanted: DoctorOptions) -> str:
-    """Return why the job is not for Slurm; empty if it is."""
+    """Return why the job spec is for the local cluster although Slurm is here; empty if it is for Slurm."""
     answer = slurm.trials if isinstance(slurm.trials, Unavailable) else slurm.trials.forms["pool"]
     if isinstance(answer, Unavailable):
         return _comment(f"Slurm does not answer: {answer.why}")
@@ -156,9 +163,10 @@ def _smallest(nodes: Sequence[Node], partition: str, job_shape: JobShape) -> str
 
 
 def _manager(slurm: Slurm) -> str | None:
-    """Return the partition that accepts the manager's job.
+    """Return the partition to name for the manager's job: the first one that accepts it.
 
-    Empty if none does; None if that is unknown, or it is the first partition anyway.
+    Returns an empty string if no partition accepts the manager's job. Returns None if no partition has to be named: the
+    partition of the run accepts the job, or Slurm did not say.
     """
     if isinstance(slurm.trials, Unavailable):
         return None
@@ -172,8 +180,8 @@ def _manager(slurm: Slurm) -> str | None:
 def _networks(facts: Facts) -> dict[str, Any]:
     """Return the template's values for [transport] network; empty ones if there is nothing to choose.
 
-    There is a choice only if this machine is on several networks and the environment does not name one. The only
-    network shared with the visited node is proposed.
+    There is a choice only if this machine is on several networks and the environment does not name one. If
+    exactly one network is shared with the visited node, it is proposed.
     """
     network = facts.host.network
     if isinstance(network, Unavailable) or network.requested or len(candidate_networks(network)) < 2:
@@ -196,7 +204,7 @@ def _value(text: str) -> str:
 
 
 def _comment(text: str) -> str:
-    """Return the text as one line of printable characters, cut to 110, for a comment."""
+    """Return the text as one line of at most 110 printable characters, for a comment."""
     return "".join(c for c in " ".join(text.split()) if c.isprintable())[:110]
 
 

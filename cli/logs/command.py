@@ -31,10 +31,11 @@ def logs(
     name: str, selector: str | None, *, follow: bool, lines: int | None, since: str | None, grep: str | None,
     failed: bool, json: bool, raw: bool,
 ) -> int:  # fmt: skip
-    """Print logs merged by time, with ``follow`` until the run ends, with ``failed`` the lines before each failure.
+    """Print a run's logs, merged by time.
 
-    With ``raw``, control characters that the terminal would obey are printed as they are. Returns the exit code, 130
-    after Ctrl-C.
+    With ``follow``, new lines are printed too, until the run ends. With ``failed``, only the last lines before each
+    failure are printed. With ``raw``, control characters that the terminal would obey are printed as they are. Returns
+    the exit code, 130 after Ctrl-C.
     """
     wanted = _line_filter(lines, since, grep)
     if failed and follow:
@@ -75,9 +76,9 @@ def _follow(
         state = reader.state()
         more: dict[LogTail, Iterator[Line]] = {}
         for log in _selected_logs(run, selector):
-            if log.path not in tails:  # a new life: from its beginning
+            if log.path not in tails:  # of a new incarnation: read from its beginning
                 tails[log.path] = LogTail(log, LineFilter(None, b"", wanted.match))
-            tails[log.path].log = log  # a shadow may have become something
+            tails[log.path].log = log  # a promotion of a standby process changes the names
             more[tails[log.path]] = tails[log.path].new_lines(log.copies)
         printer.print(_merged(more))
         if state is not None and state.outcome is not None:
@@ -85,7 +86,7 @@ def _follow(
         time.sleep(POLL_INTERVAL_S)
 
 
-# ── what is asked for ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── selected logs ──────────────────────────────────────────────────────────────────────────────────────────────────
 def _line_filter(lines: int | None, since: str | None, grep: str | None) -> LineFilter:
     if lines is None and since is None and grep is None:
         lines = DEFAULT_LINES
@@ -120,7 +121,7 @@ def _no_logs_message(run: RunDir, selector: str | None) -> str:
     return f'{run.id} has no logs of "{selector}"; there are: {", ".join(replicas)}'
 
 
-# ── what is shown ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── merged lines ───────────────────────────────────────────────────────────────────────────────────────────────────
 def _merged(tails: dict[LogTail, Iterator[Line]]) -> Iterator[tuple[Log, Line]]:
     """Yield the lines of all logs with the log of each, ordered by time."""
 

@@ -20,13 +20,13 @@ from .merge import Line, LineFilter, LogTail
 from .printer import Printer
 
 CLOCK_SLACK_S = 1.0
-"""Assumed difference (s) of nodes' clocks: lines up to this after a finding still count as before it."""
+"""Assumed difference (s) of nodes' clocks: lines up to this time after a failure still count as before the failure."""
 
 
 def show_failures(run: RunDir, selector: str | None, wanted: LineFilter, newest: int, printer: Printer) -> int:
     """Print the run's failures, each with the last ``newest`` lines before it. Returns exit code 0.
 
-    ``wanted.since`` selects failures, ``wanted.match`` their lines.
+    ``wanted.since`` is the earliest time of failures to print; ``wanted.match`` selects their lines.
     """
     try:
         found = failures(replay(run))
@@ -45,7 +45,10 @@ def show_failures(run: RunDir, selector: str | None, wanted: LineFilter, newest:
 
 
 def _last_lines(failure: Failure, logs: list[Log], wanted: LineFilter) -> Iterator[tuple[Log, Line]]:
-    """Return the newest lines of the incarnation; if it wrote none, those of its launcher."""
+    """Yield the newest lines of the failed incarnation; if it wrote no line, the newest lines of its launcher.
+
+    If the incarnation continued after the failure, only lines from before the failure are selected.
+    """
     if failure.incarnation is None:
         return
     own_logs = [log for log in logs if log.owner == str(failure.incarnation) and log.kind != "manager"]

@@ -1,4 +1,4 @@
-"""The failures of a run as ``rrl logs --failed`` shows them: the timeline's records, each with its evidence as text."""
+"""The failures of a run for ``rrl logs --failed``: the records of the failure timeline, each with evidence as text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ...manager.reporting.failure_records import Failure
 from ...manager.reporting.failure_timeline import FailureTimeline, fences
 
 STACKS_WINDOW_S = 60.0
-"""Greatest time (s) between a failure and stacks that are shown with it."""
+"""Greatest time (s) between a failure and the stack traces (stacks) that are shown with it."""
 
 
 class FailureReport(NamedTuple):
@@ -28,7 +28,7 @@ def failures(events: Iterable[ev.Stamped]) -> list[FailureReport]:
     timeline = FailureTimeline()
     evidence: dict[Incarnation | NodeName, dict[str, None]] = {}
     with_stacks: set[Incarnation | None] = set()
-    """Incarnations whose findings name stacks already."""
+    """Incarnations with a finding whose evidence contains stacks already."""
     stacks: dict[Incarnation, tuple[float, ev.StacksCollected]] = {}
     """The newest stacks of each incarnation, and when they were collected."""
     for stamped in events:
@@ -51,7 +51,7 @@ def failures(events: Iterable[ev.Stamped]) -> list[FailureReport]:
 
 
 def _lines(failure: Failure, event: ev.Event) -> Iterable[str]:
-    """Return what an event says about a failure that it shows."""
+    """Return the lines of evidence that an event adds to a failure."""
     if isinstance(event, ev.FindingChanged):
         return [f"{event.finding.detector}: {line.source}: {line.text}" for line in event.finding.evidence]
     if isinstance(event, ev.StepEnded):

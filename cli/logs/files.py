@@ -1,10 +1,13 @@
 """Finds the logs of a run by the names of their files.
 
-``logs/<run>.<role>-<index>.<incarnation>.log`` is what that incarnation wrote, rotated to ``.log.1`` and ``.log.2``;
-``...shipped-<epoch>.log`` are lines of it that a manager copied; ``...step.log``, ``...step.log.0`` and ``...srun`` are
-what the launcher of its step wrote. An incarnation that began as a standby process has a link under its own name to the
-standby process's log: all that the step wrote counts as that incarnation's, even from before the promotion. The
-manager's logs are submitit's.
+``logs/<run>.<role>-<index>.<incarnation>.log`` is the log of that incarnation, rotated to ``.log.1`` and ``.log.2``.
+``...shipped-<epoch>.log`` contains lines of this log that a manager copied. ``...step.log``, ``...step.log.0`` and
+``...step.log.srun`` contain the output of the launcher of the incarnation's step.
+
+If an incarnation began as a standby process, a link with the name of the incarnation's log points to the standby
+process's log. All of that log counts as the incarnation's log, even lines from before the promotion.
+
+``logs/manager.<epoch>.log`` is the log of a manager. Further output of managers is in submitit's folder.
 """
 
 from __future__ import annotations
@@ -35,13 +38,13 @@ class Log(Struct, frozen=True, order=True):
     replica: str
     incarnation: int
     label: str
-    """The label of its lines."""
+    """Label that is printed before each line."""
     kind: str
     """``role``, ``launcher`` or ``manager``."""
     path: Path
     copies: tuple[Path, ...] = ()
     promoted_from: str = ""
-    """The standby process that the incarnation was before, such as ``standby/n1#3``; else empty."""
+    """The standby process that was promoted to the incarnation, such as ``standby/n1#3``; empty if there was none."""
 
     @property
     def owner(self) -> str:
@@ -51,8 +54,8 @@ class Log(Struct, frozen=True, order=True):
     def belongs_to(self, selector: str) -> bool:
         """Return whether ``selector`` selects this log.
 
-        It may be a role, a replica (of a gang: all members) or an incarnation, also of the standby process that it was
-        before.
+        A selector is a role, a replica, a gang (for the logs of all its members) or an incarnation. If the incarnation
+        was promoted from a standby process, the names of the standby process select the log too.
         """
         standby_names = (
             (role_of(ReplicaId(self.promoted_from)), self.promoted_from.partition("#")[0], self.promoted_from)
@@ -63,7 +66,7 @@ class Log(Struct, frozen=True, order=True):
 
 
 def all_logs(run: RunDir) -> list[Log]:
-    """Return every log of the run that is not empty, by role, replica and incarnation."""
+    """Return every log of the run that is not empty, sorted by role, replica and incarnation."""
     promotions = _promotions(run)
     copies: dict[str, list[Path]] = {}
     found: dict[Path, Log] = {}
@@ -102,9 +105,9 @@ def all_logs(run: RunDir) -> list[Log]:
 
 
 def _promotions(run: RunDir) -> dict[Incarnation, Incarnation]:
-    """Return what each standby process was promoted to, from the names of links to its logs.
+    """Return the incarnation that each standby process was promoted to.
 
-    The links are not followed.
+    Only the names and targets of the links to standby processes' logs are read; the links are not followed.
     """
     promotions: dict[Incarnation, Incarnation] = {}
     with suppress(OSError):

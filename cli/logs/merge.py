@@ -1,7 +1,8 @@
 """Reads the lines of logs: from the end backwards to the first selected line, then forwards, merged by time.
 
-Only one block of each file is held in memory, since logs may have GiB. A line is ordered by its time; a line without
-one by the time of the line before it, or, at the beginning of a file, by the time when the file was last written.
+Only one block of each file is held in memory, since logs may have GiB. A line is ordered by its time. A line without
+a time is ordered by the time of the line before it, or, at the beginning of a file, by the time when the file was last
+written.
 """
 
 from __future__ import annotations
@@ -36,7 +37,11 @@ class Line(NamedTuple):
 
 
 class LineFilter(NamedTuple):
-    """Selects the ``newest`` lines (None: all) that ``match``, from ``since`` to ``until`` (``b""``: no limit)."""
+    """Selects the newest lines that match a pattern and are within a time range.
+
+    ``newest`` is their number, or None for all lines. ``match`` searches a line's text for the pattern. ``since`` and
+    ``until`` are times in the format of ``Line.order``; ``b""`` sets no limit.
+    """
 
     newest: int | None = None
     since: bytes = b""
@@ -133,14 +138,14 @@ class LogTail:
         self._newest = b""
         """Time of the newest line that was read from the log itself."""
         self._shown: set[bytes] = set()
-        """Times of the lines that were read from a copy only; as many as the copies' files hold."""
+        """Times of the lines that were read from a copy only: at most as many as the copies have lines."""
 
     def first_lines(self) -> Iterator[Line]:
         """Yield the selected lines that exist already."""
         if self._wanted.newest is None or not self._copies:
             yield from self.new_lines()
             return
-        counted = LogTail(self.log, self._wanted)  # each of several files gives as many: the oldest are too many
+        counted = LogTail(self.log, self._wanted)  # each file gives ``newest`` lines; skip the oldest
         count = sum(1 for _ in counted.new_lines()) + sum(1 for _ in counted.close())
         yield from islice(self.new_lines(), max(0, count - self._wanted.newest), None)
 
@@ -170,9 +175,9 @@ class LogTail:
 
 
 def _without_duplicates(lines: Iterator[Line]) -> Iterator[Line]:
-    """Keep of several lines of one time the most complete one.
+    """Yield the lines; of several lines with the same time, yield only the most complete line.
 
-    A written line comes before a note that lines are missing, a complete line before a torn one.
+    A line of the process is more complete than a notice that lines are missing, and a whole line than a torn line.
     """
     best: Line | None = None
     for line in lines:
@@ -225,7 +230,7 @@ def _open(path: Path) -> BinaryIO | None:
 
 
 def _successor(file: BinaryIO, path: Path) -> BinaryIO | None:
-    """Return the file that was begun after ``file``, which may have been rotated more than once."""
+    """Return the next newer file of the log after ``file``; ``file`` may have been rotated more than once."""
     names = rotated_files(path)
     after = next((n + 1 for n, name in enumerate(names) if _is_same_file(file, name)), 0)
     return next((found for name in names[after:] if (found := _open(name)) is not None), None)

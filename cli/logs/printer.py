@@ -15,7 +15,7 @@ from .files import Log
 from .merge import Line
 
 _COLOURS = (36, 33, 32, 35, 34, 31)
-"""ANSI codes of the colours of labels, in the order in which logs get them"""
+"""ANSI codes of the colours of labels, in the order in which logs get them."""
 
 
 class Printer:
@@ -57,7 +57,7 @@ class Printer:
         if second != self._second:
             try:
                 moment = time.localtime(seconds_of(stamped))
-            except ValueError:  # nothing of ours wrote it
+            except ValueError:  # rrl did not write this time
                 return second.decode()
             self._second, self._local_second = second, time.strftime("%m-%d %H:%M:%S", moment)
         return f"{self._local_second}.{stamped[STAMP_BYTES - 7 : STAMP_BYTES - 4].decode()}"

@@ -1,7 +1,7 @@
 """``rrl cancel``, ``rrl restart``, ``rrl drain`` and ``rrl undrain``.
 
-Each writes a command into the run's mailbox, from which the manager takes it, so that they work where no socket can be
-reached.
+Each writes a user command into the run's mailbox, from which the manager takes it. They therefore also work on a
+machine that cannot connect to the manager.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ DRAIN_TIMEOUT_S = 120.0
 def drain(name: str, node: str, reason: str, *, wait: bool) -> int:
     """Have the run stop using a node and drain it.
 
-    Exit code 0 once the run no longer uses the node, whether Slurm drained it or the drain is only requested; without
-    ``wait`` once the command is written for the manager.
+    Returns exit code 0 once the run no longer uses the node, whether Slurm drained it or the drain is only requested,
+    or, without ``wait``, once the command is written for the manager.
     """
     return _send_node_command(name, DRAIN, node, reason, _drain_outcome, wait)
 
@@ -101,7 +101,7 @@ def _print_moving(state: State, node: NodeName, printed: str) -> str:
 
 
 def _drain_outcome(state: State, node: NodeName) -> str:
-    """Return the outcome of the drain; empty while it is open."""
+    """Return the outcome of the drain as text; empty while the drain is not complete."""
     one = state.nodes.get(node)
     if one is None:
         return f"{node} has left the run"
@@ -143,8 +143,8 @@ CANCEL_TIMEOUT_S = 120.0
 def cancel(name: str, *, wait: bool, keep: bool = False) -> int:
     """End a run.
 
-    Exit code 0 when the run has ended; without ``wait`` once the command is written for its manager. With ``keep`` its
-    nodes are not given back.
+    Returns exit code 0 once the run has ended, or, without ``wait``, once the command is written for its manager. With
+    ``keep`` its nodes are not given back.
     """
     run = find_run(name)
     if keep:

@@ -29,7 +29,7 @@ LINE_INTERVAL_S = 10.0
 SILENT_AFTER_LEASES = 3.0
 """A manager is reported as silent if its lease was not renewed for this many times its length."""
 SUMMARY_TIMEOUT_S = 10.0
-"""Time (s) that the summary may be written after the last record."""
+"""Time (s) to wait for the summary of an ended run, from the last renewal of the manager's lease."""
 
 
 def show_live(name: str | None) -> int:
@@ -41,10 +41,11 @@ def show_live(name: str | None) -> int:
 def follow(
     run: RunDir, *, keys: bool, stop: threading.Event | None = None, require_manager: bool = False
 ) -> State | None:
-    """Follow a run until it has ended, ``q`` was pressed (``keys``), or ``stop`` was set. Ctrl-C passes through.
+    """Follow a run until it has ended, ``q`` was pressed (``keys``), or ``stop`` was set.
 
-    Returns the last state read; its ``outcome`` is None when following stopped before the end. With ``require_manager``
-    it raises OperationFailed when no manager on this machine is left to end the run.
+    Returns the last state read; its ``outcome`` is None when following stopped before the end. Raises KeyboardInterrupt
+    after Ctrl-C, and, with ``require_manager``, NeverBegan or OperationFailed if no manager is left to begin or end the
+    run.
     """
     watcher = _Watcher(run, require_manager)
     stop = stop or threading.Event()
@@ -56,7 +57,7 @@ def follow(
 
 
 class _Watcher:
-    """Holds the newest state that was read, and how long the manager's lease was not renewed (by our own clock)."""
+    """Holds the newest state that was read, and how long the manager's lease was not renewed (local clock)."""
 
     def __init__(self, run: RunDir, require_manager: bool) -> None:
         self.run = run
@@ -65,7 +66,7 @@ class _Watcher:
         self._reader = StateReader(run)
         self._start_check = StartCheck(run)
         self.start_failure = ""
-        """Why no manager will ever begin the run; empty if one may."""
+        """Why no manager will ever begin the run; empty if a manager may."""
         self._holder: LeaseHolder | None = None
         self._renewed_at = time.monotonic()
         self._slurm: SlurmJobs | None = None
@@ -75,8 +76,8 @@ class _Watcher:
     def poll(self) -> bool:
         """Read the state and the lease; return whether the run has ended and its summary exists.
 
-        A missing summary is waited for up to ``SUMMARY_TIMEOUT_S``. With ``require_manager``, raises NeverBegan or
-        OperationFailed if no manager is left to begin or end the run.
+        If the summary is missing, returns True after ``SUMMARY_TIMEOUT_S`` all the same. With ``require_manager``,
+        raises NeverBegan or OperationFailed if no manager is left to begin or end the run.
         """
         self.state = self._reader.state()
         try:
@@ -110,7 +111,7 @@ class _Watcher:
 
     @property
     def liveness(self) -> Liveness:
-        """Return what is known of a manager whose lease is not renewed; empty for any other.
+        """Return what is known of the manager if its lease is not renewed, else an empty result.
 
         Slurm is queried once in ``SQUEUE_EVERY_S`` at most.
         """
@@ -137,7 +138,7 @@ def _draw(watcher: _Watcher, stop: threading.Event, keys: bool) -> None:
 
 
 def _print_progress(watcher: _Watcher, stop: threading.Event) -> None:
-    """Print a line whenever something other than the step has changed, and the step now and then."""
+    """Print a line when a replica or the manager changes, and a new step once in ``LINE_INTERVAL_S`` at most."""
     printed, printed_at, printed_about = "", 0.0, ""
     while True:
         over = watcher.poll()
@@ -169,7 +170,10 @@ def _runs_on_slurm(run: RunDir) -> bool:
 
 @contextmanager
 def _key_reader(wanted: bool) -> Iterator[Callable[[float], str]]:
-    """Yield a function that waits some seconds for a key, without Return; the terminal is restored on every exit."""
+    """Yield a function that waits the given seconds for a key press, and returns the key or ``""``.
+
+    Return need not be pressed. The terminal is restored on every exit.
+    """
     if not wanted or not sys.stdin.isatty():
         yield _no_key
         return

@@ -1,4 +1,4 @@
-"""``rrl inject``: requests a fault. A fault that the run does not allow is refused here, as by its manager."""
+"""``rrl inject``: requests a fault. A fault that the run does not allow is refused here, by its manager's rules."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _parse_flag(parse: Callable[[str], _T], text: str, flag: str) -> _T:
 
 
 def _seconds(text: str) -> float:
-    from ...core.units import seconds  # here: it brings pydantic
+    from ...core.units import seconds  # imported here, since it imports pydantic
 
     return seconds(text)
 
@@ -119,13 +119,13 @@ def _await_result(run: RunDir, reader: StateReader, fault: Fault, verbose: bool)
 def _targets_manager(fault: Fault) -> bool:
     """Return whether the fault hits the manager.
 
-    The manager dies of it and journals no result: the command can only watch for the manager's end.
+    The manager dies of such a fault and journals no result: the command can only watch for the manager's end.
     """
     return fault.target == "manager"
 
 
 def _unrecorded_result(run: RunDir, fault: Fault) -> ev.FaultInjected:
-    """Return the result of a fault that no manager has journaled, as the next manager will journal it: unknown."""
+    """Return the result of a fault if no manager has journaled one: unknown, as the next manager will journal it."""
     detail = f"no manager lives any more; the roles go on, and the next one takes over: rrl manage {run.id}"
     return ev.FaultInjected(fault.id, None, False, detail, fault.kind, fault.target, unknown=True)
 

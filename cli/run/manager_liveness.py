@@ -25,13 +25,17 @@ if TYPE_CHECKING:  # both take long to import, and most runs that are looked at 
     from ...manager.storage.lease import LeaseHolder
 
 STALE_LEASES = 3.0
-"""A lease that was not renewed for so many times its length is stale: a manager renews it five times in each, so that
-storage which hangs for a moment makes nobody look dead."""
+"""A lease is stale if it was not renewed for this many times its length.
+
+A manager renews the lease five times within its length, so a short hang of the storage does not make the lease stale.
+"""
 SQUEUE_TIMEOUT_S = 5.0
-"""Deadline for Slurm's answer: a person waits for it. slurmctld answers within 0.1 s when it is well."""
+"""Time limit (s) for Slurm's answer, for which a person waits. A healthy slurmctld answers within 0.1 s."""
 SQUEUE_EVERY_S = 30.0
-"""Seconds between two questions to Slurm while a run is followed: several people may follow many runs, and a manager
-itself asks every 10 s."""
+"""Interval (s) of querying Slurm while a run is followed.
+
+It is longer than a manager's own interval of 10 s, since several people may follow many runs.
+"""
 INTERRUPTED = "interrupted"
 UNKNOWN = "unknown"
 
@@ -39,9 +43,9 @@ UNKNOWN = "unknown"
 class Liveness(Struct, frozen=True):
     """Whether a run still has a manager.
 
-    ``note`` says what is wrong with the manager (empty if nothing is), ``advice`` what to do. ``standing`` replaces the
-    run's standing by its journal, which no process writes any more: :data:`INTERRUPTED` or :data:`UNKNOWN`; empty if
-    the roles may well continue.
+    ``note`` says what is wrong with the manager (empty if nothing is), ``advice`` what to do. ``standing`` is
+    :data:`INTERRUPTED` or :data:`UNKNOWN` and replaces the run's standing according to its journal, which no process
+    writes any more. It is empty if the roles may well continue.
     """
 
     note: str = ""
@@ -67,7 +71,7 @@ def liveness(run: RunDir, state: State) -> Liveness:
     if state.job.cluster != "slurm":
         return judge(state, stale, None)
     slurm = ask_slurm(owner_of(run))
-    if _manager_runs(state, slurm):  # it has just begun, or the clocks differ: one look cannot tell
+    if _manager_runs(state, slurm):  # it has just begun, or the clocks differ
         return Liveness()
     return judge(state, stale, slurm)
 
@@ -87,16 +91,16 @@ def stale_lease(run: RunDir, state: State) -> str:
         raise OperationFailed(f"{run.epochs}: {error.strerror}") from None
     if surely_gone(lease_holder):
         return "none is running"
-    age = time.time() - renewed  # by two clocks, so that a large difference either way only makes us ask
+    age = time.time() - renewed  # from two clocks: a large difference, of either sign, only leads to a query
     if abs(age) <= STALE_LEASES * state.job.limits.lease:
         return ""
     return f"no sign of it for {span(max(0.0, age))}"
 
 
 def surely_gone(lease_holder: LeaseHolder | None) -> bool:
-    """Return whether certainly no manager runs.
+    """Return whether it is certain that no manager runs.
 
-    The lease has no holder, or its process ran on this machine and has ended.
+    This is certain if the lease has no holder, or if the holder's process ran on this machine and has ended.
     """
     return lease_holder is None or (
         lease_holder.host == socket.gethostname() and not os.path.exists(f"/proc/{lease_holder.pid}")
@@ -130,7 +134,10 @@ def ask_slurm(uid: int) -> SlurmJobs:
 
 
 def judge(state: State, stale: str, slurm: SlurmJobs | None) -> Liveness:
-    """Judge a run whose lease is stale, by what Slurm said; None: it does not run on Slurm. Pure."""
+    """Judge a run whose lease is stale, according to Slurm's answer. Pure.
+
+    ``stale`` says why the lease is stale. ``slurm`` is None if the run is not on Slurm.
+    """
     manage = f"rrl manage {state.run}"
     if slurm is None:
         return Liveness(f"{stale}; the roles go on. Start one: {manage}")
@@ -150,7 +157,7 @@ def judge(state: State, stale: str, slurm: SlurmJobs | None) -> Liveness:
 
 
 def _belongs_to_run(job: Job, run_id: str) -> bool:
-    """Return whether the job is the run's, by its comment, or by its name in case a site has changed the comment."""
+    """Return whether the job belongs to the run according to its comment or, if a site changes comments, its name."""
     return job.comment.split()[:2] == ["rrl", run_id] or job.name.startswith(f"{run_id}.")
 
 
@@ -177,7 +184,7 @@ def _managers_text(managers: Sequence[Job]) -> str:
 
 
 def manager_gone(run: RunDir) -> str:
-    """Return a message that no manager runs, and what to do; empty unless this machine can tell for certain.
+    """Return a message that no manager runs, and what to do; empty unless that is certain (:func:`surely_gone`).
 
     Raises OperationFailed if the lease cannot be read.
     """

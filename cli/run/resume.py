@@ -25,7 +25,7 @@ from .manager_liveness import manager_gone
 from .submit import print_started, watch_until_end
 
 FIXED_KEYS = ("run.name", "run.seed", "cluster.kind", "model", "task")
-"""Keys of job.toml that cannot change: what was trained and stored would be of something else."""
+"""Keys of job.toml that a resume cannot change, since checkpoints and stored trajectories depend on their values."""
 CHANGEABLE_KEYS = ("model.max_length",)
 """Keys within ``FIXED_KEYS`` that can change."""
 

@@ -1,4 +1,7 @@
-"""Checks whether a submitted run can still be begun by a manager, as often as Slurm can bear."""
+"""Checks from time to time whether a manager can still begin a submitted run.
+
+The interval between two checks limits the load on Slurm.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +15,16 @@ from ..common.runs import UsageError, job_of, read_state
 SLURM_CHECK_EVERY_S = 10.0
 """Interval (s) of querying Slurm, whose queue may hold the manager for days.
 
-This makes six commands a minute, as many as a manager makes itself (three in each poll, one poll each ``limits.poll``).
+The load is six commands a minute, the same as from a manager (three in each poll, one poll each ``limits.poll``).
 """
 
 
 class NeverBegan(UsageError):
-    """All managers that were submitted have ended before the run began: it ends as ``rejected``, exit code 2."""
+    """All submitted managers have ended before the run began. The run is ``rejected``, and the exit code is 2."""
 
 
 class StartCheck:
-    """Watches the managers that were submitted for one run, until one of them begins it."""
+    """Watches the managers that were submitted for one run, until one of them begins the run."""
 
     def __init__(self, run: RunDir) -> None:
         self._run = run
@@ -30,9 +33,10 @@ class StartCheck:
         self._failure = ""
 
     def failure(self, state: State | None) -> str:
-        """Return why the run with this ``state`` will never start, or resume if that was requested.
+        """Return why the run will never start, or will never resume if a resume was requested.
 
-        Empty while it still may, once it has, and if that is unknown.
+        ``state`` is the state that was last read. The result is empty if the run may still start, if it has started,
+        and if neither is known.
         """
         try:
             if not awaits_manager(self._run, state) or (job := job_of(self._run)) is None:

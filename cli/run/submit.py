@@ -1,4 +1,4 @@
-"""``rrl submit`` and ``rrl manage``: start a run, watch it, or be its manager."""
+"""``rrl submit`` and ``rrl manage``: start a run, watch it, or run its manager in this process."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _create(job: Job, spec: RunSpec, path: Path) -> RunDir:
 def _start(run: RunDir, spec: RunSpec) -> None:
     try:
         warning = starting.start(run, spec)
-    except (OSError, RuntimeError) as error:  # RuntimeError: what submitit makes of a refused sbatch
+    except (OSError, RuntimeError) as error:  # submitit raises RuntimeError if sbatch is refused
         raise OperationFailed(f"the run could not be started: {error}") from None
     print_warnings([warning] if warning else [])
 
@@ -93,14 +93,14 @@ def _start(run: RunDir, spec: RunSpec) -> None:
 def manage(name: str) -> int:
     """Run the manager of an existing run in this process.
 
-    Returns exit code 0 if the run completed, or if this manager left before its end.
+    Returns exit code 0 if the run completed, or if this manager left before the end of the run.
     """
     run = find_run(name)
     state = read_state(run)
-    if state is not None and state.outcome is not None and read_pending(run) is None:  # a resume is taken up
+    if state is not None and state.outcome is not None and read_pending(run) is None:  # and no resume is pending
         raise UsageError(f"{run.id} has ended already: {state.outcome.value}")
     check_manageable(run)
-    # Ctrl-C leaves in order, as SIGTERM does: whoever looks after a run by hand must not end it by a slip
+    # Ctrl-C ends this manager as SIGTERM does, and not the run: pressing it by mistake must do no damage
     signal.signal(signal.SIGINT, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     if _manager(run, foreground=False) is None:
         print(f"left; the roles of {run.id} go on. Start another manager: rrl manage {run.id}", file=sys.stderr)
@@ -146,7 +146,7 @@ def _manager(run: RunDir, *, foreground: bool) -> str | None:
 
 
 def print_started(run: RunDir, json: bool) -> int:
-    """Print that the run was started."""
+    """Print that the run was started; return exit code 0."""
     if json:
         print_json({"run": run.id, "run_dir": str(run.path)})
     else:

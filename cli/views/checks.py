@@ -28,7 +28,7 @@ _REMEDY_TEXT = {
 def headline(verdict: Verdict, findings: Sequence[Finding]) -> str:
     """Return one line for a drain's reason: the verdict and the first finding with it.
 
-    Without such a finding, or if the verdict is OK: the verdict and the number of checks.
+    If there is no such finding, or the verdict is OK, the line gives the verdict and the number of checks.
     """
     worst = next((finding for finding in findings if finding.verdict is verdict), None)
     if verdict is Verdict.OK or worst is None:
@@ -72,7 +72,7 @@ def _finding_lines(findings: Sequence[Finding], verdict: Verdict) -> Iterator[tu
 
 
 def _tally(findings: Sequence[Finding]) -> str:
-    """Return the number of passed checks and of those unknown, as ``18 checks; 21 not to be known here``."""
+    """Return the numbers of passed and of unknown checks, as ``18 checks; 21 not to be known here``."""
     well = sum(finding.verdict is Verdict.OK for finding in findings)
     unknown = sum(finding.verdict is Verdict.UNKNOWN for finding in findings)
     return f"{well} checks" + (f"; {unknown} not to be known here" if unknown else "")

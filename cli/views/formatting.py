@@ -17,17 +17,17 @@ def span(seconds: float) -> str:
 
 
 def stage(seconds: float | None) -> str:
-    """Format a measured stage in s with two digits; a dash if it has not happened."""
+    """Format the duration (s) of a stage, below 100 s with two decimals; return a dash if it has not happened."""
     return "–" if seconds is None else f"{seconds:.2f}s" if seconds < 100 else span(seconds)
 
 
 def number(value: float | None) -> str:
-    """Format a number with two digits; a dash for None."""
+    """Format a number with two decimals; return a dash for None."""
     return "–" if value is None else f"{value:.2f}"
 
 
 def curve(values: Sequence[float], width: int) -> str:
-    """Draw the newest ``width`` values as blocks, scaled to 0..1 if all lie within it, else to their extremes."""
+    """Draw the newest ``width`` values as blocks, scaled to 0..1 if all lie within it, else to their own range."""
     shown = values[-width:]
     if not shown:
         return ""

@@ -39,7 +39,7 @@ def report_view(report: Report, sources: Sources, drains_unknown: str) -> Render
 
 
 def to_paste(report: Report) -> str:
-    """Return the report's ``scontrol`` commands as lines that no terminal's width breaks; empty if there are none."""
+    """Return the report's ``scontrol`` commands as lines that are not wrapped; an empty string if there are none."""
     lines = [one.scontrol for one in report.nodes if one.scontrol]
     return "".join(f"{line}\n" for line in ["", *lines]) if lines else ""
 
@@ -68,7 +68,11 @@ def figure(value: float) -> str:
 
 
 def interval(rate: Rate, unit: str = "") -> str:
-    """Format a rate with its interval, ``3.21 (95 %: 1.04 to 7.48)``; an unknown bound is left open."""
+    """Format a rate with its confidence interval, as ``3.21 (95 %: 1.04 to 7.48)``.
+
+    A missing upper bound is shown as ``∞``. A rate without a value, such as the mean time between failures if there was
+    no failure, is shown by its lower bound.
+    """
     if rate.low is None:
         return "not known: no node was held"
     sure = f"{100 * rate.confidence:g} %"

@@ -18,7 +18,7 @@ from .health_report import drain_text, interval, is_notable, rows_of, utc_time
 from .health_report import figure as digits
 
 WIDTH, HEIGHT, LEFT, BOTTOM = 900, 180, 34, 22
-"""Measures of the plot, in its own units."""
+"""Sizes and margins of the plot, in units of its SVG viewBox."""
 MAX_TICKS = 4
 MAX_LABELS = 10
 _COLOURS = {

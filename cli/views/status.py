@@ -27,7 +27,10 @@ from .summary import MAX_STALE_SHARE
 NARROW_COLUMNS = 95
 """Number of columns below which less important details are left out."""
 MAX_LISTED = 12
-"""Number of replicas of a role that are listed one by one; of more, only those not at their ordinary work."""
+"""Greatest number of replicas that are listed for a role.
+
+If a role has more replicas, only replicas with a finding, an earlier failure or an unusual status are listed.
+"""
 RECENT_FAILURE_S = 600.0
 """Time (s) for which a failure stays in the view."""
 
@@ -50,8 +53,8 @@ def status_view(
 ) -> RenderableType:
     """Return the status view of a run.
 
-    ``now`` is the wall clock (s). ``notes`` are lines about its manager that replace the journal's. ``known_standing``
-    is the standing of the run if more is known than its journal says.
+    ``now`` is the wall clock (s). ``notes`` are lines about the run's manager; they replace what the journal says about
+    it. ``known_standing`` replaces the standing of the run (:func:`standing`) if more is known than its journal says.
     """
     until = now if state.ended is None else state.ended
     title = Text.assemble(*_title(state, until, width, known_standing), overflow="ellipsis", no_wrap=True)
@@ -67,7 +70,7 @@ def status_view(
 
 
 def one_line(state: State, silent: bool = False, known_standing: str = "") -> str:
-    """Return the status in one line for a log: the run's standing, and the replicas that do not work."""
+    """Return the status in one line for a log: its standing and the replicas that are neither joined nor complete."""
     parts = [f"{state.run}: {known_standing or standing(state)[0]}", _progress_text(state)]
     if state.rewards.latest is not None:
         parts.append(f"reward {number(state.rewards.latest)}")
@@ -99,7 +102,7 @@ def _progress_text(state: State) -> str:
 
 
 def standing(state: State) -> tuple[str, str]:
-    """Return the run's standing in a few words, and its colour."""
+    """Return the run's standing, such as ``running`` or ``waiting for nodes``, and its colour."""
     if state.outcome is not None:
         return state.outcome.value, _OUTCOME[state.outcome]
     if state.finish is not None:
@@ -203,7 +206,7 @@ def _metrics(state: State, width: int) -> str:
 def _nodes(state: State) -> Text:
     """Return which nodes are in use, spare or warm, and which are not usable and why.
 
-    Without any node: how many are wanted. A node without its agent is listed as such.
+    While the run has no nodes, say how many it wants. Nodes whose agent has not started are listed separately.
     """
     if not state.nodes:
         pending = [a.status.detail for a in state.allocations.values() if a.status is not None and a.status.detail]
@@ -232,7 +235,7 @@ def _nodes(state: State) -> Text:
 
 
 def _allocation_trouble(allocation: Allocation) -> str:
-    """Return what the cluster does with the allocation, such as preempting or suspending it."""
+    """Return how the cluster impairs the allocation, for example by suspending it; empty if it does not."""
     if allocation.status is None or allocation.releasing or allocation.orphan:
         return ""
     nodes = folded(allocation.status.nodes)
@@ -297,7 +300,7 @@ def _row(table: Table, state: State, replica: Replica, now: float) -> None:
 
 
 def _doing(replica: Replica) -> tuple[str, str, float]:
-    """Return (phase, colour, since) of a joined replica; of any other its status instead of the phase."""
+    """Return (phase, colour, since) of a joined replica, and (status, colour, since) of any other replica."""
     if replica.status is Status.JOINED and replica.phase:
         return replica.phase, phase(replica.phase).colour, replica.phase_since or replica.since
     return replica.status.value, _STATUS.get(replica.status, "white"), replica.since
