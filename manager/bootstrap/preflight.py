@@ -57,7 +57,7 @@ class Problem(Struct, frozen=True):
     """Key of job.toml that has to change; empty if the problem concerns no key."""
     text: str
     certain: bool = True
-    """Whether the job could never start as it is."""
+    """Whether it is certain that Slurm would never start the job without a change."""
 
 
 async def check_with_slurm(job: Job, spec: RunSpec, foreground: bool = False) -> list[Problem]:

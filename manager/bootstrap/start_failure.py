@@ -30,7 +30,7 @@ _FOREIGN_LINES = (
     re.compile("srun|submitit"),
 )
 """Patterns for the beginnings of lines that Slurm, submitit and the pool's script add to a manager's log. Lines that
-match the first pattern are skipped; if no line remains, only lines that match the second pattern are. If a program
+match the first pattern are skipped; if no line remains, those of the second pattern are skipped instead. If a program
 cannot be started, slurmstepd prints why, while srun, which prints last, only reports that the program ended."""
 _TAIL_BYTES = 64 * 1024
 """Bytes of a log that are searched for its last line. A traceback takes a few KiB."""

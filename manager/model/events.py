@@ -115,7 +115,7 @@ class Joined(Struct, frozen=True, tag=True):
 
 
 class StepEnded(Struct, frozen=True, tag=True):
-    """The first process of a step has ended, according to its exit record or to a witness that observed the end."""
+    """The first process of a step has ended, according to its exit record or a witness (a process that observed it)."""
 
     incarnation: Incarnation
     step: str

@@ -30,8 +30,8 @@ _FAILED_STARTS = frozenset({RejectReason.NEVER_APPEARED, RejectReason.NOT_STARTE
 def on_launch_intended(state: State, at: float, action: Launch) -> State:
     """Make the new incarnation the current one as soon as its launch is intended.
 
-    In a promotion the member takes over the step, the admitted process and the pid of the standby process, which is
-    recorded as not launched.
+    In a promotion the member takes over the step, the admitted process and the pid of the standby process, whose
+    replica is then to be launched again.
     """
     standby, admitted, pid, host = action.standby, None, None, ""
     state = replace(state, launched=state.launched or role_of(action.incarnation.replica) not in (AGENT, STANDBY_ROLE))

@@ -67,8 +67,8 @@ class FailedIncarnation(Struct, frozen=True):
     not_started: str | None = None
     """Report that the command could not be started at all; None if it was started, or if that is unknown."""
     detector: str = ""
-    """Detector whose finding the incarnation was fenced for; empty if it was not launched, or ended for
-    another reason."""
+    """Detector whose finding led to the fence of the incarnation; empty if it was not launched, or failed without a
+    finding."""
 
 
 class AdmittedProcess(Struct, frozen=True):
@@ -363,7 +363,7 @@ class State(Struct, frozen=True):
         return float("inf") if self.running_since is None else self.running_since + self.job.walltime
 
     def replica(self, id: ReplicaId) -> Replica:
-        """Return the replica of this id, or a new one that was never launched."""
+        """Return the replica of this id; if none is recorded, return a replica that was never launched."""
         return self.replicas.get(id) or Replica(id)
 
     def is_current(self, incarnation: Incarnation) -> bool:

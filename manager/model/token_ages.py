@@ -1,8 +1,8 @@
 """Ages of the tokens that the newest committed steps trained on, and a warning if they grow.
 
 The age of a token is the number of weight versions by which the version that sampled it was older than the newest one
-when the token's batch was bound. The ages are part of the metrics of each step. :class:`rrl.Worker` computes them, so a
-user's own trainer reports them too.
+when the token's batch was bound (when its groups were chosen). The ages are part of the metrics of each step.
+:class:`rrl.Worker` computes them, so a user's own trainer reports them too.
 """
 
 from __future__ import annotations

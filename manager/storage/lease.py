@@ -68,7 +68,7 @@ class Lease:
 
     @classmethod
     async def acquire(cls, run: RunDir, timeout_s: float, job: str = "") -> Lease:
-        """Claim the next epoch once the counter of the newest one has not changed for ``timeout_s`` seconds.
+        """Claim the next epoch once the counter of the newest epoch has not changed for ``timeout_s`` seconds.
 
         Time during which the counter cannot be read, or during which this process was frozen, does not count.
 

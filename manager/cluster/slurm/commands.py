@@ -112,7 +112,7 @@ class Budget:
         return self._share
 
     def share(self, managers: int) -> None:
-        """Set the number of running managers of this user, including this one."""
+        """Set the number of running managers of this user, including this manager."""
         self._share = self._user_total / max(1, managers)
         self._available = min(self._available, self._share)
 

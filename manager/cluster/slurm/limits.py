@@ -71,7 +71,7 @@ def enforced(config: str) -> bool:
 def association_limits(text: str, account: str, partition: str) -> tuple[list[Limit], str]:
     """Return (limits, default QOS) of an account from ``sacctmgr show assoc``.
 
-    An association of the account with the partition takes precedence over the one without a partition.
+    An association of the account with the partition takes precedence over its association without a partition.
     """
     rows = [dict(zip(_ASSOC, line.split("|"), strict=False)) for line in text.splitlines() if line.strip()]
     fitting = [row for row in rows if row["account"] == account and row.get("partition", "") in ("", partition)]
