@@ -164,7 +164,7 @@ class StepCommitted(Struct, frozen=True, tag=True):
 
 
 class FindingChanged(Struct, frozen=True, tag=True):
-    """A finding has appeared or changed; verdict OK clears the finding of the same key."""
+    """A finding has appeared or changed; verdict OK or UNKNOWN clears the finding of the same key."""
 
     finding: Finding
 

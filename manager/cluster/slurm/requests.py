@@ -43,7 +43,10 @@ class Partition(Struct, frozen=True):
         return sum(shape.count for shape in self.shapes if _fits(shape.node, node) and (shape.usable or not usable))
 
     def missing_resource(self, node: Resources) -> str:
-        """Return the resource of which no node has enough, by its key in job.toml: ``cpus``, ``gpus`` or ``mem``."""
+        """Return the key in job.toml (``cpus``, ``gpus`` or ``mem``) of a resource that no node has enough of.
+
+        If nodes lack only the combination of resources, return ``cpus``.
+        """
         for key in ("gpus", "mem", "cpus"):
             if all(getattr(shape.node, key) < getattr(node, key) for shape in self.shapes):
                 return key
