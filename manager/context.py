@@ -1,4 +1,4 @@
-"""The run as every component of its manager sees it."""
+"""The objects that all components of a manager share: the run directory, the state, the monitor and connections."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ class PeerConnections:
 
 @dataclass(frozen=True, slots=True)
 class RunContext:
-    """What the components of one manager share: where the run is stored, what is known of it, and how to change that.
+    """The parts of a manager that its components share: data of the run, functions to record events and send messages.
 
-    The manager makes one when it opens the run, and passes it to each component instead of single functions.
+    The manager creates the context when it opens the run, and passes it to each component instead of single functions.
     """
 
     run_dir: RunDir
     """Directory of the run on shared storage."""
     monitor: HealthMonitor
-    """Last observations of replicas and nodes, from which the detectors judge."""
+    """Last observations of replicas and nodes, from which the detectors derive findings."""
     state: Callable[[], State]
     """Returns the newest state."""
     record: Callable[[Event], None]
-    """Journals an event and applies it to the state; it is durable after the next flush."""
+    """Journals an event and applies it to the state; the event is durable after the next flush."""
     send: Send
     """Sends a message to a connection, as a reply to a request id or unsolicited (None)."""
     now: Callable[[], float]

@@ -77,7 +77,7 @@ removed."""
 COMMAND_POLL_S = 0.5
 """Seconds between two checks of the mailbox for user commands."""
 FLUSH_INTERVAL_S = 0.5
-"""Longest time in seconds that an event which no action waits for stays unwritten."""
+"""Longest time in seconds for which an event stays unwritten if no action waits for it."""
 
 
 class Manager:
@@ -180,7 +180,7 @@ class Manager:
         self._wake.set()
 
     def cancel(self, by: str) -> None:
-        """Record a cancel command by ``by``; until this manager has opened the run, keep it for then."""
+        """Record a cancel command of the user ``by``, at once or as soon as this manager has opened the run."""
         if self._state is None:
             self._cancelled_early = by
         else:
@@ -214,7 +214,7 @@ class Manager:
         self._wake.set()
 
     def _stopped_by_others(self, event: ev.Event) -> bool:
-        """Return whether something other than the manager stopped a step that is still wanted, such as a preemption."""
+        """Return whether a step that is still wanted was stopped by something else than the manager (preemption)."""
         if not isinstance(event, ev.StepEnded) or event.reason is not ExitReason.STOPPED:
             return False
         return self.state.is_current(event.incarnation)
@@ -246,9 +246,9 @@ class Manager:
         return None
 
     def _detect_own_stall(self) -> None:
-        """Restart all silence clocks if this manager was stalled, and clear nodes that the run no longer uses.
+        """Restart the monitor's deadlines if this manager was stalled, and clear nodes that the run no longer uses.
 
-        A manager that did not run for a while cannot distinguish missing heartbeats of others from its own pause.
+        A manager that did not run for a while cannot tell whether heartbeats are missing or only were not received.
         """
         now = self.now()
         if now - self._last_turn_at > self.state.job.limits.silence / 2:
@@ -277,8 +277,8 @@ class Manager:
     def _was_responsive(self, node: NodeName) -> bool:
         """Return whether no detector of the manager reports this node as silent or down.
 
-        If such a node is excluded for another reason, such as a broken GPU, its later silence is expected and not
-        evidence.
+        A responsive node that is excluded, for example because of a broken GPU, is expected to fall silent. This
+        silence is no evidence that the node is down.
         """
         return all(finding.node != node or from_agent(finding) for finding in self.state.findings.values())
 
@@ -323,7 +323,7 @@ class Manager:
                     for fence in fences:
                         if isinstance(fence, Fence):
                             await self._fence(fence)
-        # No action without a durable intent: if the flush fails, the actions wait for the next turn.
+        # No action starts without a durable intent: if the flush fails, the actions wait for the next turn.
         if self._intended_actions and await self._flush():
             durable, self._intended_actions = self._intended_actions, []
             for action in durable:
@@ -349,7 +349,7 @@ class Manager:
     async def _flush(self) -> bool:
         """Make all recorded events durable.
 
-        Return False if the run directory cannot be written; no action is taken then.
+        Return False if the run directory cannot be written; the caller must then not carry out any action.
         """
         self._flushed_at = time.monotonic()
         try:
@@ -437,7 +437,7 @@ class Manager:
     async def _restore(self) -> None:
         """Restore the health monitor from the state, and continue to settle open intents.
 
-        Every replica gets its full grace from now on.
+        All deadlines of the replicas start again now.
         """
         restore_monitor(self._monitor, self.state, self.now())
         self._baseline_recorder = BaselineRecorder(self._monitor, self.state.baselines, self.record)
@@ -478,7 +478,7 @@ class Manager:
 
     async def _release_lease(self) -> None:
         """Release the lease, unless a successor holds it already."""
-        with contextlib.suppress(LeaseLost, OSError):  # a successor took over, or storage is away: the lease expires
+        with contextlib.suppress(LeaseLost, OSError):  # a successor took over, or storage fails: the lease expires
             await self._lease.check_in_thread()
             await asyncio.to_thread(self._lease.release)
 

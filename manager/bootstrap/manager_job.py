@@ -1,9 +1,10 @@
-"""The Slurm jobs of a run's managers: one runs, and the next one is pending until it has ended for whatever reason.
+"""The Slurm jobs of a run's managers: one runs, and the next is pending until the first has ended for any reason.
 
 Slurm's own requeue would start the same job again after about 120 s (measured). A successor with
 ``--dependency=singleton`` waits in the queue under the same name and starts within seconds. It is queued in advance:
-``rrl submit`` queues the first, and each manager the one after it. Some sites do not let a job submit jobs; there the
-only successor is the one from the login node. At the end of the run the pending successor is cancelled.
+``rrl submit`` queues the first successor, and each manager queues one if none is pending. Some sites do not let a job
+submit jobs; there the only successor is the one that ``rrl submit`` queued. At the end of the run the pending successor
+is cancelled.
 
 With ``[manager] where = "pool"`` there are no such jobs: the pool's own script keeps a manager running
 (:mod:`rrl.manager.bootstrap.pool_supervisor`).
@@ -40,10 +41,10 @@ MEM_GB = 1
 WALLTIME_MARGIN_S = 600.0
 """Seconds by which the manager's own job outlasts the run's walltime."""
 MIN_WALLTIME_S = 600.0
-"""Shortest walltime (s) of the manager's job. A manager exits 90 s before its end (submitit), and has queued the next
-one by then."""
+"""Shortest walltime (s) of the manager's job. A manager exits 90 s before the end of its job (submitit), and has queued
+its successor by then."""
 STABLE_AFTER_S = 60.0
-"""Seconds that a manager runs before it queues the next one: what ends it earlier would end its successors too."""
+"""Seconds that a manager runs before it queues its successor: a cause that ends it earlier would also end the next."""
 _SLURM_LIMITS = SlurmLimits()
 
 
@@ -68,9 +69,9 @@ def parameters(run_id: str, spec: RunSpec) -> dict[str, Any]:
 
 
 def _walltime(spec: RunSpec) -> float:
-    """Return the walltime of the manager's job (s): that of the run and a margin, unless the site allows less.
+    """Return the walltime (s) of the manager's job: the run's walltime and a margin, unless the site allows less.
 
-    If it is shorter than the run, one manager follows another.
+    If the job is shorter than the run, one manager follows another.
     """
     max_walltime = spec.walltime + WALLTIME_MARGIN_S
     return min(max_walltime, max(spec.manager.walltime, MIN_WALLTIME_S)) if spec.manager.walltime else max_walltime
@@ -106,7 +107,7 @@ def submit(run: RunDir, spec: RunSpec, manage: Callable[[RunDir], Any]) -> None:
 def _outside_of_a_job() -> Iterator[None]:
     """Hide the variables of a surrounding Slurm job.
 
-    sbatch takes them for options, and submitit passes its environment on.
+    sbatch would read them as its options, and submitit passes its own environment to sbatch.
     """
     allowed = environment(os.environ)
     hidden = {key: os.environ.pop(key) for key in set(os.environ) - set(allowed)}
@@ -205,5 +206,5 @@ async def none_pending(run_id: str, spec: RunSpec) -> bool:
 
 
 def job_name(run_id: str, spec: RunSpec) -> str:
-    """Return the name of the job that starts a manager: the pool's, or that of the manager jobs."""
+    """Return the name of the Slurm job that a manager runs in: the pool's name or the name of the manager jobs."""
     return initial_requests(run_id, spec)[0].tag if spec.manager.where == "pool" else manager_job_name(run_id)

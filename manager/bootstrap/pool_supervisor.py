@@ -29,8 +29,9 @@ MAX_RESTART_DELAY_S = 60.0
 STABLE_AFTER_S = 60.0
 """Seconds after which a manager's start counts as successful, so that the delay starts again at ``RESTART_DELAY_S``."""
 MAX_FUTILE_STARTS = 5
-"""Managers in a row that may end with nothing to hold the nodes for, because the run directory was removed or none of
-them could begin the run. The delays between them add up to 15 s, so that no single moment decides."""
+"""Number of managers in a row after which the nodes are released, if each ended while no role can run on the nodes: the
+run directory was removed, or no manager could begin the run. The delays between them add up to 15 s, so that a short
+disturbance does not release the nodes."""
 LOGGER = "rrl.pool_supervisor"
 """Name in the log lines of this process, which share a file with the output of its managers."""
 _log = logging.getLogger(LOGGER)
@@ -63,8 +64,8 @@ def main() -> int:
 def _surely_ended(run: RunDir) -> bool:
     """Return whether the run has certainly ended.
 
-    Storage that is unavailable, or a journal that cannot be read, is no reason to release the nodes: roles may be
-    running.
+    Storage that is unavailable, or a journal that cannot be read, is no reason to release the nodes, because roles may
+    be running.
     """
     try:
         return run_ended(run)
@@ -85,7 +86,7 @@ def _nothing_runs(run: RunDir) -> bool:
 
 
 def awaits_manager(run: RunDir, state: State | None) -> bool:
-    """Return whether no manager has begun the run yet, or has claimed the request to resume it.
+    """Return whether the run waits for a manager to begin it or to carry out a request to resume it.
 
     ``state`` is the state of the run's journal. Raises OSError.
     """

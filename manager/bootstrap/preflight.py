@@ -1,8 +1,8 @@
 """Check before a submission whether Slurm would accept what a job spec requests, without starting anything.
 
-``sbatch --test-only`` is not enough. It rejects jobs without a mistake: with nodes down or drained it reports the same
-as for an impossible size (measured on 22.05: "Requested node configuration is not available"). And it accepts jobs with
-one: if EnforcePartLimits is NO, a job with a walltime beyond the partition's limit is accepted and then stays pending
+``sbatch --test-only`` is not enough. It rejects correct jobs: if nodes are down or drained, it reports the same error
+as for an impossible size (measured on 22.05: "Requested node configuration is not available"). And it accepts wrong
+jobs: if EnforcePartLimits is NO, a job with a walltime beyond the partition's limit is accepted and then stays pending
 forever. So the sizes are also compared with the partitions.
 """
 
@@ -40,8 +40,8 @@ _KEYS = (
     (r"time limit", "walltime"), (r"memory", "mem"), (r"node name", "nodelist"),
     (r"node configuration|node count|processors", "cpus"),
 )  # fmt: skip
-"""Words in Slurm's messages, and the key of job.toml that they concern: an sbatch option, or rrl's own key in its
-place."""
+"""Patterns in Slurm's messages, each with the key of job.toml that the message concerns: an sbatch option, or rrl's own
+key in its place. If the key is empty, the pattern captures the option."""
 _PERHAPS_DOWN = re.compile(r"configuration (is )?not available|nodes are busy|node not available", re.IGNORECASE)
 """Messages that Slurm also gives if nodes are down or drained."""
 
@@ -54,17 +54,17 @@ class Problem(Struct, frozen=True):
     """Something in a job spec that Slurm would not accept, or that could not be checked."""
 
     key: tuple[str, ...]
-    """Key of job.toml that has to change; empty: none."""
+    """Key of job.toml that has to change; empty if the problem concerns no key."""
     text: str
     certain: bool = True
-    """Whether the job could never start as it is."""
+    """Whether it is certain that Slurm would never start the job without a change."""
 
 
 async def check_with_slurm(job: Job, spec: RunSpec, foreground: bool = False) -> list[Problem]:
-    """Return what Slurm would not accept, or did not answer.
+    """Return what Slurm would not accept, or what could not be checked because Slurm did not answer.
 
     Args:
-        job: The job, for the keys that a problem concerns: only it knows in which table a value was written.
+        job: The job, from which the key of a problem is found: only the job shows in which table a value was written.
         spec: The run spec of this job: what would be requested.
         foreground: True if the manager is not a Slurm job.
 
@@ -138,7 +138,7 @@ def _check_sizes(job: Job, spec: RunSpec, request: AllocationRequest, partitions
 
 
 def _partition_fits(request: AllocationRequest, partitions: list[Partition]) -> bool:
-    """Return whether enough nodes for each component are up, so that Slurm does not reject it for lack of nodes."""
+    """Return whether enough nodes for each component are up, so that Slurm has no lack of nodes to report."""
     return all(
         any(
             partition.fitting(required_resources(component), usable=True) >= component.count
@@ -151,7 +151,10 @@ def _partition_fits(request: AllocationRequest, partitions: list[Partition]) -> 
 async def _test_only(
     job: Job, spec: RunSpec, request: AllocationRequest | None, options: Sequence[str], text: str, nodes_suffice: bool
 ) -> list[Problem]:
-    """Return what ``sbatch --test-only`` reports; ``request`` is None for the manager's own job."""
+    """Return what ``sbatch --test-only`` reports; ``request`` is None for the manager's own job.
+
+    ``nodes_suffice``: enough nodes are up, so that a rejection is certain whatever Slurm's message says.
+    """
     components = () if request is None else (request, *request.further_components)
     subject = ", ".join(component.node_group for component in components) or "the manager's job"
     try:
@@ -206,7 +209,7 @@ def _key(job: Job, spec: RunSpec, request: AllocationRequest | None, name: str) 
 
 
 def _option_key(job: Job, spec: RunSpec, request: AllocationRequest, name: str) -> tuple[str, ...]:
-    """Return the key of the sbatch option ``name`` if the job spec sets it, in the table of its role; else ().
+    """Return the key under which the job spec sets the sbatch option ``name`` for this request; () if it does not.
 
     For ``cpus``, the options that restrict the nodes count too.
     """

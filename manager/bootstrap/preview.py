@@ -73,7 +73,7 @@ def max_standbys_of(spec: RunSpec, role: RoleSpec) -> int:
 
 
 def standby_nodes(spec: RunSpec, role: RoleSpec) -> tuple[int, int]:
-    """Return on how many (spares, rollouts' nodes) standby processes of this role run. The role must be ``warm``."""
+    """Return how many (spares, rollouts' nodes) run standby processes of this role, which must be ``warm``."""
     if not role.standby_shares_node:
         return min(spec.spares, role.replicas), 0
     rollouts = sum(rollout.replicas for rollout in spec.kind("rollout"))
@@ -136,7 +136,7 @@ def _manager(spec: RunSpec) -> list[tuple[str, str]]:
 
 
 def allocations(spec: RunSpec) -> list[tuple[str, str]]:
-    """Return (title, batch script) of each allocation; of those that differ only by their number, the first."""
+    """Return (title, batch script) of each allocation; if several differ only in their number, only of the first."""
     if spec.manager.where == "pool":
         return [
             (
@@ -146,7 +146,7 @@ def allocations(spec: RunSpec) -> list[tuple[str, str]]:
         ]
     requests = {
         request.node_group: request for request in reversed(initial_requests(_example_run_id(spec), spec))
-    }  # of equal ones, the first
+    }  # of requests for the same node group, the first
     counts = {node_group.name: node_group.nodes for node_group in spec.node_groups if node_group.separate_jobs}
     texts = []
     for request in reversed(requests.values()):

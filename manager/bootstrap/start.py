@@ -1,6 +1,6 @@
-"""Create a run and start its manager, here, in a Slurm job, or in the run's pool.
+"""Create a run and start its manager: on this machine, in a Slurm job of its own, or in the run's pool.
 
-The manager is submitted through submitit, to Slurm or to this machine; submitit is never asked for its state.
+On this machine and in a job of its own the manager is started with submitit, but its state is never read from submitit.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ STORAGE_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 WALLTIME_REASON = "its walltime ends"
 """Reason that a manager gives for its exit when submitit announces the end of its Slurm job."""
 LOCAL_TIMEOUT_MIN = 60 * 24 * 365
-"""Minutes; so long that a manager of the local cluster ends only with its run."""
+"""Time limit (minutes) of a manager of the local cluster: so long that the manager ends only with its run."""
 
 
 def create(job: Job, spec: RunSpec, source: Path) -> RunDir:
@@ -130,7 +130,7 @@ def resume(run: RunDir, job: Job, spec: RunSpec, text: bytes, source: Path, end:
 
 
 def start_manager(run: RunDir, spec: RunSpec) -> str:
-    """Start a manager for ``run``; return a warning about anything that failed without preventing that, or "".
+    """Start a manager for ``run``; return a warning about a failure that did not prevent the start, or "".
 
     Depending on the run spec the manager is a Slurm job of its own with a successor in the queue, a process in the
     run's pool, or a process on this machine.

@@ -1,4 +1,4 @@
-"""Find out whether all managers that were submitted for a run have ended before any of them began it.
+"""Find out whether all managers that were submitted for a run have ended before any of them began to manage it.
 
 Such a run has no journal (or, if it is resumed, only the journal up to its previous end), so no event can say so. The
 evidence is in submitit's folder and in Slurm's queue.
@@ -29,14 +29,15 @@ _FOREIGN_LINES = (
     re.compile(rf"(srun|slurmstepd|slurmd|submitit|\S+ [A-Z]+ {re.escape(LOGGER)}:)"),
     re.compile("srun|submitit"),
 )
-"""Beginnings of the lines that Slurm, submitit and the pool's script add to a manager's log. If a program cannot be
-started, slurmstepd prints why; srun, which comes last, only prints that it ended."""
+"""Patterns for the beginnings of lines that Slurm, submitit and the pool's script add to a manager's log. Lines that
+match the first pattern are skipped; if no line remains, those of the second pattern are skipped instead. If a program
+cannot be started, slurmstepd prints why, while srun, which prints last, only reports that the program ended."""
 _TAIL_BYTES = 64 * 1024
 """Bytes of a log that are searched for its last line. A traceback takes a few KiB."""
 
 
 def start_failure(run: RunDir, spec: RunSpec) -> str:
-    """Return why no manager will begin a run that awaits one; empty while one may still do so, or if that is unknown.
+    """Return why no manager will begin a run that awaits a manager; empty if one still may, or if that is unknown.
 
     A run awaits a manager according to :func:`rrl.manager.bootstrap.pool_supervisor.awaits_manager`. The text is one
     line with the last line that a manager logged. Queries Slurm once, and blocks up to the deadline of a read (10 s) if
@@ -62,7 +63,7 @@ def _submitted(run: RunDir) -> list[str]:
 
 
 def _any_alive(run: RunDir, spec: RunSpec, ids: list[str]) -> bool:
-    """Return whether one of them may be pending or running. A manager whose state is unknown counts as running."""
+    """Return whether any of these managers may be pending or running; if that is unknown, return True."""
     if spec.cluster == "slurm":
         try:
             return asyncio.run(manager_job.is_queued(manager_job.job_name(run.id, spec)))
@@ -77,10 +78,10 @@ def _any_alive(run: RunDir, spec: RunSpec, ids: list[str]) -> bool:
 
 
 def _is_submitit_of(process: Path, run: RunDir) -> bool:
-    """Return whether a process may be submitit's for this run; another process may have its pid by now.
+    """Return whether a process may be the one that submitit started for this run, and not another with the same pid.
 
-    During execve(2) a process has no command line for a moment, like a zombie: observed on a busy machine, right after
-    Popen had returned.
+    During execve(2) a process has no command line for a moment, like a zombie (observed on a busy machine, right after
+    Popen had returned).
     """
     try:
         line = process.joinpath("cmdline").read_bytes()
@@ -97,7 +98,7 @@ def _is_submitit_of(process: Path, run: RunDir) -> bool:
 
 
 def _last_line(run: RunDir, ids: list[str]) -> str:
-    """Return the last line of the newest manager that logged anything, else what Slurm or submitit logged about it."""
+    """Return the last log line of the newest manager that logged anything, else what Slurm or submitit logged last."""
     logs = [*(run.submit / f"{id}_0_log.{kind}" for id in reversed(ids) for kind in ("err", "out")),
             run.submit / manager_job.POOL_LOG, run.submit / CONTROLLER_LOG]  # fmt: skip
     lines = [line for log in logs for line in reversed(_tail(log))]

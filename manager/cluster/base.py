@@ -96,7 +96,7 @@ class AllocationRequest(Struct, frozen=True):
 
 
 class Step(Struct, frozen=True):
-    """One member to launch on one node of an allocation. Its launch file says what to run."""
+    """A step to launch on one node of an allocation. Its launch file says what it runs."""
 
     tag: str
     allocation: str
@@ -114,7 +114,7 @@ class Step(Struct, frozen=True):
     container: tuple[str, ...] = ()
     """Further options of srun, which start the step in a container (pyxis)."""
     python: str = ""
-    """Python interpreter that runs the first process in that container; empty: the cluster's default interpreter."""
+    """Python interpreter that runs the first process in that container; if empty, the cluster's default interpreter."""
 
 
 class NodeState(StrEnum):
@@ -145,8 +145,7 @@ class NodeStatus(Struct, frozen=True):
     detail: str = ""
     """The cluster's own text: state with flags, and the reason."""
     reason: str = ""
-    """Reason given by the author of the drain. It equals the reason of a drain by this run if the drain is the
-    run's."""
+    """Reason that the author of the drain gave. This run set the drain if the reason equals the run's own."""
 
 
 class AllocationStatus(Struct, frozen=True):
@@ -172,8 +171,8 @@ class AllocationStatus(Struct, frozen=True):
 class ClusterSnapshot(Struct, frozen=True):
     """The result of one poll of the cluster.
 
-    A part that could not be read is None: unknown, which means neither healthy nor gone. An allocation or step that is
-    absent from a part that *was* read is not, or no longer, listed by the cluster.
+    A part that could not be read is None: its state is unknown, which means neither healthy nor gone. An allocation or
+    step that is absent from a part that *was* read is not, or no longer, listed by the cluster.
     """
 
     nodes: dict[NodeName, NodeStatus] | None
@@ -182,10 +181,10 @@ class ClusterSnapshot(Struct, frozen=True):
     steps: dict[str, NodeName] | None
     """Node of each listed step of this run, by tag."""
     unknown: str = ""
-    """Why a part is None."""
+    """Why parts are None; empty if all parts were read."""
     launchers_ended: frozenset[str] = frozenset()
     """Tags of launches whose command (srun) failed before this poll began and before their step connected. Nothing can
-    start these steps any longer: one that is not listed will never appear."""
+    start these steps any longer, so a step that is not listed will never appear."""
 
 
 class Cluster(Protocol):
@@ -198,12 +197,12 @@ class Cluster(Protocol):
         """Request nodes, which :meth:`observe` then lists under ``request.tag``."""
 
     async def release(self, tag: str) -> None:
-        """Give an allocation back with everything that runs in it. Does nothing if it has ended."""
+        """Give an allocation back and end everything that runs in it. Does nothing if the allocation has ended."""
 
     async def launch(self, step: Step) -> None:
         """Start a step, and return once the cluster has accepted it.
 
-        Only the step's own ``AdmissionRequest`` message shows that it runs.
+        Only the ``AdmissionRequest`` message of the step itself shows that it runs.
 
         Raises:
             AllocationNotRunning: the allocation of the step is not running.
@@ -247,4 +246,4 @@ class Cluster(Protocol):
         """Return the nodes, allocations and steps of this run as the cluster reports them now. Never raises."""
 
     async def close(self) -> None:
-        """Release local resources, such as child processes that carry launches. The steps keep running."""
+        """Release local resources, such as child processes that launch steps. The steps keep running."""

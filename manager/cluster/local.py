@@ -1,6 +1,6 @@
 """The local cluster: virtual nodes on this machine. A node is only a name; a step is a process in its own session.
 
-All of its state is in ``run_dir/cluster``, so that the next manager finds it after a kill -9 of this one:
+All of its state is in ``run_dir/cluster``, so that the next manager finds it after a kill -9 of its predecessor:
 ``<tag>.json`` is an allocation, ``steps/<tag>.json`` a step (written before its launch and again after it), and
 ``down/<node>`` marks a node that is down. If the second record of a step is missing, its first process is found by the
 launch file in the process's environment.
@@ -49,12 +49,12 @@ from .base import (  # fmt: skip
 )
 
 STOP_MARGIN_S = 2.0
-"""Seconds beyond the grace. A step that received SIGTERM kills its own process group at the end of the grace and then
-writes the exit record; SIGKILL at that moment would lose the record."""
+"""Seconds between the end of the grace and SIGKILL. A step that received SIGTERM kills its own process group at the end
+of the grace and then writes the exit record; SIGKILL at that moment would lose the record."""
 RELEASE_GRACE_S = 5.0
 """Seconds for steps to end when their allocation is released. The manager normally stops them before."""
 SWEEP_TIMEOUT_S = 10.0
-"""Seconds for processes to end after SIGKILL. One that takes longer hangs in the kernel, and its end is unknown."""
+"""Seconds for processes to end after SIGKILL. A process that takes longer hangs in the kernel and may never end."""
 _INHERITED_ENV = ("PATH", "HOME", "USER", "LOGNAME", "LANG", "LC_ALL", "TZ", "TMPDIR", "LD_LIBRARY_PATH")
 """Variables that the first process of a step inherits from the manager. The role's own environment is in the launch
 file."""
@@ -80,7 +80,7 @@ class _StepRecord(Struct, frozen=True):
 def down_mark(run_dir: RunDir, node: NodeName) -> Path:
     """Return the path of the file that marks a virtual node as down while it exists.
 
-    A node that is down is listed as such, and nothing is launched there. An empty file holds until it is removed;
+    A node that is down is listed as such, and nothing is launched there. An empty file is in force until it is removed;
     otherwise the file contains the wall-clock time (s) at which the node comes back.
     """
     return run_dir.cluster / "down" / node
@@ -91,7 +91,7 @@ class LocalCluster:
 
     Args:
         run_dir: the run's directory, which contains the cluster's records.
-        nodes: how many virtual nodes there are; None: as many as are requested.
+        nodes: number of virtual nodes; if None, as many as are requested.
         python: the interpreter that runs the first process of each step.
     """
 

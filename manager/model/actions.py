@@ -16,12 +16,12 @@ from ..cluster.base import AllocationRequest
 
 
 class Rung(StrEnum):
-    """A rung of the repair ladder (docs/architecture.md). The first one that fits the evidence is taken."""
+    """A rung of the repair ladder (docs/architecture.md). The planner takes the first rung that fits the evidence."""
 
     IN_PLACE = "restart in place"
     SPARE = "spare node"
     DONOR = "warm standby"
-    """Promote the standby process on a rollout's node; that rollout is started elsewhere later."""
+    """Promote the standby process on a rollout's node; the rollout is later started on another node."""
     REPLACEMENT = "replacement allocation"
     DEGRADED = "go on degraded"
     FULL_RESTART = "restart the whole run from its checkpoint"
@@ -71,7 +71,7 @@ class Launch(Struct, frozen=True, tag=True):
     node: NodeName
     why: Why
     standby: Incarnation | None = None
-    """Standby process to promote to this incarnation in its own step; None if a new step is started."""
+    """Standby process that is promoted to this incarnation and keeps its step; None if a new step is started."""
 
     @property
     def tag(self) -> str:
@@ -96,8 +96,8 @@ class StopStep(Struct, frozen=True, tag=True):
 class InjectFault(Struct, frozen=True, tag=True):
     """Inject a planned or requested fault.
 
-    ``step``, ``node`` and ``incarnation`` are what the fault's target is at this moment; empty where the fault has no
-    such target.
+    ``step``, ``node`` and ``incarnation`` identify the target at the time of this action; a field is empty if the fault
+    has no target of that kind.
     """
 
     fault: Fault
@@ -129,7 +129,7 @@ class Drain(Struct, frozen=True, tag=True):
 
 
 class Undrain(Struct, frozen=True, tag=True):
-    """Take back a drain of this run: the one with exactly this reason, and no other."""
+    """Remove this run's drain of a node; a drain with any other reason is kept."""
 
     node: NodeName
     reason: str
@@ -142,7 +142,7 @@ class Undrain(Struct, frozen=True, tag=True):
 
 
 class Shrink(Struct, frozen=True, tag=True):
-    """Release single nodes of a running allocation, where the cluster can do that without harm to the others."""
+    """Release single nodes of a running allocation, if the cluster can do so without affecting the other nodes."""
 
     allocation: str
     nodes: tuple[NodeName, ...]
@@ -157,9 +157,10 @@ class Shrink(Struct, frozen=True, tag=True):
 class Fence(Struct, frozen=True, tag=True):
     """End an incarnation for good: from then on nothing from it is accepted.
 
-    A decision, so there is no intent: the journaled event itself is the effect. ``target_node`` is where the replica is
-    launched next. ``charged`` counts it as a failure on the replica's budget; it is False if the replica moves for
-    another reason, restarts because a member of its gang failed, or restarts on a user's request.
+    This action only changes the recorded state, so it takes effect when its event is journaled. ``target_node`` is
+    where the replica is launched next. ``charged`` says whether the fence counts as a failure on the replica's budget;
+    it is False if the replica moves without a failure, or restarts because another member of its gang failed or because
+    a user requested it.
     """
 
     incarnation: Incarnation
@@ -177,7 +178,8 @@ class Fence(Struct, frozen=True, tag=True):
 class Exclude(Struct, frozen=True, tag=True):
     """Stop using a node in this run.
 
-    Without proof the exclusion lasts for a time; if a user requested it (``by``), until a user takes it back.
+    An exclusion without proof ends after some time. An exclusion that a user requested (``by``) lasts until a user
+    undrains the node.
     """
 
     node: NodeName
@@ -194,7 +196,7 @@ class Exclude(Struct, frozen=True, tag=True):
 
 
 class Finish(Struct, frozen=True, tag=True):
-    """End the run, or record that it is over. The outcome is decided here and does not change afterwards."""
+    """End the run, or record that it is over. This decision fixes the outcome of the run."""
 
     outcome: Outcome
     why: Why
@@ -229,7 +231,7 @@ class RestartAll(Struct, frozen=True, tag=True):
 
     @property
     def failed(self) -> Incarnation | None:
-        """Return the incarnation whose failure led to the restart, and on whose budget it counts."""
+        """Return the incarnation whose failure led to the restart, which counts on its replica's budget."""
         return next((fence.incarnation for fence in self.fences if fence.charged), None)
 
     @property
@@ -243,6 +245,6 @@ ExternalAction = Request | Release | Launch | StopStep | InjectFault | Drain | U
 result is journaled."""
 
 Decision = Fence | Exclude | Readmit | RestartAll | Finish
-"""Actions that only change the state: the journal record is the effect."""
+"""Actions that only change the state; they take effect when their event is journaled."""
 
 Action = ExternalAction | Decision

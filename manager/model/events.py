@@ -52,10 +52,10 @@ class IntentSettled(Struct, frozen=True, tag=True):
     ok: bool
     detail: str = ""
     undelivered: bool = False
-    """True if it was not done because it never reached the cluster, as far as is known: the manager or the network
-    failed."""
+    """True if, as far as is known, the action was not done because the request never reached the cluster: the manager
+    or the network failed."""
     reason: RejectReason | None = None
-    """Why it was not done; None if it was."""
+    """Why the action was not done; None if it was done."""
 
 
 class Decided(Struct, frozen=True, tag=True):
@@ -65,7 +65,7 @@ class Decided(Struct, frozen=True, tag=True):
 
 
 class AllocationChanged(Struct, frozen=True, tag=True):
-    """The cluster reports a changed status of an allocation of this run; None if it no longer lists it."""
+    """The cluster reports a changed status of an allocation; None if it no longer lists the allocation."""
 
     tag: str
     status: AllocationStatus | None
@@ -115,7 +115,7 @@ class Joined(Struct, frozen=True, tag=True):
 
 
 class StepEnded(Struct, frozen=True, tag=True):
-    """The first process of a step has ended, by its own exit record or by the report of a witness."""
+    """The first process of a step has ended, according to its exit record or a witness (a process that observed it)."""
 
     incarnation: Incarnation
     step: str
@@ -143,7 +143,7 @@ class NoteChanged(Struct, frozen=True, tag=True):
 
 
 class FirstWorkDone(Struct, frozen=True, tag=True):
-    """An incarnation has completed its first unit of work: a replacement generates again."""
+    """An incarnation has completed its first unit of work. If it replaced a failed one, the replica now works again."""
 
     incarnation: Incarnation
 
@@ -164,7 +164,7 @@ class StepCommitted(Struct, frozen=True, tag=True):
 
 
 class FindingChanged(Struct, frozen=True, tag=True):
-    """A finding has appeared or changed; verdict OK clears the finding of the same key."""
+    """A finding has appeared or changed; verdict OK or UNKNOWN clears the finding of the same key."""
 
     finding: Finding
 
@@ -172,16 +172,16 @@ class FindingChanged(Struct, frozen=True, tag=True):
 class FaultInjected(Struct, frozen=True, tag=True):
     """What is known about an injected fault, so that detection can be scored and reports can mark injected failures.
 
-    A fault that lasts has two such events: for its begin and for its end (``ended``).
+    A fault that lasts for some time has two of these events: one for its begin, one for its end (``ended``).
     """
 
     fault: str
     incarnation: Incarnation | None
-    """Incarnation that was hit; None if none was, or not just one."""
+    """Incarnation that the fault hit; None if it hit no incarnation, or several."""
     ok: bool
     """True if the fault was injected."""
     detail: str = ""
-    """What was done, or why not, as the injecting component reported it."""
+    """What was done, or why nothing was done, as reported by the component that injects the fault."""
     kind: FaultKind | None = None
     target: str = ""
     node: NodeName = NodeName("")
@@ -206,7 +206,7 @@ class CommandReceived(Struct, frozen=True, tag=True):
 
 
 class FaultRequested(Struct, frozen=True, tag=True):
-    """A user has requested a fault. Its result is a :class:`FaultInjected`, also if it is rejected."""
+    """A user has requested a fault. The result is recorded as :class:`FaultInjected`, even for a rejection."""
 
     fault: Fault
     by: str
@@ -227,7 +227,7 @@ class TokensCounted(Struct, frozen=True, tag=True):
     """Number of tokens that all incarnations of the rollouts have generated so far, as their heartbeats report it.
 
     Recorded when the trainer is fenced and when it works again: the difference is what was generated while it was down.
-    Totals are comparable within one epoch.
+    Only totals of the same epoch can be compared.
     """
 
     total: int
@@ -241,7 +241,7 @@ class StacksCollected(Struct, frozen=True, tag=True):
     incarnation: Incarnation
     """Suspected incarnation."""
     groups: tuple[str, ...] = ()
-    """One line for each group of equal stacks, outliers first; or why there are none."""
+    """One line for each group of equal stacks, outliers first; or a line that says why there are no stacks."""
     outliers: tuple[Incarnation, ...] = ()
     file: str = ""
     """File with all stacks, relative to the run directory; empty if none could be stored."""
@@ -250,7 +250,7 @@ class StacksCollected(Struct, frozen=True, tag=True):
 class BaselinesLearned(Struct, frozen=True, tag=True):
     """The learned baselines of all roles, recorded when they differ noticeably from the last record.
 
-    Without them the next manager would have to learn them again, and could take a slow step for a hang.
+    Without them the next manager would have to learn them again, and could mistake a slow step for a hang.
     """
 
     baselines: dict[str, RoleBaseline]

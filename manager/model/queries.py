@@ -1,4 +1,4 @@
-"""Questions about the state that several parts of the manager have: gangs, promotions, findings, readers. Pure."""
+"""Queries of the state that several parts of the manager use: gangs, promotions, findings, readers. Pure."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def workers(state: State) -> list[Replica]:
 
 
 def gang(state: State, member: ReplicaId) -> list[Replica]:
-    """Return all members of a member's gang by rank; a replica of one rank is its only member."""
+    """Return all members of a member's gang in order of rank; if the gang has one rank, only this member."""
     gang_id = gang_of(member)
     ranks = state.job.role(role_of(gang_id)).ranks
     return [state.replica(member_id(gang_id, rank)) for rank in range(ranks)]
 
 
 def gangs(state: State) -> list[list[Replica]]:
-    """Return every replica as its members by rank, in the order of the job spec."""
+    """Return for each gang the list of its members in order of rank; the gangs are in the order of the job spec."""
     members_by_gang: dict[ReplicaId, list[Replica]] = {}
     for member in workers(state):
         members_by_gang.setdefault(gang_of(member.id), []).append(member)
@@ -45,8 +45,8 @@ def gangs(state: State) -> list[list[Replica]]:
 def to_launch(members: list[Replica]) -> list[Replica]:
     """Return the members of a gang that have to be launched so that it is whole.
 
-    These are all members, or those still missing of a launch that was interrupted. Empty if the gang works, is retired
-    or has completed.
+    These are all members or, if an earlier launch of the gang was interrupted, the members that were not launched. The
+    list is empty if the gang works, is retired or has completed.
     """
     statuses = {member.status for member in members}
     if Status.RETIRED in statuses or Status.WANTED not in statuses:
@@ -63,12 +63,12 @@ def all_joined(members: list[Replica]) -> bool:
 
 
 def owner_of(state: State, step: str) -> Replica | None:
-    """Return the replica whose newest incarnation runs in a step; after a promotion, the promoted member."""
+    """Return the replica whose newest incarnation runs in a step; after a promotion this is the member."""
     return next((replica for replica in state.replicas.values() if replica.step == step), None)
 
 
 def is_batch_role(job: RunSpec, role: str) -> bool:
-    """Return whether replicas of this role complete when they exit with code 0: a user's command, not a service."""
+    """Return whether the role is a user's command that completes by an exit with code 0, not a service."""
     return any(view.name == role and view.kind == "command" and not view.service for view in job.roles)
 
 
@@ -86,7 +86,7 @@ def all_completed(members: list[Replica]) -> bool:
 
 
 def open_requests(state: State) -> dict[str, str]:
-    """Return the tag of the unanswered request of each requested allocation, by the allocation's tag.
+    """Return a dict from the tag of each requested allocation to the tag of its request, if this has no result yet.
 
     All components of a heterogeneous job belong to the request of its first component.
     """
@@ -99,20 +99,17 @@ def open_requests(state: State) -> dict[str, str]:
 
 
 def finding_about(state: State, incarnation: Incarnation) -> Finding | None:
-    """Return the FAIL finding about the incarnation to act on; None if there is none.
-
-    Of several, one with proof comes first, then the oldest.
-    """
+    """Return the FAIL finding about an incarnation to act on, chosen by :func:`most_severe`; None if there is none."""
     return most_severe(finding for finding in state.findings.values() if finding.incarnation == incarnation)
 
 
 def node_finding(state: State, node: NodeName) -> Finding | None:
-    """Return the FAIL finding about a node, if there is one; proofs first."""
+    """Return the FAIL finding about a node to act on, chosen by :func:`most_severe`; None if there is none."""
     return most_severe(finding for finding in state.findings.values() if finding.node == node)
 
 
 def most_severe(findings: Iterable[Finding]) -> Finding | None:
-    """Return the FAIL finding to act on: proofs first, then the oldest."""
+    """Return the oldest FAIL finding with proof, else the oldest FAIL finding; None if there is no FAIL finding."""
     failing = (finding for finding in findings if finding.verdict is Verdict.FAIL)
     return min(failing, key=lambda finding: (not finding.proof, finding.since), default=None)
 
@@ -128,9 +125,10 @@ def promoted_to(state: State, standby: Incarnation) -> Replica | None:
 
 
 def current_owner(state: State, incarnation: Incarnation, tag: str) -> Incarnation:
-    """Return the incarnation that a message from a step belongs to.
+    """Return the incarnation that a message belongs to, from the incarnation that it names and the tag of its step.
 
-    A promoted standby process may still report under its old name: its step is that of the member it was promoted to.
+    A promoted standby process may still send messages under its old name. The member that it was promoted to is then
+    found by the step's tag.
     """
     if role_of(incarnation.replica) != STANDBY_ROLE or state.is_current(incarnation):
         return incarnation
@@ -141,9 +139,9 @@ def current_owner(state: State, incarnation: Incarnation, tag: str) -> Incarnati
 
 
 def step_alias(state: State, incarnation: Incarnation) -> Incarnation:
-    """Return the incarnation under which a step reports and its files are named.
+    """Return the incarnation under whose name the step of ``incarnation`` reports and its files are stored.
 
-    After a promotion that is the standby process's incarnation.
+    After a promotion this is the incarnation of the standby process.
     """
     replica = state.replica(incarnation.replica)
     if replica.incarnation == incarnation and replica.promoted_from is not None:
@@ -154,8 +152,8 @@ def step_alias(state: State, incarnation: Incarnation) -> Incarnation:
 def readers_for(job: RunSpec, gpus: int) -> tuple[str, ...]:
     """Return the names of the readers that the agent of a node with this many GPUs runs.
 
-    The virtual nodes of the local cluster are one machine: a reader whose finding would exclude all of them is left
-    out, and several agents need not read the same thing. Only the GPUs are read, if roles there use any.
+    The virtual nodes of the local cluster are one machine: a finding about this machine would exclude all of them, and
+    all agents would read the same sources. Their agents therefore read only the GPUs, if the node has any.
     """
     if job.cluster != "local":
         return READERS
@@ -163,5 +161,5 @@ def readers_for(job: RunSpec, gpus: int) -> tuple[str, ...]:
 
 
 def requires_admission(job: RunSpec, gpus: int) -> bool:
-    """Return whether the agent of such a node has to report what it found before a role is placed there."""
+    """Return whether the agent of a node with this many GPUs must report its checks before a role is placed there."""
     return job.health.admission and bool(readers_for(job, gpus))

@@ -94,7 +94,7 @@ def members_of(job: RunSpec) -> list[ReplicaId]:
 
 
 def _fresh_replica(state: State, id: ReplicaId, incarnation: int, at: float) -> Replica:
-    """Return a replica with a new budget; one that has completed is kept as it is."""
+    """Return a replica with a new budget; a replica that has completed is kept as it is."""
     replica = state.replica(id)
     if replica.status is Status.COMPLETED:
         return replica
@@ -102,9 +102,9 @@ def _fresh_replica(state: State, id: ReplicaId, incarnation: int, at: float) -> 
 
 
 def on_restart_all(state: State, at: float, action: RestartAll) -> State:
-    """Fence all roles, except where the same plan decided something else about a replica.
+    """Fence all incarnations that the action names, except those that another decision of the same plan has ended.
 
-    A retired replica whose restart a user requested keeps that request.
+    If a user has requested the restart of a retired replica, this request stays open.
     """
     policy = state.job.recovery.policy
     recent = tuple(
@@ -124,7 +124,7 @@ def on_restart_all(state: State, at: float, action: RestartAll) -> State:
 def _release_allocations(state: State) -> State:
     """Give up all running allocations, so that the first request is made again, as Slurm's requeue does.
 
-    Orphan steps on them end with them; excluded nodes stay recorded.
+    The orphan steps in these allocations end with them; excluded nodes stay recorded.
     """
     for tag, allocation in state.allocations.items():
         if allocation.running:

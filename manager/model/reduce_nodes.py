@@ -15,14 +15,14 @@ from .reduce_replicas import with_replica, without
 from .state import Allocation, Node, RejectedRequest, ReleaseResult, State
 
 CANCELLATION_WINDOW_S = 3600.0
-"""Seconds within which cancelling all allocations of a run for the second time counts as cancelling the run itself."""
+"""Seconds within which a second cancellation of all allocations of a run counts as a cancellation of the run itself."""
 
 EARLY_END_S = 60.0
-"""Seconds: an allocation that ends sooner, and from whose nodes no process ever reported, counts as a rejected request,
-so that it is not requested without end."""
+"""If an allocation ends less than this many seconds after its begin, and no process on its nodes ever reported, it
+counts as a rejected request, so that the run does not repeat the request without end."""
 END_TOLERANCE_S = 60.0
-"""Seconds before its expected end from which an allocation that ends has used up its time: its begin was observed one
-poll late, and Slurm counts whole minutes."""
+"""If an allocation ends at most this many seconds before its expected end, it has used up its time. The tolerance is
+needed because its begin is observed up to one poll late and Slurm counts whole minutes."""
 DRAIN, UNDRAIN = "drain", "undrain"
 """Commands of users about a node."""
 
@@ -76,7 +76,8 @@ def on_request_rejected(state: State, at: float, request: AllocationRequest, det
 def on_allocation_changed(state: State, at: float, event: ev.AllocationChanged) -> State:
     """Apply a changed status of an allocation, with the nodes that entered or left it.
 
-    The end of an allocation settles everything in it. An allocation that the run had given up is recorded as an orphan.
+    If the allocation has ended, its nodes, orphan steps and open launches are removed. If the state does not contain a
+    listed allocation, the run has given it up before: it is recorded as an orphan.
     """
     allocation = state.allocations.get(event.tag)
     over = event.status is None or event.status.state is AllocationState.ENDED
@@ -150,10 +151,10 @@ def _belongs_to(nodes: dict[NodeName, Node], name: NodeName, tag: str) -> bool:
 
 
 def _reset_helpers(state: State, at: float, entered: set[NodeName]) -> State:
-    """Forget the failures of agents and standby processes that these nodes had in an earlier allocation.
+    """Forget earlier failures of the agents and standby processes of nodes that have just entered an allocation.
 
-    That an allocation was cancelled or ran out of time says nothing about its nodes. Until their agents report, the run
-    must not take the nodes for unusable and request others.
+    These failures may only show that an earlier allocation was cancelled or ran out of time. If they still counted, the
+    run would consider the nodes unusable and request others before their agents report.
     """
     for replica in state.replicas.values():
         if replica.role in (AGENT, STANDBY_ROLE) and replica.node in entered and replica.failures:
@@ -162,7 +163,7 @@ def _reset_helpers(state: State, at: float, entered: set[NodeName]) -> State:
 
 
 def _allocation_failed_early(state: State, at: float, allocation: Allocation) -> bool:
-    """Return whether an allocation ended by itself before a process on it reported: its prolog or nodes fail."""
+    """Return whether an allocation failed at its begin: it ended by itself before any process in it reported."""
     began = allocation.running_since
     ran = not (allocation.releasing or allocation.orphan) and began is not None and at - began < EARLY_END_S
     reported = any(
@@ -173,7 +174,7 @@ def _allocation_failed_early(state: State, at: float, allocation: Allocation) ->
 
 
 def _note_reclaimed(state: State, at: float, allocation: Allocation, status: AllocationStatus | None) -> State:
-    """Record an allocation that was preempted, cancelled or used up: the replicas on it have not failed."""
+    """Record that an allocation was preempted, cancelled or used up, so that its replicas do not count as failed."""
     over = allocation.running and at >= allocation.ends_at - END_TOLERANCE_S
     reclaimed = allocation.reclaimed or (status is not None and (status.reclaimed or status.cancelled)) or over
     current_allocations = {replica.allocation for replica in state.replicas.values() if replica.is_current}
@@ -190,10 +191,10 @@ def _detail_suffix(status: AllocationStatus | None) -> str:
 def _note_external_cancellation(
     state: State, at: float, allocation: Allocation, status: AllocationStatus | None
 ) -> State:
-    """Record that the last remaining allocation was cancelled from outside: that may mean the run itself.
+    """Record that somebody cancelled the last remaining allocation of the run, which may be meant for the run itself.
 
-    The reason of an end arrives some time after it. A request that was made in between does not count as remaining, and
-    of several allocations that ended together only the first is counted.
+    The cluster reports why an allocation ended some time after the end. An allocation that was requested in between
+    does not count as remaining. Of several allocations that ended together, only the first is counted.
     """
     if allocation.releasing or allocation.orphan or status is None or not status.cancelled:
         return state
@@ -225,9 +226,9 @@ def _launches_into(action: ExternalAction, allocation: str) -> bool:
 
 
 def without_departed(nodes: dict[NodeName, Node], tag: str, present: tuple[NodeName, ...]) -> dict[NodeName, Node]:
-    """Return ``nodes`` without those that left the allocation, that is all but ``present``.
+    """Return ``nodes`` without the nodes of allocation ``tag`` that are no longer ``present`` in it.
 
-    An excluded node is kept without an allocation, so that the next request does not bring it back.
+    An excluded node is kept, without an allocation, so that the next request does not bring it back.
     """
     remaining: dict[NodeName, Node] = {}
     for name, node in nodes.items():
@@ -259,7 +260,7 @@ def _with_allocation(state: State, tag: str, **changes: Any) -> State:
 
 
 def on_node_command(state: State, at: float, event: ev.CommandReceived) -> State:
-    """Record a user's drain or undrain of a node; one that is in effect already is settled at once."""
+    """Record a user's command to drain or undrain a node; a command that is already in effect is settled at once."""
     name = NodeName(event.target)
     node, command = state.nodes.get(name), state.node_commands.get(name)
     if node is None or state.finish is not None:
@@ -281,7 +282,7 @@ def on_node_command(state: State, at: float, event: ev.CommandReceived) -> State
 
 
 def on_exclude(state: State, at: float, action: Exclude) -> State:
-    """Record that a node is excluded, and by whose request."""
+    """Record that a node is excluded, and which user requested it, if any."""
     node = state.nodes.get(action.node) or Node(action.node, "")
     if not action.by:  # a pending command of a user takes precedence over a finding
         action = replace(action, by=state.node_commands.get(action.node, ("", ""))[1])
@@ -294,10 +295,10 @@ def on_exclude(state: State, at: float, action: Exclude) -> State:
 
 
 def on_readmit(state: State, at: float, action: Readmit) -> State:
-    """Use a node again, once its newly started agent has reported that it is fit.
+    """Remove the exclusion of a node, which is used again once its newly started agent has reported that it is fit.
 
-    Findings without proof are dropped, since no process remains on the node to disprove them; with a user's undrain
-    also those with proof.
+    FAIL findings about the node without proof are dropped, since no process remains on the node to disprove them. If a
+    user undrained the node, FAIL findings with proof are dropped too.
     """
     command, _ = state.node_commands.get(action.node, ("", ""))
     findings = {

@@ -20,17 +20,18 @@ RETRY_PAUSE_S = 10.0
 """Seconds before a refused release or stop is requested again, and before the next launch into an allocation that the
 cluster did not list as running."""
 MAX_RESTART_BACKOFF_S = 60.0
-"""Longest pause (s) that the back-off before a restart doubles to: ten restarts then take four minutes, which is longer
-than a short outage."""
+"""Upper limit (s) of the pause before a restart, which doubles with each failure. Ten restarts then take four minutes,
+which is longer than a short outage."""
 _FAILED_STARTS = frozenset({RejectReason.NEVER_APPEARED, RejectReason.NOT_STARTED, RejectReason.EXITED_AT_ONCE})
 """Reasons for which a rejected launch counts as a failed start: the cluster did try it."""
 
 
 # ── launches ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 def on_launch_intended(state: State, at: float, action: Launch) -> State:
-    """Make the new incarnation the current one, from the intent on.
+    """Make the new incarnation the current one as soon as its launch is intended.
 
-    A promoted standby process hands over its step, its admitted process and its pid, and is reset.
+    In a promotion the member takes over the step, the admitted process and the pid of the standby process, whose
+    replica is then to be launched again.
     """
     standby, admitted, pid, host = action.standby, None, None, ""
     state = replace(state, launched=state.launched or role_of(action.incarnation.replica) not in (AGENT, STANDBY_ROLE))
@@ -53,16 +54,16 @@ def on_launch_intended(state: State, at: float, action: Launch) -> State:
 
 
 def on_launch_rejected(state: State, at: float, action: Launch, event: ev.IntentSettled) -> State:
-    """Apply a launch that was certainly not done, unless its incarnation has reported after all.
+    """Apply the rejection of a launch, unless its incarnation has reported after all.
 
-    The step of a standby process whose promotion was rejected becomes an orphan of the member: it is not used again.
+    If a promotion was rejected, the step of the standby process becomes an orphan step and is not used again.
     """
     id = action.incarnation.replica
     if not (state.is_current(action.incarnation) and state.replica(id).status is Status.LAUNCHING):
         return state
     if action.standby is not None:
         state = _add_orphan(state, at, id)
-    if event.undelivered:  # a failure of the manager's: launched again on the same node
+    if event.undelivered:  # the manager failed, not the node: launch again on the same node
         return with_replica(state, id, status=Status.WANTED, since=at, preferred_node=action.node)
     if event.reason is RejectReason.ALLOCATION_NOT_RUNNING:  # later polls report its state; nothing has failed yet
         return with_replica(
@@ -79,7 +80,8 @@ def on_launch_rejected(state: State, at: float, action: Launch, event: ev.Intent
 def on_stop_intended(state: State, at: float, action: StopStep) -> State:
     """Record that a step is being stopped.
 
-    If its incarnation is current (the run ends, or a standby process is not needed), the replica is retired.
+    If the step runs a current incarnation, its replica is retired: such a step is only stopped if the run ends or a
+    standby process is no longer needed.
     """
     orphan = state.orphan_steps.get(action.step)
     if orphan is None and not state.is_current(action.incarnation):
@@ -93,7 +95,7 @@ def on_stop_intended(state: State, at: float, action: StopStep) -> State:
 
 
 def on_stop_done(state: State, action: StopStep) -> State:
-    """Forget a stopped step and its launch; anything that it still sends is rejected."""
+    """Remove a stopped step and the open intent of its launch; messages that the step still sends are rejected."""
     state = settle_launch(state, action.step)
     return replace(state, orphan_steps=without(state.orphan_steps, action.step))
 
@@ -111,7 +113,7 @@ def count_failure(
     state: State, at: float, id: ReplicaId, status: Status, why: str, refused: bool = False,
     not_started: str | None = None, detector: str = "",
 ) -> State:  # fmt: skip
-    """Count one more failure of the replica, and put its next launch off for longer with each one."""
+    """Count one more failure of the replica, and delay its next launch; the delay doubles with each recent failure."""
     replica, recovery = state.replica(id), state.job.recovery
     failure = FailedIncarnation(
         at, replica.node or NodeName(""), why, refused, state.step,
@@ -127,8 +129,8 @@ def count_failure(
 def on_fence(state: State, at: float, fence: Fence) -> State:
     """Apply a fence: the incarnation is no longer current and its step becomes an orphan to be stopped.
 
-    The replica is launched again or retired, also if it was not running but restarts with its gang or on a user's
-    request.
+    The replica is then launched again or retired. This also applies to a replica that is not running but restarts with
+    its gang or on a user's request.
     """
     replica = state.replica(fence.incarnation.replica)
     retired = fence.rung in (Rung.DEGRADED, Rung.GIVE_UP)
@@ -164,9 +166,9 @@ def on_fence(state: State, at: float, fence: Fence) -> State:
 
 
 def _clear_restart_request(state: State, id: ReplicaId) -> State:
-    """Mark a user's restart request as done, once no other member of the gang is retired.
+    """Remove a user's restart request once no other member of the gang is retired.
 
-    A manager may be replaced while it restarts the members one by one.
+    Until then the next manager needs the request, if it takes over between the restarts of two members.
     """
     others = [member for member in state.replicas.values() if gang_of(member.id) == gang_of(id) and member.id != id]
     if any(member.status is Status.RETIRED for member in others):
@@ -175,7 +177,7 @@ def _clear_restart_request(state: State, id: ReplicaId) -> State:
 
 
 def _reset_for_restart(replica: Replica, at: float, to: NodeName | None) -> dict[str, Any]:
-    """Return the changes that make a replica due for launch at once; a retired one gets its budget back."""
+    """Return the changes that make a replica due for launch at once; a retired replica gets its budget back."""
     budget = {"failures": (), "failed_starts": 0} if replica.status is Status.RETIRED else {}
     return {
         "status": Status.WANTED,
@@ -254,9 +256,10 @@ def on_joined(state: State, at: float, event: ev.Joined) -> State:
 
 
 def on_step_ended(state: State, at: float, event: ev.StepEnded) -> State:
-    """Record the end of a step; after a promotion it is the member's, whichever incarnation the event names.
+    """Record the end of a step.
 
-    A batch role's replica has completed if its command exited with code 0.
+    After a promotion the step is that of the member, even if the event names the standby process. A replica of a batch
+    role has completed if its command exited with code 0.
     """
     incarnation = event.incarnation
     if not state.is_current(incarnation) and (owner := owner_of(state, event.step)) is not None:
@@ -295,10 +298,10 @@ def on_version_available(state: State, at: float, event: ev.VersionAvailable) ->
 
 
 def on_step_committed(state: State, at: float, event: ev.StepCommitted) -> State:
-    """Record a committed training step, in any order.
+    """Record a committed training step; the steps may be reported in any order.
 
-    A trainer that reconnects reports its newest step first and the earlier ones later. A step that an earlier
-    incarnation committed and this one only repeats does not count as one of its commits.
+    A trainer that reconnects reports its newest step first and the earlier ones later. A step that is not newer than
+    the run's newest step does not count as a commit of the reporting incarnation.
     """
     if event.step > state.step:
         commits = state.replica(event.incarnation.replica).commits + 1

@@ -1,4 +1,4 @@
-"""``fold``: the state after one more event. Pure, and total over every order of events."""
+"""Compute the state after one more event (``fold``). Pure, and defined for every order of events after RunStarted."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ _Reducer = Callable[[State, float, Any], State]
 def fold(state: State | None, stamped: ev.Stamped) -> State:
     """Return the state after one more event.
 
-    An event about something unknown changes nothing but the sequence number.
+    An event about an unknown object changes only ``seq``, ``at`` and ``epoch``.
 
     Raises:
         ValueError: The first event of a journal is not RunStarted.
@@ -84,7 +84,7 @@ def _on_run_started(event: ev.RunStarted, at: float) -> State:
 
 
 def _if_current(reduce_one: _Reducer) -> _Reducer:
-    """Wrap the reducer of an event about an incarnation, so that it ignores one that is not current."""
+    """Wrap the reducer of an event about an incarnation, so that it ignores incarnations that are not current."""
 
     def guarded(state: State, at: float, event: Any) -> State:
         return reduce_one(state, at, event) if state.is_current(event.incarnation) else state
@@ -151,8 +151,8 @@ def _on_decided(state: State, at: float, event: ev.Decided) -> State:
 def _on_step_committed(state: State, at: float, event: ev.StepCommitted) -> State:
     """Apply the commit of a current incarnation.
 
-    While the run ends, the newest incarnation may still commit, although it was stopped: it completes its training
-    step.
+    While the run ends, the newest incarnation may still commit after it was requested to stop, because it completes its
+    training step first.
     """
     newest = (
         event.incarnation.replica in state.replicas
@@ -176,9 +176,9 @@ def _on_finding_changed(state: State, at: float, event: ev.FindingChanged) -> St
 
 
 def _on_fault_intended(state: State, action: InjectFault) -> State:
-    """Record that a fault is injected, which happens once, and mark the replicas that it hits.
+    """Record that a fault is being injected, so that it is not injected again, and mark the replicas that it hits.
 
-    The mark is removed if the fault turns out not to have been injected.
+    The mark is removed when the fault has ended, or if it was not injected.
     """
     state = _mark_triggered(state, action.fault.id)
     for replica in state.replicas.values():

@@ -1,4 +1,4 @@
-"""The rewards of a whole run in bounded memory, by training step, in whatever order they are reported.
+"""Keep the rewards of a whole run, by training step, in bounded memory. They may be reported in any order.
 
 After an outage the manager receives the newest step first and the earlier ones later, or never.
 """
@@ -8,16 +8,16 @@ from __future__ import annotations
 from msgspec import Struct
 
 MAX_STEPS_PER_END = 10
-"""Number of steps whose rewards are kept singly at either end of the run."""
+"""Number of first steps, and of last steps, whose rewards are kept individually."""
 MAX_CURVE_POINTS = 64
 """Maximum number of points of the curve: as many as a terminal shows."""
 MAX_GAPS = 64
 """Maximum number of ranges of steps without a reported reward that are remembered, newest first; a reward reported for
-an older one is ignored."""
+a step in an older range is ignored."""
 
 
 class Rewards(Struct, frozen=True):
-    """Mean rewards by step: the first and the last steps singly, all of them as a curve."""
+    """Mean rewards by step: of the first and the last steps individually, of all steps as a curve."""
 
     first: dict[int, float] = {}
     """Rewards of the ``MAX_STEPS_PER_END`` lowest steps, in order."""
@@ -55,7 +55,7 @@ class Rewards(Struct, frozen=True):
 
 
 def add_step(rewards: Rewards, step: int, reward: float | None) -> Rewards:
-    """Return the rewards with one more report of a committed step (1, 2, ...); a repeated one counts once.
+    """Return the rewards with one more report of a committed step (1, 2, ...); a repeated report counts once.
 
     ``reward`` is None if it was not reported (yet).
     """

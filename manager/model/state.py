@@ -1,7 +1,8 @@
-"""The state of a run, as the manager knows it. Only :func:`rrl.manager.model.reducer.fold` makes one.
+"""The state of a run, as the manager knows it. Only :func:`rrl.manager.model.reducer.fold` creates a State.
 
-The state is also the head of each journal segment and what ``rrl status`` draws. It holds recorded facts only: a missed
-heartbeat is kept in :class:`rrl.health.detection.health_monitor.HealthMonitor` and reaches the state as a finding.
+The head of each journal segment contains a State, and ``rrl status`` displays it. It holds recorded facts only: a
+missed heartbeat is kept in :class:`rrl.health.detection.health_monitor.HealthMonitor`, and reaches the state as a
+finding.
 """
 
 from __future__ import annotations
@@ -36,17 +37,17 @@ class Status(StrEnum):
     """Where the newest incarnation of a replica stands. What it does while it works is its phase, not its status."""
 
     WANTED = "wanted"
-    """To be launched, for the first time or again."""
+    """The replica is to be launched, for the first time or again."""
     LAUNCHING = "launching"
-    """Its launch was given to the cluster; its first process has not reported yet."""
+    """The incarnation is being launched; its first process has not reported yet."""
     STARTING = "starting"
-    """Its first process runs; its worker has not joined yet."""
+    """The incarnation's first process runs; its worker has not joined yet."""
     JOINED = "joined"
     RETIRED = "retired"
-    """Not to be launched for now: the run continues degraded until the failures have left the budget's window, or it is
-    ending."""
+    """The replica is not launched for now: the run continues degraded until the replica's failures have left the
+    budget's window, or the run is ending."""
     COMPLETED = "completed"
-    """Finished with its work; never started again."""
+    """The replica has finished its work and is never started again."""
 
 
 class FailedIncarnation(Struct, frozen=True):
@@ -62,12 +63,12 @@ class FailedIncarnation(Struct, frozen=True):
     injected: bool = False
     """True if a fault had been injected into the incarnation."""
     joined: bool = True
-    """True if the incarnation had joined: it failed at work, not while it started."""
+    """True if the incarnation had joined, so that it failed at work and not while it started."""
     not_started: str | None = None
-    """Report of a command that could not be started at all; None if it could, or if that is unknown."""
+    """Report that the command could not be started at all; None if it was started, or if that is unknown."""
     detector: str = ""
-    """Detector whose finding the incarnation was fenced for; empty if it was not launched, or ended for
-    another reason."""
+    """Detector whose finding led to the fence of the incarnation; empty if it was not launched, or failed without a
+    finding."""
 
 
 class AdmittedProcess(Struct, frozen=True):
@@ -87,8 +88,8 @@ class Replica(Struct, frozen=True):
     since: float = 0.0
     """Manager's time (s) of the last status change."""
     down_since: float = 0.0
-    """Manager's time (s) since which no incarnation has worked, however often it was started; while one works, the
-    previous such time."""
+    """Manager's time (s) since which no incarnation of the replica has worked, even if several were started. While an
+    incarnation works, this is the start of the previous downtime."""
     node: NodeName | None = None
     allocation: str | None = None
     step: str | None = None
@@ -121,7 +122,7 @@ class Replica(Struct, frozen=True):
     ever_joined: bool = False
     """True if any incarnation has joined."""
     failed_starts: int = 0
-    """Number of incarnations that failed by themselves before any had joined."""
+    """Number of incarnations that failed by themselves before any incarnation had joined."""
 
     @property
     def role(self) -> str:
@@ -147,47 +148,48 @@ class ReleaseResult(StrEnum):
     """The cluster's answer to the release of a single node from its allocation."""
 
     RELEASED = "released"
-    """Done; the next poll no longer lists the node."""
+    """The cluster has released the node; the next poll no longer lists it."""
     REFUSED = "refused"
 
 
 class Node(Struct, frozen=True):
-    """What is recorded of a node that the run has, or of one that it had and must not use again."""
+    """What is recorded of a node that the run holds, or that it held and must not use again."""
 
     name: NodeName
     allocation: str
-    """Tag of its allocation; empty if the node has left and is only remembered because it is excluded."""
+    """Tag of the node's allocation; empty if the run no longer holds the node and only records that it is excluded."""
     node_group: str = ""
-    """Name of the job's node group that it serves."""
+    """Name of the job's node group that the node serves."""
     status: NodeStatus | None = None
     excluded: str | None = None
-    """Reason why the run stopped using it; None if the run uses it."""
+    """Reason why the run stopped using the node; None if the run uses it."""
     excluded_at: float = 0.0
     """Manager's time (s) of the exclusion."""
     exclusions: int = 0
-    """Number of times that it was excluded."""
+    """Number of times that the node was excluded."""
     proved: bool = False
-    """True if it was excluded by proof: it is not used again while that proof stands."""
+    """True if the node was excluded by a finding with proof; it is not used again while this finding stands."""
     cause: Cause | None = None
     """Cause of the exclusion, if one was found."""
     drain_requested_by: str = ""
-    """User who requested its drain: it is not used again before a user requests that."""
+    """User who requested the node's drain; the node is not used again before a user undrains it."""
     drain_requested_at: float = 0.0
-    """Manager's time (s) of that request."""
+    """Manager's time (s) at which a user requested the node's drain."""
     drain_reason: str = ""
-    """Reason text of this run's own drain that is in force."""
+    """Reason text of this run's own drain of the node while it is in force; empty if there is none."""
     drain_error: str = ""
-    """Why the cluster refused to drain it for this run, so that an administrator has to."""
+    """Why the cluster refused to drain the node for this run, so that an administrator has to drain it."""
     release_result: ReleaseResult | None = None
-    """Result of releasing this single node, which is tried once; None before."""
+    """Result of releasing this single node, which is tried only once; None before the attempt."""
     snapshot_address: str = ""
-    """Address of its agent's snapshot server, ``tcp://host:port``."""
+    """Address of the snapshot server of the node's agent, ``tcp://host:port``."""
     probe_error: str | None = None
-    """What it lacks that the roles need (``[env] probe``); empty if nothing; None until its agent has reported."""
+    """What the node lacks that the roles need, according to ``[env] probe``. Empty if it lacks nothing; None until the
+    node's agent has reported."""
 
 
 class Allocation(Struct, frozen=True):
-    """An allocation of the run, from its request on."""
+    """An allocation of the run, recorded from its request until its end."""
 
     tag: str
     request: AllocationRequest
@@ -198,21 +200,21 @@ class Allocation(Struct, frozen=True):
     not_before: float = 0.0
     """Manager's time (s) before which a refused release is not requested again."""
     orphan: bool = False
-    """True if it was granted after the run had given it up: it is never used, only released."""
+    """True if the run has given the allocation up, for example before it was granted. It is released, never used."""
     status_at: float = 0.0
-    """Manager's time (s) of ``status``."""
+    """Manager's time (s) at which ``status`` was recorded."""
     running_since: float | None = None
-    """Manager's time (s) at which it was first observed to run; its walltime counts from about then."""
+    """Manager's time (s) at which the allocation was first observed to run; its walltime counts from about then."""
     unsatisfiable_since: float | None = None
-    """Manager's time (s) since which the cluster reports that it can never start by itself."""
+    """Manager's time (s) since which the cluster reports that the allocation can never start by itself."""
     ending_since: float | None = None
-    """Manager's time (s) at which it was first observed to end."""
+    """Manager's time (s) at which the allocation was first observed to be ending."""
 
     @property
     def ends_at(self) -> float:
-        """Return the manager's time (s) at which the cluster takes the allocation back; inf while it does not run.
+        """Return the manager's time (s) at which the cluster ends this allocation; inf while it does not run.
 
-        The cluster's own figure is used where it gives one, else the requested walltime.
+        The remaining time that the cluster reports is used if there is one, else the requested walltime.
         """
         if self.running_since is None or self.suspended:
             return float("inf")
@@ -222,29 +224,29 @@ class Allocation(Struct, frozen=True):
 
     @property
     def pending(self) -> bool:
-        """Return whether the cluster may still grant its nodes."""
+        """Return whether the cluster may still grant the nodes of this allocation."""
         return not self.releasing and not self.orphan and not self.running and not self.ending
 
     @property
     def running(self) -> bool:
-        """Return whether its nodes belong to the run, even if all their processes are suspended."""
+        """Return whether the nodes of this allocation belong to the run now, including while it is suspended."""
         granted = (AllocationState.RUNNING, AllocationState.SUSPENDED)
         used = not self.releasing and not self.orphan
         return used and self.status is not None and self.status.state in granted
 
     @property
     def ending(self) -> bool:
-        """Return whether it is ending, so that nothing can be started in it; the cluster reports the reason later."""
+        """Return whether this allocation is ending for a reason not reported yet; nothing can be started in it."""
         return self.status is not None and self.status.state is AllocationState.ENDING
 
     @property
     def suspended(self) -> bool:
-        """Return whether the cluster has suspended it."""
+        """Return whether the cluster has suspended this allocation."""
         return self.status is not None and self.status.state is AllocationState.SUSPENDED
 
     @property
     def reclaimed(self) -> bool:
-        """Return whether the cluster takes it back early: replicas on it move away, and none is started there."""
+        """Return whether the cluster takes this allocation back early, so that its replicas have to move away."""
         return self.running and self.status is not None and self.status.reclaimed
 
 
@@ -256,13 +258,13 @@ class OrphanStep(Struct, frozen=True):
     allocation: str
     since: float
     stop_requested: bool = False
-    """True if the cluster was requested to stop it."""
+    """True if the manager has requested that the cluster stops the step."""
     not_before: float = 0.0
     """Manager's time (s) before which a refused stop is not requested again."""
 
 
 class PendingIntent(Struct, frozen=True):
-    """An intent whose result is not known yet. ``at``: manager's time (s) of the intent."""
+    """An intent whose result is not known yet; ``at`` is the manager's time (s) of the intent."""
 
     action: ExternalAction
     at: float
@@ -275,7 +277,8 @@ class RejectedRequest(Struct, frozen=True):
     at: float
     detail: str
     undelivered: bool = False
-    """True if the cluster did not reject it: it never reached the cluster, or was taken from its queue."""
+    """True if the cluster did not reject the request itself: the request never reached the cluster, it was removed from
+    the queue, or the allocation ended right after it began."""
     node_group: str = ""
     """Name of the job's node group whose nodes were requested."""
 
@@ -295,11 +298,11 @@ class State(Struct, frozen=True):
     requested_since: float | None = None
     """Manager's time (s) of the first allocation request."""
     requests_made: dict[str, int] = {}
-    """Number of requests ever made, by node group: the tags of new ones are numbered on from it."""
+    """Number of requests ever made, by node group; the tags of new requests continue this count."""
     launched: bool = False
     """True if a role was launched since the run began or was last resumed."""
     past_incarnations: dict[ReplicaId, int] = {}
-    """Newest incarnation number of replicas that a resumed run no longer has: no number is used twice."""
+    """Newest incarnation number of each replica that a resumed run no longer has, so that no number is used twice."""
     ended: float | None = None
     """Manager's time (s) at which the run ended."""
     host: str = ""
@@ -309,15 +312,15 @@ class State(Struct, frozen=True):
     step: int = 0
     """Newest committed training step."""
     metrics: dict[str, float] = {}
-    """Metrics of that step."""
+    """Metrics of the newest committed training step."""
     rewards: Rewards = Rewards()
     token_ages: TokenAges = TokenAges()
     replicas: dict[ReplicaId, Replica] = {}
     nodes: dict[NodeName, Node] = {}
     allocations: dict[str, Allocation] = {}
     findings: dict[str, Finding] = {}
-    """Standing WARN and FAIL findings, by ``Finding.key``; those about replicas only while the incarnation
-    is current."""
+    """Standing WARN and FAIL findings, by ``Finding.key``. Findings about an incarnation are kept only while it is
+    current."""
     baselines: dict[str, RoleBaseline] = {}
     """Learned baselines, by role."""
     intents: dict[str, PendingIntent] = {}
@@ -325,7 +328,8 @@ class State(Struct, frozen=True):
     rejected_requests: tuple[RejectedRequest, ...] = ()
     """Requests that were not granted, newest last, within the recovery window."""
     reclaimed: dict[str, str] = {}
-    """Allocations that the cluster took back, with its explanation, while a replica that was on one is current."""
+    """The cluster's explanation for each allocation that it took back, by tag; kept while a replica that ran there is
+    current."""
     external_cancellations: tuple[float, ...] = ()
     """Manager's times (s) at which the last remaining allocation ended because it was cancelled from outside."""
     orphan_steps: dict[str, OrphanStep] = {}
@@ -339,16 +343,16 @@ class State(Struct, frozen=True):
     cancelled_by: str = ""
     """User who cancelled the run; empty if none did."""
     keep_allocations: bool = False
-    """True if that user wants to keep the allocations."""
+    """True if the user who cancelled the run wants to keep the allocations."""
     requested_restarts: dict[ReplicaId, str] = {}
-    """User who requested the restart of a replica, by replica, until that restart begins."""
+    """User who requested the restart of a replica, by replica; kept until the restart begins."""
     node_commands: dict[NodeName, tuple[str, str]] = {}
     """Pending ``drain`` or ``undrain`` of a node and the user who requested it, by node."""
     full_restarts: tuple[float, ...] = ()
     """Manager's times (s) of the restarts of the whole run within the recovery window."""
     recoveries: int = 0
     finish: Finish | None = None
-    """Decision how the run ends; from then on everything is released."""
+    """Decision that ends the run and fixes its outcome; None while the run continues."""
     outcome: Outcome | None = None
     """Outcome of the run, set by its last record."""
     why: str = ""
@@ -359,7 +363,7 @@ class State(Struct, frozen=True):
         return float("inf") if self.running_since is None else self.running_since + self.job.walltime
 
     def replica(self, id: ReplicaId) -> Replica:
-        """Return the replica of this id, or a new one that was never launched."""
+        """Return the replica of this id; if none is recorded, return a replica that was never launched."""
         return self.replicas.get(id) or Replica(id)
 
     def is_current(self, incarnation: Incarnation) -> bool:

@@ -1,7 +1,8 @@
 """Ages of the tokens that the newest committed steps trained on, and a warning if they grow.
 
-Ages are in weight versions: 0 for a token that was sampled with the newest weights when its batch was bound. They come
-with the metrics of each step; :class:`rrl.Worker` computes them, so a user's own trainer reports them too.
+The age of a token is the number of weight versions by which the version that sampled it was older than the newest one
+when the token's batch was bound (when its groups were chosen). The ages are part of the metrics of each step.
+:class:`rrl.Worker` computes them, so a user's own trainer reports them too.
 """
 
 from __future__ import annotations
@@ -32,10 +33,11 @@ class StepAge(Struct, frozen=True, array_like=True):
 
 
 class TokenAges(Struct, frozen=True):
-    """Token ages of the newest steps, and since when they are a warning.
+    """Token ages of the newest steps, and the step since which a warning about them stands.
 
-    ``warned`` is the step whose median passed :data:`WARN_MEDIAN_AGE` while it grew, with the manager's time (s) of its
-    commit; None if there is none, or once the median is at or below the limit again.
+    ``warned`` is the step at which the mean of the medians was above :data:`WARN_MEDIAN_AGE` and growing, with the
+    manager's time (s) of its commit. It is None if there is no such step, or once the mean is at or below the limit
+    again.
     """
 
     steps: tuple[StepAge, ...] = ()
@@ -54,7 +56,10 @@ class TokenAges(Struct, frozen=True):
 
 
 def with_step(ages: TokenAges, step: int, metrics: Mapping[str, float], at: float) -> TokenAges:
-    """Return the ages with one more committed step, in any order; a step without ages or a repeated one is ignored."""
+    """Return the ages with one more committed step.
+
+    The steps may come in any order. A step without ages, or one that is already included, is ignored.
+    """
     if P50_METRIC not in metrics or any(entry.step == step for entry in ages.steps):
         return ages
     new = StepAge(step, metrics[P50_METRIC], metrics.get(MAX_METRIC, metrics[P50_METRIC]))
@@ -67,7 +72,7 @@ def with_step(ages: TokenAges, step: int, metrics: Mapping[str, float], at: floa
 
 
 def token_age_finding(ages: TokenAges, limit: int | None) -> Finding | None:
-    """Return the standing warning about token ages, if any; it stays the same while it holds.
+    """Return the standing warning about token ages, or None. The warning does not change while it stands.
 
     ``limit`` is ``[sampling] staleness`` in weight versions.
     """

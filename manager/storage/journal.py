@@ -2,11 +2,11 @@
 
 Each manager epoch begins a segment, and begins another one after ``SEGMENT_RECORDS`` records. A segment is created
 O_EXCL by its only writer and begins with a snapshot of the state, so that ``rrl status`` never has to fold weeks of
-events. The head of a segment also records how much of the previous segment its writer has read: whatever a predecessor
-that was frozen writes after that is ignored.
+events. The first frame of a segment, its head, also records how many bytes of the previous segment the new writer has
+read: whatever a frozen predecessor appends to the previous segment after that is ignored.
 
-Frame: u32 length, u32 crc32, payload (msgpack). A torn last frame is an unfinished write, on which nothing has been
-decided: it is ignored.
+Frame: u32 length, u32 crc32, payload (msgpack). A torn last frame is an unfinished write. It is ignored, because no
+decision was based on it.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Head(Struct, frozen=True):
     previous: str = ""
     """Name of the previous segment."""
     previous_bytes: int = 0
-    """Number of bytes of the previous segment that count."""
+    """Number of bytes of the previous segment that are valid; the rest is ignored."""
 
 
 class _Schema(Struct, frozen=True):
@@ -82,7 +82,7 @@ _UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class Journal:
-    """The writer of one manager epoch.
+    """The journal as one manager writes it during its epoch.
 
     :meth:`append` only buffers; a record is durable once :meth:`flush` has returned. :meth:`flush` and :meth:`rotate`
     may run in threads while the event loop appends.
@@ -130,7 +130,7 @@ class Journal:
         return self._records >= SEGMENT_RECORDS
 
     def rotate(self, state: State) -> None:
-        """Begin a new segment headed by ``state``; records appended after it follow there.
+        """Begin a new segment with ``state`` in its head; all records of later events are written to it.
 
         Raises:
             OSError: there is no space for a segment. The old segment then stays in use.
@@ -174,7 +174,7 @@ class Journal:
             sync(self._run.journal)
         except OSError:
             with contextlib.suppress(OSError):
-                os.ftruncate(fd, 0)  # a segment without a head is ignored, should its removal fail or be undone
+                os.ftruncate(fd, 0)  # if its removal fails or is undone, a segment without a head is ignored
             os.close(fd)
             path.unlink(missing_ok=True)
             raise
@@ -202,7 +202,7 @@ def read_state(run: RunDir) -> State | None:
 
 
 class Follower:
-    """Reads the state repeatedly; each read costs only what is new (for ``rrl status --live`` and logs)."""
+    """Reads the state repeatedly; each read processes only new records (for ``rrl status --live`` and logs)."""
 
     def __init__(self, run: RunDir) -> None:
         self._run = run
@@ -270,8 +270,8 @@ def _segments(run: RunDir) -> list[Path]:
 def _newest(run: RunDir) -> tuple[Path, Head, int] | None:
     """Return (path, head, offset of the records) of the newest segment with a complete head, or None.
 
-    A segment without one is being created at this moment, or its manager died while creating it: nothing was decided on
-    it.
+    A segment without a complete head is being created at this moment, or its manager died while creating it. No
+    decision was based on it.
     """
     for path in reversed(_segments(run)):
         head, offset = _head(path)
@@ -281,9 +281,10 @@ def _newest(run: RunDir) -> tuple[Path, Head, int] | None:
 
 
 def _chain(run: RunDir) -> list[tuple[Path, int | None]]:
-    """Return (path, end) of the segments that count, oldest first, following each head to its previous segment.
+    """Return (path, end offset) of the valid segments, oldest first; the newest one has no end offset (None).
 
-    A segment that no later segment names was written by a manager that had already been succeeded.
+    Starts at the newest segment and follows the name of the previous segment in each head. A segment that is not
+    reached was written by a manager that had already been succeeded, and is ignored.
     """
     chain: list[tuple[Path, int | None]] = []
     newest = _newest(run)

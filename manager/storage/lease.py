@@ -1,7 +1,7 @@
 """The epoch lease: the proof that a manager is the only one of its run.
 
 An epoch is claimed by creating its file and held by increasing a counter in it. No clocks of different hosts are
-compared: a manager that wants to succeed another one watches the counter for a while by its own monotonic clock.
+compared: a manager that wants to succeed another manager watches the counter for a while on its own monotonic clock.
 Creating the next epoch's file O_EXCL has exactly one winner on any file system; flock may not be available.
 """
 
@@ -28,7 +28,7 @@ RELEASED = -1
 
 
 CHECKS_PER_TIMEOUT = 20
-"""Reads of the counter within the lease timeout, so that no single read decides."""
+"""Number of reads of the counter within the lease timeout, so that no single read decides."""
 CHECK_TIMEOUT_S = 1.0
 """Seconds that a decision or message waits for a check of the lease. Shared storage answers within 10 ms, or hangs."""
 
@@ -68,7 +68,7 @@ class Lease:
 
     @classmethod
     async def acquire(cls, run: RunDir, timeout_s: float, job: str = "") -> Lease:
-        """Claim the next epoch once the counter of the last one has not changed for ``timeout_s`` seconds.
+        """Claim the next epoch once the counter of the newest epoch has not changed for ``timeout_s`` seconds.
 
         Time during which the counter cannot be read, or during which this process was frozen, does not count.
 
@@ -107,10 +107,10 @@ class Lease:
     async def ensure_current(self) -> None:
         """Check the lease if the last check is older than half the timeout; raise LeaseLost if a successor exists.
 
-        Called before the manager decides or sends anything. A manager that renews its lease needs no check; one that
-        was frozen does. Storage that is unavailable or hangs neither confirms nor denies the lease: each caller waits
-        at most until ``CHECK_TIMEOUT_S`` after the check began, and a later call raises what the check finds in the
-        end.
+        Called before the manager decides or sends anything. A manager that renews its lease in time needs no further
+        check; a manager that was frozen does. If the storage is unavailable or hangs, the manager keeps the lease for
+        now: each caller waits at most until ``CHECK_TIMEOUT_S`` seconds after the check began, and a later call raises
+        LeaseLost if the check has found a successor by then.
         """
         if self._check_task is None and time.monotonic() - self._checked_at >= self._timeout_s / 2:
             self._check_task, self._check_began = asyncio.create_task(asyncio.to_thread(self.check)), time.monotonic()
@@ -146,16 +146,16 @@ class Lease:
 
 
 def holder(run: RunDir) -> LeaseHolder | None:
-    """Return the holder of the newest epoch, running or not.
+    """Return the holder of the newest epoch, whether or not it is still running.
 
-    None before the first manager, and after one that exited in order.
+    Returns None if no manager has started yet, or if the newest one exited in order.
     """
     newest = _read(run, _newest(run))
     return None if newest is None or newest.counter == RELEASED else newest
 
 
 def renewed_at(run: RunDir) -> float:
-    """Return when the newest epoch's file was last written (s since 1970, by the storage's clock).
+    """Return when the newest epoch's file was last written (s since 1970, on the storage's clock).
 
     Returns -inf before the first manager. Raises OSError.
     """

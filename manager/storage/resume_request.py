@@ -1,9 +1,9 @@
 """The request to resume a run that has ended: a folder with everything that the next manager needs, created atomically.
 
-``rrl resume`` prepares a folder and renames it to ``resume/``: of two concurrent requests one wins, on any file system,
-with its own files only. Until a manager claims the request by another rename, nothing in the run has changed and the
-request can be withdrawn. The manager then journals it and moves its files to the place of the old ones. If a manager
-dies between any two of these steps, its successor continues there.
+``rrl resume`` prepares a folder and renames it to ``resume/``: of two concurrent requests exactly one wins, on any file
+system, and the files of the two are never mixed. Until a manager claims the request by another rename, nothing in the
+run has changed and the request can be withdrawn. The manager then journals it and moves its files to the place of the
+old ones. If a manager dies between any two of these steps, its successor continues there.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _REQUEST_FILE = "request.json"
 
 
 class ResumeRequest(Struct, frozen=True):
-    """Who wants to resume the run, with which job spec."""
+    """The request of a user to resume the run with a job spec."""
 
     by: str
     """Name of the user."""
@@ -44,13 +44,18 @@ class ResumeRequest(Struct, frozen=True):
 
 
 class AlreadyRequested(RuntimeError):
-    """Another user has requested to resume the run before."""
+    """A request to resume the run has already been made."""
 
 
 def write_request(run: RunDir, request: ResumeRequest, write_files: Callable[[RunDir], None]) -> None:
-    """Create the request with the files that ``write_files`` writes into the folder of the RunDir that it receives.
+    """Create the request, with the files that belong to it.
 
-    If this raises, no request is left.
+    If this raises, nothing of this request is left.
+
+    Args:
+        run: The run that is to be resumed.
+        request: The request.
+        write_files: Function that writes the files into the folder of the RunDir that is passed to it.
 
     Raises:
         AlreadyRequested: there is a request already.
@@ -77,9 +82,9 @@ def _already(run: RunDir, before: ResumeRequest | None) -> AlreadyRequested:
 
 
 def read_pending(run: RunDir) -> ResumeRequest | None:
-    """Return the request that has been made and is not installed yet, or None. Raises OSError if that cannot be read.
+    """Return the request that has been made and is not installed yet, or None. Raises OSError if it cannot be read.
 
-    A request that cannot be decoded is moved aside.
+    A request that cannot be decoded is removed.
     """
     for folder in (run.resume_claimed, run.resume):
         try:
@@ -93,7 +98,7 @@ def read_pending(run: RunDir) -> ResumeRequest | None:
 
 
 def requested_at(run: RunDir) -> float:
-    """Return when the pending request was made (s since 1970, by the file server's clock); 0 without a request.
+    """Return when the pending request was made (s since 1970, on the file server's clock); 0 without a request.
 
     Raises:
         OSError: the run directory cannot be read.
@@ -120,7 +125,7 @@ def claim(run: RunDir) -> ResumeRequest | None:
 def install(run: RunDir) -> None:
     """Move the files of the claimed request into the run directory. Repeating it is harmless.
 
-    Called once the request is journaled.
+    Called only after the request has been journaled.
     """
     for path in run.resume_claimed.iterdir() if run.resume_claimed.exists() else ():
         if path.name != _REQUEST_FILE:

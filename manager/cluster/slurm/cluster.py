@@ -1,4 +1,4 @@
-"""The Slurm cluster: allocations that hold nodes, one step per member, everything found by its tag.
+"""The Slurm cluster: allocations hold nodes, each incarnation runs in a job step, and both are found by their tags.
 
 An allocation is a job, or one component of a heterogeneous job. Each component carries its own tag, has its own job id
 and can be given back alone once it runs; but the end of the first component ends all of them.
@@ -6,11 +6,11 @@ and can be given back alone once it runs; but the end of the first component end
 Measured on 22.05 (docs/architecture.md):
 
 - A pool held by a batch script ends, including its healthy nodes, when the node of that script is cut off and comes
-  back; one made by ``salloc --no-shell`` continues. So salloc holds nodes that are free, where InactiveLimit permits
-  it.
+  back; an allocation made by ``salloc --no-shell`` continues. So rrl uses salloc if nodes are free and InactiveLimit
+  permits it.
 - A step whose srun was killed stays listed, and keeps its resources, for 2.3 s after its end (slurmstepd tries to
   report to its srun): a replacement on the same node needs resources for one more step, or waits that long.
-- Steps stay listed on nodes that Slurm has taken from their job: they are not counted.
+- Slurm still lists steps on nodes that it has taken from their job: rrl ignores these steps.
 - ``salloc --no-shell A : B`` behaves like a single job: the loss of the first component's first node ends nothing else.
 """
 
@@ -48,12 +48,12 @@ from .requests import request_options
 from .steps import Sruns
 
 STOP_MARGIN_S = 2.0
-"""Seconds beyond the grace: a step that received SIGTERM kills its own process group at the end of the grace and then
-writes its exit record."""
+"""Seconds between the end of the grace and SIGKILL: a step that received SIGTERM kills its own process group at the end
+of the grace and then writes its exit record."""
 _PENDING_JOB_LINE = re.compile(r"Pending job allocation (\d+)")
 """Line of salloc with the id of a job that has to wait."""
 _TOO_FEW_NODES = "Requested node configuration is not available"
-"""Slurm's message if too few nodes exist, apart from the excluded ones."""
+"""Slurm's message if too few nodes exist besides the excluded nodes."""
 
 
 class SlurmCluster:
@@ -64,8 +64,8 @@ class SlurmCluster:
         python: the interpreter that runs the first process of each step.
         limits: deadlines and budgets of Slurm's commands.
         prefix: the command in place of ``python -P -m <module>`` in front of the launch file (for tests).
-        allocate_with: ``salloc`` or ``sbatch``; None: read Slurm's configuration to find out which of them is safe.
-        own_tag: tag of the allocation that the manager itself runs in, which need not be requested.
+        allocate_with: ``salloc`` or ``sbatch``; if None, Slurm's configuration decides which of them is safe.
+        own_tag: tag of the allocation that the manager runs in, which exists already and is not requested.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class SlurmCluster:
         self._released_tags: set[str] = set()
         """Tags that the manager has released."""
         self._own_released = False
-        """Whether the manager has released the allocation that it runs in itself, which ends together with the
+        """Whether the manager has released the allocation that it runs in. This allocation ends together with the
         manager."""
         self._budget = Budget(limits.reads_per_minute)
         self._sruns = Sruns(python, limits, prefix)
@@ -103,7 +103,8 @@ class SlurmCluster:
     async def request(self, request: AllocationRequest) -> None:
         """Allocate nodes, and return once Slurm has accepted the job, which may be pending for a long time.
 
-        ``salloc --no-shell`` allocates nodes that are free, where that is safe; otherwise a batch job waits for nodes.
+        ``salloc --no-shell`` allocates nodes that are free, if salloc is safe on this cluster; otherwise a batch job
+        waits for nodes.
         """
         if request.tag == self._own_tag:
             return
@@ -112,7 +113,7 @@ class SlurmCluster:
         except Refused as error:
             if not request.may_reuse_own_nodes or _TOO_FEW_NODES not in str(error):
                 raise
-            options = {**request.sbatch, "exclusive": ""}  # Slurm then keeps it off our nodes until they are free
+            options = {**request.sbatch, "exclusive": ""}  # Slurm then keeps the job off our nodes until they are free
             await self._allocate(msgspec.structs.replace(request, sbatch=options))
 
     async def _allocate(self, request: AllocationRequest) -> None:
@@ -127,10 +128,10 @@ class SlurmCluster:
             await self._write(("sbatch", "--parsable"), allocation_script(*components))
 
     def _avoiding_own_nodes(self, request: AllocationRequest) -> AllocationRequest:
-        """Exclude the nodes that the run holds already from a request.
+        """Return the request with the nodes that the run already holds added to its excluded nodes.
 
-        Slurm would put two small jobs on one node. But a node belongs to one allocation of a run: otherwise its agents
-        and steps, and the causes of their ends, could not be told apart.
+        Slurm would put two small jobs on one node. If a node belonged to two allocations of the run, the agents and
+        steps of the two, and the causes of their ends, could not be told apart.
         """
         occupying_states = (AllocationState.RUNNING, AllocationState.SUSPENDED)
         own_nodes = {
@@ -144,11 +145,11 @@ class SlurmCluster:
         """Give an allocation back by cancelling its job.
 
         A pending component is cancelled together with its whole heterogeneous job: Slurm cannot cancel a part of it
-        (measured), nor would the job start without it. The first component of a running job waits until the others have
-        ended, because its end ends them.
+        (measured), and the job would not start without the component. The release of the first component of a running
+        job waits until the others have ended, because its end would end them.
 
         Raises:
-            Refused: another component of the job, which is not released, would end too.
+            Refused: another component of the job, which the manager has not released, would end too.
             Unanswered: the other components have not ended within ``limits.write_timeout_s`` seconds.
         """
         self._released_tags.add(tag)
@@ -240,7 +241,7 @@ class SlurmCluster:
     async def stop(self, tag: str, grace: float) -> None:
         """Signal the step with scancel; kill its srun first if the step has not started."""
         step = await self._find_step(tag)
-        if step is None and tag in self._sruns:  # srun still waits for resources, or is just being served
+        if step is None and tag in self._sruns:  # srun still waits for resources, or Slurm has just granted them
             await self._sruns.kill(tag)
             step = await self._find_step(tag)
         if step is None:
@@ -275,7 +276,7 @@ class SlurmCluster:
         """Give single nodes of a running allocation back.
 
         Raises:
-            Refused: also if an earlier shrink, of any allocation, ended steps on the nodes that remained.
+            Refused: Slurm cannot do it, or an earlier shrink of any allocation ended steps on the nodes that remained.
         """
         await self._read_jobs()
         job = await self._running_job(tag)
@@ -301,8 +302,8 @@ class SlurmCluster:
     async def observe(self) -> ClusterSnapshot:
         """Poll Slurm with at most three commands.
 
-        A poll within ``limits.min_poll_interval_s`` of the one before returns the same snapshot, unless this process
-        changed something since. The nodes are those that the run's allocations have or had.
+        A poll within ``limits.min_poll_interval_s`` seconds of the previous poll returns the same snapshot, unless this
+        process has changed something since then. The snapshot has all nodes that the run's allocations have or had.
         """
         async with self._poll_lock:
             fresh = (
@@ -368,10 +369,10 @@ class SlurmCluster:
             raise Unanswered(f"scontrol: {error}") from error
 
     def _allocation(self, jobs: list[text.Job]) -> AllocationStatus:
-        """Return the status of the allocation with a tag.
+        """Return the status of an allocation from the jobs that carry its tag.
 
-        Several jobs may carry the tag. An unfinished job counts before one that has ended; if a lost answer led to two
-        unfinished jobs, ``detail`` names the second.
+        An unfinished job takes precedence over a job that has ended. If a lost answer led to two unfinished jobs,
+        ``detail`` names the second.
         """
         order = (
             AllocationState.RUNNING, AllocationState.SUSPENDED, AllocationState.PENDING, AllocationState.ENDED
@@ -420,7 +421,7 @@ class SlurmCluster:
         return next((line for line in await self._read_steps() if line.name == tag), None)
 
     async def _running_job(self, tag: str) -> text.Job:
-        """Return the running job of an allocation, as last read; read the jobs again if it was not running then."""
+        """Return the running job of an allocation from the jobs as last read; if there is none, read the jobs again."""
         for attempt in range(2):
             for job in self._jobs.get(tag, []):
                 if job.state is AllocationState.RUNNING:

@@ -24,8 +24,8 @@ _SCRUBBED = ("SLURM", "SBATCH", "SRUN", "SALLOC", "SQUEUE", "SCANCEL", "SINFO", 
 commands."""
 
 _EPOCH_TIMES_ENV = {"SLURM_TIME_FORMAT": "%s"}
-"""Makes squeue print times in seconds since 1970, because a program reads them. Times of other commands are for
-people."""
+"""Variable that makes squeue print times in seconds since 1970, which rrl parses. rrl does not parse times of other
+commands."""
 
 _NO_CLUSTER = "Could not establish a configuration source"
 """Message of Slurm's commands on a machine where they are installed but no cluster is configured."""
@@ -54,7 +54,7 @@ _TASK_EXIT = re.compile(r"Exited with exit code (\d+)")
 _NO_FREE_NODES = "Unable to allocate resources: "
 """salloc's message for a job that could not start immediately; sbatch then reports whether it can start at all."""
 NODE_UNKNOWN = re.compile(r"^Node (\S+) not found$", re.MULTILINE)
-"""What ``scontrol show node`` prints on stdout."""
+"""Line that ``scontrol show node`` prints on stdout for a node that Slurm does not know."""
 
 
 class NoCluster(Unanswered):
@@ -72,15 +72,15 @@ class SlurmLimits(Struct, frozen=True):
     immediate_timeout_s: int = 10
     """Seconds that salloc waits for free nodes. By default Slurm's scheduler runs 2 s after a submission."""
     immediate_timeout_het_s: int = 45
-    """The same for several components: only the backfill scheduler starts those, every 30 s by default
-    (slurm.conf(5))."""
+    """Seconds that salloc waits for free nodes for several components: only the backfill scheduler starts such jobs,
+    every 30 s by default (slurm.conf(5))."""
     launch_watch_s: float = 2.0
     """Seconds for which a new srun is watched for an error. A step that starts is noticed sooner (median 0.04 s in the
     lab)."""
     interpreter_watch_s: float = 0.25
-    """Seconds for which the output of a step is watched, once slurmstepd has opened it, for a missing interpreter."""
+    """Seconds for which a step's output is watched for a missing interpreter after slurmstepd has opened the file."""
     srun_release_delay_s: float = 1.0
-    """Seconds that an srun is kept after its step has connected, until slurmstepd certainly does not need it."""
+    """Seconds that an srun is kept after its step has connected; slurmstepd certainly does not need it afterwards."""
     step_queue_timeout_s: float = 60.0
     """Seconds after which srun stops waiting for resources of the allocation. By default it waits without limit
     (measured)."""
@@ -97,7 +97,7 @@ class Budget:
 
     Reads that are needed to carry out an action are taken on credit. The managers of a user divide ``per_minute`` by
     their number, which each of them counts in the queue that it polls anyway: this needs no file shared between hosts,
-    and a manager that died holds nothing.
+    and a manager that died no longer has a share.
     """
 
     def __init__(self, per_minute: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -112,12 +112,12 @@ class Budget:
         return self._share
 
     def share(self, managers: int) -> None:
-        """Set the number of running managers of this user, including this one."""
+        """Set the number of running managers of this user, including this manager."""
         self._share = self._user_total / max(1, managers)
         self._available = min(self._available, self._share)
 
     def spend(self, count: int, credit: bool = False) -> bool:
-        """Return whether ``count`` reads may be made now, and count them if so. With ``credit`` they always may."""
+        """Return whether ``count`` reads may be made now, and count them if so. With ``credit`` return True always."""
         now = self._clock()
         self._available = min(self._share, self._available + (now - self._refilled_at) * self._share / 60.0)
         self._refilled_at = now
@@ -160,17 +160,17 @@ def task_exit_code(srun_error: str) -> int | None:
 
 
 def lacks_free_nodes(salloc: CommandResult) -> bool:
-    """Return whether salloc was answered that not enough nodes are free now."""
+    """Return whether Slurm answered salloc that not enough nodes are free now."""
     return _NO_FREE_NODES in salloc.err and not unanswered(salloc.err)
 
 
 def lacks_node(scontrol: CommandResult) -> bool:
-    """Return whether ``scontrol show node`` reports that Slurm does not know a node that was asked for."""
+    """Return whether ``scontrol show node`` reports that Slurm does not know a requested node."""
     return NODE_UNKNOWN.search(scontrol.out) is not None
 
 
 def update_refused(scontrol: CommandResult) -> bool:
-    """Return whether slurmctld answered that it does not make the change of a ``scontrol update``."""
+    """Return whether slurmctld answered that it refuses the change of a ``scontrol update``."""
     return "slurm_update error" in scontrol.err and not unanswered(scontrol.err)
 
 

@@ -1,7 +1,7 @@
 """Inject faults into nodes and Slurm itself, on a test cluster that permits it (tests/support/slurm/fault_service.py).
 
-The test cluster listens on a Unix socket that the environment names, and exchanges one JSON line in each direction. Any
-other cluster refuses: its nodes and its slurmctld serve other users too.
+The test cluster listens on a Unix socket that the environment names, and exchanges one JSON line in each direction. On
+any other cluster faults are refused: its nodes and its slurmctld serve other users too.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Read how many jobs Slurm permits this user, as far as a user can see it.
+"""Read how many jobs Slurm permits this user, as far as the user may read the limits.
 
-Limits belong to the user's association (account, maybe partition) and to a QOS, and hold only where
+Limits belong to the user's association (account, maybe partition) and to a QOS, and hold only if
 AccountingStorageEnforce contains ``limits`` (slurm.conf(5), sacctmgr(1)).
 """
 
@@ -63,7 +63,7 @@ async def read_limits(options: Mapping[str, str]) -> JobLimits:
 
 
 def enforced(config: str) -> bool:
-    """Return whether Slurm enforces limits on jobs, from ``scontrol show config``."""
+    """Return whether Slurm enforces limits on jobs, according to the output of ``scontrol show config``."""
     match = re.search(r"^AccountingStorageEnforce\s*=\s*(\S+)", config, re.MULTILINE)
     return match is not None and bool({"limits", "safe", "all", "2"} & set(match[1].lower().split(",")))
 
@@ -71,7 +71,7 @@ def enforced(config: str) -> bool:
 def association_limits(text: str, account: str, partition: str) -> tuple[list[Limit], str]:
     """Return (limits, default QOS) of an account from ``sacctmgr show assoc``.
 
-    An association of the account with the partition takes precedence over the one without a partition.
+    An association of the account with the partition takes precedence over its association without a partition.
     """
     rows = [dict(zip(_ASSOC, line.split("|"), strict=False)) for line in text.splitlines() if line.strip()]
     fitting = [row for row in rows if row["account"] == account and row.get("partition", "") in ("", partition)]

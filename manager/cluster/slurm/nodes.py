@@ -6,7 +6,7 @@ Measured on 22.05, 24.11 and 26.05 (docs/architecture.md):
   reports "Invalid user id" whatever else is wrong, and logs a security violation: after the first such answer rrl does
   not try again.
 - ``State=RESUME`` also ends a DOWN that somebody set; ``State=UNDRAIN`` removes the drain alone. 24.11 keeps the reason
-  after either: it means something only together with the state.
+  after either, so a reason is meaningful only together with the state.
 - 24.11 and 26.05 append " : Not responding" to the reason of a drained node that is then lost.
 - ``scontrol update JobId=J NodeList=<the rest>`` gives nodes of one's own job back within 2 s: their tasks are killed,
   those on the other nodes continue, and steps can be started there. 22.05 does it once for each job (without
@@ -52,7 +52,7 @@ class SlurmNodes:
         self._no_rights = ""
         """slurmctld's message once it has denied a drain; empty before."""
         self.drained: set[NodeName] = set()
-        """Nodes that this run has drained. They stay polled, whichever job they belong to."""
+        """Nodes that this run has drained. They are polled even after they have left the run's allocations."""
 
     async def drain(self, node: NodeName, reason: str) -> None:
         """Drain a node with ``reason``; see :meth:`rrl.manager.cluster.base.Cluster.drain`."""

@@ -99,7 +99,7 @@ class Job(Struct, frozen=True):
     """One line of squeue: a job, or a component of a heterogeneous job."""
 
     id: str
-    """The job's own id. A component has one too; its steps are listed under it."""
+    """The job's own id. Each component of a heterogeneous job has its own id too, under which its steps are listed."""
     state: AllocationState
     nodes: tuple[NodeName, ...]
     name: str
@@ -120,7 +120,7 @@ class Job(Struct, frozen=True):
 
     @property
     def target(self) -> tuple[str, ...]:
-        """Return the options by which srun starts a step in this job. It rejects a component's own id (measured)."""
+        """Return the options by which srun starts a step in this job. srun rejects a component's own id (measured)."""
         return (f"--jobid={self.leader}", f"--het-group={self.offset}") if self.leader else (f"--jobid={self.id}",)
 
 
@@ -200,8 +200,8 @@ def _time_left(left: str, limit: str, start: str, end: str) -> tuple[float | Non
     """Return (seconds that a running job has left, whether it is being preempted).
 
     ``left`` counts down to the time limit in every case. Preemption changes only the expected end, to now + GraceTime,
-    and the end of a suspension moves it to a later time (both measured on 22.05). Only durations are used, so no clock
-    but Slurm's own matters.
+    and the end of a suspension moves the expected end to a later time (both measured on 22.05). Only durations are
+    used, so only Slurm's own clock matters.
     """
     try:
         by_limit = float(seconds(left))
@@ -219,8 +219,8 @@ def never_clears(reason: str) -> bool:
 def managed_runs(jobs: Iterable[Job]) -> set[str]:
     """Return the ids of the runs that have a manager, from the jobs of their user.
 
-    These are all runs with an unfinished job, wherever their manager runs, except those of which only the first
-    manager's job is pending. The run's id is in the job's comment.
+    These are all runs with an unfinished job other than a pending job of a manager. The manager itself may run
+    anywhere: the comment of every job of the run contains the run's id.
     """
     runs = set()
     for job in jobs:
@@ -268,9 +268,10 @@ def read_node_info(text: str) -> NodeInfo:
 
 
 def node_state(text: str) -> NodeState:
-    """Return the worst state that base state and flags of ``MIXED+DRAIN``, ``DOWN*`` or ``idle~`` indicate.
+    """Return the worst state that a node's base state and flags (``MIXED+DRAIN``, ``DOWN*``, ``idle~``) indicate.
 
-    A node that only does not respond (yet) is UNKNOWN: Slurm itself waits for SlurmdTimeout before it reports DOWN.
+    A node that does not respond (yet) and has no worse flag is UNKNOWN: Slurm itself waits for SlurmdTimeout before it
+    reports DOWN.
     """
     flags = _flags(text)
     for state, names in ((NodeState.DOWN, _DOWN), (NodeState.DRAINING, _DRAINING), (NodeState.UNKNOWN, _UNKNOWN)):
@@ -289,7 +290,7 @@ def _flags(text: str) -> set[str]:
 
 
 def inactive_limit(text: str) -> int:
-    """Return InactiveLimit in seconds from ``scontrol show config``; 0: a job without a running salloc goes on."""
+    """Return InactiveLimit (s) from ``scontrol show config``. If it is 0, a job without a running salloc continues."""
     if match := re.search(r"^InactiveLimit\s*=\s*(\d+)", text, re.MULTILINE):
         return int(match[1])
     raise Unreadable("the output of scontrol show config has no InactiveLimit")

@@ -39,11 +39,14 @@ class Partition(Struct, frozen=True):
     """Most nodes of a job; inf if unlimited."""
 
     def fitting(self, node: Resources, usable: bool = False) -> int:
-        """Return how many nodes have at least the resources ``node``; with ``usable`` only of those that are up."""
+        """Return how many nodes, with ``usable`` how many nodes that are up, have at least the resources ``node``."""
         return sum(shape.count for shape in self.shapes if _fits(shape.node, node) and (shape.usable or not usable))
 
     def missing_resource(self, node: Resources) -> str:
-        """Return the key of job.toml of which no node has enough: ``cpus``, ``gpus`` or ``mem``."""
+        """Return the key in job.toml (``cpus``, ``gpus`` or ``mem``) of a resource that no node has enough of.
+
+        If nodes lack only the combination of resources, return ``cpus``.
+        """
         for key in ("gpus", "mem", "cpus"):
             if all(getattr(shape.node, key) < getattr(node, key) for shape in self.shapes):
                 return key
@@ -97,7 +100,7 @@ def eligible(partitions: list[Partition], options: Mapping[str, str]) -> list[Pa
 
 
 def required_resources(request: AllocationRequest) -> Resources:
-    """Return what each node must have. GPUs that the job spec requests by an sbatch option are left to Slurm."""
+    """Return the resources that each node must have, without GPUs that the job spec requests by an sbatch option."""
     gpus = 0 if "gres" in request.sbatch else request.node.gpus
     return Resources(request.node.cpus, gpus, request.node.mem)
 
@@ -130,11 +133,11 @@ def request_options(request: AllocationRequest) -> tuple[str, ...]:
 
 
 def batch_script(request: AllocationRequest, command: Sequence[str] = (), output: str = "") -> str:
-    """Return the batch script of a request with all its components.
+    """Return the batch script of a request, which becomes a heterogeneous job if the request has further components.
 
     Args:
-        request: the first component.
-        command: what the script runs on the first node; empty: it only holds the nodes.
+        request: the request for the first component; its ``further_components`` are the others.
+        command: command that the script runs on the first node; if empty, the script only holds the nodes.
         output: file for the script's output, unless the job spec names one.
 
     Raises:

@@ -1,8 +1,8 @@
 """Manage the sruns that launch steps: start them, watch them until their step has connected, then kill them.
 
 A SIGTERM to an srun, which any ``scancel`` of the manager's own job sends, kills its step. So does SIGKILL to the srun
-alone, because its child ends the step. SIGKILL to both leaves the step running, and each task's output file is still
-written (measured on 22.05).
+alone, because its child ends the step. SIGKILL to both processes leaves the step running, and each task's output file
+is still written (measured on 22.05).
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class Sruns:
     def failed(self) -> frozenset[str]:
         """Return the tags whose srun ended with an error before their step had connected.
 
-        srun itself has slurmd start the tasks of a step: once it has ended, a step that does not exist by then never
-        will, even if slurmctld still grants the request for it.
+        srun itself makes slurmd start the tasks of a step. Once srun has ended, a step that does not exist yet never
+        starts, even if slurmctld still grants the request for it.
         """
         return frozenset(self._failed)
 
@@ -108,8 +108,8 @@ class Sruns:
     async def _await_start(self, step: Step, srun: _Srun) -> None:
         """Wait until the step connects (:meth:`on_step_joined`), srun ends, or the step's output file appears.
 
-        Once the output file appears, wait a moment longer: an interpreter that is missing on the node is reported at
-        once.
+        Once the output file appears, wait only ``limits.interpreter_watch_s`` seconds longer: if the interpreter is
+        missing on the node, slurmstepd reports this at once.
         """
         output = step.log_file.with_name(f"{step.log_file.name}.0")
         deadline, opened = time.monotonic() + self._limits.launch_watch_s, False
@@ -136,9 +136,9 @@ class Sruns:
     async def on_step_joined(self, tag: str) -> None:
         """Kill the srun of a step that has connected, and return once it is gone.
 
-        srun is kept for ``limits.srun_release_delay_s`` seconds: slurmstepd still has to report the task's start to it,
-        and if it cannot, retries for 2.3 s and ignores signals (measured with an srun killed some ms after its task
-        began).
+        srun is kept for ``limits.srun_release_delay_s`` seconds: slurmstepd still has to report the task's start to it.
+        If slurmstepd cannot, it retries for 2.3 s and ignores signals (measured with an srun that was killed some ms
+        after its task began).
         """
         if srun := self._running.get(tag):
             srun.joined.set()
@@ -148,7 +148,7 @@ class Sruns:
             await self.kill(tag)
 
     async def kill(self, tag: str) -> None:
-        """Kill the srun of a tag. A step that it has started keeps running; one that it has not started never will."""
+        """Kill the srun of a tag. If srun has started the step, the step keeps running; otherwise it never starts."""
         if srun := self._running.get(tag):
             srun.joined.set()
             kill_session(srun.process.pid)
