@@ -5,7 +5,7 @@
 3. ``blame_ends_of_wait_chains``: replace findings of waits by one about the replica that is waited for.
 4. ``suppress_on_failed_nodes``: drop findings about the replicas of a node that failed itself.
 5. ``await_stacks``: downgrade a hang until its stacks are collected, then add them as evidence.
-6. ``apply_settings``: drop or downgrade findings that must have no consequence, by ``[health]`` of the job.
+6. ``apply_settings``: drop or downgrade findings that must have no consequence according to ``[health]`` of the job.
 7. ``correlate``: downgrade findings that many nodes or replicas have at once.
 
 :func:`rrl.health.detection.detect.detect` runs stages 1 to 4 over the findings of the manager's detectors. These stages
@@ -142,14 +142,15 @@ def await_stacks(findings: Sequence[Finding], context: PublicationContext) -> Pu
 def apply_settings(findings: Sequence[Finding], context: PublicationContext) -> Published:
     """Drop findings of checks that the job turned off, and downgrade each FAIL that must have no consequence.
 
-    That is a FAIL of a check that the job only observes, and one about a node whose cause does not blame the node.
+    A FAIL must have no consequence if the job only observes its check, or if it is about a node but its cause does not
+    blame the node.
     """
     settings = context.settings
     return [_downgraded(finding, settings) for finding in findings if not is_off(finding, settings)], context
 
 
 def is_off(finding: Finding, settings: HealthSpec) -> bool:
-    """Return whether the job turned off the check that found this."""
+    """Return whether the job turned off the check that made this finding; proof that something ended is never off."""
     return not _proves_end(finding) and settings.checks.get(finding.detector) == "off"
 
 
@@ -177,7 +178,8 @@ def _downgraded(finding: Finding, settings: HealthSpec) -> Finding:
 def correlate(findings: Sequence[Finding], context: PublicationContext) -> Published:
     """Hold back findings that many nodes or replicas have at once, and add one finding about their shared cause.
 
-    This stage is the last because it compares what would have consequences. It keeps a state between publications.
+    This stage is the last because it compares the findings that would have consequences. It keeps a state between
+    publications.
     """
     correlated, state, next_check = correlation.correlate(findings, context.run, context.correlation, context.now)
     return correlated, replace(context, correlation=state, next_check=next_check)

@@ -48,7 +48,7 @@ class Incident(Struct, frozen=True):
     owner: str
     """Party at fault: ``infra``, ``software`` or ``user``."""
     cause: str
-    """Cause; for infrastructure that of the hardware evidence."""
+    """Cause; if infrastructure was at fault, the cause of the hardware evidence."""
     detector: str
     remedy: str
     runs: tuple[str, ...]
@@ -66,7 +66,7 @@ class Incident(Struct, frozen=True):
     """Users whose records alone show that infrastructure was at fault: both failure and hardware evidence, or the loss
     of the node. A failure from one user with evidence from another counts for neither."""
     trusted: bool = False
-    """Whether one of them is root."""
+    """Whether one of the witnesses is root."""
 
 
 class RaisedFinding(Struct, frozen=True):
@@ -79,15 +79,16 @@ class RaisedFinding(Struct, frozen=True):
     finding: FindingRecord
     """The last record of the finding while it was raised."""
     observed_until: float
-    """Time until which its run could have cleared it: while it held the node and wrote records."""
+    """Time until which the run could have cleared the finding, because it held the node and wrote records."""
     trusted: bool = False
     """Whether the record belongs to root."""
 
     @property
     def critical(self) -> bool:
-        """Return whether it is evidence against the node.
+        """Return whether the finding is evidence against the node.
 
-        A finding with proof that is held back is not: most nodes have it, so the driver or a rule is wrong.
+        A finding that was held back although it has proof does not count: most nodes have the same finding, so the
+        driver or a rule is wrong.
         """
         observed = Flag.OBSERVED in self.finding.flags
         held_back = Flag.HELD_BACK in self.finding.flags and not self.finding.proof
@@ -158,10 +159,10 @@ def node_intervals(history: RunHistory) -> dict[str, tuple[list[Span], int]]:
 
 # ── raised findings ──────────────────────────────────────────────────────────────────────────────────────────────────
 def raised_findings(history: RunHistory) -> list[RaisedFinding]:
-    """Return the findings against nodes themselves, each with its interval; injected ones are left out."""
+    """Return the findings against nodes themselves, each with its interval; injected findings are left out."""
     standing: dict[tuple[str, str, str], RaisedFinding] = {}
     counted: dict[tuple[str, str, str], int] = {}
-    """Counts of the current manager."""
+    """Newest ``count`` of each finding under the current manager."""
     left: dict[str, float] = {}
     over: list[RaisedFinding] = []
     for record in history.records:
@@ -192,7 +193,10 @@ def raised_findings(history: RunHistory) -> list[RaisedFinding]:
 
 # ── incidents ────────────────────────────────────────────────────────────────────────────────────────────────────────
 def incidents(histories: list[RunHistory]) -> list[Incident]:
-    """Return all failures by time; those of infrastructure once per node and 10 min, from whichever runs."""
+    """Return all failures as incidents, in the order of time.
+
+    Failures of infrastructure on one node within 10 min are merged into one incident, whichever runs recorded them.
+    """
     against: dict[str, list[RaisedFinding]] = defaultdict(list)
     for history in histories:
         for raised in raised_findings(history):
