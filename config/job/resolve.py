@@ -28,7 +28,7 @@ _BUILT_IN = {
     "reward": "rrl.roles.reward",
 }
 _MANAGER_INHERITS = ("partition", "account", "qos", "reservation")
-"""Options of [slurm] that the manager's own job has too, unless [manager] slurm sets them."""
+"""Options of [slurm] that also apply to the manager's own job, unless [manager] slurm sets them."""
 
 
 def resolve(job: Job, python: str) -> run_spec.RunSpec:

@@ -104,7 +104,7 @@ class TrainerRole(Role):
 
 
 class RolloutRole(Role):
-    """Samples answers under the newest weights that it has."""
+    """Samples answers with the newest weights that the rollout has received."""
 
     exclusive: bool = True
     """Give each replica whole nodes that no other role uses."""

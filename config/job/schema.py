@@ -1,4 +1,4 @@
-"""The tables of job.toml, with every default, its unit, and its source where a number has one.
+"""The tables of job.toml, with the default of every key, its unit, and its source if the number has a source.
 
 Unknown keys are errors (``extra="forbid"``); :mod:`rrl.config.job.load` reports each in one line with the nearest valid
 key. :mod:`.roles`, :mod:`.site` and :mod:`.faults` declare the other tables.

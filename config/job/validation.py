@@ -328,7 +328,7 @@ def _key(invalid: InvalidFault, default: str) -> str:
 
 
 def _check_needs_worker_api(job: Job, kind: FaultKind, target: str, at: tuple[str | int, ...]) -> None:
-    """Check that a role which must inject a fault into itself uses the worker API, through which it gets the request."""
+    """Check that a role that must inject a fault into itself uses the worker API, by which the fault is requested."""
     role = job.every_role().get(target.partition("/")[0])
     traits = FAULT_TRAITS[kind]
     if (

@@ -196,7 +196,7 @@ class DurationStats(Struct, frozen=True):
 
 
 class TypicalDuration(Struct, frozen=True):
-    """The usual duration of a phase: the median (s; None: too few are known) and the longest (s)."""
+    """The usual duration of a phase: the median (s) and the longest (s); ``median`` is None if too few are known."""
 
     median: float | None = None
     longest: float = 0.0

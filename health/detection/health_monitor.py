@@ -18,7 +18,7 @@ from .progress_tracker import ProgressTracker, restart_clocks, set_blocked_by
 from .records import NodeView, ReplicaView, StepEnd, is_polling
 
 _IGNORED_REASONS = frozenset({ExitReason.NOT_ADMITTED, ExitReason.FENCED})
-"""Exit reasons of steps that never represented the incarnation, or no longer do."""
+"""Exit reasons of steps that never became the incarnation, or that no longer belong to a current incarnation."""
 
 
 class HealthMonitor:
@@ -298,7 +298,7 @@ class HealthMonitor:
 
     # ── queries ──────────────────────────────────────────────────────────────────────────────────────────────────────
     def workers(self) -> Iterator[ReplicaView]:
-        """Return all replicas except agents and standby processes; no replica ever waits for those."""
+        """Return all replicas except agents and standby processes, because no replica waits for an agent or standby."""
         return (
             view for view in self.replicas.values() if role_of(view.incarnation.replica) not in (AGENT, STANDBY_ROLE)
         )
@@ -346,7 +346,7 @@ class HealthMonitor:
         return view
 
     def _link_gang(self, view: ReplicaView) -> None:
-        """Mark a gang as one with several members once its second member appears."""
+        """Record that a gang has several members once its second member appears."""
         gang = gang_of(view.incarnation.replica)
         if gang != view.incarnation.replica:
             self._gangs.add(gang)

@@ -201,7 +201,7 @@ def restart_clocks(view: ReplicaView, now: float) -> None:
 
 
 def set_blocked_by(view: ReplicaView, replica: ReplicaId | None, now: float) -> None:
-    """Record which replica blocks this one (None: no replica does), and since when it has been blocked."""
+    """Record which ``replica`` blocks the replica of ``view``, and since when; None if it is not blocked."""
     if replica is None:
         view.blocked_since = None
     elif view.waits_for is None or view.blocked_since is None:

@@ -44,7 +44,7 @@ SPIN_TENSOR_SHARE = 0.01
 class LoadHistory:
     """The CPU and GPU loads of one incarnation.
 
-    Times are those of loads: while the agent is silent, no interval grows.
+    All times are times of loads, so that no interval grows while the agent is silent.
     """
 
     latest_at: float | None = None
@@ -170,7 +170,7 @@ class ProbeState:
         self.last_sent_at = now
 
     def answered(self, result: ProbeResult, detail: str, now: float) -> None:
-        """Take an answer. A late one, to a probe that is no longer open, only shows whether the role has a handler."""
+        """Take an answer. An answer to a probe that is no longer open only shows whether the role has a handler."""
         if result is ProbeResult.NO_HANDLER:
             self.no_probe_handler = True
             self.reset()
@@ -260,7 +260,7 @@ class ReplicaView:
     blocked_since: float | None = None
     """Time since which ``waits_for`` has named a replica."""
     worked_before: bool = False
-    """Whether its first report already showed progress: its first pass was under an earlier manager."""
+    """Whether its first report already showed progress, so that its first pass was under an earlier manager."""
     usual_duration: float | None = None
     """Usual duration (s) of this phase; None if unknown. It is fixed at ``last_change_at``, so that no running deadline
     moves."""
@@ -277,7 +277,7 @@ class ReplicaView:
     step_alive_at: float | None = None
     """Time when the agent last found the step's first process running."""
     goodbye_at: float | None = None
-    """Time of its Goodbye. Silence is expected from then on; an end without a stop request is not."""
+    """Time of its Goodbye. Silence is expected from then on, but an end without a stop request is a failure."""
     stop_requested_at: float | None = None
     """Time of the manager's stop request. Silence and the end of the process are expected from then on."""
     gang_suspended: bool = False
@@ -344,7 +344,7 @@ class NodeView:
     """Incarnations that were replaced or removed since the last message from this node. Without them a lost node would
     look healthy as soon as its replicas are started elsewhere."""
     state: str | None = None
-    """State last reported by the cluster; None: none was reported."""
+    """State last reported by the cluster; None if no state was reported."""
     detail: str = ""
     """Reason that the cluster gave when it first reported this state."""
     since: float = 0.0
@@ -356,7 +356,7 @@ class NodeView:
     suspended_at: float | None = None
     """Time of the poll that reported its job as suspended; cleared by any message from the node."""
     suspension_checked_at: float | None = None
-    """Time of the last poll that reported whether its job is suspended; None: there was none."""
+    """Time of the last poll that reported whether the job of the node is suspended; None if there was no such poll."""
     reported_up: bool = False
     """Whether the last reading (other than one in which most nodes were lost at once) was ``up``."""
     flaps: deque[float] = field(default_factory=lambda: deque(maxlen=FLAP_COUNT), repr=False)

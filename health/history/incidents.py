@@ -33,7 +33,7 @@ from .records import (
 EVIDENCE_BEFORE_S, EVIDENCE_AFTER_S = 600.0, 300.0
 """Seconds before and after a failure in which evidence counts (Meta: the last 10 min of a job, or 5 min after)."""
 SAME_INCIDENT_S = 600.0
-"""Seconds within which failures of one node are one incident, and those of several nodes are related (gcm,
+"""Seconds within which failures of one node are one incident, and failures of several nodes are related (gcm,
 NVSentinel)."""
 HARDWARE_CAUSES = (Cause.NODE, Cause.GPU, Cause.FABRIC, Cause.STORAGE)
 
@@ -234,8 +234,8 @@ def costs(history: RunHistory) -> list[tuple[Failed, float]]:
 def _attributed(history: RunHistory, failed: Failed, cost: float, against: list[RaisedFinding]) -> Incident | None:
     """Return the incident that a failure belongs to; None for a lost node without evidence against it.
 
-    ``cost`` is what the failure cost (GPU-hours). ``against`` are the findings against its node; those near the failure
-    in time decide who was at fault.
+    ``cost`` is what the failure cost (GPU-hours). ``against`` are the findings against the node of the failure; the
+    findings near the failure in time decide who was at fault.
     """
     near = [
         raised

@@ -22,11 +22,11 @@ MAX_EVIDENCE_LINES = 5
 MAX_TEXT_CHARS = 300
 """Characters of one line of evidence."""
 MAX_LINE_BYTES = 65536
-"""Bytes of one line; a longer one is not from rrl."""
+"""Largest size of one line in bytes; rrl writes no longer lines."""
 MAX_FILE_RECORDS = 200_000
-"""Records of one file: a run that reports something new each second for two days is itself broken."""
+"""Largest number of records in one file: a run that reports something new each second for two days is itself broken."""
 MAX_FILE_BYTES = 64 * 2**20
-"""Bytes of one file: MAX_FILE_RECORDS records of the 300 bytes that most of them have; the writer stops there too."""
+"""Largest size of one file in bytes: MAX_FILE_RECORDS records of 300 bytes, the usual size. Writers keep this limit."""
 
 
 class EvidenceLine(Struct, frozen=True):
@@ -111,7 +111,7 @@ class ActionTaken(Struct, frozen=True, tag_field="kind", tag="action_taken"):
     """Reason of the drain, as Slurm shows it."""
     cause: str = ""
     by: str = ""
-    """User who requested it; empty: the run itself."""
+    """User who requested the action; empty if the run itself decided it."""
     rejection: str = ""
     """For ``drain_requested``: why the cluster did not drain the node."""
     evidence: tuple[str, ...] = ()

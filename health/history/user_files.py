@@ -28,7 +28,7 @@ MAX_USER_RECORDS = 500_000
 """Records of a user that are stored: a hundred runs at once, each with a checkpoint every half hour, for three months;
 in a report they take about 300 MB of memory."""
 MAX_USER_REASONS = 5
-"""Rejected files of a user that are named with the reason; of further ones only the number is reported."""
+"""Rejected files of a user that are named with the reason; of further rejected files only the number is reported."""
 _UID_DIGITS = 10
 """Number of decimal digits of 2^32, the limit of uids."""
 
@@ -42,7 +42,7 @@ class UserFolder(Struct, frozen=True):
 
     path: Path
     user: str
-    """Name of the user, or the uid if there is no name: a folder by name and one by number belong to one user."""
+    """Name of the user, or the uid if it has no name. Folders named after a user's name and uid belong to one user."""
     uid: int
 
 

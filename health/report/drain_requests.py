@@ -34,7 +34,7 @@ class DrainRequest(Struct, frozen=True):
     users: tuple[str, ...]
     runs: tuple[str, ...]
     by: str
-    """User who requested it; empty: a run did."""
+    """User who requested the drain; empty if a run did."""
     rejection: str
     """Why the run could not drain the node itself."""
     run: str

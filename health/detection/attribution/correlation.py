@@ -120,7 +120,7 @@ class CorrelationContext(Struct, frozen=True):
 def correlate(
     findings: Sequence[Finding], context: CorrelationContext, state: CorrelationState, now: float
 ) -> tuple[list[Finding], CorrelationState, float]:
-    """Hold back the findings that have a shared cause, and add one about the whole run for each such cause.
+    """Hold back the findings that have a shared cause, and add one finding about the whole run for each shared cause.
 
     Args:
         findings: All current findings.
@@ -204,7 +204,10 @@ def _is_silent(finding: Finding) -> bool:
 
 
 def _awaits_other_nodes(finding: Finding, context: CorrelationContext) -> bool:
-    """Return whether the finding waits for other nodes: its cause is shareable, and a role would be moved for it."""
+    """Return whether the finding waits for the same finding on other nodes.
+
+    It does if its cause is shareable and a role would be moved because of it.
+    """
     return (
         not finding.proof
         and finding.cause in _SHAREABLE_CAUSES
@@ -241,7 +244,7 @@ def _events(
     findings: Sequence[Finding], suspects: Collection[Finding], recent: Mapping[EventKind, Mapping[NodeName, float]],
     context: CorrelationContext, state: CorrelationState, now: float,
 ) -> dict[EventKind, CorrelatedEvent]:  # fmt: skip
-    """Return the events that exist now: new ones, and earlier ones that have not expired."""
+    """Return the events that exist now: new events, and earlier events that have not expired."""
     enough, most = max(2, ceil(CORRELATED_SHARE * context.node_count)), max(2, int(MOST_SHARE * context.node_count) + 1)
     events = {kind: event for kind, event in state.events.items() if now < _expires_at(kind, event) or kind in _GRACE_S}
     unproven: dict[EventKind, set[NodeName]] = {}

@@ -112,7 +112,7 @@ def _inactive_for_long(view: ReplicaView) -> bool:
 
 
 def _tensor_cores_active(view: ReplicaView, members: Iterable[ReplicaView]) -> bool:
-    """Return whether loads as recent as those of the other members show working tensor cores."""
+    """Return whether loads of the member that are as recent as the other members' loads show working tensor cores."""
     active_at = view.loads.tensor_active_at
     newest_load_at = max(member.loads.latest_at or 0.0 for member in members)
     return active_at is not None and active_at >= newest_load_at - MAX_LOAD_GAP_S

@@ -183,7 +183,7 @@ def _stacks(texts: Iterable[str], lines: bool) -> frozenset[Stack]:
 
 
 def _normal(frame: Frame, lines: bool) -> str:
-    """Return the text of a frame without what differs between processes of one program (addresses)."""
+    """Return the text of a frame without addresses, which differ between processes of one program."""
     plain = Frame(_ADDRESS.sub("0x", frame.function), _ADDRESS.sub("0x", frame.file), frame.line if lines else None)
     return str(plain)
 

@@ -64,7 +64,7 @@ def expects_heartbeats(view: ReplicaView) -> bool:
 
 
 def is_working(view: ReplicaView) -> bool:
-    """Return whether the replica's progress can be judged.
+    """Return whether progress is expected of the replica.
 
     It must be a joined worker in a known phase, and no member of its gang may be suspended.
     """

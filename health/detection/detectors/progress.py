@@ -19,7 +19,7 @@ from ..records import MAX_LOAD_GAP_S, ReplicaView, is_polling
 from .base import MIN_HEARTBEATS, NO_FINDING, SLOWEST_FACTOR, Result, finding_about, is_waiting, is_working
 
 BUSY_DEADLINE_FACTOR = 6.0
-"""Multiple of the deadline for a replica whose GPU (without one: CPU) is at work: it is slow, not hung."""
+"""Multiple of the deadline for a replica whose GPU (CPU, if it has no GPU) works: it is slow, not hung."""
 MAX_BLIND_TRAINING_S = 7200.0
 """Deadline (s) up to which a busy GPU extends a training pass whose tensor cores were never observed: a collective that
 hangs looks the same, and an evaluation rarely takes longer."""
@@ -27,8 +27,8 @@ FIRST_PASS_IDLE_SHARE = 0.25
 """Fraction of ``longest`` for which a replica may be idle in its first pass of a ``_WARMUP_PHASES`` phase without a
 baseline (15 min by default)."""
 _WARMUP_PHASES = ("publish", "score")
-"""Phases whose first pass is long only while it works: compiling and packing use CPU or GPU. A first checkpoint, in
-contrast, may idle while it waits for storage."""
+"""Phases whose first pass takes long only because the replica works: compiling and packing use CPU or GPU. In contrast,
+a replica may idle during its first checkpoint while it waits for storage."""
 ENDLESS_WAIT_FACTOR = 1.25
 """Multiple of ``longest`` of a waiting phase (19 min by default) after which a busy service does not explain a wait."""
 _SERVE_PHASE = "serve"
