@@ -45,7 +45,7 @@ def exit_record(view: ReplicaView, limits: Limits, now: float) -> Result:
     if stop_requested and (not end.code or end.reason is ExitReason.STOPPED):
         return NO_FINDING
     if (end.code == 0 or end.reason is ExitReason.STOPPED) and now < (due := end.at + heartbeat_slack(limits)):
-        return None, due  # the run may be complete, or the cluster may reclaim the node: the report of it may still arrive
+        return None, due  # the run may be complete, or the node reclaimed: the report of it may still arrive
     text = _exit_description(end.code, end.signal, exit_text(end.reason, end.detail))
     text += f": {end.last_line}" if end.last_line else ""
     if stop_requested:
