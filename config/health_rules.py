@@ -53,12 +53,12 @@ class Expect(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True
 
 
 class Hysteresis(Struct, frozen=True, forbid_unknown_fields=True):
-    """How many equal samples are needed when one sample is no proof [guard rail 2]."""
+    """How many equal samples in a row are needed if one sample is not proof [guard rail 2]."""
 
     bad: int = 3
     """Bad samples in a row that raise a finding."""
     good: int = 2
-    """Good samples in a row that clear it."""
+    """Good samples in a row that clear the finding."""
 
 
 class GpuRules(Struct, frozen=True, forbid_unknown_fields=True):
@@ -77,9 +77,10 @@ class GpuRules(Struct, frozen=True, forbid_unknown_fields=True):
     """Retired pages from which a GPU fails if more than one page was retired for a double-bit error since the first
     sample (DCGM: within 7 days)."""
     hot: float = 300.0
-    """Seconds at or above the device's own slowdown temperature after which it fails (5 min: ours)."""
+    """Seconds at or above the device's own slowdown temperature after which a GPU fails (5 min: ours)."""
     throttled: int = 10
-    """Samples in a row with thermal or power-brake slowdown before it is reported (ours: single ones are normal)."""
+    """Samples in a row with thermal or power-brake slowdown before the slowdown is reported (ours: single samples with
+    it are normal)."""
     slow_clock: float = 0.75
     """Share of its highest SM clock below which a busy GPU is slow (NVRx's straggler score: 0.75)."""
     busy: int = 50
@@ -126,13 +127,15 @@ class XidRules(Struct, frozen=True, forbid_unknown_fields=True):
     support: int = 5
     """Fatal Xids on one GPU within ``day`` from which the remedy is the vendor's support (docs/sources.md, Xids)."""
     kill: float = 60.0
-    """Seconds after rrl's own kill of a step in which only the two most severe classes act (docs/sources.md, Xids)."""
-    kill_lead: float = 10.0
-    """Seconds before the reported end of a kill that count as part of it, since a sweep takes so long (ours; others use
-    60 s, which would excuse a crash by the kill of the processes that it left)."""
-    died: float = 60.0
-    """Seconds between a role's death and a rare Xid on its GPU within which the Xid is the cause (docs/sources.md,
+    """Seconds after rrl's own kill of a step in which only Xids of the two most severe classes count (docs/sources.md,
     Xids)."""
+    kill_lead: float = 10.0
+    """Seconds before the reported end of a kill that belong to the kill too, since killing all processes takes up to
+    that long (ours). With 60 s, which others use, the Xid of a crash would be ignored if the processes that the crash
+    left behind were killed soon after it."""
+    died: float = 60.0
+    """Longest time in seconds between a role's death and a rare Xid on its GPU for which the Xid is the cause
+    (docs/sources.md, Xids)."""
     classes: dict[str, XidClass] = {}
     """Class by Xid code, where a site disagrees with the catalogue (109, 43, 44, 68, 94, 62 and 137 are disputed)."""
 
@@ -192,22 +195,22 @@ class HostRules(Struct, frozen=True, forbid_unknown_fields=True):
     stuck_after_kill: float = 60.0
     """Seconds after rrl's own kill that a process may still be in state D; then the node fails (ours)."""
     mount_hung: float = 15.0
-    """Seconds without a response to three processes, started one after another, after which one sample suffices to fail
-    a path; other paths must respond in that time, or the whole node is stalled (ours: longer than a path has in any
-    other sample, and within the time that a prolog may take)."""
+    """Seconds after which a path fails in a single sample, if it has not responded to any of three processes that were
+    started one after another. Other paths must respond in that time, else the whole node may be stalled. (Ours: longer
+    than a path may take in any other sample, and short enough for a prolog.)"""
     zombies: int = 50
     """Zombies older than 300 s above which the check warns (gcm: any; a container's first process often reaps none)."""
     clock_sources: tuple[str, ...] = ("hpet", "acpi_pm", "jiffies", "refined-jiffies")
-    """Slow clock sources, which raise a warning: the kernel gave up the better one (ours)."""
+    """Slow clock sources. A kernel that uses one of them has given up a better one, so the check warns (ours)."""
 
 
 class ReaderRules(Struct, frozen=True, forbid_unknown_fields=True):
     """Limits for the readers themselves."""
 
     stall: float = 60.0
-    """Seconds after the first missed deadline until a stalled NVML fails the node, if the driver has a second witness,
-    and until a stalled DCGM counts as such a witness (ours; 5a: 45 s. A reset of another user's GPU holds the driver's
-    lock for about 40 s)."""
+    """Seconds from the first missed deadline of a reader until it counts as stalled. A stalled NVML fails the node if a
+    second witness shows that the driver hangs: a stalled DCGM, or a process that is stuck in the driver (ours; 5a:
+    45 s. A reset of another user's GPU holds the driver's lock for about 40 s)."""
     dcgm_user: str = ""
     """User besides root who runs dcgm-exporter and DCGM's host engine here, and who may own ``dcgmi``; the output of
     other users' programs is ignored."""
@@ -223,7 +226,7 @@ class HookRules(Struct, frozen=True, forbid_unknown_fields=True):
     """Share of the cluster's nodes, at least one node, that hooks may drain within ``window`` (same as the circuit
     breaker of a run; guard rails)."""
     window: float = 600.0
-    """Seconds (same as the circuit breaker of a run)."""
+    """Length of the window in seconds (same as the circuit breaker of a run)."""
     standing: float = 0.25
     """Share of the cluster's nodes, at least one node, that may be drained by hooks at any time (guard rails: none
     while more than 25 % are down)."""

@@ -1,6 +1,6 @@
 """Load the site's health rules from a TOML file (``/etc/rrl/health.toml``, or ``$RRL_HEALTH_CONFIG``).
 
-A mistake in it is reported in one line: file, line, key, what is wrong, what would be right.
+A mistake in the file is reported in one line: file, line, key, what is wrong, what would be right.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .toml_positions import lines_of, nearest_line
 CONFIG_ENV = "RRL_HEALTH_CONFIG"
 DEFAULT_CONFIG_PATH = Path("/etc/rrl/health.toml")
 MAX_FILE_BYTES = 2**20
-"""Largest accepted file in bytes; a usual one is a page long."""
+"""Largest accepted file in bytes; a usual file is a page long."""
 MAX_MESSAGE_CHARS = 400
 """Longest error message in characters; a longer value is truncated."""
 

@@ -32,8 +32,8 @@ def max_length(path: str | None, max_tokens: int | None = None) -> int:
     """Return the maximum number of tokens of prompt and answer together.
 
     Args:
-        path: ``[model] path``; None: rrl builds the model.
-        max_tokens: ``[model] max_length``; None: not set.
+        path: ``[model] path``; None if rrl builds the model.
+        max_tokens: ``[model] max_length``; None if it is not set.
 
     Raises:
         ValueError: config.json in ``path`` is needed and is missing, or has no such number.
@@ -78,7 +78,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 _EXPERT_COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _UNSUPPORTED_TYPES = {"gpt_neox": "its weights are arranged differently from the names in its files"}
-"""Reason by model_type for which a model cannot be trained."""
+"""model_type → reason why models of this type cannot be trained."""
 _MAX_HEADER_BYTES = 100 * 2**20
 """Largest header of a safetensors file in bytes; the limit of safetensors itself."""
 
@@ -98,7 +98,7 @@ def validate(folder: Path, chat: bool, max_tokens: int | None = None) -> ModelFo
     Args:
         folder: The folder.
         chat: Whether prompts need a chat template.
-        max_tokens: ``[model] max_length``; None: not set.
+        max_tokens: ``[model] max_length``; None if it is not set.
     """
     if not folder.is_dir():
         return ModelFolderProblem("path", f"{str(folder)!r} is a file; name the folder that contains it")

@@ -1,7 +1,7 @@
 """Find the line of each key of a TOML document that tomllib has already accepted.
 
-No TOML library for Python reports it: neither tomlkit, which keeps every byte, nor tomllib. Since the text is known to
-be valid, a scanner that only finds where keys, values and headers begin is sufficient.
+No TOML library for Python reports these lines: neither tomlkit, which keeps every byte, nor tomllib. Since the text is
+known to be valid, a scanner that only finds where keys, values and headers begin is sufficient.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def lines_of(text: str) -> Mapping[Path, int]:
 
 
 def nearest_line(lines: Mapping[Path, int], path: Path) -> int | None:
-    """Return the line of ``path``, or of the deepest table around it that the document has; None if it has none."""
+    """Return the line of ``path`` or of the deepest table around it; None if the document has neither."""
     while path:
         if path in lines:
             return lines[path]
@@ -78,7 +78,7 @@ class _Scanner:
         return self._newest(table, line)
 
     def _newest(self, path: Path, line: int) -> Path:
-        """Return ``path`` as a table; for an array of tables, its newest element, to which a header then refers."""
+        """Return the table that a header means by ``path``: of an array of tables, the newest element."""
         self._lines.setdefault(path, line)
         if path in self._elements:
             path = (*path, self._elements[path] - 1)

@@ -1,7 +1,8 @@
 """Which arguments of vLLM's engine (EngineArgs) a job may set in ``[roles.rollout] vllm``.
 
-Refused are those that rrl sets itself, and those with which a rollout would no longer record what it sampled. The list
-was read, and partly tried, in vLLM 0.32 (docs/sources.md, vLLM). This module does not import vLLM.
+rrl refuses the arguments that it sets itself, and the arguments with which a rollout would no longer record what it
+sampled. The list was made from the source of vLLM 0.32, and partly tried (docs/sources.md, vLLM). This module does not
+import vLLM.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ TENSOR_PARALLEL_SIZE = "tensor_parallel_size"
 def installed_arguments() -> frozenset[str]:
     """Return the arguments of the vLLM in this environment, parsed from its source, since importing it takes 10 s.
 
-    Empty if there is no vLLM, or if its EngineArgs are defined elsewhere.
+    Return an empty set if there is no vLLM, or if its EngineArgs are defined elsewhere.
     """
     try:
         module = find_spec("vllm")

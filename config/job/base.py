@@ -54,7 +54,7 @@ def sbatch_options(options: dict[str, str | int | bool]) -> dict[str, str | int 
 
 
 Strings = Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
-"""A list of strings; not strict itself, since TOML has lists where Python has tuples."""
+"""A list of strings. It is not strict, because strict validation of a tuple would reject TOML's lists."""
 Time = Annotated[Duration, Field(gt=0)]
 OptionalTime = Annotated[float | None, DURATION, Field(gt=0)]
 Count = Annotated[int, Field(ge=1, le=4096)]

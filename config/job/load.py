@@ -31,7 +31,7 @@ from .resolve import min_replicas_of
 from .schema import Job
 
 _MAX_FILE_BYTES = 2**20
-"""Largest accepted file in bytes: a job.toml is a page long, and /dev/zero has no end."""
+"""Largest accepted file in bytes: far more than a job.toml needs. The path may be an endless device like /dev/zero."""
 _MAX_DEPTH = 50
 """Deepest accepted nesting of tables and arrays."""
 _MAX_SHOWN_CHARS = 60
@@ -54,7 +54,7 @@ def load_job(path: Path, folder: Path | None = None) -> Job:
 
     Args:
         path: The file.
-        folder: Folder from which a relative model path is resolved, as for commands; default: the folder of the file.
+        folder: Folder at which a relative model path starts, like those of commands; default: the folder of the file.
 
     Raises:
         SpecError: The file cannot be read or is wrong. Nothing else is raised.
@@ -143,7 +143,7 @@ _PLAIN_MESSAGES = {
 
 
 def _unsupported_values(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, str]]:
-    """Yield what TOML allows but no job can contain: the journal, JSON or command lines would fail on it later."""
+    """Yield (key, message) for each value that TOML allows but the journal, JSON or a command line cannot contain."""
     if len(path) > _MAX_DEPTH:
         yield path[:2], f"is nested more than {_MAX_DEPTH} levels deep"
     elif isinstance(value, dict):

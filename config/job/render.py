@@ -32,7 +32,7 @@ def as_toml(job: Job) -> str:
     if model is not None and model.path is not None:  # config.json has these keys; beside path they would be refused
         model = model.model_copy(update=dict.fromkeys(SHAPE_KEYS))
     sampling = job.sampling
-    if sampling.staleness == "unlimited":  # beside it, late would be refused
+    if sampling.staleness == "unlimited":  # with it, a value of late is rejected
         sampling = sampling.model_copy(update={"late": None})
     filled = job.model_copy(update={
         "cluster": cluster,

@@ -28,7 +28,7 @@ _BUILT_IN = {
     "reward": "rrl.roles.reward",
 }
 _MANAGER_INHERITS = ("partition", "account", "qos", "reservation")
-"""Options of [slurm] that the manager's own job has too, unless [manager] slurm sets them."""
+"""Options of [slurm] that also apply to the manager's own job, unless [manager] slurm sets them."""
 
 
 def resolve(job: Job, python: str) -> run_spec.RunSpec:
@@ -78,8 +78,8 @@ def resolve(job: Job, python: str) -> run_spec.RunSpec:
 def resolve_for_submission(job: Job) -> run_spec.RunSpec:
     """Return the run spec of a job that is submitted from this process.
 
-    It has this interpreter, and the history folder that the site's environment names (:data:`HISTORY_ENV`) unless
-    [health] does.
+    Roles run with the interpreter of this process unless [env] names another one. The history folder is that of
+    [health] or, if it has none, that of the environment variable :data:`HISTORY_ENV`, which a site may set.
     """
     spec = resolve(job, sys.executable)
     folder = spec.health.history or os.environ.get(HISTORY_ENV, "")
@@ -88,7 +88,7 @@ def resolve_for_submission(job: Job) -> run_spec.RunSpec:
 
 
 def node_groups(job: Job) -> tuple[NodeGroup, ...]:
-    """Return the node groups of the run spec of a job, for a check of their sizes; the job may be invalid otherwise."""
+    """Return the node groups of a job, so that their sizes can be checked; the rest of the job need not be valid."""
     return _node_groups(job, _roles(job, "python"))
 
 
@@ -169,9 +169,9 @@ def _donor_rollouts(job: Job, role: Role) -> int:
 
 
 def concurrent_failures(nodes: int, rate: float, quantile: float = 0.99) -> int:
-    """Return how many nodes fail at once on all but the worst of a hundred days.
+    """Return how many nodes, at least 1, must be expected to fail on the same day.
 
-    The number of failures is binomial (ByteRobust; docs/sources.md).
+    On a share ``quantile`` of all days, no more nodes fail. Their number is binomial (ByteRobust; docs/sources.md).
 
     Args:
         nodes: Number of nodes.

@@ -28,39 +28,39 @@ class Role(Table):
     """Number of replicas below which the run cannot continue; default: all for a trainer or a service, 1 for
     rollouts."""
     cpus: Annotated[int, Field(ge=1)] = 1
-    """Cores of each replica."""
+    """Cores of each rank of a replica."""
     gpus: Annotated[int, Field(ge=0)] = 0
-    """GPUs of each replica."""
+    """GPUs of each rank of a replica."""
     mem: Size = 2**30
-    """Memory of each replica."""
+    """Memory of each rank of a replica."""
     ranks: Annotated[int, Field(ge=1, le=65536)] = 1
-    """Processes of each replica: a gang that is launched and fenced together, each in a step of its own with cpus, gpus
-    and mem; of the built-in roles only the trainer can have several."""
+    """Processes of each replica. Several ranks form a gang, which is launched and fenced as a whole; each rank runs in
+    a step of its own with cpus, gpus and mem. Of the built-in roles only the trainer can have several."""
     ranks_per_node: Annotated[int, Field(ge=1)] = 1
     """Ranks of a replica that share a node; at most ranks."""
     exclusive: bool = False
     """Give each replica whole nodes that no other role uses."""
     env: Annotated[dict[str, str], AfterValidator(environment)] = {}
-    """Environment variables of its processes; of your shell only PATH, HOME and the like are passed on."""
+    """Environment variables of the role's processes; of your shell only PATH, HOME and the like are passed on."""
     launcher: Literal["direct", "apptainer", "pyxis"] = "direct"
     """direct: run on the node itself; apptainer, pyxis: run in a container ([container])."""
     image: str | None = None
     """Container image, instead of [container] image."""
     slurm: SbatchOptions = {}
-    """Options of sbatch for its own allocations, in addition to [slurm]; not in form "pool", which has one for all
-    roles."""
+    """Options of sbatch for the allocations of this role, in addition to [slurm]; not in form "pool", which has one
+    allocation for all roles."""
     walltime: OptionalTime = None
-    """Time limit of its own allocations, which are renewed before they end; default: that of the run; not in form
-    "pool"."""
+    """Time limit of the allocations of this role, which are renewed before they end; default: that of the run; not in
+    form "pool"."""
     command: Strings | None = None
-    """Your own program, which calls rrl.join(); replaces the built-in one."""
+    """Your own program, which calls rrl.join(); it replaces the built-in program."""
 
 
 class TrainerRole(Role):
-    """GRPO. A program of your own (``command``) can read these settings: ``me.job.trainer.learning_rate``."""
+    """Trains by GRPO. A program of your own (``command``) can read these settings: ``me.job.trainer.learning_rate``."""
 
     exclusive: bool = True
-    """Give it whole nodes that no other role uses."""
+    """Give the trainer whole nodes that no other role uses."""
     threads: Annotated[int, Field(ge=1)] = _TRAINER.threads
     """Threads of torch."""
     learning_rate: Annotated[float, Field(gt=0)] = _TRAINER.learning_rate
@@ -72,7 +72,8 @@ class TrainerRole(Role):
     entropy: Annotated[float, Field(ge=0)] = _TRAINER.entropy
     """Weight of the entropy bonus."""
     kl: Annotated[float, Field(ge=0)] = _TRAINER.kl
-    """Weight of the KL divergence from the initial model (k3 estimator, GRPO); above 0 a frozen copy of it is kept."""
+    """Weight of the KL divergence from the initial model (k3 estimator, GRPO); above 0, a frozen copy of the initial
+    model is kept."""
     micro_batch: Annotated[int, Field(ge=1)] | None = _TRAINER.micro_batch
     """Trajectories per rank in one forward and backward pass, whose gradients are accumulated; default: all at once."""
     advantage_floor: Annotated[float, Field(gt=0)] = _TRAINER.advantage_floor
@@ -91,17 +92,19 @@ class TrainerRole(Role):
     uncommitted: Annotated[int, Field(ge=1, le=2)] = _TRAINER.uncommitted
     """Steps that may be done while their checkpoints are still being written; then the trainer waits."""
     warm: bool = True
-    """Keep a standby process ready on its nodes and on spares, which is promoted to the trainer at once (about 400 MB
-    each); with [recovery] policy = "role" only."""
+    """Keep standby processes (about 400 MB each) on the trainer's nodes and on spares, so that one can be promoted to
+    the trainer at once; with [recovery] policy = "role" only."""
     donor_rollouts: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
-    """Rollouts whose nodes keep such a standby process too; auto: as many as the trainer has nodes (its largest
-    parallel group), or with [recovery] failure_rate as many as fail at once on one day of a hundred (ByteRobust)."""
+    """Rollouts whose nodes keep a standby process of the trainer too; auto: as many as the trainer has nodes (its
+    largest parallel group), or with [recovery] failure_rate as many as the nodes of the trainer that fail together on
+    one day of a hundred (ByteRobust)."""
     snapshots: bool = _TRAINER.snapshots
-    """Keep each step in the memory of the node and of another one as well, so that a restart need not read the disk."""
+    """Keep the trainer's state after each step in the memory of its node and of another node as well, so that a restart
+    need not read the disk."""
 
 
 class RolloutRole(Role):
-    """Samples answers under the newest weights that it has."""
+    """Samples answers with the newest weights that the rollout has received."""
 
     exclusive: bool = True
     """Give each replica whole nodes that no other role uses."""
@@ -141,13 +144,13 @@ class CommandRole(Role):
     command: Strings
     """The program and its arguments; relative paths start at the folder of job.toml."""
     watch: Literal["api", "activity"] = "api"
-    """api: it calls rrl.join(); activity: it does not, and is monitored by its exit, its CPU and GPU time and its
-    output."""
+    """api: the program calls rrl.join(); activity: it does not, and is monitored by its exit, its CPU and GPU time and
+    its output."""
     quiet: Time = 1800.0
     """With watch = "activity": time without CPU time, GPU activity or output after which it counts as hung."""
     service: bool = False
-    """true: it serves the others, is stopped when they are done, and every exit is a failure; false: exit code 0
-    completes it."""
+    """true: the role serves the other roles and is stopped when they are done, so that every earlier exit is a failure;
+    false: exit code 0 completes the role."""
     options: dict[str, Any] = {}
     """Any values; the program reads them from the mapping ``me.options``."""
 

@@ -1,4 +1,4 @@
-"""The tables of job.toml, with every default, its unit, and its source where a number has one.
+"""The tables of job.toml, with the default of every key, its unit, and its source if the number has a source.
 
 Unknown keys are errors (``extra="forbid"``); :mod:`rrl.config.job.load` reports each in one line with the nearest valid
 key. :mod:`.roles`, :mod:`.site` and :mod:`.faults` declare the other tables.
@@ -127,8 +127,8 @@ class TaskTable(Table):
     size: Annotated[int, Field(ge=1)] = _TASK.size
     """Items in the dataset (reasoning-gym creates them lazily)."""
     partial_credit: Annotated[float, Field(ge=0, lt=1)] = _TASK.partial_credit
-    """Share of right tokens that the training reward (never the reported one) adds to a wrong answer of right
-    length."""
+    """Factor: the training reward of a wrong answer of the right length is raised by this factor times its share of
+    right tokens (the reported reward never is)."""
 
     @model_validator(mode="after")
     def _one_source(self) -> TaskTable:
@@ -149,13 +149,13 @@ class SamplingTable(Table):
     temperature: Annotated[float, Field(gt=0)] = _SAMPLING.temperature
     """Temperature of the sampling, and of the log-probabilities in the loss."""
     ahead: Annotated[int, Field(ge=0)] = _SAMPLING.ahead
-    """Batches that rollouts may work ahead of the trainer; its tokens are then up to about ahead + 2 steps old, if a
-    step takes longer than the 0.1 s in which new weights reach the rollouts."""
+    """Batches that rollouts may work ahead of the trainer; the trained tokens are then up to about ahead + 2 steps old,
+    if a step takes longer than the 0.1 s in which new weights reach the rollouts."""
     staleness: Annotated[int, Field(ge=0)] | Literal["unlimited"] = run_spec.DEFAULT_STALENESS
-    """Weight versions (N) by which a token may be older than the newest one when it is trained. Rollouts wait for newer
-    weights rather than begin work that would become too old, so they work at most so many batches ahead, whatever
-    ``ahead`` is. The trainer must publish at least once in N + 1 steps, else the run stalls and reports why. The
-    default is AReaL's for code (8 for mathematics). Without a limit, a trainer whose weights no longer reach the
+    """Number N of weight versions by which a token may be older than the newest version when it is trained. Rollouts
+    wait for newer weights rather than begin work that would become too old, so they work at most N batches ahead,
+    whatever ``ahead`` is. The trainer must publish at least once in N + 1 steps, else the run stalls and reports why.
+    The default is AReaL's for code (8 for mathematics). Without a limit, a trainer whose weights no longer reach the
     rollouts continues to train and ruins the policy."""
     late: Literal["wait", "drop"] = _SAMPLING.late
     """What a step does about a group that no later step may train, because its tokens would be too old. ``wait``: the
@@ -290,7 +290,7 @@ class Job(Table):
         return self
 
     def every_role(self) -> dict[str, Role]:
-        """Return the roles of this job, in the order of their placement: the built-in ones only if there is a task."""
+        """Return the roles of this job in the order of their placement; the built-in roles only if there is a task."""
         return {**(self.roles.named() if self.task is not None else {}), **self.commands}
 
     def table_of(self, role: str) -> tuple[str, str]:
@@ -298,7 +298,7 @@ class Job(Table):
         return ("commands" if role in self.commands else "roles", role)
 
     def merged_limits(self) -> run_spec.Limits:
-        """Return deadlines and phases as the manager reads them."""
+        """Return the deadlines and phases of the job in the form that the manager reads."""
         phases = {name: phase.model_dump() for name, phase in self.phases.items()}
         for name, role in self.commands.items():
             if role.watch == "activity":  # its launcher reports a phase that has the name of the role

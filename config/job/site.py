@@ -94,10 +94,10 @@ class ManagerTable(Table):
     """Where the manager runs on a Slurm cluster, and what rrl's processes log."""
 
     where: Literal["job", "pool"] = "job"
-    """job: in a small Slurm job of its own; pool: on the first node of the pool, if no partition accepts so small a job
-    or jobs may not submit jobs; alternative: rrl submit --foreground."""
+    """job: in a small Slurm job of its own; pool: on the first node of the pool, for sites where no partition accepts
+    so small a job or jobs may not submit jobs (rrl submit --foreground is an alternative)."""
     slurm: SbatchOptions = {}
-    """Options of sbatch for its own job; default: partition, account, qos and reservation of [slurm]."""
+    """Options of sbatch for the manager's own job; default: partition, account, qos and reservation of [slurm]."""
     log_level: LogLevel = DEFAULT_LOG_LEVEL
     """Lowest level of the messages that the manager, agents, launchers and workers log; rrl --verbose sets debug."""
 
@@ -114,7 +114,7 @@ class EnvTable(Table):
     conda: str | None = None
     """Name or folder of a conda environment to activate, for commands of your own."""
     python: str | None = None
-    """The interpreter on the nodes that has rrl and runs the built-in roles; default: the one that runs rrl submit."""
+    """The interpreter on the nodes that has rrl and runs the built-in roles; default: the interpreter of rrl submit."""
     passed: Annotated[tuple[str, ...], Field(strict=False), AfterValidator(_variables)] = ()
     """Variables of the submitting shell that roles get besides PATH, HOME and the like: "WANDB_API_KEY", "NCCL_*"."""
     probe: Annotated[tuple[str, ...], Field(strict=False), AfterValidator(_modules)] = ()

@@ -1,4 +1,4 @@
-"""Check what no single key of job.toml can violate: mistakes between keys, each reported at the key to change."""
+"""Check the rules that concern several keys of job.toml; each mistake is reported at the key to change."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 MAX_BATCH_BYTES = 256 * 2**20
 """Largest batch in bytes, since a batch is one message (:data:`rrl.transport.control.sockets.CONTROL_BOUNDS`)."""
 _PROMPTS_BYTES = 32 * 2**20
-"""Bytes of that message that are reserved for prompts, whose lengths are not known yet: one per group, 4 bytes a
-token."""
+"""Bytes of this message that are reserved for the prompts, because their lengths are not known yet: one prompt per
+group, 4 bytes per token."""
 _TOKEN_BYTES = 8
 """Bytes of a sampled token: its id and its log-probability."""
 _TRAJECTORY_BYTES = 1024
@@ -41,7 +41,7 @@ _TRAJECTORY_BYTES = 1024
 
 
 def check(job: Job) -> None:
-    """Check a job whose tables are valid one by one.
+    """Check the rules between several tables of a job, whose tables are each valid by themselves.
 
     Raises:
         PydanticCustomError: The first mistake, with the key at which it is reported.
@@ -112,7 +112,7 @@ def _model(job: Job) -> None:
 
 
 def _late(job: Job) -> None:
-    """Check that ``late`` is not set without a limit on staleness, under which no group is ever too old."""
+    """Require a limit on staleness if ``late`` is set: without a limit no group is ever too old."""
     if job.sampling.staleness == "unlimited" and "late" in job.sampling.model_fields_set:
         raise mistake(
             ("sampling", "late"), 'has no effect with staleness = "unlimited"; remove it, or set staleness to a number'
@@ -201,7 +201,7 @@ def _donor_rollouts(job: Job) -> None:
 
 
 def _warm_rollouts(job: Job) -> None:
-    """Reject ``warm`` rollouts where they would have no effect, since a user sets the key only to get them.
+    """Reject ``warm`` for rollouts if it would have no effect, since a user who sets it wants standby rollouts.
 
     Standby rollouts need ``[recovery] policy = "role"``, ``form = "pool"``, at least one spare node, and rollouts of a
     single rank.
@@ -331,7 +331,7 @@ def _key(invalid: InvalidFault, default: str) -> str:
 
 
 def _check_needs_worker_api(job: Job, kind: FaultKind, target: str, at: tuple[str | int, ...]) -> None:
-    """Check that a role which must inject a fault into itself uses the worker API, through which it is requested."""
+    """Check that a role that must inject a fault into itself uses the worker API, by which the fault is requested."""
     role = job.every_role().get(target.partition("/")[0])
     traits = FAULT_TRAITS[kind]
     if (
@@ -346,7 +346,7 @@ def _check_needs_worker_api(job: Job, kind: FaultKind, target: str, at: tuple[st
 def _phase(job: Job, name: str, table: PhaseTable) -> None:
     """Check one ``[phases.NAME]`` table.
 
-    A mistyped name must not become a phase of the user's own, so such a phase has required keys.
+    A mistyped name must not become a phase of the user's own, so a phase of the user's own has required keys.
     """
     at, declared = ("phases", name), PHASES.get(name)
     if declared is None and (table.progresses is None or table.longest is None):

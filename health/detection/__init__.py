@@ -1,5 +1,5 @@
 """Failure detection: from heartbeats, loads and the scheduler's status to findings about replicas and nodes.
 
-``health_monitor.HealthMonitor`` keeps what was observed, ``detect.detect`` judges it. The package is pure: it does no
-I/O and reads no clock.
+``health_monitor.HealthMonitor`` keeps the last observations, and ``detect.detect`` derives findings from them. The
+package is pure: it does no I/O and reads no clock.
 """

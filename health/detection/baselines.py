@@ -1,11 +1,12 @@
 """What is usual in a run: durations of phases, times between signs of progress, and throughput relative to peers.
 
 :class:`PhaseDurations` keeps durations per role and phase. :class:`ThroughputRounds` compares the replicas of a role at
-the end of each round and stores the result with each replica, so that a detector needs only that replica. For rollouts
-it compares tokens per second, over a minute, while they generate and are not idle (waiting for a tool is not slowness).
-For members of a gang it compares the time from the start of a training pass to its last sign of progress or, without
-such signs, to its end; members in lockstep cannot be told apart, and none is called slow. Thresholds: docs/sources.md
-(NVRx: < 0.75). Baselines are journaled, so that the next manager does not have to learn them again.
+the end of each *round* (a minute for rollouts, a training pass for members of a gang). It stores the result with each
+replica, so that a detector needs only the view of that replica. For rollouts it compares tokens per second while they
+generate and are not idle (waiting for a tool is not slowness). For members of a gang it compares the time from the
+start of a training pass to its last sign of progress or, without such signs, to its end; members in lockstep cannot be
+told apart, and none is called slow. Thresholds: docs/sources.md (NVRx: < 0.75). Baselines are journaled, so that the
+next manager does not have to learn them again.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ SLOW_ROLLOUT_SHARE = 0.5
 """Share of its peers' median rate below which a rollout is slow. NVRx uses 0.75 for ranks with equal work; rollouts
 have unequal work: fewer concurrent answers give fewer tokens."""
 SLOW_RANK_SHARE = 0.75
-"""Share of a rank's pass time below which the median of the other ranks makes it slow (NVRx)."""
+"""A rank is slow if the median pass time of the other ranks is below this share of its own pass time (NVRx)."""
 STRAGGLER_ROUNDS = 5
 """Consecutive slow rounds from which a replica is a straggler."""
 _MIN_ACTIVE_SHARE = 0.5
@@ -49,11 +50,11 @@ class Throughput:
     last_added_at: float | None = None
     """Time of the last addition."""
     slow_rounds: int = 0
-    """Consecutive rounds in which it was slow."""
+    """Consecutive rounds in which the incarnation was slow."""
     slow_since: float = 0.0
-    """End of the first of these rounds."""
+    """End of the first of the ``slow_rounds``."""
     by_tokens: bool = True
-    """Whether it is compared by tokens per second; otherwise by the passes of its gang."""
+    """Whether the incarnation is compared by tokens per second; otherwise by the training passes of its gang."""
 
 
 @dataclass(slots=True)
@@ -63,7 +64,10 @@ class _Round:
 
 
 class ThroughputRounds:
-    """The current rounds. ``add`` and ``on_pass`` return the incarnations that detectors must evaluate again."""
+    """The rounds in progress: one for each role that makes tokens, and one for each gang in training.
+
+    ``add`` and ``on_pass`` return the incarnations that detectors must evaluate again.
+    """
 
     def __init__(self) -> None:
         self._rounds: dict[str, _Round] = {}
@@ -83,7 +87,7 @@ class ThroughputRounds:
             now: Manager's clock (s).
 
         Returns:
-            Incarnations that became stragglers or ceased to be.
+            Incarnations that became stragglers or are no longer stragglers.
         """
         running = self._rounds.setdefault(role, _Round(now))
         changed: list[Incarnation] = []
@@ -106,7 +110,7 @@ class ThroughputRounds:
     ) -> list[Incarnation]:
         """Add a training pass of a gang's member; a round ends when a member completes its second pass.
 
-        Returns the incarnations that became stragglers or ceased to be.
+        Returns the incarnations that became stragglers or are no longer stragglers.
         """
         members = self._passes.setdefault(gang, {})
         changed: list[Incarnation] = []
@@ -118,7 +122,7 @@ class ThroughputRounds:
         return changed
 
     def remove(self, incarnation: Incarnation, gang: Incarnation) -> None:
-        """Take an incarnation out of its round, and discard the round of its gang."""
+        """Remove an incarnation from the round of its role, and discard the whole round of its gang."""
         for running in self._rounds.values():
             running.members.pop(incarnation, None)
         self._passes.pop(gang, None)
@@ -163,13 +167,13 @@ def _compare_ranks(members: Mapping[Incarnation, tuple[Throughput, float]], now:
 
 
 def _median_without(ordered: list[float], value: float) -> float:
-    """Return the median of ``ordered`` (ascending) without one ``value`` in it; the upper one of two middle values."""
+    """Return the median of ``ordered`` (ascending) without one ``value`` in it; of two middle values, the upper."""
     middle = (len(ordered) - 1) // 2
     return ordered[middle + 1] if value <= ordered[middle] else ordered[middle]
 
 
 def _update_slow_rounds(throughput: Throughput, slow: bool, now: float) -> bool:
-    """Count a round, and return whether the replica became a straggler or ceased to be."""
+    """Count a round, and return whether the replica became a straggler or is no longer a straggler."""
     before = throughput.slow_rounds >= STRAGGLER_ROUNDS
     if slow and throughput.slow_rounds == 0:
         throughput.slow_since = now
@@ -192,7 +196,7 @@ class DurationStats(Struct, frozen=True):
 
 
 class TypicalDuration(Struct, frozen=True):
-    """The usual duration of a phase: the median (s; None: too few are known) and the longest (s)."""
+    """The usual duration of a phase: the median (s) and the longest (s); ``median`` is None if too few are known."""
 
     median: float | None = None
     longest: float = 0.0
@@ -204,7 +208,7 @@ _UNKNOWN = TypicalDuration()
 class PhaseDurations:
     """Durations of phases over all replicas of a role.
 
-    A replacement inherits them, and a single outlier does not change the median.
+    They also apply to a replica that was replaced, and a single outlier does not change the median.
     """
 
     def __init__(self) -> None:
@@ -232,7 +236,7 @@ class PhaseDurations:
         return known
 
     def typical(self, role: str, phase: str) -> TypicalDuration:
-        """Return what is usual for a phase of a role; computed once per added duration."""
+        """Return what is usual for a phase of a role; it is computed again only after a duration was added."""
         key = role, phase
         if (known := self._typical.get(key)) is None:
             durations = sorted(self._durations.get(key, ()))
@@ -266,7 +270,7 @@ class RoleBaseline(Struct, frozen=True):
 
 
 def changed_noticeably(before: Mapping[str, RoleBaseline], after: Mapping[str, RoleBaseline]) -> bool:
-    """Return whether a deadline would change, or rests on at least twice as many durations."""
+    """Return whether a deadline differs noticeably between the two, or rests on at least twice as many durations."""
     return before.keys() != after.keys() or any(_differs(before[role], baseline) for role, baseline in after.items())
 
 

@@ -1,8 +1,8 @@
 """``detect``: runs the detectors over the observation table and the first stages of the pipeline over their findings.
 
-It keeps its conclusions per node (in ``HealthMonitor.memo``), so that the cost of a call depends on what was observed
-or became due since the last call and not on the size of the run. The result is the same as that of a full evaluation,
-which a test checks.
+``detect`` keeps its conclusions per node (in ``HealthMonitor.memo``), so that the cost of a call depends on what was
+observed or became due since the last call and not on the size of the run. The result is the same as that of a full
+evaluation, which a test checks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class _Memo:
     """Time at which the findings of each node may change without a new observation."""
     queue: list[tuple[float, NodeName]] = field(default_factory=list)
     """Heap of (time, node), with the time at or before the node's ``next_evaluation``. A heartbeat moves only
-    ``next_evaluation``; the entry is corrected when it comes first."""
+    ``next_evaluation``; the entry is corrected when it reaches the head of the heap."""
     queued: dict[NodeName, float] = field(default_factory=dict)
     """Time of each node's valid entry in ``queue``; later entries of the node are obsolete."""
     findings: list[Finding] = field(default_factory=list)
@@ -41,8 +41,8 @@ class _Memo:
 def detect(monitor: HealthMonitor, limits: Limits, now: float) -> tuple[list[Finding], float]:
     """Return the findings that hold now, and the time at which they may change without a new observation.
 
-    A manager that was itself stopped for a while calls ``HealthMonitor.restart`` first: it cannot tell the silence of
-    others from its own.
+    A manager that was itself stopped for a while calls ``HealthMonitor.restart`` first, because it may have missed
+    messages of processes that seem silent.
 
     Args:
         monitor: The observation table. Its memo, its limits and its set of dirty nodes are updated.
@@ -69,7 +69,7 @@ def detect(monitor: HealthMonitor, limits: Limits, now: float) -> tuple[list[Fin
 
 
 def _evaluate_node(monitor: HealthMonitor, memo: _Memo, node: NodeName) -> None:
-    """Run the detectors on a node and everything on it: each may be a witness for the others."""
+    """Run the detectors on a node and on all replicas on it, because each of them may be a witness for the others."""
     node_view = monitor.nodes.get(node)
     if node_view is None:  # removed
         memo.raw.pop(node, None)

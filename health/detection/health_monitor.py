@@ -18,7 +18,7 @@ from .progress_tracker import ProgressTracker, restart_clocks, set_blocked_by
 from .records import NodeView, ReplicaView, StepEnd, is_polling
 
 _IGNORED_REASONS = frozenset({ExitReason.NOT_ADMITTED, ExitReason.FENCED})
-"""Exit reasons of steps that never represented the incarnation, or no longer do."""
+"""Exit reasons of steps that never became the incarnation, or that no longer belong to a current incarnation."""
 
 
 class HealthMonitor:
@@ -72,7 +72,7 @@ class HealthMonitor:
             incarnation: The current incarnation.
             node: The node that it was placed on.
             now: Manager's clock (s).
-            standby: The standby process that was promoted to it instead of a launch.
+            standby: The standby process that was promoted to this incarnation; None if the incarnation was launched.
             join_timeout_s: Time (s) within which a promoted standby process must send a Hello as the incarnation.
         """
         if standby is not None:
@@ -81,7 +81,7 @@ class HealthMonitor:
             view.standby, view.join_timeout_s = standby, join_timeout_s
 
     def restore_passed_phases(self, incarnation: Incarnation, passed: Collection[str]) -> None:
-        """Mark phases that the incarnation completed under an earlier manager: they are not first passes."""
+        """Mark phases that the incarnation completed under an earlier manager: its next pass is not its first pass."""
         if view := self._view_of(incarnation):
             self._progress.restore_passed_phases(view, passed)
 
@@ -120,10 +120,10 @@ class HealthMonitor:
         self.dirty.add(node)
 
     def restart(self, now: float) -> None:
-        """Count all deadlines from ``now``, as if everything was just launched.
+        """Restart all deadlines at ``now``, as if all incarnations had just been launched.
 
-        For a new manager, and for one that was itself stopped for a while. Proof (exit records, witnessed ends) and
-        baselines are kept; silence from before is not judged.
+        A new manager calls this, and a manager that was itself stopped for a while. Earlier silence is ignored. Proof
+        (exit records, witnessed ends) and baselines are kept.
         """
         self._progress.reset_throughput()
         for view in self.replicas.values():
@@ -216,9 +216,10 @@ class HealthMonitor:
         self, incarnation: Incarnation, code: int | None, signal: int | None, reason: ExitReason, now: float,
         last_line: str = "", detail: str = "",
     ) -> None:  # fmt: skip
-        """Take the exit record of a step; the first one counts.
+        """Take the exit record of a step; only the first record of an incarnation counts.
 
-        The record of a step that was not admitted or was fenced is ignored: it may be a second step with the same tag.
+        The record of a step that was not admitted or was fenced is ignored: it may be from a second step with the same
+        tag.
         """
         if (view := self._view_of(incarnation)) and view.exit is None and reason not in _IGNORED_REASONS:
             view.exit = StepEnd(code, signal, reason, now, last_line, detail)
@@ -243,7 +244,7 @@ class HealthMonitor:
     def on_job_status(self, node: NodeName, suspended: bool, polled_at: float, now: float) -> None:
         """Take from the cluster whether the job that holds this node is suspended, as of ``polled_at`` (s).
 
-        While it is suspended no deadline on the node runs; when it resumes, all of them start again.
+        While the job is suspended, no deadline on the node runs; when the job resumes, all of these deadlines restart.
         """
         node_view = self._node(node)
         node_view.suspension_checked_at = polled_at
@@ -256,7 +257,7 @@ class HealthMonitor:
             self._update_suspended_gangs(now)
 
     def needs_suspend_check(self, limits: Limits, now: float) -> bool:
-        """Return whether a node is silent and the cluster has not said since whether its job is suspended.
+        """Return whether a node is silent and no later poll of the cluster reported whether its job is suspended.
 
         The cluster is polled before such a node is excluded.
         """
@@ -278,8 +279,8 @@ class HealthMonitor:
             state: ``up``, ``draining``, ``down`` or ``unknown``. ``unknown`` alone means neither healthy nor failed.
             detail: The cluster's reason, for people.
             now: Manager's clock (s).
-            isolated: Whether most other nodes kept their state. Only then a node that is no longer up counts as one
-                that flaps.
+            isolated: Whether most other nodes kept their state. Only then the loss of the state ``up`` is counted as a
+                flap of this node.
         """
         node_view = self._node(node)
         if node_view.reported_up and isolated and state in ("down", "unknown"):
@@ -297,7 +298,7 @@ class HealthMonitor:
 
     # ── queries ──────────────────────────────────────────────────────────────────────────────────────────────────────
     def workers(self) -> Iterator[ReplicaView]:
-        """Return all replicas except agents and standby processes, for which no replica waits."""
+        """Return all replicas except agents and standby processes, because no replica waits for an agent or standby."""
         return (
             view for view in self.replicas.values() if role_of(view.incarnation.replica) not in (AGENT, STANDBY_ROLE)
         )
@@ -345,7 +346,7 @@ class HealthMonitor:
         return view
 
     def _link_gang(self, view: ReplicaView) -> None:
-        """Mark a gang as one with several members once its second member appears."""
+        """Record that a gang has several members once its second member appears."""
         gang = gang_of(view.incarnation.replica)
         if gang != view.incarnation.replica:
             self._gangs.add(gang)

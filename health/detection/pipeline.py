@@ -2,19 +2,19 @@
 
 1. ``first_match``: for one replica or node, keep the finding with the best evidence.
 2. ``blame_gang_members``: for a stalled gang, keep the finding about the member that the others wait for.
-3. ``blame_ends_of_wait_chains``: replace findings of waits by one about the replica that is waited for.
+3. ``blame_ends_of_wait_chains``: replace findings about waiting replicas by one about the replica that they wait for.
 4. ``suppress_on_failed_nodes``: drop findings about the replicas of a node that failed itself.
 5. ``await_stacks``: downgrade a hang until its stacks are collected, then add them as evidence.
-6. ``apply_settings``: drop or downgrade findings that must have no consequence, by ``[health]`` of the job.
+6. ``apply_settings``: drop or downgrade findings that must have no consequence according to ``[health]`` of the job.
 7. ``correlate``: downgrade findings that many nodes or replicas have at once.
 
 :func:`rrl.health.detection.detect.detect` runs stages 1 to 4 over the findings of the manager's detectors. These stages
 read only the observation table, because their result is kept until an observation changes. Then the manager requests
 the stacks of hangs. Stages 5 to 7 run over the findings of detectors and agents together, before these are recorded.
 
-A stage that changes a verdict, or drops findings in favour of another one, adds a line of evidence with the reason to
-the finding that remains. Two kinds of findings leave no trace when they are dropped: those of a check that the job
-turned off, and those that are explained by other replicas at work (stages 2 and 3).
+A stage that changes a verdict, or drops findings in favour of another finding, adds a line of evidence with the reason
+to the finding that remains. Two kinds of findings leave no trace when they are dropped: findings of a check that the
+job turned off, and findings that other replicas at work explain (stages 2 and 3).
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class PublicationContext(Struct, frozen=True):
 
 
 Published = tuple[list[Finding], PublicationContext]
-"""The findings, and the context with what a stage changed in it."""
+"""The findings after a stage, and the context, which the stage may have changed."""
 
 
 # ── stages of detection ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -82,7 +82,8 @@ def first_match(
 ) -> Result:
     """Return the first finding of a ladder of detectors, and the time (s) at which the result may change.
 
-    Detectors with weaker evidence are not evaluated while one with better evidence has a finding.
+    A ladder lists detectors in the order of their evidence, best first. Detectors with weaker evidence are not
+    evaluated while a detector with better evidence has a finding.
     """
     next_evaluation = inf
     for detector in detectors:
@@ -142,14 +143,15 @@ def await_stacks(findings: Sequence[Finding], context: PublicationContext) -> Pu
 def apply_settings(findings: Sequence[Finding], context: PublicationContext) -> Published:
     """Drop findings of checks that the job turned off, and downgrade each FAIL that must have no consequence.
 
-    That is a FAIL of a check that the job only observes, and one about a node whose cause does not blame the node.
+    A FAIL must have no consequence if the job only observes its check, or if it is about a node but its cause does not
+    blame the node.
     """
     settings = context.settings
     return [_downgraded(finding, settings) for finding in findings if not is_off(finding, settings)], context
 
 
 def is_off(finding: Finding, settings: HealthSpec) -> bool:
-    """Return whether the job turned off the check that found this."""
+    """Return whether the job turned off the check that made this finding; proof that something ended is never off."""
     return not _proves_end(finding) and settings.checks.get(finding.detector) == "off"
 
 
@@ -177,7 +179,8 @@ def _downgraded(finding: Finding, settings: HealthSpec) -> Finding:
 def correlate(findings: Sequence[Finding], context: PublicationContext) -> Published:
     """Hold back findings that many nodes or replicas have at once, and add one finding about their shared cause.
 
-    This stage is the last because it compares what would have consequences. It keeps a state between publications.
+    This stage is the last because it compares the findings that would have consequences. It keeps a state between
+    publications.
     """
     correlated, state, next_check = correlation.correlate(findings, context.run, context.correlation, context.now)
     return correlated, replace(context, correlation=state, next_check=next_check)
@@ -216,5 +219,5 @@ def _key(finding: Finding) -> str:
 
 
 def _with_note(finding: Finding, source: str, text: str) -> Finding:
-    """Return the finding with a line of evidence that says what a stage did to it, dated when the finding began."""
+    """Return the finding with a line of evidence about what a stage did to it, dated to the start of the finding."""
     return replace(finding, evidence=(*finding.evidence, Evidence(source, text, finding.since)))

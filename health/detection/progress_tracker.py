@@ -1,9 +1,9 @@
 """Follows phases and progress of replicas and learns from them how long each phase of a role usually takes.
 
 :class:`ProgressTracker` updates the progress fields of a :class:`~.records.ReplicaView` when a phase begins or ``done``
-rises, and feeds the baselines of :mod:`rrl.health.detection.baselines`. Only durations that were observed from their
-beginning and that were the replica's own count: not the time for which another replica blocked it, and not a first
-pass, which compiles and warms up. Times are the manager's clock (s).
+rises, and feeds the baselines of :mod:`rrl.health.detection.baselines`. A duration is learned only if its beginning was
+observed, and if no other replica blocked the replica during it. The duration of a *first pass* (the incarnation's first
+time in the phase) is not learned, because it includes compilation and warm-up. Times are the manager's clock (s).
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ class ProgressTracker:
 
     # ── clocks ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def restore_passed_phases(self, view: ReplicaView, phases: Collection[str]) -> None:
-        """Mark phases that the incarnation completed under an earlier manager: they are not first passes.
+        """Mark phases that the incarnation completed under an earlier manager: its next pass is not its first pass.
 
-        A phase that progresses is left out: its count shows whether the first pass is over.
+        A phase that counts progress is left out: its first reported count shows whether the first pass is over.
         """
         view.passed_phases.update(name for name in phases if not self._limits.phase(name).progresses)
         if view.role.uses_tensor_cores and any(self._limits.phase(name).computes for name in view.passed_phases):
@@ -101,7 +101,7 @@ class ProgressTracker:
     def advance(self, view: ReplicaView, done: int, now: float) -> None:
         """Take the reported progress; a rise restarts the clock.
 
-        The first count after a silence is only a starting point: nobody knows when it rose.
+        The first reported count is only a starting point, because it is not known when the count rose to it.
         """
         before, view.done = view.done, done if view.done is None else max(done, view.done)
         if before is None:
@@ -119,9 +119,9 @@ class ProgressTracker:
             view.probe.reset()
 
     def update_throughput(self, view: ReplicaView, done: int, now: float) -> None:
-        """Add the work of a replica that makes tokens to its round.
+        """Add the work of a replica that makes tokens to the round of its role (:class:`ThroughputRounds`).
 
-        The time for which it is idle or blocked does not count: it waits for something, such as a tool.
+        The time for which the replica is idle or blocked does not count: it waits for something, such as a tool.
         """
         if not (view.declared.progresses and view.declared.computes):
             return
@@ -131,17 +131,17 @@ class ProgressTracker:
         self._mark_dirty(self._throughput.add(role, view.incarnation, view.throughput, rise, working, now))
 
     def on_unblocked(self, view: ReplicaView, now: float) -> None:
-        """Restart the clock of a replica that another one, mostly the store, no longer blocks.
+        """Restart the clock of a replica that another replica, mostly the store, no longer blocks.
 
-        The clock of a phase that itself waits for other replicas goes on: between two requests to the store such a
-        replica briefly names none.
+        In a phase that declares a wait the clock continues: between two requests to the store, a replica in such a
+        phase briefly reports that no replica blocks it.
         """
         if view.declared.waits_for is None:
             view.phase_since, view.heartbeats, view.start_observed = now, 0, False
             view.probe.reset()
 
     def remove(self, incarnation: Incarnation) -> None:
-        """Take an incarnation out of the comparisons of throughput."""
+        """Remove an incarnation from the comparisons of throughput."""
         self._throughput.remove(incarnation, incarnation.gang)
 
     def reset_throughput(self) -> None:
@@ -150,7 +150,7 @@ class ProgressTracker:
 
     # ── internals ────────────────────────────────────────────────────────────────────────────────────────────────────
     def _freeze_baseline(self, view: ReplicaView) -> None:
-        """Fix what is usual for as long as this clock runs: a running deadline never moves."""
+        """Copy the usual durations of the phase into the view, so that its deadline does not move while it runs."""
         typical = self._durations.typical(role_of(view.incarnation.replica), view.phase or "")
         view.usual_duration, view.slowest_duration = typical.median, typical.longest
 
@@ -185,7 +185,10 @@ class ProgressTracker:
 
 
 def restart_clocks(view: ReplicaView, now: float) -> None:
-    """Let all deadlines of a replica count from ``now``: earlier silence and standstill are not judged. Proof stays."""
+    """Restart all deadlines of a replica at ``now``, so that earlier silence and lack of progress are ignored.
+
+    Proof, such as an exit record, is kept.
+    """
     view.launched_at = view.last_message_at = view.phase_since = view.done_changed_at = now
     view.heartbeats, view.start_observed = 0, False
     view.blocked_since = None if view.waits_for is None else now
@@ -198,7 +201,7 @@ def restart_clocks(view: ReplicaView, now: float) -> None:
 
 
 def set_blocked_by(view: ReplicaView, replica: ReplicaId | None, now: float) -> None:
-    """Record which replica blocks this one (None: no replica does), and since when it has been blocked."""
+    """Record which ``replica`` blocks the replica of ``view``, and since when; None if it is not blocked."""
     if replica is None:
         view.blocked_since = None
     elif view.waits_for is None or view.blocked_since is None:

@@ -23,8 +23,8 @@ from ...core.types import AGENT, Incarnation, NodeName, ProbeResult, ReplicaId, 
 from .baselines import Throughput
 
 MAX_LOAD_GAP_S = 15.0
-"""Time between two loads above which they are not continuous: the time between them is unknown. Agents send loads every
-2 s."""
+"""Longest time between two loads that are continuous; nothing is known of the time in a longer gap. Agents send loads
+every 2 s."""
 IDLE_CPU_CORES = 0.05
 """CPU cores below which a replica is idle. A process that only sends heartbeats uses less than 0.01 (measured), an idle
 engine of several processes 0.02 to 0.04."""
@@ -44,17 +44,18 @@ SPIN_TENSOR_SHARE = 0.01
 class LoadHistory:
     """The CPU and GPU loads of one incarnation.
 
-    Times are those of loads: while the agent is silent, no interval grows.
+    All times are times of loads, so that no interval grows while the agent is silent.
     """
 
     latest_at: float | None = None
     """Time of the newest load."""
     idle_since: float | None = None
-    """Time since which neither CPU nor GPU has worked, by all loads without a gap."""
+    """Time since which neither CPU nor GPU has worked, according to loads without a gap."""
     idle_loads: int = 0
     """Consecutive loads that were idle."""
     gpu_idle_since: float | None = None
-    """Time since which no kernel has run; without a GPU the same as ``idle_since``. It contradicts reported tokens."""
+    """Time since which no kernel has run; without a GPU the same as ``idle_since``. Tokens that the replica reports
+    after that time are doubtful."""
     spinning_since: float | None = None
     """Time since which only kernels that compute nothing have occupied the GPU (busy-waiting collectives)."""
     spinning_loads: int = 0
@@ -115,19 +116,19 @@ class LoadHistory:
         self.working = self.kernel_active = self.cpu_bound = self.cpu_active = False
 
     def idle_for(self, since: float) -> float:
-        """Return the time (s) from ``since`` on that CPU and GPU have been idle; negative: not idle."""
+        """Return for how long (s), at most from ``since`` on, CPU and GPU have been idle; negative if they are not."""
         if self.latest_at is None or self.idle_since is None:
             return -1.0
         return self.latest_at - max(self.idle_since, since)
 
     def gpu_idle_for(self, since: float) -> float:
-        """Return the time (s) from ``since`` on that no kernel has run; negative: one runs."""
+        """Return for how long (s), at most from ``since`` on, no kernel has run; negative if a kernel runs."""
         if self.latest_at is None or self.gpu_idle_since is None:
             return -1.0
         return self.latest_at - max(self.gpu_idle_since, since)
 
     def spinning_for(self, since: float) -> float:
-        """Return the time (s) from ``since`` on that the GPU has been spinning; negative: not spinning."""
+        """Return for how long (s), at most from ``since`` on, the GPU has been spinning; negative if it is not."""
         if self.latest_at is None or self.spinning_since is None:
             return -1.0
         return self.latest_at - max(self.spinning_since, since)
@@ -156,11 +157,11 @@ class ProbeState:
     answered_at: float | None = None
     """Time of the last answer that the replica works."""
     answer_count: int = 0
-    """Such answers in a row since the last progress."""
+    """Consecutive answers that the replica works, since its last progress."""
     failed: tuple[float, str] | None = None
     """Time and text of an answer that the replica does not work."""
     no_probe_handler: bool = False
-    """Whether the role has no probe handler, so that only deadlines judge it."""
+    """Whether the role has no probe handler, so that only deadlines apply to it."""
 
     def sent(self, now: float) -> None:
         """Record a probe that was sent."""
@@ -169,7 +170,7 @@ class ProbeState:
         self.last_sent_at = now
 
     def answered(self, result: ProbeResult, detail: str, now: float) -> None:
-        """Take an answer. A late one, to a probe that is no longer open, only shows whether the role has a handler."""
+        """Take an answer. An answer to a probe that is no longer open only shows whether the role has a handler."""
         if result is ProbeResult.NO_HANDLER:
             self.no_probe_handler = True
             self.reset()
@@ -218,13 +219,13 @@ class RoleView:
     """Whether the thread that waits for work also answers probes, proven by an answer. If a program waits in another
     thread, a missing answer proves nothing."""
     probes_sent: int = 0
-    """Probes sent to find that out (at most ``MAX_WAIT_PROBES``)."""
+    """Probes sent to find out whether the role ``answers_probes`` (at most ``MAX_WAIT_PROBES``)."""
     slowest_load: float = 0.0
-    """Longest recent duration (s) of a phase with work of its own (weights are loaded)."""
+    """Longest recent duration (s) of a phase with work of its own (``Phase.own_work``), in which weights are loaded."""
     uses_tensor_cores: bool = False
-    """Whether tensor cores of any replica of the role have worked: its work needs them."""
+    """Whether tensor cores of any replica of the role have worked, so that the role's work needs them."""
     newest_load_began: float = -inf
-    """Start of the newest completed pass of such a phase."""
+    """Start of the newest completed pass of a phase with work of its own."""
 
 
 @dataclass(slots=True, eq=False)
@@ -253,15 +254,16 @@ class ReplicaView:
     done_changed_at: float = 0.0
     """Time when ``done`` last rose."""
     waits_for: ReplicaId | None = None
-    """Replica that it reports to be blocked by."""
+    """Replica that blocks this one, according to its own report."""
     heartbeats: int = 0
     """Heartbeats received since ``last_change_at``: observations that show no progress."""
     blocked_since: float | None = None
     """Time since which ``waits_for`` has named a replica."""
     worked_before: bool = False
-    """Whether its first report already showed progress: its first pass was under an earlier manager."""
+    """Whether its first report already showed progress, so that its first pass was under an earlier manager."""
     usual_duration: float | None = None
-    """Usual duration (s) of this phase, fixed at ``last_change_at``: a running deadline never moves. None: unknown."""
+    """Usual duration (s) of this phase; None if unknown. It is fixed at ``last_change_at``, so that no running deadline
+    moves."""
     slowest_duration: float = 0.0
     """Longest of the durations (s) behind ``usual_duration``."""
     passed_phases: set[str] = field(default_factory=set)
@@ -275,9 +277,9 @@ class ReplicaView:
     step_alive_at: float | None = None
     """Time when the agent last found the step's first process running."""
     goodbye_at: float | None = None
-    """Time of its Goodbye. Silence is expected from then on; an end without a stop request is not."""
+    """Time of its Goodbye. Silence is expected from then on, but an end without a stop request is a failure."""
     stop_requested_at: float | None = None
-    """Time of the manager's stop request. Silence and its end are expected from then on."""
+    """Time of the manager's stop request. Silence and the end of the process are expected from then on."""
     gang_suspended: bool = False
     """Whether a member of its gang is suspended, so that no member can make progress."""
     in_gang: bool = False
@@ -300,12 +302,12 @@ class ReplicaView:
 
     @property
     def ended(self) -> bool:
-        """Whether its process ended, by an exit record or by its agent."""
+        """Whether the incarnation's process has ended, according to its exit record or to the agent of its node."""
         return self.exit is not None or self.gone_witnessed_at is not None
 
     @property
     def left_at(self) -> float | None:
-        """Time since which no heartbeats are expected; None: they are."""
+        """Time since which no heartbeats are expected; None if heartbeats are expected."""
         if self.goodbye_at is None or self.stop_requested_at is None:
             return self.goodbye_at if self.stop_requested_at is None else self.stop_requested_at
         return min(self.goodbye_at, self.stop_requested_at)
@@ -317,7 +319,7 @@ class ReplicaView:
 
     @property
     def first_pass(self) -> bool:
-        """Whether the incarnation is in its first pass of this phase."""
+        """Whether the incarnation is in its first pass of this phase: it has not completed the phase before."""
         return self.phase not in self.passed_phases and not (self.worked_before and self.declared.progresses)
 
 
@@ -342,7 +344,7 @@ class NodeView:
     """Incarnations that were replaced or removed since the last message from this node. Without them a lost node would
     look healthy as soon as its replicas are started elsewhere."""
     state: str | None = None
-    """State last reported by the cluster; None: none was reported."""
+    """State last reported by the cluster; None if no state was reported."""
     detail: str = ""
     """Reason that the cluster gave when it first reported this state."""
     since: float = 0.0
@@ -350,22 +352,22 @@ class NodeView:
     observations: int = 0
     """Consecutive readings with this state."""
     reported_down: tuple[float, str] | None = None
-    """Time and reason since which the cluster reports the node as down; cleared after two other readings."""
+    """Time since which the cluster reports the node as down, and the reason; cleared after two other readings."""
     suspended_at: float | None = None
     """Time of the poll that reported its job as suspended; cleared by any message from the node."""
     suspension_checked_at: float | None = None
-    """Time of the last poll that reported whether its job is suspended; None: there was none."""
+    """Time of the last poll that reported whether the job of the node is suspended; None if there was no such poll."""
     reported_up: bool = False
     """Whether the last reading (other than one in which most nodes were lost at once) was ``up``."""
     flaps: deque[float] = field(default_factory=lambda: deque(maxlen=FLAP_COUNT), repr=False)
     """Times of the last losses of the state ``up``."""
 
     def all_replicas(self) -> list[ReplicaView]:
-        """Return the views of everything on the node, its agent included."""
+        """Return the views of all replicas on the node and of its agent."""
         return [*self.residents.values(), *([self.agent] if self.agent else [])]
 
     def forget_departed(self) -> None:
-        """Drop departed incarnations: they no longer witness for the silence of the node."""
+        """Drop departed incarnations: they are no longer witnesses of the node's silence."""
         self.departed.clear()
         self.former_agent = None
 

@@ -1,8 +1,8 @@
 """An administrator's cache of history folders: an SQLite file of their own, updated with new records.
 
-Its content is expendable: it is rebuilt if it is damaged, has another version, or cannot be written (then in memory).
-It uses a rollback journal and no WAL, because a home folder may be on NFS. :mod:`rrl.health.history.user_files` decides
-which files are read.
+The cache is expendable: it is built again if it is damaged or has another version, and in memory if its file cannot be
+written. It uses a rollback journal and no WAL, because a home folder may be on NFS.
+:mod:`rrl.health.history.user_files` decides which files are read.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ TRUSTED_UIDS = frozenset({0})
 _HEAD_BYTES = 512
 """Bytes at the beginning of a file by which it is recognised."""
 _BUSY_TIMEOUT_S = 30.0
-"""Seconds to wait for another report."""
+"""Seconds to wait for another report that uses the same cache."""
 _EXPOSURE_KINDS = ("run_started", "node_acquired", "node_released", "run_ended", "records_lost")
-"""Kinds of records that determine how long nodes were held, however old."""
+"""Kinds of records that determine how long nodes were held; old records of these kinds are needed too."""
 _TABLES = """
 CREATE TABLE files (id INTEGER PRIMARY KEY, path TEXT UNIQUE, user TEXT, uid INTEGER, run TEXT, inode INTEGER,
                     head INTEGER, read INTEGER, kept INTEGER, skipped INTEGER, newest REAL);
@@ -84,7 +84,7 @@ class HistoryCache:
         self._db = _open(self._path)
 
     def refresh(self) -> Sources:
-        """Read what is new. Raises OSError if a history folder itself cannot be read."""
+        """Read new records into the cache. Raises OSError if a history folder itself cannot be read."""
         try:
             return self._refresh()
         except sqlite3.Error:  # the cache is damaged, the disk is full, or another report hangs
@@ -93,7 +93,8 @@ class HistoryCache:
     def records(self, since: float) -> list[SourcedRecord]:
         """Return the records of all runs from ``since`` (s since 1970) on, by run and time.
 
-        Records that determine how long nodes were held are included whatever their age, if their file has newer ones.
+        Older records that determine how long nodes were held are included too, if their file has a record after
+        ``since``.
         """
         try:
             return list(self._select_records(since))
@@ -183,7 +184,7 @@ class HistoryCache:
     ) -> tuple[int, int, int, int]:
         """Return the file's id, the bytes read, the records stored and the lines skipped so far.
 
-        A file that shrank or was replaced starts again.
+        A file that shrank or was replaced is read again from its beginning.
         """
         query = "SELECT id, uid, inode, head, read, kept, skipped FROM files WHERE path = ?"
         if row := self._db.execute(query, (str(path),)).fetchone():

@@ -33,7 +33,7 @@ from .records import (
 EVIDENCE_BEFORE_S, EVIDENCE_AFTER_S = 600.0, 300.0
 """Seconds before and after a failure in which evidence counts (Meta: the last 10 min of a job, or 5 min after)."""
 SAME_INCIDENT_S = 600.0
-"""Seconds within which failures of one node are one incident, and those of several nodes are related (gcm,
+"""Seconds within which failures of one node are one incident, and failures of several nodes are related (gcm,
 NVSentinel)."""
 HARDWARE_CAUSES = (Cause.NODE, Cause.GPU, Cause.FABRIC, Cause.STORAGE)
 
@@ -48,7 +48,7 @@ class Incident(Struct, frozen=True):
     owner: str
     """Party at fault: ``infra``, ``software`` or ``user``."""
     cause: str
-    """Cause; for infrastructure that of the hardware evidence."""
+    """Cause; if infrastructure was at fault, the cause of the hardware evidence."""
     detector: str
     remedy: str
     runs: tuple[str, ...]
@@ -66,7 +66,7 @@ class Incident(Struct, frozen=True):
     """Users whose records alone show that infrastructure was at fault: both failure and hardware evidence, or the loss
     of the node. A failure from one user with evidence from another counts for neither."""
     trusted: bool = False
-    """Whether one of them is root."""
+    """Whether one of the witnesses is root."""
 
 
 class RaisedFinding(Struct, frozen=True):
@@ -79,15 +79,16 @@ class RaisedFinding(Struct, frozen=True):
     finding: FindingRecord
     """The last record of the finding while it was raised."""
     observed_until: float
-    """Time until which its run could have cleared it: while it held the node and wrote records."""
+    """Time until which the run could have cleared the finding, because it held the node and wrote records."""
     trusted: bool = False
     """Whether the record belongs to root."""
 
     @property
     def critical(self) -> bool:
-        """Return whether it is evidence against the node.
+        """Return whether the finding is evidence against the node.
 
-        A finding with proof that is held back is not: most nodes have it, so the driver or a rule is wrong.
+        A finding that was held back although it has proof does not count: most nodes have the same finding, so the
+        driver or a rule is wrong.
         """
         observed = Flag.OBSERVED in self.finding.flags
         held_back = Flag.HELD_BACK in self.finding.flags and not self.finding.proof
@@ -158,10 +159,10 @@ def node_intervals(history: RunHistory) -> dict[str, tuple[list[Span], int]]:
 
 # ── raised findings ──────────────────────────────────────────────────────────────────────────────────────────────────
 def raised_findings(history: RunHistory) -> list[RaisedFinding]:
-    """Return the findings against nodes themselves, each with its interval; injected ones are left out."""
+    """Return the findings against nodes themselves, each with its interval; injected findings are left out."""
     standing: dict[tuple[str, str, str], RaisedFinding] = {}
     counted: dict[tuple[str, str, str], int] = {}
-    """Counts of the current manager."""
+    """Newest ``count`` of each finding under the current manager."""
     left: dict[str, float] = {}
     over: list[RaisedFinding] = []
     for record in history.records:
@@ -192,7 +193,10 @@ def raised_findings(history: RunHistory) -> list[RaisedFinding]:
 
 # ── incidents ────────────────────────────────────────────────────────────────────────────────────────────────────────
 def incidents(histories: list[RunHistory]) -> list[Incident]:
-    """Return all failures by time; those of infrastructure once per node and 10 min, from whichever runs."""
+    """Return all failures as incidents, in the order of time.
+
+    Failures of infrastructure on one node within 10 min are merged into one incident, whichever runs recorded them.
+    """
     against: dict[str, list[RaisedFinding]] = defaultdict(list)
     for history in histories:
         for raised in raised_findings(history):
@@ -230,8 +234,8 @@ def costs(history: RunHistory) -> list[tuple[Failed, float]]:
 def _attributed(history: RunHistory, failed: Failed, cost: float, against: list[RaisedFinding]) -> Incident | None:
     """Return the incident that a failure belongs to; None for a lost node without evidence against it.
 
-    ``cost`` is what the failure cost (GPU-hours). ``against`` are the findings against its node; those near the failure
-    in time decide who was at fault.
+    ``cost`` is what the failure cost (GPU-hours). ``against`` are the findings against the node of the failure; the
+    findings near the failure in time decide who was at fault.
     """
     near = [
         raised

@@ -1,4 +1,4 @@
-"""Removes records that cannot be true, or are too many, before any conclusion. Pure; times in s since 1970.
+"""Removes records that cannot be true, or are too many, before a report uses them. Pure; times in s since 1970.
 
 Users can write anything into their own history. These rules only remove what contradicts the clock, the run itself or
 the hardware; a plausible record is not necessarily true (:mod:`rrl.health.report.corroboration`).
@@ -29,9 +29,9 @@ ROUNDING_FACTOR = 1.01
 MAX_USER_RECORDS_OF_KIND: dict[type[Record], int] = {
     FindingRecord: 5000, Failed: 2000, RecoveryDone: 2000, ActionTaken: 2000, NodeAcquired: 20_000,
 }  # fmt: skip
-"""Records of a user that enter a report, the newest first; repeated findings with the same verdict do not count. A
-report compares failures with findings, so its time grows with the product: a user with that many of each costs it 5.5 s
-(measured)."""
+"""Largest number of records of each kind that a report uses of one user: the newest. Repeated findings with the same
+verdict do not count. A report compares failures with findings, so its duration grows with the product of their numbers:
+a user who reaches these limits costs it 5.5 s (measured)."""
 
 
 class Implausible(Enum):
@@ -51,7 +51,7 @@ def plausible(
 ) -> tuple[list[SourcedRecord], tuple[str, ...]]:
     """Return the plausible records, and a line for each user and reason with the number of those left out.
 
-    ``gpus_of`` gives the GPUs of each node that Slurm knows; others may have up to :data:`MAX_GPUS_PER_NODE`.
+    ``gpus_of`` gives the GPUs of each node that Slurm knows; other nodes may have up to :data:`MAX_GPUS_PER_NODE`.
     """
     began = _run_starts(records)
     reasons = [_time_violation(sourced.record, began.get((sourced.user, sourced.run)), now) for sourced in records]
@@ -106,7 +106,7 @@ def _records(count: int) -> str:
 
 
 def _run_starts(records: Sequence[SourcedRecord]) -> dict[tuple[str, str], float]:
-    """Return when each run began, by its first manager."""
+    """Return the start time (s) of each (user, run): the time at which the run's first manager started."""
     began: dict[tuple[str, str], float] = {}
     for sourced in records:
         if isinstance(sourced.record, RunStarted):

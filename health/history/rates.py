@@ -1,8 +1,9 @@
 """Failure rates with confidence intervals, and lemons: nodes that fail again and again. Pure; times in s.
 
 A count ``k`` of failures over an exposure ``T`` is taken as Poisson. The interval of its rate is the exact one (Garwood
-1936), from quantiles of the gamma distribution: ``q(α/2; k) / T`` to ``q(1 - α/2; k + 1) / T``; that of the mean time
-between failures is its inverse. It covers the true rate at least as often as it states, even for few failures.
+1936), from quantiles of the gamma distribution: ``q(α/2; k) / T`` to ``q(1 - α/2; k + 1) / T``. The interval of the
+mean time between failures is the inverse of this interval. The interval covers the true rate with at least the stated
+confidence, even for few failures.
 
 A lemon's score uses the signals of the last 28 days that Meta found significant (docs/sources.md, "lemon nodes"). Each
 occurrence of a signal ``s`` multiplies the trust in a node by ``1 - weight(s)``:
@@ -29,7 +30,11 @@ _MAX_BISECTIONS = 200
 
 
 class Rate(Struct, frozen=True):
-    """Failures per unit of exposure, with their interval; ``high`` None: no bound, because there was no failure."""
+    """A failure rate (:func:`rate_per`) or mean exposure between failures (:func:`mtbf`), with its confidence interval.
+
+    ``value``, ``low`` and ``high`` are None if there was no exposure. If there was no failure, ``value`` and ``high``
+    of :func:`mtbf` are None, because only a lower bound of the mean is known.
+    """
 
     failures: int
     exposure: float
@@ -58,7 +63,7 @@ def mtbf(failures: int, exposure: float, confidence: float = CONFIDENCE) -> Rate
 
 
 def poisson_interval(count: int, confidence: float = CONFIDENCE) -> tuple[float, float]:
-    """Return the exact interval of a Poisson mean of which ``count`` was observed."""
+    """Return the exact confidence interval of the mean of a Poisson distribution, given one observed ``count``."""
     tail = (1 - confidence) / 2
     return (gamma_quantile(tail, count) if count else 0.0), gamma_quantile(1 - tail, count + 1)
 
@@ -84,7 +89,7 @@ def gamma_quantile(share: float, shape: int) -> float:
 def gamma_share(x: float, shape: int) -> float:
     """Return the regularized lower incomplete gamma function.
 
-    It uses the series or, beyond the mean, one minus the Poisson sum.
+    The function is computed from its series or, for ``x`` above ``shape``, as one minus the Poisson sum.
     """
     if x <= 0:
         return 0.0
@@ -129,7 +134,7 @@ LEMON_WINDOW_S = 28 * DAY_S
 """Seconds of history that the lemon score uses (Meta: 28 days)."""
 LEMON_SCORE = 0.7
 UNLIKELY_PROBABILITY = 0.01
-"""Probability of so many failures on an average node, below which they count as a signal."""
+"""A node's failures count as a signal if the probability of so many failures on an average node is below this value."""
 
 WEIGHTS = {
     "node_failures_alone": 0.30,
@@ -169,7 +174,7 @@ class Lemon(Struct, frozen=True):
 
 
 def score_lemon(signals: Signals, max_score: float = 1.0) -> Lemon:
-    """Return the score, limited to ``max_score``."""
+    """Return the lemon score that follows from the signals, limited to ``max_score``."""
     trust = 1.0
     for name, weight in WEIGHTS.items():
         trust *= (1 - weight) ** getattr(signals, name)

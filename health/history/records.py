@@ -22,11 +22,11 @@ MAX_EVIDENCE_LINES = 5
 MAX_TEXT_CHARS = 300
 """Characters of one line of evidence."""
 MAX_LINE_BYTES = 65536
-"""Bytes of one line; a longer one is not from rrl."""
+"""Largest size of one line in bytes; rrl writes no longer lines."""
 MAX_FILE_RECORDS = 200_000
-"""Records of one file: a run that reports something new each second for two days is itself broken."""
+"""Largest number of records in one file: a run that reports something new each second for two days is itself broken."""
 MAX_FILE_BYTES = 64 * 2**20
-"""Bytes of one file: MAX_FILE_RECORDS records of the 300 bytes that most of them have; the writer stops there too."""
+"""Largest size of one file in bytes: MAX_FILE_RECORDS records of 300 bytes, the usual size. Writers keep this limit."""
 
 
 class EvidenceLine(Struct, frozen=True):
@@ -52,7 +52,7 @@ class RunStarted(Struct, frozen=True, tag_field="kind", tag="run_started"):
 
 
 class NodeAcquired(Struct, frozen=True, tag_field="kind", tag="node_acquired"):
-    """The run acquired a node, with this number of its GPUs."""
+    """The run acquired a node, with ``gpus`` of its GPUs."""
 
     at: float
     node: str
@@ -67,7 +67,7 @@ class NodeReleased(Struct, frozen=True, tag_field="kind", tag="node_released"):
 
 
 class Checkpoint(Struct, frozen=True, tag_field="kind", tag="checkpoint"):
-    """The run still holds what it held: a run that is cut off counts until its last line."""
+    """The run still holds its nodes. If its records break off, the nodes count as held until the last record."""
 
     at: float
 
@@ -77,7 +77,7 @@ class FindingRecord(Struct, frozen=True, tag_field="kind", tag="finding"):
 
     at: float
     node: str
-    """Node; also for a finding about a replica. Empty: unknown, or several nodes."""
+    """Node, also of the replica that a finding is about; empty if it is unknown or there are several nodes."""
     detector: str
     verdict: Verdict
     cause: Cause
@@ -111,7 +111,7 @@ class ActionTaken(Struct, frozen=True, tag_field="kind", tag="action_taken"):
     """Reason of the drain, as Slurm shows it."""
     cause: str = ""
     by: str = ""
-    """User who requested it; empty: the run itself."""
+    """User who requested the action; empty if the run itself decided it."""
     rejection: str = ""
     """For ``drain_requested``: why the cluster did not drain the node."""
     evidence: tuple[str, ...] = ()
@@ -140,7 +140,10 @@ class Failed(Struct, frozen=True, tag_field="kind", tag="failed"):
 
 
 class RecoveryDone(Struct, frozen=True, tag_field="kind", tag="recovery_done"):
-    """A replica works again, or (``ok`` is false) the run ended first; ``gpu_hours``: idle time of its GPUs since."""
+    """A replica works again or, if ``ok`` is false, the run ended first.
+
+    ``gpu_hours`` is the idle time of its GPUs from ``since`` to ``at``.
+    """
 
     at: float
     replica: str
@@ -159,7 +162,7 @@ class RunEnded(Struct, frozen=True, tag_field="kind", tag="run_ended"):
 
 
 class RecordsLost(Struct, frozen=True, tag_field="kind", tag="records_lost"):
-    """This number of lines could not be written: storage was full or hung."""
+    """``lines`` records could not be written, because storage was full or hung."""
 
     at: float
     lines: int
@@ -233,7 +236,7 @@ def file_name(run: str, epoch: int) -> str:
 
 
 def parse_file_name(name: str) -> tuple[str, int] | None:
-    """Return the run and epoch in a file's name; None if it is not the name of a history."""
+    """Return the run and epoch in a file's name; None if it is not the name of a history file."""
     match = _FILE.fullmatch(name)
     return (match["run"], int(match["epoch"])) if match else None
 

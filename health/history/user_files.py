@@ -28,9 +28,9 @@ MAX_USER_RECORDS = 500_000
 """Records of a user that are stored: a hundred runs at once, each with a checkpoint every half hour, for three months;
 in a report they take about 300 MB of memory."""
 MAX_USER_REASONS = 5
-"""Rejected files of a user that are named with the reason; of further ones only the number is reported."""
+"""Rejected files of a user that are named with the reason; of further rejected files only the number is reported."""
 _UID_DIGITS = 10
-"""Digits of 2^32."""
+"""Number of decimal digits of 2^32, the limit of uids."""
 
 
 class RejectedFile(Exception):
@@ -42,12 +42,12 @@ class UserFolder(Struct, frozen=True):
 
     path: Path
     user: str
-    """Name of the user, or the uid if there is no name: a folder by name and one by number belong to one user."""
+    """Name of the user, or the uid if it has no name. Folders named after a user's name and uid belong to one user."""
     uid: int
 
 
 class Allowance:
-    """What may still be read of one user, in all history folders together."""
+    """Number of files, bytes and records of one user that may still be read, in all history folders together."""
 
     def __init__(self) -> None:
         self.files = MAX_USER_FILES
@@ -104,7 +104,7 @@ def user_folders(folder: Path, rejections: Rejections) -> Iterator[UserFolder]:
 
 
 def newest_files(folder: UserFolder, rejections: Rejections) -> Iterator[tuple[Path, str]]:
-    """Paths of histories and the run that each is named after, those written last first. Raises OSError."""
+    """Yield each history file and the run that it is named after, the file written last first. Raises OSError."""
     with os.scandir(folder.path) as entries:
         found = list(islice(entries, MAX_USER_ENTRIES + 1))
     if len(found) > MAX_USER_ENTRIES:
@@ -124,7 +124,7 @@ def newest_files(folder: UserFolder, rejections: Rejections) -> Iterator[tuple[P
 
 
 def open_checked(path: Path, folder: UserFolder, allowance: Allowance) -> tuple[BinaryIO, os.stat_result]:
-    """Open a history for reading, at its beginning. Raises RejectedFile or OSError, and then has read nothing."""
+    """Open a history file for reading, at its beginning. Raises RejectedFile or OSError before anything is read."""
     _check_regular(os.lstat(path))  # a device is not even opened
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     try:
@@ -146,7 +146,7 @@ def open_checked(path: Path, folder: UserFolder, allowance: Allowance) -> tuple[
 def whole_lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
     """Yield length and text of each whole line; the text of a line that is too long is empty.
 
-    A line that is torn, or still being written, is left for the next time.
+    An incomplete last line, which may still be being written, is left for the next call.
     """
     for _ in range(MAX_FILE_RECORDS):
         text = file.readline(MAX_LINE_BYTES + 1)

@@ -1,7 +1,7 @@
-"""Decides whether enough users report that a node failed to accuse it. Pure.
+"""Decides whether a node is accused of a fault: whether the evidence of enough users is against it. Pure.
 
 A user can write any record, so the records of one user alone do not accuse a node. An accusation needs hardware
-evidence of the same cause from two users, or evidence that the node's own record, written by root, repeats: a history
+evidence of the same cause from two users, or from one user and from the node's own record, which root writes: a history
 that belongs to root, or a drain by the site's HealthCheckProgram, which ran ``rrl health check`` on the node.
 """
 
@@ -26,7 +26,7 @@ class Witnesses(Struct, frozen=True):
 
     users: frozenset[str] = frozenset()
     trusted: bool = False
-    """Whether one of them is root."""
+    """Whether one of the users is root."""
 
 
 class Signal(Struct, frozen=True):
@@ -35,9 +35,9 @@ class Signal(Struct, frozen=True):
     weight: float
     witnesses: tuple[str, ...]
     trusted: bool
-    """Whether one of them is root."""
+    """Whether one of the witnesses is root."""
     confirmed: bool = False
-    """Whether there is a hardware proof that the node's own record repeats."""
+    """Whether the signal is proof of failed hardware, and the node's own record repeats it."""
 
 
 def witnesses_of(findings: Iterable[RaisedFinding]) -> dict[Cause, Witnesses]:
@@ -57,7 +57,7 @@ def witnesses_of(findings: Iterable[RaisedFinding]) -> dict[Cause, Witnesses]:
 def accused_by(raised: RaisedFinding, witnesses: Mapping[Cause, Witnesses], by_check: bool) -> frozenset[str]:
     """Return the users whose evidence accuses the node of this finding; empty if they are not enough.
 
-    ``by_check``: the site's own check of the node has drained it.
+    ``by_check`` tells whether the site's own check of the node has drained it.
     """
     same_cause = witnesses.get(raised.finding.cause, Witnesses())
     users = same_cause.users | {raised.user}
@@ -66,7 +66,7 @@ def accused_by(raised: RaisedFinding, witnesses: Mapping[Cause, Witnesses], by_c
 
 
 def confirmed(raised: RaisedFinding, witnesses: Mapping[Cause, Witnesses], by_check: bool) -> bool:
-    """Return whether the finding has a hardware proof that the node's own record repeats."""
+    """Return whether the finding is proof of failed hardware, and the node's own record repeats it."""
     repeated = by_check or witnesses.get(raised.finding.cause, Witnesses()).trusted
     return raised.finding.proof and raised.finding.cause in HARDWARE_CAUSES and repeated
 
@@ -74,7 +74,7 @@ def confirmed(raised: RaisedFinding, witnesses: Mapping[Cause, Witnesses], by_ch
 def score_by_users(signals: Iterable[Signal]) -> float:
     """Return the lemon score, between 0 and 1.
 
-    Each user's signals make at most MAX_SCORE_BY_ONE_USER; root's and confirmed signals are not limited.
+    The signals of one user alone give at most MAX_SCORE_BY_ONE_USER; root's and confirmed signals are not limited.
     """
     free, by_user = 1.0, dict[str, float]()
     for signal in signals:

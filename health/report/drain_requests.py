@@ -34,7 +34,7 @@ class DrainRequest(Struct, frozen=True):
     users: tuple[str, ...]
     runs: tuple[str, ...]
     by: str
-    """User who requested it; empty: a run did."""
+    """User who requested the drain; empty if a run did."""
     rejection: str
     """Why the run could not drain the node itself."""
     run: str
@@ -46,7 +46,7 @@ class DrainRequest(Struct, frozen=True):
 def confirmation(request: DrainRequest, findings: Iterable[Finding]) -> Finding | None:
     """Return the finding of a check that confirms the request: failed hardware of the requested cause.
 
-    A user's request without a cause is confirmed by any failed hardware. None: the request is not confirmed.
+    A user's request without a cause is confirmed by any failed hardware. Return None if the request is not confirmed.
     """
     failed = [finding for finding in findings if finding.verdict is Verdict.FAIL and finding.cause in HARDWARE_CAUSES]
     any_cause = bool(request.by) and not request.cause
@@ -61,9 +61,10 @@ def confirmed_reason(request: DrainRequest, finding: Finding) -> str:
 
 
 def open_requests(records: Iterable[SourcedRecord]) -> list[DrainRequest]:
-    """Return by node the requests that no run withdrew.
+    """Return the open requests, combined by node.
 
-    A request is closed too if another run held the node since and found no fault.
+    A request is closed when its run has readmitted, undrained or drained the node since. A request that no person made
+    is also closed when other runs have held the node for an hour in total since the request without a new finding.
     """
     standing: dict[tuple[str, str, str, bool], ActionTaken] = {}
     records = sorted(records, key=lambda sourced: sourced.record.at)
@@ -102,7 +103,10 @@ class _NodeOutcomes:
                     self._bad[node] = max(raised.at, self._bad.get(node, 0.0))
 
     def is_healthy_since(self, run: tuple[str, str], node: str, at: float) -> bool:
-        """Return whether other runs have held the node for an hour since then without a new finding."""
+        """Return whether runs other than ``run`` have held the node for an hour in total since ``at``.
+
+        Return False if any run has found a fault of the node since ``at``.
+        """
         others = (span for span, holder in self._spans[node] if holder != run)
         return self._bad.get(node, 0.0) <= at and total_length(clip(others, at, inf)) >= RECOVERED_AFTER_S
 

@@ -45,17 +45,17 @@ class NodeReport(Struct, frozen=True):
 
     node: str
     verdict: str
-    """Verdict by the open findings; WARN instead of FAIL if only one user's records say so."""
+    """Verdict according to the open findings; WARN instead of FAIL if only the records of one user support it."""
     as_of: float
     """Time of the last record of a run that held the node."""
     cause: str
     detectors: list[str]
     evidence: list[ReportLine]
-    """Evidence of the open findings, else of the last one; at most five lines."""
+    """Evidence of the open findings, else of the last finding; at most five lines."""
     first_reported_at: float | None
-    """Time of the first finding or failure in the window (s); None: there is none."""
+    """Time of the first finding or failure in the window (s); None if there is none."""
     last_reported_at: float | None
-    """Time of the last one (s)."""
+    """Time of the last finding or failure in the window (s); None if there is none."""
     count: int
     components: list[str]
     """GPUs, ports or paths that the findings name."""

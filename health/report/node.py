@@ -19,8 +19,8 @@ from .model import DrainState, NodeReport, ReportLine
 
 MAX_EVIDENCE_LINES = 5
 RECOVERED_AFTER_S = 3600.0
-"""Seconds that later runs must hold a node without the same finding, so that a finding that was never cleared counts as
-past."""
+"""Seconds for which other runs must hold a node without the same finding until a finding that was never cleared counts
+as past."""
 ADVICE = {
     Remedy.NONE: "watch",
     Remedy.RESTART: "nothing: a restart of the application is enough",
@@ -106,7 +106,8 @@ def node_report(index: RecordIndex, name: str, drain: DrainState) -> NodeReport:
 def _is_open(index: RecordIndex, node: str, raised: RaisedFinding) -> bool:
     """Return whether the finding is open.
 
-    It was never cleared, and no later run held the node for a while without the same finding.
+    A finding is open if it was never cleared, no later finding of the same detector replaces it, and other runs have
+    not yet held the node for ``RECOVERED_AFTER_S`` since.
     """
     if raised.until < inf:
         return False
@@ -142,8 +143,8 @@ def _cause(shown: list[RaisedFinding], infra: list[Incident]) -> str:
 def _evidence(shown: list[RaisedFinding], findings: list[RaisedFinding], infra: list[Incident]) -> list[ReportLine]:
     """Return at most five lines of evidence, by time.
 
-    The first line of each open finding has priority, then their other lines, then those of earlier findings. A node
-    that was only lost gets the evidence of the loss.
+    The first line of each open finding has priority, then the other lines of the open findings, then the lines of
+    earlier findings. If no finding has evidence, the evidence of failures of infrastructure is returned.
     """
     ordered = [*shown, *(raised for raised in reversed(findings) if raised not in shown)]
     first = [_report_line(raised, 0) for raised in shown if raised.finding.evidence]
@@ -217,7 +218,7 @@ def _scontrol(
     name: str, verdict: str, lemon: lemons.Lemon, drain: DrainState, shown: list[RaisedFinding],
     acts: list[tuple[RunHistory, ActionTaken]],
 ) -> str:  # fmt: skip
-    """Return the command to drain the node; empty if it is drained or need not be.
+    """Return the command to drain the node; empty if the node is drained or need not be drained.
 
     ``shown`` is the evidence for the drain.
     """
@@ -250,13 +251,13 @@ def _action(history: RunHistory, act: ActionTaken) -> ReportLine:
 
 
 def _is_shared(index: RecordIndex, raised: RaisedFinding) -> bool:
-    """Return whether other nodes had the same finding then, without proof that it was this node's own fault."""
+    """Return whether other nodes failed for the same cause at that time, without proof of this node's own fault."""
     doubtful = Flag.HELD_BACK in raised.finding.flags or not raised.finding.proof
     return doubtful and bool(index.nodes_with_same_cause(raised.finding.cause, raised.at) - {raised.finding.node})
 
 
 def _lemon(index: RecordIndex, name: str, by_check: bool) -> lemons.Lemon:
-    """Return the node's lemon score. ``by_check``: the site's own check of the node has drained it."""
+    """Return the node's lemon score. ``by_check`` tells whether the site's own check of the node has drained it."""
     since = index.lemon_since
     incidents = [incident for incident in index.incidents_of.get(name, []) if index.counts_for_lemons(incident)]
     critical = [raised for raised in index.findings.get(name, []) if raised.at >= since and raised.critical]

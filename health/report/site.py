@@ -50,7 +50,7 @@ def _worst_first(node_report: NodeReport) -> tuple[object, ...]:
 
 # ── the site ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 def _site_report(index: RecordIndex, lemon_nodes: list[str], only: frozenset[str] | None) -> SiteReport:
-    """Return the figures of the site, of the nodes in ``only`` if given."""
+    """Return the figures of all nodes of the site together, or only of the nodes in ``only``."""
     nodes = [node for node in index.spans if only is None or node in only]
     held_s = {node: index.held_s(node, index.since) for node in nodes}
     incidents = [

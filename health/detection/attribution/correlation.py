@@ -1,18 +1,18 @@
 """Holds back findings that many nodes or replicas have at once, because their cause is likely shared.
 
 The same finding on several nodes within two minutes points at the fabric, the storage or the software that they share,
-not at each node. All rollouts that stall at once, workers on many nodes that miss heartbeats while their agents do not
-(a flood of log lines, a delayed manager), and several nodes that fall silent at once (a switch that fails over is back
-within half a minute) are such cases too.
+not at each node. There are three more such cases: all rollouts stall at once; workers on many nodes miss heartbeats
+while their agents do not (a flood of log lines, or a delayed manager); several nodes fall silent at once (a switch that
+fails over is back within half a minute). In this module, an *event* is such a shared cause (:class:`CorrelatedEvent`).
 
 A finding that is held back becomes a WARN without a remedy, and one finding about the whole run, ``correlated``, names
-the shared cause. Proof is not held back: a GPU that fell off its bus is gone, even if other nodes lost one too (the
-planner limits how many nodes it excludes). The exception is proof on most nodes at once, which points at a driver, a
-wrong rule or a shared cause.
+the shared cause. A finding with proof is not held back: a GPU that fell off its bus is gone, even if other nodes lost a
+GPU too (the planner limits how many nodes it excludes). The exception is proof on most nodes at once: it points at a
+driver, a wrong rule or a shared cause.
 
-A first finding of fabric or storage waits briefly before it counts against an occupied node, because other nodes are
-sampled at other times. Shared causes are remembered for a while, for nodes that notice late, also by the next manager
-(:func:`restore_state`). The module is pure: state and time are arguments.
+A first finding of fabric or storage is held back briefly before it counts against an occupied node, because other nodes
+are sampled at other times. An event is kept for a while, because some nodes report its cause late; the next manager
+restores it (:func:`restore_state`). The module is pure: state and time are arguments.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ from ..detectors.node_liveness import node_lost
 WINDOW_S = 120.0
 """Time within which equal findings on several nodes belong to one event."""
 CORRELATED_SHARE = 0.2
-"""Share of the run's nodes, two at least, that makes an event (docs/sources.md: the circuit breaker's share)."""
+"""Share of the run's nodes, two at least, whose equal findings make an event (docs/sources.md: the circuit breaker's
+share)."""
 SETTLE_S = 30.0
-"""Time that a first finding of a shareable cause waits for other nodes: fabric (5 s) and host (10 s) readers need up to
-three samples."""
+"""Time for which a first finding of a shareable cause is held back, so that other nodes can report the same finding:
+fabric (5 s) and host (10 s) readers need up to three samples."""
 MOST_SHARE = 0.5
 """Share of the run's nodes, two at least, above which equal findings are held back even if they are proof."""
 EVENT_LIFETIME_S = 600.0
@@ -42,26 +43,26 @@ EVENT_LIFETIME_S = 600.0
 STALL_GRACE_S = 120.0
 """Time for which rollouts that all stall at once are left alone; then they are repaired, whatever the cause."""
 STALL_SPREAD_S = 30.0
-"""Longest time between the first and the last of these stalls."""
+"""Longest time between the first and the last stall of the rollouts that stall at once."""
 SILENCE_GRACE_S = 30.0
 """Time for which workers or nodes that fall silent at once are left alone (ours: three times the silence limit)."""
 MIN_SILENT_NODES = 3
-"""Nodes, and for workers also gangs, that must fall silent at once: two may be a coincidence, and the members of one
-gang may hang together."""
+"""Smallest number of nodes that must fall silent at once to make an event, and for workers also of gangs: two may be a
+coincidence, and the members of one gang may hang together."""
 SILENCE_SPREAD_S = 10.0
-"""Longest time between the first and the last of them."""
+"""Longest time between two silences that belong to one event."""
 _SHAREABLE_CAUSES = frozenset({Cause.FABRIC, Cause.STORAGE})
 _NODE_CAUSES = frozenset({Cause.GPU, Cause.FABRIC, Cause.STORAGE})
 """Causes of findings by node agents."""
 _MAX_NODES_NAMED = 4
-"""Nodes named in the evidence; more are only mentioned."""
+"""Number of nodes that the evidence names; for further nodes it only says "and more"."""
 DETECTOR = "correlated"
 _DEFAULT_SUSPECT = "a driver or a rule of the site"
 _SUSPECTS = {
     Cause.FABRIC: "the shared fabric (a switch)",
     Cause.STORAGE: "the shared storage",
 }
-"""Suspected cause of equal findings on most nodes."""
+"""Cause of equal findings on most nodes → what is suspected behind it."""
 
 EventKind = tuple[Cause, str, str]
 """What findings have in common: cause, detector and, for storage, the path."""
@@ -73,14 +74,14 @@ _LOST: EventKind = (Cause.NODE, node_lost.__name__, "")
 """Several nodes fall silent at once."""
 _GRACE_S = {_STALL: STALL_GRACE_S, _SILENCE: SILENCE_GRACE_S, _LOST: SILENCE_GRACE_S}
 """Time (s) for which each of these events holds findings back. The event itself is kept until no finding of its kind is
-left, so that it occurs once."""
+left, so that one stall or silence makes only one event."""
 
 
 class CorrelatedEvent(Struct, frozen=True):
     """A cause that several nodes or replicas share."""
 
     last_reported_at: float
-    """Time when enough of them last reported it."""
+    """Time when enough nodes last reported the cause."""
     finding: Finding
     """Finding about the whole run; ``since`` is when the event began."""
     on_most_nodes: bool = False
@@ -93,7 +94,7 @@ class CorrelationState(Struct, frozen=True):
     first_reported: dict[str, float] = {}
     """Time since which each finding, by key, has been reported without a break."""
     recent: dict[EventKind, dict[NodeName, float]] = {}
-    """Time when each node last began to report it, by kind."""
+    """Kind → node → time when the node last began to report a finding of this kind."""
     events: dict[EventKind, CorrelatedEvent] = {}
     """Current events."""
 
@@ -110,15 +111,16 @@ class CorrelationContext(Struct, frozen=True):
     excluded: AbstractSet[NodeName] = frozenset()
     """Excluded nodes; their findings do not count towards an event."""
     silent_workers: Mapping[Incarnation, tuple[NodeName, float]] = {}
-    """Node and last message time of workers that miss heartbeats while their nodes do not (``missing_heartbeats``)."""
+    """Node and time of the last message of each worker that misses heartbeats although its node sends messages
+    (``missing_heartbeats``)."""
     silent_nodes: Mapping[NodeName, float] = {}
-    """Time of the last message of nodes that miss heartbeats (``silent_nodes``)."""
+    """Time of the last message of each node that misses heartbeats (``silent_nodes``)."""
 
 
 def correlate(
     findings: Sequence[Finding], context: CorrelationContext, state: CorrelationState, now: float
 ) -> tuple[list[Finding], CorrelationState, float]:
-    """Hold back the findings that have a shared cause, and add one about the whole run for each such cause.
+    """Hold back the findings that have a shared cause, and add one finding about the whole run for each shared cause.
 
     Args:
         findings: All current findings.
@@ -166,7 +168,8 @@ def correlate(
 def restore_state(findings: Iterable[Finding], now: float) -> CorrelationState:
     """Rebuild the state of an earlier manager from the findings that it recorded.
 
-    These give the events and the start of each failure. Findings that waited for other nodes start to wait again.
+    The findings contain the events and the start of each failure. For findings that waited for other nodes the time
+    ``SETTLE_S`` starts again.
     """
     first, events = dict[str, float](), dict[EventKind, CorrelatedEvent]()
     for finding in findings:
@@ -178,7 +181,7 @@ def restore_state(findings: Iterable[Finding], now: float) -> CorrelationState:
 
 
 def _may_be_shared(finding: Finding, context: CorrelationContext) -> bool:
-    """Return whether the finding could have a cause that others share."""
+    """Return whether the finding could have a cause that other nodes or replicas share."""
     if finding.verdict is not Verdict.FAIL:
         return False
     if finding.incarnation is not None:
@@ -201,7 +204,10 @@ def _is_silent(finding: Finding) -> bool:
 
 
 def _awaits_other_nodes(finding: Finding, context: CorrelationContext) -> bool:
-    """Return whether the finding waits for other nodes: its cause is shareable, and a role would be moved for it."""
+    """Return whether the finding waits for the same finding on other nodes.
+
+    It does if its cause is shareable and a role would be moved because of it.
+    """
     return (
         not finding.proof
         and finding.cause in _SHAREABLE_CAUSES
@@ -211,7 +217,7 @@ def _awaits_other_nodes(finding: Finding, context: CorrelationContext) -> bool:
 
 
 def _kind(finding: Finding) -> EventKind:
-    """Return what this finding would have in common with equal ones."""
+    """Return the kind of the event that this finding and others like it would make."""
     if finding.incarnation is not None:
         return _SILENCE if _is_silent(finding) else _STALL
     if _is_lost(finding):
@@ -238,7 +244,7 @@ def _events(
     findings: Sequence[Finding], suspects: Collection[Finding], recent: Mapping[EventKind, Mapping[NodeName, float]],
     context: CorrelationContext, state: CorrelationState, now: float,
 ) -> dict[EventKind, CorrelatedEvent]:  # fmt: skip
-    """Return the events that exist now: new ones, and earlier ones that have not expired."""
+    """Return the events that exist now: new events, and earlier events that have not expired."""
     enough, most = max(2, ceil(CORRELATED_SHARE * context.node_count)), max(2, int(MOST_SHARE * context.node_count) + 1)
     events = {kind: event for kind, event in state.events.items() if now < _expires_at(kind, event) or kind in _GRACE_S}
     unproven: dict[EventKind, set[NodeName]] = {}
@@ -287,7 +293,7 @@ def _update_group_event(
 
 
 def _silent_group(silent: Collection[Finding], context: CorrelationContext) -> set[Incarnation]:
-    """Return the workers found silent, and those that miss heartbeats since about the same time."""
+    """Return the workers with a ``worker_silence`` finding, and all that miss heartbeats since about the same time."""
     silent_group = {finding.incarnation for finding in silent if finding.incarnation is not None}
     began = [finding.since for finding in silent]
     return silent_group | {
@@ -298,7 +304,7 @@ def _silent_group(silent: Collection[Finding], context: CorrelationContext) -> s
 
 
 def _lost_group(lost: Collection[Finding], context: CorrelationContext) -> set[NodeName]:
-    """Return the largest group of nodes that fell silent at about the same time, at least one of them found lost."""
+    """Return the largest group of nodes that fell silent at about the same time as a node found by ``node_lost``."""
     began = {finding.node: finding.since for finding in lost if finding.node is not None}
     if began:
         began = {**{node: at for node, at in context.silent_nodes.items() if node not in context.excluded}, **began}
@@ -315,7 +321,7 @@ def _on_several_nodes(incarnations: Collection[Incarnation], context: Correlatio
 
 
 def _all_rollouts_stall(stalling: Collection[Finding], context: CorrelationContext) -> bool:
-    """Return whether every rollout, and at least three, stalled at about the same time; ``suspected`` counts too."""
+    """Return whether all rollouts, at least three, stalled at about the same time; ``suspected`` counts as a stall."""
     since = [finding.since for finding in stalling]
     incarnations = {finding.incarnation for finding in stalling}
     return len(incarnations) >= max(3, len(context.rollouts)) and max(since) - min(since) <= STALL_SPREAD_S

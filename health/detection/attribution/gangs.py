@@ -1,9 +1,9 @@
 """Finds the member of a gang that blocks the others: when it stalls, all of them wait for it in a collective.
 
-Loads show which member it is. If some members are idle while the GPUs of the others are busy in a collective, the idle
-ones are waited for. If all are inactive, it is the one with the least progress. If one works while the others are
-inactive, they wait for it, and it may be at legitimate work (an evaluation by the first rank only); then only the
-deadline of the phase applies.
+The CPU and GPU loads show which member blocks the others. If some members are idle while the GPUs of the others are
+busy in a collective, an idle member is to blame. If all members are inactive (idle, or spinning in a collective), the
+member with the least progress is to blame. If one member works while the others are inactive, they wait for it, but its
+work may be legitimate (an evaluation by the first rank only): then only the deadline of the phase applies.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ MIN_INACTIVE_S = 45.0
 """Time after which a member counts as inactive while others have been inactive for long. DCGM's tensor core activity is
 up to 15 s old and NVML's kernel activity is not, so a member that has just resumed work looks as if it spins."""
 _ONE_PER_GANG_DETECTORS = ("phase_overdue",)
-"""Detectors that find every member of a stalled gang; one finding is kept."""
+"""Detectors that find every member of a stalled gang; one finding per gang is kept."""
 
 
 def blame_gang_members(findings: Sequence[Finding], monitor: HealthMonitor) -> list[Finding]:
     """Replace findings of ``computes_nothing`` and ``load_stalled`` by ``idle_hang`` findings, or drop them.
 
-    ``computes_nothing``: the findings of a gang are judged together, and become one finding about the member that the
-    others wait for. They are dropped if the loads do not show it, or if the gang has another FAIL finding.
-    ``load_stalled``: each finding is judged by itself. Of several overdue members of a gang, only the finding about the
-    one with the least progress is kept.
+    The ``computes_nothing`` findings of a gang become one finding about the member that the others wait for. They are
+    dropped if the loads do not show which member that is, or if the gang has another FAIL finding. Each
+    ``load_stalled`` finding is replaced or dropped by itself. Of the ``phase_overdue`` findings of a gang, only the
+    finding about the member with the least progress is kept.
     """
     findings = _resolve_loading(findings, monitor)
     raw = {
@@ -56,9 +56,11 @@ def blame_gang_members(findings: Sequence[Finding], monitor: HealthMonitor) -> l
 
 
 def _resolve_loading(findings: Sequence[Finding], monitor: HealthMonitor) -> list[Finding]:
-    """Turn ``load_stalled`` into ``idle_hang`` if another replica began later and completed, and few replicas are idle.
+    """Replace each ``load_stalled`` finding by ``idle_hang``, or drop it.
 
-    Otherwise all may wait for the same storage or weight source, and only the deadline of the phase applies.
+    It is replaced if another replica of the role began to load later and has completed, and few replicas of the role
+    are idle. Otherwise all of them may wait for the same storage or weight source, and only the deadline of the phase
+    applies.
     """
     others = [finding for finding in findings if finding.detector != _LOAD_DETECTOR]
     for finding in findings:
@@ -94,7 +96,7 @@ def _culprit(members: Sequence[ReplicaView], raw: Mapping[Incarnation, Finding])
     if not suspects or any(view.loads.latest_at is None for view in members):
         return None
     if any(_tensor_cores_active(view, members) for view in members):
-        return None  # it works instead of waiting in a collective: the others wait for it
+        return None  # a member works instead of waiting in a collective: the others wait for it
     busy_done = min((view.done or 0) for view in members if view not in idle)
     behind = all((view.done or 0) < busy_done for view in idle)
     even = 2 * len(idle) == len(members)
@@ -110,7 +112,7 @@ def _inactive_for_long(view: ReplicaView) -> bool:
 
 
 def _tensor_cores_active(view: ReplicaView, members: Iterable[ReplicaView]) -> bool:
-    """Return whether loads as recent as those of the other members show working tensor cores."""
+    """Return whether loads of the member that are as recent as the other members' loads show working tensor cores."""
     active_at = view.loads.tensor_active_at
     newest_load_at = max(member.loads.latest_at or 0.0 for member in members)
     return active_at is not None and active_at >= newest_load_at - MAX_LOAD_GAP_S
@@ -136,7 +138,7 @@ def _hang_finding(culprit: ReplicaView, raw: Mapping[Incarnation, Finding], memb
 
 
 def _idle_hang(finding: Finding, why: str) -> Finding:
-    """Return a candidate as the finding that the replica hangs, with the reason for this conclusion."""
+    """Return the finding as an ``idle_hang`` finding, with ``why`` as a further line of evidence."""
     evidence = (*finding.evidence, Evidence("blame", why, finding.since))
     return msgspec.structs.replace(
         finding, detector="idle_hang", verdict=Verdict.FAIL, remedy=Remedy.RESTART, evidence=evidence
@@ -144,9 +146,9 @@ def _idle_hang(finding: Finding, why: str) -> Finding:
 
 
 def _one_per_gang(findings: list[Finding], monitor: HealthMonitor) -> list[Finding]:
-    """Keep, of the overdue members of a gang, the finding about the one with the least progress.
+    """Keep, of the findings about overdue members of a gang, only the finding about the member with the least progress.
 
-    Drop all of them if another member works within its own deadline, which explains why they wait.
+    Drop all findings about overdue members of a gang if another member works within its own deadline: they wait for it.
     """
     overdue: dict[Incarnation, list[Finding]] = {}
     for finding in findings:
@@ -178,7 +180,7 @@ def _one_per_gang(findings: list[Finding], monitor: HealthMonitor) -> list[Findi
 
 
 def _as_culprit(finding: Finding) -> Finding:
-    """Return the finding with a line on the other overdue members of the gang, which have no finding of their own."""
+    """Return the finding with a line of evidence about the other overdue members, whose own findings are dropped."""
     text = "other members of its gang are overdue too; they wait for it"
     return msgspec.structs.replace(finding, evidence=(*finding.evidence, Evidence("blame", text, finding.since)))
 
@@ -186,7 +188,7 @@ def _as_culprit(finding: Finding) -> Finding:
 def _has_busy_member(members: Sequence[ReplicaView], overdue: Collection[Incarnation | None]) -> bool:
     """Return whether a member that is not overdue uses its tensor cores, in the pass in which the others stalled.
 
-    A member that goes on from pass to pass without the others is not the one that they wait for.
+    A member that completes passes without the others is not the member that they wait for.
     """
     since = min((view.last_change_at for view in members if view.incarnation in overdue), default=0.0)
     halfway = (since + max((view.loads.latest_at or 0.0 for view in members), default=0.0)) / 2

@@ -1,6 +1,6 @@
 """Reads py-spy's stack dumps of hung processes and groups ranks with equal stacks, as ByteRobust does.
 
-Healthy ranks of a gang mostly wait in the same place for the one that hangs. Ranks with equal stacks form a group, the
+Healthy ranks of a gang mostly wait in the same place for the rank that hangs. Ranks with equal stacks form a group, the
 dominant groups are taken to be healthy, and the ranks of all other groups are outliers (ByteRobust 2.2). A rank is
 represented by the main threads of all its processes: helper threads (heartbeats, autograd, thread pools) change from
 moment to moment. The module is pure.
@@ -25,7 +25,7 @@ MAIN = "MainThread"
 KERNEL = "kernel"
 """Function name of the single frame of a process that py-spy could not read: it is blocked in the kernel."""
 _DOMINANT_SHARE = 0.5
-"""Share of the largest group from which a group is dominant too: pipeline stages wait in different places."""
+"""Smallest size of a dominant group, as a share of the largest group: pipeline stages wait in different places."""
 _MAX_FRAMES_NAMED = 6
 """Innermost frames that evidence names; the dump file has the whole stack."""
 _MAX_INCARNATIONS_NAMED = 3
@@ -67,7 +67,8 @@ class StackGroup(Struct, frozen=True):
 
     incarnations: tuple[Incarnation, ...]
     stack: Stack
-    """Stack of the most informative process: the one that differs from the largest group, else the oldest process."""
+    """Stack of the most informative process: a process whose stack the largest group does not have, else the oldest
+    process."""
 
 
 class GroupedStacks(Struct, frozen=True):
@@ -80,7 +81,7 @@ class GroupedStacks(Struct, frozen=True):
 
 
 def parse(dump: str) -> list[Thread]:
-    """Return the threads of a dump. Lines that do not belong to a thread are skipped; nothing raises."""
+    """Return the threads of a dump. Lines that do not belong to a thread are skipped; no text raises an exception."""
     threads: list[Thread] = []
     frames: list[Frame] = []
     for line in dump.splitlines():
@@ -182,13 +183,13 @@ def _stacks(texts: Iterable[str], lines: bool) -> frozenset[Stack]:
 
 
 def _normal(frame: Frame, lines: bool) -> str:
-    """Return the text of a frame without what differs between processes of one program (addresses)."""
+    """Return the text of a frame without addresses, which differ between processes of one program."""
     plain = Frame(_ADDRESS.sub("0x", frame.function), _ADDRESS.sub("0x", frame.file), frame.line if lines else None)
     return str(plain)
 
 
 def _distinguishing(dumps: Mapping[int, str], signature: frozenset[Stack], largest: frozenset[Stack]) -> Stack:
-    """Return, with line numbers, a stack that the largest group does not have; else that of the oldest process."""
+    """Return, with line numbers, a stack that the largest group does not have, else the stack of the oldest process."""
     threads = [thread for pid in sorted(dumps) if (thread := main_thread(dumps[pid])) is not None]
     different = signature - largest
     for thread in threads:

@@ -1,14 +1,14 @@
 """Wait-for blame: attributes a stall to the replica at the end of a chain of waiting replicas.
 
 A wait counts only if the whole run stalls. While one replica works within its deadlines, starts, or has a finding of
-its own, that replica explains why others wait, and its own detectors judge it: a reward role waits during a long
-training step, a trainer waits while a rollout is replaced.
+its own, that replica explains why others wait, and its own detectors decide about it. For example, a reward replica
+waits during a long training step, and a trainer waits while a rollout is replaced.
 
 A busy service explains a wait only for a limited time. A replica that has waited for longer (``wait_endless``) for a
 role whose replicas all wait too is blamed even while the store between them still serves another replica.
 
-A service that does nothing is blamed sooner. If all chains lead to it, the waits need not be overdue; if a replica is
-blocked in a call to it, other replicas may be at work.
+A service that does nothing is blamed sooner. If all chains lead to this service, the waits need not be overdue. If a
+replica is blocked in a call to this service, the service is blamed even while other replicas work.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ _MAX_WAITERS_NAMED = 4
 def blame_ends_of_wait_chains(findings: Sequence[Finding], monitor: HealthMonitor) -> list[Finding]:
     """Replace findings of ``_STALL_DETECTORS`` by ``standstill`` findings about the replica to blame, or drop them.
 
-    Blame follows the chain of who waits for whom, to a replica that does not wait. In a cycle, the replica that has
-    waited longest is blamed, then the smallest id. A chain that leads to a replica without observations blames none.
+    Blame follows the chain of waiting replicas to a replica that does not wait. In a cycle, the replica that has waited
+    longest is blamed; of several, the one with the smallest id. A chain that leads to a replica without observations
+    blames no replica.
     """
     stalled = {
         finding.incarnation.replica: finding
@@ -59,10 +60,11 @@ def blame_ends_of_wait_chains(findings: Sequence[Finding], monitor: HealthMonito
 def _blocked_services(
     monitor: HealthMonitor, stalled: Mapping[ReplicaId, Finding], others: Sequence[Finding]
 ) -> dict[ReplicaId, list[ReplicaId]]:
-    """Return idle services with the replicas that are blocked in a call to them.
+    """Return each idle service with the replicas that are blocked in a call to it.
 
-    Only calls count that last for as long as the service may be idle, in phases that declare no wait. A service with a
-    FAIL of its own is left out; ``detect`` drops the others whose node failed.
+    A call counts only if it has lasted for as long as the service may be idle, and only in a phase that declares no
+    wait. A service with a FAIL finding of its own is left out. A service on a failed node is not left out here, because
+    the next stage (``suppress_on_failed_nodes``) drops the finding about it.
     """
     failed = {
         finding.incarnation.replica
@@ -84,9 +86,10 @@ def _blocked_services(
 def _starvation(
     monitor: HealthMonitor, stalled: Mapping[ReplicaId, Finding], others: Sequence[Finding]
 ) -> dict[ReplicaId, list[ReplicaId]]:
-    """Return the replica that has waited longest among those that wait for each other, and all of these; else nothing.
+    """Return the longest waiting replica of a set of replicas that wait for each other, mapped to the whole set.
 
-    Their waits have become endless, and busy services between them do not explain that. Any FAIL explains it.
+    Its wait must be endless (``wait_endless``): busy services between the replicas do not explain such a wait. A FAIL
+    finding about any replica or node does explain it. Return an empty dict if there is a FAIL finding or no such set.
     """
     if any(finding.verdict is Verdict.FAIL for finding in others):
         return {}
@@ -109,7 +112,7 @@ def _waiting_with(
     stalled: Mapping[ReplicaId, Finding],
     by_role: Mapping[str, list[ReplicaId]],
 ) -> set[ReplicaId]:
-    """Return all replicas that a wait leads to, with itself; nothing if one of them may still end the wait."""
+    """Return ``start`` and all replicas that its wait leads to; an empty set if one of them may still end the wait."""
     waiting: set[ReplicaId] = set()
     ahead = [start]
     while ahead:
@@ -130,9 +133,10 @@ def _waiting_with(
 
 
 def _awaited(view: ReplicaView, by_role: Mapping[str, list[ReplicaId]]) -> list[ReplicaId]:
-    """Return the replicas that this one waits for: those of the role that its phase declares, else the one it names.
+    """Return the replicas of the role that the phase of a replica waits for, else the replica that it names.
 
-    A waiting replica names the store, which it polls, although it waits for the role behind it.
+    The role comes first, because a waiting replica names the store, which it polls, although it waits for the role
+    behind the store.
     """
     role = view.declared.waits_for
     if role is None and view.waits_for is not None:
@@ -141,12 +145,12 @@ def _awaited(view: ReplicaView, by_role: Mapping[str, list[ReplicaId]]) -> list[
 
 
 def _all_stalled(monitor: HealthMonitor, stalled: Mapping[ReplicaId, Finding]) -> bool:
-    """Return whether no worker makes progress."""
+    """Return whether every worker that has not left is stalled."""
     return all(view.left_at is not None or view.incarnation.replica in stalled for view in monitor.workers())
 
 
 def _chain_ends(monitor: HealthMonitor, stalled: Mapping[ReplicaId, Finding]) -> dict[ReplicaId, ReplicaId | None]:
-    """Return the end of the chain of each stalled replica; None if it leads to a replica that is not stalled."""
+    """Return the end of the chain of each stalled replica; None for a chain to a replica that is not stalled."""
     of_role = _first_awaited_by_role(monitor, stalled)
     ends: dict[ReplicaId, ReplicaId | None] = {}
     for start in stalled:
@@ -173,14 +177,20 @@ def _chain_ends(monitor: HealthMonitor, stalled: Mapping[ReplicaId, Finding]) ->
 def _next_in_chain(
     view: ReplicaView, stalled: Mapping[ReplicaId, Finding], of_role: Mapping[str, ReplicaId]
 ) -> ReplicaId | None:
-    """Return the replica that it names, else the first of the role that its phase waits for; None if not stalled."""
+    """Return the next replica in the chain; None if that replica is not stalled.
+
+    The next replica is the one that ``view`` names, else the first replica of the role that its phase waits for.
+    """
     if view.waits_for is not None:
         return view.waits_for if view.waits_for in stalled else None
     return of_role.get(view.declared.waits_for or "")
 
 
 def _first_awaited_by_role(monitor: HealthMonitor, stalled: Mapping[ReplicaId, Finding]) -> dict[str, ReplicaId]:
-    """Return for each role the replica that others most likely wait for: one that does not wait, else the longest."""
+    """Return for each role the stalled replica that others most likely wait for.
+
+    It is a replica that does not wait itself, else the replica that has waited longest.
+    """
     ordered = sorted(
         stalled,
         key=lambda replica: (is_waiting(monitor.replicas[replica]), monitor.replicas[replica].last_change_at, replica),

@@ -1,8 +1,8 @@
 """The types of detectors, and the predicates and deadlines that several of them use.
 
 A detector is a pure function of one view, the limits and the time (s). It returns a finding or None, and the time at
-which its result may change without a new observation (inf: never). Neither text nor ``since`` contains running
-seconds, so that an unchanged situation gives an equal finding.
+which its result may change without a new observation (inf: never). Neither the text nor ``since`` of a finding contains
+a time that keeps growing, so that an unchanged situation gives an equal finding.
 
 A FAIL without proof needs both time and observations (docs/sources.md): silence means at least ``MIN_HEARTBEATS``
 missed heartbeats, standstill means at least as many heartbeats received without progress.
@@ -26,13 +26,13 @@ MIN_HEARTBEATS = 3
 SLOW_START_FACTOR = 5
 """Multiple of ``limits.join`` after which a step fails to join although its agent finds it running."""
 SLOWEST_FACTOR = 1.5
-"""Multiple of the longest known duration that a deadline is at least."""
+"""A deadline is at least this multiple of the longest known duration."""
 NO_FINDING: Result = (None, inf)
 """Result of a detector that does not apply; only a new observation changes it."""
 
 
 def heartbeat_slack(limits: Limits) -> float:
-    """Return the time (s) of ``MIN_HEARTBEATS`` heartbeats, and one more for the last of them to arrive."""
+    """Return the time (s) of ``MIN_HEARTBEATS`` heartbeat intervals, plus one more for the last of them to arrive."""
     return (MIN_HEARTBEATS + 1) * limits.heartbeat
 
 
@@ -50,7 +50,7 @@ def join_deadline(view: ReplicaView, limits: Limits) -> float:
     """Return the time (s) by which the incarnation must have sent a Hello.
 
     It is ``limits.join`` after the launch or the last report that the step runs, but at most ``SLOW_START_FACTOR``
-    times ``limits.join`` after the launch. A promoted standby process has ``join_timeout_s``.
+    times ``limits.join`` after the launch. For a promoted standby process it is ``join_timeout_s`` after the promotion.
     """
     if view.standby is not None:
         return view.launched_at + view.join_timeout_s
@@ -64,13 +64,16 @@ def expects_heartbeats(view: ReplicaView) -> bool:
 
 
 def is_working(view: ReplicaView) -> bool:
-    """Return whether its progress can be judged: a joined worker in a known phase, with no member suspended."""
+    """Return whether progress is expected of the replica.
+
+    It must be a joined worker in a known phase, and no member of its gang may be suspended.
+    """
     joined = expects_heartbeats(view) and view.status == "joined" and not view.is_agent
     return joined and view.phase is not None and not view.gang_suspended
 
 
 def is_waiting(view: ReplicaView) -> bool:
-    """Return whether the replica waits for another one, as it reports or as its phase declares."""
+    """Return whether the replica waits for another replica, according to its own report or to its phase."""
     return view.waits_for is not None or view.declared.waits_for is not None
 
 

@@ -1,8 +1,8 @@
 """Detectors by load: replicas that must compute but whose CPU and GPU idle, or whose GPU only spins.
 
-Idleness shows a hang far sooner than the deadline of a phase. It is evidence only where nothing else explains it: in
-phases that compute (a checkpoint may wait for storage for minutes), not while another replica is waited for, and not
-for replicas that can be probed, since a rollout that waits for a tool is idle too
+Idleness shows a hang far sooner than the deadline of a phase. It is evidence only where nothing else explains it. Hence
+it counts only in phases that compute (a checkpoint may wait for storage for minutes), only while the replica waits for
+no other replica, and not for replicas that can be probed, since a rollout that waits for a tool is idle too
 (:mod:`rrl.health.detection.detectors.probing`). The findings are input of ``blame_gang_members``
 (:mod:`rrl.health.detection.attribution.gangs`), which compares the members of a gang.
 """
@@ -20,7 +20,8 @@ IDLE_FACTOR = 1.5
 """Multiple of ``limits.idle`` for which a computing replica may be idle (90 s by default): well below RobustRL's 300 s,
 and above most stalls of a file system to which a step writes its log."""
 FIRST_PASS_FACTOR = 2.0
-"""Multiple of ``limits.idle`` in a first pass: reading files uses neither CPU nor GPU; compiling does."""
+"""Multiple of ``limits.idle`` in a first pass (the incarnation's first time in the phase), which may read files: that
+uses neither CPU nor GPU, as opposed to compiling."""
 LOADING_IDLE_FACTOR = 2.0
 """Multiple of ``limits.idle`` while weights are loaded: storage may delay all replicas of the role."""
 SPINNING_FACTOR = 1.5
@@ -29,13 +30,14 @@ FALSE_PROGRESS_FACTOR = 5.0
 """Multiple of ``limits.idle`` for a replica that reports progress while idle (300 s, RobustRL's value), if its GPU has
 worked before. If it never has, the work is done elsewhere."""
 EVEN_SPLIT_FACTOR = 3.0
-"""Multiple of these limits if half of a gang is idle: one of two members may work while the other waits for it."""
+"""Multiple of the limits for idling and spinning if half of a gang is idle: one of two members may work while the other
+waits for it."""
 _MIN_IDLE_LOADS = 5
-"""Consecutive loads that must show it."""
+"""Consecutive loads that must show that the replica idles or spins."""
 
 
 def must_compute(view: ReplicaView) -> bool:
-    """Return whether the replica is in a phase that computes, without counting progress, and waits for no other."""
+    """Return whether the replica is in a phase that computes but counts no progress, and waits for no other replica."""
     return is_working(view) and not is_waiting(view) and view.declared.computes and not view.declared.progresses
 
 
@@ -87,8 +89,8 @@ def _false_progress(view: ReplicaView, limits: Limits) -> Result:
 def load_stalled(view: ReplicaView, limits: Limits, now: float) -> Result:
     """Find a replica that loads weights but idles for far longer than its role usually takes.
 
-    The finding is input of ``blame_gang_members``. The baseline is that of the start of the phase; if there was none,
-    what other replicas of the role have taken since.
+    The finding is input of ``blame_gang_members``. The baseline is the usual duration that was known at the start of
+    the phase or, if none was known then, the longest time that other replicas of the role have taken since.
     """
     usual = view.usual_duration or view.role.slowest_load * (FIRST_PASS_FACTOR if view.first_pass else 1.0)
     if not is_working(view) or not view.declared.own_work or not usual or view.heartbeats < MIN_HEARTBEATS:

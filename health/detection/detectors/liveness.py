@@ -25,10 +25,10 @@ from .base import (  # fmt: skip
 )
 
 CPU_ACTIVE_SILENCE_FACTOR = 3.0
-"""Multiple of the silence limit for a worker whose CPU is at work by its agent's loads: its messages may be delayed
-behind its logs. A stopped process uses no CPU, even if a kernel occupies its GPU."""
+"""Multiple of the silence limit for a worker whose CPU works according to the loads that its agent measures: its
+messages may be delayed behind its logs. A stopped process uses no CPU, even if a kernel occupies its GPU."""
 _AGENT_SILENCE_FACTOR = 2
-"""Multiple of the silence limit for an agent: by then ``node_lost`` has judged whether its node failed with it."""
+"""Multiple of the silence limit for an agent: by then ``node_lost`` has found out whether the whole node is silent."""
 
 
 # ── proof ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -45,7 +45,7 @@ def exit_record(view: ReplicaView, limits: Limits, now: float) -> Result:
     if stop_requested and (not end.code or end.reason is ExitReason.STOPPED):
         return NO_FINDING
     if (end.code == 0 or end.reason is ExitReason.STOPPED) and now < (due := end.at + heartbeat_slack(limits)):
-        return None, due  # the run may be complete, or the cluster may reclaim the node: the report may be on its way
+        return None, due  # the run may be complete, or the node reclaimed: the report of it may still arrive
     text = _exit_description(end.code, end.signal, exit_text(end.reason, end.detail))
     text += f": {end.last_line}" if end.last_line else ""
     if stop_requested:
@@ -59,7 +59,7 @@ def exit_record(view: ReplicaView, limits: Limits, now: float) -> Result:
 
 
 def step_gone(view: ReplicaView, limits: Limits, now: float) -> Result:
-    """Find a step whose first process is gone, as the agent of its node reports, without an exit record."""
+    """Find a step whose first process is gone without an exit record, according to the agent of its node."""
     at = view.gone_witnessed_at
     if at is None or view.exit is not None or view.stop_requested_at is not None:
         return NO_FINDING
@@ -71,7 +71,7 @@ def step_gone(view: ReplicaView, limits: Limits, now: float) -> Result:
 def stop_overdue(view: ReplicaView, limits: Limits, now: float) -> Result:
     """Find a replica that sent a Goodbye without a stop request and does not end.
 
-    No other detector judges it: after a Goodbye no heartbeats are expected.
+    No other detector finds such a replica, because no heartbeats are expected after a Goodbye.
     """
     if (
         view.goodbye_at is None
@@ -94,7 +94,7 @@ def stop_overdue(view: ReplicaView, limits: Limits, now: float) -> Result:
 def worker_silence(view: ReplicaView, limits: Limits, now: float) -> Result:
     """Find a joined worker that sends no messages.
 
-    An agent is judged by ``agent_silence`` if its node still sends other messages, else by ``node_lost``.
+    A silent agent is found by ``agent_silence`` if other processes on its node send messages, else by ``node_lost``.
     """
     if not expects_heartbeats(view) or view.status != "joined" or view.is_agent:
         return NO_FINDING
@@ -115,10 +115,11 @@ def _cpu_active(view: ReplicaView, limits: Limits) -> bool:
 def missing_heartbeats(
     findings: Collection[Finding], monitor: HealthMonitor, limits: Limits, now: float
 ) -> dict[Incarnation, tuple[NodeName, float]]:
-    """Return workers that miss heartbeats while other messages of their nodes arrive, if one of them is silent.
+    """Return all workers whose heartbeats are overdue although other messages from their nodes arrive.
 
     Returns:
-        Incarnation → its node and the time (s) of its last message; empty if no ``worker_silence`` was found.
+        Incarnation → its node and the time (s) of its last message; empty unless at least one worker has been silent
+        for long enough for a ``worker_silence`` finding.
     """
     if all(finding.detector != worker_silence.__name__ for finding in findings):
         return {}
@@ -153,7 +154,8 @@ def agent_silence(view: ReplicaView, limits: Limits, now: float) -> Result:
 def promotion_overdue(view: ReplicaView, limits: Limits, now: float) -> Result:
     """Find a promoted standby process that does not send a Hello as the incarnation.
 
-    It had imported and built everything before, so it is not slow but gone or hung, and is replaced early.
+    A standby process has imported and built everything before its promotion, so one without a Hello is gone or hangs,
+    and is replaced early.
     """
     if view.standby is None or not expects_heartbeats(view) or view.status != "launched":
         return NO_FINDING
@@ -183,7 +185,7 @@ def never_joined(view: ReplicaView, limits: Limits, now: float) -> Result:
 
 
 def _silence_finding(view: ReplicaView, limits: Limits, detector: str, since: float, text: str) -> Finding:
-    """Return a FAIL of the process if another one on its node sent a message well after ``since``, else an UNKNOWN.
+    """Return a FAIL if another process on the node sent a message well after ``since``, else an UNKNOWN.
 
     "Well after" means several heartbeats later: when a node fails, the last heartbeats of its processes differ by up
     to one interval.
@@ -195,7 +197,7 @@ def _silence_finding(view: ReplicaView, limits: Limits, detector: str, since: fl
 
 
 def _node_responsive(view: ReplicaView, limits: Limits, since: float) -> bool:
-    """Return whether another process on its node sent a message well after ``since``."""
+    """Return whether another process on the replica's node sent a message well after ``since``."""
     last_message_at = view.node_view.last_message_at
     return last_message_at is not None and last_message_at >= since + heartbeat_slack(limits)
 

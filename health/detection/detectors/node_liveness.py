@@ -16,7 +16,7 @@ _SUSPEND_CHECK_TIMEOUT_S = 30.0
 
 
 def node_down(view: NodeView, limits: Limits, now: float) -> Result:
-    """Find a node that the cluster reports as down: proof."""
+    """Find a node that the cluster reports as down; this finding is proof."""
     if view.reported_down is None:
         return NO_FINDING
     since, detail = view.reported_down
@@ -25,10 +25,10 @@ def node_down(view: NodeView, limits: Limits, now: float) -> Result:
 
 
 def node_lost(view: NodeView, limits: Limits, now: float) -> Result:
-    """Find a node whose agent is silent: a warning, or a failure if every replica on it is silent too.
+    """Find a node whose agent is silent: a warning, or a failure if all witnesses among its replicas are silent too.
 
-    Replicas that never joined cannot fall silent: they are witnesses only if no replica joined, and after their join
-    deadline. A replica that ended, or left before it fell silent, is not a witness.
+    A replica is a witness if its silence is evidence: it neither ended nor left before it fell silent. Replicas that
+    never joined cannot fall silent, so they count only if no replica joined, and only after their join deadline.
     """
     agent = view.agent or view.former_agent
     if agent is None or not _is_witness(agent, limits) or view.suspended_at is not None:
@@ -100,7 +100,7 @@ def node_flaps(view: NodeView, limits: Limits, now: float) -> Result:
 
 
 def _is_witness(view: ReplicaView, limits: Limits) -> bool:
-    """Return whether its silence is evidence: it did not end, and did not leave before it was silent."""
+    """Return whether silence of the replica is evidence: it has not ended, and did not leave before it fell silent."""
     left = view.left_at is not None and view.left_at < silence_deadline(view, limits)
     return not view.ended and not left
 

@@ -1,10 +1,11 @@
-"""Probing: a suspected replica is asked for a small piece of work, and fails by its answer, not by its silence.
+"""Probing: a suspected replica is asked for a small piece of work, and its answer decides whether it fails.
 
-Rollouts make no tokens for good reasons: a tool takes minutes, a prompt is long. RobustRL waits 60 s and then checks
-whether the process is alive. A probe instead requests work, which a dead engine in a live process cannot do. It costs
-one token, so it is sent early where CPU and GPU are idle or tokens usually come every second. A replica that reports
-progress while its GPU idles is probed too (its report may be false, or its engine may be on another node). So is a
-replica that only waits, if its role is known to answer then: waiting and hanging look the same from outside.
+Rollouts may have good reasons to make no tokens: a tool takes minutes, or a prompt is long. RobustRL waits 60 s and
+then checks whether the process is alive. A probe instead requests work, which a dead engine in a live process cannot
+do. A probe costs one token, so it is sent early where CPU and GPU are idle or tokens usually come every second. A
+replica that reports progress while its GPU idles is probed too (its report may be false, or its engine may be on
+another node). A replica that only waits is probed if its role is known to answer while it waits: waiting and hanging
+look the same from outside.
 """
 
 from __future__ import annotations
@@ -21,19 +22,20 @@ EARLY_PROBE_S = 10.0
 """Time without a token after which a rollout is probed if tokens usually come more often, or if CPU and GPU were idle
 all the time. It may be short, because only the answer decides."""
 FIRST_TOKEN_FACTOR = 3.0
-"""Multiple of these times in a first pass, in which engines load and compile."""
+"""Multiple of the times after which a replica is probed, for a first pass (the incarnation's first time in the phase),
+in which engines load and compile."""
 SPINNING_FACTOR = 2.0
-"""Multiple of these times while the GPU spins."""
+"""Multiple of the time without a token after which a replica is probed, while its GPU spins."""
 PROMPT_ANSWER_S = 5.0
 """Time that a probe may be unanswered before it gives a ``suspected`` finding."""
 IDLE_ANSWER_SHARE = 0.5
 """Share of ``limits.probe`` that an idle replica has to answer: nothing is queued before the probe."""
 BUSY_ANSWER_FACTOR = 10.0
 """Multiple of ``limits.probe`` that a replica with a working GPU has to answer: the probe may be queued behind a long
-prefill. So has a waiting replica whose CPU or GPU works, which may be writing logs or cleaning up."""
+prefill. The same holds for a waiting replica whose CPU or GPU works: it may be writing logs or cleaning up."""
 FIRST_PASS_SPINNING_FACTOR = 10.0
-"""Multiple of ``limits.probe`` that a spinning replica has in a first pass. Warm-up, graph capture and kernel tuning do
-use tensor cores at times."""
+"""Multiple of ``limits.probe`` that a spinning replica has to answer in a first pass. Warm-up, graph capture and kernel
+tuning use tensor cores at times, so they do not look like spinning for that long."""
 RESEND_SHARE = 0.25
 """Share of ``limits.probe`` after which an unanswered probe is sent again: it may have been lost."""
 MAX_PROBE_INTERVAL_S = 120.0
@@ -47,8 +49,9 @@ _MIN_IDLE_LOADS = 4
 def due_probes(monitor: HealthMonitor, limits: Limits, now: float) -> list[Incarnation]:
     """Return the incarnations to probe now, in the order of their names.
 
-    The caller sends the probes and reports each by ``HealthMonitor.on_probe_sent``. Only nodes are evaluated that have
-    new observations or a probe due (``detect`` keeps those times); ``detect`` also returns when this may change.
+    The caller sends the probes and reports each by ``HealthMonitor.on_probe_sent``. Only nodes with new observations or
+    with a due probe are evaluated: ``detect`` records the time of each node's next probe, and takes these times into
+    account in the time that it returns.
     """
     nodes = monitor.dirty | {node for node, at in monitor.probes_due.items() if at <= now}
     node_views = [monitor.nodes[node] for node in nodes if node in monitor.nodes]
@@ -88,7 +91,7 @@ def suspect_at(view: ReplicaView, limits: Limits) -> float:
 
 
 def _may_be_suspected(view: ReplicaView) -> bool:
-    """Return whether probes can tell something about the replica.
+    """Return whether a probe of the replica can give evidence about it.
 
     A replica that only waits is probed if its role is known to answer, or once per pass until that is known.
     """
@@ -108,7 +111,8 @@ def _must_answer(view: ReplicaView) -> bool:
 def _no_progress_at(view: ReplicaView, limits: Limits) -> float:
     """Return when the replica is suspected for lack of tokens: early if they usually come within seconds.
 
-    Without loads it is not suspected early: a long prefill, which answers late, could not be distinguished from a hang.
+    Without loads it is not suspected early: a long prefill, which delays the answer, could not be distinguished from a
+    hang.
     """
     if view.usual_duration is None or view.loads.latest_at is None:
         return _long_no_progress_at(view, limits)
@@ -119,7 +123,7 @@ def _no_progress_at(view: ReplicaView, limits: Limits) -> float:
 
 
 def _long_no_progress_at(view: ReplicaView, limits: Limits) -> float:
-    """Return when the replica is suspected for lack of tokens by ``limits.suspect``."""
+    """Return when the replica is suspected for lack of tokens according to ``limits.suspect``."""
     return view.last_change_at + _first_pass_factor(view) * max(
         limits.suspect, limits.adaptive * (view.usual_duration or 0.0)
     )
@@ -128,7 +132,7 @@ def _long_no_progress_at(view: ReplicaView, limits: Limits) -> float:
 def _idle_at(view: ReplicaView, limits: Limits) -> float:
     """Return when the replica is suspected because it made no token while idle or spinning.
 
-    There is no first-pass grace: compilation would use the CPU.
+    In a first pass only ``FIRST_TOKEN_FACTOR`` applies and no further grace, because compilation would use the CPU.
     """
     loads = view.loads
     if not view.declared.computes:
@@ -194,10 +198,11 @@ def no_answer(view: ReplicaView, limits: Limits, now: float) -> Result:
 
 
 def suspected(view: ReplicaView, limits: Limits, now: float) -> Result:
-    """Warn of a replica without progress for long that has not answered that it works, or with an unanswered probe.
+    """Warn of a replica that is suspected and has not answered a probe that it works.
 
-    No progress alone gives no warning if the replica has no probe handler or its phase does not compute: it is then
-    probed silently or left to its deadline.
+    It is suspected because it has made no progress for long, because it reports progress although its GPU idles, or
+    because it has left a probe unanswered. Lack of progress alone gives no warning if the replica has no probe handler
+    or its phase does not compute: then it is probed without a warning, or only the deadline of its phase applies.
     """
     probe_at = next_probe_at(view, limits)
     then = probe_at if probe_at > now else inf
@@ -221,7 +226,7 @@ def suspected(view: ReplicaView, limits: Limits, now: float) -> Result:
 
 
 def _answer_deadline(view: ReplicaView, limits: Limits, pending_since: float) -> float:
-    """Return the time (s) by which a probe must be answered; inf: only deadlines of the phase judge the replica."""
+    """Return the time (s) by which a probe must be answered; inf if only the deadline of the phase applies."""
     loads = view.loads
     load_since_probe = loads.latest_at is not None and loads.latest_at >= pending_since
     if is_polling(view) and load_since_probe and (loads.working or loads.cpu_bound):
@@ -250,7 +255,7 @@ def _answer_deadline_after_work(view: ReplicaView, limits: Limits, pending_since
 
 
 def _idle_since_probe(view: ReplicaView, pending_since: float) -> bool:
-    """Return whether loads measured since the probe show that the replica has been idle since before it."""
+    """Return whether loads measured since the probe show a replica that was idle when it was probed and still is."""
     loads = view.loads
     if loads.latest_at is None or loads.idle_since is None:
         return False

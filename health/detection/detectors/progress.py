@@ -2,9 +2,10 @@
 
 No progress means that a count does not rise, a phase exceeds its limit, or a wait lasts too long. A deadline is a
 multiple of the usual duration, within the bounds of the phase. It decides only where no better evidence exists: a
-replica that answers probes is judged by its answers (:mod:`rrl.health.detection.detectors.probing`), one that must
-compute also by its CPU and GPU load (:mod:`rrl.health.detection.detectors.idleness`). A straggler gets a WARN; the job
-decides whether its node is excluded for that.
+replica that answers probes is judged by its answers (:mod:`rrl.health.detection.detectors.probing`), and a replica that
+must compute is also judged by its CPU and GPU load (:mod:`rrl.health.detection.detectors.idleness`). A straggler gets a
+WARN; the job decides whether its node is excluded for that. A *first pass* is the first time that an incarnation goes
+through a phase.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from ..records import MAX_LOAD_GAP_S, ReplicaView, is_polling
 from .base import MIN_HEARTBEATS, NO_FINDING, SLOWEST_FACTOR, Result, finding_about, is_waiting, is_working
 
 BUSY_DEADLINE_FACTOR = 6.0
-"""Multiple of the deadline for a replica whose GPU (without one: CPU) is at work: it is slow, not hung."""
+"""Multiple of the deadline for a replica whose GPU (CPU, if it has no GPU) works: it is slow, not hung."""
 MAX_BLIND_TRAINING_S = 7200.0
 """Deadline (s) up to which a busy GPU extends a training pass whose tensor cores were never observed: a collective that
 hangs looks the same, and an evaluation rarely takes longer."""
 FIRST_PASS_IDLE_SHARE = 0.25
-"""Fraction of ``longest`` that a replica may be idle in the first pass of a ``_WARMUP_PHASES`` phase without a baseline
-(default: 15 min)."""
+"""Fraction of ``longest`` for which a replica may be idle in its first pass of a ``_WARMUP_PHASES`` phase without a
+baseline (15 min by default)."""
 _WARMUP_PHASES = ("publish", "score")
-"""Phases whose first pass is long only while it works: compiling and packing use CPU or GPU. A first checkpoint, in
-contrast, may idle while it waits for storage."""
+"""Phases whose first pass takes long only because the replica works: compiling and packing use CPU or GPU. In contrast,
+a replica may idle during its first checkpoint while it waits for storage."""
 ENDLESS_WAIT_FACTOR = 1.25
 """Multiple of ``longest`` of a waiting phase (19 min by default) after which a busy service does not explain a wait."""
 _SERVE_PHASE = "serve"
@@ -57,7 +58,7 @@ def phase_overdue(view: ReplicaView, limits: Limits, now: float) -> Result:
 
 
 def wait_overdue(view: ReplicaView, limits: Limits, now: float) -> Result:
-    """Find a replica that waits too long; input of ``blame_ends_of_wait_chains``, which never passes it on.
+    """Find a replica that waits too long; ``blame_ends_of_wait_chains`` replaces or drops every such finding.
 
     The finding is ``wait_endless`` after ``ENDLESS_WAIT_FACTOR`` times the longest time of the phase.
     """
@@ -77,8 +78,9 @@ def wait_overdue(view: ReplicaView, limits: Limits, now: float) -> Result:
 def wait_long(view: ReplicaView, limits: Limits, now: float) -> Result:
     """Find a replica that has waited for longer than ``shortest`` of its phase; input of ``blame_ends_of_wait_chains``.
 
-    That suffices against a service that all others wait for. In a phase that may also do work of its own a wait is not
-    evidence yet. In a phase that declares no wait a call is blocked, and the limit is that of the service's phase.
+    So short a wait is evidence only against a service that does nothing. In a phase that may also do work of its own,
+    it is not evidence. In a phase that declares no wait, the replica is blocked in a call to a service; then
+    ``shortest`` of the service's phase is the limit.
     """
     if not is_working(view) or not is_waiting(view) or view.declared.own_work:
         return NO_FINDING
@@ -106,7 +108,7 @@ def _awaited_name(view: ReplicaView) -> str:
 
 
 def _own_work_overdue(view: ReplicaView, limits: Limits, now: float) -> Result:
-    """Judge a phase in which a replica may either wait or work itself: only ``longest`` limits it."""
+    """Find a replica that exceeds ``longest``, the only limit of a phase in which it may either wait or work itself."""
     due = view.last_change_at + view.declared.longest + _grace(view, limits)
     if now < due:
         return None, due
@@ -119,13 +121,16 @@ def _own_work_overdue(view: ReplicaView, limits: Limits, now: float) -> Result:
 
 
 def _stalled_since(view: ReplicaView) -> float:
-    """Return the time (s) since which nothing has changed, at the earliest the start of a blocked call."""
+    """Return the time (s) since which nothing has changed; in a blocked call, not before the start of the call."""
     in_a_call = view.declared.waits_for is None and view.blocked_since is not None
     return max(view.last_change_at, view.blocked_since or 0.0) if in_a_call else view.last_change_at
 
 
 def _overdue_despite_answers(view: ReplicaView, limits: Limits, now: float) -> Result:
-    """Judge a replica that has been probed only by ``longest``: its answer, or its absence, is better evidence."""
+    """Find a probed replica that makes no progress within ``longest``.
+
+    No shorter deadline applies, because the answer to the probe, or its absence, is better evidence.
+    """
     longest = view.declared.longest
     due = view.last_change_at + longest + _grace(view, limits)
     if now < due:
@@ -147,7 +152,7 @@ def _overdue(view: ReplicaView, limits: Limits, now: float, detector: str, verdi
         now: Manager's clock (s).
         detector: Name in the finding.
         verdict: Verdict of the finding; only a FAIL is deferred by work.
-        problem: What is wrong, as text that the deadline completes.
+        problem: Text of the finding, to which the deadline is appended.
     """
     deadline, how = _deadline(view, limits)
     since = _stalled_since(view)
@@ -185,10 +190,10 @@ def _gpu_busy_without_tensor_signal(view: ReplicaView) -> bool:
 def _busy_at_deadline(view: ReplicaView, due: float) -> bool:
     """Return whether a load measured at most ``MAX_LOAD_GAP_S`` before the deadline, or later, shows work.
 
-    The GPU of a gang's member in training may be occupied by a collective that waits, so only its tensor cores count;
-    so do those of any replica that has been observed using them. The CPU counts only in phases that compute, because a
-    busy loop looks the same; with a GPU it counts only for a replica that trains alone (an evaluation, or batch
-    preparation), because ranks that wait in a collective use their CPUs too.
+    In training, only the tensor cores of a gang's member count, because a collective that waits may occupy its GPU. The
+    same holds for a replica without a gang whose tensor cores have been observed at work. The CPU counts only in phases
+    that compute, because a busy loop looks the same. With a GPU, the CPU counts only for a replica that trains alone
+    (an evaluation, or batch preparation), because ranks that wait in a collective use their CPUs too.
     """
     loads = view.loads
     trains = view.declared.computes and not view.declared.progresses
@@ -204,8 +209,8 @@ def _busy_at_deadline(view: ReplicaView, due: float) -> bool:
 def _cannot_be_probed(view: ReplicaView) -> bool:
     """Return whether the replica makes tokens and has no probe handler.
 
-    A tool that it waits for looks like a hang, and a replica that is killed at healthy work will be killed again at the
-    same place.
+    For such a replica, waiting for a tool looks like a hang. If it were killed during healthy work, its replacement
+    would be killed at the same place.
     """
     return view.probe.no_probe_handler and view.declared.computes and view.declared.progresses
 
@@ -224,7 +229,7 @@ def _deadline(view: ReplicaView, limits: Limits) -> tuple[float, str]:
 
 
 def _usual_deadline(view: ReplicaView, limits: Limits) -> tuple[float, str]:
-    """Return the deadline (s) by the baseline, within the bounds of the phase, and a text with its source."""
+    """Return the deadline (s) according to the baseline, within the bounds of the phase, and a text with its source."""
     declared = view.declared
     usual = view.usual_duration or 0.0
     most = max(limits.adaptive * usual, SLOWEST_FACTOR * view.slowest_duration)
@@ -236,9 +241,10 @@ def _usual_deadline(view: ReplicaView, limits: Limits) -> tuple[float, str]:
 
 
 def _first_pass_idle_deadline(view: ReplicaView, limits: Limits, since: float) -> tuple[float, str] | None:
-    """Return when a replica has been idle for too long in a first pass, and a text with the limit; None: it is not.
+    """Return the time (s) from which a replica has been idle for too long in its first pass, and a text with the limit.
 
-    An idle replica gets no first-pass grace, since it neither compiles nor packs.
+    An idle replica gets no first-pass grace, since it neither compiles nor packs. Return None if the phase is not one
+    of ``_WARMUP_PHASES`` or not in its first pass, or if recent loads do not show an idle replica.
     """
     declared, loads = view.declared, view.loads
     if (

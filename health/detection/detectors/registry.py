@@ -34,12 +34,12 @@ __all__ = [
 PRESENCE_DETECTORS: tuple[Detector, ...] = (
     exit_record, step_gone, stop_overdue, promotion_overdue, never_joined, worker_silence, agent_silence,
 )  # fmt: skip
-"""Detectors that use only messages and ends; agents have no others."""
+"""Detectors that use only messages and the ends of processes. No other detector judges agents."""
 PROGRESS_DETECTORS: tuple[Detector, ...] = (
     *PRESENCE_DETECTORS,
     engine_dead, no_answer, no_progress, phase_overdue, computes_nothing, load_stalled, wait_overdue, wait_long,
     idle, suspected, straggler,
 )  # fmt: skip
-"""Detectors of all other replicas."""
+"""Detectors of all replicas except agents."""
 NODE_DETECTORS: tuple[NodeDetector, ...] = (node_down, node_lost, node_flaps)
 """Detectors of nodes."""
