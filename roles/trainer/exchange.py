@@ -45,9 +45,9 @@ def gather(group: dist.ProcessGroup | None, mine: T, kind: Any) -> list[T]:
 
 
 def broadcast_from_rank0(group: dist.ProcessGroup | None, rank: int, do: Callable[[], T], kind: Any) -> T:
-    """Return the result of ``do`` on rank 0, which alone calls it, in all members. All members must call it.
+    """Call ``do`` on rank 0 only, and return its result in all members. All members must call this function.
 
-    Otherwise like :func:`gather`.
+    ``kind`` and the exceptions are as in :func:`gather`.
     """
     if group is None:
         return do()
