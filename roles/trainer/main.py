@@ -69,7 +69,7 @@ def warmup() -> None:
 
 _SEED_OFFSET = 10_000
 """Difference between the task's seeds of warm start and run. The seeds of two runs of a study do not differ by so much,
-and the seeds of datasets, which are the task's seed times a size, stay below the 2**32 that some generators accept."""
+and the seeds of datasets, (task's seed + 1) * size, stay below the 2**32 that some generators accept."""
 
 LOG_EVERY_STEPS = 10
 """Number of steps between two lines in the log."""
