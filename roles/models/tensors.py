@@ -22,7 +22,7 @@ PackedTensor = tuple[str, str, tuple[int, ...], memoryview]
 
 
 def pack(tensors: Mapping[str, Tensor]) -> list[PackedTensor]:
-    """Return the bytes of tensors of any layout and device.
+    """Return the bytes of dense tensors with any strides and on any device.
 
     The bytes are a view of a tensor that is contiguous and on the CPU, else a copy: use them before the tensors change.
 

@@ -73,7 +73,7 @@ class TorchEngine:
         return bool(self._rows or self._already_complete)
 
     def add(self, items: Sequence[Item]) -> None:
-        """See :class:`.engine.Engine`. The prefixes of running trajectories are read again, with the new ones."""
+        """See :class:`.engine.Engine`. The model reads the prefixes of all trajectories again, the running ones too."""
         for row in map(_Row, items):
             if row.is_complete(self._stop_tokens):
                 self._already_complete.append(row.trajectory)

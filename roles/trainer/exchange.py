@@ -1,8 +1,8 @@
 """Exchange of plain values between the members of a gang: as msgpack of a known type, never as pickle.
 
 torch's object collectives (``all_gather_object``, ``broadcast_object_list`` …) unpickle what they receive, and gloo
-does not authenticate its connections: any process that reaches one of its ports could run code in every member. A
-forged value that is decoded here can only be wrong, which fails the step.
+does not authenticate its connections: any process that reaches one of its ports could run code in every member.
+Decoding msgpack runs no code: a forged value can only be wrong, which fails the step.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ def buddy_of(node: NodeName, nodes: Sequence[NodeName], snapshot_servers: Mappin
     """Return the address of the agent that the members on ``node`` send their copies to, or None.
 
     This agent is on the next of the gang's ``nodes``, in the order of ranks, that has a snapshot server. If the gang
-    has no other such node, the agent is the first one outside of the gang: there a standby may become the trainer.
+    has no other such node, the agent is on the first node outside of the gang, where a standby may become the trainer.
     """
     ring = list(dict.fromkeys(nodes))
     index = ring.index(node)

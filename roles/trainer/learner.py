@@ -215,7 +215,7 @@ class Learner:
     def _share_of_learning_rate(self, number: int) -> float:
         """Return the factor of the learning rate, which decreases linearly from 1 at step 1.
 
-        It depends on the step only, so there is no scheduler state to save.
+        The factor depends on the step only, so there is no scheduler state to save.
         """
         return max(self._settings.final_learning_rate, 1 - (number - 1) / self._steps)
 

@@ -208,9 +208,9 @@ def blocked_on_rank0(me: rrl.Worker, gang: Gang) -> AbstractContextManager[None]
 
 
 def _bind_to_address(address: str) -> None:
-    """Make gloo and NCCL listen at the run's own address, by the name of its interface.
+    """Make gloo and NCCL listen at the run's own address: set the name of its interface in their variables.
 
-    Names that the job's own environment sets are kept.
+    Variables that the job's own environment sets are not changed.
 
     Raises:
         NoAddress: No interface has the address; gloo would then choose one by itself.

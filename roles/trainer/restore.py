@@ -47,7 +47,7 @@ class Commit(Struct, frozen=True):
 class RestorePoint(Struct, frozen=True):
     """The state that all members agreed on.
 
-    It is a snapshot (``meta`` and ``data``, its bytes on this node) or, without one, the commit.
+    If ``meta`` is set, the state is a snapshot with the bytes ``data``; otherwise it is the state of the commit.
     """
 
     commit: Commit

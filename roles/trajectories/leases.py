@@ -90,7 +90,7 @@ class Leases:
 
 
 class WorkQueue:
-    """The unfinished trajectories of a store: which incarnation extends each, and which trajectory is leased next.
+    """The unfinished trajectories of a store: their leases to rollouts, and which trajectory is leased next.
 
     The trajectories are ordered by the last step that may train their group, then by number. Without a limit on
     staleness they are ordered by number alone.

@@ -67,7 +67,7 @@ class Store:
         folder: Folder of the log.
         group_size: Number of trajectories per prompt.
         groups_per_batch: Number of groups that a step trains.
-        max_ahead_batches: Number of batches that the rollouts may prepare beyond the next one.
+        max_ahead_batches: Number of batches that the rollouts may prepare beyond the next batch.
         max_new_tokens: Maximum number of tokens after a prompt.
         next_prompt: Returns the prompt of an item; an item for which it raises is dropped.
         keep_uncommitted: Maximum number of finished, uncommitted steps besides the step that the trainer works on.
@@ -165,8 +165,8 @@ class Store:
     def _check_trainer(self, incarnation: Incarnation) -> Denied | None:
         """Return why a request of a trainer is denied, or None.
 
-        Rule 7: the first request of a newer trainer durably fences the older ones before it is answered. The members of
-        a gang share an incarnation number and are fenced together.
+        Rule 7: the first request of a newer trainer durably fences all older trainers before it is answered. The
+        members of a gang share an incarnation number and are fenced together.
         """
         gang = incarnation.gang
         reason = self._membership.fenced_reason(gang)

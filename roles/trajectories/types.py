@@ -249,7 +249,7 @@ class Leased(Struct, frozen=True, tag=True):
 
     items: tuple[Item, ...]
     outdated: bool = False
-    """True if there is work, but none that may be done with the rollout's weights: it must receive newer ones first."""
+    """True if there is work, but the rollout's weights are too old for it: the rollout must wait for newer weights."""
 
 
 class Scoring(Struct, frozen=True, tag=True):

@@ -19,7 +19,7 @@ from .types import NewestVersion
 
 MAX_SOURCES = 8
 """Maximum number of sources that are named to a rollout, some 100 bytes each in every answer. A rollout tries them one
-after another, after the relays that the manager named: more would only help if all of these had died at once."""
+after another, after the relays that the manager named: more sources would only help if all of them died at once."""
 
 
 def is_publisher(incarnation: Incarnation) -> bool:

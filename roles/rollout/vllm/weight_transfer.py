@@ -102,7 +102,7 @@ class _Init(WeightTransferInitInfo):  # type: ignore[misc]
 class Bucket(WeightTransferUpdateInfo):  # type: ignore[misc]
     """Whole tensors by their Hugging Face names, of which each rank takes its share.
 
-    They are in ``tensors``, or in the file ``path`` as ``specs`` describes.
+    The tensors are in ``tensors``, or in the file ``path`` as ``specs`` describes.
     """
 
     tensors: list[tuple[str, Tensor]] = field(default_factory=list)
