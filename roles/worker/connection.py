@@ -139,7 +139,7 @@ class ManagerConnection:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     def call_store(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a store request like :meth:`call`; until it is answered, heartbeats say that this process waits for it.
+        """Run a store request like :meth:`call`; until it is answered, heartbeats report a wait for the store.
 
         Raises Stopping if a stop was requested and the store, which may have stopped already, does not answer.
         """
