@@ -3,7 +3,8 @@
 It reads tokenizer.json, and the special tokens in tokenizer_config.json, generation_config.json and config.json.
 
 It does not use transformers, whose AutoTokenizer loads torch: 3.2 s of processor time in every store and reward
-process, against 0.05 s for the underlying library, which does the work in both. The tests compare their results.
+process, against 0.05 s for the tokenizers library, on which transformers is based too. The tests compare the results of
+both.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class FolderTokenizer:
         chat: True to put prompts into the folder's chat template as a user's message.
 
     Raises:
-        ValueError: The folder lacks something; the message names the file.
+        ValueError: The folder lacks a file or a value, or a file cannot be read; the message names it.
     """
 
     def __init__(self, folder: Path, *, chat: bool) -> None:
@@ -82,7 +83,7 @@ class FolderTokenizer:
         return self._pad
 
     def prompt(self, text: str) -> tuple[int, ...]:
-        """Encode a prompt, with what the tokenizer or the chat template adds to it.
+        """Encode a prompt, including the tokens that the tokenizer or the chat template adds.
 
         Raises:
             ValueError: The chat template refuses the text.
@@ -121,11 +122,11 @@ def _token_text(token: Any) -> str | None:
 
 # ── the chat template ──────────────────────────────────────────────────────────────────────────────────────────────
 def _chat_template(folder: Path, config: dict[str, Any]) -> Callable[..., str]:
-    """Return a function from messages to text, which ends so that the model answers.
+    """Return a function that renders messages to a text, at whose end the model's answer begins.
 
-    The template file takes precedence over the one in the configuration, as in transformers. ``strftime_now`` is not
-    available: templates that would write today's date (Llama 3's) then write a fixed one, and the prompt of an item is
-    the same in every process on every day.
+    The template file takes precedence over the template in the configuration, as in transformers. ``strftime_now`` is
+    not available: templates that would write today's date (Llama 3's) then write a fixed date, so that the prompt of an
+    item is the same in every process on every day.
     """
     file = folder / CHAT_TEMPLATE
     source = file.read_text(encoding="utf-8") if file.exists() else config.get("chat_template")

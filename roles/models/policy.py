@@ -1,8 +1,8 @@
 """The policy as a torch module: a small Qwen3-architecture transformer with random weights, or a model of a folder.
 
 The folder is a Hugging Face folder with any causal language model; nothing is downloaded. Trainer and rollouts build
-the model from the same ``[model]`` table, so that names and shapes agree: those of the Hugging Face files. The actual
-values come from the folder, a checkpoint, or the weight transport.
+the model from the same ``[model]`` table, so that the names and shapes of its tensors agree. The names are those of
+Hugging Face's files. The actual values come from the folder, a checkpoint, or the weight transport.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ def skeleton(spec: ModelSpec, vocabulary: int, dtype: torch.dtype = torch.float3
 def materialise(model: nn.Module, device: torch.device) -> None:
     """Allocate the memory of a :func:`skeleton`, sharded or not; parameters are undefined until they are loaded.
 
-    Tied parameters are tied again, because each gets its own memory. Buffers that no state dict contains, such as
-    rotary frequencies, would silently stay uninitialised (docs/sources.md, torch): they are computed as transformers
-    does after it has loaded a model.
+    Tied parameters are tied again, because the allocation gives each its own memory. Buffers that no state dict
+    contains, such as rotary frequencies, would silently stay uninitialised (docs/sources.md, torch). Therefore they are
+    computed here, as transformers does after it has loaded a model.
 
     Raises:
-        ValueError: There is such a buffer that transformers does not compute.
+        ValueError: Transformers does not compute one of these buffers.
     """
     model.to_empty(device=device)
     if isinstance(model, PreTrainedModel):
@@ -84,7 +84,7 @@ def _non_persistent_buffers(module: nn.Module) -> list[str]:
 
 
 def _owner(model: nn.Module, path: str) -> nn.Module:
-    """Return the innermost model that contains the module at ``path``, which knows how to initialise it."""
+    """Return the innermost transformers model that contains the module at ``path``: it can initialise the module."""
     parts = path.split(".") if path else []
     ancestors = [model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts) + 1)]
     return next((module for module in reversed(ancestors) if isinstance(module, PreTrainedModel)), model)
@@ -93,7 +93,7 @@ def _owner(model: nn.Module, path: str) -> nn.Module:
 def _computed(owner: nn.Module, module: nn.Module) -> bool:
     """Compute the module's non-persistent buffers, and return whether each was written.
 
-    A buffer that is not written keeps its mark: all NaN, or the smallest integer.
+    Each buffer is first filled with a mark (NaN or the smallest integer). A buffer that keeps the mark was not written.
     """
     buffers = [module._buffers[name] for name in _non_persistent_buffers(module)]
     marks = [torch.nan if buffer.is_floating_point() else _smallest(buffer) for buffer in buffers if buffer is not None]
@@ -154,8 +154,8 @@ def _from_folder(folder: Path, vocabulary: int, dtype: torch.dtype) -> nn.Module
 def weights(model: nn.Module) -> dict[str, Tensor]:
     """Return the tensors of a weight version: the live tensors by Hugging Face name, sharded if the model is.
 
-    A tied tensor is included once, under its first name, as in Hugging Face's files; it is tied again where it is
-    loaded.
+    A tied tensor is included once, under its first name, as in Hugging Face's files; the process that loads the weights
+    ties it again.
     """
     tied = _tied(model)
     return {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
@@ -164,8 +164,8 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
 def load_weights(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Copy a complete set of :func:`weights` into the model, one tensor at a time.
 
-    ``tensors`` may be of another dtype, and views of memory that is freed afterwards. A tied tensor may be given under
-    each of its names.
+    ``tensors`` may have another dtype, and may be views of memory that is freed afterwards. A tied tensor may be given
+    under each of its names.
 
     Raises:
         ValueError: Names or shapes do not fit the model; nothing is loaded then.
@@ -209,7 +209,7 @@ def _tied(model: nn.Module) -> set[str]:
 
 
 def blocks(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the transformer's layers, by which the model is sharded: the longest chain of modules."""
+    """Yield the transformer's layers, by which the model is sharded: the module list with the most parameters."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     if lists:
         yield from max(lists, key=lambda layers: sum(parameter.numel() for parameter in layers.parameters()))

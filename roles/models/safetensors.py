@@ -32,12 +32,13 @@ def copy_into(
     Args:
         tensors: The tensors to fill.
         folder: The Hugging Face folder.
-        tied: Names that the files may also have, of tensors tied to one of ``tensors``; used if the files have no
-            other.
+        tied: Further names of tied tensors. The files may contain them; such a tensor is used if the files lack the
+            name that ``tensors`` has for it.
         ignored: Patterns of names that are ignored.
 
     Raises:
-        ValueError: The folder lacks a tensor, or has an unexpected one or one of another shape; the message names them.
+        ValueError: The folder lacks a tensor, has an unexpected tensor, or has a tensor of another shape; the message
+            names it.
     """
     files = _files(folder)
     missing = sorted(tensors.keys() - files.keys())

@@ -39,7 +39,7 @@ def load_task(spec: TaskSpec, seed: int, tokenizer: Tokenizer | None = None, fol
     Args:
         spec: The ``[task]`` table.
         seed: Seed of the run.
-        tokenizer: Splits answers into tokens for partial credit; None: they are split into words.
+        tokenizer: Splits answers into tokens for partial credit. If None, answers are split into words.
         folder: Folder of job.toml, from which a user's function is imported.
 
     Raises:
@@ -80,12 +80,12 @@ def _call(name: str, seed: int, args: Mapping[str, Any], folder: Path | None) ->
 class DatasetTask:
     """A reasoning-gym dataset with its own scorer.
 
-    Item i of a dataset depends on its seed + i only, so datasets whose seeds differ by less than their size overlap
-    (measured). The seeds of runs are therefore multiples of the size, and no run with a seed of 0 or more uses the
-    first ``size`` seeds: held-out items can be taken from there.
+    Item i of a dataset depends only on (the dataset's seed + i), so datasets whose seeds differ by less than their size
+    overlap (measured). The dataset's seed is therefore a multiple of the size. No run with a seed of 0 or more shares
+    items with the dataset of seed 0: held-out items can be taken from that dataset.
 
-    A wrong answer of the right length gets ``partial_credit`` times its share of right tokens, added to the scorer's
-    reward, in the training reward only.
+    For a wrong answer of the right length, the training reward is the scorer's reward plus ``partial_credit`` times the
+    answer's share of right tokens. The reported reward is always the scorer's.
     """
 
     def __init__(

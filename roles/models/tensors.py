@@ -22,9 +22,9 @@ PackedTensor = tuple[str, str, tuple[int, ...], memoryview]
 
 
 def pack(tensors: Mapping[str, Tensor]) -> list[PackedTensor]:
-    """Return the bytes of tensors of any layout and device.
+    """Return the bytes of dense tensors with any strides and on any device.
 
-    They are views of tensors that are contiguous and on the CPU, else copies: use them before the tensors change.
+    The bytes are a view of a tensor that is contiguous and on the CPU, else a copy: use them before the tensors change.
 
     Raises:
         ValueError: A tensor is quantised or sparse.
@@ -75,8 +75,8 @@ def _tensor(spec: TensorSpec, dtype: torch.dtype, flat: memoryview) -> Tensor:
 def assigned_device(launch: Launch) -> torch.device:
     """Return the device that the role computes on.
 
-    Ends the process if it was assigned a GPU and torch finds none: on the CPU it would silently run many times slower.
-    This initialises CUDA, so a standby process that does not know its GPU yet must call it later.
+    Ends the process if a GPU was assigned to it but torch finds none: on the CPU the role would silently run many times
+    slower. This function initialises CUDA, so a standby process must not call it before it knows its GPU.
     """
     if not launch.gpus:
         return torch.device("cpu")

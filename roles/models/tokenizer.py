@@ -15,7 +15,7 @@ from ...core.run_spec import ModelSpec, TokenizerSpec
 PAD = 0
 EOS = 1
 _SPECIAL = 2
-"""Number of ids of a :class:`VocabularyTokenizer` that are not text; they come first."""
+"""Number of ids of a :class:`VocabularyTokenizer` that are not text. These ids come first."""
 
 
 class Tokenizer(Protocol):
@@ -127,11 +127,11 @@ class VocabularyTokenizer:
         return PAD
 
     def prompt(self, text: str) -> tuple[int, ...]:
-        """Encode a prompt like any text: such a model has no chat template."""
+        """Encode a prompt like any text: a model with this tokenizer has no chat template."""
         return self.encode(text)
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Encode text, with the longest matching piece first, from the left.
+        """Encode text from the left, using at each position the longest piece that matches there.
 
         Raises:
             ValueError: No piece matches at some position.

@@ -1,6 +1,6 @@
-"""The interface that a rollout needs of an engine.
+"""The interface of the engines with which a rollout samples.
 
-Implemented by :mod:`.torch_engine` and :mod:`.vllm.engine`; a further engine is another module beside them.
+:mod:`.torch_engine` and :mod:`.vllm.engine` implement it; a further engine would be another module beside them.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Engine(Protocol):
     def add(self, items: Sequence[Item]) -> None:
         """Extend these trajectories too, each from its end (prompt and so_far).
 
-        A trajectory is complete with an end-of-sequence token or after ``max_new`` tokens. Each is reported finished
-        exactly once: with its last segment, or without one if it could not be extended.
+        A trajectory is complete with an end-of-sequence token or after ``max_new`` tokens. Each trajectory is reported
+        finished exactly once: with its last segment, or without a segment if it could not be extended.
         """
 
     def step(self) -> StepOutput:
@@ -62,7 +62,7 @@ class Engine(Protocol):
         """
 
     def flush(self) -> StepOutput:
-        """Return what was generated and not returned yet, because the process is about to end."""
+        """Return all tokens that were generated and not returned yet, because the process is about to end."""
 
     def abort(self, trajectories: Iterable[int]) -> None:
         """Stop extending these trajectories, because they are no longer leased to this rollout.
@@ -73,9 +73,9 @@ class Engine(Protocol):
     def load(self, version: Version, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Load a complete set of weights by their Hugging Face names.
 
-        Running trajectories continue: their next tokens are of the new version, and so is everything cached for the
-        tokens before (the key-value cache). The tensors are copied: they may be views of memory that is freed
-        afterwards.
+        Running trajectories continue: their next tokens are sampled with the new version, and the key-value cache of
+        their earlier tokens is computed again with the new version. The given tensors are copied: they may be views of
+        memory that is freed afterwards.
 
         Raises:
             ValueError: Names or shapes do not fit the model; nothing is loaded then.
@@ -85,7 +85,7 @@ class Engine(Protocol):
         """Generate one token.
 
         Raises:
-            RuntimeError: The result cannot be right.
+            RuntimeError: The result is invalid, for example not finite.
         """
 
     def close(self) -> None:

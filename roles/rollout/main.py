@@ -42,7 +42,7 @@ def main() -> None:
 def run(me: rrl.Worker, engine: Engine) -> None:
     """Generate until the manager requests a stop.
 
-    Everything generated is durable on return, and the next rollout continues from there.
+    All generated tokens are durable on return, so that other rollouts can continue the trajectories.
     """
     probe = _EngineProbe(engine)
     me.on_probe(probe.answer)
@@ -82,8 +82,8 @@ def _update_weights(me: rrl.Worker, engine: Engine, probe: _EngineProbe) -> None
 class _EngineProbe:
     """Answers the manager's probe by generating a token.
 
-    It is called between two steps and while the rollout waits for work, always in the engine's thread: if that thread
-    hangs, the probe remains unanswered.
+    :meth:`answer` is called between two steps and while the rollout waits for work, always in the engine's thread: if
+    that thread hangs, the probe remains unanswered.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -91,7 +91,7 @@ class _EngineProbe:
         self.loaded = False
 
     def answer(self) -> str:
-        """Return what the probe did, for people."""
+        """Generate a token, if weights are loaded, and return a text for people about it."""
         if not self.loaded:
             return "no weights have been loaded yet"
         self._engine.probe()
@@ -101,7 +101,7 @@ class _EngineProbe:
 def _builder(me: rrl.Worker) -> Callable[[], Engine]:
     """Return the function that builds the engine.
 
-    Ends the process with exit code 2 and one line if it can never be built.
+    Ends the process with exit code 2 and a message of one line if the configuration is invalid.
     """
     torch.set_num_threads(me.job.rollout.threads)
     with exits_on_invalid_config():

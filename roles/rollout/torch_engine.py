@@ -1,7 +1,7 @@
 """An engine in plain torch: batched sampling with a key-value cache, a log-probability and a version per token.
 
-A trajectory that another incarnation began is not special: its prefix is read like a longer prompt. Running
-trajectories survive new weights in the same way: their prefix is read again with these.
+A trajectory that another incarnation began needs no special treatment: its prefix is read like a longer prompt. In the
+same way, running trajectories continue with new weights: their prefixes are read again with the new weights.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .engine import Sampling, StepOutput
 def seed_of(run_seed: int, incarnation: Incarnation) -> int:
     """Return a seed for this incarnation only.
 
-    If a replacement sampled the same tokens as its predecessor, they would add nothing.
+    If a replacement sampled the same tokens as its predecessor, these tokens would add nothing.
     """
     digest = hashlib.sha256(f"{run_seed} {incarnation}".encode()).digest()
     return int.from_bytes(digest[:7], "big")
@@ -37,7 +37,8 @@ class TorchEngine:
         stop_tokens: Tokens that end a trajectory.
         seed: Seed of this incarnation.
         sampling: How to sample.
-        lease: Maximum number of trajectories that run at once; new ones are accepted when all are complete.
+        lease: Maximum number of trajectories that run at once. New trajectories are accepted only when all running
+            trajectories are complete.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class TorchEngine:
         return bool(self._rows or self._already_complete)
 
     def add(self, items: Sequence[Item]) -> None:
-        """See :class:`.engine.Engine`. The prefixes of running trajectories are read again, with the new ones."""
+        """See :class:`.engine.Engine`. The model reads the prefixes of all trajectories again, the running ones too."""
         for row in map(_Row, items):
             if row.is_complete(self._stop_tokens):
                 self._already_complete.append(row.trajectory)
@@ -194,7 +195,7 @@ class _Row:
 
 
 class _RowBatch:
-    """A running batch: what the model has read (the cache), and what it reads next.
+    """A running batch: the tokens that the model has read (in the cache), and the tokens that it reads next.
 
     Rows of different length are padded on the left. Equal prefixes, as in a GRPO group, are read once.
     """
@@ -206,7 +207,7 @@ class _RowBatch:
         longest = max(len(prefix) for prefix in unique)
         padded = [[0] * (longest - len(prefix)) + list(prefix) for prefix in unique]
         self.unread = torch.tensor(padded, device=device)
-        """Tokens to read next, [B, n]; at first of the unique prefixes."""
+        """Tokens to read next, [B, n]; at first the unique prefixes."""
         self._prefix_of_row: Tensor | None = torch.tensor(prefix_of_row, device=device)
         """Index of the prefix of each row; None once the cache has an entry for each row."""
         self._attention_mask: Tensor | None = None

@@ -1,8 +1,8 @@
 """The trainer's saving thread: writes the state copied by the training thread to disk and commits it, step by step.
 
-It works while the next step runs. The members of a gang do each part of it together, over a group of their own: two
-saves at once on one group would deadlock (docs/sources.md, torch). An error here ends the process, because a trainer
-that cannot save must not continue.
+The thread works while the next step runs. The saving threads of a gang's members do each part of the work together,
+over a process group that only they use: two saves at once on one group would deadlock (docs/sources.md, torch). An
+error in this thread ends the process, because a trainer that cannot save must not continue.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ _log = logging.getLogger("rrl.trainer")
 
 COMMIT_TIMEOUT_S = COLLECTIVE_TIMEOUT_S
 """Seconds that the training thread waits for the commit of an older step. The manager detects a hung save earlier, as a
-checkpoint that takes too long; except while the store itself is away, which may wait in Slurm's queue for a node."""
+checkpoint that takes too long. The full timeout is needed only while no store runs, because the store may wait in
+Slurm's queue for a node."""
 MAX_UNCOMMITTED = 2
 """Maximum number of steps that are done and not committed, which is the number of host buffers."""
 _DISK_FULL_RETRY_S = 5.0

@@ -1,7 +1,7 @@
 """Checkpoints on shared storage: written by all members, as files of torch.distributed.checkpoint.
 
-A checkpoint is read only by the manifest of its commit record, and becomes valid when the store has committed it. Files
-that were written and never committed are garbage, and so are checkpoints older than the last few commits.
+A checkpoint becomes valid when the store has committed it, and is read only according to the manifest in its commit
+record. Files that were written and never committed are garbage, and so are checkpoints older than the last few commits.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ class _About(Struct, frozen=True):
 
     world: int
     before: tuple[str, ...]
-    """Folder names of the earlier commits that are retained: a trainer that restores this one must not remove them."""
+    """Folder names of earlier commits that are retained: a trainer that restores this commit must not remove them."""
 
 
 class Written(Struct, frozen=True):
-    """What one member wrote."""
+    """The result of writing one member's files of a checkpoint."""
 
     files: dict[str, Digest]
     trouble: str = ""
-    """Why the member failed to write; its files are then not valid."""
+    """Reason why the member failed to write, which makes its files invalid; empty on success."""
     disk_full: bool = False
     """True if the disk or quota is full, so that a later attempt may succeed."""
 
@@ -155,7 +155,7 @@ class Checkpoints:
             raise RuntimeError("; ".join(failures))
 
     def _as_sharded(self, local: Tensor, like: Tensor) -> Tensor:
-        """Return the host copy of a shard as a part of the tensor that it is a shard of."""
+        """Return the host copy of a shard as a DTensor of the whole tensor; a tensor that is not sharded, as it is."""
         if not isinstance(like, DTensor):
             return local
         mesh, shape, stride = self._gang.file_mesh, like.shape, like.stride()
@@ -192,7 +192,7 @@ class Checkpoints:
     def save_reference(self, folder: Path, model: nn.Module, dtype: torch.dtype) -> StoredFiles:
         """Write the weights of ``model`` in ``dtype`` into the new, empty ``folder``; all members must call it.
 
-        They are the reference model of every later incarnation. Durable on return.
+        These weights are the reference model of this and every later incarnation. They are durable on return.
 
         Raises:
             OSError: A file could not be written.
@@ -228,7 +228,7 @@ class Checkpoints:
     def set_committed(self, manifest: dict[str, Any]) -> None:
         """Record the newest commit when the state was restored from a snapshot.
 
-        The checkpoint itself may be damaged; the snapshot makes up for it.
+        Damage of the checkpoint is only logged, because the restored snapshot replaces the checkpoint.
         """
         folder = self._run_dir.path / manifest["folder"]
         before: tuple[str, ...] = ()
@@ -240,15 +240,15 @@ class Checkpoints:
         self._committed = (*before, folder.name)
 
     def on_committed(self, folder: Path) -> None:
-        """Record that ``folder`` is committed, and remove what is garbage now."""
+        """Record that ``folder`` is committed, and remove the checkpoints that are garbage now."""
         self._committed = (*self._committed, folder.name)[-self._retained :]
         self.remove_garbage()
 
     def remove_garbage(self) -> None:
         """Remove checkpoints of this and earlier incarnations, except the last commits and the reference.
 
-        Must not be called while a checkpoint is written and not committed. Folders of *later* incarnations are left
-        alone, so that a fenced trainer that wakes up late cannot harm its successor.
+        Must not be called between the first write of a checkpoint and its commit. Folders of *later* incarnations are
+        left alone, so that a fenced trainer that wakes up late cannot harm its successor.
         """
         retained = (*self._committed, self._reference)
         for folder in self._run_dir.checkpoints.iterdir():

@@ -1,8 +1,8 @@
 """Exchange of plain values between the members of a gang: as msgpack of a known type, never as pickle.
 
 torch's object collectives (``all_gather_object``, ``broadcast_object_list`` …) unpickle what they receive, and gloo
-does not authenticate its connections: any process that reaches one of its ports could run code in every member. A
-forged value that is decoded here can only be wrong, which fails the step.
+does not authenticate its connections: any process that reaches one of its ports could run code in every member.
+Decoding msgpack runs no code: a forged value can only be wrong, which fails the step.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def gather(group: dist.ProcessGroup | None, mine: T, kind: Any) -> list[T]:
 
 
 def broadcast_from_rank0(group: dist.ProcessGroup | None, rank: int, do: Callable[[], T], kind: Any) -> T:
-    """Return the result of ``do`` on rank 0, which alone calls it, in all members. All members must call it.
+    """Call ``do`` on rank 0 only, and return its result in all members. All members must call this function.
 
-    Otherwise like :func:`gather`.
+    ``kind`` and the exceptions are as in :func:`gather`.
     """
     if group is None:
         return do()

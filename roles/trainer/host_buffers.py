@@ -1,8 +1,8 @@
 """Host memory for the state of one step, and the position of each of a rank's tensors in it.
 
-If the agent stores snapshots, the memory belongs to it and outlives this process; otherwise it belongs to this process.
-It is one flat buffer, which each step fills at the speed of a memcpy; files and snapshots are made from it while the
-next step runs.
+If the node's agent stores snapshots, the memory belongs to the agent and outlives this process; otherwise it belongs to
+this process. The memory for a step is one flat buffer, which is filled at the speed of a memcpy. Files and snapshots
+are made from the buffer while the next step runs.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class HostBuffers:
     """Host memory for steps, in the agent or in this process.
 
     Args:
-        client: The agent's snapshots; None if no snapshots are stored.
-        own: Number of buffers of this process that are used in turn if the agent provides none; as many as steps may be
-            uncommitted.
-        buddy: Returns the address of the agent that copies are sent to, or None.
+        client: Client of the agent's snapshot server; None if no snapshots are stored.
+        own: Number of buffers of this process that are used in turn if the agent provides none. It must be the number
+            of steps that may be uncommitted.
+        buddy: Returns the address of the agent on another node that copies are sent to (the buddy), or None.
         others: Returns the addresses of other nodes' agents that may have snapshots of earlier incarnations.
     """
 
@@ -65,7 +65,7 @@ class HostBuffers:
             self._report_once("store", error)
 
     def buffer(self, nbytes: int, step: int) -> memoryview:
-        """Return writable memory, which is not the one that was returned for the step before."""
+        """Return writable memory for ``step``, which no uncommitted step uses."""
         self._in_agent_memory = False
         if self._client is not None:
             try:
@@ -103,16 +103,17 @@ class HostBuffers:
             self._sending.release()
 
     def _forget_others(self, client: SnapshotClient) -> None:
-        """Have other nodes drop this rank's snapshots of earlier incarnations, after this one has filled its buffers.
+        """Have other nodes drop this rank's snapshots of earlier incarnations.
 
-        By then all snapshot buffers of this node's agent hold steps of this incarnation. The buddy is not asked: new
-        copies overwrite its buffers. ``client`` is the connection to this node's agent, which sends the requests.
+        This happens once all snapshot buffers of this node's agent contain steps of this incarnation. The buddy gets no
+        such request, because new copies overwrite its buffers. ``client`` is the connection to this node's agent, which
+        sends the requests.
         """
         if self._forgotten or self._times_sealed < len(SLOTS):
             return
         self._forgotten = True
         for address in self._others():
-            with contextlib.suppress(SnapshotError):  # then it stores them until it ends
+            with contextlib.suppress(SnapshotError):  # on failure the agent at this address stores them until it ends
                 client.forget(address)
 
     def _report_once(self, operation: str, error: SnapshotError) -> None:
@@ -129,8 +130,8 @@ class HostBuffers:
 def buddy_of(node: NodeName, nodes: Sequence[NodeName], snapshot_servers: Mapping[NodeName, str]) -> str | None:
     """Return the address of the agent that the members on ``node`` send their copies to, or None.
 
-    It is on the next of the gang's ``nodes`` (by rank). If the gang has no other node, it is the first other snapshot
-    server: that of a standby, which may become the trainer.
+    This agent is on the next of the gang's ``nodes``, in the order of ranks, that has a snapshot server. If the gang
+    has no other such node, the agent is on the first node outside of the gang, where a standby may become the trainer.
     """
     ring = list(dict.fromkeys(nodes))
     index = ring.index(node)
@@ -162,7 +163,7 @@ class _TensorSlot(Struct, frozen=True):
 
 
 class Layout:
-    """Positions of :meth:`.learner.Learner.tensors` in a buffer; of a sharded tensor, of this member's shard."""
+    """Positions of :meth:`.learner.Learner.tensors` in a buffer, which contains only this member's shards."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         slots, offset = [], 0

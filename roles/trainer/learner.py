@@ -2,8 +2,8 @@
 
 In a gang each member trains on its share of the batch, and all together make the same step as one process would with
 the whole batch. Everything that the next step depends on is in :meth:`Learner.tensors` and :meth:`Learner.extra_state`:
-a learner restored from them continues bit for bit as if uninterrupted (docs/sources.md, torch: a missing piece breaks
-that at once).
+a learner restored from them continues bit for bit as if uninterrupted (docs/sources.md, torch: if any part is missing,
+the next step differs).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _BETAS = (0.9, 0.95)
 
 
 class _ExtraState(Struct, frozen=True):
-    """The state of a learner beside its tensors. Random states differ between members."""
+    """The state of a learner besides its tensors. Random states differ between members."""
 
     number: int
     steps: list[float]
@@ -57,7 +57,7 @@ class _MicroBatch(Struct, frozen=True):
     indices: Sequence[int]
     """Indices of the examples among the member's own."""
     counts: bool
-    """False for padding that keeps the number of micro-batches equal in all members."""
+    """False for a padding micro-batch, which only keeps the number of micro-batches equal in all members."""
 
 
 class Learner:
@@ -116,8 +116,8 @@ class Learner:
     def warm_start(self, batches: Iterable[Sequence[Example]]) -> float:
         """Take one supervised step on the answers of each batch and return the last loss (nats).
 
-        Done before the first policy update. The optimizer is discarded: moments of another loss would mislead the
-        policy gradient.
+        Must be called before the first policy update. The optimizer of these steps is discarded: moments of another
+        loss would mislead the policy gradient.
         """
         optimizer = self._new_optimizer(self._settings.warm_start_learning_rate)
         loss = 0.0
@@ -128,7 +128,7 @@ class Learner:
         return loss
 
     def _supervised_losses(self, batch: Sequence[Example], losses: list[float]) -> Iterator[Tensor]:
-        """Like :meth:`_policy_losses`, with the cross entropy as loss: the mean over the batch's answer tokens."""
+        """Like :meth:`_policy_losses`, but the loss is the cross entropy, averaged over the batch's answer tokens."""
         answers = sum(len(answer) for _, answer in batch)
         for micro_batch in self._micro_batches(batch):
             chosen, _ = self._likelihood(self.model, micro_batch, 1.0)
@@ -195,7 +195,8 @@ class Learner:
     def _micro_batches(self, pairs: Sequence[Example]) -> Iterator[_MicroBatch]:
         """Yield this member's examples, ``micro_batch`` at a time.
 
-        All members yield equally many: a member without further examples yields one that does not count.
+        All members yield the same number of micro-batches: a member without further examples yields padding, whose
+        ``counts`` is False.
         """
         rank, world = self._gang.rank, self._gang.world
         mine, largest_share = pairs[rank::world], len(pairs[::world])
@@ -214,16 +215,16 @@ class Learner:
     def _share_of_learning_rate(self, number: int) -> float:
         """Return the factor of the learning rate, which decreases linearly from 1 at step 1.
 
-        It depends on the step only, so there is no scheduler state to save.
+        The factor depends on the step only, so there is no scheduler state to save.
         """
         return max(self._settings.final_learning_rate, 1 - (number - 1) / self._steps)
 
     def _update(self, optimizer: torch.optim.Optimizer, losses: Iterable[Tensor]) -> None:
         """Take one optimizer step.
 
-        ``losses`` yields the losses of this member's micro-batches; each is created after the one before it was
-        processed. FSDP averages the gradients over the members, and adds up those of one member's micro-batches,
-        sharded, in float32.
+        ``losses`` yields the losses of this member's micro-batches; each loss is created after the previous loss was
+        processed. FSDP averages the gradients over the members, and adds up the gradients of one member's micro-batches
+        in float32 shards.
         """
         optimizer.zero_grad()
         for loss in losses:
@@ -249,7 +250,7 @@ class Learner:
         return {f"model.{name}": tensor for name, tensor in self.weights().items()} | moments
 
     def extra_state(self) -> bytes:
-        """Return everything else of this member that the next step depends on."""
+        """Return the state of this member, besides :meth:`tensors`, that the next step depends on."""
         numpy_state = numpy.random.get_state(legacy=False)
         generator = numpy_state["state"]
         numpy_rng = (generator["key"].tobytes(), int(generator["pos"]), numpy_state["has_gauss"], numpy_state["gauss"])
@@ -269,11 +270,11 @@ class Learner:
         return msgspec.msgpack.encode(state)
 
     def resume(self, extra_state: bytes, *, random_states: bool = True) -> None:
-        """Restore what :meth:`extra_state` returned.
+        """Restore the state that :meth:`extra_state` returned.
 
         Args:
             extra_state: The saved state.
-            random_states: False to keep the current random states, because the saved ones are another member's.
+            random_states: False to keep the current random states, because the saved states are another member's.
 
         Raises:
             ValueError: The state is of another model.
@@ -320,7 +321,7 @@ def _scatter(rows: Sequence[Sequence[float]], mask: Tensor) -> Tensor:
 
 
 def _logits(model: nn.Module, tokens: Tensor, first: int) -> Tensor:
-    """Return the logits of the tokens from ``first`` on, from the tokens before each: [B, L - first, vocabulary]."""
+    """Return the logits that predict the tokens from position ``first`` on: [B, L - first, vocabulary]."""
     needed = tokens.shape[1] - first
     kept = max(1, needed)  # logits_to_keep=0 means all; a lone answer without tokens needs none
     logits: Tensor = model(input_ids=tokens[:, :-1], use_cache=False, logits_to_keep=kept).logits

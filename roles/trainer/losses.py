@@ -21,7 +21,7 @@ from ..models.policy import log_probs
 
 
 def group_advantages(rewards: Tensor, groups: Tensor, floor: float) -> Tensor:
-    """Return how much better each trajectory is than its group: ``(R - mean) / (std + floor)``, [B].
+    """Return the advantage of each trajectory over its group: ``(R - mean) / (std + floor)``, [B].
 
     ``std`` is the unbiased estimate; a trajectory that is alone in its group gets 0. The floor limits the advantages in
     a group with nearly equal rewards (docs/sources.md, the task: 0.1 is stable where 1e-4 fell back).
@@ -54,18 +54,18 @@ def grpo_loss(
 ) -> tuple[Tensor, dict[str, float]]:
     """Return the clipped policy-gradient loss, averaged over answer tokens, and its statistics.
 
-    It includes an entropy bonus and, with ``reference``, the divergence from a reference policy.
+    The loss includes an entropy bonus and, with ``reference``, the divergence from a reference policy.
 
     Args:
-        logprobs: [B, T], differentiable: of the sampled tokens under the policy being trained.
-        old_logprobs: [B, T]: as recorded when the tokens were sampled, by weights of any age.
+        logprobs: [B, T], differentiable: log-probabilities of the sampled tokens under the policy being trained.
+        old_logprobs: [B, T]: log-probabilities recorded when the tokens were sampled, with weights of any age.
         advantages: [B].
         mask: [B, T]: 1 for answer tokens, 0 for padding.
         clip: Limit of the importance ratio's distance from 1.
-        entropy: [B, T], differentiable: of the trained policy at each position.
+        entropy: [B, T], differentiable: entropy of the trained policy at each position.
         entropy_coef: Factor of the entropy bonus.
-        tokens: Number of answer tokens of the whole batch if this is a part of it; loss, gradient and statistics of the
-            parts then sum to those of the whole.
+        tokens: Number of answer tokens of the whole batch, if the arguments are only a part of it. Losses, gradients
+            and statistics of the parts then sum to those of the whole batch.
         reference: [B, T]: log-probabilities of the same tokens under the reference policy.
         kl_coef: Factor of the divergence pi_ref / pi - log(pi_ref / pi) - 1, the unbiased estimator of KL(pi, pi_ref)
             that is never negative (DeepSeekMath, equation 4; "k3").
@@ -73,8 +73,8 @@ def grpo_loss(
     Returns:
         The scalar loss, and statistics for people: ``drift``, the mean absolute difference of the two
             log-probabilities; ``clipped``, the share of tokens whose importance ratio left 1 ± ``clip``; with a
-            reference also ``kl``, the mean estimate (nats). A reward curve alone does not show that the ratio is used
-            (docs/sources.md, the task: with lag 2 the task is learned without it, too); ``drift`` and ``clipped`` do.
+            reference also ``kl``, the mean estimate (nats). ``drift`` and ``clipped`` show whether the ratio is used. A
+            reward curve does not (docs/sources.md, the task: with lag 2 the task is learned without the ratio, too).
     """
     mask = mask.to(logprobs.dtype)
     tokens = mask.sum().item() if tokens is None else tokens

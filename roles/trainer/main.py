@@ -2,13 +2,13 @@
 
 Everything that needs no message of the manager is done before the trainer joins, so that a warm standby has done it in
 advance. A step is valid when its checkpoint is committed. A restarted trainer continues from the newest state that can
-be verified, publishes its weights at once, and requests the batches after it: the same ones as its predecessor, if that
-had requested them already.
+be verified, publishes its weights at once, and requests the batches after that state. It receives the same batches as
+its predecessor, as far as its predecessor had requested them.
 
 A warm standby also runs one step of a tiny model, in a process group of its own: the first step of a process pays for
 what torch sets up at first use (0.43 s against 0.08 s afterwards, for a tiny model on two CPU ranks; no gain was shown
-for a large one; docs/sources.md, torch). It does not if the trainer has GPUs: torch's first ``backward`` initialises
-CUDA, even on a CPU model, and the process could no longer select its devices, which are not known yet.
+for a large one; docs/sources.md, torch). A standby of a trainer with GPUs skips this step: torch's first ``backward``
+initialises CUDA, even on a CPU model, and the process could no longer select its devices, which are not known yet.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _VOCABULARY = 16
 
 
 def warmup() -> None:
-    """Run one training step of a tiny model; afterwards only loaded code differs, not even random states."""
+    """Run one training step of a tiny model, which loads code but leaves the random states as they were."""
     with torch.random.fork_rng(devices=[]):
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
         try:
@@ -68,8 +68,8 @@ def warmup() -> None:
 
 
 _SEED_OFFSET = 10_000
-"""Difference between the task's seeds of warm start and run: no two runs of a study are that far apart, and the seeds
-of datasets, which are a multiple of it, stay below the 2**32 that some generators accept."""
+"""Difference between the task's seeds of warm start and run. The seeds of two runs of a study do not differ by so much,
+and the seeds of datasets, (task's seed + 1) * size, stay below the 2**32 that some generators accept."""
 
 LOG_EVERY_STEPS = 10
 """Number of steps between two lines in the log."""
@@ -196,8 +196,8 @@ def _buffers(me: rrl.Worker, gang: Gang, client: SnapshotClient | None) -> HostB
 def _publish(me: rrl.Worker, gang: Gang, learner: Learner, dtype: torch.dtype) -> None:
     """Publish the learner's weights; rank 0 serves the whole version in the dtype that rollouts compute with.
 
-    Beside the version itself and the shards, rank 0 has one tensor at a time in memory: each is cast on its device,
-    gathered, copied and released.
+    Besides the version itself and the shards, rank 0 has one tensor at a time in memory: each tensor is cast on its
+    device, gathered, copied and released.
     """
     weights = learner.weights()
     if gang.rank > 0:  # only takes part in gathering: nothing is copied to its host

@@ -1,16 +1,17 @@
-"""The process group of one trainer incarnation, with a new rendezvous each, and how its ranks share a batch.
+"""The process group of one trainer incarnation, and the distribution of each batch to its ranks.
 
-Rank 0 opens a torch key-value store and announces it through the manager; the others wait for the announcement. torch's
-store and gloo authenticate nobody. Both listen only at the run's own address (the store on a socket that is bound
-there: torch itself binds every interface), and nothing that arrives is unpickled (:mod:`.exchange`). A process that
-reaches that address can still list and change the keys of the store, and read and change what ranks exchange. Keys
-differ between incarnations, so that no two process groups meet by mistake. All groups are created at the start: none
-can be created once rank 0's store is gone (docs/sources.md, torch).
+Each incarnation has its own rendezvous: rank 0 opens a torch key-value store and announces its address through the
+manager; the other ranks wait for the announcement. Neither torch's store nor gloo authenticates its peers. Both listen
+only at the run's own address (the store on a socket that is bound there: torch itself binds every interface), and
+nothing that arrives is unpickled (:mod:`.exchange`). A process that reaches that address can still list and change the
+keys of the store, and read and change the data that ranks exchange. Keys differ between incarnations, so that no two
+process groups meet by mistake. All groups are created at the start: no group can be created once rank 0's store is gone
+(docs/sources.md, torch).
 
 Rank 0 requests a batch from the trajectory store once and sends each rank its share: the tokens of the rank's own
-trajectories, and what the step as a whole needs of all others (:func:`rrl.roles.trajectories.batches.shard_for`). A
-share is sent as it came from the store, 8 bytes per token, to one rank at a time: no process has more in memory than
-the batch and one share.
+trajectories, and the values of all others that the whole step needs
+(:func:`rrl.roles.trajectories.batches.shard_for`). A share is sent in the store's packed form, 8 bytes per token, to
+one rank at a time: no process has more in memory than the batch and one share.
 """
 
 from __future__ import annotations
@@ -55,12 +56,12 @@ RENDEZVOUS_TIMEOUT_S = 60.0
 torch's own timeouts are unreliable: a rendezvous under used keys failed after 25 s with a timeout of 5 s
 (docs/sources.md)."""
 COLLECTIVE_TIMEOUT_S = 24 * 3600.0
-"""Seconds after which a collective operation fails that a member is missing from. Members wait in such an operation for
-a member that still works (a step may take 6 h, a write 1 h: :mod:`rrl.core.phases`) or waits for a store that is away;
-the manager detects a hung member long before, even if a network drops all packets."""
+"""Seconds after which a collective operation fails if a member does not take part. Members wait in such an operation
+for a member that still works (a step may take 6 h, a write 1 h: :mod:`rrl.core.phases`) or that waits for a missing
+store. The manager detects a hung member long before, even if a network drops all packets."""
 FENCE_WAIT_S = 10.0
-"""Seconds that a member which lost another one waits to be fenced. Survivors fail within 30 ms after a death: the first
-of them to exit would be taken for its cause."""
+"""Seconds that a member which lost another member waits to be fenced. All survivors fail within 30 ms after a death; if
+one of them exited at once, the manager could take it for the member that failed first."""
 _STOP_POLL_S = 0.2
 """Seconds between two checks whether the manager has requested a stop."""
 _LOST_MEMBER_TEXTS = (
@@ -78,10 +79,10 @@ T = TypeVar("T")
 
 
 class Gang:
-    """The ``world`` processes of a trainer, of which this one is ``rank``.
+    """The ``world`` processes of a trainer, as seen by the process with rank ``rank``.
 
     A single process (the default) needs no torch.distributed. ``control_group`` is the gloo group of the main thread,
-    ``file_group`` that of the thread that writes checkpoints.
+    ``file_group`` the gloo group of the thread that writes checkpoints.
     """
 
     def __init__(
@@ -98,8 +99,8 @@ class Gang:
     def shard(self, model: nn.Module, compute_dtype: torch.dtype = torch.float32) -> nn.Module:
         """Shard the parameters over the members (FSDP2), layer by layer.
 
-        Parameters of another dtype than ``compute_dtype`` keep it and are cast for each use; gradients are summed in
-        float32.
+        Parameters of another dtype than ``compute_dtype`` keep their dtype and are cast for each use; gradients are
+        summed in float32.
 
         Raises:
             ValueError: Without a process group, a parameter has another dtype than ``compute_dtype``.
@@ -189,8 +190,8 @@ def is_lost_member(error: BaseException) -> bool:
 def wait_to_be_fenced(me: rrl.Worker) -> Iterator[None]:
     """Delay an error caused by the loss of another member by up to ``FENCE_WAIT_S``, then raise it again.
 
-    Context manager. The delay gives the manager time to see the member that failed first, and to end the survivors by
-    fencing them; it is over once this process is asked to stop. Other errors pass at once.
+    Context manager. The delay gives the manager time to detect the member that failed first, and to end the survivors
+    by fencing them. The delay ends early if a stop of this process is requested. Other errors are not delayed.
     """
     try:
         yield
@@ -202,14 +203,14 @@ def wait_to_be_fenced(me: rrl.Worker) -> Iterator[None]:
 
 
 def blocked_on_rank0(me: rrl.Worker, gang: Gang) -> AbstractContextManager[None]:
-    """Report that the others wait for rank 0, which alone requests from the store, however long that is away."""
+    """Report, in every rank but 0, that this process waits for rank 0, which alone sends requests to the store."""
     return me.blocked_on(me.launch.incarnation.gang.replica) if gang.rank > 0 else nullcontext()
 
 
 def _bind_to_address(address: str) -> None:
-    """Make gloo and NCCL listen at the run's own address, by the name of its interface.
+    """Make gloo and NCCL listen at the run's own address: set the name of its interface in their variables.
 
-    Names that the job's own environment sets are kept.
+    Variables that the job's own environment sets are not changed.
 
     Raises:
         NoAddress: No interface has the address; gloo would then choose one by itself.
@@ -265,7 +266,7 @@ def _connect_store(address: str) -> TCPStore:
 def _exit_after(timeout_s: float, message: str) -> Iterator[None]:
     """End the process with a log message if the block takes longer than ``timeout_s`` seconds.
 
-    torch waits in places that no exception reaches.
+    An exception would not suffice: torch may be waiting in native code, which an exception does not interrupt.
     """
 
     def end() -> None:
@@ -286,10 +287,10 @@ _decoder = msgspec.msgpack.Decoder(PackedBatch)
 
 
 def batches(me: rrl.Worker, gang: Gang, after: int) -> Iterator[Batch]:
-    """Yield batches like ``me.batches()``, the same ones in all members, each with its share. All must call it.
+    """Yield the batches of ``me.batches()`` in all members, each with the member's share. All members must call it.
 
-    It ends in all members together, as soon as one of them has received a stop request, which others may receive a step
-    later.
+    The iteration ends in all members together, as soon as one member has received a stop request, which the others may
+    receive a step later.
     """
     if gang.world == 1:
         yield from me.batches(after=after)
@@ -303,9 +304,9 @@ def batches(me: rrl.Worker, gang: Gang, after: int) -> Iterator[Batch]:
 
 
 def _next_batch(me: rrl.Worker, gang: Gang, number: int) -> Batch | None:
-    """Return this member's part of batch ``number``; None if a member is asked to stop.
+    """Return this member's part of batch ``number``, or None if a stop of any member was requested.
 
-    Rank 0 fetches the batch from the store, for as long as the store is away; the other ranks wait for rank 0.
+    Rank 0 fetches the batch from the store, however long that takes; the other ranks wait for rank 0.
     """
     first = gang.rank == _RANK0
     whole = me.packed_batch(number) if first else None

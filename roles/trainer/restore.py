@@ -47,7 +47,7 @@ class Commit(Struct, frozen=True):
 class RestorePoint(Struct, frozen=True):
     """The state that all members agreed on.
 
-    It is a snapshot (``meta`` and ``data``, its bytes on this node) or, without one, the commit.
+    If ``meta`` is set, the state is a snapshot with the bytes ``data``; otherwise it is the state of the commit.
     """
 
     commit: Commit
@@ -74,8 +74,8 @@ def candidates(names: Iterable[SnapshotKey], commit: Commit) -> list[SnapshotKey
     """Return the snapshots that may be restored, newest first.
 
     Of the committed step, only the snapshot of the incarnation that committed it may be restored; of the next step,
-    only those of that or a later incarnation. All others diverge from the committed history. A later step cannot be
-    committed yet.
+    only the snapshots of that or a later incarnation. All others diverge from the committed history. A snapshot of a
+    step after the next one is useless, because that step cannot be committed yet.
     """
     usable = [
         (step, incarnation)
@@ -87,7 +87,7 @@ def candidates(names: Iterable[SnapshotKey], commit: Commit) -> list[SnapshotKey
 
 
 def agree_on_restore_point(me: rrl.Worker, gang: Gang, client: SnapshotClient | None) -> RestorePoint:
-    """Find the snapshots of all members, agree on one, and read and verify it."""
+    """Return the newest snapshot that all members can read and verify, or the last commit if there is none."""
     with blocked_on_rank0(me, gang):
         commit = gang.broadcast_from_rank0(lambda: Commit(me.committed or 0, me.committed_manifest), Commit)
     locations = _locations(me, gang, client)
@@ -139,7 +139,7 @@ _Location = tuple[str | None, SnapshotInfo]
 
 
 def _locations(me: rrl.Worker, gang: Gang, client: SnapshotClient | None) -> dict[SnapshotKey, list[_Location]]:
-    """Return where the snapshots of this member's rank are, those on its own node first.
+    """Return the locations of the snapshots of this member's rank, for each snapshot its own node first.
 
     Each member queries its own node's agent; rank 0 also queries the agents of standbys.
     """
@@ -171,7 +171,7 @@ def _list_snapshots(client: SnapshotClient | None, address: str | None) -> Colle
 def _fetch(
     client: SnapshotClient | None, locations: Sequence[_Location], world: int
 ) -> tuple[SnapshotMeta, memoryview] | None:
-    """Return description and bytes of a snapshot from the first location where it can be read and verified."""
+    """Return the description and bytes of a snapshot from the first location where they can be read and verified."""
     assert client is not None
     for address, snapshot in locations:
         try:

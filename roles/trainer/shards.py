@@ -31,8 +31,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
 METADATA = ".metadata"
-"""Name of the file that says which file has which part of which tensor. torch unpickles it, so its digest is verified
-before."""
+"""Name of the file that says which file has which part of which tensor. torch unpickles this file, so its digest is
+verified first."""
 
 
 class Piece(Struct, frozen=True, array_like=True):
@@ -41,7 +41,7 @@ class Piece(Struct, frozen=True, array_like=True):
     name: str
     dtype: str
     whole: tuple[int, ...]
-    """Shape of the tensor that it is a part of."""
+    """Shape of the whole tensor."""
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     file: str
@@ -92,11 +92,11 @@ def write_shards(state: Mapping[str, Tensor], folder: Path, rank: int) -> list[P
 
 
 def write_metadata(folder: Path, pieces: Iterable[Piece]) -> Path:
-    """Write the file from which the ``pieces`` of all members are read again; return its path.
+    """Write the :data:`METADATA` file, which lists the ``pieces`` of all members; return its path.
 
     Raises:
         OSError: The file could not be written.
-        RuntimeError: A piece is not one that :func:`write_shards` returns; pieces were received over a network.
+        RuntimeError: A piece is invalid. The pieces of other members were received over a network.
     """
     tensors: dict[str, TensorStorageMetadata] = {}
     positions: dict[MetadataIndex, WriteResult] = {}

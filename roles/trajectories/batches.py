@@ -1,7 +1,7 @@
-"""Batches between the store and a trainer: packed in messages, plain tuples where they are read.
+"""Conversion of batches from their packed form, in which the store sends them, to tuples that a trainer reads.
 
-Each member of a gang receives the tokens of its own share only. Of all other trajectories it receives what the whole
-step depends on: groups, scores, lengths, and the versions that sampled them.
+Each member of a gang receives the tokens of its own share only. For all other trajectories it receives the values that
+the whole step depends on: groups, scores, lengths, and the versions that sampled the tokens.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class NotLocal(Sequence[Any]):
 
 
 class _Versions(Sequence[Version]):
-    """The version of each token, computed from runs without memory per token."""
+    """The version of each token of a trajectory, computed on demand from ``runs`` to save memory."""
 
     def __init__(self, packed: PackedTrajectory) -> None:
         self._packed = packed

@@ -42,20 +42,20 @@ from .types import (
 )
 
 _RESEND_AFTER_S = 5.0
-"""Seconds beyond a request's own wait after which it is sent again, then at growing intervals: an answer can be lost
-although the connection is not."""
+"""Seconds beyond a request's own wait after which the request is sent again, then at growing intervals: an answer can
+be lost although the connection stays open."""
 _RETRY_PAUSE_S = 0.1
-"""Seconds before a request is repeated that the store answered with NotReady."""
+"""Seconds before a request that the store answered with NotReady is repeated."""
 FOLLOW_WAIT_S = 10.0
-"""Seconds after which a rollout repeats its request for the newest version, and so learns which replicas serve it by
-then. Short compared with the 120 s for which a pull looks for a source; 1,024 rollouts that repeat it so often take 3
-ms of each second of the store (30 us per request, measured)."""
+"""Seconds after which a rollout repeats its request for the newest version, to learn which replicas serve that version
+by then. This is short compared with the 120 s for which a pull looks for a source. 1,024 rollouts that repeat the
+request so often take 3 ms of each second of the store (30 us per request, measured)."""
 _WEIGHTS_POLL_S = 0.01
 """Seconds between two checks, inside this process, whether newer weights have arrived."""
 
 
 class Refused(RuntimeError):
-    """The store denied a request, and will do so again."""
+    """The store denied a request, and will deny it again if it is repeated."""
 
 
 class Fenced(Refused):
@@ -63,9 +63,9 @@ class Fenced(Refused):
 
 
 def store_address(peers: Peers | None, role: str = "trajectories") -> Address | None:
-    """Return the address of the store, or None while it has none.
+    """Return the address of the store according to ``peers``, or None if they name none.
 
-    The address carries the store's incarnation as epoch, so that answers of an older store are ignored.
+    The epoch of the address is the store's incarnation number, so that answers of an older store are ignored.
     """
     for replica, peer in (peers.peers if peers else {}).items():
         if role_of(replica) == role and peer.listen_address:
@@ -112,8 +112,8 @@ class TrajectoryClient:
     async def lease(self, at_most: int, wait: float = 1.0, holding: Sequence[int] = ()) -> tuple[Item, ...]:
         """Lease up to ``at_most`` unfinished trajectories.
 
-        Trajectories leased before that are unfinished and not in ``holding`` are returned again. The result is empty if
-        within ``wait`` seconds there is no work, or none that this process's weights are new enough for.
+        A trajectory that is leased to this incarnation already but not in ``holding`` is returned again. The result is
+        empty if within ``wait`` seconds there is no work for which this process's weights are new enough.
         """
         loop = asyncio.get_running_loop()
         until = loop.time() + wait
@@ -160,7 +160,7 @@ class TrajectoryClient:
             self._raise(answer)
 
     async def batch(self, number: int, wait: float = 5.0) -> PackedBatch | None:
-        """Return the batch of step ``number``, or None if it cannot be bound within ``wait`` seconds."""
+        """Return the batch of step ``number``, or None if no groups can be bound to it within ``wait`` seconds."""
         answer = await self._ask(GetBatch(self._incarnation, number, wait), wait)
         return answer.batch if isinstance(answer, Bound) else None
 
@@ -195,8 +195,8 @@ class TrajectoryClient:
         """Report the version that this process serves, and wait for a version other than ``known``.
 
         Returns:
-            The newest version: after ``wait`` seconds possibly ``known`` with other sources; None if the store knows no
-                version.
+            The newest version, or None if the store knows no version. After ``wait`` seconds the version may still be
+                ``known``, with other sources.
         """
         answer = await self._ask(FollowVersions(self._incarnation, weight_address, weight_version, known, wait), wait)
         return answer if isinstance(answer, NewestVersion) else None

@@ -1,6 +1,6 @@
-"""Which incarnations are current, which trajectory is leased to which of them, and which one is leased next.
+"""The current incarnations, the trajectories that are leased to them, and the order of the next leases.
 
-Volatile: a store that restarts receives the membership again, and grants new leases.
+All of this is volatile: a store that restarts receives the membership again, and grants new leases.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .state import Group, State, TrajectoryState
 
 
 class Membership:
-    """The current incarnations as the manager last reported them, and which others are therefore fenced."""
+    """The current incarnations according to the manager's last report, and the incarnations that are fenced."""
 
     def __init__(self) -> None:
         self.current: frozenset[Incarnation] = frozenset()
@@ -24,7 +24,7 @@ class Membership:
     def update(self, current: Iterable[Incarnation]) -> None:
         """Replace the current incarnations.
 
-        An incarnation that was current before, is not now, and has no successor, has departed.
+        An incarnation that was current before, is not current now, and has no successor, counts as departed.
         """
         before, self.current = self.current, frozenset(current)
         self._departed = {
@@ -41,8 +41,8 @@ class Membership:
     def fenced_reason(self, incarnation: Incarnation) -> str | None:
         """Return why ``incarnation`` is fenced, or None.
 
-        An incarnation that the manager has not reported yet is not fenced: its worker may have joined before the report
-        arrived here.
+        An incarnation that the manager has not reported yet is not fenced: its worker may have joined before the
+        manager's report arrived.
         """
         if self._succeeded(incarnation):
             return f"{incarnation} was succeeded by incarnation {self._newest[incarnation.replica]}"
@@ -90,9 +90,10 @@ class Leases:
 
 
 class WorkQueue:
-    """The unfinished trajectories of a store: which incarnation extends each, and which trajectory is leased next.
+    """The unfinished trajectories of a store: their leases to rollouts, and which trajectory is leased next.
 
-    They are ordered by the last step that may train their group, then by number; without a limit by number alone.
+    The trajectories are ordered by the last step that may train their group, then by number. Without a limit on
+    staleness they are ordered by number alone.
     """
 
     def __init__(self, state: State, staleness: StalenessLimit) -> None:
@@ -100,8 +101,8 @@ class WorkQueue:
         self._staleness = staleness
         self.leases = Leases()
         self._heap: list[tuple[float, int]] = []
-        """(step of the weights that its group was begun with, trajectory); an outdated entry is skipped when it is
-        popped."""
+        """(step of the weights that the trajectory's group was begun with, trajectory); an outdated entry is skipped
+        when it is popped. See :mod:`.staleness` for "begun with"."""
 
     def rebuild(self) -> None:
         """Build the heap from the state."""
@@ -129,7 +130,7 @@ class WorkQueue:
         heappush(self._heap, (self._staleness.begun_with(track.group), track.id))
 
     def mark_begun(self, group: Group, weights: int | None) -> None:
-        """Count the group as begun with these weights; its other trajectories move up in the queue."""
+        """Count the group as begun with the weights of this step; its other trajectories move up in the queue."""
         if self._staleness.mark_begun(group, weights):
             for track in group.trajectories:
                 if not track.finished and self.leases.holder(track.id) is None:

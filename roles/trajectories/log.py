@@ -1,12 +1,12 @@
 """The trajectory store's log: framed, checksummed records from one writer, durable when :meth:`Log.flush` returns.
 
 A folder contains ``log.<k>``, where k counts how often the log was opened. A new writer claims k by creating the file,
-exclusively and empty; *then* it reads the newest log before it, and writes the records that are still needed into its
-own log, which appears complete, by rename. An earlier writer that still runs, for example on a node that lost its
-network, finds the claim when it flushes, and stops before it acknowledges anything: either it sees the new writer's
-file, or the new writer has read its bytes. On NFS a cached directory entry can hide the claim for as long as the site's
-``acdirmax``; the manager's fencing covers that time. The log does not rely on O_APPEND between NFS clients, on flock or
-on mtime (docs/sources.md, sites).
+exclusively and empty. *Then* it reads the newest earlier log, and writes the records that are still needed to a
+temporary file, which it renames to its own log. An earlier writer that still runs, for example on a node that lost its
+network, looks for such a claim after each flush; if there is one, it stops before it acknowledges the flushed records.
+So either the earlier writer sees the claim, or the new writer has read the flushed records. On NFS a cached directory
+entry can hide the claim for as long as the site's ``acdirmax``; the manager's fencing covers that time. The log does
+not rely on O_APPEND between NFS clients, on flock or on mtime (docs/sources.md, sites).
 
 :class:`DurableState` keeps the store's state consistent with its log: a record changes the state at once, and is
 durable at the next flush.
@@ -32,11 +32,11 @@ _MAGIC = b"rrlT"
 
 
 class LogDamaged(RuntimeError):
-    """Bytes of the log that were durable cannot be read, so its state is unknown."""
+    """Bytes of the log that were durable cannot be read, so the store's state is unknown."""
 
 
 class Superseded(RuntimeError):
-    """Another process opened this folder: this one must not acknowledge anything that it has not flushed."""
+    """Another process has opened the log's folder. The current process must not acknowledge any further record."""
 
 
 def read_frames(path: Path) -> Iterator[bytes]:
@@ -57,7 +57,7 @@ def read_frames(path: Path) -> Iterator[bytes]:
             mark, payload = frame
             torn = (
                 mark + 1
-            ) // 2  # flush of the next frame: the same one, or the one after it if this frame was its last
+            ) // 2  # flush of the next frame: the same flush, or the following one if this frame ended its flush
             yield payload
         file.seek(at)
         rest = file.read()
@@ -84,7 +84,7 @@ def _read_frame(file: BinaryIO) -> tuple[int, bytes] | None:
 
 
 def _frames(flush: int, payloads: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield the frames of one flush; the last one is marked as the last."""
+    """Yield the frames of one flush, of which the last frame is marked as the last."""
     last: bytes | None = None
     for payload in payloads:
         if last is not None:
@@ -116,7 +116,7 @@ def _later_flush(rest: bytes, torn: int) -> int | None:
 class Log:
     """The log of ``folder``.
 
-    Call :meth:`rewrite` first, from the payloads of :meth:`inherited`; then :meth:`append` and :meth:`flush`.
+    Call :meth:`rewrite` first, with payloads derived from :meth:`inherited`; then :meth:`append` and :meth:`flush`.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -131,7 +131,7 @@ class Log:
         """Size of the file in bytes."""
 
     def inherited(self) -> Iterator[bytes]:
-        """Yield the durable payloads of the newest log before this one; nothing in a new folder."""
+        """Yield the durable payloads of the newest earlier log in the folder; if there is none, yield nothing."""
         older = [n for n in _numbers(self._folder) if n < self._number and (self._folder / f"log.{n}").stat().st_size]
         return read_frames(self._folder / f"log.{max(older)}") if older else iter(())
 
@@ -225,7 +225,7 @@ class DurableState:
     """The store's state and its log.
 
     Args:
-        folder: Folder of the log; an earlier writer of it is superseded.
+        folder: Folder of the log; an earlier writer in this folder is superseded.
         compact_from: Size of the log in bytes below which it is not compacted.
 
     Raises:
@@ -259,7 +259,7 @@ class DurableState:
             self._rewrite(self._log.scan())
 
     def _rewrite(self, past: Iterable[bytes]) -> None:
-        """Keep only the records that the state needs, and of the ``past`` ones those that the audit needs."""
+        """Rewrite the log with the records that the state needs, and the ``past`` records that only the audit needs."""
 
         def records() -> Iterator[Record]:
             yield self.state.head()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from .types import Prompt
 
 NO_PROMPT = "no prompt could be made of the item"
-"""Reason of a drop: the group has no prompt."""
+"""Reason for dropping a group that has no prompt."""
 MAX_ITEMS_WITHOUT_PROMPT = 32
 """Number of consecutive items without a prompt after which the task, or the service that it calls, is at fault rather
 than the items."""
@@ -24,7 +24,7 @@ class ItemPrompts:
         self._make = make
         self._failures_in_a_row = 0
         self._reported = False
-        """True once this process has reported a failure; further ones are only counted in the audit."""
+        """True once this process has reported a failure; further failures are only counted in the audit."""
         self._warning: str | None = None
 
     def prompt(self, item: int) -> Prompt | None:

@@ -2,7 +2,7 @@
 
 A log is read completely or not at all: a record of an unknown kind is an error. Tokens are packed as int32 and
 log-probabilities as float32, which takes 8 bytes per token in memory and on disk. The audit does not use the store's
-own state, so that it can find errors in it.
+own state, so that it can find errors in that state.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ...core.types import Incarnation, ReplicaId, Version
 from .types import Score, Segment
 
 FORMAT = 2
-"""Format number of the log. 2 renamed the record tags; a log of any other format is refused."""
+"""Format number of the log. Format 2 renamed the record tags; a log of any other format is refused."""
 
 
 class LogFormatError(ValueError):
@@ -53,7 +53,7 @@ class Head(Struct, frozen=True, tag="head", array_like=True):
 
 
 class GroupCreated(Struct, frozen=True, tag="group_created", array_like=True):
-    """Creation of a group of ``size`` trajectories with one prompt, numbered from ``first`` on."""
+    """Creation of a group of ``size`` trajectories, numbered from ``first`` on, for the prompt of item ``item``."""
 
     group: int
     first: int
@@ -91,7 +91,7 @@ class GroupDropped(Struct, frozen=True, tag="group_dropped", array_like=True):
     group: int
     trajectories: int
     reason: str
-    """Explanation for people, by which the audit counts."""
+    """Explanation for people. The audit counts the dropped trajectories for each reason."""
     cause: DropCause = DropCause.OTHER
 
 
@@ -129,14 +129,14 @@ class StepCommitted(Struct, frozen=True, tag="step_committed", array_like=True):
 
 
 class Metrics(Struct, frozen=True, tag="metrics", array_like=True):
-    """What the trainer measured in a step: written just before its commit, and kept for longer."""
+    """Metrics of a step, written just before the record of the step's commit, and kept longer than that record."""
 
     number: int
     metrics: dict[str, float]
 
 
 class Fence(Struct, frozen=True, tag="fence", array_like=True):
-    """From this record on, requests of trainer incarnations of ``replica`` below ``incarnation`` are refused."""
+    """Refusal, from this record on, of the requests of all incarnations of ``replica`` before ``incarnation``."""
 
     replica: ReplicaId
     incarnation: int
@@ -195,7 +195,7 @@ def pack_tokens(tokens: tuple[int, ...]) -> bytes:
 
 
 def unpack_tokens(packed: bytes) -> tuple[int, ...]:
-    """Unpack what :func:`pack_tokens` packed."""
+    """Return the tokens that :func:`pack_tokens` packed."""
     return tuple(array("i", packed))
 
 
@@ -206,7 +206,7 @@ def unpack(packed: PackedSegment) -> Segment:
 
 
 class Audit(Struct, frozen=True):
-    """How many trajectories there are, by their fate.
+    """The number of trajectories for each fate: trained, dropped or still open.
 
     The store is consistent if ``made == trained + sum(dropped.values()) + open`` and no group is in two steps.
     """

@@ -87,7 +87,7 @@ _STOP_POLL_S = 0.2
 
 
 _EMPTY = (NotReady(), Leased(()), Scoring(()))
-"""Answers without a result: a request waits for its time before it is answered with one of them."""
+"""Answers without a result: one of them is sent only after the ``wait`` of the request is over."""
 _OUTDATED = Leased((), outdated=True)
 """Answer that is sent without a wait: the rollout must receive newer weights before it repeats its request."""
 _NO_WORK = (*_EMPTY, _OUTDATED)
@@ -101,7 +101,7 @@ NOTE_AFTER_S = 5.0
 """Seconds for which the trainer waits for a batch before `rrl status` shows the reason: shorter waits are part of every
 step."""
 NOTE_INTERVAL_S = 30.0
-"""Seconds between two notes on the same step, because each one is a record in the manager's journal."""
+"""Seconds between two notes on the same step, because each note is a record in the manager's journal."""
 _FRAME_OVERHEAD_BYTES = 1024
 """Upper bound of the bytes in a frame that are not part of the answer."""
 
@@ -121,11 +121,11 @@ class _Following(msgspec.Struct):
 
 
 class Followers:
-    """The open ``FollowVersions`` requests at ``store``: nearly always one of each trainer and rollout.
+    """The open ``FollowVersions`` requests at ``store``: nearly always one request of each trainer and rollout.
 
-    They are stored apart from requests for work or batches. Those are evaluated in every round of the server; these
-    only when the newest version or the membership has changed, or when their wait is over. ``now`` is the time of the
-    server's loop in seconds.
+    They are stored apart from requests for work or batches, which are evaluated in every round of the server.
+    ``FollowVersions`` requests are evaluated only when they arrive, when the newest version or the membership has
+    changed, or when a wait is over. ``now`` is the time of the server's loop in seconds.
     """
 
     def __init__(self, store: Store) -> None:
@@ -137,13 +137,13 @@ class Followers:
         self._evaluate_all = False
 
     def add(self, incoming: Incoming, now: float) -> None:
-        """Add a request. An earlier one of the same incarnation is dropped, because its sender waits for this one."""
+        """Add a request. Drop an earlier request of the same incarnation: its sender waits only for the new one."""
         incarnation = incoming.message.incarnation
         self._waiting[incarnation] = _Following(incoming, now + incoming.message.wait)
         self._arrived.add(incarnation)
 
     def membership_changed(self) -> None:
-        """Evaluate every request again: an unknown incarnation may have become current, and another one fenced."""
+        """Evaluate every request again in the next round, because its sender may have become current or fenced."""
         self._evaluate_all = True
 
     @property
@@ -178,10 +178,10 @@ class Server:
     Args:
         store: The store.
         listener: The socket.
-        on_served: Called after each round with the number of requests served. Requests that waited in vain do not
-            count: a store that cannot serve any request makes no progress.
-        note: Called with the reason, for people, why the trainer has waited for a batch for ``NOTE_AFTER_S``; with an
-            empty text once it has the batch.
+        on_served: Called after each round with the number of requests served. Requests that are denied or answered
+            without a result do not count: a store that cannot serve any request makes no progress.
+        note: Called with a text for people that says why the trainer has waited for a batch for ``NOTE_AFTER_S``, and
+            with an empty text once the batch is bound.
     """
 
     def __init__(
@@ -206,7 +206,7 @@ class Server:
         """Loop time (s) since which trainer and rollouts wait only for newer weights; inf once that was reported."""
 
     def update_membership(self, current: frozenset[Incarnation]) -> None:
-        """Replace the current incarnations by those of the manager; durable before any later answer is sent."""
+        """Replace the current incarnations; the change is durable before any later answer is sent."""
         self._store.update_membership(current)
         self._followers.membership_changed()
         self._woken.set()
@@ -235,7 +235,7 @@ class Server:
 
     async def _read(self) -> None:
         while True:
-            incoming = await self._listener.receive()  # before the list is read: a round replaces the list
+            incoming = await self._listener.receive()  # awaited before the list is read: a round replaces the list
             self._arrived.append(incoming)
             self._woken.set()
 
@@ -300,7 +300,7 @@ class Server:
         return batches[request.number]
 
     def _note_wait(self, now: float) -> None:
-        """Note what the trainer waits for, at intervals, and when it no longer waits."""
+        """Pass to ``note``, at intervals, what the trainer waits for, and an empty text when the wait is over."""
         if self._unbound is None and self._noted:
             self._noted = False
             self._note("")
@@ -353,7 +353,7 @@ def _prompts(me: rrl.Worker) -> Callable[[int], Prompt]:
     """Return the function that makes the prompt of an item.
 
     Ends the process if the model or task is invalid. The returned function raises ValueError for a prompt that is empty
-    or leaves no room for an answer, and whatever the task raises.
+    or too long for an answer to follow, and any exception that the task raises.
     """
     with exits_on_invalid_config():
         tokenizer = open_tokenizer(me.job.model)
@@ -377,7 +377,7 @@ def _prompts(me: rrl.Worker) -> Callable[[int], Prompt]:
 def _longest(job: RunSpec) -> float:
     """Return how many tokens prompt and answer may have together.
 
-    inf if [model] has only the tokenizer, because the model is the user's own.
+    Returns inf if [model] defines only the tokenizer, because the model is the user's own.
     """
     model = job.model
     built_in = job.role("trainer").built_in or job.role("rollout").built_in

@@ -1,31 +1,31 @@
 """The limit on the age of trained tokens: ``[sampling] staleness`` (N below) and ``late``.
 
 When step n is bound, the newest weights are those of step n - 1. A token that was sampled with the weights of step v
-has the age n - 1 - v then. The last step that may train a group is therefore v + 1 + N, where v is the step of the
+then has the age n - 1 - v. The last step that may train a group is therefore v + 1 + N, where v is the step of the
 oldest weights that sampled any of its tokens. If a later incarnation publishes weights of the same step again, v is the
 same.
 
 A group counts as *begun with* v from the moment that a rollout with the weights of step v leases one of its
-trajectories: its first token does not exist yet, but its last step is known. Let B(v) be the number of unbound groups
-begun with v or older weights, P the number of groups per step, and L the newest bound step. All of these groups can be
-trained in time if and only if
+trajectories: the group has no token yet, but its last step is known. Let B(v) be the number of unbound groups begun
+with v or older weights, P the number of groups per step, and L the newest bound step. All unbound groups can be trained
+in time if and only if
 
     B(v) <= P * (v + 1 + N - L)   for every v,                                                              (*)
 
 because the steps L + 1 to v + 1 + N have that many places (earliest last step first; Hall's condition). With ``late =
 "wait"`` every change preserves (*), so no group ever becomes too old:
 
-- A lease that would violate it is not granted. The rollout waits for newer weights.
+- A lease that would violate (*) is not granted. The rollout waits for newer weights.
 - A binding takes the groups with the earliest last step, and is postponed while the remaining groups would not fit into
-  the steps after it. In particular, a step is never bound without the groups whose last step it is.
-- An append with older weights than the lease was granted for can violate it only after a restart of the store, which
+  the steps after it. In particular, a step is never bound without the groups that no later step may train.
+- An append with older weights than the lease was granted for can violate (*) only after a restart of the store, which
   forgets leases. The store then takes the trajectory away and leases it again; one append is lost, not the group.
 - A store that is opened with a smaller limit, or with fewer groups per step, drops the groups that no longer fit.
 
 No process waits forever. While the trainer waits for step L + 1, a rollout with weights of step L - N or newer can
-lease every begun trajectory that is not leased. If all begun groups are complete but fewer than P, it can begin another
-one, because P * (v + 1 + N - L) >= P. N therefore also determines how often the trainer must publish: at least once in
-N + 1 steps.
+lease every begun trajectory that is not leased. If all begun groups are complete but fewer than P, the rollout can
+begin another group, because P * (v + 1 + N - L) >= P. N therefore also determines how often the trainer must publish:
+at least once in N + 1 steps.
 
 With ``late = "drop"`` a binding waits for no group. A group that has become too old for the next step is dropped, so
 that short answers are trained more often than long ones.
@@ -49,7 +49,8 @@ class StalenessLimit:
 
     Args:
         state: The store's state, which this class only reads.
-        limit: Number of versions that a token may be older than the newest version; None: no limit, nothing is counted.
+        limit: Number of versions that a token may be older than the newest version. If None, there is no limit, and
+            nothing is counted.
         groups_per_batch: Number of groups that a step trains.
         wait_for_late: True for ``late = "wait"``.
     """
@@ -66,9 +67,9 @@ class StalenessLimit:
         self._begun: dict[int, int] = {}
         """Step of the weights that a group was begun with, by group number."""
         self._counts: Counter[int] = Counter()
-        """Number of groups by that step."""
+        """Number of groups for each such step."""
         self._complete_counts: Counter[int] = Counter()
-        """Number of complete groups (which can be bound) by that step."""
+        """Number of complete groups (which can be bound) for each such step."""
         self._evaluated_at = state.latest, state.stale
         for group in state.groups.values():
             if group.bound is None and group.oldest is not None:
@@ -78,11 +79,17 @@ class StalenessLimit:
 
     # ── counting ───────────────────────────────────────────────────────────────────────────────────────────────────
     def begun_with(self, group: Group) -> float:
-        """Return the step of the oldest weights that a token of the group has or may get; inf if none or no limit."""
+        """Return the step of the weights that the group was begun with.
+
+        Returns inf if the group is not begun, or if there is no limit.
+        """
         return self._begun.get(group.created.group, inf)
 
     def mark_begun(self, group: Group, weights: int | None) -> bool:
-        """Count the group as begun with these weights, and return whether they are older than those counted before."""
+        """Count the group as begun with the weights of this step, unless it was begun with the same or older weights.
+
+        Returns whether the count changed.
+        """
         if self._limit is None or weights is None or group.bound is not None or self.begun_with(group) <= weights:
             return False
         self._uncount(group)
@@ -128,8 +135,9 @@ class StalenessLimit:
     def blocking_weights(self) -> int | None:
         """Return the step of the weights whose groups must be complete before the next step can be bound.
 
-        More groups begun with these or older weights are incomplete than the steps after the next one have places for.
-        None: the next step can be bound, in particular with ``late = "drop"``.
+        If the next step were bound now, more groups begun with these or older weights would remain than the steps after
+        it have places for. Returns None if no such groups prevent the binding, which is always so with
+        ``late = "drop"``.
         """
         if self._limit is None or not self.wait_for_late:
             return None
@@ -142,9 +150,10 @@ class StalenessLimit:
         return None
 
     def untrainable(self) -> Iterator[Group]:
-        """Yield the groups that no step can train in time, according to the tokens they have.
+        """Yield the groups that no step can train in time.
 
-        With ``late = "wait"`` there are none unless the store was opened with a smaller limit or fewer groups per step.
+        With ``late = "wait"`` such groups exist only if the store was opened with a smaller limit or fewer groups per
+        step.
         """
         fitted = 0
         for group in sorted(self._unbound(), key=lambda group: (self.begun_with(group), group.created.group)):
@@ -155,7 +164,7 @@ class StalenessLimit:
                 fitted += 1
 
     def incomplete(self, weights: int) -> list[Group]:
-        """Return the incomplete groups begun with these or older weights, those with the earliest last step first."""
+        """Return the incomplete groups begun with these or older weights, in the order of their last steps."""
         late = [group for group in self._unbound() if group.unscored and self.begun_with(group) <= weights]
         return sorted(late, key=lambda group: (self.begun_with(group), group.created.group))
 
@@ -195,7 +204,7 @@ class StalenessLimit:
     def _places(self, weights: int) -> int:
         """Return how many groups fit into the steps that may still train on tokens of weight version ``weights``.
 
-        Counted from the next step on; 0 or negative if no such step is left.
+        Only steps that are not bound yet count. The result is 0 or negative if no such step is left.
         """
         assert self._limit is not None
         return self._per_batch * (weights + 1 + self._limit - self._state.latest)

@@ -37,7 +37,7 @@ few MB."""
 
 
 class TrajectoryState(Struct, eq=False):
-    """A trajectory that is neither retired nor dropped."""
+    """A trajectory whose data is still stored; see :class:`Group`."""
 
     id: int
     group: Group
@@ -54,7 +54,7 @@ class TrajectoryState(Struct, eq=False):
 
 
 class Group(Struct, eq=False):
-    """A group that is neither retired nor dropped."""
+    """A group whose data is still stored: it was not dropped, and no much later step than its own is committed."""
 
     created: GroupCreated
     trajectories: list[TrajectoryState] = []
@@ -90,10 +90,10 @@ class State:
         """Number of groups that the run has dropped because their tokens were too old."""
 
     def apply(self, record: Record) -> None:
-        """Apply one record, without judging it: the store decides what may be written.
+        """Apply one record without checking it: the store decides which records may be written.
 
         Raises:
-            LogFormatError: The record is a head of another format.
+            LogFormatError: The record is the head of a log in another format.
         """
         match record:
             case SegmentsAppended(incarnation, segments, finished):
@@ -164,14 +164,15 @@ class State:
 
     @property
     def latest(self) -> int:
-        """Newest bound step, or the committed one if no step is bound."""
+        """Newest bound step, or the newest committed step if no step is bound."""
         return max(self.bindings, default=self.committed)
 
     @property
     def max_age(self) -> int:
         """Age, in weight versions, of the oldest token of all steps up to the latest.
 
-        Each binding carries the maximum of all before it, and the binding of the committed step is always retained.
+        Each binding records the maximum over itself and all earlier bindings, and the binding of the newest committed
+        step is always retained.
         """
         return max((binding.max_age for binding in self.bindings.values()), default=0)
 
@@ -180,7 +181,7 @@ class State:
         return Head(FORMAT, self.next_group, self.next_trajectory)
 
     def records(self) -> Iterator[Record]:
-        """Yield the shortest log that results in this state, without its head."""
+        """Yield the records, except the head, of the shortest log that results in this state."""
         for replica, incarnation in self.fences.items():
             yield Fence(replica, incarnation)
         for group in self.groups.values():
@@ -200,9 +201,9 @@ class State:
     def new_segments(
         self, packed_segments: Iterable[PackedSegment], finished: Iterable[int], lost: set[int], max_new_tokens: int
     ) -> tuple[list[PackedSegment], set[int]]:
-        """Return the segments and the ends of trajectories that an append adds.
+        """Return the segments that an append adds, and the trajectories that it completes.
 
-        Adds to ``lost`` the trajectories whose segments neither continue nor repeat what the store has.
+        Adds to ``lost`` the trajectories whose segments neither continue nor repeat the stored segments.
         """
         new: list[PackedSegment] = []
         lengths: dict[int, int] = {}

@@ -67,12 +67,12 @@ class Store:
         folder: Folder of the log.
         group_size: Number of trajectories per prompt.
         groups_per_batch: Number of groups that a step trains.
-        max_ahead_batches: Number of batches that the rollouts may prepare beyond the next one.
+        max_ahead_batches: Number of batches that the rollouts may prepare beyond the next batch.
         max_new_tokens: Maximum number of tokens after a prompt.
         next_prompt: Returns the prompt of an item; an item for which it raises is dropped.
-        keep_uncommitted: Number of finished, uncommitted steps that the trainer may have before the step it works on.
-        staleness: Limit on the age of tokens in weight versions (:mod:`.staleness`); None: no limit.
-        wait_for_late: True if a step waits for the groups that no later step may train; else these are dropped.
+        keep_uncommitted: Maximum number of finished, uncommitted steps besides the step that the trainer works on.
+        staleness: Limit on the age of tokens in weight versions (:mod:`.staleness`), or None for no limit.
+        wait_for_late: True if a step waits for the groups that no later step may train; False if they are dropped.
         compact_from: Size of the log in bytes below which it is not compacted.
 
     Raises:
@@ -113,7 +113,7 @@ class Store:
         self._drop_untrainable()  # the limit may have changed, or a crash may have prevented the drop after a binding
 
     def _index(self) -> None:
-        """Build the heaps of trajectories to score and of complete groups, the earliest last step first."""
+        """Build from the state the queues of trajectories to extend and to score and of complete groups to bind."""
         tracks, groups = self._state.trajectories.values(), self._state.groups
         begun = self._staleness.begun_with
         self._unscored = [track.id for track in tracks if track.finished and track.score is None]
@@ -126,9 +126,9 @@ class Store:
         heapify(self._ready)
 
     def flush(self) -> None:
-        """Make everything answered so far durable.
+        """Make everything that was answered since the last flush durable.
 
-        After OSError or Superseded this store is unusable, and none of those answers may be sent.
+        After OSError or Superseded this store is unusable, and none of these answers may be sent.
         """
         self._durable.flush()
 
@@ -165,8 +165,8 @@ class Store:
     def _check_trainer(self, incarnation: Incarnation) -> Denied | None:
         """Return why a request of a trainer is denied, or None.
 
-        Rule 7: the first request of a newer trainer durably fences the older ones before it is answered. The members of
-        a gang share an incarnation number and are fenced together.
+        Rule 7: the first request of a newer trainer durably fences all older trainers before it is answered. The
+        members of a gang share an incarnation number and are fenced together.
         """
         gang = incarnation.gang
         reason = self._membership.fenced_reason(gang)
@@ -206,9 +206,9 @@ class Store:
     def lease(
         self, incarnation: Incarnation, at_most: int, holding: Sequence[int] = (), weights: int | None = None
     ) -> Leased | Denied | NotReady:
-        """Lease unfinished trajectories, those whose group has the earliest last step first.
+        """Lease unfinished trajectories, in the order of the last steps that may train their groups.
 
-        A trajectory whose new tokens, sampled with ``weights`` (a step's), would be too old is not leased.
+        A trajectory is not leased if tokens sampled with weights of step ``weights`` would make its group too old.
         """
         if rejection := self._check_worker(incarnation):
             return rejection
@@ -232,9 +232,9 @@ class Store:
         return Leased(tuple(as_item(track, self._max_new) for track in tracks), outdated)
 
     def _next_unfinished(self, weights: int | None) -> TrajectoryState | None:
-        """Return the next trajectory that is not leased; create a group if there is none and another one is allowed.
+        """Return the next trajectory that is not leased; if there is none, create a group if the limits allow it.
 
-        Returns None also if a rollout with these weights may not work on it, nor then on any later one.
+        Returns None also if a rollout with these weights may not work on that trajectory, nor on any later one.
         """
         if (first := self._work.first()) is None and self._may_create_group and self._staleness.allows(None, weights):
             self._create_group()
@@ -250,7 +250,7 @@ class Store:
         return self._unbound < self._max_unbound
 
     def _create_group(self) -> None:
-        """Create the group of the next item that has a prompt; the items before it are dropped."""
+        """Create the group of the next item that has a prompt, and drop the items before it, which have none."""
         while (prompt := self._next_prompt(self._state.next_group)) is None:
             pass
         number, first = self._state.next_group, self._state.next_trajectory
@@ -260,7 +260,7 @@ class Store:
             self._work.offer(track)
 
     def _next_prompt(self, number: int) -> Prompt | None:
-        """Return the prompt of an item; drop the item and return None if there is none.
+        """Return the prompt of an item, or drop the item and return None if the task cannot make its prompt.
 
         Raises:
             ValueError: ``MAX_ITEMS_WITHOUT_PROMPT`` consecutive items have no prompt.
@@ -385,7 +385,7 @@ class Store:
             self._drop(group, self._staleness.reason, DropCause.STALE)
 
     def warning(self) -> str | None:
-        """Return a warning for the log, once; otherwise None."""
+        """Return a new warning for the log, or None. Each warning is returned once."""
         return self._prompts.warning() or self._staleness.warning()
 
     def drop_uncommitted(self, reason: str) -> None:
@@ -423,7 +423,7 @@ class Store:
 
         A group expires with the last step that its oldest token allows (:mod:`.staleness`). Returns None if the step is
         bound, Denied if the trainer is fenced or ``number`` is not the next step, NotReady while too many bound steps
-        are uncommitted, too few groups are complete, or too many could miss their last step (``wait_for_late``).
+        are uncommitted, too few groups are complete, or (``wait_for_late``) a group could miss its last step.
         """
         if rejection := self._check_trainer(incarnation):
             return rejection
@@ -446,7 +446,7 @@ class Store:
         return None
 
     def wait_reason(self, number: int) -> str | None:
-        """Return, for a person, why batch ``number`` cannot be bound yet, or None."""
+        """Return a text for people that says why batch ``number`` cannot be bound yet, or None if it can be bound."""
         if number in self._state.bindings:
             return None
         if self._state.latest - self._state.committed > self._keep_uncommitted:

@@ -120,7 +120,7 @@ class PackedBatch(Struct, frozen=True, array_like=True):
 
 
 class Prompt(Struct, frozen=True):
-    """The prompt that the task made of item ``item``, as tokens."""
+    """The prompt that the task made from item ``item``, as tokens."""
 
     item: int
     tokens: tuple[int, ...]
@@ -133,8 +133,8 @@ class LeaseWork(Struct, frozen=True, tag=True):
     Answered with :class:`Leased`, which is empty if there is no work within ``wait`` seconds. ``holding`` lists the
     trajectories that the rollout works on already; any other trajectory leased to this incarnation is sent again,
     because the answer that contained it was lost. ``weights`` is the training step of the newest weights that the
-    rollout has: the store does not lease a trajectory whose new tokens would be too old when they are trained. None: no
-    trajectory is withheld.
+    rollout has: the store does not lease a trajectory whose new tokens would be too old when they are trained. If
+    ``weights`` is None, no trajectory is withheld.
     """
 
     incarnation: Incarnation
@@ -147,7 +147,8 @@ class LeaseWork(Struct, frozen=True, tag=True):
 class Append(Struct, frozen=True, tag=True):
     """Request of a rollout to append segments, which are durable once it is answered with :class:`Done`.
 
-    Idempotent by (trajectory, offset). ``finished`` lists the trajectories that are complete with these segments.
+    A segment that the store already has (same trajectory, offset and content) changes nothing. ``finished`` lists the
+    trajectories that are complete with these segments.
     """
 
     incarnation: Incarnation
@@ -158,7 +159,7 @@ class Append(Struct, frozen=True, tag=True):
 class LeaseScoring(Struct, frozen=True, tag=True):
     """Request of a reward replica for complete trajectories.
 
-    Answered with :class:`Scoring`. ``holding`` as in :class:`LeaseWork`.
+    Answered with :class:`Scoring`. ``holding`` has the same meaning as in :class:`LeaseWork`.
     """
 
     incarnation: Incarnation
@@ -248,7 +249,7 @@ class Leased(Struct, frozen=True, tag=True):
 
     items: tuple[Item, ...]
     outdated: bool = False
-    """True if there is work, but none that may be done with the rollout's weights: it must receive newer ones first."""
+    """True if there is work, but the rollout's weights are too old for it: the rollout must wait for newer weights."""
 
 
 class Scoring(Struct, frozen=True, tag=True):
@@ -268,9 +269,9 @@ class Bound(Struct, frozen=True, tag=True):
 
 
 class NotReady(Struct, frozen=True, tag=True):
-    """Answer that asks the sender to repeat its request later.
+    """Answer that tells the sender to repeat its request later.
 
-    Too few groups are complete, or the manager has not reported this incarnation to the store yet.
+    Example reasons: too few groups are complete; the manager has not reported the sender to the store yet.
     """
 
 
@@ -296,7 +297,7 @@ class CommittedState(Struct, frozen=True, tag=True):
 
 
 class StepMetrics(Struct, frozen=True):
-    """What the trainer measured in one step."""
+    """Metrics that the trainer reported for one step."""
 
     step: int
     metrics: dict[str, float]

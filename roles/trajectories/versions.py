@@ -1,12 +1,12 @@
-"""The newest weight version of a run and the replicas that serve it, as trainer and rollouts report it to the store.
+"""The newest weight version and the replicas that serve it, according to the reports of trainer and rollouts.
 
 Versions are announced this way in addition to the manager's ``Peers`` message, so that rollouts keep receiving weights
 while the manager is frozen or dead. Only the current trainer determines which version is the newest; rollouts report
 that they serve it too, in case the trainer dies right after it published.
 
-The directory is not durable. A trainer or rollout keeps one request open at the store, which carries the version it
-serves and is sent again on every reconnect: a store that restarts knows the newest version within one round trip of its
-trainer.
+The directory is not durable. Each trainer or rollout keeps one request open at the store, which carries the version
+that it serves and is sent again on every reconnect. So a store that restarts knows the newest version as soon as the
+trainer has reconnected.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .types import NewestVersion
 
 MAX_SOURCES = 8
 """Maximum number of sources that are named to a rollout, some 100 bytes each in every answer. A rollout tries them one
-after another, after the relays that the manager named: more would only help if all of these had died at once."""
+after another, after the relays that the manager named: more sources would only help if all of them died at once."""
 
 
 def is_publisher(incarnation: Incarnation) -> bool:
@@ -33,7 +33,7 @@ def is_publisher(incarnation: Incarnation) -> bool:
 class VersionDirectory:
     """The newest version that the current trainer published, and up to :data:`MAX_SOURCES` replicas that serve it.
 
-    The caller checks that reporting incarnations are current before it reports them here.
+    The caller must check that an incarnation is current before it passes a report of this incarnation on.
     """
 
     def __init__(self) -> None:

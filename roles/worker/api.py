@@ -52,11 +52,12 @@ class _UncommittedBatch(msgspec.Struct, frozen=True):
 
     digest: str
     metrics: dict[str, float]
-    """Metrics computed from the batch: ``reward``, the age of its tokens, and the share of stale groups if limited."""
+    """Metrics computed from the batch: ``reward``, the age of its tokens, and, if the job limits staleness, the number
+    and share of stale groups."""
 
 
 class Worker:
-    """One incarnation of one replica. Created by :func:`join`; use it as a context manager."""
+    """This process as one incarnation of a replica. Created by :func:`join`; to be used as a context manager."""
 
     def __init__(self, launch: Launch, run: RunDir, keys: RunKeys) -> None:
         self.run_dir = run
@@ -64,7 +65,7 @@ class Worker:
         self.job: RunSpec = read_run_spec(run.run_spec)
         """The whole job with every default: ``me.job.sampling.temperature``, ``me.job.trainer.learning_rate``."""
         self.options: Mapping[str, Any] = self.job.role(launch.role).options
-        """The ``options`` of this role's ``[commands.NAME]``; empty for another role."""
+        """The ``options`` of this role's ``[commands.NAME]``; empty if the role is not defined there."""
         self._connection = ManagerConnection(
             launch, run, keys, float(os.environ.get(HEARTBEAT_INTERVAL_ENV, "1")), self.job.transport
         )
@@ -80,8 +81,8 @@ class Worker:
     def __enter__(self) -> Worker:
         """Wait until the manager has welcomed this incarnation.
 
-        A standby process waits here, for minutes or days, until it is promoted. If it is stopped before, it ends with
-        SystemExit.
+        A standby process waits here, for minutes or days, until it is promoted. If its stop is requested before that,
+        this raises SystemExit.
         """
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, lambda *_: self.stopping.set())
@@ -130,8 +131,9 @@ class Worker:
         The phase decides how long the role may go without progress (:mod:`rrl.core.phases`).
 
         Args:
-            name: a phase of :mod:`rrl.core.phases`, or one that job.toml defines.
-            waits_for: the role (``role`` or ``role/index``) that this one waits for; None for the phase's default.
+            name: a phase of :mod:`rrl.core.phases`, or a phase that job.toml defines.
+            waits_for: the role or replica (``role`` or ``role/index``) that this process waits for; None for the
+                phase's default.
         """
         self._connection.faults.trigger()
         self._connection.probes.answer()
@@ -148,8 +150,8 @@ class Worker:
     def blocked_on(self, replica: ReplicaId) -> Iterator[None]:
         """Report that this process waits for ``replica`` inside the block, whatever its phase is.
 
-        In a gang only rank 0 calls the store. While the store does not respond, the other members wait too and must
-        not be suspected.
+        For example, only rank 0 of a gang calls the store. While the store does not respond, the other members wait for
+        rank 0 and must not be suspected.
         """
         self._connection.blocked_on = replica
         try:
@@ -158,7 +160,7 @@ class Worker:
             self._connection.blocked_on = None
 
     def _target(self, waits_for: str | None) -> ReplicaId | None:
-        """Return the replica that ``role`` or ``role/index`` names; None if the index is missing and ambiguous."""
+        """Return the replica that ``role/index`` names, or the only replica of ``role``; None if it has several."""
         if waits_for is None or "/" in waits_for:
             return None if waits_for is None else ReplicaId(waits_for)
         replicas = next((role.replicas for role in self.job.roles if role.name == waits_for), None)
@@ -173,12 +175,12 @@ class Worker:
         self._connection.note = text
 
     def on_probe(self, handler: Callable[[], object]) -> None:
-        """Register ``handler``, which answers the manager's probes when it suspects this role.
+        """Register ``handler``, which answers the probes that the manager sends when it suspects this role.
 
-        The handler does a small piece of real work and returns a short text about it. If it raises, or does not return
-        in time, the role is restarted. It runs in the thread that registers it, at that thread's next call of the API
-        (:meth:`phase`, :meth:`progress`, :meth:`new_weights`, :meth:`answer_probe`, or while it waits for the store),
-        so that a role which is stuck elsewhere does not answer.
+        The handler does a small piece of real work and returns a short text about it. If the handler raises, or does
+        not return in time, the role is restarted. It runs in the thread that registers it, at that thread's next call
+        of the API (:meth:`phase`, :meth:`progress`, :meth:`new_weights`, :meth:`answer_probe`) or while that thread
+        waits for the store, so that a role which is stuck elsewhere does not answer.
         """
         self._connection.probes.on_probe(handler)
 
@@ -278,16 +280,16 @@ class Worker:
     ) -> None:  # fmt: skip
         """Commit a step: one record makes its checkpoint valid and its batch consumed.
 
-        It may be called in another thread while :meth:`batches` continues, in the order of the steps. The key
+        Steps must be committed in order. Another thread may call this method while :meth:`batches` continues. The key
         ``uncommitted`` in job.toml limits how many finished steps may wait for their commit; at the limit,
         :meth:`batches` waits.
 
         Args:
             number: the step, as in ``batch.number``.
             files: the checkpoint's files, all in one folder. They are made durable first.
-            metrics: metrics of the step, added to those of the batch.
-            digests: digests by name of files that are already durable. In a gang each member writes its own files and
-                only rank 0 commits.
+            metrics: metrics of the step, added to the metrics of the batch.
+            digests: digests, by file name, of files that are already durable: in a gang each member makes its own files
+                durable, and only rank 0 commits.
 
         Raises:
             ValueError: :meth:`batches` did not return this step, or it is already committed.
@@ -330,7 +332,7 @@ class Worker:
         Args:
             number: the training step that produced the weights.
             described: (name, dtype, shape, size in bytes) of each tensor.
-            contents: the tensors' bytes in the same order. Each is copied before the next one is taken.
+            contents: the tensors' bytes in the same order. Each tensor is copied before the next one is requested.
         """
         specs, nbytes = layout(described)
         flat = self._connection.weights.allocate(nbytes)
@@ -368,7 +370,7 @@ class Worker:
                 yield WorkLease(self._connection, items)
 
     def lease(self, at_most: int, *, wait: bool = True) -> tuple[Item, ...]:
-        """Lease further trajectories, for a rollout that takes new work while it still has some.
+        """Lease further trajectories, for a rollout that takes new work before it has finished its earlier work.
 
         Extend them with :meth:`append` until they are complete. Do not mix this with :meth:`work`, which ignores the
         leases made here. Nothing is leased before the first complete weight version has arrived.
@@ -418,7 +420,7 @@ class Worker:
             state = self._connection.call_store(self._connection.store.committed())
             self._committed, self._manifest = state.number, state.manifest
             self._committed_fetched = True
-            if state.number is not None:  # the incarnation that committed it may have died before it reported it
+            if state.number is not None:  # the incarnation that committed this step may have died before its report
                 self._connection.on_commit_found(state.number)
 
 
@@ -467,9 +469,9 @@ def join() -> Worker:
             ...
 
     With ``warm = true`` in job.toml, a standby process of a trainer or rollout is started before it is needed and waits
-    at ``with``. The code before ``with`` (imports, building the model or the engine) then runs in advance. There a
-    trainer must not touch a GPU, because its GPUs are assigned at the promotion; a rollout has its GPUs from the start.
-    Before ``with``, ``me.launch.standby`` tells whether this process is a standby.
+    at ``with``. The code before ``with`` (imports, building the model or the engine) then runs in advance. In this code
+    a trainer must not touch a GPU, because its GPUs are assigned at the promotion; a rollout has its GPUs from the
+    start. Before ``with``, ``me.launch.standby`` tells whether this process is a standby.
 
     Outside of a run, this prints one line and ends the process with exit code 2.
     """

@@ -34,7 +34,7 @@ class DamagedCheckpoint(Exception):
 def fresh_folder(checkpoints: Path, number: int, incarnation: int) -> Path:
     """Create the empty folder ``step-<number>.<incarnation>.<attempt>`` of one attempt at step ``number``.
 
-    It never reuses a folder: a checkpoint written over another one mixes old and new values without an error
+    No folder is ever used twice: a checkpoint written over another checkpoint mixes old and new values without an error
     (measured).
     """
     for attempt in itertools.count():

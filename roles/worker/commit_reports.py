@@ -1,8 +1,9 @@
 """Reports the trainer's committed steps to the current manager: each step once, in order, with its metrics.
 
-Steps may be committed while there is no manager, and the trainer that committed them may be dead when there is one. So
-a manager's Welcome names the newest step it knows of, and it is sent the later ones: from memory those that this
-process has committed itself, and the rest from the store, which keeps the metrics of its newest commits.
+Steps may be committed while no manager runs, and the trainer that committed them may be dead when the next manager
+starts. Therefore a manager's Welcome names the newest step that the manager knows of, and the trainer reports all later
+steps. The metrics of the steps that this process has committed itself are in its memory; the metrics of the other steps
+are fetched from the store, which keeps the metrics of its newest commits.
 """
 
 from __future__ import annotations
@@ -13,17 +14,17 @@ from collections.abc import Awaitable, Callable, Sequence
 from ..trajectories.types import StepMetrics
 
 MAX_BUFFERED_COMMITS = 1024
-"""Commits kept in memory while no manager can receive them; older ones are fetched from the store."""
+"""Number of commits kept in memory while no manager can receive them; older commits are fetched from the store."""
 WELCOME_TIMEOUT_S = 2.0
-"""Seconds without a Welcome after a Hello, after which commits are reported without it: a manager that is ending the
-run sends no Welcome, but records the trainer's last step."""
+"""Seconds to wait for a Welcome after a Hello before commits are reported without a Welcome: a manager that is ending
+the run sends no Welcome, but records the trainer's last step."""
 
 
 class CommitReports:
     """The commits that the manager may not know of yet.
 
-    ``send`` reports one step, ``connected`` tells whether a manager would receive it now, ``fetch_commits`` returns
-    the commits after a step from the store. All methods run in the connection's loop.
+    ``send`` reports one step, ``connected`` returns whether a manager would receive the report now, and
+    ``fetch_commits`` returns the store's commits after a step. All methods run in the connection's loop.
     """
 
     def __init__(
@@ -41,27 +42,27 @@ class CommitReports:
         self._changed, self._welcomed = asyncio.Event(), asyncio.Event()
 
     def on_hello(self) -> None:
-        """Forget what the manager knows: a Hello may go to another manager, whose Welcome names its newest step."""
+        """Forget the newest step that the manager knows of: the Hello may go to another manager."""
         self._known = None
         self._welcomed.clear()
         self._changed.set()
 
     def on_welcome(self, step: int) -> None:
-        """Take in that the manager knows of all steps up to ``step``."""
+        """Record that the manager knows of all steps up to ``step``."""
         self._known = step
         self._commits = {number: metrics for number, metrics in self._commits.items() if number > step}
         self._welcomed.set()
         self._changed.set()
 
     def on_commit(self, step: int, metrics: dict[str, float]) -> None:
-        """Take in a step that this process has committed."""
+        """Record a step that this process has committed, and report it if possible."""
         self._commits[step] = metrics
         if len(self._commits) > MAX_BUFFERED_COMMITS:
             del self._commits[min(self._commits)]
         self.on_found(step)
 
     def on_found(self, step: int) -> None:
-        """Take in a step that the store knows of, whichever incarnation committed it."""
+        """Record that ``step`` is committed, whichever incarnation committed it, and report it if possible."""
         self._newest = max(self._newest, step)
         self._report()
         self._changed.set()
@@ -72,7 +73,7 @@ class CommitReports:
             await self._changed.wait()
             self._changed.clear()
             if not self._connected():
-                continue  # the Hello of the next connection wakes this up again
+                continue  # the Hello of the next connection wakes this task again
             if self._known is None and not await self._is_welcomed() and self._known is None and self._commits:
                 self._known = min(self._commits) - 1
             await self._catch_up()
@@ -98,7 +99,7 @@ class CommitReports:
             self._report()
 
     def _report(self) -> None:
-        """Report all steps that follow on what the manager knows."""
+        """Report the buffered steps that follow, without a gap, the newest step that the manager knows of."""
         while self._known is not None and self._connected() and self._known + 1 in self._commits:
             self._known += 1
             self._send(self._known, self._commits.pop(self._known))

@@ -1,12 +1,12 @@
 """The background thread of a worker, which exchanges all messages, so that the role's code may compute for minutes.
 
 One asyncio loop in one daemon thread runs the connection to the manager, the requests to the trajectory store, the
-weight transfers and the heartbeats. The worker API uses it through blocking calls (:meth:`ManagerConnection.call`) and
-a few attributes.
+weight transfers and the heartbeats. The worker API uses the thread through blocking calls
+(:meth:`ManagerConnection.call`) and a few attributes.
 
-A standby process has only the connection and the heartbeats; a rollout's standby also has an open weight transport.
-When it is promoted, it takes the new incarnation for good, sends a Hello under it with the tag of its own step, and
-opens the rest. It keeps its process and its connection, and no heartbeat is skipped.
+A standby process has only the connection to the manager and the heartbeats; a rollout's standby also has an open weight
+transport. When a standby is promoted, it takes over the new incarnation, sends a Hello as this incarnation with the tag
+of its own step, and opens the rest. Its process and its connection to the manager remain; no heartbeat is skipped.
 """
 
 from __future__ import annotations
@@ -55,18 +55,18 @@ WELCOME_TIMEOUT_S = 600.0
 STOPPING_STORE_TIMEOUT_S = 0.5
 """Seconds that a role whose stop was requested still waits for the store."""
 MAX_DROPPED_VERSIONS = 2
-"""Partly received versions dropped in a row after which the next version is pulled from the publisher itself."""
+"""Number of partly received versions dropped in a row after which the publisher is the first source of the next."""
 REFUSED_PAUSE_S = 1.0
 """Seconds before this process requests the weight versions again after the store refused its incarnation."""
 STANDBY_POLL_S = 0.5
-"""Seconds between two checks of a standby's main thread for SIGTERM; a promotion or a stop wakes it at once."""
+"""Seconds between two checks of a standby's main thread for SIGTERM; a promotion or stop request ends the wait."""
 STORE_REPLICA = ReplicaId("trajectories/0")
 
 T = TypeVar("T")
 
 
 class Stopping(Exception):
-    """A stop of this role was requested. :class:`rrl.Worker` ends its ``with`` block normally on it."""
+    """A stop of this role was requested. The ``with`` block of :class:`rrl.Worker` suppresses this exception."""
 
 
 class ManagerConnection:
@@ -92,7 +92,7 @@ class ManagerConnection:
         self._phase: tuple[str, ReplicaId | None] = (STANDBY if launch.standby else "starting", None)
         """The phase and the replica it waits for, in one value so that no heartbeat mixes two phases."""
         self.blocked_on: ReplicaId | None = None
-        """The replica that this process waits for, whatever the phase; None: the one that the phase names."""
+        """The replica that this process waits for in any phase; if None, heartbeats name the replica of the phase."""
         self.note = ""
         """The text shown beside this replica in `rrl status`; empty for none."""
         self._done = 0
@@ -139,7 +139,7 @@ class ManagerConnection:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     def call_store(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a store request like :meth:`call`; heartbeats report the store as the replica waited for.
+        """Run a store request like :meth:`call`; until it is answered, heartbeats report a wait for the store.
 
         Raises Stopping if a stop was requested and the store, which may have stopped already, does not answer.
         """
@@ -205,7 +205,7 @@ class ManagerConnection:
         self.call_soon(self._commits.on_commit, step, metrics)
 
     def on_commit_found(self, step: int) -> None:
-        """Report a committed step that the store knows of and the manager may not."""
+        """Report a step that the store lists as committed, because the manager may not know of the commit yet."""
         self.call_soon(self._commits.on_found, step)
 
     def announce_version(self, version: Version) -> None:
@@ -267,7 +267,7 @@ class ManagerConnection:
     async def _open_weight_transport(self) -> None:
         """Open the transport that pulls weights from other replicas and serves those of this process.
 
-        A rollout's standby opens it in advance; a trainer's, which has no GPUs yet, only after its promotion.
+        A rollout's standby opens it before its promotion; a trainer's standby, which has no GPUs yet, opens it after.
         """
         role, standby = self.launch.role, self.launch.standby
         if role not in (("rollout",) if standby else ("trainer", "rollout")):
@@ -314,7 +314,7 @@ class ManagerConnection:
         self._standby_over.set()
 
     async def _open_weight_transport_late(self) -> None:
-        """Open the weight transport beside the Welcome, which must not wait for a slow fabric."""
+        """Open the weight transport in a task of its own, so that a slow fabric does not delay the Welcome."""
         await self._open_weight_transport()
         self._resend_hello()
 
@@ -382,7 +382,7 @@ class ManagerConnection:
                 self.probes.on_request(message, self.launch.incarnation)
 
     def _call_back(self, callback: Callable[[msg.Peers], None]) -> None:
-        if self.peers is not None:  # not those of the registration: older peers must not follow newer ones
+        if self.peers is not None:  # read now, not at the registration: no callback may get older peers after newer
             callback(self.peers)
 
     def _update_peers(self, peers: msg.Peers) -> None:
@@ -399,7 +399,7 @@ class ManagerConnection:
             callback(peers)
 
     async def _heartbeat_loop(self) -> None:
-        """Send heartbeats while connected; buffered ones, delivered together, would hide how long a phase lasted."""
+        """Send heartbeats, but only while connected: buffered heartbeats would hide how long a phase lasted."""
         while True:
             phase, waits_for = self._phase
             if self._dialer.connected:
@@ -417,7 +417,7 @@ class ManagerConnection:
         self._send_if_connected(self._hello())
 
     def _send_if_connected(self, message: Any) -> None:
-        """Send a message, or drop it without a connection, because the Hello of the next connection has its content."""
+        """Send a message, or drop it if not connected: the Hello of the next connection has the same content."""
         if self._dialer.connected:
             self._loop.create_task(self._dialer.send(message))
 
@@ -433,8 +433,8 @@ class ManagerConnection:
     async def _exchange_versions(self) -> None:
         """Report to the store which version this process serves, and receive the newest version and its sources.
 
-        The manager distributes both as well, but may be frozen or dead. One request is open nearly always. It is
-        replaced when this process serves another version, and repeated to a store that restarted.
+        The manager distributes the same information, but may be frozen or dead. One request to the store is open nearly
+        all the time: it is replaced when this process serves another version, and repeated when the store restarts.
         """
         known: Version | None = None
         while True:
@@ -460,9 +460,9 @@ class ManagerConnection:
     async def _follow_weights(self, transport: WeightTransport) -> None:
         """Pull the newest version again and again, skipping versions that are superseded before their pull starts.
 
-        While its source delivers, a pull continues although a newer version exists, so that a slow replica completes
-        some versions instead of a part of each. When the source fails, the pull is dropped for the newest version that
-        is available. After :data:`MAX_DROPPED_VERSIONS` drops in a row the publisher itself is the source.
+        While its source delivers, a pull continues even if a newer version exists, so that a slow replica completes
+        some versions instead of a part of each. If the source fails and a newer version exists, the pull is dropped and
+        the newer one is pulled. After :data:`MAX_DROPPED_VERSIONS` drops in a row, the publisher is the first source.
         """
         pace, dropped = AdaptiveTimeout(), 0
         while True:
@@ -486,7 +486,7 @@ class ManagerConnection:
             self.announce_version(newest)
 
     def _sources(self, version: Version, direct: bool) -> tuple[msg.WeightSource, ...]:
-        """Return the sources to pull ``version`` from; :func:`pull` calls this again only after a source failed."""
+        """Return the sources of ``version``, the publisher first if ``direct``; called again when a source failed."""
         if self._weight_sources.newest != version:
             raise Superseded(f"{version} is superseded")
         chain = self._transport_settings.chain
@@ -494,7 +494,7 @@ class ManagerConnection:
 
 
 def _die_on_error(task: asyncio.Task[Any]) -> None:
-    """End the process when a task of the connection fails: without it the worker could not send or receive."""
+    """End the process when a task of the connection fails: without the task the worker could not send or receive."""
     if not task.cancelled() and (error := task.exception()) is not None:
         _log.critical("a task of the connection to the manager failed; this process exits: %r", error)
         os._exit(1)

@@ -1,11 +1,12 @@
 """Requests of the manager that the role's main thread must handle: probes and self-inflicted faults.
 
-A probe asks a suspected role for a small piece of real work. The connection's thread receives it; its handler runs in
-the thread that registered it, at that thread's next call of the worker API. An engine that hangs holds that thread, so
-that no answer comes, although heartbeats of the connection's thread continue and prove nothing.
+A probe requests a small piece of real work from a suspected role. The connection's thread receives the probe; the
+role's handler runs in the thread that registered the handler, at that thread's next call of the worker API. If an
+engine hangs, it blocks that thread and no answer is sent, although the connection's thread still sends heartbeats.
 
-Of the faults, an exit happens at once in the connection's thread. The others happen in the role's own thread at its
-next call of the worker API, where a real fault would hit its code too; the acknowledgement is sent before.
+An injected exit is performed at once in the connection's thread. All other faults are performed in the role's own
+thread at its next call of the worker API, where a real fault would also occur. The acknowledgement of a fault is sent
+before the fault is performed.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ PROBE_ALLOCATION_BYTES = 64 * 2**20
 
 
 class InjectedError(RuntimeError):
-    """Raised on demand in the role's own code (``rrl inject``, ``[faults]``)."""
+    """An exception that was injected into the role's own code (``rrl inject``, ``[faults]``)."""
 
 
 class SelfFaults:
@@ -45,7 +46,7 @@ class SelfFaults:
         self._pending: Fault | None = None
 
     def request(self, injection: Inject) -> None:
-        """Perform an exit, or store the fault for the role's thread (:meth:`trigger`), in the connection's thread."""
+        """Perform an exit, or store another fault for :meth:`trigger`. Called in the connection's thread."""
         fault = injection.fault
         if injection.tag != self.launch.tag:
             self._answer(fault, False, f"the fault is for {injection.tag}; this is {self.launch.tag}")
@@ -111,9 +112,10 @@ class ProbeResponder:
         self._handler = handler
 
     def on_request(self, probe: Probe, incarnation: Incarnation) -> None:
-        """Store a probe for the role's thread, or answer that it has no handler, in the connection's thread.
+        """Store a probe for the role's thread, or answer that the role has no handler.
 
-        ``incarnation`` is the one of this process; probes of another one are ignored.
+        Called in the connection's thread. ``incarnation`` is the incarnation of this process; a probe for another
+        incarnation is ignored.
         """
         if probe.incarnation != incarnation:
             return
@@ -125,7 +127,7 @@ class ProbeResponder:
     def answer(self) -> None:
         """Answer a pending probe if this is the thread that registered the handler.
 
-        It is called at each call of the worker API and raises nothing: the manager decides about a failed probe.
+        Each call of the worker API calls this method. It raises nothing: the manager decides about a failed probe.
         """
         if not self._pending or self._handler is None or threading.get_ident() != self._thread:
             return

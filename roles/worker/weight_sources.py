@@ -1,9 +1,10 @@
 """Selects the weight version that a rollout pulls next and its sources, from reports of the manager and the store.
 
-The manager's ``Peers`` name every replica that serves weights, from which the relay chains follow, and fence
-incarnations. The store names a version as soon as the trainer has published it, and a few replicas that serve it. Its
-report is used where it is newer than the manager's: a newer version, or a trainer of a later incarnation. An
-incarnation that the manager has fenced is never a source.
+The manager's ``Peers`` message names every replica that serves weights (the relay chains are derived from this list)
+and shows which incarnations are fenced. The store names a version as soon as the trainer has published it, and a few
+replicas that serve it. The store's report is used if it is newer than the manager's, that is, if it names a newer
+version of the same trainer incarnation or any version of a later incarnation. An incarnation that the manager has
+fenced is never a source.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ T = TypeVar("T")
 
 
 class Superseded(PullFailed):
-    """A pull is dropped: its source failed, and another version is now the newest that a source serves."""
+    """A pull is dropped because its source failed and a newer version is available."""
 
 
 class WeightSources:
@@ -34,17 +35,17 @@ class WeightSources:
         self._from_store: NewestVersion | None = None
 
     def on_peers(self, peers: Peers) -> None:
-        """Take in the manager's newest ``Peers``; the caller drops outdated ones."""
+        """Record the manager's newest ``Peers``; the caller drops outdated messages."""
         self._from_manager = peers
         self._membership.update(peer.incarnation for peer in peers.peers.values())
 
     def on_newest_version(self, newest: NewestVersion | None) -> None:
-        """Take in the store's answer; None, which a store returns after a restart, changes nothing."""
+        """Record the store's answer. None, which a store returns after a restart, changes nothing."""
         self._from_store = newest or self._from_store
 
     @property
     def newest(self) -> Version | None:
-        """The newest version that an incarnation which is not fenced is known to serve, or None."""
+        """The newest version that the manager or an unfenced source of the store reported, or None."""
         versions = [self._from_manager.newest if self._from_manager is not None else None]
         if self._from_store is not None and self._current_sources():
             versions.append(self._from_store.version)
@@ -63,7 +64,7 @@ class WeightSources:
         return tuple(sources.values())
 
     def _current_sources(self) -> list[WeightSource]:
-        """Return the sources that the store named, without those that the manager has fenced since."""
+        """Return the sources that the store named, without the sources that the manager has fenced."""
         sources = self._from_store.sources if self._from_store is not None else ()
         return [source for source in sources if self._membership.fenced_reason(source.incarnation) is None]
 

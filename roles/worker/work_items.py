@@ -49,7 +49,7 @@ class WorkLease:
 
 
 class ScoringLease:
-    """Complete trajectories leased for scoring. If scoring is slow, call :meth:`Worker.progress` after each one."""
+    """Complete trajectories leased for scoring. If scoring is slow, call :meth:`Worker.progress` after each score."""
 
     def __init__(self, connection: ManagerConnection, items: tuple[ToScore, ...]) -> None:
         self._connection = connection
@@ -58,11 +58,12 @@ class ScoringLease:
         self._posted = 0
 
     def post(self, scores: Sequence[Score], failed: dict[int, str] | None = None) -> None:
-        """Record scores durably, and count the items that were not reported as progress since the lease.
+        """Record scores durably, and report them as progress unless the role has already reported it itself.
 
         Args:
             scores: one score per trajectory.
-            failed: for each trajectory that cannot be scored, the reason. Its group is dropped; it is not scored zero.
+            failed: for each trajectory that cannot be scored, the reason. The group of such a trajectory is dropped;
+                the trajectory is not scored zero.
         """
         self._connection.call_store(self._connection.store.post_scores(scores, failed))
         self._posted += len(scores) + len(failed or {})

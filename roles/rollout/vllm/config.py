@@ -1,4 +1,4 @@
-"""vLLM's configuration: rrl's own arguments, the user's (``[roles.rollout] vllm``), and what fits the machine.
+"""vLLM's configuration: rrl's arguments, the user's (``[roles.rollout] vllm``), and limits that fit the machine.
 
 Every error is found here, before the rollout joins its run, and reported in one line by :class:`InvalidEngineConfig`.
 """
@@ -33,8 +33,8 @@ _ENVIRONMENT_IF_UNSET = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # "auto" binds every engine of a machine to core 0 (docs/sources.md, vLLM)
 }
 _MAX_SEQUENCES = 1024
-"""Default number of sequences at once: vLLM's own on its largest GPUs, and less than the tokens of one of its steps,
-which it requires."""
+"""Default number of sequences at once: vLLM's own default on the largest GPUs. It is less than the number of tokens in
+one of vLLM's steps, as vLLM requires."""
 _KV_SHARE = 0.5
 """Maximum share of the role's memory for the key-value cache on CPU: the rest is for the process, the model and two
 versions."""
@@ -43,7 +43,7 @@ _MAX_ERROR_CHARS = 600
 
 
 class InvalidEngineConfig(Exception):
-    """The configuration is invalid; the message says in one line what, where, and what would be right."""
+    """The configuration is invalid; the message says in one line what is wrong, where, and what would be right."""
 
 
 def set_environment(threads: int) -> None:
@@ -150,7 +150,11 @@ def _fit_cpu(config: Any, memory: int) -> None:
 
 
 def _cache_size(config: Any, limit: int) -> int:
-    """Return bytes for all sequences at full length, but at most ``limit``, unless a single sequence needs more."""
+    """Return the bytes of the key-value cache.
+
+    The cache has room for all sequences at full length, but takes at most ``limit`` bytes, unless a single sequence
+    needs more.
+    """
     model, parallel, block = config.model_config, config.parallel_config, config.cache_config.block_size
     width = model.get_num_kv_heads(parallel) * model.get_head_size() * model.dtype.itemsize
     token_bytes = 2 * model.get_num_layers(parallel) * width
@@ -166,7 +170,7 @@ def _disable_compilation() -> None:
     vLLM compiles a part of its sampler even in eager mode: 15 s of C++ before the first token (measured), and it needs
     a compiler on every node.
     """
-    os.environ["TORCH_COMPILE_DISABLE"] = "1"  # for its worker processes
+    os.environ["TORCH_COMPILE_DISABLE"] = "1"  # for vLLM's worker processes
     torch._dynamo.config.disable = True
 
 

@@ -1,7 +1,7 @@
-"""vLLM as a rollout's engine, in this process: a step is one step of its scheduler.
+"""vLLM as a rollout's engine, in this process: a step of the engine is one step of vLLM's scheduler.
 
 New weights are loaded between two steps. With tensor parallelism vLLM starts worker processes. They are in this
-process's group and end with the step.
+process's group, so that the launcher ends them together with this process.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from ..engine import Sampling, StepOutput
 from .weight_transfer import BUCKET_BYTES, buckets, shared_bucket
 
 HAND_OVER_INTERVAL_S = 0.1
-"""Minimum seconds between two results with complete trajectories only: each costs a round trip to the store, during
-which the model is idle. The slots of the trajectories that wait for it stay empty until then."""
+"""Minimum seconds between two results of :meth:`VllmEngine.step` that only report complete trajectories. Each result
+costs a round trip to the store, during which the model is idle; until then the slots of complete trajectories are
+empty."""
 _PROBE = "probe"
 _COMPLETION_REASONS = ("stop", "length")
 """vLLM's reasons to finish that mean the trajectory's own end."""
@@ -99,8 +100,8 @@ class VllmEngine:
     def step(self) -> StepOutput:
         """See :class:`..engine.Engine`.
 
-        Segments are returned once they have ``segment_tokens``; segments that complete a trajectory with them, or after
-        :data:`HAND_OVER_INTERVAL_S`, or when no trajectory runs.
+        A segment is returned once it has ``segment_tokens`` tokens. The last segment of a complete trajectory is
+        returned together with such a segment, after :data:`HAND_OVER_INTERVAL_S`, or when no trajectory runs.
         """
         if self._version is None:
             raise RuntimeError("no weights have been loaded yet")
@@ -167,7 +168,7 @@ class VllmEngine:
     def load(self, version: Version, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """See :class:`..engine.Engine`.
 
-        Running requests are rescheduled like preempted ones, and their prefixes are read again. After any error but
+        Running requests are rescheduled like preempted requests, and their prefixes are read again. After any error but
         ValueError the model is half new: the process must end.
         """
         try:
@@ -191,7 +192,7 @@ class VllmEngine:
         self._version = version
 
     def probe(self) -> None:
-        """See :class:`..engine.Engine`. If trajectories are running, their next token is the probe."""
+        """See :class:`..engine.Engine`. If trajectories are running, their next token counts as the probe's."""
         if not self._running:
             self._submit(_PROBE, [0], 1)
         before = self._tokens

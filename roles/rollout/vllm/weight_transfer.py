@@ -1,12 +1,13 @@
 """Loads new weights into a running vLLM engine: the weight-transfer backend ``rrl``.
 
 vLLM's worker processes load :class:`Extension` (``worker_extension_cls``) and with it this module, which registers the
-backend. An update is start, one or more buckets, finish; if any of it fails, the model is half new and half old and
-must not be used: the error ends the process. Observed on vLLM 0.32 (docs/sources.md, vLLM).
+backend. An update consists of a start, one or more buckets, and a finish. If any of these fails, the model is half new
+and half old and must not be used: the error ends the process. Observed on vLLM 0.32 (docs/sources.md, vLLM).
 
-A bucket of weights is once in shared memory, and each worker maps it; vLLM's own queue would send each worker a copy
-through one socket. Measured for 256 MiB and 8 readers on two busy cores: 1.5 s by vLLM's queue, 0.7 s here, of which
-0.1 to 0.4 s are the writing. The memory has no name in any file system: a killed process leaves nothing behind.
+A bucket of weights exists once, in shared memory, and each worker maps this memory; vLLM's own queue would send each
+worker a copy through one socket. Measured for 256 MiB and 8 readers on two busy cores: 1.5 s with vLLM's queue, 0.7 s
+with shared memory, of which 0.1 to 0.4 s are the writing. The memory has no name in any file system: a killed process
+leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -56,10 +57,10 @@ def buckets(tensors: Iterable[tuple[str, Tensor]], nbytes: int) -> Iterator[list
 
 @contextmanager
 def shared_bucket(bucket: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Any]]:
-    """Write a bucket to shared memory and yield the arguments of :class:`Bucket`, which other processes map it by.
+    """Write a bucket to shared memory and yield the arguments of :class:`Bucket` for the processes that map it.
 
-    The memory is freed once the block is left and no process maps it. vLLM retains tensors of a layer until it has all
-    of them, so each bucket needs new memory.
+    The memory is freed once the block is left and no process maps it. Each bucket needs new memory, because vLLM
+    retains the tensors of a layer until it has received all of them.
     """
     packed = pack(dict(bucket))
     specs, nbytes = layout([(name, dtype, shape, content.nbytes) for name, dtype, shape, content in packed])
@@ -76,7 +77,7 @@ def shared_bucket(bucket: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, An
 
 
 def map_bucket(path: str, specs: Sequence[TensorSpec]) -> list[tuple[str, Tensor]]:
-    """Return the tensors of a :func:`shared_bucket` as views of it.
+    """Return the tensors of a :func:`shared_bucket` as views of the shared memory.
 
     Raises:
         OSError: The bucket no longer exists.
@@ -101,7 +102,7 @@ class _Init(WeightTransferInitInfo):  # type: ignore[misc]
 class Bucket(WeightTransferUpdateInfo):  # type: ignore[misc]
     """Whole tensors by their Hugging Face names, of which each rank takes its share.
 
-    They are in ``tensors``, or in the file ``path`` as ``specs`` describes.
+    The tensors are in ``tensors``, or in the file ``path`` as ``specs`` describes.
     """
 
     tensors: list[tuple[str, Tensor]] = field(default_factory=list)
@@ -119,7 +120,7 @@ class RrlWeightTransferEngine(WeightTransferEngine[_Init, Bucket]):  # type: ign
         self._missing: set[str] = set()
         if multiprocessing.parent_process() is not None:
             # This is a worker process. SIGTERM requests a stop of the whole process group, but the role first finishes
-            # its work and needs its workers for that. They end when it closes the engine, or with it.
+            # its work and needs its workers for that. Workers end when the role closes the engine, or with the role.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     def init_transfer_engine(self, init_info: _Init) -> None:
@@ -127,7 +128,7 @@ class RrlWeightTransferEngine(WeightTransferEngine[_Init, Bucket]):  # type: ign
 
     def start_weight_update(self) -> None:
         """Prepare the model for new weights."""
-        tied = _names(self.model, True) - _names(self.model, False)  # cannot be told apart after the next line
+        tied = _names(self.model, True) - _names(self.model, False)  # the next line makes tied names indistinguishable
         initialize_layerwise_reload(self.model)  # discards what vLLM derived from the old weights, such as fp8 scales
         self._missing = _names(self.model, False) - tied
 
@@ -159,15 +160,15 @@ class RrlWeightTransferEngine(WeightTransferEngine[_Init, Bucket]):  # type: ign
 
 
 def _names(model: nn.Module, all_names: bool) -> set[str]:
-    """Return the names of the parameters; with ``all_names`` every name of a tied one, else the first."""
+    """Return the names of the parameters; of a tied parameter every name if ``all_names``, else only the first."""
     return {name for name, _ in model.named_parameters(remove_duplicate=not all_names)}
 
 
 def repack_embeddings(model: nn.Module) -> None:
     """Have vLLM pack its embeddings again.
 
-    On CPU vLLM multiplies by a packed copy of the embeddings. With tied embeddings a layerwise reload packs it while
-    the output layer still has the old weights: log-probabilities are then off by about 12, without any error
+    On CPU vLLM multiplies by a packed copy of the embeddings. With tied embeddings, a layerwise reload makes this copy
+    while the output layer still has the old weights: log-probabilities are then off by about 12, without any error
     (docs/sources.md, vLLM).
     """
     for module in model.modules():
