@@ -87,11 +87,11 @@ class RaisedFinding(Struct, frozen=True):
     def critical(self) -> bool:
         """Return whether the finding is evidence against the node.
 
-        A finding that was held back although it has proof does not count: most nodes have the same finding, so the
-        driver or a rule is wrong.
+        A finding that was held back because most nodes have the same one does not count: the driver or a rule is wrong.
         """
-        observed = Flag.OBSERVED in self.finding.flags
-        held_back = Flag.HELD_BACK in self.finding.flags and not self.finding.proof
+        flags = self.finding.flags
+        observed = Flag.OBSERVED in flags
+        held_back = Flag.HELD_BACK in flags and Flag.ON_MOST_NODES not in flags
         return self.finding.verdict is Verdict.FAIL or (
             self.finding.verdict is Verdict.WARN and (observed or held_back)
         )

@@ -149,7 +149,8 @@ def correlate(
             and now < _expires_at(_kind(finding), event)
             and (event.on_most_nodes or not finding.proof)
         ):
-            reported.append(_hold_back(finding, f"others have the same finding: see {DETECTOR}", event.finding.since))
+            why = f"others have the same finding: see {DETECTOR}"
+            reported.append(_hold_back(finding, why, event.finding.since, event.on_most_nodes))
         elif (
             finding.key in suspects
             and _awaits_other_nodes(finding, context)
@@ -332,9 +333,9 @@ def _expires_at(kind: EventKind, event: CorrelatedEvent) -> float:
     return event.finding.since + _GRACE_S[kind] if kind in _GRACE_S else event.last_reported_at + EVENT_LIFETIME_S
 
 
-def _hold_back(finding: Finding, reason: str, since: float) -> Finding:
+def _hold_back(finding: Finding, reason: str, since: float, on_most_nodes: bool = False) -> Finding:
     evidence = (*finding.evidence, Evidence("correlation", f"held back: {reason}", since))
-    flags = (*finding.flags, Flag.HELD_BACK)
+    flags = (*finding.flags, Flag.HELD_BACK, *((Flag.ON_MOST_NODES,) if on_most_nodes else ()))
     return replace(finding, verdict=Verdict.WARN, remedy=Remedy.NONE, proof=False, evidence=evidence, flags=flags)
 
 

@@ -336,7 +336,8 @@ def test_finding_on_many_nodes_at_once_is_reported_for_the_site() -> None:
 
 
 def test_what_most_nodes_have_though_it_is_proved_blames_none_of_them() -> None:
-    wrong = found(5, "n1", Verdict.WARN, detector="gpu_count", flags=(Flag.HELD_BACK,))
+    held_back = (Flag.HELD_BACK, Flag.ON_MOST_NODES)
+    wrong = found(5, "n1", Verdict.WARN, detector="gpu_count", proof=False, flags=held_back)
     assert owners(sourced(ANNA, "r", began(0, "r", ANNA), wrong, failed(10, "n1")))[0][1] == "software"
 
 

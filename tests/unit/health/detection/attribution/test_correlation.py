@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 from msgspec.structs import replace
 
-from rrl.core.types import Cause, Evidence, Finding, Incarnation, NodeName, Remedy, ReplicaId, Verdict
+from rrl.core.types import Cause, Evidence, Finding, Flag, Incarnation, NodeName, Remedy, ReplicaId, Verdict
 from rrl.health.detection.attribution.correlation import (
     EVENT_LIFETIME_S,
     SETTLE_S,
@@ -302,6 +302,7 @@ def test_proof_on_most_nodes_is_held_back(nodes: int, most: int) -> None:
     assert set(verdicts.values()) == {WARN}
     (shared,) = [one for one in run.published if one.node is None]
     assert "a rule of the site" in shared.evidence[0].text
+    assert all(Flag.ON_MOST_NODES in finding.flags for finding in run.published), "history then blames no node"
 
 
 @pytest.mark.parametrize(
