@@ -1,4 +1,4 @@
-"""Send the peer directory to the workers of a run: who is live, and who serves which weight version."""
+"""Send the peer directory to the workers of a run: which processes are live, and which of them serve which weights."""
 
 from __future__ import annotations
 

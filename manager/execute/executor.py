@@ -26,7 +26,7 @@ _log = logging.getLogger("rrl.manager")
 RETRY_INTERVAL_S = 5.0
 """Seconds before an unanswered stop, release, drain, undrain or shrink is tried again; all of them may be repeated."""
 MAX_RETRY_INTERVAL_S = 60.0
-"""Upper limit of that pause, which doubles with each attempt."""
+"""Upper limit of the retry interval (s), which doubles with each attempt."""
 STEP_MARGIN_S = 3.0
 """Seconds beyond a step's own grace before the cluster is requested to end it."""
 
@@ -161,7 +161,7 @@ class StepControl:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def on_event(self, event: ev.Event) -> None:
-        """Handle a recorded event: wake a stop that waits for the end of its step."""
+        """Handle a recorded event: if a step has ended, wake the task that waits for the end of that step."""
         if isinstance(event, ev.StepEnded) and event.step in self._ended:
             self._ended[event.step].set()
 

@@ -4,8 +4,8 @@ Each fault is recorded as one ``FaultInjected`` event that says whether it was i
 second event at its end. A fault is tried once; if the manager died in between, its result is recorded as unknown.
 
 ``disk_full`` writes a file that fills the run directory's file system (blocking). Because others use that file system
-too, it is done only if little space is left. If the manager is killed, the next manager removes the file, or an agent
-that misses the manager.
+too, it is done only if little space is left. If the manager is killed, the file is removed by the next manager, or
+by an agent that has lost its manager.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from ..model.actions import InjectFault
 ANSWER_TIMEOUT_S = 20.0
 """Seconds for an agent, or a role that can do so at once, to confirm that it injected a fault."""
 ANSWER_DELAY_S = 2.0
-"""Seconds by which the confirmation may arrive after the end of its target, because the two arrive by different
-connections."""
+"""Seconds by which a confirmation may arrive later than the report that the fault's target has ended, because the two
+arrive on different connections."""
 
 
 def injected_event(
@@ -133,7 +133,7 @@ class FaultInjector:
                 await self._context.send(worker, msg.Inject(action.fault, action.step), None)
 
     async def _by_role(self, action: InjectFault) -> None:
-        """Have the role inject the fault: most take effect at its next call of the worker API, however late that is."""
+        """Have the role inject the fault: most faults take effect at its next call of the worker API, however late."""
         assert action.incarnation is not None
         peer = self._context.connections.workers.get(action.incarnation)
         if peer is None or self._context.state().job.role(role_of(action.incarnation.replica)).watch != "api":
@@ -198,7 +198,7 @@ def fill_disk(run: RunDir) -> str:
 
 
 def remove_disk_filler(run: RunDir) -> bool:
-    """Remove the file; return whether there was one."""
+    """Remove the file that fills the disk; return whether there was such a file."""
     try:
         run.disk_filler.unlink()
     except FileNotFoundError:

@@ -1,8 +1,8 @@
 """Write what the first process of a step reads: its launch file, with the command line of a container if there is one.
 
 With apptainer the first process stays on the node and only the command runs in the image; with pyxis, a plugin of srun,
-the whole step runs in it. Neither creates a process namespace, so the processes of a role are found and ended by the
-marks in their environment as everywhere else. Sources: apptainer-exec(1) of 1.4 (man.archlinux.org),
+the whole step runs in the image. Neither creates a process namespace, so the processes of a role are found and ended by
+the marks in their environment, as without a container. Sources: apptainer-exec(1) of 1.4 (man.archlinux.org),
 apptainer.org/docs/user/latest (bind paths, environment), github.com/NVIDIA/pyxis (README, wiki/Usage).
 """
 
@@ -28,11 +28,11 @@ from ..model.state import State
 
 APPTAINER, PYXIS = "apptainer", "pyxis"
 _SHARED_MEMORY = "/dev/shm"
-"""Folder through which torch's data loaders and UCX share memory. Images of pyxis would otherwise have a
-separate one."""
+"""Folder through which torch's data loaders and UCX share memory. A container of pyxis would otherwise
+have a separate folder."""
 _IMAGE_SUFFIXES = (".sif", ".sqsh", ".squashfs", ".img")
-"""Suffixes by which an image is a file. Like every path in job.toml, its path is relative to the folder of job.toml:
-apptainer would resolve it so by itself, pyxis takes a name without a slash for an image in a registry."""
+"""Suffixes of images that are files. Like every path in job.toml, the path of such an image is relative to the folder
+of job.toml: apptainer would resolve it so by itself, pyxis takes a name without a slash for an image in a registry."""
 NO_USER_SITE = {"PYTHONNOUSERSITE": "1"}
 """Variables for every container: the host's ~/.local contains packages for the host's Python."""
 
@@ -99,9 +99,9 @@ PROBE_SHARE = 0.5
 """Fraction of ``limits.join`` that the probe may take, because the agent joins only after it."""
 
 ADMISSION_TIMEOUT_S = 30.0
-"""Seconds for the first round of the readers (docs/health.md), each of which has a deadline of its own."""
+"""Seconds for the agent's first samples from all readers (docs/health.md); each reader has its own deadline as well."""
 ADMISSION_SHARE = 0.25
-"""Fraction of ``limits.join`` that this round may take, because the agent joins only after it."""
+"""Fraction of ``limits.join`` that these first samples may take, because the agent joins only after them."""
 
 
 def write_launch(run: RunDir, state: State, action: LaunchAction, job_dir: str) -> Step:
@@ -212,8 +212,8 @@ def _argv(role: RoleSpec, job: RunSpec, run_dir: str, job_dir: str) -> tuple[str
 def _probe(job: RunSpec, run_dir: str, job_dir: str) -> tuple[str, ...]:
     """Return the command that checks on a node whether the modules of ``[env] probe`` can be imported.
 
-    Empty: no check. The check runs on the host or, if no role runs there, in apptainer's container. An agent cannot
-    start a process in pyxis's container.
+    The command is empty if nothing is to be checked, or if all roles run in pyxis's container, where an agent cannot
+    start a process. The check runs on the host or, if no role runs there, in apptainer's container.
     """
     modules = f"import {', '.join(job.env.probe)}"
     if not job.env.probe or all(role.launcher == PYXIS for role in job.roles):

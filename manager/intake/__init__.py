@@ -1,1 +1,1 @@
-"""What enters the manager: messages, polls of the cluster, findings and user commands; all become events."""
+"""Turn all input of the manager into events: messages, polls of the cluster, findings and user commands."""

@@ -24,16 +24,16 @@ def check_memlock(hello: AgentHello, weights: str, now: float) -> Finding | None
 
 
 class GpuRegistry:
-    """The owner of each GPU of each node, as reported by roles when they join.
+    """The owner of each GPU of each node, according to what roles report when they join.
 
-    A new manager receives it again from all.
+    It is not journaled: a new manager learns the owners again from the Hello of each role.
     """
 
     def __init__(self) -> None:
         self._owners: dict[tuple[NodeName, str], Incarnation] = {}
 
     def claim(self, hello: Hello, state: State, now: float) -> Finding | None:
-        """Register the GPUs of a joining role; return a FAIL about it if another current incarnation has one of them.
+        """Register a joining role's GPUs; return a FAIL about the role if another current incarnation has one of them.
 
         A step that overlaps others shares the first GPUs with them (measured, docs/architecture.md); both would run out
         of memory.

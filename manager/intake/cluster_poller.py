@@ -36,7 +36,7 @@ class ClusterPoller:
         self._poll_requested.set()
 
     def check_suspensions(self) -> None:
-        """Poll before a silent node is treated as failed: its allocation may be suspended."""
+        """Request a poll before a silent node is treated as failed, because its allocation may be suspended."""
         if self._context.monitor.needs_suspend_check(self._context.state().job.limits, self._context.now()):
             self._poll_requested.set()
 
@@ -96,7 +96,8 @@ class ClusterPoller:
     def _on_node_statuses(self, statuses: Mapping[NodeName, NodeStatus], now: float) -> None:
         """Update the node states in the health monitor.
 
-        If most nodes go down in one poll, slurmctld has lost contact to them rather than all of them having failed.
+        The monitor also receives whether only few nodes went down in this poll. If most did, slurmctld has probably
+        lost contact with them, and they have not all failed.
         """
         known = self._context.monitor.nodes
         gone = [name for name, status in statuses.items() if status.state in (NodeState.DOWN, NodeState.UNKNOWN)]

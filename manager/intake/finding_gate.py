@@ -50,7 +50,7 @@ class ReportedFindings:
     def __init__(self) -> None:
         self._by_node: dict[NodeName, dict[str, Finding]] = {}
         self.changes = 0
-        """Number of reports so far, by which a reader notices a change."""
+        """Number of changes so far; a caller compares it with an earlier value to notice a change."""
 
     @property
     def nodes(self) -> set[NodeName]:
@@ -215,7 +215,7 @@ class FindingGate:
         return self.publish()
 
     def on_agent_hello(self, hello: AgentHello, *also: Finding) -> None:
-        """Record what a joining agent finds, before anything is placed on its node."""
+        """Record the findings that an agent reports when it joins, before any replica is placed on its node."""
         foreign = [finding for finding in hello.findings if not may_report(finding, hello.incarnation, hello.node)]
         if foreign:
             _log.warning(
@@ -225,7 +225,7 @@ class FindingGate:
         self.publish()
 
     def on_report(self, message: FindingReport) -> None:
-        """Handle a finding reported by the current agent of a node; ignore one that is about another node."""
+        """Handle a finding reported by the current agent of a node; ignore a finding about another node."""
         if not may_report(message.finding, message.incarnation, message.node):
             _log.warning(
                 "ignored finding %s from %s: an agent may only report its own node",
@@ -241,13 +241,13 @@ class FindingGate:
         self._reported.forget(node)
 
     def publish(self) -> float:
-        """Record findings that changed, and clear those no longer found.
+        """Record findings that changed, and clear recorded findings that are no longer found.
 
-        Return the time (s) to call this again (inf: never).
+        Return the time (s) at which to call this again; inf if only new findings can change the result.
         """
         settings = self._context.state().job.health
         input_key = (self._detected, self._stacks, self._reported.changes, settings)
-        if input_key == self._input_key:  # runs every turn, over the findings of up to a thousand nodes
+        if input_key == self._input_key:  # checked in each turn of the manager's loop
             return inf
         context = PublicationContext(
             self._context.now(), settings, self._stacks, self._correlation_context(), self._correlation_state
@@ -272,7 +272,7 @@ class FindingGate:
         return context.next_check
 
     def _correlation_context(self) -> CorrelationContext:
-        """Return what correlation considers of the run: nodes, rollouts, excluded nodes, missing heartbeats."""
+        """Return what correlation needs to know of the run: nodes, rollouts, excluded nodes, missing heartbeats."""
         state = self._context.state()
         if not self._detected and not self._reported.nodes and not self._correlation_state.events:
             return CorrelationContext(0)
@@ -294,7 +294,8 @@ BASELINE_CHECK_INTERVAL_S = 60.0
 def restore_monitor(monitor: HealthMonitor, state: State, now: float) -> None:
     """Restore the health monitor from the state: every current incarnation counts as running, with full grace from now.
 
-    Phases that an incarnation has passed through are restored, so that its baselines are not expected to begin again.
+    Phases that an incarnation has passed through are restored, so that the next pass through them does not count as
+    its first, which may take longer.
     """
     monitor.set_limits(state.job.limits)
     monitor.restore_baselines(state.baselines)

@@ -1,14 +1,14 @@
 """Investigate suspected hangs before they lead to a restart: probe the suspect, and collect its stacks.
 
-**Probes.** Each replica named by :func:`rrl.health.detection.detectors.probing.due_probes` is sent ``Probe``. It counts
-as probed even if it is not connected, since other detectors find a replica that cannot be reached. The detectors judge
-its reply.
+**Probes.** Each replica named by :func:`rrl.health.detection.detectors.probing.due_probes` is sent ``Probe``. The
+replica counts as probed even if it is not connected, since other detectors find a replica that cannot be reached. The
+detectors judge the reply.
 
 **Stacks** are collected once for each suspected or found hang, from the suspect and from every member of its gang, and
 grouped (:mod:`rrl.health.detection.attribution.stack_groups`). A restart ends the processes, so their stacks are
 requested at the first WARN. The stage :func:`rrl.health.detection.pipeline.await_stacks` downgrades a FAIL without an
-earlier WARN until the stacks have arrived, for :data:`STACKS_TIMEOUT_S` at most; it is not delayed if no agent can be
-reached. A summary is added to the finding's evidence and to the journal; the complete dumps are saved to a file.
+earlier WARN until the stacks have arrived, for :data:`STACKS_TIMEOUT_S` at most; the FAIL is not delayed if no agent
+can be reached. A summary is added to the finding's evidence and to the journal; the complete dumps are saved to a file.
 """
 
 from __future__ import annotations
@@ -152,8 +152,8 @@ class HangInvestigator:
     def on_reply(self, answer: msg.ProbeReply | msg.Stacks) -> None:
         """Handle a reply from a current incarnation.
 
-        Stacks that are no longer awaited are ignored. A reply to a probe counts whichever of this manager's probes it
-        answers, for it shows the present state; replies to an earlier manager's probes are ignored.
+        Stacks that are no longer awaited are ignored. A reply to any of this manager's probes counts, because it shows
+        the present state; replies to an earlier manager's probes are ignored.
         """
         if isinstance(answer, msg.Stacks):
             if (collection := self._collections.get(answer.id)) is not None:

@@ -125,7 +125,10 @@ class MessageHandler:
         await self.hang_investigator.close()
 
     async def _from_fenced(self, incoming: Incoming, message: Any) -> None:
-        """Answer a message of an incarnation that is not current: a standby being promoted, or a fenced one."""
+        """Answer a message of an incarnation that is not current.
+
+        The sender is a standby process that is being promoted, or a fenced incarnation.
+        """
         if self._context.state().finish is not None:
             newest = self._context.state().replica(message.incarnation.replica).incarnation == message.incarnation
             if newest and isinstance(message, msg.Committed):  # a resumed run continues from this step
@@ -273,7 +276,7 @@ class MessageHandler:
                 self._context.monitor.remove(event.incarnation)  # its work is complete: its end is not a failure
 
     def restore_step_end(self, incarnation: Incarnation) -> None:
-        """Show the detectors the end of a step that was recorded under an earlier manager."""
+        """Report to the health monitor the end of a step that was recorded under an earlier manager."""
         record = read_exit(
             self._context.run_dir.exit_file(
                 tag_of(self._context.run_dir.id, step_alias(self._context.state(), incarnation))
@@ -295,7 +298,7 @@ class MessageHandler:
     def start_reading_exit_records(self) -> None:
         """Read exit records in a task of their own, so that hung storage does not delay messages.
 
-        Does nothing while the last reading is still running; raises the error with which it ended.
+        Do nothing while the previous task is still running. If the previous task failed, raise its error.
         """
         previous = self._exit_record_task
         if previous is None or previous.done():
@@ -322,8 +325,9 @@ class MessageHandler:
     async def _greeting(self, incoming: Incoming, message: msg.Hello | msg.AgentHello) -> None:
         """Accept the Hello of an incarnation's process, or fence it if another process is that incarnation.
 
-        An incarnation is one process: a process of the step that was launched or promoted as it, and the first one that
-        sent a Hello. With two, messages of both would be accepted in turn.
+        Exactly one process is the incarnation: the first one to send a Hello among the processes of the step that was
+        launched as, or promoted to, this incarnation. If two processes were accepted, messages of both would be handled
+        in turn.
         """
         incarnation = message.incarnation
         known = self._context.state().replica(incarnation.replica)
@@ -359,7 +363,7 @@ class MessageHandler:
         if owns_gpus and (finding := self._gpus.claim(message, state, now)) is not None:
             self._context.record(
                 ev.FindingChanged(finding)
-            )  # the planner fences it for that; until then it gets no Welcome
+            )  # the planner fences it for this finding; until then it gets no Welcome
             return
         self._context.monitor.on_hello(incarnation, message.node, message.phase, now)
         announced = (message.listen_address, message.weight_address, message.pid, message.node)

@@ -1,10 +1,10 @@
 """Derive events from one poll of the cluster, for open intents and known allocations. Pure.
 
 An intent whose call got no reply is settled by its tag. If the tag is listed, the action was done. If it is not listed
-for a quiet period after the intent, the action was certainly not done: a timed-out sbatch can land late, so the period
-is long; a launch whose srun has ended cannot, and needs no such period. A squeue can omit a job once, and a site's
-cache can return an answer that is minutes old. Whatever counts as gone, as never started or as queued again must
-therefore be so in two polls, and for as long as an answer may be old.
+for a quiet period after the intent, the action was certainly not done: a timed-out sbatch can take effect late, so the
+period is long; a launch whose srun has ended cannot take effect late, and needs no such period. A squeue can omit a job
+once, and a site's cache can return an answer that is minutes old. A job, step or node therefore counts as gone, as
+never started or as queued again only if two polls in a row show that, and for as long as an answer may be old.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ seconds."""
 
 
 class AbsenceCounter:
-    """How often in a row, and since when, each known thing was missing.
+    """Counts in how many polls in a row, and since when, each allocation, launch or node of an allocation was missing.
 
-    Not restored by a new manager, which counts again.
+    The counts are not restored: a new manager begins again.
     """
 
     def __init__(self) -> None:
@@ -39,9 +39,9 @@ class AbsenceCounter:
         """Manager's time (s) of the last poll that was not answered."""
 
     def is_gone(self, tag: str, listed: bool, now: float = 0.0, min_absence_s: float = 0.0) -> bool:
-        """Count one poll.
+        """Count one poll in which the entry ``tag`` was listed or missing.
 
-        Return whether the thing was missing in this and the last poll, and for ``min_absence_s`` s.
+        Return whether the entry was missing in this and the last poll, and for at least ``min_absence_s`` s.
         """
         if listed:
             self._absent.pop(tag, None)
@@ -56,7 +56,7 @@ def reconcile(
 ) -> list[Event]:
     """Return the events that follow from a poll.
 
-    Intents in ``busy``, whose command is still running, are left to it.
+    ``busy`` are the tags of actions whose command is still running; requests and launches among them are not settled.
     """
     events: list[Event] = []
     if snapshot.steps is None:
@@ -89,7 +89,7 @@ def reconcile(
                 continue
             due = now - intent.at > state.job.limits.quiet or tag in snapshot.launchers_ended
             if absences.is_gone(tag, tag in snapshot.steps or not due):
-                # The manager that intended the launch has died, or the cluster was away: it may never have received it.
+                # The manager died, or the cluster did not answer: the cluster may never have received the launch.
                 undelivered = intent.at < max(state.managed_since, absences.last_unanswered_at)
                 events.append(IntentSettled(tag, False, NEVER_APPEARED, undelivered, RejectReason.NEVER_APPEARED))
     events += [
@@ -129,8 +129,9 @@ def _reconcile_allocation(
 ) -> AllocationStatus:  # fmt: skip
     """Return the status to accept for an allocation.
 
-    That a running allocation is pending again, or has lost a node that the cluster does not call down, is accepted only
-    once it cannot be an old or incomplete answer; until then the earlier status stands.
+    An answer may be old or incomplete if it says that a running allocation is pending again, or that the allocation has
+    lost a node that is not down. Such a change is accepted only after further polls; until then the earlier status, or
+    the lost node, is kept.
     """
     before = allocation.status
     if status.state is AllocationState.ENDING and (allocation.releasing or allocation.orphan):
@@ -197,9 +198,9 @@ def has_undecided_launch(state: State, snapshot: ClusterSnapshot) -> bool:
 
 
 def expects_change(state: State, now: float) -> bool:
-    """Return whether the cluster's state is about to change, so that it is polled faster.
+    """Return whether the cluster's state is expected to change soon, so that it is polled faster.
 
-    A queue that may take days is not.
+    A request that is pending in the queue counts only for a limited time, since it may wait for days.
     """
     has_requests = any(isinstance(intent.action, Request) for intent in state.intents.values())
     allocations = state.allocations.values()

@@ -1,6 +1,6 @@
-"""Promote standby processes, and repeat the message to those that have not received it.
+"""Promote standby processes, and repeat the Promote message to processes that have not received it.
 
-The intent is journaled before the message is sent, so a new manager sends the same one. The Hello of the promoted
+The intent is journaled before the message is sent, so a new manager sends the same message. The Hello of the promoted
 member settles the intent, not this module.
 """
 
@@ -25,8 +25,8 @@ from .admission import GpuRegistry
 _log = logging.getLogger("rrl.manager")
 
 RECONNECT_TIMEOUT_S = 2.0
-"""Seconds to wait for a current standby process to connect: after its manager's death it connects to the next one
-within 1 s."""
+"""Seconds to wait for a current standby process to connect: after its manager's death it connects to the next
+manager within 1 s."""
 _POLL_INTERVAL_S = 0.02
 """Seconds between two checks whether a standby process has connected."""
 
@@ -63,9 +63,9 @@ class StandbyPromoter:
         await asyncio.to_thread(link_log, self._context.run_dir, action.incarnation, standby)
 
     async def send_promotion(self, standby: Incarnation) -> bool:
-        """Send a standby process the member that it has become according to the state.
+        """Send Promote to a standby process, with the member that it becomes according to the state.
 
-        Returns False if its node has no free GPU for that member.
+        Return False if its node has no free GPU for that member.
         """
         state = self._context.state()
         member = promoted_to(state, standby)
@@ -83,7 +83,7 @@ class StandbyPromoter:
 
 
 def link_log(run: RunDir, incarnation: Incarnation, standby: Incarnation) -> None:
-    """Link the log of a promoted member to the log of its step, so that it is found under both names (blocking)."""
+    """Link the log of a promoted member to the log of its step, so that the log has both names (blocking)."""
     link = run.log_file(tag_of(run.id, incarnation))
     try:
         with suppress(FileExistsError):

@@ -145,7 +145,7 @@ def _no_node(node: str, state: State | None) -> str:
 def _no_standby(target: str, state: State | None) -> str:
     """Return why a fault cannot hit this standby process (``standby/<node>``), or '' if it runs now.
 
-    Standby processes come and go: a fault can only hit one that runs.
+    Standby processes are started and stopped during a run, and a fault can only hit one that runs.
     """
     standbys = (
         [replica.id for replica in state.replicas.values() if replica.role == STANDBY_ROLE and replica.is_current]

@@ -1,7 +1,7 @@
 """:func:`plan`: a pure function from the state and the time to the actions that are due now.
 
-It only knows what the journal has recorded, so it replays deterministically. Planning again at the same time, on the
-state that its own actions lead to, returns nothing.
+It only knows what the journal has recorded, so it replays deterministically. An action that is recorded in the state is
+not returned again.
 """
 
 from __future__ import annotations

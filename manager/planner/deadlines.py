@@ -13,8 +13,8 @@ TRAINER_SHUTDOWN_GRACES = 2
 SHUTDOWN_GRACES = 8
 """Maximum duration of a shutdown in grace periods.
 
-Each stage (the trainer, then the other roles and the standby processes, then the agents) takes up to its own grace, and
-as long again until its end is reported."""
+Each stage (the trainer, then the other roles and the standby processes, then the agents) may last for the grace of its
+steps, and as long again until the ends of these steps are reported."""
 
 UNSATISFIABLE_AFTER_S = 180.0
 """Seconds for which the cluster must report that a request can never be met, before rrl acts on it: while slurmdbd is
@@ -22,15 +22,16 @@ down, or partitions are being changed, Slurm reports that of any request."""
 
 
 def unsatisfiable_at(allocation: Allocation) -> float:
-    """Return the manager's time (s) from which a request counts as one that can never be met; else inf."""
+    """Return the manager's time (s) from which a request counts as one that can never be met, or inf."""
     return NEVER if allocation.unsatisfiable_since is None else allocation.unsatisfiable_since + UNSATISFIABLE_AFTER_S
 
 
 def shutdown_at(state: State) -> float:
-    """Return the manager's time (s) at which the run begins to shut down, so that this ends within its walltime.
+    """Return the manager's time (s) at which a run begins to shut down, to be complete before its walltime ends.
 
-    The margin is the maximum duration of a shutdown plus one poll, since the begin of the walltime may be observed that
-    much late. It is at most half of the walltime, so that a short run gets some work done.
+    The margin is the maximum duration of a shutdown plus one poll interval, because the manager may notice the start of
+    the walltime up to one poll too late. The margin is at most half of the walltime, so that a short run gets some work
+    done.
     """
     limits = state.job.limits
     margin = max(MIN_WALLTIME_MARGIN_S, SHUTDOWN_GRACES * limits.step_grace) + limits.poll

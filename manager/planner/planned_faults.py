@@ -1,7 +1,7 @@
 """Inject faults that the job plans or a user requests: once, when they are due and their target exists.
 
 A planned fault waits until its target works, so that there is something to recover. A fault that a user requests
-without a time hits its target in whatever state it is.
+without a time is injected whatever its target is doing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class _Target(Struct, frozen=True):
 
 
 def due_faults(state: State, now: float) -> tuple[list[ExternalAction], float]:
-    """Return the injections that are due, and the manager's time (s) at which the next one may be."""
+    """Return the injections that are due, and the manager's time (s) at which the next one may be due."""
     due: list[ExternalAction] = []
     wake, triggered = NEVER, set(state.triggered_faults)
     for fault in (*state.job.faults, *state.requested_faults):
@@ -70,7 +70,11 @@ def _find_target(state: State, fault: Fault) -> _Target | None:
 
 
 def _ready(state: State, replica: Replica, at: FaultTrigger) -> bool:
-    """Return whether the replica is in the phase that the trigger names, or else works at all."""
+    """Return whether the replica has joined, and is in a phase in which this trigger allows the fault.
+
+    That is the phase that the trigger names. If the trigger names only a step or a time, it is any phase of useful
+    work; agents, standby processes and commands report no such phase, so that they only need to have joined.
+    """
     if replica.status is not Status.JOINED:
         return False
     if at.phase is not None:

@@ -44,7 +44,7 @@ def plan_shutdown(state: State, now: float) -> tuple[list[Action], float, bool]:
 
 
 def final_reason(state: State) -> str:
-    """Return how the run ended, for its last record: the decision, and what is known only then."""
+    """Return the reason for the run's end, for its last record: why the end was decided, and what is left."""
     lines = list(state.finish.why.evidence) if state.finish is not None else []
     kept_jobs = sorted(
         allocation.status.job
@@ -81,8 +81,8 @@ def _shutdown_stage(state: State, role: str) -> _Stage:
 def _left_to_user(state: State, allocation: Allocation) -> bool:
     """Return whether the user keeps this allocation.
 
-    An allocation with an orphan step on a usable node is not left to the user yet. An orphan on an excluded node, which
-    does not answer, may never be seen to end and does not hold the allocation back.
+    An allocation with an orphan step on a usable node is not left to the user yet. An orphan step on an excluded node
+    does not count, since that node does not answer and the end of the step may never be reported.
     """
     has_orphans = any(node.allocation == allocation.tag and node.excluded is None for node in _orphan_step_nodes(state))
     return state.keep_allocations and allocation.running and not has_orphans
@@ -94,7 +94,7 @@ def _orphan_step_nodes(state: State) -> list[Node]:
 
 
 def _releasable(state: State, now: float) -> tuple[list[str], float]:
-    """Return the tags of the allocations that can be released now, and when (s) there may be more.
+    """Return the tags of the allocations that can be released now, and the manager's time (s) of the next ones.
 
     An allocation whose request is unanswered must first be found, or be known not to exist: a timed-out sbatch can take
     effect after its scancel.
@@ -160,7 +160,10 @@ def _progress_text(state: State) -> str:
 
 
 def _stop_deadline(state: State, stage: _Stage) -> float:
-    """Return the manager's time (s) up to which stopped steps on nodes that may still answer are waited for."""
+    """Return the manager's time (s) until which the shutdown waits for the orphan steps of a stage to end.
+
+    Only steps on nodes that may still answer count.
+    """
     stopped_since = [
         orphan.since for orphan in state.orphan_steps.values()
         if _shutdown_stage(state, role_of(orphan.incarnation.replica)) is stage

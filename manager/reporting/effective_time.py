@@ -19,10 +19,10 @@ from .failure_records import WorkChange
 
 
 def effective_share(job: RunSpec, at_work: Mapping[str, int], committed: bool) -> float:
-    """Return which share of the time is effective training while these numbers of members work, by role.
+    """Return the share of the time that is effective training while ``at_work`` members of each role work.
 
-    1 while all ranks of the trainer work; else the number of working rollouts over that number plus the number of
-    trainers, once a first step is ``committed``.
+    The share is 1 while all ranks of the trainer work. Else it is 0 before a first step is ``committed``, and then the
+    number of working rollouts divided by that number plus the number of trainers.
     """
     ranks = wanted = 0
     for role in job.roles:
@@ -35,17 +35,17 @@ def effective_share(job: RunSpec, at_work: Mapping[str, int], committed: bool) -
 
 
 class EffectiveSeconds:
-    """The seconds of effective training since ``at`` (s), as they pass."""
+    """Counts the seconds of effective training since ``at`` (s)."""
 
     def __init__(self, at: float) -> None:
         self._seconds, self._share, self._share_since = 0.0, 0.0, at
 
     def until(self, now: float) -> float:
-        """Return the seconds up to ``now``."""
+        """Return the seconds of effective training up to ``now``."""
         return self._seconds + self._share * max(0.0, now - self._share_since)
 
     def set_share(self, share: float, at: float) -> None:
-        """Set which share of the time is effective from ``at`` on."""
+        """Set the share of the time that is effective training from ``at`` on."""
         self._seconds, self._share_since = self.until(at), max(at, self._share_since)
         self._share = share
 
@@ -74,7 +74,7 @@ class WorkIntervals:
     def effective(self, job: RunSpec, until: float, committed_at: float | None) -> tuple[float, float]:
         """Return the seconds up to ``until`` of effective training, and those in which every member works.
 
-        ``committed_at`` is the time (s) of the first commit; None without any.
+        ``committed_at`` is the time (s) of the first commit; None if there is no commit.
         """
         all_members = sum(role.replicas * role.ranks for role in job.roles)
         effective = strict = 0.0

@@ -20,24 +20,24 @@ class Diagnosis(Struct, frozen=True):
     symptom_at: float
     detected_at: float
     fault_at: float | None
-    """Time of the injected fault that can have caused it; None if none can have."""
+    """Time of the injected fault that can have caused the failure; None if there is no such fault."""
 
 
 class Failure(Struct, eq=False):
-    """One failure of an incarnation, or of a node (``incarnation`` is None). A time (s) is None if not reached."""
+    """One failure of an incarnation, or of a node (``incarnation`` is None). Times (s) not reached are None."""
 
     incarnation: Incarnation | None
     node: NodeName
     """Node that failed, or on which the incarnation ran; empty if it was never launched."""
     recorded_at: float
     diagnosis: Diagnosis
-    """As of the first record, and finally as of the fence."""
+    """Diagnosis at the first record, replaced at the fence by the diagnosis then."""
     ended: bool = False
     """Whether the incarnation has ended, or is fenced; else it continued."""
     continues: Failure | None = None
     """The earlier failure that this rejected launch was to repair: both are one failure with one recovery."""
     ended_run: bool = False
-    """Whether the run ended for it: then nothing is fenced or repaired any more."""
+    """Whether the run ended because of this failure: then nothing is fenced or repaired."""
     fence: Fence | None = None
     """The first charged fence."""
     fenced_at: float | None = None
@@ -82,7 +82,7 @@ class Outage(Struct, frozen=True):
 class WorkChange(Struct, frozen=True):
     """A member began or stopped to work at a time (s).
 
-    A stop may be in the past: then work that was counted after it was none.
+    A stop may be in the past: time that was counted as work after it is then not work.
     """
 
     replica: ReplicaId
@@ -94,7 +94,7 @@ class Changes(Struct):
     """What one event changed in the timeline."""
 
     failures: list[Failure] = []
-    """Failures that the event shows or fences."""
+    """Failures that the event shows, or whose incarnation it fences."""
     raised: Finding | None = None
     """Finding that became FAIL."""
     ended_outages: list[tuple[Outage, bool]] = []
@@ -119,10 +119,11 @@ class InjectedFault(Struct):
     performed: bool = False
 
     def set_performed_at(self, at: float, silence: float) -> None:
-        """Set when the fault was performed; it lasts for its ``seconds``.
+        """Set the time at which the fault was performed, and derive from it when the fault and its effects end.
 
-        Its end may never be journaled, for example on a disk that stays full or after a manager's death. ``silence`` is
-        how long finding its effects may take (s).
+        The end is derived from the fault's ``seconds``, because it may never be journaled, for example on a disk that
+        stays full or after a manager's death. ``silence`` is the time (s) that detection of the fault's effects may
+        take.
         """
         if self.fault is not None and self.fault.seconds:
             self.ended_at = at + self.fault.seconds
@@ -131,7 +132,7 @@ class InjectedFault(Struct):
             self.ended_at = at
 
     def may_have_hit(self, incarnation: Incarnation, node: NodeName, launched_at: float, failed_at: float) -> bool:
-        """Return whether this fault can have caused a failure of this incarnation on this node, by target and time."""
+        """Return whether this fault can have caused a failure of this incarnation on this node."""
         if not self.at <= failed_at <= self.effects_until:
             return False
         if incarnation in self.incarnations:
@@ -155,7 +156,7 @@ class InjectedFaults:
         return bool(self._faults)
 
     def behind(self, incarnation: Incarnation, node: NodeName, launched_at: float, failed_at: float) -> float | None:
-        """Return the time (s) of the newest fault that can have caused an incarnation's failure; None without any."""
+        """Return the time (s) of the newest fault that can have caused an incarnation's failure, or None."""
         times = (
             fault.at for fault in self._faults.values() if fault.may_have_hit(incarnation, node, launched_at, failed_at)
         )
@@ -168,7 +169,7 @@ class InjectedFaults:
         self._faults[fault] = InjectedFault(None, 0.0, incarnations, performed=True)
 
     def on_intended(self, action: InjectFault, target: Incarnation | None, at: float) -> None:
-        """Note a fault that is about to be injected: detection is measured from here."""
+        """Note a fault that is about to be injected: detection is measured from this time."""
         injected = InjectedFault(action.fault, at, () if target is None else (target,), action.node)
         injected.set_performed_at(at, self.silence)
         self._faults[action.fault.id] = injected

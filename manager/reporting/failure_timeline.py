@@ -15,10 +15,11 @@ failure, and these events set its times:
 ``worked_at``         the successor's first unit of work
 ====================  ================================================================================================
 
-Findings about the incarnation itself take precedence over those about its node: it may have worked for a long time on
-a node with findings. A successor that fails before it joins is a failure of its own, and both have the same later
-successor; none has one after the run was resumed. A rejected launch continues the failure that it was to repair. The
-GPU time that failures cost is recorded for each replica as an ``Outage``, which also begins when a replica is moved.
+For these times, findings about the incarnation itself take precedence over findings about its node: the incarnation may
+have worked for a long time on a node with findings. If a successor fails before it joins, that is a failure of its own,
+and both failures have the same later successor. Failures from before a resumption of the run get no successor. A
+rejected launch continues the failure that it was to repair. The GPU time that failures cost is recorded for each
+replica as an ``Outage``, which also begins when a replica is moved.
 
 A new manager continues from the state that it restored. It knows neither the recorded failures nor the times of their
 stages, but every open outage, every standing finding and every fault that is in effect.
@@ -76,7 +77,7 @@ class FailureTimeline:
         self.working: dict[ReplicaId, Incarnation] = {}
         """Members in a useful phase."""
         self.at_work: Counter[str] = Counter()
-        """Number of these, by role."""
+        """Number of members in a useful phase, by role."""
         self.faults = InjectedFaults()
         self._roles: dict[str, RoleSpec] = {}
         self._ending = False
@@ -87,7 +88,7 @@ class FailureTimeline:
         self._steps: dict[str, Incarnation] = {}
         """Incarnation by the tag of its step; after a promotion, that of the member."""
         self._retired: set[Incarnation] = set()
-        """Incarnations that are no longer current: fenced, promoted, or of before a resumption."""
+        """Incarnations that are no longer current: fenced, promoted, or from before a resumption of the run."""
         self._stop_requested: set[Incarnation] = set()
         self._drained_nodes: set[str] = set()
         """Nodes that a user has the run leave: the end of their agents and standby processes is not a failure."""
@@ -239,7 +240,7 @@ class FailureTimeline:
         action = event.action
         if isinstance(action, Finish):
             return self._on_finish(action, at)
-        if isinstance(action, Readmit):  # the reducer drops them too
+        if isinstance(action, Readmit):  # the reducer drops these findings too
             self._standing = {key: kept for key, kept in self._standing.items() if kept[0].node != action.node}
             return None
         if isinstance(action, Exclude) or self._ending:
@@ -254,7 +255,7 @@ class FailureTimeline:
         support = _is_support(incarnation.replica)
         stopped_at = at
         if not fence.charged or (support and self._node(incarnation) in self._drained_nodes):
-            # It has not failed: it moves, restarts for another's sake, or is not needed there any more.
+            # The incarnation did not fail: it moves, restarts with others or on request, or is not needed on its node.
             self._stop_requested.add(incarnation)
         else:
             failure = self._record(incarnation, at, ended=True)
@@ -386,7 +387,7 @@ class FailureTimeline:
         self.faults.silence = event.job.limits.silence
 
     def _on_resumed(self, event: ev.Resumed, at: float) -> Changes:
-        """Begin anew: what failed before the run's end is not recovered by its resumption."""
+        """Start over with a resumed run: its resumption does not count as the recovery of earlier failures."""
         self._roles, self._ending = _roles(event.job), False
         self.faults.silence = event.job.limits.silence
         self._retired.update(self._newest.values())

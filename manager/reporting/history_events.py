@@ -57,7 +57,7 @@ class HistoryEvents:
     def apply(self, before: State | None, after: State, stamped: ev.Stamped, changes: Changes) -> list[Record]:
         """Return the records that follow from an event.
 
-        ``before`` and ``after`` are the states around it, ``changes`` what it changed in the timeline.
+        ``before`` and ``after`` are the states around the event; ``changes`` is what the event changed in the timeline.
         """
         event, at = stamped.event, stamped.at
         records: list[Record] = [
@@ -144,7 +144,7 @@ class HistoryEvents:
         )  # fmt: skip
 
     def _excluded(self, before: State, action: Exclude, at: float) -> list[Record]:
-        """Return the record of an excluded node; one that a user excluded has not failed."""
+        """Return the record of an exclusion and, unless a user excluded the node, the record of its failure."""
         cause = action.cause.value if action.cause is not None else ""
         lines = _lines(action.why.evidence)
         acted = ActionTaken(at, action.node, "excluded", cause=cause, by=clipped(action.by), evidence=lines)

@@ -77,7 +77,7 @@ class HistoryWriter:
     def on_event(self, before: State | None, after: State, stamped: ev.Stamped, changes: Changes) -> None:
         """Queue the records of an event that changed the state from ``before`` to ``after``.
 
-        ``changes`` is what it changed in the timeline of failures. Never blocks, never raises.
+        ``changes`` is what the event changed in the timeline of failures. Never blocks, never raises.
         """
         if self._thread is None:
             return
@@ -155,7 +155,7 @@ class _File:
         if self._records + len(records) > MAX_FILE_RECORDS or self._bytes + len(data) > MAX_FILE_BYTES:
             size = f"{self._records} records and {self._bytes} bytes"
             raise OSError(0, f"the file already has {size}, and a report reads no more")
-        self._torn = True  # unless all of it gets there
+        self._torn = True  # until all of the data is written
         while data:
             written = _write(self._fd, data)
             self._bytes += written

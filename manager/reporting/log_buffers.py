@@ -20,8 +20,8 @@ from ...core.types import Incarnation
 from ...transport.control.log_messages import LOG_BOUNDS, TAIL_BYTES, Backlog, LogLines
 
 MAX_TOTAL_BYTES = 256 * 2**20
-"""Maximum size in bytes of all buffers, those of about 4,000 incarnations. Beyond it the buffer without messages for
-longest is evicted."""
+"""Maximum size in bytes of all buffers, those of about 4,000 incarnations. Beyond this size, the buffer that has gone
+longest without a message is evicted."""
 MAX_FILE_BYTES = 4 * 2**20
 """Size in bytes at which a file is renamed to ``.1``, replacing the earlier one."""
 COMPLETION_GRACE_S = 2.0
@@ -38,7 +38,7 @@ class _LogBuffer:
         self.newest_stamp = b""
         """Timestamp of the newest line received."""
         self.due_at: float | None = None
-        """Time (s) at which the buffer is to be written; None if it is not."""
+        """Time (s) at which the buffer is to be written; None if it is not to be written."""
         self.complete = False
         """Whether the last line was received: the buffer is removed once it is written."""
 

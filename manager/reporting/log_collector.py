@@ -31,7 +31,7 @@ _log = logging.getLogger("rrl.manager")
 WRITE_INTERVAL_S = 0.5
 """Seconds between two checks for buffers that are due."""
 MAX_MESSAGES_PER_S = 1000
-"""Maximum number of messages handled per second. One of 8 KiB costs 0.14 ms of a core (measured), and this thread
+"""Maximum number of messages handled per second. A message of 8 KiB costs 0.14 ms of a core (measured), and this thread
 shares its interpreter with the manager's loop. Beyond the limit, senders wait for their acknowledgements and send
 their newest lines later."""
 _MESSAGE_BURST = 100
@@ -161,7 +161,7 @@ class LogCollector:
 def _is_current(state: State, incarnation: Incarnation) -> bool | None:
     """Return whether an incarnation is current; None if the run never had it.
 
-    For a standby process that was promoted: whether the member that it became is current.
+    A promoted standby process counts as current while the member that it became is current.
     """
     replica = state.replicas.get(incarnation.replica)
     if replica is None or not 0 < incarnation.number <= replica.incarnation_number:

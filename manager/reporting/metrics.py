@@ -87,11 +87,11 @@ class Facts(Struct, frozen=True):
     tokens: int = 0
     """Tokens that rollouts generated under this manager."""
     lease_age: float = 0.0
-    """Seconds since the lease was last confirmed to have no successor."""
+    """Seconds since this manager last confirmed that it has no successor."""
     unwritten: int = 0
     """Journal records that are not durable yet."""
     journal_lag: float = 0.0
-    """Age in seconds of the oldest such record."""
+    """Age in seconds of the oldest record that is not durable yet."""
     history_lost: int = 0
     """Records of the health history that could not be written."""
 
@@ -184,7 +184,7 @@ def _run_state(state: State) -> str:
 def _findings(state: State) -> dict[tuple[str, ...], float]:
     """Count the findings by verdict, detector and node (for a finding about a replica, the replica's node).
 
-    FAILs come first if there are more than MAX_FINDING_SERIES series.
+    FAILs are counted first: if there are more than MAX_FINDING_SERIES series, only later findings lose their node.
     """
     counts: Counter[tuple[str, ...]] = Counter()
     failures_first = sorted(

@@ -36,7 +36,7 @@ class DrainRequest(Struct, frozen=True):
     at: float
     """Wall clock (s) at the node's exclusion."""
     requested_by: str
-    """User who requested it; empty for the run itself."""
+    """User who requested the drain; empty if the run itself did."""
     drain_error: str
     """Reason why the cluster did not drain the node."""
 
@@ -124,16 +124,16 @@ class Summary(Struct, frozen=True):
     epochs: int
     """Managers that this run has had."""
     outage_tokens: int = 0
-    """Tokens that rollouts generated while the trainer was down, and that were kept; of outages within one manager's
-    epoch."""
+    """Tokens that rollouts generated while the trainer was down, and that were kept. Only outages within one manager's
+    epoch count."""
     max_age: int | None = None
     """Age of the oldest token that was trained on, in weight versions; None if no step reported it."""
     stale_groups: int = 0
     """Groups that were dropped because a token was older than ``[sampling] staleness`` allows."""
     stale_share: float = 0.0
-    """Share of these among all groups that were trained or dropped for their age."""
+    """Share of these dropped groups among all groups that were trained or dropped for their age."""
     drain_requests: list[DrainRequest] = []
-    """Nodes that should be drained and that the run may not drain."""
+    """Nodes that an administrator should drain because the cluster did not let the run drain them."""
 
 
 def _escaped(value: Any) -> Any:

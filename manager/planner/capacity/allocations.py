@@ -28,11 +28,11 @@ from .placement import Assignment, nodes_for
 from .rotation import redundant_allocations
 
 REQUEST_BACKOFF_S = 10.0
-"""Seconds before nodes are requested again after a rejection; doubles with each further one."""
+"""Seconds before nodes are requested again after a rejection; doubles with each further rejection."""
 
 
 def supply(state: State, inventory: NodeInventory, assigned: Assignment, now: float) -> tuple[list[Action], float]:
-    """Return requests, releases and their consequences, and the next wake (manager's time, s)."""
+    """Return requests and releases, or decisions about unmet requests, and the next wake (manager's time, s)."""
     if state.job.form != "replica" and holds_nothing(state):
         return first_request(state, now), NEVER
     actions, wake = _overdue(state, inventory, assigned, now)
@@ -50,10 +50,13 @@ def supply(state: State, inventory: NodeInventory, assigned: Assignment, now: fl
 
 
 def _overdue(state: State, inventory: NodeInventory, assigned: Assignment, now: float) -> tuple[list[Action], float]:
-    """Give up a request that was not met by its deadline, or never can be: go one rung down the ladder.
+    """Return the actions that give up one overdue request, and the next wake (manager's time, s).
 
-    The request is released, unless replicas that are retired for it could still use late nodes. Before the run has
-    started, only requests that can never be met are given up: waiting in the queue loses nothing then.
+    A request is overdue if it was not met by its deadline or can never be met. The replicas that lack its nodes are
+    retired, or the run ends if their role cannot spare them. The request is released, unless the retired replicas could
+    still use nodes that arrive after the deadline. Before the run has started, only requests that can never be met are
+    given up, because waiting in the queue then costs nothing. An allocation that was granted after its request had been
+    given up is released.
     """
     wake, unsettled = NEVER, open_requests(state)
     for allocation in state.allocations.values():
@@ -101,8 +104,9 @@ def _is_idle(state: State) -> bool:
 def _deadline(state: State, assigned: Assignment, allocation: Allocation) -> float:
     """Return the manager's time (s) by which a request must have been met, or inf.
 
-    It counts from when a replica first lacked the nodes. A successor, and the own request of a replica that the run can
-    do without, wait as long as the queue takes.
+    The limit counts from the request, or from when a replica first lacked the nodes if that was later. It is inf (the
+    request waits as long as the queue takes) for the successor of an allocation that ends, for the separate job of a
+    replica that the run can do without, and for nodes that only retired replicas could use.
     """
     node_group = state.job.node_group(allocation.request.node_group)
     lacking = [replica for replica in assigned.lacking if replica.role in node_group.roles]
@@ -126,7 +130,10 @@ def _deadline(state: State, assigned: Assignment, allocation: Allocation) -> flo
 def _replacements(
     state: State, inventory: NodeInventory, assigned: Assignment, node_group: NodeGroup, now: float
 ) -> tuple[list[Action], float]:
-    """Request the missing nodes of a group, without excluded ones; after too many rejections, do without them."""
+    """Return requests for the missing nodes of a group, and the next wake (manager's time, s).
+
+    After too many rejections, return the decisions to continue without these nodes instead, or to end the run.
+    """
     recent_rejections = rejections(state, node_group, now)
     window = state.job.recovery.window
     lacking = [replica for replica in (*assigned.lacking, *assigned.unmovable) if replica.role in node_group.roles]
@@ -183,11 +190,11 @@ def _missing_spares(state: State, inventory: NodeInventory, assigned: Assignment
 
 
 def _retired_to_retry(state: State, assigned: Assignment, node_group: NodeGroup, now: float) -> list[Replica]:
-    """Return retired replicas whose failures have left the window and that have no node.
+    """Return retired replicas that have no node and whose failures have left the window: they are tried again.
 
-    After a rejection they are not requested again within the window; a queued request stays and is used when granted.
-    They are not requested while other replicas lack nodes either: a new request each window would keep those waiting
-    without end instead of being retired.
+    The caller requests no nodes for them within the window after a rejection; a request that is already queued stays
+    and is used when granted. Nor does it while other replicas lack nodes: a new request in each window would keep these
+    other replicas waiting without end instead of being retired.
     """
     window = state.job.recovery.window
     return [
@@ -200,9 +207,9 @@ def _retired_to_retry(state: State, assigned: Assignment, node_group: NodeGroup,
 def _handle_no_nodes(
     state: State, assigned: Assignment, node_group: NodeGroup, expected: int, evidence: tuple[str, ...], now: float
 ) -> list[Action]:
-    """Retire the replicas that get no node, as far as their roles can spare them; else end the run.
+    """Return the decisions that retire the gangs that get no nodes, or that end the run if a role cannot spare them.
 
-    ``expected`` nodes are still to come, and serve the first of the lacking gangs.
+    ``expected`` is the number of nodes that are still to come; the first of the gangs that lack nodes get these.
     """
     actions: list[Action] = []
     wanted = [replica for replica in assigned.lacking if replica.role in node_group.roles]
@@ -240,7 +247,7 @@ def _excluded_node_lines(state: State, node_group: NodeGroup) -> Iterator[str]:
 
 
 def _remaining(state: State, role: str, lost: list[Replica]) -> int:
-    """Return the number of gangs that a role keeps without these members' gangs."""
+    """Return the number of gangs of a role that are not retired, without the gangs of the members in ``lost``."""
     ids = {gang_of(replica.id) for replica in lost}
     remaining = [members for members in gangs(state) if members[0].role == role and gang_of(members[0].id) not in ids]
     return sum(all(member.status is not Status.RETIRED for member in members) for members in remaining)

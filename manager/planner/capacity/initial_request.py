@@ -24,7 +24,7 @@ MIN_WALLTIME_S = 60.0
 
 def holds_nothing(state: State) -> bool:
     """Return whether the run has no nodes, no requests and nothing launched: at its start, or after a requeue."""
-    has_nodes = any(node.allocation for node in state.nodes.values())  # excluded nodes that left have none
+    has_nodes = any(node.allocation for node in state.nodes.values())  # excluded nodes that left the run have none
     has_allocations = any(not allocation.orphan for allocation in state.allocations.values())
     return not has_allocations and not has_nodes and not state.launched
 
@@ -75,8 +75,8 @@ def unsatisfiable(state: State, allocation: Allocation) -> Finish:
 def finish_if_rejected(state: State, node_group: NodeGroup, now: float) -> Finish | None:
     """Return the end of the run if the cluster rejected the request of this node group.
 
-    A rejection ends it at once, since it would be repeated. A request that did not reach the cluster is repeated a few
-    times.
+    A rejection ends the run at once, since the same request would be rejected again. A request that did not reach the
+    cluster is repeated a few times.
     """
     recent = rejections(state, node_group, now)
     answered = [rejected for rejected in recent if not rejected.undelivered]
@@ -157,8 +157,8 @@ def _start_timeout(state: State, inventory: NodeInventory) -> Finish:
 def initial_requests(run: str, job: RunSpec) -> tuple[AllocationRequest, ...]:
     """Return the first requests of a job.
 
-    Form ``pool``: one. ``hetjob``: one, with ``further_components``. ``replica``: one for each node of a group with
-    separate jobs, and one for each other group.
+    In form ``pool`` there is one request. In form ``hetjob`` there is one, with ``further_components``. In form
+    ``replica`` there is one for each node of a group with separate jobs, and one for each other group.
     """
     requests: list[AllocationRequest] = []
     for node_group in job.node_groups:

@@ -1,4 +1,4 @@
-"""Whether the run may use a node: by its status, the findings about it, and what its agent reports. Pure."""
+"""Decide whether the run may use a node, according to its status, findings and the reports of its agent. Pure."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def needs_probe(state: State, node: Node) -> bool:
 def probe_pending(state: State, node: NodeName, now: float) -> bool:
     """Return whether the agent of this node may still report its probe.
 
-    It may while it runs or is about to be started, and has not failed as often as it can fail to join within the
-    window. Without that bound a replica would wait forever for the agent of a node that is cut off.
+    It may unless it has failed too often to be started again, or nearly as often as failed joins fit into the recovery
+    window. Without the second limit a replica would wait forever for the agent of a node that is cut off.
     """
     agent, recovery = state.replica(replica_id(AGENT, node)), state.job.recovery
     limit = max(1, min(recovery.first_start, int(recovery.window / state.job.limits.join) - 1))
@@ -72,7 +72,7 @@ def unfit_nodes(state: State) -> dict[NodeName, str]:
 def restarts_exhausted(state: State, helper: Replica, now: float) -> bool:
     """Return whether an agent or standby process waits until a failure leaves the recovery window.
 
-    One that was retired because its node left the run does not wait: it is started as soon as the node is back.
+    A helper that was retired because its node left the run does not wait: it is started as soon as the node is back.
     """
     recovery = state.job.recovery
     failures = helper.recent_failures(recovery.window, now)

@@ -1,8 +1,8 @@
-"""Drain, release and readmit single nodes, on findings, user commands and the passing of time.
+"""Drain, release and readmit single nodes because of findings, because of user commands, or after some time.
 
-A node with failed hardware is drained if the job allows it, so that no other job gets it; else summary.json asks the
-administrators (``drain_requests``). The run takes its own drain back when it uses the node again. At the end of the run
-the drain stays: its reason names the run and the finding.
+A node with failed hardware is drained if the job allows it, so that no other job gets the node; else ``drain_requests``
+in summary.json names the node to the administrators. The run takes its own drain back when it uses the node again. At
+the end of the run the drain stays: its reason names the run and the finding.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _UNSAFE_IN_REASON = re.compile(r"[^A-Za-z0-9 .,:;/@_()+-]+")
 """Characters removed from a drain reason: Slurm stores quotes, brackets and the like (measured), but programs that
 parse its output may fail on them."""
 _MAX_DOUBLINGS = 16
-"""Maximum number of times that the duration of an exclusion doubles, which at one hour at first is over seven years."""
+"""Maximum number of times that the duration of an exclusion doubles: one hour then becomes over seven years."""
 
 
 def lifecycle_decisions(state: State, now: float) -> tuple[list[Decision], float]:
@@ -62,7 +62,7 @@ def lifecycle_decisions(state: State, now: float) -> tuple[list[Decision], float
 
 
 def _may_be_readmitted(state: State, node: Node) -> bool:
-    """Return whether the node is healthy and empty, no proof stands against it, and its agent can start."""
+    """Return whether the node is healthy and empty, has no proven finding, and can start its agent."""
     finding = node_finding(state, node.name)
     proved = finding is not None and finding.proof
     return (
@@ -76,7 +76,8 @@ def _may_be_readmitted(state: State, node: Node) -> bool:
 def _is_healthy(node: Node) -> bool:
     """Return whether the cluster reports the node as healthy, apart from this run's own drain.
 
-    A node that left the run without proof against it counts as healthy: the cluster does not grant nodes that are down.
+    The status of a node that has left the run is unknown. Such a node counts as healthy if it was excluded without
+    proof and is not drained by the run, since the cluster does not grant nodes that are down.
     """
     if node.status is None:
         return not (node.allocation or node.proved or node.drain_reason)
@@ -103,7 +104,7 @@ def drain_actions(state: State) -> list[ExternalAction]:
 
 
 def should_drain(state: State, node: Node) -> bool:
-    """Return whether the node is excluded by a user or for its hardware, and neither drained nor refused yet."""
+    """Return whether the node is to be drained: excluded by a user or for its hardware, and no drain was tried yet."""
     requested = bool(node.drain_requested_by) or (state.job.recovery.drain and node.cause in HARDWARE_CAUSES)
     if state.job.cluster != "slurm" or node.excluded is None or not requested or node.drain_reason or node.drain_error:
         return False
@@ -123,17 +124,17 @@ def _drain_reason(state: State, node: Node) -> str:
 
 
 def _nodes_to_release(state: State) -> list[ExternalAction]:
-    """Release excluded nodes of allocations that go on.
+    """Return releases of excluded nodes from allocations whose other nodes are kept.
 
-    They are released once all roles of the group work, or at once if proved bad; and only after their drain is settled,
-    since another job would get a broken node that is not drained yet.
+    A node is released once all roles of its group work, or at once if it is down or was excluded with proof. If it is
+    to be drained, its release waits until the drain is settled, since another job could get the broken node before.
     """
     if state.job.cluster != "slurm":
         return []
     actions: list[ExternalAction] = []
     shrinking = {intent.action.allocation for intent in state.intents.values() if isinstance(intent.action, Shrink)}
     for allocation in state.allocations.values():
-        if allocation.tag in shrinking:  # one at a time: the result may rule out the next one
+        if allocation.tag in shrinking:  # one Shrink at a time: its result may rule out the next one
             continue
         nodes = allocation.status.nodes if allocation.running and allocation.status is not None else ()
         known = [state.nodes[name] for name in nodes if name in state.nodes]

@@ -150,7 +150,10 @@ class NodeInventory:
         return node in self._usable_names
 
     def is_clear(self, node: NodeName) -> bool:
-        """Return whether no step of a role is still ending on the node, or none that is waited for."""
+        """Return whether no step of a role is still ending on the node.
+
+        Steps on an excluded node do not count: nothing waits for their end.
+        """
         known = self._state.nodes.get(node)
         return node not in self._ending_replicas or known is None or known.excluded is not None
 
@@ -186,10 +189,10 @@ class NodeInventory:
         return self.occupancy()
 
     # ── where a replica can be placed ────────────────────────────────────────────────────────────────────────────────
-    # ``occupancy`` defaults to :meth:`occupancy`. A caller that places several members at once adds each one to it, and
-    # removes the rollouts that it preempts.
+    # ``occupancy`` defaults to :meth:`occupancy`. A caller that places several members at once adds each member to
+    # ``occupancy``, and removes the rollouts that are preempted.
     def can_place(self, replica: Replica, occupancy: Occupancy | None = None) -> bool:
-        """Return whether a node other than its own could host this replica now."""
+        """Return whether a node other than the replica's own could host the replica now."""
         occupancy, failed_nodes = self._occupancy if occupancy is None else occupancy, self._nodes_that_failed(replica)
         return any(
             candidate.node != replica.node
@@ -202,9 +205,9 @@ class NodeInventory:
         """Return the node to launch a replica on, or None.
 
         In order of preference: its preferred node; a node with a standby process for it; a node with others of its
-        gang; the first node that fits and has not failed it too often; if the node is not the cause, any node that
-        fits. On a preferred node or one with a standby process, a gang waits for steps that are still ending, which
-        takes less time than a start elsewhere.
+        gang; the first node that fits and on which it has not failed too often; if its failures are not caused by the
+        nodes, any node that fits. On a preferred node or a node with a standby process, a gang waits for steps that are
+        still ending, which takes less time than a start elsewhere.
         """
         role, preferred = self._state.job.role(replica.role), replica.preferred_node
         if (
@@ -261,7 +264,7 @@ class NodeInventory:
         )
 
     def spare_with_standby(self, member: Replica, occupancy: Occupancy | None = None) -> CandidateNode | None:
-        """Return a node other than its own that could host the member and has a standby process for it."""
+        """Return a node other than the member's own that could host the member and has a standby process for it."""
         if not self._ready_standbys:
             return None
         role, failed_nodes = self._state.job.role(member.role), self._nodes_that_failed(member)
@@ -309,8 +312,8 @@ class NodeInventory:
     def blocking_rollouts(self, member: Replica) -> Sequence[Replica]:
         """Return the rollouts to preempt so that this member can be promoted.
 
-        These are rollouts that still occupy its preferred node; or, if it has no node or only one without a free
-        standby process, one donor. The latter occurs when a gang loses two nodes at once.
+        These are the rollouts that still occupy the member's preferred node. If the member has no node, or only a node
+        without a free standby process, it is one donor; this occurs when a gang loses two nodes at once.
         """
         role = self._state.job.role(member.role)
         if not role.donor_rollouts or not self._ready_standbys:
@@ -326,7 +329,7 @@ class NodeInventory:
         return ()
 
     def _preempted_by(self, member: Replica, role: RoleSpec, occupancy: Occupancy) -> Sequence[Replica]:
-        """Return the rollouts to preempt for this member, with its gang's other members placed already."""
+        """Return the rollouts to preempt for this member; its gang's earlier members are in ``occupancy`` already."""
         node = member.preferred_node
         if node is not None and self.ready_standbys(node, role.name) and self.can_host(role, node):
             if self._fits(member, node, occupancy, wait_for_release=True):
@@ -342,8 +345,8 @@ class NodeInventory:
     def _has_free_standby(self, member: Replica, node: NodeName, occupancy: Occupancy) -> bool:
         """Return whether the node has a standby process that no other replica going there needs.
 
-        Standby processes that share the node with its replicas are needed by all members of the gang there, others only
-        by members that are not running there yet.
+        A standby process that shares the node with working replicas may be needed by each member of the gang there; any
+        other standby process is only needed by replicas of its role that are not running there yet.
         """
         ready, others = (
             self.ready_standbys(node, member.role),
@@ -361,7 +364,7 @@ class NodeInventory:
     def can_host(self, role: RoleSpec, node: NodeName) -> bool:
         """Return whether the node's group includes the role, or is large enough for the role's members.
 
-        The latter counts only for a role whose standby processes share nodes with other roles.
+        The size counts only for a role whose standby processes share nodes with other roles.
         """
         if node not in self._by_node:
             return False
@@ -379,8 +382,8 @@ class NodeInventory:
     def new_node_helps(self, replica: Replica) -> bool:
         """Return whether another node may help this replica.
 
-        It does not if two nodes have failed it as often, or if so many nodes fail some replica at once that storage,
-        fabric or software is the likely cause.
+        Another node does not help if the replica has failed too often on two nodes already. Nor does it if replicas
+        fail too often on so many nodes at once that storage, fabric or software is the likely cause.
         """
         if len(self._nodes_that_failed(replica, refused=False)) > 1:
             return False
@@ -388,7 +391,7 @@ class NodeInventory:
         return len(self.failing_nodes - {replica.node}) < allowed
 
     def _nodes_that_failed(self, replica: Replica, refused: bool = True) -> set[NodeName]:
-        """Return the nodes that failed the replica too often within the recovery window.
+        """Return the nodes on which the replica failed too often within the recovery window.
 
         ``refused`` counts launches that the cluster refused, too.
         """
@@ -400,9 +403,9 @@ class NodeInventory:
         return {node for node in nodes if nodes.count(node) >= max(1, limit)}
 
     def _fits(self, replica: Replica, node: NodeName, occupancy: Occupancy, wait_for_release: bool = False) -> bool:
-        """Return whether the replica fits on the node beside its occupants.
+        """Return whether the replica fits on the node beside the node's other occupants.
 
-        ``wait_for_release`` ignores steps that are still ending there, since the launch waits for them.
+        ``wait_for_release`` ignores steps that are still ending there, since the launch waits for their end.
         """
         job = self._state.job
         others = [other for other in occupancy.get(node, ()) if other.id != replica.id]

@@ -1,8 +1,8 @@
-"""Place replicas on nodes: which one is launched where, and which orphan steps are stopped.
+"""Place replicas on nodes: which replica is launched where, and which orphan steps are stopped.
 
-A gang is launched as a whole and with one incarnation number: when every member has a node and no back-off, and its
-earlier incarnations have released their memory. If the manager fails between two of its launches, the next manager
-launches the missing members with the same number.
+A gang is launched as a whole and with one incarnation number. It is launched when every member has a node and no
+back-off, and the gang's earlier incarnations have released their memory. If the manager fails between two of its
+launches, the next manager launches the missing members with the same number.
 """
 
 from __future__ import annotations
@@ -129,8 +129,8 @@ def _launchable_at(members: Sequence[Replica]) -> float:
 def nodes_for(state: State, lacking: Sequence[Replica]) -> int:
     """Return the number of nodes that these members need.
 
-    Members of a gang share a node up to ``per_node``. Each gang of an exclusive role has nodes of its own; all others
-    share.
+    Members of a gang share a node up to ``per_node``. Each gang of an exclusive role has nodes of its own; the gangs of
+    all other roles share nodes.
     """
     exclusive = shared = 0
     for gang_id, count in Counter(gang_of(replica.id) for replica in lacking).items():
@@ -214,7 +214,11 @@ def _launches(
 
 
 def _retry_at(state: State, unplaced: list[Replica], retired: bool, now: float) -> float:
-    """Return the manager's time (s) at which a node that failed a replica, or a retired replica, is tried again."""
+    """Return the manager's time (s) at which the placement of these replicas is tried again.
+
+    Retired replicas are tried again when their newest failure has left the recovery window, other replicas when their
+    oldest failure has: the node where it occurred may then be used again.
+    """
     failure_times = sorted(
         failure.at for replica in unplaced for failure in replica.recent_failures(state.job.recovery.window, now)
     )
@@ -222,7 +226,7 @@ def _retry_at(state: State, unplaced: list[Replica], retired: bool, now: float) 
 
 
 def _agent_launches(state: State, inventory: NodeInventory, now: float) -> tuple[list[ExternalAction], float]:
-    """Return the launches of agents on usable nodes, and the manager's time (s) of the next one."""
+    """Return the launches of agents on usable nodes, and the manager's time (s) of the next launch."""
     actions: list[ExternalAction] = []
     wake = NEVER
     for candidate in inventory.usable:
@@ -238,7 +242,7 @@ def _agent_launches(state: State, inventory: NodeInventory, now: float) -> tuple
 def launch_due_at(state: State, replica: Replica, now: float) -> float:
     """Return the manager's time (s) at which an agent or a standby process is due for launch; inf while it runs.
 
-    One that failed too often waits until its oldest failure has left the recovery window.
+    A process that failed too often waits until its oldest failure has left the recovery window.
     """
     if restarts_exhausted(state, replica, now):
         window = state.job.recovery.window
@@ -257,8 +261,8 @@ def stop_orphans(
 ) -> tuple[list[StopStep], float]:
     """Return stops of orphan steps on nodes that may answer, and the next wake (manager's time, s).
 
-    Steps that a gang waits for get no grace: its own earlier incarnations, whose state is in the snapshots, and steps
-    on the nodes in ``targets`` that it is launched on.
+    Steps that a gang waits for get no grace: steps of its own earlier incarnations, whose state is in the snapshots,
+    and steps on the nodes in ``targets`` where the gang is to be launched. Standby processes get no grace either.
     """
     stops: list[StopStep] = []
     wake = NEVER

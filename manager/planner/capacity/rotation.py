@@ -1,8 +1,8 @@
 """Move replicas off allocations that end before the run does, and off nodes that people drain or the cluster reclaims.
 
-Replicas move to successor allocations, one replica of a role at a time. On nodes that the cluster takes back early
-(preemption, cancellation, walltime) they leave in order as long as the cluster allows. None of this is a failure of the
-replica, so that it costs no restart budget however often it happens.
+Replicas move to successor allocations, one replica of a role at a time. Replicas on nodes that the cluster
+takes back early (preemption, cancellation, walltime) are stopped in order, within the time that the cluster allows.
+None of this is a failure of the replica, so that it costs no restart budget however often it happens.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _allocation_of(state: State, id: ReplicaId) -> str:
 
 
 def _is_awaited(state: State, replica: Replica, urgent: bool, now: float) -> bool:
-    """Return whether moves wait for this replica to work again; urgent ones do not wait for one that keeps failing."""
+    """Return whether moves wait for this replica to work; urgent moves do not wait for a replica that keeps failing."""
     failing = bool(replica.recent_failures(state.job.recovery.window, now))
     return replica.status in _STARTING_STATES and not (urgent and failing)
 
@@ -118,7 +118,8 @@ def _redundant(
 ) -> list[tuple[Allocation, str]]:
     """Return the redundant allocations among the empty ones of a node group, each with the reason.
 
-    A replica without a node keeps its request, and a retired one its node.
+    As many allocations are kept as replicas without a node and retired replicas can use. Pending allocations are also
+    kept for replicas that must move.
     """
     redundant: list[tuple[Allocation, str]] = []
     usable: list[Allocation] = []
@@ -152,7 +153,7 @@ def _redundant(
 def _must_stay(state: State, node_group: NodeGroup, allocation: Allocation) -> bool:
     """Return whether an allocation without usable nodes is kept: it is the pool, or one of its nodes is to be drained.
 
-    The manager may run in the pool, or other components of the job depend on it.
+    The pool is kept because the manager may run in it, or other components of the job may depend on it.
     """
     if any(should_drain(state, state.nodes[node]) or f"{node}!drain" in state.intents
            for node in _nodes_of(allocation) if node in state.nodes):  # fmt: skip
@@ -166,7 +167,7 @@ def _nodes_of(allocation: Allocation) -> tuple[NodeName, ...]:
 
 
 def preemptions(state: State, inventory: NodeInventory, now: float) -> list[Decision]:
-    """Fence the replicas whose allocation is ending or reclaimed. ``now``: manager's time (s)."""
+    """Return the fences of the replicas whose allocation is ending or reclaimed. ``now`` is the manager's time (s)."""
     fences: list[Decision] = []
     limits = state.job.limits
     for replica in workers(state):

@@ -1,10 +1,10 @@
 """Plan standby processes: which nodes keep one that can be promoted to a trainer member or a rollout without delay.
 
-They are started after the current trainer has committed a step, so that they take no resources from its recovery.
-Standby processes of the trainer share nodes with working replicas, do not count as occupants, and are stopped only
-while it works. A standby process of a rollout has its engine running and takes a rollout's whole resources, on a spare
-node: it is started while no rollout is starting, and stopped as soon as another replica is to use the node, which waits
-for that (``standbys_released_at``). Neither kind counts as a replica.
+Standby processes are started after the current trainer has committed a step, so that they take no resources from its
+recovery. Standby processes of the trainer share nodes with working replicas, do not count as occupants, and are stopped
+only while the trainer works. A standby process of a rollout has its engine running and takes a rollout's whole
+resources, on a spare node. It is started while no rollout is starting, and stopped as soon as another replica is to use
+the node; the launch of that replica waits until then (``standbys_released_at``). Neither kind counts as a replica.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ def _trainer_standbys(
 ) -> _StandbyNodes:
     """Return every wanted standby process of the trainer, and its node.
 
-    There is one for each member on the member's node, and one for each member that a node can host on spare nodes and
-    on nodes of donor rollouts. Nodes that already have standby processes come first.
+    There is one for each member, on the member's node. Spare nodes and nodes of donor rollouts get as many as they can
+    host members; among these nodes, those that already have standby processes come first.
     """
     members = [member for gang_members in inventory.gangs for member in gang_members if member.role == role.name]
     warm = {standby.node for standby in inventory.standby_processes if standby_role_of(standby.id) == role.name}
@@ -179,7 +179,7 @@ def _blocking_standbys(
 ) -> list[StopStep]:
     """Return the stops of exclusive standby processes on nodes that replicas use or are about to use.
 
-    Ready ones that are being promoted, or will be, are kept.
+    A ready standby process that is being promoted, or will be, is kept.
     """
     if not inventory.exclusive_standbys:
         return []

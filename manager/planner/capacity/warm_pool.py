@@ -15,11 +15,11 @@ Occupancy = dict[NodeName, list[Replica]]
 """Replicas that occupy each node."""
 RELEASE_GRACES = 4
 """Number of grace periods that a gang waits for steps that are still ending, before it starts anyway. SIGTERM, the
-grace and SIGKILL take one; a cluster that delivers them slowly two or three."""
+grace and SIGKILL take one grace period; two or three if the cluster delivers signals slowly."""
 
 
 def occupy(occupancy: Occupancy, node: NodeName, member: Replica) -> None:
-    """Add the member to the occupants of a node, unless it is one already."""
+    """Add the member to the occupants of a node, unless it is an occupant already."""
     occupants = occupancy.setdefault(node, [])
     if all(occupant.id != member.id for occupant in occupants):
         occupants.append(member)
@@ -28,7 +28,8 @@ def occupy(occupancy: Occupancy, node: NodeName, member: Replica) -> None:
 def waits_for_release(role: RoleSpec) -> bool:
     """Return whether members of the role start only after earlier occupants have released their memory.
 
-    These are its own earlier incarnations and preempted rollouts; their steps are stopped without a grace.
+    Earlier occupants are the role's own earlier incarnations and preempted rollouts; their steps are stopped without a
+    grace.
     """
     return (role.warm and role.standby_shares_node) or role.ranks > 1
 
@@ -57,8 +58,8 @@ def standbys_released_at(
 ) -> float:
     """Return the manager's time (s) until which launches on these nodes wait for exclusive standby processes.
 
-    It is inf until those have been stopped, then as long as a gang waits. Standby processes whose steps are in
-    ``promoted_steps`` are not waited for.
+    The time is inf until these standby processes are being stopped; then their ends are waited for as long as a gang
+    waits for earlier occupants. Standby processes whose steps are in ``promoted_steps`` do not count.
     """
     if any(standby.node in nodes and standby.step not in promoted_steps for standby in exclusive_standbys):
         return NEVER
@@ -92,7 +93,7 @@ def _blocks_gang(state: State, orphan: OrphanStep, gang_id: ReplicaId, nodes: se
 
 
 def donors(state: State, occupancy: Occupancy) -> list[Replica]:
-    """Return the working rollouts that could be preempted: those of roles with more than the minimum at work."""
+    """Return the rollouts that could be preempted: all at work of each role that has more than its minimum at work."""
     spareable: list[Replica] = []
     for role in state.job.kind("rollout"):
         at_work = [

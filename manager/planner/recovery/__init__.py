@@ -1,1 +1,1 @@
-"""What to do about a failure: the repair ladder, faults of software, rejection of a job, and the exclusion of nodes."""
+"""Decide what to do about a failure: the repair ladder, software faults, rejection of a job, exclusion of nodes."""

@@ -1,7 +1,7 @@
 """The repair ladder as data: rungs from the cheapest repair down to the end of the run.
 
 Each rung says when it fits, what it should achieve and within which time. A policy is a tuple of rungs. ``recover``
-takes the first one that fits, not above the rung that the evidence calls for.
+takes the first rung that fits, beginning with the rung that the evidence calls for.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class FailureCase(Struct, frozen=True):
 
     @property
     def recent_failures(self) -> int:
-        """Return the number of its failures within the recovery window."""
+        """Return the number of the failed member's failures within the recovery window."""
         return len(self.failed.recent_failures(self.state.job.recovery.window, self.now))
 
 
@@ -51,7 +51,7 @@ class RungSpec(Struct, frozen=True):
     time_limit: Callable[[State], float]
     """Time (s) after which a missing result is a failure of its own, for which the ladder is entered again."""
     target_node: Callable[[FailureCase], NodeName | None] = lambda case: None
-    """Node that the member is sent to; None if it stays on its own or goes to any node that fits."""
+    """Node that the member is sent to; None if it stays on its own node or goes to any node that fits."""
 
 
 def severity(rung: Rung) -> int:
@@ -65,7 +65,7 @@ def _always(case: FailureCase) -> bool:
 
 
 def _is_transient(case: FailureCase) -> bool:
-    """Return whether this is a software failure on a usable node that has not failed the member too often."""
+    """Return whether a restart on the same node is likely to help: it is usable, and the member rarely failed there."""
     return (
         case.inventory.is_usable(case.failed.node) and not fails_often_here(case) and not _last_try_on_other_node(case)
     )
@@ -244,5 +244,5 @@ POLICIES: dict[str, tuple[RungSpec, ...]] = {
 }
 """Rungs by ``recovery.policy``.
 
-``role`` takes the smallest repair that fits. With ``job`` and ``requeue`` any failure of a role restarts all of them,
-in place or on new nodes (``reduce_commands`` releases the old ones)."""
+``role`` takes the smallest repair that fits. A failure of any role restarts all roles: with ``job`` on their nodes,
+with ``requeue`` on new nodes (``reduce_commands`` releases the old nodes)."""

@@ -1,15 +1,15 @@
 """Decide which nodes are excluded, which get no new replicas, and when a circuit breaker holds exclusions back.
 
-A node is excluded for what is found on the node itself: hardware, silence, fabric, storage. What software of a user or
-of the run did there is reported and has no effect on the node. A WARN makes a node a suspect: its replicas stay, and no
-new one is placed there while there is a better node.
+A node is excluded for findings about the node itself (hardware, silence, fabric, storage), for a failed probe and, if
+the job wants that, for being slow. A finding about the software of a user or of the run has no effect on the node. A
+WARN makes a node a suspect: its replicas stay, and no new replica is placed there while there is a better node.
 
 Many nodes that fail together point to the network, the site or the manager itself, and replacing them all would be
 worse than waiting for a person: at most max(1, 20 %) are excluded within ten minutes (docs/sources.md, guard rails).
-While the cluster has lost much of what the run holds, findings on the rest count for little. A pool of five nodes or
-more may lose two: 20 % of it is less than one node, a second lost node would stop the run for minutes until Slurm gives
-it up, and the majority that still reports proves that the manager receives and the network carries. Of four nodes two
-are a tie, which proves nothing; there, and in smaller pools, the limit is one.
+While the cluster reports many of the run's nodes as down, no others are excluded. A run of five nodes or more may lose
+at least two: 20 % of a small run are only one node, and a second lost node would stop the run for minutes until Slurm
+gives that node up. The majority of the nodes, which still reports, proves that the manager and the network work. Two of
+four nodes are no majority; there, and in smaller runs, the limit is one.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ from ..capacity.nodes import NodeInventory
 from ..deadlines import NEVER
 
 MINORITY_NODES = 2
-"""Number of nodes that a pool of more than twice as many may always lose within the recovery window (see above)."""
+"""Number of nodes that a run with more than twice as many may always exclude within the recovery window (see above)."""
 OUTAGE_SHARE = 0.25
-"""Share of the run's nodes, beyond one node, above which only nodes that are down are excluded (docs/sources.md, guard
-rails: no exclusions while more than 25 % of the cluster is down; Slurm reports only this run's nodes)."""
+"""Share of the run's nodes: if more are down, and more than one, only nodes that are down are excluded
+(docs/sources.md, guard rails: no exclusions while more than 25 % of the cluster is down; Slurm reports only this run's
+nodes)."""
 
 
 class DeferredExclusion(Struct, frozen=True):
@@ -65,7 +66,7 @@ def evidence_lines(finding: Finding) -> tuple[str, ...]:
 
 
 def _node_failure(state: State, node: NodeName) -> Finding | None:
-    """Return the finding that excludes the node, if there is one; proofs first."""
+    """Return the finding that excludes the node, if there is one; findings with proof come first."""
     return most_severe(
         finding for finding in state.findings.values() if finding.node == node and excludes_node(finding)
     )
@@ -74,7 +75,7 @@ def _node_failure(state: State, node: NodeName) -> Finding | None:
 def _straggler_to_exclude(state: State, inventory: NodeInventory) -> Iterator[tuple[NodeName, Finding]]:
     """Yield the node and finding of at most one straggler, if the job excludes stragglers and a spare node is free.
 
-    Only while all replicas work, so that no failed one needs the spare node.
+    Yield nothing unless all replicas work, since a failed replica may need the spare node.
     """
     if state.job.health.stragglers != "exclude" or not all(_is_working(state, replica) for replica in workers(state)):
         return
@@ -93,7 +94,7 @@ def _straggler_to_exclude(state: State, inventory: NodeInventory) -> Iterator[tu
 
 
 def _is_working(state: State, replica: Replica) -> bool:
-    """Return whether the replica works on a usable node, or is not expected to."""
+    """Return whether the replica works on a node that is not excluded, or is retired or completed."""
     if replica.status in (Status.RETIRED, Status.COMPLETED):
         return True
     node = state.nodes.get(replica.node) if replica.node is not None else None

@@ -4,8 +4,8 @@ A decision is a :class:`Fence`, an :class:`Exclude`, a :class:`RestartAll` or a 
 allocations then act on it. ``ladder`` defines the repairs; this module finds what failed, and from which rung to look
 for a repair.
 
-A gang is repaired as a whole. One member counts as the failed one and is charged for it; when it is fenced, the others
-are fenced too. That follows from the state alone, so a manager may fail between any two records.
+A gang is repaired as a whole. One member counts as the failed member and is charged for the failure; when it is fenced,
+the others are fenced too. These fences follow from the state alone, so a manager may fail between any two records.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def recover(state: State, inventory: NodeInventory, now: float) -> list[Decision
 
 # ── restarts and moves without a failure of the member ───────────────────────────────────────────────────────────────
 def _user_restart(state: State, members: _Members, now: float) -> list[Decision]:
-    """Return the fences of a gang that a user wants to restart, including retired and delayed members."""
+    """Return the fences of a gang that a user wants to restart, including retired members and members in back-off."""
     if (by := state.requested_restarts.get(gang_of(members[0].id))) is None:
         return []
     why = Why((f"asked by {by}",), Rung.IN_PLACE, "joins again", now + state.job.limits.join)
@@ -81,7 +81,7 @@ def _user_restart(state: State, members: _Members, now: float) -> list[Decision]
 
 
 def _fence_rest_of_gang(state: State, members: _Members, now: float) -> list[Decision]:
-    """Return the fences of the other members of a gang if one member has left its newest incarnation.
+    """Return the fences of the other members of a gang if one member no longer runs the gang's newest incarnation.
 
     Each member keeps its node, except those that shared the node that the failed member leaves.
     """
@@ -110,7 +110,7 @@ def _fence_rest_of_gang(state: State, members: _Members, now: float) -> list[Dec
 
 
 def _vacate_for_promotion(state: State, inventory: NodeInventory, now: float) -> list[Decision]:
-    """Return the fences of rollouts on whose nodes a standby process is to be promoted; they move."""
+    """Return the fences of rollouts on whose nodes a standby process is to be promoted."""
     fences: dict[Incarnation, Decision] = {}
     for role in state.job.roles:
         members = (
@@ -136,9 +136,9 @@ def _repair_gang(
     dropped: set[ReplicaId],
     now: float,
 ) -> Decision | None:
-    """Return the decision about the gang for the member that failed, if any.
+    """Return the decision about a gang of which a member has failed; None if no member has.
 
-    Nothing is decided while the exclusion of a member's node is pending: that comes first.
+    Return None, too, while the exclusion of a member's node is pending: the node is excluded first.
     """
     failing = [
         (member, evidence) for member in members if member.is_current and (evidence := _failure_evidence(state, member))
@@ -183,7 +183,7 @@ def _failure_evidence(state: State, replica: Replica) -> tuple[str, ...]:
 
 
 def _launches_exhausted(case: FailureCase) -> Decision | None:
-    """Return the decision about a member whose launches failed or were refused too often, if they did."""
+    """Return the decision about a member if its launches failed or were refused too often; else None."""
     newest = case.failed.failures[-1]
     if mistake := never_joined(case.state, case.failed, (newest.why,), newest.detector):
         return _reject_or_degrade(case, mistake)
@@ -193,7 +193,7 @@ def _launches_exhausted(case: FailureCase) -> Decision | None:
 
 
 def _choose_rung(case: FailureCase, members: _Members, evidence: tuple[str, ...]) -> Decision:
-    """Return the decision for a failed member: the first rung that fits, from the one that the evidence calls for."""
+    """Return the decision for a failed member: the first rung that fits, from the rung that the evidence calls for."""
     state, failed = case.state, case.failed
     finding = finding_about(state, failed.incarnation)
     if mistake := never_joined(state, failed, evidence, finding.detector if finding is not None else ""):
@@ -232,9 +232,10 @@ def _first_rung_from(case: FailureCase, evidence: tuple[str, ...], first_rung: R
 def _fence_all(case: FailureCase, why: Why) -> Iterator[Fence]:
     """Yield the fences of a restart of the whole run.
 
-    Only the failed member is charged, and all keep their nodes, except one that fails too often on its node. Agents
-    keep running unless the nodes are released, and completed or retired replicas are left as they are. Standby
-    processes are fenced, too, since their state may be what is wrong; new ones start after the next commit.
+    Only the failed member is charged. All replicas keep their nodes, except a failed member that fails too often on its
+    node. With policy ``requeue`` all nodes are released and the agents fenced; else the agents keep running. Completed
+    and retired replicas are left as they are. Standby processes are fenced, since their state may be wrong; new ones
+    start after the next commit.
     """
     requeue = case.state.job.recovery.policy == REQUEUE
     for replica in case.state.replicas.values():
@@ -253,7 +254,7 @@ def _budget_text(case: FailureCase) -> str:
 def _reject_or_degrade(case: FailureCase, mistake: tuple[str, ...]) -> Decision:
     """Retire a member that fails wherever it starts, if its role can spare it; else end the run.
 
-    The run also ends if no replica of the role has ever joined.
+    The run also ends if no replica of the role has ever joined and no other one is still tried.
     """
     state, failed = case.state, case.failed
     if can_degrade(state, failed, case.dropped) and not role_exhausted(state, failed, case.dropped):

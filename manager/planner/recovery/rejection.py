@@ -1,6 +1,7 @@
-"""Reject a job that cannot work here: it, or the site's configuration, would fail on every node.
+"""Reject a job that would fail on every node, because of its job spec or of the site's configuration.
 
-A missing command, a role that never joins, or nodes that cannot import what the job needs: the run ends early.
+The run then ends early. Examples are a missing command, a role that never joins, and nodes that cannot import the
+modules that the job needs.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from ..capacity.node_fitness import MAX_NAMED_NODES, unfit_nodes
 from ..capacity.nodes import NodeInventory
 
 TRIES_TO_PROVE = 2
-"""Number of failed tries that prove a command missing: on as many nodes, or on the only node that it
-can be tried on."""
+"""Number of failed tries that prove a command missing: each on another node, or all on the only node where
+it can be tried."""
 
 
 def command_missing(state: State, inventory: NodeInventory) -> Finish | None:
     """Return the rejection of a run in which a role's command could not be started, if that is proved.
 
-    It is proved by failed starts on two nodes, if no replica of the role has ever joined.
+    It is proved by :data:`TRIES_TO_PROVE` failed starts, if no replica of the role has ever joined.
     """
     for role in state.job.roles:
         replicas = [replica for replica in workers(state) if replica.role == role.name]
@@ -39,7 +40,7 @@ def command_missing(state: State, inventory: NodeInventory) -> Finish | None:
 
 
 def _other_node_may_work(state: State, inventory: NodeInventory, replicas: list[Replica], tried: set[NodeName]) -> bool:
-    """Another node may yet find the command: one on which a replica of the role is starting, or that has room."""
+    """Return whether a start on a node not yet tried may find the command: it is under way, or a node has capacity."""
     starting = [
         replica for replica in replicas if replica.is_current and finding_about(state, replica.incarnation) is None
     ]
@@ -51,7 +52,7 @@ def _other_node_may_work(state: State, inventory: NodeInventory, replicas: list[
 def never_joined(state: State, replica: Replica, evidence: tuple[str, ...], detector: str) -> tuple[str, ...]:
     """Return why no incarnation of this replica ever joined, after too many failed starts.
 
-    ``evidence`` and ``detector`` are those of its newest failure. The result is empty if the replica may still join.
+    ``evidence`` and ``detector`` describe the replica's newest failure. The result is empty if it may still join.
     """
     failing = replica.is_current and finding_about(state, replica.incarnation) is not None
     failed = replica.failed_starts + failing
@@ -64,9 +65,10 @@ def never_joined(state: State, replica: Replica, evidence: tuple[str, ...], dete
 
 
 def no_fit_node(state: State) -> Finish | None:
-    """Return the rejection of a run if no node can do what the roles need, and none of the roles has ever joined.
+    """Return the rejection of a run if its nodes cannot run its roles, and none of these roles has ever joined.
 
-    That holds for all nodes of the run, or for all nodes of a group of which two were tried.
+    It is rejected if no node of the whole run is fit, or no node of one node group. At least two nodes must have proved
+    unfit; one suffices if the run has no fit node and expects no further nodes.
     """
     unfit = unfit_nodes(state)
     if not unfit:
@@ -97,9 +99,9 @@ def rejected(why: tuple[str, ...]) -> Finish:
 
 
 def role_exhausted(state: State, replica: Replica, dropped: set[ReplicaId]) -> bool:
-    """Return whether no replica of the role has ever joined and no other one is still tried.
+    """Return whether no other replica of the role has ever joined, and none is still tried.
 
-    ``dropped`` are gangs that this plan has given up already.
+    ``dropped`` are gangs that this plan has retired already.
     """
     without = {gang_of(replica.id), *dropped}
     others = [other for other in workers(state) if other.role == replica.role and gang_of(other.id) not in without]
@@ -109,7 +111,7 @@ def role_exhausted(state: State, replica: Replica, dropped: set[ReplicaId]) -> b
 
 
 def _not_started_tries(state: State, replica: Replica) -> list[tuple[str, NodeName]]:
-    """Return the starts of this replica that did not find the command: what was reported, and the node."""
+    """Return (reported text, node) of each start of this replica that did not find the command."""
     tries = [(failure.not_started, failure.node) for failure in replica.failures if failure.not_started is not None]
     finding = finding_about(state, replica.incarnation) if replica.is_current else None
     if finding is not None and replica.node is not None and Flag.NOT_STARTED in finding.flags:

@@ -1,12 +1,12 @@
-"""Tell a fault of the trainer's software from other failures: restarting the trainer alone cannot cure it.
+"""Tell faults of the trainer's software, which a restart of the trainer alone cannot cure, from other failures.
 
 RobustRL's rules apply (its paper, 5.1): a failure in the first step after a restart, a second failure in the same step,
 a second restart that fails. They count only failures that nothing else explains. These do not count:
 
 * an injected failure: it shows how the trainer is recovered, and two of them in one step say nothing about the step;
 * a failure of an excluded or lost node, which explains what failed on it and is handled by other rungs;
-* a failure among many of other roles within the time in which silence is noticed (storage, fabric or site), and the
-  next one, whose company may still appear;
+* a failure at about the same time as many failures of other roles: the cause is storage, fabric or site. The next
+  failure does not count either, since failures of other roles may still follow it;
 * a launch that the cluster refused: the software never ran.
 """
 
@@ -22,7 +22,7 @@ from ...model.state import FailedIncarnation, Replica, State, Status
 def suggests_software_fault(state: State, members: Sequence[Replica], failed: Replica, now: float) -> tuple[str, ...]:
     """Return why the whole run should restart rather than the trainer alone; empty if nothing suggests that.
 
-    ``members`` are those of the gang, the first one first; ``failed`` is the one that failed now.
+    ``members`` are the gang's members by rank; ``failed`` is the member that failed now.
     """
     recovery = state.job.recovery
     if failed.role not in {role.name for role in state.job.kind("trainer")} or not recovery.full_restarts:
@@ -60,9 +60,9 @@ def _is_unexplained(state: State, member: Replica, failure: FailedIncarnation) -
 
 
 def _correlated_failure(state: State, role: str, at: float) -> bool:
-    """Return whether other roles failed at about that time (s).
+    """Return whether many members of other roles failed at about the time ``at`` (s), within ``limits.silence``.
 
-    The bound is max(1, the breaker's share) of their members.
+    Many are at least one, and at least the share ``recovery.breaker`` of these members.
     """
     window = state.job.limits.silence
     others = [other for other in workers(state) if other.role != role]
