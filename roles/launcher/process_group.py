@@ -37,7 +37,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 _YOUNG_PROCESS_S = 30.0
 """Age in seconds up to which a process is read again at each census: a wrapper may still exec a first process."""
 _CENSUSES_PER_FULL_SCAN = 10
-"""Number of censuses of which the first reads all processes again, because a pid may have been reused."""
+"""Interval, in censuses, at which all processes are read again, because a pid may have been reused."""
 
 
 def adopt_orphans() -> None:
