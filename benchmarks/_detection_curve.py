@@ -1,5 +1,8 @@
-"""Delay at one false-alarm rate: each detector's bounds are multiplied by factors, and ours is compared with RobustRL's
-where it is wrong as often."""
+"""Compares the detection delays of rrl and RobustRL at the same rate of false alarms.
+
+The time limits of each method are multiplied by several factors. The delays are compared at the factor at which rrl
+raises as many false alarms as RobustRL does with its published limits.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from rrl.tests.support.scenarios.score import hang_delays, quantile, ratio, scor
 
 FACTORS = {"ours": (0.5, 0.7, 1.0, 2.0), "fixed_timeout": (0.5, 1.0, 2.0, 4.0),
            "robustrl": (0.5, 1.0, 2.0, 4.0, 8.0)}  # fmt: skip
-"""of the bounds in time of each method"""
+"""Factors by which the time limits of each method are multiplied."""
 
 
 class Point(Struct, frozen=True):
@@ -21,20 +24,23 @@ class Point(Struct, frozen=True):
     precision: float
     recall: float
     false_per_run: float
-    """false alarms per run"""
+    """False alarms per run."""
     delay: float | None
-    """median s of the hangs that it found"""
+    """Median time (s) until the method found a hang; None if it found none."""
 
 
 class MatchedDelay(Struct, frozen=True):
-    """Where ours is wrong as often as theirs with its published bounds, or as near below as our factors come."""
+    """The comparison at the factor at which rrl raises as many false alarms as RobustRL with its published limits.
+
+    If no factor leads to that rate, the comparison is made at the last factor that was tried.
+    """
 
     ratio: float | None
-    """our median delay of hangs over theirs, of hangs that both find"""
+    """Median delay of rrl over that of RobustRL, of the hangs that both find."""
     factor: float
-    """ours there"""
+    """Factor of rrl's limits at which the comparison is made."""
     reached: bool
-    """ours is wrong no more often than theirs there"""
+    """Whether rrl raises no more false alarms than RobustRL at this factor."""
 
 
 def point(method: str, factor: float, plays: Sequence[Played]) -> Point:
@@ -44,9 +50,12 @@ def point(method: str, factor: float, plays: Sequence[Played]) -> Point:
 
 
 def match_delay(own_points: Mapping[float, Sequence[Played]], baseline: Sequence[Played]) -> MatchedDelay:
-    """Theirs stays as published: loosened, it hardly gets quieter, for much of what it takes for a failure looks alike
-    for ever. Ours is multiplied until it raises false alarms as often: sharper where it is the quieter one, else
-    looser. Between two factors the ratio is interpolated."""
+    """Compare rrl (``own_points``, by factor) with RobustRL (``baseline``) at the same rate of false alarms.
+
+    RobustRL's limits stay as published: longer limits hardly reduce its false alarms, because much of what it mistakes
+    for a failure never ends. rrl's limits are shortened if it raises fewer false alarms than RobustRL, else they are
+    lengthened. Between two factors the ratio is interpolated.
+    """
     aim = _false(baseline)
     points = {factor: (_false(each), ratio(each, baseline)) for factor, each in own_points.items()}
     quiet = points[1.0][0] <= aim

@@ -1,4 +1,4 @@
-"""Scenario after scenario, seed after seed, on all cores."""
+"""Plays each scenario with each seed, on all cores."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from rrl.tests.support.scenarios.methods import judge_of
 from rrl.tests.support.scenarios.play import Played, play
 
 _PROGRESS_EVERY_RUNS = 1000
-"""plays after which is said how far it is"""
+"""Number of plays between two lines about the progress."""
 _loaded: dict[str, Scenario] = {}
-"""of this worker process"""
+"""Scenarios of this worker process, by name."""
 
 
 class Run(Struct, frozen=True):
@@ -29,7 +29,10 @@ class Run(Struct, frozen=True):
 
 
 def play_all(folder: Path, runs: Iterable[Run]) -> dict[Run, Played]:
-    """Says on stderr how far it is. Raises whatever a judge raises, and ScenarioError."""
+    """Play the runs and print the progress to stderr; return the results by run.
+
+    Raises ScenarioError and whatever a judge raises.
+    """
     pending: Sequence[Run] = list(runs)
     done: dict[Run, Played] = {}
     with ProcessPoolExecutor(os.cpu_count(), initializer=_load, initargs=(folder,)) as pool:

@@ -1,4 +1,4 @@
-"""How much of this machine others use: a measurement beside them means little."""
+"""Measures how much CPU time other processes of this machine use, because they distort a measurement."""
 
 from __future__ import annotations
 
@@ -9,29 +9,31 @@ from collections.abc import Iterable
 from pathlib import Path
 
 QUIET_CORES = 0.3
-"""cores; below this a measurement of two cores is worth having"""
+"""Cores that other processes may use while two cores are measured: more would distort the result."""
 _SAMPLE_S = 0.4
-"""s"""
+"""Seconds over which the use of the cores is measured."""
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 QUIET_TIMEOUT_S = 4.0
-"""s that a round waits for a quiet moment"""
+"""Seconds that a round waits at most until other processes are quiet."""
 
 
 def cpu_seconds(pids: Iterable[int]) -> float:
-    """Of these processes so far, user and system: what they cost whoever else is there."""
+    """Return the CPU time (s, user and system) that these processes have used so far."""
     stats = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids]
     return sum(int(fields[11]) + int(fields[12]) for fields in stats) / _TICKS_PER_S
 
 
 def _ticks() -> int:
-    """Of all cores, not idle: user, nice, system, irq, softirq, steal (proc(5))."""
+    """Return the busy clock ticks of all cores (proc(5): user, nice, system, irq, softirq, steal)."""
     fields = [int(each) for each in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
     return sum(fields[:3]) + sum(fields[5:8])
 
 
 async def wait_until_quiet(timeout_s: float) -> float:
-    """Waits until others leave the machine alone, or for ``patience`` s. Returns how many cores they use now; our own
-    processes must be at rest."""
+    """Wait at most ``timeout_s`` seconds until other processes use less than ``QUIET_CORES`` cores.
+
+    Return the number of cores that they use at the end. The benchmark's own processes must be idle.
+    """
     end = time.monotonic() + timeout_s
     while True:
         before, since = _ticks(), time.monotonic()

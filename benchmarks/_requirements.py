@@ -1,7 +1,7 @@
-"""What benchmarks need of this machine, and one line for each thing that is missing.
+"""Checks what the benchmarks need of this machine, and prints one line for each need that is not met.
 
-``make bench`` runs this program first: it checks the needs of all benchmarks before the first one takes its time, and
-ends with 2 where a benchmark cannot run. A benchmark that is run alone checks its own needs with :func:`begin`.
+``make bench`` runs this program first. It checks the needs of all benchmarks before the first one starts, and exits
+with 2 if a benchmark cannot run. A benchmark that is run alone checks its own needs (:func:`check_requirements`).
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ NEEDS: Mapping[str, tuple[Need, ...]] = {
     "snapshots": (Need.TORCH,),
     "weights": (Need.TORCH, Need.UCX),
 }
-"""Of each benchmark when it is run without options, as ``make bench`` does."""
+"""Needs of each benchmark that is run without options, as ``make bench`` does."""
 PARTS: Mapping[str, tuple[Need, ...]] = {"hostile_ports": (Need.UCX,), "weights": (Need.NAMESPACES,)}
-"""What a benchmark does without: it leaves out the part that needs it."""
+"""Needs of single parts of a benchmark. If such a need is not met, the benchmark leaves out the part."""
 ALTERNATIVES: Mapping[tuple[str, Need], str] = {
     ("manager_away", Need.SLURM): "--cluster local",
     ("restart", Need.SLURM): "--cluster local",
     ("weights", Need.UCX): "--part namespaces --kind tcp",
 }
-"""Options with which a benchmark does without a need."""
+"""Options with which a benchmark does not have a need."""
 
 
 def _slurm() -> str | None:
@@ -73,12 +73,12 @@ _MISSING: Mapping[Need, Callable[[], str | None]] = {
 
 
 def missing(need: Need) -> str | None:
-    """Why a need is not met on this machine and what would meet it; None where it is met."""
+    """Return why a need is not met on this machine and what would meet it, or None if it is met."""
     return _MISSING[need]()
 
 
 def unmet(benchmark: str, needs: Iterable[Need]) -> Iterator[str]:
-    """One line for each of ``needs`` that is not met."""
+    """Yield one line for each of ``needs`` that is not met."""
     for need in needs:
         if (why := missing(need)) is not None:
             instead = ALTERNATIVES.get((benchmark, need))
@@ -86,9 +86,9 @@ def unmet(benchmark: str, needs: Iterable[Need]) -> Iterator[str]:
 
 
 def check_requirements(benchmark: str, without: Collection[Need] = ()) -> None:
-    """Have SIGTERM unwind this benchmark, and check its needs.
+    """Make SIGTERM end this benchmark in such a way that it cleans up, and check the benchmark's needs.
 
-    ``without``: needs that the given options do not have. Raises SystemExit(2) after a line for each unmet need.
+    ``without``: needs that do not apply to the given options. Raises SystemExit(2) after a line for each unmet need.
     """
     exit_on_sigterm()
     if lines := list(unmet(benchmark, [need for need in NEEDS[benchmark] if need not in without])):
@@ -97,7 +97,7 @@ def check_requirements(benchmark: str, without: Collection[Need] = ()) -> None:
 
 
 def main() -> int:
-    """Check the needs of all benchmarks; the exit code."""
+    """Check the needs of all benchmarks; return the exit code."""
     lines = [line for benchmark, needs in NEEDS.items() for line in unmet(benchmark, needs)]
     for benchmark, parts in PARTS.items():
         for need in parts:

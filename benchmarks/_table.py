@@ -1,4 +1,4 @@
-"""A plain table for benchmark results; the JSON line after it is each program's own."""
+"""Prints a plain table of benchmark results. Each program prints its own JSON line after the table."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """The first column to the left, the others to the right."""
+    """Print a table with the first column aligned to the left and the other columns to the right."""
     widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
     for row in (header, tuple("-" * width for width in widths), *rows):
         first, *rest = (cell.ljust(width) if not i else cell.rjust(width)

@@ -1,7 +1,7 @@
-"""torch.distributed's gloo as the yardstick: a broadcast to all, then the same digests of what has come.
+"""Measures the yardstick for weight transports: a broadcast by torch.distributed's gloo, then digests as rrl has them.
 
-``python -m rrl.benchmarks._weights_gloo FD RANK WORLD MASTER PORT SECONDS`` is one rank, told what to do over a socket;
-:class:`Gloo` starts one a node and commands them. SECONDS is the process group's own timeout.
+``python -m rrl.benchmarks._weights_gloo FD RANK WORLD MASTER PORT SECONDS`` is one rank, which receives its commands
+over the socket FD. :class:`Gloo` starts the ranks and commands them. SECONDS is the timeout of the process group.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rrl.transport.weights.store import fresh_memory
 
 
 class FillBuffer(Struct, frozen=True, tag=True):
-    """Rank 0 writes this version's content into a buffer, the others zeros into theirs."""
+    """Command: rank 0 writes the content of this version into its buffer, all other ranks write zeros into theirs."""
 
     version: Version
     nbytes: int
@@ -39,7 +39,7 @@ class FillBuffer(Struct, frozen=True, tag=True):
 
 
 class StartBroadcast(Struct, frozen=True, tag=True):
-    """Broadcast to the first ``receivers`` ranks after 0."""
+    """Command: broadcast the buffer from rank 0 to the first ``receivers`` ranks after rank 0."""
 
     receivers: int
 
@@ -49,14 +49,17 @@ class Ready(Struct, frozen=True, tag=True):
 
 
 class BroadcastDone(Struct, frozen=True, tag=True):
-    """Times of the machine's monotonic clock (s): all of it is here; digests computed one after another; and the s that
-    they take in as many threads as ours do."""
+    """Report of a rank after a broadcast. ``received`` and ``digested`` are times of the machine's monotonic clock (s).
+
+    All bytes had arrived at ``received``, and their digests had been computed one after another at ``digested``.
+    ``threaded_s`` is the time (s) that the digests take in as many threads as rrl uses.
+    """
 
     received: float
     digested: float
     threaded_s: float
     other_cpu_s: float
-    """s of CPU that went into anything but receiving and the first way"""
+    """CPU time (s) of everything after ``digested``: the digests in threads, and the comparison of the bytes."""
     is_correct: bool
 
 
@@ -66,7 +69,7 @@ class BroadcastFailed(Struct, frozen=True, tag=True):
 
 
 class Gloo:
-    """A process group of one source and some receivers, one a node."""
+    """A process group of one source and some receivers, each a rank of its own."""
 
     def __init__(self) -> None:
         self._ranks: list[_Rank] = []
@@ -75,7 +78,7 @@ class Gloo:
     async def start(
         cls, prefixes: Sequence[tuple[str, ...]], master: str, interface: str, timeout: float = 600.0
     ) -> Gloo:
-        """``insides``: how the command line of each rank begins."""
+        """Start the ranks, whose command lines begin with ``prefixes``, and wait until they are ready."""
         self = cls()
         with socket.socket() as probe:
             probe.bind(("", 0))
@@ -94,7 +97,11 @@ class Gloo:
     async def broadcast(
         self, receivers: int, timeout_s: float = TIMEOUT_S
     ) -> tuple[float, list[BroadcastDone | BroadcastFailed | BaseException]]:
-        """When it began, and what each receiver says: TimeoutError is nothing for ``by`` s, ConnectionError its end."""
+        """Return the time at which a broadcast began (s, monotonic clock), and the report of each receiver.
+
+        Instead of a report there is a TimeoutError if the rank sent none within ``timeout_s`` seconds, and a
+        ConnectionError if the rank has ended.
+        """
         ranks = self._ranks[: receivers + 1]
         began = time.monotonic()
         for rank in ranks:
@@ -121,8 +128,11 @@ class Gloo:
 def _spawn(
     inside: tuple[str, ...], arguments: tuple[str, ...], interface: str
 ) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """A rank, and the socket to command it by. What torch writes of a rank that is killed fills screens: it says what
-    broke itself."""
+    """Start a rank; return its process and the socket for its commands.
+
+    The rank's stderr is discarded, because torch prints whole screens when a rank is killed. Each rank reports its own
+    failure.
+    """
     env = {**os.environ, "GLOO_SOCKET_IFNAME": interface, "OMP_NUM_THREADS": "1"}
     parent_end, rank_end = socket.socketpair()
     with rank_end:
@@ -141,7 +151,7 @@ class _Rank:
         self.writer.write(msgspec.json.encode(command) + b"\n")
 
     async def receive(self, kind: Any, timeout_s: float = TIMEOUT_S) -> Any:
-        """Raises TimeoutError, or ConnectionError when the rank is gone."""
+        """Return the next report of the rank. Raises TimeoutError, or ConnectionError if the rank has ended."""
         async with asyncio.timeout(timeout_s):
             line = await self._reader.readline()
         if not line:

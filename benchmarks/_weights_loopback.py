@@ -1,10 +1,11 @@
-"""One machine, no NIC: what a version costs beside a plain broadcast of the same bytes, and beside a memcpy.
+"""Compares a weight version's transfer on one machine with a plain broadcast and a memcpy of the same bytes; no NIC.
 
-The clock runs from the moment when the receivers are told of a version that is published (gloo: that they are told to
-broadcast) until the last receiver has verified the last byte. Publishing is not in it, neither ours (a copy into one
-buffer and digests, side by side) nor what a user of gloo would do to have digests to compare with; it is shown beside
-it. Connections exist before in both. A receiver of ours writes to memory that it had before, as in every version after
-the second; gloo's buffer is touched before the clock starts. After the clock every byte is compared with what was sent.
+The clock runs from the moment when the receivers are told of a published version (gloo: are told to broadcast) until
+the last receiver has verified the last byte. Publishing is not included, and is shown in a column of its own. For rrl,
+publishing is a copy into one buffer, in parallel with digests; for gloo, the digests that a user would need to verify
+the broadcast. All connections exist before the clock starts. A receiver of rrl writes to memory that it already had, as
+in every version after the second; gloo's buffer is touched before the clock starts. After the clock has stopped, every
+byte is compared with what was sent.
 """
 
 from __future__ import annotations
@@ -34,18 +35,18 @@ KINDS = ("ucx", "tcp")
 MAX_OVER_GLOO = 1.1
 
 Case = tuple[int, str]
-"""receivers, layout"""
+"""Number of receivers, and layout."""
 
 
 class Loopback(Struct):
-    """s by arm and case, one entry a round."""
+    """Measurements in seconds, by arm and case, with one entry per round."""
 
     seconds: dict[tuple[str, Case], list[float]] = field(default_factory=lambda: defaultdict(list))
     publish: dict[tuple[str, Case], list[float]] = field(default_factory=lambda: defaultdict(list))
     cpu: dict[tuple[str, Case], list[float]] = field(default_factory=lambda: defaultdict(list))
-    """of source and receivers together"""
+    """CPU time of the source and all receivers together."""
     other_cores: list[float] = field(default_factory=list)
-    """cores that others used before each measurement"""
+    """Cores that other processes used before each measurement."""
     wrong_copies: int = 0
 
     def median(self, arm: str, case: Case) -> float:
@@ -54,17 +55,17 @@ class Loopback(Struct):
 
 class Run(Struct, frozen=True):
     seconds: float
-    """s from being told to the last commit"""
+    """Seconds from the message about the version to the last commit."""
     cpu: float
-    """s, of all together"""
+    """CPU time in seconds of the source and all receivers together."""
     publish: float
-    """s"""
+    """Seconds to publish the version."""
     other_cores: float
     wrong_copies: int
 
 
 class WeightPlane:
-    """One source and its receivers over one kind of pipe."""
+    """One source and its receivers, which use one kind of weight transport."""
 
     def __init__(self, source: Member, receivers: list[Member]) -> None:
         self._source, self._receivers = source, receivers
@@ -82,7 +83,7 @@ class WeightPlane:
             nursery.close()
 
     async def run(self, count: int, tensors: int, quiet_timeout_s: float) -> Run:
-        """To the first ``count`` receivers."""
+        """Publish a version, transfer it to the first ``count`` receivers, and return the measurements."""
         self._step += 1
         version = Version(self._step, 1)
         published = await self._source.request(say.Publish(version, tensors), say.Published)
@@ -107,7 +108,7 @@ class WeightPlane:
 
 
 async def measure(nbytes: int, repeats: int) -> Loopback:
-    """Arms one after the other in every round, case by case. Needs six times ``nbytes`` at a time."""
+    """Measure all arms one after the other in every round, case by case. Needs six times ``nbytes`` of memory."""
     results = Loopback()
     gloo = await Gloo.start([()] * (max(RECEIVERS) + 1), "127.0.0.1", "lo")
     try:
@@ -166,7 +167,7 @@ def _memcpy(nbytes: int) -> float:
 
 
 def report(results: Loopback) -> dict[str, object]:
-    """Prints a table; returns keys of the JSON object."""
+    """Print a table; return the results for the JSON object."""
     cases = [(receivers, layout) for layout in LAYOUTS for receivers in RECEIVERS]
     arms = [*KINDS, "gloo", "gloo + digest", "gloo + digest in threads"]
     rows = [[arm, *(f"{results.median(arm, case):.3f}" for case in cases)] for arm in arms]

@@ -1,14 +1,15 @@
-"""Five nodes with NICs of their own, each in a network namespace and shaped to 2 Gbit/s each way (root).
+"""Measures a weight version's transfer between five nodes whose NICs send and receive 2 Gbit/s each (root).
 
-A node is shaped by token buckets, one where it sends and one where the bridge sends to it. ``ideal`` is the time that
-the bytes of one copy take at that rate, without any header: nobody can be done before. The clock runs from the moment
-when the receivers are told of a published version until the last one has verified the last byte. The source is free
-once all but a trickle of what it sends in that run, by its NIC's counter, has left; that counter also says how many
-copies it sent. A source that answers one more chunk later is not free before.
+Each node is a network namespace. One token bucket limits what the node sends, and one limits what the bridge sends to
+the node. ``ideal`` is the time that the bytes of one copy take at that rate without any header, so no receiver can
+finish earlier. The clock runs from the moment when the receivers are told of a published version until the last
+receiver has verified the last byte. The source counts as free when, according to the counter of its NIC, it has sent
+all but a very small rest of what it sends in that run. The same counter shows how many copies the source sent.
 
-``fault``: one receiver is killed and one stopped as soon as both have half of their copy; nobody is told. Pairs take
-turns, heads of the chain among them. The yardstick is when the same receivers were done without a fault. Afterwards the
-stopped one goes on, the killed one is started again, and both must have the right version.
+In the arm ``fault``, one receiver is killed and another one is stopped as soon as both have half of their copy, and no
+process is informed of that. The pair of receivers differs from round to round, and the first receivers of the chain are
+among them. The time is compared with that of the same surviving receivers without a fault. Afterwards the stopped
+receiver continues, the killed receiver is started again, and both must get the right version.
 """
 
 from __future__ import annotations
@@ -32,30 +33,31 @@ from rrl.tests.support.weights import orders as say
 from rrl.tests.support.weights.members import TIMEOUT_S, Member, Nursery
 
 BITS_PER_S = 2e9
-"""a second, each way"""
+"""Bits per second that a NIC sends, and as many that it receives."""
 SHAPED_RATE = "2gbit"
 NODES = ("n1", "n2", "n3", "n4", "n5")
 RECEIVERS = len(NODES) - 1
 FAULT_PAIRS = ((1, 2), (0, 1), (3, 1), (2, 0), (1, 0), (0, 3))
-"""who is killed and who is stopped"""
+"""Indices of the receivers that are killed and stopped, by round."""
 GLOO_TIMEOUT_S = 20.0
-"""s, the process group's own; what users have is 30 min by default"""
+"""Timeout in seconds of the process group with a fault; the default of gloo is 30 min."""
 
 
 class Nics(Struct):
-    """s by arm, one entry a round."""
+    """Measurements in seconds, by arm, with one entry per round."""
 
     seconds: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     source_free_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    """when the source was, and how many copies it sent"""
+    """Times at which the source was free."""
     source_copies: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    """Numbers of copies that the source sent."""
     receiver_seconds: list[list[float]] = field(default_factory=list)
-    """of the chain without a fault: when each receiver was done"""
+    """Times at which each receiver had finished, in the chain without a fault."""
     slowdowns: list[float] = field(default_factory=list)
-    """with a fault: how much later than without"""
+    """Ratios of the time with a fault to the time without a fault."""
     pairs: list[tuple[int, int, float]] = field(default_factory=list)
     gloo_reports: list[str] = field(default_factory=list)
-    """what living ranks said in the same situation"""
+    """Reports of gloo's surviving ranks in the same situation."""
     other_cores: list[float] = field(default_factory=list)
     wrong_copies: int = 0
     ideal_s: float = 0.0
@@ -64,13 +66,13 @@ class Nics(Struct):
 class _Run(Struct):
     began: float
     receiver_seconds: dict[int, float]
-    """by receiver, s"""
+    """Seconds by receiver."""
     source_free_s: float
     source_copies: float
 
 
 def unavailable_reason() -> str | None:
-    """Why there are no shaped nodes here, or None."""
+    """Return why this machine cannot have nodes with limited NICs, or None if it can."""
     if not netns.possible():
         return "no network namespaces (root and iproute2 are needed)"
     network = netns.free_network("rrlwp")
@@ -100,7 +102,10 @@ async def measure(kind: str, nbytes: int, repeats: int) -> Nics:
 
 
 def _inside(network: netns.Network, node: str) -> tuple[str, ...]:
-    """Not :func:`netns.inside`: UCX finds its devices in /sys, which must be the namespace's."""
+    """Return the beginning of a command line that runs a program in the namespace of a node.
+
+    :func:`netns.inside` is not used, because UCX finds its devices in /sys, which must be that of the namespace.
+    """
     return ("ip", "netns", "exec", network.namespace(node))
 
 
@@ -226,7 +231,7 @@ class _Fleet:
         self._results.seconds["gloo + digest"].append(max(each.digested for each in finished) - began)
 
     async def _gloo_with_fault(self, killed: int, stopped: int) -> list[str]:
-        """The same two, in the same moment; what the living ranks say."""
+        """Kill one rank and stop another in the middle of a gloo broadcast; return what the other receivers report."""
         gloo = await self._gloo(GLOO_TIMEOUT_S)
         try:
             await gloo.fill(Version(0, 1), self._nbytes, 1, RECEIVERS)
@@ -254,7 +259,7 @@ def _report_text(reply: BroadcastDone | BroadcastFailed | BaseException, began: 
 
 
 def report(results: Nics) -> dict[str, object]:
-    """Prints a table; returns keys of the JSON object."""
+    """Print a table; return the results for the JSON object."""
     arms = [arm for arm in results.seconds if arm != "warm"]
     rows = []
     for arm in arms:

@@ -1,4 +1,4 @@
-"""What passes through the NICs of the nodes while a version flows: the first node is its source."""
+"""Reads the counters of the nodes' NICs while a version is transferred. The first node is the source of the version."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from rrl.tests.support.weights.members import TIMEOUT_S
 
 _HALF_COPY = 0.5
 _TRICKLE_FRACTION = 0.005
-"""of what a source sends: requests to others, acknowledgements, the end of its last chunk"""
+"""Share of what a source sends that may still be missing when it counts as free: requests to others,
+acknowledgements, the end of its last chunk."""
 _SAMPLE_INTERVAL_S = 0.005
-"""s between two looks at the counters"""
+"""Seconds between two readings of the counters."""
 
 
 class NicMonitor:
-    """Looks at the NICs' counters until it is ended."""
+    """Samples the counters of the NICs until :meth:`finish`."""
 
     def __init__(self, network: netns.Network, nodes: Sequence[str], nbytes: int) -> None:
         self._network, self._nodes, self._nbytes = network, nodes, nbytes
@@ -35,7 +36,7 @@ class NicMonitor:
         return netns.passed(self._network, self._source)[0] - self._start[self._source][0]
 
     async def wait_for_half_copies(self, receivers: tuple[int, ...], least: int = 2) -> None:
-        """Until so many of these have received half of a copy. Raises TimeoutError."""
+        """Wait until at least ``least`` of these receivers have half of a copy. Raises TimeoutError."""
         async with asyncio.timeout(TIMEOUT_S):
             while True:
                 nodes = [self._nodes[place + 1] for place in receivers]
@@ -45,7 +46,7 @@ class NicMonitor:
                 await asyncio.sleep(_SAMPLE_INTERVAL_S)
 
     def finish(self, began: float) -> tuple[float, float]:
-        """When the source was free, and how many copies it sent."""
+        """Return when the source was free (s after ``began``), and how many copies it sent."""
         self._task.cancel()
         sent = self._sent_so_far()
         samples = [*self._samples, (time.monotonic(), sent)]

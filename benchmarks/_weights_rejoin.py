@@ -1,10 +1,11 @@
-"""How soon somebody who was restarted is back in the weight plane, on one machine.
+"""Measures how soon a restarted rollout or trainer takes part in the transfer of weights again, on one machine.
 
-The clock starts when the new process has its imports done (it is forked from one that has: ucxx, where that is the
-pipe, is among them). A rollout is current when it has verified and committed the newest version, which a trainer and
-another rollout hold; a trainer serves when the first chunk of the version that it publishes is verified at a rollout.
-What a trainer needs to have tensors at all (its checkpoint) is not in it; laying them out, with digests, is. Between
-the two there is a driver in place of the manager, which says at once what it hears.
+The clock starts when the new process has its imports done: it is forked from a process that has already imported all
+modules, including ucxx for that transport. The time of a rollout ends when it has verified and committed the newest
+version, which a trainer and another rollout hold. The time of a trainer ends when a rollout has verified the first
+chunk of the version that the trainer publishes. This time does not include how long a trainer takes to get its tensors
+(from its checkpoint), but includes their layout in one buffer, with digests. The benchmark replaces the manager, and
+passes on the addresses of sources at once.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ STAGES = ("connect", "rollout", "trainer")
 
 
 class Rejoin(Struct):
-    """s, by pipe and what (:data:`WHAT`)."""
+    """Measurements in seconds, by kind of transport and stage (:data:`STAGES`)."""
 
     seconds: dict[tuple[str, str], list[float]] = field(default_factory=lambda: defaultdict(list))
     other_cores: list[float] = field(default_factory=list)
@@ -34,7 +35,7 @@ class Rejoin(Struct):
 
 
 async def measure(nbytes: int, repeats: int) -> Rejoin:
-    """The pipes take turns."""
+    """Measure all stages in every round, with one kind of transport after the other."""
     results = Rejoin()
     nurseries = {kind: await asyncio.to_thread(Nursery, kind) for kind in KINDS}
     try:
@@ -54,7 +55,7 @@ async def measure(nbytes: int, repeats: int) -> Rejoin:
 
 
 class _Testbed:
-    """A trainer, a rollout that stays, and one that comes and goes."""
+    """A trainer and a rollout that stay, and a second rollout that is started for each measurement."""
 
     def __init__(self, nursery: Nursery, nbytes: int, source: Member, peer: Member) -> None:
         self._nursery, self._nbytes = nursery, nbytes
@@ -71,7 +72,7 @@ class _Testbed:
         return self
 
     async def connect(self) -> float:
-        """Median of a few: each a connection, the handshakes, and a first answer."""
+        """Return the median time (s) to connect, authenticate and receive a first answer."""
         dialled = await self._peer.request(say.Dial(self._source.serving.address, self._version, 3), say.Dialled)
         return statistics.median(dialled.seconds)
 
@@ -90,7 +91,7 @@ class _Testbed:
         return committed.first - published.loaded - self._source.serving.born
 
     async def _follow(self, member: Member) -> say.Committed:
-        """Tell it what there is; wait until it has that, and check it."""
+        """Send the current sources to a member, wait until the member has the newest version, and check its copy."""
         member.send(say.Peers(self._version, (self._source.source, self._peer.source)))
         committed = await member.committed(self._version)
         checked = await member.request(say.Check(), say.Checked)
@@ -99,7 +100,7 @@ class _Testbed:
 
 
 def report(results: Rejoin) -> dict[str, object]:
-    """Prints a table; returns keys of the JSON object, each of the slower pipe."""
+    """Print a table; return the results for the JSON object, of the slower transport and of each transport."""
     medians = {key: 1000 * statistics.median(values) for key, values in results.seconds.items()}
     rows = [[stage, *(f"{medians[kind, stage]:.1f}" for kind in KINDS),
              *(f"{1000 * max(results.seconds[kind, stage]):.1f}" for kind in KINDS)] for stage in STAGES]  # fmt: skip

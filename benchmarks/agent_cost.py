@@ -1,10 +1,9 @@
-"""What the agent costs a node that is to compute: CPU and memory of a real agent with all readers, their processes
-counted too, beside eight GPUs of a stand-in driver that is read once a second.
+"""Measures what an agent costs its node: CPU and memory of a real agent and all its readers, beside eight GPUs.
 
-Bars: 1 % of one core, 80 MiB (PSS: pages that several processes share are counted once). ``--seconds`` (60) is measured
-after ``--settle`` (20), in which processes start, a first round is read and the past is looked through. ``--native``
-leaves the driver of this machine as it is: its own GPUs are read. The manager that the agent talks to is this program,
-and is not counted.
+The GPUs are those of a stand-in driver, which is read once per second. With ``--native``, the agent reads the GPUs of
+this machine with its own driver. Bars: 1 % of one core, and 80 MiB (PSS: pages that several processes share are counted
+once). The cost is measured for ``--seconds`` (60) after ``--settle`` (20), in which processes start, the first readings
+are made and past log entries are searched. This program takes the place of the agent's manager, and is not counted.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ GPUS = 8
 MAX_CORES, MAX_PSS_MIB = 0.01, 80.0
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 MEMORY_SAMPLES = 6
-"""of memory, over the time that is measured: the highest counts"""
+"""Number of times that the memory is measured; the highest value counts."""
 
 
 async def _measure(
     lab_run: Lab, seconds: float, settle: float, native: bool
 ) -> tuple[float, float, list[tuple[str, str, str, str]]]:
-    """Cores, PSS in MiB, and rows: what each process takes."""
+    """Return the cores and the PSS (MiB) that the agent uses, and a table row for each of its processes."""
     patch = ""
     if not native:
         driver = FakeDriver(lab_run.run.path).gpus(GPUS)
@@ -66,7 +65,7 @@ async def _measure(
 
 
 def _process_tree(root: int) -> list[int]:
-    """A process and all below it."""
+    """Return the pids of a process and of all its descendants."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -82,7 +81,7 @@ def _process_tree(root: int) -> list[int]:
 
 
 def _ticks(root: int) -> Counter[int]:
-    """CPU time of each, with that of children that it has buried."""
+    """Return the CPU time (ticks) of a process and of each descendant, with that of children which they have reaped."""
     used: Counter[int] = Counter()
     for pid in _process_tree(root):
         try:
@@ -94,7 +93,7 @@ def _ticks(root: int) -> Counter[int]:
 
 
 def _pss(pid: int) -> float:
-    """MiB."""
+    """Return the PSS of a process in MiB."""
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     except OSError:

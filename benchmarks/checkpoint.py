@@ -1,9 +1,10 @@
-"""What a checkpoint in each step costs the trainer, at 100 million parameters in one process: how long the step waits,
-against a memcpy of the same bytes, and how much slower whole steps are than without, at a fixed batch.
+"""Measures what a checkpoint in each step costs the trainer, with 100 million parameters in one process.
 
-The state is copied into memory of an agent (snapshots on, the default) or of the trainer's own (off), and written by
-torch.distributed.checkpoint in the background, with fsync and digests. Arms take turns within one run. Prints a table,
-and one JSON object as its last line. Needs 7 GB of memory and of $TMPDIR.
+The results are the time that a step waits, compared with a memcpy of the same bytes, and how much longer whole steps
+take than without checkpoints, with a fixed batch. The state is copied into memory of an agent (snapshots on, the
+default) or into the trainer's own memory (snapshots off), and is then written by torch.distributed.checkpoint in the
+background, with fsync and digests. The arms take turns within one run. Prints a table, and one JSON object as its last
+line. Needs 7 GB of memory and of $TMPDIR.
 """
 
 from __future__ import annotations
@@ -47,15 +48,15 @@ MODEL = ModelSpec(
 )  # fmt: skip
 VOCABULARY = 16_000
 TRAJECTORIES, GROUP_SIZE, PROMPT_TOKENS, ANSWER_TOKENS = 16, 4, 8, 16
-"""of the fixed batch; the lengths in tokens"""
+"""Sizes of the fixed batch: number of trajectories and of those in a group, then lengths in tokens."""
 ROUNDS = 5
 STEPS_PER_ROUND = 2
-"""of each arm in each round of whole steps"""
+"""Number of steps of each arm in each round of whole steps."""
 OWN_MEMORY, AGENT_MEMORY = "own memory", "agent's memory"
 
 
 class StandInWorker(SimpleNamespace):
-    """What a saver needs of :class:`rrl.Worker`; a commit only notes when it was."""
+    """The part of :class:`rrl.Worker` that a saver needs. A commit only records the size of the checkpoint."""
 
     def checkpoint_dir(self, number: int) -> Path:
         return fresh_folder(self.run_dir.checkpoints, number, 1)
@@ -65,20 +66,20 @@ class StandInWorker(SimpleNamespace):
 
 
 class BenchmarkArm:
-    """A saver over one kind of memory, for a learner that the arms share."""
+    """A saver that copies into one kind of memory. All arms have the same learner."""
 
     def __init__(self, me: StandInWorker, learner: Learner, buffers: HostBuffers) -> None:
         self._buffers = buffers
         self.saver = AsyncSaver(me, Gang(), learner, Checkpoints(me.run_dir, 1, retained=2), buffers, 1)  # type: ignore[arg-type]
 
     def timed_save(self) -> float:
-        """s that a step waits."""
+        """Save a checkpoint; return the time (s) that a step waits for that."""
         begun = time.perf_counter()
         self.saver.save("", {})
         return time.perf_counter() - begun
 
     def timed_settle(self) -> float:
-        """s until it is committed."""
+        """Wait until the checkpoint is committed; return the time (s) that this takes."""
         begun = time.perf_counter()
         self.saver._wait(0)
         return time.perf_counter() - begun
@@ -90,7 +91,7 @@ def main() -> None:
 
 
 def measure() -> dict[str, Any]:
-    """Prints the table; what the last line tells."""
+    """Run the benchmark and print the table; return the content of the last line."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="rrl-bench-") as folder:
         run = RunDir(Path(folder) / "run")
@@ -142,7 +143,7 @@ def _measure(me: StandInWorker, learner: Learner, arms: dict[str, BenchmarkArm])
 
 
 def _memcpy(own: BenchmarkArm, source: torch.Tensor) -> float:
-    """s, from private memory to private memory, both touched before."""
+    """Return the time (s) of a copy between two buffers of private memory whose pages have been touched before."""
     target = torch.frombuffer(own._buffers._own[0], dtype=torch.uint8)[: source.numel()]
     begun = time.perf_counter()
     target.copy_(source)
@@ -150,7 +151,7 @@ def _memcpy(own: BenchmarkArm, source: torch.Tensor) -> float:
 
 
 def _steps(learner: Learner, batches: Iterator[Batch], arm: BenchmarkArm | None) -> float:
-    """s for each of some steps; with an arm, each is saved, and waits for the commit of the one before."""
+    """Return the time (s) per step; with an arm, each step is saved and waits for the commit of the step before."""
     begun = time.perf_counter()
     for _ in range(STEPS_PER_ROUND):
         learner.step(next(batches))

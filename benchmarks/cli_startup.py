@@ -1,7 +1,8 @@
-"""How long a user waits for the command line: ``rrl --version``, ``rrl status`` of a finished run, ``rrl --help``.
+"""Measures how long a user waits for ``rrl --version``, ``rrl status`` of a finished run, and ``rrl --help``.
 
-Bar: version and status under 0.4 s. Each is a whole process, from its start to its end; the median of ten, taken in
-turns so that a burst of load on the machine hits all alike. The finished run is made here, through the journal.
+Bar: version and status take less than 0.4 s. A command is measured as a whole process, from its start to its end. The
+result is the median of ten. The commands take turns, so that a burst of load on the machine affects all of them alike.
+This program creates the finished run, by writing its journal.
 """
 
 from __future__ import annotations

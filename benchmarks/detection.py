@@ -1,8 +1,9 @@
-"""How well failures are told from silence: scripted scenarios in virtual time, rrl's detectors against two baselines.
+"""Measures how well failures are detected: rrl's detectors and two baselines in scripted scenarios in virtual time.
 
 ``python detection.py [--scenarios DIR] [--seeds K] [--first-seed N] [--curve/--no-curve] [--only GLOB] [--json]``. The
-scenarios are files (docs/scenarios.md); yours run like ours. Prints who was found, missed and wrongly accused, delays
-by role and cause, and what is to be debugged with scenario and seed; the last line is one JSON object.
+scenarios are files (docs/scenarios.md); another folder of scenarios can be used instead. Prints how many failures each
+method found and missed and how many false alarms it raised, the delays by role and cause, and each mistake of rrl with
+its scenario and seed. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from rrl.tests.support.scenarios.score import compared, confusion, delays, quant
 
 SHIPPED = Path(__file__).parent.parent / "tests" / "data" / "scenarios"
 MAX_CURVE_SEEDS = 2
-"""of the curve: it plays everything some fifteen times"""
+"""Maximum number of seeds of the curve, which plays every scenario some fifteen times."""
 _MAX_LISTED_MISTAKES = 400
-"""mistakes of rrl's own that are listed"""
+"""Maximum number of mistakes of rrl that are listed."""
 
 
 def main(

@@ -1,10 +1,10 @@
-"""A run goes on while strangers attack every port of it: 10,000 malformed frames and 200 half-open connections a port.
+"""Measures whether a run withstands 10,000 malformed frames and 200 half-open connections on every port.
 
-A light run (real manager, store, agents and weight plane, no models) on this machine's local cluster, once with each
-weight pipe. What it costs is the growth of memory and descriptors over the attack, process by process, and whether
-anybody in the run was touched by it: restarted, suspected, or stopped. A first, smaller attack fills the pools of the
-libraries, and a quiet spell as long as the attack shows what the processes grow by themselves. Prints a table, and one
-JSON object as its last line.
+The run is light (real manager, store, agents and weight transport, no models), on this machine's local cluster, and is
+repeated with each weight transport. The results are the growth of memory and descriptors of each process during the
+attack, and whether a part of the run was affected: restarted, reported in a finding, or stopped. A smaller attack
+before fills the memory pools of the libraries. A period of 100 steps without an attack shows how much the processes
+grow by themselves. Prints a table, and one JSON object as its last line.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FRAMES_PER_PORT = 10_000
 HALF_OPEN_PER_PORT = 200
 WARMUP_FRAMES = 1_000
 STEPS = 1_000_000
-"""more than any attack lasts: the run is cancelled at the end"""
+"""Number of steps of the job, which the run never reaches, because it is cancelled after the attack."""
 
 
 def main() -> None:
@@ -99,7 +99,7 @@ def _row(cost: Cost, own_growth: float) -> list[str]:
 
 
 def _suspicions(run: TestRun) -> list[str]:
-    """Findings against anybody in the run."""
+    """Return all findings other than OK about processes and nodes of the run."""
     events = [stamped.event for stamped in run.events()]
     return [
         str(event.finding) for event in events

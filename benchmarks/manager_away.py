@@ -1,17 +1,18 @@
-"""What a run learns while its manager is away: reward at the end and age of the trained tokens, against a run in peace.
+"""Measures what a run learns without its manager: reward at the end and age of the trained tokens.
 
-The quickstart's job (real torch roles, ``[sampling] staleness = 4``) in four arms, interleaved seed by seed on the same
-machine. Once step 30 is committed, in ``stopped`` the manager is frozen (SIGSTOP) for 60 s; in ``killed`` it is killed
-and has no successor; in ``cancelled`` it is told to leave (Slurm: scancel of its job and of the one that waits; local:
-SIGTERM), and locally so is the manager that ``rrl manage`` starts then. ``undisturbed`` is left in peace. Where no
-manager is left, ``rrl manage`` ends the run once its last checkpoint is there.
+The quickstart's job (real torch roles, ``[sampling] staleness = 4``) runs in four arms, interleaved seed by seed on the
+same machine. Once step 30 is committed, the manager is stopped by SIGSTOP for 60 s in the arm ``stopped``. In
+``killed`` the manager is killed and has no successor. In ``cancelled`` the manager is requested to end (Slurm: scancel
+of its job and of the pending one; local: SIGTERM), and on the local cluster so is the next manager, which
+``rrl manage`` starts. In ``undisturbed`` nothing is done to the manager. Where no manager is left, ``rrl manage`` ends
+the run once its last checkpoint exists.
 
-Reward and ages come from the store's own log, not from what roles tell the manager. Reward at the end: mean of the
-task's score over the trajectories of the last 20 steps (5,120 of them). Age of a token of step n: n - 1 less the step
-of the weights that sampled it. Headline, fixed before the first run: ``reward_ratio_min``, the least ratio of a
-disturbed run's reward at the end to that of the undisturbed run of the same seed and cluster (bar: 0.95), and
-``age_max``, the oldest trained token of all runs (bar: 4). Prints a table, and one JSON object with every run's figures
-as its last line.
+Reward and ages are read from the store's own log, not from what roles report to the manager. The reward at the end is
+the mean of the task's score over the trajectories of the last 20 steps (5,120 of them). The age of a token of step n is
+n - 1 minus the step of the weights that sampled the token. There are two main results, which were chosen before the
+first run. ``reward_ratio_min`` is the lowest ratio of a disturbed run's reward at the end to that of the undisturbed
+run of the same seed and cluster (bar: 0.95). ``age_max`` is the age of the oldest trained token of all runs (bar: 4).
+Prints a table, and one JSON object with the figures of every run as its last line.
 """
 
 from __future__ import annotations
@@ -45,21 +46,21 @@ from rrl.tests.support.supervisor import temporary_runs_folder
 
 STEPS = 300
 AWAY_FROM_STEP = 30
-"""step after which the manager is away: the reward is 0.29 to 0.45 then (twelve runs), so that most is learned without
-a manager"""
+"""Step after which the manager is away. The reward is then 0.29 to 0.45 (twelve runs), so most is learned without a
+manager."""
 STOPPED_S = 60.0
 LAST_STEPS = 20
-"""steps at the end, of whose rewards the mean is taken: a single one's standard deviation is 0.005 to 0.022"""
+"""Number of last steps whose mean reward is the reward at the end: one step's standard deviation is 0.005 to 0.022."""
 STALENESS = 4
 NODES = 5
 RUN_TIMEOUT_S = 900.0
-"""for a run from its submission to its last checkpoint"""
+"""Seconds from the submission of a run to its last checkpoint, at most."""
 QUICKSTART = Path(__file__).parent.parent / "examples" / "quickstart.toml"
 UNDISTURBED = "undisturbed"
 
 
 class Result(Struct, frozen=True):
-    """One run. ``ages`` and ``rewards`` are per step, in order: the oldest token's age in versions, the mean reward."""
+    """The result of one run. ``ages`` (of the oldest token, in versions) and ``rewards`` (mean) are by step."""
 
     cluster: str
     arm: str
@@ -67,19 +68,19 @@ class Result(Struct, frozen=True):
     outcome: str
     steps: int
     seconds: float
-    """from submission to the last checkpoint"""
+    """Seconds from the submission to the last checkpoint."""
     steps_away: int
-    """steps that were trained while no manager was at work"""
+    """Steps that were trained while no manager was running."""
     reward_end: float
     age_max: int
     dropped: int
-    """trajectories that were dropped for the age of their tokens"""
+    """Trajectories that were dropped because of the age of their tokens."""
     rewards: list[float]
     ages: list[int]
 
 
 class LaunchSite(Struct, frozen=True):
-    """Where runs are submitted, and how a person takes their managers away there."""
+    """A cluster to which runs are submitted, with its ways to kill and to cancel their managers."""
 
     submit: Callable[[str, str], TestRun]
     kill: Callable[[TestRun], None]
@@ -87,7 +88,7 @@ class LaunchSite(Struct, frozen=True):
 
 
 def job(cluster: str, seed: int) -> str:
-    """The quickstart without its planned fault."""
+    """Return the quickstart's job without its planned fault, for this cluster and seed."""
     toml = QUICKSTART.read_text().partition("[[faults.planned]]")[0]
     for old, new in (
         ('kind = "local"', f'kind = "{cluster}"'),
@@ -101,13 +102,13 @@ def job(cluster: str, seed: int) -> str:
 
 
 def signal_manager(run: TestRun, number: signal.Signals) -> None:
-    """Send a signal to the manager of now, once it has begun."""
+    """Wait until a manager holds the run's lease, and send a signal to that manager."""
     managing = _wait_for(lambda: holder(run.run), "no manager holds the run")
     os.kill(managing.pid, number)
 
 
 def disturb(site: LaunchSite, run: TestRun, arm: str) -> None:
-    """Do to the manager what ``arm`` says; returns when that is over, or at once where it never is."""
+    """Do to the manager what ``arm`` says. Return when a temporary disturbance is over, else at once."""
     if arm == "stopped":
         signal_manager(run, signal.SIGSTOP)
         try:
@@ -143,7 +144,7 @@ def measure(site: LaunchSite, cluster: str, arm: str, seed: int) -> Result:
 
 
 def _newest_checkpoint(run: TestRun) -> int:
-    """The newest step with a checkpoint. The trainer of this job saves each step."""
+    """Return the newest step with a checkpoint. The trainer of this job saves each step."""
     names = (path.name for path in run.run.checkpoints.glob("step-*"))
     return max((int(name.removeprefix("step-").partition(".")[0]) for name in names), default=0)
 
@@ -157,8 +158,11 @@ def _wait_for(read: Callable[[], Any], failure_text: str) -> Any:
 
 
 def trained_tokens(run: RunDir) -> tuple[list[int], list[float], int]:
-    """Return the age of the oldest token and the mean reward of each step, and the trajectories dropped for their age,
-    from the store's log. The runs are too short for it to be compacted (32 MiB)."""
+    """Return the age of the oldest token and the mean reward of each step, and the number of stale trajectories.
+
+    Stale trajectories were dropped because of their age. All values are read from the store's folder. The runs are so
+    short that the store's log is not compacted (32 MiB).
+    """
     (path,) = (path for path in run.store.glob("log.*") if path.suffix != ".new" and path.stat().st_size)
     oldest: dict[int, int] = {}
     scores: dict[int, float] = {}
@@ -192,7 +196,7 @@ def local() -> Iterator[LaunchSite]:
         return submit_here(folder / name, toml)
 
     def cancel(run: TestRun) -> None:
-        """The manager, and the one that a person starts then."""
+        """End the manager, and the next manager, which a person starts afterwards."""
         signal_manager(run, signal.SIGTERM)
         _wait_for(lambda: holder(run.run) is None, "the first manager does not leave")
         with run.call("manage", run.run.id, stdout=subprocess.DEVNULL):
@@ -239,7 +243,7 @@ def main() -> None:
 
 
 def print_result(result: Result) -> None:
-    """Print one run's line as soon as it is over: the whole takes an hour on two cores."""
+    """Print the line of a run as soon as the run is over, because all runs take an hour on two cores."""
     head = ["run", "outcome", "s", "steps away", "reward at the end", "oldest token", "dropped"]
     name = f"{result.cluster} {result.arm} {result.seed}"
     print_table(head, [[

@@ -1,14 +1,15 @@
-"""The trainer is killed → its next optimizer step is committed: warm standby, in place cold, and the whole job.
+"""Measures the time from a kill of the trainer to the commit of its next optimizer step, with three ways to restart.
 
-Three arms, interleaved in rounds, on the same machine, launcher and job (the quickstart's real torch roles, a trainer
-of one or more ranks); ``rrl inject`` kills the trainer's process group by SIGKILL. ``warm``: policy "role"
-with shadows; ``in_place``: policy "role" without; ``job``: policy "job", every role restarts in place from the last
-checkpoint, as RobustRL configured ByteRobust (docs/sources.md). No grace in any arm: what is fenced is killed.
+The three arms are interleaved in rounds, with the same machine, cluster and job (the quickstart's real torch roles, a
+trainer of one or more ranks). ``rrl inject`` kills the trainer's process group by SIGKILL. ``warm``: policy "role" with
+standby processes. ``in_place``: policy "role" without standby processes. ``job``: policy "job", in which every role
+restarts in place from the last checkpoint, as RobustRL configured ByteRobust (docs/sources.md). Fenced processes are
+killed without grace in all arms.
 
-Stages, from the journal: detect (kill → finding), decide (→ fenced), start (→ all ranks have joined), load (→ it
-trains), step (→ the next step is committed). ``steps_lost_max``: K steps may have been done beyond the committed one;
-what of them the trainer does not go on from, by its own word in the log, counts as lost. Prints a table, and one JSON
-object as its last line.
+The stages are read from the journal: detect (kill → finding), decide (→ fenced), start (→ all ranks have joined), load
+(→ training), step (→ the next step is committed). ``steps_lost_max`` is the number of steps that were lost: up to K
+steps may have been trained beyond the committed step, and those beyond the step from which the trainer continues,
+according to its log, count as lost. Prints a table, and one JSON object as its last line.
 """
 
 from __future__ import annotations
@@ -44,11 +45,11 @@ from rrl.tests.support.supervisor import temporary_runs_folder
 
 ROUNDS = 3
 KILLS_PER_RUN = 2
-"""in each run; the arms are interleaved run by run: 6 kills an arm"""
+"""Number of kills in each run. The arms are interleaved run by run, with 6 kills per arm."""
 STEPS_BETWEEN_KILLS = 20
-"""steps at least before a kill; with shadows it also waits until one is ready beside the trainer"""
+"""Minimum number of steps before a kill."""
 STEPS = 1_000_000
-"""never reached: a run is cancelled after its kills"""
+"""Number of steps of the job, which a run never reaches, because it is cancelled after its kills."""
 ARMS = {
     "warm": ('policy = "role"', "warm = true"),
     "in_place": ('policy = "role"', "warm = false"),
@@ -56,28 +57,28 @@ ARMS = {
 }
 STAGES = ("detect", "decide", "start", "load", "step")
 UNCOMMITTED = 1
-"""K, [roles.trainer] uncommitted: its default"""
+"""K, the default of ``[roles.trainer] uncommitted``."""
 NODES = 6
 QUICKSTART = Path(__file__).parent.parent / "examples" / "quickstart.toml"
 KILL_TIMEOUT_S = 600.0
-"""s for a kill and what follows"""
+"""Seconds for a kill and the recovery from it."""
 
 
 class Restart(Struct):
-    """One kill and what followed; times of the manager's clock (s)."""
+    """One kill and the recovery from it, with times of the manager's clock (s)."""
 
     killed: float
     step: int
-    """committed when it was killed"""
+    """Newest committed step at the kill."""
     detected: float | None = None
     fenced: float | None = None
     joined: float | None = None
     training: float | None = None
     committed: float | None = None
     incarnation: Incarnation | None = None
-    """that went on"""
+    """Incarnation of the trainer that continued."""
     lost_steps: int = 0
-    """steps that may have been done and were done again"""
+    """Steps that may have been trained before the kill and were trained again."""
 
     def stages(self) -> list[float]:
         times = [self.killed, self.detected, self.fenced, self.joined, self.training, self.committed]
@@ -87,7 +88,7 @@ class Restart(Struct):
 
 
 def restarts(run: RunDir) -> list[Restart]:
-    """Of the trainer, in order, read from the journal."""
+    """Return the restarts of the trainer in order, as recorded in the journal."""
     result: list[Restart] = []
     current: Restart | None = None
     step = 0
@@ -111,7 +112,7 @@ def restarts(run: RunDir) -> list[Restart]:
 
 
 def restored_step(run: RunDir, restart: Restart) -> int:
-    """The step that the trainer says it goes on from."""
+    """Return the step from which the trainer continues, according to its log."""
     assert restart.incarnation is not None
     log = run.log_file(tag_of(run.id, restart.incarnation)).read_text()
     matches = re.findall(
@@ -138,7 +139,7 @@ def _apply(restart: Restart, event: Any, at: float) -> None:
 
 
 def job(arm: str, cluster: str, ranks: int) -> str:
-    """The quickstart with this arm's settings."""
+    """Return the quickstart's job with the settings of this arm."""
     policy, warm = ARMS[arm]
     toml = QUICKSTART.read_text().partition("[[faults.planned]]")[0]
     for old, new in (
@@ -153,7 +154,7 @@ def job(arm: str, cluster: str, ranks: int) -> str:
 
 
 def kill(run: TestRun, arm: str) -> None:
-    """Once everybody works (and a shadow waits beside the trainer) the trainer dies; returns when it trains again."""
+    """Wait until all roles work and standby processes are ready, kill the trainer, and wait until it trains again."""
     begun = run.wait(lambda state: state.step >= 1, KILL_TIMEOUT_S).step
     before = run.wait(
         lambda state: state.step >= begun + STEPS_BETWEEN_KILLS and all_work(state) and _standbys_ready(state, arm),
@@ -169,7 +170,7 @@ def kill(run: TestRun, arm: str) -> None:
 
 
 def _standbys_ready(state: State, arm: str) -> bool:
-    """Enough ready shadows on the trainer's own nodes, where the arm has any."""
+    """Return whether each of the trainer's nodes has enough ready standby processes, if the arm uses them."""
     ready = [one.node for one in state.replicas.values() if one.role == STANDBY_ROLE and one.phase == "standby"]
     trainer_nodes = [one.node for one in gang(state, TRAINER)]
     return arm != "warm" or all(ready.count(home) >= trainer_nodes.count(home) for home in trainer_nodes)
@@ -177,7 +178,7 @@ def _standbys_ready(state: State, arm: str) -> bool:
 
 @contextmanager
 def launcher(cluster: str) -> Iterator[Any]:
-    """Where runs are submitted to: a function of a name and a job.toml."""
+    """Provide a function that submits a run, given its name and job.toml."""
     if cluster == "local":
         with temporary_runs_folder() as folder:
             yield lambda name, toml: submit_here(_make_folder(folder / name), toml)
@@ -192,7 +193,7 @@ def _make_folder(folder: Path) -> Path:
 
 
 def measure(cluster: str, ranks: int, rounds: int) -> dict[str, list[Restart]]:
-    """By arm."""
+    """Return the restarts by arm."""
     results: dict[str, list[Restart]] = {arm: [] for arm in ARMS}
     with launcher(cluster) as submit:
         for turn in range(rounds):

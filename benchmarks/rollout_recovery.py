@@ -1,7 +1,8 @@
-"""A rollout is killed → its replacement generates again: every stage apart, from the journal, median of five kills.
+"""Measures the time from a kill of a rollout until its replacement generates, stage by stage: the median of five kills.
 
-Runs the quickstart's real roles (torch, transformers, reasoning-gym) on this machine's local cluster; the run's own
-fault plan kills rollouts by SIGKILL of their process group. Prints a table, and one JSON object as its last line.
+Runs the quickstart's real roles (torch, transformers, reasoning-gym) on this machine's local cluster. Planned faults of
+the run kill rollouts by SIGKILL of their process group. The times are read from the journal. Prints a table, and one
+JSON object as its last line.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from rrl.tests.support.supervisor import end_runs_with_caller, temporary_runs_fo
 
 KILLS = 5
 STEPS_BETWEEN_KILLS = 100
-"""steps between two kills, and after the last: a replacement needs some 70 (quiet, 2 cores) to work again"""
+"""Steps between two kills, and after the last kill: a replacement generates after some 70 (idle machine, 2 cores)."""
 STAGES = ("detect_s", "decide_s", "start_s", "weights_s", "first_work_s", "total_s")
 QUICKSTART = Path(__file__).parent.parent / "examples" / "quickstart.toml"
 
@@ -50,7 +51,7 @@ def main() -> None:
 
 
 def _job() -> str:
-    """The quickstart with a fault plan of its own: rollouts in turn."""
+    """Return the quickstart's job with other planned faults, which kill the rollouts in turn."""
     toml = QUICKSTART.read_text().partition("[[faults.planned]]")[0]
     steps = (KILLS + 2) * STEPS_BETWEEN_KILLS
     toml = toml.replace("steps = 300", f"steps = {steps}")

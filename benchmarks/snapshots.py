@@ -1,9 +1,10 @@
-"""What a snapshot of a trainer's state costs: the copy that a step waits for against a memcpy of the same bytes, the
-digest behind it, the copy to a buddy node, and reading it again after a death.
+"""Measures what a snapshot of a trainer's state costs.
 
-Two real agents on this machine, sent over loopback; one thread copies. ``python snapshots.py [MB] [ROUNDS]``:
-600 MB are one rank's half of 100 M parameters with AdamW in fp32, and take 3 GB here. Prints a table, and one JSON
-object as its last line.
+The results are the time of the copy that a step waits for, compared with a memcpy of the same bytes; of the digest in
+the background; of the copy to another node; and of reading the snapshot after a restart. Two real agents run on this
+machine and the copy goes over loopback; one thread copies. ``python snapshots.py [MB] [ROUNDS]``: 600 MB (the default)
+are half of the state of 100 M parameters with AdamW in fp32, as one of two ranks has it, and take 3 GB of memory here.
+Prints a table, and one JSON object as its last line.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from rrl.transport.messages import AgentHeartbeat, AgentHello
 
 DEFAULT_MB, DEFAULT_ROUNDS = 600, 6
 HEARTBEAT_INTERVAL_S = 0.1
-"""s between two beats of an agent: shorter than a run's, to see what delays one"""
+"""Seconds between two heartbeats of an agent: shorter than in a run, to notice what delays a heartbeat."""
 GANG = ReplicaId("trainer/0")
 
 
@@ -69,7 +70,7 @@ async def _measure(lab_run: Lab, size: int, rounds: int) -> dict[str, float]:
 
 
 def _figures(client: SnapshotClient, buddy: str, size: int, rounds: int) -> dict[str, float]:
-    """Never more than five times the bytes at once: three here, two at the buddy."""
+    """Measure, with at most five copies of the bytes in memory at once: three here and two at the other agent."""
     source, own = torch.randint(0, 256, (size,), dtype=torch.uint8), torch.empty(size, dtype=torch.uint8)
     own.copy_(source)
     prepare = _timed(lambda: client.prepare(size))
@@ -99,7 +100,7 @@ def _figures(client: SnapshotClient, buddy: str, size: int, rounds: int) -> dict
 
 
 def _copy_and_seal(client: SnapshotClient, source: torch.Tensor, step: int) -> None:
-    """All that a step waits for."""
+    """Do all that a step waits for."""
     torch.frombuffer(client.buffer(source.numel(), step), dtype=torch.uint8).copy_(source)
     client.seal(step)
 
@@ -114,7 +115,7 @@ _heartbeat_gaps: list[float] = []
 
 
 async def _collect_heartbeat_gaps(manager: Manager) -> None:
-    """Between two beats of the same agent, as the manager hears them."""
+    """Collect the times (s) between two heartbeats of the same agent, as the manager receives them."""
     last: dict[str, float] = {}
     while True:
         now = time.perf_counter()
@@ -128,7 +129,7 @@ async def _collect_heartbeat_gaps(manager: Manager) -> None:
 
 
 def _pss(pid: int) -> float:
-    """MB."""
+    """Return the PSS of a process in MB."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
     return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 1000
 

@@ -1,14 +1,15 @@
-"""The weight plane against its bars, in four parts, each of which can be run alone.
+"""Measures the weight transports against their bars, in four parts, each of which can be run alone.
 
-``loopback`` (:mod:`_weights_loopback`): 1 GiB to 1, 2 and 4 receivers on one machine, ours over ucx and tcp against a
+``loopback`` (:mod:`_weights_loopback`): 1 GiB to 1, 2 and 4 receivers on one machine, over ucx and tcp, compared with a
 broadcast of torch.distributed's gloo with the same digests.
-``namespaces`` (:mod:`_weights_namespaces`; root): five nodes with NICs of 2 Gbit/s, 256 MiB to four receivers along a
-chain, as a star, with one killed and one stopped in the middle, and gloo in the same situation.
+``namespaces`` (:mod:`_weights_namespaces`; root): 256 MiB between five nodes with NICs of 2 Gbit/s, to four receivers
+along a chain, as a star, with one receiver killed and one stopped in the middle, and with gloo in the same situation.
 ``rejoin`` (:mod:`_weights_rejoin`): connections, a restarted rollout, a restarted trainer.
-``faults`` (:mod:`rrl.tests.support.weights.torture`): hundreds of kills, freezes and restarts while versions flow.
+``faults`` (:mod:`rrl.tests.support.weights.torture`): hundreds of kills, freezes and restarts during transfers.
 
-Arms are interleaved within each round; receivers compare every byte after the clock; ratios are of medians. Prints
-tables, and one JSON object as its last line: parts that were not run, or cannot be run here, leave null.
+Arms are interleaved within each round. Receivers compare every byte after the clock has stopped. Ratios are ratios of
+medians. Prints tables, and one JSON object as its last line; values of parts that were not run, or cannot be run on
+this machine, are null.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class ReportedFindings:
     @property
     def nodes(self) -> set[NodeName]:
         """Nodes with at least one finding."""
-        return set(self._by_node)
+        return {node for node, by_key in self._by_node.items() if by_key}
 
     def all(self) -> list[Finding]:
         """Return the findings about all nodes."""

@@ -167,17 +167,20 @@ def _after(last: bytes, text: bytes) -> bytes:
     return b"".join(line for line in text.splitlines(keepends=True) if line[:STAMP_BYTES] > last)
 
 
+def _private(path: str, flags: int) -> int:
+    """Open a file that only its owner may read."""
+    return os.open(path, flags, 0o600)
+
+
 def _append(path: Path, data: bytes, max_file_bytes: int) -> int:
     """Append to the file, rotating it if it is full. Return the number of bytes written, 0 on an error."""
     try:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        try:
-            if (size := os.fstat(fd).st_size) and size + len(data) > max_file_bytes:
-                os.replace(path, path.with_name(f"{path.name}.1"))
-                os.close(fd)
-                fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-            return os.write(fd, data)
-        finally:
-            os.close(fd)
+        with open(path, "ab", buffering=0, opener=_private) as file:
+            size = os.fstat(file.fileno()).st_size
+            if not size or size + len(data) <= max_file_bytes:
+                return file.write(data)
+        os.replace(path, path.with_name(f"{path.name}.1"))
+        with open(path, "ab", buffering=0, opener=_private) as file:
+            return file.write(data)
     except (OSError, ValueError):  # storage full or away, or an invalid file name
         return 0

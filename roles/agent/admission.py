@@ -1,4 +1,4 @@
-"""Tests, before an agent reports its node, whether roles can run there, and runs the first round of node checks.
+"""Tests whether roles can run on a node, and runs the first round of node checks, before the agent reports the node.
 
 The readers' client and the checks are imported only if readers are configured, to save memory.
 """
@@ -33,10 +33,10 @@ _OUTPUT_TAIL_BYTES = 4096
 
 
 async def probe(supervisor: StepSupervisor) -> str:
-    """Run the job's node probe; return on one line why roles cannot run on this node, or an empty text.
+    """Run the job's node probe; return why roles cannot run on this node (one line), or an empty text.
 
-    A failed probe is repeated once if time allows, because shared storage may be slow while every node imports at once,
-    and the run does not use a node whose probe failed.
+    A probe that fails in less than half of its time is repeated once, because shared storage may be slow while every
+    node imports at once, and the run does not use a node whose probe failed.
     """
     loop = asyncio.get_running_loop()
     began = loop.time()
@@ -47,9 +47,10 @@ async def probe(supervisor: StepSupervisor) -> str:
 
 
 async def _run_probe(supervisor: StepSupervisor) -> str:
-    """Run the probe once, behind the prelude of the roles and in their environment, and end all its processes.
+    """Run the probe once, after the shell prelude of the roles and in their environment, and end all its processes.
 
-    The probe is a process of its own, because an agent that imported torch itself would keep gigabytes mapped.
+    Return why the probe failed, or an empty text. The probe is a process of its own, because an agent that imported
+    torch itself would keep gigabytes mapped.
     """
     launch = supervisor.launch
     try:
@@ -142,7 +143,7 @@ async def run_admission_checks(supervisor: StepSupervisor, monitor: NodeMonitor 
 
 
 def _has_running_step(supervisor: StepSupervisor) -> bool:
-    """Tell whether a step of the run is already running on this node, as after the replacement of its agent."""
+    """Tell whether a step of the run is already running on this node, which is so if the agent was replaced."""
     for process in processes(supervisor.steps):
         with contextlib.suppress(OSError, ValueError):
             if process.module == STEP_MODULE and read_launch(Path(process.launch)).node == supervisor.launch.node:

@@ -1,8 +1,8 @@
-"""Performs injected faults on a node, by signals and limits, on processes of the agent's run or on the agent itself.
+"""Performs injected faults on a node: signals and limits for processes of the agent's run or for the agent itself.
 
-A performer takes the two processes of a step and returns a description of what it did. It raises :class:`NotPerformed`
-with the reason if it must not or cannot perform the fault. A lasting fault is performed by a helper process
-(:mod:`rrl.roles.agent.pause_helper`).
+A performer is a function that performs one kind of fault on the processes of a step (:class:`Target`) and returns a
+description of what it did. It raises :class:`NotPerformed` with the reason if it must not or cannot perform the fault.
+A lasting fault is performed by a helper process (:mod:`rrl.roles.agent.pause_helper`).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from ..launcher.first_process import StepSupervisor
 from ..launcher.process_group import kill_group
 
 PAUSED_SUFFIX = ".held"
-"""Suffix, after the name of the launch file, of the mark that exists while a pause helper stops and continues the step.
-If the helper is killed, the agent finds the mark and continues the step (:func:`resume_process`)."""
+"""Suffix that turns the path of a step's launch file into the path of a mark, a file that exists while a pause helper
+stops the step. If the helper is killed, the agent finds the mark and continues the step (:func:`resume_process`)."""
 
 
 class NotPerformed(Exception):
@@ -35,7 +35,7 @@ class NotPerformed(Exception):
 
 
 class Target(Struct, frozen=True):
-    """The processes of a running step."""
+    """The first process of a running step, and the process of its command, which leads a process group."""
 
     step: Process
     command: Process
@@ -61,7 +61,7 @@ def is_lasting(fault: Fault) -> bool:
 
 
 def resume_process(launch_file: str) -> bool:
-    """Continue the step of a launch file if a killed pause helper left it stopped; return whether one had."""
+    """Continue the step of a launch file if a killed pause helper left a mark; return whether there was such a mark."""
     mark = Path(launch_file + PAUSED_SUFFIX)
     try:
         pid, _, started = mark.read_text().partition(".")
@@ -133,7 +133,8 @@ def _signal_group(target: Target, number: Signals) -> str:
 class Injector:
     """Performs the faults that the manager requests from this agent.
 
-    ``launch_of`` returns the launch in a file if it belongs to this run and node, else None; it may block.
+    ``launch_of`` reads a launch file and returns the launch, or None if that is not of this run and node. The call may
+    block.
     """
 
     def __init__(self, supervisor: StepSupervisor, launch_of: Callable[[str], Launch | None]) -> None:
@@ -142,7 +143,7 @@ class Injector:
     async def inject(self, request: Inject) -> None:
         """Perform a fault on a step of this node or on this agent, and report the result.
 
-        For a lasting fault it returns after the fault's end.
+        For a lasting fault, return after the fault has ended.
         """
         fault, supervisor = request.fault, self._supervisor
         path = f"{supervisor.steps}/{supervisor.run.launch_file(request.tag).name}"

@@ -1,6 +1,6 @@
 """Samples the load of each step on a node: CPU time from /proc, GPU use from the newest NVML reading.
 
-The manager uses it to detect replicas that report progress or wait although they compute nothing.
+From the samples, the manager detects replicas that are idle although they report progress or a phase that computes.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class StepLoadSampler:
         self, processes: Iterable[Process], gpus: Sequence[Gpu] | None, now: float,
         tensor: Mapping[str, float] = MappingProxyType({}),
     ) -> tuple[Load, ...]:  # fmt: skip
-        """Return the load of each step since the last sample; a step has none at its first sample.
+        """Return the load of each step since the last sample, without steps that are sampled for the first time.
 
         Args:
             processes: the run's processes on this node.
-            gpus: the newest NVML reading, or None.
+            gpus: the GPUs of the newest NVML reading, or None if there is none.
             now: the time in seconds of a monotonic clock.
             tensor: share of time in which tensor cores were active, by GPU UUID, from DCGM.
         """
@@ -69,17 +69,17 @@ class StepLoadSampler:
         return tuple(loads)
 
     def last_gpus(self, path: str) -> tuple[str, ...]:
-        """Return the UUIDs of the GPUs that a step used last, even after its end."""
+        """Return the UUIDs of the GPUs that the step of a launch file used last, even after the step has ended."""
         return self._last_gpus.get(path, ())
 
     def forget(self, path: str) -> None:
-        """Drop the GPUs of an ended step."""
+        """Forget the GPUs that the step of a launch file used last; called after the step has ended."""
         self._last_gpus.pop(path, None)
 
     def _gpus_of(self, path: str, pids: Sequence[int], gpus: Sequence[Gpu]) -> list[Gpu]:
         """Return the GPUs on which a step's processes compute, or else the GPUs that Slurm or the job assigned to it.
 
-        NVML may list no process of the step, because none computes or because it sees other process ids.
+        NVML may list no process of the step, because none of them computes or because NVML sees other process ids.
         """
         used = [gpu for gpu in gpus if any(process.pid in pids for process in gpu.processes or ())]
         if used or not gpus:

@@ -1,9 +1,9 @@
 """The node agent, ``python -m rrl.roles.agent.main FILE``: one process per node, which outlives the roles on it.
 
 The agent sends heartbeats with the running steps and their loads, reports steps whose first process vanished without an
-exit record, kills the orphans of ended steps, performs injected faults, holds the memory of trainer snapshots
-(:mod:`rrl.roles.snapshots`), and monitors the node's health (:mod:`rrl.roles.agent.node_monitor`). It does not start
-roles. It handles only steps of its own run and node, which the launch files name, because several virtual nodes may
+exit record, kills processes that ended steps left behind, performs injected faults, holds the memory of trainer
+snapshots (:mod:`rrl.roles.snapshots`), and monitors the node's health (:mod:`rrl.roles.agent.node_monitor`). It does
+not start roles. It handles only steps whose launch files name its own run and node, because several virtual nodes may
 share one machine.
 """
 
@@ -63,8 +63,8 @@ SWEEP_TIMEOUT_S = 10.0
 RUN_OVER_GRACE_S = 30.0
 """Seconds that the run must have been over, without a manager, before the agent ends the remaining steps and exits."""
 MAX_HEARTBEATS_WITHOUT_MANAGER = 2
-"""Heartbeat intervals without a manager after which the agent removes the file with which the manager filled the disk
-(an injected fault), because that manager may be dead."""
+"""Heartbeat intervals without a manager after which the agent removes the disk filler, the file with which a manager
+filled the disk (an injected fault), because that manager may be dead."""
 
 
 def main() -> int:
@@ -157,7 +157,7 @@ class _Agent:
     async def poll_loop(self) -> None:
         """Scan /proc for new steps once per heartbeat interval; pidfds report the ends of steps at once.
 
-        It also removes the disk filler of a lost manager, and stops the agent when the run is over.
+        Also remove the disk filler of a lost manager, and stop the agent when the run is over.
         """
         loop = asyncio.get_running_loop()
         over_since: float | None = None
@@ -219,7 +219,7 @@ class _Agent:
         self._add_task(asyncio.ensure_future(asyncio.to_thread(resume_process, process.launch)))
 
     def _on_step_gone(self, path: str) -> None:
-        """Handle the end of a step's first process: kill its orphans, and report it if it left no exit record."""
+        """Handle the end of a step's first process: kill its orphans, and report a step that left no exit record."""
         launch = self._launches.get(path)
         if launch is not None and path not in self._ending:
             self._ending.add(path)
@@ -319,7 +319,7 @@ class _Agent:
     async def _end_incarnation(self, incarnation: Incarnation, tag: str) -> None:
         """Kill the step of a fenced incarnation, which may not receive the Fenced message itself.
 
-        The launch file of a promoted standby names another incarnation, so that its step is found by the tag.
+        The launch file of a promoted standby names another incarnation, so its step is found by its tag.
         """
         paths = [
             path
@@ -344,7 +344,8 @@ class _Agent:
         while self._running_steps and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(RECHECK_DELAY_S)
 
-        own = self._supervisor.launch_file  # the readers' mark: they are stopped gently, since they may be in a driver
+        # the own launch file also marks the readers, which must not be killed, because they may be inside a driver
+        own = self._supervisor.launch_file
         await self._sweep([path for path, launch in self._launches.items() if launch and path != own], _is_not_agent)
 
     def _add_task(self, task: asyncio.Future[Any]) -> None:
@@ -357,7 +358,8 @@ class _Agent:
 def _removed(folder: Path, device: int) -> bool:
     """Tell whether a folder was removed, rather than unmounted.
 
-    ``device`` is the folder's file system: if it was unmounted, its nearest existing parent is on another one.
+    ``device`` is the device number (st_dev) of the folder's file system. If that file system was unmounted, the nearest
+    existing parent of the folder is on another device.
     """
     if folder.exists():
         return False
@@ -366,7 +368,7 @@ def _removed(folder: Path, device: int) -> bool:
 
 
 def _listen_host(launch: Launch) -> str:
-    """Return the address at which other nodes reach this one; empty if there is none, which roles report themselves."""
+    """Return the address at which other nodes reach this node; empty if there is none, which the node probe reports."""
     try:
         return node_environment(launch)[ADDRESS_ENV]
     except NoAddress:
@@ -385,7 +387,7 @@ def _is_not_agent(process: Process) -> bool:
 def _is_orphan(process: Process) -> bool:
     """Tell whether a process was started by a step's first process that has ended.
 
-    A wrapper that will exec a first process has no mark yet and is not an orphan.
+    A wrapper that will exec a first process does not bear a step's mark yet, and is not an orphan.
     """
     if not process.step:
         return False

@@ -37,7 +37,7 @@ _MAX_FILE_BYTES = 1 << 20
 
 
 def load_inventory(path: Path) -> HardwareInventory | None:
-    """Return the stored hardware inventory, or None if there is no readable one."""
+    """Return the stored hardware inventory, or None if none can be read."""
     with contextlib.suppress(OSError, msgspec.MsgspecError):
         if path.stat().st_size <= _MAX_FILE_BYTES:
             return msgspec.json.decode(path.read_bytes(), type=HardwareInventory)
@@ -54,7 +54,8 @@ def save_inventory(path: Path, inventory: HardwareInventory) -> None:
 REPORT_INTERVAL_S = 1.0
 """Seconds between two rounds of reports."""
 MAX_FINDINGS = 256
-"""Findings in one Hello; the manager closes the connection of an agent that sends a larger message than it accepts."""
+"""Maximum number of findings in one Hello, because the manager closes the connection of an agent whose message is too
+long."""
 MAX_SAMPLE_AGE_S = 10.0
 """Seconds after which an NVML reading no longer counts for a GPU's load; twice that for DCGM."""
 RESTORE_TIMEOUT_S = 5.0
@@ -164,7 +165,7 @@ class NodeMonitor:
         return newest.data.gpus
 
     def on_our_kill(self) -> None:
-        """Take in that rrl ended a step on this node, so that GPU errors around this time are attributed to that."""
+        """Record that rrl ended a step on this node just now: GPU errors around this time are a consequence of that."""
         self._node_state.on_our_kill(self.now())
 
     def set_tenant(self, gpus: Collection[str], role: str, incarnation: str) -> None:
@@ -172,7 +173,7 @@ class NodeMonitor:
         self._node_state.set_tenant(gpus, role, incarnation)
 
     def on_role_death(self, gpus: Collection[str]) -> None:
-        """Take in that a role which used these GPUs (UUIDs) died without being ended by rrl."""
+        """Record that a role which used these GPUs (UUIDs) ended just now, and not because rrl ended it."""
         self._node_state.on_role_death(gpus, self.now())
 
     @staticmethod
@@ -223,7 +224,7 @@ class NodeMonitor:
             await asyncio.sleep(REPORT_INTERVAL_S)
 
     def _effective_rules(self) -> Rules:
-        """Return the site's rules, which expect at least the job's GPUs if the site does not set their number."""
+        """Return the site's rules; if they set no number of GPUs, expect the job's number unless more are visible."""
         data = self._node_state.data("nvml")
         visible = len(data.gpus) if isinstance(data, NvmlData) else 0
         if self._rules.expect.gpus is not None or visible >= self._launch.gpus:
@@ -264,5 +265,5 @@ def _rules(launch: Launch) -> tuple[Rules, tuple[Finding, ...]]:
 
 
 def _is_reported(finding: Finding) -> bool:
-    """Tell whether a finding is reported: a failure, a warning, or something that should be known but is not."""
+    """Tell whether a finding is reported: FAIL, WARN, or UNKNOWN about something that the node should report."""
     return finding.verdict is not Verdict.OK and not is_uninformative(finding)

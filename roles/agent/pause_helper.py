@@ -1,11 +1,12 @@
 """Stops a process for a time: ``python -m rrl.roles.agent.pause_helper PID.START SHARE SECONDS [MARK]``.
 
-SHARE is the share of the time in which the target still runs (0 stops it completely), and 0 SECONDS means without end.
-With MARK, the target's whole process group is stopped. The file MARK then names this helper process, so that an agent
-can continue the target if the helper is killed (:func:`rrl.roles.agent.fault_injection.resume_process`).
+SHARE is the share of the time in which the target still runs (0 stops it completely). SECONDS is the duration of the
+pause, and 0 means without end. With MARK, the target's whole process group is stopped. The file MARK then names this
+helper process, so that an agent can continue the target if the helper is killed
+(:func:`rrl.roles.agent.fault_injection.resume_process`).
 
-The helper is a process of its own, so that it can stop its own agent too. When the agent ends, the helper continues the
-target. It prints one line before it stops the target and one when the target runs again.
+The helper is a process of its own, so that it can also stop the agent that started it. When that agent ends, the helper
+continues the target. It prints one line before it stops the target and one when the target runs again.
 """
 
 from __future__ import annotations
@@ -60,9 +61,9 @@ def main() -> int:
 def _pause_until(target: Process, group: bool, share: float, until: float, watched: list[int]) -> None:
     """Keep the target stopped, except for ``share`` of the time, until ``until`` (s, time.monotonic).
 
-    With ``share`` = 0 it is stopped throughout, else SIGSTOP and SIGCONT alternate with the period ``PERIOD_S``. With
-    ``group``, the signals go to the target's process group. Returns early when a process in ``watched`` (pidfds) ends
-    or the target cannot be signalled. The caller continues the target afterwards.
+    With ``share`` = 0 the target is stopped throughout, else SIGSTOP and SIGCONT alternate with the period
+    ``PERIOD_S``. With ``group``, the signals go to the target's process group. Return early when a process in
+    ``watched`` (pidfds) ends or the target cannot be signalled. The caller continues the target afterwards.
     """
     poll = select.poll()
     for fd in watched:

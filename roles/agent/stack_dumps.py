@@ -1,7 +1,7 @@
 """Dumps the Python stacks of a step's processes with py-spy, in the agent of the step's node.
 
 ``py-spy dump --nonblocking`` never pauses the target, so a crash of the agent cannot leave it stopped. A hung process
-does not change while it is read; for a running one an occasional dump fails. Each py-spy has a deadline, because
+does not change while it is read; a dump of a running process may fail at times. Each py-spy has a deadline, because
 reading the memory of a process in uninterruptible sleep may not return. Local variables are not dumped, because they
 may contain prompts and secrets. If py-spy fails, the kernel's state of the main thread is reported instead.
 """
@@ -20,9 +20,9 @@ from ...core.types import Incarnation
 from ...transport.messages import DumpStacks, Stacks
 
 MAX_PROCESSES = 8
-"""Processes of a step that are dumped, the largest first: these include ranks and engine workers, not small helpers."""
+"""Maximum number of processes dumped per step: the largest, which are ranks and engine workers, not small helpers."""
 MAX_DUMP_BYTES = 64 * 2**10
-"""Bytes of one dump: about a thousand frames. Eight dumps fit into one message to the manager (1 MiB)."""
+"""Maximum bytes of one dump: about a thousand frames. Eight dumps fit into one message to the manager (1 MiB)."""
 PROC_SCAN_TIMEOUT_S = 2.0
 """Seconds for the scan of /proc. It takes some ms, but may hang on a process that is stuck in exec or exit."""
 DUMP_TIMEOUT_S = 3.0
@@ -30,18 +30,18 @@ DUMP_TIMEOUT_S = 3.0
 TOTAL_TIMEOUT_S = 4.0
 """Seconds for all dumps of a step; the manager waits a little longer before it ends the step."""
 _MAX_CONCURRENT = 2
-"""Number of py-spy processes at a time: a hung step leaves its cores idle, but other roles of the node use theirs."""
+"""Maximum number of py-spy processes at a time, because other roles of the node use their cores."""
 _MAX_REASON_CHARS = 200
-"""Characters of py-spy's error output that are reported."""
+"""Maximum number of characters of py-spy's error output that are reported."""
 _PYTHON = ("python", "pypy")
 """Prefixes of the names of Python interpreters."""
 _STATES = {"R": "running", "S": "sleeping", "D": "disk sleep", "T": "stopped", "t": "traced", "Z": "zombie"}
 
 
 async def dump_stacks(launch_file: str, agent: Incarnation, request: DumpStacks, py_spy: str = "") -> Stacks:
-    """Dump the Python processes of the step of ``launch_file``, or report why there are none.
+    """Dump the Python processes of the step of ``launch_file``, or report why there is no dump.
 
-    It raises nothing and returns within little more than :data:`PROC_SCAN_TIMEOUT_S` + :data:`TOTAL_TIMEOUT_S`.
+    The call raises nothing and returns within little more than :data:`PROC_SCAN_TIMEOUT_S` + :data:`TOTAL_TIMEOUT_S`.
     """
     py_spy = py_spy or str(Path(sysconfig.get_path("scripts")) / "py-spy")
     try:
@@ -100,7 +100,7 @@ def _failure_reason(result: CommandResult) -> str:
 
 # ── selection of processes, and their kernel state ─────────────────────────────────────────────────────────────────
 def _largest_processes(launch_file: str) -> list[Process]:
-    """Return the largest Python processes of the step, or others if it has none, except its first process."""
+    """Return the step's largest Python processes (if it has none, its largest others) except its first process."""
     steps = os.path.dirname(launch_file)
     of_step = [
         process for process in processes(steps)

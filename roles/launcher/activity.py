@@ -1,8 +1,8 @@
 """Reports to the manager for a command that does not use the worker API (``watch = "activity"`` in job.toml).
 
-The command joins once it is started. Its phase has the name of its role, and each sample in which it used the CPU or a
-GPU, or wrote something, is one unit of progress. A command that busily waits looks as if it worked; only the command
-itself could report the difference, with :func:`rrl.join`.
+The launcher sends a Hello for the command once the command has started. The reported phase has the name of the role,
+and each sample in which the command used the CPU or a GPU, or wrote something, is one unit of progress. A command that
+waits in a busy loop looks as if it worked; only the command itself could report the difference, with :func:`rrl.join`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BUSY_CORE_SHARE = 0.01
 SAMPLE_INTERVAL_S = 2.0
 """Seconds between two samples; each reads all of /proc."""
 GPU_QUERY_TIMEOUT_S = 5.0
-"""Seconds for the driver to answer. A driver that hangs is not queried again; CPU time and output remain."""
+"""Seconds for the driver to answer. A driver that hangs is not queried again; then only CPU time and output count."""
 
 ProcessKey = tuple[int, int]
 """Pid and start time of a process; the pid alone may be reused."""
@@ -63,7 +63,7 @@ def has_worked(
 ) -> bool:
     """Tell whether processes worked between two samples.
 
-    They did if they wrote anything or used more than :data:`BUSY_CORE_SHARE` of a core over ``seconds``.
+    Processes have worked if they wrote anything or used more than :data:`BUSY_CORE_SHARE` of a core over ``seconds``.
     """
     pairs = [(new, before.get(key, Usage(0, 0))) for key, new in now.items()]
     ticks = sum(max(0, new.ticks - old.ticks) for new, old in pairs)

@@ -17,8 +17,8 @@ GPUS_ENV = "RRL_GPUS"
 """Environment variable with Slurm's numbers of the GPUs assigned to this step on this node, separated by commas; unset
 if Slurm assigned none."""
 READERS_ENV = "RRL_READERS"
-"""Environment variable with the names of the readers that run beside an agent, separated by commas, instead of those in
-its launch file; ``none`` starts no reader."""
+"""Environment variable with the names of the readers that run beside an agent, separated by commas. It overrides the
+readers in the agent's launch file; ``none`` starts no reader."""
 _SLURM_GPU_VARIABLES = ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS")
 VISIBLE_DEVICES_VARIABLES = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 """Variables in which Slurm names the GPUs of this step to libraries; the launch file cannot contain them."""

@@ -1,4 +1,4 @@
-"""The part that the first processes of all steps share, the launcher of a role and the agent alike.
+"""The code that the first processes of all steps have in common: the launchers of roles, and the agents.
 
 The first process requests admission from the manager, follows its stop requests, watches its parent (slurmstepd), and
 writes an exit record.
@@ -39,8 +39,8 @@ EXIT_REPORT_TIMEOUT_S = 2.0
 class StepSupervisor:
     """The first process of one step and its conversation with the manager.
 
-    ``stop_reason`` is None until there is a reason to exit. The first reason stays; a later one can only move
-    ``deadline`` (a time of the loop's clock) forward. ``wakeup`` is set at every change.
+    ``stop_reason`` is None until there is a reason to exit. The first reason is kept; later stop requests can only
+    make ``deadline`` (a time of the loop's clock) earlier. ``wakeup`` is set at every change.
     """
 
     def __init__(self, launch: Launch, launch_file: str) -> None:
@@ -50,7 +50,7 @@ class StepSupervisor:
         self.run = RunDir(Path(launch.run_dir))
         self.node = NodeName(os.environ.get("SLURMD_NODENAME", launch.node))
         self.steps = os.path.dirname(launch_file)
-        """The folder of launch files, spelled as by the manager, because marks are compared as text."""
+        """The folder of launch files, spelled as the manager spells it, because marks are compared as text."""
         self.stop_reason: ExitReason | None = None
         self.stop_detail = ""
         """More about ``stop_reason``, for people."""

@@ -1,7 +1,7 @@
 """Waits before a role starts until the memory of its GPUs is free.
 
-A process that ended on them may still be releasing its memory, and a role that starts before fails to allocate. If NVML
-does not answer, the role starts at once.
+The memory of an earlier process may be released only some time after its end, and a role that starts too early fails to
+allocate memory. If NVML does not answer, the role starts at once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ POLL_INTERVAL_S = 2.0
 MAX_USED_BYTES = 512 * 2**20
 """Bytes of a GPU that may be in use when a role starts (NVRx: 512 MB), without the driver's reserve."""
 NVML_TIMEOUT_S = 20.0
-"""Seconds for NVML's own calls; the agent's readers report a driver that hangs."""
+"""Seconds for NVML's calls, in addition to :data:`FREE_TIMEOUT_S`; the agent's readers report a driver that hangs."""
 
 CHECK_SCRIPT = "from rrl.roles.launcher.gpu_memory import main; main()"
 
@@ -34,7 +34,7 @@ CHECK_SCRIPT = "from rrl.roles.launcher.gpu_memory import main; main()"
 async def wait_until_free(supervisor: StepSupervisor) -> str:
     """Wait until the GPUs of this step are free; return why they are not, or an empty text.
 
-    The text is empty too if NVML cannot tell, or if a stop is requested before.
+    The text is also empty if NVML does not answer, or if a stop is requested during the wait.
     """
     launch = supervisor.launch
     if not launch.gpus or launch.standby:  # a standby shares its node with the processes that use the GPUs
@@ -61,7 +61,7 @@ async def wait_until_free(supervisor: StepSupervisor) -> str:
 
 
 def main() -> None:
-    """Wait in the checker process for free GPU memory, and print why there is none; print nothing if NVML fails."""
+    """Wait in the checker process for free GPU memory, and print why it is not free; print nothing if NVML fails."""
     pynvml = open_nvml()
     if pynvml is None:
         return

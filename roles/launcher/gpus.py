@@ -1,4 +1,7 @@
-"""The GPUs assigned to a role, by which the manager detects two roles on one GPU, and whether kernels run on them."""
+"""Finds the GPUs assigned to a role, and whether kernels run on them.
+
+A role reports its GPUs to the manager, which detects two roles on one GPU.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from typing import Any
 from .environment import GPUS_ENV
 
 DRIVER_TIMEOUT_S = 5.0
-"""Seconds for the driver to name the GPUs; after that a role joins without naming them."""
+"""Seconds for the driver to name the GPUs; after that a role joins without naming its GPUs."""
 
 
 async def assigned_gpus_with_timeout(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
@@ -66,7 +69,7 @@ def _uuid(pynvml: Any, name: str) -> str:
 
 
 def handle(pynvml: Any, name: str) -> Any:
-    """Return NVML's handle of a GPU, by its number among the GPUs that this process may open, or by its UUID.
+    """Return NVML's handle of the GPU ``name``: a UUID, or a number among the GPUs that this process may open.
 
     Raises NVMLError.
     """

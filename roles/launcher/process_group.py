@@ -1,11 +1,11 @@
 """Starts the role's command in a process group of its own, and lists the run's processes on a node.
 
 :mod:`rrl.core.processes` recognises and ends processes; this module adds what the step and the agent need. A warm
-standby imports and builds beside roles that work: its session gets a low priority (the autogroup of sched(7)), which
-its owner may set and take back, and it takes its GPUs only when it is promoted. SCHED_IDLE is no alternative: leaving
-it needs CAP_SYS_NICE or an RLIMIT_NICE that few sites give, and a process under it never becomes ready beside roles
-that use every core. Where each step has a CPU cgroup of its own, that cgroup shares the cores, and the priority changes
-nothing.
+standby imports and builds beside roles that work. Its session therefore gets a low priority (the autogroup of
+sched(7)), which its user may lower and restore, and a trainer's standby uses GPUs only after its promotion. SCHED_IDLE
+is no alternative: leaving it needs CAP_SYS_NICE or an RLIMIT_NICE that few sites give, and a process under it never
+becomes ready beside roles that use every core. Where each step has a CPU cgroup of its own, the kernel divides the
+cores among the cgroups, and the priority has no effect.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
 _PR_SET_CHILD_SUBREAPER = 36
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _YOUNG_PROCESS_S = 30.0
-"""Seconds. A process of this age or less is read again at each census: a wrapper may still exec a first process."""
+"""Age in seconds up to which a process is read again at each census: a wrapper may still exec a first process."""
 _CENSUSES_PER_FULL_SCAN = 10
-"""Censuses after which older processes of others are read again too, because a pid may have been reused."""
+"""Interval, in censuses, at which all processes are read again, because a pid may have been reused."""
 
 
 def adopt_orphans() -> None:
@@ -136,8 +136,8 @@ def end_descendants(me: Process, within: float) -> list[Process]:
 class Census:
     """Lists the live processes of one run on this machine, repeatedly and at little cost.
 
-    Most processes do not belong to the run. Once they are old, their pids are remembered and not read again. Of old
-    processes of the run, only their start time is checked again.
+    Most processes do not belong to the run. Once such a process is old, its pid is remembered and not read
+    again. Of an old process of the run, only the start time is read again.
     """
 
     def __init__(self, steps: str) -> None:
@@ -221,7 +221,7 @@ NICE = 10
 1.6 % with 19 (measured)."""
 _DEFAULT_NICE = 0
 _RETRY_INTERVAL_S = 0.03
-"""Seconds between two tries: the kernel accepts ten such changes per second from all users of a machine together."""
+"""Seconds between two tries: the kernel accepts ten such changes of priority per second from all users together."""
 _RETRY_TIMEOUT_S = 1.0
 """Seconds after which the priority is left as it is."""
 
@@ -241,7 +241,7 @@ def allow_inspection() -> None:
 
 
 def restore_priority() -> None:
-    """Give the session of this process, which leads it, the default priority again."""
+    """Give the session that this process leads the default priority again."""
     _autogroup(os.getpid(), _DEFAULT_NICE)
 
 

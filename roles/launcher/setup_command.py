@@ -1,6 +1,6 @@
-"""A command behind the shell prelude that sets up its node.
+"""Runs a command after the shell prelude that sets up its node.
 
-The prelude's stderr goes to the log at once, and its end is kept as the reason in case the prelude fails.
+The prelude's stderr goes to the log at once. The end of stderr is also kept, as the reason in case the prelude fails.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class SetupCommand:
     """One command and its prelude. After its end, :meth:`failure_reason` tells why the command was not started."""
 
     def __init__(self, text: str, command: Sequence[str], env: dict[str, str], cwd: str, out: int) -> None:
-        """Start the prelude ``text`` and behind it ``command``.
+        """Start the prelude ``text``, which then starts ``command``.
 
         Stdout and stderr go to the descriptor ``out``. Raises OSError if the process cannot be started.
         """

@@ -24,7 +24,7 @@ def available_memory(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int:
     """Return the bytes of memory that may still be used: ``MemAvailable``, or less if a cgroup allows less.
 
     Memory is charged to the process that touches it first. A process that reaches its cgroup's limit is killed without
-    an error before, so the limit must be checked first.
+    an earlier error, so the limit must be checked first.
     """
     available = _field(proc / "meminfo", "MemAvailable:") * 1024
     try:
@@ -71,8 +71,9 @@ def _field(file: Path, name: str) -> int:
 
 
 MAX_MEMORY_SHARE = 0.5
-"""Share that all snapshots together may have of the memory that the node would have without them. The rest is for the
-next incarnation of a trainer, which reads its state from here before the memory of the old one is free."""
+"""Maximum size of all snapshots together, as a share of the memory that would be available without them. The rest is
+for the next incarnation of a trainer, which reads its state from a snapshot before the memory of the earlier
+incarnation is free."""
 
 
 class Buffer:
@@ -180,7 +181,7 @@ class SnapshotBuffers:
         self._abandoned: dict[tuple[ReplicaId, int], DoubleBuffer] = {}
         """Buffers of members that may still run although a later incarnation has replaced them.
 
-        They are read, and never given to another writer."""
+        These buffers are still read, but are never given to another writer."""
         self._newest_incarnation: dict[ReplicaId, int] = {}
         """Newest known incarnation number by gang."""
 
@@ -224,7 +225,7 @@ class SnapshotBuffers:
         return self._pairs.get((member.gang, member.rank, True))
 
     def attach(self, member: Member, writer: int | None, *, ended: bool) -> DoubleBuffer:
-        """Return the buffers of this member, and store its pidfd ``writer``.
+        """Return the buffers of this member, and store ``writer``, the pidfd of the member's process.
 
         If the previous member is known to have ``ended``, its buffers are reused. Otherwise the member gets new ones,
         because the previous member may still write to the old ones.
@@ -301,7 +302,7 @@ class SnapshotBuffers:
 
     # ── releasing ──────────────────────────────────────────────────────────────────────────────────────────────────
     def forget(self, member: Member) -> None:
-        """Drop what earlier incarnations stored for this member's rank: it has complete snapshots of its own."""
+        """Drop what earlier incarnations stored for this member's rank, which has complete snapshots of its own."""
         self._drop([
             pair for pair in self._all()
             if (pair.member.gang, pair.member.rank) == (member.gang, member.rank)

@@ -1,7 +1,7 @@
 """The trainer member's side of snapshots: two buffers in the memory of its node's agent, which outlive the member.
 
-A step's state is copied into the older buffer, which is all that the step waits for. Digest and head are written in the
-background; only then is the snapshot valid, and :meth:`SnapshotClient.buffer` waits for that.
+A step's state is copied into the older buffer; the step waits only for this copy. Digest and head are written in the
+background. Only then is the snapshot valid, and :meth:`SnapshotClient.buffer` waits until it is.
 
 All methods block, and may be called in any thread that runs no event loop. This module handles bytes only, not torch.
 """
@@ -73,10 +73,11 @@ class SnapshotClient:
     def buffer(self, nbytes: int, step: int | None = None) -> memoryview:
         """Return writable memory for the next snapshot, which is of ``step``.
 
-        The memory is the older of two buffers, whose snapshot becomes invalid. If an incarnation repeats steps, the
-        buffer with the later step is taken instead; and before its first snapshot is sealed, never the buffer that it
-        read last. A view that was returned and not sealed is returned again. Waits until the last snapshot is sealed,
-        and aborts a copy to another node that still reads from this buffer.
+        The memory is the older of two buffers, whose snapshot becomes invalid. There are two exceptions: if the
+        incarnation repeats steps, the buffer with the later step is taken; and until the incarnation has sealed its
+        first snapshot, the buffer that it read last is not taken. A view that was returned and not sealed is returned
+        again. The call waits until the last snapshot is sealed, and aborts a copy to another node that still reads from
+        the buffer.
 
         Raises:
             SnapshotError: No agent can be reached, or memory is not available (the checkpoint then uses private
@@ -206,7 +207,7 @@ class SnapshotClient:
 
     # ── reading ────────────────────────────────────────────────────────────────────────────────────────────────────
     def list_snapshots(self, address: str | None = None) -> list[SnapshotInfo]:
-        """Return the gang's snapshots of all ranks on this node's agent, or on the one at ``address``, newest first.
+        """Return the gang's snapshots of all ranks on this node's agent or on the agent at ``address``, newest first.
 
         Their heads are valid; their bytes are verified when they are read. Afterwards that agent refuses earlier
         incarnations.
@@ -262,7 +263,7 @@ class SnapshotClient:
 
     # ── the agent of this node ─────────────────────────────────────────────────────────────────────────────────────
     def _attach(self) -> None:
-        """Map the buffers of this node's agent, again if the agent was replaced."""
+        """Map the buffers of this node's agent, unless they are mapped and the connection to the agent is the same."""
         if self._attached_generation == self._agent.generation and self._agent.is_connected:
             return
         self._release_buffers()

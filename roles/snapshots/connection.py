@@ -29,7 +29,8 @@ MAX_RUN_NAME_CHARS = 40
 def socket_name(run: str, node: NodeName, secret: bytes) -> str:
     """Return the name of the abstract Unix socket for the members on ``node``.
 
-    It cannot be guessed before it exists, and differs between runs and between virtual nodes of one machine.
+    Nobody without the run's secret can predict the name, so nobody else can bind it first. The name differs between
+    runs and between virtual nodes of one machine.
     """
     return f"rrl/{run[:MAX_RUN_NAME_CHARS]}/{hmac.digest(secret, f'snapshots {node}'.encode(), 'sha256').hex()[:16]}"
 
@@ -45,13 +46,14 @@ def remote_key(secret: bytes) -> bytes:
 
 
 RETRY_DELAY_S = 5.0
-"""Seconds after which a hung agent of this node is asked for memory again: each try may delay a step by a second."""
+"""Seconds after a request to a hung agent of this node in which further requests for memory fail at once, because each
+may delay a step by a second."""
 HUNG_RETRY_TIMEOUT_S = 5.0
-"""Seconds for which a hung agent is asked again for its list of snapshots. A node on which many processes start is slow
-(measured: 1.7 s between two heartbeats of 0.1 s, with 10 busy processes per core), and the answer saves more time than
-that."""
+"""Seconds for which requests that read snapshots are repeated while an agent hangs. A node on which many processes
+start is slow (measured: 1.7 s between two heartbeats of 0.1 s, with 10 busy processes per core), and a restart from a
+snapshot saves more time than that."""
 _HUNG_AFTER_S = 0.5
-"""Seconds without an answer after which an agent counts as hung; an agent that is gone is noticed within
+"""Seconds without an answer after which an agent counts as hung; an agent that has ended is noticed within
 milliseconds."""
 _LOCAL_AGENT = "the agent of this node"
 T = TypeVar("T")
@@ -62,7 +64,7 @@ class AgentUnresponsive(SnapshotError):
 
 
 class LocalAgentClient:
-    """Connection to the agent of this node or its successor. Thread-safe: one request at a time."""
+    """Connection to the agent of this node, or to its successor. Thread-safe: requests are sent one at a time."""
 
     def __init__(self, run: str, node: NodeName, keys: RunKeys) -> None:
         self._name = socket_name(run, node, keys.secret)
@@ -71,7 +73,7 @@ class LocalAgentClient:
         self._lock = threading.Lock()
         self._not_before = 0.0
         self.generation = 0
-        """Number of connections so far. After a change the agent may be another process, without these buffers."""
+        """Number of connections so far. Another connection may lead to another agent, without the old buffers."""
 
     @property
     def is_connected(self) -> bool:
@@ -81,8 +83,8 @@ class LocalAgentClient:
     def call(self, request: msg.Request, *, retry: bool = False) -> tuple[msg.Answer, list[int]]:
         """Send a request, and return the answer with the descriptors that came with it, which the caller closes.
 
-        With ``retry`` the request is repeated while the agent hangs, for ``HUNG_RETRY_TIMEOUT_S``, and even shortly
-        after it hung before (``RETRY_DELAY_S``).
+        With ``retry`` the request is repeated for ``HUNG_RETRY_TIMEOUT_S`` while the agent hangs, and is sent even
+        within ``RETRY_DELAY_S`` after an earlier request to a hung agent.
 
         Raises:
             SnapshotError: The agent refused the request or did not answer.

@@ -1,6 +1,6 @@
 """The layout of a snapshot in memory.
 
-A buffer is one memfd of the agent: the head, space for the writer's own description (``meta``), then the bytes. The
+A buffer is one memfd of the agent: the head, space for the writer's metadata (``meta``), then the snapshot's bytes. The
 head is cleared before the first byte changes and written after the last one, so that a buffer with a valid head
 contains a complete snapshot even if its writer was killed. Readers verify the digest, which is also in the head.
 """
@@ -38,11 +38,11 @@ class SnapshotError(Exception):
 
 
 class Fenced(SnapshotError):
-    """A newer incarnation of the gang exists, so requests of this one are refused."""
+    """A newer incarnation of the gang exists, so requests of this incarnation are refused."""
 
 
 class Damaged(SnapshotError):
-    """The bytes do not match the head."""
+    """The bytes of a snapshot do not match its digest, or its buffer contains another snapshot by now."""
 
 
 class Head(Struct, frozen=True):
@@ -73,8 +73,8 @@ class Head(Struct, frozen=True):
 def next_slot(heads: Sequence[Head | None], step: int) -> int:
     """Return which buffer of a writer the snapshot of ``step`` replaces.
 
-    An empty buffer comes first, then one whose step is not before ``step`` (the run was set back behind it), then the
-    older one.
+    An empty buffer is replaced first; then a buffer whose step is not before ``step``, because the run was set back to
+    an earlier step; then the older buffer.
     """
 
     def value(slot: int) -> tuple[int, int]:
@@ -93,8 +93,8 @@ def _check(fields: bytes) -> bytes:
 class Digest:
     """Digest of ``meta`` and then of the bytes in chunks of ``CHUNK_BYTES``, added in order.
 
-    It is the blake2b of each chunk's CRC-32: it protects against accidents, not against forgery, which authentication
-    prevents. It costs what CRC-32 costs: 0.2 s per GB (docs/sources.md).
+    The digest is the blake2b of the CRC-32 of every chunk. It detects accidental damage, but not forgery, which
+    authentication prevents. It takes as long as CRC-32: 0.2 s per GB (docs/sources.md).
     """
 
     def __init__(self, meta: bytes | bytearray | memoryview) -> None:

@@ -14,11 +14,11 @@ from .buffers import available_memory
 from .format import EMPTY_HEAD, HEAD_AREA_BYTES, HEAD_BYTES, PAYLOAD_OFFSET, Damaged, Head, SnapshotError, SnapshotInfo
 
 _PREFAULT_BYTES = 16 * 2**20
-"""Bytes that are populated per call: other Python threads wait for it, about 5 ms."""
+"""Bytes of memory that are allocated per call: other Python threads wait for the call, about 5 ms."""
 _MADV_POPULATE_WRITE = 23
 """Advice number of madvise(2), available since Linux 5.14."""
 _SENDING_END_TIMEOUT_S = 5.0
-"""Seconds for an aborted copy to end, which it does at its next chunk. A copy that does not end is harmless: its digest
+"""Seconds for an aborted copy to end; a copy ends at its next chunk. A copy that does not end is harmless: its digest
 will not match."""
 
 
@@ -46,7 +46,7 @@ class Sending:
 
 
 class MappedBuffer:
-    """One buffer of the agent, mapped, with room for ``capacity`` bytes of payload. Takes over the descriptor ``fd``.
+    """One buffer of the agent, mapped, with room for ``capacity`` bytes of payload; owns the descriptor ``fd``.
 
     Raises:
         SnapshotError: The memory cannot be mapped.
@@ -75,7 +75,7 @@ class MappedBuffer:
         self.view[:HEAD_BYTES] = EMPTY_HEAD
 
     def commit(self, head: Head) -> None:
-        """Write the head, which makes the snapshot valid. A kill during this leaves an invalid head."""
+        """Write the head, which makes the snapshot valid. A process that is killed here leaves an invalid head."""
         self.view[:HEAD_BYTES] = head.encode()
 
     def prefault(self) -> None:

@@ -17,7 +17,7 @@ class Member(Struct, frozen=True, array_like=True):
 
 
 class Attach(Struct, frozen=True, tag=True):
-    """Request to write this rank's snapshots here. Answered with :class:`BuffersGranted` for the existing buffers."""
+    """Request to write this rank's snapshots. Answered with :class:`BuffersGranted` for the existing buffers."""
 
     member: Member
 
@@ -55,9 +55,9 @@ class Forget(Struct, frozen=True, tag=True):
 class Upload(Struct, frozen=True, tag=True):
     """Request to store a copy of a snapshot.
 
-    Answered with :class:`ReadyForUpload`; then the sender sends ``meta`` and the bytes, which are answered with
-    :class:`SnapshotList` once the copy is valid. If the agent has the snapshot already, it answers
-    :class:`SnapshotList` at once.
+    Answered with :class:`ReadyForUpload`. The sender then sends the metadata (``meta`` is its length in bytes) and the
+    snapshot, and the agent answers with :class:`SnapshotList` once the copy is valid. If the agent has the snapshot
+    already, it answers with :class:`SnapshotList` at once.
     """
 
     member: Member
@@ -66,7 +66,7 @@ class Upload(Struct, frozen=True, tag=True):
 
 
 class Download(Struct, frozen=True, tag=True):
-    """Request for a snapshot. Answered with :class:`SnapshotFound`, then ``meta`` and the bytes."""
+    """Request for a snapshot. Answered with :class:`SnapshotFound`, which the metadata and the snapshot follow."""
 
     member: Member
     snapshot: SnapshotInfo

@@ -42,7 +42,7 @@ from .format import (
 _log = logging.getLogger("rrl.agent")
 
 WRITER_END_TIMEOUT_S = 2.0
-"""Seconds that an attaching member waits for the end of its killed predecessor; then it gets new memory."""
+"""Seconds that an attaching member waits for its killed predecessor to end; afterwards it gets new memory."""
 _WRITER_POLL_S = 0.02
 """Seconds between two checks whether the predecessor has ended."""
 _NAME_RETRY_S = 1.0
@@ -60,7 +60,7 @@ class SnapshotServer:
         run: Name of the run.
         node: Name of the node.
         keys: Keys of the run.
-        host: Address to listen on for other nodes; empty: do not listen for them.
+        host: Address at which to listen for other nodes; if empty, the server does not listen for them.
     """
 
     def __init__(self, run: str, node: NodeName, keys: RunKeys, host: str) -> None:
@@ -75,7 +75,7 @@ class SnapshotServer:
         self._thread = threading.Thread(target=self._main, name="rrl-snapshots", daemon=True)
 
     def start(self) -> None:
-        """Start the thread. If one of the two sockets cannot listen, that is logged, and the other one works."""
+        """Start the thread. If one of the two sockets cannot listen, log that and serve on the other socket."""
         self._thread.start()
         self._started.wait(_START_TIMEOUT_S)
 
@@ -205,7 +205,7 @@ class _RequestHandler:
 
     # ── members on this node ───────────────────────────────────────────────────────────────────────────────────────
     async def _attach(self, connection: UnixConnection, request: msg.Attach) -> DoubleBuffer:
-        """Wait for the end of the member before this one, whose memory may then be reused, and return the buffers."""
+        """Wait for the end of the rank's previous member, whose memory can then be reused, and return the buffers."""
         before = self._buffers.attached(request.member)
         ended = before is None or before.member == request.member
         loop = asyncio.get_running_loop()
@@ -264,7 +264,7 @@ class _RequestHandler:
 async def _write(connection: Connection, fd: int, meta: int, nbytes: int) -> bytes:
     """Receive a snapshot into ``fd`` and return its digest.
 
-    It uses a small buffer: mapped memory would count as the agent's own.
+    The bytes pass through a small buffer, because mapped memory would count as memory of the agent.
     """
     space = memoryview(bytearray(max(meta, min(CHUNK_BYTES, nbytes))))
     digest = None
@@ -290,7 +290,7 @@ def _spans(meta: int, nbytes: int) -> list[tuple[int, int]]:
 
 
 async def _send_answer(connection: Connection, answering: Awaitable[msg.Answer | None]) -> None:
-    """Send the answer, or a refusal if there is none."""
+    """Send the answer, or a refusal if the request fails; send nothing for None (the answer was sent already)."""
     try:
         answer = await answering
     except Fenced as error:

@@ -20,11 +20,11 @@ from ....transport.keys import RunKeys
 RATE_BYTES_PER_S = 32 * 2**10
 """Bytes per second sent on average: 2,000 replicas at this rate load the manager with 64 MiB/s."""
 BURST_BYTES = 64 * 2**10
-"""Bytes that may be sent at once: a whole tail."""
+"""Bytes that may be sent at once: all lines that are kept (:data:`TAIL_BYTES`)."""
 MESSAGE_OVERHEAD_BYTES = 4 * 2**10
-"""Bytes that a message counts beside its text: on average at most eight messages are sent per second."""
+"""Bytes that the rate limit adds to the text of each message, so that on average at most eight are sent per second."""
 MIN_MESSAGE_BYTES = 8 * 2**10
-"""Bytes of the smallest message during a flood: a hundred lines every 0.4 s are newer than a thousand every 2 s."""
+"""Bytes that a message in a flood may have at least: 100 lines every 0.4 s are newer than 1,000 lines every 2 s."""
 STUCK_CHECK_INTERVAL_S = 1.0
 """Seconds between two checks whether the file still cannot be written."""
 ANSWER_TIMEOUT_S = 10.0
@@ -69,7 +69,7 @@ class Shipper:
         return self._dialer is not None and self._dialer.connected
 
     def finish(self, unsaved: bool, within: float) -> bool:
-        """Send the rest and the end of the log.
+        """Send the remaining lines and the message that the log has ended.
 
         Args:
             unsaved: whether the log file lacks lines.
