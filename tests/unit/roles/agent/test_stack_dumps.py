@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from rrl.core.launch import LAUNCH_ENV
-from rrl.core.processes import STEP_ENV, STEP_MODULE
+from rrl.core.processes import STEP_ENV, STEP_MODULE, stat_fields
 from rrl.core.types import Incarnation, ReplicaId
 from rrl.health.detection.attribution.stack_groups import group, main_thread, parse, summary_lines
 from rrl.roles.agent import stack_dumps
@@ -110,6 +111,8 @@ def test_only_commands_of_the_step_are_dumped_without_its_first_process(tmp_path
 
 def test_step_without_python_is_reported_by_its_kernel_state(tmp_path: Path) -> None:
     with process(tmp_path, "/bin/sh", "-c", "echo here; read forever") as child:
+        while stat_fields(child.pid)[0] != b"S":  # it does not wait for its input yet
+            time.sleep(0.01)
         answer = taken(tmp_path)
     dump = answer.dumps[child.pid]
     assert "no Python stack: the process is not Python" in dump
