@@ -17,9 +17,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-_RUN = "A run's id, an unambiguous beginning of it, or its folder. Left out: the newest run."
+_RUN = "The run's id, an unambiguous beginning of it, or its folder. Default: the newest run."
 Run = Annotated[str | None, typer.Argument(metavar="RUN", help=_RUN, show_default=False)]
-NamedRun = Annotated[str, typer.Argument(metavar="RUN", help=_RUN.partition(" Left")[0], show_default=False)]
+NamedRun = Annotated[str, typer.Argument(metavar="RUN", help=_RUN.partition(" Default")[0], show_default=False)]
 JobFile = Annotated[Path, typer.Argument(metavar="JOB.TOML", help="The job spec.", show_default=False)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead, for programs.")]
 
@@ -28,12 +28,12 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON instead, for prog
 def _global(
     context: typer.Context,
     runs_dir: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where runs lie. Default: $RRL_RUNS_DIR, else ~/rrl-runs.")
+        Path | None, typer.Option(metavar="DIR", help="Folder of the runs. Default: $RRL_RUNS_DIR, else ~/rrl-runs.")
     ] = None,
     verbose: Annotated[
         bool, typer.Option("--verbose", help="Log at level debug, here and in the run that is started.")
     ] = False,
-    version: Annotated[bool, typer.Option("--version", help="Print the version and leave.", is_eager=True)] = False,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)] = False,
 ) -> None:
     """Reinforcement-learning post-training on Slurm that continues when machines fail.
 
@@ -66,7 +66,7 @@ def _global(
 def submit(
     job: JobFile,
     foreground: Annotated[bool, typer.Option(help="Run the manager here; Ctrl-C cancels the run.")] = False,
-    wait: Annotated[bool, typer.Option(help="Watch until the run ends; Ctrl-C stops watching only.")] = False,
+    wait: Annotated[bool, typer.Option(help="Follow the run until it ends; Ctrl-C ends only this command.")] = False,
     json: Json = False,
 ) -> None:
     """Start a run and print its id.
@@ -81,13 +81,13 @@ def submit(
     raise typer.Exit(command.submit(job, foreground=foreground, wait=wait, json=json))
 
 
-@app.command(short_help="Show how a run is doing.")
+@app.command(short_help="Show the state of a run.")
 def status(
     run: Run = None,
-    live: Annotated[bool, typer.Option("--live", help="Keep drawing until the run ends; q leaves it alone.")] = False,
+    live: Annotated[bool, typer.Option("--live", help="Refresh until the run ends; q ends only the view.")] = False,
     json: Json = False,
 ) -> None:
-    """Show how a run is doing: its replicas, nodes, findings and recoveries.
+    """Show the state of a run: its replicas, nodes, findings and recoveries.
 
     \b
     rrl status               the newest run
@@ -108,30 +108,30 @@ def logs(
     selector: Annotated[
         str | None,
         typer.Argument(metavar="ROLE[/REPLICA[#INCARNATION]]", show_default=False,
-                       help="Whose logs: rollout, rollout/0, rollout/0#2, agent, manager."),
+                       help="For example rollout, rollout/0, rollout/0#2, agent, manager."),
     ] = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run ends.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Show new lines until the run ends.")] = False,
     lines: Annotated[
         int | None,
         typer.Option("--lines", "-n", min=0, show_default=False,
-                     help="Newest lines of each log. Default: 20; with --since or --grep all."),
+                     help="Number of the newest lines of each log. Default: 20; all with --since or --grep."),
     ] = None,
     since: Annotated[
         str | None,
-        typer.Option(metavar="TIME", help='From there on: "10m" ago, or "2026-11-20T09:00".', show_default=False),
+        typer.Option(metavar="TIME", help='Only lines since: "10m" (ago), "2026-11-20T09:00".', show_default=False),
     ] = None,
     grep: Annotated[
-        str | None, typer.Option(metavar="REGEX", help="Lines in which it is found.", show_default=False)
+        str | None, typer.Option(metavar="REGEX", help="Only lines that match.", show_default=False)
     ] = None,
     failed: Annotated[
-        bool, typer.Option("--failed", help="Each failure: what was found, and the last lines before it.")
+        bool, typer.Option("--failed", help="Show each failure: its reason, and the last lines before it.")
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead, one object a line, for programs.")] = False,
     raw: Annotated[
-        bool, typer.Option("--raw", help="Do not escape what commands the terminal: colours, cursor, title.")
+        bool, typer.Option("--raw", help="Do not escape control characters (colours, cursor, title).")
     ] = False,
 ) -> None:  # fmt: skip
-    """Show what a run's processes wrote, merged by time.
+    """Show the output of a run's processes, merged by time.
 
     \b
     rrl logs quick                         the end of every log
@@ -149,13 +149,13 @@ def logs(
     )
 
 
-@app.command(short_help="End a run and give everything back.")
+@app.command(short_help="End a run and release its nodes.")
 def cancel(
     run: NamedRun,
-    wait: Annotated[bool, typer.Option(help="Wait until everything is given back.")] = True,
+    wait: Annotated[bool, typer.Option(help="Wait until the nodes are released.")] = True,
     keep_allocation: Annotated[
         bool,
-        typer.Option("--keep-allocation", help="On Slurm: keep the nodes, for rrl resume; scancel gives them back."),
+        typer.Option("--keep-allocation", help="On Slurm: keep the nodes for rrl resume; scancel releases them."),
     ] = False,
 ) -> None:
     """End a run: its manager stops every role and gives all nodes back. rrl resume continues it."""
@@ -164,29 +164,29 @@ def cancel(
     raise typer.Exit(command.cancel(run, wait=wait, keep=keep_allocation))
 
 
-@app.command(short_help="Have a run that has ended go on.")
+@app.command(short_help="Continue a run that has ended.")
 def resume(
     run: NamedRun,
     job: Annotated[
         Path | None,
         typer.Option(metavar="JOB.TOML", show_default=False,
-                     help="Go on with this job spec; name, model, task and seed must be those of the run."),
+                     help="Continue with this job spec; name, model, task and seed must be those of the run."),
     ] = None,
     steps: Annotated[
-        int | None, typer.Option(min=1, show_default=False, help="Go on up to this step, instead of run.steps.")
+        int | None, typer.Option(min=1, show_default=False, help="Train up to this step instead of run.steps.")
     ] = None,
     walltime: Annotated[
-        str | None, typer.Option(metavar="TIME", show_default=False, help='For so long, from now on: "8h".')
+        str | None, typer.Option(metavar="TIME", show_default=False, help='Walltime from now on: "8h".')
     ] = None,
-    wait: Annotated[bool, typer.Option(help="Watch until the run ends; Ctrl-C stops watching only.")] = False,
+    wait: Annotated[bool, typer.Option(help="Follow the run until it ends; Ctrl-C ends only this command.")] = False,
     json: Json = False,
 ) -> None:  # fmt: skip
     """Continue an ended run (failed, cancelled, out of walltime) from its last committed step, under the same id.
 
     \b
-    rrl resume quick                   as it was
-    rrl resume quick --walltime 8h     nodes for eight hours more
-    rrl resume quick --steps 500       train longer than was planned
+    rrl resume quick                   with the same job spec
+    rrl resume quick --walltime 8h     with nodes for eight more hours
+    rrl resume quick --steps 500       train more steps than planned
     rrl resume quick --job other.toml  on another partition, with more rollouts ...
     """
     from .run import resume as command
@@ -209,39 +209,39 @@ def restart(
     raise typer.Exit(command.restart(run, replica, wait=wait))
 
 
-Node = Annotated[str, typer.Argument(metavar="NODE", help="As Slurm calls it.", show_default=False)]
+Node = Annotated[str, typer.Argument(metavar="NODE", help="Name of the node in Slurm.", show_default=False)]
 
 
-@app.command(short_help="Have a run leave a node.")
+@app.command(short_help="Move a run off a node, and drain the node.")
 def drain(
     run: NamedRun,
     node: Node,
     reason: Annotated[
-        str, typer.Option(metavar="TEXT", show_default=False, help="Why, for whoever sees the drain in Slurm.")
+        str, typer.Option(metavar="TEXT", show_default=False, help="Reason that Slurm shows for the drain.")
     ] = "",
-    wait: Annotated[bool, typer.Option(help="Wait until it is done, and print what was done.")] = True,
+    wait: Annotated[bool, typer.Option(help="Wait until it is done, and print the result.")] = True,
 ) -> None:
-    """Have a run leave a node and drain it in Slurm.
+    """Move a run off a node, and drain the node in Slurm.
 
     Its replicas move to other nodes first. Without the right to drain nodes, the run requests the drain in its
     summary.json.
 
     \b
     rrl drain quick n042 --reason "fan is loud"
-    rrl undrain quick n042   takes back this run's drain, and no other
+    rrl undrain quick n042   removes only a drain that this run has set
     """
     from .run import control as command
 
     raise typer.Exit(command.drain(run, node, reason, wait=wait))
 
 
-@app.command(short_help="Have a run use a node again.")
+@app.command(short_help="Use a node again.")
 def undrain(
     run: NamedRun,
     node: Node,
-    wait: Annotated[bool, typer.Option(help="Wait until it is done, and print what was done.")] = True,
+    wait: Annotated[bool, typer.Option(help="Wait until it is done, and print the result.")] = True,
 ) -> None:
-    """Have a run use a node again that it has left.
+    """Use a node again that the run has left.
 
     Only a drain set by this run is removed. Replicas are placed there once the node's agent has joined.
     """
@@ -250,7 +250,7 @@ def undrain(
     raise typer.Exit(command.undrain(run, node, wait=wait))
 
 
-@app.command(short_help="Have a fault happen to a run.")
+@app.command(short_help="Inject a fault into a run.")
 def inject(
     run: NamedRun,
     fault: Annotated[
@@ -259,30 +259,30 @@ def inject(
     target: Annotated[
         str,
         typer.Option(metavar="ROLE/REPLICA|NODE", show_default=False,
-                     help="Also a role (one replica is drawn), one rank (trainer/0.1), agent/NODE, standby/NODE"
-                          " or manager. Default: any replica."),
+                     help="Also a role (a random replica of it), one rank (trainer/0.1), agent/NODE, standby/NODE"
+                          " or manager. Default: a random replica."),
     ] = "",
     at: Annotated[
         str | None,
         typer.Option(metavar="MOMENT", help="step=5, time=90s or phase=train. Default: at once.", show_default=False),
     ] = None,
     seconds: Annotated[
-        str | None, typer.Option("--for", metavar="TIME", help="How long it lasts. Default: for good.",
+        str | None, typer.Option("--for", metavar="TIME", help="Duration of the fault. Default: it does not end.",
                                  show_default=False)
     ] = None,
     amount: Annotated[
-        float, typer.Option(show_default=False, help="slow: share of time left; exit: its code; delay: ms.")
+        float, typer.Option(show_default=False, help="slow: share of speed left; exit: the exit code; delay: ms.")
     ] = 0.0,
-    seed: Annotated[int | None, typer.Option(help="Of what is drawn.", show_default=False)] = None,
-    wait: Annotated[bool, typer.Option("--wait", help="Wait until it is performed; exit code 0 if it was.")] = False,
+    seed: Annotated[int | None, typer.Option(help="Seed of the random choice.", show_default=False)] = None,
+    wait: Annotated[bool, typer.Option("--wait", help="Wait for the fault; exit code 0 if it was performed.")] = False,
     json: Json = False,
 ) -> None:  # fmt: skip
     """Inject a fault into a run whose job spec allows it ([faults] allow = true).
 
     \b
     rrl inject quick kill --target rollout/0                at once
-    rrl inject quick freeze --target trainer/0 --for 10s    stopped, and continued after that
-    rrl inject quick crash --target rollout/1 --at step=20  the node that it is on
+    rrl inject quick freeze --target trainer/0 --for 10s    stop it, and continue it after 10 s
+    rrl inject quick crash --target rollout/1 --at step=20  crash its node
     """
     from .run import inject as command
 
@@ -299,31 +299,32 @@ def list_runs(json: Json = False) -> None:
 
 @app.command(short_help="Check a job spec; show what would be submitted.")
 def check(job: JobFile, json: Json = False) -> None:
-    """Check a job spec; print it with every default, and exactly what would be submitted. Touches nothing."""
+    """Check a job spec; print it with every default, and exactly what would be submitted. Changes nothing."""
     from .job import check as command
 
     raise typer.Exit(command.check(job, json=json))
 
 
-_LIKE_SBATCH = "As for sbatch; default: Slurm's own."
+_LIKE_SBATCH = "As for sbatch. Default: that of Slurm."
 Partition = Annotated[str, typer.Option("--partition", "-p", metavar="NAME", help=_LIKE_SBATCH, show_default=False)]
 Account = Annotated[str, typer.Option("--account", "-A", metavar="NAME", help=_LIKE_SBATCH, show_default=False)]
 Qos = Annotated[str, typer.Option("--qos", "-q", metavar="NAME", help=_LIKE_SBATCH, show_default=False)]
 Consent = Annotated[
-    bool | None, typer.Option("--yes/--no", help="Run a job of 10 s that looks at a node, or do not; default: ask.")
+    bool | None,
+    typer.Option("--yes/--no", help="Whether to run a job of 10 s that checks a compute node. Default: ask."),
 ]
 
 
-@app.command(short_help="Find out what works here, and how to fix what does not.")
+@app.command(short_help="Check this machine and site, and show how to fix problems.")
 def doctor(
     partition: Partition = "", account: Account = "", qos: Qos = "", yes: Consent = None, json: Json = False
 ) -> None:
-    """Check what works here, and say how to fix what does not. Changes nothing; exit code 1 if a check fails.
+    """Check this machine and site, and show how to fix each problem. Changes nothing; exit code 1 if a check fails.
 
     \b
     rrl doctor             this machine, the folder of runs, Slurm
-    rrl doctor --yes       a compute node too, by a job of 10 s
-    rrl doctor -p gpu      with the partition that your jobs go to
+    rrl doctor --yes       also a compute node, by a job of 10 s
+    rrl doctor -p gpu      with the partition of your jobs
     """
     from .doctor import command
     from .doctor.facts import DoctorOptions
@@ -331,13 +332,13 @@ def doctor(
     raise typer.Exit(command.doctor(DoctorOptions(partition, account, qos), consent=yes, json=json))
 
 
-@app.command(short_help="Write a commented job.toml that fits this place.")
+@app.command(short_help="Write a commented job.toml for this site.")
 def init(
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="Where to write it.")] = Path("job.toml"),
-    force: Annotated[bool, typer.Option(help="Replace a file that is there.")] = False,
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="File to write.")] = Path("job.toml"),
+    force: Annotated[bool, typer.Option(help="Replace the file if it exists.")] = False,
     partition: Partition = "", account: Account = "", qos: Qos = "", yes: Consent = None,
 ) -> None:  # fmt: skip
-    """Write a commented job.toml that fits what rrl doctor finds here: the quickstart's task, on Slurm if it is there.
+    """Write a commented job.toml that fits what rrl doctor finds here: the quickstart's task, on Slurm if there is one.
 
     \b
     rrl init                           job.toml in this folder
@@ -351,32 +352,32 @@ def init(
 
 @app.command(hidden=True)
 def manage(run: NamedRun) -> None:
-    """Run a manager here, for a run that has none. Ctrl-C ends this manager only; the roles go on."""
+    """Run a manager here for a run that has none. Ctrl-C ends only this manager; the roles continue."""
     from .run import submit as command
 
     raise typer.Exit(command.manage(run))
 
 
-health = typer.Typer(name="health", help="What is known of the nodes, for administrators.", rich_markup_mode=None)
+health = typer.Typer(name="health", help="Health of nodes and site, for administrators.", rich_markup_mode=None)
 app.add_typer(health)
 
 Histories = Annotated[
     list[Path] | None,
     typer.Option("--history", metavar="DIR", show_default=False,
-                 help="Folders that runs append to; repeat it. Default: $RRL_HISTORY."),
+                 help="Folder of health histories; may be repeated. Default: $RRL_HISTORY."),
 ]  # fmt: skip
-Since = Annotated[str, typer.Option(metavar="TIME", help='From there on: "7d" ago, or "2026-11-20".')]
+Since = Annotated[str, typer.Option(metavar="TIME", help='Since when: "7d" (ago), "2026-11-20".')]
 
 
-@health.command(short_help="How nodes and site have been doing.")
+@health.command(short_help="Report on the health of nodes and site.")
 def report(
     since: Since = "7d",
     node: Annotated[str | None, typer.Option(metavar="NODES", show_default=False,
-                                             help="Only these: n12, n[1-8].")] = None,
-    format: Annotated[str, typer.Option(metavar="table|json|html", help="How it is told.")] = "table",
+                                             help="Only these nodes: n12, n[1-8].")] = None,
+    format: Annotated[str, typer.Option(metavar="table|json|html", help="Format of the report.")] = "table",
     history: Histories = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", show_default=False,
-                                                help="Write it there instead.")] = None,
+                                                help="Write the report to this file.")] = None,
 ) -> None:  # fmt: skip
     """Report on the health of nodes and site, from the findings of all users' runs.
 
@@ -393,14 +394,14 @@ def report(
     raise typer.Exit(command.report(since, node, format, history or [], output))
 
 
-@health.command("check", short_help="Is this node fit, now?")
+@health.command("check", short_help="Check whether this node is fit for use.")
 def health_check(
     json: Json = False,
     prolog: Annotated[
         bool,
-        typer.Option("--prolog", help="Exit code 2 for FAIL and 0 for all else; GPUs of the job must be free."),
+        typer.Option("--prolog", help="Exit code 2 for FAIL, else 0; the job's GPUs must be free."),
     ] = False,
-    within: Annotated[str, typer.Option(metavar="TIME", help="How long it may take.")] = "20s",
+    within: Annotated[str, typer.Option(metavar="TIME", help="Time limit.")] = "20s",
     config: Annotated[
         Path | None,
         typer.Option(metavar="FILE", show_default=False,
@@ -410,9 +411,9 @@ def health_check(
         str | None, typer.Option(metavar="A,B", show_default=False, help="Only these checks. Default: all.")
     ] = None,
     mount: Annotated[
-        list[str] | None, typer.Option(metavar="PATH", show_default=False, help="A path that must answer; repeat it.")
+        list[str] | None, typer.Option(metavar="PATH", show_default=False, help="Path that must answer; repeatable.")
     ] = None,
-    rates: Annotated[bool, typer.Option("--rates", help="Read twice, 2 s apart: also see what is rising now.")] = False,
+    rates: Annotated[bool, typer.Option("--rates", help="Read twice, 2 s apart, to find rising counters.")] = False,
 ) -> None:  # fmt: skip
     """Check this node: GPUs, links, kernel log, network, mounts, host. Changes nothing.
 
@@ -420,7 +421,7 @@ def health_check(
 
     \b
     rrl health check                                   everything
-    rrl health check --checks mounts,disk --json       some of it, for programs
+    rrl health check --checks mounts,disk --json       two checks, for programs
     rrl health check --prolog --config /etc/rrl/health.toml
     """
     from .health import check as command
@@ -431,11 +432,11 @@ def health_check(
     )  # fmt: skip
 
 
-@health.command("drain-node", short_help="Drain this node, as the hooks in examples/health do.")
+@health.command("drain-node", short_help="Drain this node, for the hooks in examples/health.")
 def drain_node(
-    why: Annotated[str, typer.Option(metavar="TEXT", help="What the check found; becomes the drain's reason.")],
+    why: Annotated[str, typer.Option(metavar="TEXT", help="What the check found: the reason of the drain.")],
     node: Annotated[
-        str | None, typer.Option(metavar="NODE", show_default=False, help="Another node than this one.")
+        str | None, typer.Option(metavar="NODE", show_default=False, help="Name of the node. Default: this one.")
     ] = None,
     config: Annotated[
         Path | None,
@@ -456,9 +457,11 @@ def drain_node(
     raise typer.Exit(command.drain_node(why, node, config))
 
 
-@health.command("drain-requests", short_help="Nodes that runs want to be drained.")
+@health.command("drain-requests", short_help="List nodes that an administrator should drain.")
 def drain_requests(
-    apply: Annotated[bool, typer.Option("--apply", help="Drain them in Slurm; needs the rights to.")] = False,
+    apply: Annotated[
+        bool, typer.Option("--apply", help="Drain the nodes in Slurm; needs the rights to do so.")
+    ] = False,
     since: Since = "28d",
     history: Histories = None,
     json: Json = False,
@@ -466,7 +469,7 @@ def drain_requests(
     """List nodes that runs found broken and may not drain themselves, each as a command for an administrator to paste.
 
     \b
-    rrl health drain-requests            what is asked for, and why
+    rrl health drain-requests            list the nodes, and why
     rrl health drain-requests --apply    drain them; exit code 1 if any was refused
     """
     from .health import drain_requests as command

@@ -1,4 +1,4 @@
-"""``rrl health report``: how nodes and site have been doing, from the histories of all runs."""
+"""``rrl health report``: report on the health of nodes and site, from the histories of all runs."""
 
 from __future__ import annotations
 
