@@ -50,7 +50,9 @@ def max_length(path: str | None, max_tokens: int | None = None) -> int:
         for key in ("max_position_embeddings", "n_positions", "n_ctx"):
             if isinstance(limit := table.get(key), int):
                 return limit
-    raise ValueError(f"{file} has no max_position_embeddings (the maximum length of a text); set max_length")
+    raise ValueError(
+        f"{file} has no max_position_embeddings (the maximum length of a text); set `max_length` in [model]"
+    )
 
 
 def eos_ids(folder: Path) -> Any:
@@ -129,7 +131,7 @@ def _unsupported_kinds(folder: Path) -> Iterator[str]:
     architectures = config.get("architectures")
     for name in architectures if isinstance(architectures, list) else ():
         if not str(name).endswith("ForCausalLM"):
-            yield f"{path}: {name} is not a causal language model; name one whose architecture is (...ForCausalLM)"
+            yield f"{path}: {name} is not a causal language model; name a model whose architecture ends in ForCausalLM"
     for table in (config, config.get("text_config") or {}):
         for key in _EXPERT_COUNT_KEYS:
             if isinstance(count := table.get(key), int) and count > 1:
@@ -191,7 +193,7 @@ def _tokens(folder: Path, settings: dict[str, Any]) -> Iterator[str]:
         yield f"{path} is not a tokenizer; name a folder that save_pretrained of transformers wrote for one"
         return
     if settings.get("eos_token") is None and eos_ids(folder) is None:
-        yield f"{str(folder)!r} defines no end of sequence; {TOKENIZER_CONFIG} needs eos_token"
+        yield f"{str(folder)!r} defines no end of sequence; {TOKENIZER_CONFIG} needs `eos_token`"
     embedded = read_json(folder / CONFIG).get("vocab_size")
     ids = [token["id"] for token in tokenizer.get("added_tokens") or () if isinstance(token, dict)]
     ids += model["vocab"].values() if isinstance(model["vocab"], dict) else [len(model["vocab"]) - 1]

@@ -60,7 +60,12 @@ class Scorer:
         if why not in self._reported:
             self._reported.add(why)
             raised = sys.exc_info()[0] is not None
-            _log.warning("%s (item %s); its group is dropped; logged once", why, item.item, exc_info=raised)
+            _log.warning(
+                "%s (item %s of [task]); the group of this item is dropped; further items fail without a warning",
+                why,
+                item.item,
+                exc_info=raised,
+            )
         return why
 
 

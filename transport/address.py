@@ -55,8 +55,10 @@ def own_address(network: str = "") -> str:
         return candidates[0]
     problem = "this host has no address that other nodes could reach"
     if candidates:
-        problem = "none of this host's addresses is that of its name or of the default route"
-    raise NoAddress(f"{problem}; there are {_interfaces_text()}; set [transport] network")
+        problem = "no address of this host belongs to its host name or to its default route"
+    raise NoAddress(
+        f"{problem}; there are {_interfaces_text()}; set `network` in [transport] to the one that other nodes reach"
+    )
 
 
 def interface_on(network: str) -> Interface:

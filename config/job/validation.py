@@ -76,7 +76,7 @@ def _work(job: Job) -> None:
         if all(role.service for role in job.commands.values()):
             raise mistake(("commands",), "are all services: the run would never end; set service = false for one")
         if job.run.steps is not None:
-            raise mistake(("run", "steps"), "counts the trainer's steps, but there is no [task]; remove it")
+            raise mistake(("run", "steps"), "counts the trainer's steps, but there is no [task]; remove this key")
         return
     if job.run.steps is None:
         raise mistake(("run", "steps"), "missing; add steps = ... in [run] (optimizer steps of a complete run)")
@@ -94,12 +94,12 @@ def _model(job: Job) -> None:
         conflicts = [key for key in (*SHAPE_KEYS, "tokenizer") if key in model.model_fields_set]
         if conflicts:
             source = "the folder in path" if conflicts[0] == "tokenizer" else "config.json of path"
-            raise mistake(("model", conflicts[0]), f"comes from {source}; remove it, or remove path")
+            raise mistake(("model", conflicts[0]), f"comes from {source}; remove this key, or remove path")
     elif model.tokenizer is None:
         message = "missing; add a table [model.tokenizer] with pieces, or path in [model] to a Hugging Face folder"
         raise mistake(("model", "tokenizer"), message)
     elif model.chat:
-        raise mistake(("model", "chat"), "needs path: a model that rrl builds has no chat template; remove it")
+        raise mistake(("model", "chat"), "needs path: a model that rrl builds has no chat template; remove this key")
     if model.heads % model.kv_heads:
         raise mistake(("model", "kv_heads"), f"{model.kv_heads} does not divide heads = {model.heads}; use a divisor")
     max_length = BUILT_MAX_LENGTH if model.max_length is None and model.path is None else model.max_length
@@ -115,7 +115,8 @@ def _late(job: Job) -> None:
     """Require a limit on staleness if ``late`` is set: without a limit no group is ever too old."""
     if job.sampling.staleness == "unlimited" and "late" in job.sampling.model_fields_set:
         raise mistake(
-            ("sampling", "late"), 'has no effect with staleness = "unlimited"; remove it, or set staleness to a number'
+            ("sampling", "late"),
+            'has no effect with staleness = "unlimited"; remove this key, or set staleness to a number',
         )
 
 
@@ -143,15 +144,16 @@ def _form(job: Job) -> None:
         raise mistake(("cluster", "job_walltime"), message)
     if job.recovery.policy == "requeue" and job.manager.where == "pool":
         message = (
-            '"requeue" gives back the pool that the manager runs in; write where = "job" in [manager], or remove it'
+            '"requeue" gives back the pool that the manager runs in; write where = "job" in [manager], or remove this'
+            " key"
         )
         raise mistake(("recovery", "policy"), message)
     if cluster.form == "pool":
         return
     if cluster.kind == "local":
-        raise mistake(("cluster", "form"), f'"{cluster.form}" needs kind = "slurm"; remove it')
+        raise mistake(("cluster", "form"), f'"{cluster.form}" needs kind = "slurm"; set `kind`, or remove this key')
     if "spares" in cluster.model_fields_set and cluster.spares:
-        message = f'form = "{cluster.form}" has no spares: it requests a new node for each lost one; remove it'
+        message = f'form = "{cluster.form}" has no spares: it requests a new node for each lost one; remove this key'
         raise mistake(("cluster", "spares"), message)
     if job.manager.where == "pool":
         raise mistake(("manager", "where"), f'form = "{cluster.form}" has no pool; write where = "job"')
@@ -177,7 +179,7 @@ def _gang(at: tuple[str, str], role: Role) -> None:
     if role.ranks == 1:
         return
     if isinstance(role, TrajectoriesRole):
-        raise mistake((*at, "ranks"), "the store is one process; remove it")
+        raise mistake((*at, "ranks"), "the store is one process; remove this key")
     if role.command is None and not isinstance(role, TrainerRole):
         message = f"the built-in {at[1]} is one process; write replicas = ..., or set a command that supports ranks"
         raise mistake((*at, "ranks"), message)
@@ -192,7 +194,7 @@ def _donor_rollouts(job: Job) -> None:
     if trainer.donor_rollouts == "auto" or not trainer.donor_rollouts:
         return
     if not trainer.warm:
-        raise mistake(at, "has no effect with warm = false; remove it, or write warm = true")
+        raise mistake(at, "has no effect with warm = false; remove this key, or write warm = true")
     if trainer.donor_rollouts > job.roles.rollout.replicas:
         raise mistake(
             at,
@@ -211,16 +213,16 @@ def _warm_rollouts(job: Job) -> None:
         return
     if job.recovery.policy != "role":
         problem = f'[recovery] policy = "{job.recovery.policy}" does not use standby processes'
-        raise mistake(at, f'{problem}; remove it, or write policy = "role"')
+        raise mistake(at, f'{problem}; remove this key, or write policy = "role"')
     if job.cluster.form != "pool":
         problem = f'form = "{job.cluster.form}" has no spare nodes for standby rollouts'
-        raise mistake(at, f'{problem}; remove it, or write form = "pool"')
+        raise mistake(at, f'{problem}; remove this key, or write form = "pool"')
     if not job.cluster.spares:
         raise mistake(
-            at, "there are no spare nodes for standby rollouts; remove it, or set [cluster] spares = 1 or more"
+            at, "there are no spare nodes for standby rollouts; remove this key, or set [cluster] spares = 1 or more"
         )
     if rollout.ranks > 1:
-        raise mistake(at, f"a standby rollout has one process, but ranks = {rollout.ranks}; remove it")
+        raise mistake(at, f"a standby rollout has one process, but ranks = {rollout.ranks}; remove this key")
 
 
 def _one_gpu(job: Job) -> None:
@@ -245,11 +247,11 @@ def _vllm(job: Job) -> None:
     if rollout.engine != "vllm":
         if rollout.vllm:
             problem = f'has no effect with engine = "{rollout.engine}"'
-            raise mistake(at, f'{problem}; remove it, or write engine = "vllm"')
+            raise mistake(at, f'{problem}; remove this key, or write engine = "vllm"')
         return
     for name in rollout.vllm:
         if name in RESERVED_ARGUMENTS:
-            raise mistake((*at, name), f"cannot be set: {RESERVED_ARGUMENTS[name]}; remove it")
+            raise mistake((*at, name), f"cannot be set: {RESERVED_ARGUMENTS[name]}; remove this key")
     degree = rollout.vllm.get(TENSOR_PARALLEL_SIZE, 1)
     if not isinstance(degree, int) or isinstance(degree, bool) or degree < 1:
         raise mistake((*at, TENSOR_PARALLEL_SIZE), "must be a whole number, 1 or more: the GPUs that share the model")
@@ -356,11 +358,11 @@ def _phase(job: Job, name: str, table: PhaseTable) -> None:
     if declared is not None:
         for key in ("progresses", "waits_for"):
             if getattr(table, key) is not None:
-                raise mistake((*at, key), "is fixed for a phase of rrl's; remove it, or name a phase of your own")
+                raise mistake((*at, key), "is fixed for a phase of rrl's; remove this key, or name a phase of your own")
         if table.shortest is None and table.longest is None:
-            raise mistake(at, "is empty; set shortest, longest or both")
+            raise mistake(at, "is empty; set `shortest`, `longest` or both")
         if declared.longest == math.inf and table.longest is not None:
-            raise mistake((*at, "longest"), "this phase has no time limit; remove it")
+            raise mistake((*at, "longest"), "this phase has no time limit; remove this key")
     if table.waits_for is not None and table.waits_for not in (roles := job.every_role()):
         raise mistake((*at, "waits_for"), f'no role "{table.waits_for}"; there are {", ".join(roles)}')
     if table.waits_for is not None and table.progresses:

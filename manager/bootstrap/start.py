@@ -121,7 +121,7 @@ def resume(run: RunDir, job: Job, spec: RunSpec, text: bytes, source: Path, end:
     try:
         state = Follower(run).state()
         if state is None or state.ended != end:  # another request has been claimed in the meantime
-            raise RuntimeError(f"it has been resumed already; see: rrl status {run.id}")
+            raise RuntimeError(f"the run has been resumed already; see: rrl status {run.id}")
         return start_manager(run, spec)
     except (OSError, RuntimeError, JournalError) as error:
         if withdraw(run):

@@ -94,7 +94,9 @@ class Executor:
             except Unanswered:
                 pass
             except Exception:  # an unexpected error must not leave an intent open forever
-                _log.exception("action %s of %s failed unexpectedly", type(action).__name__, action.tag)
+                _log.exception(
+                    "the action %s with the tag %s failed because of an error in rrl", type(action).__name__, action.tag
+                )
             if isinstance(action, Request | Launch | InjectFault):
                 return  # settled by its tag, or not repeatable: a second attempt could have a second effect
             await asyncio.sleep(pause)

@@ -222,7 +222,7 @@ class HangInvestigator:
         at = self._context.now()
         lines = tuple(map(_one_line, summary_lines(grouped))) or (_one_line(_failure_text(collection)),)
         shown = [Evidence(STACKS, line, at) for line in lines[:_MAX_SHOWN_LINES]]
-        saved = [Evidence(STACKS, f"whole: {file}", at)] if file else []
+        saved = [Evidence(STACKS, f"all stacks: {file}", at)] if file else []
         incident.evidence, incident.done = (*shown, *saved), True
         if self._context.state().outcome is None:  # RunEnded is the last record
             self._context.record(ev.StacksCollected(collection.incarnation, lines, grouped.outliers, file))

@@ -116,7 +116,7 @@ class MessageHandler:
                 await self._context.send(incoming.peer, msg.Stop(message.incarnation, grace, "its work is done"), None)
         elif isinstance(message, msg.FindingReport):
             _log.warning(
-                "ignored a finding from %s: the process has not registered on this connection (no Hello)",
+                "ignored a finding from %s: the process has not registered on this connection",
                 message.incarnation,
             )
 
@@ -191,7 +191,11 @@ class MessageHandler:
             )
             return
         ok = state.is_current(incarnation) and replica.step == message.tag and state.finish is None
-        why = "" if ok else f"{incarnation} is not wanted (newest is {replica.incarnation}, {replica.status})"
+        why = (
+            ""
+            if ok
+            else f"{incarnation} is not expected: the newest incarnation is {replica.incarnation} ({replica.status})"
+        )
         # Another node than the one planned for may be in use by other replicas, or not belong to the run.
         if ok and first is None and message.node != replica.node:
             ok, why = False, f"{message.tag} runs on {message.node}, and was launched on {replica.node}"

@@ -56,7 +56,9 @@ def pending_commands(run: RunDir) -> list[Command]:
         try:
             command = msgspec.json.decode(_read(path, owner), type=Command)
         except (OSError, msgspec.MsgspecError) as error:
-            _log.warning("%s in the mailbox is not a valid command, it is set aside: %s", path.name, error)
+            _log.warning(
+                "%s in the mailbox is not a valid command, and is renamed to %s.bad: %s", path.name, path.stem, error
+            )
             path.rename(path.with_suffix(".bad"))
             continue
         commands.append(msgspec.structs.replace(command, id=path.stem))
@@ -68,7 +70,7 @@ def _read(path: Path, owner: int) -> bytes:
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
         writer = os.fstat(file.fileno())
         if not stat.S_ISREG(writer.st_mode) or writer.st_uid not in (owner, 0):
-            raise PermissionError(f"it belongs to user {writer.st_uid}, and the run to user {owner}")
+            raise PermissionError(f"the file belongs to user {writer.st_uid}, and the run to user {owner}")
         return file.read(_MAX_COMMAND_BYTES)
 
 
@@ -103,11 +105,14 @@ def known_fault_ids(state: State) -> set[str]:
 def rejection(fault: Fault, job: RunSpec, state: State | None) -> InvalidFault | None:
     """Return why this run rejects the fault, or None if it accepts it. ``state`` is None before the first record."""
     if not job.faults_allowed:
-        return InvalidFault(FaultProblem.OTHER, "its job spec allows no faults on demand ([faults] allow = true)")
+        return InvalidFault(
+            FaultProblem.OTHER,
+            "the job spec of this run allows no faults on demand; they need allow = true in [faults]",
+        )
     if state is not None and state.outcome is not None:
-        return InvalidFault(FaultProblem.OTHER, f"it has ended already: {state.outcome.value}")
+        return InvalidFault(FaultProblem.OTHER, f"the run has ended already: {state.outcome.value}")
     if state is not None and state.finish is not None:
-        return InvalidFault(FaultProblem.OTHER, f"it is ending ({state.finish.outcome.value})")
+        return InvalidFault(FaultProblem.OTHER, f"the run is ending ({state.finish.outcome.value})")
     replicas = {role.name: role.replicas for role in job.roles}
     ranks = {role.name: role.ranks for role in job.roles}
     if wrong := validate_fault(fault.kind, fault.target, fault.seconds, fault.amount, replicas, fault.at, ranks):

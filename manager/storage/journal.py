@@ -334,7 +334,10 @@ def _head(path: Path) -> tuple[Head | None, int]:
     try:
         schema = _decode_schema(frame[0]).schema
         if schema > SCHEMA:
-            raise JournalError(f"{path}: written by a newer rrl (schema {schema}, this one reads schema {SCHEMA})")
+            raise JournalError(
+                f"{path}: written by a newer rrl (schema {schema}, this one reads schema {SCHEMA}); "
+                "use the version of rrl that wrote it"
+            )
         if schema < SCHEMA:
             raise JournalError(
                 f"{path}: written by an older rrl (schema {schema}, this one reads schema {SCHEMA}); "

@@ -78,7 +78,7 @@ def write_request(run: RunDir, request: ResumeRequest, write_files: Callable[[Ru
 
 def _already(run: RunDir, before: ResumeRequest | None) -> AlreadyRequested:
     by = before.by if before is not None else "somebody"
-    return AlreadyRequested(f"{by} has already requested to resume it; if no manager starts: rrl manage {run.id}")
+    return AlreadyRequested(f"{by} has already requested to resume the run; if no manager starts: rrl manage {run.id}")
 
 
 def read_pending(run: RunDir) -> ResumeRequest | None:

@@ -76,7 +76,7 @@ async def _run_probe(supervisor: StepSupervisor) -> str:
         code, number = setup.group.reap()
         await asyncio.to_thread(end_descendants, supervisor.process, _KILL_TIMEOUT_S)
         if not in_time:
-            return f"{command} did not end within {launch.probe_timeout:g} s; [limits] join sets this time"
+            return f"{command} did not end within {launch.probe_timeout:g} s; for more time, raise `join` in [limits]"
         if code == 0:
             return ""
         how = f"exit {code}" if number is None else f"signal {number}"
@@ -89,7 +89,7 @@ async def _run_probe(supervisor: StepSupervisor) -> str:
         )
         return setup.failure_reason() or f"{command} failed ({how}){': ' if last_line else ''}{last_line}"
     except OSError as error:
-        return f"the probe cannot be started: {error}"
+        return f"the probe of [env] cannot be started: {error}"
     finally:
         os.close(output_fd)
 

@@ -92,7 +92,7 @@ def _kill_step(target: Target) -> str:
         if not send_signal(victim, SIGKILL):
             raise NotPerformed(f"process {victim.pid} has ended")
     except PermissionError:
-        raise NotPerformed(f"slurmstepd (pid {victim.pid}) belongs to another user") from None
+        raise NotPerformed(f"slurmstepd (pid {victim.pid}) belongs to another user, so rrl may not kill it") from None
     return f"SIGKILL to {command_name(victim.pid) or 'the step'} (pid {victim.pid})"
 
 

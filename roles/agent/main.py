@@ -314,7 +314,11 @@ class _Agent:
         if swept and self._monitor is not None:
             self._monitor.on_our_kill()
         if left:
-            _log.error("processes did not end on SIGKILL: %s", [process.pid for process in left])
+            _log.error(
+                "processes did not end within %g s of SIGKILL (they may hang in the kernel): %s",
+                SWEEP_TIMEOUT_S,
+                [process.pid for process in left],
+            )
 
     async def _end_incarnation(self, incarnation: Incarnation, tag: str) -> None:
         """Kill the step of a fenced incarnation, which may not receive the Fenced message itself.

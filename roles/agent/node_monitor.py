@@ -110,7 +110,7 @@ class NodeMonitor:
         try:
             await self._reader_client.start()
         except Exception as error:  # the agent's heartbeats must continue
-            self._monitoring_lost(f"readers cannot be started: {error!r}")
+            self._monitoring_lost(f"the node's health is not monitored: the readers cannot be started: {error!r}")
             self._reported = self._findings
             return
         self._tasks.append(asyncio.create_task(self._guarded(self._evaluate_loop())))
@@ -261,7 +261,7 @@ def _rules(launch: Launch) -> tuple[Rules, tuple[Finding, ...]]:
     try:
         return load_rules(), ()
     except RulesError as error:
-        return Rules(), (monitor_finding(launch, "rules", f"{error}; the defaults are used", time.monotonic()),)
+        return Rules(), (monitor_finding(launch, "rules", f"{error}; the default rules are used", time.monotonic()),)
 
 
 def _is_reported(finding: Finding) -> bool:

@@ -44,7 +44,10 @@ def main() -> int:
         watched.append(os.pidfd_open(parent))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     with _mark_file(mark):
-        _print_line(f"SIGSTOP to {_describe(target, mark)}" + (f", {share:g} of the time left to it" if share else ""))
+        _print_line(
+            f"SIGSTOP to {_describe(target, mark)}"
+            + (f"; the target runs {100 * share:g} % of the time" if share else "")
+        )
         if mark is None:
             time.sleep(ANSWER_SENDING_S)  # the agent must report the line before it is stopped
         try:

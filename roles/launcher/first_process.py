@@ -216,10 +216,10 @@ def _write_record(launch: Launch, record: ExitRecord) -> None:
     try:
         write_atomically(RunDir(Path(launch.run_dir)).exit_file(launch.tag), msgspec.json.encode(record))
     except OSError as error:  # the run directory is full or was removed
-        _log.error("cannot write the exit record: %s; %s", error, record)
+        _log.error("cannot write the exit record of step %s: %s; the record is %s", launch.tag, error, record)
 
 
 def log_failure(task: asyncio.Future[Any]) -> None:
     """Log the exception of a background task, as its done callback; the step continues."""
     if not task.cancelled() and (error := task.exception()) is not None:
-        _log.error("a background task of this step failed: %r", error)
+        _log.error("a background task of this step failed, and the step continues without the task: %r", error)

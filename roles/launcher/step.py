@@ -78,7 +78,10 @@ async def _run(launch: Launch, launch_file: str) -> int:
             reason = supervisor.stop_reason or (ExitReason.EXITED if number is None else ExitReason.SIGNALED)
             await supervisor.finish(code, number, reason, supervisor.stop_detail, last_line)
         if left and (left := end_descendants(supervisor.process, KILL_TIMEOUT_BEFORE_EXIT_S)):
-            _log.error("processes did not end on SIGKILL: %s", [process.pid for process in left])
+            _log.error(
+                "processes did not end on SIGKILL, and are left to the agent of this node: %s",
+                [process.pid for process in left],
+            )
         await asyncio.to_thread(log.finish)
     return code if code is not None else 128 + (number or 0)
 

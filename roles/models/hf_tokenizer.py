@@ -93,7 +93,9 @@ class FolderTokenizer:
         try:
             rendered = self._chat(messages=[{"role": "user", "content": text}], **self._special)
         except TemplateError as error:
-            raise ValueError(f"the chat template refuses {text[:100]!r}: {error}") from None
+            raise ValueError(
+                f"[model] chat: the chat template cannot be applied to the prompt {text[:100]!r}: {error}"
+            ) from None
         return self.encode(rendered)
 
     def encode(self, text: str) -> tuple[int, ...]:
@@ -133,7 +135,7 @@ def _chat_template(folder: Path, config: dict[str, Any]) -> Callable[..., str]:
     if isinstance(source, list):  # several templates by name
         source = next((entry.get("template") for entry in source if entry.get("name") == "default"), None)
     if not isinstance(source, str):
-        raise ValueError(f"[model] chat: {folder} has no chat template; remove chat, or add {CHAT_TEMPLATE}")
+        raise ValueError(f"[model] chat: {folder} has no chat template; remove `chat`, or add {CHAT_TEMPLATE}")
     jinja = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
     )

@@ -74,7 +74,10 @@ def materialise(model: nn.Module, device: torch.device) -> None:
         if own and not _computed(_owner(model, path), module):
             missing += own
     if missing:
-        raise ValueError(f"buffers that are in no checkpoint and that transformers does not compute: {sorted(missing)}")
+        raise ValueError(
+            f"[model] path: the model is not supported: its buffers {sorted(missing)} are neither stored in checkpoints"
+            " nor computed by transformers"
+        )
 
 
 def _non_persistent_buffers(module: nn.Module) -> list[str]:
@@ -184,7 +187,7 @@ def fitting(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> dict[str
     """
     given, own = dict(tensors), weights(model)
     if wrong := (given.keys() - _tied(model)) ^ own.keys():
-        raise ValueError(f"the tensors are not those of the model: {sorted(wrong)[:4]} are missing or unexpected")
+        raise ValueError(f"the weights do not fit the model: the tensors {sorted(wrong)[:4]} are missing or unexpected")
     for name, tensor in own.items():
         if given[name].shape != tensor.shape:
             raise ValueError(f"{name} has the shape {tuple(given[name].shape)}, but {tuple(tensor.shape)} in the model")

@@ -72,7 +72,7 @@ def _fill(tensor: Tensor, stored: Any, location: str) -> None:
     """Read a tensor or this process's shard of it; ``stored`` reads the parts by slicing."""
     if (shape_in_file := tuple(stored.get_shape())) != tuple(tensor.shape):
         raise ValueError(
-            f"[model] path: {location} has the shape {shape_in_file}, but {tuple(tensor.shape)} by config.json"
+            f"[model] path: {location} has the shape {shape_in_file}, but config.json requires {tuple(tensor.shape)}"
         )
     if not isinstance(tensor, DTensor):
         tensor.copy_(stored[...])

@@ -58,7 +58,9 @@ def unpack(specs: Iterable[TensorSpec], flat: memoryview) -> Iterator[tuple[str,
 
 def _tensor(spec: TensorSpec, dtype: torch.dtype, flat: memoryview) -> Tensor:
     if min(spec.shape, default=0) < 0 or math.prod(spec.shape) * dtype.itemsize != spec.nbytes:
-        raise ValueError(f"{spec.name}: {spec.shape} of {spec.dtype} does not take {spec.nbytes} bytes")
+        raise ValueError(
+            f"{spec.name}: a tensor of {spec.dtype} with the shape {spec.shape} does not take {spec.nbytes} bytes"
+        )
     if not 0 <= spec.offset <= len(flat) - spec.nbytes:
         raise ValueError(
             f"{spec.name}: {spec.nbytes} bytes at offset {spec.offset} are outside of the buffer of {len(flat)} bytes"

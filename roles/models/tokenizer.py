@@ -70,7 +70,7 @@ def open_tokenizer(model: ModelSpec) -> Tokenizer:
     """
     if model.path is None:
         if model.tokenizer is None:
-            raise ValueError("[model] has neither path nor tokenizer")
+            raise ValueError("[model] needs `path`, or a table [model.tokenizer] with `pieces`")
         return VocabularyTokenizer(model.tokenizer)
     from .hf_tokenizer import FolderTokenizer  # imported here: a built model does not need tokenizers
 
@@ -97,7 +97,7 @@ class VocabularyTokenizer:
         self._ids = {piece: _SPECIAL + i for i, piece in enumerate(self._pieces)}
         if len(self._ids) < len(self._pieces):
             twice = next(piece for i, piece in enumerate(self._pieces) if piece in self._pieces[:i])
-            raise ValueError(f"[model.tokenizer] pieces has {twice!r} twice")
+            raise ValueError(f"[model.tokenizer] `pieces` contains {twice!r} twice; remove one of them")
         for piece in self._pieces:
             if not piece or any(character in self._ignore for character in piece):
                 raise ValueError(
@@ -147,8 +147,8 @@ class VocabularyTokenizer:
                     break
             else:
                 raise ValueError(
-                    f"no piece of [model.tokenizer] begins {text[at : at + 10]!r} in {text[:100]!r}:"
-                    f" add {text[at]!r} to pieces or to ignore"
+                    f"no piece of [model.tokenizer] matches the text at {text[at : at + 10]!r} in {text[:100]!r}:"
+                    f" add {text[at]!r} to `pieces` or to `ignore`"
                 )
         return tuple(tokens)
 

@@ -135,7 +135,11 @@ def connect_login_node(address: str, nonce: str) -> socket.socket:
 
 def _check_nonce_file(folder: Path, nonce: str) -> str:
     try:
-        return "" if (folder / NONCE_FILE).read_text() == nonce else f"its file {NONCE_FILE} is of another probe"
+        return (
+            ""
+            if (folder / NONCE_FILE).read_text() == nonce
+            else f"the file {NONCE_FILE} in this folder was written for another probe"
+        )
     except OSError as error:
         return error.strerror or str(error)
 

@@ -158,7 +158,8 @@ class TorchEngine:
         logits = self._model(input_ids=torch.tensor([[0]], device=self._device), use_cache=False).logits
         if not bool(torch.isfinite(logits).all()):
             raise RuntimeError(
-                f"the model with weights {self._version} returns logits that are not finite: training may have diverged"
+                f"the model with weights {self._version} returned NaN or infinite logits: training may have diverged;"
+                " this rollout ends and is restarted"
             )
 
     def close(self) -> None:

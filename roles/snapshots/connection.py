@@ -112,7 +112,9 @@ class LocalAgentClient:
 
     async def _call(self, request: msg.Request) -> tuple[msg.Answer, list[int]]:
         if time.monotonic() < self._not_before:
-            raise TransportError(f"it did not answer; the next attempt is {RETRY_DELAY_S:g} s after the last one")
+            raise TransportError(
+                f"no answer to the last request; the next request is sent {RETRY_DELAY_S:g} s after it"
+            )
         connection = await self._connect()
         try:
             answer = await send_request(connection, request)

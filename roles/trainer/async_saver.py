@@ -67,7 +67,7 @@ def end_process(error: BaseException) -> None:
 
     The training thread cannot be interrupted: it may be inside torch.
     """
-    _log.critical("a checkpoint could not be saved; ending this process", exc_info=error)
+    _log.critical("a checkpoint could not be saved; this process ends and is restarted", exc_info=error)
     os._exit(1)
 
 

@@ -176,7 +176,7 @@ class Checkpoints:
         try:
             if missing := {_ABOUT, METADATA, _rank_file(0)}.difference(names):
                 raise DamagedCheckpoint(
-                    f"{manifest['folder']}: {min(missing)} is missing in the commit, which has {names}"
+                    f"{manifest['folder']}: the committed checkpoint lacks the file {min(missing)}; it contains {names}"
                 )
             verified(self._run_dir.path, manifest, only=mine)
             about = msgspec.json.decode((folder / _ABOUT).read_bytes(), type=_About)
@@ -220,7 +220,7 @@ class Checkpoints:
             mine = {*names[gang.rank :: gang.world], METADATA}
             verified(self._run_dir.path, {"folder": files.folder, "files": files.files}, only=mine)
         except DamagedCheckpoint as error:
-            damage = f"the reference model for kl: {error}"
+            damage = f"the reference model for `kl` is damaged: {error}"
         folder = self._run_dir.path / files.folder
         self._load(weights(model), folder, damage)
         self._reference = folder.name

@@ -121,8 +121,8 @@ class HostBuffers:
         if self._reported.get(operation) != str(error):
             self._reported[operation] = str(error)
             messages = {
-                "store": "no snapshot of this step is stored",
-                "copy": "the snapshot was not copied to another node",
+                "store": "this step has no snapshot, so a restart may have to read the last checkpoint",
+                "copy": "the snapshot was not copied to another node, so it is lost if this node fails",
             }
             _log.warning("%s: %s", messages[operation], error)
 

@@ -146,7 +146,10 @@ class Learner:
         if batch.number != self.number + 1:
             raise ValueError(f"expected the batch of step {self.number + 1}, got batch {batch.number}")
         if self._settings.kl and self.reference is None:
-            raise RuntimeError("kl is above 0, but this run has no reference model: it was started with kl = 0")
+            raise RuntimeError(
+                "[roles.trainer] kl is above 0, but this run has no reference model, because it was started with kl = 0"
+                "; set kl = 0, or start a new run"
+            )
         statistics: list[dict[str, float]] = []
         for group in self._optimizer.param_groups:
             group["lr"] = self._settings.learning_rate * self._share_of_learning_rate(batch.number)

@@ -144,7 +144,8 @@ def _train(
         for batch in batches(me, gang, after=meta.number - 1):  # the batch that the snapshot was trained on
             if batch.digest != meta.digest:
                 raise RuntimeError(
-                    f"the snapshot of step {meta.number} was trained on another batch than the bound one"
+                    f"the snapshot of step {meta.number} was trained on another batch than the one that the"
+                    " store bound to this step"
                 )
             with me.phase("checkpoint"):
                 saver.save(meta.digest, meta.metrics)

@@ -197,7 +197,11 @@ def wait_to_be_fenced(me: rrl.Worker) -> Iterator[None]:
         yield
     except RuntimeError as error:
         if me.world > 1 and is_lost_member(error):
-            _log.error("%s lost another member of its gang: %s", me.launch.incarnation, error)
+            _log.error(
+                "%s lost the connection to another member of its gang; waiting to be restarted with the whole gang: %s",
+                me.launch.incarnation,
+                error,
+            )
             me.stopping.wait(FENCE_WAIT_S)
         raise
 

@@ -186,7 +186,9 @@ class Log:
 
     def _check_ours(self) -> None:
         if (self._folder / f"log.{self._number + 1}").exists() or not self._path.exists():
-            raise Superseded(f"{self._folder}: another process opened this store after opening {self._number}")
+            raise Superseded(
+                f"{self._folder}: another process has opened this store since this process did (opening {self._number})"
+            )
 
     def close(self) -> None:
         """Close the file, without flushing."""

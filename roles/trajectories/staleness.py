@@ -180,12 +180,12 @@ class StalenessLimit:
             {str(incarnation) for track in first.trajectories if (incarnation := holder(track.id)) is not None}
         )
         working = f" ({', '.join(holders)})" if holders else ""
-        steps = f"{self.last_step(first):g}"
+        steps = f"step {self.last_step(first):g} is"
         if len(groups) == 1:
-            return f"group {first.created.group}{working}: its last step is {steps}"
+            return f"group {first.created.group}{working}: {steps} the last that may train it"
         if self.begun_with(first) != self.begun_with(last):
-            steps += f" to {self.last_step(last):g}"
-        return f"group {first.created.group}{working} and {len(groups) - 1} more: their last step is {steps}"
+            steps = f"steps {self.last_step(first):g} to {self.last_step(last):g} are"
+        return f"group {first.created.group}{working} and {len(groups) - 1} more: {steps} the last that may train them"
 
     def last_step(self, group: Group) -> float:
         """Return the last step that may train the group; inf without a limit."""

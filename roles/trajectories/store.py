@@ -195,7 +195,7 @@ class Store:
         if not is_publisher(incarnation):
             rejection: Denied | NotReady | None = self._check_worker(incarnation)
         elif incarnation != incarnation.gang or (version is not None and version.incarnation != incarnation.number):
-            rejection = Denied(f"{incarnation} does not publish {version}")
+            rejection = Denied(f"{incarnation} is not the publisher of {version}")
         else:
             rejection = self._check_trainer(incarnation)
         if rejection is None:
@@ -290,7 +290,10 @@ class Store:
         lost.update(trajectory for trajectory in written if not self._work.may_write(incarnation, trajectory))
         new, ends = self._state.new_segments(packed_segments, finished, lost, self._max_new)
         if lost:
-            return Denied(f"not leased to {incarnation}, or other tokens at the offset", lost=tuple(sorted(lost)))
+            return Denied(
+                f"a trajectory is not leased to {incarnation}, or the store has other tokens at the same position",
+                lost=tuple(sorted(lost)),
+            )
         if new or ends:
             self._durable.write(SegmentsAppended(incarnation, tuple(new), tuple(sorted(ends))))
         for packed in new:
@@ -431,7 +434,9 @@ class Store:
             return None
         committed, latest = self._state.committed, self._state.latest
         if number != latest + 1:
-            return Denied(f"batch {number} is out of order: {committed} is committed, {latest} the latest bound")
+            return Denied(
+                f"batch {number} is out of order: the last committed step is {committed}, the last bound one {latest}"
+            )
         if latest - committed > self._keep_uncommitted or len(self._ready) < self._per_batch:
             return NotReady()
         if self._staleness.blocking_weights() is not None:
@@ -485,9 +490,11 @@ class Store:
                 return Done()
             return Denied(f"step {number} was committed with another manifest or digest")
         if number != self._state.committed + 1 or binding is None:
-            return Denied(f"commit of step {number} is out of order: {self._state.committed} is committed")
+            return Denied(
+                f"commit of step {number} is out of order: the last committed step is {self._state.committed}"
+            )
         if digest != binding.digest:
-            return Denied(f"step {number} is bound to {binding.digest}, not to {digest}")
+            return Denied(f"step {number} is bound to the batch {binding.digest}, not to the batch {digest}")
         self._durable.write(Metrics(number, metrics or {}))
         self._durable.write(StepCommitted(number, incarnation, manifest, digest))
         return Done()

@@ -371,7 +371,7 @@ class ManagerConnection:
             elif isinstance(message, msg.Peers):
                 self._update_peers(message)
             elif isinstance(message, msg.Fenced):
-                _log.warning("%s is fenced: %s", self.launch.incarnation, message.reason)
+                _log.warning("%s is fenced, and this process exits: %s", self.launch.incarnation, message.reason)
                 os._exit(FENCED_EXIT)  # the worker's own threads must not continue
             elif isinstance(message, msg.Stop):
                 self.stopping.set()
@@ -480,7 +480,7 @@ class ManagerConnection:
                 dropped += 1
                 continue
             except PullFailed as error:
-                _log.warning("cannot pull weight version %s: %s", newest, error)
+                _log.warning("cannot pull weight version %s, trying again: %s", newest, error)
                 continue
             dropped = 0
             self.announce_version(newest)

@@ -223,7 +223,7 @@ def test_command_written_by_another_user_is_set_aside(
     assert [command_file.id for command_file in pending_commands(run)] == ["3"]
     reported = caplog.text
     caplog.clear()
-    assert os.geteuid() != 0 or f": it belongs to user {NOBODY}, and the run to user 0" in reported
+    assert os.geteuid() != 0 or f": the file belongs to user {NOBODY}, and the run to user 0" in reported
     assert [command_file.id for command_file in pending_commands(run)] == ["3"]
     assert not caplog.records, "it was read again"
 

@@ -171,7 +171,7 @@ class NixlRuntime:
             except OSError as error:
                 raise TransportError(
                     f"the kernel does not let this user block NIXL's port {port} (SO_ATTACH_FILTER: {error.strerror});"
-                    ' write weights = "tcp"'
+                    ' write weights = "tcp" in [transport]'
                 ) from error
 
     def close(self) -> None:

@@ -61,8 +61,8 @@ def select_transport(kind: str, capabilities: Capabilities, trusted_network: boo
     if not capabilities.rdma_ports:
         raise UntrustedNetwork(
             f"{kind} over TCP lets every user who reaches its ports read and write the memory of the roles, and this"
-            ' machine has no active RDMA port; write weights = "auto", or trusted_network = true if nobody else uses'
-            " that network and these machines (docs/sites.md)"
+            ' machine has no active RDMA port; in [transport] write weights = "auto", or trusted_network = true if'
+            " nobody else uses that network and these machines (docs/sites.md)"
         )
     return Choice(name, f"the job requests {kind}; it uses {', '.join(capabilities.rdma_ports)} without TCP")
 

@@ -75,7 +75,9 @@ def without_tcp(transports: str) -> str:
         return "^tcp"
     remaining = [entry for entry in entries if "tcp" not in entry.lower()]
     if not remaining:
-        raise ValueError(f"{TLS}={transports} names nothing but TCP")
+        raise ValueError(
+            f"{TLS}={transports} allows only TCP, which is excluded here; unset {TLS}, or add a transport for RDMA"
+        )
     return ",".join(remaining)
 
 

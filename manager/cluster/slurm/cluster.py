@@ -165,7 +165,9 @@ class SlurmCluster:
             if not others:
                 break
             if not_released := [other for other in others if other not in self._released_tags]:
-                raise Refused(f"{tag} is the first component of its job: {', '.join(not_released)} would end with it")
+                raise Refused(
+                    f"cannot release {tag}, the first component of its job: {', '.join(not_released)} would end with it"
+                )
             if time.monotonic() + pause > deadline:
                 raise Unanswered(f"{tag} cannot be released before {', '.join(others)}, which have not ended yet")
             await asyncio.sleep(pause)
@@ -292,7 +294,7 @@ class SlurmCluster:
         listed = {step.name for step in await self._read_steps()}
         lost = [step.name for step in before if set(step.nodes) & set(after.nodes) and step.name not in listed]
         if lost:
-            self._shrink_damage = f"{', '.join(lost)} ended when {tag} was shrunk"
+            self._shrink_damage = f"no allocation is shrunk again: {', '.join(lost)} ended when {tag} was shrunk"
 
     # ── polling ─────────────────────────────────────────────────────────────────────────────────────────────────────
     async def inject_fault(self, fault: Fault) -> str:
@@ -314,7 +316,7 @@ class SlurmCluster:
                 return self._last_snapshot
             if not self._budget.spend(3):
                 return ClusterSnapshot(
-                    None, None, None, f"budget of {self._budget.per_minute:g} reads a minute is spent"
+                    None, None, None, f"the budget of {self._budget.per_minute:g} Slurm queries per minute is used up"
                 )
             self._changes_at_poll = self._changes
             self._last_snapshot = await self._poll()

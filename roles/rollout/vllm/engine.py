@@ -134,7 +134,10 @@ class VllmEngine:
             for token, logprobs in zip(completion.token_ids, completion.logprobs or (), strict=True):
                 logprob = logprobs[token].logprob
                 if not math.isfinite(logprob):
-                    raise RuntimeError(f"the model with weights {self._version} returned the log-probability {logprob}")
+                    raise RuntimeError(
+                        f"the model with weights {self._version} returned the log-probability {logprob}:"
+                        " training may have diverged; this rollout ends and is restarted"
+                    )
                 self._tokens += 1
                 if (running := self._running.get(_trajectory(output.request_id))) is not None:
                     running.tokens.append(token)

@@ -106,7 +106,7 @@ def test_wedged_engine_is_suspected_probed_dumped_and_restarted(run: TestRun) ->
     assert "/rollout/main.py:" in dump
     assert '"rrl-connection"' in dump, "the thread that sends heartbeats is not in the file"
     assert [line.text for line in found.evidence if line.source == "stacks"] == [
-        *stacks.groups, f"whole: {stacks.file}"
+        *stacks.groups, f"all stacks: {stacks.file}"
     ]  # fmt: skip
 
     shown = run.call("logs", str(run.run.path), "--failed", stdout=subprocess.PIPE)

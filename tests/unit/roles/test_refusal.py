@@ -53,7 +53,10 @@ def _end(role: str, main: Callable[[], None], monkeypatch: pytest.MonkeyPatch, *
 )  # fmt: skip
 @pytest.mark.parametrize(
     ("model", "expected_text"),
-    [(_TWICE, "rrl: [model.tokenizer] pieces has '0' twice\n"), (_NOWHERE, "rrl: [model] path: /nowhere/model")],
+    [
+        (_TWICE, "rrl: [model.tokenizer] `pieces` contains '0' twice; remove one of them\n"),
+        (_NOWHERE, "rrl: [model] path: /nowhere/model"),
+    ],
 )
 def test_a_model_that_cannot_be_is_one_line_and_exit_code_2(
     role: str, main: Callable[[], None], model: dict[str, Any], expected_text: str, monkeypatch: pytest.MonkeyPatch,

@@ -82,7 +82,9 @@ def test_several_addresses_without_a_default_route_are_refused_and_listed(
     host: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reached_by(monkeypatch, "127.0.1.1", None)
-    with pytest.raises(NoAddress, match=r"there are lo 127\.0\.0\.1, eth0 .*; set \[transport\] network"):
+    with pytest.raises(
+        NoAddress, match=r"there are lo 127\.0\.0\.1, eth0 .*; set `network` in \[transport\] to the one"
+    ):
         own_address()
 
 
@@ -92,6 +94,6 @@ def test_loopback_is_never_published_unless_it_is_asked_for(
 ) -> None:
     monkeypatch.setattr(address, "interfaces", lambda: HERE[:1])
     reached_by(monkeypatch, "127.0.1.1", route)
-    with pytest.raises(NoAddress, match=r"set \[transport\] network"):
+    with pytest.raises(NoAddress, match=r"set `network` in \[transport\]"):
         own_address()
     assert own_address("127.0.0.0/8") == "127.0.0.1"

@@ -219,7 +219,7 @@ def test_each_hetjob_component_is_an_allocation_of_its_own(lab: SlurmLab, run: R
             await run.pid(f"role-{index}.1")
         expected = {run.tag(f"role-{index}.1"): nodes[tag][0] for index, tag in enumerate(nodes)}
         assert (await slurm.observe()).steps == expected
-        with pytest.raises(Refused, match="is the first component of its job"):
+        with pytest.raises(Refused, match="the first component of its job"):
             await slurm.release(first)
         await slurm.stop(run.tag("role-1.1"), grace=10.0)
         assert (run.folder / "role-1.1.launch.signals").read_text() == "TERM\n"
@@ -446,6 +446,6 @@ def test_polls_are_rationed_and_never_stale_after_a_change(lab: SlurmLab, run: R
         assert (await seldom.observe()).allocations != {}
         await seldom.release(run.pool)
         spent = await seldom.observe()
-        assert (spent.allocations, spent.unknown) == (None, "budget of 6 reads a minute is spent")
+        assert (spent.allocations, spent.unknown) == (None, "the budget of 6 Slurm queries per minute is used up")
 
     as_user(lab, scenario)

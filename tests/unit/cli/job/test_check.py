@@ -245,7 +245,7 @@ def test_a_models_folder_is_looked_at_where_the_job_is_checked(site: Site, capsy
          " add chat_template.jinja"),
         ("config.json", "{}", f"10: model.path: {folder}/config.json does not exist, or is empty"),
         ("config.json", '{"a": 1}', f"10: model.path: {folder}/config.json has no max_position_embeddings"
-         " (the maximum length of a text); set max_length"),
+         " (the maximum length of a text); set `max_length` in [model]"),
         ("config.json", "{", f"10: model.path: {folder}/config.json cannot be read: "),
         ("config.json", '{"n_ctx": 5, "eos_token_id": 0}', "sampling.max_new_tokens: 5 leaves no room for a prompt:"
          " the model of path takes 5 tokens in all; lower it"),
@@ -265,7 +265,7 @@ def test_a_models_folder_is_looked_at_where_the_job_is_checked(site: Site, capsy
 
 @pytest.mark.parametrize(("name", "content", "expected_text"), [
     ("config.json", '{"architectures": ["BertModel"]}',
-     "path: {m}/config.json: BertModel is not a causal language model; name one whose architecture is"),
+     "path: {m}/config.json: BertModel is not a causal language model; name a model whose architecture ends in"),
     ("config.json", '{"max_position_embeddings": 128, "num_experts": 8}',
      "path: {m}/config.json: num_experts = 8: mixtures of experts are not supported; name a dense model"),
     ("config.json", '{"max_position_embeddings": 128, "model_type": "gpt_neox"}',
@@ -277,7 +277,7 @@ def test_a_models_folder_is_looked_at_where_the_job_is_checked(site: Site, capsy
     ("config.json", '{"max_position_embeddings": 128, "eos_token_id": 0, "vocab_size": 2}',
      "path: {m}/tokenizer.json has 3 tokens, but the model of {m}/config.json embeds 2; name a"),
     ("config.json", '{"max_position_embeddings": 128}',
-     "path: '{m}' defines no end of sequence; tokenizer_config.json needs eos_token"),
+     "path: '{m}' defines no end of sequence; tokenizer_config.json needs `eos_token`"),
     ("tokenizer.json", "{}", "path: {m}/tokenizer.json is not a tokenizer; name a folder that save_pretrained"),
     ("model.safetensors.index.json", '{"weight_map": {"a": "b.safetensors"}}',
      "path: '{m}' lacks b.safetensors, which model.safetensors.index.json names; copy it into the folder"),

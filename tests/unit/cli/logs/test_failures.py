@@ -227,7 +227,7 @@ def test_stacks_of_a_failed_incarnation_are_printed_with_their_file() -> None:
     story = Story(RUN).works()
     story.record(_stacks(story)).wait(2)
     ((_, evidence),) = failures(story.recovers("rollout/0").stamped)
-    assert evidence[-2:] == ("stacks: rollout/0#1: step (engine.py:95)", "stacks: whole: stacks/x.txt")
+    assert evidence[-2:] == ("stacks: rollout/0#1: step (engine.py:95)", "stacks: all stacks: stacks/x.txt")
 
 
 def test_stacks_of_a_suspicion_that_passed_long_before_say_nothing_of_a_failure() -> None:
@@ -239,7 +239,7 @@ def test_stacks_of_a_suspicion_that_passed_long_before_say_nothing_of_a_failure(
 
 def test_stacks_named_by_the_finding_are_printed_once() -> None:
     story = Story(RUN).works()
-    printed = ("rollout/0#1: step (engine.py:95)", "whole: stacks/x.txt")
+    printed = ("rollout/0#1: step (engine.py:95)", "all stacks: stacks/x.txt")
     shown = tuple(Evidence("stacks", text, 1.0) for text in printed)
     incarnation = story.incarnation("rollout/0")
     found = Finding("no_answer", Verdict.FAIL, Cause.HANG, Remedy.RESTART, 1.0, shown, incarnation)

@@ -116,7 +116,10 @@ def test_a_run_whose_job_spec_does_not_allow_it_is_left_alone(root: Path, capsys
     run = Story(RUN).works().written(root)
     assert main.run(["inject", RUN, "kill", "--target", "rollout/0"]) == 2
     reported = capsys.readouterr().err
-    assert reported == f"rrl: {RUN}: its job spec allows no faults on demand ([faults] allow = true)\n"
+    assert (
+        reported
+        == f"rrl: {RUN}: the job spec of this run allows no faults on demand; they need allow = true in [faults]\n"
+    )
     assert pending_commands(run) == []
 
 

@@ -132,7 +132,7 @@ def test_second_of_two_concurrent_resumes_is_refused_in_one_line(
     ended.begin()
     wins, loses = ("second", "first") if "prepares" in when else ("first", "second")
     assert printed[wins][0] == 0
-    ordered = "has already requested to resume it; if no manager starts: rrl manage"
+    ordered = "has already requested to resume the run; if no manager starts: rrl manage"
     assert printed[loses] == (1, f"rrl: {RUN} could not be resumed: {getpass.getuser()} {ordered} {RUN}\n")
     steps = load_job(ended.run.job_toml).run.steps
     assert steps == (77 if wins == "second" else 50)
@@ -153,7 +153,7 @@ def test_an_order_that_no_manager_took_up_is_taken_up_by_one_that_is_started_by_
 
 def test_who_was_overtaken_by_another_resume_that_works_already_starts_nothing(ended: Ended) -> None:
     before, job = ended.everything(), load_job(ended.job)
-    with pytest.raises(RuntimeError, match="it has been resumed already"):
+    with pytest.raises(RuntimeError, match="the run has been resumed already"):
         starting.resume(ended.run, job, resolve(job, "python"), ended.job.read_bytes(), ended.job, end=-1.0)
     assert (ended.everything(), ended.started) == (before, 0)
 

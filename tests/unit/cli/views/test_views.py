@@ -164,10 +164,14 @@ def test_status_always_shows_the_age_of_trained_tokens_and_what_the_trainer_wait
     assert "age p50" not in drawn(status_view(story.recorded(), story.now, 100), 100)
     ages = {"reward": 0.5, "token_age_p50": 1.0, "token_age_max": 3.0, "token_age_run_max": 3.0}
     story.record(StepCommitted(story.incarnation("trainer/0"), 30, ages))
-    story.record(NoteChanged(story.incarnation("trainer/0"), "the trainer waits for group 412: its last step is 96"))
+    story.record(
+        NoteChanged(
+            story.incarnation("trainer/0"), "the trainer waits for group 412: step 96 is the last that may train it"
+        )
+    )
     picture = drawn(status_view(story.recorded(), story.now, 100), 100)
     assert "tokens   age p50 1, max 3 weight versions" in picture
-    assert "note     trainer/0: the trainer waits for group 412: its last step is 96" in picture
+    assert "note     trainer/0: the trainer waits for group 412: step 96 is the last that may train it" in picture
     assert "token_age" not in picture, "it has a row of its own"
 
 

@@ -114,11 +114,11 @@ WRONG: list[tuple[str, str, str]] = [
      "job.toml:9: model.tokenizer: missing; add a table [model.tokenizer] with pieces, or path in [model] to a Hugging"
      " Face folder"),
     ('[model.tokenizer]\npieces = "0123456789+= "\n', '[model]\npath = "m"\nlayers = 2\n',
-     "job.toml:11: model.layers: comes from config.json of path; remove it, or remove path"),
+     "job.toml:11: model.layers: comes from config.json of path; remove this key, or remove path"),
     ("[model.tokenizer]", '[model]\npath = "m"\n[model.tokenizer]',
-     "job.toml:11: model.tokenizer: comes from the folder in path; remove it, or remove path"),
+     "job.toml:11: model.tokenizer: comes from the folder in path; remove this key, or remove path"),
     ("[model.tokenizer]", "[model]\nchat = true\n[model.tokenizer]",
-     "job.toml:10: model.chat: needs path: a model that rrl builds has no chat template; remove it"),
+     "job.toml:10: model.chat: needs path: a model that rrl builds has no chat template; remove this key"),
     ('[model.tokenizer]\npieces = "0123456789+= "\n', '[model]\npath = "m"\nmax_length = 5\n',
      "job.toml: sampling.max_new_tokens: 5 leaves no space for a prompt in [model] max_length = 5; lower it or"
       " raise max_length"),
@@ -217,13 +217,13 @@ WRONG: list[tuple[str, str, str]] = [
     ("[task]", '[phases.train]\nshortest = "0s"\n[task]', "job.toml:13: phases.train.shortest: must be more than 0,"
      ' not "0s"'),
     ("[task]", '[phases]\ntrain = 3\n[task]', "job.toml:13: phases.train: must be a table, not 3"),
-    ("[task]", "[phases.train]\n[task]", "job.toml:12: phases.train: is empty; set shortest, longest or both"),
+    ("[task]", "[phases.train]\n[task]", "job.toml:12: phases.train: is empty; set `shortest`, `longest` or both"),
     ("[task]", '[phases.train]\nlongest = "5min"\n[task]', 'job.toml:13: phases.train.longest: shortest = "10min" is'
      ' more than longest = "5min"; set both'),
     ("[task]", '[phases.serve]\nlongest = "5min"\n[task]', "job.toml:13: phases.serve.longest: this phase has no"
-     " time limit; remove it"),
+     " time limit; remove this key"),
     ("[task]", '[phases.train]\nlongest = "9h"\nprogresses = true\n[task]', "job.toml:14: phases.train.progresses: is"
-     " fixed for a phase of rrl's; remove it, or name a phase of your own"),
+     " fixed for a phase of rrl's; remove this key, or name a phase of your own"),
     ("[task]", '[phases.ask]\nlongest = "9h"\nprogresses = false\nwaits_for = "judge"\n[task]',
      'job.toml:15: phases.ask.waits_for: no role "judge"; there are trajectories, reward, trainer, rollout'),
     ("[task]", '[phases.ask]\nlongest = "9h"\nprogresses = true\nwaits_for = "reward"\n[task]',
@@ -233,14 +233,15 @@ WRONG: list[tuple[str, str, str]] = [
     ("steps = 10", 'shortest = "8h"', "job.toml:3: run.shortest: unknown key; it belongs in [phases.NAME]"),
     # how old tokens may be
     ("[task]", '[sampling]\nstaleness = "unlimited"\nlate = "wait"\n[task]', "job.toml:14: sampling.late: has no"
-     ' effect with staleness = "unlimited"; remove it, or set staleness to a number'),
+     ' effect with staleness = "unlimited"; remove this key, or set staleness to a number'),
     ("[task]", "[sampling]\nstaleness = -1\n[task]", 'job.toml:13: sampling.staleness: must be at least 0 or "unlimited",'
      " not -1"),
     ("[task]", '[sampling]\nlate = "never"\n[task]', 'job.toml:13: sampling.late: must be "wait" or "drop", not "never"'),
     # forms of allocations
-    ("[cluster]", '[cluster]\nform = "hetjob"', 'job.toml:6: cluster.form: "hetjob" needs kind = "slurm"; remove it'),
+    ("[cluster]", '[cluster]\nform = "hetjob"', 'job.toml:6: cluster.form: "hetjob" needs kind ='
+     ' "slurm"; set `kind`, or remove this key'),
     ('kind = "local"', 'kind = "slurm"\nform = "replica"\nspares = 2', "job.toml:8: cluster.spares: form ="
-     ' "replica" has no spares: it requests a new node for each lost one; remove it'),
+     ' "replica" has no spares: it requests a new node for each lost one; remove this key'),
     ('kind = "local"', 'kind = "slurm"\nform = "hetjob"', "job.toml:7: cluster.form: the components shared, trainer"
      " would have one node each: Slurm kills them when a node of another component fails (measured); write form ="
      ' "replica", or consent with one_node_components = true'),
@@ -252,7 +253,7 @@ WRONG: list[tuple[str, str, str]] = [
     ("[cluster]", '[manager]\nwhere = "pool"\n[cluster]\njob_walltime = "1h"', "job.toml:8: cluster.job_walltime: a"
      ' manager in the pool ends with its first job; write where = "job" in [manager], or remove this key'),
     ("[task]", '[manager]\nwhere = "pool"\n[recovery]\npolicy = "requeue"\n[task]', "job.toml:15: recovery.policy:"
-     ' "requeue" gives back the pool that the manager runs in; write where = "job" in [manager], or remove it'),
+     ' "requeue" gives back the pool that the manager runs in; write where = "job" in [manager], or remove this key'),
     ("[task]", '[manager]\nwhere = "pol"\n[task]', 'job.toml:13: manager.where: must be "job" or "pool", not "pol"; did you'
      ' mean "pool"?'),
     # gangs and warm donor_rollouts
@@ -268,7 +269,7 @@ WRONG: list[tuple[str, str, str]] = [
      ' roles.trainer.mem: 2 ranks on a node need "6144MiB", which is more than a node has ([cluster.node] mem ='
      ' "4096MiB"); lower it, lower ranks_per_node or raise that of the node'),
     ("[task]", "[roles.trajectories]\nranks = 2\n[task]", "job.toml:13: roles.trajectories.ranks: the store is one process;"
-     " remove it"),
+     " remove this key"),
     ("replicas = 2", "ranks = 2", "job.toml:17: roles.rollout.ranks: the built-in rollout is one process; write"
      " replicas = ..., or set a command that supports ranks"),
     ("[task]", "[roles.reward]\nranks = 2\n[task]", "job.toml:13: roles.reward.ranks: the built-in reward is one"
@@ -277,12 +278,12 @@ WRONG: list[tuple[str, str, str]] = [
      ' commands.judge.ranks: a process learns its rank only through rrl.join(); write watch = "api", or replicas ='
      " ..."),
     ("[task]", "[roles.trainer]\ndonor_rollouts = 1\nwarm = false\n[task]", "job.toml:13:"
-     " roles.trainer.donor_rollouts: has no effect with warm = false; remove it, or write warm = true"),
+     " roles.trainer.donor_rollouts: has no effect with warm = false; remove this key, or write warm = true"),
     ("[task]", "[roles.trainer]\ndonor_rollouts = 3\n[task]", "job.toml:13: roles.trainer.donor_rollouts: 3 is more"
      " than [roles.rollout] replicas = 2; lower it"),
     ("rollout/0", "trainer/0.1", 'job.toml:22: faults.planned[0].target: no rank "trainer/0.1"; trainer/0 is one process'),
     ("replicas = 2", 'warm = true\nranks = 2\ncommand = ["x"]', "job.toml:17: roles.rollout.warm: a standby rollout"
-     " has one process, but ranks = 2; remove it"),
+     " has one process, but ranks = 2; remove this key"),
     # the place
     ("replicas = 2", 'launcher = "apptainer"', 'job.toml:17: roles.rollout.launcher: "apptainer" needs an image; set'
      " [container] image"),
@@ -351,11 +352,11 @@ def test_mistake_is_reported_with_file_line_key_and_correction(
     ("old", "new", "expected"),
     [
         ("[[faults", '[recovery]\npolicy = "job"\n[[faults', "job.toml:17: roles.rollout.warm: [recovery] policy ="
-         ' "job" does not use standby processes; remove it, or write policy = "role"'),
+         ' "job" does not use standby processes; remove this key, or write policy = "role"'),
         ("local", 'local"\nspares = 0 #', "job.toml:18: roles.rollout.warm: there are no spare nodes for standby"
-         " rollouts; remove it, or set [cluster] spares = 1 or more"),
+         " rollouts; remove this key, or set [cluster] spares = 1 or more"),
         ("local", 'slurm"\nform = "replica', 'job.toml:18: roles.rollout.warm: form = "replica" has no spare nodes'
-         ' for standby rollouts; remove it, or write form = "pool"'),
+         ' for standby rollouts; remove this key, or write form = "pool"'),
     ],
 )  # fmt: skip
 def test_a_rollout_is_kept_ready_where_there_are_spare_nodes(tmp_path: Path, old: str, new: str, expected: str) -> None:
@@ -374,11 +375,11 @@ _ROLLOUTS = "job.toml:18: roles.rollout"
     ("written", "expected"),
     [
         ("vllm = { stream_interval = 8 }", ".vllm.stream_interval: cannot be set: tokens that vLLM holds back would be"
-         " attributed to the next weight version; remove it"),
+         " attributed to the next weight version; remove this key"),
         ("vllm.speculative_config.method = 'ngram'", ".vllm.speculative_config: cannot be set: a draft model would get no"
-         " new weights; remove it"),
-        ("vllm = { logprobs_mode = 'raw_logprobs' }", ".vllm.logprobs_mode: cannot be set: the trainer needs those of"
-         " the distribution that was sampled; remove it"),
+         " new weights; remove this key"),
+        ("vllm = { logprobs_mode = 'raw_logprobs' }", ".vllm.logprobs_mode: cannot be set: the trainer needs the"
+         " log-probabilities of the distribution that was sampled; remove this key"),
         ("vllm = { tensor_parallel_size = 0 }", ".vllm.tensor_parallel_size: must be a whole number, 1 or more: the"
          " GPUs that share the model"),
         ("vllm = { tensor_parallel_size = true }", ".vllm.tensor_parallel_size: must be a whole number, 1 or more: the"
@@ -407,7 +408,7 @@ def test_vllm_arguments_that_break_recording_or_leave_gpus_idle_are_refused(
     ("old", "new", "expected"),
     [
         ("replicas = 2", "vllm = { max_num_seqs = 8 }", "job.toml:17: roles.rollout.vllm: has no effect with engine"
-         ' = "torch"; remove it, or write engine = "vllm"'),
+         ' = "torch"; remove this key, or write engine = "vllm"'),
         ("replicas = 2", "gpus = 2", 'job.toml:17: roles.rollout.gpus: engine = "torch" computes on one GPU; write gpus = 1'
          ' and more replicas, or engine = "vllm"'),
         ("[roles.rollout]", "[roles.trainer]\nranks = 2\ngpus = 4\n[roles.rollout]", "job.toml:18: roles.trainer.gpus:"
@@ -442,7 +443,7 @@ UNFIT: list[tuple[str, str]] = [
     (NOTHING + OWN + "service = true\n", "job.toml:3: commands: are all services: the run would never end; set service = false for"
      " one"),
     (NOTHING + "steps = 3\n" + OWN, "job.toml:3: run.steps: counts the trainer's steps, but there is no [task];"
-     " remove it"),
+     " remove this key"),
 ]  # fmt: skip
 
 

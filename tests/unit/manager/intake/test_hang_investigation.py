@@ -142,7 +142,7 @@ def test_warning_of_a_hang_collects_stacks_and_names_the_place(tmp_path: Path) -
         assert again == float("inf")
         (event,) = desk.taken()
         assert event.groups == (f"{desk.incarnation}: step (engine.py:95) < roll (main.py:9)",)
-        assert texts(finding) == ["it hangs", *event.groups, f"whole: {event.file}"]
+        assert texts(finding) == ["it hangs", *event.groups, f"all stacks: {event.file}"]
         path = desk.run.path / event.file
         assert (path.stat().st_mode & 0o777, path.parent.stat().st_mode & 0o777) == (0o600, 0o700)
         assert "process 41" in path.read_text()

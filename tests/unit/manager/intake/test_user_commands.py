@@ -38,7 +38,10 @@ def test_rejected_fault_is_recorded_with_the_reason_and_never_injected() -> None
     ordered, injected = to_events(Command("inject", "ada", "c1", KILL), world.state)
     assert isinstance(injected, ev.FaultInjected)
     assert not injected.ok
-    assert injected.detail == "rejected: its job spec allows no faults on demand ([faults] allow = true)"
+    assert (
+        injected.detail
+        == "rejected: the job spec of this run allows no faults on demand; they need allow = true in [faults]"
+    )
     world.record(ordered)
     world.record(injected)
     assert (world.state.requested_faults, world.state.handled_commands) == ((), ("c1",))
@@ -120,6 +123,6 @@ def test_program_without_the_worker_api_accepts_only_faults_by_signals() -> None
 def test_ending_or_ended_run_rejects_faults() -> None:
     world = World(allowing()).steady()
     world.cancel()
-    assert text_of(rejection(KILL, world.state.job, world.state)) == "it is ending (cancelled)"
+    assert text_of(rejection(KILL, world.state.job, world.state)) == "the run is ending (cancelled)"
     world.record(ev.RunEnded(Outcome.CANCELLED, "asked"))
-    assert text_of(rejection(KILL, world.state.job, world.state)) == "it has ended already: cancelled"
+    assert text_of(rejection(KILL, world.state.job, world.state)) == "the run has ended already: cancelled"

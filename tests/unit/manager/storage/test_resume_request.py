@@ -63,7 +63,7 @@ def test_resume_request_can_be_withdrawn_until_it_is_claimed(run: RunDir) -> Non
     resume_request.write_request(run, _request_resume("bob"), _fill)
     assert resume_request.claim(run) == _request_resume("bob")
     assert not resume_request.withdraw(run)
-    with pytest.raises(AlreadyRequested, match="bob has already requested to resume it"):
+    with pytest.raises(AlreadyRequested, match="bob has already requested to resume the run"):
         resume_request.write_request(run, _request_resume(), _fill)
 
 

@@ -79,7 +79,7 @@ def test_a_template_may_mark_generations_write_json_and_gets_no_date(folder: Pat
 @pytest.mark.parametrize(
     ("template", "why"),
     [
-        (None, "has no chat template; remove chat, or add chat_template.jinja"),
+        (None, "has no chat template; remove `chat`, or add chat_template.jinja"),
         ("{% if %}", "the chat template of .* cannot be read"),
     ],
 )
@@ -91,7 +91,7 @@ def test_a_chat_without_a_template_is_refused_when_it_is_opened(folder: Path, te
 
 
 def test_a_prompt_that_the_template_refuses_is_named(folder: Path) -> None:
-    with pytest.raises(ValueError, match="the chat template refuses 'forbidden': not this"):
+    with pytest.raises(ValueError, match="the chat template cannot be applied to the prompt 'forbidden': not this"):
         open_tokenizer(ModelSpec(str(folder), chat=True)).prompt("forbidden")
 
 

@@ -41,7 +41,7 @@ def test_the_longest_piece_is_taken() -> None:
 
 
 def test_what_cannot_be_encoded_is_named() -> None:
-    with pytest.raises(ValueError, match=r"begins 'x7'.*add 'x' to pieces or to ignore"):
+    with pytest.raises(ValueError, match=r"matches the text at 'x7'.*add 'x' to `pieces` or to `ignore`"):
         DIGITS.encode("1 2 x7")
 
 

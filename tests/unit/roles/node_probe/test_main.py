@@ -95,7 +95,7 @@ def test_report_arrives_on_the_connection_if_the_folder_is_not_shared(login: Rep
 def test_folder_with_another_nonce_is_reported(login: ReportListener, folder: Path) -> None:
     (folder / NONCE_FILE).write_text("of another probe")
     probe(folder, login.nonce, f"127.0.0.1:{login.port}")
-    assert received_report(login).folder == "its file nonce is of another probe"
+    assert received_report(login).folder == "the file nonce in this folder was written for another probe"
     assert not (folder / REPORT).exists()
 
 

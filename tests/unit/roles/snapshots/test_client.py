@@ -221,7 +221,9 @@ def test_a_hanging_agent_is_not_asked_at_every_step(
         with pytest.raises(SnapshotError, match="no reply within"):
             client.buffer(1000, 1)
         for step in (2, 3):
-            with pytest.raises(SnapshotError, match="it did not answer; the next attempt is 5 s after the last one"):
+            with pytest.raises(
+                SnapshotError, match="no answer to the last request; the next request is sent 5 s after it"
+            ):
                 client.buffer(1000, step)
         asked = threading.Event()
 

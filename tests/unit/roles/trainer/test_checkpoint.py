@@ -98,7 +98,7 @@ def test_a_missing_or_a_cut_off_file_is_noticed(run_dir: RunDir) -> None:
 def test_a_manifest_without_our_files_is_refused(run_dir: RunDir) -> None:
     other = fresh_folder(run_dir.checkpoints, 1, 1) / "other.bin"
     other.write_bytes(b"x")
-    with pytest.raises(DamagedCheckpoint, match=r"\.metadata is missing in the commit, which has \['other\.bin'\]"):
+    with pytest.raises(DamagedCheckpoint, match=r"lacks the file \.metadata; it contains \['other\.bin'\]"):
         _read(Checkpoints(run_dir, 1, retained=2), describe(run_dir.path, [other]))
 
 

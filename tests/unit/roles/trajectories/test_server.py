@@ -580,15 +580,17 @@ def test_note_gives_the_wait_reason_and_is_cleared_with_the_batch(
         script.send_request(0, LeaseWork(ROLLOUT, BATCH * GROUP, weights=0))
         script.send_request(1, GetBatch(TRAINER, 1, wait=0.0))
         await script.until(lambda: bool(notes))
-        assert notes[-1] == f"the trainer waits for group 0 ({ROLLOUT}) and 1 more: their last step is 1"
+        assert (
+            notes[-1] == f"the trainer waits for group 0 ({ROLLOUT}) and 1 more: step 1 is the last that may train them"
+        )
         last = BATCH * GROUP - 1
         script.send_request(2, Append(ROLLOUT, tuple(segment(t) for t in range(last + 1)), tuple(range(last))))
         script.send_request(3, LeaseScoring(REWARD, 100))
         await script.until(lambda: 3 in script.replies)
         script.send_request(4, PostScores(REWARD, tuple(Score(t, 1.0, 1.0) for t in range(last))))
         script.send_request(5, GetBatch(TRAINER, 1, wait=0.0))
-        await script.until(lambda: notes[-1].endswith("its last step is 1"))
-        assert notes[-1] == f"the trainer waits for group {BATCH - 1} ({ROLLOUT}): its last step is 1"
+        await script.until(lambda: notes[-1].endswith("step 1 is the last that may train it"))
+        assert notes[-1] == f"the trainer waits for group {BATCH - 1} ({ROLLOUT}): step 1 is the last that may train it"
         script.send_request(6, Append(ROLLOUT, (), (last,)))
         script.send_request(7, PostScores(REWARD, (Score(last, 1.0, 1.0),)))
         script.send_request(8, GetBatch(TRAINER, 1))

@@ -115,7 +115,7 @@ def test_step_is_not_bound_before_the_group_whose_last_step_it_is(tmp_path: Path
     assert store.append(ROLLOUT, [segment(t, 0, (5, 1), 0) for t in items], items[:-1]) == Done()
     score(store)
     assert store.batch(TRAINER, 1) == NotReady()
-    assert store.wait_reason(1) == "the trainer waits for group 1 (rollout/0#1): its last step is 1"
+    assert store.wait_reason(1) == "the trainer waits for group 1 (rollout/0#1): step 1 is the last that may train it"
     assert store.append(ROLLOUT, [], items[-1:]) == Done()
     score(store)
     assert bind(store, 1).groups == (0, 1)
@@ -133,7 +133,10 @@ def test_step_leaves_no_more_groups_than_the_steps_after_it_have_places_for(tmp_
     assert len(generate(store, OTHER, at_most=SIZE, weights=1)) == SIZE
     score(store)
     assert store.batch(TRAINER, 2) == NotReady()
-    assert store.wait_reason(2) == "the trainer waits for group 2 (rollout/0#1) and 3 more: their last step is 3"
+    assert (
+        store.wait_reason(2)
+        == "the trainer waits for group 2 (rollout/0#1) and 3 more: step 3 is the last that may train them"
+    )
     assert store.append(ROLLOUT, [segment(t) for t in old[SIZE:]], old[SIZE:]) == Done()
     score(store)
     assert [bind(store, number).groups for number in (2,)] == [(2, 3)]
