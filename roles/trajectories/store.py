@@ -290,10 +290,8 @@ class Store:
         lost.update(trajectory for trajectory in written if not self._work.may_write(incarnation, trajectory))
         new, ends = self._state.new_segments(packed_segments, finished, lost, self._max_new)
         if lost:
-            return Denied(
-                f"a trajectory is not leased to {incarnation}, or the store has other tokens at the same position",
-                lost=tuple(sorted(lost)),
-            )
+            text = f"not leased to {incarnation}, or stored with other tokens at the same position"
+            return Denied(text, lost=tuple(sorted(lost)))
         if new or ends:
             self._durable.write(SegmentsAppended(incarnation, tuple(new), tuple(sorted(ends))))
         for packed in new:
@@ -434,9 +432,7 @@ class Store:
             return None
         committed, latest = self._state.committed, self._state.latest
         if number != latest + 1:
-            return Denied(
-                f"batch {number} is out of order: the last committed step is {committed}, the last bound one {latest}"
-            )
+            return Denied(f"batch {number} is out of order: step {committed} is committed, step {latest} bound last")
         if latest - committed > self._keep_uncommitted or len(self._ready) < self._per_batch:
             return NotReady()
         if self._staleness.blocking_weights() is not None:
@@ -490,9 +486,7 @@ class Store:
                 return Done()
             return Denied(f"step {number} was committed with another manifest or digest")
         if number != self._state.committed + 1 or binding is None:
-            return Denied(
-                f"commit of step {number} is out of order: the last committed step is {self._state.committed}"
-            )
+            return Denied(f"commit of step {number} is out of order: step {self._state.committed} was committed last")
         if digest != binding.digest:
             return Denied(f"step {number} is bound to the batch {binding.digest}, not to the batch {digest}")
         self._durable.write(Metrics(number, metrics or {}))

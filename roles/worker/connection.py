@@ -371,7 +371,7 @@ class ManagerConnection:
             elif isinstance(message, msg.Peers):
                 self._update_peers(message)
             elif isinstance(message, msg.Fenced):
-                _log.warning("%s is fenced, and this process exits: %s", self.launch.incarnation, message.reason)
+                _log.warning("%s is fenced: %s; this process exits", self.launch.incarnation, message.reason)
                 os._exit(FENCED_EXIT)  # the worker's own threads must not continue
             elif isinstance(message, msg.Stop):
                 self.stopping.set()

@@ -36,7 +36,7 @@ def _configure(folder: Path, lease: int = 16, gpus: int = 0, **given: Any) -> An
     ("given", "expected_text"),
     [
         ({"max_num_seq": 8}, r"^\[roles.rollout\] vllm.max_num_seq: vLLM \S+ has no .*; did you mean max_num_seqs\?$"),
-        ({"model": "elsewhere"}, r"^\[roles.rollout\] vllm.model is reserved for rrl: it is \[model\] path"),
+        ({"model": "elsewhere"}, r"^\[roles.rollout\] vllm.model is reserved for rrl: rrl sets it from \[model\]"),
         ({"stream_interval": 8}, r"vllm.stream_interval is reserved for rrl: tokens that vLLM holds back"),
         ({"logprobs_mode": "raw_logprobs"}, r"vllm.logprobs_mode is reserved for rrl: the trainer needs"),
         (
