@@ -68,7 +68,7 @@ def _lines(failure: Failure, event: ev.Event) -> Iterable[str]:
 
 
 def _stack_lines(stacks: ev.StacksCollected) -> dict[str, None]:
-    lines = [*stacks.groups, *([f"whole: {stacks.file}"] if stacks.file else [])]
+    lines = [*stacks.groups, *([f"all stacks: {stacks.file}"] if stacks.file else [])]
     return dict.fromkeys(f"stacks: {line}" for line in lines)
 
 
