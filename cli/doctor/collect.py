@@ -119,7 +119,7 @@ def read_slurm(wanted: DoctorOptions) -> Slurm | str:
         2 * SLURM_TIMEOUT_S,
     )
     if isinstance(first["config"], Unavailable) and first["config"].cause is UnavailableCause.NO_CLUSTER:
-        return "Slurm's commands are installed here, and no cluster is configured"
+        return "Slurm's commands are installed here, but no cluster is configured"
     second = run_readers(
         {
             "trials": lambda: _trials(wanted, first["partitions"], first["nodes"]),

@@ -34,8 +34,8 @@ def judge(facts: Facts) -> list[Check]:
     return [*host_checks(facts), *storage_checks(facts), *slurm_checks(facts), *node_checks(facts)]
 
 
-NOT_ALLOWED = "no job looked at a node: nobody consented"
-_QUESTION = "Look at a compute node too, by a job of 10 s (1 CPU, 512 MiB, a GPU if one is free)? [y/N] "
+NOT_ALLOWED = "no node was checked: you did not allow a job on a node"
+_QUESTION = "Check a compute node too, with a job of 10 s (1 CPU, 512 MiB, a GPU if one is free)? [y/N] "
 
 
 def doctor(wanted: DoctorOptions, *, consent: bool | None, json: bool) -> int:
@@ -68,7 +68,7 @@ def gather_facts(wanted: DoctorOptions, *, consent: bool | None, interactive: bo
         return msgspec.structs.replace(facts, node=Unavailable(NOT_ALLOWED))
     from .node_visit import visit_node
 
-    print("a job looks at a node ...", file=sys.stderr, flush=True)
+    print("checking a compute node with a job ...", file=sys.stderr, flush=True)
     return msgspec.structs.replace(facts, node=visit_node(facts))
 
 

@@ -85,13 +85,13 @@ def storage_checks(facts: Facts) -> list[Check]:
 # ── the folder of all runs ─────────────────────────────────────────────────────────────────────────────────────────
 def _kind(storage: Storage, facts: Facts) -> Check:
     if not storage.kind:
-        return unknown("runs.kind", "its file system is in no line of /proc/self/mountinfo")
+        return unknown("runs.kind", "its file system is not listed in /proc/self/mountinfo")
     if facts.slurm is None:
-        return ok("runs.kind", f"{storage.kind}; the local cluster needs no shared one")
+        return ok("runs.kind", f"{storage.kind}; the local cluster needs no shared file system")
     if isinstance(facts.node, Visit) and not facts.node.report.folder:
         return ok("runs.kind", f"{storage.kind}; {facts.node.report.node} sees it")
     if storage.kind in LOCAL_FILE_SYSTEMS:
-        return warn("runs.kind", f"{storage.kind}, which lies on one machine unless it is exported")
+        return warn("runs.kind", f"{storage.kind}, which only this machine sees unless it is exported")
     if storage.kind in NETWORK_FILE_SYSTEMS:
         return ok("runs.kind", f"{storage.kind}; rrl needs no flock there")
     return unknown("runs.kind", f"{storage.kind}: rrl does not know whether nodes share it")
@@ -99,7 +99,7 @@ def _kind(storage: Storage, facts: Facts) -> Check:
 
 def _space(storage: Storage) -> Check:
     inodes = "inodes are not counted there" if storage.inodes < 0 else f"{storage.inodes} inodes"
-    text = f"{size(storage.free)} and {inodes} free; a quota is not seen"
+    text = f"{size(storage.free)} and {inodes} free; a quota is not taken into account"
     if storage.free < MIN_FREE_BYTES or storage.inodes in range(100):
         return fail("runs.space", text)
     return (
@@ -110,7 +110,7 @@ def _space(storage: Storage) -> Check:
 
 
 def _durable(storage: Storage) -> Check:
-    text = f"O_EXCL {'holds' if storage.exclusive else 'lets a second creator in'}; a write with fsync took"
+    text = f"O_EXCL {'works' if storage.exclusive else 'does not refuse a second creator'}; a write with fsync took"
     text += f" {1000 * storage.fsync:.1f} ms"
     if not storage.exclusive:
         return fail("runs.durable", text)
@@ -141,7 +141,7 @@ def memlock(
         and not (isinstance(ucx_info, Ucx) and rdma_transports(ucx_info))
     ):
         return ok(name, f"{text}; enough without RDMA cards, and there are none")
-    return warn(name, f"{text}, and RDMA locks its buffers")
+    return warn(name, f"{text}; RDMA may need more, since it locks its buffers")
 
 
 def tmp(name: str, scratch: Scratch | Unavailable) -> Check:
@@ -152,9 +152,9 @@ def tmp(name: str, scratch: Scratch | Unavailable) -> Check:
     if scratch.trouble:
         return warn(name, f"{scratch.tmp}: {scratch.trouble}")
     if scratch.tmp_filesystem in NETWORK_FILE_SYSTEMS:
-        return warn(name, f"{text}: sockets and locks on a network file system")
+        return warn(name, f"{text}: sockets and locks may not work on a network file system")
     if len(scratch.tmp) > MAX_TMPDIR_LENGTH:
-        return warn(name, f"{text}: too long for the names of sockets")
+        return warn(name, f"{text}: the path is too long for the names of sockets")
     return ok(name, text)
 
 
@@ -172,7 +172,7 @@ def ucx(name: str, ucx_info: Ucx | Unavailable, network: Network | Unavailable, 
     fix = 'write [transport] weights = "nixl"' if nixl else None
     cards = () if isinstance(network, Unavailable) else network.rdma
     if not isinstance(python, Unavailable) and not any(one.startswith("ucxx") for one in packages):
-        text = "ucxx is not installed: weights move over plain TCP, which is as fast as UCX over TCP"
+        text = "ucxx is not installed: weights are sent over plain TCP, which is as fast as UCX over TCP"
         return warn(name, f"{text}, but this machine has {', '.join(cards)}{beside}", fix) if cards \
             else ok(name, text + beside)  # fmt: skip
     if isinstance(ucx_info, Unavailable):
@@ -181,7 +181,7 @@ def ucx(name: str, ucx_info: Ucx | Unavailable, network: Network | Unavailable, 
         return unknown(name, f"ucx_info of {ucx_info.source} names no transport")
     text = f"UCX {ucx_info.version} ({ucx_info.source}): {', '.join(_transports_text(ucx_info))}"
     if cards and not rdma_transports(ucx_info):
-        return warn(name, f"{text}; nothing for {', '.join(cards)}{beside}", fix)
+        return warn(name, f"{text}; no transport for {', '.join(cards)}{beside}", fix)
     return ok(name, text + beside)
 
 
@@ -194,11 +194,11 @@ def packet_filter(name: str, network: Network | Unavailable, python: Python | Un
     if isinstance(network, Unavailable):
         return unknown(name, network)
     if not network.filter_refused:
-        return ok(name, "this user may attach one to its sockets")
-    text = f"the kernel refuses it to this user: {network.filter_refused}"
+        return ok(name, "this user may attach a packet filter to its sockets")
+    text = f"the kernel does not let this user attach a packet filter: {network.filter_refused}"
     packages = {} if isinstance(python, Unavailable) else python.packages
     if network.rdma or not any(one.startswith("nixl") for one in packages):
-        return ok(name, f"{text}; nothing here needs it")
+        return ok(name, f"{text}; nothing here needs one")
     return fail(name, f'{text}; [transport] weights = "nixl" does not start over TCP')
 
 
@@ -242,7 +242,7 @@ def _machine(machine: Machine | Unavailable, cluster: bool) -> Check:
         return unknown("host.machine", machine)
     text = f"{machine.cpus} cores, {size(machine.available)} of {size(machine.memory)} available"
     if machine.available < MIN_LOCAL_MEMORY_BYTES and not cluster:
-        return warn("host.machine", f"{text}: little for the local cluster")
+        return warn("host.machine", f"{text}: too little for the local cluster")
     return ok(
         "host.machine", f'{text}; kind = "local" works here' if machine.available >= MIN_LOCAL_MEMORY_BYTES else text
     )
@@ -253,7 +253,7 @@ def _python(python: Python | Unavailable, facts: Facts) -> Check:
         return unknown("host.python", python)
     text = f"{python.executable} ({python.version}), on {python.prefix_filesystem or 'an unknown file system'}"
     if facts.slurm is not None and not isinstance(facts.node, Visit) and python.prefix_filesystem in LOCAL_FILE_SYSTEMS:
-        return warn("host.python", f"{text}: nodes have it too only if it is exported or copied")
+        return warn("host.python", f"{text}: nodes have this environment only if it is exported or copied")
     return ok("host.python", text)
 
 
@@ -263,15 +263,15 @@ def _address(network: Network | Unavailable, cluster: bool) -> Check:
         return unknown(name, network)
     resolved = f"{network.host} resolves to {network.resolves or 'nothing'}"
     if not cluster:
-        return ok(name, f"{resolved}; the local cluster stays on 127.0.0.1")
+        return ok(name, f"{resolved}; the local cluster uses 127.0.0.1")
     if network.trouble:
         return warn(name, f"{resolved}: {network.trouble}")
-    text = f"{resolved}; rrl takes {network.chosen} of {networks_text(network)}"
+    text = f"{resolved}; rrl uses {network.chosen} of {networks_text(network)}"
     if network.requested:
-        return ok(name, f"{text}, as RRL_NETWORK={network.requested} says")
+        return ok(name, f"{text} (RRL_NETWORK={network.requested})")
     if len(candidate_networks(network)) > 1:
-        fix = f'[transport] network = "{next(iter(candidate_networks(network)))}", or another that the nodes share'
-        return warn(name, f"{text}: it cannot know which of them the nodes share", fix)
+        fix = f'[transport] network = "{next(iter(candidate_networks(network)))}", or another one that the nodes share'
+        return warn(name, f"{text}: rrl cannot know which of these networks the nodes share", fix)
     return ok(name, text)
 
 
@@ -279,11 +279,11 @@ def _core(limits: Limits | Unavailable) -> Check:
     if isinstance(limits, Unavailable):
         return unknown("host.core", limits)
     if limits.core == 0:
-        return ok("host.core", "none are written (limit 0)")
+        return ok("host.core", "no core dumps are written (limit 0)")
     if limits.core_pattern.startswith("|"):
-        return ok("host.core", f"handed to {limits.core_pattern[1:].split()[0]}")
+        return ok("host.core", f"core dumps are handed to {limits.core_pattern[1:].split()[0]}")
     return warn(
-        "host.core", f"limit {limit(limits.core)}, written to {limits.core_pattern!r}: fifty kills are fifty files"
+        "host.core", f"limit {limit(limits.core)}, written to {limits.core_pattern!r}: each crash writes a file"
     )
 
 
@@ -292,7 +292,7 @@ def _torch(python: Python | Unavailable) -> Check:
         return unknown("host.torch", python)
     present = [f"{one} {python.packages[one]}" for one in _BUILT_IN_PACKAGES if one in python.packages]
     if missing := [one for one in _BUILT_IN_PACKAGES if one not in python.packages]:
-        return warn("host.torch", f"not installed: {', '.join(missing)}; only roles with a command of their own work")
+        return warn("host.torch", f"not installed: {', '.join(missing)}; only roles with their own command work")
     return ok("host.torch", f"{', '.join(present)} (installed; not imported here)")
 
 

@@ -15,7 +15,7 @@ MAX_FILE_DELAY_S = 5.0
 """Time (s) above which a file from a node is visible here too late; commands and status have the same delay."""
 SLOW_IMPORT_S = 5.0
 """Time (s) above which importing torch on an idle node is slow; on a hundred nodes at once it takes longer."""
-_SLOW_IMPORT_FIX = "a longer [limits] join, or the environment on a disk of the node ([env] python)"
+_SLOW_IMPORT_FIX = "raise [limits] join, or put the environment on a local disk of the node ([env] python)"
 NAMES = tuple(name for name in MEANINGS if name.startswith("node."))
 
 
@@ -31,7 +31,7 @@ def node_checks(facts: Facts) -> list[Check]:
         return [unknown(name, visit, MEANINGS["node.visit"].fix) for name in NAMES]
     report, host = visit.report, visit.report.host
     return [
-        ok("node.visit", f"a job on {report.node} looked around"),
+        ok("node.visit", f"a job on {report.node} reported"),
         _folder(facts, report),
         _answer(visit),
         _rrl(report, facts),
@@ -65,15 +65,17 @@ def _folder(facts: Facts, report: NodeReport) -> Check:
     root = facts.storage.root if not isinstance(facts.storage, Unavailable) else "the folder of all runs"
     if report.folder:
         return fail("node.folder", f"{root} on {report.node}: {report.folder}")
-    return ok("node.folder", f"{report.node} reads in {root} what was written here")
+    return ok("node.folder", f"{report.node} can read what was written here in {root}")
 
 
 def _answer(visit: Visit) -> Check:
     if visit.report.folder:
-        return unknown("node.answer", "the node wrote nothing, for it does not see the folder")
+        return unknown("node.answer", "the node wrote nothing, because it does not see the folder")
     if visit.visible_after_s is None:
-        return fail("node.answer", "what the node wrote was not seen here", MEANINGS["node.folder"].fix)
-    text = f"seen here {visit.visible_after_s:.1f} s after the node was done"
+        return fail(
+            "node.answer", "the file that the node wrote did not become visible here", MEANINGS["node.folder"].fix
+        )
+    text = f"visible here {visit.visible_after_s:.1f} s after the node was done"
     return warn("node.answer", text) if visit.visible_after_s > MAX_FILE_DELAY_S else ok("node.answer", text)
 
 
@@ -81,7 +83,7 @@ def _rrl(report: NodeReport, facts: Facts) -> Check:
     login_python, node_python = facts.host.python, report.host.python
     if isinstance(login_python, Unavailable) or isinstance(node_python, Unavailable):
         return unknown("node.rrl", login_python if isinstance(login_python, Unavailable) else node_python)  # type: ignore[arg-type]
-    text = f"{node_python.executable} ({node_python.version}) runs rrl of {report.rrl}"
+    text = f"{node_python.executable} ({node_python.version}) runs rrl from {report.rrl}"
     if login_python.version != node_python.version or login_python.packages.get(
         "rrl-slurm"
     ) != node_python.packages.get("rrl-slurm"):
@@ -102,17 +104,23 @@ def _packages(node_python: Python | Unavailable, login_python: Python | Unavaila
         for name in names
         if here.get(name) != there.get(name)
     ]
-    return warn("node.packages", "; ".join(differ)) if differ else ok("node.packages", f"the same {len(names)} as here")
+    return (
+        warn("node.packages", "; ".join(differ))
+        if differ
+        else ok("node.packages", f"the same {len(names)} packages as here")
+    )
 
 
 def _torch(report: NodeReport) -> Check:
     torch, python = report.torch, report.host.python
     if isinstance(torch, Unavailable):
         if not isinstance(python, Unavailable) and "torch" not in python.packages:
-            return warn("node.torch", "not installed there")
+            return warn("node.torch", "not installed on the node")
         slow = torch.cause is UnavailableCause.TIMEOUT
         return (
-            warn("node.torch", f"importing it: {torch.why}", _SLOW_IMPORT_FIX) if slow else unknown("node.torch", torch)
+            warn("node.torch", f"importing torch: {torch.why}", _SLOW_IMPORT_FIX)
+            if slow
+            else unknown("node.torch", torch)
         )
     text = f"{torch.version} imports in {torch.seconds:.1f} s and sees {torch.gpus} GPUs"
     if report.slurm_gpus and not torch.gpus and _has_driver(report):
@@ -140,14 +148,14 @@ def _address(node_network: Network | Unavailable, login_network: Network | Unava
             if isinstance(login_network, Unavailable)
             else [one for one in candidate_networks(node_network) if one in candidate_networks(login_network)]
         )
-        shared = f"; {', '.join(both)} it shares with this machine" if both else ""
+        shared = f"; this machine is also on {', '.join(both)}" if both else ""
         return warn(name, f"{text}{shared}", f'[transport] network = "{both[0]}"' if both else None)
     return ok(name, text)
 
 
 def _reach(report: NodeReport) -> Check:
     if not report.reached:
-        return unknown("node.reach", "this machine told the node no address of its own")
+        return unknown("node.reach", "rrl found no address of this machine for the node to connect to")
     reachable = [one.address.rpartition(":")[0] for one in report.reached if not one.trouble]
     refused = ", ".join(f"{one.address.rpartition(':')[0]}: {one.trouble}" for one in report.reached if one.trouble)
     if not reachable:
@@ -157,10 +165,10 @@ def _reach(report: NodeReport) -> Check:
 
 def _clock(visit: Visit) -> Check:
     if visit.skew is None:
-        return unknown("node.clock", "there was no connection to measure it on")
-    text = f"{abs(visit.skew):.3f} s {'ahead' if visit.skew > 0 else 'behind'}, give or take {visit.bound:.3f} s"
+        return unknown("node.clock", "the node did not connect to this machine, so the clocks could not be compared")
+    text = f"{abs(visit.skew):.3f} s {'ahead' if visit.skew > 0 else 'behind'} (± {visit.bound:.3f} s)"
     if visit.bound > MAX_CLOCK_SKEW_S:
-        return unknown("node.clock", f"{text}: too slow a connection to tell")
+        return unknown("node.clock", f"{text}: the connection was too slow for a more exact value")
     return warn("node.clock", text) if abs(visit.skew) - visit.bound > MAX_CLOCK_SKEW_S else ok("node.clock", text)
 
 
@@ -171,7 +179,7 @@ def _sbatch(report: NodeReport) -> Check:
         return warn("node.sbatch", "no sbatch on PATH there") if absent else unknown("node.sbatch", answer)
     assert isinstance(answer, CommandResult)
     text = answer.message[:200]
-    return ok("node.sbatch", "sbatch --test-only is answered there") if answer.code == 0 else warn("node.sbatch", text)
+    return ok("node.sbatch", "sbatch --test-only works there") if answer.code == 0 else warn("node.sbatch", text)
 
 
 def _gpus(report: NodeReport) -> Check:
@@ -181,10 +189,10 @@ def _gpus(report: NodeReport) -> Check:
     if not nvml.driver:
         text = "no NVIDIA driver there"
         return warn("node.gpus", f"{text}, but Slurm gave the job GPU {report.slurm_gpus}") if given else ok(
-            "node.gpus", f"{text}, and no GPU was asked for")  # fmt: skip
+            "node.gpus", f"{text}, and the job requested no GPU")  # fmt: skip
     text = f"driver {nvml.driver}: {', '.join(nvml.gpus) or 'no GPU is visible'}"
     if given and not nvml.gpus:
         return warn("node.gpus", f"{text}, but Slurm gave the job GPU {report.slurm_gpus}")
     summary = f"{text}; Slurm gave {len(given)}" + (
-        ", so a job sees GPUs that are not its own" if given and len(nvml.gpus) > len(given) else "")  # fmt: skip
+        ", so a job sees GPUs that it was not given" if given and len(nvml.gpus) > len(given) else "")  # fmt: skip
     return ok("node.gpus", summary)

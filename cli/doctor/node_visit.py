@@ -59,7 +59,7 @@ _JOB_OPTIONS = (
 _NO_PYTHON_EXIT_CODE = 72
 _SCRIPT = """\
 #!/bin/sh
-# rrl doctor: looks around on one node for {within:.0f} s and leaves its report.
+# rrl doctor: checks this node for at most {within:.0f} s and writes a report.
 export {nonce_env}={nonce}
 if [ -d {folder} ]; then exec >{folder}/job.log 2>&1; fi
 [ -x {python} ] || exit {no_python}
@@ -82,7 +82,7 @@ def visit_node(facts: Facts) -> Visit | Unavailable:
         root.mkdir(parents=True, exist_ok=True)
         folder.mkdir(mode=0o700)
     except OSError as error:
-        return Unavailable(f"{error.filename}: {error.strerror}: there is no folder to meet in")
+        return Unavailable(f"{error.filename}: {error.strerror}: no folder for the node's report could be created")
     try:
         with ReportListener() as listener:
             return _VisitJob(folder, listener, options).run(_addresses(facts, listener.port))
@@ -112,7 +112,7 @@ def _options(facts: Facts) -> tuple[str, ...] | Unavailable:
             return options
         if start is not None:
             reason = f"no node is free soon: the job would start at {start}"
-    return Unavailable(f"no job for it: {reason}")
+    return Unavailable(f"no job was submitted to check a node: {reason}")
 
 
 def _seconds_until(start: str) -> float:
@@ -185,7 +185,7 @@ class _VisitJob:
             if state.partition(" ")[0] not in _ACTIVE_STATES:
                 return state
             if waited > MAX_QUEUE_S + (0 if state.startswith("PENDING") else PROBE_TIMEOUT_S + _JOB_SLACK_S):
-                return Unavailable(f"nothing was heard of the job within {waited:.0f} s; Slurm says: {state}")
+                return Unavailable(f"the job sent no report within {waited:.0f} s; its state in Slurm: {state}")
             self._listener.wait(_POLL_INTERVAL_S)
 
     def _read_report(self) -> NodeReport | None:
@@ -212,12 +212,12 @@ class _VisitJob:
 
     def _no_report_reason(self, state: str) -> str:
         if state.endswith(f" {_NO_PYTHON_EXIT_CODE}:0"):
-            return f"{sys.executable} is not there on the node: the job ended with exit code {_NO_PYTHON_EXIT_CODE}"
+            return f"{sys.executable} does not exist on the node: the job ended with exit code {_NO_PYTHON_EXIT_CODE}"
         try:
             output = (self._folder / "job.log").read_text(errors="replace").strip().splitlines()
         except OSError:
             output = []
-        return f"the job ended without a word ({state}){': ' + output[-1] if output else ''}"
+        return f"the job ended without a report ({state}){': ' + output[-1] if output else ''}"
 
     def _visit(self, report: NodeReport, visible_after_s: float | None) -> Visit:
         self._listener.finish()

@@ -27,7 +27,7 @@ _NO_HOLD = "nohold_on_prolog_fail"
 DEFAULT_WALLTIME_S = 86400.0
 """Default walltime (s) of a run."""
 _HETJOB_WARNING = (
-    "taken, but when a node of one component fails, Slurm kills every other component that has one node"
+    "accepted, but when a node of one component fails, Slurm kills every other component that has one node"
     " (measured on 22.05, 24.11 and 26.05)"
 )
 
@@ -65,7 +65,7 @@ def chosen_partition(slurm: Slurm, wanted: DoctorOptions) -> Partition | Unavail
             return one
     if wanted.partition:
         return Unavailable(f"there is no partition {wanted.partition}, or it is hidden")
-    return Unavailable("no partition is the default one: name yours with --partition")
+    return Unavailable("there is no default partition: name yours with --partition")
 
 
 def gpu_shapes(nodes: tuple[Node, ...]) -> str:
@@ -88,7 +88,7 @@ def _form(slurm: Slurm, wanted: DoctorOptions, form: str) -> Check:
     if isinstance(answer, Unavailable):
         return unknown(name, answer)
     if answer.code == 0:
-        return warn(name, _HETJOB_WARNING) if form == "hetjob" else ok(name, f"taken; {_answer_text(answer)}")
+        return warn(name, _HETJOB_WARNING) if form == "hetjob" else ok(name, f"accepted; {_answer_text(answer)}")
     refused, partition = f"refused: {_answer_text(answer)}", chosen_partition(slurm, wanted)
     if isinstance(slurm.nodes, Nodes) and isinstance(partition, Partition) and not usable_nodes(slurm, wanted):
         return warn(name, f"{refused}; but no node of {partition.name} is up now", f"sinfo -R -p {partition.name}")
@@ -97,7 +97,7 @@ def _form(slurm: Slurm, wanted: DoctorOptions, form: str) -> Check:
 
 def _answer_text(answer: CommandResult) -> str:
     """Return sbatch's message without the number of the test job, which was never created."""
-    return re.sub(r"^sbatch: Job \d+ to start at .*? using", "would take", answer.message)[:200]
+    return re.sub(r"^sbatch: Job \d+ to start at .*? using", "would use", answer.message)[:200]
 
 
 def _manager(slurm: Slurm) -> Check:
@@ -109,13 +109,13 @@ def _manager(slurm: Slurm) -> Check:
     refused = [f"{one or 'default'}: {_answer_text(answer)}" for one, answer in answers.items() if answer.code]
     if taken:
         first = next(iter(tested.manager))
-        text = f"{taken[0] or 'the default partition'} takes it"
+        text = f"{taken[0] or 'the default partition'} accepts it"
         if taken[0] == first:
             return ok(name, text)
         return warn(name, f"{text}; {refused[0]}", f'[manager] slurm = {{ partition = "{taken[0]}" }}')
     unread = [text for text in tested.manager.values() if isinstance(text, Unavailable)]
     if unread or not refused:
-        return unknown(name, unread[0] if unread else "no partition was there to ask for")
+        return unknown(name, unread[0] if unread else "there was no partition to test")
     return warn(name, "; ".join(refused)[:300])
 
 
@@ -136,7 +136,7 @@ def _gpus(slurm: Slurm, wanted: DoctorOptions) -> Check:
     if not found:
         return ok(name, "no partition has GPUs")
     if mixed:
-        return warn(name, f"{'; '.join(found)}; gpus = N takes any type of {', '.join(mixed)}")
+        return warn(name, f"{'; '.join(found)}; gpus = N may get any type of {', '.join(mixed)}")
     return ok(name, "; ".join(found))
 
 
@@ -145,7 +145,7 @@ def _walltime(slurm: Slurm, wanted: DoctorOptions) -> Check:
     if isinstance(partition, Unavailable):
         return unknown("slurm.walltime", partition)
     if partition.max_time is None:
-        return ok("slurm.walltime", f"{partition.name} has no limit of time")
+        return ok("slurm.walltime", f"{partition.name} has no time limit")
     text = f"{partition.name}: at most {duration_text(partition.max_time)}"
     if partition.max_time < DEFAULT_WALLTIME_S:
         fix = f'[cluster] walltime = "{duration_text(partition.max_time)}"'
@@ -164,7 +164,7 @@ def _preemption(slurm: Slurm, wanted: DoctorOptions) -> Check:
     text = f"{config.values['PreemptType']}; jobs in {partition.name}"
     if partition.preempted:
         return warn(name, f"{text} may be preempted")
-    return ok(name, f"{text} are not preempted for its PreemptMode is OFF")
+    return ok(name, f"{text} are not preempted, since its PreemptMode is OFF")
 
 
 # ── accounting and rights ──────────────────────────────────────────────────────────────────────────────────────────
@@ -174,7 +174,7 @@ def _accounting(slurm: Slurm) -> Check:
         return unknown(name, slurm.config)
     kind = slurm.config.values.get("AccountingStorageType") or "accounting_storage/none"
     if not kind.endswith("slurmdbd"):
-        return ok(name, f"{kind}: none is kept; rrl's steps leave exit records of their own")
+        return ok(name, f"{kind}: Slurm stores no accounting; rrl's steps write exit records of their own")
     if isinstance(slurm.accounts, Unavailable):
         return unknown(name, f"{kind}, but sacctmgr does not answer: {slurm.accounts.why}")
     enforced = slurm.config.values.get("AccountingStorageEnforce") or "nothing"
@@ -188,21 +188,21 @@ def _has_no_accounting(slurm: Slurm) -> bool:
 def _account(slurm: Slurm, wanted: DoctorOptions) -> Check:
     name, accounts = "slurm.account", slurm.accounts
     if _has_no_accounting(slurm):
-        return ok(name, "none is needed: there is no accounting")
+        return ok(name, "no account is needed: there is no accounting")
     if isinstance(accounts, Unavailable):
         return unknown(name, accounts)
     names = accounts.names
     enforced = "" if isinstance(slurm.config, Unavailable) else slurm.config.values.get("AccountingStorageEnforce", "")
     if wanted.account and wanted.account not in names:
-        text = f"{wanted.account} is none of yours ({', '.join(names) or 'you have none'})"
+        text = f"{wanted.account} is not one of your accounts ({', '.join(names) or 'you have none'})"
         return fail(name, text, f'[slurm] account = "{names[0]}"' if names else _NO_ACCOUNT)
     if not names:
         text = "Slurm's accounting does not know you"
         if "associations" in enforced:
             return fail(name, text, _NO_ACCOUNT)
-        return warn(name, f"{text}, and asks nobody", "")
+        return warn(name, f"{text}, but accepts jobs without an account", "")
     if len(names) > 1 and not wanted.account:
-        return ok(name, f"{', '.join(names)}; jobs that name none go to {accounts.default or 'none of them'}")
+        return ok(name, f"{', '.join(names)}; jobs that name no account use {accounts.default or 'none of them'}")
     return ok(name, ", ".join(names))
 
 
@@ -210,12 +210,12 @@ def _limits(slurm: Slurm) -> Check:
     name, limits = "slurm.limits", slurm.limits
     if isinstance(limits, Unavailable) or limits.unknown:
         return unknown(name, limits if isinstance(limits, Unavailable) else limits.unknown)
-    text = ", ".join(f"{one.name} = {one.max_jobs}{'' if one.per_user else ' (with others)'}" for one in limits.limits)
+    text = ", ".join(f"{one.name} = {one.max_jobs}{'' if one.per_user else ' (shared)'}" for one in limits.limits)
     if not text:
-        return ok(name, "none that hold for this user and these options")
+        return ok(name, "no limits apply to this user and these options")
     if min(one.max_jobs for one in limits.limits) < MAX_POOL_JOBS:
         return warn(name, f"{text}; a run has up to {MAX_POOL_JOBS} jobs at a time")
-    return ok(name, f"{text}; rrl check counts what a job may need")
+    return ok(name, f"{text}; rrl check counts the jobs that a run may need")
 
 
 def _drain(facts: Facts, slurm: Slurm) -> Check:
@@ -223,16 +223,16 @@ def _drain(facts: Facts, slurm: Slurm) -> Check:
     config = {} if isinstance(slurm.config, Unavailable) else slurm.config.values
     owner = config.get("SlurmUser", "").partition("(")[0]
     if facts.uid == 0 or facts.user == owner:
-        return ok(name, f"{facts.user} may: {'root' if facts.uid == 0 else 'SlurmUser'}")
-    text = f"only root and SlurmUser ({owner or '?'}) may"
+        return ok(name, f"{facts.user} may drain nodes: {'root' if facts.uid == 0 else 'SlurmUser'}")
+    text = f"only root and SlurmUser ({owner or '?'}) may drain nodes"
     fix = MEANINGS[name].fix.replace("NAME", facts.user)
     if isinstance(accounts, Unavailable):
         if config and _has_no_accounting(slurm):
-            return warn(name, f"{text}: without accounting nobody has an admin level", fix.partition(". ")[0])
+            return warn(name, f"{text}: without accounting, no user has an admin level", fix.partition(". ")[0])
         return unknown(name, accounts)
     if accounts.admin == "Administrator":
         return ok(name, f"{facts.user} is {accounts.admin}")
-    return warn(name, f"{facts.user} has admin level {accounts.admin or 'None'}: Administrator is needed", fix)
+    return warn(name, f"{facts.user} has admin level {accounts.admin or 'None'}, but needs Administrator", fix)
 
 
 def _confined(slurm: Slurm) -> Check:
@@ -253,7 +253,7 @@ def _propagate(facts: Facts, slurm: Slurm) -> Check:
         return unknown(name, config)
     every, but = (config.values.get(f"PropagateResourceLimits{one}", "") for one in ("", "Except"))
     if not every and not but:
-        return unknown(name, "scontrol show config tells neither PropagateResourceLimits nor ...Except")
+        return unknown(name, "scontrol show config shows neither PropagateResourceLimits nor ...Except")
     text = f"PropagateResourceLimits={every}" if every else f"PropagateResourceLimitsExcept={but}"
     propagates_memlock = "MEMLOCK" not in but if but else every == "ALL" or "MEMLOCK" in every
     if not propagates_memlock:
@@ -283,17 +283,17 @@ def _version(config: Config) -> Check:
     text = config.values.get("SLURM_VERSION", "")
     match = re.match(r"(\d+)\.(\d+)", text)
     if match is None:
-        return unknown("slurm.version", "scontrol show config names none")
+        return unknown("slurm.version", "scontrol show config shows no SLURM_VERSION")
     version = int(match[1]), int(match[2])
     if not OLDEST_VERSION <= version <= NEWEST_VERSION:
         tested = " to ".join(f"{year}.{month:02}" for year, month in (OLDEST_VERSION, NEWEST_VERSION))
-        return warn("slurm.version", f"{text}, and rrl is tested on {tested}")
+        return warn("slurm.version", f"{text}; rrl is tested on {tested}")
     return ok("slurm.version", text)
 
 
 def _answers(config: Config) -> Check:
     limited = "rl_enable" in config.values.get("SlurmctldParameters", "")
-    text = f"in {1000 * config.seconds:.0f} ms{'; how often a user may ask is limited (rl_enable)' if limited else ''}"
+    text = f"in {1000 * config.seconds:.0f} ms{'; the rate of requests is limited (rl_enable)' if limited else ''}"
     return (
         warn("slurm.answers", text, '[limits] poll = "10s"')
         if config.seconds > SLOW_ANSWER_S
@@ -304,38 +304,38 @@ def _answers(config: Config) -> Check:
 def _hold(config: Config) -> Check:
     seconds = _number(config, "InactiveLimit")
     if seconds is None:
-        return unknown("slurm.hold", "scontrol show config tells no InactiveLimit")
+        return unknown("slurm.hold", "scontrol show config shows no InactiveLimit")
     if seconds:
-        return warn("slurm.hold", f"InactiveLimit={seconds} s: the pool is held by a batch script")
-    return ok("slurm.hold", "InactiveLimit=0: the pool is held by salloc --no-shell")
+        return warn("slurm.hold", f"InactiveLimit={seconds} s: a batch script holds the pool")
+    return ok("slurm.hold", "InactiveLimit=0: salloc --no-shell holds the pool")
 
 
 def _select(config: Config) -> Check:
     kind, parameters = config.values.get("SelectType", ""), config.values.get("SelectTypeParameters", "")
     text = f"{kind} {parameters}".strip()
     if not text:
-        return unknown("slurm.select", "scontrol show config tells no SelectType")
+        return unknown("slurm.select", "scontrol show config shows no SelectType")
     if "linear" in kind:
-        return warn("slurm.select", f"{text}: every job takes whole nodes, the manager's too",
+        return warn("slurm.select", f"{text}: every job gets whole nodes, the manager's job too",
                     '[manager] where = "pool", or rrl submit --foreground')  # fmt: skip
     if "MEMORY" not in parameters.upper():
-        return warn("slurm.select", f"{text}: memory is not handed out, others may take yours")
+        return warn("slurm.select", f"{text}: Slurm does not allocate memory, so other jobs may use yours")
     return ok("slurm.select", text)
 
 
 def _requeue(config: Config) -> Check:
     value = config.values.get("JobRequeue", "")
     if not value:
-        return unknown("slurm.requeue", "scontrol show config tells no JobRequeue")
+        return unknown("slurm.requeue", "scontrol show config shows no JobRequeue")
     if value != "1":
-        return warn("slurm.requeue", f"JobRequeue={value}; the manager's job asks to be requeued, which may be refused")
+        return warn("slurm.requeue", f"JobRequeue={value}; the manager's job requests a requeue, which may be refused")
     return ok("slurm.requeue", "JobRequeue=1; a requeued job waits about 120 s")
 
 
 def _killwait(config: Config) -> Check:
     seconds = _number(config, "KillWait")
     if seconds is None:
-        return unknown("slurm.killwait", "scontrol show config tells no KillWait")
+        return unknown("slurm.killwait", "scontrol show config shows no KillWait")
     text = f"{seconds} s"
     if seconds < DEFAULT_KILL_WAIT_S:
         return warn("slurm.killwait", f"{text}, less than Slurm's default")
@@ -345,16 +345,16 @@ def _killwait(config: Config) -> Check:
 def _steps(config: Config) -> Check:
     count = _number(config, "MaxStepCount")
     if count is None:
-        return unknown("slurm.steps", "scontrol show config tells no MaxStepCount")
+        return unknown("slurm.steps", "scontrol show config shows no MaxStepCount")
     return warn("slurm.steps", str(count)) if count < MIN_STEP_LIMIT else ok("slurm.steps", str(count))
 
 
 def _deadnodes(config: Config) -> Check:
     seconds = _number(config, "SlurmdTimeout")
     if seconds is None:
-        return unknown("slurm.deadnodes", "scontrol show config tells no SlurmdTimeout")
-    return ok("slurm.deadnodes", f"SlurmdTimeout={seconds} s; rrl's own agents tell sooner" if seconds else
-              "SlurmdTimeout=0: never; rrl's own agents tell")  # fmt: skip
+        return unknown("slurm.deadnodes", "scontrol show config shows no SlurmdTimeout")
+    return ok("slurm.deadnodes", f"SlurmdTimeout={seconds} s; rrl's own agents notice sooner" if seconds else
+              "SlurmdTimeout=0: Slurm never notices a dead node; rrl's own agents do")  # fmt: skip
 
 
 def _private(config: Config) -> Check:
@@ -378,7 +378,7 @@ def _prolog(config: Config) -> Check:
     if not any(value for name, value in config.values.items() if re.fullmatch(r"Prolog(\[\d+\])?", name)):
         return ok("slurm.prolog", "no prolog")
     if _NO_HOLD in config.values.get("SchedulerParameters", "").split(","):
-        return ok("slurm.prolog", f"{_NO_HOLD}: a job whose prolog fails is requeued and starts elsewhere")
+        return ok("slurm.prolog", f"{_NO_HOLD}: a job whose prolog fails is requeued and starts on other nodes")
     return warn("slurm.prolog", f"a job whose prolog fails is requeued and held: SchedulerParameters lacks {_NO_HOLD}")
 
 

@@ -123,7 +123,7 @@ def _no_check(name: str) -> str:
 
     known = [check.name for check in CHECKS]
     near = get_close_matches(name, known, 1)
-    return f'no such check; did you mean "{near[0]}"?' if near else f"no such check; there are {', '.join(known)}"
+    return f'no such check; did you mean "{near[0]}"?' if near else f"no such check; the checks are {', '.join(known)}"
 
 
 def _job_gpus(text: str) -> tuple[str, ...]:

@@ -56,7 +56,7 @@ def _apply(requests: list[DrainRequest], drains: dict[str, DrainState], unknown:
     for one in requests:
         state = drains.get(one.node, DrainState())
         if state.booted > one.at:  # it was repaired, or the next run on it will request the drain
-            outcomes.append((one.node, True, "was booted since it was asked for: not drained"))
+            outcomes.append((one.node, True, "was booted after the drain was requested: not drained"))
         elif state.drained:
             outcomes.append((one.node, True, f"is drained already: {state.reason}"))
         else:
@@ -66,7 +66,7 @@ def _apply(requests: list[DrainRequest], drains: dict[str, DrainState], unknown:
     for one in wanted:
         found = checked.get(one.node, remote_checks.NotChecked("not known to Slurm"))
         if isinstance(found, remote_checks.NotChecked):
-            outcomes.append((one.node, False, f"rrl health check could not be made there: {found.reason}"))
+            outcomes.append((one.node, False, f"rrl health check could not run there: {found.reason}"))
         elif (finding := confirmation(one, found)) is None:
             outcomes.append((one.node, False, f"rrl health check there does not confirm the records of {_users(one)}"))
         else:
@@ -81,7 +81,7 @@ def _apply(requests: list[DrainRequest], drains: dict[str, DrainState], unknown:
         for node, ok, outcome in outcomes:
             print_line(f"{node}: {outcome}" if ok else f"{node}: not drained: {outcome}")
         if not outcomes:
-            print("nothing is asked for", file=sys.stderr)
+            print("no run requests a drain", file=sys.stderr)
     return 0 if all(ok for _, ok, _ in outcomes) else 1
 
 

@@ -174,10 +174,14 @@ async def _drain(wanted: list[tuple[str, str]]) -> list[tuple[str, bool, str]]:
         if node not in states:
             outcomes.append((node, False, "not known to Slurm"))
         elif unavailable > MAX_UNAVAILABLE_FRACTION * len(states):
-            refusal = f"{unavailable} of {len(states)} nodes are down or drained already: paste the line if you mean it"
+            refusal = (
+                f"{unavailable} of {len(states)} nodes are down or drained already: paste the line to drain it anyway"
+            )
             outcomes.append((node, False, refusal))
         elif done >= max_drains:
-            outcomes.append((node, False, f"{done} were drained by this command: paste the line, or call it again"))
+            outcomes.append(
+                (node, False, f"{done} were drained by this command: paste the line, or run the command again")
+            )
         else:
             try:
                 await nodes.drain(NodeName(node), reason)

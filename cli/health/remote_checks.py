@@ -53,7 +53,7 @@ def check(nodes: Mapping[str, DrainState]) -> dict[str, tuple[Finding, ...] | No
     most, for two jobs.
     """
     return asyncio.run(_check(dict(list(nodes.items())[:MAX_NODES]))) | {
-        node: NotChecked(f"this command has checked {MAX_NODES} others: call it again")
+        node: NotChecked(f"this command checked {MAX_NODES} other nodes: run it again")
         for node in list(nodes)[MAX_NODES:]
     }
 
@@ -92,5 +92,5 @@ async def _check_node(node: str, state: DrainState, options: tuple[str, ...]) ->
         errors = [line.strip() for line in ended.err.splitlines() if line.strip()]
         return NotChecked(errors[-1] if errors else f"srun: exit code {ended.code}, and no verdict was printed")
     if checked.node != node:
-        return NotChecked(f"the check was made on {checked.node}")
+        return NotChecked(f"the check ran on {checked.node} instead")
     return checked.findings

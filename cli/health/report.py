@@ -33,8 +33,8 @@ from ..views.health_report import report_view, to_paste
 from . import node_drains
 
 NO_HISTORY_MESSAGE = (
-    f"no history is named: have runs keep one with [health] history = DIR in their job.toml, or for all with"
-    f" {HISTORY_ENV}=DIR where they are submitted; then name it here with --history DIR or {HISTORY_ENV}"
+    f"no history folder is named: let runs record a history with [health] history = DIR in their job.toml, or all runs"
+    f" with {HISTORY_ENV}=DIR where they are submitted; then name the folder here with --history DIR or {HISTORY_ENV}"
 )
 
 
@@ -50,7 +50,7 @@ def read_records(folders: Sequence[Path], since: float) -> tuple[list[SourcedRec
     for folder in existing:
         if not folder.is_dir():
             raise UsageError(
-                f"{folder}: no such folder; name the one in which the runs of this site keep their history"
+                f"{folder}: no such folder; name the folder in which the runs of this site record their history"
             )
     cache = HistoryCache(existing)
     try:
@@ -80,7 +80,7 @@ def warn(sources: Sources) -> None:
     """Print to stderr that files were not read, records left out or lines skipped: one line for each of these."""
     for what, lines in (("not read", sources.refused), ("left out", sources.left_out)):
         if lines:
-            more = f" (and {len(lines) - 1} more; --format json names all)" if len(lines) > 1 else ""
+            more = f" (and {len(lines) - 1} more; --format json shows all)" if len(lines) > 1 else ""
             print_line(f"rrl: {what}: {lines[0]}{more}", to_stderr=True)
     if sources.skipped:
         print(f"rrl: {sources.skipped} lines were skipped: damaged, or of another version", file=sys.stderr)
@@ -109,12 +109,12 @@ def report(since: str, nodes: str | None, format: str, history: Sequence[Path], 
     Raises UsageError if there is no history, or an argument is not valid.
     """
     if format not in FORMATS:
-        raise UsageError(f'--format "{format}" is none; there are {", ".join(FORMATS)}')
+        raise UsageError(f'--format "{format}" does not exist; the formats are {", ".join(FORMATS)}')
     only = _selected_nodes(nodes)
     now = _now()
     begin = max(0.0, parse_time(since, now))
     if begin >= now:
-        raise UsageError(f'--since "{since}" is not in the past: there is nothing to tell')
+        raise UsageError(f'--since "{since}" is not in the past: there is nothing to report')
     records, sources = read_records(history, min(begin, now - rates.LEMON_WINDOW_S))
     named = {getattr(one.record, "node", "") for one in records} - {""}
     drains, unknown = _drains(sorted(named if only is None else named & only))
@@ -122,7 +122,10 @@ def report(since: str, nodes: str | None, format: str, history: Sequence[Path], 
     whole = make_report(records, begin, now, drains, only)
     warn(sources)
     if nodes_without_records := sorted((only or frozenset()) - {one.node for one in whole.nodes}):
-        print(f"rrl: nothing is known of {folded(nodes_without_records)}: no run had it in this time", file=sys.stderr)
+        print(
+            f"rrl: nothing is known about {folded(nodes_without_records)}: no run used them in this time",
+            file=sys.stderr,
+        )
     _write(Document(whole, sources, unknown), format, output)
     return 0
 

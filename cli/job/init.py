@@ -61,9 +61,9 @@ def init(out: Path, wanted: DoctorOptions, *, force: bool, consent: bool | None)
     Raises UsageError if the file exists or its folder does not, OperationFailed if it cannot be written.
     """
     if not force and os.path.lexists(out):
-        raise UsageError(f"{out} is there already; name another file with --out, or replace it with --force")
+        raise UsageError(f"{out} already exists; name another file with --out, or replace it with --force")
     if not out.parent.is_dir():
-        raise UsageError(f"{out}: there is no folder {out.parent}; make it first, or name another file with --out")
+        raise UsageError(f"{out}: there is no folder {out.parent}; create it first, or name another file with --out")
     facts = gather_facts(wanted, consent=consent, interactive=True)
     text = job_toml(facts, out)
     try:
@@ -74,7 +74,7 @@ def init(out: Path, wanted: DoctorOptions, *, force: bool, consent: bool | None)
                 file.write(text)
     except OSError as error:
         raise OperationFailed(f"{out}: {error.strerror}") from None
-    print(f"{out} is written; see what it would start: rrl check {out}")
+    print(f"wrote {out}; see what it would start: rrl check {out}")
     for check in judge(facts):
         if check.verdict is Verdict.FAIL:
             print(f"rrl doctor: {check.name}: {check.found}; {check.fix}", file=sys.stderr)
@@ -139,12 +139,12 @@ def _slurm(slurm: Slurm, facts: Facts) -> dict[str, Any]:
         "walltime_why": f"short jobs start sooner; {partition.name} has {allowed}",
         "partition": _value(partition.name),
         "partition_name": partition.name,
-        "partition_why": "as asked for" if wanted.partition else "the default one",
+        "partition_why": "as you requested" if wanted.partition else "the default partition",
         "node": _comment(_smallest(nodes, partition.name, choose_shape(slurm, wanted))),
         "gpus": _comment(gpu_shapes(tuple(one for one in nodes if one.gpus)))[:60],
         "account": _value(account) if account else "",
-        "account_why": _comment("as asked for" if wanted.account else "the only one that you have" if account
-                                else f"one of {', '.join(names)}; left out: your default one" if names else ""),
+        "account_why": _comment("as you requested" if wanted.account else "your only account" if account
+                                else f"one of {', '.join(names)}; without it, your default one" if names else ""),
         "qos": _value(wanted.qos) if wanted.qos else "",
         "preempted": partition.preempted and config.get("PreemptType", "preempt/none") != "preempt/none",
         "manager_pool": manager == "",
@@ -156,10 +156,10 @@ def _slurm(slurm: Slurm, facts: Facts) -> dict[str, Any]:
 def _smallest(nodes: Sequence[Node], partition: str, job_shape: JobShape) -> str:
     """Return the resources of the smallest node that is up, and whether this job fits there."""
     if not nodes:
-        return f"no node of {partition} is up now, as far as rrl knows"
+        return f"no node of {partition} is known to be up now"
     text = f"the smallest node of {partition} has {min(one.cpus for one in nodes)} cores and"
     text += f" {size(min(one.memory for one in nodes))}"
-    return text if job_shape.fits else f"{text}: TOO LITTLE for this job, choose another partition"
+    return text if job_shape.fits else f"{text}: TOO LITTLE for this job; choose another partition"
 
 
 def _manager(slurm: Slurm) -> str | None:

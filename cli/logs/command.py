@@ -39,9 +39,9 @@ def logs(
     """
     wanted = _line_filter(lines, since, grep)
     if failed and follow:
-        raise UsageError("--failed tells what has happened, --follow what comes: ask for one of them")
+        raise UsageError("--failed shows past failures, --follow shows new lines: use only one of them")
     if raw and json:
-        raise UsageError("--raw is for people; --json says exactly what was written, and escapes it as JSON does")
+        raise UsageError("--raw cannot be combined with --json, which prints exactly what was written, escaped as JSON")
     run = find_run(name)
     raise_nofile()  # a merge holds all its files open
     printer = Printer(json, raw)
@@ -99,7 +99,7 @@ def _matcher(grep: str | None) -> Callable[[bytes], object] | None:
     try:
         return re.compile(grep.encode()).search
     except re.error as error:
-        raise UsageError(f'--grep "{grep}" is no regular expression: {error}') from None
+        raise UsageError(f'--grep "{grep}" is not a valid regular expression: {error}') from None
 
 
 def _selected_logs(run: RunDir, selector: str | None) -> list[Log]:
@@ -117,8 +117,8 @@ def _no_logs_message(run: RunDir, selector: str | None) -> str:
     if not replicas:
         return f"{run.id} has no logs yet"
     if selector is not None and _may_log_later(run, selector):
-        return f'"{selector}" of {run.id} has written nothing; there are logs of: {", ".join(replicas)}'
-    return f'{run.id} has no logs of "{selector}"; there are: {", ".join(replicas)}'
+        return f'"{selector}" of {run.id} has written no log yet; there are logs of: {", ".join(replicas)}'
+    return f'{run.id} has no logs of "{selector}"; there are logs of: {", ".join(replicas)}'
 
 
 # ── merged lines ───────────────────────────────────────────────────────────────────────────────────────────────────

@@ -78,25 +78,25 @@ def _text(report: FailureReport, lines: list[tuple[Log, Line]], printer: Printer
     out = [f"{at} {subject} failed{' (injected)' if failure.injected else ''}"]
     out += [f"    {escaped(line)}" for line in evidence]
     if lines and lines[0][0].kind == "launcher" and lines[0][0].role != AGENT:  # an agent has no other log
-        out.append("    it never spoke; its launcher said:")
+        out.append("    it wrote no log lines; the last lines of its launcher:")
     for log, line in lines:
         time_of_day = f"{printer.local_time(line.stamp)} " if line.stamp else ""
         label = f"{log.label} | " if log.kind == "launcher" else "| "
         text = line.text.decode("utf-8", "replace")
         out.append(f"  {label}{time_of_day}{text if printer.raw else escaped(text)}")
     if failure.incarnation is not None and not lines:
-        out.append("    it left no line")
+        out.append("    it wrote no log lines")
     if failure.rung:
         out.append(f"    then: {failure.rung.value}{_recovery_text(failure)}")
     elif not failure.ended and failure.incarnation is not None:
-        out.append("    it went on")
+        out.append("    it kept running")
     return "\n".join(out) + "\n\n"
 
 
 def _recovery_text(failure: Failure) -> str:
     if failure.recovered_at is None:
         return ""
-    return f"; {failure.successor} was at work {failure.recovered_at - failure.recorded_at:.1f} s later"
+    return f"; {failure.successor} was working {failure.recovered_at - failure.recorded_at:.1f} s later"
 
 
 def _json(report: FailureReport, lines: list[tuple[Log, Line]], printer: Printer) -> str:

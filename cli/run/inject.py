@@ -42,15 +42,15 @@ def inject(
     state = reader.state()
     job = state.job if state is not None else job_of(run)
     if job is None:
-        raise OperationFailed(f"{run.run_spec}: it cannot be read")
+        raise OperationFailed(f"{run.run_spec} cannot be read")
     fault = _fault(job, kind, target, at, seconds, amount, seed)
     if rejected := rejection(fault, job, state):
         raise UsageError(f"{run.id}: {rejected.text}{_FLAGS.get(rejected.problem, '')}")
     file_name = send(run, Command("inject", getpass.getuser(), fault=fault))
     if not wait:
-        _print_request(run, fault, "ordered", json)
+        _print_request(run, fault, "requested", json)
         return 0
-    wait_until_taken(run, file_name, "take the order")
+    wait_until_taken(run, file_name, "accept the request")
     result = _await_result(run, reader, fault, verbose=not json)
     done = result.ok or (result.unknown and _targets_manager(fault))
     if json:
@@ -58,7 +58,7 @@ def inject(
     elif done:
         print_line(f"{run.id}: {_fault_text(fault)}: {result.detail}")
     elif result.unknown:
-        raise OperationFailed(f"{run.id}: nobody knows whether {_fault_text(fault)} was performed: {result.detail}")
+        raise OperationFailed(f"{run.id}: it is unknown whether {_fault_text(fault)} was performed: {result.detail}")
     else:
         raise OperationFailed(f"{run.id}: {_fault_text(fault)} was not performed: {result.detail}")
     return 0 if done else 1
@@ -69,7 +69,7 @@ def _fault(
 ) -> Fault:
     """Return the fault that the arguments describe. Raises UsageError."""
     if kind not in set(FaultKind):
-        raise UsageError(f'no fault "{kind}"; there are {", ".join(FaultKind)}')
+        raise UsageError(f'there is no fault "{kind}"; the faults are {", ".join(FaultKind)}')
     moment = FaultTrigger() if at is None else _parse_flag(parse_trigger, at, "--at")
     lasts = 0.0 if seconds is None else _parse_flag(_seconds, seconds, "--for")
     draw = random.Random(seed)
@@ -109,7 +109,7 @@ def _await_result(run: RunDir, reader: StateReader, fault: Fault, verbose: bool)
         if manager.is_gone():
             if state is not None and fault.id in state.triggered_faults and _targets_manager(fault):
                 return _unrecorded_result(run, fault)
-            raise OperationFailed(manager.absent_message(f"tell what became of {_fault_text(fault)}"))
+            raise OperationFailed(manager.absent_message(f"report the result of {_fault_text(fault)}"))
         if state is not None and not announced:
             print(f"{run.id}: {_fault_text(fault)} {_pending_text(state, fault)} ...", file=sys.stderr, flush=True)
             announced = True
@@ -126,14 +126,14 @@ def _targets_manager(fault: Fault) -> bool:
 
 def _unrecorded_result(run: RunDir, fault: Fault) -> ev.FaultInjected:
     """Return the result of a fault if no manager has journaled one: unknown, as the next manager will journal it."""
-    detail = f"no manager lives any more; the roles go on, and the next one takes over: rrl manage {run.id}"
+    detail = f"no manager is running now; the roles keep running, and the next manager takes over: rrl manage {run.id}"
     return ev.FaultInjected(fault.id, None, False, detail, fault.kind, fault.target, unknown=True)
 
 
 def _pending_text(state: State, fault: Fault) -> str:
     if fault.id in state.triggered_faults:
         return "is being performed"
-    return "is ordered" if fault.at == FaultTrigger() else f"waits for {fault.at}"
+    return "is requested" if fault.at == FaultTrigger() else f"waits for {fault.at}"
 
 
 def _fault_text(fault: Fault) -> str:

@@ -21,7 +21,7 @@ _REMEDY_TEXT = {
     Remedy.RESET_GPU: "reset the GPU",
     Remedy.REBOOT: "reboot the node",
     Remedy.DRAIN: "drain the node",
-    Remedy.SUPPORT: "ask the administrators or the maker",
+    Remedy.SUPPORT: "ask the administrators or the vendor",
 }
 
 
@@ -72,10 +72,10 @@ def _finding_lines(findings: Sequence[Finding], verdict: Verdict) -> Iterator[tu
 
 
 def _tally(findings: Sequence[Finding]) -> str:
-    """Return the numbers of passed and of unknown checks, as ``18 checks; 21 not to be known here``."""
+    """Return the numbers of passed and of unknown checks, as ``18 checks; 21 unknown here``."""
     well = sum(finding.verdict is Verdict.OK for finding in findings)
     unknown = sum(finding.verdict is Verdict.UNKNOWN for finding in findings)
-    return f"{well} checks" + (f"; {unknown} not to be known here" if unknown else "")
+    return f"{well} checks" + (f"; {unknown} unknown here" if unknown else "")
 
 
 def requests_view(
@@ -83,23 +83,24 @@ def requests_view(
 ) -> RenderableType:
     """Return the drain requests as a table."""
     if not requests:
-        return Text("no run asks for a drain", "green")
+        return Text("no run requests a drain", "green")
     table = Table.grid(padding=(0, 2))
     for _ in range(4):
         table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for one in requests:
         state = drains.get(one.node, DrainState())
-        request_text = f"asked for by {one.by}" if one.by else "; ".join(one.evidence) or one.reason
+        request_text = f"requested by {one.by}" if one.by else "; ".join(one.evidence) or one.reason
         table.add_row(Text(one.node, "bold"), Text(one.cause or "person", "red"), f"{span(now - one.at)} ago",
                       ",".join(one.users), Text(request_text))  # fmt: skip
         if state.drained:
             table.add_row("", Text("drained", "yellow"), "", "", Text(drain_text(state)))
         elif state.booted > one.at:
-            remark = f"booted {span(now - state.booted)} ago, after it was asked for: repaired?"
+            remark = f"booted {span(now - state.booted)} ago, after the drain was requested: repaired?"
             table.add_row("", Text("booted", "yellow"), "", "", Text(remark))
         elif not one.accused:
-            remark = f"only records of {' and '.join(one.users)} say so: --apply has rrl health check there confirm it"
+            users = " and ".join(one.users)
+            remark = f"only records of {users}: --apply drains it only if rrl health check there confirms them"
             table.add_row("", Text("alone", "yellow"), "", "", Text(remark))
-    note = [Text(f"which of them are drained is not known: {unknown}", "yellow")] if unknown else []
+    note = [Text(f"it is unknown which of them are drained: {unknown}", "yellow")] if unknown else []
     return Group(table, *note)

@@ -31,10 +31,10 @@ def report_view(report: Report, sources: Sources, drains_unknown: str) -> Render
     if shown:
         parts += [Text(), _table(shown, report.site.until), Text(), _details(shown)]
     if quiet:
-        text = f"nothing stands against {_many(len(quiet), 'node')}: {folded(quiet)}"
+        text = f"no problems found on {_many(len(quiet), 'node')}: {folded(quiet)}"
         parts += [Text(), Text.assemble(("OK  ", "green"), text)]
     if drains_unknown:
-        parts += [Text(f"drains are not known: {drains_unknown}", "yellow")]
+        parts += [Text(f"drains are unknown: {drains_unknown}", "yellow")]
     return Group(*parts)
 
 
@@ -74,10 +74,10 @@ def interval(rate: Rate, unit: str = "") -> str:
     no failure, is shown by its lower bound.
     """
     if rate.low is None:
-        return "not known: no node was held"
+        return "unknown: no run held a node"
     sure = f"{100 * rate.confidence:g} %"
     if rate.value is None:
-        return f"more than {figure(rate.low)}{unit} ({sure} sure; no failure was seen)"
+        return f"more than {figure(rate.low)}{unit} ({sure} confidence; no failure was seen)"
     high = "∞" if rate.high is None else figure(rate.high)
     return f"{figure(rate.value)}{unit} ({sure}: {figure(rate.low)} to {high})"
 
@@ -183,12 +183,12 @@ def rows_of(one: NodeReport) -> list[tuple[str, str]]:
     if one.runs:
         rows.append(("met by", f"{', '.join(one.runs)} of {', '.join(one.users)}"))
     if one.witnesses:
-        enough = "" if one.accused else ": not enough to accuse it"
+        enough = "" if one.accused else ": not enough users for the verdict FAIL"
         rows.append(("by", f"records of {', '.join(one.witnesses)}{enough}"))
     if one.related_nodes:
         rows.append(("also", f"{folded(one.related_nodes)} within 10 min: fabric or storage?"))
     if one.injected:
-        rows.append(("note", f"{_many(one.injected, 'failure')} injected on purpose, in no figure"))
+        rows.append(("note", f"{_many(one.injected, 'failure')} injected on purpose, not counted"))
     rows += [("done", f"{line.text}  {utc_time(line.at)}") for line in one.actions]
     if one.drain.state:
         rows.append(("drain" if one.drain.drained else "Slurm", drain_text(one.drain)))

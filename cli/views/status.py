@@ -78,7 +78,7 @@ def one_line(state: State, silent: bool = False, known_standing: str = "") -> st
         parts += [f"{replica.incarnation} {replica.status.value}" for replica in workers(state)
                   if replica.status not in _NORMAL_STATUSES][:MAX_LISTED]  # fmt: skip
     if silent:
-        parts.append("its manager is silent")
+        parts.append("its manager does not respond")
     return ", ".join(parts)
 
 
@@ -137,7 +137,7 @@ def _facts(state: State, now: float, width: int, notes: Sequence[str]) -> Render
     if state.token_ages.steps:
         facts.add_row("tokens", _token_ages(state))
     if (share := state.metrics.get("stale_share", 0.0)) > MAX_STALE_SHARE:
-        text = f"{100 * share:.0f}% of what is made is dropped: older than [sampling] staleness allows"
+        text = f"{100 * share:.0f}% of all groups are dropped: older than [sampling] staleness allows"
         facts.add_row("stale", Text(text, "yellow"))
     if state.outcome is None:
         facts.add_row("nodes", _nodes(state))
@@ -146,7 +146,7 @@ def _facts(state: State, now: float, width: int, notes: Sequence[str]) -> Render
         ):
             listed = " and ".join([*([", ".join(transports[:-1])] if len(transports) > 1 else []), transports[-1]])
             mixed = len(transports) > 1 and not INTEROPERABLE_TRANSPORTS.issuperset(transports)
-            apart = "; those cannot pull from each other" if mixed else ""
+            apart = "; pulls between these are impossible" if mixed else ""
             facts.add_row("weights", Text(f"over {listed}{apart}", "red" if apart else ""))
         manager = f"epoch {state.epoch} on {state.host or '?'}, last record {span(now - state.at)} ago"
         for label, line in zip(("manager", ""), notes or (manager,), strict=False):
@@ -158,7 +158,7 @@ def _facts(state: State, now: float, width: int, notes: Sequence[str]) -> Render
     if state.why and state.outcome is not None:
         facts.add_row("because", state.why)
     if state.outcome is not None and (jobs := retained_jobs(state)):
-        text = f"job {jobs}, while it lasts (rrl resume uses it, scancel {jobs} gives it back)"
+        text = f"job {jobs}, while it lasts (rrl resume uses it, scancel {jobs} releases it)"
         facts.add_row("kept", Text(text, "yellow"))
     return facts
 
@@ -172,7 +172,9 @@ def _held_back_nodes(state: State, now: float) -> Iterator[str]:
 
     for held_exclusion in deferred_exclusions(state, now):
         until = (
-            "until Slurm says otherwise" if held_exclusion.until == inf else f"for {span(held_exclusion.until - now)}"
+            "until Slurm reports otherwise"
+            if held_exclusion.until == inf
+            else f"for {span(held_exclusion.until - now)}"
         )
         evidence = "; ".join(held_exclusion.exclude.why.evidence)
         yield f"{held_exclusion.exclude.node} stays in use {until}: {held_exclusion.why} ({evidence})"
@@ -240,7 +242,7 @@ def _allocation_trouble(allocation: Allocation) -> str:
         return ""
     nodes = folded(allocation.status.nodes)
     if allocation.pending:
-        return f"{allocation.request.count} more asked for ({allocation.status.detail})"
+        return f"{allocation.request.count} more requested ({allocation.status.detail})"
     return f"{nodes} suspended" if allocation.suspended else f"{nodes} preempted" if allocation.reclaimed else ""
 
 
@@ -370,7 +372,7 @@ def _replacement(replica: Replica) -> str:
     if replica.status is Status.WANTED:
         return "to be launched again"
     if replica.status is Status.RETIRED:
-        return "the run goes on without it"
+        return "the run continues without it"
     if replica.status is Status.COMPLETED:
-        return f"#{replica.incarnation_number} has done its work"
+        return f"#{replica.incarnation_number} has completed its work"
     return f"#{replica.incarnation_number} is {replica.status.value} on {replica.node}"

@@ -46,7 +46,9 @@ def summary_view(summary: dict[str, Any]) -> RenderableType:
         facts.add_row("kept", f"{tokens} tokens that rollouts generated while the trainer was away")
     if stale := summary.get("stale_groups"):
         share = summary.get("stale_share") or 0.0
-        text = f"{stale} groups, {_share(share)} of what was made, were dropped: older than [sampling] staleness allows"
+        text = (
+            f"{stale} groups, {_share(share)} of those generated, were dropped: older than [sampling] staleness allows"
+        )
         facts.add_row("stale", Text(text, "yellow" if share > MAX_STALE_SHARE else "none"))
     facts.add_row("in", Text(str(summary.get("run_dir", ""))))
     return Group(title, facts, *([Text(), recoveries_view(recoveries)] if recoveries else []))

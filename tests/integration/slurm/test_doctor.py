@@ -88,7 +88,7 @@ def test_doctor_without_consent_submits_nothing(lab: SlurmLab, env: dict[str, st
     assert failed <= MAY_FAIL
     assert code == bool(failed)
     assert {checks[name]["verdict"] for name in checks if name.startswith("node.")} == {"UNKNOWN"}
-    assert "nobody consented" in checks["node.visit"]["found"]
+    assert "you did not allow a job" in checks["node.visit"]["found"]
     assert lab.jobs() == []
 
 

@@ -98,7 +98,7 @@ def test_with_consent_a_job_looks(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     monkeypatch.setattr(doctor, "read_facts", lambda wanted: findings.facts(node=None))
     monkeypatch.setattr("rrl.cli.doctor.node_visit.visit_node", visit)
     assert doctor.gather_facts(DoctorOptions(), consent=True, interactive=False).node == Unavailable("no node is free")
-    assert "a job looks at a node" in capsys.readouterr().err
+    assert "checking a compute node" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("answer", "looked"), [("y", True), ("Yes ", True), ("\n", False), ("n", False), ("", False)])
@@ -134,7 +134,7 @@ def test_somebody_at_a_terminal_is_asked(monkeypatch: pytest.MonkeyPatch, answer
 # ── init ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_init_writes_a_job_that_check_takes(alone: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(["init"]) == 0
-    assert capsys.readouterr().out == "job.toml is written; see what it would start: rrl check job.toml\n"
+    assert capsys.readouterr().out == "wrote job.toml; see what it would start: rrl check job.toml\n"
     assert load_job(alone / "job.toml").cluster.kind == "local"
     assert main.run(["check", "job.toml"]) == 0
 
@@ -143,7 +143,7 @@ def test_init_never_replaces_a_file_unasked(alone: Path, capsys: pytest.CaptureF
     (alone / "mine.toml").write_text("mine")
     assert main.run(["init", "--out", "mine.toml"]) == 2
     reported = capsys.readouterr().err
-    assert reported == "rrl: mine.toml is there already; name another file with --out, or replace it with --force\n"
+    assert reported == "rrl: mine.toml already exists; name another file with --out, or replace it with --force\n"
     assert (alone / "mine.toml").read_text() == "mine"
     assert main.run(["init", "--out", "mine.toml", "--force"]) == 0
     assert load_job(alone / "mine.toml").run.name == "quickstart"
@@ -155,7 +155,7 @@ def test_init_never_replaces_a_file_unasked(alone: Path, capsys: pytest.CaptureF
 def test_init_where_nothing_can_be_written_is_one_line(alone: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for flags in ([], ["--force"]):
         assert main.run(["init", "--out", "absent/job.toml", *flags]) == 2
-        reported = "rrl: absent/job.toml: there is no folder absent; make it first, or name another file with --out\n"
+        reported = "rrl: absent/job.toml: there is no folder absent; create it first, or name another file with --out\n"
         assert capsys.readouterr().err == reported
 
 

@@ -70,7 +70,7 @@ def test_drains_that_are_asked_for_are_shown_with_who_wants_them() -> None:
 
 @pytest.mark.parametrize(
     ("failures", "expected_text"),
-    [(4, "200 h (95 %: 78.1 to 734)"), (0, "more than 217 h (95 % sure; no failure was seen)")],
+    [(4, "200 h (95 %: 78.1 to 734)"), (0, "more than 217 h (95 % confidence; no failure was seen)")],
 )
 def test_mean_is_reported_with_its_interval(failures: int, expected_text: str) -> None:
     assert interval(mtbf(failures, 800.0), " h") == expected_text
@@ -246,22 +246,25 @@ def test_where_no_cluster_answers_the_report_says_so(
 
     monkeypatch.setattr(node_drains, "drain_states", silent)
     assert main.run(["health", "report", "--history", str(history), *SINCE]) == 0
-    assert "drains are not known: scontrol: no answer within 10 s" in capsys.readouterr().out
+    assert "drains are unknown: scontrol: no answer within 10 s" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("arguments", "expected_text"),
     [
-        (["report"], "no history is named"),
-        (["drain-requests"], "no history is named"),
+        (["report"], "no history folder is named"),
+        (["drain-requests"], "no history folder is named"),
         (
             ["report", "--history", "/nowhere"],
-            "/nowhere: no such folder; name the one in which the runs of this site keep their history",
+            "/nowhere: no such folder; name the folder in which the runs of this site record their history",
         ),
         (["report", "--history", "HERE", "--since", "yore"], '--since "yore" is no time'),
         (["report", "--history", "HERE", "--since", "2099-01-01"], '--since "2099-01-01" is not in the past'),
         (["report", "--history", "HERE", "--since", "0d"], '--since "0d" is not in the past'),
-        (["report", "--history", "HERE", "--format", "pdf"], '--format "pdf" is none; there are table, json, html'),
+        (
+            ["report", "--history", "HERE", "--format", "pdf"],
+            '--format "pdf" does not exist; the formats are table, json, html',
+        ),
         (["report", "--history", "HERE", "--node", "n[1-"], "names no nodes"),
         (["report", "--history", "HERE", "--node", "n[1-999999999]"], "names no nodes"),
         (["report", "--history", "HERE", "--node", "r[1-9999]n[1-9999]"], "names no nodes"),
@@ -281,7 +284,7 @@ def test_what_cannot_be_meant_is_one_line(
 def test_node_that_no_run_had_is_reported_unknown(history: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(["health", "report", "--history", str(history), "--node", "n3,n[98-99]", *SINCE]) == 0
     out, err = capsys.readouterr()
-    assert err == "rrl: nothing is known of n[98-99]: no run had it in this time\n"
+    assert err == "rrl: nothing is known about n[98-99]: no run used them in this time\n"
     assert "1 node of lab" in out
 
 
@@ -320,10 +323,10 @@ def test_a_node_that_was_booted_since_is_not_drained_again(
     common = ["health", "drain-requests", "--history", str(history), *SINCE]
     assert main.run(common) == 0
     shown = capsys.readouterr().out
-    assert "after it was asked for" in shown
+    assert "after the drain was requested" in shown
     assert "scontrol" not in shown
     assert main.run([*common, "--apply"]) == 0
-    assert capsys.readouterr().out == "n3: was booted since it was asked for: not drained\n"
+    assert capsys.readouterr().out == "n3: was booted after the drain was requested: not drained\n"
 
 
 def test_help_and_mistakes_need_nothing_heavy() -> None:
@@ -383,7 +386,7 @@ def test_an_administrator_has_the_drains_made(slurm_lab: SlurmLab, tmp_path: Pat
         assert done.returncode == 1  # n99 is none
         lines = done.stdout.splitlines()
         assert lines[0] == "n3: is drained already: fan is loud"
-        assert "n99: not drained: rrl health check could not be made there: not known to Slurm" in lines
+        assert "n99: not drained: rrl health check could not run there: not known to Slurm" in lines
         assert reason_of(lab, "n2").startswith(f"drained {broken_mount}")  # what the check found, not what was asked
         assert reason_of(lab, "n3") == "drained fan is loud"
         reported = json.loads(command(lab, tmp_path, "report", "--format", "json", *common).stdout)["report"]["nodes"]
@@ -427,7 +430,7 @@ def test_request_for_a_node_too_busy_for_a_check_drains_nothing(
     try:
         done = command(lab, tmp_path, "drain-requests", "--apply", "--history", str(folder), *SINCE)
         assert done.returncode == 1
-        assert done.stdout.startswith("n2: not drained: rrl health check could not be made there: ")
+        assert done.stdout.startswith("n2: not drained: rrl health check could not run there: ")
         assert not reason_of(lab, "n2").startswith("drain")
     finally:
         lab.clear()

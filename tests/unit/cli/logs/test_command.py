@@ -202,7 +202,7 @@ def test_grep_shows_the_lines_in_which_it_is_found(run: RunDir, capsys: pytest.C
     ]  # fmt: skip
     assert main.run(["logs", RUN, "--grep", "(unclosed"]) == 2
     reported = capsys.readouterr().err
-    assert reported.startswith('rrl: --grep "(unclosed" is no regular expression: ')
+    assert reported.startswith('rrl: --grep "(unclosed" is not a valid regular expression: ')
     assert reported.count("\n") == 1
 
 
@@ -262,7 +262,7 @@ def test_a_role_that_is_not_there_is_one_line_with_those_that_are(
     for arguments in (["judge"], ["rollout/7"], ["judge", "-f"]):
         assert main.run(["logs", RUN, *arguments]) == 2
         assert capsys.readouterr().err == (
-            f'rrl: {RUN} has no logs of "{arguments[0]}"; there are: rollout/0, trainer/0\n'
+            f'rrl: {RUN} has no logs of "{arguments[0]}"; there are logs of: rollout/0, trainer/0\n'
         )
 
 

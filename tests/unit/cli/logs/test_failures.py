@@ -63,7 +63,7 @@ def test_each_failure_is_shown_with_what_was_found_and_the_last_lines_before_it(
     exit_record: step: killed by signal 9
   | 01-15 08:00:39.000 line 39
   | 01-15 08:00:40.000 torch.OutOfMemoryError: CUDA out of memory
-    then: restart in place; rollout/0#2 was at work 4.8 s later
+    then: restart in place; rollout/0#2 was working 4.8 s later
 
 """
     )
@@ -92,7 +92,7 @@ def test_launchers_lines_are_shown_for_an_incarnation_without_any(
         == """\
 01-15 08:00:00.000 rollout/0#1 on n3 failed
     not launched: srun: refused
-    it never spoke; its launcher said:
+    it wrote no log lines; the last lines of its launcher:
   rollout/0#1 srun | srun: error: Unable to create step: Invalid gres
 
 """
@@ -114,7 +114,7 @@ def test_lines_before_the_finding_of_a_continuing_incarnation_are_shown(
     out = capsys.readouterr().out
     assert "| 01-15 08:00:43.000 stuck\n" in out
     assert "moves again" not in out
-    assert "    it went on\n" in out
+    assert "    it kept running\n" in out
 
 
 def test_following_failures_makes_no_sense(
@@ -123,7 +123,7 @@ def test_following_failures_makes_no_sense(
     written(Story(RUN).works(), tmp_path, monkeypatch)
     assert main.run(["logs", RUN, "--failed", "-f"]) == 2
     assert capsys.readouterr().err == (
-        "rrl: --failed tells what has happened, --follow what comes: ask for one of them\n"
+        "rrl: --failed shows past failures, --follow shows new lines: use only one of them\n"
     )
 
 

@@ -53,7 +53,7 @@ def test_inject_writes_a_command_with_the_whole_fault(root: Path, capsys: pytest
     assert command == Command("inject", command.by, command.id, command.fault)
     assert command.by
     assert command.fault == Fault(command.fault.id, FaultKind.FREEZE, "rollout/1", FaultTrigger(step=20), 5.0)
-    assert capsys.readouterr().out == f"{RUN}: freeze rollout/1 at step=20 is ordered ({command.fault.id})\n"
+    assert capsys.readouterr().out == f"{RUN}: freeze rollout/1 at step=20 is requested ({command.fault.id})\n"
 
 
 def test_commands_never_share_an_id_and_are_printed_as_json_too(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -84,7 +84,7 @@ def test_a_role_or_nothing_is_one_replica_and_a_seed_draws_the_same_again(root: 
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        (["explode"], 'no fault "explode"; there are kill, freeze, slow, exit'),
+        (["explode"], 'no fault "explode"; the faults are kill, freeze, slow, exit'),
         (["kill", "--target", "judge/0"], 'no role "judge"; there are trajectories, reward, trainer, rollout'),
         (["kill", "--target", "judge"], 'no role "judge"'),
         (["kill", "--target", "rollout/2"], 'no replica "rollout/2"; of rollout there are 2'),
@@ -186,7 +186,7 @@ def test_killed_manager_without_successor_is_reported_and_not_awaited(
     _, codes, waiting, _, _ = begun(root, "manager")
     waiting.join(timeout=30)
     assert codes == [0]
-    reported = f"no manager lives any more; the roles go on, and the next one takes over: rrl manage {RUN}"
+    reported = f"no manager is running now; the roles keep running, and the next manager takes over: rrl manage {RUN}"
     assert capsys.readouterr().out == f"{RUN}: kill manager: {reported}\n"
 
 
@@ -196,7 +196,7 @@ def test_a_manager_that_goes_before_it_tells_what_became_of_a_fault_is_not_waite
     _, codes, waiting, _, _ = begun(root, "rollout/0")
     waiting.join(timeout=30)
     assert codes == [1]
-    assert f"no manager of {RUN} is alive to tell what became of kill rollout/0; start one" in capsys.readouterr().err
+    assert f"no manager of {RUN} is alive to report the result of kill rollout/0; start one" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("target", ["manager", "rollout/0"])
@@ -213,7 +213,7 @@ def test_a_next_manager_tells_what_nobody_knows_and_a_manager_that_is_gone_was_k
         assert out == f"{RUN}: kill manager: its manager died over it\n"
     else:
         assert codes == [1]
-        assert f"rrl: {RUN}: nobody knows whether kill rollout/0 was performed: its manager died over it\n" in err
+        assert f"rrl: {RUN}: it is unknown whether kill rollout/0 was performed: its manager died over it\n" in err
 
 
 def test_wait_ends_with_a_message_when_the_run_ends_first(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -245,4 +245,6 @@ def test_wait_without_a_manager_says_how_to_start_one(root: Path, capsys: pytest
     )  # its counter stands still
     assert main.run(["inject", RUN, "kill", "--target", "rollout/0", "--wait"]) == 1
     reported = capsys.readouterr().err
-    assert f"no manager of {RUN} is alive to take the order; start one, which will do so: rrl manage {RUN}" in reported
+    assert (
+        f"no manager of {RUN} is alive to accept the request; start one, which will do so: rrl manage {RUN}" in reported
+    )

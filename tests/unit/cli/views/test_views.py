@@ -123,14 +123,14 @@ def test_nodes_that_were_kept_beyond_the_runs_end_are_not_forgotten() -> None:
         )
         return drawn(status_view(story.recorded(), story.now, 80), 80)
 
-    assert "kept     job 77, while it lasts (rrl resume uses it, scancel 77 gives it back)" in picture(keep=True)
+    assert "kept     job 77, while it lasts (rrl resume uses it, scancel 77 releases it)" in picture(keep=True)
     assert "kept" not in picture(keep=False)
 
 
 def test_one_line_tells_who_is_not_at_work() -> None:
     story = just_lost().fences("rollout/0")
     assert one_line(story.recorded(), silent=True) == (
-        "small-1120-064114: recovering, step 12/40, reward 0.94, rollout/0#1 wanted, its manager is silent"
+        "small-1120-064114: recovering, step 12/40, reward 0.94, rollout/0#1 wanted, its manager does not respond"
     )
 
 
@@ -156,7 +156,7 @@ def test_status_warns_where_most_of_what_is_made_is_too_old(share: float, shown:
     metrics = {"reward": 0.5, "stale_groups": 40.0, "stale_share": share}
     story.record(StepCommitted(story.incarnation("trainer/0"), 30, metrics))
     picture = drawn(status_view(story.recorded(), story.now, 80), 80)
-    assert ("stale    62% of what is made is dropped: older than [sampling] staleness" in picture) is shown
+    assert ("stale    62% of all groups are dropped: older than [sampling] staleness" in picture) is shown
 
 
 def test_status_always_shows_the_age_of_trained_tokens_and_what_the_trainer_waits_for() -> None:
@@ -185,12 +185,12 @@ def test_status_says_which_pipe_weights_move_over_and_when_they_cannot() -> None
     assert "weights  over ucx" in serves("trainer/0", "ucx://10.0.0.2:7001")
     assert "over tcp and ucx" in (mixed := serves("rollout/0", "tcp://10.0.0.3:7001"))
     assert "cannot pull" not in mixed
-    assert "over nixl, tcp and ucx; those cannot pull from each other" in serves("rollout/1", "nixl://10.0.0.4:7001")
+    assert "over nixl, tcp and ucx; pulls between these are impossible" in serves("rollout/1", "nixl://10.0.0.4:7001")
 
 
 def test_a_summary_tells_what_was_dropped_for_its_age_where_anything_was() -> None:
     reported = drawn(summary_view({"stale_groups": 7, "stale_share": 0.0123}), 100)
-    assert "7 groups, 1.2% of what was made, were dropped: older than [sampling] staleness allows" in reported
+    assert "7 groups, 1.2% of those generated, were dropped: older than [sampling] staleness allows" in reported
     assert "stale" not in drawn(summary_view({"stale_groups": 0, "stale_share": 0.0}), 100)
 
 
