@@ -132,7 +132,7 @@ def _visit(lab: SlurmLab, env: dict[str, str], expected: str, **changes: object)
 
 
 def test_node_visit_names_an_interpreter_missing_on_the_node(lab: SlurmLab, env: dict[str, str]) -> None:
-    _visit(lab, env, "/nonexistent/python is not there on the node", executable="/nonexistent/python")
+    _visit(lab, env, "/nonexistent/python does not exist on the node", executable="/nonexistent/python")
     no_jobs(lab)
 
 
