@@ -93,8 +93,9 @@ def mount_timeout_s(rules: Rules, timeout_s: float) -> float:
 def overall(findings: Collection[Finding]) -> Verdict:
     """Return the verdict on the node: the most severe of its findings.
 
-    UNKNOWN is returned only if nothing is more severe and something that the rules expect could not be read, or a
-    reader hung or failed. Readers that are not installed or not permitted say nothing about the node.
+    UNKNOWN is returned only if there is no more severe finding and one of these is true: something that the rules
+    expect could not be read, a reader hung, or a reader failed. Readers that are not installed or not permitted say
+    nothing about the node.
     """
     found = {finding.verdict for finding in findings if not is_uninformative(finding)}
     return next((verdict for verdict in WORST_FIRST if verdict in found), Verdict.OK)

@@ -415,8 +415,8 @@ class Manager:
     async def _apply_resume_request(self) -> None:
         """Resume the run if it has ended and a user requested that it continues.
 
-        No process of the run is left at this point, so its files may change. A request that no longer applies is
-        discarded.
+        No process of the run is left at this point, so it is safe to replace the run's files. A request that no longer
+        applies is discarded.
         """
         request = await asyncio.to_thread(resume_request.claim, self._run_dir)
         if request is None:

@@ -61,7 +61,8 @@ class Scorer:
             self._reported.add(why)
             raised = sys.exc_info()[0] is not None
             _log.warning(
-                "%s (item %s of [task]); the group of this item is dropped; further items fail without a warning",
+                "%s (item %s of [task]); the group of this item is dropped; further groups that are dropped for this"
+                " reason cause no warning",
                 why,
                 item.item,
                 exc_info=raised,

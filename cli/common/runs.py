@@ -60,7 +60,7 @@ def _resolve(name: str | None) -> RunDir:
     if name is not None and "/" in name:
         run = RunDir(Path(name).expanduser().absolute())
         if not _is_run(run):
-            raise UsageError(f"{name}: no run directory of rrl")
+            raise UsageError(f"{name} is not the directory of a run; list the runs with: rrl list")
         return run
     if name is not None and name.strip(".") and _is_run(exact := RunDir(runs_root() / name)):
         return exact

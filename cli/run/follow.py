@@ -138,7 +138,10 @@ def _draw(watcher: _Watcher, stop: threading.Event, keys: bool) -> None:
 
 
 def _print_progress(watcher: _Watcher, stop: threading.Event) -> None:
-    """Print a line when a replica or the manager changes, and a new step once in ``LINE_INTERVAL_S`` at most."""
+    """Print the run's status in one line whenever the status of a replica or of the manager changes.
+
+    If only other parts of the line change, such as the training step, print it at most once per ``LINE_INTERVAL_S``.
+    """
     printed, printed_at, printed_about = "", 0.0, ""
     while True:
         over = watcher.poll()

@@ -44,8 +44,8 @@ class Liveness(Struct, frozen=True):
     """Whether a run still has a manager.
 
     ``note`` says what is wrong with the manager (empty if nothing is), ``advice`` what to do. ``standing`` is
-    :data:`INTERRUPTED` or :data:`UNKNOWN` and replaces the run's standing according to its journal, which no process
-    writes any more. It is empty if the roles may well continue.
+    :data:`INTERRUPTED` or :data:`UNKNOWN`. It is shown instead of the status that the journal records, because no
+    process updates the journal any more. ``standing`` is empty if the roles probably still run.
     """
 
     note: str = ""

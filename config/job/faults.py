@@ -98,9 +98,9 @@ def plan_faults(table: FaultsTable, replicas: Mapping[str, int], horizon: float)
 
 
 def values_for_kind(kind: FaultKind, entry: RandomFaults) -> tuple[float, float]:
-    """Return (seconds, amount) of a drawn fault; 0 for a value that its kind does not take.
+    """Return (seconds, amount) for a fault of ``kind`` that ``entry`` plans; 0 for a value that the kind does not take.
 
-    An entry may have values that only some of its kinds take.
+    An entry that lists several kinds may set values that only some of these kinds take.
     """
     traits = FAULT_TRAITS[kind]
     return entry.seconds if traits.takes_seconds else 0.0, entry.amount if traits.amount else 0.0

@@ -83,7 +83,7 @@ def _work(job: Job) -> None:
     built_in = [name for name, role in job.roles.named().items() if role.command is None]
     if job.model is None and built_in:
         needs = f"the built-in role {built_in[0]} needs path in [model], or [model.tokenizer] with pieces"
-        raise mistake(("model",), f"missing; {needs}; or give it a command")
+        raise mistake(("model",), f"missing; {needs}; or set command in [roles.{built_in[0]}]")
 
 
 def _model(job: Job) -> None:
@@ -348,7 +348,8 @@ def _check_needs_worker_api(job: Job, kind: FaultKind, target: str, at: tuple[st
 def _phase(job: Job, name: str, table: PhaseTable) -> None:
     """Check one ``[phases.NAME]`` table.
 
-    A mistyped name must not become a phase of the user's own, so a phase of the user's own has required keys.
+    A name that is not a phase of rrl defines a new phase. A new phase has required keys, so that a mistyped name of a
+    phase of rrl is reported instead of defining a new phase.
     """
     at, declared = ("phases", name), PHASES.get(name)
     if declared is None and (table.progresses is None or table.longest is None):

@@ -30,7 +30,7 @@ class Witnesses(Struct, frozen=True):
 
 
 class Signal(Struct, frozen=True):
-    """One occurrence of a lemon signal, with the users who report it."""
+    """One occurrence of a sign that a node is a lemon (fails again and again), with the users who report it."""
 
     weight: float
     witnesses: tuple[str, ...]
@@ -74,7 +74,8 @@ def confirmed(raised: RaisedFinding, witnesses: Mapping[Cause, Witnesses], by_ch
 def score_by_users(signals: Iterable[Signal]) -> float:
     """Return the lemon score, between 0 and 1.
 
-    The signals of one user alone give at most MAX_SCORE_BY_ONE_USER; root's and confirmed signals are not limited.
+    All signals of one user together count for at most MAX_SCORE_BY_ONE_USER. Signals that root reports (``trusted``)
+    and signals that are ``confirmed`` are not limited.
     """
     free, by_user = 1.0, dict[str, float]()
     for signal in signals:

@@ -37,7 +37,7 @@ class DrainState(Struct, frozen=True):
     partitions: tuple[str, ...] = ()
     """Partitions that contain the node."""
     by_check: bool = False
-    """Whether root's HealthCheckProgram drained it (``rrl:health:``): the node's own record of its fault."""
+    """Whether root's HealthCheckProgram drained it (``rrl:health:``). Such a drain counts as the node's own record."""
 
 
 class NodeReport(Struct, frozen=True):
@@ -76,7 +76,7 @@ class NodeReport(Struct, frozen=True):
     accused: bool
     """Whether there are enough witnesses for the verdict FAIL, a remedy, a drain or the term lemon."""
     related_nodes: list[str]
-    """Nodes with the same fault within 10 min."""
+    """Other nodes whose hardware failed for the same cause within 10 min of this node's failure."""
     actions: list[ReportLine]
     """Actions of runs on the node, newest last."""
     action: str

@@ -175,7 +175,7 @@ def _facts(findings: list[RaisedFinding]) -> dict[str, str]:
 
 
 def _related_nodes(index: RecordIndex, node: str, findings: list[RaisedFinding]) -> set[str]:
-    """Return the other nodes on which a hardware check failed for the same cause within 10 min."""
+    """Return the other nodes where a hardware check failed for the same cause within 10 min of this node's failure."""
     critical = [raised for raised in findings if raised.critical and raised.finding.cause in HARDWARE_CAUSES]
     same_cause = (index.nodes_with_same_cause(raised.finding.cause, raised.at) for raised in critical)
     return set[str]().union(*same_cause) - {node}
@@ -192,7 +192,8 @@ def _remedy(accusing: list[RaisedFinding], infra: list[Incident]) -> Remedy:
 def _advice(verdict: str, remedy: Remedy, lemon: lemons.Lemon, drain: DrainState, alone: list[str]) -> str:
     """Return the recommended action.
 
-    ``alone`` are users whose records are against the node without being enough to accuse it.
+    ``alone`` names the users who report open findings about the node, if their records together are not enough to
+    accuse it (:mod:`.corroboration`).
     """
     if drain.owner == "foreign":
         return "none: it is already drained"
@@ -251,7 +252,10 @@ def _action(history: RunHistory, act: ActionTaken) -> ReportLine:
 
 
 def _is_shared(index: RecordIndex, raised: RaisedFinding) -> bool:
-    """Return whether other nodes failed for the same cause at that time, without proof of this node's own fault."""
+    """Return whether the cause of a finding is probably not this node's own fault.
+
+    This is so if there is no proof against this node, and other nodes failed for the same cause at about the same time.
+    """
     doubtful = Flag.HELD_BACK in raised.finding.flags or not raised.finding.proof
     return doubtful and bool(index.nodes_with_same_cause(raised.finding.cause, raised.at) - {raised.finding.node})
 

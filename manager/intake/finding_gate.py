@@ -267,14 +267,14 @@ class FindingGate:
                 cleared = msgspec.structs.replace(finding, verdict=Verdict.OK, evidence=())
                 self._context.record(ev.FindingChanged(cleared))
         self._input_key = (
-            None if self._correlation_state.events or self._correlation_state.first_reported else input_key
+            None if self._correlation_state.shared_causes or self._correlation_state.first_reported else input_key
         )
         return context.next_check
 
     def _correlation_context(self) -> CorrelationContext:
         """Return what correlation needs to know of the run: nodes, rollouts, excluded nodes, missing heartbeats."""
         state = self._context.state()
-        if not self._detected and not self._reported.nodes and not self._correlation_state.events:
+        if not self._detected and not self._reported.nodes and not self._correlation_state.shared_causes:
             return CorrelationContext(0)
         node_count = sum(bool(node.allocation) for node in state.nodes.values())
         working = [replica for replica in workers(state) if replica.is_current]

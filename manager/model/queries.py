@@ -86,7 +86,7 @@ def all_completed(members: list[Replica]) -> bool:
 
 
 def open_requests(state: State) -> dict[str, str]:
-    """Return a dict from the tag of each requested allocation to the tag of its request, if this has no result yet.
+    """Return a dict from the tag of each requested allocation to the tag of its request, if the request has no result.
 
     All components of a heterogeneous job belong to the request of its first component.
     """
@@ -99,12 +99,12 @@ def open_requests(state: State) -> dict[str, str]:
 
 
 def finding_about(state: State, incarnation: Incarnation) -> Finding | None:
-    """Return the FAIL finding about an incarnation to act on, chosen by :func:`most_severe`; None if there is none."""
+    """Return the most severe FAIL finding about an incarnation (:func:`most_severe`); None if there is none."""
     return most_severe(finding for finding in state.findings.values() if finding.incarnation == incarnation)
 
 
 def node_finding(state: State, node: NodeName) -> Finding | None:
-    """Return the FAIL finding about a node to act on, chosen by :func:`most_severe`; None if there is none."""
+    """Return the most severe FAIL finding about a node (:func:`most_severe`); None if there is none."""
     return most_severe(finding for finding in state.findings.values() if finding.node == node)
 
 

@@ -276,7 +276,10 @@ class FailureTimeline:
         self._retire(incarnation)
 
     def _on_finish(self, action: Finish, at: float) -> Changes:
-        """Mark the failures that end the run: replicas are no longer fenced, so these have no recovery."""
+        """End all outages and work; if the run fails, record the current failures as the failures that ended the run.
+
+        These failures are recorded here, because a run that ends fences and recovers no replica any more.
+        """
         self._ending = True
         if action.outcome in (Outcome.FAILED, Outcome.REJECTED):
             failed = dict.fromkeys(finding.incarnation for finding, _ in self._standing.values())

@@ -33,8 +33,8 @@ RAISED = (Verdict.WARN, Verdict.FAIL)
 class HistoryEvents:
     """Translates the events of one manager.
 
-    ``state`` is the state that it restored, ``timeline`` the timeline that continues from it; ``user`` and ``cluster``
-    identify the run.
+    ``state`` is the state that the manager restored, and ``timeline`` the timeline that continues from this state.
+    ``user`` and ``cluster`` identify the run.
     """
 
     def __init__(
@@ -80,7 +80,10 @@ class HistoryEvents:
         return records
 
     def _finding_records(self, before: State, finding: Finding, at: float) -> list[Record]:
-        """Return a record if the finding was raised, changed or cleared; none if it was only repeated recently."""
+        """Return a record if the finding was raised, changed its verdict, or was cleared; else an empty list.
+
+        An unchanged finding is recorded again once ``REPEAT_INTERVAL_S`` have passed since its last record.
+        """
         verdict, then, count = self._written.get(finding.key, (Verdict.OK, 0.0, 0))
         if finding.verdict not in RAISED and (verdict not in RAISED or not _is_monitored(before, finding)):
             return []
@@ -128,7 +131,7 @@ class HistoryEvents:
         ]
 
     def _is_new(self, fence: Fence) -> bool:
-        """Return whether the fence is the first for its failure: a later one only chooses another rung."""
+        """Return whether the fence is the first for its failure: a later fence only chooses another rung."""
         failure = self._timeline.failures[fence.incarnation]
         return failure.fence is fence and failure.continues is None
 
@@ -177,7 +180,7 @@ def _node_changes(before: State, after: State, at: float) -> list[Record]:
 
 
 def _lost(state: State, name: NodeName) -> bool:
-    """Return whether a node is lost: the cluster lists it as DOWN, or a FAIL with cause NODE stands against it."""
+    """Return whether a node is lost: the cluster lists it as DOWN, or a FAIL finding with cause NODE is about it."""
     node = state.nodes.get(name)
     down = node is not None and node.status is not None and node.status.state is NodeState.DOWN
     silent = any(finding.node == name and finding.verdict is Verdict.FAIL and finding.cause is Cause.NODE

@@ -42,7 +42,7 @@ class Target(Struct, frozen=True):
 
 
 def find_target(launch_file: str) -> Target:
-    """Return the processes of the step of a launch file on this machine. Raises NotPerformed if it is not running."""
+    """Return the processes of the step of a launch file on this machine. Raises NotPerformed if none runs."""
     tag = Path(launch_file).stem
     marked = [process for process in processes(os.path.dirname(launch_file)) if process.launch == launch_file]
     step = next((process for process in marked if process.module == STEP_MODULE), None)
@@ -56,7 +56,7 @@ def find_target(launch_file: str) -> Target:
 
 
 def is_lasting(fault: Fault) -> bool:
-    """Tell whether a fault lasts, and so needs a pause helper."""
+    """Return whether a single signal cannot perform the fault, so that a helper process (``pause_helper``) must."""
     return fault.kind is FaultKind.SLOW or (fault.kind is FaultKind.FREEZE and fault.seconds > 0)
 
 
@@ -133,8 +133,8 @@ def _signal_group(target: Target, number: Signals) -> str:
 class Injector:
     """Performs the faults that the manager requests from this agent.
 
-    ``launch_of`` reads a launch file and returns the launch, or None if that is not of this run and node. The call may
-    block.
+    ``launch_of`` reads a launch file and returns the launch, or None if the launch is not of this run and node. The
+    call may block.
     """
 
     def __init__(self, supervisor: StepSupervisor, launch_of: Callable[[str], Launch | None]) -> None:

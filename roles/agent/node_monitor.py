@@ -169,7 +169,10 @@ class NodeMonitor:
         self._node_state.on_our_kill(self.now())
 
     def set_tenant(self, gpus: Collection[str], role: str, incarnation: str) -> None:
-        """Set the incarnation that uses these GPUs (UUIDs), to which application errors on them are attributed."""
+        """Record that ``incarnation`` uses these GPUs (UUIDs).
+
+        Application errors on these GPUs are attributed to that incarnation.
+        """
         self._node_state.set_tenant(gpus, role, incarnation)
 
     def on_role_death(self, gpus: Collection[str]) -> None:
@@ -265,5 +268,5 @@ def _rules(launch: Launch) -> tuple[Rules, tuple[Finding, ...]]:
 
 
 def _is_reported(finding: Finding) -> bool:
-    """Tell whether a finding is reported: FAIL, WARN, or UNKNOWN about something that the node should report."""
+    """Return whether a finding is reported: FAIL, WARN, or UNKNOWN about something that the node should report."""
     return finding.verdict is not Verdict.OK and not is_uninformative(finding)

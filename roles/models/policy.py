@@ -186,8 +186,11 @@ def fitting(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> dict[str
         ValueError: Names or shapes do not fit the model.
     """
     given, own = dict(tensors), weights(model)
-    if wrong := (given.keys() - _tied(model)) ^ own.keys():
-        raise ValueError(f"the weights do not fit the model: the tensors {sorted(wrong)[:4]} are missing or unexpected")
+    present = given.keys() - _tied(model)
+    if missing := own.keys() - present:
+        raise ValueError(f"the weights do not fit the model: they lack the tensors {sorted(missing)[:4]}")
+    if extra := present - own.keys():
+        raise ValueError(f"the weights do not fit the model: the model does not have the tensors {sorted(extra)[:4]}")
     for name, tensor in own.items():
         if given[name].shape != tensor.shape:
             raise ValueError(f"{name} has the shape {tuple(given[name].shape)}, but {tuple(tensor.shape)} in the model")

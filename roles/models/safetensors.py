@@ -57,8 +57,8 @@ def copy_into(
             if missing
             else f"has {extra[:_MAX_NAMES_SHOWN]}, which the model of config.json does not have"
         )
-        raise ValueError(f"[model] path: {folder} {problem}: its tensors have other names than the model's, and"
-                         " such architectures are not supported")  # fmt: skip
+        raise ValueError(f"[model] path: {folder} {problem}; rrl supports only checkpoints whose tensors have the same"
+                         " names as in transformers' model")  # fmt: skip
     by_file: dict[Path, list[str]] = {}
     for name, stored in source.items():
         by_file.setdefault(files[stored], []).append(name)

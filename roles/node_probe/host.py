@@ -154,7 +154,10 @@ class Ucx(Struct, frozen=True, tag=True):
 
 
 class Nvml(Struct, frozen=True, tag=True):
-    """The NVIDIA driver and its GPUs; both are empty if there is no driver (no ``libnvidia-ml.so.1``)."""
+    """Version of the NVIDIA driver, and its GPUs.
+
+    Both are empty if there is no driver (no ``libnvidia-ml.so.1``).
+    """
 
     driver: str
     """The driver's version."""

@@ -235,7 +235,7 @@ class _RowBatch:
         return logits
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Keep only these rows."""
+        """Keep only these rows (trajectories) of the batch, also in the KV cache."""
         if rows:
             index = torch.tensor(rows, device=self.unread.device)
             self.unread = self.unread[index]

@@ -46,7 +46,8 @@ def available_memory(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int:
 def _available_in_cgroup(mount: Path, path: str, limit: str, usage: str, cache: str) -> int:
     """Return the bytes available below the tightest limit from ``path`` up to the mount, or 2**63 without a limit.
 
-    ``cache`` names the field of memory that the kernel reclaims before it kills a process.
+    ``cache`` is the name of the field in ``memory.stat`` that counts the memory which the kernel reclaims before it
+    kills a process.
     """
     folder, tightest = mount / path.lstrip("/"), 2**63
     while folder != mount.parent:
@@ -211,7 +212,7 @@ class SnapshotBuffers:
         """Return the buffer of a snapshot.
 
         Raises:
-            SnapshotError: The snapshot is not stored here.
+            SnapshotError: The snapshot is not stored on this node.
         """
         for pair in self._all():
             for snapshot, buffer in pair.snapshots():
@@ -256,7 +257,8 @@ class SnapshotBuffers:
         """
         pair = self.attached(member)
         if pair is None or pair.member != member or slot not in SLOTS:
-            raise SnapshotError(f"rank {member.rank} of {member.gang}#{member.incarnation} has no buffers here")
+            rank = f"rank {member.rank} of {member.gang}#{member.incarnation}"
+            raise SnapshotError(f"the agent of this node has no such snapshot buffer of {rank}")
         return self._allocate(pair, slot, nbytes)
 
     def allocate_copy(self, member: Member, snapshot: SnapshotInfo) -> tuple[Buffer, int]:

@@ -132,7 +132,7 @@ class SnapshotInfo(Struct, frozen=True):
     nbytes: int
     digest: bytes
     own: bool
-    """True if a member on that node wrote it; False if it is a copy from another node."""
+    """True if a member on the node that stores the snapshot wrote it; False if it is a copy from another node."""
 
     @property
     def order(self) -> tuple[int, int]:

@@ -38,7 +38,7 @@ class Sending:
             connection.abort()
 
     def cancel(self) -> None:
-        """Abort the copy, which raises in its own thread, and wait for its end. May be called in any thread."""
+        """Abort the copy, so that its own thread raises, and wait until it has ended. May be called in any thread."""
         self.cancelled = True
         with contextlib.suppress(RuntimeError):  # its loop has ended
             self._abort()

@@ -222,7 +222,7 @@ class _RequestHandler:
 
     # ── other nodes ────────────────────────────────────────────────────────────────────────────────────────────────
     async def _receive_upload(self, connection: Connection, upload: msg.Upload) -> msg.Answer | None:
-        """Receive a copy. At most two copies per rank are stored, and an incomplete one stays invalid."""
+        """Receive a copy. At most two copies per rank are stored; an incomplete copy stays invalid."""
         snapshot = msgspec.structs.replace(upload.snapshot, own=False)
         if snapshot in self._buffers.snapshots(snapshot.gang):
             return msg.SnapshotList((snapshot,))

@@ -291,7 +291,7 @@ _decoder = msgspec.msgpack.Decoder(PackedBatch)
 
 
 def batches(me: rrl.Worker, gang: Gang, after: int) -> Iterator[Batch]:
-    """Yield the batches of ``me.batches()`` in all members, each with the member's share. All members must call it.
+    """Yield in each member its share of every batch that ``me.batches()`` yields. All members must call this function.
 
     The iteration ends in all members together, as soon as one member has received a stop request, which the others may
     receive a step later.

@@ -108,7 +108,7 @@ def write_metadata(folder: Path, pieces: Iterable[Piece]) -> Path:
         positions[index] = WriteResult(index, piece.nbytes, _StorageInfo(piece.file, piece.at, piece.nbytes))
         dtype = getattr(torch, piece.dtype, None)
         if not isinstance(dtype, torch.dtype) or Path(piece.file).name != piece.file:
-            raise RuntimeError(f"another member of the gang reported an invalid piece: {piece}")
+            raise RuntimeError(f"another member of the gang reported a shard with an invalid dtype or file: {piece}")
         properties = TensorProperties(dtype=dtype)
         whole = TensorStorageMetadata(properties, torch.Size(piece.whole), [])
         tensors.setdefault(piece.name, whole).chunks.append(chunk)

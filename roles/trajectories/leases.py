@@ -139,8 +139,8 @@ class WorkQueue:
     def may_write(self, incarnation: Incarnation, trajectory: int) -> bool:
         """Return whether the trajectory exists and is leased to the incarnation.
 
-        A trajectory without a lease counts as leased to its last writer, or to any incarnation before its first token,
-        because the lease may have been lost in a restart of the store.
+        The lease may have been lost in a restart of the store. So a trajectory without a lease counts as leased to its
+        last writer or, if it has no token yet, to every incarnation.
         """
         if (track := self._state.trajectories.get(trajectory)) is None:
             return False

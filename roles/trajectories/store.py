@@ -101,7 +101,7 @@ class Store:
         self._prompts = ItemPrompts(next_prompt)
         self._keep_uncommitted = keep_uncommitted
         self._newest_weights: int | None = None
-        """Step of the newest weights that a rollout reported with a request for work to this process."""
+        """Step of the newest weights that a rollout has reported to this process in a request for work."""
         self._membership = Membership()
         self._scoring_leases = Leases()
         self._versions = VersionDirectory()
@@ -304,7 +304,7 @@ class Store:
     def _check_staleness(self, incarnation: Incarnation, packed: PackedSegment) -> bool:
         """Return whether the trajectory's group can still be trained in time with this segment.
 
-        If not, the trajectory is offered to another rollout (``wait_for_late``), or its group is dropped.
+        If not, its group is dropped; with ``wait_for_late``, the trajectory is offered to another rollout instead.
         """
         if not self._work.may_write(incarnation, packed.trajectory):
             return False
@@ -423,8 +423,9 @@ class Store:
         """Bind to step ``number`` the complete groups that expire first, unless the step is bound already.
 
         A group expires with the last step that its oldest token allows (:mod:`.staleness`). Returns None if the step is
-        bound, Denied if the trainer is fenced or ``number`` is not the next step, NotReady while too many bound steps
-        are uncommitted, too few groups are complete, or (``wait_for_late``) a group could miss its last step.
+        bound now or was already, and Denied if the trainer is fenced or ``number`` is not the next step. Returns
+        NotReady while too many bound steps are uncommitted, while too few groups are complete, or, with
+        ``wait_for_late``, while the binding would let an incomplete group miss its last step.
         """
         if rejection := self._check_trainer(incarnation):
             return rejection

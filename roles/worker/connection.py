@@ -130,7 +130,7 @@ class ManagerConnection:
         if self.launch.standby and self._failure is None:
             raise Stopping
         if not self._welcomed.wait(WELCOME_TIMEOUT_S):
-            raise TimeoutError(f"no manager of {self.run.id} welcomed this worker within {WELCOME_TIMEOUT_S:g} s")
+            raise TimeoutError(f"not accepted by a manager in {WELCOME_TIMEOUT_S:g} s; see rrl status {self.run.id}")
         if self._failure is not None:
             raise self._failure
 

@@ -23,11 +23,11 @@ source and then the next one have timed out, before it can continue. A process t
 because of that."""
 PACKAGES: dict[WeightTransportName, tuple[str, ...]] = {"ucx": ("ucxx",), "nixl": ("nixl_cu12", "nixl_cu13")}
 """Python packages of each transport that needs one; one of the packages must be installed. The extra with the name of
-the transport installs it. (The package ``nixl`` only selects one of the two, and installs both.)"""
+the transport installs it. (The package ``nixl`` installs ``nixl_cu12`` and ``nixl_cu13``, and selects one.)"""
 
 
 class VersionUnavailable(TransportError):
-    """The source works, but neither has this version nor receives it. The connection to it remains usable."""
+    """The source works, but neither has this version nor is receiving it. Its connection remains usable."""
 
 
 class WeightTransport(Protocol):

@@ -173,7 +173,7 @@ class _NixlConnection:
         elif kind == _KIND_BYTES and nbytes <= _MAX_STASHED_BYTES and len(self._stash) < _MAX_STASHED:
             self._stash.append(await self._receive_bytes(nbytes))
         else:
-            raise TransportError(f"received an unexpected frame: kind {kind}, {nbytes} bytes")
+            raise TransportError(f"the peer broke the protocol: unexpected frame of kind {kind}, {nbytes} bytes")
 
     def _on_slot_read(self) -> None:
         if not self._offered:
@@ -213,7 +213,7 @@ class _NixlConnection:
                 await self._write(_KIND_READ, 0, b"")
                 received += nbytes
             else:
-                raise TransportError(f"received an unexpected frame: kind {kind}, {nbytes} bytes")
+                raise TransportError(f"the peer broke the protocol: unexpected frame of kind {kind}, {nbytes} bytes")
 
     async def _add_remote(self, metadata: bytes) -> None:
         metadata, mac = metadata[:-_MAC_BYTES], metadata[-_MAC_BYTES:]

@@ -34,7 +34,7 @@ from .ucx_settings import SETTINGS as UCX_SETTINGS
 from .ucx_settings import ucx_limits
 
 SLOT_BYTES = 4 * 2**20
-"""Bytes of a slot: what is read at once."""
+"""Bytes of a slot: the largest piece of a transfer that a peer can announce."""
 SETTINGS = {
     **UCX_SETTINGS,
     "UCX_TCP_CONN_NB": "y",  # otherwise all of NIXL blocks while it connects to an unreachable peer: 134 s
@@ -52,7 +52,8 @@ _PROGRESS_US = 10_000
 """Microseconds that NIXL's thread sleeps unless UCX wakes it: idle it takes 0.7 % of a core (66 % with its default,
 0)."""
 _MIN_POLL_S, _MAX_POLL_S = 50e-6, 1e-3
-"""Seconds between two polls of a read: from a tenth of a slot's time at 10 GB/s to a sixteenth of that at 2 Gbit/s."""
+"""Seconds between two polls of a read: from a tenth of the time that a slot takes at 10 GB/s to a sixteenth of the
+time that it takes at 2 Gbit/s."""
 
 _LIMIT_VARIABLES = ("UCX_TLS", "UCX_NET_DEVICES")
 
@@ -90,8 +91,9 @@ class BufferClaim:
 class Remote:
     """A peer whose slots can be read. ``users`` counts connections to it, and reads from it that have not ended.
 
-    NIXL removes the peer with its last user: if the peer of a read is removed before the read ends, NIXL reports that
-    the read does not exist, and continues to write.
+    The peer is removed from NIXL once it has no user. Reads count as users for this reason: if the peer were removed
+    before a read ends, NIXL would report that the read does not exist, but would continue to write into the memory of
+    this process.
     """
 
     def __init__(self, name: bytes) -> None:
@@ -103,7 +105,7 @@ class NixlRuntime:
     """NIXL's runtime for one transport. Creating it blocks for 0.5 s, longer if there are network cards to open.
 
     Args:
-        trusted_host: Address at which NIXL's UCX may listen for TCP; None: it must not use TCP.
+        trusted_host: Address at which NIXL's UCX may listen for TCP; None: UCX must not use TCP.
         rdma_ports: Active RDMA ports of this machine.
 
     Raises:

@@ -276,7 +276,7 @@ class _Pull:
     async def _fetch_from(self, manifest: Manifest, source: WeightSource) -> None:
         """Fetch from one source until no chunk is missing, or until the source has failed.
 
-        On return none of its chunks is still being written or verified.
+        On return no chunk of this source is still being written or verified.
         """
         progress = _SourceProgress(source)
         try:

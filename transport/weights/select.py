@@ -20,7 +20,7 @@ _NAMES: tuple[WeightTransportName, ...] = get_args(WeightTransportName)
 
 
 class Capabilities(Struct, frozen=True):
-    """What this machine has for weight transports."""
+    """The packages and RDMA ports of this machine, which decide which weight transports it can use."""
 
     packages: frozenset[WeightTransportName]
     """Transports that need a Python package, and whose package is installed."""
@@ -77,7 +77,7 @@ def _select_auto(capabilities: Capabilities) -> Choice:
 
 
 def detect_capabilities() -> Capabilities:
-    """Return what this machine has: packages by name, and RDMA ports. Imports nothing."""
+    """Return the installed packages and the active RDMA ports of this machine. Imports no package."""
     return Capabilities(
         frozenset(kind for kind in PACKAGES if installed_package(kind) is not None), active_rdma_ports()
     )
@@ -100,7 +100,7 @@ def open_transport(
         secret: HMAC secret of the run.
         host: Address at which this process serves. If UCX may use TCP, UCX listens at this address only.
         trusted_network: ``[transport] trusted_network``.
-        capabilities: What this machine has; None: it is detected.
+        capabilities: Packages and RDMA ports of this machine; None: they are detected.
 
     Raises:
         ImportError: A transport that was requested by name is not installed.

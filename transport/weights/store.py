@@ -94,7 +94,7 @@ class _Arriving:
 
 
 class _Reader:
-    """One connection that reads one version, until it has received all of it."""
+    """A connection that reads a version and has not received all of that version yet."""
 
     def __init__(self, version: Version, now: float) -> None:
         self.version, self.since, self.last, self.nbytes = version, now, now, 0
@@ -136,7 +136,7 @@ class WeightStore:
     def allocate(self, nbytes: int) -> memoryview:
         """Return memory for a version that will be offered.
 
-        The oldest version is evicted for it, unless it is being read.
+        If the store is full, the oldest version is evicted to free memory, unless that version is being read.
         """
         with self._changing():
             if len(self._complete) >= MAX_VERSIONS and not self._is_being_read(next(iter(self._complete))):

@@ -3,7 +3,7 @@
 The same finding on several nodes within two minutes points at the fabric, the storage or the software that they share,
 not at each node. There are three more such cases: all rollouts stall at once; workers on many nodes miss heartbeats
 while their agents do not (a flood of log lines, or a delayed manager); several nodes fall silent at once (a switch that
-fails over is back within half a minute). In this module, an *event* is such a shared cause (:class:`CorrelatedEvent`).
+fails over is back within half a minute). Each such case is recorded as a *shared cause* (:class:`SharedCause`).
 
 A finding that is held back becomes a WARN without a remedy, and one finding about the whole run, ``correlated``, names
 the shared cause. A finding with proof is not held back: a GPU that fell off its bus is gone, even if other nodes lost a
@@ -11,7 +11,7 @@ GPU too (the planner limits how many nodes it excludes). The exception is proof 
 driver, a wrong rule or a shared cause.
 
 A first finding of fabric or storage is held back briefly before it counts against an occupied node, because other nodes
-are sampled at other times. An event is kept for a while, because some nodes report its cause late; the next manager
+are sampled at other times. A shared cause is kept for a while, because some nodes report it late; the next manager
 restores it (:func:`restore_state`). The module is pure: state and time are arguments.
 """
 
@@ -29,17 +29,17 @@ from ..detectors.liveness import worker_silence
 from ..detectors.node_liveness import node_lost
 
 WINDOW_S = 120.0
-"""Time within which equal findings on several nodes belong to one event."""
+"""Time within which equal findings on several nodes have one shared cause."""
 CORRELATED_SHARE = 0.2
-"""Share of the run's nodes, two at least, whose equal findings make an event (docs/sources.md: the circuit breaker's
-share)."""
+"""Share of the run's nodes, two at least, whose equal findings have a shared cause (docs/sources.md: the circuit
+breaker's share)."""
 SETTLE_S = 30.0
 """Time for which a first finding of a shareable cause is held back, so that other nodes can report the same finding:
 fabric (5 s) and host (10 s) readers need up to three samples."""
 MOST_SHARE = 0.5
 """Share of the run's nodes, two at least, above which equal findings are held back even if they are proof."""
-EVENT_LIFETIME_S = 600.0
-"""Time after the last report by enough nodes during which an event still explains equal findings."""
+SHARED_CAUSE_LIFETIME_S = 600.0
+"""Time after the last report by enough nodes during which a shared cause still explains equal findings."""
 STALL_GRACE_S = 120.0
 """Time for which rollouts that all stall at once are left alone; then they are repaired, whatever the cause."""
 STALL_SPREAD_S = 30.0
@@ -47,10 +47,11 @@ STALL_SPREAD_S = 30.0
 SILENCE_GRACE_S = 30.0
 """Time for which workers or nodes that fall silent at once are left alone (ours: three times the silence limit)."""
 MIN_SILENT_NODES = 3
-"""Smallest number of nodes that must fall silent at once to make an event, and for workers also of gangs: two may be a
-coincidence, and the members of one gang may hang together."""
+"""Smallest number of nodes (for workers, also of gangs) that must fall silent at once to suggest a shared cause.
+
+Two may be a coincidence, and the members of one gang may hang together."""
 SILENCE_SPREAD_S = 10.0
-"""Longest time between two silences that belong to one event."""
+"""Longest time between two silences that have one shared cause."""
 _SHAREABLE_CAUSES = frozenset({Cause.FABRIC, Cause.STORAGE})
 _NODE_CAUSES = frozenset({Cause.GPU, Cause.FABRIC, Cause.STORAGE})
 """Causes of findings by node agents."""
@@ -64,43 +65,43 @@ _SUSPECTS = {
 }
 """Cause of equal findings on most nodes → what is suspected behind it."""
 
-EventKind = tuple[Cause, str, str]
+SharedCauseKind = tuple[Cause, str, str]
 """What findings have in common: cause, detector and, for storage, the path."""
-_STALL: EventKind = (Cause.HANG, "", "")
+_STALL: SharedCauseKind = (Cause.HANG, "", "")
 """All rollouts stall at once."""
-_SILENCE: EventKind = (Cause.PROCESS, worker_silence.__name__, "")
+_SILENCE: SharedCauseKind = (Cause.PROCESS, worker_silence.__name__, "")
 """Workers on different nodes fall silent at once."""
-_LOST: EventKind = (Cause.NODE, node_lost.__name__, "")
+_LOST: SharedCauseKind = (Cause.NODE, node_lost.__name__, "")
 """Several nodes fall silent at once."""
 _GRACE_S = {_STALL: STALL_GRACE_S, _SILENCE: SILENCE_GRACE_S, _LOST: SILENCE_GRACE_S}
-"""Time (s) for which each of these events holds findings back. The event itself is kept until no finding of its kind is
-left, so that one stall or silence makes only one event."""
+"""Time (s) for which a shared cause of each of these kinds holds findings back. The shared cause itself is kept until
+no finding of its kind is left, so that one stall or silence has only one shared cause."""
 
 
-class CorrelatedEvent(Struct, frozen=True):
-    """A cause that several nodes or replicas share."""
+class SharedCause(Struct, frozen=True):
+    """A cause that the equal findings of several nodes or replicas probably share."""
 
     last_reported_at: float
-    """Time when enough nodes last reported the cause."""
+    """Time (s) when enough nodes last reported findings of its kind."""
     finding: Finding
-    """Finding about the whole run; ``since`` is when the event began."""
+    """Finding about the whole run; ``since`` is when the shared cause was recognized."""
     on_most_nodes: bool = False
-    """Whether most nodes report it, so that even proof is held back."""
+    """Whether most nodes report such findings, so that even findings with proof are held back."""
 
 
 class CorrelationState(Struct, frozen=True):
-    """State of :func:`correlate` between calls: pass what it returned last. Times are the caller's clock (s)."""
+    """State that a call of :func:`correlate` returns for the next call. Times are the caller's clock (s)."""
 
     first_reported: dict[str, float] = {}
     """Time since which each finding, by key, has been reported without a break."""
-    recent: dict[EventKind, dict[NodeName, float]] = {}
+    recent: dict[SharedCauseKind, dict[NodeName, float]] = {}
     """Kind → node → time when the node last began to report a finding of this kind."""
-    events: dict[EventKind, CorrelatedEvent] = {}
-    """Current events."""
+    shared_causes: dict[SharedCauseKind, SharedCause] = {}
+    """Active shared causes."""
 
 
 class CorrelationContext(Struct, frozen=True):
-    """The run at the time of a call."""
+    """What :func:`correlate` needs to know of the run's nodes and workers, as of the call."""
 
     node_count: int
     """Number of the run's nodes."""
@@ -109,7 +110,7 @@ class CorrelationContext(Struct, frozen=True):
     rollouts: AbstractSet[Incarnation] = frozenset()
     """Rollouts that have joined."""
     excluded: AbstractSet[NodeName] = frozenset()
-    """Excluded nodes; their findings do not count towards an event."""
+    """Excluded nodes; their findings do not count towards a shared cause."""
     silent_workers: Mapping[Incarnation, tuple[NodeName, float]] = {}
     """Node and time of the last message of each worker that misses heartbeats although its node sends messages
     (``missing_heartbeats``)."""
@@ -124,7 +125,7 @@ def correlate(
 
     Args:
         findings: All current findings.
-        context: The run now.
+        context: Nodes and workers of the run, as of ``now``.
         state: What the previous call returned.
         now: Caller's clock (s).
 
@@ -133,24 +134,29 @@ def correlate(
         never).
     """
     suspects = {finding.key: finding for finding in findings if _may_be_shared(finding, context)}
-    if not suspects and not state.events and not state.first_reported:
+    if not suspects and not state.shared_causes and not state.first_reported:
         return list(findings), state, inf
     first = {key: state.first_reported.get(key, now) for key in suspects}
     recent = _recent(suspects.values(), first, state, now)
-    events = _events(findings, suspects.values(), recent, context, state, now)
+    shared_causes = _shared_causes(findings, suspects.values(), recent, context, state, now)
     next_check = min(
-        (expires_at for kind, event in events.items() if (expires_at := _expires_at(kind, event)) > now), default=inf
+        (
+            expires_at
+            for kind, shared_cause in shared_causes.items()
+            if (expires_at := _expires_at(kind, shared_cause)) > now
+        ),
+        default=inf,
     )
     reported: list[Finding] = []
     for finding in findings:
-        event = events.get(_kind(finding)) if finding.key in suspects else None
+        shared_cause = shared_causes.get(_kind(finding)) if finding.key in suspects else None
         if (
-            event is not None
-            and now < _expires_at(_kind(finding), event)
-            and (event.on_most_nodes or not finding.proof)
+            shared_cause is not None
+            and now < _expires_at(_kind(finding), shared_cause)
+            and (shared_cause.on_most_nodes or not finding.proof)
         ):
             why = f"others have the same finding: see {DETECTOR}"
-            reported.append(_hold_back(finding, why, event.finding.since, event.on_most_nodes))
+            reported.append(_hold_back(finding, why, shared_cause.finding.since, shared_cause.on_most_nodes))
         elif (
             finding.key in suspects
             and _awaits_other_nodes(finding, context)
@@ -162,23 +168,23 @@ def correlate(
             next_check = min(next_check, until)
         else:
             reported.append(finding)
-    reported += [event.finding for event in events.values()]
-    return reported, CorrelationState(first, recent, events), next_check
+    reported += [shared_cause.finding for shared_cause in shared_causes.values()]
+    return reported, CorrelationState(first, recent, shared_causes), next_check
 
 
 def restore_state(findings: Iterable[Finding], now: float) -> CorrelationState:
     """Rebuild the state of an earlier manager from the findings that it recorded.
 
-    The findings contain the events and the start of each failure. For findings that waited for other nodes the time
-    ``SETTLE_S`` starts again.
+    The findings name the shared causes and tell when each failure began. A finding that was held back, so that
+    other nodes can report the same, is held back for the full ``SETTLE_S`` again.
     """
-    first, events = dict[str, float](), dict[EventKind, CorrelatedEvent]()
+    first, shared_causes = dict[str, float](), dict[SharedCauseKind, SharedCause]()
     for finding in findings:
         if finding.detector == DETECTOR and finding.shared is not None:
-            events[finding.shared] = CorrelatedEvent(now, finding, Flag.ON_MOST_NODES in finding.flags)
+            shared_causes[finding.shared] = SharedCause(now, finding, Flag.ON_MOST_NODES in finding.flags)
         elif finding.verdict is Verdict.FAIL and finding.cause in _NODE_CAUSES:
             first[finding.key] = min(now, finding.since)
-    return CorrelationState(first, events=events)
+    return CorrelationState(first, shared_causes=shared_causes)
 
 
 def _may_be_shared(finding: Finding, context: CorrelationContext) -> bool:
@@ -205,9 +211,9 @@ def _is_silent(finding: Finding) -> bool:
 
 
 def _awaits_other_nodes(finding: Finding, context: CorrelationContext) -> bool:
-    """Return whether the finding waits for the same finding on other nodes.
+    """Return whether the finding is held back for its first ``SETTLE_S``, so that other nodes can report the same.
 
-    It does if its cause is shareable and a role would be moved because of it.
+    This is so if its cause is shareable and a role would be moved because of the finding.
     """
     return (
         not finding.proof
@@ -217,8 +223,8 @@ def _awaits_other_nodes(finding: Finding, context: CorrelationContext) -> bool:
     )
 
 
-def _kind(finding: Finding) -> EventKind:
-    """Return the kind of the event that this finding and others like it would make."""
+def _kind(finding: Finding) -> SharedCauseKind:
+    """Return the kind of the shared cause that this finding and others like it may have."""
     if finding.incarnation is not None:
         return _SILENCE if _is_silent(finding) else _STALL
     if _is_lost(finding):
@@ -228,9 +234,9 @@ def _kind(finding: Finding) -> EventKind:
 
 def _recent(
     suspects: Collection[Finding], first: Mapping[str, float], state: CorrelationState, now: float
-) -> dict[EventKind, dict[NodeName, float]]:
+) -> dict[SharedCauseKind, dict[NodeName, float]]:
     """Return the nodes that began to report each kind within ``WINDOW_S``, even if they no longer report it."""
-    recent: dict[EventKind, dict[NodeName, float]] = {}
+    recent: dict[SharedCauseKind, dict[NodeName, float]] = {}
     for kind, nodes in state.recent.items():
         if within_window := {node: at for node, at in nodes.items() if now - at <= WINDOW_S}:
             recent[kind] = within_window
@@ -241,15 +247,20 @@ def _recent(
     return recent
 
 
-def _events(
-    findings: Sequence[Finding], suspects: Collection[Finding], recent: Mapping[EventKind, Mapping[NodeName, float]],
-    context: CorrelationContext, state: CorrelationState, now: float,
-) -> dict[EventKind, CorrelatedEvent]:  # fmt: skip
-    """Return the events that exist now: new events, and earlier events that have not expired."""
+def _shared_causes(
+    findings: Sequence[Finding], suspects: Collection[Finding],
+    recent: Mapping[SharedCauseKind, Mapping[NodeName, float]], context: CorrelationContext,
+    state: CorrelationState, now: float,
+) -> dict[SharedCauseKind, SharedCause]:  # fmt: skip
+    """Return the active shared causes: new ones, and earlier ones that have not expired."""
     enough, most = max(2, ceil(CORRELATED_SHARE * context.node_count)), max(2, int(MOST_SHARE * context.node_count) + 1)
-    events = {kind: event for kind, event in state.events.items() if now < _expires_at(kind, event) or kind in _GRACE_S}
-    unproven: dict[EventKind, set[NodeName]] = {}
-    proved: dict[EventKind, set[NodeName]] = {}
+    shared_causes = {
+        kind: shared_cause
+        for kind, shared_cause in state.shared_causes.items()
+        if now < _expires_at(kind, shared_cause) or kind in _GRACE_S
+    }
+    unproven: dict[SharedCauseKind, set[NodeName]] = {}
+    proved: dict[SharedCauseKind, set[NodeName]] = {}
     for finding in suspects:
         if finding.node is not None and finding.node not in context.excluded:
             (proved if finding.proof else unproven).setdefault(_kind(finding), set()).add(finding.node)
@@ -257,40 +268,40 @@ def _events(
         newest = max(nodes.values())
         near = {str(node) for node, at in nodes.items() if newest - at <= WINDOW_S}
         without_proof, reporting = unproven.get(kind, set()), unproven.get(kind, set()) | proved.get(kind, set())
-        event = events.get(kind)
-        if event is not None and len(reporting if event.on_most_nodes else without_proof) >= enough:
-            event = replace(event, last_reported_at=now)
-        fresh = now - newest <= WINDOW_S  # an event that is over does not start again without a new report
-        if reporting and fresh and len(near) >= most and (event is None or not event.on_most_nodes):
-            event = CorrelatedEvent(now, _run_wide(kind, near, now, most=True), on_most_nodes=True)
-        elif event is None and without_proof and fresh and len(near) >= enough:
-            event = CorrelatedEvent(now, _run_wide(kind, near, now))
-        if event is not None:
-            events[kind] = event
+        shared_cause = shared_causes.get(kind)
+        if shared_cause is not None and len(reporting if shared_cause.on_most_nodes else without_proof) >= enough:
+            shared_cause = replace(shared_cause, last_reported_at=now)
+        fresh = now - newest <= WINDOW_S  # an expired shared cause does not start again without a new report
+        if reporting and fresh and len(near) >= most and (shared_cause is None or not shared_cause.on_most_nodes):
+            shared_cause = SharedCause(now, _run_wide(kind, near, now, most=True), on_most_nodes=True)
+        elif shared_cause is None and without_proof and fresh and len(near) >= enough:
+            shared_cause = SharedCause(now, _run_wide(kind, near, now))
+        if shared_cause is not None:
+            shared_causes[kind] = shared_cause
     stalling = [finding for finding in findings if _is_stall(finding, context)]
     failing = any(_kind(finding) == _STALL for finding in suspects)
     stuck = {finding.incarnation for finding in stalling if finding.incarnation is not None}
-    _update_group_event(events, _STALL, stuck, failing and _all_rollouts_stall(stalling, context), now)
+    _update_group_cause(shared_causes, _STALL, stuck, failing and _all_rollouts_stall(stalling, context), now)
     silent = [finding for finding in suspects if _kind(finding) == _SILENCE]
     silent_group = _silent_group(silent, context)
-    _update_group_event(events, _SILENCE, silent_group, _on_several_nodes(silent_group, context), now)
+    _update_group_cause(shared_causes, _SILENCE, silent_group, _on_several_nodes(silent_group, context), now)
     lost = _lost_group([finding for finding in suspects if _kind(finding) == _LOST], context)
-    _update_group_event(events, _LOST, lost, len(lost) >= MIN_SILENT_NODES, now)
-    return events
+    _update_group_cause(shared_causes, _LOST, lost, len(lost) >= MIN_SILENT_NODES, now)
+    return shared_causes
 
 
-def _update_group_event(
-    events: dict[EventKind, CorrelatedEvent],
-    kind: EventKind,
-    members: Collection[Incarnation] | Collection[NodeName],
+def _update_group_cause(
+    shared_causes: dict[SharedCauseKind, SharedCause],
+    kind: SharedCauseKind,
+    affected: Collection[Incarnation] | Collection[NodeName],
     correlated: bool,
     now: float,
 ) -> None:
-    """Start an event of several workers or nodes when they are correlated; end it when no member is left."""
-    if not members:
-        events.pop(kind, None)
-    elif correlated and kind not in events:
-        events[kind] = CorrelatedEvent(now, _run_wide(kind, {str(member) for member in members}, now))
+    """Start a shared cause when the workers or nodes ``affected`` are correlated; end it when none is affected."""
+    if not affected:
+        shared_causes.pop(kind, None)
+    elif correlated and kind not in shared_causes:
+        shared_causes[kind] = SharedCause(now, _run_wide(kind, {str(name) for name in affected}, now))
 
 
 def _silent_group(silent: Collection[Finding], context: CorrelationContext) -> set[Incarnation]:
@@ -328,9 +339,13 @@ def _all_rollouts_stall(stalling: Collection[Finding], context: CorrelationConte
     return len(incarnations) >= max(3, len(context.rollouts)) and max(since) - min(since) <= STALL_SPREAD_S
 
 
-def _expires_at(kind: EventKind, event: CorrelatedEvent) -> float:
-    """Return the time (s) until which the event holds findings back."""
-    return event.finding.since + _GRACE_S[kind] if kind in _GRACE_S else event.last_reported_at + EVENT_LIFETIME_S
+def _expires_at(kind: SharedCauseKind, shared_cause: SharedCause) -> float:
+    """Return the time (s) until which the shared cause holds findings back."""
+    return (
+        shared_cause.finding.since + _GRACE_S[kind]
+        if kind in _GRACE_S
+        else shared_cause.last_reported_at + SHARED_CAUSE_LIFETIME_S
+    )
 
 
 def _hold_back(finding: Finding, reason: str, since: float, on_most_nodes: bool = False) -> Finding:
@@ -339,7 +354,7 @@ def _hold_back(finding: Finding, reason: str, since: float, on_most_nodes: bool 
     return replace(finding, verdict=Verdict.WARN, remedy=Remedy.NONE, proof=False, evidence=evidence, flags=flags)
 
 
-def _run_wide(kind: EventKind, names: AbstractSet[str], now: float, most: bool = False) -> Finding:
+def _run_wide(kind: SharedCauseKind, names: AbstractSet[str], now: float, most: bool = False) -> Finding:
     """Return the finding about the whole run: the nodes or replicas ``names`` have ``kind`` in common."""
     cause, detector, component = kind
     if kind == _STALL:

@@ -31,8 +31,8 @@ def blame_gang_members(findings: Sequence[Finding], monitor: HealthMonitor) -> l
 
     The ``computes_nothing`` findings of a gang become one finding about the member that the others wait for. They are
     dropped if the loads do not show which member that is, or if the gang has another FAIL finding. Each
-    ``load_stalled`` finding is replaced or dropped by itself. Of the ``phase_overdue`` findings of a gang, only the
-    finding about the member with the least progress is kept.
+    ``load_stalled`` finding is replaced or dropped independently of the others. Of the ``phase_overdue`` findings of a
+    gang, only the finding about the member with the least progress is kept.
     """
     findings = _resolve_loading(findings, monitor)
     raw = {
@@ -148,7 +148,8 @@ def _idle_hang(finding: Finding, why: str) -> Finding:
 def _one_per_gang(findings: list[Finding], monitor: HealthMonitor) -> list[Finding]:
     """Keep, of the findings about overdue members of a gang, only the finding about the member with the least progress.
 
-    Drop all findings about overdue members of a gang if another member works within its own deadline: they wait for it.
+    Drop all findings about overdue members of a gang if another member works within its own deadline, because the
+    overdue members wait for that member.
     """
     overdue: dict[Incarnation, list[Finding]] = {}
     for finding in findings:

@@ -133,10 +133,11 @@ def _waiting_with(
 
 
 def _awaited(view: ReplicaView, by_role: Mapping[str, list[ReplicaId]]) -> list[ReplicaId]:
-    """Return the replicas of the role that the phase of a replica waits for, else the replica that it names.
+    """Return the replicas for which the replica of ``view`` waits.
 
-    The role comes first, because a waiting replica names the store, which it polls, although it waits for the role
-    behind the store.
+    These are all replicas of the role that its phase declares to wait for or, if the phase declares no role, the single
+    replica that it named. The declared role has priority, because a replica that waits for such a role polls the store
+    and therefore names the store.
     """
     role = view.declared.waits_for
     if role is None and view.waits_for is not None:

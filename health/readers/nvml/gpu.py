@@ -36,7 +36,7 @@ class ProcessOwners:
     def _look_up(self, pid: int) -> tuple[int | None, str]:
         """Return (real uid, name) of a process.
 
-        The owner of its folder would be wrong: it is root for a process that may not be dumped.
+        The owner of the process's folder is not used, because this is root for a process that may not be dumped.
         """
         try:
             text = (self._proc / str(pid) / "status").read_text(errors="replace")
@@ -133,7 +133,8 @@ class Device:
     def _query_rest(self, results: QueryResults, read_number: int, full: bool) -> None:
         """Query the values that are due.
 
-        ``read_number`` includes the GPU's index, so that the slow queries of eight GPUs are spread over several reads.
+        ``read_number`` is the number of the read plus the GPU's index, so that the slow queries of eight GPUs are
+        spread over several reads.
         """
         if full or read_number % table.FIXED_EVERY == 0:
             results.query((*table.IDENTITY, *table.FIXED))

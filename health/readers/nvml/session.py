@@ -14,7 +14,7 @@ _MEMBERS = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
 """Members of nvmlValue_t by nvmlValueType_t."""
 _UNKNOWN_TYPE = -1
 _GARBLED = -2
-"""Our own codes: a value of an unknown type; a text that cannot be decoded (a corrupted infoROM)."""
+"""Error codes of this module: a value of an unknown type; a text that cannot be decoded (a corrupted infoROM)."""
 
 
 class SessionOver(Exception):
@@ -119,7 +119,7 @@ class QueryResults:
         self.unread[field] = self.describe(code)
 
     def describe(self, code: int) -> str:
-        """Return the text for an error code of NVML or our own."""
+        """Return the text for an error code, which is either one of NVML's or one that this module defines."""
         if code in (_UNKNOWN_TYPE, _GARBLED):
             return "its value has an unknown type" if code == _UNKNOWN_TYPE else "its value is not a valid text"
         return error_text(code, str(self._nvml.NVMLError(code)))

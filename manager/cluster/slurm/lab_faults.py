@@ -32,13 +32,13 @@ async def inject_fault(fault: Fault) -> str:
     """Have the test cluster inject a fault, and end it after ``fault.seconds``; return what was done.
 
     Raises:
-        Refused: this is not a test cluster, or the fault does not concern a cluster.
+        Refused: this is not a test cluster, or a test cluster cannot inject this fault.
         Unanswered: the test cluster did not answer in time.
     """
     path = os.environ.get(LAB_FAULTS_ENV)
     if not path or fault.kind not in _DONE_BY_LAB:
         raise Refused(f"{fault.kind} can be injected on a test cluster only" if not path else
-                      f"{fault.kind} is not a fault of a cluster")  # fmt: skip
+                      f"a test cluster cannot inject {fault.kind}, only {', '.join(_DONE_BY_LAB)}")  # fmt: skip
     request: dict[str, Any] = {"do": fault.kind.value}
     if fault.seconds:
         request["seconds"] = fault.seconds

@@ -6,7 +6,7 @@ Measured on 22.05, 24.11 and 26.05 (docs/architecture.md):
   reports "Invalid user id" whatever else is wrong, and logs a security violation: after the first such answer rrl does
   not try again.
 - ``State=RESUME`` also ends a DOWN that somebody set; ``State=UNDRAIN`` removes the drain alone. 24.11 keeps the reason
-  after either, so a reason is meaningful only together with the state.
+  after both, so a reason is meaningful only together with the state.
 - 24.11 and 26.05 append " : Not responding" to the reason of a drained node that is then lost.
 - ``scontrol update JobId=J NodeList=<the rest>`` gives nodes of one's own job back within 2 s: their tasks are killed,
   those on the other nodes continue, and steps can be started there. 22.05 does it once for each job (without
@@ -98,13 +98,13 @@ class SlurmNodes:
             raise Refused(f"no node of job {job.id} would be left: cancel the job instead")
         if job.leader == job.id:
             raise Refused(
-                "cannot release a single node: Slurm does not support shrinking the first component of a"
+                f"cannot release {', '.join(nodes)} alone: Slurm does not support shrinking the first component of a"
                 " heterogeneous job"
             )
         if job.leader and len(rest) == 1:
             raise Refused(
-                "cannot release a single node: a component with one node left would end as soon as any node of its"
-                " heterogeneous job fails"
+                f"cannot release {', '.join(nodes)}: component {job.id} of heterogeneous job {job.leader} would keep"
+                " only one node, and would then end as soon as any node of the heterogeneous job fails"
             )
         ended = await self._write(("scontrol", "update", f"JobId={job.id}", f"NodeList={NodeSet(','.join(rest))}"))
         if ended.code:

@@ -185,7 +185,7 @@ class NodeInventory:
 
     @cached_property
     def _occupancy(self) -> Occupancy:
-        """Hold :meth:`occupancy` for callers that only read it."""
+        """Return the occupancy of this plan: :meth:`occupancy`, computed once, plus what :meth:`reserve` added."""
         return self.occupancy()
 
     # ── where a replica can be placed ────────────────────────────────────────────────────────────────────────────────
@@ -313,7 +313,7 @@ class NodeInventory:
         """Return the rollouts to preempt so that this member can be promoted.
 
         These are the rollouts that still occupy the member's preferred node. If the member has no node, or only a node
-        without a free standby process, it is one donor; this occurs when a gang loses two nodes at once.
+        without a free standby process, the result is one donor; this occurs when a gang loses two nodes at once.
         """
         role = self._state.job.role(member.role)
         if not role.donor_rollouts or not self._ready_standbys:

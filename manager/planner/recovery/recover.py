@@ -254,7 +254,7 @@ def _budget_text(case: FailureCase) -> str:
 def _reject_or_degrade(case: FailureCase, mistake: tuple[str, ...]) -> Decision:
     """Retire a member that fails wherever it starts, if its role can spare it; else end the run.
 
-    The run also ends if no replica of the role has ever joined and no other one is still tried.
+    The run also ends if no other replica of the role has ever joined and all of them are retired.
     """
     state, failed = case.state, case.failed
     if can_degrade(state, failed, case.dropped) and not role_exhausted(state, failed, case.dropped):

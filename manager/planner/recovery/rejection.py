@@ -99,7 +99,7 @@ def rejected(why: tuple[str, ...]) -> Finish:
 
 
 def role_exhausted(state: State, replica: Replica, dropped: set[ReplicaId]) -> bool:
-    """Return whether no other replica of the role has ever joined, and none is still tried.
+    """Return whether no other replica of the role has ever joined, and all of them are retired.
 
     ``dropped`` are gangs that this plan has retired already.
     """

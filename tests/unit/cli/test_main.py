@@ -99,7 +99,7 @@ def test_a_run_that_is_not_there_is_one_line_with_candidates(
     assert 'rrl: "small" fits 2 runs: ' in (reported := capsys.readouterr().err)
     assert reported.count("\n") == 1
     assert main.run([command, "/tmp/nope"]) == 2
-    assert capsys.readouterr().err == "rrl: /tmp/nope: no run directory of rrl\n"
+    assert capsys.readouterr().err == "rrl: /tmp/nope is not the directory of a run; list the runs with: rrl list\n"
 
 
 def test_an_unexpected_error_is_one_line_unless_debugging(

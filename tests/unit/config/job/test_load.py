@@ -109,7 +109,7 @@ WRONG: list[tuple[str, str, str]] = [
      ' or "phase=train" (its target is in that phase))'),
     ('[model.tokenizer]\npieces = "0123456789+= "\n', "",
      "job.toml: model: missing; the built-in role trajectories needs path in [model], or [model.tokenizer] with"
-     " pieces; or give it a command"),
+     " pieces; or set command in [roles.trajectories]"),
     ('[model.tokenizer]\npieces = "0123456789+= "\n', "[model]\nlayers = 1\n",
      "job.toml:9: model.tokenizer: missing; add a table [model.tokenizer] with pieces, or path in [model] to a Hugging"
      " Face folder"),

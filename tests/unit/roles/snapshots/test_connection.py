@@ -206,8 +206,8 @@ _STORED = SnapshotInfo(GANG, 0, 1, 5, 10, bytes(16), True)
     ("request_", "why"),
     [
         (msg.MapSnapshot(_WHO, _STORED), "step 1 of trainer/0#5, rank 0 is not stored on this node"),
-        (msg.Resize(_WHO, 0, 10), "rank 0 of trainer/0#5 has no buffers here"),
-        (msg.Resize(_WHO, 7, 10), "has no buffers here"),
+        (msg.Resize(_WHO, 0, 10), "no such snapshot buffer of rank 0 of trainer/0#5"),
+        (msg.Resize(_WHO, 7, 10), "no such snapshot buffer"),
     ],
 )
 def test_what_cannot_be_is_refused_and_the_line_goes_on(

@@ -154,7 +154,7 @@ def test_a_checkpoint_that_is_written_without_pickled_messages_is_what_torch_wri
 
 @pytest.mark.parametrize(("dtype", "file"), [("load", "__0_0.distcp"), ("float32", "../../keys.json")])
 def test_a_piece_that_no_member_wrote_is_refused(tmp_path: Path, dtype: str, file: str) -> None:
-    with pytest.raises(RuntimeError, match="another member of the gang reported an invalid piece"):
+    with pytest.raises(RuntimeError, match="another member of the gang reported a shard with an invalid"):
         write_metadata(tmp_path, [Piece("weight", dtype, (2,), (0,), (2,), file, 0, 8)])
     assert list(tmp_path.iterdir()) == []
 

@@ -9,8 +9,8 @@ from msgspec.structs import replace
 
 from rrl.core.types import Cause, Evidence, Finding, Flag, Incarnation, NodeName, Remedy, ReplicaId, Verdict
 from rrl.health.detection.attribution.correlation import (
-    EVENT_LIFETIME_S,
     SETTLE_S,
+    SHARED_CAUSE_LIFETIME_S,
     SILENCE_GRACE_S,
     STALL_GRACE_S,
     WINDOW_S,
@@ -67,7 +67,7 @@ def test_mount_hung_on_many_nodes_fails_none_and_gives_one_run_finding() -> None
     assert "n1, n2" in shared.evidence[0].text
 
 
-def test_different_mounts_are_different_events() -> None:
+def test_different_mounts_are_different_shared_causes() -> None:
     run = Run()
     run.finds(on("n1", component="/data"), on("n2", component="/scratch"))
     assert run.finds(on("n1", component="/data"), on("n2", component="/scratch"), after=SETTLE_S) == {
@@ -98,13 +98,13 @@ def test_gpu_finding_does_not_wait_but_on_many_nodes_blames_the_driver() -> None
 
 
 @pytest.mark.parametrize(("nodes", "many"), [(4, 2), (10, 2), (11, 3), (20, 4)])
-def test_event_needs_a_fifth_of_the_nodes_and_at_least_two(nodes: int, many: int) -> None:
+def test_shared_cause_needs_a_fifth_of_the_nodes_and_at_least_two(nodes: int, many: int) -> None:
     few, enough = Run(nodes), Run(nodes)
     assert "run" not in few.finds(*(on(f"n{i}") for i in range(many - 1)))
     assert "run" in enough.finds(*(on(f"n{i}") for i in range(many)))
 
 
-def test_two_nodes_failing_far_apart_are_two_events() -> None:
+def test_two_nodes_failing_far_apart_have_no_shared_cause() -> None:
     run = Run()
     run.finds(on("n1"))
     assert run.finds(on("n1"), after=SETTLE_S) == {"n1": FAIL}
@@ -112,26 +112,26 @@ def test_two_nodes_failing_far_apart_are_two_events() -> None:
     assert "run" not in run.finds(on("n1"), on("n2"), after=SETTLE_S)
 
 
-def test_recovered_node_still_counts_towards_its_event() -> None:
+def test_recovered_node_still_counts_towards_its_shared_cause() -> None:
     run = Run()
     run.finds(on("n1"))
     assert run.finds(after=10.0) == {}
     assert run.finds(on("n2"), after=10.0) == {"n2": WARN, "run": WARN}
 
 
-def test_late_findings_of_an_event_are_held_back_until_it_expires() -> None:
+def test_late_findings_of_a_shared_cause_are_held_back_until_it_expires() -> None:
     run = Run()
     run.finds(on("n1"), on("n2"))
     run.finds(after=5.0)
-    assert run.finds(on("n3"), after=EVENT_LIFETIME_S / 2)["n3"] is WARN
-    assert run.finds(on("n3"), after=EVENT_LIFETIME_S / 2)["n3"] is FAIL
+    assert run.finds(on("n3"), after=SHARED_CAUSE_LIFETIME_S / 2)["n3"] is WARN
+    assert run.finds(on("n3"), after=SHARED_CAUSE_LIFETIME_S / 2)["n3"] is FAIL
     assert "run" not in run.finds(on("n3"), after=1.0)
 
 
-def test_event_lasts_while_enough_nodes_report_it() -> None:
+def test_shared_cause_lasts_while_enough_nodes_report_it() -> None:
     run = Run()
     for _ in range(5):
-        assert run.finds(on("n1"), on("n2"), after=EVENT_LIFETIME_S / 2) == {"n1": WARN, "n2": WARN, "run": WARN}
+        assert run.finds(on("n1"), on("n2"), after=SHARED_CAUSE_LIFETIME_S / 2) == {"n1": WARN, "n2": WARN, "run": WARN}
 
 
 def test_unchanged_situation_gives_equal_findings() -> None:
@@ -212,7 +212,7 @@ def test_rollouts_stalled_while_others_work_fail(hung: int) -> None:
     assert set(run.finds(*(stalls(i) for i in range(hung))).values()) == {FAIL}
 
 
-def test_rollouts_stalled_one_after_another_are_not_an_event() -> None:
+def test_rollouts_stalled_one_after_another_have_no_shared_cause() -> None:
     run = Run(rollouts=3)
     assert set(run.finds(*(stalls(i, since=100.0 * i) for i in range(3))).values()) == {FAIL}
 
@@ -266,7 +266,7 @@ def test_silent_workers_of_one_node_are_not_held_back() -> None:
     assert set(run.finds(*(silence(name, 990.0) for name in names)).values()) == {FAIL}
 
 
-def test_two_stalled_rollouts_are_not_an_event() -> None:
+def test_two_stalled_rollouts_have_no_shared_cause() -> None:
     run = Run(rollouts=2)
     assert set(run.finds(stalls(0), stalls(1)).values()) == {FAIL}
 
@@ -279,7 +279,7 @@ def test_first_failed_rollout_is_held_back_while_all_others_are_suspected() -> N
     assert run.finds(stalls(0, since=985.0), *suspected, after=STALL_GRACE_S)["rollout/0"] is FAIL
 
 
-def test_suspected_rollouts_are_not_an_event_until_one_fails() -> None:
+def test_suspected_rollouts_have_no_shared_cause_until_one_fails() -> None:
     run = Run(rollouts=3)
     assert "run" not in run.finds(*(replace(stalls(i), verdict=WARN) for i in range(3)))
 
@@ -290,7 +290,7 @@ def test_excluded_node_does_not_hold_back_findings_indefinitely() -> None:
     run.finds(both[0])
     run.context = replace(run.context, excluded={NodeName("n1")})
     assert run.finds(*both, after=10.0)["n2"] is WARN
-    assert run.finds(*both, after=EVENT_LIFETIME_S)["n2"] is FAIL
+    assert run.finds(*both, after=SHARED_CAUSE_LIFETIME_S)["n2"] is FAIL
 
 
 @pytest.mark.parametrize(("nodes", "most"), [(2, 2), (4, 3), (10, 6)])
@@ -324,7 +324,7 @@ def test_fabric_or_storage_proof_on_most_nodes_blames_the_shared_cause(
     assert run.finds(on("n0", cause, detector, proof=True))["n0"] is WARN, "the next manager knows that most say so"
 
 
-def test_next_manager_restores_events_and_starts_of_failures() -> None:
+def test_next_manager_restores_shared_causes_and_starts_of_failures() -> None:
     run = Run()
     shared = (on("n1", component="/a:b"), on("n2", component="/a:b"))
     run.finds(*shared, on("n3", Cause.GPU, "ecc"))
