@@ -197,7 +197,7 @@ def test_shrink_refuses_hetjob_nodes_whose_release_would_affect_others() -> None
         nodes = SlurmNodes(never, never)
         with pytest.raises(Refused, match="first component"):
             await nodes.shrink(first, (N1,))
-        with pytest.raises(Refused, match="component with one node left"):
+        with pytest.raises(Refused, match="would keep only one node"):
             await nodes.shrink(second, (N3,))
 
     asyncio.run(scenario())
