@@ -49,6 +49,11 @@ def gang_of(member: ReplicaId) -> ReplicaId:
     return member if role in (AGENT, STANDBY_ROLE) else ReplicaId(f"{role}/{index.partition('.')[0]}")
 
 
+def is_support(replica: ReplicaId) -> bool:
+    """Return whether a replica only supports the roles of the job: an agent or a standby process."""
+    return role_of(replica) in (AGENT, STANDBY_ROLE)
+
+
 def rank_of(member: ReplicaId) -> int:
     """Return the rank of a member within its gang; 0 for a single process."""
     role, _, index = member.partition("/")

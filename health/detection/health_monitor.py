@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping
 
 from ...core.launch import ExitReason
 from ...core.run_spec import Limits
-from ...core.types import AGENT, STANDBY_ROLE, Incarnation, NodeName, ProbeResult, ReplicaId, gang_of, role_of
+from ...core.types import Incarnation, NodeName, ProbeResult, ReplicaId, gang_of, is_support
 from .baselines import RoleBaseline
 from .progress_tracker import ProgressTracker, restart_clocks, set_blocked_by
 from .records import NodeView, ReplicaView, StepEnd, is_polling
@@ -299,9 +299,7 @@ class HealthMonitor:
     # ── queries ──────────────────────────────────────────────────────────────────────────────────────────────────────
     def workers(self) -> Iterator[ReplicaView]:
         """Return all replicas except agents and standby processes, because no replica waits for an agent or standby."""
-        return (
-            view for view in self.replicas.values() if role_of(view.incarnation.replica) not in (AGENT, STANDBY_ROLE)
-        )
+        return (view for view in self.replicas.values() if not is_support(view.incarnation.replica))
 
     def incarnations_on(self, node: NodeName) -> list[Incarnation]:
         """Return the current incarnations on a node, without its agent."""

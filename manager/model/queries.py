@@ -6,7 +6,6 @@ from collections.abc import Iterable
 
 from ...core.run_spec import RunSpec
 from ...core.types import (
-    AGENT,
     STANDBY_ROLE,
     Finding,
     Incarnation,
@@ -14,6 +13,7 @@ from ...core.types import (
     ReplicaId,
     Verdict,
     gang_of,
+    is_support,
     member_id,
     role_of,
 )
@@ -24,7 +24,7 @@ from .state import Replica, State, Status
 
 def workers(state: State) -> list[Replica]:
     """Return the members of the job's roles, without agents and standby processes."""
-    return [replica for replica in state.replicas.values() if replica.role not in (AGENT, STANDBY_ROLE)]
+    return [replica for replica in state.replicas.values() if not is_support(replica.id)]
 
 
 def gang(state: State, member: ReplicaId) -> list[Replica]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from ...core.run_spec import RunSpec
-from ...core.types import AGENT, STANDBY_ROLE, ReplicaId, gang_of, member_id, replica_id
+from ...core.types import ReplicaId, gang_of, is_support, member_id, replica_id
 from . import events as ev
 from .actions import RestartAll
 from .reduce_nodes import DRAIN, UNDRAIN, on_node_command, without_departed
@@ -52,7 +52,7 @@ def on_resumed(state: State, at: float, event: ev.Resumed) -> State:
     numbers = {**state.past_incarnations, **{id: replica.incarnation_number for id, replica in state.replicas.items()}}
     replicas = {id: _fresh_replica(state, id, numbers.get(id, 0), at) for id in members_of(event.job)}
     for id, replica in state.replicas.items():
-        if replica.role in (AGENT, STANDBY_ROLE):
+        if is_support(replica.id):
             replicas[id] = Replica(id, Status.RETIRED, replica.incarnation_number, since=at)
     allocations = {tag: allocation if _matches_job(event.job, allocation) else replace(allocation, orphan=True)
                    for tag, allocation in state.allocations.items()}  # fmt: skip

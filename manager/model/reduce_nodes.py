@@ -7,7 +7,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from ...core.run_spec import Resources
-from ...core.types import AGENT, STANDBY_ROLE, NodeName, Verdict
+from ...core.types import NodeName, Verdict, is_support
 from ..cluster.base import AllocationRequest, AllocationState, AllocationStatus
 from . import events as ev
 from .actions import Drain, Exclude, ExternalAction, Launch, Readmit, Shrink, Undrain
@@ -157,7 +157,7 @@ def _reset_helpers(state: State, at: float, entered: set[NodeName]) -> State:
     run would consider the nodes unusable and request others before their agents report.
     """
     for replica in state.replicas.values():
-        if replica.role in (AGENT, STANDBY_ROLE) and replica.node in entered and replica.failures:
+        if is_support(replica.id) and replica.node in entered and replica.failures:
             state = with_replica(state, replica.id, failures=(), not_before=at)
     return state
 

@@ -7,7 +7,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from ...core.launch import ExitReason
-from ...core.types import AGENT, STANDBY_ROLE, Flag, Incarnation, NodeName, ReplicaId, gang_of, role_of
+from ...core.types import Flag, Incarnation, NodeName, ReplicaId, gang_of, is_support, role_of
 from ..cluster.base import RejectReason
 from . import events as ev
 from .actions import Fence, Launch, Rung, StopStep
@@ -34,7 +34,7 @@ def on_launch_intended(state: State, at: float, action: Launch) -> State:
     replica is then to be launched again.
     """
     standby, admitted, pid, host = action.standby, None, None, ""
-    state = replace(state, launched=state.launched or role_of(action.incarnation.replica) not in (AGENT, STANDBY_ROLE))
+    state = replace(state, launched=state.launched or not is_support(action.incarnation.replica))
     if standby is not None:
         replica = state.replica(standby.replica)
         if replica.incarnation == standby and replica.step == action.step:

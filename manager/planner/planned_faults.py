@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from ...core.faults import FAULT_TRAITS, MANAGER, Fault, FaultTrigger, TargetKind
 from ...core.phases import PHASES
-from ...core.types import AGENT, STANDBY_ROLE, Incarnation, NodeName, ReplicaId, replica_id
+from ...core.types import AGENT, Incarnation, NodeName, ReplicaId, is_support, replica_id
 from ..model.actions import ExternalAction, InjectFault, Why
 from ..model.state import Replica, State, Status
 from .deadlines import NEVER
@@ -79,7 +79,7 @@ def _ready(state: State, replica: Replica, at: FaultTrigger) -> bool:
         return False
     if at.phase is not None:
         return replica.phase == at.phase
-    if at == FaultTrigger() or replica.role in (AGENT, STANDBY_ROLE) or state.job.role(replica.role).kind == "command":
+    if at == FaultTrigger() or is_support(replica.id) or state.job.role(replica.role).kind == "command":
         return True
     declared = PHASES.get(replica.phase)  # a phase that only the user's code defines counts as work
     return declared.useful if declared is not None else bool(replica.phase)

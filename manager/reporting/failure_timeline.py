@@ -36,18 +36,7 @@ from msgspec.structs import replace
 from ...core.launch import ExitReason
 from ...core.phases import phase
 from ...core.run_spec import RoleSpec, RunSpec
-from ...core.types import (
-    AGENT,
-    STANDBY_ROLE,
-    Finding,
-    Incarnation,
-    NodeName,
-    Outcome,
-    ReplicaId,
-    Verdict,
-    gang_of,
-    role_of,
-)
+from ...core.types import Finding, Incarnation, NodeName, Outcome, ReplicaId, Verdict, gang_of, is_support, role_of
 from ..model import events as ev
 from ..model.actions import Exclude, Fence, Finish, InjectFault, Launch, Readmit, RestartAll, StopStep
 from ..model.reduce_nodes import DRAIN, UNDRAIN
@@ -117,7 +106,7 @@ class FailureTimeline:
             if not replica.is_current:
                 self._retired.add(incarnation)
                 self._stop_requested.add(incarnation)
-            if self._ending or _is_support(replica.id):
+            if self._ending or is_support(replica.id):
                 continue
             if replica.status is Status.JOINED and phase(replica.phase).useful:
                 self._begin_work(incarnation, state.at)
@@ -252,7 +241,7 @@ class FailureTimeline:
 
     def _on_fence(self, fence: Fence, at: float, changes: Changes) -> None:
         incarnation = fence.incarnation
-        support = _is_support(incarnation.replica)
+        support = is_support(incarnation.replica)
         stopped_at = at
         if not fence.charged or (support and self._node(incarnation) in self._drained_nodes):
             # The incarnation did not fail: it moves, restarts with others or on request, or is not needed on its node.
@@ -284,7 +273,7 @@ class FailureTimeline:
         if action.outcome in (Outcome.FAILED, Outcome.REJECTED):
             failed = dict.fromkeys(finding.incarnation for finding, _ in self._standing.values())
             for incarnation in failed:
-                if incarnation is None or _is_support(incarnation.replica):
+                if incarnation is None or is_support(incarnation.replica):
                     continue
                 if self._newest.get(incarnation.replica) == incarnation:
                     failure = self._record(incarnation, at)
@@ -448,8 +437,3 @@ def fences(event: ev.Decided) -> tuple[Fence, ...]:
 
 def _roles(job: RunSpec) -> dict[str, RoleSpec]:
     return {role.name: role for role in job.roles}
-
-
-def _is_support(replica: ReplicaId) -> bool:
-    """Return whether a process only supports the job's roles: an agent or a standby process."""
-    return role_of(replica) in (AGENT, STANDBY_ROLE)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...core.types import AGENT, STANDBY_ROLE, Cause, Finding, NodeName, Verdict, gang_of, role_of
+from ...core.types import Cause, Finding, NodeName, Verdict, gang_of, is_support
 from ...health.history.records import (  # fmt: skip
     MAX_EVIDENCE_LINES,
     ActionTaken,
@@ -113,7 +113,7 @@ class HistoryEvents:
             return self._excluded(before, action, at)
         if isinstance(action, Readmit):
             return [ActionTaken(at, action.node, "readmitted", evidence=_lines(action.why.evidence))]
-        given_up = [fence for fence in fences(event) if role_of(fence.incarnation.replica) not in (AGENT, STANDBY_ROLE)]
+        given_up = [fence for fence in fences(event) if not is_support(fence.incarnation.replica)]
         if before.finish is not None:
             return []
         charged = [fence for fence in given_up if fence.charged]

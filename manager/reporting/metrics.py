@@ -15,7 +15,7 @@ from msgspec import Struct
 from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-from ...core.types import AGENT, STANDBY_ROLE, Incarnation, Outcome, Verdict, gang_of, role_of
+from ...core.types import Incarnation, Outcome, Verdict, gang_of, is_support, role_of
 from ...health.detection.health_monitor import HealthMonitor
 from ..cluster.base import NodeState
 from ..model import events as ev
@@ -66,10 +66,9 @@ class RunCounters:
             cause = event.action.cause
             self.exclusions["person" if event.action.by else cause.value if cause is not None else "none"] += 1
         for fence in fences(event):
-            role = role_of(fence.incarnation.replica)
-            is_gang = fence.incarnation.replica == gang_of(fence.incarnation.replica)  # a gang restarts once
-            if is_gang and role not in (AGENT, STANDBY_ROLE):
-                self.restarts[role, fence.rung.value] += 1
+            replica = fence.incarnation.replica
+            if replica == gang_of(replica) and not is_support(replica):  # a gang restarts once
+                self.restarts[role_of(replica), fence.rung.value] += 1
 
 
 MAX_FINDING_SERIES = 500

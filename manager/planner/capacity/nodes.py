@@ -13,16 +13,7 @@ from functools import cached_property
 from msgspec import Struct
 
 from ....core.run_spec import RoleSpec
-from ....core.types import (
-    AGENT,
-    STANDBY_ROLE,
-    NodeName,
-    ReplicaId,
-    gang_of,
-    natural_sort_key,
-    role_of,
-    standby_role_of,
-)
+from ....core.types import NodeName, ReplicaId, gang_of, is_support, natural_sort_key, standby_role_of
 from ...model.actions import Shrink
 from ...model.queries import gang, gangs, workers
 from ...model.reduce_nodes import DRAIN
@@ -123,7 +114,7 @@ class NodeInventory:
         }
         self._ending_replicas: dict[NodeName, set[ReplicaId]] = {}
         for orphan in state.orphan_steps.values():
-            if role_of(orphan.incarnation.replica) not in (AGENT, STANDBY_ROLE):
+            if not is_support(orphan.incarnation.replica):
                 self._ending_replicas.setdefault(orphan.node, set()).add(orphan.incarnation.replica)
         self.may_start = _may_start(
             state, {node_group: len(candidates) for node_group, candidates in self._candidates.items()}

@@ -6,7 +6,16 @@ from collections.abc import Iterable, Sequence
 
 from ....core.phases import STANDBY
 from ....core.run_spec import RoleSpec
-from ....core.types import AGENT, STANDBY_ROLE, NodeName, ReplicaId, gang_of, natural_sort_key, role_of, standby_role_of
+from ....core.types import (
+    STANDBY_ROLE,
+    NodeName,
+    ReplicaId,
+    gang_of,
+    is_support,
+    natural_sort_key,
+    role_of,
+    standby_role_of,
+)
 from ...model.queries import workers
 from ...model.state import OrphanStep, Replica, State, Status
 from ..deadlines import NEVER
@@ -88,7 +97,7 @@ def _blocks_gang(state: State, orphan: OrphanStep, gang_id: ReplicaId, nodes: se
     node = state.nodes.get(orphan.node)
     if node is None or node.excluded is not None:
         return False
-    of_a_role = role_of(orphan.incarnation.replica) not in (AGENT, STANDBY_ROLE)
+    of_a_role = not is_support(orphan.incarnation.replica)
     return gang_of(orphan.incarnation.replica) == gang_id or (of_a_role and orphan.node in nodes)
 
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 
 from msgspec import Struct
 
-from ....core.types import AGENT, STANDBY_ROLE, Cause, Finding, NodeName, Remedy, role_of
+from ....core.types import Cause, Finding, NodeName, Remedy, is_support
 from ...cluster.base import NodeState
 from ...model.actions import Decision, Exclude, Why
 from ...model.queries import most_severe, workers
@@ -81,11 +81,7 @@ def _straggler_to_exclude(state: State, inventory: NodeInventory) -> Iterator[tu
         return
     for finding in state.findings.values():
         incarnation = finding.incarnation
-        if (
-            incarnation is None
-            or finding.remedy is not Remedy.EXCLUDE
-            or role_of(incarnation.replica) in (AGENT, STANDBY_ROLE)
-        ):
+        if incarnation is None or finding.remedy is not Remedy.EXCLUDE or is_support(incarnation.replica):
             continue
         replica = state.replica(incarnation.replica)
         if state.is_current(incarnation) and replica.node is not None and inventory.can_place(replica):

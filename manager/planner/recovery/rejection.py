@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ....core.types import AGENT, STANDBY_ROLE, Flag, NodeName, Outcome, ReplicaId, gang_of
+from ....core.types import Flag, NodeName, Outcome, ReplicaId, gang_of, is_support
 from ...model.actions import Finish, Rung, Why
 from ...model.queries import finding_about, workers
 from ...model.state import Replica, State, Status
@@ -56,7 +56,7 @@ def never_joined(state: State, replica: Replica, evidence: tuple[str, ...], dete
     """
     failing = replica.is_current and finding_about(state, replica.incarnation) is not None
     failed = replica.failed_starts + failing
-    if replica.role in (AGENT, STANDBY_ROLE) or replica.ever_joined or failed < state.job.recovery.first_start:
+    if is_support(replica.id) or replica.ever_joined or failed < state.job.recovery.first_start:
         return ()
     if detector == "never_joined":
         within = f"within {state.job.limits.join:g} s"
