@@ -7,7 +7,8 @@ The worker API is all that a user's trainer or rollout needs::
     with rrl.join() as me:
         ...
 
-It is imported lazily (PEP 562), so that the command line pays nothing for it.
+The names are imported when they are first used (PEP 562), so that ``import rrl`` and the command line import neither
+the API nor torch.
 """
 
 from __future__ import annotations
@@ -16,25 +17,51 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rrl.core.types import Version as Version
     from rrl.roles.models.tensors import pack as pack
     from rrl.roles.models.tensors import unpack as unpack
     from rrl.roles.trajectories.types import Batch as Batch
+    from rrl.roles.trajectories.types import Item as Item
+    from rrl.roles.trajectories.types import Score as Score
     from rrl.roles.trajectories.types import Segment as Segment
+    from rrl.roles.trajectories.types import ToScore as ToScore
+    from rrl.roles.trajectories.types import Trajectory as Trajectory
     from rrl.roles.worker.api import Worker as Worker
     from rrl.roles.worker.api import join as join
+    from rrl.roles.worker.external_waits import waiting as waiting
+    from rrl.roles.worker.work_items import NewWeights as NewWeights
+    from rrl.roles.worker.work_items import ScoringLease as ScoringLease
+    from rrl.roles.worker.work_items import WorkLease as WorkLease
 
 _HOMES = {
-    "join": "rrl.roles.worker.api",
-    "Worker": "rrl.roles.worker.api",
-    "Batch": "rrl.roles.trajectories.types",
-    "Segment": "rrl.roles.trajectories.types",
+    "Version": "rrl.core.types",
     "pack": "rrl.roles.models.tensors",
     "unpack": "rrl.roles.models.tensors",
+    "waiting": "rrl.roles.worker.external_waits",
+    "Batch": "rrl.roles.trajectories.types",
+    "Item": "rrl.roles.trajectories.types",
+    "Score": "rrl.roles.trajectories.types",
+    "Segment": "rrl.roles.trajectories.types",
+    "ToScore": "rrl.roles.trajectories.types",
+    "Trajectory": "rrl.roles.trajectories.types",
+    "Worker": "rrl.roles.worker.api",
+    "join": "rrl.roles.worker.api",
+    "NewWeights": "rrl.roles.worker.work_items",
+    "ScoringLease": "rrl.roles.worker.work_items",
+    "WorkLease": "rrl.roles.worker.work_items",
 }
-__all__ = ["Batch", "Segment", "Worker", "join", "pack", "unpack"]
+__all__ = [
+    "Batch", "Item", "NewWeights", "Score", "ScoringLease", "Segment", "ToScore", "Trajectory", "Version", "WorkLease",
+    "Worker", "join", "pack", "unpack", "waiting",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'rrl' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """Return the public API, also the names that nobody has used yet."""
+    return list(__all__)

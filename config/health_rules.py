@@ -69,6 +69,9 @@ class GpuRules(Struct, frozen=True, forbid_unknown_fields=True):
     ecc_corrected_rate: float = 100.0
     """Corrected ECC errors per second, over a minute, above which the check warns (ours: this rate reaches gcm's 50
     million within six days)."""
+    ecc_corrected_hour: int = 20_000
+    """Corrected ECC errors within an hour above which the check warns (ours: memory that fails slowly; a healthy GPU
+    has none for days)."""
     retired_pages: int = 10
     """Retired pages above which the check warns, for GPUs before Ampere (gcm)."""
     retired_pages_most: int = 63
@@ -151,6 +154,10 @@ class KernelRules(Struct, frozen=True, forbid_unknown_fields=True):
     """Flaps of one InfiniBand port within ``flap_window`` at which it fails [5a: three times in 1 h]."""
     hung_window: float = 3600.0
     """Seconds for which a task that the kernel reported as hung stays reported (ours)."""
+    stall_window: float = 1800.0
+    """Seconds after the newest line about a network file system or a task that waits for storage in which storage
+    counts as stalled, unless a line says earlier that it is back (ours: the kernel writes such a line about each
+    request that waits for minutes, so no new one in this time means that storage answers)."""
     quiet_devices: tuple[str, ...] = ("sr", "fd", "loop")
     """Devices whose errors, and those of their file systems, are ignored: virtual CDs and floppies, and images of
     users' containers (ours)."""

@@ -81,7 +81,7 @@ def read_json(path: Path) -> dict[str, Any]:
 _EXPERT_COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _UNSUPPORTED_TYPES = {"gpt_neox": "its weights are arranged differently from the names in its files"}
 """model_type → reason why models of this type cannot be trained."""
-_MAX_HEADER_BYTES = 100 * 2**20
+MAX_HEADER_BYTES = 100 * 2**20
 """Largest header of a safetensors file in bytes; the limit of safetensors itself."""
 
 
@@ -173,7 +173,7 @@ def _damage(path: Path) -> str:
     try:
         with open(path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(min(length, _MAX_HEADER_BYTES)))
+            header = json.loads(file.read(min(length, MAX_HEADER_BYTES)))
         ends = [tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"]
         expected_size = 8 + length + max(ends, default=0)
         size = path.stat().st_size

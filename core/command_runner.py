@@ -49,6 +49,7 @@ def run(
     timeout_s: float,
     *,
     env: Mapping[str, str] | None = None,
+    cwd: str | None = None,
     stdin_text: str = "",
     max_output_bytes: int = MAX_OUTPUT_BYTES,
     term_grace_s: float = 0.0,
@@ -60,6 +61,7 @@ def run(
         argv: the command and its arguments; it is not run by a shell.
         timeout_s: seconds until the command and its children are ended.
         env: the environment; None: the environment of this process.
+        cwd: the working directory; None: that of this process.
         stdin_text: the content of the command's stdin.
         max_output_bytes: bytes of stdout and of stderr to keep; further output is read and dropped.
         term_grace_s: seconds from SIGTERM to SIGKILL when the command is ended; 0: SIGKILL at once.
@@ -72,7 +74,7 @@ def run(
     with _stdin_file(stdin_text) as stdin:
         process = subprocess.Popen(
             list(argv), stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0,
-            env=None if env is None else dict(env), start_new_session=True, preexec_fn=preexec_fn,
+            env=None if env is None else dict(env), cwd=cwd, start_new_session=True, preexec_fn=preexec_fn,
         )  # fmt: skip
     deadline = time.monotonic() + timeout_s
     try:
@@ -105,10 +107,18 @@ async def run_async(
     import asyncio  # imported here: asyncio takes 6 MiB (measured), and the readers of a node's health only need run()
 
     with _stdin_file(stdin_text) as stdin:
-        process = await asyncio.create_subprocess_exec(
+        starting = asyncio.create_task(asyncio.create_subprocess_exec(
             *argv, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             env=None if env is None else dict(env), start_new_session=True,
-        )  # fmt: skip
+        ))  # fmt: skip
+        try:
+            process = await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            # The start is completed first: cancelled while it connects the pipes, asyncio of Python 3.11 never returns.
+            with suppress(OSError):
+                if (process := await starting).returncode is None:
+                    await _end_async(process, term_grace_s)
+            raise
     assert process.stdout is not None and process.stderr is not None  # noqa: PT018
     try:
         async with asyncio.timeout(timeout_s):  # Python 3.11's wait_for may lose a cancellation

@@ -1,7 +1,8 @@
-"""The files through which the manager and the first process of a step communicate: launch file and exit record.
+"""The files through which the manager and the processes of a step communicate: launch file, end report, exit record.
 
-Both are in the run directory, so that they survive the end of either process. The launch file (mode 0600) carries the
-environment: no variable is passed on a command line or through Slurm.
+They are in the run directory, so that they survive the end of each process. The launch file (mode 0600) carries the
+environment: no variable is passed on a command line or through Slurm. The command itself may leave an end report, which
+the first process of the step copies into the exit record.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from .types import Incarnation, NodeName, role_of, standby_role_of
+from .types import Incarnation, NodeName, RaisedException, role_of, standby_role_of
 
 HEARTBEAT_INTERVAL_ENV = "RRL_HEARTBEAT_INTERVAL"
 """Environment variable in the launch file: seconds between two heartbeats of a worker, a launcher or an agent."""
@@ -38,6 +39,8 @@ class ExitReason(StrEnum):
     """The parent of the first process (slurmstepd) is gone."""
     NOT_STARTED = "not started"
     """The command could not be started at all, which proves that it is missing."""
+    INVALID_CONFIG = "invalid configuration"
+    """A role of rrl found the job's configuration invalid and reported so; another start would find the same."""
     GPUS_OCCUPIED = "no room on its GPUs"
     """Other processes hold memory of its GPUs: the command may start on another node, or later."""
     LOST = "vanished"
@@ -96,6 +99,25 @@ class Launch(Struct, frozen=True):
         return standby_role_of(self.incarnation.replica) if self.standby else role_of(self.incarnation.replica)
 
 
+class InvalidConfig(Struct, frozen=True, tag=True):
+    """End report of a role of rrl that exits with :data:`INVALID_CONFIG_CODE`."""
+
+    message: str
+
+
+class Raised(Struct, frozen=True, tag=True):
+    """End report of a process that an uncaught exception ends."""
+
+    exception: RaisedException
+
+
+EndReport = InvalidConfig | Raised
+"""Why a Python process that uses rrl ends, written by rrl's own code in that process. A command that merely exits with
+the same code leaves no end report."""
+INVALID_CONFIG_CODE = 2
+"""Exit code of a role of rrl that found the job's configuration invalid."""
+
+
 class ExitRecord(Struct, frozen=True):
     """How a step ended; written once, atomically, by its first process."""
 
@@ -112,6 +134,8 @@ class ExitRecord(Struct, frozen=True):
     """Last line that the command wrote, if it ended by itself with a failure."""
     detail: str = ""
     """Details of ``reason``, for people."""
+    exception: RaisedException | None = None
+    """Exception that ended the command, if the command reported one."""
 
 
 def tag_of(run: str, incarnation: Incarnation) -> str:
@@ -138,3 +162,12 @@ def read_exit(path: Path) -> ExitRecord | None:
         return msgspec.json.decode(path.read_bytes(), type=ExitRecord)
     except (OSError, ValueError):  # ValueError: not JSON, not an exit record, or not UTF-8
         return None
+
+
+def read_end_report(path: Path) -> EndReport | None:
+    """Return the end report at ``path``, or None if the command left none or the file is damaged."""
+    try:
+        report: EndReport = msgspec.json.decode(path.read_bytes(), type=EndReport)
+    except (OSError, ValueError):
+        return None
+    return report

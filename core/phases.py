@@ -20,8 +20,8 @@ from msgspec import Struct
 class Phase(Struct, frozen=True):
     """Traits of a phase.
 
-    ``shortest`` and ``longest`` (s) bound the adaptive no-progress deadline. As long as no baseline is known, the
-    deadline is ``longest``.
+    ``shortest`` and ``longest`` (s) bound the adaptive no-progress deadline. As long as no pass of the phase is known,
+    the deadline of a replica that is not idle is ``longest``.
     """
 
     name: str
@@ -34,6 +34,8 @@ class Phase(Struct, frozen=True):
     own_work: bool = False
     """True if a replica may also do work of its own in a phase that waits for a role: missing progress then means
     nothing before the deadline."""
+    uses_storage: bool = False
+    """True if the replica reads or writes files during the phase, so that it may have to wait for storage."""
     useful: bool = False
     """True if the phase counts as effective training time (RobustRL's ETTR counts both rollout and actor update)."""
     shortest: float = 60.0
@@ -45,13 +47,15 @@ class Phase(Struct, frozen=True):
 
 STANDBY = "standby"
 """Phase of a standby process until it is promoted: no replica waits for it, and it need not make progress."""
+WAIT_EXTERNAL = "wait_external"
+"""Phase of a role that waits for a service outside of the run (``rrl.waiting``)."""
 _HOUR = 3600.0
 
 _ALL = (
-    Phase("starting", longest=600.0, colour="cyan"),
+    Phase("starting", uses_storage=True, longest=600.0, colour="cyan"),
     # outside of every phase that the role names: usually short, but it may contain an evaluation
     Phase("between", shortest=600.0, longest=6 * _HOUR, colour="bright_black"),
-    Phase("loading_weights", waits_for="trainer", own_work=True, colour="cyan"),
+    Phase("loading_weights", waits_for="trainer", own_work=True, uses_storage=True, colour="cyan"),
     Phase("wait_weights", waits_for="trainer", colour="yellow"),
     Phase("wait_work", waits_for="trajectories", useful=True, colour="bright_black"),
     Phase("wait_data", waits_for="rollout", useful=True, colour="bright_black"),
@@ -61,11 +65,15 @@ _ALL = (
     # a step with an evaluation takes far longer than the baseline
     Phase("train", computes=True, useful=True, shortest=600.0, longest=6 * _HOUR, colour="green"),
     # shared storage may stall for minutes
-    Phase("checkpoint", useful=True, shortest=300.0, longest=_HOUR, colour="blue"),
-    Phase("publish", useful=True, shortest=300.0, longest=_HOUR, colour="blue"),
+    Phase("checkpoint", uses_storage=True, useful=True, shortest=300.0, longest=_HOUR, colour="blue"),
+    Phase("publish", uses_storage=True, useful=True, shortest=300.0, longest=_HOUR, colour="blue"),
     # there may be a backlog, or a slow judge model
     Phase("score", progresses=True, useful=True, shortest=300.0, longest=_HOUR, colour="green"),
-    Phase("serve", useful=True, shortest=300.0, longest=inf, colour="green"),  # the store fsyncs to shared storage
+    # the role itself reports what it waits for, so only time can show that the service never answers; judges that
+    # limit their clients' rate make them wait for up to 14 min, and some of these waits follow each other directly
+    Phase(WAIT_EXTERNAL, useful=True, shortest=_HOUR, longest=_HOUR, colour="yellow"),
+    # the store fsyncs to shared storage
+    Phase("serve", uses_storage=True, useful=True, shortest=300.0, longest=inf, colour="green"),
     Phase(STANDBY, longest=inf, colour="bright_black"),
     Phase("stopping", colour="magenta"),
 )

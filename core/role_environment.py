@@ -110,10 +110,14 @@ def _path(text: str) -> str:
 
 INHERITED_VARIABLES = (
     "PATH", "HOME", "USER", "LOGNAME", "LANG", "LC_ALL", "TZ", "TMPDIR", "SHELL", "LD_LIBRARY_PATH", "VIRTUAL_ENV",
-    "CONDA_EXE",
+    "CONDA_EXE", "TORCHINDUCTOR_CACHE_DIR", "MPLCONFIGDIR",
 )  # fmt: skip
-"""Variables of the manager's environment that roles inherit; no others are passed on."""
-HOST_ONLY_VARIABLES = ("PATH", "HOME", "TMPDIR", "SHELL", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_EXE")
+"""Variables of the manager's environment that roles inherit; no others are passed on. The last two are the folders that
+torch and matplotlib (a requirement of reasoning-gym) otherwise create in /tmp and in the home directory."""
+HOST_ONLY_VARIABLES = (
+    "PATH", "HOME", "TMPDIR", "SHELL", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_EXE", "TORCHINDUCTOR_CACHE_DIR",
+    "MPLCONFIGDIR",
+)  # fmt: skip
 """Inherited variables that name files or folders of the host, and are therefore not set in containers."""
 _LAUNCHER_PREFIXES = frozenset((
     "SLURM", "SLURMD", "SBATCH", "SRUN", "SALLOC", "SPANK", "PMI", "PMI2", "PMIX", "OMPI", "ORTE", "PRTE", "RRL",

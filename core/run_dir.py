@@ -52,7 +52,8 @@ class RunDir:
         self.resume_claimed = path / "resuming"
         """The ``resume`` folder after a manager has claimed the request."""
         self.steps = path / "steps"
-        """``<tag>.launch`` (what to start) and ``<tag>.exit`` (how it ended)."""
+        """``<tag>.launch`` (what to start), ``<tag>.end`` (why the command ended, if it reported a reason) and
+        ``<tag>.exit`` (how the step ended)."""
         self.hardware = path / "hardware"
         """``<node>.json``: the hardware that an agent observed on its node, for the next agent there. The first writer
         creates the folder."""
@@ -64,10 +65,14 @@ class RunDir:
         self.summary = path / "summary.json"
         self.metrics = path / "metrics"
         """``host:port`` at which the current manager serves metrics; the file exists only while they are served."""
+        self.metrics_failure = path / "metrics.failed"
+        """Why the current manager serves no metrics, in one line; the file exists only if it should serve them."""
         self.submit = path / "submit"
         """Folder of submitit's own files."""
         self.disk_filler = path / "disk_filler"
         """File that fills the file system while a ``disk_full`` fault lasts."""
+        self.space_reserve = path / "space_reserve"
+        """File that holds space for the end of a run on a full file system; removed at the run's end."""
         self.cluster = path / "cluster"
         """Records of the local cluster."""
         self.hf_model = path / "hf-model"
@@ -99,6 +104,10 @@ class RunDir:
     def exit_file(self, tag: str) -> Path:
         """Return the path of the exit record of a step."""
         return self.steps / f"{tag}.exit"
+
+    def end_report_file(self, tag: str) -> Path:
+        """Return the path of the end report of a step's command."""
+        return self.steps / f"{tag}.end"
 
     def hardware_file(self, node: str) -> Path:
         """Return the path of the hardware record of a node."""

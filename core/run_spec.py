@@ -240,7 +240,9 @@ class Recovery(Struct, frozen=True):
     backoff: float = 1.0
     """Seconds before the second restart within the window; doubles with each further restart, up to 60 s."""
     first_start: int = 3
-    """Failed starts of a replica that has never joined, after which the job spec counts as wrong rather than a node."""
+    """Failed starts of a replica that has never joined, after which the job spec counts as wrong rather than a node. As
+    many starts in a row, all ended by the same exception before any replica of the role has done any work, count as a
+    mistake in the role's code, and the run fails."""
     breaker: float = 0.2
     """Share of the nodes that may be excluded within the window, but at least one node, and at least two if the run has
     five or more (docs/sources.md, guard rails)."""

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
@@ -86,18 +84,6 @@ def exit_invalid_config(reason: object) -> NoReturn:
     sys.stderr.write(f"rrl: {' '.join(str(reason).split())}\n")
     sys.stderr.flush()
     raise SystemExit(2)
-
-
-@contextmanager
-def exits_on_invalid_config(errors: type[Exception] = ValueError) -> Iterator[None]:
-    """Return a context manager that reports ``errors`` as mistakes in job.toml and exits with code 2.
-
-    A user's own code must run outside of this context, so that its errors are reported with their traceback.
-    """
-    try:
-        yield
-    except errors as error:
-        exit_invalid_config(error)
 
 
 def on_one_line(value: object) -> str:

@@ -190,8 +190,12 @@ class Flag(StrEnum):
     """The finding was downgraded, because a cause shared by several nodes is more likely."""
     UNAVAILABLE = "unavailable"
     """The result is unknown because the node lacks what the check needs to read."""
+    INVALID_CONFIG = "invalid_config"
+    """A role of rrl found the job's configuration invalid; the first evidence is its message."""
     ON_MOST_NODES = "on_most_nodes"
     """Most nodes of the run had the same finding at nearly the same time."""
+    STORAGE_STALLS = "storage_stalls"
+    """Storage does not answer the node now: a replica there that reads or writes files may have to wait."""
 
 
 class ProbeResult(StrEnum):
@@ -216,6 +220,26 @@ class Evidence(Struct, frozen=True):
     at: float
 
 
+class RaisedException(Struct, frozen=True):
+    """The uncaught exception that ended a Python process which uses the worker API, as the process itself reports it.
+
+    ``fingerprint`` identifies where and with which type it was raised. The message is not part of it, since a message
+    may contain an address or a number that differs each time.
+    """
+
+    type: str
+    """Name of the class, with its module unless it is built in: ``TypeError``, ``zmq.error.ZMQError``."""
+    message: str
+    place: str
+    """``file:line`` of the innermost frame in the user's own code; the file is relative to the job's folder."""
+    fingerprint: str
+    environmental: bool = False
+    """True if storage, network or memory may have caused it, so that a later start may succeed."""
+
+    def __str__(self) -> str:
+        return f"{self.type}: {self.message} ({self.place})" if self.message else f"{self.type} ({self.place})"
+
+
 class Finding(Struct, frozen=True):
     """The conclusion of a detector or check about a replica (``incarnation``), a node (``node``) or the run (neither).
 
@@ -238,6 +262,8 @@ class Finding(Struct, frozen=True):
     shared: tuple[Cause, str, str] | None = None
     """For a finding about the run: the cause, detector and component that findings of several nodes or replicas
     share."""
+    exception: RaisedException | None = None
+    """For the end of a process: the exception that ended it, if the process reported one."""
 
     @property
     def key(self) -> str:

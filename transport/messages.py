@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from ..core.faults import Fault
 from ..core.launch import ExitReason
-from ..core.types import Finding, Incarnation, NodeName, ProbeResult, ReplicaId, Version
+from ..core.types import Finding, Incarnation, NodeName, ProbeResult, RaisedException, ReplicaId, Version
 
 PROTOCOL_VERSION = 3
 """Version of this protocol; messages of a peer with another version are dropped and counted."""
@@ -100,6 +100,8 @@ class StepExit(Struct, frozen=True, tag=True):
     """Last line that the command wrote, if it ended by itself with a failure."""
     detail: str = ""
     """Details of ``reason``, for people."""
+    exception: RaisedException | None = None
+    """Exception that ended the command, if the command reported one."""
 
 
 class AgentHello(Struct, frozen=True, tag=True):
@@ -141,6 +143,9 @@ class Load(Struct, frozen=True):
     """Share of the time (0 to 1) in which a kernel ran on the busiest of its GPUs; None: unknown."""
     tensor: float | None = None
     """Share of the time in which tensor cores worked, on the GPU where they worked most; None: unknown."""
+    stopped: bool = False
+    """Whether a process of the step was stopped (state T or t in /proc) when the load was measured: by SIGSTOP, or by a
+    debugger or profiler that looks at it."""
 
 
 class AgentHeartbeat(Struct, frozen=True, tag=True):

@@ -88,7 +88,8 @@ class TrainerRole(Role):
     warm_start_learning_rate: Annotated[float, Field(gt=0)] = _TRAINER.warm_start_learning_rate
     """Learning rate of the supervised steps."""
     keep_checkpoints: Annotated[int, Field(ge=2)] = _TRAINER.keep_checkpoints
-    """Committed checkpoints that are kept on disk."""
+    """Number of newest committed checkpoints that are kept on disk. The trajectory store deletes older ones, also those
+    of your own trainer."""
     uncommitted: Annotated[int, Field(ge=1, le=2)] = _TRAINER.uncommitted
     """Steps that may be done while their checkpoints are still being written; then the trainer waits."""
     warm: bool = True

@@ -24,6 +24,9 @@ from .roles import RESERVED_GROUPS, CommandRole, Role, Roles
 from .site import ClusterTable, ContainerTable, EnvTable, ManagerTable, Network
 from .validation import check
 
+OWN_SCORE_SHORTEST_S = 1800.0
+"""Lower bound (s) of the deadline of ``score`` where code of the user scores, unless ``[phases.score]`` sets it: the
+code may call a judge over the network, and look hung while the judge limits its rate (up to 14 min were observed)."""
 _LIMITS = run_spec.Limits()
 _RECOVERY = run_spec.Recovery()
 _HEALTH = run_spec.HealthSpec()
@@ -31,6 +34,7 @@ _MODEL = run_spec.ModelSpec()
 _TASK = run_spec.TaskSpec()
 _SAMPLING = run_spec.SamplingSpec()
 _TRANSPORT = run_spec.TransportSpec()
+_MAX_PORT = 65535
 
 
 def _format_string(text: str) -> str:
@@ -56,6 +60,13 @@ def _role_names(commands: dict[str, CommandRole]) -> dict[str, CommandRole]:
         if not re.fullmatch(r"[a-z]{1,30}", name):
             raise ValueError(f"{name!r} is not a valid role name; use up to 30 lower-case letters")
     return commands
+
+
+def _port_in_range(address: str) -> str:
+    port = address.rpartition(":")[2]
+    if port and int(port) > _MAX_PORT:
+        raise ValueError(f"{address!r} has no valid port; use one from 1 to {_MAX_PORT}, or 0 for any free one")
+    return address
 
 
 class RunTable(Table):
@@ -194,8 +205,11 @@ class PhaseTable(Table):
     """How long a phase may last before it counts as hung; also declares phases of your own program.
 
     A role is restarted if it stays in a phase without progress for ``adaptive`` times the usual duration of the phase,
-    but not before ``shortest`` and at the latest after ``longest``, which also applies until three durations are known;
-    ``first_pass`` is added the first time. A phase of your own without a table only causes a warning.
+    but not before ``shortest`` and at the latest after ``longest``. Until three durations are known, the longest pass
+    so far counts, and before that ``longest`` itself, or a quarter of it if the role is idle (docs/health.md);
+    ``first_pass`` is added the first time. A phase of your own without a table only causes a warning. Where your own
+    code scores the answers ([task] function, or [roles.reward] command), ``shortest`` of ``score`` is 30 min by
+    default.
     """
 
     shortest: OptionalTime = None
@@ -237,7 +251,9 @@ class HealthTable(Table):
     admission: bool = _HEALTH.admission
     stragglers: Literal["report", "exclude"] = "report"
     history: str = _HEALTH.history
-    metrics: Annotated[str, Field(pattern=r"^$|^[^:\s]+:\d{1,5}$|^\[[0-9a-fA-F:]+\]:\d{1,5}$")] = _HEALTH.metrics
+    metrics: Annotated[
+        str, Field(pattern=r"^$|^[^:\s]+:\d{1,5}$|^\[[0-9a-fA-F:]+\]:\d{1,5}$"), AfterValidator(_port_in_range)
+    ] = _HEALTH.metrics
 
 
 class TransportTable(Table):
@@ -300,7 +316,15 @@ class Job(Table):
     def merged_limits(self) -> run_spec.Limits:
         """Return the deadlines and phases of the job in the form that the manager reads."""
         phases = {name: phase.model_dump() for name, phase in self.phases.items()}
+        if self._scores_by_own_code():
+            score = phases.setdefault("score", {})
+            if score.get("shortest") is None:
+                score["shortest"] = min(OWN_SCORE_SHORTEST_S, score.get("longest") or OWN_SCORE_SHORTEST_S)
         for name, role in self.commands.items():
             if role.watch == "activity":  # its launcher reports a phase that has the name of the role
                 phases[name] = {"shortest": role.quiet, "longest": role.quiet, "progresses": True}
         return msgspec.convert(self.limits.model_dump() | {"phases": phases}, run_spec.Limits)
+
+    def _scores_by_own_code(self) -> bool:
+        """Return whether code of the user scores the answers: a task function, or a reward role's own program."""
+        return self.roles.reward.command is not None or (self.task is not None and self.task.function is not None)

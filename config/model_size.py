@@ -1,0 +1,52 @@
+"""Count the weights of a model without torch, so that a login node can compare its size with a machine."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from ..core.run_spec import ModelSpec
+from .model_folder import MAX_HEADER_BYTES, SHAPE_KEYS, WEIGHTS
+
+_SPECIAL_TOKENS = 2
+"""Tokens of ``[model.tokenizer]`` besides its pieces: padding and end of sequence."""
+
+
+def weight_count(model: ModelSpec) -> int:
+    """Return the number of weights of ``[model]``, from its shape or from the files of its folder.
+
+    The folder must be valid (:func:`.model_folder.validate`).
+
+    Raises:
+        OSError: A file of the folder cannot be read.
+    """
+    if model.path is not None:
+        return sum(_in_file(path) for path in Path(model.path).glob(WEIGHTS))
+    width, attention = model.hidden_size, model.heads * model.head_dim
+    vocabulary = _SPECIAL_TOKENS + (len(model.tokenizer.pieces) if model.tokenizer is not None else 0)
+    layer = (
+        2 * width * attention  # queries and output
+        + 2 * width * model.kv_heads * model.head_dim  # keys and values
+        + 3 * width * model.intermediate_size  # gate, up and down of the MLP
+        + 2 * model.head_dim  # norms of queries and keys
+        + 2 * width  # norms before attention and MLP
+    )
+    return 2 * vocabulary * width + width + model.layers * layer  # input and output embedding, the last norm
+
+
+def largest_key(model: ModelSpec) -> str:
+    """Return the key of ``[model]`` to lower if the model is too large: the one that contributes most to its size."""
+    if model.path is not None:
+        return "path"
+    default = ModelSpec()
+    return min(SHAPE_KEYS, key=lambda key: weight_count(replace(model, **{key: getattr(default, key)})))
+
+
+def _in_file(path: Path) -> int:
+    """Return the number of elements of all tensors in a safetensors file, from its header."""
+    with open(path, "rb") as file:
+        header = json.loads(file.read(min(int.from_bytes(file.read(8), "little"), MAX_HEADER_BYTES)))
+    return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
