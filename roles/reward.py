@@ -10,7 +10,7 @@ from pathlib import Path
 
 import rrl
 
-from ..core.text import exits_on_invalid_config
+from .end_report import exits_on_invalid_config
 from .models.tasks import Task, TaskError, load_task
 from .models.tokenizer import Tokenizer, open_tokenizer
 from .trajectories.types import Score, ToScore

@@ -65,7 +65,9 @@ class StepLoadSampler:
             if path in before and seconds > 0:
                 cores = _ticks_used(before[path], self._previous[path]) / self._ticks_per_s / seconds
                 tensor_active = max((tensor[gpu.uuid] for gpu in step_gpus if gpu.uuid in tensor), default=None)
-                loads.append(Load(self._tag(path) or "", round(cores, 3), _busiest(step_gpus), tensor_active))
+                stopped = any(process.stopped for process in self._previous[path].values())
+                tag = self._tag(path) or ""
+                loads.append(Load(tag, round(cores, 3), _busiest(step_gpus), tensor_active, stopped))
         return tuple(loads)
 
     def last_gpus(self, path: str) -> tuple[str, ...]:

@@ -42,6 +42,8 @@ class Usage(Struct, frozen=True):
     """CPU time, user and system, in clock ticks."""
     written: int
     """Bytes written to any file, pipe or socket (proc(5), io: wchar)."""
+    stopped: bool = False
+    """Whether the process is stopped by a signal or a tracer (proc(5), stat: state T or t)."""
 
 
 def usage(pids: Iterable[int]) -> dict[ProcessKey, Usage]:
@@ -54,7 +56,8 @@ def usage(pids: Iterable[int]) -> dict[ProcessKey, Usage]:
         except OSError:
             continue
         written = next((int(line.split()[1]) for line in io.splitlines() if line.startswith("wchar:")), 0)
-        used[pid, int(fields[19])] = Usage(int(fields[11]) + int(fields[12]), written)
+        stopped = fields[0] in (b"T", b"t")
+        used[pid, int(fields[19])] = Usage(int(fields[11]) + int(fields[12]), written, stopped)
     return used
 
 

@@ -21,7 +21,7 @@ import msgspec
 from ...core.launch import ExitReason, ExitRecord, Launch, exit_text
 from ...core.processes import read_process
 from ...core.run_dir import RunDir, write_atomically
-from ...core.types import NodeName
+from ...core.types import NodeName, RaisedException
 from ...transport.control.endpoints import Address, Dialer
 from ...transport.keys import RunKeys
 from ...transport.messages import AdmissionRequest, Admitted, Fenced, FromManager, StepExit, Stop
@@ -126,8 +126,9 @@ class StepSupervisor:
             await self.wakeup.wait()
 
     async def finish(
-        self, code: int | None, number: int | None, reason: ExitReason, detail: str = "", last_line: str = ""
-    ) -> None:
+        self, code: int | None, number: int | None, reason: ExitReason, detail: str = "", last_line: str = "",
+        exception: RaisedException | None = None,
+    ) -> None:  # fmt: skip
         """Write the exit record, then send it to the manager if one connects within ``EXIT_REPORT_TIMEOUT_S``.
 
         Args:
@@ -136,15 +137,17 @@ class StepSupervisor:
             reason: why the step ended.
             detail: more about the reason, for people.
             last_line: the last line that the command wrote.
+            exception: the exception that ended the command, as the command reported it.
         """
         launch = self.launch
         if self._is_duplicate:
             _log.error("%s: this process exits, the other one with its tag continues", exit_text(reason, detail))
             return
         _write_record(launch, ExitRecord(
-            launch.tag, launch.incarnation, self.node, code, number, reason, time.time(), last_line, detail
+            launch.tag, launch.incarnation, self.node, code, number, reason, time.time(), last_line, detail,
+            exception,
         ))  # fmt: skip
-        self._exit_report = StepExit(launch.incarnation, launch.tag, code, number, reason, last_line, detail)
+        self._exit_report = StepExit(launch.incarnation, launch.tag, code, number, reason, last_line, detail, exception)
         if self.dialer.connected:
             await self.dialer.send(self._exit_report)
         else:

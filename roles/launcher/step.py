@@ -15,7 +15,15 @@ import sys
 from pathlib import Path
 from signal import SIGKILL, SIGTERM
 
-from ...core.launch import ExitReason, Launch, read_launch
+from ...core.launch import (
+    INVALID_CONFIG_CODE,
+    ExitReason,
+    InvalidConfig,
+    Launch,
+    Raised,
+    read_end_report,
+    read_launch,
+)
 from ...core.log_lines import LOG_LEVEL_ENV, start_logging
 from ...core.run_spec import DEFAULT_LOG_LEVEL
 from ...core.text import exit_invalid_config
@@ -74,9 +82,7 @@ async def _run(launch: Launch, launch_file: str) -> int:
         if (failure := setup.failure_reason()) and supervisor.stop_reason is None:
             await supervisor.finish(None, None, ExitReason.NOT_STARTED, failure)
         else:
-            last_line = await asyncio.to_thread(log.last_line) if code else ""
-            reason = supervisor.stop_reason or (ExitReason.EXITED if number is None else ExitReason.SIGNALED)
-            await supervisor.finish(code, number, reason, supervisor.stop_detail, last_line)
+            await _report_end(supervisor, log, code, number)
         if left and (left := end_descendants(supervisor.process, KILL_TIMEOUT_BEFORE_EXIT_S)):
             _log.error(
                 "processes did not end on SIGKILL, and are left to the agent of this node: %s",
@@ -84,6 +90,19 @@ async def _run(launch: Launch, launch_file: str) -> int:
             )
         await asyncio.to_thread(log.finish)
     return code if code is not None else 128 + (number or 0)
+
+
+async def _report_end(supervisor: StepSupervisor, log: RoleLog, code: int | None, number: int | None) -> None:
+    """Report how the command ended: by exit code ``code`` or signal ``number``, and why according to its end report."""
+    file = supervisor.run.end_report_file(supervisor.launch.tag)
+    report = await asyncio.to_thread(read_end_report, file) if code else None
+    if isinstance(report, InvalidConfig) and code == INVALID_CONFIG_CODE and supervisor.stop_reason is None:
+        await supervisor.finish(code, None, ExitReason.INVALID_CONFIG, report.message)
+        return
+    exception = report.exception if isinstance(report, Raised) else None
+    last_line = await asyncio.to_thread(log.last_line) if code else ""
+    reason = supervisor.stop_reason or (ExitReason.EXITED if number is None else ExitReason.SIGNALED)
+    await supervisor.finish(code, number, reason, supervisor.stop_detail, last_line, exception)
 
 
 def _start(supervisor: StepSupervisor) -> tuple[SetupCommand, RoleLog]:

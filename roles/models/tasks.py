@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
 import importlib
+import inspect
+import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -30,7 +34,19 @@ class Task(Protocol):
 
 
 class TaskError(ValueError):
-    """The ``[task]`` table is invalid."""
+    """The ``[task]`` table is invalid.
+
+    Args:
+        key: The key of ``[task]`` to change.
+        problem: What is wrong with its value, and what would be right.
+        missing_package: A package that the task needs and this Python does not have; empty if that is not the problem.
+    """
+
+    def __init__(self, key: str, problem: str, missing_package: str = "") -> None:
+        super().__init__(f"[task] {key}: {problem}")
+        self.key = key
+        self.problem = problem
+        self.missing_package = missing_package
 
 
 def load_task(spec: TaskSpec, seed: int, tokenizer: Tokenizer | None = None, folder: Path | None = None) -> Task:
@@ -48,7 +64,7 @@ def load_task(spec: TaskSpec, seed: int, tokenizer: Tokenizer | None = None, fol
     if spec.function is not None:
         return _call(spec.function, seed, spec.args, folder)
     if spec.dataset is None:
-        raise TaskError('[task] needs one of: dataset = "<reasoning-gym name>", function = "module:function"')
+        raise TaskError("dataset", 'missing; write dataset = "<reasoning-gym name>" or function = "module:function"')
     return DatasetTask(
         spec.dataset,
         spec.args,
@@ -61,20 +77,58 @@ def load_task(spec: TaskSpec, seed: int, tokenizer: Tokenizer | None = None, fol
 
 
 def _call(name: str, seed: int, args: Mapping[str, Any], folder: Path | None) -> Task:
-    """Call ``module:function`` with ``seed`` and ``args``, and return the task that it returns."""
-    module, _, function = name.partition(":")
-    if not module or not function:
-        raise TaskError(f'[task] function = "{name}" must be "module:function"')
+    """Call ``module:function`` with ``seed`` and ``args``, and return the task that it returns.
+
+    An exception that the user's module or function raises is not caught.
+    """
+    function = _function(name, folder)
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # a function that is written in C may have none
+        signature = None
+    if signature is not None:
+        try:
+            signature.bind(seed=seed, **args)
+        except TypeError as error:
+            problem = f"{json.dumps(name)} cannot be called with `seed` and these arguments: {error}"
+            raise TaskError("args", f"{problem}; its signature is {signature}") from None
+    returned = function(seed=seed, **args)
+    if missing := [method for method in ("prompt", "answer", "score") if not callable(getattr(returned, method, None))]:
+        kind = type(returned).__name__
+        raise TaskError("function", f"{json.dumps(name)} returned {kind}, an object without {', '.join(missing)}")
+    task: Task = returned
+    return task
+
+
+def _function(name: str, folder: Path | None) -> Callable[..., Any]:
+    """Import the function ``module:function``. Raises TaskError if a module is missing, or has no such function."""
+    module_name, _, function_name = name.partition(":")
+    if not module_name or not function_name:
+        raise TaskError("function", f'{json.dumps(name)} must be "module:function"')
     if folder is not None and str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
     try:
-        returned = getattr(importlib.import_module(module), function)(seed=seed, **args)
-    except (ImportError, AttributeError, TypeError) as error:
-        raise TaskError(f'[task] function = "{name}": {error}') from error
-    if missing := [method for method in ("prompt", "answer", "score") if not callable(getattr(returned, method, None))]:
-        raise TaskError(f'[task] function = "{name}" returned an object without {", ".join(missing)}')
-    task: Task = returned
-    return task
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        if missing == module_name or module_name.startswith(f"{missing}."):
+            place = f"neither in {folder}, the folder of job.toml, nor" if folder is not None else "not"
+            problem = f"{json.dumps(name)}: there is no module {missing}, {place} among the installed packages"
+            raise TaskError("function", problem) from error
+        problem = f"{json.dumps(name)} imports {missing}, which {sys.prefix} lacks; install it there"
+        raise TaskError("function", problem, missing_package=missing) from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        names = [known for known in vars(module) if callable(getattr(module, known)) and not known.startswith("_")]
+        problem = f"{json.dumps(name)}: {module.__file__} has no function {function_name}"
+        raise TaskError("function", problem + _suggestion(function_name, names))
+    return function  # type: ignore[no-any-return]  # of a module that only the user knows
+
+
+def _suggestion(name: str, known: Iterable[str]) -> str:
+    """Return a hint if ``name`` resembles a known name."""
+    near = difflib.get_close_matches(name, list(known), 1)
+    return f"; did you mean {json.dumps(near[0])}?" if near else ""
 
 
 class DatasetTask:
@@ -99,21 +153,18 @@ class DatasetTask:
         partial_credit: float,
         split: Callable[[str], Sequence[object]],
     ) -> None:
-        import reasoning_gym  # imported here: other tasks do not need it
-
-        try:
-            self._dataset = reasoning_gym.create_dataset(dataset, seed=(seed + 1) * size, size=size, **args)
-        except (ValueError, TypeError, AssertionError) as error:
-            raise TaskError(f'[task] dataset = "{dataset}": {error}') from error
+        self._dataset = _create_dataset(dataset, args, seed=(seed + 1) * size, size=size)
         self._prompt = prompt
         self._size = size
         self._partial_credit = partial_credit
         self._split = split
         self._item = lru_cache(maxsize=1024)(self._make)  # an item is used once per trajectory of its group
+        first = self._item(0)
         try:
-            self.prompt(0)
-        except (KeyError, IndexError, AttributeError, ValueError) as error:
-            raise TaskError(f'[task] prompt = "{prompt}" does not fit an item of {dataset}: {error!r}') from error
+            prompt.format(**first)
+        except (KeyError, IndexError, AttributeError, ValueError, TypeError) as error:
+            problem = f"{json.dumps(prompt)} does not fit an item of {dataset} ({type(error).__name__}: {error})"
+            raise TaskError("prompt", f"{problem}; an item has {', '.join(_fields(first))}") from error
 
     def _make(self, i: int) -> dict[str, Any]:
         item: dict[str, Any] = self._dataset[i]
@@ -137,3 +188,36 @@ class DatasetTask:
             return reward, reward
         share = sum(a == b for a, b in zip(given, right, strict=True)) / len(right)
         return reward, reward + self._partial_credit * share
+
+
+def _create_dataset(name: str, args: Mapping[str, Any], *, seed: int, size: int) -> Any:
+    """Create a reasoning-gym dataset.
+
+    Raises:
+        TaskError: reasoning-gym is not installed, or has no such dataset, or the dataset does not accept ``args``.
+    """
+    try:
+        import reasoning_gym  # imported here: other tasks do not need it
+        from reasoning_gym.factory import DATASETS
+    except ModuleNotFoundError as error:
+        missing = error.name or "reasoning_gym"
+        problem = f"{json.dumps(name)} needs {missing}, which {sys.prefix} lacks; run pip install reasoning-gym there"
+        raise TaskError("dataset", problem, missing_package=missing) from error
+    if name not in DATASETS:
+        problem = f"{json.dumps(name)} is not a dataset of reasoning-gym"
+        raise TaskError("dataset", problem + (_suggestion(name, DATASETS) or f"; it has {', '.join(sorted(DATASETS))}"))
+    accepted = [field.name for field in dataclasses.fields(DATASETS[name][1]) if field.name not in ("seed", "size")]
+    for argument in args:
+        if argument not in accepted:
+            problem = f"{name} has no argument {json.dumps(argument)}; it has {', '.join(accepted)}"
+            raise TaskError("args", problem + _suggestion(argument, accepted))
+    try:
+        return reasoning_gym.create_dataset(name, seed=seed, size=size, **args)
+    except (ValueError, TypeError, AssertionError) as error:
+        raise TaskError("args", f"{name} does not accept these values: {error}") from error
+
+
+def _fields(item: Mapping[str, Any]) -> Iterable[str]:
+    """Yield the names by which a format string refers to the fields of an item: ``answer``, ``metadata[matrix]``."""
+    for name, value in item.items():
+        yield from (f"{name}[{inner}]" for inner in value) if isinstance(value, Mapping) else (name,)

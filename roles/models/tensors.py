@@ -78,7 +78,8 @@ def assigned_device(launch: Launch) -> torch.device:
     """Return the device that the role computes on.
 
     Ends the process if a GPU was assigned to it but torch finds none: on the CPU the role would silently run many times
-    slower. This function initialises CUDA, so a standby process must not call it before it knows its GPU.
+    slower. This is no proof of an invalid configuration, because another node may have a GPU that works. This function
+    initialises CUDA, so a standby process must not call it before it knows its GPU.
     """
     if not launch.gpus:
         return torch.device("cpu")

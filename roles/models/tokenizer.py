@@ -18,6 +18,10 @@ _SPECIAL = 2
 """Number of ids of a :class:`VocabularyTokenizer` that are not text. These ids come first."""
 
 
+class UnencodableText(ValueError):
+    """The vocabulary of ``[model.tokenizer]`` lacks a piece of a text."""
+
+
 class Tokenizer(Protocol):
     """Converts text to the token ids that the model embeds, and back."""
 
@@ -134,7 +138,7 @@ class VocabularyTokenizer:
         """Encode text from the left, using at each position the longest piece that matches there.
 
         Raises:
-            ValueError: No piece matches at some position.
+            UnencodableText: No piece matches at some position.
         """
         text = text.translate(self._dropped)
         tokens: list[int] = []
@@ -146,7 +150,7 @@ class VocabularyTokenizer:
                     at += length
                     break
             else:
-                raise ValueError(
+                raise UnencodableText(
                     f"no piece of [model.tokenizer] matches the text at {text[at : at + 10]!r} in {text[:100]!r}:"
                     f" add {text[at]!r} to `pieces` or to `ignore`"
                 )

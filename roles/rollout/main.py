@@ -13,7 +13,8 @@ import rrl
 
 from ...config.model_folder import max_length
 from ...core.run_spec import ModelSpec
-from ...core.text import exits_on_invalid_config
+from ...core.text import exit_invalid_config
+from ..end_report import exits_on_invalid_config
 from ..models.policy import compute_dtype, materialise, skeleton
 from ..models.tensors import assigned_device, unpack
 from ..models.tokenizer import Tokenizer, open_tokenizer
@@ -132,13 +133,15 @@ def _vllm(me: rrl.Worker, spec: ModelSpec, model: nn.Module, tokenizer: Tokenize
 
     settings, memory = me.job.rollout, me.job.role(me.launch.role).per_member.mem
     vllm_config.set_environment(settings.threads)
-    with exits_on_invalid_config(vllm_config.InvalidEngineConfig):
+    try:
         config = vllm_config.configure(
             vllm_config.write_config_folder(model, me.run_dir.hf_model) if spec.path is None else Path(spec.path),
             dtype=spec.dtype, max_length=max_length(spec.path, spec.max_length),
             seed=seed_of(me.job.seed, me.launch.incarnation) % _VLLM_SEED_LIMIT,
             lease=settings.lease, memory=memory, gpus=me.launch.gpus, given=settings.vllm,
         )  # fmt: skip
+    except vllm_config.InvalidEngineConfig as error:  # not reported: vLLM also refuses a node without its driver
+        exit_invalid_config(error)
 
     def build() -> Engine:
         from .vllm.engine import VllmEngine

@@ -187,7 +187,6 @@ class AsyncSaver:
     def _commit(self, meta: SnapshotMeta, folder: Path, written: list[Written]) -> None:
         digests = {name: digest for result in written for name, digest in result.files.items()}
         self._me.commit(meta.number, [folder / name for name in digests], meta.metrics, digests)
-        self._checkpoints.on_committed(folder)
 
     def _broadcast_from_rank0(self, do: Callable[[], T], kind: Any) -> T:
         """Like :meth:`Gang.broadcast_from_rank0`, on the group of this thread."""

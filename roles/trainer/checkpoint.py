@@ -1,7 +1,7 @@
 """Checkpoints on shared storage: written by all members, as files of torch.distributed.checkpoint.
 
 A checkpoint becomes valid when the store has committed it, and is read only according to the manifest in its commit
-record. Files that were written and never committed are garbage, and so are checkpoints older than the last few commits.
+record. The store deletes checkpoints that are no longer needed (:mod:`rrl.roles.checkpoints.retention`).
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
 from ...core.run_dir import RunDir
-from ..models.policy import weights
-from ..worker.checkpoint_files import (
+from ..checkpoints.folders import (
     DamagedCheckpoint,
     Digest,
     StoredFiles,
+    attempt_of,
     digest_of,
-    incarnation_of,
     make_durable,
     verified,
 )
+from ..models.policy import weights
 from . import exchange
 from .host_buffers import shard_of
 from .learner import Learner
@@ -51,8 +51,6 @@ class _About(Struct, frozen=True):
     """Description of a checkpoint, stored with it."""
 
     world: int
-    before: tuple[str, ...]
-    """Folder names of earlier commits that are retained: a trainer that restores this commit must not remove them."""
 
 
 class Written(Struct, frozen=True):
@@ -70,20 +68,12 @@ class Checkpoints:
 
     Args:
         run_dir: The run directory.
-        incarnation: Incarnation number of the trainer.
-        retained: Number of commits whose files are kept, at least 1.
         gang: The members of the trainer.
     """
 
-    def __init__(self, run_dir: RunDir, incarnation: int, retained: int, gang: Gang | None = None) -> None:
+    def __init__(self, run_dir: RunDir, gang: Gang | None = None) -> None:
         self._run_dir = run_dir
-        self._incarnation = incarnation
-        self._retained = retained
         self._gang = gang or Gang()
-        self._committed: tuple[str, ...] = ()
-        """Folder names of the last commits, the newest last."""
-        self._reference = ""
-        """Folder name of the reference model's weights; empty without a reference."""
 
     def write(
         self, folder: Path, tensors: Mapping[str, Tensor], like: Mapping[str, Tensor], extra_state: bytes
@@ -102,8 +92,7 @@ class Checkpoints:
         try:
             paths.append(_new_file(folder / _rank_file(gang.rank), extra_state))
             if gang.rank == 0:
-                about = _About(gang.world, self._committed[-self._retained + 1 :])
-                paths.append(_new_file(folder / _ABOUT, msgspec.json.encode(about)))
+                paths.append(_new_file(folder / _ABOUT, msgspec.json.encode(_About(gang.world))))
         except OSError as error:
             trouble = error
         try:  # also after an error, because the other members take part in it
@@ -169,7 +158,7 @@ class Checkpoints:
         Raises:
             DamagedCheckpoint: In all members, if the files do not match the manifest. Nothing is loaded then.
         """
-        gang, damage, about = self._gang, "", _About(0, ())
+        gang, damage, about = self._gang, "", _About(0)
         names = sorted(manifest["files"])
         mine = {*names[gang.rank :: gang.world], _ABOUT, METADATA, _rank_file(gang.rank)}
         folder = self._run_dir.path / manifest["folder"]
@@ -187,26 +176,34 @@ class Checkpoints:
         learner.resume(
             (folder / _rank_file(gang.rank if same else 0)).read_bytes(), random_states=same or gang.rank == 0
         )
-        self._committed = (*about.before, folder.name)
 
     def save_reference(self, folder: Path, model: nn.Module, dtype: torch.dtype) -> StoredFiles:
         """Write the weights of ``model`` in ``dtype`` into the new, empty ``folder``; all members must call it.
 
-        These weights are the reference model of this and every later incarnation. They are durable on return.
+        These weights are the reference model of this and every later incarnation. They are durable on return. The
+        references of earlier incarnations are deleted: no state that could be restored has named them.
 
         Raises:
             OSError: A file could not be written.
         """
         gang = self._gang
+        if gang.rank == 0:
+            self._delete_references_before(folder)
         state = {
             name: self._as_sharded(shard_of(tensor).to("cpu", dtype), tensor) for name, tensor in weights(model).items()
         }
         paths = self._save(state, folder)
         make_durable(paths)
         mine = {path.name: digest_of(path) for path in paths}
-        self._reference = folder.name
         files = {name: digest for digests in gang.gather(mine, dict[str, Digest]) for name, digest in digests.items()}
         return StoredFiles(folder.relative_to(self._run_dir.path).as_posix(), files)
+
+    def _delete_references_before(self, folder: Path) -> None:
+        own = attempt_of(folder.name)
+        for other in self._run_dir.checkpoints.iterdir():
+            attempt = attempt_of(other.name)
+            if own and attempt and attempt.step == own.step and attempt.incarnation < own.incarnation:
+                shutil.rmtree(other, ignore_errors=True)  # a folder that cannot be deleted must not end the training
 
     def read_reference(self, files: StoredFiles, model: nn.Module) -> None:
         """Load the weights of the reference into ``model``; any number of members may have written them.
@@ -223,38 +220,6 @@ class Checkpoints:
             damage = f"the reference model for `kl` is damaged: {error}"
         folder = self._run_dir.path / files.folder
         self._load(weights(model), folder, damage)
-        self._reference = folder.name
-
-    def set_committed(self, manifest: dict[str, Any]) -> None:
-        """Record the newest commit when the state was restored from a snapshot.
-
-        Damage of the checkpoint is only logged, because the restored snapshot replaces the checkpoint.
-        """
-        folder = self._run_dir.path / manifest["folder"]
-        before: tuple[str, ...] = ()
-        try:
-            verified(self._run_dir.path, manifest, only={_ABOUT})
-            before = msgspec.json.decode((folder / _ABOUT).read_bytes(), type=_About).before
-        except (OSError, DamagedCheckpoint) as error:
-            _log.warning("cannot read the last committed checkpoint; continuing from a snapshot: %s", error)
-        self._committed = (*before, folder.name)
-
-    def on_committed(self, folder: Path) -> None:
-        """Record that ``folder`` is committed, and remove the checkpoints that are garbage now."""
-        self._committed = (*self._committed, folder.name)[-self._retained :]
-        self.remove_garbage()
-
-    def remove_garbage(self) -> None:
-        """Remove checkpoints of this and earlier incarnations, except the last commits and the reference.
-
-        Must not be called between the first write of a checkpoint and its commit. Folders of *later* incarnations are
-        left alone, so that a fenced trainer that wakes up late cannot harm its successor.
-        """
-        retained = (*self._committed, self._reference)
-        for folder in self._run_dir.checkpoints.iterdir():
-            made_by = incarnation_of(folder.name)
-            if made_by is not None and made_by <= self._incarnation and folder.name not in retained:
-                shutil.rmtree(folder, ignore_errors=True)  # a folder that cannot be removed must not end the training
 
 
 def _rank_file(rank: int) -> str:

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from ...core.run_spec import TrainerSettings
+from ..checkpoints.folders import StoredFiles
 from ..models.policy import weights
 from ..trajectories.types import Batch, Trajectory
-from ..worker.checkpoint_files import StoredFiles
 from .losses import group_advantages, grpo_loss, likelihood
 from .process_group import Gang
 

@@ -29,8 +29,8 @@ from torch.distributed.fsdp import fully_shard
 import rrl
 
 from ...core.run_spec import ModelSpec
-from ...core.text import exits_on_invalid_config
 from ...core.types import NodeName
+from ..end_report import exits_on_invalid_config
 from ..models.policy import build_model, compute_dtype, load_initial, materialise, skeleton
 from ..models.tasks import TaskError, load_task
 from ..models.tensors import pack
@@ -88,7 +88,7 @@ def main() -> None:
     with me, wait_to_be_fenced(me):
         gang = init_process_group(me, compute_dtype(spec))
         client = _snapshots(me)
-        checkpoints = Checkpoints(me.run_dir, me.launch.incarnation.number, me.job.trainer.keep_checkpoints, gang)
+        checkpoints = Checkpoints(me.run_dir, gang)
         restore_point = restore.agree_on_restore_point(me, gang, client)
         if gang.rank == 0:
             # as text: a log handler that keeps its records must not keep the snapshot's memory too
@@ -114,7 +114,7 @@ def main() -> None:
                 learner.reference = gang.shard(skeleton(spec, tokenizer.size, compute_dtype(spec)), compute_dtype(spec))
                 materialise(learner.reference, gang.device)
                 checkpoints.read_reference(learner.reference_files, learner.reference.requires_grad_(False))
-        _train(me, gang, learner, checkpoints, saver, spec, restore_point)
+        _train(me, gang, learner, saver, spec, restore_point)
 
 
 def _model(spec: ModelSpec, empty: nn.Module, vocabulary: int, seed: int, fresh: bool, gang: Gang) -> nn.Module:
@@ -132,12 +132,10 @@ def _model(spec: ModelSpec, empty: nn.Module, vocabulary: int, seed: int, fresh:
 
 
 def _train(
-    me: rrl.Worker, gang: Gang, learner: Learner, checkpoints: Checkpoints, saver: AsyncSaver, spec: ModelSpec,
+    me: rrl.Worker, gang: Gang, learner: Learner, saver: AsyncSaver, spec: ModelSpec,
     restore_point: restore.RestorePoint,
 ) -> None:  # fmt: skip
     """Train from the learner's state to the end of the run."""
-    if gang.rank == 0:
-        checkpoints.remove_garbage()
     with me.phase("publish"):
         _publish(me, gang, learner, compute_dtype(spec))
     if (meta := restore_point.uncommitted) is not None:
@@ -230,8 +228,12 @@ def _examples(me: rrl.Worker, tokenizer: Tokenizer) -> Iterator[list[Example]]:
     with exits_on_invalid_config(TaskError):
         task = load_task(me.job.task, me.job.seed + _SEED_OFFSET, tokenizer)
     for step in range(steps):
-        items = range(step * size, (step + 1) * size)
-        yield [(tokenizer.prompt(task.prompt(i)), (*tokenizer.encode(task.answer(i)), tokenizer.eos)) for i in items]
+        texts = [(task.prompt(item), task.answer(item)) for item in range(step * size, (step + 1) * size)]
+        with exits_on_invalid_config():  # the vocabulary lacks a character
+            examples: list[Example] = [
+                (tokenizer.prompt(prompt), (*tokenizer.encode(answer), tokenizer.eos)) for prompt, answer in texts
+            ]
+        yield examples
 
 
 if __name__ == "__main__":

@@ -16,9 +16,9 @@ from msgspec import Struct
 import rrl
 
 from ...core.types import NodeName
+from ..checkpoints.folders import attempt_of
 from ..snapshots.client import SnapshotClient
 from ..snapshots.format import SnapshotError, SnapshotInfo
-from ..worker.checkpoint_files import incarnation_of
 from .async_saver import SnapshotMeta
 from .checkpoint import Checkpoints
 from .host_buffers import Layout
@@ -41,7 +41,7 @@ class Commit(Struct, frozen=True):
     def incarnation(self) -> int:
         """Number of the incarnation that made the commit; -1 before the first."""
         name = self.manifest["folder"].rpartition("/")[2] if self.manifest else ""
-        return -1 if (incarnation := incarnation_of(name)) is None else incarnation
+        return -1 if (attempt := attempt_of(name)) is None else attempt.incarnation
 
 
 class RestorePoint(Struct, frozen=True):
@@ -117,8 +117,6 @@ def load(restore_point: RestorePoint, learner: Learner, checkpoints: Checkpoints
             raise RuntimeError(f"the snapshot of step {restore_point.meta.number} does not fit the model in job.toml")
         layout.load(restore_point.data, tensors)
         learner.resume(restore_point.meta.extra_state)
-        if restore_point.commit.manifest is not None:
-            checkpoints.set_committed(restore_point.commit.manifest)
         state = f"snapshot of batch {restore_point.meta.digest}"
     check_same(gang.gather((learner.number, state), tuple[int, str]))
 

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from itertools import count
 
+from ...config.model_folder import max_length
+from ...core.run_spec import RunSpec
+from ..models.tokenizer import Tokenizer
 from .types import Prompt
 
 NO_PROMPT = "no prompt could be made of the item"
@@ -11,6 +16,16 @@ NO_PROMPT = "no prompt could be made of the item"
 MAX_ITEMS_WITHOUT_PROMPT = 32
 """Number of consecutive items without a prompt after which the task, or the service that it calls, is at fault rather
 than the items."""
+
+
+def first_item_with_prompt(make: Callable[[int], Prompt]) -> int:
+    """Return the first item whose prompt the task can make.
+
+    Raises:
+        ValueError: None of the first :data:`MAX_ITEMS_WITHOUT_PROMPT` items has a prompt.
+    """
+    prompts = ItemPrompts(make)
+    return next(item for item in count() if prompts.prompt(item) is not None)
 
 
 class ItemPrompts:
@@ -59,3 +74,37 @@ class ItemPrompts:
             self._reported = True
             self._warning = (f"warning: item {item} of [task] is dropped: {reason}; further items without a prompt"
                              " are dropped silently and counted in the audit")  # fmt: skip
+
+
+class UnfitPrompt(ValueError):
+    """A prompt is empty, or too long for an answer to follow."""
+
+
+def prompt_encoder(job: RunSpec, tokenizer: Tokenizer) -> Callable[[int, str], Prompt]:
+    """Return the function that makes the prompt of an item from the text that the task returned for it.
+
+    The function raises UnfitPrompt, and ValueError for a text that the tokenizer cannot encode.
+    """
+    max_new_tokens = job.sampling.max_new_tokens
+    longest = _longest(job)
+
+    def encode(item: int, text: str) -> Prompt:
+        tokens = tokenizer.prompt(text)
+        if not tokens:
+            raise UnfitPrompt(f"the prompt of item {item} of [task] has no tokens")
+        if len(tokens) + max_new_tokens > longest:
+            raise UnfitPrompt(f"the prompt of item {item} of [task] has {len(tokens)} tokens; with max_new_tokens"
+                             f" = {max_new_tokens} this exceeds max_length = {longest:g} of the model")  # fmt: skip
+        return Prompt(item, tokens)
+
+    return encode
+
+
+def _longest(job: RunSpec) -> float:
+    """Return how many tokens prompt and answer may have together.
+
+    Returns inf if [model] defines only the tokenizer, because the model is the user's own.
+    """
+    model = job.model
+    built_in = job.role("trainer").built_in or job.role("rollout").built_in
+    return max_length(model.path, model.max_length) if built_in or model.path is not None else math.inf

@@ -16,16 +16,16 @@ import msgspec
 
 import rrl
 
-from ...config.model_folder import max_length
 from ...core.run_dir import write_atomically
-from ...core.run_spec import RunSpec
-from ...core.text import exits_on_invalid_config
 from ...core.types import Incarnation
 from ...transport.control.endpoints import Incoming, Listener
 from ...transport.control.sockets import CONTROL_BOUNDS, STORE_BOUNDS
 from ...transport.messages import Peers, WeightSource
+from ..checkpoints.retention import CheckpointCleaner, CommitStatus
+from ..end_report import exits_on_invalid_config
 from ..models.tasks import TaskError, load_task
 from ..models.tokenizer import open_tokenizer
+from .prompts import first_item_with_prompt, prompt_encoder
 from .records import LogFormatError
 from .store import Store
 from .types import (
@@ -182,16 +182,18 @@ class Server:
             without a result do not count: a store that cannot serve any request makes no progress.
         note: Called with a text for people that says why the trainer has waited for a batch for ``NOTE_AFTER_S``, and
             with an empty text once the batch is bound.
+        on_durable: Called after each flush with what is committed.
     """
 
     def __init__(
         self, store: Store, listener: Listener, on_served: Callable[[int], None] = lambda _: None,
-        note: Callable[[str], None] = lambda _: None,
+        note: Callable[[str], None] = lambda _: None, on_durable: Callable[[CommitStatus], None] = lambda _: None,
     ) -> None:  # fmt: skip
         self._store = store
         self._listener = listener
         self._on_served = on_served
         self._note = note
+        self._on_durable = on_durable
         self._unbound: int | None = None
         """Step whose batch the trainer has requested and that is not bound yet."""
         self._note_at = 0.0
@@ -271,6 +273,7 @@ class Server:
                 answers.append((parked.incoming, reply))
         version_answers = self._followers.answers(now)  # not counted as served: answers about versions are not progress
         self._store.flush()
+        self._on_durable(self._store.commit_status)
         for incoming, reply in (*answers, *version_answers):
             await self._listener.send(incoming.peer, reply, incoming.request_id)
         served = sum(reply not in _NO_WORK and not isinstance(reply, Denied) for _, reply in answers)
@@ -352,36 +355,22 @@ def _current_incarnations(peers: Peers) -> frozenset[Incarnation]:
 def _prompts(me: rrl.Worker) -> Callable[[int], Prompt]:
     """Return the function that makes the prompt of an item.
 
-    Ends the process if the model or task is invalid. The returned function raises ValueError for a prompt that is empty
-    or too long for an answer to follow, and any exception that the task raises.
+    Ends the process if the model or task is invalid, or if the first items have no prompts. The returned function
+    raises ValueError for a prompt that is empty or too long for an answer to follow, and any exception that the task
+    raises.
     """
     with exits_on_invalid_config():
         tokenizer = open_tokenizer(me.job.model)
     with exits_on_invalid_config(TaskError):
         task = load_task(me.job.task, me.job.seed, tokenizer, Path(me.launch.cwd))
-    max_new_tokens = me.job.sampling.max_new_tokens
-    longest = _longest(me.job)
+    encode = prompt_encoder(me.job, tokenizer)
 
-    def prompt(index: int) -> Prompt:
-        tokens = tokenizer.prompt(task.prompt(index))
-        if not tokens:
-            raise ValueError(f"the prompt of item {index} of [task] has no tokens")
-        if len(tokens) + max_new_tokens > longest:
-            raise ValueError(f"the prompt of item {index} of [task] has {len(tokens)} tokens; with max_new_tokens"
-                             f" = {max_new_tokens} this exceeds max_length = {longest:g} of the model")  # fmt: skip
-        return Prompt(index, tokens)
+    def prompt(item: int) -> Prompt:
+        return encode(item, task.prompt(item))
 
+    with exits_on_invalid_config():  # for example, the vocabulary lacks a character of every prompt
+        first_item_with_prompt(prompt)
     return prompt
-
-
-def _longest(job: RunSpec) -> float:
-    """Return how many tokens prompt and answer may have together.
-
-    Returns inf if [model] defines only the tokenizer, because the model is the user's own.
-    """
-    model = job.model
-    built_in = job.role("trainer").built_in or job.role("rollout").built_in
-    return max_length(model.path, model.max_length) if built_in or model.path is not None else math.inf
 
 
 def _open_store(me: rrl.Worker, prompts: Callable[[int], Prompt]) -> Store:
@@ -399,11 +388,11 @@ def _open_store(me: rrl.Worker, prompts: Callable[[int], Prompt]) -> Store:
     )
 
 
-async def _serve(me: rrl.Worker, store: Store) -> None:
+async def _serve(me: rrl.Worker, store: Store, cleaner: CheckpointCleaner) -> None:
     loop = asyncio.get_running_loop()
     epoch = me.launch.incarnation.number
     listener = await Listener.open(me.keys, Request, epoch=epoch, host=me.host, bounds=STORE_BOUNDS)
-    server = Server(store, listener, me.progress, me.note)
+    server = Server(store, listener, me.progress, me.note, cleaner.update)
 
     def on_peers(peers: Peers) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended: there is nothing left to update
@@ -435,12 +424,13 @@ def main() -> None:
     with me:
         with exits_on_invalid_config(LogFormatError):
             store = _open_store(me, prompts)
-        with me.phase("serve"):
-            asyncio.run(_serve(me, store))
-        if store.audit().committed >= me.job.steps:
-            store.drop_uncommitted("the run is complete")
-        write_atomically(me.run_dir.store / "audit.json", msgspec.json.encode(store.audit()))
-        store.close()
+        with CheckpointCleaner(me.run_dir.checkpoints, me.job.trainer.keep_checkpoints) as cleaner:
+            with me.phase("serve"):
+                asyncio.run(_serve(me, store, cleaner))
+            if store.audit().committed >= me.job.steps:
+                store.drop_uncommitted("the run is complete")
+            write_atomically(me.run_dir.store / "audit.json", msgspec.json.encode(store.audit()))
+            store.close()
 
 
 if __name__ == "__main__":

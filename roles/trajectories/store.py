@@ -13,10 +13,9 @@ from heapq import heapify, heappop, heappush
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from ...core.types import Incarnation
+from ...core.types import TRAINER, Incarnation
 from ...transport.messages import WeightSource
+from ..checkpoints.retention import CommitStatus
 from .leases import Leases, Membership, WorkQueue
 from .log import DurableState
 from .prompts import NO_PROMPT, ItemPrompts
@@ -407,6 +406,12 @@ class Store:
         newest = self._state.commitments.get(self._state.committed)
         return CommittedState(newest.number, newest.manifest) if newest else CommittedState(None, None)
 
+    @property
+    def commit_status(self) -> CommitStatus:
+        """What is committed; durable only after :meth:`flush`."""
+        folders = {number: commit.manifest.get("folder", "") for number, commit in self._state.commitments.items()}
+        return CommitStatus(self._state.committed, self._state.fences.get(TRAINER, -1), folders)
+
     def metrics(self, incarnation: Incarnation, after: int) -> StoredMetrics | Denied:
         """Return stored metrics of the committed steps after ``after``, as many as fit into one answer."""
         if rejection := self._check_trainer(incarnation):
@@ -466,13 +471,9 @@ class Store:
         return f"the trainer waits for {missing} more of the {self._per_batch} groups of step {number}"
 
     def commit(
-        self,
-        incarnation: Incarnation,
-        number: int,
-        manifest: dict[str, Any],
-        digest: str,
+        self, incarnation: Incarnation, number: int, manifest: dict[str, Any], digest: str,
         metrics: dict[str, float] | None = None,
-    ) -> Done | Denied:
+    ) -> Done | Denied:  # fmt: skip
         """Commit checkpoint and consumption of step ``number`` in one record (rule 4); may be repeated.
 
         The metrics are written before the commit: metrics of an uncommitted step are never read.
@@ -483,7 +484,7 @@ class Store:
             return Denied(f"{incarnation} cannot commit: {incarnation.gang} commits for the gang")
         before, binding = self._state.commitments.get(number), self._state.bindings.get(number)
         if number <= self._state.committed:
-            if before and before.digest == digest and _canonical(before.manifest) == _canonical(manifest):
+            if before and before.digest == digest and before.manifest == manifest:
                 return Done()
             return Denied(f"step {number} was committed with another manifest or digest")
         if number != self._state.committed + 1 or binding is None:
@@ -493,8 +494,3 @@ class Store:
         self._durable.write(Metrics(number, metrics or {}))
         self._durable.write(StepCommitted(number, incarnation, manifest, digest))
         return Done()
-
-
-def _canonical(manifest: dict[str, Any]) -> bytes:
-    """Encode a manifest so that equal manifests have equal bytes."""
-    return msgspec.msgpack.encode(manifest, order="deterministic")

@@ -12,7 +12,7 @@ import signal
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -29,13 +29,15 @@ from ...core.types import NodeName, ReplicaId, Version, replica_id
 from ...transport.keys import RunKeys
 from ...transport.messages import Goodbye, Peers
 from ...transport.weights.manifest import ManifestBuilder, layout
+from ..checkpoints.folders import Digest, fresh_folder, make_durable, verified
+from ..checkpoints.folders import describe as describe_files
+from ..end_report import report_uncaught_exceptions
 from ..launcher.process_group import allow_inspection, restore_priority
 from ..trajectories.batches import decode
 from ..trajectories.types import Batch, Item, PackedBatch, Segment
-from .checkpoint_files import Digest, fresh_folder, make_durable, verified
-from .checkpoint_files import describe as describe_files
 from .connection import ManagerConnection, Stopping
-from .work_items import ScoringLease, WeightUpdate, WorkLease
+from .external_waits import waiting
+from .work_items import NewWeights, ScoringLease, WorkLease
 
 STORE_WAIT_S = 1.0
 """Seconds that one request waits at the store before it is repeated, so that the worker notices a stop request."""
@@ -146,6 +148,14 @@ class Worker:
         finally:
             self._connection.set_phase(*before)
 
+    def waiting(self, service: str) -> AbstractContextManager[None]:
+        """Report inside the block that this role waits for ``service``, which is not part of the run.
+
+        The role is in phase ``wait_external`` meanwhile, and :meth:`progress` counts there too. See :func:`waiting`,
+        which is ``rrl.waiting``: the same for code that has no :class:`Worker`.
+        """
+        return waiting(service)
+
     @contextmanager
     def blocked_on(self, replica: ReplicaId) -> Iterator[None]:
         """Report that this process waits for ``replica`` inside the block, whatever its phase is.
@@ -180,7 +190,7 @@ class Worker:
         The handler does a small piece of real work and returns a short text about it. If the handler raises, or does
         not return in time, the role is restarted. It runs in the thread that registers it, at that thread's next call
         of the API (:meth:`phase`, :meth:`progress`, :meth:`new_weights`, :meth:`answer_probe`) or while that thread
-        waits for the store, so that a role which is stuck elsewhere does not answer.
+        waits for the store or for its first weights, so that a role which is stuck elsewhere does not answer.
         """
         self._connection.probes.on_probe(handler)
 
@@ -347,14 +357,14 @@ class Worker:
         self._connection.announce_version(version)
 
     # ── rollout ────────────────────────────────────────────────────────────────────────────────────────────────────
-    def new_weights(self) -> WeightUpdate | None:
+    def new_weights(self) -> NewWeights | None:
         """Return the newest complete version, or None if the previous call already returned it; never block."""
         self._connection.probes.answer()
         stored = self._connection.weights.current()
         if stored is None or stored.manifest.version == self._loaded:
             return None
         self._loaded = stored.manifest.version
-        return WeightUpdate(stored)
+        return NewWeights(stored)
 
     def work(self, at_most: int = 64) -> Iterator[WorkLease]:
         """Yield leases of up to ``at_most`` trajectories until a stop is requested.
@@ -402,6 +412,7 @@ class Worker:
         if self._connection.weights.current() is None:
             with self.phase("wait_weights"):
                 while self._connection.wait_version(STORE_WAIT_S) is None:
+                    self.answer_probe()
                     if self.stopping.is_set():
                         return False
         return True
@@ -480,5 +491,6 @@ def join() -> Worker:
         exit_invalid_config(f"{LAUNCH_ENV} is not set: rrl.join() works only in a command that a run of rrl started")
     start_logging(stamped=False)
     launch = read_launch(Path(path))
+    report_uncaught_exceptions(launch)
     run = RunDir(Path(launch.run_dir))
     return Worker(launch, run, RunKeys.load(run.keys))

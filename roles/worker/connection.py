@@ -41,6 +41,8 @@ from ..launcher.process_group import select_gpus
 from ..trajectories.client import Refused, TrajectoryClient, store_address
 from ..trajectories.versions import is_publisher
 from .commit_reports import CommitReports
+from .event_loop import die_on_error, open_loop
+from .external_waits import awaited_service, reported_phase
 from .main_thread import ProbeResponder, SelfFaults
 from .weight_sources import Superseded, WeightSources, unless_set
 
@@ -108,7 +110,7 @@ class ManagerConnection:
         self._standby_over = threading.Event()
         """Set when a standby stops waiting: it was promoted, is to stop, or its connection failed."""
         self._new_version = threading.Event()
-        self._loop = asyncio.new_event_loop()
+        self._loop = open_loop(self)
         self._thread = threading.Thread(target=self._main, name="rrl-connection", daemon=True)
         self._failure: BaseException | None = None
         self._weight_sources = WeightSources()
@@ -293,7 +295,7 @@ class ManagerConnection:
     def _spawn(self, *coroutines: Coroutine[Any, Any, None]) -> None:
         for coroutine in coroutines:
             task = self._loop.create_task(coroutine)
-            task.add_done_callback(_die_on_error)
+            task.add_done_callback(die_on_error)
             self._tasks.append(task)
 
     async def _promote(self, promotion: msg.Promote) -> None:
@@ -330,7 +332,7 @@ class ManagerConnection:
 
     def _hello(self) -> msg.Hello:
         stored = self.weights.current()
-        self._reported_phase = self._phase[0]
+        self._reported_phase, _ = reported_phase(self._phase)
         self._commits.on_hello()
         return msg.Hello(
             incarnation=self.launch.incarnation,
@@ -338,7 +340,7 @@ class ManagerConnection:
             node=self.node,
             host=socket.gethostname(),
             pid=os.getpid(),
-            phase=self._phase[0],
+            phase=self._reported_phase,
             listen_address=self._listen_address,
             weight_address=self._weight_address,
             weight_version=stored.manifest.version if stored else None,
@@ -401,12 +403,11 @@ class ManagerConnection:
     async def _heartbeat_loop(self) -> None:
         """Send heartbeats, but only while connected: buffered heartbeats would hide how long a phase lasted."""
         while True:
-            phase, waits_for = self._phase
+            phase, waits_for = reported_phase(self._phase)
             if self._dialer.connected:
                 blocked_by = STORE_REPLICA if self._store_calls else self.blocked_on or waits_for
-                await self._dialer.send(
-                    msg.Heartbeat(self.launch.incarnation, phase, self._done, blocked_by, self.note)
-                )
+                note = f"waits for {service}" if (service := awaited_service()) else self.note
+                await self._dialer.send(msg.Heartbeat(self.launch.incarnation, phase, self._done, blocked_by, note))
                 self._reported_phase = phase
             await asyncio.sleep(self._heartbeat_interval)
 
@@ -425,7 +426,7 @@ class ManagerConnection:
         self._loop.call_later(PHASE_REPORT_DELAY_S, self._report_phase, phase)
 
     def _report_phase(self, phase: str) -> None:
-        current, waits_for = self._phase
+        current, waits_for = reported_phase(self._phase)
         if phase == current and phase != self._reported_phase:
             self._reported_phase = phase
             self._send_if_connected(msg.PhaseEntered(self.launch.incarnation, phase, self._done, waits_for))
@@ -491,10 +492,3 @@ class ManagerConnection:
             raise Superseded(f"{version} is superseded")
         chain = self._transport_settings.chain
         return select_sources(self.launch.incarnation.replica, self._weight_sources.sources(), version, chain, direct)
-
-
-def _die_on_error(task: asyncio.Task[Any]) -> None:
-    """End the process when a task of the connection fails: without the task the worker could not send or receive."""
-    if not task.cancelled() and (error := task.exception()) is not None:
-        _log.critical("a task of the connection to the manager failed; this process exits: %r", error)
-        os._exit(1)

@@ -11,7 +11,7 @@ from ..trajectories.types import Item, Score, Segment, ToScore
 from .connection import ManagerConnection
 
 
-class WeightUpdate:
+class NewWeights:
     """A complete weight version.
 
     ``flat`` is read-only memory that holds the tensors at the offsets in ``tensors``. It stays valid as long as this

@@ -1,6 +1,6 @@
 """A checkpoint as files in a folder, and the manifest with which a commit record names each file and its digest.
 
-The files may have any format. Only files that a manifest names are read; the folder is never listed.
+The files may have any format. Only files that a manifest names are read.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import itertools
 import re
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec import Struct
 
@@ -47,10 +47,17 @@ def fresh_folder(checkpoints: Path, number: int, incarnation: int) -> Path:
     raise AssertionError
 
 
-def incarnation_of(folder: str) -> int | None:
-    """Return the incarnation number in a folder name of :func:`fresh_folder`; None for any other name."""
-    match = re.fullmatch(r"step-\d+\.(\d+)\.\d+", folder)
-    return int(match[1]) if match else None
+class Attempt(NamedTuple):
+    """The step and the incarnation number that a folder of :func:`fresh_folder` was made for."""
+
+    step: int
+    incarnation: int
+
+
+def attempt_of(folder: str) -> Attempt | None:
+    """Return the attempt that a folder name of :func:`fresh_folder` states; None for any other name."""
+    match = re.fullmatch(r"step-(\d+)\.(\d+)\.\d+", folder, re.ASCII)
+    return Attempt(int(match[1]), int(match[2])) if match else None
 
 
 def describe(run_dir: Path, files: Iterable[Path], known: Mapping[str, Digest] = {}) -> dict[str, Any]:

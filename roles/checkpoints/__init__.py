@@ -1,0 +1,1 @@
+"""Checkpoints as files: folders, manifests with digests, and the deletion of checkpoints that are no longer needed."""

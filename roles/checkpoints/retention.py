@@ -1,0 +1,114 @@
+"""Deletes the checkpoints that no later incarnation of the trainer can need, for every trainer.
+
+The trajectory store does this, because it alone knows what is committed. It calls :meth:`CheckpointCleaner.update` only
+with durable facts. If the store dies between a commit and the deletion, the next store deletes the folder. The facts
+only grow, so a store that was superseded without noticing it deletes nothing that its successor needs. No trainer loses
+the files of the newest commit while it restores them: its first request has fenced all older trainers, so that the next
+commit is its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import shutil
+import threading
+from collections.abc import Iterable, Mapping
+from pathlib import Path, PurePath
+
+from msgspec import Struct
+
+from .folders import attempt_of
+
+_log = logging.getLogger("rrl.checkpoints")
+
+
+class CommitStatus(Struct, frozen=True):
+    """The durable facts that decide which checkpoints are garbage."""
+
+    committed: int
+    """Newest committed step; 0 before the first commit."""
+    oldest_trainer: int
+    """Number of the oldest trainer incarnation that may still commit; -1 before the first request of a trainer."""
+    folders: Mapping[int, str]
+    """Folder of the checkpoint, relative to the run directory, of the newest committed steps, by step."""
+
+
+def garbage(names: Iterable[str], status: CommitStatus, retained: int) -> list[str]:
+    """Return the folders that can be deleted.
+
+    These are the checkpoints of committed steps except the newest ``retained`` steps, the abandoned attempts at
+    committed steps, and the attempts of fenced trainers at later steps, which cannot be committed any more. Never
+    included are folders that one of ``status.folders`` is or lies in, those of step 0 (the reference model of the
+    built-in trainer, which no commit names), and those whose name was not made by
+    :func:`~rrl.roles.checkpoints.folders.fresh_folder`.
+
+    Args:
+        names: names of the folders in the run's folder of checkpoints.
+        status: what is committed.
+        retained: number of newest committed steps whose checkpoints are kept, at least 1.
+    """
+    committed_folders = {part for folder in status.folders.values() for part in PurePath(folder).parts}
+
+    def is_garbage(name: str) -> bool:
+        attempt = attempt_of(name)
+        if attempt is None or attempt.step == 0 or name in committed_folders:
+            return False
+        if attempt.step > status.committed:
+            return attempt.incarnation < status.oldest_trainer
+        return attempt.step <= status.committed - retained or attempt.step in status.folders
+
+    return [name for name in names if is_garbage(name)]
+
+
+class CheckpointCleaner:
+    """Deletes garbage in a thread of its own, because the deletion of a large checkpoint may take minutes.
+
+    Use it as a context manager. A normal exit waits until everything is deleted. After an exception the exit does not
+    wait, and the next store deletes the rest.
+
+    Args:
+        checkpoints: The run's folder of checkpoints.
+        retained: As for :func:`garbage`.
+    """
+
+    def __init__(self, checkpoints: Path, retained: int) -> None:
+        self._checkpoints, self._retained = checkpoints, retained
+        self._status: CommitStatus | None = None
+        self._todo: queue.SimpleQueue[CommitStatus | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="rrl-cleaner", daemon=True)
+        self._not_deleted: set[str] = set()
+        """Names of the folders that could not be deleted; each is logged once and tried again after each commit."""
+
+    def __enter__(self) -> CheckpointCleaner:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._todo.put(None)
+        if kind is None:
+            self._thread.join()
+
+    def update(self, status: CommitStatus) -> None:
+        """Delete what is garbage according to ``status``; return at once."""
+        if status != self._status:
+            self._status = status
+            self._todo.put(status)
+
+    def _run(self) -> None:
+        while (status := self._todo.get()) is not None:
+            self._delete(status)
+
+    def _delete(self, status: CommitStatus) -> None:
+        with contextlib.suppress(OSError):  # a folder that cannot be listed now is listed after the next commit
+            for name in garbage([entry.name for entry in self._checkpoints.iterdir()], status, self._retained):
+                self._delete_folder(self._checkpoints / name)
+
+    def _delete_folder(self, folder: Path) -> None:
+        try:
+            shutil.rmtree(folder)
+        except OSError as error:
+            if folder.exists() and folder.name not in self._not_deleted:
+                self._not_deleted.add(folder.name)
+                _log.warning("cannot delete the superseded checkpoint %s: %s", folder, error)
