@@ -25,7 +25,7 @@ _UNKNOWN_ERROR = "Unknown Error"
 _MPS = "nvidia-cuda-mps"
 """Prefix of the names of the server processes of CUDA's multi-process service. The site runs them, so they are not
 foreign processes. NVML lists the clients of the service as processes of their own."""
-_MINUTE_S = 60.0
+_MINUTE_S, _HOUR_S = 60.0, 3600.0
 _MAX_GPUS_NAMED = 3
 """GPUs that one evidence line names."""
 
@@ -133,13 +133,14 @@ def _ecc_corrected(gpu: Gpu, state: NodeState, rules: Rules) -> Iterator[Problem
     if (gpu.ecc_volatile_corrected or 0) > rules.gpu.ecc_corrected:
         text = f"GPU {gpu.index}: more than {rules.gpu.ecc_corrected} corrected ECC errors since its driver was loaded"
         yield warn(Cause.GPU, Remedy.SUPPORT, text, component=gpu.uuid)
-    counter, limit = state.counter("gpu", gpu.uuid, "ecc_volatile_corrected"), rules.gpu.ecc_corrected_rate
-    if (
-        counter
-        and counter.increase
-        and counter.increase_within(_MINUTE_S, state.reading_at("nvml")) > limit * _MINUTE_S
-    ):
-        text = f"GPU {gpu.index}: more than {limit:g} corrected ECC errors a second"
+    if (counter := state.counter("gpu", gpu.uuid, "ecc_volatile_corrected")) is None or not counter.increase:
+        return
+    at, limits = state.reading_at("nvml"), rules.gpu
+    if counter.increase_within(_MINUTE_S, at) > limits.ecc_corrected_rate * _MINUTE_S:
+        text = f"GPU {gpu.index}: more than {limits.ecc_corrected_rate:g} corrected ECC errors a second"
+        yield warn(Cause.GPU, Remedy.SUPPORT, text, component=gpu.uuid)
+    elif counter.increase_within(_HOUR_S, at) > limits.ecc_corrected_hour:
+        text = f"GPU {gpu.index}: more than {limits.ecc_corrected_hour} corrected ECC errors within an hour"
         yield warn(Cause.GPU, Remedy.SUPPORT, text, component=gpu.uuid)
 
 
@@ -324,7 +325,8 @@ CHECKS = (
         _NVML,
         for_each_gpu(("ecc_volatile_corrected",), _ecc_corrected),
         "volatile corrected ECC errors",
-        "> gpu.ecc_corrected, or > gpu.ecc_corrected_rate a second: WARN, support",
+        "> gpu.ecc_corrected, > gpu.ecc_corrected_rate a second, or > gpu.ecc_corrected_hour within an hour: WARN,"
+        " support",
         "gcm",
     ),
     Check(

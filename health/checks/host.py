@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from ...config.health_rules import Rules
-from ...core.types import Cause, Remedy
+from ...core.types import Cause, Flag, Remedy
 from ..readers.samples import MOUNT_ATTEMPTS, HostData, StuckProcess
 from .base import Check, CheckResult, Passed, Unknown, fail, warn
 from .node_state import NodeState
@@ -18,6 +19,12 @@ _SHARED_FILESYSTEMS = (
 _IMAGE_FILESYSTEMS = ("squashfs", "iso9660", "erofs", "cramfs", "romfs")
 """Read-only image file systems, which are always full: nodes without a disk boot from them."""
 _ROOT = 0
+_STORAGE_FUNCTION = re.compile(
+    r"_*(nfs|rpc_|ll_|ptlrpc|cl_sync|jbd2|xfs|xlog|ext4|btrfs|mmfs|fuse|ceph|folio_wait|wait_on_page|io_schedule"
+    r"|rq_qos|blkdev|balance_dirty|wb_wait|wait_sb_inodes|writeback)"
+)
+"""Kernel functions in which a process in state D waits for a disk or a file system (linux fs/, mm/, block/, net/sunrpc;
+Lustre)."""
 
 
 def _host(state: NodeState) -> HostData:
@@ -37,7 +44,8 @@ def _mounts(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]
             text = f"{mount.path}{kind}: {mount.why or 'does not answer'}"
             hangs = mount.attempts >= MOUNT_ATTEMPTS and mount.hung_for >= rules.host.mount_hung
             needs = 1 if hangs and node_runs else None
-            yield fail(Cause.STORAGE, Remedy.EXCLUDE, text, component=mount.path, failures_to_raise=needs)
+            flags = (Flag.STORAGE_STALLS,)
+            yield fail(Cause.STORAGE, Remedy.EXCLUDE, text, component=mount.path, failures_to_raise=needs, flags=flags)
     for path in rules.expect.mounts:
         if path not in probed:
             yield Unknown(f"{path} was not probed", makes_node_unknown=True)
@@ -113,7 +121,9 @@ def _stuck(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
             )
         elif process.seconds >= rules.host.stuck:
             text = f"{_process_text(process)} has been in state D for {rules.host.stuck:g} s or more"
-            yield warn(Cause.NODE, Remedy.NONE, text, component=f"pid {process.pid}")
+            stalls = _STORAGE_FUNCTION.match(process.kernel_function)
+            flags = (Flag.STORAGE_STALLS,) if stalls else ()
+            yield warn(Cause.NODE, Remedy.NONE, text, component=f"pid {process.pid}", flags=flags)
 
 
 def _process_text(process: StuckProcess) -> str:

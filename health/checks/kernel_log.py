@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 
 from ...config.health_rules import Rules
-from ...core.types import Cause, Remedy
+from ...core.types import Cause, Flag, Remedy
 from .base import Check, CheckResult, Problem, fail, warn
 from .node_state import LogLine, NodeState
 from .xid_events import is_fatal
@@ -74,6 +74,7 @@ def _disks(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
 
 
 def _filesystems(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
+    back = _lines(state, "filesystem_back", rules.kernel.stall_window, now)
     for device, lines in _lines(state, "filesystem", rules.kernel.window, now).items():
         if device.startswith(rules.kernel.quiet_devices):  # loop devices hold images of users
             continue
@@ -82,7 +83,18 @@ def _filesystems(state: NodeState, rules: Rules, now: float) -> Iterator[CheckRe
         make = fail if lost else warn
         remedy = Remedy.EXCLUDE if lost else Remedy.NONE
         text = f"file system{f' on {device}' if device else ''}: {shown.event.text}"
-        yield make(Cause.STORAGE, remedy, text, component=device, failures_to_raise=1, at=shown.at)
+        stalls = (
+            lost is None
+            and _is_recent(lines, rules, now)
+            and (device not in back or back[device][-1].at < lines[-1].at)
+        )
+        flags = (Flag.STORAGE_STALLS,) if stalls else ()
+        yield make(Cause.STORAGE, remedy, text, component=device, failures_to_raise=1, at=shown.at, flags=flags)
+
+
+def _is_recent(lines: list[LogLine], rules: Rules, now: float) -> bool:
+    """Return whether the newest line still says that storage stalls."""
+    return lines[-1].at > now - rules.kernel.stall_window
 
 
 def _machine_checks(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
@@ -123,7 +135,10 @@ def _hung(state: NodeState, rules: Rules, now: float) -> Iterator[Problem]:
         others = [line for line in several if line not in storage]
         for cause, component, lines in ((Cause.STORAGE, "storage", storage), (Cause.NODE, "", others)):
             if lines:
-                yield warn(cause, Remedy.NONE, f"hung task: {_first(lines)}", component=component, at=lines[0].at)
+                stalls = cause is Cause.STORAGE and _is_recent(lines, rules, now)
+                flags = (Flag.STORAGE_STALLS,) if stalls else ()
+                text = f"hung task: {_first(lines)}"
+                yield warn(cause, Remedy.NONE, text, component=component, at=lines[0].at, flags=flags)
 
 
 def _memory(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:

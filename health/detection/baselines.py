@@ -188,21 +188,24 @@ _MIN_DURATIONS = 3
 
 
 class DurationStats(Struct, frozen=True):
-    """A summary of durations: their count, their median (s) and the longest of them (s)."""
+    """A summary of durations: their count, their median (s) and the longest of them (s); first passes are apart."""
 
     count: int
     median: float
     longest: float
+    longest_first_pass: float = 0.0
+    """Longest first pass (s) of an incarnation; 0: no first pass is known."""
 
 
 class TypicalDuration(Struct, frozen=True):
-    """The usual duration of a phase: the median (s) and the longest (s); ``median`` is None if too few are known."""
+    """What is known about the duration of a phase."""
 
     median: float | None = None
+    """Usual duration (s); None if fewer than ``_MIN_DURATIONS`` are known."""
     longest: float = 0.0
-
-
-_UNKNOWN = TypicalDuration()
+    """Longest of the durations (s) behind ``median``."""
+    longest_pass: float | None = None
+    """Longest completed pass (s), first passes included; None if no pass is known."""
 
 
 class PhaseDurations:
@@ -213,6 +216,8 @@ class PhaseDurations:
 
     def __init__(self) -> None:
         self._durations: dict[tuple[str, str], deque[float]] = {}
+        self._first_passes: dict[tuple[str, str], float] = {}
+        """Longest first pass."""
         self._typical: dict[tuple[str, str], TypicalDuration] = {}
 
     def add(self, role: str, phase: str, seconds: float) -> None:
@@ -221,18 +226,32 @@ class PhaseDurations:
         self._durations.setdefault(key, deque(maxlen=_MAX_DURATIONS)).append(seconds)
         self._typical.pop(key, None)
 
+    def add_first_pass(self, role: str, phase: str, seconds: float) -> None:
+        """Add the duration of a first pass: it may include compilation, so it is no usual duration, but bounds one."""
+        key = role, phase
+        self._first_passes[key] = max(seconds, self._first_passes.get(key, 0.0))
+        self._typical.pop(key, None)
+
     def restore(self, role: str, phase: str, stats: DurationStats) -> None:
         """Start with an earlier manager's summary; its longest duration counts as the newest and is dropped last."""
-        count = min(max(stats.count, _MIN_DURATIONS), _MAX_DURATIONS)
-        self._durations[role, phase] = deque([stats.median] * (count - 1) + [stats.longest], maxlen=_MAX_DURATIONS)
-        self._typical.pop((role, phase), None)
+        key, count = (role, phase), min(stats.count, _MAX_DURATIONS)
+        if count:
+            self._durations[key] = deque([stats.median] * (count - 1) + [stats.longest], maxlen=_MAX_DURATIONS)
+        if stats.longest_first_pass:
+            self._first_passes[key] = stats.longest_first_pass
+        self._typical.pop(key, None)
 
     def stats(self) -> dict[str, dict[str, DurationStats]]:
-        """Return the summary by role and phase, without phases of which too little is known."""
+        """Return the summary by role and phase."""
         known: dict[str, dict[str, DurationStats]] = {}
-        for (role, phase), durations in self._durations.items():
-            if (typical := self.typical(role, phase)).median is not None:
-                known.setdefault(role, {})[phase] = DurationStats(len(durations), typical.median, typical.longest)
+        for role, phase in dict.fromkeys((*self._durations, *self._first_passes)):
+            durations = sorted(self._durations.get((role, phase), ()))
+            known.setdefault(role, {})[phase] = DurationStats(
+                len(durations),
+                _upper_median(durations) if durations else 0.0,
+                durations[-1] if durations else 0.0,
+                self._first_passes.get((role, phase), 0.0),
+            )
         return known
 
     def typical(self, role: str, phase: str) -> TypicalDuration:
@@ -240,13 +259,19 @@ class PhaseDurations:
         key = role, phase
         if (known := self._typical.get(key)) is None:
             durations = sorted(self._durations.get(key, ()))
+            passes = [*durations, *([self._first_passes[key]] if key in self._first_passes else [])]
+            longest_pass = max(passes, default=None)
             known = (
-                TypicalDuration(durations[len(durations) // 2], durations[-1])
+                TypicalDuration(_upper_median(durations), durations[-1], longest_pass)
                 if len(durations) >= _MIN_DURATIONS
-                else _UNKNOWN
+                else TypicalDuration(longest_pass=longest_pass)
             )
             self._typical[key] = known
         return known
+
+
+def _upper_median(ordered: list[float]) -> float:
+    return ordered[len(ordered) // 2]
 
 
 MIN_CHANGE_SHARE = 0.2
@@ -280,7 +305,10 @@ def _differs(before: RoleBaseline, after: RoleBaseline) -> bool:
     if (before.uses_tensor_cores, before.answers_probes) != (after.uses_tensor_cores, after.answers_probes):
         return True
     return _moved(before.slowest_load, after.slowest_load) or any(
-        stats.count >= 2 * old.count or _moved(old.median, stats.median) or _moved(old.longest, stats.longest)
+        stats.count >= max(1, 2 * old.count)
+        or _moved(old.median, stats.median)
+        or _moved(old.longest, stats.longest)
+        or _moved(old.longest_first_pass, stats.longest_first_pass)
         for old, stats in ((before.phases[name], stats) for name, stats in after.phases.items())
     )
 

@@ -12,10 +12,10 @@ from collections.abc import Collection, Iterator, Mapping
 
 from ...core.launch import ExitReason
 from ...core.run_spec import Limits
-from ...core.types import Incarnation, NodeName, ProbeResult, ReplicaId, gang_of, is_support
+from ...core.types import Incarnation, NodeName, ProbeResult, RaisedException, ReplicaId, gang_of, is_support
 from .baselines import RoleBaseline
 from .progress_tracker import ProgressTracker, restart_clocks, set_blocked_by
-from .records import NodeView, ReplicaView, StepEnd, is_polling
+from .records import NodeView, ReplicaView, StepEnd, StorageStall, is_polling
 
 _IGNORED_REASONS = frozenset({ExitReason.NOT_ADMITTED, ExitReason.FENCED})
 """Exit reasons of steps that never became the incarnation, or that no longer belong to a current incarnation."""
@@ -43,6 +43,8 @@ class HealthMonitor:
         """Gangs with more than one member."""
         self._suspended: set[ReplicaId] = set()
         """Gangs with a member on a suspended node."""
+        self._storage_stalls: dict[ReplicaId, StorageStall] = {}
+        """By gang: the storage stall of its members' nodes; gangs without one are left out."""
 
     def set_limits(self, limits: Limits) -> None:
         """Judge phases by this job's limits. ``detect`` calls it; durations learned earlier are kept."""
@@ -146,6 +148,7 @@ class HealthMonitor:
             self.dirty.add(view.node)
             view.node_view = self._node(node)
             view.node_view.residents[incarnation] = view
+            self._update_storage_stalls(view)
         self._on_message(view, "hello", now)
         if view.phase != phase:
             self._progress.begin_phase(view, phase, now)
@@ -180,8 +183,9 @@ class HealthMonitor:
 
     # ── reports about replicas ───────────────────────────────────────────────────────────────────────────────────────
     def on_load(
-        self, incarnation: Incarnation, cpu: float, gpu: float | None, now: float, tensor: float | None = None
-    ) -> None:
+        self, incarnation: Incarnation, cpu: float, gpu: float | None, now: float, tensor: float | None = None,
+        stopped: bool = False,
+    ) -> None:  # fmt: skip
         """Take the load that the node's agent measured.
 
         Args:
@@ -190,11 +194,13 @@ class HealthMonitor:
             gpu: Share of the time (0 to 1) in which a kernel ran; None: not measurable.
             now: Manager's clock (s).
             tensor: Share of the time (0 to 1) in which tensor cores worked; None: not measurable.
+            stopped: Whether one of the processes was stopped, by SIGSTOP or by a tracer.
         """
         if view := self._view_of(incarnation):
             # After the first pass the incarnation's own tensor cores must have been observed at work: some GPUs do not
             # report them and read 0.
-            view.loads.add(cpu, gpu, now, tensor, needs_tensor_cores=view.role.uses_tensor_cores and view.first_pass)
+            needs_tensor_cores = view.role.uses_tensor_cores and view.first_pass
+            view.loads.add(cpu, gpu, now, tensor, needs_tensor_cores, stopped)
             view.role.uses_tensor_cores = view.role.uses_tensor_cores or view.loads.uses_tensor_cores
             if view.loads.gpu_idle_since is None and view.probe.last_sent_at < view.last_change_at:
                 view.probe.reset()  # it has made progress since the probe, and its GPU works
@@ -214,7 +220,7 @@ class HealthMonitor:
 
     def on_step_ended(
         self, incarnation: Incarnation, code: int | None, signal: int | None, reason: ExitReason, now: float,
-        last_line: str = "", detail: str = "",
+        last_line: str = "", detail: str = "", exception: RaisedException | None = None,
     ) -> None:  # fmt: skip
         """Take the exit record of a step; only the first record of an incarnation counts.
 
@@ -222,7 +228,7 @@ class HealthMonitor:
         tag.
         """
         if (view := self._view_of(incarnation)) and view.exit is None and reason not in _IGNORED_REASONS:
-            view.exit = StepEnd(code, signal, reason, now, last_line, detail)
+            view.exit = StepEnd(code, signal, reason, now, last_line, detail, exception)
 
     def on_step_gone(self, incarnation: Incarnation, now: float) -> None:
         """Record that the agent found the step's first process gone, without an exit record."""
@@ -255,6 +261,13 @@ class HealthMonitor:
         ):
             node_view.suspended_at = polled_at
             self._update_suspended_gangs(now)
+
+    def on_storage_report(self, node: NodeName, stalled: bool, now: float) -> None:
+        """Take from the findings of the node's agent whether the node's storage does not answer."""
+        before = self.nodes[node].storage_stall if node in self.nodes else StorageStall()
+        if stalled != before.stalled:
+            self._node(node).storage_stall = StorageStall(stalled, before.ended_at if stalled else now)
+            self._update_storage_stalls()
 
     def needs_suspend_check(self, limits: Limits, now: float) -> bool:
         """Return whether a node is silent and no later poll of the cluster reported whether its job is suspended.
@@ -337,6 +350,7 @@ class HealthMonitor:
         view.role = self._progress.role_view(incarnation.replica)
         self.replicas[incarnation.replica] = view
         self._link_gang(view)
+        self._update_storage_stalls(view)
         if view.is_agent:
             node_view.agent, node_view.former_agent = view, None
         else:
@@ -378,6 +392,31 @@ class HealthMonitor:
                 view.probe.reset()
             if view.gang_suspended != gang_suspended:
                 view.gang_suspended = gang_suspended
+                self.dirty.add(view.node)
+
+    def _update_storage_stalls(self, placed: ReplicaView | None = None) -> None:
+        """Give each replica the storage stall of its gang's nodes.
+
+        Do nothing after a replica was ``placed`` on a node, if neither that node nor its gang has a stall.
+        """
+        none = StorageStall()
+        if (
+            placed is not None
+            and placed.node_view.storage_stall == none
+            and gang_of(placed.incarnation.replica) not in self._storage_stalls
+        ):
+            return
+        self._storage_stalls.clear()
+        for view in self.replicas.values():
+            if (stall := view.node_view.storage_stall) != none:
+                gang = gang_of(view.incarnation.replica)
+                known = self._storage_stalls.get(gang, none)
+                merged = StorageStall(known.stalled or stall.stalled, max(known.ended_at, stall.ended_at))
+                self._storage_stalls[gang] = merged
+        for view in self.replicas.values():
+            stall = self._storage_stalls.get(gang_of(view.incarnation.replica), none)
+            if view.storage_stall != stall:
+                view.storage_stall = stall
                 self.dirty.add(view.node)
 
     def _detach(self, view: ReplicaView) -> None:

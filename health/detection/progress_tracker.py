@@ -3,7 +3,8 @@
 :class:`ProgressTracker` updates the progress fields of a :class:`~.records.ReplicaView` when a phase begins or ``done``
 rises, and feeds the baselines of :mod:`rrl.health.detection.baselines`. A duration is learned only if its beginning was
 observed, and if no other replica blocked the replica during it. The duration of a *first pass* (the incarnation's first
-time in the phase) is not learned, because it includes compilation and warm-up. Times are the manager's clock (s).
+time in the phase) is learned separately, because it may include compilation and warm-up. Times are the manager's clock
+(s).
 """
 
 from __future__ import annotations
@@ -153,14 +154,18 @@ class ProgressTracker:
         """Copy the usual durations of the phase into the view, so that its deadline does not move while it runs."""
         typical = self._durations.typical(role_of(view.incarnation.replica), view.phase or "")
         view.usual_duration, view.slowest_duration = typical.median, typical.longest
+        view.longest_pass = typical.longest_pass
 
     def _record_duration(self, view: ReplicaView, now: float) -> None:
         """Learn how long a pass of the phase took or, where progress is counted, the time between two rises."""
         assert view.phase is not None
-        if view.phase == STARTING or not view.start_observed or view.first_pass:
+        if view.phase == STARTING or not view.start_observed:
             return
         role = role_of(view.incarnation.replica)
         since = view.last_change_at if view.declared.progresses else view.phase_since
+        if view.first_pass:
+            self._durations.add_first_pass(role, view.phase, now - since)
+            return
         self._durations.add(role, view.phase, now - since)
         if view.declared.own_work:
             self._set_slowest_load(view.role, self._durations.typical(role, view.phase).longest)

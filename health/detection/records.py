@@ -19,7 +19,16 @@ from msgspec import Struct
 from ...core.launch import ExitReason
 from ...core.phases import Phase
 from ...core.run_spec import Limits
-from ...core.types import AGENT, Incarnation, NodeName, ProbeResult, ReplicaId, role_of
+from ...core.types import (  # fmt: skip
+    AGENT,
+    STANDBY_ROLE,
+    Incarnation,
+    NodeName,
+    ProbeResult,
+    RaisedException,
+    ReplicaId,
+    role_of,
+)
 from .baselines import Throughput
 
 MAX_LOAD_GAP_S = 15.0
@@ -68,6 +77,8 @@ class LoadHistory:
     """Whether the newest load shows an idle GPU and a CPU at work (``HOST_WORK_CPU_CORES``)."""
     cpu_active: bool = False
     """Whether the newest load shows CPU use at all. A stopped process has none, even if a kernel occupies its GPU."""
+    stopped: bool = False
+    """Whether the newest load shows a stopped process."""
     ran_kernel: bool = False
     """Whether any load has shown a running kernel."""
     uses_tensor_cores: bool = False
@@ -76,8 +87,9 @@ class LoadHistory:
     """Time of the newest load that shows working tensor cores."""
 
     def add(
-        self, cpu: float, gpu: float | None, now: float, tensor: float | None = None, needs_tensor_cores: bool = False
-    ) -> None:
+        self, cpu: float, gpu: float | None, now: float, tensor: float | None = None, needs_tensor_cores: bool = False,
+        stopped: bool = False,
+    ) -> None:  # fmt: skip
         """Add one load, measured since the previous one.
 
         Args:
@@ -87,6 +99,7 @@ class LoadHistory:
             tensor: Share of the time (0 to 1) in which tensor cores worked; None: not measurable.
             needs_tensor_cores: Whether the role's work is known to need tensor cores, although this incarnation's have
                 not been observed at work yet.
+            stopped: Whether one of the processes was stopped, by SIGSTOP or by a tracer.
         """
         if self.latest_at is None or now - self.latest_at > MAX_LOAD_GAP_S:
             self.reset()
@@ -104,6 +117,7 @@ class LoadHistory:
         self.kernel_active = gpu is not None and gpu >= IDLE_GPU_SHARE
         self.ran_kernel = self.ran_kernel or self.kernel_active
         self.cpu_active = cpu >= IDLE_CPU_CORES
+        self.stopped = stopped
         self.cpu_bound = gpu is not None and gpu < IDLE_GPU_SHARE and cpu >= HOST_WORK_CPU_CORES
         if tensor is not None and tensor >= SPIN_TENSOR_SHARE:
             self.uses_tensor_cores, self.tensor_active_at = True, now
@@ -113,7 +127,7 @@ class LoadHistory:
         """Discard the intervals and the newest load; what was ever observed of GPU and tensor cores is kept."""
         self.latest_at = self.idle_since = self.gpu_idle_since = self.spinning_since = self.tensor_active_at = None
         self.idle_loads = self.spinning_loads = 0
-        self.working = self.kernel_active = self.cpu_bound = self.cpu_active = False
+        self.working = self.kernel_active = self.cpu_bound = self.cpu_active = self.stopped = False
 
     def idle_for(self, since: float) -> float:
         """Return for how long (s), at most from ``since`` on, CPU and GPU have been idle; negative if they are not."""
@@ -198,6 +212,18 @@ FLAP_WINDOW_S = 600.0
 _NO_PHASE = Phase("")
 
 
+class StorageStall(Struct, frozen=True):
+    """Whether a node's agent reports that storage does not answer, according to ``Flag.STORAGE_STALLS``."""
+
+    stalled: bool = False
+    """Whether a current finding says so."""
+    ended_at: float = -inf
+    """Time (s) at which the newest stall ended; -inf: there was none."""
+
+
+_NO_STALL = StorageStall()
+
+
 class StepEnd(Struct, frozen=True):
     """How the step of an incarnation ended; ``at`` is when the manager learned it."""
 
@@ -209,6 +235,8 @@ class StepEnd(Struct, frozen=True):
     """Last line of output of the command."""
     detail: str = ""
     """Details of ``reason``, for people."""
+    exception: RaisedException | None = None
+    """Exception that ended the command, if the command reported one."""
 
 
 @dataclass(slots=True, eq=False)
@@ -266,6 +294,9 @@ class ReplicaView:
     moves."""
     slowest_duration: float = 0.0
     """Longest of the durations (s) behind ``usual_duration``."""
+    longest_pass: float | None = None
+    """Longest completed pass (s) of this phase by any incarnation of the role, first passes included; None if no pass
+    is known. Fixed like ``usual_duration``."""
     passed_phases: set[str] = field(default_factory=set)
     """Phases that this incarnation has completed once: they have no first-pass grace."""
     start_observed: bool = False
@@ -284,6 +315,8 @@ class ReplicaView:
     """Whether a member of its gang is suspended, so that no member can make progress."""
     in_gang: bool = False
     """Whether its gang has other members."""
+    storage_stall: StorageStall = _NO_STALL
+    """Storage stall of its node or, in a gang, of any member's node: the members wait for each other."""
     loads: LoadHistory = field(default_factory=LoadHistory, repr=False)
     probe: ProbeState = field(default_factory=ProbeState, repr=False)
     role: RoleView = field(default_factory=RoleView, repr=False)
@@ -299,6 +332,11 @@ class ReplicaView:
     def is_agent(self) -> bool:
         """Whether this is a node's agent."""
         return role_of(self.incarnation.replica) == AGENT
+
+    @property
+    def is_standby_process(self) -> bool:
+        """Whether this is a standby process that has not been promoted."""
+        return role_of(self.incarnation.replica) == STANDBY_ROLE
 
     @property
     def ended(self) -> bool:
@@ -361,6 +399,8 @@ class NodeView:
     """Whether the last reading (other than one in which most nodes were lost at once) was ``up``."""
     flaps: deque[float] = field(default_factory=lambda: deque(maxlen=FLAP_COUNT), repr=False)
     """Times of the last losses of the state ``up``."""
+    storage_stall: StorageStall = _NO_STALL
+    """Storage stall that its agent reports."""
 
     def all_replicas(self) -> list[ReplicaView]:
         """Return the views of all replicas on the node and of its agent."""

@@ -36,7 +36,7 @@ from msgspec import structs
 from .base import NotInstalled, PermissionDenied, ReaderOptions
 from .samples import KernelData, KernelEvent
 
-Kind = Literal["xid", "sxid", "mce", "oom", "nic", "io", "filesystem", "hung_task"]
+Kind = Literal["xid", "sxid", "mce", "oom", "nic", "io", "filesystem", "filesystem_back", "hung_task"]
 
 MAX_TEXT_CHARS = 300
 """Characters of a line that are kept."""
@@ -131,6 +131,10 @@ _PATTERNS: tuple[tuple[Kind, bytes], ...] = (
     # ``Lustre: fs-OST0001-osc-...: Connection to fs-OST0001 (at 10.0.0.1@o2ib) was lost``
     ("filesystem", rb"Lustre(?:Error)?: .*?(?P<device>[\w.-]+-(?:OST|MDT)[0-9a-f]{4})\S*: (?:This client was evicted"
                    rb"|Connection to \S+ \(at \S+\) was lost)"),
+    # the same sources, when the server answers again: ``nfs: server filer OK``, ``Lustre: fs-OST0001-osc-...:
+    # Connection restored to fs-OST0001 (at 10.0.0.1@o2ib)``
+    ("filesystem_back", rb"nfs: server (?P<device>\S+) OK" + _END),
+    ("filesystem_back", rb"Lustre: (?P<device>[\w.-]+-(?:OST|MDT)[0-9a-f]{4})\S*: Connection restored to \S+"),
     # linux kernel/hung_task.c: ``INFO: task python:1234 blocked for more than 120 seconds.``; kernel/watchdog.c
     ("hung_task", rb"INFO: task .*:(?P<pid>\d+) blocked (?:in I/O wait )?for more than \d+ seconds"),
     ("hung_task", rb"(?:NMI )?(?:watchdog: )?BUG: soft lockup - CPU#\d+ stuck for .*\[.*:(?P<pid>\d+)\]"),

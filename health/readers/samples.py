@@ -186,7 +186,8 @@ class DcgmData(Struct, frozen=True, tag="dcgm"):
 class KernelEvent(Struct, frozen=True, kw_only=True):
     """One relevant line of the kernel log."""
 
-    kind: Literal["xid", "sxid", "mce", "oom", "nic", "io", "filesystem", "hung_task"]
+    kind: Literal["xid", "sxid", "mce", "oom", "nic", "io", "filesystem", "filesystem_back", "hung_task"]
+    """``filesystem_back``: the server of a network file system answers again."""
     text: str
     """The line, at most 300 characters."""
     xid: int | None = None

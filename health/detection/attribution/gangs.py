@@ -88,11 +88,13 @@ def _culprit(members: Sequence[ReplicaView], raw: Mapping[Incarnation, Finding])
     stalled = [view for view in members if view.incarnation in raw]
     if any(view.phase != stalled[0].phase or not must_compute(view) for view in members):
         return None  # a member is in another phase, and may be the one that is waited for
-    if all(is_inactive(view) for view in members):
-        all_long = all(view.incarnation in raw or _inactive_for_long(view) for view in members)
-        return _slowest(stalled, idle_first=True) if all_long else None
     idle = [view for view in members if view.loads.idle_since is not None]
     suspects = [view for view in idle if view.incarnation in raw]
+    if all(is_inactive(view) for view in members):
+        if idle and len(idle) < len(members) and not suspects:
+            return None  # the spinning members wait for an idle one, whose own limit is longer
+        all_long = all(view.incarnation in raw or _inactive_for_long(view) for view in members)
+        return _slowest(stalled, idle_first=True) if all_long else None
     if not suspects or any(view.loads.latest_at is None for view in members):
         return None
     if any(_tensor_cores_active(view, members) for view in members):

@@ -4,8 +4,14 @@ A wait counts only if the whole run stalls. While one replica works within its d
 its own, that replica explains why others wait, and its own detectors decide about it. For example, a reward replica
 waits during a long training step, and a trainer waits while a rollout is replaced.
 
-A busy service explains a wait only for a limited time. A replica that has waited for longer (``wait_endless``) for a
-role whose replicas all wait too is blamed even while the store between them still serves another replica.
+A busy service explains a wait only for a limited time. If replicas wait for each other for longer than that
+(``wait_endless``), one of them is blamed even while the store between them still serves another replica. A replica that
+was replaced begins a new wait, and so postpones the blame.
+
+Of replicas that wait for each other, one is blamed (``_blame_order``): a replica that has answered a probe during its
+wait comes last, because its waiting thread works. Then the replica whose role has the fewest replicas comes first: it
+is more likely that one trainer hangs than that all rollouts do. Of several, the one that has waited longest is blamed.
+The time alone proves nothing, because a queue may have been full long before the replica that empties it hung.
 
 A service that does nothing is blamed sooner. If all chains lead to this service, the waits need not be overdue. If a
 replica is blocked in a call to this service, the service is blamed even while other replicas work.
@@ -13,13 +19,17 @@ replica is blocked in a call to this service, the service is blamed even while o
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from math import inf
 
-from ....core.types import Cause, Evidence, Finding, Remedy, ReplicaId, Verdict, role_of
+from ....core.phases import WAIT_EXTERNAL
+from ....core.types import Cause, Evidence, Finding, Remedy, ReplicaId, Verdict, gang_of, role_of
 from ..detectors.base import is_waiting
+from ..detectors.pass_deadlines import is_delayed_by_storage
+from ..detectors.progress import ENDLESS_WAIT_FACTOR
 from ..health_monitor import HealthMonitor
-from ..records import ReplicaView
+from ..records import ReplicaView, is_polling
 
 _ENDLESS_WAIT = "wait_endless"
 _STALL_DETECTORS = (_ENDLESS_WAIT, "wait_overdue", "wait_long", "idle")
@@ -31,9 +41,8 @@ _MAX_WAITERS_NAMED = 4
 def blame_ends_of_wait_chains(findings: Sequence[Finding], monitor: HealthMonitor) -> list[Finding]:
     """Replace findings of ``_STALL_DETECTORS`` by ``standstill`` findings about the replica to blame, or drop them.
 
-    Blame follows the chain of waiting replicas to a replica that does not wait. In a cycle, the replica that has waited
-    longest is blamed; of several, the one with the smallest id. A chain that leads to a replica without observations
-    blames no replica.
+    Blame follows the chain of waiting replicas to a replica that does not wait. In a cycle, the first replica in
+    ``_blame_order`` is blamed. A chain that leads to a replica without observations blames no replica.
     """
     stalled = {
         finding.incarnation.replica: finding
@@ -86,10 +95,12 @@ def _blocked_services(
 def _starvation(
     monitor: HealthMonitor, stalled: Mapping[ReplicaId, Finding], others: Sequence[Finding]
 ) -> dict[ReplicaId, list[ReplicaId]]:
-    """Return the longest waiting replica of a set of replicas that wait for each other, mapped to the whole set.
+    """Return the replica to blame of a set of replicas that wait for each other, mapped to the whole set.
 
-    Its wait must be endless (``wait_endless``): busy services between the replicas do not explain such a wait. A FAIL
-    finding about any replica or node does explain it. Return an empty dict if there is a FAIL finding or no such set.
+    Its wait must be endless (``wait_endless``), and so must each wait that began long after it: busy services between
+    the replicas do not explain such waits, but a replica that was replaced may still end them. A FAIL
+    finding about any replica or node does explain them, and so does a replica without progress whose deadline is later
+    (``_may_be_awaited``). Return an empty dict if there is such an explanation, or no such set.
     """
     if any(finding.verdict is Verdict.FAIL for finding in others):
         return {}
@@ -97,13 +108,32 @@ def _starvation(
     for view in monitor.workers():
         if view.left_at is None:
             by_role.setdefault(role_of(view.incarnation.replica), []).append(view.incarnation.replica)
-    for replica in sorted(stalled, key=lambda replica: (monitor.replicas[replica].last_change_at, replica)):
+    for replica in _blame_order(monitor, stalled, stalled):
         if (
             stalled[replica].detector == _ENDLESS_WAIT
             and len(waiting := _waiting_with(monitor, replica, stalled, by_role)) > 1
         ):
-            return {replica: sorted(waiting)}
+            culprit = monitor.replicas[_blame_order(monitor, waiting, stalled)[0]]
+            latest = culprit.last_change_at + (ENDLESS_WAIT_FACTOR - 1) * culprit.declared.longest
+            views = [monitor.replicas[one] for one in waiting]
+            since = max(view.last_change_at for view in views)
+            younger = [view.incarnation.replica for view in views if is_polling(view) and view.last_change_at > latest]
+            if any(stalled[one].detector != _ENDLESS_WAIT for one in (culprit.incarnation.replica, *younger)):
+                return {}
+            explained = any(_may_be_awaited(view, since) for view in monitor.workers())
+            return {} if explained else {culprit.incarnation.replica: sorted(waiting)}
     return {}
+
+
+def _may_be_awaited(view: ReplicaView, since: float) -> bool:
+    """Return whether replicas that have all waited since ``since`` (s) may wait for the work of this one.
+
+    It may be a reward role that waits for a judge outside of the run, or that has scored nothing since then: until its
+    own deadline it counts as healthy, which may be later than the end of the longest wait.
+    """
+    if view.left_at is not None:
+        return False
+    return view.declared.name == WAIT_EXTERNAL or (view.declared.progresses and view.last_change_at <= since)
 
 
 def _waiting_with(
@@ -127,7 +157,11 @@ def _waiting_with(
             if not (awaited := _awaited(view, by_role)):
                 return set()
             ahead.extend(awaited)
-        elif view.declared.longest != inf or view.declared.progresses:
+        elif (
+            view.declared.longest != inf
+            or view.declared.progresses
+            or (replica not in stalled and is_delayed_by_storage(view, view.last_change_at))
+        ):
             return set()
     return waiting
 
@@ -170,7 +204,7 @@ def _chain_ends(monitor: HealthMonitor, stalled: Mapping[ReplicaId, Finding]) ->
             end = ends[at]
         else:  # at is on the path: a cycle
             cycle = list(path)[list(path).index(at) :]
-            end = min(cycle, key=lambda replica: (monitor.replicas[replica].last_change_at, replica))
+            end = _blame_order(monitor, cycle, stalled)[0]
         ends.update(dict.fromkeys(path, end))
     return ends
 
@@ -190,13 +224,26 @@ def _next_in_chain(
 def _first_awaited_by_role(monitor: HealthMonitor, stalled: Mapping[ReplicaId, Finding]) -> dict[str, ReplicaId]:
     """Return for each role the stalled replica that others most likely wait for.
 
-    It is a replica that does not wait itself, else the replica that has waited longest.
+    It is a replica that does not wait itself, else the first of the role in ``_blame_order``.
     """
-    ordered = sorted(
-        stalled,
-        key=lambda replica: (is_waiting(monitor.replicas[replica]), monitor.replicas[replica].last_change_at, replica),
-    )
+    ordered = sorted(_blame_order(monitor, stalled, stalled), key=lambda replica: is_waiting(monitor.replicas[replica]))
     return {role_of(replica): replica for replica in reversed(ordered)}
+
+
+def _blame_order(
+    monitor: HealthMonitor, waiting: Collection[ReplicaId], stalled: Collection[ReplicaId]
+) -> list[ReplicaId]:
+    """Return the ``waiting`` replicas, the one that most likely makes the others wait first.
+
+    ``stalled`` are all replicas that wait or idle, from which the replicas of a role are counted (a gang as one).
+    """
+    gangs_of_role = Counter(role_of(gang) for gang in {gang_of(replica) for replica in stalled})
+
+    def key(replica: ReplicaId) -> tuple[bool, int, float, ReplicaId]:
+        view = monitor.replicas[replica]
+        return view.probe.answer_count > 0, gangs_of_role[role_of(replica)], view.last_change_at, replica
+
+    return sorted(waiting, key=key)
 
 
 def _standstill_finding(

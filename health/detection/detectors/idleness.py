@@ -12,7 +12,7 @@ from __future__ import annotations
 from math import inf
 
 from ....core.run_spec import Limits
-from ....core.types import Cause, Remedy, Verdict
+from ....core.types import Cause, Remedy, Verdict, rank_of
 from ..records import ReplicaView
 from .base import MIN_HEARTBEATS, NO_FINDING, SLOWEST_FACTOR, Result, finding_about, is_waiting, is_working
 
@@ -22,6 +22,9 @@ and above most stalls of a file system to which a step writes its log."""
 FIRST_PASS_FACTOR = 2.0
 """Multiple of ``limits.idle`` in a first pass (the incarnation's first time in the phase), which may read files: that
 uses neither CPU nor GPU, as opposed to compiling."""
+RANK_0_IDLE_FACTOR = 2.5
+"""Multiple of ``limits.idle`` for the first member of a gang (150 s by default): it is the one that calls services
+outside of the run (metrics, object storage), and their clients retry for a while (100 s were observed)."""
 LOADING_IDLE_FACTOR = 2.0
 """Multiple of ``limits.idle`` while weights are loaded: storage may delay all replicas of the role."""
 SPINNING_FACTOR = 1.5
@@ -60,9 +63,12 @@ def computes_nothing(view: ReplicaView, limits: Limits, now: float) -> Result:
     loads, since = view.loads, view.last_change_at
     first = FIRST_PASS_FACTOR if view.first_pass else 1.0
     idle_limit_s, spinning_limit_s = limits.idle * max(IDLE_FACTOR, first), limits.idle * SPINNING_FACTOR * first
+    even_split_s = EVEN_SPLIT_FACTOR * idle_limit_s
+    if view.in_gang and rank_of(view.incarnation.replica) == 0:
+        idle_limit_s = max(idle_limit_s, limits.idle * RANK_0_IDLE_FACTOR)
     idle_s, spinning_s = loads.idle_for(since), loads.spinning_for(since)
     if loads.idle_since is not None and idle_s >= idle_limit_s and loads.idle_loads >= _MIN_IDLE_LOADS:
-        began, long = max(loads.idle_since, since), idle_s >= EVEN_SPLIT_FACTOR * idle_limit_s
+        began, long = max(loads.idle_since, since), idle_s >= even_split_s
         text = _idle_text(view, idle_limit_s)
     elif (
         loads.spinning_since is not None and spinning_s >= spinning_limit_s and loads.spinning_loads >= _MIN_IDLE_LOADS
@@ -95,11 +101,13 @@ def load_stalled(view: ReplicaView, limits: Limits, now: float) -> Result:
     usual = view.usual_duration or view.role.slowest_load * (FIRST_PASS_FACTOR if view.first_pass else 1.0)
     if not is_working(view) or not view.declared.own_work or not usual or view.heartbeats < MIN_HEARTBEATS:
         return NO_FINDING
-    loads = view.loads
-    limit_s = max(LOADING_IDLE_FACTOR * limits.idle, limits.adaptive * usual, SLOWEST_FACTOR * view.role.slowest_load)
-    if loads.idle_since is None or loads.idle_loads < _MIN_IDLE_LOADS or loads.idle_for(view.last_change_at) < limit_s:
+    if view.storage_stall.stalled:
         return NO_FINDING
-    began, text = max(loads.idle_since, view.last_change_at), _idle_text(view, limit_s)
+    loads, since = view.loads, max(view.last_change_at, view.storage_stall.ended_at)
+    limit_s = max(LOADING_IDLE_FACTOR * limits.idle, limits.adaptive * usual, SLOWEST_FACTOR * view.role.slowest_load)
+    if loads.idle_since is None or loads.idle_loads < _MIN_IDLE_LOADS or loads.idle_for(since) < limit_s:
+        return NO_FINDING
+    began, text = max(loads.idle_since, since), _idle_text(view, limit_s)
     return finding_about(view, "load_stalled", Verdict.UNKNOWN, Cause.HANG, Remedy.NONE, began, "agent", text), inf
 
 

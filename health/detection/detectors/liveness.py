@@ -12,7 +12,7 @@ from ....core.launch import ExitReason, exit_text
 from ....core.run_spec import Limits
 from ....core.types import Cause, Finding, Flag, Incarnation, NodeName, Remedy, Verdict
 from ..health_monitor import HealthMonitor
-from ..records import ReplicaView
+from ..records import ReplicaView, StepEnd
 from .base import (  # fmt: skip
     NO_FINDING,
     SLOW_START_FACTOR,
@@ -26,9 +26,18 @@ from .base import (  # fmt: skip
 
 CPU_ACTIVE_SILENCE_FACTOR = 3.0
 """Multiple of the silence limit for a worker whose CPU works according to the loads that its agent measures: its
-messages may be delayed behind its logs. A stopped process uses no CPU, even if a kernel occupies its GPU."""
+messages may be delayed behind its logs."""
+STOPPED_SILENCE_FACTOR = 3.0
+"""Multiple of the silence limit for a worker with a stopped process, according to those loads: py-spy, gdb or gcore
+stop a process for some seconds (a stop by py-spy of 10.1 s was observed), and a debugger that is left attached stops it
+for good."""
+EXIT_FLAGS = {ExitReason.NOT_STARTED: (Flag.NOT_STARTED,), ExitReason.INVALID_CONFIG: (Flag.INVALID_CONFIG,)}
+"""Flags of the finding about a step that ended for this reason."""
 _AGENT_SILENCE_FACTOR = 2
 """Multiple of the silence limit for an agent: by then ``node_lost`` has found out whether the whole node is silent."""
+_LONE_AGENT_SILENCE_FACTOR = 6
+"""Multiple of the silence limit for an agent without other processes on its node (a spare): they could show whether the
+node failed. A restart of the agent shows it; it is not urgent, and a network failure of a minute must not cause it."""
 
 
 # ── proof ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -46,16 +55,13 @@ def exit_record(view: ReplicaView, limits: Limits, now: float) -> Result:
         return NO_FINDING
     if (end.code == 0 or end.reason is ExitReason.STOPPED) and now < (due := end.at + heartbeat_slack(limits)):
         return None, due  # the run may be complete, or the node reclaimed: the report of it may still arrive
-    text = _exit_description(end.code, end.signal, exit_text(end.reason, end.detail))
-    text += f": {end.last_line}" if end.last_line else ""
+    text = _exit_description(end)
     if stop_requested:
         return finding_about(view, "exit_record", Verdict.WARN, Cause.PROCESS, Remedy.NONE, end.at, "step", text), inf
     finding = finding_about(
         view, "exit_record", Verdict.FAIL, Cause.PROCESS, Remedy.RESTART, end.at, "step", text, True
     )
-    if end.reason is ExitReason.NOT_STARTED:
-        finding = replace(finding, flags=(Flag.NOT_STARTED,))
-    return finding, inf
+    return replace(finding, flags=EXIT_FLAGS.get(end.reason, ()), exception=end.exception), inf
 
 
 def step_gone(view: ReplicaView, limits: Limits, now: float) -> Result:
@@ -98,18 +104,27 @@ def worker_silence(view: ReplicaView, limits: Limits, now: float) -> Result:
     """
     if not expects_heartbeats(view) or view.status != "joined" or view.is_agent:
         return NO_FINDING
-    longest = silence_limit(limits) * (CPU_ACTIVE_SILENCE_FACTOR if _cpu_active(view, limits) else 1.0)
+    longest = silence_limit(limits) * _silence_factor(view, limits)
     due = view.last_message_at + longest
     if now < due:
         return None, due
     text = f"no heartbeat for {longest:g} s, in phase {view.phase}"
+    if view.loads.stopped:
+        text += "; a process of it is stopped (SIGSTOP, or a tracer)"
     return _silence_finding(view, limits, "worker_silence", view.last_message_at, text), inf
 
 
-def _cpu_active(view: ReplicaView, limits: Limits) -> bool:
-    """Return whether a load measured well after the last message shows CPU use."""
+def _silence_factor(view: ReplicaView, limits: Limits) -> float:
+    """Return the multiple of the silence limit for a worker, according to a load measured well after its last message.
+
+    A stopped process uses no CPU, even if a kernel occupies its GPU.
+    """
     at = view.loads.latest_at
-    return view.loads.cpu_active and at is not None and at >= view.last_message_at + heartbeat_slack(limits)
+    if at is None or at < view.last_message_at + heartbeat_slack(limits):
+        return 1.0
+    if view.loads.stopped:
+        return STOPPED_SILENCE_FACTOR
+    return CPU_ACTIVE_SILENCE_FACTOR if view.loads.cpu_active else 1.0
 
 
 def missing_heartbeats(
@@ -134,9 +149,11 @@ def missing_heartbeats(
 
 
 def agent_silence(view: ReplicaView, limits: Limits, now: float) -> Result:
-    """Find an agent that sends no messages while other processes on its node still do."""
+    """Find an agent that sends no messages while other processes on its node still do, or that is alone on its node."""
     if not view.is_agent or not expects_heartbeats(view) or view.status != "joined":
         return NO_FINDING
+    if not (view.node_view.residents or view.node_view.departed):
+        return _lone_agent_silence(view, limits, now)
     due = view.last_message_at + _AGENT_SILENCE_FACTOR * silence_limit(limits)
     if now < due:
         return None, due
@@ -149,6 +166,21 @@ def agent_silence(view: ReplicaView, limits: Limits, now: float) -> Result:
         view, "agent_silence", Verdict.FAIL, Cause.PROCESS, Remedy.RESTART, view.last_message_at, "manager", text
     )
     return finding, last_message_at + heartbeat_slack(limits)
+
+
+def _lone_agent_silence(view: ReplicaView, limits: Limits, now: float) -> Result:
+    """Find the silent agent of a node without any other process: nothing tells its failure from that of the node.
+
+    The agent is restarted. If the next one does not join either, the planner excludes the node.
+    """
+    silence_s = _LONE_AGENT_SILENCE_FACTOR * silence_limit(limits)
+    due = view.last_message_at + silence_s
+    if now < due:
+        return None, due
+    text = f"no heartbeat for {silence_s:g} s, and {view.node} has no other process"
+    return finding_about(
+        view, "agent_silence", Verdict.FAIL, Cause.PROCESS, Remedy.RESTART, view.last_message_at, "manager", text
+    ), inf
 
 
 def promotion_overdue(view: ReplicaView, limits: Limits, now: float) -> Result:
@@ -170,14 +202,19 @@ def promotion_overdue(view: ReplicaView, limits: Limits, now: float) -> Result:
 
 
 def never_joined(view: ReplicaView, limits: Limits, now: float) -> Result:
-    """Find a launched incarnation without a Hello; only warn while its agent reports that its step runs."""
+    """Find a launched incarnation without a Hello; only warn while its agent reports that its step runs.
+
+    A standby process has ``SLOW_START_FACTOR`` times as long, without a warning: it starts at low priority beside the
+    roles, which may take most of the CPU time, and no replica waits for it.
+    """
     if not expects_heartbeats(view) or view.status != "launched" or view.standby is not None:
         return NO_FINDING
     since = view.launched_at
-    due = since + limits.join
+    limit = limits.join * (SLOW_START_FACTOR if view.is_standby_process else 1)
+    due = since + limit
     if now < due:
         return None, due
-    text = f"no Hello within {limits.join:g} s of its launch or of this manager's start"
+    text = f"no Hello within {limit:g} s of its launch or of this manager's start"
     if now < (last := join_deadline(view, limits)):
         text += f"; the agent reports that its step runs, so the limit is {SLOW_START_FACTOR} times as long"
         return finding_about(view, "never_joined", Verdict.WARN, Cause.PROCESS, Remedy.NONE, since, "agent", text), last
@@ -202,10 +239,20 @@ def _node_responsive(view: ReplicaView, limits: Limits, since: float) -> bool:
     return last_message_at is not None and last_message_at >= since + heartbeat_slack(limits)
 
 
-def _exit_description(code: int | None, signal: int | None, reason: str) -> str:
-    if signal is not None:
-        name = Signals(signal).name if signal in set(Signals) else "unnamed"
-        return f"ended by signal {signal} ({name}); {reason}"
-    if code is None:
-        return reason
-    return f"exited with code {code}" + (" without a stop request" if code == 0 else "") + f"; {reason}"
+def _exit_description(end: StepEnd) -> str:
+    """Return the end of a step as text: code or signal, reason, and the exception or the last line of output."""
+    if end.reason is ExitReason.INVALID_CONFIG:
+        return end.detail
+    reason = exit_text(end.reason, end.detail)
+    if end.signal is not None:
+        name = Signals(end.signal).name if end.signal in set(Signals) else "unnamed"
+        text = f"ended by signal {end.signal} ({name})"
+    elif end.code is not None:
+        text = f"exited with code {end.code}" + (" without a stop request" if end.code == 0 else "")
+    else:
+        text = ""
+    repeats_the_code = end.reason in (ExitReason.EXITED, ExitReason.SIGNALED) and not end.detail
+    if not text or not repeats_the_code:
+        text = f"{text}; {reason}" if text else reason
+    cause = str(end.exception) if end.exception is not None else end.last_line
+    return f"{text}: {cause}" if cause else text

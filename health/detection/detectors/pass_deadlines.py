@@ -1,0 +1,164 @@
+"""How long a replica may stay in a phase without progress: the deadline of a pass, and what extends it.
+
+The deadline depends on what is known of the phase, best first:
+
+1. The *usual duration* (the median of at least three passes that are no first passes): ``adaptive`` times the usual
+   duration, at least ``SLOWEST_FACTOR`` times the longest.
+2. One or two passes, or only a first pass: ``adaptive`` times the longest pass so far. A first pass includes
+   compilation and warm-up, so it is an upper estimate of the usual duration. A replica that is not observed to be idle
+   has ``EARLY_FACTOR`` times as long, because so few passes do not show how much their durations vary.
+3. Nothing: ``longest`` of the phase. A replica that is observed to be idle has only a quarter of that.
+
+The results of 1 and 2 are kept within ``shortest`` and ``longest`` of the phase. In an incarnation's *first pass* the
+deadline is extended by ``limits.first_pass``, unless the replica is idle, since it then neither compiles nor packs. So
+with the same evidence (idle, at work, or unknown) and passes of equal length no deadline is longer than that of an
+earlier pass. docs/health.md has a table of the resulting times.
+
+A replica that is observed at work has ``BUSY_DEADLINE_FACTOR`` times its deadline. While its node reports that storage
+stalls, a replica in a phase that uses storage has ``MAX_STORAGE_STALL_S``, and afterwards its deadline starts again.
+"""
+
+from __future__ import annotations
+
+from math import inf
+
+from msgspec import Struct
+
+from ....core.phases import PHASES
+from ....core.run_spec import Limits
+from ..records import MAX_LOAD_GAP_S, ReplicaView
+from .base import SLOWEST_FACTOR, is_waiting
+
+EARLY_FACTOR = 2.0
+"""Multiple of the deadline until a usual duration is known, for a replica that is not observed to be idle (ours: the
+first checkpoint of a trainer has no state of the optimizer, and later ones are three times as large)."""
+BUSY_DEADLINE_FACTOR = 6.0
+"""Multiple of the deadline for a replica whose GPU (CPU, if it has no GPU) works: it is slow, not hung."""
+FIRST_IDLE_SHARE = 0.25
+"""Share of ``longest`` for which a replica may be idle in a phase of which no pass is known (15 min of 1 h)."""
+MIN_FIRST_IDLE_S = 900.0
+"""Least time (s) for which a replica may be idle in a phase of which no pass is known: starts read many files, and the
+first checkpoint may create a whole folder tree on busy storage (ours)."""
+MAX_BLIND_TRAINING_S = 7200.0
+"""Deadline (s) of a training pass whose only sign of work is a busy GPU or CPU, because its tensor cores were never
+observed at work: a collective that hangs looks the same, and an evaluation or a compilation rarely takes longer."""
+MAX_STORAGE_STALL_S = 3600.0
+"""Time (s) without progress that a storage stall explains in every phase that uses storage: ``longest`` of a checkpoint
+(ours)."""
+
+
+class Deadline(Struct, frozen=True):
+    """The deadline of a pass."""
+
+    seconds: float
+    """Time (s) without progress that is allowed."""
+    busy_seconds: float
+    """Time (s) without progress that is allowed to a replica that is observed at work at the end of ``seconds``."""
+    source: str
+    """What the deadline follows from, for people."""
+
+
+def deadline(view: ReplicaView, limits: Limits) -> Deadline:
+    """Return the deadline of a replica's current pass, for a replica that is not known to be idle."""
+    declared = view.declared
+    if declared.longest == inf:
+        return Deadline(declared.shortest, declared.shortest, f"{declared.shortest:g} s")
+    grace = first_pass_grace(view, limits)
+    known = _from_known_passes(view, limits)
+    if known is None and _works_blindly(view):
+        most = min(declared.longest + grace, max(MAX_BLIND_TRAINING_S, declared.shortest))
+        return Deadline(most, most, f"{most:.4g} s (no baseline yet; its tensor cores were never observed at work)")
+    base, source = known or (declared.longest, "no baseline yet")
+    seconds = base
+    if known is not None and view.usual_duration is None:
+        seconds, source = min(EARLY_FACTOR * base, declared.longest), f"{EARLY_FACTOR:g} x {source}"
+    if grace:
+        seconds, source = seconds + grace, f"{source}; first pass + {grace:g} s"
+    most = min(declared.longest, MAX_BLIND_TRAINING_S) if _gpu_busy_without_tensor_signal(view) else declared.longest
+    busy = min(BUSY_DEADLINE_FACTOR * (base + grace), most)
+    return Deadline(seconds, max(seconds, busy), f"{seconds:.4g} s ({source})")
+
+
+def idle_due(view: ReplicaView, limits: Limits, since: float) -> tuple[float, str] | None:
+    """Return the time (s) from which a replica has been idle for too long, and a text with the limit.
+
+    Return None if recent loads do not show an idle replica, or if idleness means nothing in its phase: a replica that
+    waits is always idle, and in a phase of the job's own nothing is known about what the replica does.
+
+    Args:
+        view: The replica.
+        limits: The job's deadlines.
+        since: Time (s) of the last progress.
+    """
+    loads = view.loads
+    if is_waiting(view) and not view.declared.own_work:
+        return None
+    if view.declared.name not in PHASES or view.declared.longest == inf:
+        return None
+    if loads.idle_since is None or not _has_recent_loads(view):
+        return None
+    known = None if view.declared.own_work else _from_known_passes(view, limits)
+    if known is None:
+        seconds = max(view.declared.shortest, FIRST_IDLE_SHARE * view.declared.longest, MIN_FIRST_IDLE_S)
+        known = seconds, "no baseline yet"
+    seconds, source = known
+    return max(since, loads.idle_since) + seconds, f"{seconds:.4g} s of idleness ({source})"
+
+
+def first_pass_grace(view: ReplicaView, limits: Limits) -> float:
+    """Return the first-pass grace (s); a replica that only waits has none, since it neither compiles nor warms up."""
+    only_waits = is_waiting(view) and not view.declared.own_work
+    return limits.first_pass if view.first_pass and not only_waits else 0.0
+
+
+def extended_by_storage(view: ReplicaView, limits: Limits, since: float, due: float) -> float:
+    """Return the deadline ``due`` (s), extended if storage stalls, or stalled in this pass, where the replica runs.
+
+    During the stall the replica has ``MAX_STORAGE_STALL_S``, or ``longest`` of the phase with the first-pass grace if
+    that is longer. When the stall has ended, the time that the replica had begins again, up to the same limit.
+    """
+    if not is_delayed_by_storage(view, since):
+        return due
+    longest = 0.0 if view.declared.longest == inf else view.declared.longest + first_pass_grace(view, limits)
+    most = since + max(longest, MAX_STORAGE_STALL_S)
+    return max(due, most if view.storage_stall.stalled else min(view.storage_stall.ended_at + (due - since), most))
+
+
+def is_delayed_by_storage(view: ReplicaView, since: float) -> bool:
+    """Return whether the phase uses storage that stalls now, or that has stalled after ``since`` (s)."""
+    return view.declared.uses_storage and (view.storage_stall.stalled or view.storage_stall.ended_at > since)
+
+
+def _from_known_passes(view: ReplicaView, limits: Limits) -> tuple[float, str] | None:
+    """Return the deadline (s) according to the passes so far, and a text with its source; None if no pass is known.
+
+    The duration of a wait depends on the replica that is waited for: before it is usual, no pass shows how long the
+    next one may take.
+    """
+    declared, usual, slowest = view.declared, view.usual_duration, view.slowest_duration
+    if usual is not None:
+        wanted, source = limits.adaptive * usual, f"{limits.adaptive:g} x usual {usual:.3g} s"
+        if SLOWEST_FACTOR * slowest > wanted:
+            wanted, source = SLOWEST_FACTOR * slowest, f"{SLOWEST_FACTOR:g} x longest {slowest:.3g} s"
+    elif view.longest_pass is not None and not is_waiting(view):
+        wanted, source = limits.adaptive * view.longest_pass, f"{limits.adaptive:g} x {view.longest_pass:.3g} s so far"
+    else:
+        return None
+    seconds = min(max(wanted, declared.shortest), declared.longest)
+    return seconds, f"{source}, within {declared.shortest:g} to {declared.longest:g} s"
+
+
+def _has_recent_loads(view: ReplicaView) -> bool:
+    return view.loads.latest_at is not None and view.loads.latest_at >= view.last_message_at - MAX_LOAD_GAP_S
+
+
+def _works_blindly(view: ReplicaView) -> bool:
+    """Return whether a training replica's loads have never shown that its tensor cores work."""
+    trains = view.declared.computes and not view.declared.progresses
+    return trains and not view.loads.uses_tensor_cores and _has_recent_loads(view)
+
+
+def _gpu_busy_without_tensor_signal(view: ReplicaView) -> bool:
+    """Return whether a training replica's running kernels are the only sign of its work."""
+    trains = view.declared.computes and not view.declared.progresses
+    return trains and not view.loads.uses_tensor_cores and not view.loads.cpu_bound
