@@ -68,12 +68,12 @@ from .reporting.summary import write_summary
 from .storage import resume_request
 from .storage.journal import Journal
 from .storage.lease import Lease, LeaseLost
+from .storage.space_reserve import write_from_reserve
 
 _log = logging.getLogger("rrl.manager")
 
 MAX_RENEWALS_WITHOUT_RUN_DIR = 10
-"""Consecutive lease renewals, made over two lease periods, that must find no run directory before the run counts as
-removed."""
+"""Consecutive lease renewals, over two lease periods, that find no run directory before it counts as removed."""
 COMMAND_POLL_S = 0.5
 """Seconds between two checks of the mailbox for user commands."""
 FLUSH_INTERVAL_S = 0.5
@@ -105,8 +105,7 @@ class Manager:
     async def run(self, job: str = "") -> Outcome | None:
         """Claim the run, restore its state, and manage it to its end.
 
-        Returns the run's outcome, or None if this manager left before the run ended. Raises LeaseHeld, JournalError or
-        OSError.
+        Returns the outcome; None if this manager left before the run's end. Raises LeaseHeld, JournalError, OSError.
         """
         async with contextlib.AsyncExitStack() as stack:
             stack.push_async_callback(self._cluster.close)
@@ -291,8 +290,8 @@ class Manager:
         findings, next_check = detect(self._monitor, limits, now)
         self._baseline_recorder.record_if_due(now)
         stacks, next_investigation = self._message_handler.hang_investigator.investigate(findings)
-        staleness = self.state.job.sampling.staleness
-        if (token_age := token_ages.token_age_finding(self.state.token_ages, staleness)) is not None:
+        token_age = token_ages.token_age_finding(self.state.token_ages, self.state.job.sampling)
+        if token_age is not None:
             findings = [*findings, token_age]
         silent = missing_heartbeats(findings, self._monitor, limits, now)
         absent = silent_nodes(findings, self._monitor, limits, now)
@@ -319,8 +318,7 @@ class Manager:
                         self._clear_node(action.node)
                     elif isinstance(action, Exclude) and self._was_responsive(action.node):
                         self._drop_node(action.node)
-                    fences = action.fences if isinstance(action, RestartAll) else (action,)
-                    for fence in fences:
+                    for fence in action.fences if isinstance(action, RestartAll) else (action,):
                         if isinstance(fence, Fence):
                             await self._fence(fence)
         # No action starts without a durable intent: if the flush fails, the actions wait for the next turn.
@@ -353,7 +351,10 @@ class Manager:
         """
         self._flushed_at = time.monotonic()
         try:
-            await asyncio.to_thread(self._journal.flush)
+            if self.state.finish is None:
+                await asyncio.to_thread(self._journal.flush)
+            else:  # a full disk must not keep a run from ending
+                await asyncio.to_thread(write_from_reserve, self._run_dir, self._journal.flush)
             if self._journal.full:
                 await asyncio.to_thread(self._journal.rotate, self.state)
         except OSError as error:
@@ -457,17 +458,17 @@ class Manager:
 
     # ── end ────────────────────────────────────────────────────────────────────────────────────────────────────────
     async def _finish(self) -> Outcome:
-        """Write the last record and the summary, and remove the manager's addresses from the run directory."""
-        verdict = self.state.finish
+        """Write the last record and the summary; remove the manager's addresses and the reserve of space."""
+        verdict, run = self.state.finish, self._run_dir
         assert verdict is not None
         if self.state.outcome is None:
             self.record(ev.RunEnded(verdict.outcome, final_reason(self.state)))
         while not await self._flush():
             await asyncio.sleep(FLUSH_INTERVAL_S)
-        await asyncio.to_thread(self._journal.rotate, self.state)
-        await asyncio.to_thread(write_summary, self._run_dir)
-        for address in (self._run_dir.manager, self._run_dir.log_collector):
-            address.unlink(missing_ok=True)
+        await asyncio.to_thread(write_from_reserve, run, lambda: self._journal.rotate(self.state))
+        await asyncio.to_thread(write_from_reserve, run, lambda: write_summary(run))
+        for path in (run.manager, run.log_collector, run.space_reserve):
+            path.unlink(missing_ok=True)
         return verdict.outcome
 
     def _close_journal(self) -> None:

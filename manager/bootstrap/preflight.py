@@ -51,13 +51,13 @@ _NARROWING = ("gres", "constraint", "nodelist", "exclude")
 
 
 class Problem(Struct, frozen=True):
-    """Something in a job spec that Slurm would not accept, or that could not be checked."""
+    """Something in a job spec with which a run cannot work or Slurm would not start it, or that was not checked."""
 
     key: tuple[str, ...]
     """Key of job.toml that has to change; empty if the problem concerns no key."""
     text: str
     certain: bool = True
-    """Whether it is certain that Slurm would never start the job without a change."""
+    """Whether it is certain that the run needs a change."""
 
 
 async def check_with_slurm(job: Job, spec: RunSpec, foreground: bool = False) -> list[Problem]:

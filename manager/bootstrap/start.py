@@ -37,6 +37,7 @@ from ..runtime import Manager
 from ..storage.journal import Follower, JournalError
 from ..storage.lease import LeaseHeld, LeaseLost
 from ..storage.resume_request import ResumeRequest, read_pending, withdraw, write_request
+from ..storage.space_reserve import fill_reserve
 from . import manager_job
 from .pool_supervisor import run_ended
 from .start_failure import CONTROLLER_LOG, HOST_FILE
@@ -80,6 +81,7 @@ def create(job: Job, spec: RunSpec, source: Path) -> RunDir:
 
 def _write_run_dir(run: RunDir, job: Job, spec: RunSpec, source: Path) -> None:
     run.create()
+    fill_reserve(run)
     RunKeys.make().save(run.keys)
     _write_spec(run, job, spec, source.read_bytes(), source)
 
@@ -101,8 +103,6 @@ def start(run: RunDir, spec: RunSpec) -> str:
         RuntimeError: the same, reported by Slurm.
     """
     try:
-        if spec.cluster == "local" and spec.transport.network:
-            own_address(spec.transport.network)  # the manager runs on this host: checked before its start
         return start_manager(run, spec)
     except (OSError, RuntimeError):
         shutil.rmtree(run.path, ignore_errors=True)
@@ -122,9 +122,11 @@ def resume(run: RunDir, job: Job, spec: RunSpec, text: bytes, source: Path, end:
         state = Follower(run).state()
         if state is None or state.ended != end:  # another request has been claimed in the meantime
             raise RuntimeError(f"the run has been resumed already; see: rrl status {run.id}")
+        fill_reserve(run)
         return start_manager(run, spec)
     except (OSError, RuntimeError, JournalError) as error:
         if withdraw(run):
+            run.space_reserve.unlink(missing_ok=True)
             raise
         return f"a manager has begun the run, although its start was reported as failed: {error}"
 

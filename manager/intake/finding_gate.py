@@ -15,7 +15,7 @@ from math import inf, isfinite
 import msgspec
 from msgspec.structs import replace
 
-from ...core.types import AGENT, WORST_FIRST, Finding, Incarnation, NodeName, Verdict, replica_id
+from ...core.types import AGENT, WORST_FIRST, Finding, Flag, Incarnation, NodeName, Verdict, replica_id
 from ...health.detection.attribution.correlation import CorrelationContext, CorrelationState, restore_state
 from ...health.detection.baselines import RoleBaseline, changed_noticeably
 from ...health.detection.detectors.registry import NODE_DETECTORS
@@ -55,11 +55,15 @@ class ReportedFindings:
     @property
     def nodes(self) -> set[NodeName]:
         """Nodes with at least one finding."""
-        return {node for node, by_key in self._by_node.items() if by_key}
+        return set(self._by_node)
 
     def all(self) -> list[Finding]:
         """Return the findings about all nodes."""
         return [finding for by_key in self._by_node.values() for finding in by_key.values()]
+
+    def has_flag(self, node: NodeName, flag: Flag) -> bool:
+        """Return whether a finding about the node has this flag."""
+        return any(flag in finding.flags for finding in self._by_node.get(node, {}).values())
 
     def restore(self, finding: Finding) -> None:
         """Restore a finding recorded by an earlier manager; it stands until the agent's next report."""
@@ -115,6 +119,8 @@ class ReportedFindings:
         elif _severity(least := min(by_key.values(), key=_severity)) < _severity(finding):
             del by_key[least.key]
             by_key[finding.key] = finding
+        if not by_key:
+            del self._by_node[message.node]
 
     def forget(self, node: NodeName) -> None:
         """Remove all findings of a node that was released or readmitted."""
@@ -194,6 +200,8 @@ class FindingGate:
                 self._reported.restore(finding)
             if from_agent(finding) or not finding.proof:  # proven findings stay
                 self._published[key] = finding
+        for node in self._reported.nodes:
+            self._update_storage(node)
         self._correlation_state = restore_state(recorded.values(), self._context.now())
 
     def on_detected(
@@ -222,6 +230,7 @@ class FindingGate:
                 "ignored finding %s from %s: an agent may only report its own node", foreign[0].key, hello.incarnation
             )
         self._reported.on_agent_hello(hello, also, self._context.now())
+        self._update_storage(hello.node)
         self.publish()
 
     def on_report(self, message: FindingReport) -> None:
@@ -234,11 +243,18 @@ class FindingGate:
             )
             return
         self._reported.on_report(message, self._context.now())
+        self._update_storage(message.node)
         self.publish()
 
     def forget(self, node: NodeName) -> None:
         """Remove the findings reported about a node that left the run or was readmitted."""
         self._reported.forget(node)
+        self._update_storage(node)
+
+    def _update_storage(self, node: NodeName) -> None:
+        """Tell the detectors whether the agent reports that storage stalls: then replicas there may have to wait."""
+        stalled = self._reported.has_flag(node, Flag.STORAGE_STALLS)
+        self._context.monitor.on_storage_report(node, stalled, self._context.now())
 
     def publish(self) -> float:
         """Record findings that changed, and clear recorded findings that are no longer found.

@@ -230,7 +230,8 @@ class MessageHandler:
         self._peers.steps.pop(message.tag, None)
         incarnation = current_owner(self._context.state(), message.incarnation, message.tag)
         self._record_end(ev.StepEnded(
-            incarnation, message.tag, message.code, message.signal, message.reason, message.last_line, message.detail
+            incarnation, message.tag, message.code, message.signal, message.reason, message.last_line, message.detail,
+            message.exception,
         ))  # fmt: skip
 
     async def _step_vanished(self, message: msg.StepVanished) -> None:
@@ -258,7 +259,8 @@ class MessageHandler:
     def _on_exit_record(self, record: ExitRecord) -> None:
         incarnation = current_owner(self._context.state(), record.incarnation, record.tag)
         self._record_end(ev.StepEnded(
-            incarnation, record.tag, record.code, record.signal, record.reason, record.last_line, record.detail
+            incarnation, record.tag, record.code, record.signal, record.reason, record.last_line, record.detail,
+            record.exception,
         ))  # fmt: skip
 
     def _record_end(self, event: ev.StepEnded) -> None:
@@ -274,6 +276,7 @@ class MessageHandler:
                 self._context.now(),
                 event.last_line,
                 event.detail,
+                event.exception,
             )
             self._context.record(event)
             if self._context.state().replica(event.incarnation.replica).status is Status.COMPLETED:
@@ -297,6 +300,7 @@ class MessageHandler:
                 self._context.now(),
                 record.last_line,
                 record.detail,
+                record.exception,
             )
 
     def start_reading_exit_records(self) -> None:
@@ -440,7 +444,7 @@ class MessageHandler:
                 if replica.status is Status.STARTING and replica.step in message.alive:
                     monitor.on_step_alive(replica.incarnation, now)
                 if (load := loads.get(replica.step or "")) is not None and role_of(resident.replica) != STANDBY_ROLE:
-                    monitor.on_load(replica.incarnation, load.cpu, load.gpu, now, load.tensor)
+                    monitor.on_load(replica.incarnation, load.cpu, load.gpu, now, load.tensor, load.stopped)
 
     def _update_phase(self, message: msg.Heartbeat | msg.PhaseEntered) -> None:
         """Record the phase if it changed."""

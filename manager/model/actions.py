@@ -93,6 +93,11 @@ class StopStep(Struct, frozen=True, tag=True):
         return f"{self.step}!stop"
 
 
+def fault_tag(fault: str) -> str:
+    """Return the tag of the injection of the fault with this id."""
+    return f"fault:{fault}"
+
+
 class InjectFault(Struct, frozen=True, tag=True):
     """Inject a planned or requested fault.
 
@@ -109,7 +114,7 @@ class InjectFault(Struct, frozen=True, tag=True):
     @property
     def tag(self) -> str:
         """Return the tag of this injection."""
-        return f"fault:{self.fault.id}"
+        return fault_tag(self.fault.id)
 
 
 class Drain(Struct, frozen=True, tag=True):

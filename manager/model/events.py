@@ -11,7 +11,7 @@ from msgspec import Struct
 from ...core.faults import Fault, FaultKind
 from ...core.launch import ExitReason
 from ...core.run_spec import RunSpec
-from ...core.types import Finding, Incarnation, NodeName, Outcome, ReplicaId, Version
+from ...core.types import Finding, Incarnation, NodeName, Outcome, RaisedException, ReplicaId, Version
 from ...health.detection.baselines import RoleBaseline
 from ..cluster.base import AllocationStatus, NodeStatus, RejectReason
 from .actions import Decision, ExternalAction
@@ -125,6 +125,8 @@ class StepEnded(Struct, frozen=True, tag=True):
     last_line: str = ""
     detail: str = ""
     """Explanation of ``reason`` for people."""
+    exception: RaisedException | None = None
+    """Exception that ended the command, if the command reported one."""
 
 
 class PhaseEntered(Struct, frozen=True, tag=True):

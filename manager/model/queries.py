@@ -10,6 +10,7 @@ from ...core.types import (
     Finding,
     Incarnation,
     NodeName,
+    RaisedException,
     ReplicaId,
     Verdict,
     gang_of,
@@ -60,6 +61,30 @@ def to_launch(members: list[Replica]) -> list[Replica]:
 def all_joined(members: list[Replica]) -> bool:
     """Return whether all members have joined."""
     return all(member.status is Status.JOINED for member in members)
+
+
+def has_worked(state: State, role: str) -> bool:
+    """Return whether any replica of the role has completed its work, or a unit of it since the run was last resumed."""
+    replicas = [replica for replica in workers(state) if replica.role == role]
+    return any(replica.ever_worked or replica.status is Status.COMPLETED for replica in replicas)
+
+
+def failed_first_starts(state: State, replica: Replica) -> int:
+    """Return how many starts of the replica failed before it joined for the first time.
+
+    If no replica of its role has worked, starts in a row that the same exception ended count too.
+    """
+    unjoined = 0 if replica.ever_joined else replica.failed_starts
+    return max(unjoined, 0 if has_worked(state, replica.role) else replica.exception_starts)
+
+
+def starts_ended_by(exception: RaisedException, replica: Replica) -> int:
+    """Return how many incarnations of the replica in a row this exception ended before their first unit of work.
+
+    The exception is the same if it has the same type and was raised at the same place.
+    """
+    last = replica.last_exception
+    return replica.exception_starts if last is not None and last.fingerprint == exception.fingerprint else 0
 
 
 def owner_of(state: State, step: str) -> Replica | None:

@@ -287,8 +287,13 @@ def on_exclude(state: State, at: float, action: Exclude) -> State:
     if not action.by:  # a pending command of a user takes precedence over a finding
         action = replace(action, by=state.node_commands.get(action.node, ("", ""))[1])
     why = "; ".join(action.why.evidence) or "excluded"
+    occupied = any(
+        replica.is_current and replica.node == node.name and not is_support(replica.id)
+        for replica in state.replicas.values()
+    )
     node = replace(
         node, excluded=why, excluded_at=at, exclusions=node.exclusions + 1, cause=action.cause, proved=action.proof,
+        lost_spare=not occupied and not action.by,
         drain_requested_by=action.by, drain_error="", release_result=None,
     )  # fmt: skip
     return replace(_without_command(state, node.name), nodes={**state.nodes, node.name: node})
@@ -309,8 +314,9 @@ def on_readmit(state: State, at: float, action: Readmit) -> State:
     node = state.nodes.get(action.node)
     released = node is not None and node.release_result is ReleaseResult.RELEASED
     state = _with_node(
-        state, action.node, excluded=None, cause=None, proved=False, drain_requested_by="", drain_requested_at=0.0,
-        drain_error="", release_result=ReleaseResult.RELEASED if released else None, probe_error=None,
+        state, action.node, excluded=None, cause=None, proved=False, lost_spare=False, drain_requested_by="",
+        drain_requested_at=0.0, drain_error="", probe_error=None,
+        release_result=ReleaseResult.RELEASED if released else None,
     )  # fmt: skip
     return state if node is not None and node.drain_reason else _without_command(state, action.node)
 

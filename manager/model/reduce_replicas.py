@@ -7,13 +7,13 @@ from typing import Any
 from msgspec.structs import replace
 
 from ...core.launch import ExitReason
-from ...core.types import Flag, Incarnation, NodeName, ReplicaId, gang_of, is_support, role_of
+from ...core.types import Flag, Incarnation, NodeName, RaisedException, ReplicaId, gang_of, is_support, role_of
 from ..cluster.base import RejectReason
 from . import events as ev
 from .actions import Fence, Launch, Rung, StopStep
-from .queries import finding_about, is_batch_role, owner_of
+from .queries import finding_about, gang, is_batch_role, owner_of, starts_ended_by
 from .reward_curve import add_step
-from .state import AdmittedProcess, FailedIncarnation, OrphanStep, Replica, State, Status
+from .state import AdmittedProcess, FailedIncarnation, OrphanStep, Replica, State, Status, UnchargedRestart
 from .token_ages import with_step
 
 RETRY_PAUSE_S = 10.0
@@ -151,18 +151,30 @@ def on_fence(state: State, at: float, fence: Fence) -> State:
         state = with_replica(state, replica.id, down_since=at)
     status = Status.RETIRED if retired else Status.WANTED
     prefer = fence.target_node or (replica.node if fence.rung is Rung.IN_PLACE else None)
+    why = "; ".join(fence.why.evidence)
     if not fence.charged:
+        if not _follows_gang(state, replica):
+            restart = UnchargedRestart(at, replica.node or NodeName(""), why)
+            state = with_replica(state, replica.id, uncharged_restart=restart)
         state = with_replica(state, replica.id, status=status, since=at, preferred_node=prefer, not_before=at)
         return _drop_findings(state, fence.incarnation)
     finding, not_started = finding_about(state, fence.incarnation), None
+    state = _count_exception(state, replica.id, None if finding is None else finding.exception)
     if finding is not None:
         state = _count_failed_start(state, replica.id)
         not_started = finding.evidence[0].text if Flag.NOT_STARTED in finding.flags else None
     detector = finding.detector if finding is not None else ""
-    why = "; ".join(fence.why.evidence)
     state = count_failure(state, at, replica.id, status, why, not_started=not_started, detector=detector)
     state = with_replica(state, replica.id, preferred_node=prefer)
     return replace(_drop_findings(state, fence.incarnation), recoveries=state.recoveries + (not retired))
+
+
+def _follows_gang(state: State, replica: Replica) -> bool:
+    """Return whether another member of the gang's newest incarnation has failed or was stopped before this one."""
+    return not is_support(replica.id) and any(
+        member.incarnation_number == replica.incarnation_number and not member.is_current
+        for member in gang(state, replica.id)
+    )
 
 
 def _clear_restart_request(state: State, id: ReplicaId) -> State:
@@ -178,7 +190,8 @@ def _clear_restart_request(state: State, id: ReplicaId) -> State:
 
 def _reset_for_restart(replica: Replica, at: float, to: NodeName | None) -> dict[str, Any]:
     """Return the changes that make a replica due for launch at once; a retired replica gets its budget back."""
-    budget = {"failures": (), "failed_starts": 0} if replica.status is Status.RETIRED else {}
+    spent = {"failures": (), "failed_starts": 0, "last_exception": None, "exception_starts": 0}
+    budget = spent if replica.status is Status.RETIRED else {}
     return {
         "status": Status.WANTED,
         "since": at,
@@ -201,6 +214,21 @@ def _count_failed_start(state: State, id: ReplicaId) -> State:
     """Count a failed start of a replica that has never joined: the job spec itself may be wrong."""
     replica = state.replica(id)
     return state if replica.ever_joined else with_replica(state, id, failed_starts=replica.failed_starts + 1)
+
+
+def _count_exception(state: State, id: ReplicaId, exception: RaisedException | None) -> State:
+    """Count in how many incarnations in a row the same exception ended the replica.
+
+    Any other failure restarts the count, also an exception that the environment may have caused. An injected fault
+    neither counts nor restarts it, since it says nothing about the code.
+    """
+    replica = state.replica(id)
+    if replica.fault:
+        return state
+    if exception is not None and exception.environmental:
+        exception = None
+    starts = 0 if exception is None else 1 + starts_ended_by(exception, replica)
+    return with_replica(state, id, last_exception=exception, exception_starts=starts)
 
 
 def _drop_findings(state: State, incarnation: Incarnation) -> State:
@@ -274,6 +302,11 @@ def on_step_ended(state: State, at: float, event: ev.StepEnded) -> State:
     return state
 
 
+def on_first_work_done(state: State, at: float, event: ev.FirstWorkDone) -> State:
+    """Record that an incarnation has completed its first unit of work: earlier exceptions did not keep it from that."""
+    return with_replica(state, event.incarnation.replica, ever_worked=True, last_exception=None, exception_starts=0)
+
+
 def on_phase_entered(state: State, at: float, event: ev.PhaseEntered) -> State:
     """Record the phase of a replica, and that it has left the previous one."""
     replica = state.replica(event.incarnation.replica)
@@ -312,7 +345,7 @@ def on_step_committed(state: State, at: float, event: ev.StepCommitted) -> State
     return replace(
         state,
         rewards=add_step(state.rewards, event.step, event.metrics.get("reward")),
-        token_ages=with_step(state.token_ages, event.step, event.metrics, at),
+        token_ages=with_step(state.token_ages, event.step, event.metrics, at, state.job.sampling.ahead),
     )
 
 

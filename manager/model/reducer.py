@@ -23,6 +23,7 @@ from .actions import (
     Shrink,
     StopStep,
     Undrain,
+    fault_tag,
 )
 from .reduce_commands import members_of, on_command, on_fault_requested, on_restart_all, on_resumed
 from .reduce_nodes import (
@@ -41,6 +42,7 @@ from .reduce_replicas import (
     on_admitted,
     on_agent_joined,
     on_fence,
+    on_first_work_done,
     on_joined,
     on_launch_intended,
     on_launch_rejected,
@@ -162,10 +164,6 @@ def _on_step_committed(state: State, at: float, event: ev.StepCommitted) -> Stat
     return on_step_committed(state, at, event) if state.is_current(event.incarnation) or finishing else state
 
 
-def _on_first_work_done(state: State, at: float, event: ev.FirstWorkDone) -> State:
-    return state
-
-
 def _on_finding_changed(state: State, at: float, event: ev.FindingChanged) -> State:
     finding = event.finding
     if finding.verdict in (Verdict.OK, Verdict.UNKNOWN):
@@ -199,7 +197,7 @@ def _mark_triggered(state: State, fault: str) -> State:
 
 
 def _on_fault_injected(state: State, at: float, event: ev.FaultInjected) -> State:
-    tag = f"fault:{event.fault}"
+    tag = fault_tag(event.fault)
     state = replace(_mark_triggered(state, event.fault), intents=without(state.intents, tag))
     if event.ended or not (event.ok or event.unknown):
         for replica in state.replicas.values():
@@ -238,7 +236,7 @@ _REDUCERS: dict[type, _Reducer] = {
     ev.StepEnded: on_step_ended,
     ev.PhaseEntered: _if_current(on_phase_entered),
     ev.NoteChanged: _if_current(on_note_changed),
-    ev.FirstWorkDone: _on_first_work_done,
+    ev.FirstWorkDone: _if_current(on_first_work_done),
     ev.VersionAvailable: _if_current(on_version_available),
     ev.StepCommitted: _on_step_committed,
     ev.FindingChanged: _on_finding_changed,

@@ -19,6 +19,7 @@ from ...core.types import (
     Incarnation,
     NodeName,
     Outcome,
+    RaisedException,
     ReplicaId,
     Version,
     role_of,
@@ -71,6 +72,14 @@ class FailedIncarnation(Struct, frozen=True):
     finding."""
 
 
+class UnchargedRestart(Struct, frozen=True):
+    """The stop of a replica that had not failed: for a drain, a user's request, its gang, or an expiring allocation."""
+
+    at: float
+    node: NodeName
+    why: str
+
+
 class AdmittedProcess(Struct, frozen=True):
     """The first process of a step. No other process is admitted under the step's tag."""
 
@@ -109,6 +118,9 @@ class Replica(Struct, frozen=True):
     weight_address: str | None = None
     weight_version: Version | None = None
     failures: tuple[FailedIncarnation, ...] = ()
+    uncharged_restart: UnchargedRestart | None = None
+    """The newest restart for which the replica was not charged. Of a gang, only the member that is stopped first has
+    one."""
     preferred_node: NodeName | None = None
     """Node that the repair ladder chose for the next incarnation."""
     promoted_from: Incarnation | None = None
@@ -123,6 +135,13 @@ class Replica(Struct, frozen=True):
     """True if any incarnation has joined."""
     failed_starts: int = 0
     """Number of incarnations that failed by themselves before any incarnation had joined."""
+    ever_worked: bool = False
+    """True if any incarnation has completed a unit of work since the run began or was last resumed."""
+    last_exception: RaisedException | None = None
+    """Exception of its own code that ended the newest failed incarnation; None if another failure ended it, or if a
+    unit of work was done since."""
+    exception_starts: int = 0
+    """Number of incarnations in a row that ``last_exception`` ended before their first unit of work."""
 
     @property
     def role(self) -> str:
@@ -171,6 +190,8 @@ class Node(Struct, frozen=True):
     """True if the node was excluded by a finding with proof; it is not used again while this finding stands."""
     cause: Cause | None = None
     """Cause of the exclusion, if one was found."""
+    lost_spare: bool = False
+    """True if the run excluded the node by itself while no replica was on it, so that the run lacks a spare."""
     drain_requested_by: str = ""
     """User who requested the node's drain; the node is not used again before a user undrains it."""
     drain_requested_at: float = 0.0

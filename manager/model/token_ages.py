@@ -11,15 +11,17 @@ from collections.abc import Mapping
 
 from msgspec import Struct
 
+from ...core.run_spec import SamplingSpec
 from ...core.types import Cause, Evidence, Finding, Remedy, Verdict
 
 WINDOW_STEPS = 10
 """Number of newest steps whose ages are kept and averaged for the warning: the median of one step jumps by one whenever
 weights arrive a little late."""
-WARN_MEDIAN_AGE = 2.0
-"""Median age (weight versions) above which a growing age is a warning. With the default ``ahead = 1`` tokens are up to
-about three versions old and half of them younger than two, so a higher median means that new weights reach the rollouts
-late or not at all."""
+EXTRA_AGE = 2.0
+"""Weight versions by which tokens may be older than ``[sampling] ahead``: a growing median above that sum is a warning.
+Tokens are up to about ``ahead + 2`` versions old, and on a busy machine half of them are (measured: the medians of the
+quickstart are 2 or 3, with ``ahead = 1`` on two cores that other work occupies). A higher median means that new weights
+reach the rollouts late or not at all."""
 P50_METRIC, MAX_METRIC, RUN_MAX_METRIC = "token_age_p50", "token_age_max", "token_age_run_max"
 """Metrics of a committed step: median and maximum age of its own tokens, and the maximum of all steps so far."""
 
@@ -35,9 +37,9 @@ class StepAge(Struct, frozen=True, array_like=True):
 class TokenAges(Struct, frozen=True):
     """Token ages of the newest steps, and the step since which a warning about them stands.
 
-    ``warned`` is the step at which the mean of the medians was above :data:`WARN_MEDIAN_AGE` and growing, with the
-    manager's time (s) of its commit. It is None if there is no such step, or once the mean is at or below the limit
-    again.
+    ``warned`` is the step at which the mean of the medians was above the usual age (``ahead + EXTRA_AGE``) and growing,
+    with the manager's time (s) of its commit. It is None if there is no such step, or once the mean is at or below that
+    age again.
     """
 
     steps: tuple[StepAge, ...] = ()
@@ -55,8 +57,8 @@ class TokenAges(Struct, frozen=True):
         return max((entry.max for entry in self.steps), default=0.0)
 
 
-def with_step(ages: TokenAges, step: int, metrics: Mapping[str, float], at: float) -> TokenAges:
-    """Return the ages with one more committed step.
+def with_step(ages: TokenAges, step: int, metrics: Mapping[str, float], at: float, ahead: int) -> TokenAges:
+    """Return the ages with one more committed step; ``ahead`` is ``[sampling] ahead``.
 
     The steps may come in any order. A step without ages, or one that is already included, is ignored.
     """
@@ -65,24 +67,21 @@ def with_step(ages: TokenAges, step: int, metrics: Mapping[str, float], at: floa
     new = StepAge(step, metrics[P50_METRIC], metrics.get(MAX_METRIC, metrics[P50_METRIC]))
     steps = tuple(sorted((*ages.steps, new), key=lambda entry: entry.step))[-WINDOW_STEPS:]
     older, newer = steps[: len(steps) // 2], steps[len(steps) // 2 :]
-    young = _mean(newer) <= WARN_MEDIAN_AGE
-    grows = len(steps) == WINDOW_STEPS and _mean(newer) > max(WARN_MEDIAN_AGE, _mean(older))
+    young = _mean(newer) <= ahead + EXTRA_AGE
+    grows = len(steps) == WINDOW_STEPS and _mean(newer) > max(ahead + EXTRA_AGE, _mean(older))
     warned = None if young else ages.warned or ((steps[-1], at) if grows else None)
     return TokenAges(steps, warned)
 
 
-def token_age_finding(ages: TokenAges, limit: int | None) -> Finding | None:
-    """Return the standing warning about token ages, or None. The warning does not change while it stands.
-
-    ``limit`` is ``[sampling] staleness`` in weight versions.
-    """
+def token_age_finding(ages: TokenAges, sampling: SamplingSpec) -> Finding | None:
+    """Return the standing warning about token ages, or None. The warning does not change while it stands."""
     if ages.warned is None:
         return None
     step, at = ages.warned
-    bound = "without a limit" if limit is None else f"limit {limit}"
+    bound = "without a limit" if sampling.staleness is None else f"limit {sampling.staleness}"
     text = (
-        f"the median age of trained tokens has passed {WARN_MEDIAN_AGE:g} weight versions and grows ({step.p50:g} at"
-        f" step {step.step}, {bound}): new weights reach the rollouts late, or rollouts work far ahead"
+        f"the median age of trained tokens has passed {sampling.ahead + EXTRA_AGE:g} weight versions and grows"
+        f" ({step.p50:g} at step {step.step}, {bound}): new weights reach the rollouts late, or rollouts work far ahead"
     )
     return Finding("token_age", Verdict.WARN, Cause.SOFTWARE, Remedy.NONE, at, (Evidence("trainer", text, at),))
 

@@ -9,7 +9,7 @@ from msgspec import Struct
 from ...core.faults import FAULT_TRAITS, Fault, TargetKind
 from ...core.types import Finding, Incarnation, NodeName, ReplicaId
 from ..model import events as ev
-from ..model.actions import Fence, InjectFault, Rung
+from ..model.actions import Fence, InjectFault, Rung, fault_tag
 
 
 class Diagnosis(Struct, frozen=True):
@@ -151,6 +151,7 @@ class InjectedFaults:
         self.silence = 0.0
         """Seconds after a fault's end within which every failure that it caused is found: ``limits.silence``."""
         self._faults: dict[str, InjectedFault] = {}
+        """Faults by the tag of their injection."""
 
     def __bool__(self) -> bool:
         return bool(self._faults)
@@ -164,27 +165,29 @@ class InjectedFaults:
 
     def restore(self, fault: str, incarnation: Incarnation) -> None:
         """Note an incarnation that a fault hit under an earlier manager, at an unknown time."""
-        known = self._faults.get(fault)
+        tag = fault_tag(fault)
+        known = self._faults.get(tag)
         incarnations = (*(known.incarnations if known is not None else ()), incarnation)
-        self._faults[fault] = InjectedFault(None, 0.0, incarnations, performed=True)
+        self._faults[tag] = InjectedFault(None, 0.0, incarnations, performed=True)
 
     def on_intended(self, action: InjectFault, target: Incarnation | None, at: float) -> None:
         """Note a fault that is about to be injected: detection is measured from this time."""
         injected = InjectedFault(action.fault, at, () if target is None else (target,), action.node)
         injected.set_performed_at(at, self.silence)
-        self._faults[action.fault.id] = injected
+        self._faults[action.tag] = injected
 
     def on_rejected(self, tag: str) -> None:
         """Forget the fault if the intent of this tag was its injection."""
-        self._faults.pop(tag.removeprefix("fault:"), None)
+        self._faults.pop(tag, None)
 
     def on_reported(self, event: ev.FaultInjected, at: float) -> None:
         """Apply the report of a fault: not performed, performed, or ended."""
-        injected = self._faults.get(event.fault)
+        tag = fault_tag(event.fault)
+        injected = self._faults.get(tag)
         if injected is None:
             return
         if not (event.ok or event.unknown):  # later failures are not caused by it
-            del self._faults[event.fault]
+            del self._faults[tag]
         elif event.ended:
             injected.ended_at = min(injected.ended_at, at)
             injected.effects_until = min(injected.effects_until, at + self.silence)

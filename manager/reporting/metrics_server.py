@@ -34,7 +34,8 @@ PAGE_CACHE_S = 0.5
 class MetricsServer:
     """Serves metrics at ``address`` (``host:port``; port 0 selects a free one).
 
-    The actual address is published in the run directory's file ``metrics``.
+    The actual address is published in the run directory's file ``metrics``; if the metrics cannot be served, the reason
+    is published in ``metrics.failed``, which ``rrl status`` shows.
     """
 
     def __init__(self, run: RunDir, address: str, collect: Collect) -> None:
@@ -56,9 +57,11 @@ class MetricsServer:
                 self._run.metrics.unlink(missing_ok=True)
 
     def _open(self) -> None:
-        """Open the server and publish its address; on failure, log a warning: the run continues without metrics."""
+        """Open the server and publish its address, or on failure the reason: the run continues without metrics."""
         host, _, port = self._address.rpartition(":")
         host = host.strip("[]")
+        with contextlib.suppress(OSError):
+            self._run.metrics_failure.unlink(missing_ok=True)  # left by an earlier manager
         try:
             family, *_, address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
             address = (address[0], int(port), *address[2:])
@@ -71,7 +74,10 @@ class MetricsServer:
             shown_host = f"[{own_host}]" if ":" in own_host else own_host
             write_atomically(self._run.metrics, f"{shown_host}:{server.server_address[1]}\n".encode())
         except (OSError, OverflowError, ValueError) as error:
-            _log.warning("metrics are not served at %s: %s", self._address, error)
+            reason = f"not served at {self._address}: {getattr(error, 'strerror', None) or error}"
+            _log.warning("metrics are %s", reason)
+            with contextlib.suppress(OSError):
+                write_atomically(self._run.metrics_failure, f"{reason}\n".encode())
 
 
 class _Page:

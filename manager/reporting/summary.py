@@ -86,6 +86,8 @@ class Recovery(Struct, frozen=True):
     incarnation: int
     """Number of the incarnation that replaced the failed one; while none has joined, of the newest launched."""
     cause: str
+    detector: str
+    """Detector of the finding; empty if the replica failed without one, for example because it was not launched."""
     rung: str
     injected: bool
     node_before: str
@@ -277,6 +279,7 @@ def _recovery(failure: Failure) -> Recovery:
         replica=incarnation.replica,
         incarnation=incarnation.number + 1 if failure.successor is None else failure.successor.number,
         cause="; ".join(failure.fence.why.evidence),
+        detector=failure.diagnosis.finding.detector if failure.diagnosis.finding is not None else "",
         rung=(failure.rung or failure.fence.rung).value,
         injected=failure.injected,
         node_before=failure.node,

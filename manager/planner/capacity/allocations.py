@@ -8,7 +8,7 @@ from itertools import groupby
 import msgspec
 
 from ....core.run_spec import NodeGroup
-from ....core.types import Outcome, gang_of
+from ....core.types import NodeName, Outcome, gang_of
 from ...model.actions import Action, Fence, Finish, Release, Request, Rung, Why
 from ...model.queries import gang, gangs, open_requests, workers
 from ...model.state import Allocation, Replica, State, Status
@@ -22,7 +22,7 @@ from .initial_request import (
     rejections,
     unsatisfiable,
 )
-from .node_fitness import MAX_NAMED_NODES
+from .node_fitness import HARDWARE_CAUSES, MAX_NAMED_NODES
 from .nodes import NodeInventory
 from .placement import Assignment, nodes_for
 from .rotation import redundant_allocations
@@ -75,6 +75,8 @@ def _overdue(state: State, inventory: NodeInventory, assigned: Assignment, now: 
             if unsatisfiable_reason:
                 return [unsatisfiable(state, allocation)], now
             wake = min(wake, unsatisfiable_at(allocation))
+            continue
+        if _is_for_spares(state, inventory, assigned, allocation):
             continue
         due = min(_deadline(state, assigned, allocation), unsatisfiable_at(allocation))
         deadline = max(due, allocation.not_before)
@@ -154,6 +156,8 @@ def _replacements(
     names = ", ".join(replica.id for replica in lacking)
     only_moves = all(replica in assigned.unmovable for replica in lacking)
     text = f"the allocation of {names} ends" if only_moves else f"no free node for {names}"
+    if not lacking:
+        text = f"spare nodes are excluded: {', '.join(_lost_spares(state, node_group))}"
     why = Why((text,), Rung.REPLACEMENT, "a node", now + state.job.limits.allocation)
     requests = new_requests(state, node_group, missing, now)
     if not node_group.separate_jobs:
@@ -177,8 +181,16 @@ def _is_ending(state: State, allocation: Allocation, now: float) -> bool:
 
 
 def _missing_spares(state: State, inventory: NodeInventory, assigned: Assignment, node_group: NodeGroup) -> int:
-    """Return the number of spare nodes that the pool's successor needs beyond its replicas' nodes."""
-    if node_group.separate_jobs or not any(replica.role in node_group.roles for replica in assigned.unmovable):
+    """Return the number of spare nodes that the pool needs beyond its replicas' nodes.
+
+    These are the spares of a successor whose allocation is due, and those that replace excluded spares. A spare that a
+    replica uses now is not replaced.
+    """
+    if node_group.separate_jobs:
+        return 0
+    rotates = any(replica.role in node_group.roles for replica in assigned.unmovable)
+    lost = len(_lost_spares(state, node_group))
+    if not rotates and not lost:
         return 0
     occupied = inventory.occupancy().keys() | {
         candidate.node for candidate in (*assigned.targets.values(), *assigned.moves.values())
@@ -186,7 +198,29 @@ def _missing_spares(state: State, inventory: NodeInventory, assigned: Assignment
     free = sum(
         not candidate.expiring and candidate.node not in occupied for candidate in inventory.candidates(node_group.name)
     )
-    return max(0, state.job.spares - free)
+    missing = max(0, state.job.spares - free)
+    return missing if rotates else min(lost, missing)
+
+
+def _lost_spares(state: State, node_group: NodeGroup) -> list[NodeName]:
+    """Return the nodes of a group that the run excluded for their hardware while no replica was on them.
+
+    A node on which no role can run for another reason is not replaced: the next one would be no better.
+    """
+    return [
+        node.name
+        for node in state.nodes.values()
+        if node.lost_spare and node.cause in HARDWARE_CAUSES and node.node_group == node_group.name
+    ]
+
+
+def _is_for_spares(state: State, inventory: NodeInventory, assigned: Assignment, allocation: Allocation) -> bool:
+    """Return whether a request can only bring spares: it waits however long the queue takes, since nothing needs it."""
+    node_group = state.job.node_group(allocation.request.node_group)
+    needed = (*assigned.lacking, *assigned.unmovable)
+    if any(replica.role in node_group.roles for replica in needed):
+        return False
+    return _missing_spares(state, inventory, assigned, node_group) > 0
 
 
 def _retired_to_retry(state: State, assigned: Assignment, node_group: NodeGroup, now: float) -> list[Replica]:

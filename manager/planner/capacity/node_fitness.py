@@ -57,6 +57,13 @@ def agent_never_started(state: State, node: NodeName) -> bool:
     return state.replica(replica_id(AGENT, node)).failed_starts >= state.job.recovery.first_start
 
 
+def agent_failed_last(state: State, node: NodeName) -> bool:
+    """Return whether the node's agent failed and no later one has joined yet: the node itself may have failed."""
+    agent = state.replica(replica_id(AGENT, node))
+    failed = agent.ever_joined and bool(agent.failures) and not agent.failures[-1].refused
+    return failed and agent.status is not Status.JOINED
+
+
 def unfit_nodes(state: State) -> dict[NodeName, str]:
     """Return the nodes on which no role can run, with the probe's error or why the agent never started."""
     reasons: dict[NodeName, str] = {}

@@ -15,11 +15,11 @@ from msgspec import Struct
 from ....core.run_spec import RoleSpec
 from ....core.types import NodeName, ReplicaId, gang_of, is_support, natural_sort_key, standby_role_of
 from ...model.actions import Shrink
-from ...model.queries import gang, gangs, workers
+from ...model.queries import failed_first_starts, gang, gangs, workers
 from ...model.reduce_nodes import DRAIN
 from ...model.state import Replica, State, Status
 from ..deadlines import NEVER, rotate_at
-from .node_fitness import excludes_node, is_usable, needs_probe, probe_pending
+from .node_fitness import agent_failed_last, excludes_node, is_usable, needs_probe, probe_pending
 from .warm_pool import (
     Occupancy,
     donors,
@@ -78,6 +78,7 @@ class NodeInventory:
         self._unprobed: Counter[str] = Counter()
         proven_bad = {finding.node for finding in state.findings.values() if finding.proof and excludes_node(finding)}
         suspects = {finding.node for finding in state.findings.values() if finding.node is not None}
+        suspects |= {node for node in state.nodes if agent_failed_last(state, node)}
         for candidate in sorted(
             self.usable, key=lambda candidate: (candidate.expiring, candidate.node in suspects)
         ):  # a stable sort keeps the natural order
@@ -389,7 +390,7 @@ class NodeInventory:
         recovery = self._state.job.recovery
         recent = replica.recent_failures(recovery.window, self._now)
         nodes = [failure.node for failure in recent if refused or not failure.refused]
-        last_start = not replica.ever_joined and replica.failed_starts + 1 >= recovery.first_start
+        last_start = failed_first_starts(self._state, replica) + 1 >= recovery.first_start
         limit = min(recovery.per_node, recovery.first_start - 1) if last_start else recovery.per_node
         return {node for node in nodes if nodes.count(node) >= max(1, limit)}
 

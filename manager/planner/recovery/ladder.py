@@ -17,6 +17,7 @@ from ...model.reduce_replicas import MAX_RESTART_BACKOFF_S
 from ...model.state import Replica, State, Status
 from ..capacity.nodes import NodeInventory
 from ..deadlines import SHUTDOWN_GRACES
+from .repeated_exception import starts_with_same_exception
 
 SUPPORT_ROLES = (AGENT, STANDBY_ROLE)
 """Roles that belong to a node and leave with it; no replica of the run depends on one of them."""
@@ -113,9 +114,13 @@ def _budget_left(case: FailureCase) -> bool:
 
 
 def _last_try_on_other_node(case: FailureCase) -> bool:
-    """Return whether the last allowed start of a member that never joined should be on another node."""
-    unstarted = case.failed.failed_starts + 2 >= case.state.job.recovery.first_start
-    return not case.failed.ever_joined and unstarted and case.inventory.can_place(case.failed)
+    """Return whether the next start is the last one of a member that never joined or that an exception keeps ending.
+
+    It is then on another node, if there is one.
+    """
+    unjoined = 0 if case.failed.ever_joined else case.failed.failed_starts + 1
+    failed_starts = max(unjoined, starts_with_same_exception(case.state, case.failed))
+    return failed_starts + 1 >= case.state.job.recovery.first_start and case.inventory.can_place(case.failed)
 
 
 def fails_often_here(case: FailureCase) -> bool:

@@ -1,8 +1,9 @@
 """Decide which nodes are excluded, which get no new replicas, and when a circuit breaker holds exclusions back.
 
-A node is excluded for findings about the node itself (hardware, silence, fabric, storage), for a failed probe and, if
-the job wants that, for being slow. A finding about the software of a user or of the run has no effect on the node. A
-WARN makes a node a suspect: its replicas stay, and no new replica is placed there while there is a better node.
+A node is excluded for findings about the node itself (hardware, silence, fabric, storage), for a failed probe, for two
+agents in a row that do not answer on a node without replicas and, if the job wants that, for being slow. A finding
+about the software of a user or of the run has no effect on the node. A WARN makes a node a suspect: its replicas stay,
+and no new replica is placed there while there is a better node.
 
 Many nodes that fail together point to the network, the site or the manager itself, and replacing them all would be
 worse than waiting for a person: at most max(1, 20 %) are excluded within ten minutes (docs/sources.md, guard rails).
@@ -18,7 +19,7 @@ from collections.abc import Iterator
 
 from msgspec import Struct
 
-from ....core.types import Cause, Finding, NodeName, Remedy, is_support
+from ....core.types import AGENT, Cause, Finding, NodeName, Remedy, is_support, replica_id
 from ...cluster.base import NodeState
 from ...model.actions import Decision, Exclude, Why
 from ...model.queries import most_severe, workers
@@ -35,6 +36,10 @@ OUTAGE_SHARE = 0.25
 nodes)."""
 
 
+_NO_ANSWER_DETECTORS = frozenset({"agent_silence", "never_joined"})
+"""Detectors of an agent that sends nothing, although nothing shows that its process ended."""
+
+
 class DeferredExclusion(Struct, frozen=True):
     """An exclusion that the circuit breaker holds back."""
 
@@ -45,23 +50,26 @@ class DeferredExclusion(Struct, frozen=True):
 
 
 def exclusions(state: State, inventory: NodeInventory) -> list[Exclude]:
-    """Return the exclusions that findings, failed probes and stragglers call for, before the circuit breaker."""
+    """Return the exclusions that findings, failed probes, silent spares and stragglers call for, before the breaker."""
     excludes: list[Exclude] = []
     unfit, slow = unfit_nodes(state), dict(_straggler_to_exclude(state, inventory))
+    silent = dict(_silent_spares(state))
     for name, node in state.nodes.items():
         if node.excluded is not None:
             continue
         if (finding := _node_failure(state, name)) is not None:
-            excludes.append(_exclude(name, evidence_lines(finding), finding.cause, finding.proof))
+            excludes.append(_exclude(name, _evidence_lines(finding), finding.cause, finding.proof))
         elif name in unfit:
             excludes.append(_exclude(name, (f"probe: {unfit[name]}",), Cause.SOFTWARE))
+        elif name in silent:
+            excludes.append(_exclude(name, silent[name], Cause.NODE))
         elif name in slow:  # without a cause, since a slow node is not drained
-            excludes.append(_exclude(name, evidence_lines(slow[name]), None))
+            excludes.append(_exclude(name, _evidence_lines(slow[name]), None))
     return excludes
 
 
-def evidence_lines(finding: Finding) -> tuple[str, ...]:
-    """Return the evidence of a finding as lines for users."""
+def _evidence_lines(finding: Finding) -> tuple[str, ...]:
+    """Return the evidence of a finding about a node, with the detector and the source, which administrators look up."""
     return tuple(f"{finding.detector}: {evidence.source}: {evidence.text}" for evidence in finding.evidence)
 
 
@@ -70,6 +78,23 @@ def _node_failure(state: State, node: NodeName) -> Finding | None:
     return most_severe(
         finding for finding in state.findings.values() if finding.node == node and excludes_node(finding)
     )
+
+
+def _silent_spares(state: State) -> Iterator[tuple[NodeName, tuple[str, ...]]]:
+    """Yield each node without replicas whose agent failed and whose next agent did not join, with the evidence.
+
+    Nothing else on such a node can show whether it works, and two agents in a row that send nothing are two
+    observations. An agent that ended with an exit record, and a launch that the cluster refused, are none.
+    """
+    occupied = {replica.node for replica in workers(state) if replica.is_current}
+    for name in state.nodes:
+        agent = state.replica(replica_id(AGENT, name))
+        if name in occupied or agent.status is Status.JOINED or not agent.ever_joined or len(agent.failures) < 2:
+            continue
+        before, newest = agent.failures[-2:]
+        in_a_row = newest.at - before.at <= state.job.recovery.window
+        if in_a_row and not newest.joined and {before.detector, newest.detector} <= _NO_ANSWER_DETECTORS:
+            yield name, (f"agent: {before.why}", f"agent: the next one: {newest.why}")
 
 
 def _straggler_to_exclude(state: State, inventory: NodeInventory) -> Iterator[tuple[NodeName, Finding]]:

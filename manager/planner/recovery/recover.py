@@ -30,8 +30,9 @@ from .ladder import (
     full_restarts_exhausted,
     severity,
 )
-from .node_exclusion import evidence_lines, exclusions
-from .rejection import command_missing, never_joined, no_fit_node, rejected, role_exhausted
+from .node_exclusion import exclusions
+from .rejection import command_missing, invalid_config, never_joined, no_fit_node, rejected, role_exhausted
+from .repeated_exception import others_may_work, repeated_exception
 from .software_fault import suggests_software_fault
 
 _Members = Sequence[Replica]
@@ -39,7 +40,7 @@ _Members = Sequence[Replica]
 
 def recover(state: State, inventory: NodeInventory, now: float) -> list[Decision]:
     """Return the decisions for everything that failed. ``now`` is the manager's time (s)."""
-    if (mistake := command_missing(state, inventory) or no_fit_node(state)) is not None:
+    if (mistake := invalid_config(state) or command_missing(state, inventory) or no_fit_node(state)) is not None:
         return [mistake]
     exclude_decisions = exclusions(state, inventory)
     excluded_nodes = {exclude.node for exclude in exclude_decisions}
@@ -168,10 +169,13 @@ def _failure_order(state: State, member: Replica) -> tuple[bool, float]:
 
 
 def _failure_evidence(state: State, replica: Replica) -> tuple[str, ...]:
-    """Return why the current incarnation cannot continue; empty if it can."""
+    """Return why the current incarnation cannot continue; empty if it can.
+
+    The texts of a finding about a replica stand alone: they are shown to users as the cause of the failure.
+    """
     finding = finding_about(state, replica.incarnation)
     if finding is not None:
-        return evidence_lines(finding)
+        return tuple(evidence.text for evidence in finding.evidence)
     if replica.node is None:
         return ()
     node = state.nodes.get(replica.node)
@@ -187,15 +191,25 @@ def _launches_exhausted(case: FailureCase) -> Decision | None:
     newest = case.failed.failures[-1]
     if mistake := never_joined(case.state, case.failed, (newest.why,), newest.detector):
         return _reject_or_degrade(case, mistake)
-    if case.recent_failures > case.state.job.recovery.per_replica:
-        return _first_rung_from(case, ("its launches were refused", _budget_text(case)), Rung.DEGRADED)
+    if newest.refused and case.recent_failures > case.state.job.recovery.per_replica:
+        return _first_rung_from(case, (*_refused_text(case), _budget_text(case)), Rung.DEGRADED)
     return None
+
+
+def _refused_text(case: FailureCase) -> tuple[str, ...]:
+    """Return how many of a member's recent launches were refused, and the reason of the newest refusal."""
+    recent = case.failed.recent_failures(case.state.job.recovery.window, case.now)
+    refused = sum(failure.refused for failure in recent)
+    text = f"refused launches: {refused} of its {len(recent)} recent failures"
+    return tuple(filter(None, ("its launches were refused" if refused == len(recent) else text, recent[-1].why)))
 
 
 def _choose_rung(case: FailureCase, members: _Members, evidence: tuple[str, ...]) -> Decision:
     """Return the decision for a failed member: the first rung that fits, from the rung that the evidence calls for."""
     state, failed = case.state, case.failed
     finding = finding_about(state, failed.incarnation)
+    if repeated := repeated_exception(state, failed):
+        return _fail_or_degrade(case, repeated)
     if mistake := never_joined(state, failed, evidence, finding.detector if finding is not None else ""):
         return _reject_or_degrade(case, mistake)
     if case.recent_failures >= state.job.recovery.per_replica:
@@ -258,7 +272,21 @@ def _reject_or_degrade(case: FailureCase, mistake: tuple[str, ...]) -> Decision:
     """
     state, failed = case.state, case.failed
     if can_degrade(state, failed, case.dropped) and not role_exhausted(state, failed, case.dropped):
-        deadline = case.now + state.job.recovery.window
-        why = Why(mistake, Rung.DEGRADED, f"{failed.role} continues with one replica fewer", deadline)
-        return Fence(failed.incarnation, Rung.DEGRADED, why)
+        return _retire(case, mistake)
     return rejected(mistake)
+
+
+def _fail_or_degrade(case: FailureCase, evidence: tuple[str, ...]) -> Decision:
+    """Retire a member that its own code keeps from working, while others of its role may work; else end the run."""
+    state, failed = case.state, case.failed
+    if can_degrade(state, failed, case.dropped) and others_may_work(state, failed, case.dropped):
+        return _retire(case, evidence)
+    show = f"rrl logs {state.run} --failed shows its traceback"
+    return Finish(Outcome.FAILED, Why((*evidence, show), Rung.GIVE_UP, "everything is released"))
+
+
+def _retire(case: FailureCase, evidence: tuple[str, ...]) -> Fence:
+    """Return the fence after which the role continues without the failed member."""
+    deadline = case.now + case.state.job.recovery.window
+    why = Why(evidence, Rung.DEGRADED, f"{case.failed.role} continues with one replica fewer", deadline)
+    return Fence(case.failed.incarnation, Rung.DEGRADED, why)

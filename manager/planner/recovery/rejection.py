@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from ....core.types import Flag, NodeName, Outcome, ReplicaId, gang_of, is_support
 from ...model.actions import Finish, Rung, Why
-from ...model.queries import finding_about, workers
+from ...model.queries import finding_about, has_worked, workers
 from ...model.state import Replica, State, Status
 from ..capacity.node_fitness import MAX_NAMED_NODES, unfit_nodes
 from ..capacity.nodes import NodeInventory
@@ -62,6 +62,19 @@ def never_joined(state: State, replica: Replica, evidence: tuple[str, ...], dete
         within = f"within {state.job.limits.join:g} s"
         return (f"{replica.id} never joined {within}, {failed} times: is rrl.join() called?", *evidence)
     return (*evidence, f"{failed} starts of {replica.id} failed, and none has ever joined")
+
+
+def invalid_config(state: State) -> Finish | None:
+    """Return the rejection of a run in which a role found the job's configuration invalid.
+
+    The first such report suffices, since every start of the role reads the same configuration. If a replica of the role
+    has worked, the configuration is valid, and the failure is repaired like any other.
+    """
+    for replica in workers(state):
+        finding = finding_about(state, replica.incarnation) if replica.is_current else None
+        if finding is not None and Flag.INVALID_CONFIG in finding.flags and not has_worked(state, replica.role):
+            return rejected((f"{replica.id}: {finding.evidence[0].text}",))
+    return None
 
 
 def no_fit_node(state: State) -> Finish | None:

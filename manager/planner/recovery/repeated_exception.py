@@ -1,0 +1,59 @@
+"""Recognise an exception that a further start would only raise again, because the cause is in the role's own code.
+
+The evidence is the same exception (type and place) at the end of ``recovery.first_start`` starts of a replica, the last
+of them on another node if there is one, while no replica of the role has completed a unit of work. Once the role has
+worked, its code works in principle, and the repair ladder decides. These exceptions do not count:
+
+* an injected one;
+* one that storage, network, memory or a GPU may have caused (``RaisedException.environmental``);
+* one on a node that is excluded or has a failure of its own.
+"""
+
+from __future__ import annotations
+
+from ....core.types import RaisedException, ReplicaId, gang_of, is_support
+from ...model.queries import finding_about, gang, has_worked, node_finding, starts_ended_by, workers
+from ...model.state import Replica, State, Status
+
+
+def starts_with_same_exception(state: State, failed: Replica) -> int:
+    """Return how many starts of the replica in a row its current exception ended; 0 if the exception does not count.
+
+    In a gang the starts of the whole gang count, since each start is charged to one of its members.
+    """
+    exception = _exception_of(state, failed)
+    if exception is None or exception.environmental or failed.fault:
+        return 0
+    if is_support(failed.id) or has_worked(state, failed.role):
+        return 0
+    node = state.nodes.get(failed.node) if failed.node is not None else None
+    if node is None or node.excluded is not None or node_finding(state, node.name) is not None:
+        return 0
+    return 1 + sum(starts_ended_by(exception, member) for member in gang(state, failed.id))
+
+
+def repeated_exception(state: State, failed: Replica) -> tuple[str, ...]:
+    """Return the evidence that a further start of the replica would raise the same exception; empty if none is proved.
+
+    ``failed`` is the replica that failed now.
+    """
+    exception, starts = _exception_of(state, failed), starts_with_same_exception(state, failed)
+    if exception is None or starts < state.job.recovery.first_start:
+        return ()
+    return (
+        f"{failed.id}: {exception}",
+        f"this exception ended {starts} starts of it, and no replica of {failed.role} has done any work",
+    )
+
+
+def others_may_work(state: State, failed: Replica, dropped: set[ReplicaId]) -> bool:
+    """Return whether another gang of the role may still work: one that is neither retired nor in ``dropped``."""
+    gone = {gang_of(failed.id), *dropped}
+    retired = {gang_of(member.id) for member in workers(state) if member.status is Status.RETIRED}
+    return any(member.role == failed.role and gang_of(member.id) not in gone | retired for member in workers(state))
+
+
+def _exception_of(state: State, failed: Replica) -> RaisedException | None:
+    """Return the exception that ended the replica's current incarnation, if it reported one."""
+    finding = finding_about(state, failed.incarnation) if failed.is_current else None
+    return None if finding is None else finding.exception
