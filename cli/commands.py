@@ -8,6 +8,9 @@ from typing import Annotated
 
 import typer
 
+from .common.arguments import Json
+from .health.commands import health
+
 app = typer.Typer(
     name="rrl",
     invoke_without_command=True,
@@ -21,7 +24,6 @@ _RUN = "The run's id, an unambiguous beginning of it, or its folder. Default: th
 Run = Annotated[str | None, typer.Argument(metavar="RUN", help=_RUN, show_default=False)]
 NamedRun = Annotated[str, typer.Argument(metavar="RUN", help=_RUN.partition(" Default")[0], show_default=False)]
 JobFile = Annotated[Path, typer.Argument(metavar="JOB.TOML", help="The job spec.", show_default=False)]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead, for programs.")]
 
 
 @app.callback()
@@ -44,6 +46,7 @@ def _global(
     rrl logs RUN rollout/0 -f    follow the log of one replica
     rrl cancel RUN               end it and release its nodes
     rrl resume RUN               continue from its last step
+    rrl rm RUN                   remove it, when it has ended
     """
     if version:
         from .common.output import print_version
@@ -66,7 +69,7 @@ def _global(
 def submit(
     job: JobFile,
     foreground: Annotated[bool, typer.Option(help="Run the manager here; Ctrl-C cancels the run.")] = False,
-    wait: Annotated[bool, typer.Option(help="Follow the run until it ends; Ctrl-C ends only this command.")] = False,
+    wait: Annotated[bool, typer.Option(help="Follow the run until it ends; q ends only this command.")] = False,
     json: Json = False,
 ) -> None:
     """Start a run and print its id.
@@ -178,7 +181,7 @@ def resume(
     walltime: Annotated[
         str | None, typer.Option(metavar="TIME", show_default=False, help='Walltime from now on: "8h".')
     ] = None,
-    wait: Annotated[bool, typer.Option(help="Follow the run until it ends; Ctrl-C ends only this command.")] = False,
+    wait: Annotated[bool, typer.Option(help="Follow the run until it ends; q ends only this command.")] = False,
     json: Json = False,
 ) -> None:  # fmt: skip
     """Continue an ended run (failed, cancelled, out of walltime) from its last committed step, under the same id.
@@ -289,6 +292,31 @@ def inject(
     raise typer.Exit(command.inject(run, fault, target, at, seconds, amount, seed, wait=wait, json=json))
 
 
+@app.command("rm", short_help="Remove runs that have ended.")
+def remove(
+    runs: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="RUN...", show_default=False, help="Ids, or unambiguous beginnings of ids."),
+    ] = None,
+    older_than: Annotated[
+        str | None,
+        typer.Option(metavar="TIME", show_default=False, help='All your runs that ended longer ago than "7d".'),
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+) -> None:
+    """Remove runs that have ended, with their logs and checkpoints, and say how much space that frees.
+
+    Only your own runs are removed. Copy a trained model out of its run's folder first.
+
+    \b
+    rrl rm quick-1120-064114       one run
+    rrl rm --older-than 7d --yes   for a cron job
+    """
+    from .run import remove as command
+
+    raise typer.Exit(command.remove(runs or [], older_than, yes=yes))
+
+
 @app.command("list")
 def list_runs(json: Json = False) -> None:
     """List your runs, newest first."""
@@ -298,11 +326,23 @@ def list_runs(json: Json = False) -> None:
 
 
 @app.command(short_help="Check a job spec; show what would be submitted.")
-def check(job: JobFile, json: Json = False) -> None:
-    """Check a job spec; print it with every default, and exactly what would be submitted. Changes nothing."""
+def check(
+    job: JobFile,
+    task: Annotated[
+        bool,
+        typer.Option("--task/--no-task", help="Whether to build and try the task here. Without the packages it needs,"
+                                              " for example on a login node, it is not tried."),
+    ] = True,
+    json: Json = False,
+) -> None:  # fmt: skip
+    """Check a job spec; print it with every default, exactly what would be submitted, and two items of its task.
+
+    The task is tried on this machine: prompts and answers of 100 items, and the rewards of a few answers. Changes
+    nothing.
+    """
     from .job import check as command
 
-    raise typer.Exit(command.check(job, json=json))
+    raise typer.Exit(command.check(job, task=task, json=json))
 
 
 _LIKE_SBATCH = "As for sbatch. Default: that of Slurm."
@@ -358,120 +398,4 @@ def manage(run: NamedRun) -> None:
     raise typer.Exit(command.manage(run))
 
 
-health = typer.Typer(name="health", help="Health of nodes and site, for administrators.", rich_markup_mode=None)
 app.add_typer(health)
-
-Histories = Annotated[
-    list[Path] | None,
-    typer.Option("--history", metavar="DIR", show_default=False,
-                 help="Folder of health histories; may be repeated. Default: $RRL_HISTORY."),
-]  # fmt: skip
-Since = Annotated[str, typer.Option(metavar="TIME", help='Since when: "7d" (ago), "2026-11-20".')]
-
-
-@health.command(short_help="Report on the health of nodes and site.")
-def report(
-    since: Since = "7d",
-    node: Annotated[str | None, typer.Option(metavar="NODES", show_default=False,
-                                             help="Only these nodes: n12, n[1-8].")] = None,
-    format: Annotated[str, typer.Option(metavar="table|json|html", help="Format of the report.")] = "table",
-    history: Histories = None,
-    output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", show_default=False,
-                                                help="Write the report to this file.")] = None,
-) -> None:  # fmt: skip
-    """Report on the health of nodes and site, from the findings of all users' runs.
-
-    For each node: verdict, evidence, cost, drain and what to do. For the site: failure rate, mean time between
-    failures, causes.
-
-    \b
-    rrl health report                           the last week, worst nodes first
-    rrl health report --since 28d --node n12    one node
-    rrl health report --format html -o r.html   one file with plots, to pass on
-    """
-    from .health import report as command
-
-    raise typer.Exit(command.report(since, node, format, history or [], output))
-
-
-@health.command("check", short_help="Check whether this node is fit for use.")
-def health_check(
-    json: Json = False,
-    prolog: Annotated[
-        bool,
-        typer.Option("--prolog", help="Exit code 2 for FAIL, else 0; the job's GPUs must be free."),
-    ] = False,
-    within: Annotated[str, typer.Option(metavar="TIME", help="Time limit.")] = "20s",
-    config: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", show_default=False,
-                     help="The site's rules. Default: $RRL_HEALTH_CONFIG, else /etc/rrl/health.toml if it is there."),
-    ] = None,
-    checks: Annotated[
-        str | None, typer.Option(metavar="A,B", show_default=False, help="Only these checks. Default: all.")
-    ] = None,
-    mount: Annotated[
-        list[str] | None, typer.Option(metavar="PATH", show_default=False, help="Path that must answer; repeatable.")
-    ] = None,
-    rates: Annotated[bool, typer.Option("--rates", help="Read twice, 2 s apart, to find rising counters.")] = False,
-) -> None:  # fmt: skip
-    """Check this node: GPUs, links, kernel log, network, mounts, host. Changes nothing.
-
-    Exit code: 0 OK, 1 WARN, 2 FAIL, 3 UNKNOWN or an error of the check itself.
-
-    \b
-    rrl health check                                   everything
-    rrl health check --checks mounts,disk --json       two checks, for programs
-    rrl health check --prolog --config /etc/rrl/health.toml
-    """
-    from .health import check as command
-
-    raise typer.Exit(
-        command.check(json=json, prolog=prolog, time_limit=within, config=config, only=checks, mounts=mount or (),
-                      rates=rates)
-    )  # fmt: skip
-
-
-@health.command("drain-node", short_help="Drain this node, for the hooks in examples/health.")
-def drain_node(
-    why: Annotated[str, typer.Option(metavar="TEXT", help="What the check found: the reason of the drain.")],
-    node: Annotated[
-        str | None, typer.Option(metavar="NODE", show_default=False, help="Name of the node. Default: this one.")
-    ] = None,
-    config: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", show_default=False,
-                     help="The site's rules. Default: $RRL_HEALTH_CONFIG, else /etc/rrl/health.toml if it is there."),
-    ] = None,
-) -> None:  # fmt: skip
-    """Drain a node that failed its check, with the reason "rrl:health: TEXT".
-
-    The limit on nodes that hooks may drain ([hooks] of the site's rules) applies. Exit code: 0 drained, 1 not drained
-    because of that limit, 3 Slurm refused or did not answer. The outcome is printed.
-
-    \b
-    rrl health drain-node --why "mounts: /scratch: did not answer within 15 s"
-    """
-    from .health import check as command
-
-    raise typer.Exit(command.drain_node(why, node, config))
-
-
-@health.command("drain-requests", short_help="List nodes that an administrator should drain.")
-def drain_requests(
-    apply: Annotated[
-        bool, typer.Option("--apply", help="Drain the nodes in Slurm; needs the rights to do so.")
-    ] = False,
-    since: Since = "28d",
-    history: Histories = None,
-    json: Json = False,
-) -> None:
-    """List nodes that runs found broken and may not drain themselves, each as a command for an administrator to paste.
-
-    \b
-    rrl health drain-requests            list the nodes, and why
-    rrl health drain-requests --apply    drain them; exit code 1 if any was refused
-    """
-    from .health import drain_requests as command
-
-    raise typer.Exit(command.drain_requests(since, history or [], apply=apply, json=json))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
+from functools import partial
 
 import msgspec
 
@@ -12,6 +13,7 @@ from ...core.run_dir import RunDir, write_atomically
 from ...core.run_spec import Limits
 from ...manager.intake.user_commands import Command
 from ...manager.storage.lease import holder
+from ...manager.storage.space_reserve import write_from_reserve
 from .runs import OperationFailed, job_of
 
 POLL_INTERVAL_S = 0.2
@@ -21,11 +23,18 @@ POLL_INTERVAL_S = 0.2
 def send(run: RunDir, command: Command) -> str:
     """Write a user command into the run's mailbox and return the name of its file.
 
+    A cancellation takes its space from the run's reserve if the file system is full: ending a run makes room, while
+    its manager carries out nothing else on a full file system.
+
     Raises OperationFailed if the run directory cannot be written.
     """
     name = f"{time.time_ns()}-{socket.gethostname()}-{os.getpid()}.json"
+    write = partial(write_atomically, run.mailbox / name, msgspec.json.encode(command))
     try:
-        write_atomically(run.mailbox / name, msgspec.json.encode(command))
+        if command.command == "cancel":
+            write_from_reserve(run, write)
+        else:
+            write()
     except OSError as error:
         raise OperationFailed(f"{run.mailbox}: {error.strerror}") from None
     return name

@@ -33,7 +33,7 @@ def all_runs() -> list[RunDir]:
     except OSError as error:
         raise OperationFailed(f"{runs_root()}: {error.strerror}") from None
     runs = [run for run in map(RunDir, entries) if _is_run(run)]
-    return sorted(runs, key=lambda run: (_submit_time(run), run.id), reverse=True)
+    return sorted(runs, key=lambda run: (submit_time(run), run.id), reverse=True)
 
 
 def _is_visible_folder(entry: os.DirEntry[str]) -> bool:
@@ -177,7 +177,7 @@ def _no_access_message(run: RunDir) -> str:
     return f"{run.id} is a run of {owner}, and only {owner} can look at it or change it"
 
 
-def _submit_time(run: RunDir) -> float:
+def submit_time(run: RunDir) -> float:
     """Return when the run was submitted or last resumed (s since the epoch, the file server's clock); 0 if unreadable.
 
     This is the modification time of resolved.json, which only submitting and resuming write, else of the run directory.

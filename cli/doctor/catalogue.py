@@ -250,14 +250,6 @@ def unknown(name: str, why: Unavailable | str, fix: str = "") -> Check:
     return Check(name, Verdict.UNKNOWN, why.why if isinstance(why, Unavailable) else why, fix)
 
 
-def size(nbytes: int) -> str:
-    """Format a number of bytes in the largest fitting unit, with three significant digits."""
-    for unit, length in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if nbytes >= length:
-            return f"{nbytes / length:.3g} {unit}" if nbytes < 1000 * length else f"{nbytes / length:.0f} {unit}"
-    return f"{nbytes} bytes"
-
-
 def limit(value: int) -> str:
     """Return a resource limit as text; a negative value means unlimited."""
     return "unlimited" if value < 0 else str(value)

@@ -16,7 +16,8 @@ from ...roles.node_probe.host import (
     Unavailable,
     UnavailableCause,
 )
-from .catalogue import fail, limit, ok, size, unknown, warn
+from ..views.formatting import size
+from .catalogue import fail, limit, ok, unknown, warn
 from .facts import Check, Facts, Storage, Visit
 
 MIN_LOCAL_MEMORY_BYTES = 4 * 2**30

@@ -1,6 +1,6 @@
 """``rrl check``: validates a job spec, shows it with every default, and shows what would be submitted.
 
-Slurm tests the jobs that would be submitted. Nothing is started.
+The task is tried on this machine, and Slurm tests the jobs that would be submitted. Nothing of the run is started.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import shutil
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+
+import msgspec
 
 from ...config.job.load import load_job, resolved
 from ...config.job.render import as_toml
@@ -26,6 +28,10 @@ from ...transport.weights.base import PACKAGES, installed_package
 from ...transport.weights.select import UntrustedNetwork, detect_capabilities, select_transport
 from ..common.output import print_json
 from ..common.runs import UsageError
+from .local_machine import size_problem, this_machine
+from .manager_host import metrics_problem, network_problem
+from .role_commands import command_problems
+from .task_check import TaskReport, try_task
 
 
 def preview_or_fail(spec: RunSpec, path: Path) -> list[tuple[str, str]]:
@@ -40,18 +46,24 @@ def preview_or_fail(spec: RunSpec, path: Path) -> list[tuple[str, str]]:
 
 
 def preflight(job: Job, spec: RunSpec, path: Path, foreground: bool = False) -> tuple[list[str], str]:
-    """Have Slurm test the job. Returns warnings, one line each, and the peak size of the run.
+    """Compare the job with this machine, and have Slurm test it. Returns warnings, one line each, and its peak size.
 
     Raises UsageError, with the key to change, for a job that could never start. With ``foreground`` no manager job is
     tested.
     """
     warnings = [
-        *_missing_paths(job),
+        *_missing_paths(job, path),
         *_python_mismatch(job),
+        *_check_commands(job, spec, path),
         *_check_trusted_network(job, path),
         *_check_transport_installed(job, path),
+        *_check_engine_installed(job, path),
+        *_check_model(job, path),
     ]
-    warnings += [*_check_engine_installed(job, path), *_check_model(job, path)]
+    if job.cluster.kind == "local" and (problem := size_problem(job, spec, this_machine())):
+        raise UsageError(_with_location(path, problem))
+    if job.cluster.kind == "local" or foreground:
+        warnings += _check_manager_host(spec, path)
     if job.cluster.kind != "slurm":
         return warnings, ""
     if shutil.which("sbatch") is None:
@@ -72,21 +84,32 @@ async def _ask_slurm(job: Job, spec: RunSpec, foreground: bool) -> tuple[list[Pr
     return problems, observed
 
 
-def check(path: Path, *, json: bool) -> int:
-    """Check the job spec and print the result; nothing is changed. Raises SpecError, UsageError."""
+def check(path: Path, *, task: bool, json: bool) -> int:
+    """Check the job spec and print the result; nothing is changed. The task is tried only if ``task`` is true.
+
+    Raises SpecError, UsageError.
+    """
     job = load_job(path)
     spec = resolve_for_submission(job)
     plan = [*preview_or_fail(spec, path), ("weights", _transport_text(job))]
-    if json:
-        warnings, summary = preflight(job, spec, path)
-        shown = [{"title": title, "text": text} for title, text in [*plan, *_limits_section(summary)]]
-        print_json({"job": resolved(job), "plan": shown, "warnings": warnings})
-        return 0
-    _print((f"{path}, with every default", as_toml(job)), *plan)
+    if not json:
+        _print((f"{path}, with every default", as_toml(job)), *plan)
     warnings, summary = preflight(job, spec, path)  # after the plan, so that warnings and errors come last
-    _print(*_limits_section(summary))
+    if not json:
+        _print(*_limits_section(summary))
+    report = try_task(job, spec, path) if task or job.task is None else TaskReport(not_tried="--no-task")
+    if report.problem is not None:
+        raise UsageError(_with_location(path, report.problem))
+    warnings += report.warnings
+    if json:
+        shown = [{"title": title, "text": text} for title, text in [*plan, *_limits_section(summary)]]
+        tried = {"not_tried": report.not_tried, "samples": report.samples}
+        print_json({"job": resolved(job), "plan": shown, "task": msgspec.to_builtins(tried), "warnings": warnings})
+        return 0
+    _print(*([("the task, tried on this machine", report.text)] if report.text else []))
     print_warnings(warnings)
-    print(f"{path} is right; nothing was submitted")
+    limitation = f" as far as it was checked: its task was not tried ({report.not_tried})" if report.not_tried else ""
+    print(f"{path} is right{limitation}; nothing was submitted")
     return 0
 
 
@@ -113,14 +136,45 @@ def _with_location(path: Path, problem: Problem) -> str:
     return f"{path}{f':{line}' if line else ''}: {'.'.join(problem.key)}: {problem.text}"
 
 
-def _missing_paths(job: Job) -> list[str]:
-    """Return a warning for each folder of [env] that this machine does not have; the nodes may have it."""
-    given = {"env.python": job.env.python, "env.venv": job.env.venv, "env.conda": job.env.conda}
-    return [
-        f"{key} = {where!r} does not exist on this machine; it must on the nodes"
+def _missing_paths(job: Job, path: Path) -> list[str]:
+    """Return a warning for each folder of [env] that this machine does not have; the nodes may have it.
+
+    Raises UsageError instead if the roles run on this machine.
+    """
+    given = {"python": job.env.python, "venv": job.env.venv, "conda": job.env.conda}
+    missing = {
+        key: where
         for key, where in given.items()
         if where and "/" in where and "$" not in where and not Path(where).expanduser().exists()
-    ]
+    }
+    if job.cluster.kind == "local" and missing:
+        key, where = next(iter(missing.items()))
+        raise UsageError(_with_location(path, Problem(("env", key), f"{where!r} does not exist; name one that does")))
+    return [f"env.{key} = {where!r} does not exist on this machine; it must on the nodes"
+            for key, where in missing.items()]  # fmt: skip
+
+
+def _check_commands(job: Job, spec: RunSpec, path: Path) -> list[str]:
+    """Return a warning for each command of a role that this machine does not have; the nodes may have it.
+
+    Raises UsageError instead if the roles run on this machine.
+    """
+    problems = command_problems(job, spec, path.absolute().parent)
+    if certain := [_with_location(path, problem) for problem in problems if problem.certain]:
+        raise UsageError("\n".join(certain))
+    return [f"{'.'.join(problem.key)}: {problem.text} on this machine; it must on the nodes" for problem in problems]
+
+
+def _check_manager_host(spec: RunSpec, path: Path) -> list[str]:
+    """Return a warning if the metrics cannot be served on this machine, where the manager will run.
+
+    Raises UsageError if this machine is not on the network that the job names.
+    """
+    if problem := network_problem(spec.transport.network):
+        raise UsageError(_with_location(path, Problem(("transport", "network"), problem)))
+    if problem := metrics_problem(spec.health.metrics):
+        return [f"metrics will not be served at {spec.health.metrics}: {problem}; the run goes on without them"]
+    return []
 
 
 def _python_mismatch(job: Job) -> list[str]:

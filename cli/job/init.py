@@ -19,12 +19,12 @@ from ...core.types import Verdict
 from ...core.units import duration_text
 from ...roles.node_probe.host import Unavailable
 from ..common.runs import OperationFailed, UsageError
-from ..doctor.catalogue import size
 from ..doctor.command import gather_facts, judge
 from ..doctor.facts import Config, DoctorOptions, Facts, Node, Slurm, Visit
 from ..doctor.host_checks import candidate_networks
 from ..doctor.node_checks import common_networks
 from ..doctor.slurm_checks import account_for, chosen_partition, gpu_shapes, usable_nodes
+from ..views.formatting import size
 
 DEFAULT_WALLTIME_S = 3600.0
 """Walltime (s) to request if the partition allows it; the job takes minutes, and short jobs start sooner."""

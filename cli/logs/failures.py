@@ -61,8 +61,14 @@ def _lines(failure: Failure, event: ev.Event) -> Iterable[str]:
     if isinstance(event, ev.IntentSettled):
         return [f"not launched: {event.detail}"]
     if isinstance(event, ev.Decided):
+        finding = failure.diagnosis.finding
+        listed = {line.text for line in finding.evidence} if finding is not None else set[str]()
         return [
-            line for fence in fences(event) if fence.incarnation == failure.incarnation for line in fence.why.evidence
+            line
+            for fence in fences(event)
+            if fence.incarnation == failure.incarnation
+            for line in fence.why.evidence
+            if line not in listed  # the finding's own texts are listed with its detector
         ]
     return []
 

@@ -10,7 +10,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from rich.console import Group, RenderableType
 from rich.live import Live
+from rich.text import Text
 
 from ...core.run_dir import RunDir
 from ...manager.model.state import State
@@ -34,14 +36,22 @@ SUMMARY_TIMEOUT_S = 10.0
 
 def show_live(name: str | None) -> int:
     """``rrl status --live``: draw the run until it has ended or ``q`` was pressed; returns exit code 0."""
-    follow(find_run(name), keys=True)
+    follow(find_run(name))
     return 0
 
 
 def follow(
-    run: RunDir, *, keys: bool, stop: threading.Event | None = None, require_manager: bool = False
+    run: RunDir,
+    *,
+    stop: threading.Event | None = None,
+    require_manager: bool = False,
+    summary_follows: bool = False,
+    manages: bool = False,
 ) -> State | None:
-    """Follow a run until it has ended, ``q`` was pressed (``keys``), or ``stop`` was set.
+    """Follow a run until it has ended, ``q`` was pressed, or ``stop`` was set.
+
+    With ``summary_follows``, the view of the ended run is removed, since the caller prints its summary. With
+    ``manages``, this process is the run's manager: ``q`` has no effect, and Ctrl-C cancels the run.
 
     Returns the last state read; its ``outcome`` is None when following stopped before the end. Raises KeyboardInterrupt
     after Ctrl-C, and, with ``require_manager``, NeverBegan or OperationFailed if no manager is left to begin or end the
@@ -50,7 +60,7 @@ def follow(
     watcher = _Watcher(run, require_manager)
     stop = stop or threading.Event()
     if sys.stdout.isatty():
-        _draw(watcher, stop, keys)
+        _draw(watcher, stop, summary_follows, manages)
     else:
         _print_progress(watcher, stop)
     return watcher.state
@@ -124,16 +134,18 @@ class _Watcher:
         return judge(self.state, f"silent for {self.silence_s:.0f} s", self._slurm)
 
 
-def _draw(watcher: _Watcher, stop: threading.Event, keys: bool) -> None:
+def _draw(watcher: _Watcher, stop: threading.Event, summary_follows: bool, manages: bool) -> None:
     screen = console()
-    with _key_reader(keys) as pressed, Live(console=screen, auto_refresh=False, vertical_overflow="crop") as live:
+    hint = "Ctrl-C cancels the run" if manages else "q stops watching; the run goes on"
+    with _key_reader() as pressed, Live(console=screen, auto_refresh=False, vertical_overflow="crop") as live:
         while True:
             over = watcher.poll()
-            if watcher.state is None:
-                live.update(f"{watcher.run.id}: {waiting_text(watcher.run, watcher.start_failure)}", refresh=True)
-            else:
-                live.update(Escaped(picture(watcher.run, watcher.state, screen.width, watcher.liveness)), refresh=True)
-            if over or stop.is_set() or pressed(POLL_INTERVAL_S) == "q":
+            live.transient = over and summary_follows
+            view: RenderableType = Text(f"{watcher.run.id}: {waiting_text(watcher.run, watcher.start_failure)}")
+            if watcher.state is not None:
+                view = picture(watcher.run, watcher.state, screen.width, watcher.liveness)
+            live.update(Escaped(view if over else Group(view, "", Text(hint, "bright_black"))), refresh=True)
+            if over or stop.is_set() or ("q" in pressed(POLL_INTERVAL_S) and not manages):
                 return
 
 
@@ -172,26 +184,47 @@ def _runs_on_slurm(run: RunDir) -> bool:
 
 
 @contextmanager
-def _key_reader(wanted: bool) -> Iterator[Callable[[float], str]]:
-    """Yield a function that waits the given seconds for a key press, and returns the key or ``""``.
+def _key_reader() -> Iterator[Callable[[float], str]]:
+    """Yield a function that waits the given seconds for key presses, and returns the keys or ``""``.
 
-    Return need not be pressed. The terminal is restored on every exit.
+    Return need not be pressed, and keys do not appear in the view. The terminal is restored on every exit. Nothing is
+    read or changed while another job of the shell uses the terminal: the kernel would stop this process.
     """
-    if not wanted or not sys.stdin.isatty():
-        yield _no_key
+    if not sys.stdin.isatty():
+        yield _no_keys
         return
     import termios
     import tty
 
     fd = sys.stdin.fileno()
     before = termios.tcgetattr(fd)
+
+    def keys(seconds: float) -> str:
+        if not _in_foreground(fd):
+            return _no_keys(seconds)
+        if termios.tcgetattr(fd)[3] & termios.ECHO:  # another job has used the terminal: its keys are discarded
+            tty.setcbreak(fd, termios.TCSAFLUSH)
+        if not select.select([fd], [], [], seconds)[0]:
+            return ""
+        return os.read(fd, 1024).decode("latin-1") or _no_keys(seconds)  # nothing is read from a terminal that is gone
+
     try:
-        tty.setcbreak(fd)
-        yield lambda seconds: os.read(fd, 1).decode("latin-1") if select.select([fd], [], [], seconds)[0] else ""
+        if _in_foreground(fd):
+            tty.setcbreak(fd, termios.TCSANOW)  # keys that were pressed already are kept
+        yield keys
     finally:
-        termios.tcsetattr(fd, termios.TCSADRAIN, before)
+        if _in_foreground(fd):
+            termios.tcsetattr(fd, termios.TCSADRAIN, before)
 
 
-def _no_key(seconds: float) -> str:
+def _in_foreground(terminal: int) -> bool:
+    """Return whether this process may use the terminal; True if the terminal belongs to no shell with job control."""
+    try:
+        return os.tcgetpgrp(terminal) == os.getpgrp()
+    except OSError:
+        return True
+
+
+def _no_keys(seconds: float) -> str:
     time.sleep(seconds)
     return ""

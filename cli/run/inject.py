@@ -17,6 +17,7 @@ from ...core.run_dir import RunDir
 from ...core.run_spec import RunSpec
 from ...manager.intake.user_commands import Command, rejection
 from ...manager.model import events as ev
+from ...manager.model.actions import fault_tag
 from ...manager.model.state import State
 from ...manager.storage.journal import replay
 from ..common.command_sender import POLL_INTERVAL_S, ManagerPresence, send, wait_until_taken
@@ -100,7 +101,7 @@ def _await_result(run: RunDir, reader: StateReader, fault: Fault, verbose: bool)
     manager = ManagerPresence(run)
     while True:
         state = reader.state()
-        if state is not None and fault.id in state.triggered_faults and f"fault:{fault.id}" not in state.intents:
+        if state is not None and fault.id in state.triggered_faults and fault_tag(fault.id) not in state.intents:
             for stamped in replay(run):
                 if isinstance(stamped.event, ev.FaultInjected) and stamped.event.fault == fault.id:
                     return stamped.event

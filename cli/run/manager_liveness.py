@@ -37,15 +37,19 @@ SQUEUE_EVERY_S = 30.0
 It is longer than a manager's own interval of 10 s, since several people may follow many runs.
 """
 INTERRUPTED = "interrupted"
+"""Standing of a run of which no process is left."""
+UNATTENDED = "unattended"
+"""Standing of a run whose roles go on while no manager works: nothing that fails is replaced."""
 UNKNOWN = "unknown"
+"""Standing of a run without a manager whose jobs Slurm does not list."""
 
 
 class Liveness(Struct, frozen=True):
     """Whether a run still has a manager.
 
     ``note`` says what is wrong with the manager (empty if nothing is), ``advice`` what to do. ``standing`` is
-    :data:`INTERRUPTED` or :data:`UNKNOWN`. It is shown instead of the status that the journal records, because no
-    process updates the journal any more. ``standing`` is empty if the roles probably still run.
+    :data:`INTERRUPTED`, :data:`UNATTENDED` or :data:`UNKNOWN`. It is shown instead of the status that the journal
+    records, because no process updates the journal any more. ``standing`` is empty if a manager runs.
     """
 
     note: str = ""
@@ -140,7 +144,7 @@ def judge(state: State, stale: str, slurm: SlurmJobs | None) -> Liveness:
     """
     manage = f"rrl manage {state.run}"
     if slurm is None:
-        return Liveness(f"{stale}; the roles go on. Start one: {manage}")
+        return Liveness(f"{stale}; the roles go on. Start one: {manage}", standing=UNATTENDED)
     if slurm.unknown:
         note = f"{stale}; whether the roles go on is unknown"
         return Liveness(note, f"Slurm cannot be asked: {slurm.unknown}", UNKNOWN)
@@ -152,8 +156,9 @@ def judge(state: State, stale: str, slurm: SlurmJobs | None) -> Liveness:
     holds_nodes = len(run_jobs) > len(managers) or state.job.manager.where == "pool"
     roles = "the roles go on" if holds_nodes else "no nodes are held"
     if not managers:
-        return Liveness(f"{stale}; {roles}. Start one: {manage}")
-    return Liveness(f"{stale}; {roles}", _managers_text(managers))
+        return Liveness(f"{stale}; {roles}. Start one: {manage}", standing=UNATTENDED)
+    standing = "" if _manager_runs(state, slurm) else UNATTENDED
+    return Liveness(f"{stale}; {roles}", _managers_text(managers), standing)
 
 
 def _belongs_to_run(job: Job, run_id: str) -> bool:

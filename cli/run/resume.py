@@ -109,11 +109,12 @@ def _check_fits(run: RunDir, state: State, job: Job, changed: Path | None) -> No
     Raises UsageError if nothing is left to do, or it would be a different run.
     """
     steps = job.run.steps or 0
-    if state.outcome is Outcome.COMPLETED and state.step >= steps:
-        left = f"its {steps} steps are committed; to go on: --steps with more" if steps else "nothing is left to do"
-        raise UsageError(f"{run.id} is complete: {left}")
-    if steps and state.step >= steps:
-        raise UsageError(f"{run.id} has committed {state.step} steps, and run.steps is {steps}; give --steps with more")
+    if state.outcome is Outcome.COMPLETED and not steps:
+        raise UsageError(f"{run.id} is complete: nothing is left to do")
+    if state.step >= steps > 0:
+        raise UsageError(
+            f"{run.id} has committed {state.step} steps already; to train more: --steps with more than {state.step}"
+        )
     if changed is None:
         return
     before, after = msgspec.json.decode(run.resolved.read_bytes())["job"], resolved(job)

@@ -9,13 +9,24 @@ from typing import Any
 
 import msgspec
 from rich.console import Group, RenderableType
+from rich.text import Text
 
 from ...core.run_dir import RunDir, runs_root
 from ...core.run_spec import RunSpec
 from ...core.types import Outcome
 from ...manager.model.state import State
 from ..common.output import console, print_json, print_line, show
-from ..common.runs import OperationFailed, StateReader, UsageError, all_runs, find_run, job_of, read_state, summary_of
+from ..common.runs import (
+    OperationFailed,
+    StateReader,
+    UsageError,
+    all_runs,
+    find_run,
+    job_of,
+    read_state,
+    submit_time,
+    summary_of,
+)
 from ..views.status import standing, status_view
 from ..views.summary import recoveries_view, runs_view
 from .manager_liveness import (
@@ -30,6 +41,11 @@ from .manager_liveness import (
 )
 from .start_check import StartCheck
 
+START_PATIENCE_S = 60.0
+"""Time (s) after a submission for which a run without a manager is simply starting.
+
+A manager needs some seconds to start. A job in Slurm's queue may need longer, which its user learns from ``squeue``.
+"""
 MIN_FREE_BYTES = 64 * 2**10
 """Free bytes below which a manager may be unable to write one decision."""
 
@@ -68,6 +84,8 @@ def _as_json(run: RunDir, state: State) -> dict[str, Any]:
     """Return the state, with the run's standing by its journal, its manager and its jobs."""
     judged = _current_liveness(run, state)
     standing_keys = {"standing": judged.standing or standing(state)[0], "note": str(judged)}
+    if failure := metrics_failure(run, state):
+        standing_keys["metrics_failure"] = failure
     decoded: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(state))
     return decoded | standing_keys
 
@@ -77,10 +95,22 @@ def picture(run: RunDir, state: State, width: int, manager_liveness: Liveness = 
     view = status_view(
         state, time.time(), width, (manager_liveness.note, manager_liveness.advice), manager_liveness.standing
     )
+    if failure := metrics_failure(run, state):
+        view = Group(view, "", Text(f"metrics of the manager: {failure}", "yellow", overflow="fold"))
     summary = summary_of(run) if state.outcome is not None else None
     if summary is None or not (recoveries := summary.get("recoveries")):
         return view
     return Group(view, "", recoveries_view(recoveries))
+
+
+def metrics_failure(run: RunDir, state: State) -> str:
+    """Return why the manager of a run that has not ended serves no metrics; empty if it does, or should not."""
+    if state.outcome is not None or not state.job.health.metrics:
+        return ""
+    try:
+        return run.metrics_failure.read_text(errors="replace").strip()
+    except OSError:
+        return ""
 
 
 def waiting_text(run: RunDir, start_failure: str) -> str:
@@ -88,11 +118,15 @@ def waiting_text(run: RunDir, start_failure: str) -> str:
     if start_failure:
         return f"rejected: {start_failure}"
     job = job_of(run)
+    queued = ""
     if job is not None and job.cluster == "slurm":
         from ...manager.bootstrap.manager_job import job_name
 
-        why = f"squeue --name={job_name(run.id, job)} tells why; where it shows none: rrl manage {run.id}"
-        return f"its manager has not started yet ({why})"
+        queued = f"squeue --name={job_name(run.id, job)}"
+    if abs(time.time() - submit_time(run)) < START_PATIENCE_S:  # two clocks: a difference changes the text only
+        return f"its manager is starting ({queued} shows its job)" if queued else "its manager is starting"
+    if queued:
+        return f"its manager has not started yet ({queued} tells why; where it shows none: rrl manage {run.id})"
     return f"its manager has not started yet (its output: {run.submit}; where there is none: rrl manage {run.id})"
 
 
@@ -108,7 +142,7 @@ def storage_trouble(run: RunDir) -> str:
     if file_system.f_flag & os.ST_RDONLY:
         return "the run directory is read-only: nothing is decided until it can be written; the roles go on"
     if file_system.f_bavail * file_system.f_frsize < MIN_FREE_BYTES:
-        return "the run directory is full: nothing is decided until there is room; the roles go on"
+        return "the run directory is full: nothing is decided until there is room; the roles go on; rrl cancel works"
     return ""
 
 
@@ -154,9 +188,9 @@ def _row(run: RunDir, slurm: dict[int, SlurmJobs]) -> dict[str, Any]:
 def _known_standing(run: RunDir, state: State, slurm: dict[int, SlurmJobs]) -> str:
     """Return the run's standing if more is known of it than its journal says; else an empty text."""
     try:
-        if state.job.cluster != "slurm" or not (stale := stale_lease(run, state)):
+        if not (stale := stale_lease(run, state)):
             return ""
-        return judge(state, stale, _jobs_of_owner(run, slurm)).standing
+        return judge(state, stale, _jobs_of_owner(run, slurm) if state.job.cluster == "slurm" else None).standing
     except OperationFailed:
         return ""
 

@@ -23,11 +23,23 @@ from ...manager.storage.lease import LeaseHeld
 from ...manager.storage.resume_request import read_pending
 from ..common.command_sender import POLL_INTERVAL_S
 from ..common.output import print_json, show
-from ..common.runs import OperationFailed, StateReader, UsageError, check_manageable, find_run, read_state, summary_of
+from ..common.runs import (
+    OperationFailed,
+    StateReader,
+    UsageError,
+    check_manageable,
+    find_run,
+    job_of,
+    read_state,
+    summary_of,
+)
 from ..job.check import preflight, preview_or_fail, print_warnings
-from ..views.summary import summary_view
+from ..views.summary import next_steps_view, summary_view
 from .follow import follow
 from .start_check import NeverBegan, StartCheck
+
+STOPPED_WATCHING = 130
+"""Exit code if the user stopped watching: that of a program that Ctrl-C ended, since the run's end is not known."""
 
 
 def submit(path: Path, *, foreground: bool, wait: bool, json: bool) -> int:
@@ -49,7 +61,9 @@ def submit(path: Path, *, foreground: bool, wait: bool, json: bool) -> int:
 
 
 def watch_until_end(run: RunDir, json: bool, after: int = 0) -> int:
-    """Watch the run until it ends, print its summary and return the exit code; Ctrl-C only stops watching (130).
+    """Watch the run until it ends, print its summary and return the exit code.
+
+    ``q`` and Ctrl-C only stop watching: the exit code is then ``STOPPED_WATCHING``.
 
     After a resume, ``after`` is the number of the last journal record before it: the end must come after that.
     """
@@ -62,14 +76,17 @@ def watch_until_end(run: RunDir, json: bool, after: int = 0) -> int:
                 raise NeverBegan(f"{run.id} does not go on: {failure}; to try again: rrl manage {run.id}")
             time.sleep(POLL_INTERVAL_S)
         with _progress_to_stderr(json):
-            follow(run, keys=False, require_manager=True)
+            state = follow(run, require_manager=True, summary_follows=True)
     except NeverBegan as error:
         if json:
             print_json({"run": run.id, "outcome": Outcome.REJECTED, "why": str(error)})
         raise
     except KeyboardInterrupt:
-        print(f"\nstopped watching; {run.id} goes on. To end it: rrl cancel {run.id}", file=sys.stderr)
-        return 130
+        state = None
+    if state is None or state.outcome is None:
+        print(f"\nstopped watching; {run.id} goes on", file=sys.stderr)
+        print(f"to watch it again: rrl status {run.id} --live; to end it: rrl cancel {run.id}", file=sys.stderr)
+        return STOPPED_WATCHING
     return _print_summary(run, json)
 
 
@@ -127,7 +144,7 @@ def _foreground(run: RunDir, json: bool) -> int:
 
 def _watch(run: RunDir, stop: threading.Event) -> None:
     try:
-        follow(run, keys=False, stop=stop)
+        follow(run, stop=stop, summary_follows=True, manages=True)
     except (UsageError, OperationFailed) as error:
         print(f"rrl: {error}", file=sys.stderr, flush=True)
 
@@ -164,7 +181,16 @@ def _print_summary(run: RunDir, json: bool) -> int:
     else:
         print()
         show(summary_view(summary))
+        print()
+        show(next_steps_view(summary, job.steps if (job := job_of(run)) is not None else 0, _has_checkpoints(run)))
     return {Outcome.COMPLETED.value: 0, Outcome.REJECTED.value: 2}.get(str(summary.get("outcome")), 1)
+
+
+def _has_checkpoints(run: RunDir) -> bool:
+    try:
+        return any(run.checkpoints.iterdir())
+    except OSError:
+        return False
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Small figures as text: spans of time, a curve, a bar, folded node names."""
+"""Small figures as text: spans of time, sizes, a curve, a bar, folded node names."""
 
 from __future__ import annotations
 
@@ -24,6 +24,14 @@ def stage(seconds: float | None) -> str:
 def number(value: float | None) -> str:
     """Format a number with two decimals; return a dash for None."""
     return "–" if value is None else f"{value:.2f}"
+
+
+def size(nbytes: int) -> str:
+    """Format a number of bytes in the largest fitting unit, with three significant digits."""
+    for unit, length in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if nbytes >= length:
+            return f"{nbytes / length:.3g} {unit}" if nbytes < 1000 * length else f"{nbytes / length:.0f} {unit}"
+    return f"{nbytes} bytes"
 
 
 def curve(values: Sequence[float], width: int) -> str:

@@ -1,6 +1,7 @@
 """Render ``State`` for a terminal. Pure: the same state and time give the same view.
 
-Every line is built to fit: nothing wraps at 80 columns, and more columns show more.
+Every line is built to fit 80 columns, and more columns show more. Only reasons wrap, since their ends are what the
+reader needs: of the newest finding and restart, of a missing manager, of nodes that are not used, and of the run's end.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from math import inf
+from typing import NamedTuple
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -20,6 +22,7 @@ from ...core.types import AGENT, STANDBY_ROLE, Finding, Outcome, Verdict, standb
 from ...manager.cluster.base import NodeState
 from ...manager.model import token_ages
 from ...manager.model.queries import progress, workers
+from ...manager.model.reduce_nodes import DRAIN
 from ...manager.model.state import Allocation, Node, Replica, State, Status
 from .formatting import bar, curve, folded, number, span
 from .summary import MAX_STALE_SHARE
@@ -32,7 +35,13 @@ MAX_LISTED = 12
 If a role has more replicas, only replicas with a finding, an earlier failure or an unusual status are listed.
 """
 RECENT_FAILURE_S = 600.0
-"""Time (s) for which a failure stays in the view."""
+"""Time (s) for which a failure or restart stays in the view."""
+MAX_RESTARTS = 5
+"""Greatest number of failures and restarts in the view."""
+MAX_NODES_LEFT = 3
+"""Greatest number of nodes of which the view says why they were left, newest first."""
+MAX_TEXT = 300
+"""Greatest number of characters of a text that wraps: four to six lines at 80 columns."""
 
 _OUTCOME = {
     Outcome.COMPLETED: "green", Outcome.CANCELLED: "yellow", Outcome.FAILED: "red", Outcome.REJECTED: "red",
@@ -64,8 +73,8 @@ def status_view(
         parts += [Text(), _replicas(state, until, width)]
     if state.outcome is None and (findings := _findings(state, until)):
         parts += [Text(), findings]
-    if state.outcome is None and (failures := _failures(state, until)):
-        parts += [Text(), failures]
+    if state.outcome is None and (restarts := _restarts(state, until)):
+        parts += [Text(), restarts]
     return Group(*parts)
 
 
@@ -85,15 +94,17 @@ def one_line(state: State, silent: bool = False, known_standing: str = "") -> st
 # ── header ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 def _title(state: State, until: float, width: int, known_standing: str) -> Iterator[tuple[str, str] | str]:
     word, colour = (known_standing, "red") if known_standing else standing(state)
+    done, all_ = progress(state)
+    before, after = f"   {_progress_text(state)} ", f" {100 * done // max(1, all_)}%   {span(until - state.started)}"
+    free = width - len(f"{state.run}  ● {word}{before}{after}")
+    full, empty = bar(done, all_, max(0, min(24 if width >= NARROW_COLUMNS else 10, free)))
     yield (state.run, "bold")
     yield "  "
     yield (f"● {word}", colour)
-    done, all_ = progress(state)
-    full, empty = bar(done, all_, 24 if width >= NARROW_COLUMNS else 10)
-    yield f"   {_progress_text(state)} "
+    yield before
     yield (full, "green" if state.outcome in (None, Outcome.COMPLETED) else "yellow")
     yield (empty, "bright_black")
-    yield f" {100 * done // max(1, all_)}%   {span(until - state.started)}"
+    yield after
 
 
 def _progress_text(state: State) -> str:
@@ -141,6 +152,8 @@ def _facts(state: State, now: float, width: int, notes: Sequence[str]) -> Render
         facts.add_row("stale", Text(text, "yellow"))
     if state.outcome is None:
         facts.add_row("nodes", _nodes(state))
+        for label, text in _nodes_left(state, now):
+            facts.add_row(label, _wrapped(text, "yellow"))
         if transports := sorted(
             {one.weight_address.partition("://")[0] for one in workers(state) if one.is_current and one.weight_address}
         ):
@@ -150,13 +163,14 @@ def _facts(state: State, now: float, width: int, notes: Sequence[str]) -> Render
             facts.add_row("weights", Text(f"over {listed}{apart}", "red" if apart else ""))
         manager = f"epoch {state.epoch} on {state.host or '?'}, last record {span(now - state.at)} ago"
         for label, line in zip(("manager", ""), notes or (manager,), strict=False):
-            facts.add_row(label, Text(line, "red" if notes else ""))
+            facts.add_row(label, _wrapped(line, "red") if notes else line)
         for label, line in zip(("breaker", *[""] * MAX_LISTED), _held_back_nodes(state, now), strict=False):
-            facts.add_row(label, Text(line, "yellow"))
+            facts.add_row(label, _wrapped(line, "yellow"))
         for replica in [one for one in workers(state) if one.note and one.is_current][:MAX_LISTED]:
-            facts.add_row("note", f"{replica.id}: {replica.note}")
-    if state.why and state.outcome is not None:
-        facts.add_row("because", state.why)
+            facts.add_row("note", _wrapped(f"{replica.id}: {replica.note}"))
+    decided = "; ".join(state.finish.why.evidence) if state.finish is not None else ""
+    if because := state.why if state.outcome is not None else decided:
+        facts.add_row("because", Text(because, no_wrap=False, overflow="fold"))
     if state.outcome is not None and (jobs := retained_jobs(state)):
         text = f"job {jobs}, while it lasts (rrl resume uses it, scancel {jobs} releases it)"
         facts.add_row("kept", Text(text, "yellow"))
@@ -236,6 +250,17 @@ def _nodes(state: State) -> Text:
     return text
 
 
+def _nodes_left(state: State, now: float) -> Iterator[tuple[str, str]]:
+    """Yield (label, text) for each node that is to be drained, or that was left for a reason no open finding states."""
+    for name, (command, by) in list(state.node_commands.items())[:MAX_LISTED]:
+        if command == DRAIN:
+            yield "drain", f"{name}, asked by {by}"
+    explained = {finding.node for finding in state.findings.values()}
+    excluded = [one for one in state.nodes.values() if one.excluded is not None and one.name not in explained]
+    for node in sorted(excluded, key=lambda one: -one.excluded_at)[:MAX_NODES_LEFT]:
+        yield _node_trouble(node), f"{node.name} {span(now - node.excluded_at)} ago: {node.excluded}"
+
+
 def _allocation_trouble(allocation: Allocation) -> str:
     """Return how the cluster impairs the allocation, for example by suspending it; empty if it does not."""
     if allocation.status is None or allocation.releasing or allocation.orphan:
@@ -273,7 +298,7 @@ def _replicas(state: State, now: float, width: int) -> RenderableType:
         for replica in shown:
             _row(table, state, replica, now)
         if rest := [replica for replica in replicas if replica not in shown]:
-            table.add_row(role.name, "", "", "", "", "", _summary_of_rest(rest), style="dim")
+            table.add_row(role.name, "", "", "", "", "", _summary_of_rest(state, rest), style="dim")
     return table
 
 
@@ -282,13 +307,13 @@ def _unusual(state: State, replica: Replica) -> bool:
     return found or replica.status not in _NORMAL_STATUSES or bool(replica.failures)
 
 
-def _summary_of_rest(replicas: list[Replica]) -> str:
-    doing = Counter(_doing(replica)[0] for replica in replicas)
+def _summary_of_rest(state: State, replicas: list[Replica]) -> str:
+    doing = Counter(_doing(state, replica)[0] for replica in replicas)
     return f"{len(replicas)} more: " + ", ".join(f"{count} {word}" for word, count in doing.most_common())
 
 
 def _row(table: Table, state: State, replica: Replica, now: float) -> None:
-    word, colour, since = _doing(replica)
+    word, colour, since = _doing(state, replica)
     incarnation = f"#{replica.incarnation_number}" if replica.incarnation_number else "–"
     table.add_row(
         replica.id,
@@ -301,8 +326,14 @@ def _row(table: Table, state: State, replica: Replica, now: float) -> None:
     )
 
 
-def _doing(replica: Replica) -> tuple[str, str, float]:
-    """Return (phase, colour, since) of a joined replica, and (status, colour, since) of any other replica."""
+def _doing(state: State, replica: Replica) -> tuple[str, str, float]:
+    """Return (phase, colour, since) of a joined replica, and (status, colour, since) of any other replica.
+
+    A replica that is retired while the run ends was stopped with the run.
+    """
+    if replica.status is Status.RETIRED and state.finish is not None:
+        ending = any(orphan.incarnation == replica.incarnation for orphan in state.orphan_steps.values())
+        return "stopping" if ending else "stopped", _STATUS[Status.RETIRED], replica.since
     if replica.status is Status.JOINED and replica.phase:
         return replica.phase, phase(replica.phase).colour, replica.phase_since or replica.since
     return replica.status.value, _STATUS.get(replica.status, "white"), replica.since
@@ -314,30 +345,26 @@ def _remark(state: State, replica: Replica, now: float) -> Text:
         return Text(f"{finding.verdict.value} {_detector_text(finding)}", _VERDICT.get(finding.verdict, "white"))
     if replica.status is Status.WANTED and replica.not_before > now:
         return Text(f"starts in {span(replica.not_before - now + 1)}", "yellow")
-    if replica.waits_for is not None:
+    if replica.waits_for is not None and replica.status is Status.JOINED:
         return Text(f"waits for {replica.waits_for}", "bright_black")
     return Text()
 
 
-# ── findings and failures ──────────────────────────────────────────────────────────────────────────────────────────
+# ── findings and restarts ────────────────────────────────────────────────────────────────────────────────────────────
 def _findings(state: State, now: float) -> RenderableType | None:
-    """Return a table of the open findings, newest first; None if there are none."""
+    """Return a table of the open findings, newest first; None if there are none. The newest wraps."""
     if not state.findings:
         return None
     grid = Table.grid(padding=(0, 2), expand=True)
     for _ in range(3):
         grid.add_column(no_wrap=True)
     grid.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
-    for finding in sorted(state.findings.values(), key=lambda f: -f.since)[:MAX_LISTED]:
+    for row, finding in enumerate(sorted(state.findings.values(), key=lambda f: -f.since)[:MAX_LISTED]):
         verdict = Text(f"! {finding.verdict.value}", _VERDICT.get(finding.verdict, "white"))
         evidence = "; ".join(one.text for one in finding.evidence)
         ago = f"{span(now - finding.since)} ago"
-        grid.add_row(
-            verdict,
-            str(finding.incarnation or finding.node or "the run"),
-            ago,
-            f"{_detector_text(finding)}: {evidence}",
-        )
+        subject, text = str(finding.incarnation or finding.node or "the run"), f"{_detector_text(finding)}: {evidence}"
+        grid.add_row(verdict, subject, ago, text if row else _wrapped(text))
     return grid
 
 
@@ -345,34 +372,67 @@ def _detector_text(finding: Finding) -> str:
     return finding.detector.replace("_", " ")
 
 
-def _failures(state: State, now: float) -> RenderableType | None:
-    """Return the recent failures and how far each replacement is."""
-    recent = [
-        (failure, replica)
-        for replica in workers(state)
-        for failure in replica.failures
-        if now - failure.at < RECENT_FAILURE_S
-    ]
+def _wrapped(text: str, style: str = "") -> Text:
+    """Return text that wraps in its column instead of being cut off there."""
+    return Text(text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 1] + "…", style, no_wrap=False, overflow="fold")
+
+
+def _restarts(state: State, now: float) -> RenderableType | None:
+    """Return the recent failures and restarts, newest first, and how far the newest replacements are.
+
+    The newest restart wraps. Only the newest one of a replica names the replica's present incarnation, which
+    did not replace the earlier ones.
+    """
+    recent = sorted(
+        (stop for stop in _stops(state, now) if now - stop.at < RECENT_FAILURE_S), key=lambda stop: -stop.at
+    )
     if not recent:
         return None
     grid = Table.grid(padding=(0, 2), expand=True)
     grid.add_column(no_wrap=True)
     grid.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
-    for failure, replica in sorted(recent, key=lambda pair: -pair[0].at)[:5]:
-        ago = f"failed on {failure.node} {span(now - failure.at)} ago" if failure.node else "failed"
-        ago += " (injected)" if failure.injected else ""
-        why = f": {failure.why}" if failure.why else ""
-        grid.add_row(Text(f"↻ {replica.id}", "yellow"), f"{_replacement(replica)}; {ago}{why}")
+    newest = {stop.replica.id: stop for stop in reversed(recent)}
+    failed_because = {stop.why for stop in recent if stop.failed}
+    listed = [stop for stop in recent if stop.failed or stop.why not in failed_because]
+    for row, stop in enumerate(listed[:MAX_RESTARTS]):
+        now_text = _replacement(state, stop.replica) if newest[stop.replica.id] is stop else "replaced"
+        line = f"{now_text}; {stop.text}" if now_text else stop.text
+        grid.add_row(Text(f"↻ {stop.replica.id}", "yellow"), line if row else _wrapped(line))
     return grid
 
 
-def _replacement(replica: Replica) -> str:
+class _Stop(NamedTuple):
+    """The end of an incarnation of a replica, at a manager's time (s)."""
+
+    at: float
+    replica: Replica
+    failed: bool
+    """False if the replica was stopped for another reason than its own failure."""
+    why: str
+    text: str
+
+
+def _stops(state: State, now: float) -> Iterator[_Stop]:
+    """Yield the failures of all replicas, and the newest other restart of each."""
+    for replica in workers(state):
+        for failure in replica.failures:
+            ago = f"failed on {failure.node} {span(now - failure.at)} ago" if failure.node else "failed"
+            ago += " (injected)" if failure.injected else ""
+            text = f"{ago}: {failure.why}" if failure.why else ago
+            yield _Stop(failure.at, replica, True, failure.why, text)
+        if (restart := replica.uncharged_restart) is not None:
+            text = f"stopped on {restart.node} {span(now - restart.at)} ago: {restart.why}"
+            yield _Stop(restart.at, replica, False, restart.why, text)
+
+
+def _replacement(state: State, replica: Replica) -> str:
+    """Return what has replaced the stopped incarnation; empty if the replica was stopped with the run."""
     if replica.status is Status.JOINED:
         return f"#{replica.incarnation_number} works on {replica.node}"
     if replica.status is Status.WANTED:
         return "to be launched again"
     if replica.status is Status.RETIRED:
-        return "the run continues without it"
+        return "the run continues without it" if state.finish is None else ""
     if replica.status is Status.COMPLETED:
         return f"#{replica.incarnation_number} has completed its work"
     return f"#{replica.incarnation_number} is {replica.status.value} on {replica.node}"

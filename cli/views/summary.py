@@ -50,8 +50,35 @@ def summary_view(summary: dict[str, Any]) -> RenderableType:
             f"{stale} groups, {_share(share)} of those generated, were dropped: older than [sampling] staleness allows"
         )
         facts.add_row("stale", Text(text, "yellow" if share > MAX_STALE_SHARE else "none"))
-    facts.add_row("in", Text(str(summary.get("run_dir", ""))))
+    facts.add_row("folder", Text(str(summary.get("run_dir", ""))))
     return Group(title, facts, *([Text(), recoveries_view(recoveries)] if recoveries else []))
+
+
+def next_steps_view(summary: dict[str, Any], job_steps: int, has_checkpoints: bool) -> RenderableType:
+    """Return where the weights are, and what a user may do after a run: a line for each.
+
+    ``job_steps`` is the number of training steps of the job, 0 for commands alone.
+    """
+    run, outcome, done = str(summary.get("run", "")), summary.get("outcome"), int(summary.get("steps") or 0)
+    lines: list[tuple[str, str]] = []
+    if has_checkpoints and done:
+        lines.append(("checkpoints/ in this folder", f"weights of step {done}"))
+    if outcome in ("failed", "rejected"):
+        lines.append((f"rrl logs {run} --failed", "what failed, and its last lines"))
+    else:
+        lines.append((f"rrl logs {run}", "what its roles printed"))
+    if outcome == "completed" and job_steps:
+        lines.append((f"rrl resume {run} --steps {2 * job_steps}", "trains on"))
+    elif outcome in ("failed", "cancelled"):
+        lines.append((f"rrl resume {run}", f"goes on from step {done}" if job_steps else "goes on"))
+    lines.append(("rrl list", "all runs"))
+    view = Table.grid(padding=(0, 2))
+    view.add_column(style="bright_black", no_wrap=True)
+    view.add_column(overflow="fold")
+    view.add_column(style="bright_black", overflow="fold")
+    for row, (command, effect) in enumerate(lines):
+        view.add_row("" if row else "next", Text(command), Text(effect))
+    return view
 
 
 def recoveries_view(recoveries: list[dict[str, Any]]) -> RenderableType:
@@ -99,6 +126,7 @@ _STANDING_COLOUR = {
     "rejected": "red",
     "cancelled": "yellow",
     "interrupted": "red",
+    "unattended": "red",
 }
 
 

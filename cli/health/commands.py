@@ -1,0 +1,127 @@
+"""The commands of ``rrl health``, for administrators, with their arguments and help."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..common.arguments import Json
+
+health = typer.Typer(name="health", help="Health of nodes and site, for administrators.", rich_markup_mode=None)
+
+Histories = Annotated[
+    list[Path] | None,
+    typer.Option("--history", metavar="DIR", show_default=False,
+                 help="Folder of health histories; may be repeated. Default: $RRL_HISTORY."),
+]  # fmt: skip
+Since = Annotated[str, typer.Option(metavar="TIME", help='Since when: "7d" (ago), "2026-11-20".')]
+
+
+@health.command(short_help="Report on the health of nodes and site.")
+def report(
+    since: Since = "7d",
+    node: Annotated[str | None, typer.Option(metavar="NODES", show_default=False,
+                                             help="Only these nodes: n12, n[1-8].")] = None,
+    format: Annotated[str, typer.Option(metavar="table|json|html", help="Format of the report.")] = "table",
+    history: Histories = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", show_default=False,
+                                                help="Write the report to this file.")] = None,
+) -> None:  # fmt: skip
+    """Report on the health of nodes and site, from the findings of all users' runs.
+
+    For each node: verdict, evidence, cost, drain and what to do. For the site: failure rate, mean time between
+    failures, causes.
+
+    \b
+    rrl health report                           the last week, worst nodes first
+    rrl health report --since 28d --node n12    one node
+    rrl health report --format html -o r.html   one file with plots, to pass on
+    """
+    from . import report as command
+
+    raise typer.Exit(command.report(since, node, format, history or [], output))
+
+
+@health.command("check", short_help="Check whether this node is fit for use.")
+def health_check(
+    json: Json = False,
+    prolog: Annotated[
+        bool,
+        typer.Option("--prolog", help="Exit code 2 for FAIL, else 0; the job's GPUs must be free."),
+    ] = False,
+    within: Annotated[str, typer.Option(metavar="TIME", help="Time limit.")] = "20s",
+    config: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", show_default=False,
+                     help="The site's rules. Default: $RRL_HEALTH_CONFIG, else /etc/rrl/health.toml if it is there."),
+    ] = None,
+    checks: Annotated[
+        str | None, typer.Option(metavar="A,B", show_default=False, help="Only these checks. Default: all.")
+    ] = None,
+    mount: Annotated[
+        list[str] | None, typer.Option(metavar="PATH", show_default=False, help="Path that must answer; repeatable.")
+    ] = None,
+    rates: Annotated[bool, typer.Option("--rates", help="Read twice, 2 s apart, to find rising counters.")] = False,
+) -> None:  # fmt: skip
+    """Check this node: GPUs, links, kernel log, network, mounts, host. Changes nothing.
+
+    Exit code: 0 OK, 1 WARN, 2 FAIL, 3 UNKNOWN or an error of the check itself.
+
+    \b
+    rrl health check                                   everything
+    rrl health check --checks mounts,disk --json       two checks, for programs
+    rrl health check --prolog --config /etc/rrl/health.toml
+    """
+    from . import check as command
+
+    raise typer.Exit(
+        command.check(json=json, prolog=prolog, time_limit=within, config=config, only=checks, mounts=mount or (),
+                      rates=rates)
+    )  # fmt: skip
+
+
+@health.command("drain-node", short_help="Drain this node, for the hooks in examples/health.")
+def drain_node(
+    why: Annotated[str, typer.Option(metavar="TEXT", help="What the check found: the reason of the drain.")],
+    node: Annotated[
+        str | None, typer.Option(metavar="NODE", show_default=False, help="Name of the node. Default: this one.")
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", show_default=False,
+                     help="The site's rules. Default: $RRL_HEALTH_CONFIG, else /etc/rrl/health.toml if it is there."),
+    ] = None,
+) -> None:  # fmt: skip
+    """Drain a node that failed its check, with the reason "rrl:health: TEXT".
+
+    The limit on nodes that hooks may drain ([hooks] of the site's rules) applies. Exit code: 0 drained, 1 not drained
+    because of that limit, 3 Slurm refused or did not answer. The outcome is printed.
+
+    \b
+    rrl health drain-node --why "mounts: /scratch: did not answer within 15 s"
+    """
+    from . import check as command
+
+    raise typer.Exit(command.drain_node(why, node, config))
+
+
+@health.command("drain-requests", short_help="List nodes that an administrator should drain.")
+def drain_requests(
+    apply: Annotated[
+        bool, typer.Option("--apply", help="Drain the nodes in Slurm; needs the rights to do so.")
+    ] = False,
+    since: Since = "28d",
+    history: Histories = None,
+    json: Json = False,
+) -> None:
+    """List nodes that runs found broken and may not drain themselves, each as a command for an administrator to paste.
+
+    \b
+    rrl health drain-requests            list the nodes, and why
+    rrl health drain-requests --apply    drain them; exit code 1 if any was refused
+    """
+    from . import drain_requests as command
+
+    raise typer.Exit(command.drain_requests(since, history or [], apply=apply, json=json))

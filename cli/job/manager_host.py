@@ -1,0 +1,39 @@
+"""Check what a manager that runs on this machine needs of it: the network, and the port of its metrics."""
+
+from __future__ import annotations
+
+import errno
+import socket
+
+from ...transport.address import NoAddress, interface_on
+
+
+def network_problem(network: str) -> str:
+    """Return why this machine cannot listen on ``[transport] network``; empty if it can, or if no network is named."""
+    if not network:
+        return ""
+    try:
+        interface_on(network)
+    except NoAddress as error:
+        return str(error)
+    return ""
+
+
+def metrics_problem(address: str) -> str:
+    """Return why ``[health] metrics`` cannot be served on this machine; empty if it can.
+
+    ``address`` is ``host:port``, or empty for no metrics. The port is bound for a moment, as the manager will bind it.
+    """
+    host, _, port = address.rpartition(":")
+    if not address or not int(port):
+        return ""
+    try:
+        family, kind, *_, found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(found)
+            probe.listen(1)  # with SO_REUSEADDR, bind() accepts a port on which another process may yet listen
+    except (OSError, OverflowError) as error:
+        taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+        return "the port is taken" if taken else str(getattr(error, "strerror", None) or error)
+    return ""

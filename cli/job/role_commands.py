@@ -1,0 +1,88 @@
+"""Find the command of each role on this machine, as its launcher will, so that a missing one is reported at once."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from ...config.job.schema import Job
+from ...core.role_environment import prelude
+from ...core.run_spec import RoleSpec, RunSpec
+from ...manager.bootstrap.preflight import Problem
+from ...manager.execute.launch import environment
+
+_INTERPRETER = re.compile(r"(python|python\d+(\.\d+)?|bash|sh)")
+"""Commands whose first argument is a file, unless it is an option."""
+
+
+def command_problems(job: Job, spec: RunSpec, folder: Path) -> list[Problem]:
+    """Return which commands of roles, or scripts that they run, are missing or cannot be executed on this machine.
+
+    Commands in containers are not looked for. On a Slurm cluster only files are, since PATH may be another one on the
+    nodes; a problem is ``certain`` if the roles run on this machine.
+
+    Args:
+        job: The job, from which the key of a problem is found.
+        spec: The run spec of this job.
+        folder: Folder of job.toml, where relative paths start.
+    """
+    problems = []
+    for role in spec.roles:
+        if role.launcher != "direct":
+            continue
+        key = ("env", "python") if role.built_in else (*job.table_of(role.name), "command")
+        texts = (_program(job, spec, role, folder), _script(role, folder))
+        problems += [Problem(key, text, certain=job.cluster.kind == "local") for text in texts if text]
+    first_of_each = {problem.key: problem for problem in reversed(problems)}  # built-in roles have one interpreter
+    return list(first_of_each.values())[::-1]
+
+
+def _program(job: Job, spec: RunSpec, role: RoleSpec, folder: Path) -> str:
+    """Return why the program of a role cannot be started; empty if it can, or if only the nodes know."""
+    name = role.argv[0]
+    if "/" in name:
+        path = folder / Path(name).expanduser() if role.built_in else folder / name
+        if not path.exists():
+            return _missing(name, folder)
+        if path.is_dir():
+            return f"{json.dumps(name)} is a folder"
+        if not os.access(path, os.X_OK):
+            return f"{json.dumps(name)} is not executable; run chmod +x on it, or name its interpreter first"
+        return ""
+    if job.cluster.kind != "local" or prelude(spec.env):  # [env] may change PATH
+        return ""
+    env = environment(spec, role.per_member, str(folder)) | role.env
+    if shutil.which(name, path=env.get("PATH", os.defpath)) is not None:
+        return ""
+    hint = f"; for the file in {folder} write {json.dumps(f'./{name}')}" if (folder / name).exists() else ""
+    return f"there is no command {json.dumps(name)} in PATH{hint}"
+
+
+def _script(role: RoleSpec, folder: Path) -> str:
+    """Return that the script, which is the first argument of an interpreter, does not exist; empty if it does."""
+    if len(role.argv) < 2 or not _INTERPRETER.fullmatch(Path(role.argv[0]).name):
+        return ""
+    script = role.argv[1]
+    if script.startswith("-") or (folder / script).exists():
+        return ""
+    return _missing(script, folder)
+
+
+def _missing(name: str, folder: Path) -> str:
+    place = "" if Path(name).is_absolute() else f" in {folder}, the folder of job.toml"
+    path = folder / name
+    near = difflib.get_close_matches(path.name, _names(path.parent), 1)
+    hint = f"; did you mean {json.dumps(str(Path(name).with_name(near[0])))}?" if near else ""
+    return f"{json.dumps(name)} does not exist{place}{hint}"
+
+
+def _names(folder: Path) -> Iterator[str]:
+    try:
+        yield from os.listdir(folder)
+    except OSError:
+        return

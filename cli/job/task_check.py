@@ -1,0 +1,124 @@
+"""Try the task of a job in a child process, and show two of its items with the rewards of their answers.
+
+The child process runs :mod:`.task_trial` with the interpreter and the environment of the trajectory store.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from ...config.job.schema import Job
+from ...core.command_runner import CommandResult, run
+from ...core.role_environment import prelude, select_variables, wrap
+from ...core.run_spec import RunSpec
+from ...core.text import escaped_lines, last_lines, on_one_line
+from ...manager.bootstrap.preflight import Problem
+from ...manager.execute.launch import environment
+from .task_trial import Sample, TaskTrial, TrialRequest
+
+DEADLINE_S = 60.0
+"""Seconds for building and trying the task. Importing a large package from a busy network file system takes about 30 s;
+a download takes longer, and must not happen in a run, which may not reach the internet."""
+_KILL_MARGIN_S = 15.0
+"""Seconds after the deadline, for the start of the child process and its report of where the task was."""
+_MAX_SHOWN_CHARS = 1000
+"""Characters of a prompt or an answer that are shown."""
+_TRIAL_MODULE = "rrl.cli.job.task_trial"
+
+
+class TaskReport(Struct, frozen=True):
+    """What is known about the task of a job."""
+
+    problem: Problem | None = None
+    """Why a run with this task cannot work."""
+    not_tried: str = ""
+    """Why the task was not tried; empty if it was, or if there is no task."""
+    samples: tuple[Sample, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """Return the samples as text; empty if there are none."""
+        return "\n".join(_sample_text(sample) for sample in self.samples)
+
+
+def try_task(job: Job, spec: RunSpec, path: Path) -> TaskReport:
+    """Try the task of the job spec in ``path`` on this machine."""
+    if job.task is None:
+        return TaskReport()
+    role, here = spec.role("trajectories"), job.cluster.kind == "local"
+    if not role.built_in:
+        return TaskReport(not_tried="[roles.trajectories] has a command of its own")
+    if role.launcher != "direct":
+        return TaskReport(not_tried=f"it runs in a container ({role.launcher})")
+    if shutil.which(role.argv[0]) is None:
+        return TaskReport(not_tried=f"{role.argv[0]} does not exist on this machine")
+    if spec.model.path is not None and not Path(spec.model.path).exists():
+        return TaskReport(not_tried="the folder of [model] path does not exist on this machine")
+    folder = path.absolute().parent
+    command: Sequence[str] = (role.argv[0], "-B", "-m", _TRIAL_MODULE)  # -B: write no __pycache__ into the job's folder
+    if here and (script := prelude(spec.env)):  # [env] is for the nodes, which a login node may differ from
+        # the script closes these two descriptors when it has succeeded, and must not close stderr
+        command = ("bash", "-c", 'exec 3>&2 4>&2; exec "$@"', "rrl", *wrap(script, 3, 4, command))
+    env = environment(spec, role.per_member, str(folder)) | select_variables(spec.env.passed, os.environ) | role.env
+    request = msgspec.json.encode(TrialRequest(spec, str(folder), DEADLINE_S)).decode()
+    source = ("task", "dataset" if job.task.function is None else "function")
+    try:
+        ended = run(command, DEADLINE_S + _KILL_MARGIN_S, env=env, cwd=str(folder), stdin_text=request)
+        trial = msgspec.json.decode(ended.out.rpartition("\n")[2], type=TaskTrial)  # [env] may print lines before it
+    except TimeoutError:
+        text = f"the task was not built and tried within {DEADLINE_S:g} s; --no-task checks the rest of the job"
+        return TaskReport(Problem(source, text))
+    except OSError as error:
+        return TaskReport(not_tried=f"{command[0]} cannot be started: {error.strerror}")
+    except msgspec.DecodeError:
+        return TaskReport(Problem(("env", "python") if job.env.python else source, _death_text(ended)))
+    if trial.problem is None:
+        return TaskReport(samples=trial.samples, warnings=tuple(map(on_one_line, trial.warnings)))
+    if trial.problem.missing_package and not here:
+        return TaskReport(not_tried=f"{trial.problem.missing_package} is not installed on this machine")
+    elsewhere = "" if here else " (tried on this machine; --no-task checks the rest of the job)"
+    return TaskReport(Problem(trial.problem.key, on_one_line(trial.problem.text) + elsewhere))
+
+
+def _death_text(ended: CommandResult) -> str:
+    """Return how a child process ended that reported no result."""
+    cause = f"signal {signal.Signals(-ended.code).name}" if ended.code < 0 else f"exit code {ended.code}"
+    output = on_one_line(last_lines(ended.err))
+    return f"the process in which the task was tried ended with {cause}{': ' if output else ''}{output}"
+
+
+def _sample_text(sample: Sample) -> str:
+    lines = [f"item {sample.item}", f"  prompt        {_shown(sample.prompt)}  ({_count(sample.prompt_tokens)})"]
+    if sample.answer:
+        lines.append(f"  right answer  {_shown(sample.answer)}  ({_count(sample.answer_tokens)})")
+    if sample.scored != sample.answer:
+        lines.append(f"  scored as     {_shown(sample.scored)}")
+    if sample.rewards is not None:
+        lines.append(f"  reward        {_reward_text(sample.rewards)}")
+    if sample.wrong_rewards is not None:
+        lines.append(f"  wrong answer  {_shown(sample.wrong) or '(empty)'}")
+        lines.append(f"  reward        {_reward_text(sample.wrong_rewards)}")
+    return "\n".join(lines)
+
+
+def _shown(text: str) -> str:
+    """Return a text without control characters, its further lines indented."""
+    shown = text if len(text) <= _MAX_SHOWN_CHARS else f"{text[:_MAX_SHOWN_CHARS]}... ({len(text)} characters)"
+    return escaped_lines(shown).replace("\n", "\n" + " " * 16)
+
+
+def _count(tokens: int) -> str:
+    return f"{tokens} token{'' if tokens == 1 else 's'}"
+
+
+def _reward_text(rewards: tuple[float, float]) -> str:
+    reported, trained = rewards
+    return f"{reported:g}" if reported == trained else f"{reported:g}, trained on {trained:g}"

@@ -1,0 +1,309 @@
+"""Try the task of a job: build it, make and tokenise the prompts of 100 items, and score a few answers.
+
+``rrl check`` runs this module in a child process (``python -m rrl.cli.job.task_trial``), because the user's code may
+crash, hang, print, or import what the command line does not need. The request is read from stdin and the result is
+written to stdout, both as JSON; what the user's code prints goes to stderr.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import msgspec
+from msgspec import Struct
+
+from ...core.run_spec import RunSpec
+from ...core.text import on_one_line
+from ...roles.end_report import described, place_of
+from ...roles.models.tasks import Task, TaskError, load_task
+from ...roles.models.tokenizer import Tokenizer, UnencodableText, open_tokenizer
+from ...roles.trajectories.prompts import MAX_ITEMS_WITHOUT_PROMPT, UnfitPrompt, prompt_encoder
+
+ITEMS = 100
+"""Number of items whose prompts and answers are made: enough to meet each character of a small vocabulary."""
+SAMPLES = 2
+"""Number of items that are shown, with the rewards of their answers."""
+_PIECES = ("model", "tokenizer", "pieces")
+
+
+class TrialRequest(Struct, frozen=True):
+    """The task to try."""
+
+    job: RunSpec
+    folder: str
+    """Folder of job.toml."""
+    deadline_s: float
+    """Seconds after which the trial ends and reports where the task was."""
+
+
+class TaskProblem(Struct, frozen=True):
+    """The reason why a run with this task cannot work."""
+
+    key: tuple[str, ...]
+    """Key of job.toml to change."""
+    text: str
+    missing_package: str = ""
+    """A package that the task needs and this Python does not have; empty if that is not the problem."""
+
+
+class Sample(Struct, frozen=True):
+    """One item, and what its answers are worth."""
+
+    item: int
+    prompt: str
+    prompt_tokens: int
+    answer: str
+    """The right answer as the task gives it; empty if the task gives none."""
+    answer_tokens: int
+    scored: str
+    """The answer after it was tokenised and converted back, as it would be scored if the model gave it."""
+    rewards: tuple[float, float] | None = None
+    """The reported and the trained reward of ``scored``; None if a reward role of the user's own computes them."""
+    wrong: str = ""
+    """A wrong answer: that of another item, or an empty one."""
+    wrong_rewards: tuple[float, float] | None = None
+    """None: the wrong answer was not or could not be scored."""
+
+
+class TaskTrial(Struct, frozen=True):
+    """The result of a trial."""
+
+    problem: TaskProblem | None = None
+    samples: tuple[Sample, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+
+class _Failed(BaseException):
+    """The trial has found a problem. Not an Exception, so that it is not taken for one of the user's code."""
+
+    def __init__(self, problem: TaskProblem) -> None:
+        super().__init__(problem.text)
+        self.problem = problem
+
+
+class _DeadlineExceeded(BaseException):
+    """The trial takes too long. Not an Exception, so that the user's code does not catch it."""
+
+
+class _Item(Struct, frozen=True):
+    """An item with a prompt, and its right answer."""
+
+    number: int
+    prompt: str
+    prompt_tokens: int
+    answer: str | None
+    """None: the task has no right answers."""
+    answer_tokens: tuple[int, ...] = ()
+
+
+class _Trial:
+    """One trial: what is being done, for the report at the deadline, and the warnings so far."""
+
+    def __init__(self, request: TrialRequest) -> None:
+        self._job = request.job
+        self._folder = Path(request.folder)
+        self._deadline_s = request.deadline_s
+        self._source = ("task", "dataset" if self._job.task.function is None else "function")
+        self._doing = "importing and building the task"
+        self._warnings: list[str] = []
+
+    def run(self) -> TaskTrial:
+        """Try the task within the deadline."""
+        signal.signal(signal.SIGALRM, _raise_deadline)
+        signal.setitimer(signal.ITIMER_REAL, self._deadline_s)
+        try:
+            samples = self._try()
+        except _Failed as failed:
+            return TaskTrial(failed.problem)
+        except _DeadlineExceeded as error:
+            place = place_of(error, self._folder)
+            text = (f"{self._doing} was not done within {self._deadline_s:g} s ({place}); download and prepare what it"
+                    " needs before the run, or check the rest of the job with --no-task")  # fmt: skip
+            return TaskTrial(TaskProblem(self._source, text))
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        return TaskTrial(None, samples, tuple(self._warnings))
+
+    def _try(self) -> tuple[Sample, ...]:
+        tokenizer = self._open_tokenizer()
+        task = self._build(tokenizer)
+        items = self._make_items(task, tokenizer)
+        self._check_lengths(items)
+        samples = tuple(self._score(task, tokenizer, items, index) for index in range(min(SAMPLES, len(items))))
+        self._check_rewards(samples)
+        return samples
+
+    def _open_tokenizer(self) -> Tokenizer:
+        try:
+            return open_tokenizer(self._job.model)
+        except ValueError as error:
+            raise _Failed(TaskProblem(("model",), str(error))) from error
+        except ModuleNotFoundError as error:
+            text = f"the tokenizer needs {error.name}, which {sys.prefix} lacks; install it there"
+            raise _Failed(TaskProblem(("model", "path"), text, error.name or "")) from error
+
+    def _build(self, tokenizer: Tokenizer) -> Task:
+        try:
+            return load_task(self._job.task, self._job.seed, tokenizer, self._folder)
+        except TaskError as error:
+            raise _Failed(TaskProblem(("task", error.key), error.problem, error.missing_package)) from error
+        except (Exception, SystemExit) as error:  # user code may raise anything
+            self._fail(f"building the task raised {self._described(error)}", error)
+
+    def _make_items(self, task: Task, tokenizer: Tokenizer) -> list[_Item]:
+        """Make the prompts and answers of the first items, and report those that the store would drop."""
+        encode = prompt_encoder(self._job, tokenizer)
+        items: list[_Item] = []
+        texts: list[str] = []
+        dropped: list[str] = []
+        unencodable: UnencodableText | None = None
+        in_a_row, has_answers = 0, True
+        for number in range(ITEMS):
+            try:
+                text = self._text(task.prompt, "prompt", number)
+                answer = self._answer(task, number) if has_answers else None
+                has_answers = answer is not None
+                texts += [text] if answer is None else [text, answer]
+                prompt = encode(number, text)
+                answer_tokens = () if answer is None else tokenizer.encode(answer)
+                items.append(_Item(number, text, len(prompt.tokens), answer, answer_tokens))
+                in_a_row = 0
+            except UnencodableText as error:
+                unencodable = unencodable or error
+            except Exception as error:  # user code may raise anything: the store drops the item
+                unfit = isinstance(error, UnfitPrompt)
+                dropped.append(str(error) if unfit else f"prompt({number}) raised {self._described(error)}")
+                in_a_row += 1
+                if in_a_row == MAX_ITEMS_WITHOUT_PROMPT:
+                    text = f"{dropped[-in_a_row]}; so do the next {in_a_row - 1} items, which ends a run"
+                    raise _Failed(TaskProblem(self._length_key() if unfit else self._source, text)) from error
+        if unencodable is not None:
+            raise _Failed(TaskProblem(_PIECES, self._missing_pieces(texts, unencodable))) from unencodable
+        if dropped:
+            self._warnings.append(f"{len(dropped)} of the first {ITEMS} items of [task] are dropped: {dropped[0]}")
+        return items
+
+    def _length_key(self) -> tuple[str, ...]:
+        return ("model", "max_length") if self._job.model.path is None else ("sampling", "max_new_tokens")
+
+    def _answer(self, task: Task, number: int) -> str | None:
+        """Return the right answer of an item; None if the task has none, which only a warm start needs."""
+        try:
+            return self._text(task.answer, "answer", number)
+        except Exception as error:  # user code may raise anything
+            if self._job.trainer.warm_start_steps and self._job.role("trainer").built_in:
+                text = (
+                    f"answer({number}) raised {self._described(error)}; [roles.trainer] warm_start_steps needs answers"
+                )
+                self._fail(text, error)
+            return None
+
+    def _text(self, method: Callable[[int], Any], name: str, number: int) -> str:
+        """Return the text that a method of the task returns for an item."""
+        self._doing = call = f"{name}({number})"
+        if isinstance(text := method(number), str):
+            return text
+        raise _Failed(TaskProblem(self._source, f"{call} returned {_short(text)}; return a string"))
+
+    def _missing_pieces(self, texts: list[str], error: UnencodableText) -> str:
+        """Return which characters of the prompts and answers the vocabulary lacks."""
+        vocabulary = self._job.model.tokenizer
+        known = set("".join((*vocabulary.pieces, vocabulary.ignore))) if vocabulary else set()
+        lacking = sorted(set("".join(texts)) - known)
+        if not lacking:  # a piece of several characters has this character, but none has it alone
+            return str(error)
+        named = " ".join(map(repr, lacking))
+        return (f"prompts and answers of the first {ITEMS} items of [task] contain {named}, which no piece has: add"
+                f" {'it' if len(lacking) == 1 else 'each'} to `pieces` or to `ignore`")  # fmt: skip
+
+    def _check_lengths(self, items: list[_Item]) -> None:
+        limit = self._job.sampling.max_new_tokens
+        long = [item for item in items if item.answer is not None and len(item.answer_tokens) > limit]
+        if long:
+            self._warnings.append(
+                f"the right answers of {len(long)} of {len(items)} items of [task] do not fit into [sampling]"
+                f" max_new_tokens = {limit}: that of item {long[0].number} has {len(long[0].answer_tokens)} tokens"
+            )
+
+    def _check_rewards(self, samples: tuple[Sample, ...]) -> None:
+        """Warn of a scorer that does not tell right answers from wrong ones: nothing can be learned from it."""
+        pairs = [(one.rewards[0], one.wrong_rewards[0]) for one in samples if one.rewards and one.wrong_rewards]
+        if pairs and all(right <= wrong for right, wrong in pairs):
+            self._warnings.append(
+                f"a right answer of [task] gets no more reward than a wrong one (item {samples[0].item}:"
+                f" {samples[0].scored!r} gets {pairs[0][0]:g}, {samples[0].wrong!r} gets {pairs[0][1]:g})"
+            )
+
+    def _score(self, task: Task, tokenizer: Tokenizer, items: list[_Item], index: int) -> Sample:
+        """Score the right answer of an item, and a wrong one: a scorer must take whatever a model answers."""
+        item, other = items[index], items[(index + 1) % len(items)]
+        right, wrong = tokenizer.decode(item.answer_tokens), tokenizer.decode(other.answer_tokens)
+        sample = Sample(item.number, item.prompt, item.prompt_tokens, item.answer or "", len(item.answer_tokens), right)
+        if not self._job.role("reward").built_in:
+            return sample
+        if item.answer is not None:
+            sample = msgspec.structs.replace(sample, rewards=self._rewards(task, item.number, right))
+            wrong = wrong if wrong != right else ""
+            if wrong == right:
+                return sample
+        try:
+            return msgspec.structs.replace(sample, wrong=wrong, wrong_rewards=self._rewards(task, item.number, wrong))
+        except _Failed as failed:
+            self._warnings.append(f"{failed.problem.text}; the group of such an answer is dropped")
+            return sample
+
+    def _rewards(self, task: Task, number: int, answer: str) -> tuple[float, float]:
+        self._doing = call = f"score({number}, {_short(answer)})"
+        try:
+            returned = task.score(number, answer)
+        except Exception as error:  # user code may raise anything
+            self._fail(f"{call} raised {self._described(error)}", error)
+        try:
+            reward, training_reward = map(float, returned)
+        except (TypeError, ValueError):
+            reward = training_reward = math.nan
+        if math.isfinite(reward) and math.isfinite(training_reward):
+            return reward, training_reward
+        text = f"{call} returned {_short(returned)}; return the reward and the reward to train on, two finite numbers"
+        raise _Failed(TaskProblem(self._source, text))
+
+    def _fail(self, text: str, error: BaseException) -> NoReturn:
+        raise _Failed(TaskProblem(self._source, text)) from error
+
+    def _described(self, error: BaseException) -> str:
+        """Return type, text, file and line of an exception of the user's code."""
+        if not isinstance(error, Exception):
+            return f"{type(error).__name__}: {error} ({place_of(error, self._folder)})"
+        raised = described(error, self._folder)
+        return f"{raised.type}{': ' if raised.message else ''}{raised.message} ({raised.place})"
+
+
+def _short(value: object) -> str:
+    text = on_one_line(repr(value))
+    return text if len(text) <= 80 else f"{text[:80]}..."
+
+
+def _raise_deadline(*_: object) -> NoReturn:
+    raise _DeadlineExceeded
+
+
+def main() -> None:
+    """Try the task of the request on stdin, and write the result to stdout."""
+    with os.fdopen(os.dup(1), "wb") as result:
+        os.dup2(2, 1)  # for the user's code, including libraries that write to the descriptor
+        request = msgspec.json.decode(sys.stdin.buffer.read(), type=TrialRequest)
+        trial = _Trial(request).run()
+        result.write(msgspec.json.encode(trial))
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)  # this process too, with everything that the user's code has started
+    os._exit(0)  # threads that the user's code has started do not delay the end
+
+
+if __name__ == "__main__":
+    main()
