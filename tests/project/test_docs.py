@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 import typer.main
 
+import rrl
 from rrl import Worker
 from rrl.cli.commands import app
 from rrl.config.job.schema import Job
 from rrl.docs import make_picture, make_reference
 from rrl.roles.trajectories.types import Batch
-from rrl.roles.worker.work_items import WeightUpdate, WorkLease
+from rrl.roles.worker.work_items import NewWeights, WorkLease
 from rrl.tests.support.cli.story import BEGAN, Story
 from rrl.tests.support.runs import LIGHT, TestRun, check_sound, light_job, submit_here
 
@@ -158,12 +159,19 @@ def test_there_is_no_picture_of_a_run_in_which_nothing_failed(tmp_path: Path) ->
 
 
 # ── the README's programs ──────────────────────────────────────────────────────────────────────────────────────────
-_HELD = {"me": Worker, "work": WorkLease, "new": WeightUpdate, "batch": Batch}
+_HELD = {"me": Worker, "work": WorkLease, "new": NewWeights, "batch": Batch}
 """what the variables of the README's programs are"""
 
 
-def _programs() -> list[str]:
-    return [block for language, block in _FENCED.findall((ROOT / "README.md").read_text()) if language == "python"]
+def _programs(page: str = "README.md") -> list[str]:
+    return [block for language, block in _FENCED.findall((ROOT / page).read_text()) if language == "python"]
+
+
+_API_PROGRAMS = [
+    pytest.param(program, id=f"{page} {'trainer' if 'me.commit' in program else 'rollout'}")
+    for page in ("README.md", "docs/bring-your-own.md") for program in _programs(page) if "me.phase" in program
+]  # fmt: skip
+"""the README's programs, and those of the complete example"""
 
 
 def _attributes(kind: type) -> set[str]:
@@ -180,16 +188,23 @@ def _used(program: str) -> Iterator[tuple[str, ast.Attribute]]:
             yield node.value.id, node
 
 
-@pytest.mark.parametrize("program", _programs(), ids=["trainer", "rollout"])
-def test_a_program_of_the_readme_uses_what_the_worker_api_has(program: str) -> None:
+@pytest.mark.parametrize("program", _API_PROGRAMS)
+def test_a_program_of_a_page_uses_what_the_worker_api_has(program: str) -> None:
     used = [(name, node.attr) for name, node in _used(program)]
     assert ("me", "phase") in used
     assert not [f"{name}.{attribute}" for name, attribute in used if attribute not in _attributes(_HELD[name])]
-    assert len([line for line in program.splitlines() if line.strip()]) <= 16
+    offered = set(re.findall(r"\brrl\.(\w+)", program))
+    assert offered <= set(dir(rrl))
 
 
-@pytest.mark.parametrize("program", _programs(), ids=["trainer", "rollout"])
-def test_a_program_of_the_readme_calls_the_worker_api_as_it_is(program: str) -> None:
+def test_the_programs_of_the_readme_are_as_short_as_it_says() -> None:
+    lengths = [len([line for line in program.splitlines() if line.strip()]) for program in _programs()]
+    assert len(lengths) == 2
+    assert max(lengths) <= 16
+
+
+@pytest.mark.parametrize("program", _API_PROGRAMS)
+def test_a_program_of_a_page_calls_the_worker_api_as_it_is(program: str) -> None:
     for call in [node for node in ast.walk(ast.parse(program)) if isinstance(node, ast.Call)]:
         match call.func:
             case ast.Attribute(value=ast.Name(id=name), attr=method) if name in _HELD:

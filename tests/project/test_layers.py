@@ -99,7 +99,8 @@ _HEAVY = ("torch", "transformers", "vllm", "ucxx", "reasoning_gym")
 
 
 @pytest.mark.parametrize(
-    "module", ["rrl", "rrl.manager.runtime", "rrl.manager.bootstrap.start", "rrl.config.job.schema"]
+    "module",
+    ["rrl", "rrl.manager.runtime", "rrl.manager.bootstrap.start", "rrl.config.job.schema", "rrl.cli.job.check"],
 )
 def test_a_login_node_needs_nothing_heavy_for(module: str) -> None:
     assert not _loaded_by(module) & set(_HEAVY)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+import textwrap
 import tomllib
 import zipfile
 from pathlib import Path
@@ -30,6 +31,21 @@ def test_every_package_says_that_it_is_one() -> None:
         listed = tomllib.load(file)["tool"]["setuptools"]["packages"]
     without = [name for name in listed if not (ROOT.joinpath(*name.split(".")[1:]) / "__init__.py").exists()]
     assert not without
+
+
+def test_import_of_rrl_imports_nothing_and_its_names_need_no_torch() -> None:
+    code = """
+        import sys, rrl
+        assert not [name for name in sys.modules if name.startswith(("rrl.", "torch"))], "import rrl is slow"
+        assert {"join", "Item", "NewWeights", "Score"} <= set(dir(rrl))
+        tensors = {"pack", "unpack"}
+        from rrl import Item, NewWeights, Score
+        assert all(getattr(rrl, name).__name__ == name for name in set(dir(rrl)) - tensors)
+        assert "torch" not in sys.modules
+        assert all(callable(getattr(rrl, name)) for name in tensors)
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_root_holds_no_python_but_the_package_itself() -> None:

@@ -121,7 +121,7 @@ def test_a_journal_that_this_rrl_cannot_read_is_left_alone(
 def test_an_empty_journal_is_a_run_that_has_not_begun(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     newest(run).write_bytes(b"")
     assert main.run(["status"]) == 0
-    assert "its manager has not started yet" in capsys.readouterr().out
+    assert "its manager is starting" in capsys.readouterr().out
 
 
 # ── what a manager needs ───────────────────────────────────────────────────────────────────────────────────────────

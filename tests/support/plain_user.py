@@ -37,7 +37,8 @@ class PlainUser(Struct, frozen=True):
 
     def environment(self, **more: str) -> dict[str, str]:
         """A login environment with the ``PATH`` of this process and nothing else of it."""
-        return {"PATH": os.environ["PATH"], "HOME": str(self.home), "USER": self.name, "LC_ALL": "C.UTF-8", **more}
+        account = {"HOME": str(self.home), "USER": self.name, "LC_ALL": "C.UTF-8"}
+        return {"PATH": os.environ["PATH"]} | account | cache_folders(self.home) | more
 
     def call(self, function: Callable[[], None], timeout_s: float, **more: str) -> None:
         """Run ``function`` as this user in a forked child, for ``within`` s at most. Raises AssertionError."""
@@ -111,6 +112,12 @@ def _processes_of(uid: int) -> list[int]:
     return found
 
 
+def cache_folders(home: Path) -> dict[str, str]:
+    """Variables with which torch and matplotlib keep their files in ``home``: torch's would otherwise stay in /tmp."""
+    cache = home / ".cache"
+    return {"TORCHINDUCTOR_CACHE_DIR": str(cache / "torchinductor"), "MPLCONFIGDIR": str(cache / "matplotlib")}
+
+
 def plain_user() -> str:
     """Root's stand-in: a system user made for it, or ``nobody`` where that is not possible; else who we are."""
     if os.geteuid() != 0:
@@ -121,6 +128,10 @@ def plain_user() -> str:
         return "root"
     for attempt in ("look", "make"):
         if attempt == "make":
+            text = (
+                f"creating the system user {PLAIN_USER}, as which jobs are submitted; make uninstall-slurm removes it"
+            )
+            print(text, file=sys.stderr, flush=True)
             with contextlib.suppress(OSError):
                 subprocess.run(["useradd", "--system", "--user-group", "--no-create-home", "--home-dir", "/nonexistent",
                                 "--shell", "/bin/sh", PLAIN_USER], capture_output=True)  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,29 @@ def test_a_trainer_and_a_rollout_of_ones_own_learn_though_each_is_killed(tmp_pat
     assert all(one["injected"] for one in recovered.values())
     first, last = (run.summary()[f"reward_{which}"] for which in ("first10", "last10"))
     assert last > first + 0.2, "it did not learn"
+    kept = sorted(folder.name.partition(".")[0] for folder in run.run.checkpoints.iterdir())
+    assert kept == ["step-59", "step-60"], "keep_checkpoints = 2 does not hold for a trainer that is not rrl's"
+    assert state.token_ages.steps, "rrl status has no ages of tokens to show"
+
+
+PAGE = Path(__file__).parents[3] / "docs" / "bring-your-own.md"
+
+
+@pytest.mark.torch
+@pytest.mark.long  # 20 s; test_docs.py compares the programs with the API, and the shipped example runs above
+def test_the_example_in_the_page_learns_as_it_stands(tmp_path: Path) -> None:
+    files = dict(re.findall(r"^`([\w.]+)`:\n```\w+\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL))
+    assert files.keys() == {"job.toml", "task.py", "trainer.py", "rollout.py"}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    run = submit_here(tmp_path, files["job.toml"])
+    state = run.wait_end()
+    assert (state.outcome, state.step) == ("completed", 40), state.why
+    run.wait_gone()
+    check_sound(run.run)
+    assert run.summary()["reward_last10"] > run.summary()["reward_first10"] + 0.2, "it did not learn"
+    assert state.token_ages.steps, "rrl status has no ages of tokens to show"
+    assert len(list(run.run.checkpoints.iterdir())) == state.job.trainer.keep_checkpoints
 
 
 def test_any_program_is_watched_and_starts_again_when_it_dies(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from rrl.manager.intake.user_commands import Command
 from rrl.manager.model import events as ev
 from rrl.manager.model.state import State, Status
 from rrl.tests.support.mounts import own_mounts
-from rrl.tests.support.runs import TestRun, all_work, check_sound, light_job, submit_here
+from rrl.tests.support.runs import TIMEOUT_S, TestRun, all_work, check_sound, light_job, submit_here
 
 PLANNED = [
     ("kill", "agent/local2", 1, ""),
@@ -126,8 +127,7 @@ def test_a_run_goes_on_through_every_fault_and_tells_each_from_what_was_real(tmp
     assert injected == RECOVERED, summary["recoveries"]
     assert (summary["faults"], summary["epochs"]) == (len(PLANNED) + 2, 2)
     assert summary["unprovoked"] == len(summary["recoveries"]) - injected.total()
-    causes = {r["cause"].partition(":")[0] for r in summary["recoveries"] if r["replica"] == "rollout/2"}
-    assert "no_progress" in causes
+    assert "no_progress" in {r["detector"] for r in summary["recoveries"] if r["replica"] == "rollout/2"}
 
 
 ON_A_SMALL_DISK = """
@@ -137,7 +137,7 @@ from rrl.tests.integration.local import test_faults
 
 disk = Path(sys.argv[1])
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=60m", "none", disk], check=True)
-test_faults.survives_a_full_disk(disk)
+getattr(test_faults, sys.argv[2])(disk)
 """
 
 
@@ -153,9 +153,30 @@ def survives_a_full_disk(disk: Path) -> None:
     assert run.summary()["unprovoked"] == 0
 
 
+def is_cancelled_on_a_full_disk(disk: Path) -> None:
+    """Nothing else than the reserve of the run makes room: the filler stays until the end."""
+    run = submit_here(disk, light_job("local", 100_000))
+    run.wait_steps(2)
+    with (disk / "filler").open("wb", buffering=0) as filler, contextlib.suppress(OSError):
+        while filler.write(bytes(4096)):
+            pass
+    cancel = run.call("cancel", run.run.id, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    output, _ = cancel.communicate(timeout=TIMEOUT_S)
+    assert cancel.returncode == 0, output
+    assert run.state().outcome == "cancelled"
+    assert run.summary()["outcome"] == "cancelled"
+    run.wait_gone()
+    assert not run.run.space_reserve.exists()
+
+
 if own_mounts():  # collected only where it can run: nothing is skipped
 
+    def test_run_is_cancelled_on_a_full_disk(tmp_path: Path) -> None:
+        argv = [*own_mounts(), sys.executable, "-c", ON_A_SMALL_DISK, str(tmp_path), "is_cancelled_on_a_full_disk"]
+        done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=300)
+        assert done.returncode == 0, done.stdout + done.stderr
+
     def test_full_disk_costs_some_incarnations_and_no_manager(tmp_path: Path) -> None:
-        argv = [*own_mounts(), sys.executable, "-c", ON_A_SMALL_DISK, str(tmp_path)]
+        argv = [*own_mounts(), sys.executable, "-c", ON_A_SMALL_DISK, str(tmp_path), "survives_a_full_disk"]
         done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=300)
         assert done.returncode == 0, done.stdout + done.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 from pathlib import Path
@@ -18,7 +19,9 @@ from rrl.manager.model.actions import Fence
 from rrl.manager.model.state import Status
 from rrl.tests.support.local_cluster import crash
 from rrl.tests.support.runs import (
+    LIGHT,
     RRL,
+    TIMEOUT_S,
     TestRun,
     check_sound,
     current_incarnations,
@@ -145,9 +148,51 @@ def test_a_role_that_has_never_worked_rejects_the_job_with_its_reason_and_leaves
     run.wait_gone()
 
 
+ROLLOUT_WITH_A_MISTAKE = """
+import rrl
+
+def load(weights):
+    raise TypeError(f"Expected state_dict to be dict-like, got {type(weights).__name__}")
+
+with rrl.join() as me:
+    for work in me.work():
+        load(me.new_weights())
+"""
+
+
+def test_exception_in_the_users_rollout_ends_the_run_within_three_starts(tmp_path: Path) -> None:
+    (tmp_path / "rollout.py").write_text(ROLLOUT_WITH_A_MISTAKE)
+    toml = light_job("local", 10, rollouts=1, spares=0)
+    run = submit_here(tmp_path, toml.replace(f"{LIGHT}/light_rollout.py", "rollout.py"))
+    state = run.wait_end()
+    assert state.outcome == "failed"
+    mistake = "rollout/0: TypeError: Expected state_dict to be dict-like, got NewWeights (rollout.py:5)"
+    assert state.why.startswith(f"{mistake}; this exception ended 3 starts of it"), state.why
+    assert state.replica(ReplicaId("rollout/0")).incarnation_number == 3
+    run.wait_gone()
+    check_sound(run.run)
+
+
+def test_configuration_that_a_role_finds_invalid_rejects_the_run_at_its_first_start(tmp_path: Path) -> None:
+    toml = light_job("local", 10).replace('function = "light_task:make"', 'dataset = "no_such_dataset"')
+    env = {**os.environ, RUNS_ENV: str(tmp_path / "runs")}
+    argv = [RRL, "submit", "--wait", str(write_job(tmp_path, toml))]
+    ended = subprocess.run(argv, env=env, text=True, capture_output=True, timeout=TIMEOUT_S)
+    assert ended.returncode == 2, ended.stdout + ended.stderr
+    run = TestRun(wait_for_run(tmp_path / "runs"), subprocess.Popen[str])
+    state = run.state()
+    assert state.outcome == "rejected"
+    assert re.match(
+        r"(reward|trajectories)/0: \[task\] dataset: \"no_such_dataset\" is not a dataset of reasoning-gym", state.why
+    ), state.why
+    assert {replica.incarnation_number for replica in state.replicas.values()} == {1}
+    assert all(line in ended.stdout for line in ("rejected", "no_such_dataset"))
+    run.wait_gone()
+
+
 def test_no_replica_has_two_current_incarnations(tmp_path: Path) -> None:
     """A frozen rollout is replaced; thawed, it is told that it is fenced, and leaves."""
-    run = submit_here(tmp_path, light_job("local", 40))
+    run = submit_here(tmp_path, light_job("local", 100_000))
     before = current_incarnations(run.wait_steps(3))
     pid = before[VICTIM][1]
     assert pid is not None
@@ -156,4 +201,8 @@ def test_no_replica_has_two_current_incarnations(tmp_path: Path) -> None:
     fenced: list[Any] = [s.event.action for s in run.events() if isinstance(s.event, ev.Decided)]
     assert [a.incarnation.number for a in fenced if isinstance(a, Fence)] == [1]
     run.wait(lambda s: s.replica(VICTIM).status is Status.JOINED)
-    _end_well(run)
+    with run.call("cancel", run.run.id) as process:
+        assert process.wait(90) == 0
+    assert run.wait_end().outcome == "cancelled"
+    run.wait_gone()
+    check_sound(run.run)

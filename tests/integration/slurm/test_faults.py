@@ -29,7 +29,7 @@ def test_injected_faults_take_effect_on_slurm_and_the_run_continues(slurm_lab: S
     run = submit_on(slurm_lab, "faults", light_job("slurm", 100_000, spares=1, extra=ALLOWED))
     run.wait_steps(2)
     assert "SIGSTOP to process group" in inject(run, "freeze", "--target", "reward/0", "--for", "500ms")
-    assert "exit code 3" in inject(run, "exit", "--target", "reward/0", "--amount", "3")
+    assert "exits with code 3" in inject(run, "exit", "--target", "reward/0", "--amount", "3")
     assert "SIGKILL to" in inject(run, "kill", "--target", "rollout/0")
     run.wait(lambda s: s.replica(ReplicaId("rollout/0")).incarnation_number == 2 and all_work(s))
     assert inject(run, "outage", "--for", "2s")

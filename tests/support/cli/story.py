@@ -26,7 +26,7 @@ from rrl.core.types import (  # fmt: skip
 )
 from rrl.manager.cluster.base import AllocationRequest, AllocationState, AllocationStatus, NodeState, NodeStatus
 from rrl.manager.model import events as ev
-from rrl.manager.model.actions import Exclude, Fence, Finish, Launch, Request, Rung, Why
+from rrl.manager.model.actions import Exclude, Fence, Finish, Launch, Request, Rung, StopStep, Why
 from rrl.manager.model.reducer import fold
 from rrl.manager.model.state import State
 from rrl.manager.reporting.summary import write_summary
@@ -140,7 +140,7 @@ class Story:
         self.record(ev.FindingChanged(finding))
         return finding
 
-    def fences(self, replica: str, evidence: str = "exit_record: step: killed by signal 9") -> Story:
+    def fences(self, replica: str, evidence: str = "killed by signal 9") -> Story:
         return self.record(ev.Decided(Fence(self.incarnation(replica), Rung.IN_PLACE, Why((evidence,), Rung.IN_PLACE))))
 
     def recovers(self, replica: str) -> Story:
@@ -156,6 +156,22 @@ class Story:
         )  # fmt: skip
         self.record(ev.FindingChanged(finding), ev.NodeChanged(NodeName(node), NodeStatus(NodeState.DOWN, "DOWN*")))
         return self.record(ev.Decided(Exclude(NodeName(node), Why(("node_lost: silent",)))))
+
+    def drains(self, replica: str, why: str = "new fan") -> Story:
+        """A user's drain of the replica's node: the replica moves away, then the run leaves the node."""
+        node = self.recorded().replica(ReplicaId(replica)).node or NodeName("")
+        moves = Why((f"{node} is to be drained, asked by ada: {why}",), Rung.REPLACEMENT)
+        self.record(ev.CommandReceived("drain", "ada", "drain-1", target=node, reason=why))
+        self.record(ev.Decided(Fence(self.incarnation(replica), Rung.REPLACEMENT, moves, charged=False)))
+        return self.wait(1).record(ev.Decided(Exclude(node, Why((f"asked by ada: {why}",)))))
+
+    def stops(self, outcome: Outcome, why: str) -> Story:
+        """The end of the run is decided, and all steps are being stopped."""
+        self.record(ev.Decided(Finish(outcome, Why((why,)))))
+        for replica in REPLICAS:
+            step = self.recorded().replica(ReplicaId(replica)).step or ""
+            self.record(ev.Intended(StopStep(step, self.incarnation(replica), 5.0, Why(("the run is ending",)))))
+        return self
 
     def ends(self, outcome: Outcome, why: str) -> Story:
         self.record(ev.Decided(Finish(outcome, Why((why,)))))

@@ -59,6 +59,8 @@ class Trace:
         self.heartbeat_missing: set[Incarnation] = set()
         self.still: set[Incarnation] = set()
         self.waiting: dict[Incarnation, ReplicaId] = {}
+        self.stopped: set[Incarnation] = set()
+        """Replicas of which the loads show a stopped process."""
         self.loads: dict[Incarnation, tuple[float, float | None, float | None]] = {}
         """Loads that agents send while they are not silent."""
         self.answers: dict[Incarnation, tuple[ProbeResult, str] | None] | None = None
@@ -108,7 +110,8 @@ class Trace:
             if self.now % _LOAD_INTERVAL_S == 0.0:
                 for resident in self.monitor.incarnations_on(view.node):
                     if (load := self.loads.get(resident)) is not None:
-                        self.monitor.on_load(resident, load[0], load[1], self.now, load[2])
+                        stopped = resident in self.stopped
+                        self.monitor.on_load(resident, load[0], load[1], self.now, load[2], stopped)
         elif view.status == "joined" and not view.ended:
             assert view.phase is not None
             if self.limits.phase(view.phase).progresses and incarnation not in self.still:

@@ -21,10 +21,10 @@ from rrl.core.types import (  # fmt: skip
     Cause,
     Evidence,
     Finding,
-    Flag,
     Incarnation,
     NodeName,
     Outcome,
+    RaisedException,
     Remedy,
     ReplicaId,
     Verdict,
@@ -33,6 +33,7 @@ from rrl.core.types import (  # fmt: skip
     role_of,
     standby_role_of,
 )
+from rrl.health.detection.detectors.liveness import EXIT_FLAGS
 from rrl.manager.cluster.base import AllocationRequest, AllocationState, AllocationStatus, RejectReason
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import (
@@ -83,6 +84,10 @@ class World:
         self.broken_incarnations: dict[ReplicaId, str] = {}
         """The same for single replicas and agents."""
         self.broken_nodes: dict[NodeName, str] = {}
+        """The same for every role on a node."""
+        self.raises: dict[str, RaisedException] = {}
+        """Roles whose processes end after they joined and before their first work, with the exception."""
+        self.raises_on: dict[NodeName, RaisedException] = {}
         """The same for every role on a node."""
         self.slow_to_join = 0.7
         """Seconds that a role takes to join once its first process runs; broken ones end sooner."""
@@ -463,7 +468,7 @@ class World:
         if action.step in self.steps:
             del self.steps[action.step]
             reason, detail = _exit(why)
-            code = None if reason is ExitReason.NOT_STARTED else 1
+            code = {ExitReason.NOT_STARTED: None, ExitReason.INVALID_CONFIG: 2}.get(reason, 1)
             current = self.state.is_current(action.incarnation)
             self.record(ev.StepEnded(action.incarnation, action.step, code, None, reason, detail=detail))
             if current:
@@ -477,6 +482,8 @@ class World:
         if role_of(incarnation.replica) in ("rollout", "trainer") and rank_of(incarnation.replica) == 0:
             self.record(ev.VersionAvailable(incarnation, Version(self.state.step, 1)))
         self.record(ev.PhaseEntered(incarnation, _FIRST_PHASE.get(role_of(incarnation.replica), "serve")))
+        if (exception := self.raises.get(role_of(incarnation.replica)) or self.raises_on.get(node)) is not None:
+            self._later(0.5, lambda: self._end(action.step, 1, exception) if action.step in self.steps else None)
 
     def _stop(self, action: StopStep) -> None:
         if self.refuse_stop:
@@ -490,12 +497,12 @@ class World:
             self._end(action.step, 0)
         self.record(ev.IntentSettled(action.tag, True))
 
-    def _end(self, step: str, code: int) -> None:
+    def _end(self, step: str, code: int, exception: RaisedException | None = None) -> None:
         incarnation, _ = self.steps.pop(step)
         current = self.state.is_current(incarnation)
-        self.record(ev.StepEnded(incarnation, step, code, None, ExitReason.EXITED))
+        self.record(ev.StepEnded(incarnation, step, code, None, ExitReason.EXITED, exception=exception))
         if current and code:
-            self.record(found(incarnation, "exit_record", self.now, proof=True))
+            self.record(found(incarnation, "exit_record", self.now, proof=True, exception=exception))
 
     def _perform(self, action: InjectFault) -> None:
         target = self.state.replica(ReplicaId(action.fault.target))
@@ -536,14 +543,14 @@ def found(
     proof: bool = False,
     text: str = "",
     reason: ExitReason | None = None,
+    exception: RaisedException | None = None,
 ) -> ev.FindingChanged:
     evidence = (Evidence("step", text or f"{incarnation} failed", at),)
-    flags = (Flag.NOT_STARTED,) if reason is ExitReason.NOT_STARTED else ()
-    return ev.FindingChanged(
-        Finding(
-            detector, Verdict.FAIL, Cause.PROCESS, Remedy.RESTART, at, evidence, incarnation, proof=proof, flags=flags
-        )
-    )
+    flags = EXIT_FLAGS.get(reason, ()) if reason is not None else ()
+    return ev.FindingChanged(Finding(
+        detector, Verdict.FAIL, Cause.PROCESS, Remedy.RESTART, at, evidence, incarnation, proof=proof, flags=flags,
+        exception=exception,
+    ))  # fmt: skip
 
 
 def lost(node: NodeName, at: float) -> ev.FindingChanged:

@@ -15,7 +15,7 @@ import ctypes
 import os
 import re
 import subprocess
-import tempfile
+import sys
 import threading
 from collections.abc import Iterable
 from hashlib import sha256
@@ -57,14 +57,15 @@ Value = int | str | bool | Iterable[str] | None
 
 
 def library(old: bool = False) -> Path:
-    """The folder with the library: compiled once for each text of its source, however many processes ask at once.
-    ``old``: as of a driver before r525, without the functions that came later."""
+    """The folder with the library: compiled once for each text of its source, however many processes ask at once. It is
+    in the virtual environment, so that it goes with it. ``old``: as of a driver before r525, without the functions that
+    came later."""
     flags = ["-DOLD_DRIVER"] if old else []
     digest = sha256(SOURCE.read_bytes() + repr(flags).encode()).hexdigest()[:16]
-    folder = Path(tempfile.gettempdir()) / f"rrl-fake-nvml-{os.getuid()}-{digest}"
+    folder = Path(sys.prefix) / "cache" / f"fake-nvml-{digest}"
     made = folder / SONAME
     if not made.exists():
-        folder.mkdir(mode=0o700, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         half = folder / f"{os.getpid()}-{threading.get_ident()}.so"
         command = ["gcc", "-std=gnu11", "-O2", "-shared", "-fPIC", "-pthread", f"-Wl,-soname,{SONAME}"]
         subprocess.run([*command, *flags, "-o", str(half), str(SOURCE)], check=True)

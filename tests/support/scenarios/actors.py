@@ -73,6 +73,8 @@ class Member:
     """which, since its launch"""
     ended: bool = False
     welcomed: bool = False
+    greeted: bool = False
+    """It has sent the first Hello of its life."""
     """Whether it has sent a Hello to this manager."""
     stuck: float = 0.0
     """until then its work stands still"""
@@ -99,8 +101,11 @@ class Member:
 
     def runs(self, now: float) -> bool:
         """Return whether the process is scheduled: neither it nor its node has ended or been stopped."""
-        frozen = self.stuck_how == "freeze" and now < self.stuck
-        return not self.ended and not frozen and self.node.is_running(now)
+        return not self.ended and not self.is_frozen(now) and self.node.is_running(now)
+
+    def is_frozen(self, now: float) -> bool:
+        """Return whether the process is stopped by a signal or a debugger."""
+        return self.stuck_how == "freeze" and now < self.stuck
 
     def works(self, now: float) -> bool:
         return self.runs(now) and now >= self.stuck and now >= self.false_progress_until and not self.sent_goodbye
@@ -151,6 +156,14 @@ class Gang:
     """of ``work``, what the progress counter shows"""
     lump_at: float = 0.0
     passed: set[str] = field(default_factory=set)
+    rounds_ended: int = 0
+    """Number of rounds of the rhythm that the replica has ended; a restart begins the interrupted round again."""
+    in_rhythm: bool = False
+    """Whether the current phase belongs to the rhythm, rather than to the phases before the first round."""
+    ended_in_round: dict[str, int] = field(default_factory=dict)
+    """phase of the rhythm → number of the last round in which the replica ended or skipped it"""
+    held: bool = False
+    """Whether the phase has lasted its time and waits for other replicas or a queue."""
     stretched: dict[str, tuple[float, Loads | None]] = field(default_factory=dict)
     """phase → its next pass lasts so long"""
     stretch_loads: Loads | None = None
@@ -169,10 +182,31 @@ class Gang:
         """Return whether other roles get from it what they wait for."""
         return self.alive and all(member.works(now) and now >= member.node.cut for member in self.members)
 
+    def join(self, first: RhythmPhase, lasts: float, now: float) -> None:
+        """Begin an incarnation: ``first`` for ``lasts`` s, then the phases before the first round."""
+        self.joined, self.rhythm_phase, self.entered_at, self.remaining = True, first, now, lasts
+        self.round, self.passed, self.in_rhythm, self.held = list(self.table.once or ()), set(), False, False
+        self.work, self.reported_progress = 0.0, 0
+
+    @property
+    def round_number(self) -> int:
+        """Number of the current round, or of the next one before it has begun; the first is 1."""
+        return self.rounds_ended + 1
+
+    def _end_phase(self) -> None:
+        if self.in_rhythm:
+            self.ended_in_round[self.rhythm_phase.phase] = self.round_number
+            self.rounds_ended += not self.round
+
     def next_phase(self, now: float) -> None:
-        if not self.round:
-            self.round = list(self.table.rhythm)
-        self.rhythm_phase = self.round.pop(0)
+        self._end_phase()
+        while True:
+            if not self.round:
+                self.round, self.in_rhythm = list(self.table.rhythm), True
+            self.rhythm_phase = self.round.pop(0)
+            if not self.in_rhythm or self.round_number % self.rhythm_phase.every_rounds == 0:
+                break
+            self._end_phase()
         self.entered_at, self.stretch_loads = now, None
         self.remaining, self.compiles_until = self.rhythm_phase.lasts.draw(self.random), 0.0
         if self.rhythm_phase.phase not in self.passed:
@@ -202,7 +236,7 @@ class Gang:
 
     def loads(self, member: Member, now: float) -> Loads:
         if not member.runs(now):
-            return IDLE
+            return (member.loads or IDLE) if member.is_frozen(now) else IDLE
         if now < member.stuck or now < member.false_progress_until:
             return member.loads or IDLE
         if not self.joined:
@@ -212,6 +246,8 @@ class Gang:
             and self.rhythm_phase.phase in COLLECTIVE
         ):
             return IN_COLLECTIVE
+        if self.held:
+            return WAITING if self.rhythm_phase.rate is not None else loads_of(self.rhythm_phase, WAITING)
         if self.stretch_loads is not None:
             return self.stretch_loads
         if now < self.compiles_until:
@@ -225,8 +261,17 @@ class Gang:
     def reported_waits_for(self, member: Member, store_stands: bool) -> ReplicaId | None:
         if rank_of(member.incarnation.replica) and self.rhythm_phase.phase.startswith("wait"):
             return self.id
-        polls_store = self.rhythm_phase.phase in STORE_PHASES and self.role != "trajectories"
-        return STORE if polls_store and (store_stands or self.rhythm_phase.reports_waits_for) else None
+        phase = self.rhythm_phase
+        if phase.phase in STORE_PHASES and self.role != "trajectories":
+            return STORE if store_stands or phase.reports_waits_for else None
+        if not phase.reports_waits_for or not self.waits_for_role:
+            return None
+        return replica_id(self.waits_for_role, 0)
+
+    @property
+    def waits_for_role(self) -> str:
+        """The role that the current phase waits for; of several in ``until``, the first."""
+        return self.rhythm_phase.waits or next(iter(self.rhythm_phase.until), "")
 
 
 def members_of(gang: ReplicaId, incarnation: int, nodes: list[Node], gpus: int, probed: bool) -> list[Member]:

@@ -158,7 +158,7 @@ class Baseline:
     def forget_node(self, node: NodeName, now: float) -> None:
         self._proofs = {key: found for key, found in self._proofs.items() if found.node != node}
 
-    def restarted(self, current: CurrentIncarnations, now: float) -> None:
+    def restarted(self, current: CurrentIncarnations, now: float, clock_ahead: float) -> None:
         self.replicas.clear()
         for incarnation, node in current:
             if role_of(incarnation.replica) != AGENT:  # they know nothing of agents

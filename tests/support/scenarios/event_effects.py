@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import accumulate
 from math import inf
 
 from rrl.core.types import NodeName
 from rrl.tests.support.scenarios import repairs
 from rrl.tests.support.scenarios.actors import Member, Node
-from rrl.tests.support.scenarios.event_kinds import HARDWARE, target_of
+from rrl.tests.support.scenarios.event_kinds import HARDWARE, PROCESS_STATES, target_of
 from rrl.tests.support.scenarios.format import Event
 from rrl.tests.support.scenarios.hardware import Machines
 from rrl.tests.support.scenarios.rhythms import IDLE, Loads, loads_of
+from rrl.tests.support.scenarios.values import fixed
 from rrl.tests.support.scenarios.world import World
 
 
@@ -75,7 +77,7 @@ class ScenarioEvent:
             self._manager()
         elif event.do in HARDWARE:
             for node in world.nodes_of(event.who):
-                self._machines.happen(event, node.name, world.now, self._draw())
+                self._machines.happen(event, node.name, world.now, self._draw(), self._times())
                 self._strikes(node.name, 0)
         elif target_of(event.do) == "node":
             struck = [node for node in world.nodes_of(event.who) if self._in_phase(node)]
@@ -85,6 +87,11 @@ class ScenarioEvent:
         else:
             for member in world.members(event.who):
                 self._to_member(member)
+
+    def _times(self) -> list[float]:
+        """Draw when what happens ``times`` times happens, s from the event."""
+        gaps = (self.event.every.draw(self._random) for _ in range(self.event.times - 1))
+        return list(accumulate(gaps, initial=0.0))
 
     def _in_phase(self, node: Node) -> bool:
         """Somebody on the node is in the phase that the event waits for."""
@@ -118,6 +125,9 @@ class ScenarioEvent:
         self._begins()
         if self.event.do == "cluster_away":
             world.cluster_away = world.now + lasts
+        elif self.event.do == "clock_jumps":
+            forward, back = self.event.forward or fixed(0.0), self.event.back or fixed(0.0)
+            world.wall_ahead += forward.draw(self._random) - back.draw(self._random)
         else:
             world.goes_deaf("restarted" if self.event.do == "manager_restart" else "paused", min(lasts, 3600.0))
 
@@ -144,8 +154,8 @@ class ScenarioEvent:
             node.state = "draining" if event.do == "drain" else "unknown"
             node.state_until = now + lasts
         elif event.do == "flap":
-            for index in range(event.times):
-                at = now + index * event.every.draw(self._random)
+            for each in self._times():
+                at = now + each
                 world.later(at, lambda: _set_state(node, "unknown"))
                 world.later(at + world.scenario.limits.poll + 5.0, lambda: _set_state(node, "up"))
 
@@ -191,7 +201,7 @@ class ScenarioEvent:
             repairs.restart(world, gang)
         elif event.do in ("hang", "wedge", "freeze", "quiet"):
             member.stuck, member.stuck_how, member.answer = now + lasts, event.do, event.answer
-            member.loads = self._loads(IDLE)
+            member.loads = self._loads(IDLE)._replace(state=event.process_state or PROCESS_STATES.get(event.do, "S")[0])
             if event.answers_after is not None:
                 after = event.answers_after
                 member.answers_after, member.answers_until = lambda: after.draw(self._random), now + lasts
@@ -209,8 +219,7 @@ class ScenarioEvent:
             member.answers_after, member.answers_until = lambda: after.draw(self._random), now + lasts
 
     def _loads(self, defaults: Loads) -> Loads:
-        given = (self.event.cpu, self.event.gpu_use, self.event.tensor)
-        return Loads(*(one if one is not None else of for one, of in zip(given, defaults, strict=True)))
+        return defaults.with_given(self.event.cpu, self.event.gpu_use, self.event.tensor)
 
 
 def _mark_down(node: Node, detail: str) -> None:

@@ -15,7 +15,7 @@ NODE_EVENTS = Literal[
     "node_dies", "node_down", "agent_dies", "agent_freezes", "cut", "suspend", "drain", "unknown", "flap",
     "xid", "gpu", "gpu_lost", "gpu_gone", "port", "hca_gone", "mount", "host", "kernel", "dcgm", "reader",
 ]  # fmt: skip
-MANAGER_EVENTS = Literal["manager_restart", "manager_pause", "cluster_away"]
+MANAGER_EVENTS = Literal["manager_restart", "manager_pause", "cluster_away", "clock_jumps"]
 
 _LOADS = ("cpu", "gpu_use", "tensor")
 KEYS: dict[str, tuple[str, ...]] = {
@@ -23,9 +23,9 @@ KEYS: dict[str, tuple[str, ...]] = {
     "exit": ("code", "last_line", "phase"),
     "vanish": ("phase",),
     "goodbye": ("phase",),
-    "hang": ("phase", "for", *_LOADS),
+    "hang": ("phase", "for", "process_state", *_LOADS),
     "wedge": ("phase", "for", "answer", *_LOADS),
-    "freeze": ("phase", "for"),
+    "freeze": ("phase", "for", "process_state"),
     "false_progress": ("phase", "for", "cpu", "gpu_use"),
     "quiet": ("phase", "for", "answers_after", *_LOADS),
     "stretch": ("phase", "for", *_LOADS),
@@ -58,8 +58,11 @@ KEYS: dict[str, tuple[str, ...]] = {
     "manager_restart": ("for",),
     "manager_pause": ("for",),
     "cluster_away": ("for",),
+    "clock_jumps": ("forward", "back"),
 }
 """key of the file → who may have it; ``at``, ``after``, ``do``, ``who`` and ``name`` are everybody's"""
+PROCESS_STATES = {"hang": ("S", "D"), "freeze": ("T", "t")}
+"""event → states in /proc/PID/stat that its process may have; the first is the default"""
 NEEDED: dict[str, str] = {
     "stretch": "for", "slow": "factor", "late_heartbeats": "by", "busy": "answers_after", "start_takes": "for",
     "xid": "xid",

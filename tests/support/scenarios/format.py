@@ -16,12 +16,15 @@ from rrl.tests.support.scenarios.event_kinds import (
     NEEDED,
     NODE_EVENTS,
     PROCESS_EVENTS,
+    PROCESS_STATES,
     target_of,
 )
 from rrl.tests.support.scenarios.values import Lasting, Length, fixed
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Cpu = Annotated[float, Field(ge=0)]
+Count = Annotated[int, Field(ge=1, strict=True)]
+KernelKind = Literal["sxid", "mce", "oom", "nic", "io", "filesystem", "filesystem_back", "hung_task"]
 CAUSES = Literal["process", "hang", "node", "gpu", "fabric", "storage", "software", "user"]
 
 
@@ -85,6 +88,14 @@ class RhythmPhase(_Table):
     """share of the time in which a kernel runs on its GPUs; also ``gpu_use``, as in events"""
     tensor: Share | None = None
     """share of the time in which tensor cores work (what RobustRL reads)"""
+    every_rounds: int = Field(default=1, ge=1)
+    """N: the phase comes in rounds N, 2 N, 3 N ... only; the first round is number 1"""
+    until: dict[str, str] = {}
+    """role → phase: this phase ends when every replica of the role has ended that phase of the same round, too"""
+    puts: dict[str, Count] = {}
+    """queue → units that the replica puts there when the phase ends; it waits until there is room for all of them"""
+    takes: dict[str, Count] = {}
+    """queue → units that the replica takes when the phase ends; it waits until all of them are there"""
 
     @model_validator(mode="before")
     @classmethod
@@ -111,6 +122,15 @@ class RoleTable(_Table):
     """phases, again and again; none: that of the role of this name"""
     once: tuple[RhythmPhase, ...] | None = None
     """phases before the first round of a life; none: those of the role of this name"""
+
+
+class QueueTable(_Table):
+    """What replicas hand to each other: groups, samples, free slots."""
+
+    holds: Count | None = None
+    """units that it holds at most; none: any number"""
+    has: int = Field(default=0, ge=0)
+    """units in it at the beginning"""
 
 
 class ClusterTable(_Table):
@@ -151,12 +171,16 @@ class Event(_Table):
     answers_after: Length | None = None
     """s that a probe takes to be answered meanwhile"""
     answer: Literal["no", "fails"] = "no"
+    process_state: Literal["", "S", "D", "T", "t"] = ""
+    """what the agent reads in /proc/PID/stat meanwhile; none: S of a hang, T of a freeze"""
     signal: int = Field(default=9, ge=1, le=64)
     code: int = Field(default=1, ge=0, le=255)
     last_line: str = ""
     text: str = ""
     factor: float = Field(default=1.0, gt=0)
     by: Length | None = None
+    forward: Length | None = None
+    back: Length | None = None
     down_after: Lasting = 300.0
     back_after: Lasting = float("inf")
     times: int = Field(default=1, ge=1)
@@ -169,8 +193,8 @@ class Event(_Table):
     port: str = "mlx5_0/1"
     path: str = ""
     """of a mount (none: /home); device of a kernel line (none: as its text says)"""
-    kind: Literal["sxid", "mce", "oom", "nic", "io", "filesystem", "hung_task"] | None = None
-    """none: as its text says, else io"""
+    kind: KernelKind | None = None
+    """none: as its text says"""
     by_readers: tuple[Literal["kernel", "nvml", "dcgm"], ...] = ("kernel", "nvml", "dcgm")
     """``by`` of an xid: who tells it"""
     age: Lasting | None = None
@@ -217,6 +241,11 @@ class Event(_Table):
         given = {type(self).model_fields[field].alias or field for field in self.model_fields_set}
         if (needed := NEEDED.get(self.do)) is not None and needed not in given:
             raise ValueError(f"{self.do} needs {needed}")
+        if self.do == "clock_jumps" and (self.forward is None) == (self.back is None):
+            raise ValueError("clock_jumps needs forward or back")
+        if self.process_state and self.process_state not in PROCESS_STATES[self.do]:
+            may = " or ".join(PROCESS_STATES[self.do])
+            raise ValueError(f"process_state of {self.do} must be {may}, not {self.process_state}")
         if self.do in CHANGES and not given & {"set", "grow", "unread"}:
             raise ValueError(f"{self.do} needs set or grow")
         return self
@@ -241,8 +270,16 @@ class Truth(_Table):
     """WARN: it has to be told, and nothing need be done"""
     never: Literal["", "fail"] = ""
     """``fail``: to condemn for it is a false alarm"""
+    required: bool = True
+    """false: it may be found or not; to find it is no false alarm, not to find it is no miss"""
     exact: bool = False
     """of a gang, or a node and who lives there, only whom ``who`` and ``or`` name finds it"""
+
+    @model_validator(mode="after")
+    def _fits(self) -> Truth:
+        if not self.required and "within" in self.model_fields_set:
+            raise ValueError("within has no meaning with required = false")
+        return self
 
 
 class Scenario(_Table):
@@ -259,5 +296,8 @@ class Scenario(_Table):
     health: HealthTable = HealthTable()
     expect: Annotated[Expect, PlainValidator(_expected)] = Expect()
     """what the site's rules expect of every node (health.toml)"""
+    draws: dict[str, Length] = {}
+    """durations that each seed draws once, for all places with ``{draw = "NAME"}``"""
+    queues: dict[str, QueueTable] = {}
     event: tuple[Event, ...] = ()
     truth: tuple[Truth, ...] = ()

@@ -6,7 +6,7 @@ others, and other nodes, now and then.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any, get_type_hints
@@ -127,10 +127,13 @@ class Machines:
         return self._machines[node]
 
     # ── what happens ─────────────────────────────────────────────────────────────────────────────────────────────────
-    def happen(self, event: Event, node: NodeName, now: float, lasts: float) -> None:
+    def happen(self, event: Event, node: NodeName, now: float, lasts: float, times: Sequence[float]) -> None:
+        """Let an event happen for ``lasts`` s; ``times`` are those of its lines in the kernel log, s from ``now``."""
         machine, until = self._machine(node), now + lasts
         self.expect(node, event, now)
-        machine.busy_until = max(machine.busy_until, until + _AFTER, now + event.times * event.every.a + _AFTER)
+        machine.busy_until = max(machine.busy_until, until + _AFTER, now + times[-1] + _AFTER)
+        for reader in machine.watched:  # where the event was not expected, the next read may be minutes away
+            machine.due[reader] = min(machine.due.get(reader, machine.offset), now + PACE[reader])
         given = values_of(struct_of(event), event.set) if event.do in STRUCTS else event.set
         given = {**given, **dict.fromkeys(event.unread)}
         if event.unread:
@@ -139,10 +142,10 @@ class Machines:
         match event.do:
             case "xid":
                 for gpu in event.gpus(len(machine.gpus)):
-                    _xid(machine, event, machine.gpus[gpu], now - (event.age or 0.0))
+                    _xid(machine, event, machine.gpus[gpu], [now - (event.age or 0.0) + each for each in times])
             case "kernel":
                 old = event.age if event.age is not None else UPTIME - _BOOTING if not now else 0.0
-                machine.kernel += [(now - old + n * event.every.a, _kernel_event(event)) for n in range(event.times)]
+                machine.kernel += [(now - old + each, _kernel_event(event)) for each in times]
             case "gpu":
                 for gpu in event.gpus(len(machine.gpus)):
                     machine.gpu_changes.setdefault(gpu, []).append(change)
@@ -228,13 +231,12 @@ class Machines:
         return r.Reading(reader, at, data)
 
 
-def _xid(machine: _Machine, event: Event, gpu: r.Gpu, first: float) -> None:
+def _xid(machine: _Machine, event: Event, gpu: r.Gpu, times: Iterable[float]) -> None:
     """Told by the kernel log, by NVML's events and by DCGM's counts, if they can be read; a line of the past only by
     the log."""
     text = f"NVRM: Xid (PCI:{gpu.pci}): {event.xid}, {event.text or 'pid=4711, name=python'}"
     line = r.KernelEvent(kind="xid", text=text, xid=event.xid, pci=gpu.pci, pci_exists=True)
-    for n in range(event.times):
-        at = first + n * event.every.a
+    for at in times:
         if "kernel" in event.by_readers:
             machine.kernel.append((at, line))
         if event.age is None:
@@ -242,10 +244,14 @@ def _xid(machine: _Machine, event: Event, gpu: r.Gpu, first: float) -> None:
 
 
 def _kernel_event(event: Event) -> r.KernelEvent:
-    """As the reader would tell it: what the text says of itself counts where the file does not say otherwise."""
+    """Return the event as the reader reports it: what the file says counts before what the text says."""
     known = recognise(event.text.encode(), 0.0)
-    kind = event.kind or (known.kind if known is not None and known.kind != "xid" else "io")
-    line = known if known is not None and known.kind == kind else r.KernelEvent(kind=kind, text=event.text or kind)
+    if event.kind is not None and (known is None or known.kind != event.kind):
+        line = r.KernelEvent(kind=event.kind, text=event.text or event.kind)
+    elif known is not None:
+        line = known
+    else:
+        raise AssertionError(f"the reader ignores {event.text!r}, which loading the file should have reported")
     return msgspec.structs.replace(line, device=event.path) if event.path else line
 
 

@@ -13,8 +13,8 @@ CurrentIncarnations = Sequence[tuple[Incarnation, NodeName]]
 
 
 class Judge(Protocol):
-    """``now``: s since the run's beginning, at the manager's receipt. Lives are as the manager names them; an agent's
-    is ``agent/<node>``."""
+    """``now``: the manager's clock (s) at receipt, 0 at the run's beginning. Incarnations are as the manager names
+    them; an agent's is ``agent/<node>``."""
 
     probes_work: bool
     """what it asks for is a bit of work; else only whether the process hears"""
@@ -57,8 +57,11 @@ class Judge(Protocol):
     def forget_node(self, node: NodeName, now: float) -> None:
         """It is not used any more."""
 
-    def restarted(self, current: CurrentIncarnations, now: float) -> None:
-        """A new manager, which knows nothing but who is believed to live."""
+    def restarted(self, current: CurrentIncarnations, now: float, clock_ahead: float) -> None:
+        """Begin as a new manager, which knows only the current incarnations.
+
+        Its clock is ``clock_ahead`` s ahead of the time since the run's beginning.
+        """
 
     def paused(self, now: float) -> None:
         """The manager itself stood still until now."""

@@ -15,7 +15,18 @@ from rrl.config.health_rules import Rules
 from rrl.core.launch import ExitReason
 from rrl.core.phases import PHASES
 from rrl.core.run_spec import HealthSpec, Limits, PhaseSpec
-from rrl.core.types import AGENT, Finding, Incarnation, NodeName, ProbeResult, ReplicaId, Verdict, index_of, role_of
+from rrl.core.types import (
+    AGENT,
+    Finding,
+    Flag,
+    Incarnation,
+    NodeName,
+    ProbeResult,
+    ReplicaId,
+    Verdict,
+    index_of,
+    role_of,
+)
 from rrl.health.checks.evaluate import evaluate, pending
 from rrl.health.checks.node_state import ALL_GPUS, HardwareInventory, NodeState, hardware_inventory, restore_inventory
 from rrl.health.detection.attribution.correlation import CorrelationContext, CorrelationState
@@ -83,6 +94,8 @@ class RrlDetectors:
         self._past: dict[NodeName, HardwareInventory] = {}
         """Hardware inventory of each node whose agent ended."""
         self._boots: dict[NodeName, str] = {}
+        self._node_clock_ahead = UPTIME
+        """s by which the clocks of the nodes are ahead of the manager's."""
         self._reported: dict[NodeName, dict[str, Finding]] = {}
         self._fresh: set[NodeName] = set()
         """Nodes with a reading that their agent has not checked yet."""
@@ -143,7 +156,8 @@ class RrlDetectors:
         if not from_agent:
             return
         tensor = self._sampled(incarnation, loads.tensor, now) if has_gpu and self._tensor else None
-        self._monitor.on_load(incarnation, loads.cpu, loads.gpu if has_gpu else None, now, tensor)
+        gpu, stopped = loads.gpu if has_gpu else None, loads.state in ("T", "t")
+        self._monitor.on_load(incarnation, loads.cpu, gpu, now, tensor, stopped)
 
     def _sampled(self, incarnation: Incarnation, tensor: float, now: float) -> float:
         """Return the last load that DCGM reported."""
@@ -194,7 +208,8 @@ class RrlDetectors:
             known.pop(node, None)
         self._has_new_input = True
 
-    def restarted(self, current: CurrentIncarnations, now: float) -> None:
+    def restarted(self, current: CurrentIncarnations, now: float, clock_ahead: float) -> None:
+        self._node_clock_ahead = UPTIME - clock_ahead
         before, self._monitor, self._memory = self._monitor.replicas, HealthMonitor(), CorrelationState()
         self._monitor.set_limits(self._limits)
         self._monitor.restore_baselines(self._journal.baselines)
@@ -203,6 +218,8 @@ class RrlDetectors:
             self._monitor.on_launched(incarnation, node, now)
             if (view := before.get(incarnation.replica)) is not None and view.incarnation == incarnation:
                 self._monitor.restore_passed_phases(incarnation, view.passed_phases)
+        for node in self._reported:
+            self._report_storage(node, now)
         self._has_new_input = True
 
     def _record(self, learned: BaselinesLearned) -> None:
@@ -228,12 +245,12 @@ class RrlDetectors:
 
     def killed(self, incarnation: Incarnation, node: NodeName, now: float) -> None:
         if (node_state := self._node_states.get(node)) is not None:
-            node_state.on_our_kill(UPTIME + now)
+            node_state.on_our_kill(now + self._node_clock_ahead)
             self._fresh.add(node)
 
     def role_died(self, node: NodeName, gpus: list[str], now: float) -> None:
         if (node_state := self._node_states.get(node)) is not None:
-            node_state.on_role_death(gpus, UPTIME + now)
+            node_state.on_role_death(gpus, now + self._node_clock_ahead)
             self._fresh.add(node)
 
     def _judge_nodes(self, now: float) -> None:
@@ -247,7 +264,8 @@ class RrlDetectors:
             for incarnation, (home, uuids) in self._tenants.items():
                 if home == node:
                     node_state.set_tenant(uuids, role_of(incarnation.replica), str(incarnation))
-            reported = [_by_our_clock(one) for one in evaluate(node_state, node, rules, UPTIME + now)
+            ahead = self._node_clock_ahead
+            reported = [_with_times(one, -ahead) for one in evaluate(node_state, node, rules, now + ahead)
                     if one.verdict in (Verdict.WARN, Verdict.FAIL)]  # fmt: skip
             since = self._admitting_since.get(node)
             if since is not None and (now - since >= _ADMISSION_TIMEOUT_S or (len(node_state.newest) == len(READERS)
@@ -256,7 +274,12 @@ class RrlDetectors:
             found = {one.key: one for one in reported}
             if found != self._reported.get(node, {}):
                 self._reported[node] = found
+                self._report_storage(node, now)
                 self._has_new_input = True
+
+    def _report_storage(self, node: NodeName, now: float) -> None:
+        stalled = any(Flag.STORAGE_STALLS in finding.flags for finding in self._reported[node].values())
+        self._monitor.on_storage_report(node, stalled, now)
 
     def _admitted(self, node: NodeName) -> None:
         """End the admission of a node: its GPUs need no longer be free."""
@@ -301,7 +324,7 @@ class RrlDetectors:
                     silent_nodes=silent_nodes(self._raw, self._monitor, self._limits, now))  # fmt: skip
 
 
-def _by_our_clock(finding: Finding) -> Finding:
-    """Return the finding with times of the manager's clock."""
-    evidence = tuple(msgspec.structs.replace(one, at=one.at - UPTIME) for one in finding.evidence)
-    return msgspec.structs.replace(finding, since=finding.since - UPTIME, evidence=evidence)
+def _with_times(finding: Finding, ahead: float) -> Finding:
+    """Return the finding with its times in a clock that is ``ahead`` s ahead of theirs."""
+    evidence = tuple(msgspec.structs.replace(one, at=one.at + ahead) for one in finding.evidence)
+    return msgspec.structs.replace(finding, since=finding.since + ahead, evidence=evidence)

@@ -15,9 +15,12 @@ class ProbeExchange:
         self._random = random
         self._answers: list[tuple[float, Incarnation, bool]] = []
 
-    def exchange(self, judge: Judge, members: Mapping[Incarnation, Member], now: float) -> None:
-        """Put what it wants to know, and bring what was answered by now. What a cut network swallows is lost."""
-        for incarnation in judge.due_probes(now):
+    def exchange(self, judge: Judge, members: Mapping[Incarnation, Member], now: float, clock: float) -> None:
+        """Put what it wants to know, and bring what was answered by now. What a cut network swallows is lost.
+
+        ``clock`` is the manager's, in which the judge reckons.
+        """
+        for incarnation in judge.due_probes(clock):
             member = members.get(incarnation)
             if member is None or now < max(member.node.cut, member.muted_until):
                 continue
@@ -31,4 +34,4 @@ class ProbeExchange:
                 continue
             no_handler = judge.probes_work and not member.probed
             result = ProbeResult.NO_HANDLER if no_handler else ProbeResult.WORKS if ok else ProbeResult.FAILED
-            judge.answered(incarnation, result, "" if ok else "EngineDeadError", now)
+            judge.answered(incarnation, result, "" if ok else "EngineDeadError", clock)

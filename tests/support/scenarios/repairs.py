@@ -22,8 +22,8 @@ def restart(world: World, gang: Gang) -> None:
     for member in gang.members:
         member.ended = True
         world.members_by_incarnation.pop(member.incarnation, None)
-        world.judge.forget(member.incarnation, now)
-        world.judge.killed(member.incarnation, member.node.name, now)
+        world.judge.forget(member.incarnation, world.clock)
+        world.judge.killed(member.incarnation, member.node.name, world.clock)
         gang.restarts.append((now, member.node.name))
     gang.incarnation += 1
     gang.random = world.chance(f"{gang.id}:{gang.incarnation}")
@@ -44,7 +44,7 @@ def exclude(world: World, node: Node) -> None:
                 restart(world, gang)
             else:
                 gang.launch_at = max(gang.launch_at, world.now + max(_settle(world, gang, one) for one in gang.members))
-    world.judge.forget_node(node.name, world.now)
+    world.judge.forget_node(node.name, world.clock)
 
 
 def agent_ends(world: World, node: Node, back_after: float) -> None:
@@ -55,9 +55,9 @@ def agent_ends(world: World, node: Node, back_after: float) -> None:
 
 
 def restart_agent(world: World, node: Node) -> None:
-    world.judge.forget(node.agent, world.now)
+    world.judge.forget(node.agent, world.clock)
     node.agent_returns()
-    world.judge.launched(node.agent, node.name, world.now)
+    world.judge.launched(node.agent, node.name, world.clock)
 
 
 def _settle(world: World, gang: Gang, member: Member) -> float:

@@ -15,6 +15,15 @@ class Loads(NamedTuple):
     """share of the time in which a kernel ran"""
     tensor: float
     """share of the time in which tensor cores worked"""
+    state: str = "R"
+    """state of the process in /proc/PID/stat: R runs or S sleeps, D waits for a disk, T is stopped, t is traced"""
+
+    def with_given(self, cpu: float | None, gpu: float | None, tensor: float | None) -> Loads:
+        """Return these loads, with the given ones in their place."""
+        return Loads(
+            self.cpu if cpu is None else cpu, self.gpu if gpu is None else gpu,
+            self.tensor if tensor is None else tensor, self.state,
+        )  # fmt: skip
 
 
 IDLE = Loads(0.0, 0.0, 0.0)
@@ -34,10 +43,12 @@ _LOADS = {
 }
 
 
-def loads_of(heartbeat: RhythmPhase) -> Loads:
-    defaults = _LOADS.get(heartbeat.phase, WAITING if heartbeat.phase.startswith("wait") else COMPILING)
-    given_loads = (heartbeat.cpu, heartbeat.gpu, heartbeat.tensor)
-    return Loads(*(given if given is not None else of for given, of in zip(given_loads, defaults, strict=True)))
+def loads_of(phase: RhythmPhase, defaults: Loads | None = None) -> Loads:
+    """Return the loads of a phase: those that the file gives, and ``defaults`` or the usual ones of the phase."""
+    usual = _LOADS.get(phase.phase, WAITING if phase.phase.startswith("wait") else COMPILING)
+    defaults = usual if defaults is None else defaults
+    given_loads = (phase.cpu, phase.gpu, phase.tensor)
+    return defaults.with_given(*given_loads)
 
 
 def _lognormal(median: float, sigma: float) -> Drawn:
@@ -78,7 +89,7 @@ _ONCE: dict[str, tuple[RhythmPhase, ...]] = {
     ),
 }
 _OTHER = (RhythmPhase(phase="between", lasts=_uniform(5.0, 20.0)),)
-_DEFAULT_ROLES = {
+DEFAULT_ROLES = {
     "trajectories": RoleTable(),
     "reward": RoleTable(),
     "trainer": RoleTable(),
@@ -90,15 +101,15 @@ SMALL = ("trajectories", "reward")
 
 def roles_of(scenario: Scenario) -> dict[str, RoleTable]:
     """All roles with rhythms, in the order in which nodes are given to them."""
-    roles = {**_DEFAULT_ROLES, **scenario.roles}
+    roles = {**DEFAULT_ROLES, **scenario.roles}
     filled = {name: _filled(name, table) for name, table in roles.items()}
     return {name: table for name, table in filled.items() if table.replicas}
 
 
 def _filled(name: str, table: RoleTable) -> RoleTable:
     gpus = table.gpus if table.gpus is not None else 8 if name in ("trainer", "rollout") else 0
-    once = table.once if table.once is not None else () if table.rhythm else _ONCE.get(name, ())
-    effective = table if "replicas" in table.model_fields_set else _DEFAULT_ROLES.get(name, table)
+    once = table.once if table.once is not None else _ONCE.get(name, ())
+    effective = table if "replicas" in table.model_fields_set else DEFAULT_ROLES.get(name, table)
     update = {
         "replicas": effective.replicas, "gpus": gpus, "once": once,
         "rhythm": table.rhythm or _RHYTHMS.get(name, _OTHER),

@@ -1,25 +1,28 @@
-"""What a scenario says of somebody who is not there: mistakes that the tables alone do not show."""
+"""Finds the mistakes of a scenario that its tables alone do not show, as the name of a node that does not exist."""
 
 from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from random import Random
 from typing import Any, get_args, get_origin, get_type_hints
 
 import msgspec
 
+from rrl.core.phases import PHASES
 from rrl.core.types import ReplicaId, gang_of, rank_of
 from rrl.health.readers.dcgm.parsing import code_by_number
+from rrl.health.readers.kernel_log import recognise
 from rrl.health.readers.nvml.names import clock_reasons, fabric_state, recovery_action
-from rrl.health.readers.samples import Gpu, Mount, NvLink
+from rrl.health.readers.samples import FabricPort, Gpu, Mount, NvLink
 from rrl.tests.support.scenarios.event_kinds import target_of
-from rrl.tests.support.scenarios.format import Event, Scenario, Truth
+from rrl.tests.support.scenarios.format import Event, KernelKind, RoleTable, Scenario, Truth
 from rrl.tests.support.scenarios.hardware import COUNTERS, LINKS, PORTS, STRUCTS, gpus_of, struct_of, values_of
 from rrl.tests.support.scenarios.places import placed
-from rrl.tests.support.scenarios.rhythms import roles_of
+from rrl.tests.support.scenarios.rhythms import DEFAULT_ROLES, roles_of
+from rrl.tests.support.scenarios.values import draws_in, with_draws
 
 _OF_GPUS = ("gpu", "gpu_lost", "gpu_gone", "xid", "dcgm")
 _NUMBERED = ("unknown (", "bit_")
@@ -34,35 +37,50 @@ _OTHER_CODES = (
 )  # fmt: skip
 """of DCGM's older and newer versions, or short for several"""
 CODES = (*(code for number in range(200) if (code := code_by_number(number))), *_OTHER_CODES)
-_ALLOWED_VALUES: dict[tuple[type[msgspec.Struct], str], tuple[str, ...]] = {
+ALLOWED_VALUES: dict[tuple[type[msgspec.Struct], str], tuple[str, ...]] = {
     (Gpu, name): tuple(word for word in words if not word.startswith(_NUMBERED))
     for name, words in (
         ("clock_reasons", [word for bit in _FEW for word in clock_reasons(1 << bit)]),
         ("recovery_action", [recovery_action(number) for number in _FEW]),
         ("fabric_state", [fabric_state(number) for number in _FEW]),
     )
-}
+} | {
+    # linux drivers/infiniband/core/sysfs.c: state_show, phys_state_to_str, link_layer_show
+    (FabricPort, "state"): ("NOP", "DOWN", "INIT", "ARMED", "ACTIVE", "ACTIVE_DEFER"),
+    (FabricPort, "physical"): (
+        "Sleep", "Polling", "Disabled", "PortConfigurationTraining", "LinkUp", "LinkErrorRecovery", "Phy Test",
+    ),
+    (FabricPort, "link_layer"): ("InfiniBand", "Ethernet"),
+}  # fmt: skip
 """field → the words that readers have for it"""
+_OTHER_NAMES = {"store": "trajectories", "judge": "reward"}
+"""name that an author may expect a default role to have → its name"""
 
 Mistake = tuple[tuple[str | int, ...], str]
 
 
 def mistakes(scenario: Scenario) -> Iterator[Mistake]:
     """Where in the file, and what is wrong."""
+    if wrong_draws := list(_of_draws(scenario)):
+        yield from wrong_draws
+        return
+    scenario = with_draws(scenario, scenario.draws.__getitem__)
     roles = roles_of(scenario)
+    yield from _of_names(scenario, roles)
+    yield from _of_queues(scenario, roles)
     for name, table in roles.items():
         place = ("roles", name)
-        for index, heartbeat in enumerate(table.rhythm):
-            if heartbeat.waits and heartbeat.waits not in roles:
-                yield (
-                    (*place, "rhythm", index, "waits"),
-                    f"there is no role {heartbeat.waits}{_near(heartbeat.waits, roles)}",
-                )
-        if not any(heartbeat.lasts.a or heartbeat.lasts.b for heartbeat in table.rhythm):
+        for index in range(len(table.rhythm)):
+            for key, words in _of_waits(name, index, roles):
+                yield (*place, "rhythm", index, key), words
+        for index, phase in enumerate(table.once or ()):
+            for key in sorted(phase.model_fields_set & {"every_rounds", "until", "puts", "takes"}):
+                yield (*place, "once", index, key), "is a key of the rhythm, and not of the phases before it"
+        if not any(phase.lasts.greatest for phase in table.rhythm):
             yield (*place, "rhythm"), "all of its phases last 0 s"
         if len(table.on) > table.replicas * table.ranks:
             yield (*place, "on"), f"names {len(table.on)} nodes for {table.replicas * table.ranks} processes"
-    if max(scenario.jitter.a, scenario.jitter.b if scenario.jitter.kind == "uniform" else 0.0) >= scenario.lasts:
+    if scenario.jitter.greatest >= scenario.lasts:
         yield ("jitter",), f"is as long as the scenario, which lasts {scenario.lasts:g} s: its events may never come"
     nodes, gangs, _ = placed(scenario, 0, lambda what: Random(what))
     members = [str(one.incarnation.replica) for gang in gangs.values() for one in gang.members]
@@ -79,8 +97,81 @@ def mistakes(scenario: Scenario) -> Iterator[Mistake]:
             known = [*members, *map(str, nodes), *agents]
             if whom.removeprefix("@") not in (members if whom.startswith("@") else known):
                 yield ("truth", index, key), f"there is no {whom}{_near(whom, known)}; there are {_some(known)}"
-        if truth.at is not None and truth.at.a >= scenario.lasts:
+        if truth.at is not None and truth.at.least >= scenario.lasts:
             yield ("truth", index, "at"), f"the scenario has ended by then: it lasts {scenario.lasts:g} s"
+
+
+def _of_names(scenario: Scenario, roles: Mapping[str, RoleTable]) -> Iterator[Mistake]:
+    """What is wrong with the names of roles and with the phases that ``[phases.NAME]`` gives bounds to."""
+    for name, table in scenario.roles.items():
+        if name in DEFAULT_ROLES or table.rhythm:
+            continue
+        meant = _OTHER_NAMES.get(name) or next(iter(difflib.get_close_matches(name, DEFAULT_ROLES, 1)), "")
+        hint = f'; did you mean "{meant}"?' if meant else "."
+        known = ", ".join(DEFAULT_ROLES)
+        words = (
+            f"there is no default role {name}{hint} There are {known}; one of your own needs [[roles.{name}.rhythm]]"
+        )
+        yield ("roles", name), words
+    phases = {*PHASES, *(phase for table in roles.values() for phase in _phases(table))}
+    for name in scenario.phases:
+        if name not in phases:
+            yield (
+                ("phases", name),
+                f"no role has a phase {name}{_near(name, phases)}; there are {_some(sorted(phases))}",
+            )
+
+
+def _of_draws(scenario: Scenario) -> Iterator[Mistake]:
+    """What is wrong with ``[draws]`` and the places that use them."""
+    used = list(draws_in(scenario))
+    for place, name in used:
+        if place[0] == "draws":
+            yield place, "is a draw itself: a duration that is not that of another draw"
+        elif name not in scenario.draws:
+            known = ", ".join(scenario.draws) or "none"
+            yield place, f"there is no {name} in [draws]{_near(name, scenario.draws)}; there are {known}"
+    for name in set(scenario.draws) - {name for _, name in used}:
+        yield ("draws", name), f'nothing uses it; write {{draw = "{name}"}} in place of a duration'
+
+
+def _of_queues(scenario: Scenario, roles: Mapping[str, RoleTable]) -> Iterator[Mistake]:
+    """What is wrong with ``[queues]`` and what the phases put there and take."""
+    used: set[str] = set()
+    for role, table in roles.items():
+        for index, phase in enumerate(table.rhythm):
+            for key, units_of in (("puts", phase.puts), ("takes", phase.takes)):
+                used |= units_of.keys()
+                for name, units in units_of.items():
+                    place = ("roles", role, "rhythm", index, key)
+                    if (queue := scenario.queues.get(name)) is None:
+                        known = ", ".join(scenario.queues) or "none: write [queues.NAME]"
+                        yield place, f"there is no queue {name}{_near(name, scenario.queues)}; there are {known}"
+                    elif queue.holds is not None and units > queue.holds:
+                        yield place, f"{units} of {name} are more than the queue holds: {queue.holds}"
+    for name, queue in scenario.queues.items():
+        if name not in used:
+            yield ("queues", name), "no phase puts anything there or takes anything from it (puts, takes of a rhythm)"
+        if queue.holds is not None and queue.has > queue.holds:
+            yield ("queues", name, "has"), f"is more than the queue holds: {queue.holds}"
+
+
+def _of_waits(role: str, index: int, roles: Mapping[str, RoleTable]) -> Iterator[tuple[str, str]]:
+    """What is wrong with what one phase of a rhythm waits for."""
+    phase = roles[role].rhythm[index]
+    if phase.waits and phase.waits not in roles:
+        yield "waits", f"there is no role {phase.waits}{_near(phase.waits, roles)}"
+    if phase.reports_waits_for and not (phase.waits or phase.until):
+        yield "reports_waits_for", "names the role in waits or until, and the phase has neither"
+    for other, ended in phase.until.items():
+        if other not in roles:
+            yield "until", f"there is no role {other}{_near(other, roles)}"
+            continue
+        known = [one.phase for one in roles[other].rhythm]
+        if ended not in known:
+            yield "until", f"the rhythm of {other} has no phase {ended}{_near(ended, known)}; it has {', '.join(known)}"
+        elif other == role and known.index(ended) >= index:
+            yield "until", f"{ended} does not come before {phase.phase}, so that it never ends"
 
 
 def _of_origin(truth: Truth, names: Sequence[str]) -> str:
@@ -101,7 +192,11 @@ def _of_event(
 ) -> Iterator[tuple[str, str]]:  # fmt: skip
     if event.after and (event.after not in names or event.after == (event.name or event.do)):
         yield "after", f"there is no other event {event.after}; there are {', '.join(names)}"
-    if event.at.a >= scenario.lasts:
+    elif event.after and names.count(event.after) > 1:
+        yield "after", f"several events are called {event.after}; give them a name of their own"
+    elif circle := _circle(event, scenario.event):
+        yield "after", f"{', '.join(circle)} come after each other, so none of them comes"
+    if event.at.least >= scenario.lasts:
         yield "at", f"the scenario has ended by then: it lasts {scenario.lasts:g} s"
     struck: set[str] = set()
     for pattern in event.who:
@@ -132,10 +227,38 @@ def _of_event(
                 yield "who", f"stretch is of a whole gang: write {gang}; one rank alone: quiet or slow"
     if event.do == "dcgm" and (code := event.incident.removeprefix("DCGM_FR_")) and code not in CODES:
         yield "incident", f"DCGM has no code {code}{_near(code, CODES)} (docs of DCGM: DCGM_FR_*)"
+    if event.do == "kernel" and (wrong_line := _of_kernel_line(event)):
+        yield "text" if event.text else "do", wrong_line
     if event.do in ("port", "hca_gone") and event.port not in PORTS:
         yield "port", f"there is no port {event.port}; there are {PORTS[0]} to {PORTS[-1]}"
     if event.do in STRUCTS:
         yield from _of_fields(event)
+
+
+def _circle(event: Event, events: Sequence[Event]) -> list[str]:
+    """Return the names of events that come after each other, if ``event`` is the first of them in the file."""
+    by_name = {one.name or one.do: one for one in events}
+    circle = [event]
+    while (before := by_name.get(circle[-1].after)) is not None:
+        if before in circle:
+            first = before is event and min(circle, key=events.index) is event
+            return [one.name or one.do for one in circle] if first else []
+        circle.append(before)
+    return []
+
+
+def _of_kernel_line(event: Event) -> str:
+    """What is wrong with a line of the kernel log; empty: nothing."""
+    if event.kind is not None:
+        return ""
+    known = recognise(event.text.encode(), 0.0)
+    if known is None:
+        kinds = ", ".join(get_args(KernelKind))
+        return (
+            f"rrl's reader of the kernel log ignores {'this line' if event.text else 'a line without text'}; correct "
+            f"it, or give the kind of line that it stands for: {kinds}"
+        )
+    return 'an Xid is an event of its own: do = "xid", xid = 79' if known.kind == "xid" else ""
 
 
 def _of_fields(event: Event) -> Iterator[tuple[str, str]]:
@@ -173,7 +296,7 @@ def _of_value(struct: type[msgspec.Struct], name: str, of: Any, value: Any) -> s
         values_of(struct, {name: value})
     except msgspec.ValidationError as error:
         return f"must be {_kind(of) or error}, not {json.dumps(value, default=str)}"[:300]
-    allowed = {name: known for (table, name), known in _ALLOWED_VALUES.items() if table is struct}.get(name, ())
+    allowed = {name: known for (table, name), known in ALLOWED_VALUES.items() if table is struct}.get(name, ())
     for one in value if isinstance(value, list) else [value]:
         if allowed and one and one not in allowed and not str(one).startswith(_NUMBERED):
             return f"knows no {one}{_near(str(one), allowed)}; it has {', '.join(allowed)}"
@@ -196,13 +319,14 @@ def _kind(of: Any) -> str:
     return "a table" if get_origin(plain[0]) is dict else ""
 
 
-def _phases(table: Any) -> set[str]:
-    return {"starting", *(heartbeat.phase for heartbeat in (*table.rhythm, *(table.once or ())))}
+def _phases(table: RoleTable) -> set[str]:
+    return {"starting", *(phase.phase for phase in (*table.rhythm, *(table.once or ())))}
 
 
 def _near(name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(known), 1)
-    return f'; did you mean "{near[0]}"?' if near else ""
+    by_lower_case = {each.lower(): each for each in known}
+    near = difflib.get_close_matches(name.lower(), by_lower_case, 1)
+    return f'; did you mean "{by_lower_case[near[0]]}"?' if near else ""
 
 
 def _some(known: Sequence[str]) -> str:

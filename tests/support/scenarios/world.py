@@ -46,6 +46,12 @@ class World:
         """no manager, or one that stands still"""
         self.deaf_how = ""
         self.cluster_away = 0.0
+        self.wall_ahead = 0.0
+        """s by which the wall clock of the manager's node is ahead of the time that has passed"""
+        self.clock_ahead = 0.0
+        """the same of the manager's clock, which follows the wall clock only when a manager starts"""
+        self._stopped_at = 0.0
+        """Manager's clock when the newest manager ended."""
         self.poll_at = 0.0
         self._gpus = gpus_of(scenario)
         self._questions = ProbeExchange(self.random)
@@ -55,6 +61,8 @@ class World:
         self._unreported_ends: list[Member] = []
         """whose end the manager has not learned yet"""
         self._ticks = 0
+        self._queued = {name: queue.has for name, queue in scenario.queues.items()}
+        """queue → units in it"""
         self.members_by_incarnation = {one.incarnation: one for gang in self.gangs.values() for one in gang.members}
         for member in self.members_by_incarnation.values():
             self._hand_out(member)
@@ -89,6 +97,11 @@ class World:
     def is_deaf(self) -> bool:
         return self.now < self.deaf_until
 
+    @property
+    def clock(self) -> float:
+        """The manager's clock (s)."""
+        return self.now + self.clock_ahead
+
     def tick(self) -> None:
         """Play one heartbeat interval and deliver its messages."""
         self.now += HEARTBEAT_S
@@ -113,7 +126,7 @@ class World:
             else:
                 self._goes_on(gang, stands, works)
         if not self.is_deaf:
-            self._questions.exchange(self.judge, self.members_by_incarnation, self.now)
+            self._questions.exchange(self.judge, self.members_by_incarnation, self.now, self.clock)
             self._poll_cluster()
 
     def _productive(self) -> dict[str, float]:
@@ -132,9 +145,9 @@ class World:
             return
         if not node.introduced:
             node.introduced = True
-            self.judge.agent(node.name, node.agent, self.now, node.boot)
+            self.judge.agent(node.name, node.agent, self.clock, node.boot)
         else:
-            self.judge.agent(node.name, node.agent, self.now)
+            self.judge.agent(node.name, node.agent, self.clock)
 
     def _launch(self, gang: Gang) -> None:
         """Launch the next incarnation."""
@@ -151,7 +164,7 @@ class World:
             if not member.gpu_indices:
                 self._hand_out(member)
             if not self.is_deaf:
-                self.judge.launched(member.incarnation, member.node.name, self.now)
+                self.judge.launched(member.incarnation, member.node.name, self.clock)
 
     def _hand_out(self, member: Member) -> None:
         """GPUs of its node in order: the first that nobody has; where there are not enough, from the first on."""
@@ -168,8 +181,11 @@ class World:
         return {gpu for one in here if not one.ended for gpu in one.gpu_indices}
 
     def _greets(self, member: Member, phase: str) -> None:
-        member.welcomed = True
-        self.judge.hello(member.incarnation, member.node.name, phase, self.now)
+        """Send a Hello; the first one of an incarnation says ``starting``, since its role has named no phase yet."""
+        if not member.greeted and self.now - self.gang(member.incarnation).entered_at <= HEARTBEAT_S:
+            phase = STARTING.phase
+        member.welcomed = member.greeted = True
+        self.judge.hello(member.incarnation, member.node.name, phase, self.clock)
         if member.gpu_indices:
             self.judge.gpus(
                 member.incarnation, member.node.name, [uuid_of(member.node.name, gpu) for gpu in member.gpu_indices]
@@ -180,31 +196,53 @@ class World:
             return
         for member in gang.members:
             if member.runs(self.now) and member.node.agent_is_running(self.now) and not self.is_deaf:
-                self.judge.alive(member.incarnation, self.now)
+                self.judge.alive(member.incarnation, self.clock)
         if self.now >= gang.joins_at and all(member.works(self.now) for member in gang.members):
-            gang.joined, gang.rhythm_phase, gang.entered_at, gang.remaining = True, STARTING, self.now, HEARTBEAT_S
-            gang.round, gang.passed = list(gang.table.once or ()), set()
-            gang.work, gang.reported_progress = 0.0, 0
+            gang.join(STARTING, HEARTBEAT_S, self.now)
 
     def _goes_on(self, gang: Gang, stands: bool, works: dict[str, float]) -> None:
         now = self.now
         if self._can(gang, stands):
             share = works.get(gang.rhythm_phase.waits, 1.0) if gang.rhythm_phase.waits else 1.0
-            gang.advance(now, HEARTBEAT_S, share)
-            while gang.remaining <= 0 and gang.alive:
+            if gang.remaining > 0:
+                gang.advance(now, HEARTBEAT_S, share)
+            while gang.remaining <= 0 and gang.alive and self._may_end(gang):
+                self._hand_over(gang)
                 if gang.rhythm_phase.rate is None and gang.rhythm_phase.phase == "publish":
                     gang.work += 1
                     gang.reported_progress = int(gang.work)
                 gang.next_phase(now)
-                if gang.remaining >= _MIN_REPORTED_PHASE_S:
+                if gang.remaining >= _MIN_REPORTED_PHASE_S or not self._may_end(gang):
                     for member in gang.members:
                         self._send(member, "entered", self._reported(gang, member, False))
                     break
+            gang.held = gang.remaining <= 0 and gang.alive
         elif any(now < member.false_progress_until for member in gang.members) and gang.rhythm_phase.rate:
             gang.work += gang.rhythm_phase.rate
             gang.reported_progress = int(gang.work)
         for member in gang.members:
             self._heartbeat(gang, member, stands)
+
+    def _may_end(self, gang: Gang) -> bool:
+        """Return whether nothing keeps a replica in a phase that has lasted its time."""
+        phase = gang.rhythm_phase
+        awaited = (
+            other.ended_in_round.get(ended, 0) >= gang.round_number
+            for role, ended in phase.until.items() for other in self.gangs.values() if other.role == role
+        )  # fmt: skip
+        capacity = (self._queued[queue] + units <= self._holds(queue) for queue, units in phase.puts.items())
+        supply = (self._queued[queue] >= units for queue, units in phase.takes.items())
+        return all(awaited) and all(capacity) and all(supply)
+
+    def _holds(self, queue: str) -> float:
+        return self.scenario.queues[queue].holds or inf
+
+    def _hand_over(self, gang: Gang) -> None:
+        """Change the queues as the end of the current phase does."""
+        for queue, units in gang.rhythm_phase.puts.items():
+            self._queued[queue] += units
+        for queue, units in gang.rhythm_phase.takes.items():
+            self._queued[queue] -= units
 
     def _can(self, gang: Gang, stands: bool) -> bool:
         if not gang.alive or (stands and gang.role != "trajectories" and gang.rhythm_phase.phase in STORE_PHASES):
@@ -219,27 +257,26 @@ class World:
 
     def _heartbeat(self, gang: Gang, member: Member, stands: bool) -> None:
         now = self.now
-        if member.ended or not member.runs(now) or member.sent_goodbye:
+        if member.ended or not member.node.is_running(now) or member.sent_goodbye:
             return
-        if (
-            member.outbox
-            or now < member.node.cut
-            or now < member.muted_until
-            or now < member.late_until
-            or self.is_deaf
-        ):
+        if not member.is_frozen(now):
+            self._send_heartbeat(gang, member, stands)
+        if self._ticks % HEARTBEATS_PER_LOAD_REPORT == 0 and now >= member.node.cut and not self.is_deaf:
+            from_agent = self.scenario.cluster.loads and member.node.agent_is_running(now)
+            loads = gang.loads(member, now)
+            self.judge.load(member.incarnation, loads, member.gpus > 0, from_agent, self.clock)
+
+    def _send_heartbeat(self, gang: Gang, member: Member, stands: bool) -> None:
+        now = self.now
+        waits = member.outbox or now < max(member.node.cut, member.muted_until, member.late_until) or self.is_deaf
+        if waits:
             self._send(member, "heartbeat", self._reported(gang, member, stands))
             self._deliver(member)
         else:
             if not member.welcomed:
                 self._greets(member, gang.rhythm_phase.phase)
             phase, done, waits_for = self._reported(gang, member, stands)
-            self.judge.heartbeat(member.incarnation, phase, done, waits_for, now)  # type: ignore[arg-type]
-        if (
-            self._ticks % HEARTBEATS_PER_LOAD_REPORT == 0 and now >= member.node.cut and not self.is_deaf
-        ):  # its agent tells them
-            from_agent = self.scenario.cluster.loads and member.node.agent_is_running(now)
-            self.judge.load(member.incarnation, gang.loads(member, now), member.gpus > 0, from_agent, now)
+            self.judge.heartbeat(member.incarnation, phase, done, waits_for, self.clock)  # type: ignore[arg-type]
 
     def _send(self, member: Member, method: str, arguments: tuple[object, ...]) -> None:
         """Queue a message of a member; the network or a flood of log lines may delay it."""
@@ -251,7 +288,7 @@ class World:
         blocked = max(member.node.cut, member.muted_until)
         late = member.late_by() if member.late_by is not None and now < member.late_until else 0.0
         if blocked <= now and not late and not member.outbox:
-            getattr(self.judge, method)(member.incarnation, *arguments, now)
+            getattr(self.judge, method)(member.incarnation, *arguments, self.clock)
             return
         due = max(blocked, now + late, member.outbox[-1][0] if member.outbox else 0.0)
         member.outbox.append((due, method, arguments))
@@ -271,7 +308,7 @@ class World:
             self._greets(member, self.gang(member.incarnation).rhythm_phase.phase)
         while member.outbox and member.outbox[0][0] <= now:
             _, method, arguments = member.outbox.popleft()
-            getattr(self.judge, method)(member.incarnation, *arguments, now)
+            getattr(self.judge, method)(member.incarnation, *arguments, self.clock)
 
     def later(self, at: float, what: Callable[[], None]) -> None:
         self._later.append((at, what))
@@ -287,7 +324,7 @@ class World:
     def send_goodbye(self, member: Member) -> None:
         member.sent_goodbye = True
         if not self.is_deaf:
-            self.judge.goodbye(member.incarnation, self.now)
+            self.judge.goodbye(member.incarnation, self.clock)
 
     def _report_ends(self) -> None:
         """Deliver ends: exit records from shared storage, ends without one only from the agent of the node."""
@@ -305,9 +342,9 @@ class World:
             if self.now < member.node.cut and self.now < self.poll_at:
                 continue
             if what == "exit":
-                self.judge.exited(member.incarnation, code, signal, "exit record", last_line, self.now)
+                self.judge.exited(member.incarnation, code, signal, "exit record", last_line, self.clock)
             elif member.node.agent_is_running(self.now) and self.now >= member.node.cut:
-                self.judge.gone(member.incarnation, self.now)
+                self.judge.gone(member.incarnation, self.clock)
             else:
                 continue
             self._unreported_ends.remove(member)
@@ -315,16 +352,18 @@ class World:
     # ── the manager ──────────────────────────────────────────────────────────────────────────────────────────────────
     def goes_deaf(self, how: str, lasts: float) -> None:
         self.deaf_how, self.deaf_until = how, self.now + lasts
+        self._stopped_at = self.clock
 
     def _resume_manager(self) -> None:
         how, self.deaf_how = self.deaf_how, ""
         if how == "paused":
-            self.judge.paused(self.now)
+            self.judge.paused(self.clock)
             return
+        self.clock_ahead = max(self.wall_ahead, self._stopped_at - self.now)  # no manager begins before the last ended
         current = [(one.incarnation, one.node.name) for gang in self.gangs.values() if gang.launch_at == inf
                     for one in gang.members]  # fmt: skip
         current += [(node.agent, node.name) for node in self.nodes.values() if not node.excluded]
-        self.judge.restarted(current, self.now)
+        self.judge.restarted(current, self.clock, self.clock_ahead)
         for node in self.nodes.values():
             node.introduced = False
         for gang in self.gangs.values():
@@ -336,10 +375,10 @@ class World:
 
     def _poll_cluster(self) -> None:
         now = self.now
-        if now < self.poll_at and not self.judge.wants_poll(now):
+        if now < self.poll_at and not self.judge.wants_poll(self.clock):
             return
         self.poll_at = now + self.scenario.limits.poll
         if now >= self.cluster_away:
             states = {node.name: (node.state, node.detail, now < node.suspended)
                     for node in self.nodes.values() if not node.excluded}  # fmt: skip
-            self.judge.cluster(states, now, now)
+            self.judge.cluster(states, self.clock, self.clock)

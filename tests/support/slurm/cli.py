@@ -1,49 +1,19 @@
-"""``python -m rrl.tests.support.slurm.lab``: install, start, stop, status, env, root, and faults for a running lab."""
+"""``python -m rrl.tests.support.slurm.lab``: install and uninstall Slurm, start and stop a lab, ask it, let it fail."""
 
 from __future__ import annotations
 
 import argparse
-import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rrl.tests.support.plain_user import plain_user
-from rrl.tests.support.slurm import accounting as slurm_accounting
 from rrl.tests.support.slurm import fault_service
 from rrl.tests.support.slurm import root as slurm_root
-from rrl.tests.support.slurm.lab import SlurmLab, missing
+from rrl.tests.support.slurm.lab import SlurmLab
+from rrl.tests.support.slurm.packages import install, uninstall
 
-PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge", "iproute2")
-"""iproute2: for nodes with a network of their own"""
 _FAULTS = ("crash", "up", "cut", "heal", "delay", "outage")
-
-
-def install(accounting: bool = False) -> str:
-    """Install Debian's packages where something is missing (root only), and make the labs' plain user: two labs that
-    start at once would both make it. Raises RuntimeError with what to do instead."""
-    message = _install_packages(accounting)
-    plain_user()
-    return message
-
-
-def _install_packages(accounting: bool) -> str:
-    packages = PACKAGES + (slurm_accounting.PACKAGES if accounting else ())
-    absent = missing(accounting=accounting) + ([] if shutil.which("ip") else ["ip"])
-    if not absent:
-        return "Slurm and what its tests need are installed"
-    wanted = ["apt-get", "install", "-y", "--no-install-recommends", *packages]
-    if os.geteuid() != 0 or shutil.which("apt-get") is None:
-        raise RuntimeError(f"not installed: {', '.join(absent)}; ask root to run: {' '.join(wanted)}")
-    env = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
-    if subprocess.run(wanted, env=env, capture_output=True).returncode:  # the package lists may be old or absent
-        subprocess.run(["apt-get", "update"], env=env, check=True, capture_output=True)
-        subprocess.run(wanted, env=env, check=True)
-    if absent := missing(accounting=accounting):
-        raise RuntimeError(f"installed {' '.join(packages)}, and yet these are not there: {', '.join(absent)}")
-    return "installed " + " ".join(packages)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,6 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("install", help="install Debian's packages (root)")
     command.add_argument("--accounting", action="store_true", help="with slurmdbd and the database's server")
+    commands.add_parser("uninstall", help="remove the packages that install has added, and the labs' user (root)")
     command = commands.add_parser("root", help="fetch the programs of another version; prints their folder")
     command.add_argument("version", choices=slurm_root.SUITES)
     for name, text in (("start", "start a cluster that stays"), ("stop", "kill it and remove its folder"),
@@ -87,6 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _perform(options: argparse.Namespace) -> str:
     if options.command == "install":
         return install(options.accounting)
+    if options.command == "uninstall":
+        return uninstall()
     if options.command == "root":
         return str(slurm_root.ensure(options.version))
     if options.command == "start":

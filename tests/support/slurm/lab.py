@@ -31,7 +31,7 @@ from typing import IO, Any
 
 import msgspec
 
-from rrl.tests.support.plain_user import call_as, plain_user, popen_as
+from rrl.tests.support.plain_user import cache_folders, call_as, plain_user, popen_as
 from rrl.tests.support.slurm import accounting as accounting_of
 from rrl.tests.support.slurm import fault_service, files, netns, processes
 from rrl.tests.support.slurm.files import Settings, search_path
@@ -313,7 +313,7 @@ class SlurmLab:
     # ── the plain user ──────────────────────────────────────────────────────────────────────────────────────────────
     def user_env(self) -> dict[str, str]:
         """The environment of the plain user's login shell, so to say."""
-        account = {"HOME": str(self.user_home), "USER": self.user, "LOGNAME": self.user}
+        account = {"HOME": str(self.user_home), "USER": self.user, "LOGNAME": self.user} | cache_folders(self.user_home)
         network = self.network.cidr if self.network else "127.0.0.0/8"  # every node is this machine
         return (
             self.environment()

@@ -126,7 +126,7 @@ def test_status_shows_the_newest_run_or_the_one_whose_id_begins_so(
     old, new = completed("aaa-1").written(root), Story("bbb-1").works().written(root)
     os.utime(old.resolved, (1, 1))
     assert main.run(["status"]) == 0
-    assert capsys.readouterr().out.startswith("bbb-1  ● running   step 12/40")
+    assert capsys.readouterr().out.startswith("bbb-1  ● unattended   step 12/40")
     for name in ("aaa", "aaa-1", str(old.path)):
         assert main.run(["status", name]) == 0
         assert capsys.readouterr().out.startswith("aaa-1  ● completed   step 12/12")
@@ -145,7 +145,7 @@ def test_an_exact_id_is_never_ambiguous(root: Path, capsys: pytest.CaptureFixtur
 def test_status_of_a_finished_run_names_its_recoveries(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     completed().written(root)
     main.run(["status"])
-    assert "↻ rollout/0#2  restart in place on n3; exit_record: step: killed by signal 9" in capsys.readouterr().out
+    assert "↻ rollout/0#2  restart in place on n3; killed by signal 9" in capsys.readouterr().out
 
 
 def test_status_says_that_no_manager_is_left(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -170,14 +170,31 @@ def test_on_slurm_a_run_that_has_not_begun_names_the_job_that_brings_its_manager
     job = msgspec.structs.replace(job_view(), cluster="slurm", manager=ManagerSpec(where))
     run.run_spec.write_bytes(msgspec.json.encode(job))
     assert main.run(["status"]) == 0
+    assert capsys.readouterr().out == (
+        f"fresh-1: its manager is starting (squeue --name=fresh-1.{queued} shows its job)\n"
+    )
+    submit_long_ago(run)
+    assert main.run(["status"]) == 0
     assert f"(squeue --name=fresh-1.{queued} tells why; " in capsys.readouterr().out
 
 
-def test_a_run_whose_manager_has_not_started_says_so(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def submit_long_ago(run: RunDir) -> None:
+    run.resolved.touch()
+    os.utime(run.resolved, (1, 1))
+
+
+def test_run_without_a_manager_is_starting_for_a_while_and_then_names_what_to_do(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = RunDir(root / "fresh-1")
     run.create()
     assert main.run(["status"]) == 0
-    assert capsys.readouterr().out.startswith("fresh-1: its manager has not started yet")
+    assert capsys.readouterr().out == "fresh-1: its manager is starting\n"
+    submit_long_ago(run)
+    assert main.run(["status"]) == 0
+    reported = capsys.readouterr().out
+    assert reported.startswith("fresh-1: its manager has not started yet")
+    assert "rrl manage fresh-1" in reported
     assert main.run(["status", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["outcome"] is None
     assert main.run(["list"]) == 0
@@ -221,16 +238,16 @@ def test_runs_dir_comes_before_the_environment(root: Path, tmp_path: Path, capsy
 def test_check_prints_the_resolved_spec_and_the_plan_and_touches_nothing(
     root: Path, job_toml: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main.run(["check", job_toml]) == 0
+    assert main.run(["check", "--no-task", job_toml]) == 0
     shown = capsys.readouterr().out
     assert 'walltime = "1d"' in shown
     assert "rrl.roles.trainer.main" in shown
-    assert shown.endswith("is right; nothing was submitted\n")
+    assert shown.endswith("its task was not tried (--no-task); nothing was submitted\n")
     assert not root.exists()
 
 
 def test_check_as_json_has_the_resolved_job_and_the_plan(job_toml: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.run(["check", job_toml, "--json"]) == 0
+    assert main.run(["check", "--no-task", job_toml, "--json"]) == 0
     reported = json.loads(capsys.readouterr().out)
     assert reported["job"]["cluster"]["walltime"] == 86400
     assert [set(part) for part in reported["plan"]] == [{"title", "text"}] * len(reported["plan"])

@@ -36,6 +36,10 @@ def test_command_gets_its_input_and_returns_its_output(execute: Callable[..., Co
     assert execute(["sh", "-c", "kill -KILL $$"], TIMEOUT_S).code == -9
 
 
+def test_command_runs_in_the_folder_that_is_named(tmp_path: Path) -> None:
+    assert run(["pwd", "-P"], TIMEOUT_S, cwd=str(tmp_path)).out == f"{tmp_path.resolve()}\n"
+
+
 def test_command_that_cannot_be_started_raises_oserror(execute: Callable[..., CommandResult]) -> None:
     with pytest.raises(FileNotFoundError):
         execute(["/nope"], TIMEOUT_S)
@@ -88,6 +92,27 @@ def test_cancelled_caller_ends_its_command(tmp_path: Path) -> None:
 
     asyncio.run(cancel_once_running())
     _expect_ended(int((tmp_path / "pids").read_text()))
+
+
+def test_command_is_ended_if_its_caller_is_cancelled_during_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def cancel_during_the_start() -> asyncio.subprocess.Process:
+        create = asyncio.create_subprocess_exec
+        started: asyncio.Future[asyncio.subprocess.Process] = asyncio.get_running_loop().create_future()
+
+        async def create_slowly(*argv: str, **options: Any) -> asyncio.subprocess.Process:
+            started.set_result(await create(*argv, **options))
+            await asyncio.sleep(0.1)
+            return await started
+
+        monkeypatch.setattr(asyncio, "create_subprocess_exec", create_slowly)
+        task = asyncio.create_task(run_async(["sleep", "600"], TIMEOUT_S))
+        process = await started
+        task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled()
+        return process
+
+    _expect_ended(asyncio.run(cancel_during_the_start()).pid)
 
 
 def test_cancellation_as_the_command_ends_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,12 +16,13 @@ from rrl.config.job.resolve import resolve
 from rrl.config.job.schema import Job
 from rrl.core.launch import Launch
 from rrl.core.run_dir import RunDir
-from rrl.core.run_spec import SamplingSpec, TrainerSettings
-from rrl.core.text import exits_on_invalid_config
+from rrl.core.run_spec import ModelSpec, RolloutSettings, SamplingSpec, TrainerSettings
 from rrl.core.types import Incarnation, NodeName, ReplicaId
-from rrl.roles import reward
+from rrl.roles import end_report, reward
+from rrl.roles.end_report import exits_on_invalid_config
 from rrl.roles.models.tasks import TaskError
 from rrl.roles.rollout import main as rollout_main
+from rrl.roles.rollout.vllm import config
 from rrl.roles.trainer import main as trainer_main
 from rrl.roles.trajectories import server
 from rrl.roles.trajectories.log import Log
@@ -74,8 +75,27 @@ def test_a_task_that_cannot_be_is_too(
 ) -> None:
     assert _end(role, main, monkeypatch) == 2
     message_text = capsys.readouterr().err
-    assert message_text.startswith('rrl: [task] dataset = "no_such_dataset": ')
+    assert message_text.startswith('rrl: [task] dataset: "no_such_dataset" is not a dataset of reasoning-gym')
     assert message_text.count("\n") == 1
+
+
+def test_configuration_that_vllm_refuses_on_one_node_is_not_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another node may have the driver that vLLM misses on this one."""
+
+    def refuse(*args: object, **given: object) -> None:
+        raise config.InvalidEngineConfig("vLLM finds no device")
+
+    monkeypatch.setattr(config, "configure", refuse)
+    monkeypatch.setattr(config, "set_environment", lambda threads: None)
+    monkeypatch.setattr(end_report, "_report", lambda report: pytest.fail(str(report)))
+    me = MagicMock(job=MagicMock(rollout=RolloutSettings(), seed=0))
+    me.launch.incarnation = Incarnation(ReplicaId("rollout/0"), 1)
+    with pytest.raises(SystemExit) as ended:
+        rollout_main._vllm(me, ModelSpec(path="/a/model", max_length=8), MagicMock(), MagicMock())
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "rrl: vLLM finds no device\n"
 
 
 def test_store_log_of_another_format_is_one_line_and_exit_code_2(

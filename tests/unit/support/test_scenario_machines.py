@@ -128,6 +128,18 @@ def test_what_the_site_expects_of_nodes_is_judged(tmp_path: Path) -> None:
     assert played(tmp_path, f'[expect]\ndriver = "999"\n{truth}').outcomes[0].in_time
 
 
+def test_a_node_is_read_at_full_pace_from_an_event_that_follows_another(tmp_path: Path) -> None:
+    slow = event("mount", "set = {used = 0.5}", at="1min", who="n6")
+    down = event("port", 'set = {state = "DOWN"}\nafter = "mount"', at="380s")
+    judge = readings(tmp_path, slow + down)
+    first = next(reading.at - UPTIME for node, reading in judge.readings if node == "n4" and _has_a_port_down(reading))
+    assert 439.0 <= first <= 446.0
+
+
+def _has_a_port_down(reading: Reading) -> bool:
+    return isinstance(reading.data, FabricData) and any(port.state == "DOWN" for port in reading.data.ports)
+
+
 # ── who has what ─────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_two_on_one_node_have_gpus_of_their_own(tmp_path: Path) -> None:
     judge = readings(tmp_path, '[roles.rollout]\nreplicas = 2\ngpus = 4\non = ["n3", "n3"]\n')
@@ -144,8 +156,16 @@ def test_foreign_process_on_spare_gpus_is_reported_before_a_role_starts(tmp_path
 
 
 def test_a_role_keeps_its_default_replicas_where_another_key_is_given(tmp_path: Path) -> None:
-    roles = roles_of(scenario(tmp_path, "[roles.rollout]\ngpus = 4\n[roles.judge]\ngpus = 1\n"))
-    assert (roles["rollout"].replicas, roles["judge"].replicas) == (3, 1)
+    own = '[roles.sandbox]\ngpus = 1\n[[roles.sandbox.rhythm]]\nphase = "runs"\nlasts = "9s"\n'
+    roles = roles_of(scenario(tmp_path, f"[roles.rollout]\ngpus = 4\n{own}"))
+    assert (roles["rollout"].replicas, roles["sandbox"].replicas) == (3, 1)
+
+
+def test_a_role_keeps_its_default_first_phases_where_a_rhythm_is_given(tmp_path: Path) -> None:
+    rhythm = '[[roles.trainer.rhythm]]\nphase = "train"\nlasts = "9s"\n'
+    given, removed = (roles_of(scenario(tmp_path, text + rhythm)) for text in ("", "[roles.trainer]\nonce = []\n"))
+    assert [phase.phase for phase in given["trainer"].once or ()] == ["checkpoint", "publish"]
+    assert removed["trainer"].once == ()
 
 
 # ── lives ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -216,6 +236,19 @@ def test_an_exact_truth_is_found_by_the_rank_that_it_names(tmp_path: Path) -> No
         (event("xid", 'xid = 31\nage = "2h"'), "event.0.age: is of lines that are in the log from the beginning"),
         ('[roles.rollout]\nrhythm = ["generate"]\n', "roles.rollout.rhythm.0: must be a table"),
         ("[expect]\ngpu = 8\n", "what can be expected of a node"),
+        ("[roles.store]\nstarts = '9s'\n", 'roles.store: there is no default role store; did you mean "trajectories"?'),
+        ("[roles.trainers]\ngpus = 4\n", 'there is no default role trainers; did you mean "trainer"?'),
+        ("[roles.sandbox]\ngpus = 4\n", "one of your own needs [[roles.sandbox.rhythm]]"),
+        ("[phases.generat]\nlongest = '9s'\n", 'phases.generat: no role has a phase generat; did you mean "generate"?'),
+        (event("kernel", 'text = "mlx5_core: the link has gone"'), "event.0.text: rrl's reader of the kernel log"),
+        (event("kernel"), "event.0.do: rrl's reader of the kernel log ignores a line without text"),
+        (event("kernel", 'text = "NVRM: Xid (PCI:0000:1b:00): 79, x"'), 'do = "xid", xid = 79'),
+        (event("port", 'set = {state = "Down"}'), 'state knows no Down; did you mean "DOWN"?'),
+        (event("port", 'set = {physical = "linkup"}'), 'physical knows no linkup; did you mean "LinkUp"?'),
+        (event("port", 'set = {link_layer = "RoCE"}'), "it has InfiniBand, Ethernet"),
+        (CRASH + CRASH + event("cut", 'after = "first"'), "event.2.after: several events are called first"),
+        (event("cut", 'name = "a"\nafter = "b"') + event("cut", 'name = "b"\nafter = "a"'),
+         "event.0.after: a, b come after each other, so none of them comes"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_line_that_says_where_and_what_is_right(tmp_path: Path, text: str, expected_text: str) -> None:

@@ -43,7 +43,7 @@ def end_of(stage: Stage) -> End:
     assert state.number == stage.steps, stage.logs()
     model = build_model(stage.job.model, VOCABULARY, seed=99)
     student = Learner(model, harness.settings(), steps=stage.steps, temperature=1.0)
-    Checkpoints(stage.lab.run, 1000, retained=2).read(state.manifest, student)
+    Checkpoints(stage.lab.run).read(state.manifest, student)
     folder = stage.lab.run.path / state.manifest["folder"]
     return End(student.tensors(), [(folder / f"rank-{rank}.msgpack").read_bytes() for rank in range(stage.world)])
 

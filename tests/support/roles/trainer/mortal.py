@@ -8,16 +8,17 @@ import random
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
 
-from rrl.core.launch import LAUNCH_ENV
+from rrl.core.launch import LAUNCH_ENV, read_launch
 from rrl.roles.snapshots.format import SnapshotError
 from rrl.roles.trainer import checkpoint, main, process_group
 from rrl.roles.trainer.async_saver import AsyncSaver
-from rrl.roles.trainer.checkpoint import Checkpoints, Written
+from rrl.roles.trainer.checkpoint import Written
 from rrl.roles.trainer.learner import Learner
 from rrl.roles.trainer.process_group import Gang
 from rrl.roles.trajectories.types import Batch
@@ -34,6 +35,8 @@ def play(launch_file: str, log: str, moment: str, step: int, dies: bool, seed: i
     torch.manual_seed(seed)
     numpy.random.seed(seed)
     random.seed(seed)
+    if read_launch(Path(launch_file)).gpus:
+        _compute_deterministically()
     _mark_with_chance()
     if moment == SEALED:
         _once_it_is_sealed(step, dies)
@@ -46,6 +49,14 @@ def play(launch_file: str, log: str, moment: str, step: int, dies: bool, seed: i
 def _die() -> None:
     sys.stdout.flush()
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _compute_deterministically() -> None:
+    """Choose kernels on the GPU that give the same bits each time: some of the fast ones add in any order."""
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # what torch asks for; read when cuBLAS is first used
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cuda.enable_flash_sdp(False)
+    torch.backends.cuda.enable_mem_efficient_sdp(False)
 
 
 def _mark_with_chance() -> None:
@@ -124,7 +135,14 @@ def _before_the_commit(step: int) -> None:
 
 
 def _after_the_commit(step: int) -> None:
-    _before(Checkpoints, "on_committed", lambda self, folder: folder.name.startswith(f"step-{step}."))
+    commit = Worker.commit
+
+    def wrapped(me: Worker, number: int, *words: Any) -> None:
+        commit(me, number, *words)
+        if number == step:
+            _die()
+
+    Worker.commit = wrapped  # type: ignore
 
 
 SEALED = "once it is sealed"

@@ -80,15 +80,16 @@ class Stage:
     Args:
         snapshots: Whether each node, and one more, has a snapshot server.
         model: Table ``[model]`` of job.toml, instead of the small model that is built.
+        gpus: GPUs of each member, which are those of this machine; 0: they compute on the CPU.
         trainer: Further keys of ``[roles.trainer]``.
     """
 
     def __init__(
         self, path: Path, processes: ForkServerContext, *, world: int, steps: int, snapshots: bool = False,
-        uncommitted: int = 1, model: dict[str, Any] | None = None, **trainer: Any,
+        uncommitted: int = 1, model: dict[str, Any] | None = None, gpus: int = 0, **trainer: Any,
     ) -> None:  # fmt: skip
         self.lab = Lab(path)
-        self.world, self.steps = world, steps
+        self.world, self.steps, self._gpus = world, steps, gpus
         self._processes = processes
         settings = {"ranks": world, "snapshots": snapshots, "uncommitted": uncommitted, **trainer}
         self.job = _job(steps, model or _BUILT, settings)
@@ -172,6 +173,8 @@ class Stage:
     def _start(self, incarnation: Incarnation, moment: str, step: int, dies: bool) -> ForkServerProcess:
         node = f"n{rank_of(incarnation.replica)}"
         launch = self.lab.launch(replica=incarnation.replica, number=incarnation.number, node=node)
+        launch = msgspec.structs.replace(launch, gpus=self._gpus)
+        write_atomically(self.lab.run.launch_file(launch.tag), msgspec.json.encode(launch))
         file, log = str(self.lab.run.launch_file(launch.tag)), str(self._log(incarnation))
         words = file, log, moment, step, dies, incarnation.number
         process = self._processes.Process(target=mortal.play, args=words, daemon=True)

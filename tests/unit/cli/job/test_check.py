@@ -1,5 +1,5 @@
 """``rrl check`` and what ``rrl submit`` asks of Slurm first. Slurm's commands are scripts here: what the real ones say
-is in tests/unit/manager/bootstrap/test_preflight.py."""
+is in tests/unit/manager/bootstrap/test_preflight.py. The task of a job is tried in test_task_check.py."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ class Site:
 
     def run(self, command: str, *options: str, extra: str = "") -> int:
         self.job.write_text(JOB.replace('"local"', '"slurm"') + extra)
-        return main.run([command, str(self.job), *options])
+        no_task = ("--no-task",) if command == "check" else ()
+        return main.run([command, str(self.job), *no_task, *options])
 
 
 @pytest.fixture
@@ -60,7 +61,9 @@ def test_check_shows_every_script_the_managers_job_and_the_most_that_the_run_can
     for words in ("#SBATCH --partition=main\n", "dependency = singleton\n", "'no-requeue': True", "2 to start; "):
         assert words in shown
     assert "limits  none that hold for this user and these options" in shown
-    assert shown.endswith("is right; nothing was submitted\n")
+    assert shown.endswith(
+        " is right as far as it was checked: its task was not tried (--no-task); nothing was submitted\n"
+    )
     assert reported == ""
     assert not site.runs.exists()
 
@@ -69,7 +72,7 @@ def test_each_form_shows_its_scripts_once(site: Site, capsys: pytest.CaptureFixt
     for form, titles in (("replica", 3), ("hetjob", 1)):
         text = JOB.replace('kind = "local"', f'kind = "slurm"\nform = "{form}"')
         site.job.write_text(text.replace('form = "hetjob"', 'form = "hetjob"\none_node_components = true'))
-        assert main.run(["check", str(site.slurm().job)]) == 0
+        assert main.run(["check", "--no-task", str(site.slurm().job)]) == 0
         shown = capsys.readouterr().out
         assert shown.count("── allocation (sbatch") == titles
         assert shown.count("#SBATCH hetjob\n") == (2 if form == "hetjob" else 0)
@@ -80,7 +83,7 @@ def test_check_shows_the_ranks_of_a_gang_its_nodes_and_how_many_are_kept_warm(
     site: Site, capsys: pytest.CaptureFixture[str]
 ) -> None:
     site.job.write_text(JOB + "[roles.trainer]\nranks = 3\nranks_per_node = 2\n")
-    assert main.run(["check", str(site.job)]) == 0
+    assert main.run(["check", "--no-task", str(site.job)]) == 0
     shown = capsys.readouterr().out
     assert "trainer       1 x 3 ranks, 2 on a node, each (1 cpus, 0 gpus, 1024 MiB, 2 nodes of their own)" in shown
     assert ("warm standby  at most 9: beside the trainer, on 1 of the spares, on 2 of the rollouts' nodes; once a step"
@@ -89,14 +92,14 @@ def test_check_shows_the_ranks_of_a_gang_its_nodes_and_how_many_are_kept_warm(
 
 def test_check_shows_on_how_many_spares_a_rollout_is_kept_ready(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
     site.job.write_text(JOB.replace("replicas = 2", "replicas = 2\nwarm = true"))
-    assert main.run(["check", str(site.job)]) == 0
+    assert main.run(["check", "--no-task", str(site.job)]) == 0
     shown = capsys.readouterr().out
     assert "warm rollout  at most 1: on 1 of the spares, its engine running; once a step is committed" in shown
 
 
 def test_check_says_which_pipe_weights_would_move_over(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
     site.job.write_text(JOB + '[transport]\nweights = "tcp"\n')
-    assert main.run(["check", str(site.job)]) == 0
+    assert main.run(["check", "--no-task", str(site.job)]) == 0
     assert "over tcp: the job requests tcp\n" in capsys.readouterr().out
 
 
@@ -134,10 +137,10 @@ def test_ucx_over_tcp_on_a_network_that_is_not_trusted_is_refused_in_one_line(
         assert "trusted_network = true" in lines[0]
     assert not site.runs.exists()
     monkeypatch.setattr(check, "detect_capabilities", lambda: Capabilities(here.packages, ("mlx5_0:1",)))
-    assert main.run(["check", str(site.job)]) == 0
+    assert main.run(["check", "--no-task", str(site.job)]) == 0
     monkeypatch.setattr(check, "detect_capabilities", lambda: here)
     site.job.write_text(JOB + asked + "trusted_network = true\n")
-    assert main.run(["check", str(site.job)]) == 0
+    assert main.run(["check", "--no-task", str(site.job)]) == 0
     capsys.readouterr()
     assert site.slurm().run("check", extra=asked) == 0, "compute nodes may have RDMA ports that a login node lacks"
     assert "there is no active RDMA port on this machine; it must on the nodes" in capsys.readouterr().err
@@ -155,7 +158,7 @@ def test_missing_vllm_is_reported_before_the_start(
         assert capsys.readouterr().err.endswith(f"{site.job}:17: roles.rollout.engine: vllm is not installed; {fix}\n")
     assert not site.runs.exists()
     site.slurm().job.write_text(text.replace('"local"', '"slurm"'))
-    assert main.run(["check", str(site.job)]) == 0
+    assert main.run(["check", "--no-task", str(site.job)]) == 0
     warning = 'roles.rollout.engine = "vllm": vllm is not installed on this machine; it must be on the nodes'
     assert capsys.readouterr().err == f"rrl: warning: {warning}\n"
 
@@ -172,11 +175,11 @@ def test_argument_unknown_to_the_installed_vllm_is_reported_before_the_start(
         where = f"{site.job}:18: roles.rollout.vllm.tensor_paralel_size"
         assert capsys.readouterr().err.endswith(f"{where}: {reported}\n")
     site.slurm().job.write_text(text.replace('"local"', '"slurm"'))
-    assert main.run(["check", str(site.job)]) == 0
+    assert main.run(["check", "--no-task", str(site.job)]) == 0
     where = "roles.rollout.vllm.tensor_paralel_size"
     assert capsys.readouterr().err == f"rrl: warning: {where}: {reported}; that of the nodes must\n"
     site.job.write_text(text.replace("paralel", "parallel"))
-    assert main.run(["check", str(site.job)]) == 0
+    assert main.run(["check", "--no-task", str(site.job)]) == 0
 
 
 def test_check_as_json_has_the_warnings_too(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
@@ -238,7 +241,7 @@ def _with_model(more: str = "") -> str:
 def test_a_models_folder_is_looked_at_where_the_job_is_checked(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
     folder = model_folders.make(site.job.parent / "m", 128)
     site.job.write_text(_with_model())
-    assert main.run(["check", str(site.job)]) == 0
+    assert main.run(["check", "--no-task", str(site.job)]) == 0
     assert f'path = "{folder}"' in capsys.readouterr().out
     for name, content, reported in [
         ("tokenizer_config.json", "{}", f"11: model.chat: {str(folder)!r} has no chat template; remove chat = true, or"
@@ -290,10 +293,10 @@ def test_a_model_that_cannot_be_trained_is_refused_before_a_queue_is_waited_in(
 ) -> None:
     folder = model_folders.make(site.job.parent / "m", 128)
     site.job.write_text(_with_model("max_length = 64\n"))
-    assert main.run(["check", str(site.job)]) == 0
+    assert main.run(["check", "--no-task", str(site.job)]) == 0
     capsys.readouterr()
     (folder / name).write_text(content)
-    assert main.run(["check", str(site.job)]) == 2
+    assert main.run(["check", "--no-task", str(site.job)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert f"model.{expected_text.replace('{m}', str(folder), 2) if '{m}' in expected_text else expected_text}" in line
 
@@ -304,10 +307,10 @@ def test_a_model_that_is_not_here_is_refused_only_where_the_roles_run_here(
     """A node's own disk, or a container, may have it."""
     site.job.write_text(_with_model())
     missing = str(site.job.parent / "m")
-    assert main.run(["check", str(site.job)]) == 2
+    assert main.run(["check", "--no-task", str(site.job)]) == 2
     assert f"10: model.path: {missing!r} does not exist; name a folder with config.json" in capsys.readouterr().err
     site.slurm().job.write_text(_with_model().replace('kind = "local"', 'kind = "slurm"'))
-    assert main.run(["check", str(site.job)]) == 0
+    assert main.run(["check", "--no-task", str(site.job)]) == 0
     assert f"rrl: warning: model.path = {missing!r} does not exist on this machine; it must on the nodes" in (
         capsys.readouterr().err
     )

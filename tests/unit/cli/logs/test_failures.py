@@ -60,7 +60,7 @@ def test_each_failure_is_shown_with_what_was_found_and_the_last_lines_before_it(
 01-15 08:00:43.000 rollout/0#1 on n3 failed
     its step ended: signal 9 (SIGKILL), signalled
     exit_record: step: its step ended by signal 9 (SIGKILL)
-    exit_record: step: killed by signal 9
+    killed by signal 9
   | 01-15 08:00:39.000 line 39
   | 01-15 08:00:40.000 torch.OutOfMemoryError: CUDA out of memory
     then: restart in place; rollout/0#2 was working 4.8 s later

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from rrl.cli import main
-from rrl.cli.run.manager_liveness import INTERRUPTED, UNKNOWN, SlurmJobs, judge
+from rrl.cli.run.manager_liveness import INTERRUPTED, UNATTENDED, UNKNOWN, SlurmJobs, judge
 from rrl.core.run_dir import RUNS_ENV, RunDir
 from rrl.manager.cluster.base import AllocationState
 from rrl.manager.cluster.slurm.parsing import Job
@@ -79,7 +79,7 @@ def test_a_run_of_which_slurm_knows_no_job_is_interrupted_and_says_how_it_goes_o
 
 def test_a_run_with_nodes_and_no_manager_job_goes_on() -> None:
     found = judge(Story(RUN).works().recorded(), GONE, SlurmJobs((job("pool"),)))
-    assert (found.standing, str(found)) == ("", f"{GONE}; the roles go on. Start one: rrl manage {RUN}")
+    assert (found.standing, str(found)) == (UNATTENDED, f"{GONE}; the roles go on. Start one: rrl manage {RUN}")
 
 
 def test_a_job_of_another_run_whose_name_begins_alike_does_not_count() -> None:
@@ -91,9 +91,28 @@ def test_a_manager_that_waits_in_the_queue_is_named_with_slurms_reason() -> None
     waiting = job("manager", AllocationState.PENDING, "PENDING: Priority")
     found = judge(Story(RUN).works().recorded(), GONE, SlurmJobs((job("pool"), waiting)))
     assert found.advice == "the next manager waits in Slurm's queue: job 12 (PENDING: Priority)"
-    assert found.standing == ""
+    assert found.standing == UNATTENDED
     alone = judge(Story(RUN).works().recorded(), GONE, SlurmJobs((waiting,)))
-    assert (alone.note, alone.standing) == (f"{GONE}; no nodes are held", ""), "it is about to take over"
+    assert (alone.note, alone.standing) == (f"{GONE}; no nodes are held", UNATTENDED)
+
+
+def test_a_run_whose_manager_job_runs_is_not_called_unattended() -> None:
+    found = judge(Story(RUN).works().recorded(), "silent for 40 s", SlurmJobs((job("pool"), job("manager"))))
+    assert (found.standing, found.advice) == ("", "its job 12 is running")
+
+
+def test_status_and_list_of_a_local_run_without_a_manager_say_unattended(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Story(RUN).works().written(root)
+    assert main.run(["status"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"{RUN}  ● unattended   step 12/40")
+    assert f"manager  none is running; the roles go on. Start one: rrl manage {RUN}" in shown
+    assert main.run(["status", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["standing"] == UNATTENDED
+    assert main.run(["list"]) == 0
+    assert "unattended" in capsys.readouterr().out
 
 
 def test_where_slurm_cannot_be_asked_the_standing_is_unknown() -> None:

@@ -29,11 +29,13 @@ class Ended:
     """A run that failed at step 12 of 40, as ``rrl submit`` and its manager left it; ``started``: resumed so often.
     ``starts`` is what a start of its manager does; one that begins puts the new job in place."""
 
-    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(
+        self, root: Path, monkeypatch: pytest.MonkeyPatch, outcome: Outcome = Outcome.FAILED, why: str = "no time left"
+    ) -> None:
         monkeypatch.setenv(RUNS_ENV, str(root / "runs"))
         self.job = root / "job.toml"
         self.job.write_text(JOB.replace("steps = 10", "steps = 40"))
-        printed = Story(RUN, job_view()).works().ends(Outcome.FAILED, "the walltime ends").written(root / "runs")
+        printed = Story(RUN, job_view()).works().ends(outcome, why).written(root / "runs")
         job = load_job(self.job)
         made = create(job, resolve(job, "python"), self.job)
         for path in (made.job_toml, made.resolved, made.run_spec, made.keys):
@@ -158,12 +160,16 @@ def test_who_was_overtaken_by_another_resume_that_works_already_starts_nothing(e
     assert (ended.everything(), ended.started) == (before, 0)
 
 
+COMMITTED = f"{RUN} has committed 12 steps already; to train more: --steps with more than 12"
+
+
 @pytest.mark.parametrize(
     ("options", "why"),
     [
         (("--walltime", "0s"), '--walltime: must be more than 0, not "0s"'),
         (("--walltime", "8"), "--walltime: '8' is not a duration; write for example"),
-        (("--steps", "12"), f"{RUN} has committed 12 steps, and run.steps is 12; give --steps with more"),
+        (("--steps", "12"), COMMITTED),
+        (("--steps", "10"), COMMITTED),
         (("--steps", "0"), "Invalid value for '--steps'"),
     ],
 )
@@ -171,6 +177,13 @@ def test_what_cannot_be_meant_is_refused_and_nothing_is_changed(
     ended: Ended, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], why: str
 ) -> None:
     assert ended.refuses(capsys, *options).startswith(f"rrl: {why}")
+
+
+def test_fewer_steps_than_a_complete_run_has_are_refused_with_the_true_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    complete = Ended(tmp_path, monkeypatch, Outcome.COMPLETED, "step 12 of 12 is committed")
+    assert complete.refuses(capsys, "--steps", "10") == f"rrl: {COMMITTED}\n"
 
 
 def test_a_walltime_that_a_role_does_not_fit_into_is_refused(ended: Ended, capsys: pytest.CaptureFixture[str]) -> None:

@@ -107,7 +107,7 @@ def test_a_run_that_may_still_be_begun_is_not_rejected(
     squeue(tmp_path, monkeypatch, answer)
     submitted_to_slurm(root, jobs=jobs)
     assert main.run(["status"]) == 0
-    assert "has not started yet" in capsys.readouterr().out
+    assert "its manager is starting" in capsys.readouterr().out
     assert main.run(["list", "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)
     assert (row["outcome"], row["standing"]) == (None, "submitted")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +12,17 @@ import pytest
 
 from rrl.cli import main
 from rrl.cli.job import check
+from rrl.cli.run.status import metrics_failure
 from rrl.config.job import resolve as resolving
 from rrl.config.job.schema import Job
 from rrl.core.run_dir import HISTORY_ENV, RUNS_ENV, RunDir
-from rrl.core.run_spec import RunSpec
+from rrl.core.run_spec import HealthSpec, RunSpec
+from rrl.core.types import Outcome
 from rrl.manager.bootstrap import start as starting
 from rrl.manager.bootstrap.preflight import Problem
 from rrl.manager.bootstrap.preview import preview
 from rrl.manager.cluster.slurm.limits import JobLimits
+from rrl.tests.support.cli.story import Story, job_view
 from rrl.tests.support.job_toml import JOB
 
 SLURM = JOB.replace('kind = "local"', 'kind = "slurm"\nform = "hetjob"\none_node_components = true')
@@ -72,3 +77,54 @@ def test_submit_resolves_once_and_passes_one_run_spec_on(
     assert passed.keys() == expected
     assert all(spec == passed["start"] for spec in passed.values())
     assert passed["start"].health.history == "/site/history"
+
+
+def submission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, extra: str) -> list[str]:
+    """Return the command that submits a local job with ``extra`` tables; no manager is started."""
+    monkeypatch.setenv(RUNS_ENV, str(tmp_path / "runs"))
+    monkeypatch.setattr(starting, "start_manager", lambda run, spec: "")
+    (tmp_path / "job.toml").write_text(f"{JOB}\n{extra}")
+    return ["submit", str(tmp_path / "job.toml")]
+
+
+@pytest.mark.parametrize("how", [(), ("--foreground",)], ids=["background", "foreground"])
+def test_submit_on_a_network_that_is_not_there_is_rejected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], how: tuple[str, ...]
+) -> None:
+    command = submission(tmp_path, monkeypatch, '[transport]\nnetwork = "ib77"')
+    assert main.run([*command, *how]) == 2
+    reported = capsys.readouterr().err
+    assert reported.startswith(
+        f"rrl: {tmp_path}/job.toml:26: transport.network: no interface ib77 with an IPv4 address"
+    )
+    assert reported.count("\n") == 1
+    assert not (tmp_path / "runs").exists()
+
+
+def test_submit_warns_of_a_taken_metrics_port(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        command = submission(tmp_path, monkeypatch, f'[health]\nmetrics = "{address}"')
+        assert main.run(command) == 0
+    warning = f"metrics will not be served at {address}: the port is taken; the run goes on without them"
+    assert f"rrl: warning: {warning}\n" in capsys.readouterr().err
+    assert main.run(command) == 0
+    assert "metrics" not in capsys.readouterr().err
+
+
+def test_status_says_why_metrics_are_not_served_until_the_run_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(RUNS_ENV, str(tmp_path))
+    job = msgspec.structs.replace(job_view(), health=HealthSpec(metrics="127.0.0.1:9464"))
+    story = Story("small-7", job).works()
+    run = story.written(tmp_path)
+    run.metrics_failure.write_text("not served at 127.0.0.1:9464: Address already in use\n")
+    assert main.run(["status"]) == 0
+    assert "metrics of the manager: not served at 127.0.0.1:9464: Address already in use" in capsys.readouterr().out
+    assert main.run(["status", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["metrics_failure"] == "not served at 127.0.0.1:9464: Address already in use"
+    assert metrics_failure(run, story.ends(Outcome.COMPLETED, "all steps are done").recorded()) == ""

@@ -10,16 +10,19 @@ import pytest
 from rrl.cli.common.runs import summary_of
 from rrl.cli.views.formatting import bar, curve, folded, span, stage
 from rrl.cli.views.status import one_line, standing, status_view
-from rrl.cli.views.summary import runs_view, summary_view
-from rrl.core.types import NodeName, Outcome, Version
-from rrl.manager.model.actions import Exclude, Why
+from rrl.cli.views.summary import next_steps_view, runs_view, summary_view
+from rrl.core.launch import ExitReason
+from rrl.core.types import NodeName, Outcome, ReplicaId, Version
+from rrl.manager.model.actions import Exclude, Fence, RestartAll, Rung, Why
 from rrl.manager.model.events import (
     CommandReceived,
     Decided,
     FindingChanged,
     Joined,
     NoteChanged,
+    RunEnded,
     StepCommitted,
+    StepEnded,
     VersionAvailable,
 )
 from rrl.tests.support.cli.story import BEGAN, NODES, REPLICAS, Story, completed, job_view
@@ -71,6 +74,22 @@ def gang() -> Story:
     return story.record(Decided(Exclude(NodeName("n1"), Why(("asked by ada",)))))
 
 
+def drained() -> Story:
+    """A rollout that was killed and came back, and whose node a user then drained."""
+    story = Story().works().recovers("rollout/1").wait(60)
+    story.drains("rollout/1")
+    story.launches("rollout/1", "n5").wait(3).joins("rollout/1", "generate")
+    return story
+
+
+def ending() -> Story:
+    """A rollout that was killed and came back; all steps are committed, and one process has ended already."""
+    story = Story("small-20261120-064114").works().recovers("rollout/0").wait(5)
+    story.stops(Outcome.COMPLETED, "step 12 of 12 is committed")
+    reward = story.recorded().replica(ReplicaId("reward/0"))
+    return story.record(StepEnded(reward.incarnation, f"{story.run}.reward-0.1", 0, None, ExitReason.STOPPED))
+
+
 SCENES: dict[str, Callable[[], Story]] = {
     "pending": lambda: Story().requests_nodes("Priority").wait(3),
     "starting": starting,
@@ -80,6 +99,8 @@ SCENES: dict[str, Callable[[], Story]] = {
     "node_lost": node_lost,
     "crowded": crowded,
     "gang": gang,
+    "drained": drained,
+    "ending": ending,
     "completed": completed,
     "failed": lambda: Story().works().ends(Outcome.FAILED, "5 restarts of rollout/0 within 600 s"),
 }
@@ -94,12 +115,76 @@ def test_the_status_of_a_run_looks_as_kept(scene: str, width: int) -> None:
     matches_stored(f"status_{scene}_{width}", text)
 
 
+def test_replicas_stopped_with_the_run_are_not_shown_as_lost() -> None:
+    story = ending()
+    shown = drawn(status_view(story.recorded(), story.now, 80), 80)
+    assert "the run continues without it" not in shown
+    assert "↻ rollout/0  failed on n3" in shown
+    rows = {line.split()[0]: line.split()[3] for line in shown.splitlines() if "#" in line and "↻" not in line}
+    assert rows.items() >= {"trainer/0": "stopping", "rollout/0": "stopping", "reward/0": "stopped"}.items()
+    retired = just_lost()
+    retired.record(Decided(Fence(retired.incarnation("rollout/0"), Rung.DEGRADED, Why(("it fails",)))))
+    assert "the run continues without it; failed on n3" in drawn(status_view(retired.recorded(), retired.now, 80), 80)
+
+
+def test_a_drained_replica_is_not_blamed_on_its_older_failure() -> None:
+    story = drained()
+    lines = drawn(status_view(story.recorded(), story.now, 120), 120).splitlines()
+    assert lines[-2:] == [
+        "↻ rollout/1  #3 works on n5; stopped on n4 4s ago: n4 is to be drained, asked by ada: new fan",
+        "↻ rollout/1  replaced; failed on n4 1m08s ago: killed by signal 9",
+    ]
+    assert "excluded  n4 3s ago: asked by ada: new fan" in lines
+
+
+def test_a_node_to_be_drained_is_named_with_the_reason() -> None:
+    story = Story().works().record(CommandReceived("drain", "ada", "c1", target="n4", reason="new fan"))
+    assert "drain    n4, asked by ada: new fan" in drawn(status_view(story.recorded(), story.now, 80), 80)
+
+
+def test_a_restart_of_the_whole_run_is_one_line() -> None:
+    story = Story().works()
+    story.loses("rollout/0")
+    why = Why(("killed by signal 9",), Rung.FULL_RESTART)
+    fences = tuple(
+        Fence(story.incarnation(id), Rung.FULL_RESTART, why, charged=id == "rollout/0")
+        for id in ("trajectories/0", "trainer/0", "rollout/0", "rollout/1")
+    )
+    story.record(Decided(RestartAll(why, fences)))
+    lines = [line for line in drawn(status_view(story.recorded(), story.now, 80), 80).splitlines() if "↻" in line]
+    assert lines == ["↻ rollout/0  to be launched again; failed on n3 0s ago: killed by signal 9"]
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_the_newest_failure_and_finding_are_shown_to_their_ends(width: int) -> None:
+    story = Story().works()
+    cause = "exited with code 1: " + "a" * 40 + " TypeError: Expected state_dict to be dict-like"
+    story.loses("rollout/0", cause)
+    story.wait(1).fences("rollout/0", cause).loses("rollout/1", cause)
+    shown = " ".join(drawn(status_view(story.recorded(), story.now, width), width).split())
+    assert shown.count("to be dict-like") == 2
+    huge = drawn(status_view(Story().works().fences("rollout/0", "x" * 10000).recorded(), BEGAN, width), width)
+    assert len(huge.splitlines()) < 40, "a huge text leaves room for the rest of the view"
+
+
+def test_the_reason_for_the_end_is_shown_in_full_while_and_after_the_run_ends() -> None:
+    why = (
+        "12 restarts of rollout/0 within 600 s; TypeError: Expected state_dict to be dict-like; rrl logs small --failed"
+    )
+    stopping, ended = Story().works().stops(Outcome.FAILED, why), Story().works().ends(Outcome.FAILED, why)
+    ended.record(RunEnded(Outcome.FAILED, f"{why}; rrl resume small goes on from step 12"))
+    for story, shown in ((stopping, why), (ended, f"{why}; rrl resume small goes on from step 12")):
+        assert shown in " ".join(drawn(status_view(story.recorded(), story.now, 80), 80).split())
+
+
 def test_a_note_about_the_manager_takes_the_place_of_its_line() -> None:
     story = Story().works()
     text = drawn(status_view(story.recorded(), story.now, 100, ["silent for 40 s", "job 7 waits"]), 100)
     assert "manager  silent for 40 s" in text
     assert "         job 7 waits" in text
     assert "epoch" not in text
+    note = "none is running; the roles go on. Start one: rrl manage quickstart-1123-035950-e6eb"
+    assert note in " ".join(drawn(status_view(story.recorded(), story.now, 80, [note]), 80).split())
 
 
 def test_the_same_state_gives_the_same_picture() -> None:
@@ -138,6 +223,23 @@ def test_the_summary_of_a_run_looks_as_kept(tmp_path: Path) -> None:
     summary = summary_of(completed().written(tmp_path))
     assert summary is not None
     matches_stored("summary", drawn(summary_view(summary | {"run_dir": "/runs/small"}), 100))
+
+
+@pytest.mark.parametrize(
+    ("outcome", "commands"),
+    [
+        ("completed", ["checkpoints/ in this folder", "rrl logs x", "rrl resume x --steps 80", "rrl list"]),
+        ("cancelled", ["checkpoints/ in this folder", "rrl logs x", "rrl resume x", "rrl list"]),
+        ("failed", ["checkpoints/ in this folder", "rrl logs x --failed", "rrl resume x", "rrl list"]),
+        ("rejected", ["checkpoints/ in this folder", "rrl logs x --failed", "rrl list"]),
+    ],
+)
+def test_the_next_steps_fit_the_outcome(outcome: str, commands: list[str]) -> None:
+    shown = drawn(next_steps_view({"run": "x", "outcome": outcome, "steps": 12}, 40, True), 80).splitlines()
+    assert [line[6:].split("  ")[0] for line in shown] == commands
+    assert (shown[0][:6], "step 12" in shown[0]) == ("next  ", True)
+    without = drawn(next_steps_view({"run": "x", "outcome": outcome, "steps": 0}, 0, False), 80)
+    assert ("checkpoints/" in without, "--steps" in without, "rrl list" in without) == (False, False, True)
 
 
 def test_a_summary_with_holes_is_shown_with_dashes() -> None:
@@ -246,6 +348,6 @@ def test_an_exclusion_that_the_breaker_holds_back_names_node_time_reason_and_fin
     story.record(Decided(Exclude(NodeName("n4"), Why(("node_lost: silent",)))))
     story.record(FindingChanged(msgspec.structs.replace(lost, node=NodeName("n5"), since=story.now)))
     shown = drawn(status_view(story.recorded(), story.now, 180), 180)
-    assert "breaker  n5 stays in use for 8m20s: 2 of 5 nodes excluded within 600 s, and no more may be " in shown
+    assert "breaker   n5 stays in use for 8m20s: 2 of 5 nodes excluded within 600 s, and no more may be " in shown
     assert "(node_lost: manager: agent and all replicas silent for 10 s)" in shown
     assert "breaker" not in drawn(status_view(node_lost().recorded(), story.now, 180), 180)

@@ -104,3 +104,19 @@ def test_worker_api_is_imported_without_pydantic() -> None:
         check=True,
     )
     assert done.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize(
+    ("changes", "shortest"),
+    [
+        ({}, 300.0),
+        ({"task": {"function": "module:task"}}, 1800.0),
+        ({"roles": {"reward": {"command": ["./judge"]}}}, 1800.0),
+        ({"task": {"function": "module:task"}, "phases": {"score": {"shortest": "5min"}}}, 300.0),
+        ({"task": {"function": "module:task"}, "phases": {"score": {"longest": "20min"}}}, 1200.0),
+        ({"task": {"function": "module:task"}, "phases": {"score": {"longest": "2h"}}}, 1800.0),
+    ],
+)
+def test_score_by_code_of_the_user_has_time_for_a_rate_limit(changes: dict[str, Any], shortest: float) -> None:
+    job = Job.model_validate(tomllib.loads(JOB) | changes)
+    assert resolve(job, "python").limits.phase("score").shortest == shortest

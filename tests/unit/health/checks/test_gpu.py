@@ -152,14 +152,26 @@ def test_an_aggregate_that_blinks_has_not_grown_and_one_beyond_what_it_was_has()
 
 
 def test_high_rate_of_corrected_errors_warns_and_low_rate_does_not() -> None:
-    for rate, verdict in ((10, Verdict.OK), (200, Verdict.WARN)):
+    for rate, verdict in ((10, Verdict.OK), (150, Verdict.WARN)):
         node = ObservedNode()
         for second in range(120):
             node.gpus(gpu(0, ecc_volatile_corrected=rate * second))
         assert node.verdict("gpu_ecc_corrected") is verdict
-    assert node.passes(90).gpus(gpu(0, ecc_volatile_corrected=200 * 119), times=2).verdict("gpu_ecc_corrected") is (
+    assert node.passes(90).gpus(gpu(0, ecc_volatile_corrected=150 * 119), times=2).verdict("gpu_ecc_corrected") is (
         Verdict.OK
     )
+
+
+def test_corrected_errors_that_go_on_for_minutes_warn_below_the_rate() -> None:
+    node = ObservedNode()
+    for tick in range(34):
+        node.gpus(gpu(0, ecc_volatile_corrected=600 * tick)).passes(9)
+        assert node.verdict("gpu_ecc_corrected") is Verdict.OK, tick
+    for tick in range(34, 40):
+        node.gpus(gpu(0, ecc_volatile_corrected=600 * tick)).passes(9)
+    assert node.verdict("gpu_ecc_corrected") is Verdict.WARN
+    node.passes(3600).gpus(gpu(0, ecc_volatile_corrected=600 * 39), times=2)
+    assert node.verdict("gpu_ecc_corrected") is Verdict.OK
 
 
 def test_pages_retired_during_monitoring_fail_from_fifteen_on() -> None:

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from rrl.config.health_rules import Expect, Rules
-from rrl.core.types import Cause, Remedy, Verdict
+from rrl.core.types import Cause, Flag, Remedy, Verdict
 from rrl.health.readers.samples import (
     DcgmData,
     DcgmGpu,
@@ -151,6 +151,48 @@ def test_lines_of_the_kernel_log(event: KernelEvent, check: str, verdict: Verdic
     node = ObservedNode().log(event)
     assert node.verdict(check) is verdict
     assert cause is None or node.one(check).cause is cause
+
+
+NFS = line("filesystem", "nfs: server fs1 not responding, still trying", "fs1")
+STALLS = (Flag.STORAGE_STALLS,)
+
+
+def test_silent_file_server_stalls_storage_until_it_answers_or_half_an_hour_passes() -> None:
+    node = ObservedNode().log(NFS)
+    assert node.one("kernel_filesystem").flags == STALLS
+    node.passes(60).log(line("filesystem_back", "nfs: server fs2 OK", "fs2"))
+    assert node.one("kernel_filesystem").flags == STALLS, "another server"
+    node.passes(60).log(line("filesystem_back", "nfs: server fs1 OK", "fs1"))
+    assert (node.one("kernel_filesystem").flags, node.verdict("kernel_filesystem")) == ((), Verdict.WARN)
+    node.passes(60).log(NFS)
+    assert node.one("kernel_filesystem").flags == STALLS
+    node.passes(Rules().kernel.stall_window).log()
+    assert (node.one("kernel_filesystem").flags, node.verdict("kernel_filesystem")) == ((), Verdict.WARN)
+
+
+def test_local_file_system_that_gave_up_does_not_stall() -> None:
+    node = ObservedNode().log(line("filesystem", "EXT4-fs error (device sda1): ext4_lookup:1602: inode #2", "sda1"))
+    assert node.one("kernel_filesystem").flags == ()
+
+
+@pytest.mark.parametrize(("task", "flags"), [("nfsd", STALLS), ("kworker/u256:3", ())])
+def test_hung_task_stalls_storage_if_it_waits_for_storage(task: str, flags: tuple[Flag, ...]) -> None:
+    node = ObservedNode().log(line("hung_task", f"INFO: task {task}:991 blocked for more than 120 seconds."))
+    assert node.one("kernel_hung").flags == flags
+
+
+@pytest.mark.parametrize(
+    ("kernel_function", "flags"),
+    [("folio_wait_bit_common", STALLS), ("nfs_wait_bit_killable", STALLS), ("nvidia_unlocked_ioctl", ()), ("", ())],
+)
+def test_process_in_state_d_stalls_storage_if_it_waits_there(kernel_function: str, flags: tuple[Flag, ...]) -> None:
+    stuck = StuckProcess(pid=9, uid=1001, name="python", seconds=400.0, kernel_function=kernel_function)
+    assert ObservedNode().reads(host(stuck=(stuck,))).one("stuck").flags == flags
+
+
+def test_mount_that_does_not_answer_stalls_storage_at_once() -> None:
+    dead = host(mounts=(Mount(path="/scratch", answers=False, why="did not answer within 10 s", filesystem="nfs4"),))
+    assert ObservedNode().reads(dead).one("mounts").flags == STALLS
 
 
 def test_firmware_report_from_before_the_boot_does_not_fail_the_node() -> None:

@@ -50,8 +50,18 @@ def test_restored_baselines_apply_from_the_first_message() -> None:
     assert monitor.baselines() == first.baselines(), "and hands on as much"
 
 
-def test_too_few_passes_give_no_baseline() -> None:
-    assert learned(passes=2, tensor=None).baselines() == {}
+def test_first_passes_are_handed_on_before_a_usual_duration_is_known() -> None:
+    first = learned(passes=2)
+    stats = DurationStats(count=1, median=60.0, longest=60.0, longest_first_pass=60.0)
+    assert first.baselines()["trainer"].phases["train"] == stats
+    monitor = inherited(first.baselines(), ("starting", "train"))
+    view = monitor.replicas[TRAINER.replica]
+    assert (view.usual_duration, view.longest_pass) == (None, 60.0)
+    assert monitor.baselines() == first.baselines()
+
+
+def test_nothing_observed_gives_no_baseline() -> None:
+    assert HealthMonitor().baselines() == {}
 
 
 def test_phase_passed_under_earlier_manager_is_not_a_first_pass() -> None:

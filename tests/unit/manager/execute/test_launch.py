@@ -160,3 +160,16 @@ def test_role_inherits_only_named_variables_of_the_manager(run: RunDir) -> None:
     given = environment(job(), Resources(cpus=3), "/job")
     assert not [name for name in given if name.startswith(("SLURM", "OMPI", "PMI", "WANDB"))]
     assert (given["PATH"], given["OMP_NUM_THREADS"]) == ("/host/bin", "3")
+
+
+def test_role_inherits_the_folders_of_caches_except_in_a_container(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = {"TORCHINDUCTOR_CACHE_DIR": "/cache/torch", "MPLCONFIGDIR": "/cache/matplotlib"}
+    for name, folder in folders.items():
+        monkeypatch.setenv(name, folder)
+    for launcher, inherited in (("direct", folders), ("pyxis", {})):
+        run_spec = run_spec_with(launcher)
+        save_passed_env(run, run_spec)
+        env = Prepared(run, run_spec).launch.env
+        assert {name: env[name] for name in folders if name in env} == inherited

@@ -9,7 +9,7 @@ import pytest
 
 from rrl.core.launch import tag_of
 from rrl.core.run_spec import HealthSpec
-from rrl.core.types import STACKS, Cause, Evidence, Finding, Incarnation, NodeName, Remedy, ReplicaId, Verdict
+from rrl.core.types import STACKS, Cause, Evidence, Finding, Flag, Incarnation, NodeName, Remedy, ReplicaId, Verdict
 from rrl.health.detection.attribution.correlation import SILENCE_GRACE_S
 from rrl.health.detection.detectors.registry import NODE_DETECTORS
 from rrl.health.detection.pipeline import HangStacks
@@ -217,6 +217,24 @@ def test_findings_of_a_released_or_readmitted_node_are_removed(hearing: Handling
     assert hearing.state.findings == {}
 
 
+def test_storage_stall_that_an_agent_reports_reaches_the_detectors(hearing: Handling) -> None:
+    def stalled() -> bool:
+        return hearing.monitor.nodes[N1].storage_stall.stalled
+
+    mount = msgspec.structs.replace(found(detector="mounts", component="/scratch"), flags=(Flag.STORAGE_STALLS,))
+    hearing.handle(hello(mount))
+    assert stalled()
+    hearing.next_manager()
+    hearing.handler.finding_gate.restore()
+    assert stalled(), "the next manager knows it from the journal"
+    hearing.handle(hello(mount), send_finding(msgspec.structs.replace(mount, flags=())))
+    assert not stalled()
+    hearing.handle(send_finding(mount))
+    assert stalled()
+    hearing.handler.finding_gate.forget(N1)
+    assert not stalled()
+
+
 # ── settings ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_manager_detectors_report_under_their_own_names() -> None:
     assert {detector.__name__ for detector in NODE_DETECTORS} == MANAGER_DETECTORS >= {"node_down", "node_lost"}
@@ -254,15 +272,18 @@ def test_hang_is_recorded_as_a_failure_once_its_stacks_are_collected(hearing: Ha
 def test_load_of_a_step_is_attributed_to_its_incarnation(tmp_path: Path) -> None:
     tag = tag_of(RUN, ROLE)
     hearing = Handling(tmp_path, *LAUNCHED, ev.Intended(Launch(ROLE, tag, "pool", N1, WHY)))
-    recorded_loads: list[tuple[Incarnation, float, float | None]] = []
+    recorded_loads: list[tuple[Incarnation, float, float | None, bool]] = []
 
-    def load(incarnation: Incarnation, cpu: float, gpu: float | None, now: float, tensor: float | None = None) -> None:
-        recorded_loads.append((incarnation, cpu, gpu))
+    def load(
+        incarnation: Incarnation, cpu: float, gpu: float | None, now: float, tensor: float | None = None,
+        stopped: bool = False,
+    ) -> None:  # fmt: skip
+        recorded_loads.append((incarnation, cpu, gpu, stopped))
 
     hearing.monitor.on_load = load  # type: ignore[method-assign]
-    loads = (msg.Load(tag, 1.5, 0.25), msg.Load("another.step", 9.0), msg.Load(TAG, 0.1))
+    loads = (msg.Load(tag, 1.5, 0.25, stopped=True), msg.Load("another.step", 9.0), msg.Load(TAG, 0.1))
     hearing.handle(msg.AdmissionRequest(AGENT, TAG, N1, 7), hello(), msg.AgentHeartbeat(AGENT, N1, (tag,), loads))
-    assert recorded_loads == [(ROLE, 1.5, 0.25)]
+    assert recorded_loads == [(ROLE, 1.5, 0.25, True)]
 
 
 # ── more than one at once, and one manager after the other ───────────────────────────────────────────────────────────

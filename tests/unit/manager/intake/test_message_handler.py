@@ -10,7 +10,9 @@ import msgspec
 import pytest
 
 from rrl.core.launch import ExitReason, ExitRecord, tag_of
-from rrl.core.types import Incarnation, NodeName, Outcome, ProbeResult, ReplicaId, Version
+from rrl.core.run_spec import Limits
+from rrl.core.types import Incarnation, NodeName, Outcome, ProbeResult, RaisedException, ReplicaId, Version
+from rrl.health.detection.detect import detect
 from rrl.manager.cluster.base import RejectReason
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Finish, Launch
@@ -144,6 +146,30 @@ def test_unreported_end_is_read_from_its_exit_record(hearing: Handling) -> None:
     hearing.run.exit_file(STEP).write_bytes(msgspec.json.encode(record))
     asyncio.run(hearing.handler.read_exit_records())
     assert hearing.events == [ev.StepEnded(R1, STEP, None, 9, ExitReason.SIGNALED)]
+
+
+def test_exception_of_an_ended_process_reaches_its_finding_on_every_way(hearing: Handling) -> None:
+    exception = RaisedException("TypeError", "not a dict", "rollout.py:9", "abc")
+    record = ExitRecord(STEP, R1, N1, 1, None, ExitReason.EXITED, 0.0, exception=exception)
+    hearing.run.exit_file(STEP).write_bytes(msgspec.json.encode(record))
+    message = msg.StepExit(R1, STEP, 1, None, ExitReason.EXITED, exception=exception)
+
+    def restored() -> None:
+        hearing.handler.restore_step_end(R1)
+
+    before, ended = hearing.state, ev.StepEnded(R1, STEP, 1, None, ExitReason.EXITED, exception=exception)
+    for deliver in (
+        lambda: hearing.handle(message),
+        lambda: asyncio.run(hearing.handler.read_exit_records()),
+        restored,
+    ):
+        hearing.events.clear()
+        hearing.state = before
+        hearing.next_manager()
+        deliver()
+        assert hearing.events == ([] if deliver is restored else [ended])
+        [finding] = detect(hearing.monitor, Limits(), 100.0)[0]
+        assert finding.exception == exception
 
 
 # ── one process a life ─────────────────────────────────────────────────────────────────────────────────────────────

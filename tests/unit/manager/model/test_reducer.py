@@ -55,7 +55,7 @@ from rrl.manager.model.actions import (
 from rrl.manager.model.queries import open_requests, workers
 from rrl.manager.model.reduce_replicas import RETRY_PAUSE_S
 from rrl.manager.model.reducer import fold
-from rrl.manager.model.state import OrphanStep, State, Status
+from rrl.manager.model.state import OrphanStep, State, Status, UnchargedRestart
 from rrl.tests.support.manager.jobs import NODE, REWARD, ROLLOUTS, RUN, STORE, TRAINER, command, commands, job
 from rrl.tests.support.manager.world import found, lost
 
@@ -489,6 +489,7 @@ def test_moved_replica_has_no_failure_and_prefers_its_target_node() -> None:
     state = state_after(*RUNNING, ev.Decided(Fence(R1, Rung.REPLACEMENT, WHY, target_node=N2, charged=False)))
     replica = state.replicas[R1.replica]
     assert (replica.status, replica.preferred_node, replica.failures, state.recoveries) == (Status.WANTED, N2, (), 0)
+    assert replica.uncharged_restart == UnchargedRestart(state.at, N1, "; ".join(WHY.evidence))
     assert list(state.orphan_steps) == [tag_of(RUN, R1)]
 
 

@@ -116,6 +116,19 @@ def test_failure_of_any_member_restarts_its_gang_only(member: ReplicaId, warm: b
     assert {launch.standby is not None for launch in launches(world, 2)} == {warm}
 
 
+def test_restart_of_a_gang_is_recorded_for_its_first_member_only() -> None:
+    world = World(COLD).steady().warmed()
+    world.kill(M2)
+    world.steady()
+    assert [world.state.replica(id).uncharged_restart for id in MEMBERS] == [None] * 4, "its failure says it all"
+    world.happen(ev.CommandReceived("restart", "ada", "c1", target=M0))
+    world.steady()
+    assert incarnations(world) == dict.fromkeys(MEMBERS, 3)
+    restarts = [world.state.replica(id).uncharged_restart for id in MEMBERS]
+    assert restarts[0] is not None
+    assert (restarts[0].why, restarts[1:]) == ("asked by ada", [None] * 3)
+
+
 def test_members_that_fail_together_count_as_one_failure() -> None:
     world = World(COLD).steady().warmed()
     for member in MEMBERS[1:]:

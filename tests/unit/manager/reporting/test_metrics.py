@@ -309,7 +309,7 @@ def test_label_values_are_escaped() -> None:
 
 
 @pytest.mark.parametrize("address", ["taken", "no.such.host.invalid:0", "127.0.0.1:99999"])
-def test_unavailable_metrics_address_is_logged_and_harmless(
+def test_unavailable_metrics_address_is_logged_published_and_harmless(
     run: RunDir, caplog: pytest.LogCaptureFixture, address: str
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
@@ -318,6 +318,10 @@ def test_unavailable_metrics_address_is_logged_and_harmless(
         eventually(lambda: not any(one.name == "metrics" for one in threading.enumerate()))
         server.close()
     assert caplog.text.count("metrics are not served") == 1
+    assert run.metrics_failure.read_text().startswith(f"not served at {at}: ")
+    assert not run.metrics.exists()
+    MetricsServer(run, "127.0.0.1:0", list).close()
+    eventually(lambda: not run.metrics_failure.exists())
 
 
 def test_local_run_is_scraped_and_leaves_its_history(tmp_path: Path) -> None:

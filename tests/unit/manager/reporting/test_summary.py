@@ -25,7 +25,7 @@ At = tuple[float, ev.Event]
 R0, R1 = ROLLOUTS
 N1, N2, N3, N4, N5 = (NodeName(f"n{i}") for i in range(1, 6))
 NODES = {STORE: N1, REWARD: N1, TRAINER: N2, R0: N3, R1: N4}
-WHY = Why(("exit_record: step: it ended",))
+WHY = Why(("it ended",))
 FAULT = Fault("f0", FaultKind.KILL, R0, faults.FaultTrigger(step=1))
 
 
@@ -166,7 +166,7 @@ def test_recovery_of_a_rollout_has_the_duration_of_each_stage() -> None:
     assert got.faults == 1
     assert got.recoveries == [
         Recovery(
-            replica="rollout/0", incarnation=2, cause="exit_record: step: it ended", rung="restart in place",
+            replica="rollout/0", incarnation=2, cause="it ended", detector="exit_record", rung="restart in place",
             injected=True, node_before="n3", node_after="n3", detect_s=0.5, decide_s=0.1, start_s=2.0, weights_s=1.5,
             first_work_s=0.5, total_s=4.6,
         )

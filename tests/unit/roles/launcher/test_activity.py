@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from rrl.core.processes import Process
 from rrl.core.run_dir import write_atomically
+from rrl.roles.agent.load_sampler import StepLoadSampler
 from rrl.roles.launcher.activity import Usage, has_worked, usage
 from rrl.tests.support.listening_manager import Lab, eventually, lab
-from rrl.transport.messages import FirstWorkDone, Heartbeat, Hello
+from rrl.transport.messages import FirstWorkDone, Heartbeat, Hello, Load
 
 ME = (4242, 77)
 HZ = 100
@@ -37,6 +42,44 @@ def test_usage_covers_live_processes_only() -> None:
     (used,) = usage([os.getpid(), 2**22 + 1]).values()
     assert used.ticks > 0
     assert used.written > 0
+
+
+PTRACE_ATTACH = 16
+"""Request number of ptrace(2)."""
+
+
+@pytest.mark.parametrize("by_tracer", [False, True])
+def test_usage_tells_whether_a_process_is_stopped(by_tracer: bool) -> None:
+    with subprocess.Popen(["sleep", "600"]) as process:
+        try:
+            assert not one_usage(process.pid).stopped
+            if not by_tracer:
+                process.send_signal(signal.SIGSTOP)
+            elif ctypes.CDLL(None).ptrace(PTRACE_ATTACH, process.pid, 0, 0):
+                pytest.skip("this machine forbids ptrace of a child")
+            os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+            assert one_usage(process.pid).stopped
+        finally:
+            process.kill()
+
+
+def test_load_of_a_step_tells_that_a_process_is_stopped() -> None:
+    sampler = StepLoadSampler(lambda path: "tag" if path == "launch" else None)
+    with subprocess.Popen(["sleep", "600"]) as process:
+        try:
+            step = Process(process.pid, 1, 1, 1, launch="launch")
+            assert sampler.sample([step], None, 10.0) == ()
+            assert sampler.sample([step], None, 12.0) == (Load("tag", 0.0),)
+            process.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+            assert sampler.sample([step], None, 14.0) == (Load("tag", 0.0, stopped=True),)
+        finally:
+            process.kill()
+
+
+def one_usage(pid: int) -> Usage:
+    (used,) = usage([pid]).values()
+    return used
 
 
 PROGRAM = "import os, time\nwhile True: time.sleep(0.05); os.path.exists('go') and print('on', flush=True)"

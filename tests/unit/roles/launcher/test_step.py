@@ -6,13 +6,22 @@ import signal
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from rrl.config.job.resolve import resolve
+from rrl.config.job.schema import Job
 from rrl.core.launch import LAUNCH_ENV, ExitReason, ExitRecord, Launch, exit_text
 from rrl.core.processes import STEP_ENV, Process, descendants, read_process
+from rrl.core.run_dir import write_atomically
 from rrl.tests.support.listening_manager import TIMEOUT_S, Lab, eventually, lab
 from rrl.transport.messages import AdmissionRequest, Fenced, StepExit, Stop
 
+JOB = {
+    "run": {"name": "x", "steps": 1},
+    "task": {"function": "task:make"},
+    "model": {"tokenizer": {"pieces": "01"}},
+}
 SLEEP = ("sleep", "1000")
 STUBBORN = (
     sys.executable, "-c",
@@ -75,6 +84,96 @@ def test_exit_code_is_recorded_with_the_last_line(tmp_path: Path) -> None:
             )
             assert at.record(launch) == record
             assert at.log(launch) == "to the log\nand this\n"
+
+    with lab(tmp_path) as at:
+        asyncio.run(story(at))
+
+
+def python_role(at: Lab, folder: Path, *lines: str) -> Launch:
+    """Write a program of these lines, and a launch file that starts it as a role which may join the run."""
+    job = resolve(Job.model_validate(JOB), "python")
+    write_atomically(at.run.run_spec, msgspec.json.encode(job))
+    program = folder / "role.py"
+    program.write_text("\n".join(lines))
+    return at.launch(sys.executable, "-P", str(program), env={"PYTHONWARNINGS": "default::ResourceWarning"})
+
+
+def test_uncaught_exception_of_a_role_is_recorded_with_the_users_line(tmp_path: Path) -> None:
+    async def story(at: Lab) -> None:
+        async with at.manager() as manager:
+            launch = python_role(
+                at, tmp_path,
+                "import json, rrl",
+                "rrl.join()",
+                "def load(state):",
+                "    return json.loads(state)",
+                "load({})",
+            )  # fmt: skip
+            assert await at.end_of(at.start(launch)) == 1
+            report = await manager.wait_for(StepExit)
+            record = at.record(launch)
+            assert record is not None
+            assert report.exception == record.exception
+            assert record.exception is not None
+            assert (record.code, record.reason) == (1, ExitReason.EXITED)
+            message = "the JSON object must be str, bytes or bytearray, not dict"
+            assert str(record.exception) == f"TypeError: {message} ({tmp_path}/role.py:4)"
+            assert record.last_line == f"TypeError: {message}"
+
+    with lab(tmp_path) as at:
+        asyncio.run(story(at))
+
+
+def test_exit_of_a_role_for_invalid_configuration_is_a_reason_of_its_own(tmp_path: Path) -> None:
+    """The log has one line only: an event loop that is still open at the exit would add a warning (or a traceback)."""
+
+    async def story(at: Lab) -> None:
+        async with at.manager() as manager:
+            launch = python_role(
+                at, tmp_path,
+                "import rrl",
+                "from rrl.roles.end_report import exits_on_invalid_config",
+                "me = rrl.join()",
+                "with exits_on_invalid_config():",
+                "    raise ValueError('[task] has no such dataset')",
+            )  # fmt: skip
+            assert await at.end_of(at.start(launch)) == 2
+            report = await manager.wait_for(StepExit)
+            assert (report.code, report.reason) == (2, ExitReason.INVALID_CONFIG)
+            assert (report.detail, report.last_line) == ("[task] has no such dataset", "")
+            assert at.log(launch) == "rrl: [task] has no such dataset\n"
+
+    with lab(tmp_path) as at:
+        asyncio.run(story(at))
+
+
+@pytest.mark.parametrize("lines", [
+    ("import sys, rrl", "rrl.join()", "sys.stderr.write('rrl: bad\\n')", "sys.exit(2)"),
+    ("import sys, rrl", "from rrl.roles.end_report import exits_on_invalid_config", "rrl.join()",
+     "try:", "    with exits_on_invalid_config(): raise ValueError('bad')", "except SystemExit: pass", "sys.exit(3)"),
+], ids=["its own exit code 2", "another exit code"])  # fmt: skip
+def test_command_that_exits_on_its_own_is_not_taken_for_invalid_configuration(
+    tmp_path: Path, lines: tuple[str, ...]
+) -> None:
+    async def story(at: Lab) -> None:
+        async with at.manager() as manager:
+            await at.end_of(at.start(python_role(at, tmp_path, *lines)))
+            report = await manager.wait_for(StepExit)
+            assert (report.reason, report.exception) == (ExitReason.EXITED, None)
+            assert report.last_line == "rrl: bad"
+
+    with lab(tmp_path) as at:
+        asyncio.run(story(at))
+
+
+def test_damaged_end_report_counts_as_missing(tmp_path: Path) -> None:
+    async def story(at: Lab) -> None:
+        async with at.manager() as manager:
+            launch = at.launch("sh", "-c", "echo last words; exit 2")
+            at.run.end_report_file(launch.tag).write_bytes(b'{"type": "InvalidConf')
+            await at.end_of(at.start(launch))
+            report = await manager.wait_for(StepExit)
+            assert (report.reason, report.last_line) == (ExitReason.EXITED, "last words")
 
     with lab(tmp_path) as at:
         asyncio.run(story(at))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
 
@@ -87,12 +88,20 @@ def test_partial_credit_applies_to_wrong_answers_in_training_only() -> None:
 @pytest.mark.parametrize(
     ("spec", "match"),
     [
-        (TaskSpec(), "needs one of"),
-        (TaskSpec("no_such_dataset"), "no_such_dataset"),
-        (TaskSpec("spiral_matrix", {"n": 2}), "unexpected keyword"),
-        (TaskSpec("spiral_matrix", prompt="{matrix}"), "does not fit"),
+        (TaskSpec(), r"\[task\] dataset: missing; write dataset = "),
+        (TaskSpec("no_such_dataset"), 'dataset: "no_such_dataset" is not a dataset of reasoning-gym; it has ab, '),
+        (TaskSpec("spiral_matrx"), 'is not a dataset of reasoning-gym; did you mean "spiral_matrix"'),
+        (TaskSpec("spiral_matrix", {"n": 2}), 'args: spiral_matrix has no argument "n"; it has min_n, max_n'),
+        (TaskSpec("spiral_matrix", {"min_n": -1}), "args: spiral_matrix does not accept these values: min_n must be "),
+        (
+            TaskSpec("spiral_matrix", prompt="{matrix}"),
+            r"KeyError: 'matrix'.*has question, answer, metadata\[source_da",
+        ),
         (TaskSpec(function="no_colon"), "module:function"),
-        (TaskSpec(function="rrl_no_such_module:make"), "rrl_no_such_module"),
+        (
+            TaskSpec(function="rrl_no_such_module:make"),
+            "there is no module rrl_no_such_module, not among the installed",
+        ),
     ],
 )
 def test_a_task_that_cannot_be_used_says_why(spec: TaskSpec, match: str) -> None:
@@ -119,8 +128,25 @@ def users_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_function_of_the_users_is_found_beside_the_job_file(users_folder: Path) -> None:
     task = load_task(TaskSpec(function="my_rrl_task:Doubles", args={"offset": 3}), 5, folder=users_folder)
     assert (task.prompt(1), task.answer(1), task.score(1, "8")) == ("4", "8", (1 / 3, 1.0))
-    with pytest.raises(TaskError, match="without prompt, answer, score"):
-        load_task(TaskSpec(function="my_rrl_task:nothing"), 0, folder=users_folder)
+    for spec, problem in (
+        (TaskSpec(function="my_rrl_task:nothing"), "without prompt, answer, score"),
+        (TaskSpec(function="my_rrl_task:Double"), 'my_rrl_task.py has no function Double; did you mean "Doubles"'),
+        (TaskSpec(function="my_rrl_task:Doubles", args={"x": 1}), r"argument 'x'; its signature is \(seed, offset=0\)"),
+    ):
+        with pytest.raises(TaskError, match=problem):
+            load_task(spec, 0, folder=users_folder)
+
+
+def test_package_that_the_users_module_lacks_is_named_and_other_exceptions_stay(users_folder: Path) -> None:
+    module = users_folder / "my_rrl_task.py"
+    module.write_text("import rrl_no_such_package\n")
+    with pytest.raises(TaskError, match=r"imports rrl_no_such_package, which .* lacks; install it there") as caught:
+        load_task(TaskSpec(function="my_rrl_task:make"), 0, folder=users_folder)
+    assert caught.value.missing_package == "rrl_no_such_package"
+    importlib.invalidate_caches()
+    module.write_text("def make(seed): raise TypeError('mine')\n")
+    with pytest.raises(TypeError, match="mine"):
+        load_task(TaskSpec(function="my_rrl_task:make"), 0, folder=users_folder)
 
 
 # ── reward ─────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -16,13 +16,13 @@ import pytest
 from rrl.core.phases import phase
 from rrl.core.run_dir import RunDir
 from rrl.core.types import Incarnation, ReplicaId
+from rrl.roles.checkpoints.folders import Digest, describe, fresh_folder
 from rrl.roles.trainer import async_saver as saver_module
 from rrl.roles.trainer.async_saver import COMMIT_TIMEOUT_S, AsyncSaver
 from rrl.roles.trainer.checkpoint import Checkpoints, Written
 from rrl.roles.trainer.host_buffers import HostBuffers
 from rrl.roles.trainer.learner import Learner
 from rrl.roles.trainer.process_group import COLLECTIVE_TIMEOUT_S, Gang
-from rrl.roles.worker.checkpoint_files import Digest, describe, fresh_folder
 from rrl.roles.worker.connection import Stopping
 from rrl.tests.support.listening_manager import TIMEOUT_S, wait_until
 from rrl.tests.support.roles.trainer import harness
@@ -59,7 +59,7 @@ class Scene:
         self.me = Worker(run)
         self.student: Learner = harness.learner()
         self.failed: list[BaseException] = []
-        checkpoints = Checkpoints(run, 1, retained=2)
+        checkpoints = Checkpoints(run)
         buffers = HostBuffers(own=max_uncommitted)
         me: Any = self.me
         self.saver = AsyncSaver(
@@ -117,7 +117,7 @@ def test_what_is_committed_is_the_state_of_the_call_not_of_a_later_step(scene: S
     (folder,) = scene.me.run_dir.checkpoints.iterdir()
     files = [path for path in folder.iterdir() if path.name in scene.me.commits[0][1]]
     other = harness.learner(seed=5)
-    Checkpoints(scene.me.run_dir, 2, retained=2).read(describe(scene.me.run_dir.path, files), other)
+    Checkpoints(scene.me.run_dir).read(describe(scene.me.run_dir.path, files), other)
     assert other.number == 1
     assert all((tensor == before[0][name]).all() for name, tensor in other.tensors().items())
 
@@ -142,7 +142,7 @@ def test_a_member_that_waits_for_the_commit_says_that_it_waits_for_the_first_one
     me.blocked_on = held_up_by
     monkeypatch.setattr(AsyncSaver, "_broadcast_from_rank0", from_first)
     other: Any = me
-    second = AsyncSaver(other, Gang(1, 2), harness.learner(), Checkpoints(run, 1, retained=2), HostBuffers(), 1)
+    second = AsyncSaver(other, Gang(1, 2), harness.learner(), Checkpoints(run), HostBuffers(), 1)
     second.save("binding", {})
     second.finish()
     assert given == [[], ["trainer/0"]]  # a folder, and the commit

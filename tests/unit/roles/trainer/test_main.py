@@ -17,8 +17,9 @@ from rrl.config.job.resolve import resolve
 from rrl.config.job.schema import Job
 from rrl.core.launch import Launch
 from rrl.core.run_dir import RunDir
-from rrl.core.run_spec import ModelSpec, RunSpec
+from rrl.core.run_spec import ModelSpec, RunSpec, TokenizerSpec
 from rrl.core.types import Incarnation, NodeName, ReplicaId, Version
+from rrl.roles.checkpoints.folders import describe, fresh_folder
 from rrl.roles.models.policy import build_model
 from rrl.roles.models.tensors import PackedTensor, unpack
 from rrl.roles.models.tokenizer import EOS, open_tokenizer
@@ -30,7 +31,6 @@ from rrl.roles.trainer import process_group, restore
 from rrl.roles.trainer.async_saver import AsyncSaver, SnapshotMeta
 from rrl.roles.trainer.restore import Commit, RestorePoint
 from rrl.roles.trajectories.types import Batch, Item, Segment
-from rrl.roles.worker.checkpoint_files import describe, fresh_folder
 from rrl.tests.support.roles.trainer import harness
 from rrl.transport.weights.manifest import TensorSpec, layout
 
@@ -188,21 +188,6 @@ def test_trainer_killed_before_a_commit_ends_with_the_same_weights(
     assert [each.version.step for each in second.published] == [2, 3, 4]
     assert _bytes(second.published[-1]) == _bytes(undisturbed.published[-1])
     assert first.metrics + second.metrics == undisturbed.metrics
-    assert len(list(run_dir.checkpoints.iterdir())) == 2
-
-
-def test_a_restarted_trainer_removes_at_once_what_its_predecessor_left_uncommitted(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    batches = _batches()
-    run_dir, commits = _run_dir(tmp_path / "run"), {}  # type: tuple[RunDir, dict[int, dict[str, Any]]]
-    first = _Worker("trainer/0", 1, run_dir, commits)
-    first.dies_before_commit_of = 2
-    with pytest.raises(_Died):
-        _train(monkeypatch, first, batches)
-    assert len(list(run_dir.checkpoints.iterdir())) == 2
-    _train(monkeypatch, _Worker("trainer/0", 2, run_dir, commits), batches[:1])
-    assert [folder.name for folder in run_dir.checkpoints.iterdir()] == ["step-1.1.0"]
 
 
 def test_the_memory_of_a_snapshot_is_let_go_of_once_it_is_loaded(
@@ -215,7 +200,7 @@ def test_the_memory_of_a_snapshot_is_let_go_of_once_it_is_loaded(
 
     def train(*words: Any) -> None:
         observed.append(memory() is None)
-        words[4].finish()  # the saver's thread
+        words[3].finish()  # the saver's thread
 
     monkeypatch.setattr(restore, "agree_on_restore_point", lambda *_: RestorePoint(Commit(0, None), note, held.pop()))
     monkeypatch.setattr(restore, "load", lambda *_: None)
@@ -272,6 +257,20 @@ def test_warm_start_uses_items_that_the_run_never_samples(monkeypatch: pytest.Mo
     items = [Item(n, n, tokenizer.encode(f"{n}="), (), 3) for n in range(10)]
     for n, segments in harness.roll_out(engine, items).items():
         assert segments[0].tokens == (*tokenizer.encode(str(n)), EOS)
+
+
+def test_answer_outside_the_vocabulary_ends_the_warm_start_with_exit_code_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    worker = _Worker("trainer/0", 1, _run_dir(tmp_path / "run"), {})
+    settings = msgspec.structs.replace(worker.job.trainer, warm_start_steps=1, warm_start_batch=10)
+    worker.job = msgspec.structs.replace(worker.job, trainer=settings)
+    tokenizer = open_tokenizer(ModelSpec(tokenizer=TokenizerSpec(pieces=tuple("01234567="))))
+    with pytest.raises(SystemExit) as ended:
+        list(trainer_main._examples(worker, tokenizer))  # type: ignore[arg-type]
+    assert ended.value.code == 2
+    text = "no piece of [model.tokenizer] matches the text at '8=' in '8=': add '8' to `pieces` or to `ignore`"
+    assert capsys.readouterr().err == f"rrl: {text}\n"
 
 
 class _RolloutWorker(_Worker):

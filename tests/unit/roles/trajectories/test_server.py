@@ -17,6 +17,7 @@ import pytest
 from rrl.config.job.resolve import resolve
 from rrl.config.job.schema import Job
 from rrl.core.types import Incarnation, ProbeResult, Version, member_id
+from rrl.roles.checkpoints.retention import CommitStatus
 from rrl.roles.trajectories import client as client_module
 from rrl.roles.trajectories import server as server_module
 from rrl.roles.trajectories.batches import decode
@@ -325,9 +326,11 @@ def test_answer_that_cannot_be_made_durable_is_not_sent(tmp_path: Path) -> None:
 
         script._flush = full
         script.send_request(1, LeaseWork(ROLLOUT, 8))
+        durable: list[CommitStatus] = []
         with pytest.raises(OSError, match="No space"):
-            await Server(store, cast(Listener, script)).run()
+            await Server(store, cast(Listener, script), on_durable=durable.append).run()
         assert script.replies == {}
+        assert durable == [], "checkpoints would be deleted because of a commit that may be lost"
 
     asyncio.run(run())
 
@@ -473,10 +476,10 @@ class Digits:
         return 0.0, 0.0
 
 
-def _prompts(tmp_path: Path, **roles: Any) -> Callable[[int], Any]:
+def _prompts(tmp_path: Path, pieces: str = "0123456789", **roles: Any) -> Callable[[int], Any]:
     table = {
         "run": {"name": "test", "steps": 1},
-        "model": {"max_length": 20, "tokenizer": {"pieces": "0123456789"}},
+        "model": {"max_length": 20, "tokenizer": {"pieces": pieces}},
         "task": {"function": f"{__name__}:Digits"},
         "sampling": {"max_new_tokens": 8},
         "roles": roles,
@@ -492,6 +495,17 @@ def test_prompt_too_long_for_an_answer_is_refused_for_a_built_model(tmp_path: Pa
         prompts(13)
     with pytest.raises(ValueError, match="has no tokens"):
         prompts(0)
+
+
+def test_vocabulary_that_fits_no_prompt_ends_the_store_before_it_joins(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        _prompts(tmp_path, pieces="ab")
+    assert ended.value.code == 2
+    message = capsys.readouterr().err
+    assert message.startswith("rrl: 32 consecutive items of [task], up to item 31, have no prompt; the last error: no")
+    assert message.endswith("add '7' to `pieces` or to `ignore`\n")
 
 
 def test_where_the_model_is_the_users_own_nobody_knows_how_long_a_prompt_may_be(tmp_path: Path) -> None:
@@ -667,7 +681,8 @@ def test_a_store_that_is_asked_for_work_answers_from_its_own_loop(tmp_path: Path
             announce=lambda listens: announced.set(), on_probe=probes.on_probe, answer_probe=probes.answer,
             note=lambda text: None,
         )  # fmt: skip
-        serving = asyncio.create_task(server_module._serve(cast(Any, me), open_store(tmp_path)))
+        cleaner = SimpleNamespace(update=lambda status: None)
+        serving = asyncio.create_task(server_module._serve(cast(Any, me), open_store(tmp_path), cast(Any, cleaner)))
         async with asyncio.timeout(DEADLINE):
             await announced.wait()
             probes.on_request(Probe(me.launch.incarnation, 3), me.launch.incarnation)

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import tracemalloc
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
@@ -19,10 +19,11 @@ import pytest
 
 import rrl
 from rrl.core.launch import LAUNCH_ENV
+from rrl.core.phases import WAIT_EXTERNAL
 from rrl.core.types import Incarnation, ReplicaId, Version
 from rrl.roles import reward
 from rrl.roles.trajectories.types import CommittedState, Done, Item, Scoring
-from rrl.roles.worker import api
+from rrl.roles.worker import api, external_waits
 from rrl.roles.worker.api import Worker
 from rrl.roles.worker.connection import FENCED_EXIT
 from rrl.tests.support.listening_manager import TIMEOUT_S, eventually
@@ -169,6 +170,62 @@ def test_member_reports_the_replica_it_waits_for_beside_its_phase(scene: Scene) 
             await role.end()
 
     play(story)
+
+
+def test_wait_for_a_service_outside_of_the_run_is_reported_until_it_ends(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(external_waits, "REPORTED_AFTER_S", 0.0)
+
+    async def story() -> None:
+        first, second, over = (threading.Event() for _ in range(3))
+        me = scene.worker(crew.REWARD)
+
+        def score() -> None:
+            with me.phase("score"):
+                with me.waiting("judge"):
+                    with rrl.waiting("embedder"):
+                        assert first.wait(TIMEOUT_S)
+                    assert second.wait(TIMEOUT_S)
+                assert over.wait(TIMEOUT_S)
+
+        def reports(phase: str, note: str) -> Callable[[Heartbeat], bool]:
+            return lambda heartbeat: (heartbeat.phase, heartbeat.waits_for, heartbeat.note) == (phase, None, note)
+
+        async with scene.manager() as manager:
+            role = scene.start(me, score)
+            await manager.wait_for(Heartbeat, reports(WAIT_EXTERNAL, "waits for judge"))
+            first.set()
+            second.set()
+            await manager.wait_for(Heartbeat, reports("score", ""))
+            over.set()
+            await manager.wait_for(Goodbye)
+            await manager.stop(crew.REWARD)
+            await role.end()
+
+    play(story)
+
+
+def test_wait_lasts_until_the_last_thread_that_waits_has_ended_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(external_waits, "REPORTED_AFTER_S", 0.0)
+    with rrl.waiting("judge"):
+        with rrl.waiting("judge"):
+            pass
+        assert external_waits.reported_phase(("score", None)) == (WAIT_EXTERNAL, None)
+    assert external_waits.reported_phase(("score", None)) == ("score", None)
+
+
+def test_short_wait_for_a_service_is_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(external_waits, "REPORTED_AFTER_S", 1e6)
+    with rrl.waiting("judge"):
+        assert external_waits.reported_phase(("score", None)) == ("score", None)
+
+
+def test_wait_that_raises_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(external_waits, "REPORTED_AFTER_S", 0.0)
+    with pytest.raises(TimeoutError), rrl.waiting("judge"):
+        raise TimeoutError
+    assert external_waits.awaited_service() == ""
 
 
 def test_peers_callback_never_gets_older_peers_after_newer_ones(scene: Scene) -> None:

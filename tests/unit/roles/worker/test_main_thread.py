@@ -23,6 +23,13 @@ with rrl.join() as me:
             time.sleep(0.01)
             me.progress()
 """
+WAITS_FOR_WEIGHTS = """
+import rrl
+with rrl.join() as me:
+    me.on_probe(lambda: "no weights have been loaded yet")
+    me.progress()
+    me.lease(1)
+"""
 NO_ANSWER = """
 import time, rrl
 with rrl.join() as me:
@@ -111,6 +118,17 @@ def test_real_role_answers_at_its_next_call_or_by_its_connection(scene: Scene, c
             await manager.send(launch.incarnation, Probe(launch.incarnation, 3))
             answer = await manager.wait_for(ProbeReply)
             assert (answer.incarnation, answer.id, answer.result) == (launch.incarnation, 3, result)
+
+    play(story)
+
+
+def test_rollout_that_waits_for_its_first_weights_answers_each_probe(scene: Scene) -> None:
+    async def story() -> None:
+        async with scene.manager() as manager, role_process(scene, manager, WAITS_FOR_WEIGHTS) as (launch, _):
+            await manager.wait_for(Heartbeat, lambda heartbeat: heartbeat.phase == "wait_weights")
+            await manager.send(launch.incarnation, Probe(launch.incarnation, 5))
+            answer = await manager.wait_for(ProbeReply)
+            assert (answer.id, answer.result) == (5, ProbeResult.WORKS)
 
     play(story)
 

@@ -10,7 +10,17 @@ from rrl.core.run_spec import Limits, PhaseSpec
 from rrl.core.types import Cause, Incarnation, ReplicaId
 from rrl.health.detection.attribution.wait_chains import blame_ends_of_wait_chains
 from rrl.health.detection.detectors.progress import ENDLESS_WAIT_FACTOR
-from rrl.tests.support.health.traces import LIMITS, REWARD, ROLLOUTS, STORE, TRAINER, Trace, fail
+from rrl.tests.support.health.traces import (
+    LIMITS,
+    NO_PROBE_HANDLER,
+    REWARD,
+    ROLLOUT,
+    ROLLOUTS,
+    STORE,
+    TRAINER,
+    Trace,
+    fail,
+)
 
 LONG = 900 + LIMITS.first_pass + 5
 """Time (s) longer than any allowed wait."""
@@ -115,6 +125,70 @@ def test_trainer_hung_in_wait_data_is_blamed_once_rollouts_are_out_of_work() -> 
     assert trace.found() == {fail("standstill", TRAINER)}
 
 
+def mutual_wait(*rollouts: Incarnation) -> Trace:
+    """Return rollouts that have waited for weights for 5 min when the trainer begins to wait, and a working store."""
+    trace = Trace().node("n3", STORE, phase="serve").node("n2", *rollouts, phase="wait_weights")
+    trace.still |= set(rollouts)
+    play_served(trace, 300)
+    trace.node("n1", TRAINER, phase="wait_data")
+    trace.still.add(TRAINER)
+    trace.waiting[TRAINER] = STORE.replica
+    return trace
+
+
+def play_served(trace: Trace, seconds: float) -> None:
+    """Advance the clock while the store serves some replica, which explains shorter waits."""
+    for _ in range(int(seconds / 10)):
+        trace.done[STORE] = trace.done.get(STORE, 0) + 1
+        trace.play(10)
+
+
+ENDLESS_S = ENDLESS_WAIT_FACTOR * PHASES["wait_data"].longest
+
+
+def test_trainer_hung_after_its_rollouts_began_to_wait_is_blamed_first() -> None:
+    trace = mutual_wait(*ROLLOUTS)
+    play_served(trace, ENDLESS_S - 10)
+    assert trace.found() == set()
+    play_served(trace, 20)
+    assert trace.found() == {fail("standstill", TRAINER)}
+
+
+def test_replica_that_answers_probes_while_it_waits_is_blamed_last() -> None:
+    trace = mutual_wait(ROLLOUT)
+    trace.answers = {TRAINER: NO_PROBE_HANDLER}
+    play_served(trace, ENDLESS_S + 20)
+    assert trace.found() == {fail("standstill", TRAINER)}
+
+
+def test_rollouts_that_waited_for_a_replaced_trainer_are_not_blamed() -> None:
+    trace = mutual_wait(*ROLLOUTS)
+    trace.monitor.remove(TRAINER)
+    play_served(trace, 1560)
+    replacement = Incarnation(TRAINER.replica, 2)
+    trace.node("n7", replacement, phase="wait_data")
+    trace.waiting[replacement] = STORE.replica
+    for _ in range(int(ENDLESS_S / 60)):
+        assert trace.found() == set(), f"{trace.now:g}"
+        play_served(trace, 60)
+    play_served(trace, 60)
+    assert trace.found() == {fail("standstill", replacement)}
+
+
+@pytest.mark.parametrize("phase", ["wait_external", "score"])
+def test_reward_role_that_waits_for_its_judge_explains_all_waits(phase: str) -> None:
+    trace = Trace(Limits(phases={"score": PhaseSpec(shortest=3600.0)}))
+    trace.node("n3", STORE, phase="serve").node("n2", *ROLLOUTS, phase="wait_weights")
+    trace.node("n4", REWARD, phase=phase).node("n1", TRAINER, phase="wait_data")
+    trace.still |= {REWARD}
+    for _ in range(50):
+        play_served(trace, 60)
+        assert trace.found() == set()
+    trace.enter(REWARD, "wait_work")
+    play_served(trace, 60)
+    assert trace.found() == {fail("standstill", TRAINER)}
+
+
 @pytest.mark.parametrize("phase", ["generate", "loading_weights"])
 def test_trainer_hung_in_wait_data_is_not_blamed_while_a_rollout_works(phase: str) -> None:
     trace = job("wait_data", "wait_work")
@@ -166,16 +240,22 @@ def test_chain_follows_the_replica_of_a_role_that_does_not_wait() -> None:
     assert "trainer/0: phase wait_data" in trace.findings()[1].evidence[1].text
 
 
-def test_cycle_blames_the_longest_waiting_replica_then_the_smallest_id() -> None:
-    trace = Trace().node("n1", TRAINER, phase="wait_data")
-    trace.play(3)
-    trace.node("n2", *ROLLOUTS, phase="wait_weights")
+@pytest.mark.parametrize("order", [(TRAINER, ROLLOUTS[0]), (ROLLOUTS[0], TRAINER)])
+def test_cycle_of_two_blames_the_replica_that_waits_longest(order: tuple[Incarnation, ...]) -> None:
+    trace, phases = Trace(), {TRAINER: "wait_data", ROLLOUTS[0]: "wait_weights"}
+    for index, incarnation in enumerate(order):
+        trace.node(f"n{index}", incarnation, phase=phases[incarnation])
+        trace.play(3)
+    trace.play(LONG)
+    assert trace.found() == {fail("standstill", order[0])}
+
+
+def test_cycle_blames_the_only_trainer_before_one_of_three_rollouts() -> None:
+    trace = Trace().node("n2", *ROLLOUTS, phase="wait_weights")
+    trace.play(300)
+    trace.node("n1", TRAINER, phase="wait_data")
     trace.play(LONG)
     assert trace.found() == {fail("standstill", TRAINER)}
-
-    trace = Trace().node("n2", *ROLLOUTS, phase="wait_weights").node("n1", TRAINER, phase="wait_data")
-    trace.play(LONG)
-    assert trace.found() == {fail("standstill", ROLLOUTS[0])}
 
 
 def test_replica_waiting_for_itself_is_blamed() -> None:

@@ -12,9 +12,10 @@ from rrl.health.detection.detectors.idleness import (
     FALSE_PROGRESS_FACTOR,
     IDLE_FACTOR,
     LOADING_IDLE_FACTOR,
+    RANK_0_IDLE_FACTOR,
     SPINNING_FACTOR,
 )
-from rrl.health.detection.detectors.progress import BUSY_DEADLINE_FACTOR
+from rrl.health.detection.detectors.pass_deadlines import BUSY_DEADLINE_FACTOR
 from rrl.tests.support.health.traces import (
     BUSY,
     IDLE,
@@ -93,6 +94,17 @@ def test_idle_rank_is_blamed_without_tensor_core_loads_too() -> None:
     loads(trace, r2=IDLE, r0=(1.0, 1.0, None), r1=(1.0, 1.0, None), r3=(1.0, 1.0, None))
     assert until_found(trace, 100) <= IDLE_FACTOR * LIMITS.idle + 4
     assert trace.found() == {fail("idle_hang", RANKS[2])}
+
+
+@pytest.mark.parametrize("others", [SPINNING, (1.0, 1.0, None)])
+def test_rank_0_in_a_network_retry_has_longer_than_other_ranks(others: tuple[float, float, float | None]) -> None:
+    trace = training(4)
+    loads(trace, r0=IDLE, r1=others, r2=others, r3=others)
+    for _ in range(100):
+        trace.play(1)
+        assert trace.found() == set()
+    assert until_found(trace, 100) + 100 <= RANK_0_IDLE_FACTOR * LIMITS.idle + 4
+    assert trace.found() == {fail("idle_hang", RANKS[0])}
 
 
 def test_rank_with_least_progress_is_blamed_if_all_are_idle() -> None:
@@ -341,7 +353,7 @@ def test_first_rank_resuming_after_a_cpu_evaluation_is_not_inactive(
     trace.play(16)
     assert trace.found() == set()
     loads(trace, r0=IDLE)
-    assert until_found(trace, 60) >= MIN_INACTIVE_S - 2
+    assert until_found(trace, RANK_0_IDLE_FACTOR * LIMITS.idle + 4) >= MIN_INACTIVE_S - 2
 
 
 def test_idle_one_of_two_ranks_is_not_blamed_while_the_other_computes() -> None:

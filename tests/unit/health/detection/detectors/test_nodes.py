@@ -93,11 +93,11 @@ def test_node_with_one_responsive_replica_does_not_fail() -> None:
     }  # fmt: skip
 
 
-def test_silent_spare_node_only_warns() -> None:
+def test_silent_spare_node_only_warns_and_its_agent_fails() -> None:
     trace = two_nodes().node("n3")
     trace.heartbeat_missing.add(agent_of("n3"))
     trace.play(1000)
-    assert trace.found() == {warn("node_lost", "n3")}
+    assert trace.found() == {warn("node_lost", "n3"), fail("agent_silence", agent_of("n3"))}
 
 
 def test_replicas_that_ended_or_left_are_no_witnesses() -> None:
@@ -180,7 +180,7 @@ def test_replica_removed_before_a_node_falls_silent_is_no_witness() -> None:
     trace.play(5)
     trace.heartbeat_missing.add(agent_of("n1"))
     trace.play(100)
-    assert trace.found() == {warn("node_lost", "n1")}
+    assert trace.found() == {warn("node_lost", "n1"), fail("agent_silence", agent_of("n1"))}
 
 
 def test_removed_agent_is_ignored_once_its_node_sends_a_message() -> None:
@@ -211,3 +211,35 @@ def test_proof_about_a_replica_is_kept_on_a_failed_node() -> None:
     trace.heartbeat_missing |= {agent_of("n1"), ROLLOUTS[1]}
     trace.play(100)
     assert trace.found() == {fail("node_down", "n1"), fail("exit_record", ROLLOUTS[0])}
+
+
+# ── spares ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_silent_agent_of_a_spare_fails_after_six_times_the_limit() -> None:
+    trace = Trace().node("n1", ROLLOUT).node("n9")
+    trace.play(10)
+    trace.heartbeat_missing.add(agent_of("n9"))
+    trace.play(6 * LIMITS.silence - 1)
+    assert trace.found() == {warn("node_lost", "n9")}
+    trace.play(1)
+    assert trace.found() == {warn("node_lost", "n9"), fail("agent_silence", agent_of("n9"))}
+
+
+def test_next_agent_of_a_spare_that_does_not_join_fails_too() -> None:
+    trace = Trace().node("n1", ROLLOUT).node("n9")
+    trace.play(10)
+    trace.monitor.remove(agent_of("n9"))
+    heir = Incarnation(agent_of("n9").replica, 2)
+    trace.heartbeat_missing.add(heir)
+    trace.monitor.on_launched(heir, NodeName("n9"), trace.now)
+    trace.play(LIMITS.join)
+    assert trace.found() == {fail("never_joined", heir)}
+
+
+def test_silent_agent_of_a_suspended_spare_does_not_fail() -> None:
+    trace = Trace().node("n1", ROLLOUT).node("n9")
+    trace.play(10)
+    trace.heartbeat_missing.add(agent_of("n9"))
+    trace.play(5)
+    trace.monitor.on_job_status(NodeName("n9"), True, trace.now, trace.now)
+    trace.play(20 * LIMITS.silence)
+    assert trace.found() == set()

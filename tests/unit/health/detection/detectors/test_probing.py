@@ -8,6 +8,7 @@ from rrl.core.phases import PHASES
 from rrl.core.run_spec import Limits
 from rrl.core.types import Cause, Incarnation, ProbeResult, Remedy, ReplicaId
 from rrl.health.detection.detect import detect
+from rrl.health.detection.detectors.pass_deadlines import BUSY_DEADLINE_FACTOR as LATEST
 from rrl.health.detection.detectors.probing import (
     BUSY_ANSWER_FACTOR,
     EARLY_PROBE_S,
@@ -18,7 +19,6 @@ from rrl.health.detection.detectors.probing import (
     PROMPT_ANSWER_S,
     due_probes,
 )
-from rrl.health.detection.detectors.progress import BUSY_DEADLINE_FACTOR as LATEST
 from rrl.health.detection.records import MAX_WAIT_PROBES
 from rrl.tests.support.health.traces import (
     BUSY,

@@ -9,10 +9,15 @@ import pytest
 from rrl.core.launch import ExitReason
 from rrl.core.phases import PHASES, Phase
 from rrl.core.run_spec import Limits, PhaseSpec
-from rrl.core.types import Cause, Incarnation, NodeName, Remedy, ReplicaId
+from rrl.core.types import Cause, Flag, Incarnation, NodeName, RaisedException, Remedy, ReplicaId
 from rrl.health.detection.detect import detect
-from rrl.health.detection.detectors.liveness import CPU_ACTIVE_SILENCE_FACTOR, missing_heartbeats
-from rrl.health.detection.detectors.progress import FIRST_PASS_IDLE_SHARE, MAX_BLIND_TRAINING_S
+from rrl.health.detection.detectors.base import SLOW_START_FACTOR
+from rrl.health.detection.detectors.liveness import (
+    CPU_ACTIVE_SILENCE_FACTOR,
+    STOPPED_SILENCE_FACTOR,
+    missing_heartbeats,
+)
+from rrl.health.detection.detectors.pass_deadlines import FIRST_IDLE_SHARE, MAX_BLIND_TRAINING_S
 from rrl.health.detection.detectors.registry import PROGRESS_DETECTORS
 from rrl.tests.support.health.traces import (
     BUSY,
@@ -45,9 +50,9 @@ def one_rollout(phase: str = "generate") -> Trace:
 @pytest.mark.parametrize(
     ("code", "signal", "reason", "detail", "text"),
     [
-        (1, None, ExitReason.EXITED, "", "exited with code 1; exited"),
-        (None, 9, ExitReason.SIGNALED, "", "ended by signal 9 (SIGKILL); signalled"),
-        (None, 35, ExitReason.SIGNALED, "", "ended by signal 35 (unnamed); signalled"),
+        (1, None, ExitReason.EXITED, "", "exited with code 1"),
+        (None, 9, ExitReason.SIGNALED, "", "ended by signal 9 (SIGKILL)"),
+        (None, 35, ExitReason.SIGNALED, "", "ended by signal 35 (unnamed)"),
         (None, None, ExitReason.NOT_STARTED, "no such file", "not started: no such file"),
         (None, None, ExitReason.LAUNCHER_DIED, "", "launcher died"),
     ],
@@ -126,6 +131,25 @@ def test_replica_that_does_not_end_after_goodbye_fails() -> None:
     assert trace.found() == set(), "asked to stop: the manager sees to its end"
 
 
+def test_end_for_invalid_configuration_has_its_flag_and_only_its_message() -> None:
+    trace = Trace().node("n1", ROLLOUT)
+    message = "[task] has no such dataset"
+    trace.monitor.on_step_ended(ROLLOUT, 2, None, ExitReason.INVALID_CONFIG, trace.now, detail=message)
+    [finding] = detect_fresh(trace.monitor, trace.now)[0]
+    assert (finding.flags, finding.evidence[0].text) == ((Flag.INVALID_CONFIG,), message)
+
+
+def test_exception_of_an_ended_process_is_carried_and_replaces_the_last_line() -> None:
+    trace = Trace().node("n1", ROLLOUT)
+    exception = RaisedException("TypeError", "not a dict", "rollout.py:9", "abc")
+    trace.monitor.on_step_ended(
+        ROLLOUT, 1, None, ExitReason.EXITED, trace.now, "Exception ignored in", exception=exception
+    )
+    [finding] = detect_fresh(trace.monitor, trace.now)[0]
+    assert (finding.exception, finding.flags) == (exception, ())
+    assert finding.evidence[0].text == "exited with code 1: TypeError: not a dict (rollout.py:9)"
+
+
 @pytest.mark.parametrize("reason", [ExitReason.FENCED, ExitReason.NOT_ADMITTED])
 def test_exit_record_of_a_rejected_second_step_is_ignored(reason: ExitReason) -> None:
     trace = one_rollout()
@@ -187,8 +211,36 @@ def test_silent_worker_with_cpu_load_has_three_times_the_limit() -> None:
     assert trace.now == last + CPU_ACTIVE_SILENCE_FACTOR * LIMITS.silence
 
 
+def test_worker_that_a_tracer_stops_has_three_times_the_limit() -> None:
+    trace = one_rollout()
+    trace.loads[ROLLOUT] = (0.0, 0.0, 0.0)
+    trace.play(6)
+    trace.heartbeat_missing.add(ROLLOUT)
+    trace.stopped.add(ROLLOUT)
+    trace.play(STOPPED_SILENCE_FACTOR * LIMITS.silence - 1)
+    assert trace.found() == set()
+    trace.play(1)
+    assert trace.found() == {fail("worker_silence", ROLLOUT)}
+    assert trace.only().evidence[0].text.endswith("; a process of it is stopped (SIGSTOP, or a tracer)")
+
+
+def test_worker_that_a_tracer_lets_go_on_is_not_found() -> None:
+    trace = one_rollout()
+    trace.loads[ROLLOUT] = (0.0, 0.0, 0.0)
+    trace.play(6)
+    trace.heartbeat_missing.add(ROLLOUT)
+    trace.stopped.add(ROLLOUT)
+    for _ in range(11):
+        trace.play(1)
+        assert trace.found() == set()
+    trace.heartbeat_missing.clear()
+    trace.stopped.clear()
+    trace.play(30)
+    assert trace.found() == set()
+
+
 @pytest.mark.parametrize("load", [(0.0, 1.0, 0.0), (0.0, 0.0, 0.0)])
-def test_stopped_worker_with_a_busy_gpu_has_the_normal_limit(load: tuple[float, float, float]) -> None:
+def test_silent_worker_without_cpu_load_has_the_normal_limit(load: tuple[float, float, float]) -> None:
     trace = one_rollout()
     trace.loads[ROLLOUT] = load
     trace.play(6)
@@ -352,6 +404,19 @@ def test_slow_start_of_a_running_step_warns_first() -> None:
     assert trace.found() == {fail("never_joined", ROLLOUT)}
 
 
+def test_slow_standby_process_has_no_warning_before_the_slow_start_limit() -> None:
+    trace = Trace().node("n1")
+    trace.launch(STANDBY_PROCESS, "n1")
+    due = trace.now + SLOW_START_FACTOR * LIMITS.join
+    for _ in range(int(SLOW_START_FACTOR * LIMITS.join)):
+        assert trace.found() == set()
+        trace.play(1)
+        trace.monitor.on_step_alive(STANDBY_PROCESS, trace.now)
+    assert trace.now == due
+    assert trace.found() == {fail("never_joined", STANDBY_PROCESS)}
+    assert trace.only().evidence[0].text.startswith("no Hello within 600 s of its launch")
+
+
 def test_step_reported_running_long_ago_has_no_extra_time() -> None:
     trace = Trace().node("n1")
     trace.launch(ROLLOUT, "n1")
@@ -412,12 +477,12 @@ def test_first_pass_has_the_longest_deadline_and_grace() -> None:
     assert trace.found(due) == {fail("no_progress", ROLLOUT)}
 
 
-@pytest.mark.parametrize("phase", ["publish", "score"])
+@pytest.mark.parametrize("phase", ["publish", "score", "checkpoint"])
 def test_idle_first_pass_has_no_grace_for_compiling(phase: str) -> None:
     trace = one_rollout(phase)
     trace.loads[ROLLOUT], trace.answers = IDLE, {ROLLOUT: NO_PROBE_HANDLER}
     trace.still.add(ROLLOUT)
-    due = FIRST_PASS_IDLE_SHARE * PHASES[phase].longest
+    due = FIRST_IDLE_SHARE * PHASES[phase].longest
     trace.play(due - 2)
     assert trace.found() == set()
     trace.play(4)
@@ -425,10 +490,10 @@ def test_idle_first_pass_has_no_grace_for_compiling(phase: str) -> None:
     assert due <= 900
 
 
-@pytest.mark.parametrize(("phase", "load"), [("publish", (0.5, 0.0, 0.0)), ("checkpoint", IDLE)])
-def test_working_or_storage_bound_first_pass_has_its_grace(phase: str, load: tuple[float, float, float]) -> None:
+@pytest.mark.parametrize("phase", ["publish", "checkpoint"])
+def test_working_first_pass_has_its_grace(phase: str) -> None:
     trace = one_rollout(phase)
-    trace.loads[ROLLOUT] = load
+    trace.loads[ROLLOUT] = (0.5, 0.0, 0.0)
     trace.play(PHASES[phase].longest + LIMITS.first_pass - 1)
     assert trace.found() == set()
     trace.play(1)

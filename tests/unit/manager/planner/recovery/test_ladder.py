@@ -47,7 +47,7 @@ R0, R1 = ROLLOUTS
 ALL = (STORE, REWARD, TRAINER, R0, R1)
 T0, T1, T2, T3 = GANG = tuple(member_id(TRAINER, rank) for rank in range(4))
 N1, N2, N3, N4, N5, N6, N7 = (NodeName(f"n{i}") for i in range(1, 8))
-_AWAY = "exit_record: step: {} failed"
+_AWAY = "{} failed"
 
 
 # ── the ladder as data ───────────────────────────────────────────────────────────────────────────────────────────────

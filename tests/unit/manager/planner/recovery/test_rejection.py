@@ -125,7 +125,7 @@ def test_required_replica_that_never_joins_ends_the_run_after_three_starts() -> 
     world.play()
     assert tries(world, "trainer") == world.state.job.recovery.first_start == 3
     assert why(world) == (
-        "exit_record: step: exited: ModuleNotFoundError", "3 starts of trainer/0 failed, and none has ever joined",
+        "exited: ModuleNotFoundError", "3 starts of trainer/0 failed, and none has ever joined",
     )  # fmt: skip
     assert_nothing_is_left(world, Outcome.REJECTED)
 
@@ -289,4 +289,44 @@ def test_an_agent_that_never_starts_has_no_fit_node() -> None:
     world.broken_incarnations = {ReplicaId("agent/n2"): "exited: no python"}
     world.steady()
     world.play(lambda: world.state.nodes[N2].excluded is not None, timeout_s=60.0)
-    assert world.state.nodes[N2].excluded == "probe: exit_record: step: exited: no python"
+    assert world.state.nodes[N2].excluded == "probe: exited: no python"
+
+
+# ── a role finds the configuration invalid ───────────────────────────────────────────────────────────────────────────
+INVALID = "invalid configuration: [task] dataset has no argument 'digits'"
+
+
+@pytest.mark.parametrize("role", ["trajectories", "rollout"])
+def test_invalid_configuration_rejects_the_run_at_the_first_start(role: str) -> None:
+    world = World(job())
+    world.broken[role] = INVALID
+    world.play()
+    assert why(world) == (f"{role}/0: {INVALID}",)
+    assert set(world.incarnations().values()) == {1}
+    assert world.now < 1010.0
+    assert_nothing_is_left(world, Outcome.REJECTED)
+
+
+@pytest.mark.parametrize("policy", ["job", "requeue"])
+def test_invalid_configuration_rejects_the_run_under_every_policy(policy: str) -> None:
+    world = World(job(recovery=Recovery(policy=policy)))
+    world.broken["reward"] = INVALID
+    world.play()
+    assert (why(world), world.decided(Fence)) == ((f"reward/0: {INVALID}",), [])
+
+
+def test_configuration_with_which_the_role_has_worked_is_not_rejected() -> None:
+    """One node may lack what the configuration names; the ladder moves the replica away."""
+    world = World(job(spares=1)).steady()
+    world.happen(ev.FirstWorkDone(world.state.replica(R1).incarnation))
+    world.broken_nodes[N3] = INVALID
+    world.kill(R0)
+    world.play(timeout_s=60.0)
+    assert (world.node_of(R0), world.state.finish) == (N5, None)
+
+
+def test_exit_code_2_without_the_flag_is_a_failure_like_any_other() -> None:
+    world = World(job())
+    world.broken["reward"] = "exited: rrl: [task] dataset has no argument 'digits'"
+    world.play()
+    assert tries(world, "reward") == 3

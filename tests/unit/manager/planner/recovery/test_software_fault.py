@@ -15,7 +15,7 @@ from rrl.tests.support.manager.world import World, assert_nothing_is_left, at_st
 R0, R1 = ROLLOUTS
 T0, T1, T2, T3 = (member_id(TRAINER, rank) for rank in range(4))
 N2, N5 = NodeName("n2"), NodeName("n5")
-_AWAY = "exit_record: step: {} failed"
+_AWAY = "{} failed"
 
 
 def test_first_step_of_the_first_incarnation_has_a_second_try_before_a_full_restart() -> None:

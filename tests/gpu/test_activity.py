@@ -1,0 +1,59 @@
+"""The agent's sampler and the launcher's, with the real driver: a GPU that idles, and one whose kernels only spin."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from rrl.core.processes import Process
+from rrl.health.readers.base import ReaderOptions
+from rrl.health.readers.nvml.reader import NvmlReader
+from rrl.roles.agent.load_sampler import StepLoadSampler
+from rrl.roles.launcher.gpus import Gpus
+from rrl.tests.gpu.conftest import StartProcess
+from rrl.tests.support.listening_manager import wait_until
+from rrl.transport.messages import Load
+
+pytestmark = pytest.mark.gpu
+
+BUSY_SHARE = 0.5
+"""A GPU on which one kernel follows the other is busy for nearly all of the time; an idle one for none of it."""
+
+
+def sampled(pid: int, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Load]:
+    """Return a function that gives the newest load of a step with this one process, which was given the first GPU."""
+    monkeypatch.setattr("rrl.roles.agent.load_sampler._assigned_gpus", lambda pid: ("0",))
+    sampler, reader = StepLoadSampler(lambda path: "step"), NvmlReader(ReaderOptions())
+    process = Process(pid, 0, 0, pid, launch="step.launch")
+
+    def load() -> Load:
+        sampler.sample([process], reader.read().gpus, time.monotonic())
+        time.sleep(1.0)  # NVML's utilization is that of a period of up to one second
+        (found,) = sampler.sample([process], reader.read().gpus, time.monotonic())
+        return found
+
+    return load
+
+
+def test_spinning_kernels_are_a_busy_gpu_for_both_samplers(
+    nvml: Any, cuda_process: StartProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process, _ = cuda_process(64, "spin")
+    load = sampled(process.pid, monkeypatch)
+    wait_until(lambda: (load().gpu or 0.0) > BUSY_SHARE)
+    wait_until(Gpus().any_busy)
+
+
+def test_process_that_only_holds_memory_is_an_idle_gpu_for_both_samplers(
+    nvml: Any, cuda_process: StartProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus = Gpus()
+    if gpus.any_busy():
+        pytest.skip("somebody computes on this GPU")
+    process, _ = cuda_process(900, "idle")
+    load = sampled(process.pid, monkeypatch)
+    wait_until(lambda: load().gpu == 0.0)
+    wait_until(lambda: not gpus.any_busy())

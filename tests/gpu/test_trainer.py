@@ -1,0 +1,79 @@
+"""Real trainer processes on the GPU, in bfloat16: killed, restarted, and compared bit for bit with one that was not."""
+
+from __future__ import annotations
+
+import asyncio
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    import torch
+
+pytestmark = pytest.mark.gpu
+
+MODEL = {
+    "hidden_size": 64, "intermediate_size": 128, "tokenizer": {"pieces": "0123456789="}, "dtype": "bfloat16",
+}  # fmt: skip
+STEPS = 4
+
+
+@pytest.fixture
+def trainer(device: torch.device) -> dict[str, Any]:
+    """Arguments of a stage whose one trainer process has the GPU."""
+    return {"world": 1, "steps": STEPS, "gpus": int(device.type == "cuda"), "model": MODEL}
+
+
+@pytest.mark.timeout(900)  # ten processes, each of which imports its kernels and opens the GPU
+@pytest.mark.parametrize("snapshots", [False, True], ids=["checkpoints", "snapshots"])
+def test_trainer_killed_on_the_gpu_ends_bit_equal(
+    tmp_path: Path, processes: ForkServerContext, trainer: dict[str, Any], snapshots: bool
+) -> None:
+    from rrl.tests.support.roles.trainer.gang_runs import dies, end_of, goes_on_from, undisturbed
+    from rrl.tests.support.roles.trainer.mortal import SEALED
+    from rrl.tests.support.roles.trainer.stage import Stage
+
+    async def story() -> None:
+        whole = await undisturbed(tmp_path / "whole", processes, snapshots=snapshots, **trainer)
+        again = await undisturbed(tmp_path / "again", processes, snapshots=snapshots, **trainer)
+        assert again == whole, "two runs that nobody disturbs differ: this GPU's kernels are not deterministic"
+        async with Stage(tmp_path / "killed", processes, snapshots=snapshots, **trainer).open() as stage:
+            await dies(stage, "in the step", 2)
+            await dies(stage, SEALED if snapshots else "in the files", 3)
+            assert await stage.live() == [0], stage.logs()
+            expected = "the snapshot of step 3; committed is 2" if snapshots else "the commit of step 2"
+            assert goes_on_from(stage) == expected
+            assert end_of(stage) == whole
+
+    asyncio.run(story())
+
+
+def test_state_on_the_gpu_fills_a_host_buffer_and_is_loaded_from_it_bit_equal(device: torch.device) -> None:
+    """The copy that checkpoints and snapshots are made from, with the random state of the GPU."""
+    import torch
+
+    from rrl.roles.models.policy import build_model
+    from rrl.roles.trainer.host_buffers import Layout
+    from rrl.roles.trainer.learner import Learner
+    from rrl.roles.trainer.process_group import Gang
+    from rrl.tests.support.roles.trainer import harness
+
+    def learner(seed: int) -> Learner:
+        model = build_model(harness.SMALL, 13, seed).to(device)
+        return Learner(model, harness.settings(), steps=10, temperature=1.0, gang=Gang(device=device))
+
+    student, other = learner(1), learner(2)
+    student.seed_rng(5)
+    torch.rand(3, device=device)
+    layout = Layout(student.tensors())
+    buffer = memoryview(bytearray(layout.nbytes))
+    layout.fill(buffer, student.tensors())
+    extra = student.extra_state()
+    expected = torch.rand(4, device=device)
+    layout.load(buffer, other.tensors())
+    other.resume(extra)
+    assert torch.equal(torch.rand(4, device=device), expected), "the random state of the device is part of it"
+    for name, tensor in student.tensors().items():
+        assert torch.equal(tensor, other.tensors()[name]), name

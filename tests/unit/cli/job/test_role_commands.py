@@ -1,0 +1,98 @@
+"""Which commands of roles ``rrl check`` misses on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rrl.cli.job.role_commands import command_problems
+from rrl.config.job.resolve import resolve
+from rrl.config.job.schema import Job
+from rrl.manager.bootstrap.preflight import Problem
+
+
+def problems(folder: Path, command: list[str], kind: str = "local", **tables: Any) -> list[Problem]:
+    table = {
+        "run": {"name": "test"},
+        "cluster": {"kind": kind},
+        "commands": {"judge": {"command": command, **tables.pop("role", {})}},
+        **tables,
+    }
+    job = Job.model_validate(table)
+    return command_problems(job, resolve(job, "/usr/bin/python3"), folder)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "judge.py").write_text("#!/usr/bin/env python3\n")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "judge").write_text("#!/bin/sh\n")
+    (tmp_path / "bin" / "judge").chmod(0o755)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["sh", "-c", "no such file"],
+        ["bin/judge"],
+        ["./bin/judge", "no-such-file"],
+        ["python3", "judge.py"],
+        ["python3", "-m", "judge"],
+        ["/bin/sh", "judge.py"],
+    ],
+)
+def test_command_that_can_be_started_is_accepted(folder: Path, command: list[str]) -> None:
+    assert problems(folder, command) == []
+
+
+@pytest.mark.parametrize(
+    ("command", "text"),
+    [
+        (["juge"], 'there is no command "juge" in PATH'),
+        (["judge.py"], 'there is no command "judge.py" in PATH; for the file in {} write "./judge.py"'),
+        (["./juge.py"], '"./juge.py" does not exist in {}, the folder of job.toml; did you mean "judge.py"?'),
+        (["./judge.py"], '"./judge.py" is not executable; run chmod +x on it, or name its interpreter first'),
+        (["./bin"], '"./bin" is a folder'),
+        (["/no/such/program"], '"/no/such/program" does not exist'),
+        (["python3", "juge.py"], '"juge.py" does not exist in {}, the folder of job.toml; did you mean "judge.py"?'),
+        (["bash", "other/run.sh"], '"other/run.sh" does not exist in {}, the folder of job.toml'),
+    ],
+)
+def test_command_that_cannot_be_started_is_named(folder: Path, command: list[str], text: str) -> None:
+    assert problems(folder, command) == [Problem(("commands", "judge", "command"), text.format(folder))]
+
+
+def test_path_of_the_role_decides_which_commands_there_are(folder: Path) -> None:
+    assert problems(folder, ["judge"], role={"env": {"PATH": str(folder / "bin")}}) == []
+    assert problems(folder, ["sh"], role={"env": {"PATH": str(folder / "bin")}}) != []
+
+
+def test_setup_that_may_change_path_leaves_only_files_to_be_looked_for(folder: Path) -> None:
+    env = {"setup": ["module load judge"]}
+    assert problems(folder, ["juge"], env=env) == []
+    assert problems(folder, ["./juge"], env=env) != []
+
+
+def test_on_a_slurm_cluster_a_missing_file_is_uncertain_and_a_command_unknown(folder: Path) -> None:
+    assert problems(folder, ["juge"], "slurm") == []
+    (found,) = problems(folder, ["python", "juge.py"], "slurm")
+    assert not found.certain
+
+
+def test_command_in_a_container_is_not_looked_for(folder: Path) -> None:
+    role = {"launcher": "apptainer", "image": "judge.sif"}
+    assert problems(folder, ["/opt/judge"], role=role) == []
+
+
+def test_missing_interpreter_of_the_built_in_roles_is_named_once(folder: Path) -> None:
+    job = Job.model_validate({
+        "run": {"name": "test", "steps": 1},
+        "model": {"tokenizer": {"pieces": "01"}},
+        "task": {"function": "mine:make"},
+    })  # fmt: skip
+    assert command_problems(job, resolve(job, "/no/python"), folder) == [
+        Problem(("env", "python"), '"/no/python" does not exist')
+    ]

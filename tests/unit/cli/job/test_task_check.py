@@ -1,0 +1,266 @@
+"""``rrl check`` tries the task of a job in a child process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rrl.cli import main
+from rrl.cli.job import task_check
+from rrl.core.processes import processes
+
+QUICKSTART = Path(__file__).parents[4] / "examples" / "quickstart.toml"
+JOB = """\
+[run]
+name = "small"
+steps = 10
+
+[cluster]
+kind = "local"
+node = { cpus = 4, mem = "1GiB" }
+
+[model.tokenizer]
+pieces = "0123456789"
+
+[task]
+function = "doubling:make"
+
+[sampling]
+max_new_tokens = 4
+"""
+TASK = """\
+class Doubling:
+    def prompt(self, i):
+        return str(i)
+
+    def answer(self, i):
+        return str(2 * i)
+
+    def score(self, i, answer):
+        right = float(int(answer) == 2 * i)
+        return right, right / 2
+
+def make(seed):
+    return Doubling()
+"""
+
+
+class Checked:
+    """A folder with a job and its task, and what ``rrl check`` printed of it."""
+
+    def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.folder, self._capsys = folder, capsys
+
+    def run(self, task: str = TASK, job: str = JOB, *options: str) -> int:
+        (self.folder / "doubling.py").write_text(task)
+        (self.folder / "job.toml").write_text(job)
+        code = main.run(["check", *options, str(self.folder / "job.toml")])
+        self.out, self.err = self._capsys.readouterr()
+        return code
+
+    def line(self, task: str = TASK, job: str = JOB) -> str:
+        """Return the one line that refuses a job, without the path of job.toml."""
+        assert self.run(task, job) == 2, self.out
+        assert self.err.count("\n") == 1, self.err
+        prefix = f"rrl: {self.folder / 'job.toml'}:"
+        assert self.err.startswith(prefix)
+        return self.err.removeprefix(prefix).rstrip("\n")
+
+
+@pytest.fixture
+def checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Checked:
+    return Checked(tmp_path, capsys)
+
+
+def changed(text: str, before: str, after: str) -> str:
+    assert before in text
+    return text.replace(before, after)
+
+
+# ── a dataset ──────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_check_of_the_quickstart_shows_two_prompts_with_answers_and_rewards(
+    checked: Checked, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("reasoning_gym")
+    assert checked.run(job=QUICKSTART.read_text()) == 0
+    assert checked.err == ""
+    shown = checked.out.partition("the task, tried on this machine")[2]
+    assert (
+        "prompt        [[1, 5], [0, 9]]=  (5 tokens)\n  right answer  1 5 9 0  (4 tokens)\n  reward        1\n" in shown
+    )
+    assert "wrong answer  8 8 8 1\n  reward        0, trained on 0.125\n" in shown
+    assert shown.endswith("is right; nothing was submitted\n")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "line"),
+    [
+        ('"spiral_matrix"', '"spiral_matrx"', '19: task.dataset: "spiral_matrx" is not a dataset of reasoning-gym; did'
+         ' you mean "spiral_matrix"?'),
+        ("min_n = 2", "min_x = 2", '20: task.args: spiral_matrix has no argument "min_x"; it has min_n, max_n; did you'
+         ' mean "min_n"?'),
+        ("metadata[matrix]", "metadata[matrx]", '21: task.prompt: "{metadata[matrx]}=" does not fit an item of'
+         " spiral_matrix (KeyError: 'matrx'); an item has question, answer, metadata[source_dataset],"),
+        ("0123456789=", "012345679", "27: model.tokenizer.pieces: prompts and answers of the first 100 items of [task]"
+         " contain '8' '=', which no piece has: add each to `pieces` or to `ignore`"),
+    ],
+)  # fmt: skip
+def test_mistake_in_the_task_of_the_quickstart_is_one_line(
+    checked: Checked, before: str, after: str, line: str
+) -> None:
+    pytest.importorskip("reasoning_gym")
+    assert checked.line(job=changed(QUICKSTART.read_text(), before, after)).startswith(line)
+
+
+# ── a function of the user's ───────────────────────────────────────────────────────────────────────────────────────
+@pytest.mark.parametrize(
+    ("before", "after", "line"),
+    [
+        ("return Doubling()", "return [][seed]", "building the task raised IndexError: list index out of range"
+         " (doubling.py:13)"),
+        ("return str(i)", "return str(i // 0)", "prompt(0) raised ZeroDivisionError: integer division or modulo by zero"
+         " (doubling.py:3); so do the next 31 items, which ends a run"),
+        ("return str(i)", "return i", "prompt(0) returned 0; return a string"),
+        ("int(answer)", "int(reply)", "score(0, '0') raised NameError: name 'reply' is not defined (doubling.py:9)"),
+        ("right, right / 2", "right", "score(0, '0') returned 1.0; return the reward and the reward to train on, two"
+         " finite numbers"),
+        ("right / 2", "right / 2 right", "building the task raised SyntaxError: invalid syntax (doubling.py:10)"),
+        ("class Doubling", "import sys; sys.exit(3)\nclass Doubling", "building the task raised SystemExit: 3"
+         " (doubling.py:1)"),
+        ("class Doubling", "import os; os.write(2, b'no licence\\n'); os._exit(3)\nclass Doubling",
+         "the process in which the task was tried ended with exit code 3: no licence"),
+        ("class Doubling", "import os; os.kill(os.getpid(), 11)\nclass Doubling",
+         "the process in which the task was tried ended with signal SIGSEGV"),
+        ("class Doubling", "import rrl_no_such_package\nclass Doubling", '"doubling:make" imports rrl_no_such_package,'
+         " which "),
+    ],
+)  # fmt: skip
+def test_exception_of_the_users_task_is_one_line_with_its_file_and_line(
+    checked: Checked, before: str, after: str, line: str
+) -> None:
+    assert checked.line(changed(TASK, before, after)).startswith(f"13: task.function: {line}")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "line"),
+    [
+        ('"doubling:make"', '"doublng:make"', '13: task.function: "doublng:make": there is no module doublng, neither'),
+        ('"doubling:make"', '"doubling:mak"', "doubling.py has no function mak; did you mean"),
+        ('"doubling:make"', '"doubling:make"\nargs = { x = 1 }', '14: task.args: "doubling:make" cannot be called with'
+         " `seed` and these arguments: got an unexpected keyword argument 'x'; its signature is (seed)"),
+        ("max_new_tokens = 4", "max_new_tokens = 4\n[model]\nmax_length = 5", "18: model.max_length: the prompt of item"
+         " 10 of [task] has 2 tokens; with max_new_tokens = 4 this exceeds max_length = 5 of the model; so do the"),
+    ],
+)  # fmt: skip
+def test_mistake_in_the_tables_of_the_users_task_is_one_line(
+    checked: Checked, before: str, after: str, line: str
+) -> None:
+    assert line in checked.line(job=changed(JOB, before, after))
+
+
+def test_output_and_children_of_the_users_task_neither_hurt_nor_outlive_the_check(checked: Checked) -> None:
+    noise = "import os, subprocess\nos.write(1, b'x' * 10)\nprint('hello')\nsubprocess.Popen(['sleep', '3601'])\n"
+    assert checked.run(noise + TASK) == 0
+    assert "hello" not in checked.out + checked.err
+    assert "sleep\0003601" not in {_arguments(process.pid) for process in processes("")}
+
+
+def _arguments(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().rstrip("\0")
+    except OSError:
+        return ""
+
+
+def test_task_that_is_not_built_in_time_is_named_with_its_line(
+    checked: Checked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(task_check, "DEADLINE_S", 0.5)
+    assert checked.line(changed(TASK, "return Doubling()", "import time; time.sleep(3600)")) == (
+        "13: task.function: importing and building the task was not done within 0.5 s (doubling.py:13); download and"
+        " prepare what it needs before the run, or check the rest of the job with --no-task"
+    )
+
+
+def test_task_that_no_signal_interrupts_is_ended_after_the_deadline(
+    checked: Checked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(task_check, "DEADLINE_S", 0.5)
+    monkeypatch.setattr(task_check, "_KILL_MARGIN_S", 0.0)
+    hang = "import signal, time\nsignal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})\ntime.sleep(3600)\n"
+    assert checked.line(hang + TASK) == (
+        "13: task.function: the task was not built and tried within 0.5 s; --no-task checks the rest of the job"
+    )
+
+
+def test_items_that_would_be_dropped_and_answers_that_do_not_fit_are_warnings(checked: Checked) -> None:
+    task = changed(TASK, "return str(i)", "return (['7'] * 90)[i]")
+    assert checked.run(task, changed(JOB, "max_new_tokens = 4", "max_new_tokens = 1")) == 0
+    assert checked.err.splitlines() == [
+        "rrl: warning: 10 of the first 100 items of [task] are dropped: prompt(90) raised IndexError: list index out of"
+        " range (doubling.py:3)",
+        "rrl: warning: the right answers of 85 of 90 items of [task] do not fit into [sampling] max_new_tokens = 1:"
+        " that of item 5 has 2 tokens",
+    ]
+
+
+def test_scorer_that_rewards_every_answer_alike_is_a_warning(checked: Checked) -> None:
+    assert checked.run(changed(TASK, "float(int(answer) == 2 * i)", "1.0")) == 0
+    warning = "a right answer of [task] gets no more reward than a wrong one (item 0: '0' gets 1, '2' gets 1)"
+    assert checked.err == f"rrl: warning: {warning}\n"
+
+
+def test_task_without_right_answers_is_scored_with_an_empty_one(checked: Checked) -> None:
+    task = changed(TASK, "return str(2 * i)", "raise NotImplementedError")
+    assert checked.run(changed(task, "int(answer)", "len(answer)")) == 0
+    assert checked.err == ""
+    assert "(1 token)\n  wrong answer  (empty)\n  reward        1, trained on 0.5\n" in checked.out
+    assert checked.run(task) == 0
+    assert "score(0, '') raised ValueError: invalid literal for int() with base 10: '' (doubling.py:9)" in checked.err
+    warm = f"{JOB}[roles.trainer]\nwarm_start_steps = 1\n"
+    assert checked.line(task, warm) == (
+        "13: task.function: answer(0) raised NotImplementedError (doubling.py:6); [roles.trainer] warm_start_steps"
+        " needs answers"
+    )
+
+
+# ── where the task cannot be tried ─────────────────────────────────────────────────────────────────────────────────
+def test_no_task_checks_the_rest_and_says_so(checked: Checked) -> None:
+    assert checked.run("raise OSError", JOB, "--no-task") == 0
+    assert checked.out.endswith(
+        "is right as far as it was checked: its task was not tried (--no-task); nothing was submitted\n"
+    )
+
+
+def test_package_that_a_login_node_lacks_leaves_the_task_untried(
+    checked: Checked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rrl.cli.job.check.preflight", lambda *_: ([], ""))
+    slurm = changed(JOB, '"local"', '"slurm"')
+    assert checked.run(f"import rrl_no_such_package\n{TASK}", slurm) == 0
+    reason = "rrl_no_such_package is not installed on this machine"
+    assert f"its task was not tried ({reason}); nothing was submitted\n" in checked.out
+    model = '[model]\npath = "/no/such/model"'
+    own_model = changed(slurm, '[model.tokenizer]\npieces = "0123456789"', model)
+    assert checked.run(TASK, own_model) == 0
+    assert "not tried (the folder of [model] path does not exist on this machine)" in checked.out
+    assert checked.run(TASK, slurm, "--json") == 0
+    tried = json.loads(checked.out)["task"]
+    assert tried["not_tried"] == ""
+    assert [(sample["prompt"], sample["rewards"]) for sample in tried["samples"]] == [("0", [1, 0.5]), ("1", [1, 0.5])]
+
+
+def test_task_gets_the_environment_of_the_store_and_the_setup_of_a_local_job(
+    checked: Checked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NOT_PASSED", "1")
+    monkeypatch.setenv("PASSED", "1")
+    needs = "import os\nassert os.environ['A'] + os.environ['B'] + os.environ['PASSED'] == '231'\n"
+    needs += "assert 'NOT_PASSED' not in os.environ\n"
+    env = '[env]\npassed = ["PASSED"]\nsetup = ["echo loading", "export B=3"]\n[roles.trajectories]\nenv.A = "2"\n'
+    assert checked.run(needs + TASK, JOB + env) == 0, checked.err
+    assert checked.line(needs + TASK, JOB + changed(env, "export B=3", "false")).endswith(
+        "setup line 2 failed (exit 1)"
+    )

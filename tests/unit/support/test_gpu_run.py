@@ -1,0 +1,88 @@
+"""``make test-gpu`` where there is no GPU, and the interpreter that it runs the tests with."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rrl.tests.support.gpu import run
+from rrl.tests.support.nvml.driver import FakeDriver
+
+PROGRAM = Path(run.__file__)
+
+
+def program(environ: dict[str, str], timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
+    without = {name: value for name, value in os.environ.items() if name not in ("LD_LIBRARY_PATH", run.REHEARSAL_ENV)}
+    argv = [sys.executable, str(PROGRAM)]
+    return subprocess.run(argv, env={**without, **environ}, capture_output=True, text=True, timeout=timeout_s)
+
+
+@pytest.mark.parametrize(
+    ("loaded", "why"),
+    [(False, "the NVIDIA driver does not start (NVML code 9)"), (True, "the NVIDIA driver lists no GPU")],
+    ids=["no driver", "no GPU"],
+)
+def test_without_a_gpu_one_line_says_so_and_the_target_succeeds(tmp_path: Path, loaded: bool, why: str) -> None:
+    driver = FakeDriver(tmp_path).gpus(0)
+    if not loaded:
+        driver.state.unlink()
+    done = program(driver.env())
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == f"make test-gpu: nothing is tested: {why}\n"
+
+
+def test_every_gpu_test_is_collected_and_none_without_the_marker() -> None:
+    folder = Path(__file__).parents[2] / "gpu"
+    collect = [sys.executable, "-m", "pytest", "--collect-only", "-q", str(folder)]
+    plain = subprocess.run(collect, capture_output=True, text=True, timeout=120)
+    assert "no tests collected" in plain.stdout
+    done = subprocess.run([*collect, "-m", "gpu"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout
+    assert {line.partition("::")[0].rpartition("/")[2] for line in done.stdout.splitlines() if "::" in line} == {
+        path.name for path in folder.glob("test_*.py")
+    }
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_gpu_tests_pass_in_a_rehearsal_on_the_cpu_and_the_stand_in_driver(tmp_path: Path) -> None:
+    """What a GPU does is not shown; that the tests can run on one is, as far as it can be shown without one."""
+    driver = FakeDriver(tmp_path).gpus(2)
+    done = program({**driver.env(), run.REHEARSAL_ENV: "1"}, timeout_s=600)
+    assert done.returncode == 0, done.stdout
+    reasons = {line.rpartition(": ")[2] for line in done.stdout.splitlines() if line.startswith("SKIPPED")}
+    assert reasons == {"a rehearsal has no GPU whose memory a process could hold", "torch has no GPU"}
+
+
+def test_missing_requirement_without_wheels_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "ENVIRONMENT", tmp_path / "environment")
+    monkeypatch.setattr(run, "requirements", lambda: (["nosuchpackage nosuchpackage>=1"], []))
+    with pytest.raises(SystemExit, match=r"lacks nosuchpackage>=1; give WHEELS=folder, made by make wheelhouse"):
+        run.prepared(sys.executable, tmp_path / "wheels")
+
+
+def test_interpreter_without_rrl_gets_an_environment_that_keeps_its_packages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The package comes from a folder of wheels; no index is asked."""
+    wheels, source = tmp_path / "wheels", tmp_path / "source"
+    source.mkdir()
+    (source / "pyproject.toml").write_text(
+        "[build-system]\nrequires = ['setuptools']\nbuild-backend = 'setuptools.build_meta'\n"
+        "[project]\nname = 'rrltestextra'\nversion = '1.0'\n[tool.setuptools]\npy-modules = ['rrltestextra']\n"
+    )
+    (source / "rrltestextra.py").write_text("VALUE = 7\n")
+    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--use-pep517"]
+    subprocess.run([*build, "--wheel-dir", wheels, source], check=True, capture_output=True)
+    monkeypatch.setattr(run, "ENVIRONMENT", tmp_path / "environment")
+    needed, _ = run.requirements()
+    monkeypatch.setattr(run, "requirements", lambda: ([*needed, "rrltestextra rrltestextra==1.0"], []))
+    python = run.prepared(sys.executable, wheels)
+    assert python == str(tmp_path / "environment" / "bin" / "python")
+    code = "import rrltestextra, rrl.core.types, msgspec, pytest; print(rrltestextra.VALUE)"
+    done = subprocess.run([python, "-P", "-c", code], env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("7\n", "")
