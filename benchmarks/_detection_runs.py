@@ -1,4 +1,4 @@
-"""Plays each scenario with each seed, on all cores."""
+"""Plays each scenario with each seed, in several processes."""
 
 from __future__ import annotations
 
@@ -28,15 +28,21 @@ class Run(Struct, frozen=True):
     factor: float = 1.0
 
 
-def play_all(folder: Path, runs: Iterable[Run]) -> dict[Run, Played]:
-    """Play the runs and print the progress to stderr; return the results by run.
+def available_cores() -> int:
+    """Return the number of cores that this process may use: fewer than the machine has in a container or a job step."""
+    return len(os.sched_getaffinity(0))
 
-    Raises ScenarioError and whatever a judge raises.
+
+def play_all(folder: Path, runs: Iterable[Run], jobs: int) -> dict[Run, Played]:
+    """Play the runs in ``jobs`` processes and print the progress to stderr; return the results by run, in order.
+
+    The results do not depend on ``jobs``: each run draws from its own seed. Raises ScenarioError and whatever a judge
+    raises.
     """
     pending: Sequence[Run] = list(runs)
     done: dict[Run, Played] = {}
-    with ProcessPoolExecutor(os.cpu_count(), initializer=_load, initargs=(folder,)) as pool:
-        for run, play in zip(pending, pool.map(_play, pending, chunksize=8), strict=True):
+    with ProcessPoolExecutor(jobs, initializer=_load, initargs=(folder,)) as pool:
+        for run, play in zip(pending, pool.map(_play, pending), strict=True):
             done[run] = play
             if len(done) % _PROGRESS_EVERY_RUNS == 0:
                 print(f"{len(done)} of {len(pending)} plays", file=sys.stderr, flush=True)

@@ -36,7 +36,7 @@ async def _measure(
     lab_run: Lab, seconds: float, settle: float, native: bool
 ) -> tuple[float, float, list[tuple[str, str, str, str]]]:
     """Return the cores and the PSS (MiB) that the agent uses, and a table row for each of its processes."""
-    patch = ""
+    patch = f"import os; os.environ.update({_driver_path()!r})"
     if not native:
         driver = FakeDriver(lab_run.run.path).gpus(GPUS)
         driver.set(None, "utilization", 90).set(None, "temperature", 60)
@@ -47,7 +47,7 @@ async def _measure(
         launch = lab_run.launch(replica="agent/local1")
         launch = msgspec.structs.replace(launch, readers=READERS, admission_timeout=20.0)
         lab_run.run.launch_file(launch.tag).write_bytes(msgspec.json.encode(launch))
-        agent = lab_run.start(launch, "agent", patch)
+        agent = lab_run.start(launch, "agent.main", patch)
         await manager.wait_for(AgentHeartbeat)
         await asyncio.sleep(settle)
         before, began = _ticks(agent.pid), asyncio.get_running_loop().time()
@@ -62,6 +62,11 @@ async def _measure(
         shares = ((pid, f"{ticks / TICKS_PER_S / passed:.2%}") for pid, ticks in spent.items())
         rows = [(str(pid), share, f"{highest.get(pid, 0.0):.1f}", _command_text(pid)) for pid, share in shares]
         return cores, sum(highest.values(), 0.0), rows
+
+
+def _driver_path() -> dict[str, str]:
+    """Return the variables by which the loader finds the driver's library, where it is not in a standard folder."""
+    return {name: os.environ[name] for name in ("LD_LIBRARY_PATH", "RRL_FAKE_NVML") if name in os.environ}
 
 
 def _process_tree(root: int) -> list[int]:

@@ -30,6 +30,7 @@ from rrl.benchmarks._table import print_table
 from rrl.core.run_dir import RunDir
 from rrl.core.run_spec import ModelSpec, TrainerSettings
 from rrl.core.types import Incarnation, NodeName, ReplicaId, Version
+from rrl.roles.checkpoints.folders import Digest, fresh_folder
 from rrl.roles.models.policy import build_model
 from rrl.roles.snapshots.client import SnapshotClient
 from rrl.roles.snapshots.server import SnapshotServer
@@ -39,7 +40,6 @@ from rrl.roles.trainer.host_buffers import HostBuffers
 from rrl.roles.trainer.learner import Learner
 from rrl.roles.trainer.process_group import Gang
 from rrl.roles.trajectories.types import Batch, Trajectory
-from rrl.roles.worker.checkpoint_files import Digest, fresh_folder
 from rrl.transport.keys import RunKeys
 
 MODEL = ModelSpec(
@@ -70,7 +70,7 @@ class BenchmarkArm:
 
     def __init__(self, me: StandInWorker, learner: Learner, buffers: HostBuffers) -> None:
         self._buffers = buffers
-        self.saver = AsyncSaver(me, Gang(), learner, Checkpoints(me.run_dir, 1, retained=2), buffers, 1)  # type: ignore[arg-type]
+        self.saver = AsyncSaver(me, Gang(), learner, Checkpoints(me.run_dir), buffers, 1)  # type: ignore[arg-type]
 
     def timed_save(self) -> float:
         """Save a checkpoint; return the time (s) that a step waits for that."""

@@ -1,9 +1,9 @@
 """Measures how well failures are detected: rrl's detectors and two baselines in scripted scenarios in virtual time.
 
-``python detection.py [--scenarios DIR] [--seeds K] [--first-seed N] [--curve/--no-curve] [--only GLOB] [--json]``. The
-scenarios are files (docs/scenarios.md); another folder of scenarios can be used instead. Prints how many failures each
-method found and missed and how many false alarms it raised, the delays by role and cause, and each mistake of rrl with
-its scenario and seed. The last line is one JSON object.
+``python detection.py [--scenarios DIR] [--seeds K] [--first-seed N] [--curve/--no-curve] [--only GLOB] [--jobs N]
+[--json]``. The scenarios are files (docs/scenarios.md); another folder of scenarios can be used instead. Prints how
+many failures each method found and missed and how many false alarms it raised, the delays by role and cause, and each
+mistake of rrl with its scenario and seed. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from rrl.benchmarks._detection_curve import FACTORS, MatchedDelay, Point, match_delay, point
-from rrl.benchmarks._detection_runs import Run, play_all
+from rrl.benchmarks._detection_runs import Run, available_cores, play_all
 from rrl.benchmarks._requirements import check_requirements
 from rrl.benchmarks._table import print_table
 from rrl.tests.support.scenarios.format import Scenario
@@ -39,6 +39,7 @@ def main(
     first_seed: Annotated[int, typer.Option(min=0, help="the first of them")] = 0,
     curve: Annotated[bool, typer.Option(help="compare delays at one rate of false alarms, not only by default")] = True,
     only: Annotated[str, typer.Option(help="names of scenarios, with * and ?")] = "*",
+    jobs: Annotated[int | None, typer.Option(min=1, help="processes; default: the cores that may be used")] = None,
     json_only: Annotated[bool, typer.Option("--json", help="only the JSON line")] = False,
 ) -> None:
     check_requirements("detection")
@@ -51,26 +52,29 @@ def main(
         typer.echo(f"{scenarios}: no scenario is called {only}", err=True)
         raise typer.Exit(2)
     numbers = range(first_seed, first_seed + seeds)
-    plays = _plays(scenarios, chosen, numbers)
-    points, match = _curve(scenarios, chosen, numbers[:MAX_CURVE_SEEDS], plays) if curve else _no_curve(plays)
+    processes = jobs or available_cores()
+    plays = _plays(scenarios, chosen, numbers, processes)
+    points, match = (
+        _curve(scenarios, chosen, numbers[:MAX_CURVE_SEEDS], plays, processes) if curve else _no_curve(plays)
+    )
     if not json_only:
         _print_results(plays, points)
     print(json.dumps(_result(chosen, plays, points, match, curve)))
 
 
-def _plays(folder: Path, chosen: Mapping[str, Scenario], seeds: range) -> dict[str, list[Played]]:
+def _plays(folder: Path, chosen: Mapping[str, Scenario], seeds: range, jobs: int) -> dict[str, list[Played]]:
     runs = [Run(name, seed, method) for name in chosen for seed in seeds for method in METHODS]
-    done = play_all(folder, runs)
+    done = play_all(folder, runs, jobs)
     return {method: [done[run] for run in runs if run.method == method] for method in METHODS}
 
 
 def _curve(
-    folder: Path, chosen: Mapping[str, Scenario], seeds: range, plays: Mapping[str, Sequence[Played]]
+    folder: Path, chosen: Mapping[str, Scenario], seeds: range, plays: Mapping[str, Sequence[Played]], jobs: int
 ) -> tuple[list[Point], MatchedDelay]:
     runs = [Run(name, seed, method, factor) for method, factors in FACTORS.items() for factor in factors
             if factor != 1.0 for name in chosen for seed in seeds]  # fmt: skip
     by: dict[tuple[str, float], list[Played]] = {}
-    for run, play in play_all(folder, runs).items():
+    for run, play in play_all(folder, runs, jobs).items():
         by.setdefault((run.method, run.factor), []).append(play)
     for method in METHODS:
         by[method, 1.0] = [play for play in plays[method] if play.seed in seeds]
