@@ -23,7 +23,7 @@ from pydantic.fields import FieldInfo
 from rrl.config.job.render import field_text
 from rrl.config.job.schema import Job, PhaseTable
 from rrl.core import run_spec
-from rrl.core.phases import PHASES, Phase
+from rrl.core.phases import PHASES, WAIT_EXTERNAL, Phase
 from rrl.core.units import DURATION, SIZE, duration_text
 
 PAGE = Path(__file__).parent / "job.md"
@@ -39,7 +39,17 @@ _INTRODUCTION = """\
 Made from `config/job/schema.py` by `.venv/bin/python -m rrl.docs.make_reference`; do not edit.
 
 `rrl check job.toml` validates a file, prints it with every default filled in, and shows what would be submitted.
-An unknown key is an error that names the file, the line, and the nearest valid key. A job needs `[run]`, and either
+An unknown key is an error that names the file, the line, and the nearest valid key.
+
+It also tries the task on this machine, within a minute: it builds the task, makes and tokenises the prompts and right
+answers of 100 items, scores a few answers, and prints two prompts with their answers and rewards. An exception of your
+task is reported with its file and line. `rrl check --no-task` leaves the task out, for example on a login node where it
+cannot work; where a package that the task needs is missing, `rrl check` says that the task was not tried. With
+`kind = "local"`, `rrl check` and `rrl submit` also look for each role's command, the network and the metrics port, and
+compare memory, replicas and the size of the model with this machine. Exit code 2: the job cannot work, for the reason
+in the one line on stderr.
+
+A job needs `[run]`, and either
 `[task]` with a `[model]` (a folder in `path`, or `[model.tokenizer]`) or roles of your own (`[commands.NAME]`);
 everything else has a default.
 `examples/quickstart.toml` is a whole one.
@@ -91,6 +101,8 @@ def _named_by_the_user(table: type[BaseModel], path: tuple[str, ...]) -> Iterato
 def _phase(one: Phase) -> str:
     longest = "for ever" if one.longest == math.inf else f'`"{duration_text(one.longest)}"`'
     meaning = "progresses" if one.progresses else f"waits for {one.waits_for}" if one.waits_for else "does its work"
+    if one.name == WAIT_EXTERNAL:
+        meaning = "waits for a service outside of the run (`rrl.waiting`)"
     return f'| `{one.name}` | `"{duration_text(one.shortest)}"` | {longest} | {meaning} |'
 
 
