@@ -228,11 +228,7 @@ class MessageHandler:
 
     def _step_exit(self, message: msg.StepExit) -> None:
         self._peers.steps.pop(message.tag, None)
-        incarnation = current_owner(self._context.state(), message.incarnation, message.tag)
-        self._record_end(ev.StepEnded(
-            incarnation, message.tag, message.code, message.signal, message.reason, message.last_line, message.detail,
-            message.exception,
-        ))  # fmt: skip
+        self._on_exit_record(message)
 
     async def _step_vanished(self, message: msg.StepVanished) -> None:
         """Look for the exit record of a step that vanished, for at most EXIT_RECORD_READ_TIMEOUT_S.
@@ -256,52 +252,33 @@ class MessageHandler:
         else:
             self._on_exit_record(record)
 
-    def _on_exit_record(self, record: ExitRecord) -> None:
+    def _on_exit_record(self, record: ExitRecord | msg.StepExit) -> None:
         incarnation = current_owner(self._context.state(), record.incarnation, record.tag)
-        self._record_end(ev.StepEnded(
-            incarnation, record.tag, record.code, record.signal, record.reason, record.last_line, record.detail,
-            record.exception,
-        ))  # fmt: skip
+        self._record_end(_step_ended(incarnation, record))
 
     def _record_end(self, event: ev.StepEnded) -> None:
         """Record the end of a step once, and only if the step is the incarnation's own or an orphan."""
         state = self._context.state()
         current = state.is_current(event.incarnation) and state.replica(event.incarnation.replica).step == event.step
         if current or event.step in state.orphan_steps:
-            self._context.monitor.on_step_ended(
-                event.incarnation,
-                event.code,
-                event.signal,
-                event.reason,
-                self._context.now(),
-                event.last_line,
-                event.detail,
-                event.exception,
-            )
+            self._report_end(event)
             self._context.record(event)
             if self._context.state().replica(event.incarnation.replica).status is Status.COMPLETED:
                 self._context.monitor.remove(event.incarnation)  # its work is complete: its end is not a failure
 
     def restore_step_end(self, incarnation: Incarnation) -> None:
         """Report to the health monitor the end of a step that was recorded under an earlier manager."""
-        record = read_exit(
-            self._context.run_dir.exit_file(
-                tag_of(self._context.run_dir.id, step_alias(self._context.state(), incarnation))
-            )
-        )
-        if record is None:
-            self._context.monitor.on_step_ended(incarnation, None, None, ExitReason.LOST, self._context.now())
-        else:
-            self._context.monitor.on_step_ended(
-                incarnation,
-                record.code,
-                record.signal,
-                record.reason,
-                self._context.now(),
-                record.last_line,
-                record.detail,
-                record.exception,
-            )
+        tag = tag_of(self._context.run_dir.id, step_alias(self._context.state(), incarnation))
+        record = read_exit(self._context.run_dir.exit_file(tag))
+        lost = ev.StepEnded(incarnation, tag, None, None, ExitReason.LOST)
+        self._report_end(lost if record is None else _step_ended(incarnation, record))
+
+    def _report_end(self, event: ev.StepEnded) -> None:
+        """Report the end of a step to the health monitor."""
+        self._context.monitor.on_step_ended(
+            event.incarnation, event.code, event.signal, event.reason, self._context.now(), event.last_line,
+            event.detail, event.exception,
+        )  # fmt: skip
 
     def start_reading_exit_records(self) -> None:
         """Read exit records in a task of their own, so that hung storage does not delay messages.
@@ -456,3 +433,11 @@ def uses_worker_api(state: State, incarnation: Incarnation) -> bool:
     """Return whether the incarnation uses the worker API, so that its worker receives the request to end."""
     name = role_of(incarnation.replica)
     return name == STANDBY_ROLE or any(role.name == name and role.watch == "api" for role in state.job.roles)
+
+
+def _step_ended(incarnation: Incarnation, record: ExitRecord | msg.StepExit) -> ev.StepEnded:
+    """Return the event for the end of this incarnation's step, from its exit record or from a copy of that."""
+    return ev.StepEnded(
+        incarnation, record.tag, record.code, record.signal, record.reason, record.last_line, record.detail,
+        record.exception,
+    )  # fmt: skip
