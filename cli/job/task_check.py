@@ -21,7 +21,7 @@ from ...core.run_spec import RunSpec
 from ...core.text import escaped_lines, last_lines, on_one_line
 from ...manager.bootstrap.preflight import Problem
 from ...manager.execute.launch import environment
-from .task_trial import Sample, TaskTrial, TrialRequest
+from .task_trial import Sample, TaskTrial, TrialRequest, source_key
 
 DEADLINE_S = 60.0
 """Seconds for building and trying the task. Importing a large package from a busy network file system takes about 30 s;
@@ -69,7 +69,7 @@ def try_task(job: Job, spec: RunSpec, path: Path) -> TaskReport:
         command = ("bash", "-c", 'exec 3>&2 4>&2; exec "$@"', "rrl", *wrap(script, 3, 4, command))
     env = environment(spec, role.per_member, str(folder)) | select_variables(spec.env.passed, os.environ) | role.env
     request = msgspec.json.encode(TrialRequest(spec, str(folder), DEADLINE_S)).decode()
-    source = ("task", "dataset" if job.task.function is None else "function")
+    source = source_key(spec)
     try:
         ended = run(command, DEADLINE_S + _KILL_MARGIN_S, env=env, cwd=str(folder), stdin_text=request)
         trial = msgspec.json.decode(ended.out.rpartition("\n")[2], type=TaskTrial)  # [env] may print lines before it

@@ -32,6 +32,11 @@ SAMPLES = 2
 _PIECES = ("model", "tokenizer", "pieces")
 
 
+def source_key(spec: RunSpec) -> tuple[str, str]:
+    """Return the key of job.toml that names the task's source."""
+    return "task", "dataset" if spec.task.function is None else "function"
+
+
 class TrialRequest(Struct, frozen=True):
     """The task to try."""
 
@@ -109,7 +114,7 @@ class _Trial:
         self._job = request.job
         self._folder = Path(request.folder)
         self._deadline_s = request.deadline_s
-        self._source = ("task", "dataset" if self._job.task.function is None else "function")
+        self._source = source_key(self._job)
         self._doing = "importing and building the task"
         self._warnings: list[str] = []
 
