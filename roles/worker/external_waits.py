@@ -35,7 +35,7 @@ def waiting(service: str) -> Iterator[None]:
     """
     global _waiting_since
     with _lock:
-        if not _services.total():
+        if not _services:
             _waiting_since = time.monotonic()
         _services[service] += 1
     try:
@@ -43,6 +43,8 @@ def waiting(service: str) -> Iterator[None]:
     finally:
         with _lock:
             _services[service] -= 1
+            if not _services[service]:
+                del _services[service]
 
 
 def awaited_service() -> str:
@@ -50,7 +52,7 @@ def awaited_service() -> str:
     with _lock:
         if time.monotonic() < _waiting_since + REPORTED_AFTER_S:
             return ""
-        return next((service for service, threads in _services.items() if threads), "")
+        return next(iter(_services), "")
 
 
 def reported_phase(phase: tuple[str, ReplicaId | None]) -> tuple[str, ReplicaId | None]:

@@ -228,6 +228,13 @@ def test_wait_that_raises_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     assert external_waits.awaited_service() == ""
 
 
+def test_services_whose_waits_are_over_take_no_memory() -> None:
+    for number in range(100):
+        with rrl.waiting(f"judge {number}"):
+            pass
+    assert not external_waits._services
+
+
 def test_peers_callback_never_gets_older_peers_after_newer_ones(scene: Scene) -> None:
     with not_started(scene.worker(crew.REWARD)) as me:
         connection, received = me._connection, list[int]()
