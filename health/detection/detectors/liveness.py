@@ -154,17 +154,14 @@ def agent_silence(view: ReplicaView, limits: Limits, now: float) -> Result:
         return NO_FINDING
     if not (view.node_view.residents or view.node_view.departed):
         return _lone_agent_silence(view, limits, now)
-    due = view.last_message_at + _AGENT_SILENCE_FACTOR * silence_limit(limits)
+    silence_s = _AGENT_SILENCE_FACTOR * silence_limit(limits)
+    due = view.last_message_at + silence_s
     if now < due:
         return None, due
     last_message_at = view.node_view.last_message_at
     if last_message_at is None or now >= last_message_at + heartbeat_slack(limits):
         return NO_FINDING  # the whole node is silent: node_lost judges that
-    silence_s = _AGENT_SILENCE_FACTOR * silence_limit(limits)
-    text = f"no heartbeat for {silence_s:g} s, although other processes on {view.node} send messages"
-    finding = finding_about(
-        view, "agent_silence", Verdict.FAIL, Cause.PROCESS, Remedy.RESTART, view.last_message_at, "manager", text
-    )
+    finding = _silent_agent(view, silence_s, f"although other processes on {view.node} send messages")
     return finding, last_message_at + heartbeat_slack(limits)
 
 
@@ -177,10 +174,15 @@ def _lone_agent_silence(view: ReplicaView, limits: Limits, now: float) -> Result
     due = view.last_message_at + silence_s
     if now < due:
         return None, due
-    text = f"no heartbeat for {silence_s:g} s, and {view.node} has no other process"
+    return _silent_agent(view, silence_s, f"and {view.node} has no other process"), inf
+
+
+def _silent_agent(view: ReplicaView, silence_s: float, node_state: str) -> Finding:
+    """Return the finding about an agent that has been silent for ``silence_s``, with the state of its node as text."""
+    text = f"no heartbeat for {silence_s:g} s, {node_state}"
     return finding_about(
         view, "agent_silence", Verdict.FAIL, Cause.PROCESS, Remedy.RESTART, view.last_message_at, "manager", text
-    ), inf
+    )
 
 
 def promotion_overdue(view: ReplicaView, limits: Limits, now: float) -> Result:
