@@ -1,4 +1,4 @@
-"""Find the address at which the other nodes of a run can reach this host."""
+"""Find the address at which the other nodes of a run can reach this host, and resolve addresses to listen at."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import ipaddress
 import os
 import socket
 import struct
+from typing import Any
 
 from msgspec import Struct
 
@@ -31,6 +32,29 @@ class Interface(Struct, frozen=True):
 
     name: str
     address: str
+
+
+class ListenAddress(Struct, frozen=True):
+    """A resolved ``host:port`` of this host."""
+
+    host: str
+    """The host as it was given, without brackets: a name or an address."""
+    family: socket.AddressFamily
+    socket_address: tuple[Any, ...]
+    """Address to bind a socket of this family to."""
+
+
+def resolve(address: str) -> ListenAddress:
+    """Resolve ``host:port``; brackets enclose an IPv6 address. Port 0 selects a free one.
+
+    Raises:
+        OSError: The host cannot be resolved.
+        ValueError: The port is not a number, or a label of the host name is too long.
+    """
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    family, *_, found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
+    return ListenAddress(host, family, (found[0], int(port), *found[2:]))
 
 
 def own_address(network: str = "") -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import socket
 
-from ...transport.address import NoAddress, interface_on
+from ...transport.address import NoAddress, interface_on, resolve
 
 
 def network_problem(network: str) -> str:
@@ -24,16 +24,15 @@ def metrics_problem(address: str) -> str:
 
     ``address`` is ``host:port``, or empty for no metrics. The port is bound for a moment, as the manager will bind it.
     """
-    host, _, port = address.rpartition(":")
-    if not address or not int(port):
+    if not address or address.endswith(":0"):
         return ""
     try:
-        family, kind, *_, found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind) as probe:
+        listen = resolve(address)
+        with socket.socket(listen.family, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(found)
+            probe.bind(listen.socket_address)
             probe.listen(1)  # with SO_REUSEADDR, bind() accepts a port on which another process may yet listen
-    except (OSError, OverflowError) as error:
+    except (OSError, ValueError) as error:  # ValueError: a label of the host name is too long
         taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
         return "the port is taken" if taken else str(getattr(error, "strerror", None) or error)
     return ""

@@ -17,6 +17,7 @@ from socketserver import ThreadingTCPServer
 from typing import Any
 
 from ...core.run_dir import RunDir, write_atomically
+from ...transport.address import resolve
 
 _log = logging.getLogger("rrl.manager")
 
@@ -58,19 +59,16 @@ class MetricsServer:
 
     def _open(self) -> None:
         """Open the server and publish its address, or on failure the reason: the run continues without metrics."""
-        host, _, port = self._address.rpartition(":")
-        host = host.strip("[]")
         with contextlib.suppress(OSError):
             self._run.metrics_failure.unlink(missing_ok=True)  # left by an earlier manager
         try:
-            family, *_, address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
-            address = (address[0], int(port), *address[2:])
+            listen = resolve(self._address)
             with self._lock:
                 if self._closed:
                     return
-                self._server = server = _Server(family, address, self._page)
+                self._server = server = _Server(listen.family, listen.socket_address, self._page)
             threading.Thread(target=server.serve_forever, name="metrics-server", daemon=True).start()
-            own_host = socket.gethostname() if host in ("0.0.0.0", "::") else host
+            own_host = socket.gethostname() if listen.host in ("0.0.0.0", "::") else listen.host
             shown_host = f"[{own_host}]" if ":" in own_host else own_host
             write_atomically(self._run.metrics, f"{shown_host}:{server.server_address[1]}\n".encode())
         except (OSError, OverflowError, ValueError) as error:

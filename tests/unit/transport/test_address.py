@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from rrl.transport import address
-from rrl.transport.address import Interface, NoAddress, interface_on, interfaces, own_address
+from rrl.transport.address import Interface, ListenAddress, NoAddress, interface_on, interfaces, own_address, resolve
 
 HERE = [Interface("lo", "127.0.0.1"), Interface("eth0", "192.168.1.5"), Interface("ib0", "10.4.0.7"),
         Interface("ib0", "10.5.0.7")]  # fmt: skip
@@ -97,3 +97,8 @@ def test_loopback_is_never_published_unless_it_is_asked_for(
     with pytest.raises(NoAddress, match=r"set `network` in \[transport\]"):
         own_address()
     assert own_address("127.0.0.0/8") == "127.0.0.1"
+
+
+def test_listen_address_is_resolved_with_its_port() -> None:
+    assert resolve("127.0.0.1:9090") == ListenAddress("127.0.0.1", socket.AF_INET, ("127.0.0.1", 9090))
+    assert resolve("[::1]:0") == ListenAddress("::1", socket.AF_INET6, ("::1", 0, 0, 0))
