@@ -7,6 +7,7 @@ the run's user. Nothing of a run is stored elsewhere, except sockets and shared 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from pathlib import Path
 
@@ -14,6 +15,8 @@ RUNS_ENV = "RRL_RUNS_DIR"
 HISTORY_ENV = "RRL_HISTORY"
 """Environment variable: the site's folder for the history across runs and users, for jobs without ``[health]
 history``."""
+STORAGE_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
+"""Error numbers of storage on which removing a file makes room."""
 
 
 def runs_root() -> Path:

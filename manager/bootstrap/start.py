@@ -26,7 +26,7 @@ from ...config.job.load import resolved
 from ...config.job.schema import Job
 from ...core.log_lines import start_logging
 from ...core.processes import raise_nofile
-from ...core.run_dir import RunDir, runs_root, write_atomically
+from ...core.run_dir import STORAGE_FULL_ERRNOS, RunDir, runs_root, write_atomically
 from ...core.run_spec import RunSpec, read_run_spec
 from ...core.types import Outcome
 from ...transport.address import NoAddress, own_address
@@ -48,7 +48,7 @@ MAX_RETRIES = 3
 """Times that a manager which failed with an exception is started again in the same process."""
 RETRY_DELAY_S = 5.0
 """Seconds before each retry."""
-STORAGE_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+UNWRITABLE_STORAGE_ERRNOS = (*STORAGE_FULL_ERRNOS, errno.EFBIG, errno.EROFS)
 """Error numbers of storage that cannot be written at present."""
 WALLTIME_REASON = "its walltime ends"
 """Reason that a manager gives for its exit when submitit announces the end of its Slurm job."""
@@ -197,8 +197,8 @@ def run_manager(run: RunDir, foreground: bool = False, by_hand: bool = False) ->
     Args:
         run: the run's directory.
         foreground: whether SIGINT cancels the run.
-        by_hand: whether a person started it and waits: full storage is then an OSError at once. An unattended manager
-            retries, because space may become free.
+        by_hand: whether a person started it and waits: unwritable storage is then an OSError at once. An unattended
+            manager retries, because space may become free.
 
     Returns:
         The outcome of the run, or None if the manager exited before the run had ended.
@@ -212,10 +212,10 @@ def run_manager(run: RunDir, foreground: bool = False, by_hand: bool = False) ->
         except (LeaseHeld, JournalError, NoAddress):  # trying again would not help
             raise
         except Exception as error:
-            storage_full = isinstance(error, OSError) and error.errno in STORAGE_FULL_ERRNOS
-            if attempt == MAX_RETRIES or (storage_full and by_hand):
+            unwritable = isinstance(error, OSError) and error.errno in UNWRITABLE_STORAGE_ERRNOS
+            if attempt == MAX_RETRIES or (unwritable and by_hand):
                 raise
-            if storage_full:
+            if unwritable:
                 _log.error("%s; the manager tries again in %.0f s", error, RETRY_DELAY_S)
             else:
                 _log.exception("the manager failed; another one starts in %.0f s", RETRY_DELAY_S)

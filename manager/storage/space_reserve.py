@@ -8,14 +8,11 @@ else: the roles would take the space at once.
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Callable
 
-from ...core.run_dir import RunDir
+from ...core.run_dir import STORAGE_FULL_ERRNOS, RunDir
 
-STORAGE_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
-"""Error numbers of storage on which removing a file makes room."""
 RESERVE_BYTES = 4 * 2**20
 """Bytes that are reserved. The journal records of a run's end and its summary take some ten kilobytes for a small run,
 and the whole state, which is written once more, some hundred for one of a thousand replicas."""

@@ -6,7 +6,6 @@ record. The store deletes checkpoints that are no longer needed (:mod:`rrl.roles
 
 from __future__ import annotations
 
-import errno
 import itertools
 import logging
 import shutil
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
-from ...core.run_dir import RunDir
+from ...core.run_dir import STORAGE_FULL_ERRNOS, RunDir
 from ..checkpoints.folders import (
     DamagedCheckpoint,
     Digest,
@@ -247,4 +246,4 @@ def _error_text(error: BaseException) -> str:
 
 def _is_full(error: BaseException) -> bool:
     causes = [failure[0] for failure in error.failures.values()] if isinstance(error, CheckpointException) else [error]
-    return all(isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT) for cause in causes)
+    return all(isinstance(cause, OSError) and cause.errno in STORAGE_FULL_ERRNOS for cause in causes)
