@@ -226,7 +226,7 @@ def _examples(me: rrl.Worker, tokenizer: Tokenizer) -> Iterator[list[Example]]:
     if not steps:
         return
     with exits_on_invalid_config(TaskError):
-        task = load_task(me.job.task, me.job.seed + _SEED_OFFSET, tokenizer)
+        task = load_task(me.job.task, me.job.seed + _SEED_OFFSET, tokenizer, Path(me.launch.cwd))
     for step in range(steps):
         texts = [(task.prompt(item), task.answer(item)) for item in range(step * size, (step + 1) * size)]
         with exits_on_invalid_config():  # the vocabulary lacks a character

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,7 +18,7 @@ from rrl.config.job.resolve import resolve
 from rrl.config.job.schema import Job
 from rrl.core.launch import Launch
 from rrl.core.run_dir import RunDir
-from rrl.core.run_spec import ModelSpec, RunSpec, TokenizerSpec
+from rrl.core.run_spec import ModelSpec, RunSpec, TaskSpec, TokenizerSpec
 from rrl.core.types import Incarnation, NodeName, ReplicaId, Version
 from rrl.roles.checkpoints.folders import describe, fresh_folder
 from rrl.roles.models.policy import build_model
@@ -71,7 +72,8 @@ class _Worker:
 
     def __init__(self, replica: str, number: int, run_dir: RunDir, committed: dict[int, dict[str, Any]]) -> None:
         incarnation = Incarnation(ReplicaId(replica), number)
-        self.launch = Launch("tag", str(run_dir.path), incarnation, NodeName("n"), (), {}, "/", 1.0, False)
+        folder = str(run_dir.path)
+        self.launch = Launch("tag", folder, incarnation, NodeName("n"), (), {}, folder, 1.0, False)
         self.run_dir = run_dir
         self.job = _job()
         self.rank, self.world, self.node, self.peers = 0, 1, NodeName("n"), None
@@ -257,6 +259,29 @@ def test_warm_start_uses_items_that_the_run_never_samples(monkeypatch: pytest.Mo
     items = [Item(n, n, tokenizer.encode(f"{n}="), (), 3) for n in range(10)]
     for n, segments in harness.roll_out(engine, items).items():
         assert segments[0].tokens == (*tokenizer.encode(str(n)), EOS)
+
+
+def test_warm_start_imports_the_task_from_the_folder_of_the_job(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "rrl_warm_start_task.py").write_text(
+        "class Digits:\n"
+        "    def __init__(self, seed): pass\n"
+        "    def prompt(self, i): return f'{i}='\n"
+        "    def answer(self, i): return str(i)\n"
+        "    def score(self, i, answer): raise AssertionError\n"
+    )
+    monkeypatch.setattr(sys, "path", list(sys.path))  # undone afterwards, with what load_task adds
+    worker = _Worker("trainer/0", 1, _run_dir(tmp_path / "run"), {})
+    worker.launch = msgspec.structs.replace(worker.launch, cwd=str(tmp_path))
+    worker.job = msgspec.structs.replace(
+        worker.job,
+        task=TaskSpec(function="rrl_warm_start_task:Digits"),
+        trainer=msgspec.structs.replace(worker.job.trainer, warm_start_steps=2, warm_start_batch=1),
+    )
+    tokenizer = open_tokenizer(worker.job.model)
+    examples = list(trainer_main._examples(worker, tokenizer))  # type: ignore[arg-type]
+    assert examples == [[(tokenizer.prompt(f"{i}="), (*tokenizer.encode(str(i)), EOS))] for i in range(2)]
 
 
 def test_answer_outside_the_vocabulary_ends_the_warm_start_with_exit_code_2(
