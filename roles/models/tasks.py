@@ -16,6 +16,11 @@ from typing import Any, Protocol
 from ...core.run_spec import TaskSpec
 from .tokenizer import Tokenizer
 
+_MAX_SHOWN_DATASETS = 5
+"""Number of datasets that an error shows: reasoning-gym has about a hundred."""
+_LIST_DATASETS = "python -c 'from reasoning_gym.factory import DATASETS; print(*sorted(DATASETS))'"
+"""Shell command that lists the datasets of reasoning-gym."""
+
 
 class Task(Protocol):
     """An unlimited number of items; item i is the same in every process of the run."""
@@ -131,6 +136,12 @@ def _suggestion(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {json.dumps(near[0])}?" if near else ""
 
 
+def _closest(name: str, datasets: Iterable[str]) -> str:
+    """Return the names of datasets that resemble ``name`` most, and how to list all."""
+    closest = difflib.get_close_matches(name, list(datasets), _MAX_SHOWN_DATASETS, cutoff=0.0)
+    return f"; the closest names are {', '.join(closest)}; to list all: {_LIST_DATASETS}"
+
+
 class DatasetTask:
     """A reasoning-gym dataset with its own scorer.
 
@@ -205,7 +216,7 @@ def _create_dataset(name: str, args: Mapping[str, Any], *, seed: int, size: int)
         raise TaskError("dataset", problem, missing_package=missing) from error
     if name not in DATASETS:
         problem = f"{json.dumps(name)} is not a dataset of reasoning-gym"
-        raise TaskError("dataset", problem + (_suggestion(name, DATASETS) or f"; it has {', '.join(sorted(DATASETS))}"))
+        raise TaskError("dataset", problem + (_suggestion(name, DATASETS) or _closest(name, DATASETS)))
     accepted = [field.name for field in dataclasses.fields(DATASETS[name][1]) if field.name not in ("seed", "size")]
     for argument in args:
         if argument not in accepted:

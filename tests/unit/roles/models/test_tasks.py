@@ -89,7 +89,11 @@ def test_partial_credit_applies_to_wrong_answers_in_training_only() -> None:
     ("spec", "match"),
     [
         (TaskSpec(), r"\[task\] dataset: missing; write dataset = "),
-        (TaskSpec("no_such_dataset"), 'dataset: "no_such_dataset" is not a dataset of reasoning-gym; it has ab, '),
+        (
+            TaskSpec("no_such_dataset"),
+            r'dataset: "no_such_dataset" is not a dataset of reasoning-gym; the closest names are (\w+, ){4}\w+;'
+            r" to list all: python -c '.*DATASETS\)\)'$",
+        ),
         (TaskSpec("spiral_matrx"), 'is not a dataset of reasoning-gym; did you mean "spiral_matrix"'),
         (TaskSpec("spiral_matrix", {"n": 2}), 'args: spiral_matrix has no argument "n"; it has min_n, max_n'),
         (TaskSpec("spiral_matrix", {"min_n": -1}), "args: spiral_matrix does not accept these values: min_n must be "),
