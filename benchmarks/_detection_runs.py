@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import signal
 import sys
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from pathlib import Path
 
 from msgspec import Struct
 
+from rrl.health.readers.isolation.process import set_parent_death_signal
 from rrl.tests.support.scenarios.format import Scenario
 from rrl.tests.support.scenarios.load import load_all
 from rrl.tests.support.scenarios.methods import judge_of
@@ -17,6 +20,8 @@ from rrl.tests.support.scenarios.play import Played, play
 
 _PROGRESS_EVERY_RUNS = 1000
 """Number of plays between two lines about the progress."""
+_SIGINT_EXIT_CODE = 128 + signal.SIGINT
+"""What a shell reports of a process that ended by Ctrl-C."""
 _loaded: dict[str, Scenario] = {}
 """Scenarios of this worker process, by name."""
 
@@ -36,20 +41,43 @@ def available_cores() -> int:
 def play_all(folder: Path, runs: Iterable[Run], jobs: int) -> dict[Run, Played]:
     """Play the runs in ``jobs`` processes and print the progress to stderr; return the results by run, in order.
 
-    The results do not depend on ``jobs``: each run draws from its own seed. Raises ScenarioError and whatever a judge
-    raises.
+    The results do not depend on ``jobs``: each run draws from its own seed. SIGTERM (``exit_on_sigterm``) and Ctrl-C
+    end the processes at once. Raises SystemExit then, ScenarioError, and whatever a judge raises.
     """
     pending: Sequence[Run] = list(runs)
     done: dict[Run, Played] = {}
-    with ProcessPoolExecutor(jobs, initializer=_load, initargs=(folder,)) as pool:
-        for run, play in zip(pending, pool.map(_play, pending), strict=True):
-            done[run] = play
-            if len(done) % _PROGRESS_EVERY_RUNS == 0:
-                print(f"{len(done)} of {len(pending)} plays", file=sys.stderr, flush=True)
+    others = multiprocessing.active_children()
+    with ProcessPoolExecutor(jobs, initializer=_start_worker, initargs=(folder, os.getpid())) as pool:
+        try:
+            # Unlike `submit`, `map` would cancel the futures of a pool whose workers end, which the pool does not bear.
+            for run, future in zip(pending, _submit(pool, pending), strict=True):
+                done[run] = future.result()
+                if len(done) % _PROGRESS_EVERY_RUNS == 0:
+                    print(f"{len(done)} of {len(pending)} plays", file=sys.stderr, flush=True)
+        except BaseException as error:
+            for worker in set(multiprocessing.active_children()).difference(others):
+                worker.kill()
+            if not isinstance(error, (KeyboardInterrupt, SystemExit)):
+                raise
+            print(f"stopped after {len(done)} of {len(pending)} plays", file=sys.stderr)
+            raise SystemExit(getattr(error, "code", _SIGINT_EXIT_CODE)) from None
     return done
 
 
-def _load(folder: Path) -> None:
+def _submit(pool: ProcessPoolExecutor, runs: Iterable[Run]) -> list[Future[Played]]:
+    """Submit the runs, which starts the workers. The workers inherit that the signals are blocked: they end by SIGKILL.
+
+    Ctrl-C, and a SIGTERM to the process group, would otherwise make each worker print a traceback.
+    """
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+    try:
+        return [pool.submit(_play, run) for run in runs]
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+
+
+def _start_worker(folder: Path, parent: int) -> None:
+    set_parent_death_signal(parent, signal.SIGKILL)
     _loaded.update(load_all(folder))
 
 

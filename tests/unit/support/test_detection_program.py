@@ -1,15 +1,21 @@
-"""benchmarks/detection.py: its output does not depend on the number of processes."""
+"""benchmarks/detection.py: its output does not depend on the number of processes, and a signal ends all of them."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from rrl.benchmarks import detection
 from rrl.benchmarks._detection_runs import available_cores
 from rrl.benchmarks.detection import main
+from rrl.tests.support.cli.waiting import DEADLINE_S, eventually
 
 CRASH = """
 about = "A rollout crashes"
@@ -47,3 +53,28 @@ def test_default_is_the_number_of_cores_that_the_process_may_use() -> None:
     finally:
         os.sched_setaffinity(0, allowed)
     assert available_cores() == len(allowed)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize("whole_group", [True, False], ids=["group", "process"])
+def test_signal_ends_the_program_and_its_workers_with_one_line(
+    tmp_path: Path, number: signal.Signals, code: int, whole_group: bool
+) -> None:
+    """Ctrl-C and `timeout` signal the whole process group, `kill` the program alone."""
+    (tmp_path / "calm.toml").write_text('about = "Nothing happens"\nlasts = "12h"\n')
+    command = [sys.executable, detection.__file__, "--scenarios", str(tmp_path), "--seeds", "500", "--jobs", "2"]
+    program = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        children = Path(f"/proc/{program.pid}/task/{program.pid}/children")
+        eventually(lambda: len(children.read_text().split()) == 2)
+        workers = children.read_text().split()
+        os.kill(-program.pid if whole_group else program.pid, number)
+        error = program.communicate(timeout=DEADLINE_S)[1]
+        assert program.returncode == code
+        assert re.fullmatch(r"stopped after \d+ of 1500 plays\n", error)
+        assert not any(Path(f"/proc/{worker}").exists() for worker in workers)
+    finally:
+        program.kill()
+        program.wait()
