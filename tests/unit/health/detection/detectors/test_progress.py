@@ -211,12 +211,17 @@ def test_silent_worker_with_cpu_load_has_three_times_the_limit() -> None:
     assert trace.now == last + CPU_ACTIVE_SILENCE_FACTOR * LIMITS.silence
 
 
-def test_worker_that_a_tracer_stops_has_three_times_the_limit() -> None:
+def rollout_that_a_tracer_stops() -> Trace:
     trace = one_rollout()
     trace.loads[ROLLOUT] = (0.0, 0.0, 0.0)
     trace.play(6)
     trace.heartbeat_missing.add(ROLLOUT)
     trace.stopped.add(ROLLOUT)
+    return trace
+
+
+def test_worker_that_a_tracer_stops_has_three_times_the_limit() -> None:
+    trace = rollout_that_a_tracer_stops()
     trace.play(STOPPED_SILENCE_FACTOR * LIMITS.silence - 1)
     assert trace.found() == set()
     trace.play(1)
@@ -225,11 +230,7 @@ def test_worker_that_a_tracer_stops_has_three_times_the_limit() -> None:
 
 
 def test_worker_that_a_tracer_lets_go_on_is_not_found() -> None:
-    trace = one_rollout()
-    trace.loads[ROLLOUT] = (0.0, 0.0, 0.0)
-    trace.play(6)
-    trace.heartbeat_missing.add(ROLLOUT)
-    trace.stopped.add(ROLLOUT)
+    trace = rollout_that_a_tracer_stops()
     for _ in range(11):
         trace.play(1)
         assert trace.found() == set()
