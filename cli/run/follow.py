@@ -114,7 +114,7 @@ class _Watcher:
 
     @property
     def silence_s(self) -> float:
-        """Return the seconds since the manager's lease was last renewed; 0 while that is not unusual."""
+        """Return the seconds since the manager's lease was last renewed; 0 if it was renewed recently enough."""
         silent = time.monotonic() - self._renewed_at
         patience = SILENT_AFTER_LEASES * self.state.job.limits.lease if self.state is not None else 60.0
         return silent if silent > patience else 0.0

@@ -98,8 +98,8 @@ def _starvation(
     """Return the replica to blame of a set of replicas that wait for each other, mapped to the whole set.
 
     Its wait must be endless (``wait_endless``), and so must each wait that began long after it: busy services between
-    the replicas do not explain such waits, but a replica that was replaced may still end them. A FAIL
-    finding about any replica or node does explain them, and so does a replica without progress whose deadline is later
+    the replicas do not explain such waits, but a replica that was replaced may still end them. A FAIL finding about any
+    replica or node does explain them, and so does a replica without progress whose deadline is later
     (``_may_be_awaited``). Return an empty dict if there is such an explanation, or no such set.
     """
     if any(finding.verdict is Verdict.FAIL for finding in others):
