@@ -335,7 +335,8 @@ def _logits(model: nn.Module, tokens: Tensor, first: int) -> Tensor:
 def _describe(batch: Batch) -> dict[str, float]:
     """Return metrics of the batch itself.
 
-    ``staleness`` is the number of weight versions between sampling and training, averaged over tokens.
+    ``staleness`` is the number of weight versions between sampling and training, averaged over tokens; 0 if there are
+    none.
     """
     trajectories: Sequence[Trajectory] = batch.trajectories
     lags = [batch.number - 1 - version.step for trajectory in trajectories for version in trajectory.versions]
@@ -343,5 +344,5 @@ def _describe(batch: Batch) -> dict[str, float]:
         "reward": sum(trajectory.reward for trajectory in trajectories) / len(trajectories),
         "training_reward": sum(trajectory.training for trajectory in trajectories) / len(trajectories),
         "tokens": float(len(lags)),
-        "staleness": sum(lags) / len(lags),
+        "staleness": sum(lags) / max(1, len(lags)),
     }

@@ -78,7 +78,7 @@ def grpo_loss(
             reward curve does not (docs/sources.md, the task: with lag 2 the task is learned without the ratio, too).
     """
     mask = mask.to(logprobs.dtype)
-    tokens = mask.sum().item() if tokens is None else tokens
+    tokens = max(1.0, mask.sum().item() if tokens is None else tokens)  # a batch without tokens teaches nothing
     # A masked position may contain any value, even inf: it must become 0 before exp, not after.
     difference = torch.where(mask > 0, logprobs - old_logprobs, 0.0)
     ratio = difference.exp()

@@ -179,6 +179,16 @@ def test_metrics_report_the_tasks_own_score_apart_from_what_was_trained_on() -> 
     assert metrics.keys() == {"reward", "training_reward", "loss", "drift", "clipped", "tokens", "staleness"}
 
 
+def test_a_batch_without_tokens_is_a_step_that_teaches_nothing() -> None:
+    student = harness.learner()
+    before = {name: tensor.clone() for name, tensor in student.weights().items()}
+    empty = tuple(Trajectory(n, 0, (2, 3), (), (), (), reward=0.0, training=float(n)) for n in range(2))
+    metrics = student.step(Batch(1, (0,), "", empty))
+    assert (metrics["tokens"], metrics["staleness"], metrics["loss"], metrics["drift"]) == (0.0, 0.0, 0.0, 0.0)
+    assert student.number == 1
+    assert _same(student.weights(), before)
+
+
 def test_a_gradient_that_is_not_finite_ends_the_step_before_it_touches_the_weights() -> None:
     student = harness.learner()
     batch = _batch(1, student)
