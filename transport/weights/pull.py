@@ -276,13 +276,17 @@ class _Pull:
     async def _fetch_from(self, manifest: Manifest, source: WeightSource) -> None:
         """Fetch from one source until no chunk is missing, or until the source has failed.
 
-        On return no chunk of this source is still being written or verified.
+        When this has returned or raised, no chunk of this source is still being written or verified.
         """
         progress = _SourceProgress(source)
+        count = min(self._window, len(self._missing))
+        workers = [asyncio.create_task(self._worker(manifest, progress)) for _ in range(count)]
         try:
-            workers = min(self._window, len(self._missing))
-            await asyncio.gather(*(self._worker(manifest, progress) for _ in range(workers)))
+            await asyncio.gather(*workers)
         finally:
+            for worker in workers:
+                worker.cancel()  # one that raised leaves the others running
+            await asyncio.wait(workers)
             await asyncio.gather(*progress.checks)
 
     async def _worker(self, manifest: Manifest, progress: _SourceProgress) -> None:

@@ -465,6 +465,31 @@ def test_a_cancelled_pull_harms_neither_end_and_is_gone_on_with(kind: str, run: 
     run(test())
 
 
+def test_an_error_in_one_fetch_ends_the_other_fetches_before_the_pull_raises(kind: str, run: Run) -> None:
+    class Broken(SpyTransport):
+        begun = ended = 0
+
+        async def fetch(self, *_: Any) -> None:
+            self.begun += 1
+            try:
+                if self.begun == 1:
+                    raise RuntimeError("a mistake in the program")
+                await never.wait()
+            finally:
+                self.ended += 1
+
+    never = asyncio.Event()
+
+    async def test() -> None:
+        async with served(kind, holding()) as at, transport_for(kind) as pipe:
+            spy = Broken(pipe)
+            with pytest.raises(RuntimeError, match="a mistake"):
+                await pull(WeightStore(), VERSION, lambda: [weight_source(at)], spy)
+            assert spy.begun == spy.ended > 1
+
+    run(test())
+
+
 # ── the other end ──────────────────────────────────────────────────────────────────────────────────────────────────
 def connections(transport: WeightTransport) -> int:
     """That it serves."""
