@@ -72,6 +72,8 @@ class RunDir:
         """Why the current manager serves no metrics, in one line; the file exists only if it should serve them."""
         self.submit = path / "submit"
         """Folder of submitit's own files."""
+        self.controller_log = self.submit / "controller.log"
+        """Output of a local manager's submission, and of the submitit process that watches the manager."""
         self.disk_filler = path / "disk_filler"
         """File that fills the file system while a ``disk_full`` fault lasts."""
         self.space_reserve = path / "space_reserve"

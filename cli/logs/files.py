@@ -94,7 +94,7 @@ def all_logs(run: RunDir) -> list[Log]:
             if match["copy"]:
                 copies.setdefault(own.name, []).append(path.with_name(path.name.removesuffix(".1")))
     for path in _entries(run.submit):
-        if path.name.endswith(("_log.out", "_log.err")) or path.name == "controller.log":
+        if path.name.endswith(("_log.out", "_log.err")) or path == run.controller_log:
             kind = "manager (errors)" if path.suffix == ".err" else "manager"
             found[path] = Log("manager", "manager", 0, kind, "manager", path)
     return sorted(

@@ -40,7 +40,7 @@ from ..storage.resume_request import ResumeRequest, read_pending, withdraw, writ
 from ..storage.space_reserve import fill_reserve
 from . import manager_job
 from .pool_supervisor import run_ended
-from .start_failure import CONTROLLER_LOG, HOST_FILE
+from .start_failure import HOST_FILE
 
 _log = logging.getLogger("rrl.manager")
 
@@ -160,7 +160,7 @@ def _start_locally(run: RunDir) -> None:
     if (child := os.fork()) == 0:
         _submit_locally(run)
     if os.waitpid(child, 0)[1] != 0:
-        lines = (run.submit / CONTROLLER_LOG).read_text(errors="replace").split("\n")
+        lines = run.controller_log.read_text(errors="replace").split("\n")
         raise OSError(next((line for line in reversed(lines) if line), "its submission failed without any output"))
 
 
@@ -173,7 +173,7 @@ def _submit_locally(run: RunDir) -> NoReturn:
     try:
         os.setsid()
         devnull = os.open(os.devnull, os.O_RDWR)
-        log = os.open(run.submit / CONTROLLER_LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        log = os.open(run.controller_log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         for fd, source in ((0, devnull), (1, log), (2, log)):
             os.dup2(source, fd)
         import submitit

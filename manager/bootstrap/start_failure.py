@@ -22,9 +22,6 @@ from .pool_supervisor import LOGGER
 
 HOST_FILE = "host"
 """File in submitit's folder with the name of the machine on which the manager of a local run was started."""
-CONTROLLER_LOG = "controller.log"
-"""File in submitit's folder with the output of a local manager's submission and of the submitit process that watches
-it."""
 _FOREIGN_LINES = (
     re.compile(rf"(srun|slurmstepd|slurmd|submitit|\S+ [A-Z]+ {re.escape(LOGGER)}:)"),
     re.compile("srun|submitit"),
@@ -100,7 +97,7 @@ def _is_submitit_of(process: Path, run: RunDir) -> bool:
 def _last_line(run: RunDir, ids: list[str]) -> str:
     """Return the last log line of the newest manager that logged anything, else what Slurm or submitit logged last."""
     logs = [*(run.submit / f"{id}_0_log.{kind}" for id in reversed(ids) for kind in ("err", "out")),
-            run.submit / manager_job.POOL_LOG, run.submit / CONTROLLER_LOG]  # fmt: skip
+            run.submit / manager_job.POOL_LOG, run.controller_log]  # fmt: skip
     lines = [line for log in logs for line in reversed(_tail(log))]
     chosen = (line for others in _FOREIGN_LINES for line in lines if not others.match(line))
     return next(chosen, lines[0] if lines else "")

@@ -90,7 +90,7 @@ def test_every_kind_of_log_file_is_distinguished(run: RunDir) -> None:
     (run.logs / "manager.3.log").write_text("x\n")
     (run.submit / "123_0_log.out").write_text("x\n")
     (run.submit / "123_0_log.err").write_text("x\n")
-    (run.submit / "controller.log").write_text("")
+    run.controller_log.write_text("")
     (run.logs / "notes.txt").write_text("x\n")
     assert {(log.role, log.replica, log.label) for log in all_logs(run)} == {
         ("rollout", "rollout/10", "rollout/10#1"), ("rollout", "rollout/9", "rollout/9#1"),
