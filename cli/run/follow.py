@@ -20,7 +20,17 @@ from ...manager.storage.lease import LeaseHolder, holder
 from ..common.output import Escaped, console, print_line
 from ..common.runs import OperationFailed, StateReader, find_run, job_of
 from ..views.status import one_line
-from .manager_liveness import INTERRUPTED, SQUEUE_EVERY_S, Liveness, SlurmJobs, ask_slurm, judge, manager_gone, owner_of
+from .manager_liveness import (
+    INTERRUPTED,
+    SQUEUE_EVERY_S,
+    STALE_LEASES,
+    Liveness,
+    SlurmJobs,
+    ask_slurm,
+    judge,
+    manager_gone,
+    owner_of,
+)
 from .start_check import NeverBegan, StartCheck
 from .status import picture, waiting_text
 
@@ -28,8 +38,6 @@ POLL_INTERVAL_S = 0.5
 """Interval (s) of polling."""
 LINE_INTERVAL_S = 10.0
 """Interval (s) of plain lines when nothing but the step or the time has changed."""
-SILENT_AFTER_LEASES = 3.0
-"""A manager is reported as silent if its lease was not renewed for this many times its length."""
 SUMMARY_TIMEOUT_S = 10.0
 """Time (s) to wait for the summary of an ended run, from the last renewal of the manager's lease."""
 
@@ -116,7 +124,7 @@ class _Watcher:
     def silence_s(self) -> float:
         """Return the seconds since the manager's lease was last renewed; 0 if it was renewed recently enough."""
         silent = time.monotonic() - self._renewed_at
-        patience = SILENT_AFTER_LEASES * self.state.job.limits.lease if self.state is not None else 60.0
+        patience = STALE_LEASES * self.state.job.limits.lease if self.state is not None else 60.0
         return silent if silent > patience else 0.0
 
     @property

@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # both take long to import, and most runs that are looked at 
     from ...manager.storage.lease import LeaseHolder
 
 STALE_LEASES = 3.0
-"""A lease is stale if it was not renewed for this many times its length.
+"""A lease is stale, and its manager silent, if it was not renewed for this many times its length.
 
 A manager renews the lease five times within its length, so a short hang of the storage does not make the lease stale.
 """

@@ -28,7 +28,7 @@ from ..cluster.base import Refused, Unanswered
 from ..cluster.slurm.commands import MANAGER, SlurmLimits, environment, execute, failure, unanswered
 from ..cluster.slurm.requests import batch_script
 from ..planner.capacity.initial_request import initial_requests
-from .pool_supervisor import MANAGER_PROGRAM
+from .pool_supervisor import MANAGER_PROGRAM, STABLE_AFTER_S
 
 _log = logging.getLogger("rrl.manager")
 
@@ -43,8 +43,6 @@ WALLTIME_MARGIN_S = 600.0
 MIN_WALLTIME_S = 600.0
 """Shortest walltime (s) of the manager's job. A manager exits 90 s before the end of its job (submitit), and has queued
 its successor by then."""
-STABLE_AFTER_S = 60.0
-"""Seconds that a manager runs before it queues its successor: a cause that ends it earlier would also end the next."""
 _SLURM_LIMITS = SlurmLimits()
 
 

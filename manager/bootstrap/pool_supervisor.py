@@ -27,7 +27,8 @@ RESTART_DELAY_S = 1.0
 MAX_RESTART_DELAY_S = 60.0
 """Upper limit of that delay in seconds."""
 STABLE_AFTER_S = 60.0
-"""Seconds after which a manager's start counts as successful, so that the delay starts again at ``RESTART_DELAY_S``."""
+"""Seconds after which a manager's start counts as successful: a cause that ends it earlier would also end the next.
+From then on the delay starts again at ``RESTART_DELAY_S``, and a manager in a job of its own queues its successor."""
 MAX_FUTILE_STARTS = 5
 """Number of managers in a row after which the nodes are released, if each ended while no role can run on the nodes: the
 run directory was removed, or no manager could begin the run. The delays between them add up to 15 s, so that a short

@@ -17,6 +17,10 @@ from ...core.faults import Fault
 from ...core.run_spec import Resources
 from ...core.types import NodeName
 
+STOP_MARGIN_S = 2.0
+"""Seconds between the end of the grace and SIGKILL (:meth:`Cluster.stop`). A step that received SIGTERM kills its own
+process group at the end of the grace and then writes the exit record; SIGKILL at that moment would lose the record."""
+
 
 class RejectReason(StrEnum):
     """Why a request to the cluster was certainly not carried out."""

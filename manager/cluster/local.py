@@ -35,6 +35,7 @@ from ...core.processes import (
 from ...core.run_dir import RunDir, write_atomically
 from ...core.types import NodeName
 from .base import (  # fmt: skip
+    STOP_MARGIN_S,
     AllocationNotRunning,
     AllocationRequest,
     AllocationState,
@@ -48,9 +49,6 @@ from .base import (  # fmt: skip
     Unanswered,
 )
 
-STOP_MARGIN_S = 2.0
-"""Seconds between the end of the grace and SIGKILL. A step that received SIGTERM kills its own process group at the end
-of the grace and then writes the exit record; SIGKILL at that moment would lose the record."""
 RELEASE_GRACE_S = 5.0
 """Seconds for steps to end when their allocation is released. The manager normally stops them before."""
 SWEEP_TIMEOUT_S = 10.0

@@ -29,6 +29,7 @@ from ....core.faults import Fault
 from ....core.types import NodeName
 from ....slurm_templates.render import allocation_script
 from ..base import (  # fmt: skip
+    STOP_MARGIN_S,
     AllocationNotRunning,
     AllocationRequest,
     AllocationState,
@@ -47,9 +48,6 @@ from .nodes import SlurmNodes
 from .requests import request_options
 from .steps import Sruns
 
-STOP_MARGIN_S = 2.0
-"""Seconds between the end of the grace and SIGKILL: a step that received SIGTERM kills its own process group at the end
-of the grace and then writes its exit record."""
 _PENDING_JOB_LINE = re.compile(r"Pending job allocation (\d+)")
 """Line of salloc with the id of a job that has to wait."""
 _TOO_FEW_NODES = "Requested node configuration is not available"

@@ -239,7 +239,7 @@ def test_without_a_terminal_each_change_of_a_replica_is_one_line(
 def test_waiting_gives_up_when_nothing_here_could_ever_end_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rrl.cli.run.follow.SILENT_AFTER_LEASES", 0.01)
+    monkeypatch.setattr("rrl.cli.run.follow.STALE_LEASES", 0.01)
     run = Story(RUN).works().written(tmp_path)  # it has no manager and no lease
     Output(monkeypatch)
     with pytest.raises(OperationFailed, match=rf"the manager of {RUN} is gone .* rrl manage {RUN}"):
