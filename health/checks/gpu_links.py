@@ -18,6 +18,9 @@ _CRC_WINDOW_S = 60.0
 takes every 20 s."""
 _ON_BOARD = ("SXM", "HBM3")
 """Substrings of the names of GPUs whose links are wired on their board."""
+_ON_BASEBOARD = ("NVIDIA H200", "NVIDIA B200")
+"""Names of GPUs that exist only on the baseboards of HGX and DGX systems, whose links lead to NVSwitches. The PCIe card
+``NVIDIA H200 NVL`` has another name."""
 
 
 def _numbers(links: list[int]) -> str:
@@ -52,7 +55,8 @@ def is_wired(gpu: Gpu) -> bool:
     That holds for GPUs whose links are wired on their board or lead to NVSwitches. The links of a PCIe card are
     connected only if an NVLink bridge is installed, so the result is False for PCIe cards.
     """
-    return any(name in gpu.name for name in _ON_BOARD) or gpu.fabric_state not in (None, "not_supported")
+    named = gpu.name in _ON_BASEBOARD or any(part in gpu.name for part in _ON_BOARD)
+    return named or gpu.fabric_state not in (None, "not_supported")
 
 
 def _active(gpu: Gpu) -> int:

@@ -40,15 +40,18 @@ def old_driver(index: int = 0, **fields: Any) -> Gpu:
 
 # ── boards ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_boards_of_which_some_are_bridged_and_others_not() -> None:
-    node = ObservedNode().gpus(gpu(0, **PCIE), gpu(1, **PCIE), gpu(2, **PCIE, nvlinks=DOWN), times=5)
-    assert ill(node) == []
+    for name in ("NVIDIA H100 PCIe", "NVIDIA H200 NVL"):
+        card = {**PCIE, "name": name}
+        node = ObservedNode().gpus(gpu(0, **card), gpu(1, **card), gpu(2, **card, nvlinks=DOWN), times=5)
+        assert ill(node) == []
 
 
 def test_gpu_of_a_switched_board_without_any_link_is_reported() -> None:
     assert ObservedNode().gpus(gpu(0, nvlinks=DOWN), times=5).verdict("nvlink_state") is Verdict.WARN
-    plain = {"name": "NVIDIA A100-SXM4-80GB", "fabric_state": None}
-    node = ObservedNode().gpus(gpu(0, **plain), gpu(1, **plain, nvlinks=DOWN), times=5)
-    assert node.verdict("nvlink_state") is Verdict.WARN
+    for name in ("NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA B200", "NVIDIA B300 SXM6 AC"):
+        plain = {"name": name, "fabric_state": None}  # the driver does not report the state of the fabric
+        node = ObservedNode().gpus(gpu(0, **plain), gpu(1, **plain, nvlinks=DOWN), times=5)
+        assert node.verdict("nvlink_state") is Verdict.WARN, name
 
 
 def test_a_gpu_in_mig_mode_has_its_links_down_and_needs_no_fabric() -> None:
