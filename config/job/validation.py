@@ -49,6 +49,7 @@ def check(job: Job) -> None:
     _work(job)
     _model(job)
     _late(job)
+    _ahead(job)
     _batch(job)
     _form(job)
     for name, phase in job.phases.items():
@@ -117,6 +118,16 @@ def _late(job: Job) -> None:
         raise mistake(
             ("sampling", "late"),
             'has no effect with staleness = "unlimited"; remove this key, or set staleness to a number',
+        )
+
+
+def _ahead(job: Job) -> None:
+    """Reject ``ahead`` if ``staleness`` is 0: no token may then be of older weights, so no rollout may work ahead."""
+    sampling = job.sampling
+    if sampling.staleness == 0 and sampling.ahead > 0 and "ahead" in sampling.model_fields_set:
+        raise mistake(
+            ("sampling", "ahead"),
+            "has no effect with staleness = 0, which lets no rollout work ahead; remove this key, or raise staleness",
         )
 
 

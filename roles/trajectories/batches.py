@@ -15,7 +15,7 @@ import msgspec
 
 from ...core.types import Version
 from .records import unpack_tokens
-from .types import Batch, PackedBatch, PackedTrajectory, Trajectory
+from .types import Batch, PackedBatch, PackedPart, PackedTrajectory, Part, Trajectory
 
 
 class NotLocal(Sequence[Any]):
@@ -56,6 +56,20 @@ def decode(batch: PackedBatch) -> Batch:
     return Batch(batch.number, batch.groups, batch.digest, trajectories, batch.stale, batch.max_age)
 
 
+def whole_part(batch: PackedBatch) -> PackedPart:
+    """Return a batch as the only part of its step."""
+    return PackedPart(
+        batch.number, 0, batch.groups, batch.digest, batch.prompts, batch.trajectories, True, batch.stale, batch.max_age
+    )
+
+
+def decode_part(part: PackedPart) -> Part:
+    """Unpack a part for reading, which takes some 90 bytes of memory per token."""
+    prompts = {group: unpack_tokens(prompt) for group, prompt in zip(part.groups, part.prompts, strict=True)}
+    trajectories = tuple(_decode_trajectory(packed, prompts[packed.group]) for packed in part.trajectories)
+    return Part(part.number, part.index, part.groups, part.digest, trajectories, part.last, part.stale, part.max_age)
+
+
 def _decode_trajectory(packed: PackedTrajectory, prompt: tuple[int, ...]) -> Trajectory:
     is_local = bool(packed.tokens) or not packed.length
     versions = _Versions(packed)
@@ -71,15 +85,15 @@ def _decode_trajectory(packed: PackedTrajectory, prompt: tuple[int, ...]) -> Tra
     )
 
 
-def shard_for(batch: PackedBatch, rank: int, world: int) -> PackedBatch:
-    """Return the batch with the tokens that member ``rank`` of ``world`` needs.
+def shard_for(part: PackedPart, rank: int, world: int) -> PackedPart:
+    """Return the part with the tokens that member ``rank`` of ``world`` needs.
 
     These are the tokens of ``trajectories[rank::world]``, and of the first trajectory, which serves as the padding
     example of a member that has one trajectory less than the others.
     """
-    included = {0, *range(rank, len(batch.trajectories), world)}
+    included = {0, *range(rank, len(part.trajectories), world)}
     trajectories = tuple(
         packed if index in included else msgspec.structs.replace(packed, tokens=b"", logprobs=b"")
-        for index, packed in enumerate(batch.trajectories)
+        for index, packed in enumerate(part.trajectories)
     )
-    return msgspec.structs.replace(batch, trajectories=trajectories)
+    return msgspec.structs.replace(part, trajectories=trajectories)

@@ -85,6 +85,25 @@ class Batch(Struct, frozen=True):
     """Age, in weight versions, of the oldest token of this batch and all earlier ones of the run."""
 
 
+class Part(Struct, frozen=True):
+    """Some of the groups that are bound to training step ``number``; the parts of a step are numbered from 0.
+
+    A part never changes; ``digest`` identifies its content and that of all parts of the step before it.
+    """
+
+    number: int
+    index: int
+    groups: tuple[int, ...]
+    digest: str
+    trajectories: tuple[Trajectory, ...]
+    last: bool
+    """True for the part that completes the step."""
+    stale: int = 0
+    """As in :class:`Batch`."""
+    max_age: int = 0
+    """As in :class:`Batch`, of the parts of the step so far."""
+
+
 class PackedTrajectory(Struct, frozen=True, array_like=True, gc=False):
     """A :class:`Trajectory` in a message: 8 bytes per token, without its prompt (see :class:`PackedBatch`).
 
@@ -115,6 +134,20 @@ class PackedBatch(Struct, frozen=True, array_like=True):
     digest: str
     prompts: tuple[bytes, ...]
     trajectories: tuple[PackedTrajectory, ...]
+    stale: int = 0
+    max_age: int = 0
+
+
+class PackedPart(Struct, frozen=True, array_like=True):
+    """A :class:`Part` in a message. ``prompts`` has the prompt of each of ``groups``, as int32."""
+
+    number: int
+    index: int
+    groups: tuple[int, ...]
+    digest: str
+    prompts: tuple[bytes, ...]
+    trajectories: tuple[PackedTrajectory, ...]
+    last: bool
     stale: int = 0
     max_age: int = 0
 
