@@ -10,7 +10,7 @@ import pytest
 from rrl.config.job import validation
 from rrl.core.types import Version
 from rrl.roles.trajectories.batches import NotLocal, decode, shard_for
-from rrl.roles.trajectories.records import pack_tokens
+from rrl.roles.trajectories.durable.records import pack_tokens
 from rrl.roles.trajectories.types import Answer, Batch, Bound, PackedBatch, PackedTrajectory, Trajectory
 from rrl.transport.control.sockets import CONTROL_BOUNDS, Codec, encode_frame
 
