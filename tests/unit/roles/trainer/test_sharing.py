@@ -17,7 +17,7 @@ from torch import distributed as dist
 
 from rrl.core.types import Incarnation, ReplicaId, member_id
 from rrl.roles.trainer import process_group
-from rrl.roles.trajectories.records import pack_tokens
+from rrl.roles.trajectories.durable.records import pack_tokens
 from rrl.roles.trajectories.types import PackedPart, PackedTrajectory
 
 pytestmark = pytest.mark.torch
