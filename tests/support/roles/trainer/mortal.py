@@ -41,7 +41,7 @@ def play(launch_file: str, log: str, moment: str, step: int, dies: bool, seed: i
     if moment == SEALED:
         _once_it_is_sealed(step, dies)
     elif dies:
-        (_while_the_batch_is_shared if moment == SHARED else MOMENTS[moment])(step)
+        {**MOMENTS, SHARED: _while_the_batch_is_shared, AFTER_A_PART: _after_a_part}[moment](step)
     main.main()
     sys.stdout.flush()
 
@@ -108,6 +108,11 @@ def _in_the_step(step: int) -> None:
     _before(Learner, "_backward", lambda learner, *_: learner.number + 1 == step)
 
 
+def _after_a_part(step: int) -> None:
+    """The first part is trained on, and the second one is there."""
+    _before(Learner, "add", lambda _, part: (part.number, part.index) == (step, 1))
+
+
 def _before_it_is_copied(step: int) -> None:
     _before(AsyncSaver, "save", lambda saver, *_: saver._learner.number == step)
 
@@ -154,6 +159,8 @@ def _after_the_commit(step: int) -> None:
 SEALED = "once it is sealed"
 SHARED = "while the batch is shared"
 """of a gang alone"""
+AFTER_A_PART = "after a part"
+"""of a run that streams alone"""
 MOMENTS: dict[str, Callable[[int], None]] = {
     "in the step": _in_the_step,
     "before it is copied": _before_it_is_copied,
