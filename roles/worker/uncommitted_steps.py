@@ -17,8 +17,8 @@ class UncommittedStep(Struct, frozen=True):
 
     digest: str
     metrics: dict[str, float]
-    """Metrics computed from the batch: ``reward``, the age of its tokens, and, if the job limits staleness, the number
-    and share of stale groups."""
+    """Metrics computed from the batch: ``reward``, the number of its ``parts``, the age of its tokens, and, if the job
+    limits staleness, the number and share of stale groups."""
 
 
 class UncommittedSteps:
@@ -70,11 +70,12 @@ class _BatchMetrics:
     """
 
     def __init__(self) -> None:
-        self._reward, self._trajectories, self._groups = 0.0, 0, 0
+        self._reward, self._trajectories, self._groups, self._parts = 0.0, 0, 0, 0
         self._tokens = Counter[int]()
         """Number of tokens by age."""
 
     def add(self, part: PackedPart) -> None:
+        self._parts += 1
         self._groups += len(part.groups)
         self._trajectories += len(part.trajectories)
         for trajectory in part.trajectories:
@@ -85,7 +86,11 @@ class _BatchMetrics:
     def of_step(self, last: PackedPart, staleness: int | None) -> dict[str, float]:
         """Return the metrics of the step that the part ``last`` completes."""
         tokens = self._tokens
-        metrics = {"reward": self._reward / max(1, self._trajectories), "token_age_run_max": float(last.max_age)}
+        metrics = {
+            "reward": self._reward / max(1, self._trajectories),
+            "parts": float(self._parts),
+            "token_age_run_max": float(last.max_age),
+        }
         if tokens:
             metrics["token_age_p50"], metrics["token_age_max"] = float(_median(tokens)), float(max(tokens))
         if staleness is not None:

@@ -24,11 +24,13 @@ def test_metrics_of_a_step_are_those_of_all_its_parts() -> None:
     step = steps.get(9)
     assert step.digest == "second"
     ages = {"token_age_p50": 0.0, "token_age_max": 3.0, "token_age_run_max": 3.0}
-    assert step.metrics == {"reward": 0.625, **ages, "stale_groups": 6.0, "stale_share": 6 / (6 + 9 * 3)}
+    assert step.metrics == {
+        "reward": 0.625, "parts": 2.0, **ages, "stale_groups": 6.0, "stale_share": 6 / (6 + 9 * 3),
+    }  # fmt: skip
     whole = UncommittedSteps(4)
     every = FIRST.trajectories + SECOND.trajectories
     whole.add(msgspec.structs.replace(SECOND, index=0, groups=(4, 2, 3), trajectories=every))
-    assert whole.get(9).metrics == step.metrics
+    assert whole.get(9).metrics == {**step.metrics, "parts": 1.0}
 
 
 def test_step_without_its_last_part_cannot_be_committed() -> None:
@@ -37,7 +39,7 @@ def test_step_without_its_last_part_cannot_be_committed() -> None:
     with pytest.raises(ValueError, match=r"cannot commit step 9: it has no uncommitted batch; .* are \[\]"):
         steps.get(9)
     steps.add(SECOND)
-    assert steps.get(9).metrics.keys() == {"reward", "token_age_p50", "token_age_max", "token_age_run_max"}
+    assert steps.get(9).metrics.keys() == {"reward", "parts", "token_age_p50", "token_age_max", "token_age_run_max"}
 
 
 def test_parts_that_come_again_are_counted_once() -> None:
