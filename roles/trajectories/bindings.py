@@ -176,9 +176,12 @@ class Bindings:
         if self._state.latest - self._state.committed > self._keep_uncommitted:
             return f"the trainer waits for the commit of step {self._state.committed + 1}"
         least = self._least(index)
+        missing = least - len(self._ready)
         if (weights := self._staleness.blocking_weights(least)) is not None:
-            return f"the trainer waits for {self._staleness.describe(weights, holders.holder)}"
-        if (missing := least - len(self._ready)) <= 0:
+            is_any_welcome = index is not None and missing > 0
+            if not is_any_welcome or len(self._staleness.incomplete(weights)) <= self.lacking:
+                return f"the trainer waits for {self._staleness.describe(weights, holders.holder)}"
+        elif missing <= 0:
             return None
         oldest = self._staleness.oldest_allowed
         if oldest is not None and newest_weights is not None and newest_weights < oldest:
