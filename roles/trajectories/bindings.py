@@ -189,10 +189,9 @@ class Bindings:
                 f"the trainer waits for step {number}, the rollouts for weights newer than step {newest_weights}'s: the"
                 f" trainer must publish at least once in {self._staleness.publish_every} steps"
             )
-        of = f"{self.lacking} groups that step {number} still lacks" if self._state.open_parts else (
-            f"{self.lacking} groups of step {number}"
-        )  # fmt: skip
-        return f"the trainer waits for {missing} more of the {of}"
+        bound = sum(len(part.groups) for part in self._state.open_parts)
+        rest = f", of which {bound} are bound already" if bound else ""
+        return f"the trainer waits for {missing} more of the {bound + self.lacking} groups of step {number}{rest}"
 
     # ── committing ─────────────────────────────────────────────────────────────────────────────────────────────────
     def commit(

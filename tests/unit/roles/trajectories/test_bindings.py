@@ -292,7 +292,9 @@ def test_a_batch_of_an_open_step_waits_for_the_rest_which_becomes_its_last_part(
     first = part(store, 1, 0)
     complete(store, 0, 2)
     assert store.batch(TRAINER, 1) == NotReady()
-    assert store.wait_reason(1) == "the trainer waits for 1 more of the 3 groups that step 1 still lacks"
+    assert (
+        store.wait_reason(1) == "the trainer waits for 1 more of the 4 groups of step 1, of which 1 are bound already"
+    )
     assert store.wait_reason(1, 0) is None
     assert store.wait_reason(1, 1) is None
     complete(store, 3)

@@ -246,16 +246,29 @@ def test_wait_reason_of_outdated_rollouts_says_to_publish(tmp_path: Path) -> Non
 
 
 # ── what is trained is not biased ──────────────────────────────────────────────────────────────────────────────────
-@pytest.mark.parametrize(("waits", "low", "high"), [(True, 0.97, 1.03), (False, 0.0, 0.9)])
+@pytest.mark.parametrize(
+    ("waits", "parts", "low", "high"),
+    [(True, False, 0.97, 1.03), (True, True, 0.97, 1.03), (False, False, 0.0, 0.9), (False, True, 0.0, 0.9)],
+)
 def test_lengths_of_trained_prompts_match_those_asked_for_only_if_steps_wait(
-    tmp_path: Path, waits: bool, low: float, high: float
+    tmp_path: Path, waits: bool, parts: bool, low: float, high: float
 ) -> None:
     """Answers are log-normal, sigma 1, 65 % of the variance the prompt's; the trainer is as fast as half of them."""
     biases = []
     for seed in range(3):
         median, length = _long_tailed(seed)
         setting = Setting(
-            staleness=2, waits=waits, groups=8, size=4, ahead=2, step_ticks=6, longest=80, fetch_chance=1.0, segment=1
+            staleness=2,
+            waits=waits,
+            groups=8,
+            size=4,
+            ahead=2,
+            step_ticks=1 if parts else 6,
+            longest=80,
+            fetch_chance=1.0,
+            segment=1,
+            parts=float(parts),
+            max_part_bytes=2**20,
         )
         run = VirtualRun(tmp_path / f"{seed}", setting, seed, length)
         while run.bound() < 40:
