@@ -176,9 +176,12 @@ class Bindings:
         if self._state.latest - self._state.committed > self._keep_uncommitted:
             return f"the trainer waits for the commit of step {self._state.committed + 1}"
         least = self._least(index)
+        missing = least - len(self._ready)
         if (weights := self._staleness.blocking_weights(least)) is not None:
-            return f"the trainer waits for {self._staleness.describe(weights, holders.holder)}"
-        if (missing := least - len(self._ready)) <= 0:
+            is_any_welcome = index is not None and missing > 0
+            if not is_any_welcome or len(self._staleness.incomplete(weights)) <= self.lacking:
+                return f"the trainer waits for {self._staleness.describe(weights, holders.holder)}"
+        elif missing <= 0:
             return None
         oldest = self._staleness.oldest_allowed
         if oldest is not None and newest_weights is not None and newest_weights < oldest:
@@ -186,10 +189,9 @@ class Bindings:
                 f"the trainer waits for step {number}, the rollouts for weights newer than step {newest_weights}'s: the"
                 f" trainer must publish at least once in {self._staleness.publish_every} steps"
             )
-        of = f"{self.lacking} groups that step {number} still lacks" if self._state.open_parts else (
-            f"{self.lacking} groups of step {number}"
-        )  # fmt: skip
-        return f"the trainer waits for {missing} more of the {of}"
+        bound = sum(len(part.groups) for part in self._state.open_parts)
+        rest = f", of which {bound} are bound already" if bound else ""
+        return f"the trainer waits for {missing} more of the {bound + self.lacking} groups of step {number}{rest}"
 
     # ── committing ─────────────────────────────────────────────────────────────────────────────────────────────────
     def commit(
