@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from typing import Any
 
 import rrl
 
@@ -26,7 +27,7 @@ def main() -> None:
             _follow(me, step)
             return
         _publish(me, step)
-        taken = []
+        taken: list[dict[str, Any]] = []
         for part in me.parts(after=step):
             with me.phase("train"):
                 time.sleep(STEP_SECONDS)
