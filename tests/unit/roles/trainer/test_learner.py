@@ -423,9 +423,9 @@ def test_a_step_without_its_last_part_is_not_closed() -> None:
 def test_a_part_whose_answers_have_no_tokens_counts_for_nothing() -> None:
     batch, student, expected = _batches()[0], harness.learner(), harness.learner()
     first, second = harness.parts_of(batch, (2, 6))
-    mute = tuple(msgspec.structs.replace(each, tokens=(), logprobs=(), versions=()) for each in first.trajectories)
+    empty = tuple(msgspec.structs.replace(each, tokens=(), logprobs=(), versions=()) for each in first.trajectories)
     student.open(1)
-    student.add(msgspec.structs.replace(first, trajectories=mute))
+    student.add(msgspec.structs.replace(first, trajectories=empty))
     student.add(second)
     metrics = student.close()
     expected.open(1)
