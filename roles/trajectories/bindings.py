@@ -190,7 +190,7 @@ class Bindings:
                 f" trainer must publish at least once in {self._staleness.publish_every} steps"
             )
         bound = sum(len(part.groups) for part in self._state.open_parts)
-        rest = f", of which {bound} are bound already" if bound else ""
+        rest = f" (bound already: {bound})" if bound else ""
         return f"the trainer waits for {missing} more of the {bound + self.lacking} groups of step {number}{rest}"
 
     # ── committing ─────────────────────────────────────────────────────────────────────────────────────────────────

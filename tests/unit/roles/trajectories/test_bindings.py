@@ -11,12 +11,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from rrl.core.types import Incarnation
+from rrl.core.types import Incarnation, Version
 from rrl.roles.trajectories.batches import decode_part
 from rrl.roles.trajectories.durable.log import Log
 from rrl.roles.trajectories.durable.records import Binding, Part, decode, encode
 from rrl.roles.trajectories.store import Store
-from rrl.roles.trajectories.types import Bound, Denied, Done, NotReady, PackedPart, PartBound
+from rrl.roles.trajectories.types import Bound, Denied, Done, NotReady, PackedPart, PartBound, Segment
 from rrl.tests.support.roles.trajectories.crew import (
     ALL,
     BATCH,
@@ -292,9 +292,7 @@ def test_a_batch_of_an_open_step_waits_for_the_rest_which_becomes_its_last_part(
     first = part(store, 1, 0)
     complete(store, 0, 2)
     assert store.batch(TRAINER, 1) == NotReady()
-    assert (
-        store.wait_reason(1) == "the trainer waits for 1 more of the 4 groups of step 1, of which 1 are bound already"
-    )
+    assert store.wait_reason(1) == "the trainer waits for 1 more of the 4 groups of step 1 (bound already: 1)"
     assert store.wait_reason(1, 0) is None
     assert store.wait_reason(1, 1) is None
     complete(store, 3)
@@ -342,14 +340,17 @@ def test_batch_that_does_not_fit_into_a_message_is_bound_in_parts(tmp_path: Path
     assert batch.digest == parts[-1].digest
 
 
-@pytest.mark.parametrize("changes", [1, 4])
-def test_bytes_of_groups_are_never_more_than_estimated(tmp_path: Path, changes: int) -> None:
-    """Each token of its own version and as large as numbers get, or all tokens of one."""
-    store = open_store(tmp_path)
+@pytest.mark.parametrize("runs", [1, 64])
+def test_bytes_of_groups_are_never_more_than_estimated(tmp_path: Path, runs: int) -> None:
+    """All tokens are of one version, or each is of a version of its own; numbers are as large as they get."""
+    tokens, length = 64, 64 // runs
+    store = open_store(tmp_path, max_new_tokens=tokens)
     for item in lease(store, at_most=3 * GROUP):
-        for offset in range(0, 4, 4 // changes):
-            piece = segment(item.trajectory, offset, (2**31 - 1,) * (4 // changes), 2**40 + offset)
-            assert store.append(ROLLOUT, [piece], [item.trajectory] if offset + 4 // changes == 4 else []) == Done()
+        for offset in range(0, tokens, length):
+            content = (2**31 - 1,) * length, (-0.5,) * length
+            piece = Segment(item.trajectory, offset, *content, Version(2**40 + offset, 2**40))
+            done = [item.trajectory] if offset + length == tokens else []
+            assert store.append(ROLLOUT, [piece], done) == Done()
     score(store, reward=0.1)
     estimate = sum(store._state.message_bytes(group) for group in range(3))
     encoded = len(msgspec.msgpack.encode(store.part(TRAINER, 1, 0)))
@@ -357,8 +358,8 @@ def test_bytes_of_groups_are_never_more_than_estimated(tmp_path: Path, changes: 
 
 
 # ── groups of a part stay ──────────────────────────────────────────────────────────────────────────────────────────
-@pytest.mark.parametrize("waits", [True, False])
-def test_a_smaller_limit_drops_only_groups_that_are_in_no_part(tmp_path: Path, waits: bool) -> None:
+@pytest.mark.parametrize(("waits", "groups"), [(True, STEP), (True, 1), (False, STEP)])
+def test_a_smaller_limit_drops_only_groups_that_are_in_no_part(tmp_path: Path, waits: bool, groups: int) -> None:
     store = open_store(tmp_path, staleness=1, max_ahead_batches=3)
     lease(store, weights=0)
     complete(store, 0, 1, 2, 3)
@@ -368,7 +369,7 @@ def test_a_smaller_limit_drops_only_groups_that_are_in_no_part(tmp_path: Path, w
     assert opened.max_age == 1
     assert store.append(ROLLOUT, [segment(GROUP * group, 0, (5,), 0) for group in (6, 7)]) == Done()
     store.flush()
-    store = open_store(tmp_path, staleness=0, max_ahead_batches=3, wait_for_late=waits)
+    store = open_store(tmp_path, staleness=0, groups_per_batch=groups, wait_for_late=waits)
     assert part(store, 2, 0) == opened
     assert sum(store.audit().dropped.values()) == 2 * GROUP, "groups 6 and 7, which step 2 may not train any more"
     assert {item.group for item in lease(store, weights=1)} == {8, 9}, "the places that are left in step 2"
@@ -472,7 +473,9 @@ def _train_in_parts(store: Store, number: int, weights: int) -> None:
     part(store, number, 0)
     groups = sorted({item.group for item in lease(store, at_most=2 * GROUP, weights=number - 1)})
     complete(store, *groups, weights=number - 1)
-    assert store.commit(TRAINER, number, manifest(number), part(store, number, 1).digest) == Done()
+    last = part(store, number, 1)
+    assert last.max_age == part(store, number, 0).max_age == number - 1 - weights
+    assert store.commit(TRAINER, number, manifest(number), last.digest) == Done()
     store.flush()
 
 

@@ -723,7 +723,7 @@ def test_note_tells_what_a_part_waits_for_and_is_cleared_though_a_batch_is_reque
         await script.until(lambda: notes[-1] == "")
         script.send_request(2, GetPart(TRAINER, 1, 1, wait=0.0))
         await script.until(
-            lambda: notes[-1] == "the trainer waits for 1 more of the 2 groups of step 1, of which 1 are bound already"
+            lambda: notes[-1] == "the trainer waits for 1 more of the 2 groups of step 1 (bound already: 1)"
         )
         generate(store)
         score(store)
