@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from rrl.roles.models.tensors import unpack as unpack
     from rrl.roles.trajectories.types import Batch as Batch
     from rrl.roles.trajectories.types import Item as Item
+    from rrl.roles.trajectories.types import Part as Part
     from rrl.roles.trajectories.types import Score as Score
     from rrl.roles.trajectories.types import Segment as Segment
     from rrl.roles.trajectories.types import ToScore as ToScore
@@ -40,6 +41,7 @@ _HOMES = {
     "waiting": "rrl.roles.worker.external_waits",
     "Batch": "rrl.roles.trajectories.types",
     "Item": "rrl.roles.trajectories.types",
+    "Part": "rrl.roles.trajectories.types",
     "Score": "rrl.roles.trajectories.types",
     "Segment": "rrl.roles.trajectories.types",
     "ToScore": "rrl.roles.trajectories.types",
@@ -51,8 +53,8 @@ _HOMES = {
     "WorkLease": "rrl.roles.worker.work_items",
 }
 __all__ = [
-    "Batch", "Item", "NewWeights", "Score", "ScoringLease", "Segment", "ToScore", "Trajectory", "Version", "WorkLease",
-    "Worker", "join", "pack", "unpack", "waiting",
+    "Batch", "Item", "NewWeights", "Part", "Score", "ScoringLease", "Segment", "ToScore", "Trajectory", "Version",
+    "WorkLease", "Worker", "join", "pack", "unpack", "waiting",
 ]  # fmt: skip
 
 

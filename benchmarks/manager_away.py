@@ -38,8 +38,8 @@ from rrl.benchmarks._table import print_table
 from rrl.core.run_dir import RunDir
 from rrl.core.types import Outcome
 from rrl.manager.storage.lease import holder
-from rrl.roles.trajectories.log import read_frames
-from rrl.roles.trajectories.records import Binding, GroupCreated, ScoresRecorded, SegmentsAppended, decode
+from rrl.roles.trajectories.durable.log import read_frames
+from rrl.roles.trajectories.durable.records import Binding, GroupCreated, ScoresRecorded, SegmentsAppended, decode
 from rrl.tests.support.runs import TestRun, submit_here, submit_on
 from rrl.tests.support.slurm.lab import SlurmLab
 from rrl.tests.support.supervisor import temporary_runs_folder

@@ -339,6 +339,8 @@ class SamplingSpec(Struct, frozen=True):
     """Number of weight versions by which a token may be older than the newest version when the token is trained; None:
     no limit."""
     late: Literal["wait", "drop"] = "wait"
+    stream: bool = False
+    window: int = 1
 
 
 class TransportSpec(Struct, frozen=True):

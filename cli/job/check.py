@@ -59,6 +59,7 @@ def preflight(job: Job, spec: RunSpec, path: Path, foreground: bool = False) -> 
         *_check_transport_installed(job, path),
         *_check_engine_installed(job, path),
         *_check_model(job, path),
+        *_check_stream(job),
     ]
     if job.cluster.kind == "local" and (problem := size_problem(job, spec, this_machine())):
         raise UsageError(_with_location(path, problem))
@@ -278,6 +279,14 @@ def _check_model(job: Job, path: Path) -> list[str]:
     else:
         return []
     raise UsageError(_with_location(path, problem))
+
+
+def _check_stream(job: Job) -> list[str]:
+    """Return a warning if only a program of the user's decides whether the trainer takes parts of batches."""
+    if job.task is None or not job.sampling.stream or job.roles.trainer.command is None:
+        return []
+    return ["sampling.stream = true: a trainer of your own (roles.trainer.command) waits for whole batches unless it"
+            " calls me.parts() (docs/bring-your-own.md)"]  # fmt: skip
 
 
 def _exceeded_limits(worst: WorstCase, observed: JobLimits) -> list[Problem]:

@@ -34,6 +34,8 @@ def as_toml(job: Job) -> str:
     sampling = job.sampling
     if sampling.staleness == "unlimited":  # with it, a value of late is rejected
         sampling = sampling.model_copy(update={"late": None})
+    elif sampling.staleness == 0 and sampling.ahead > 0:  # the default, which would be rejected if it were written
+        sampling = sampling.model_copy(update={"ahead": None})
     filled = job.model_copy(update={
         "cluster": cluster,
         "sampling": sampling,

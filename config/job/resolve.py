@@ -111,7 +111,8 @@ def _model(model: ModelTable | None) -> run_spec.ModelSpec:
 
 def _sampling(sampling: SamplingTable) -> run_spec.SamplingSpec:
     staleness = None if sampling.staleness == "unlimited" else sampling.staleness
-    return msgspec.convert(sampling.model_dump() | {"staleness": staleness}, run_spec.SamplingSpec)
+    ahead = 0 if staleness == 0 else sampling.ahead  # the default would sample tokens that are too old
+    return msgspec.convert(sampling.model_dump() | {"staleness": staleness, "ahead": ahead}, run_spec.SamplingSpec)
 
 
 def _env(env: EnvTable, python: str) -> run_spec.EnvSpec:

@@ -161,7 +161,8 @@ class SamplingTable(Table):
     """Temperature of the sampling, and of the log-probabilities in the loss."""
     ahead: Annotated[int, Field(ge=0)] = _SAMPLING.ahead
     """Batches that rollouts may work ahead of the trainer; the trained tokens are then up to about ahead + 2 steps old,
-    if a step takes longer than the 0.1 s in which new weights reach the rollouts."""
+    if a step takes longer than the 0.1 s in which new weights reach the rollouts. Without effect if ``staleness`` is
+    0."""
     staleness: Annotated[int, Field(ge=0)] | Literal["unlimited"] = run_spec.DEFAULT_STALENESS
     """Number N of weight versions by which a token may be older than the newest version when it is trained. Rollouts
     wait for newer weights rather than begin work that would become too old, so they work at most N batches ahead,
@@ -172,6 +173,13 @@ class SamplingTable(Table):
     """What a step does about a group that no later step may train, because its tokens would be too old. ``wait``: the
     step waits for it. ``drop``: the group is dropped, which affects mostly long answers; the trained answers are then
     shorter than the sampled ones (docs/architecture.md, trajectories, 10)."""
+    stream: bool = _SAMPLING.stream
+    """Train a step's groups as they are finished, part by part, instead of waiting for the whole batch; the step is the
+    same (docs/stream.md). A trainer of your own must iterate ``me.parts()`` for it."""
+    window: Annotated[int, Field(ge=1)] = _SAMPLING.window
+    """Batches among whose prompts the order is by expected length, so that the answers of a step are alike; 1: the
+    order of the task. Each prompt is trained once all the same, but batches of one length are another curriculum
+    (docs/stream.md)."""
 
 
 class LimitsTable(Table):

@@ -49,6 +49,7 @@ def check(job: Job) -> None:
     _work(job)
     _model(job)
     _late(job)
+    _ahead(job)
     _batch(job)
     _form(job)
     for name, phase in job.phases.items():
@@ -120,19 +121,40 @@ def _late(job: Job) -> None:
         )
 
 
+def _ahead(job: Job) -> None:
+    """Reject ``ahead`` if ``staleness`` is 0: no token may then be of older weights, so no rollout may work ahead."""
+    sampling = job.sampling
+    if sampling.staleness == 0 and sampling.ahead > 0 and "ahead" in sampling.model_fields_set:
+        raise mistake(
+            ("sampling", "ahead"),
+            "has no effect with staleness = 0, which lets no rollout work ahead; remove this key, or raise staleness",
+        )
+
+
 def _batch(job: Job) -> None:
-    """Check that a batch fits into one message from the store to the trainer: a larger one would never arrive."""
+    """Check that a batch fits into one message from the store to the trainer: a larger one would never arrive.
+
+    With ``stream = true`` the store sends parts, which have at least one group.
+    """
     if job.task is None:
         return
     sampling = job.sampling
-    count = sampling.prompts_per_step * sampling.group_size
-    max_bytes = count * (_TOKEN_BYTES * sampling.max_new_tokens + _TRAJECTORY_BYTES)
+    groups = 1 if sampling.stream else sampling.prompts_per_step
+    max_bytes = groups * sampling.group_size * (_TOKEN_BYTES * sampling.max_new_tokens + _TRAJECTORY_BYTES)
     if max_bytes > MAX_BATCH_BYTES - _PROMPTS_BYTES:
+        size = (
+            f"of up to {math.ceil(max_bytes / 2**20)} MiB; the limit is {(MAX_BATCH_BYTES - _PROMPTS_BYTES) >> 20} MiB"
+        )
+        answers = f"{sampling.group_size} answers of {sampling.max_new_tokens} tokens"
+        if sampling.stream:
+            raise mistake(
+                ("sampling", "group_size"),
+                f"a group of {answers} is a message {size}; lower group_size or max_new_tokens",
+            )
         raise mistake(
             ("sampling", "prompts_per_step"),
-            f"{sampling.prompts_per_step} groups of {sampling.group_size} answers of {sampling.max_new_tokens} tokens"
-            f" make a batch of up to {math.ceil(max_bytes / 2**20)} MiB; the limit is"
-            f" {(MAX_BATCH_BYTES - _PROMPTS_BYTES) >> 20} MiB; lower prompts_per_step, group_size or max_new_tokens",
+            f"{groups} groups of {answers} make a batch {size}; write stream = true, or lower prompts_per_step,"
+            " group_size or max_new_tokens",
         )
 
 

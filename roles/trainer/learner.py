@@ -1,9 +1,13 @@
-"""The learner: a model, its optimizer, and one GRPO step on a batch of trajectories, independent of any run.
+"""The learner: a model, its optimizer, and GRPO steps on batches of trajectories, independent of any run.
 
-In a gang each member trains on its share of the batch, and all together make the same step as one process would with
-the whole batch. Everything that the next step depends on is in :meth:`Learner.tensors` and :meth:`Learner.extra_state`:
-a learner restored from them continues bit for bit as if uninterrupted (docs/sources.md, torch: if any part is missing,
-the next step differs).
+A step is trained part by part: :meth:`Learner.open`, :meth:`Learner.add` for each part, :meth:`Learner.close`. A part
+has whole groups, because an advantage compares the trajectories of a group. The parts together make the same step as
+one part with the whole batch, up to rounding; the same parts in the same order give the same bits.
+
+In a gang each member trains on its share of each part, and all together make the same step as one process would.
+Everything that the next step depends on is in :meth:`Learner.tensors` and :meth:`Learner.extra_state`: a learner
+restored from them continues bit for bit as if uninterrupted (docs/sources.md, torch: if any part is missing, the next
+step differs). They do not contain the gradients of an unfinished step, whose parts must be added again.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from torch.nn.utils.rnn import pad_sequence
 from ...core.run_spec import TrainerSettings
 from ..checkpoints.folders import StoredFiles
 from ..models.policy import weights
-from ..trajectories.types import Batch, Trajectory
+from ..trajectories.types import Batch, Part
 from .losses import group_advantages, grpo_loss, likelihood
 from .process_group import Gang
 
@@ -29,6 +33,10 @@ Example = tuple[Sequence[int], Sequence[int]]
 """Prompt and answer as tokens, for the supervised warm start."""
 
 _BETAS = (0.9, 0.95)
+LOSS_DIVISOR = 2.0**16
+"""Number by which the loss of each part of a step is divided: how many answer tokens the step has is known only at its
+last part, when the gradients are multiplied by this number and divided by the tokens. It is a power of two, so that the
+division rounds nothing, and about the tokens of a step, so that losses and gradients have their usual size."""
 
 
 class _ExtraState(Struct, frozen=True):
@@ -60,6 +68,34 @@ class _MicroBatch(Struct, frozen=True):
     """False for a padding micro-batch, which only keeps the number of micro-batches equal in all members."""
 
 
+class _OpenStep(Struct):
+    """A step between its first and its last part: what was counted so far."""
+
+    number: int
+    parts: int = 0
+    complete: bool = False
+    """Whether the last part was added."""
+    statistics: dict[str, float] = {}
+    """Sums of the loss and its statistics over this member's answer tokens, each divided by ``LOSS_DIVISOR``."""
+    trajectories: int = 0
+    tokens: int = 0
+    """Answer tokens of all members."""
+    reward: float = 0.0
+    training_reward: float = 0.0
+    lag: int = 0
+    """Weight versions between sampling and training, summed over the answer tokens."""
+
+    def count(self, part: Part) -> None:
+        """Count a part that was trained on."""
+        self.parts, self.complete = self.parts + 1, part.last
+        self.trajectories += len(part.trajectories)
+        for trajectory in part.trajectories:
+            self.tokens += len(trajectory.tokens)
+            self.reward += trajectory.reward
+            self.training_reward += trajectory.training
+            self.lag += sum(part.number - 1 - version.step for version in trajectory.versions)
+
+
 class Learner:
     """A model with its optimizer.
 
@@ -87,6 +123,7 @@ class Learner:
         self._steps = steps
         self._temperature = temperature
         self._optimizer = self._new_optimizer(settings.learning_rate)
+        self._open: _OpenStep | None = None
 
     def _new_optimizer(self, learning_rate: float) -> torch.optim.Optimizer:
         """Return an optimizer with its moments, which torch would create at the first step.
@@ -123,7 +160,9 @@ class Learner:
         loss = 0.0
         for batch in batches:
             losses: list[float] = []
-            self._update(optimizer, self._supervised_losses(batch, losses))
+            optimizer.zero_grad()
+            self._backward(self._supervised_losses(batch, losses))
+            self._apply_gradients(optimizer)
             loss = self._gang.sum([sum(losses)])[0]
         return loss
 
@@ -137,38 +176,85 @@ class Learner:
             yield loss
 
     def step(self, batch: Batch) -> dict[str, float]:
-        """Train on the batch of step ``number + 1``, and return metrics for people, all finite.
+        """Train on the batch of step ``number + 1`` as a single part; see :meth:`close`."""
+        self.open(batch.number)
+        self.add(Part(batch.number, 0, batch.groups, batch.digest, batch.trajectories, last=True))
+        return self.close()
+
+    def open(self, number: int) -> None:
+        """Begin step ``number``, which must be the step after the last completed one.
+
+        A step that was begun and not closed is forgotten, with all of its parts.
 
         Raises:
-            ValueError: The batch is of another step.
-            RuntimeError: A gradient is not finite; nothing of this learner may be committed then.
+            ValueError: It is another step's turn.
         """
-        if batch.number != self.number + 1:
-            raise ValueError(f"expected the batch of step {self.number + 1}, got batch {batch.number}")
+        if number != self.number + 1:
+            raise ValueError(f"expected step {self.number + 1}, got step {number}")
         if self._settings.kl and self.reference is None:
             raise RuntimeError(
                 "[roles.trainer] kl is above 0, but this run has no reference model, because it was started with kl = 0"
                 "; set kl = 0, or start a new run"
             )
-        statistics: list[dict[str, float]] = []
-        for group in self._optimizer.param_groups:
-            group["lr"] = self._settings.learning_rate * self._share_of_learning_rate(batch.number)
-        self._update(self._optimizer, self._policy_losses(batch, statistics))
-        self.number = batch.number
-        parts = {name: sum(values[name] for values in statistics) for name in statistics[0]}
-        return {**dict(zip(parts, self._gang.sum(list(parts.values())), strict=True)), **_describe(batch)}
+        self._optimizer.zero_grad()
+        self._open = _OpenStep(number)
 
-    def _policy_losses(self, batch: Batch, statistics: list[dict[str, float]]) -> Iterator[Tensor]:
+    def add(self, part: Part) -> None:
+        """Add the gradients of a part of the open step, which has whole groups.
+
+        Raises:
+            ValueError: Another part must come next, or no step is open.
+        """
+        step = self._open
+        if step is None or step.complete or (part.number, part.index) != (step.number, step.parts):
+            expected = "none" if step is None or step.complete else f"part {step.parts} of step {step.number}"
+            raise ValueError(f"expected {expected}, got part {part.index} of step {part.number}")
+        self._backward(self._policy_losses(part, step.statistics))
+        step.count(part)
+
+    def close(self) -> dict[str, float]:
+        """Update the weights with the parts of the open step.
+
+        Returns:
+            Metrics of the whole step for people, all finite. ``staleness`` is the number of weight versions between
+                sampling and training, averaged over the answer tokens.
+
+        Raises:
+            ValueError: No step is open, or its last part is missing.
+            RuntimeError: A gradient is not finite; nothing of this learner may be committed then.
+        """
+        step, self._open = self._open, None
+        if step is None or not step.complete:
+            raise ValueError("no step is open" if step is None else f"the last part of step {step.number} is missing")
+        tokens = step.tokens or 1  # without any token all gradients are 0
+        scale = LOSS_DIVISOR / tokens
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(scale)
+        for group in self._optimizer.param_groups:
+            group["lr"] = self._settings.learning_rate * self._share_of_learning_rate(step.number)
+        self._apply_gradients(self._optimizer)
+        self.number = step.number
+        sums = self._gang.sum(list(step.statistics.values()))
+        return {
+            **{name: value * scale for name, value in zip(step.statistics, sums, strict=True)},
+            "reward": step.reward / step.trajectories,
+            "training_reward": step.training_reward / step.trajectories,
+            "tokens": float(step.tokens),
+            "staleness": step.lag / tokens,
+        }
+
+    def _policy_losses(self, part: Part, statistics: dict[str, float]) -> Iterator[Tensor]:
         """Yield the loss of each micro-batch of this member's share, and add its statistics to ``statistics``.
 
-        The sum over micro-batches and members is the loss of the batch.
+        The sum over all micro-batches, members and parts, divided by the number of answer tokens and multiplied by
+        ``LOSS_DIVISOR``, is the loss of the step.
         """
-        settings, trajectories = self._settings, batch.trajectories
+        settings, trajectories = self._settings, part.trajectories
         rewards = torch.tensor([trajectory.training for trajectory in trajectories], dtype=torch.float32)
         groups = torch.tensor([trajectory.group for trajectory in trajectories])
         advantages = group_advantages(rewards, groups, settings.advantage_floor)  # computed over whole groups
         mine = range(len(trajectories))[self._gang.rank :: self._gang.world] or range(1)
-        answers = float(sum(len(trajectory.tokens) for trajectory in trajectories))
         for micro_batch in self._micro_batches([(trajectory.prompt, trajectory.tokens) for trajectory in trajectories]):
             chosen_indices = [mine[index] for index in micro_batch.indices]
             old = _scatter(
@@ -188,11 +274,12 @@ class Learner:
                 settings.clip,
                 entropy,
                 settings.entropy,
-                answers,
+                LOSS_DIVISOR,
                 reference,
                 settings.kl,
             )
-            statistics.append({"loss": loss.item(), **stats})
+            for name, value in {"loss": loss.item(), **stats}.items():
+                statistics[name] = statistics.get(name, 0.0) + value
             yield loss
 
     def _micro_batches(self, pairs: Sequence[Example]) -> Iterator[_MicroBatch]:
@@ -222,16 +309,18 @@ class Learner:
         """
         return max(self._settings.final_learning_rate, 1 - (number - 1) / self._steps)
 
-    def _update(self, optimizer: torch.optim.Optimizer, losses: Iterable[Tensor]) -> None:
-        """Take one optimizer step.
+    def _backward(self, losses: Iterable[Tensor]) -> None:
+        """Add the gradients of this member's micro-batches to those that the parameters have.
 
-        ``losses`` yields the losses of this member's micro-batches; each loss is created after the previous loss was
-        processed. FSDP averages the gradients over the members, and adds up the gradients of one member's micro-batches
-        in float32 shards.
+        ``losses`` yields the losses of the micro-batches; each loss is created after the previous loss was processed.
+        FSDP averages the gradients over the members, and adds up the gradients of one member's micro-batches in float32
+        shards.
         """
-        optimizer.zero_grad()
         for loss in losses:
             (loss * self._gang.world).backward()  # type: ignore[no-untyped-call]
+
+    def _apply_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """Clip the gradients and take one optimizer step."""
         limit = self._settings.gradient_clip
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit, error_if_nonfinite=True)
         optimizer.step()
@@ -286,6 +375,7 @@ class Learner:
         for parameter, step in zip(self.model.parameters(), state.steps, strict=True):
             self._optimizer.state[parameter]["step"].fill_(step)
         self.number = state.number
+        self._open = None
         self.reference_files = state.reference
         if not random_states:
             return
@@ -330,19 +420,3 @@ def _logits(model: nn.Module, tokens: Tensor, first: int) -> Tensor:
     logits: Tensor = model(input_ids=tokens[:, :-1], use_cache=False, logits_to_keep=kept).logits
     surplus = logits.shape[1] - needed  # some models ignore logits_to_keep
     return logits[:, surplus:].contiguous() if surplus else logits
-
-
-def _describe(batch: Batch) -> dict[str, float]:
-    """Return metrics of the batch itself.
-
-    ``staleness`` is the number of weight versions between sampling and training, averaged over tokens; 0 if there are
-    none.
-    """
-    trajectories: Sequence[Trajectory] = batch.trajectories
-    lags = [batch.number - 1 - version.step for trajectory in trajectories for version in trajectory.versions]
-    return {
-        "reward": sum(trajectory.reward for trajectory in trajectories) / len(trajectories),
-        "training_reward": sum(trajectory.training for trajectory in trajectories) / len(trajectories),
-        "tokens": float(len(lags)),
-        "staleness": sum(lags) / max(1, len(lags)),
-    }

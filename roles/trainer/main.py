@@ -41,7 +41,7 @@ from .async_saver import MAX_UNCOMMITTED, AsyncSaver
 from .checkpoint import Checkpoints
 from .host_buffers import HostBuffers, buddy_of
 from .learner import Example, Learner
-from .process_group import Gang, batches, full_tensor, init_process_group, wait_to_be_fenced
+from .process_group import Gang, full_tensor, init_process_group, parts, wait_to_be_fenced
 
 _log = logging.getLogger("rrl.trainer")
 
@@ -139,8 +139,10 @@ def _train(
     with me.phase("publish"):
         _publish(me, gang, learner, compute_dtype(spec))
     if (meta := restore_point.uncommitted) is not None:
-        for batch in batches(me, gang, after=meta.number - 1):  # the batch that the snapshot was trained on
-            if batch.digest != meta.digest:
+        for part in parts(me, gang, after=meta.number - 1):  # of the step that the snapshot was trained on
+            if not part.last:
+                continue
+            if part.digest != meta.digest:
                 raise RuntimeError(
                     f"the snapshot of step {meta.number} was trained on another batch than the one that the"
                     " store bound to this step"
@@ -148,16 +150,21 @@ def _train(
             with me.phase("checkpoint"):
                 saver.save(meta.digest, meta.metrics)
             break
-    for batch in batches(me, gang, after=learner.number):
+    for part in parts(me, gang, after=learner.number):
         with me.phase("train"):
-            metrics = learner.step(batch)
+            if part.index == 0:
+                learner.open(part.number)
+            learner.add(part)
+            if not part.last:
+                continue
+            metrics = learner.close()
         with me.phase("checkpoint"):
-            saver.save(batch.digest, metrics)
+            saver.save(part.digest, metrics)
         with me.phase("publish"):
             _publish(me, gang, learner, compute_dtype(spec))
-        if batch.number % LOG_EVERY_STEPS == 0 and gang.rank == 0:
+        if part.number % LOG_EVERY_STEPS == 0 and gang.rank == 0:
             text = "  ".join(f"{name} {value:.4g}" for name, value in sorted(metrics.items()))
-            _log.info("step %d: %s", batch.number, text)
+            _log.info("step %d: %s", part.number, text)
     with me.phase("checkpoint"):
         saver.finish()
 

@@ -1,4 +1,4 @@
-"""The process group of one trainer incarnation, and the distribution of each batch to its ranks.
+"""The process group of one trainer incarnation, and the distribution of each part of a batch to its ranks.
 
 Each incarnation has its own rendezvous: rank 0 opens a torch key-value store and announces its address through the
 manager; the other ranks wait for the announcement. Neither torch's store nor gloo authenticates its peers. Both listen
@@ -8,10 +8,10 @@ keys of the store, and read and change the data that ranks exchange. Keys differ
 process groups meet by mistake. All groups are created at the start: no group can be created once rank 0's store is gone
 (docs/sources.md, torch).
 
-Rank 0 requests a batch from the trajectory store once and sends each rank its share: the tokens of the rank's own
+Rank 0 requests a part from the trajectory store once and sends each rank its share: the tokens of the rank's own
 trajectories, and the values of all others that the whole step needs
 (:func:`rrl.roles.trajectories.batches.shard_for`). A share is sent in the store's packed form, 8 bytes per token, to
-one rank at a time: no process has more in memory than the batch and one share.
+one rank at a time: no process has more in memory than the part and one share.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from ...transport.address import NoAddress, interfaces
 from ...transport.messages import Peers
 from ..models.policy import blocks
 from ..models.tensors import assigned_device
-from ..trajectories.batches import decode, shard_for
-from ..trajectories.types import Batch, PackedBatch
+from ..trajectories.batches import decode_part, shard_for
+from ..trajectories.types import PackedPart, Part
 from ..worker.connection import Stopping
 from . import exchange
 
@@ -287,40 +287,42 @@ def _exit_after(timeout_s: float, message: str) -> Iterator[None]:
 
 
 _RANK0 = 0
-_decoder = msgspec.msgpack.Decoder(PackedBatch)
+_decoder = msgspec.msgpack.Decoder(PackedPart)
 
 
-def batches(me: rrl.Worker, gang: Gang, after: int) -> Iterator[Batch]:
-    """Yield in each member its share of every batch that ``me.batches()`` yields. All members must call this function.
+def parts(me: rrl.Worker, gang: Gang, after: int) -> Iterator[Part]:
+    """Yield in each member its share of every part that ``me.parts()`` yields. All members must call this function.
 
     The iteration ends in all members together, as soon as one member has received a stop request, which the others may
-    receive a step later.
+    receive a part later.
     """
     if gang.world == 1:
-        yield from me.batches(after=after)
+        yield from me.parts(after=after)
         return
-    for number in range(after + 1, me.job.steps + 1):
-        batch = _next_batch(me, gang, number)
-        if batch is None:
+    number, index = after + 1, 0
+    while number <= me.job.steps:
+        part = _next_part(me, gang, number, index)
+        if part is None:
             return
-        yield batch
+        yield part
         me.progress(1)
+        number, index = (number + 1, 0) if part.last else (number, index + 1)
 
 
-def _next_batch(me: rrl.Worker, gang: Gang, number: int) -> Batch | None:
-    """Return this member's part of batch ``number``, or None if a stop of any member was requested.
+def _next_part(me: rrl.Worker, gang: Gang, number: int, index: int) -> Part | None:
+    """Return this member's share of a part of step ``number``, or None if a stop of any member was requested.
 
-    Rank 0 fetches the batch from the store, however long that takes; the other ranks wait for rank 0.
+    Rank 0 fetches the part from the store, however long that takes; the other ranks wait for rank 0.
     """
     first = gang.rank == _RANK0
-    whole = me.packed_batch(number) if first else None
+    whole = me.packed_part(number, index) if first else None
     with nullcontext() if first else me.phase("wait_data", waits_for=me.launch.incarnation.gang.replica):
         if not gang.all(whole is not None if first else not me.stopping.is_set()):
             return None
-        return decode(_receive_shard(gang) if whole is None else _send_shards(gang, whole))
+        return decode_part(_receive_shard(gang) if whole is None else _send_shards(gang, whole))
 
 
-def _send_shards(gang: Gang, whole: PackedBatch) -> PackedBatch:
+def _send_shards(gang: Gang, whole: PackedPart) -> PackedPart:
     """Send each rank its share, and return the sender's own."""
     for rank in range(gang.world):
         if rank != _RANK0:
@@ -331,7 +333,7 @@ def _send_shards(gang: Gang, whole: PackedBatch) -> PackedBatch:
     return shard_for(whole, _RANK0, gang.world)
 
 
-def _receive_shard(gang: Gang) -> PackedBatch:
+def _receive_shard(gang: Gang) -> PackedPart:
     length = torch.zeros(1, dtype=torch.int64)
     dist.recv(length, src=_RANK0, group=gang.control_group)
     data = torch.empty(int(length), dtype=torch.uint8)

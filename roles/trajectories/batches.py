@@ -1,4 +1,4 @@
-"""Conversion of batches from their packed form, in which the store sends them, to tuples that a trainer reads.
+"""Conversion of batches and parts from their packed form, as the store sends them, to tuples that a trainer reads.
 
 Each member of a gang receives the tokens of its own share only. For all other trajectories it receives the values that
 the whole step depends on: groups, scores, lengths, and the versions that sampled the tokens.
@@ -14,8 +14,8 @@ from typing import Any, NoReturn, cast
 import msgspec
 
 from ...core.types import Version
-from .records import unpack_tokens
-from .types import Batch, PackedBatch, PackedTrajectory, Trajectory
+from .durable.records import unpack_tokens
+from .types import Batch, PackedBatch, PackedPart, PackedTrajectory, Part, Trajectory
 
 
 class NotLocal(Sequence[Any]):
@@ -51,9 +51,18 @@ class _Versions(Sequence[Version]):
 
 def decode(batch: PackedBatch) -> Batch:
     """Unpack a batch for reading, which takes some 90 bytes of memory per token."""
-    prompts = {group: unpack_tokens(prompt) for group, prompt in zip(batch.groups, batch.prompts, strict=True)}
-    trajectories = tuple(_decode_trajectory(packed, prompts[packed.group]) for packed in batch.trajectories)
-    return Batch(batch.number, batch.groups, batch.digest, trajectories, batch.stale, batch.max_age)
+    return Batch(batch.number, batch.groups, batch.digest, _decode_all(batch), batch.stale, batch.max_age)
+
+
+def decode_part(part: PackedPart) -> Part:
+    """Unpack a part for reading, as :func:`decode` does with a batch."""
+    trajectories = _decode_all(part)
+    return Part(part.number, part.index, part.groups, part.digest, trajectories, part.last, part.stale, part.max_age)
+
+
+def _decode_all(packed: PackedBatch | PackedPart) -> tuple[Trajectory, ...]:
+    prompts = {group: unpack_tokens(prompt) for group, prompt in zip(packed.groups, packed.prompts, strict=True)}
+    return tuple(_decode_trajectory(trajectory, prompts[trajectory.group]) for trajectory in packed.trajectories)
 
 
 def _decode_trajectory(packed: PackedTrajectory, prompt: tuple[int, ...]) -> Trajectory:
@@ -71,15 +80,22 @@ def _decode_trajectory(packed: PackedTrajectory, prompt: tuple[int, ...]) -> Tra
     )
 
 
-def shard_for(batch: PackedBatch, rank: int, world: int) -> PackedBatch:
-    """Return the batch with the tokens that member ``rank`` of ``world`` needs.
+def whole_part(batch: PackedBatch) -> PackedPart:
+    """Return a batch as the only part of its step."""
+    return PackedPart(
+        batch.number, 0, batch.groups, batch.digest, batch.prompts, batch.trajectories, True, batch.stale, batch.max_age
+    )
+
+
+def shard_for(part: PackedPart, rank: int, world: int) -> PackedPart:
+    """Return the part with the tokens that member ``rank`` of ``world`` needs.
 
     These are the tokens of ``trajectories[rank::world]``, and of the first trajectory, which serves as the padding
     example of a member that has one trajectory less than the others.
     """
-    included = {0, *range(rank, len(batch.trajectories), world)}
+    included = {0, *range(rank, len(part.trajectories), world)}
     trajectories = tuple(
         packed if index in included else msgspec.structs.replace(packed, tokens=b"", logprobs=b"")
-        for index, packed in enumerate(batch.trajectories)
+        for index, packed in enumerate(part.trajectories)
     )
-    return msgspec.structs.replace(batch, trajectories=trajectories)
+    return msgspec.structs.replace(part, trajectories=trajectories)

@@ -24,6 +24,7 @@ from .types import (
     GetBatch,
     GetCommitted,
     GetMetrics,
+    GetPart,
     Item,
     Leased,
     LeaseScoring,
@@ -31,6 +32,8 @@ from .types import (
     NewestVersion,
     NotReady,
     PackedBatch,
+    PackedPart,
+    PartBound,
     PostScores,
     Request,
     Score,
@@ -163,6 +166,11 @@ class TrajectoryClient:
         """Return the batch of step ``number``, or None if no groups can be bound to it within ``wait`` seconds."""
         answer = await self._ask(GetBatch(self._incarnation, number, wait), wait)
         return answer.batch if isinstance(answer, Bound) else None
+
+    async def part(self, number: int, index: int, wait: float = 5.0) -> PackedPart | None:
+        """Return part ``index`` of step ``number``, or None if it cannot be made within ``wait`` seconds."""
+        answer = await self._ask(GetPart(self._incarnation, number, index, wait), wait)
+        return answer.part if isinstance(answer, PartBound) else None
 
     async def commit(
         self, number: int, manifest: dict[str, Any], digest: str, metrics: dict[str, float] | None = None

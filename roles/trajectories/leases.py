@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from heapq import heapify, heappop, heappush
 
 from ...core.types import Incarnation, ReplicaId
+from .durable.state import Group, State, TrajectoryState
 from .staleness import StalenessLimit
-from .state import Group, State, TrajectoryState
 
 
 class Membership:

@@ -25,8 +25,8 @@ from ..checkpoints.retention import CheckpointCleaner, CommitStatus
 from ..end_report import exits_on_invalid_config
 from ..models.tasks import TaskError, load_task
 from ..models.tokenizer import open_tokenizer
+from .durable.records import LogFormatError
 from .prompts import first_item_with_prompt, prompt_encoder
-from .records import LogFormatError
 from .store import Store
 from .types import (
     Answer,
@@ -37,11 +37,13 @@ from .types import (
     GetBatch,
     GetCommitted,
     GetMetrics,
+    GetPart,
     Leased,
     LeaseScoring,
     LeaseWork,
     NewestVersion,
     NotReady,
+    PartBound,
     PostScores,
     Prompt,
     Request,
@@ -64,6 +66,8 @@ def answer(store: Store, request: Request) -> Answer:
             return store.post_scores(incarnation, scores, failed)
         case GetBatch(incarnation, number):
             return store.batch(incarnation, number)
+        case GetPart(incarnation, number, index):
+            return store.part(incarnation, number, index)
         case Commit(incarnation, number, manifest, digest, metrics):
             return store.commit(incarnation, number, manifest, digest, metrics)
         case GetMetrics(incarnation, after):
@@ -98,8 +102,8 @@ transfer of the largest models takes."""
 
 
 NOTE_AFTER_S = 5.0
-"""Seconds for which the trainer waits for a batch before `rrl status` shows the reason: shorter waits are part of every
-step."""
+"""Seconds for which the trainer waits for a batch or part before `rrl status` shows the reason: every step has shorter
+waits."""
 NOTE_INTERVAL_S = 30.0
 """Seconds between two notes on the same step, because each note is a record in the manager's journal."""
 _FRAME_OVERHEAD_BYTES = 1024
@@ -180,8 +184,8 @@ class Server:
         listener: The socket.
         on_served: Called after each round with the number of requests served. Requests that are denied or answered
             without a result do not count: a store that cannot serve any request makes no progress.
-        note: Called with a text for people that says why the trainer has waited for a batch for ``NOTE_AFTER_S``, and
-            with an empty text once the batch is bound.
+        note: Called with a text for people that says why the trainer has waited for a batch or part for
+            ``NOTE_AFTER_S``, and with an empty text once it is bound.
         on_durable: Called after each flush with what is committed.
     """
 
@@ -194,10 +198,12 @@ class Server:
         self._on_served = on_served
         self._note = note
         self._on_durable = on_durable
-        self._unbound: int | None = None
-        """Step whose batch the trainer has requested and that is not bound yet."""
+        self._unbound: tuple[int, int | None] | None = None
+        """Step, and part of it (None: all of it), that the trainer has requested and that is not bound yet."""
         self._note_at = 0.0
-        """Loop time (s) of the next note on that step."""
+        """Loop time (s) of the next note on that request."""
+        self._next_note_at = 0.0
+        """Loop time (s) before which no further note is made."""
         self._noted = False
         self._arrived: list[Incoming] = []
         self._parked: list[_Parked] = []
@@ -264,9 +270,9 @@ class Server:
                 waiting.append(_Parked(incoming, now + getattr(incoming.message, "wait", 0.0)))
         self._arrived, self._parked = [], []
         answers: list[tuple[Incoming, Answer | msgspec.Raw]] = []
-        batches: dict[int, msgspec.Raw | Denied] = {}
+        encoded: dict[tuple[int, int | None], msgspec.Raw | Denied] = {}
         for parked in _once(waiting):
-            reply = self._answer(parked.incoming.message, batches, now)
+            reply = self._answer(parked.incoming.message, encoded, now)
             if now < parked.until and reply in _EMPTY:
                 self._parked.append(parked)
             else:
@@ -284,23 +290,24 @@ class Server:
             _log.warning("%s", warning)
 
     def _answer(
-        self, request: Request, batches: dict[int, msgspec.Raw | Denied], now: float
+        self, request: Request, encoded: dict[tuple[int, int | None], msgspec.Raw | Denied], now: float
     ) -> Answer | msgspec.Raw:  # fmt: skip
         """Return the answer to a request.
 
-        Each member of a gang requests the batch, so it is built and encoded only once per round.
+        Each member of a gang requests the batch or part, so it is built and encoded only once per round.
         """
-        if not isinstance(request, GetBatch):
+        if not isinstance(request, GetBatch | GetPart):
             return answer(self._store, request)
-        if rejection := self._store.bind(request.incarnation, request.number):
-            if isinstance(rejection, NotReady) and self._unbound != request.number:
-                self._unbound, self._note_at = request.number, now + NOTE_AFTER_S
+        wanted = request.number, request.index if isinstance(request, GetPart) else None
+        if rejection := self._store.bind(request.incarnation, *wanted):
+            if isinstance(rejection, NotReady) and self._unbound != wanted:
+                self._unbound, self._note_at = wanted, max(now + NOTE_AFTER_S, self._next_note_at)
             return rejection
-        if request.number == self._unbound:
+        if self._unbound is not None and request.number >= self._unbound[0]:
             self._unbound = None
-        if request.number not in batches:
-            batches[request.number] = _encoded(self._store.batch(request.incarnation, request.number))
-        return batches[request.number]
+        if wanted not in encoded:
+            encoded[wanted] = _encoded(answer(self._store, request))
+        return encoded[wanted]
 
     def _note_wait(self, now: float) -> None:
         """Pass to ``note``, at intervals, what the trainer waits for, and an empty text when the wait is over."""
@@ -308,14 +315,16 @@ class Server:
             self._noted = False
             self._note("")
         elif self._unbound is not None and now >= self._note_at:
-            self._noted, self._note_at = True, now + NOTE_INTERVAL_S
-            self._note(self._store.wait_reason(self._unbound) or "")
+            self._noted, self._note_at, self._next_note_at = True, now + NOTE_INTERVAL_S, now + NOTE_INTERVAL_S
+            self._note(self._store.wait_reason(*self._unbound) or "")
 
     def _warn_missing_weights(self, now: float, served: int, answers: Sequence[Answer | msgspec.Raw]) -> None:
         """Log a warning if the trainer waits for a batch while the rollouts wait for newer weights from it."""
         if served:
             self._weights_missing_since = None
-        elif _OUTDATED in answers and any(isinstance(parked.incoming.message, GetBatch) for parked in self._parked):
+        elif _OUTDATED in answers and any(
+            isinstance(parked.incoming.message, GetBatch | GetPart) for parked in self._parked
+        ):
             if self._weights_missing_since is None:
                 self._weights_missing_since = now
             elif now - self._weights_missing_since >= WEIGHTS_WARNING_AFTER_S:
@@ -339,13 +348,14 @@ def _once(waiting: Iterable[_Parked]) -> Iterator[_Parked]:
 
 
 def _encoded(batch: Answer) -> msgspec.Raw | Denied:
-    """Encode a batch, or deny it if it does not fit into one message."""
+    """Encode a batch or part, or deny it if it does not fit into one message."""
     data = msgspec.msgpack.encode(batch)
     if len(data) + _FRAME_OVERHEAD_BYTES <= CONTROL_BOUNDS.max_frame_bytes:
         return msgspec.Raw(data)
-    return Denied(f"the batch has {len(data) >> 20} MiB, but a message at most"
-                  f" {CONTROL_BOUNDS.max_frame_bytes >> 20} MiB; lower prompts_per_step, group_size or max_new_tokens"
-                  " in [sampling]")  # fmt: skip
+    name, remedy = ("part", "lower") if isinstance(batch, PartBound) else ("batch", "lower prompts_per_step,")
+    return Denied(f"the {name} has {len(data) >> 20} MiB, but a message at most"
+                  f" {CONTROL_BOUNDS.max_frame_bytes >> 20} MiB; {remedy} group_size or max_new_tokens in [sampling]"
+                  f"{', or train in parts (stream = true)' if name == 'batch' else ''}")  # fmt: skip
 
 
 def _current_incarnations(peers: Peers) -> frozenset[Incarnation]:
@@ -385,6 +395,7 @@ def _open_store(me: rrl.Worker, prompts: Callable[[int], Prompt]) -> Store:
         keep_uncommitted=me.job.trainer.uncommitted,
         staleness=sampling.staleness,
         wait_for_late=sampling.late == "wait",
+        max_part_bytes=CONTROL_BOUNDS.max_frame_bytes - 2 * _FRAME_OVERHEAD_BYTES,
     )
 
 

@@ -7,28 +7,41 @@ same.
 
 A group counts as *begun with* v from the moment that a rollout with the weights of step v leases one of its
 trajectories: the group has no token yet, but its last step is known. Let B(v) be the number of unbound groups begun
-with v or older weights, P the number of groups per step, and L the newest bound step. All unbound groups can be trained
-in time if and only if
+with v or older weights, P the number of groups per step, L the newest step that is bound completely, and F the number
+of groups that the open step L + 1 lacks: P, or fewer if it has parts already (:mod:`.bindings`). All unbound groups can
+be trained in time if and only if B(v) = 0 for every v < L - N, and
 
-    B(v) <= P * (v + 1 + N - L)   for every v,                                                              (*)
+    B(v) <= F + P * (v + N - L)   for every v >= L - N,                                                     (*)
 
-because the steps L + 1 to v + 1 + N have that many places (earliest last step first; Hall's condition). With ``late =
-"wait"`` every change preserves (*), so no group ever becomes too old:
+because the open step has F places, and each of the v + N - L steps after it up to step v + 1 + N has P places (earliest
+last step first; Hall's condition). With ``late = "wait"`` every change preserves (*), so no group ever becomes too old:
 
 - A lease that would violate (*) is not granted. The rollout waits for newer weights.
-- A binding takes the groups with the earliest last step, and is postponed while the remaining groups would not fit into
-  the steps after it. In particular, a step is never bound without the groups that no later step may train.
+- A part takes the complete groups with the earliest last steps. Let C(v) be how many of the B(v) groups are complete.
+  If a part takes m <= F groups, then min(m, C(v)) of them were begun with v or older weights, and the open step lacks
+  F - m groups afterwards. So (*) holds afterwards if B(v) - min(m, C(v)) <= F - m + P * (v + N - L). For m <= C(v) this
+  follows from (*); otherwise it says
+
+      m <= C(v) + F + P * (v + N - L) - B(v)   for every v >= L - N.                                       (**)
+
+  The store takes no more groups than (**) allows, and if these are fewer than a part needs, it postpones the part. For
+  v = L - N, (**) says that the step keeps a place for every incomplete group that no later step may train.
+- The last part of a step, or a step that is bound as a whole, is the case m = F. Then (*) says that no group begun with
+  the weights of step L - N is left, and nothing else changes if L + 1 is written for L, and P for F.
 - An append with older weights than the lease was granted for can violate (*) only after a restart of the store, which
   forgets leases. The store then takes the trajectory away and leases it again; one append is lost, not the group.
-- A store that is opened with a smaller limit, or with fewer groups per step, drops the groups that no longer fit.
+- A store that is opened with a smaller limit, or with fewer groups per step, drops the groups that no longer fit. It
+  drops no group of a part, and the open step, if it has parts, keeps its number of groups.
 
-No process waits forever. While the trainer waits for step L + 1, a rollout with weights of step L - N or newer can
-lease every begun trajectory that is not leased. If all begun groups are complete but fewer than P, the rollout can
-begin another group, because P * (v + 1 + N - L) >= P. N therefore also determines how often the trainer must publish:
-at least once in N + 1 steps.
+No process waits forever. While the trainer waits for m <= F groups of step L + 1, a rollout with weights of step L - N
+or newer can lease every begun trajectory that is not leased. Once all begun groups are complete, C(v) = B(v), and (**)
+allows F groups. If there are fewer than m, the rollout can begin another group: B(v) < m <= F satisfies (*) with one
+group more, and F unbound groups are always allowed. N therefore also determines how often the trainer must publish: at
+least once in N + 1 steps.
 
-With ``late = "drop"`` a binding waits for no group. A group that has become too old for the next step is dropped, so
-that short answers are trained more often than long ones.
+With ``late = "drop"`` a part or binding waits for no group. When a step is bound completely, the groups that have
+become too old for the next step are dropped, so that short answers are trained more often than long ones. No group
+becomes too old while parts of the open step are bound, since L stays the same.
 """
 
 from __future__ import annotations
@@ -38,7 +51,7 @@ from collections.abc import Callable, Iterator
 from math import inf
 
 from ...core.types import Incarnation
-from .state import Group, State
+from .durable.state import Group, State
 
 _WARNING_WINDOW_BATCHES = 10
 """Number of batches' worth of groups, trained or dropped, after which the share of dropped groups is evaluated."""
@@ -132,22 +145,31 @@ class StalenessLimit:
         """Return whether a token sampled with these weights is too old for the next step and every later one."""
         return self._limit is not None and self._places(weights) <= 0
 
-    def blocking_weights(self) -> int | None:
-        """Return the step of the weights whose groups must be complete before the next step can be bound.
+    def bindable(self) -> float:
+        """Return how many complete groups the open step may take now without violating (*).
 
-        If the next step were bound now, more groups begun with these or older weights would remain than the steps after
-        it have places for. Returns None if no such groups prevent the binding, which is always so with
-        ``late = "drop"``.
+        The groups are taken in the order of their last steps. The result, which may be larger than the number of
+        complete groups, is inf with ``late = "drop"`` or without a limit.
         """
+        return min((count for _, count in self._bindable_by_weights()), default=inf)
+
+    def blocking_weights(self, least: int) -> int | None:
+        """Return the step of the weights whose groups must be complete before ``least`` groups can be bound.
+
+        If as many groups were bound now, more groups begun with these or older weights would remain than there are
+        places left for. Returns None if no such groups prevent the binding, which is always so with ``late = "drop"``.
+        """
+        return next((weights for weights, count in self._bindable_by_weights() if count < least), None)
+
+    def _bindable_by_weights(self) -> Iterator[tuple[int, int]]:
+        """Yield, for each v with groups begun with it, v and how many groups (**) allows for v."""
         if self._limit is None or not self.wait_for_late:
-            return None
+            return
         begun = complete = 0
         for step in sorted(self._counts):
             begun += self._counts[step]
             complete += self._complete_counts[step]
-            if begun - min(self._per_batch, complete) > self._places(step) - self._per_batch:
-                return step
-        return None
+            yield step, complete + self._places(step) - begun
 
     def untrainable(self) -> Iterator[Group]:
         """Yield the groups that no step can train in time.
@@ -204,10 +226,11 @@ class StalenessLimit:
     def _places(self, weights: int) -> int:
         """Return how many groups fit into the steps that may still train on tokens of weight version ``weights``.
 
-        Only steps that are not bound yet count. The result is 0 or negative if no such step is left.
+        Only the places that are not bound yet count. The result is 0 if no such step is left.
         """
         assert self._limit is not None
-        return self._per_batch * (weights + 1 + self._limit - self._state.latest)
+        steps = weights + 1 + self._limit - self._state.latest
+        return self._state.lacking(self._per_batch) + self._per_batch * (steps - 1) if steps > 0 else 0
 
     def _unbound(self) -> Iterator[Group]:
         return (self._state.groups[number] for number in self._begun)

@@ -16,25 +16,24 @@ from typing import Any
 from ...core.types import TRAINER, Incarnation
 from ...transport.messages import WeightSource
 from ..checkpoints.retention import CommitStatus
-from .leases import Leases, Membership, WorkQueue
-from .log import DurableState
-from .prompts import NO_PROMPT, ItemPrompts
-from .records import (
+from .bindings import Bindings
+from .durable.log import DurableState
+from .durable.records import (
     Audit,
     DropCause,
     Fence,
     GroupCreated,
     GroupDropped,
-    Metrics,
     PackedSegment,
     ScoresRecorded,
     SegmentsAppended,
-    StepCommitted,
     pack,
     pack_tokens,
 )
+from .durable.state import Group, TrajectoryState, as_item, as_to_score
+from .leases import Leases, Membership, WorkQueue
+from .prompts import NO_PROMPT, ItemPrompts
 from .staleness import StalenessLimit
-from .state import Group, TrajectoryState, as_item, as_to_score
 from .types import (
     Bound,
     CommittedState,
@@ -43,6 +42,7 @@ from .types import (
     Leased,
     NewestVersion,
     NotReady,
+    PartBound,
     Prompt,
     Score,
     Scoring,
@@ -72,6 +72,9 @@ class Store:
         keep_uncommitted: Maximum number of finished, uncommitted steps besides the step that the trainer works on.
         staleness: Limit on the age of tokens in weight versions (:mod:`.staleness`), or None for no limit.
         wait_for_late: True if a step waits for the groups that no later step may train; False if they are dropped.
+        groups_per_part: Number of groups that a part of a step has at least, except for the last part of a step; None
+            for an eighth of a step.
+        max_part_bytes: Size of a part in bytes above which the part is cut into two.
         compact_from: Size of the log in bytes below which it is not compacted.
 
     Raises:
@@ -91,14 +94,14 @@ class Store:
         keep_uncommitted: int = 1,
         staleness: int | None = None,
         wait_for_late: bool = True,
+        groups_per_part: int | None = None,
+        max_part_bytes: int = 255 * 2**20,
         compact_from: int = 32 * 2**20,
     ) -> None:
         self._group_size = group_size
-        self._per_batch = groups_per_batch
         self._max_unbound = (max_ahead_batches + 1) * groups_per_batch
         self._max_new = max_new_tokens
         self._prompts = ItemPrompts(next_prompt)
-        self._keep_uncommitted = keep_uncommitted
         self._newest_weights: int | None = None
         """Step of the newest weights that a rollout has reported to this process in a request for work."""
         self._membership = Membership()
@@ -107,22 +110,21 @@ class Store:
         self._durable = DurableState(folder, compact_from)
         self._state = self._durable.state
         self._staleness = StalenessLimit(self._state, staleness, groups_per_batch, wait_for_late)
+        self._bindings = Bindings(
+            self._durable, self._staleness, groups_per_batch=groups_per_batch, groups_per_part=groups_per_part,
+            max_part_bytes=max_part_bytes, keep_uncommitted=keep_uncommitted,
+        )  # fmt: skip
         self._work = WorkQueue(self._state, self._staleness)
         self._index()
         self._drop_untrainable()  # the limit may have changed, or a crash may have prevented the drop after a binding
 
     def _index(self) -> None:
         """Build from the state the queues of trajectories to extend and to score and of complete groups to bind."""
-        tracks, groups = self._state.trajectories.values(), self._state.groups
-        begun = self._staleness.begun_with
+        tracks = self._state.trajectories.values()
         self._unscored = [track.id for track in tracks if track.finished and track.score is None]
-        self._ready = [
-            (begun(group), number) for number, group in groups.items() if group.bound is None and not group.unscored
-        ]
-        self._unbound = sum(group.bound is None for group in groups.values())
-        self._work.rebuild()
         heapify(self._unscored)
-        heapify(self._ready)
+        self._work.rebuild()
+        self._bindings.rebuild()
 
     def flush(self) -> None:
         """Make everything that was answered since the last flush durable.
@@ -245,8 +247,8 @@ class Store:
 
     @property
     def _may_create_group(self) -> bool:
-        """True if fewer groups are unbound than allowed."""
-        return self._unbound < self._max_unbound
+        """True if fewer groups are unbound than allowed; the groups that the open step lacks are always allowed."""
+        return self._state.unbound < max(self._max_unbound, self._bindings.lacking)
 
     def _create_group(self) -> None:
         """Create the group of the next item that has a prompt, and drop the items before it, which have none."""
@@ -254,7 +256,6 @@ class Store:
             pass
         number, first = self._state.next_group, self._state.next_trajectory
         self._durable.write(GroupCreated(number, first, self._group_size, prompt.item, pack_tokens(prompt.tokens)))
-        self._unbound += 1
         for track in self._state.groups[number].trajectories:
             self._work.offer(track)
 
@@ -358,7 +359,7 @@ class Store:
         for group in {tracks[score.trajectory].group for score in new}:
             if not group.unscored:
                 self._staleness.mark_complete(group)
-                heappush(self._ready, (self._staleness.begun_with(group), group.created.group))
+                self._bindings.add(group)
         for trajectory, reason in (failed or {}).items():
             if trajectory in tracks and tracks[trajectory].finished and tracks[trajectory].score is None:
                 self._drop(tracks[trajectory].group, reason)
@@ -370,10 +371,8 @@ class Store:
         GRPO compares the trajectories of a group with each other, so an incomplete group cannot be trained.
         """
         if group.bound is None:
-            self._unbound -= 1
             if not group.unscored:
-                self._ready.remove((self._staleness.begun_with(group), group.created.group))
-                heapify(self._ready)
+                self._bindings.remove(group)
             self._staleness.forget(group, complete=not group.unscored)
         for track in group.trajectories:
             self._work.leases.release(track.id)
@@ -424,73 +423,39 @@ class Store:
         """Return the batch of step ``number``, always the same one; each member of a gang may request it."""
         return self.bind(incarnation, number) or Bound(self._state.batch(number))
 
-    def bind(self, incarnation: Incarnation, number: int) -> NotReady | Denied | None:
-        """Bind to step ``number`` the complete groups that expire first, unless the step is bound already.
+    def part(self, incarnation: Incarnation, number: int, index: int) -> PartBound | NotReady | Denied:
+        """Return part ``index`` of step ``number``, always the same one; each member of a gang may request it."""
+        return self.bind(incarnation, number, index) or PartBound(self._state.part(number, index))
 
-        A group expires with the last step that its oldest token allows (:mod:`.staleness`). Returns None if the step is
-        bound now or was already, and Denied if the trainer is fenced or ``number`` is not the next step. Returns
-        NotReady while too many bound steps are uncommitted, while too few groups are complete, or, with
-        ``wait_for_late``, while the binding would let an incomplete group miss its last step.
+    def bind(self, incarnation: Incarnation, number: int, index: int | None = None) -> NotReady | Denied | None:
+        """Bind to step ``number`` all groups that it lacks or, if ``index`` is given, those of its next part.
+
+        Returns None if the step, or the part, is bound now or was already. Returns Denied if the trainer is fenced or
+        the request is out of order, and NotReady while too few groups can be bound (:mod:`.bindings`).
         """
         if rejection := self._check_trainer(incarnation):
             return rejection
-        if number in self._state.bindings:
-            return None
-        committed, latest = self._state.committed, self._state.latest
-        if number != latest + 1:
-            return Denied(f"batch {number} is out of order: step {committed} is committed, step {latest} bound last")
-        if latest - committed > self._keep_uncommitted or len(self._ready) < self._per_batch:
-            return NotReady()
-        if self._staleness.blocking_weights() is not None:
-            return NotReady()
-        chosen = tuple(heappop(self._ready)[1] for _ in range(self._per_batch))
-        for group in chosen:
-            self._staleness.forget(self._state.groups[group], complete=True)
-        self._durable.write(self._state.bind(number, chosen))
-        self._unbound -= len(chosen)
-        if not self._staleness.wait_for_late:
+        latest = self._state.latest
+        bindings = self._bindings
+        answer = bindings.bind(number) if index is None else bindings.bind_part(number, index)
+        if self._state.latest != latest and not self._staleness.wait_for_late:
             self._drop_untrainable()
-        return None
+        return answer
 
-    def wait_reason(self, number: int) -> str | None:
-        """Return a text for people that says why batch ``number`` cannot be bound yet, or None if it can be bound."""
-        if number in self._state.bindings:
-            return None
-        if self._state.latest - self._state.committed > self._keep_uncommitted:
-            return f"the trainer waits for the commit of step {self._state.committed + 1}"
-        if (weights := self._staleness.blocking_weights()) is not None:
-            return f"the trainer waits for {self._staleness.describe(weights, self._work.leases.holder)}"
-        if (missing := self._per_batch - len(self._ready)) <= 0:
-            return None
-        oldest, newest = self._staleness.oldest_allowed, self._newest_weights
-        if oldest is not None and newest is not None and newest < oldest:
-            return (
-                f"the trainer waits for step {number}, the rollouts for weights newer than step {newest}'s: the"
-                f" trainer must publish at least once in {self._staleness.publish_every} steps"
-            )
-        return f"the trainer waits for {missing} more of the {self._per_batch} groups of step {number}"
+    def wait_reason(self, number: int, index: int | None = None) -> str | None:
+        """Return a text for people that says why batch ``number``, or a part of it, cannot be bound yet.
+
+        Returns None if it can be bound.
+        """
+        return self._bindings.wait_reason(number, index, self._work.leases, self._newest_weights)
 
     def commit(
         self, incarnation: Incarnation, number: int, manifest: dict[str, Any], digest: str,
         metrics: dict[str, float] | None = None,
     ) -> Done | Denied:  # fmt: skip
-        """Commit checkpoint and consumption of step ``number`` in one record (rule 4); may be repeated.
-
-        The metrics are written before the commit: metrics of an uncommitted step are never read.
-        """
+        """Commit step ``number`` for a gang (:meth:`.bindings.Bindings.commit`); may be repeated."""
         if rejection := self._check_trainer(incarnation):
             return rejection
         if incarnation != incarnation.gang:
             return Denied(f"{incarnation} cannot commit: {incarnation.gang} commits for the gang")
-        before, binding = self._state.commitments.get(number), self._state.bindings.get(number)
-        if number <= self._state.committed:
-            if before and before.digest == digest and before.manifest == manifest:
-                return Done()
-            return Denied(f"step {number} was committed with another manifest or digest")
-        if number != self._state.committed + 1 or binding is None:
-            return Denied(f"commit of step {number} is out of order: step {self._state.committed} was committed last")
-        if digest != binding.digest:
-            return Denied(f"step {number} is bound to the batch {binding.digest}, not to the batch {digest}")
-        self._durable.write(Metrics(number, metrics or {}))
-        self._durable.write(StepCommitted(number, incarnation, manifest, digest))
-        return Done()
+        return self._bindings.commit(incarnation, number, manifest, digest, metrics or {})

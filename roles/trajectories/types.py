@@ -119,6 +119,40 @@ class PackedBatch(Struct, frozen=True, array_like=True):
     max_age: int = 0
 
 
+class Part(Struct, frozen=True):
+    """Some of the complete groups that are bound to training step ``number``; its parts are numbered from 0.
+
+    A part never changes. ``digest`` identifies its content and all parts before it.
+    """
+
+    number: int
+    index: int
+    groups: tuple[int, ...]
+    digest: str
+    """The digest of the last part is the one that a commit of the step names."""
+    trajectories: tuple[Trajectory, ...]
+    last: bool
+    """True for the part that completes the step."""
+    stale: int = 0
+    """Number of groups that the run had dropped as too old before this part was bound."""
+    max_age: int = 0
+    """Age, in weight versions, of the oldest token of this part and everything that was bound before it."""
+
+
+class PackedPart(Struct, frozen=True, array_like=True):
+    """A :class:`Part` in a message, packed as in :class:`PackedBatch`."""
+
+    number: int
+    index: int
+    groups: tuple[int, ...]
+    digest: str
+    prompts: tuple[bytes, ...]
+    trajectories: tuple[PackedTrajectory, ...]
+    last: bool
+    stale: int = 0
+    max_age: int = 0
+
+
 class Prompt(Struct, frozen=True):
     """The prompt that the task made from item ``item``, as tokens."""
 
@@ -184,11 +218,26 @@ class GetBatch(Struct, frozen=True, tag=True):
     """Request of a trainer for the batch of step ``number``.
 
     Answered with :class:`Bound` if the step is bound or enough groups are complete to bind it, with :class:`NotReady`
-    after ``wait`` seconds, or with :class:`Denied`.
+    after ``wait`` seconds, or with :class:`Denied`. If the step has some parts already, the batch begins with their
+    groups.
     """
 
     incarnation: Incarnation
     number: int
+    wait: float = 5.0
+
+
+class GetPart(Struct, frozen=True, tag=True):
+    """Request of a trainer for part ``index`` of step ``number``.
+
+    Answered with :class:`PartBound` if the part exists or enough groups are complete to make it the step's next part,
+    with :class:`NotReady` after ``wait`` seconds, or with :class:`Denied`. A step that was bound as a whole has one
+    part.
+    """
+
+    incarnation: Incarnation
+    number: int
+    index: int
     wait: float = 5.0
 
 
@@ -239,7 +288,16 @@ class FollowVersions(Struct, frozen=True, tag=True):
 
 
 Request = (
-    LeaseWork | Append | LeaseScoring | PostScores | GetBatch | Commit | GetCommitted | GetMetrics | FollowVersions
+    LeaseWork
+    | Append
+    | LeaseScoring
+    | PostScores
+    | GetBatch
+    | GetPart
+    | Commit
+    | GetCommitted
+    | GetMetrics
+    | FollowVersions
 )
 
 
@@ -266,6 +324,12 @@ class Bound(Struct, frozen=True, tag=True):
     """Answer to :class:`GetBatch`."""
 
     batch: PackedBatch
+
+
+class PartBound(Struct, frozen=True, tag=True):
+    """Answer to :class:`GetPart`."""
+
+    part: PackedPart
 
 
 class NotReady(Struct, frozen=True, tag=True):
@@ -322,4 +386,6 @@ class NewestVersion(Struct, frozen=True, tag=True):
     sources: tuple[WeightSource, ...]
 
 
-Answer = Leased | Scoring | Done | Bound | NotReady | Denied | CommittedState | StoredMetrics | NewestVersion
+Answer = (
+    Leased | Scoring | Done | Bound | PartBound | NotReady | Denied | CommittedState | StoredMetrics | NewestVersion
+)

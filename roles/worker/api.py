@@ -1,7 +1,7 @@
 """The worker API, through which a trainer, a rollout or any other role takes part in a run.
 
-Every role uses :func:`join`, :meth:`Worker.phase` and :meth:`Worker.progress`. A trainer also uses batches, commit and
-publish; a rollout also uses new_weights and work. All calls block. A background thread
+Every role uses :func:`join`, :meth:`Worker.phase` and :meth:`Worker.progress`. A trainer also uses batches or parts,
+commit and publish; a rollout also uses new_weights and work. All calls block. A background thread
 (:mod:`rrl.roles.worker.connection`) exchanges the messages, so that heartbeats continue while the role computes.
 """
 
@@ -10,14 +10,11 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import TracebackType
-from typing import Any
-
-import msgspec
+from typing import Any, TypeVar
 
 from ...core.launch import HEARTBEAT_INTERVAL_ENV, LAUNCH_ENV, Launch, read_launch
 from ...core.log_lines import start_logging
@@ -33,10 +30,11 @@ from ..checkpoints.folders import Digest, fresh_folder, make_durable, verified
 from ..checkpoints.folders import describe as describe_files
 from ..end_report import report_uncaught_exceptions
 from ..launcher.process_group import allow_inspection, restore_priority
-from ..trajectories.batches import decode
-from ..trajectories.types import Batch, Item, PackedBatch, Segment
+from ..trajectories.batches import decode, decode_part, whole_part
+from ..trajectories.types import Batch, Item, PackedBatch, PackedPart, Part, Segment
 from .connection import ManagerConnection, Stopping
 from .external_waits import waiting
+from .uncommitted_steps import UncommittedSteps
 from .work_items import NewWeights, ScoringLease, WorkLease
 
 STORE_WAIT_S = 1.0
@@ -48,14 +46,7 @@ _COPY_SLICE_BYTES = 8 * 2**20
 1 GiB: 0.36 s in slices of this size, with no thread blocked for more than 9 ms; up to 1.4 s without slices, during
 which all threads were blocked."""
 
-
-class _UncommittedBatch(msgspec.Struct, frozen=True):
-    """The part of a batch that its commit needs."""
-
-    digest: str
-    metrics: dict[str, float]
-    """Metrics computed from the batch: ``reward``, the age of its tokens, and, if the job limits staleness, the number
-    and share of stale groups."""
+_Data = TypeVar("_Data")
 
 
 class Worker:
@@ -71,8 +62,8 @@ class Worker:
         self._connection = ManagerConnection(
             launch, run, keys, float(os.environ.get(HEARTBEAT_INTERVAL_ENV, "1")), self.job.transport
         )
-        self._uncommitted: dict[int, _UncommittedBatch] = {}
-        """Batches returned by :meth:`batches` and not committed yet, by step."""
+        self._uncommitted = UncommittedSteps(self.job.sampling.staleness)
+        """Steps returned by :meth:`batches` or :meth:`parts` and not committed yet."""
         self._loaded: Version | None = None
         self._leased: set[int] = set()
         """Trajectories returned by :meth:`lease` that are neither complete nor lost; the next lease excludes them."""
@@ -255,7 +246,7 @@ class Worker:
         last step or when a stop is requested.
         """
         for number in range((after or 0) + 1, self.job.steps + 1):
-            packed = self.packed_batch(number)
+            packed = self._packed_batch(number)
             if packed is None:
                 return
             batch = decode(packed)
@@ -263,22 +254,59 @@ class Worker:
             yield batch
             self.progress(1)
 
-    def packed_batch(self, number: int) -> PackedBatch | None:
-        """Return the batch of one step in its encoded form (8 bytes per token), for a caller that forwards it.
+    def parts(self, after: int | None = None) -> Iterator[Part]:
+        """Yield the batches of the steps after ``after`` part by part, so that a step begins before it is complete.
+
+        With ``[sampling] stream = true``, a part has the groups that are complete when it is requested; without, each
+        step is one part. ``part.number`` is the step and ``part.index`` the number of the part in it, from 0;
+        ``part.last`` is True for the part that completes the step, which then needs its :meth:`commit`. Sums over the
+        parts of a step are sums over its batch. After a restart, steps that were not committed get the same parts
+        again, from part 0. The iteration ends after the job's last step or when a stop is requested.
+        """
+        number, index = (after or 0) + 1, 0
+        while number <= self.job.steps:
+            packed = self.packed_part(number, index)
+            if packed is None:
+                return
+            part = decode_part(packed)
+            del packed
+            yield part
+            self.progress(1)
+            number, index = (number + 1, 0) if part.last else (number, index + 1)
+
+    def packed_part(self, number: int, index: int) -> PackedPart | None:
+        """Return one part of a step in its encoded form (8 bytes per token), for a caller that forwards it.
 
         Returns None when a stop is requested.
         """
-        batch = None
+        if not self.job.sampling.stream:
+            batch = self._packed_batch(number)
+            return None if batch is None else whole_part(batch)
+        store = self._connection.store
+        part = self._wait_for_data(lambda: store.part(number, index, STORE_WAIT_S))
+        if part is not None:
+            self._uncommitted.add(part)
+        return part
+
+    def _packed_batch(self, number: int) -> PackedBatch | None:
+        """Return the batch of one step in its encoded form, or None when a stop is requested."""
+        store = self._connection.store
+        batch = self._wait_for_data(lambda: store.batch(number, STORE_WAIT_S))
+        if batch is not None:
+            self._uncommitted.add(whole_part(batch))
+        return batch
+
+    def _wait_for_data(self, request: Callable[[], Coroutine[Any, Any, _Data | None]]) -> _Data | None:
+        """Repeat a request to the store until it has a result, and return it; None when a stop is requested."""
         with self.phase("wait_data"):
-            while batch is None:
-                if self.stopping.is_set():
-                    return None
+            while not self.stopping.is_set():
                 try:
-                    batch = self._connection.call_store(self._connection.store.batch(number, STORE_WAIT_S))
+                    result = self._connection.call_store(request())
                 except Stopping:  # the caller may still have finished steps to commit
                     return None
-        self._uncommitted[number] = _UncommittedBatch(batch.digest, _batch_metrics(batch, self.job.sampling.staleness))
-        return batch
+                if result is not None:
+                    return result
+        return None
 
     def checkpoint_dir(self, number: int) -> Path:
         """Create a new folder for this attempt at step ``number``; no other attempt writes into it."""
@@ -290,9 +318,9 @@ class Worker:
     ) -> None:  # fmt: skip
         """Commit a step: one record makes its checkpoint valid and its batch consumed.
 
-        Steps must be committed in order. Another thread may call this method while :meth:`batches` continues. The key
-        ``uncommitted`` in job.toml limits how many finished steps may wait for their commit; at the limit,
-        :meth:`batches` waits.
+        Steps must be committed in order. Another thread may call this method while :meth:`batches` or :meth:`parts`
+        continues. The key ``uncommitted`` in job.toml limits how many finished steps may wait for their commit; at the
+        limit, the iteration waits.
 
         Args:
             number: the step, as in ``batch.number``.
@@ -302,16 +330,11 @@ class Worker:
                 durable, and only rank 0 commits.
 
         Raises:
-            ValueError: :meth:`batches` did not return this step, or it is already committed.
+            ValueError: this step was not returned, or not its last part, or it is already committed.
             Fenced: a newer incarnation has taken over.
         """
         self._connection.faults.trigger(working=True)
         uncommitted = self._uncommitted.get(number)
-        if uncommitted is None:
-            raise ValueError(
-                f"cannot commit step {number}: it has no uncommitted batch; "
-                f"the uncommitted steps are {sorted(self._uncommitted)}"
-            )
         known = digests or {}
         make_durable([path for path in files if path.name not in known])
         manifest = describe_files(self.run_dir.path, files, known)
@@ -320,8 +343,7 @@ class Worker:
             self._connection.store.commit(number, manifest, uncommitted.digest, reported_metrics)
         )
         self._committed, self._manifest = number, manifest
-        for step in [step for step in list(self._uncommitted) if step <= number]:
-            self._uncommitted.pop(step)
+        self._uncommitted.remove_through(number)
         self._connection.on_commit(number, reported_metrics)
 
     def publish(self, number: int, tensors: Sequence[tuple[str, str, tuple[int, ...], memoryview]]) -> None:
@@ -433,35 +455,6 @@ class Worker:
             self._committed_fetched = True
             if state.number is not None:  # the incarnation that committed this step may have died before its report
                 self._connection.on_commit_found(state.number)
-
-
-def _batch_metrics(batch: PackedBatch, staleness: int | None) -> dict[str, float]:
-    """Return the metrics of a batch.
-
-    Ages are in weight versions: 0 for a token generated by the newest weights at the time the batch was bound.
-    """
-    rewards = [trajectory.reward for trajectory in batch.trajectories]
-    tokens = Counter[int]()
-    for trajectory in batch.trajectories:
-        for count, step, _ in trajectory.runs:
-            tokens[max(0, batch.number - 1 - step)] += count
-    metrics = {"reward": sum(rewards) / max(1, len(rewards)), "token_age_run_max": float(batch.max_age)}
-    if tokens:
-        metrics["token_age_p50"], metrics["token_age_max"] = float(_median(tokens)), float(max(tokens))
-    if staleness is not None:
-        metrics["stale_groups"] = float(batch.stale)
-        metrics["stale_share"] = batch.stale / (batch.stale + batch.number * len(batch.groups))
-    return metrics
-
-
-def _median(counts: Counter[int]) -> int:
-    """Return the lower median of the keys, each weighted by its count."""
-    before, half = 0, counts.total() / 2
-    for value in sorted(counts):
-        before += counts[value]
-        if before >= half:
-            return value
-    raise ValueError("cannot compute the median: all counts are zero")
 
 
 def _copy(into: memoryview, data: memoryview) -> None:

@@ -19,7 +19,7 @@ from rrl import Worker
 from rrl.cli.commands import app
 from rrl.config.job.schema import Job
 from rrl.docs import make_picture, make_reference
-from rrl.roles.trajectories.types import Batch
+from rrl.roles.trajectories.types import Batch, Part
 from rrl.roles.worker.work_items import NewWeights, WorkLease
 from rrl.tests.support.cli.story import BEGAN, Story
 from rrl.tests.support.runs import LIGHT, TestRun, check_sound, light_job, submit_here
@@ -159,7 +159,7 @@ def test_there_is_no_picture_of_a_run_in_which_nothing_failed(tmp_path: Path) ->
 
 
 # ── the README's programs ──────────────────────────────────────────────────────────────────────────────────────────
-_HELD = {"me": Worker, "work": WorkLease, "new": NewWeights, "batch": Batch}
+_HELD = {"me": Worker, "work": WorkLease, "new": NewWeights, "batch": Batch, "part": Part}
 """what the variables of the README's programs are"""
 
 
@@ -168,7 +168,7 @@ def _programs(page: str = "README.md") -> list[str]:
 
 
 _API_PROGRAMS = [
-    pytest.param(program, id=f"{page} {'trainer' if 'me.commit' in program else 'rollout'}")
+    pytest.param(program, id=f"{page} {next(one for one in ('parts', 'commit', 'append') if f'.{one}(' in program)}")
     for page in ("README.md", "docs/bring-your-own.md") for program in _programs(page) if "me.phase" in program
 ]  # fmt: skip
 """the README's programs, and those of the complete example"""

@@ -220,7 +220,12 @@ def check_sound(run: RunDir) -> None:
     assert audit["made"] == audit["trained"] + sum(audit["dropped"].values()) + audit["open"]  # invariant 1
     assert audit["open"] == 0 or outcome is not Outcome.COMPLETED
     groups = [group for groups in audit["steps"].values() for group in groups]
+    for number, parts in audit["parts"].items():
+        in_parts = [group for part in parts for group in part]
+        assert audit["steps"].get(number, in_parts) == in_parts, "a step has other groups than its parts"
+        groups += in_parts if number not in audit["steps"] else []
     assert len(groups) == len(set(groups)), "a group was trained twice"
+    assert max(map(int, audit["ages"]), default=0) <= audit["max_age"]
 
 
 def check_records(run: RunDir) -> Outcome | None:

@@ -30,7 +30,7 @@ from rrl.manager.model.actions import Fence, Launch
 from rrl.manager.model.state import State
 from rrl.manager.storage.journal import replay
 from rrl.manager.storage.lease import holder
-from rrl.roles.trajectories.records import Audit
+from rrl.roles.trajectories.durable.records import Audit
 from rrl.tests.support.runs import QUICKSTART, TIMEOUT_S, TestRun, light_job, processes_of, submit_here, submit_on
 from rrl.tests.support.slurm.lab import SlurmLab
 from rrl.tests.support.supervisor import exit_on_sigterm

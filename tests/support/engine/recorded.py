@@ -16,8 +16,15 @@ from torch.nn.utils.rnn import pad_sequence
 
 from rrl.core.run_dir import RunDir
 from rrl.core.types import Version
-from rrl.roles.trajectories.log import read_frames
-from rrl.roles.trajectories.records import GroupCreated, SegmentsAppended, StepCommitted, decode, unpack, unpack_tokens
+from rrl.roles.trajectories.durable.log import read_frames
+from rrl.roles.trajectories.durable.records import (
+    GroupCreated,
+    SegmentsAppended,
+    StepCommitted,
+    decode,
+    unpack,
+    unpack_tokens,
+)
 from rrl.roles.trajectories.types import Segment
 
 _AT_ONCE = 16

@@ -1,7 +1,8 @@
 """A trainer without a model: its weights are the step's number, its checkpoint is what it was given.
 
-``batches/<step>.<incarnation>.json`` in the run directory tells the test whose tokens went into each step. As a gang
-its ranks meet at every step by files (``gang/``): when one is gone, the others wait for it, as in a collective.
+``batches/<step>.<incarnation>.json`` in the run directory tells the test whose tokens went into each step, and
+``parts/<step>.<part>.<incarnation>.json`` what came in each part of it. As a gang its ranks meet at every step by files
+(``gang/``): when one is gone, the others wait for it, as in a collective.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from typing import Any
 
 import rrl
 
@@ -25,28 +27,44 @@ def main() -> None:
             _follow(me, step)
             return
         _publish(me, step)
-        for batch in me.batches(after=step):
+        taken: list[dict[str, Any]] = []
+        for part in me.parts(after=step):
             with me.phase("train"):
                 time.sleep(STEP_SECONDS)
-                taken = [{"id": t.id, "tokens": t.tokens, "marks": t.logprobs, "weights": [v.step for v in t.versions]}
-                         for t in batch.trajectories]  # fmt: skip
-                path = observed / f"{batch.number}.{me.launch.incarnation.number}.json"
+                if part.index == 0:
+                    taken = []
+                taken += [{"id": t.id, "tokens": t.tokens, "marks": t.logprobs, "weights": [v.step for v in t.versions]}
+                          for t in part.trajectories]  # fmt: skip
+                _note(me, part)
+                if not part.last:
+                    continue
+                path = observed / f"{part.number}.{me.launch.incarnation.number}.json"
                 path.write_text(json.dumps(taken))
-                _meet(me, str(batch.number))
+                _meet(me, str(part.number))
             with me.phase("checkpoint"):
-                file = me.checkpoint_dir(batch.number) / "step.json"
-                file.write_text(json.dumps(batch.number))
+                file = me.checkpoint_dir(part.number) / "step.json"
+                file.write_text(json.dumps(part.number))
                 with file.open() as opened:
                     os.fsync(opened.fileno())
-                me.commit(batch.number, [file])
-            _publish(me, batch.number)
+                me.commit(part.number, [file])
+            _publish(me, part.number)
+
+
+def _note(me: rrl.Worker, part: rrl.Part) -> None:
+    folder = me.run_dir.path / "parts"
+    folder.mkdir(exist_ok=True)
+    name = f"{part.number}.{part.index}.{me.launch.incarnation.number}.json"
+    noted = {"digest": part.digest, "groups": part.groups, "last": part.last}
+    (folder / f".{name}").write_text(json.dumps(noted))
+    (folder / f".{name}").rename(folder / name)
 
 
 def _follow(me: rrl.Worker, step: int) -> None:
-    for batch in me.batches(after=step):
+    for part in me.parts(after=step):
         with me.phase("train"):
             time.sleep(STEP_SECONDS)
-            _meet(me, str(batch.number))
+            if part.last:
+                _meet(me, str(part.number))
 
 
 def _meet(me: rrl.Worker, where: str) -> None:

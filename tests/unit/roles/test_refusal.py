@@ -25,7 +25,7 @@ from rrl.roles.rollout import main as rollout_main
 from rrl.roles.rollout.vllm import config
 from rrl.roles.trainer import main as trainer_main
 from rrl.roles.trajectories import server
-from rrl.roles.trajectories.log import Log
+from rrl.roles.trajectories.durable.log import Log
 
 pytestmark = pytest.mark.torch
 

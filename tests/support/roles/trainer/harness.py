@@ -19,7 +19,7 @@ from rrl.roles.models.tokenizer import EOS
 from rrl.roles.rollout.engine import Engine, Sampling
 from rrl.roles.rollout.torch_engine import TorchEngine
 from rrl.roles.trainer.learner import Learner
-from rrl.roles.trajectories.types import Batch, Item, Segment, Trajectory
+from rrl.roles.trajectories.types import Batch, Item, Part, Segment, Trajectory
 
 torch.set_num_threads(1)  # the tests share their cores, and a model this small gains nothing from a second one
 SMALL = ModelSpec(
@@ -108,6 +108,26 @@ def sampled_batch(
         trajectories.append(join(item, rolled[item.trajectory], score(item.group, tokens)))
     groups = tuple(range(first_item, first_item + len(prompts)))
     return Batch(number=number, groups=groups, digest=f"binding-{number}", trajectories=tuple(trajectories))
+
+
+def parts_of(batch: Batch, sizes: Sequence[int]) -> list[Part]:
+    """Cut a batch into parts of so many groups each, in the order of its groups."""
+    assert sum(sizes) == len(batch.groups)
+    groups, made = iter(batch.groups), list[Part]()
+    for index, size in enumerate(sizes):
+        these = tuple(itertools.islice(groups, size))
+        trajectories = tuple(each for each in batch.trajectories if each.group in these)
+        last = index == len(sizes) - 1
+        made.append(Part(batch.number, index, these, f"{batch.digest}.{index}", trajectories, last))
+    return made
+
+
+def step_in_parts(student: Learner, batch: Batch, sizes: Sequence[int]) -> dict[str, float]:
+    """The metrics of one step that is trained in parts of so many groups each."""
+    student.open(batch.number)
+    for part in parts_of(batch, sizes):
+        student.add(part)
+    return student.close()
 
 
 def learn(

@@ -21,7 +21,7 @@ from rrl.roles.trainer.async_saver import AsyncSaver
 from rrl.roles.trainer.checkpoint import Written
 from rrl.roles.trainer.learner import Learner
 from rrl.roles.trainer.process_group import Gang
-from rrl.roles.trajectories.types import Batch
+from rrl.roles.trajectories.types import Part
 from rrl.roles.worker.api import Worker
 
 
@@ -41,7 +41,7 @@ def play(launch_file: str, log: str, moment: str, step: int, dies: bool, seed: i
     if moment == SEALED:
         _once_it_is_sealed(step, dies)
     elif dies:
-        (_while_the_batch_is_shared if moment == SHARED else MOMENTS[moment])(step)
+        {**MOMENTS, SHARED: _while_the_batch_is_shared, AFTER_A_PART: _after_a_part}[moment](step)
     main.main()
     sys.stdout.flush()
 
@@ -60,18 +60,24 @@ def _compute_deterministically() -> None:
 
 
 def _mark_with_chance() -> None:
-    """The model has no dropout: have each step depend on every random state, as if it had."""
-    learnt = Learner.step
+    """The model has no dropout: have each part and step depend on every random state, as if it had."""
+    add, close = Learner.add, Learner.close
+    noise = [0.0]
 
-    def step(self: Learner, batch: Any) -> dict[str, float]:
-        metrics = learnt(self, batch)
-        noise = torch.rand(()).item() + random.random() + numpy.random.random()
+    def noisy_add(self: Learner, part: Any) -> None:
+        add(self, part)
+        noise[0] = (0.0 if part.index == 0 else noise[0]) + torch.rand(()).item() + random.random()
+
+    def noisy_close(self: Learner) -> dict[str, float]:
+        metrics = close(self)
+        factor = 1 + 1e-6 * (noise[0] + numpy.random.random())
         with torch.no_grad():
             for parameter in self.model.parameters():
-                parameter.mul_(1 + 1e-6 * noise)
+                parameter.mul_(factor)
         return metrics
 
-    Learner.step = step  # type: ignore[method-assign]
+    Learner.add = noisy_add  # type: ignore[method-assign]
+    Learner.close = noisy_close  # type: ignore[method-assign]
 
 
 def _before(owner: Any, name: str, when: Callable[..., bool]) -> None:
@@ -87,19 +93,24 @@ def _before(owner: Any, name: str, when: Callable[..., bool]) -> None:
 
 def _while_the_batch_is_shared(step: int) -> None:
     """The first member has it and has sent none of it, or another has received none of it."""
-    next_, now = process_group._next_batch, [0]
+    next_, now = process_group._next_part, [0]
 
-    def noted(me: Worker, gang: Gang, number: int) -> Batch | None:
+    def noted(me: Worker, gang: Gang, number: int, index: int) -> Part | None:
         now[0] = number
-        return next_(me, gang, number)
+        return next_(me, gang, number, index)
 
-    process_group._next_batch = noted
+    process_group._next_part = noted
     for name in ("_send_shards", "_receive_shard"):
         _before(process_group, name, lambda *_: now[0] == step)
 
 
 def _in_the_step(step: int) -> None:
-    _before(Learner, "_update", lambda learner, *_: learner.number + 1 == step)
+    _before(Learner, "_backward", lambda learner, *_: learner.number + 1 == step)
+
+
+def _after_a_part(step: int) -> None:
+    """The first part is trained on, and the second one is there."""
+    _before(Learner, "add", lambda _, part: (part.number, part.index) == (step, 1))
 
 
 def _before_it_is_copied(step: int) -> None:
@@ -148,6 +159,8 @@ def _after_the_commit(step: int) -> None:
 SEALED = "once it is sealed"
 SHARED = "while the batch is shared"
 """of a gang alone"""
+AFTER_A_PART = "after a part"
+"""of a run that streams alone"""
 MOMENTS: dict[str, Callable[[int], None]] = {
     "in the step": _in_the_step,
     "before it is copied": _before_it_is_copied,

@@ -54,13 +54,17 @@ def nursery() -> Iterator[ForkServerContext]:
         forkserver._forkserver._stop()  # type: ignore[attr-defined]  # else it lives as long as pytest
 
 
-def recorded(folder: Path, steps: int, uncommitted: int) -> Store:
-    """Return a store with all trajectories that ``steps`` steps train on, the same ones each time."""
+def recorded(folder: Path, steps: int, uncommitted: int, *, stream: bool = False) -> Store:
+    """Return a store with all trajectories that ``steps`` steps train on, the same ones each time.
+
+    With ``stream`` a part has one group: a second one would not fit into its message.
+    """
     dice = random.Random(7)
+    cut: dict[str, Any] = {"max_part_bytes": 1} if stream else {}
     store = Store(
         folder, group_size=_GROUP, groups_per_batch=_PER_BATCH, max_ahead_batches=steps, max_new_tokens=_MAX_NEW,
         next_prompt=lambda i: Prompt(i, tuple(2 + (i + place) % 10 for place in range(1 + i % 2))),
-        keep_uncommitted=uncommitted,
+        keep_uncommitted=uncommitted, **cut,
     )  # fmt: skip
     store.update_membership({_ROLLOUT, _REWARD})
     ids = [item.trajectory for item in crew.lease(store, _ROLLOUT, steps * _PER_BATCH * _GROUP)]
@@ -81,18 +85,21 @@ class Stage:
         snapshots: Whether each node, and one more, has a snapshot server.
         model: Table ``[model]`` of job.toml, instead of the small model that is built.
         gpus: GPUs of each member, which are those of this machine; 0: they compute on the CPU.
+        stream: Whether a step comes in three parts.
         trainer: Further keys of ``[roles.trainer]``.
     """
 
     def __init__(
         self, path: Path, processes: ForkServerContext, *, world: int, steps: int, snapshots: bool = False,
-        uncommitted: int = 1, model: dict[str, Any] | None = None, gpus: int = 0, **trainer: Any,
+        uncommitted: int = 1, model: dict[str, Any] | None = None, gpus: int = 0,
+        stream: bool = False, **trainer: Any,
     ) -> None:  # fmt: skip
         self.lab = Lab(path)
         self.world, self.steps, self._gpus = world, steps, gpus
         self._processes = processes
         settings = {"ranks": world, "snapshots": snapshots, "uncommitted": uncommitted, **trainer}
-        self.job = _job(steps, model or _BUILT, settings)
+        self.job = _job(steps, model or _BUILT, settings, stream)
+        self._stream = stream
         write_atomically(self.lab.run.run_spec, msgspec.json.encode(self.job))
         self._uncommitted = uncommitted
         self._nodes = [NodeName(f"n{index}") for index in range(world + 1)] if snapshots else []
@@ -107,7 +114,7 @@ class Stage:
         run, keys = self.lab.run, self.lab.keys
         for node in self._nodes:
             self.agent_starts(node)
-        self.store = recorded(run.store, self.steps, self._uncommitted)
+        self.store = recorded(run.store, self.steps, self._uncommitted, stream=self._stream)
         self._listener = await Listener.open(keys, ToManager, epoch=1)
         write_atomically(run.manager, msgspec.json.encode(self._listener.address))
         served = await Listener.open(keys, Request, epoch=_STORE.number)
@@ -226,11 +233,12 @@ class Stage:
 _BUILT = {"hidden_size": 32, "intermediate_size": 64, "tokenizer": {"pieces": "0123456789="}}
 
 
-def _job(steps: int, model: dict[str, Any], trainer: dict[str, Any]) -> RunSpec:
+def _job(steps: int, model: dict[str, Any], trainer: dict[str, Any], stream: bool) -> RunSpec:
     job = Job.model_validate(
         {
             "run": {"name": "test", "steps": steps, "seed": 3},
             "model": model,
+            "sampling": {"stream": stream},
             "task": {"function": f"{__name__}:Doubles"},
             "roles": {"trainer": {"warm_start_steps": 0} | trainer},
             "transport": {"weights": "tcp"},

@@ -21,10 +21,13 @@ from rrl.roles.trajectories.types import (
     Denied,
     Done,
     GetBatch,
+    GetPart,
     Item,
     Leased,
     LeaseWork,
     PackedBatch,
+    PackedPart,
+    PartBound,
     PostScores,
     Request,
     Score,
@@ -51,6 +54,8 @@ from rrl.tests.support.roles.trajectories.crew import (
 AFTER = (9, 9, 9, 9)
 """what is generated after the crash; what was acknowledged before it has other tokens"""
 NEXT = incarnation_of("trainer/0", 2)
+_IN_PARTS = {2: 9, 4: 9, 5: 1}
+"""step → how many parts of it are requested at most while some groups are not scored; then the batch is"""
 _LATE = 3
 """the step whose binding makes a group too old, where there is a limit"""
 
@@ -62,6 +67,8 @@ class Acknowledged(Struct):
     segments: dict[tuple[int, int], Segment] = {}
     scored: dict[int, float] = {}
     bound: dict[int, PackedBatch] = {}
+    parts: dict[tuple[int, int], PackedPart] = {}
+    """by step and index"""
     committed: int = 0
     dropped: dict[str, int] = {}
     fence: int = 1
@@ -95,7 +102,7 @@ class Script:
         last = self.promised[-1]
         now = Acknowledged(
             log_in(self.folder).stat().st_size, dict(last.segments), dict(last.scored), dict(last.bound),
-            last.committed, dict(last.dropped), last.fence, last.made,
+            dict(last.parts), last.committed, dict(last.dropped), last.fence, last.made,
         )  # fmt: skip
         change(now, given)
         self.promised.append(now)
@@ -123,8 +130,8 @@ class Script:
         self.append(who, [segment(item.trajectory, 0, tokens, step) for item in items],
                     tuple(item.trajectory for item in items))  # fmt: skip
 
-    def score(self, reward: float) -> None:
-        leased = self.store.lease_scoring(REWARD, 3)
+    def score(self, reward: float, at_most: int) -> None:
+        leased = self.store.lease_scoring(REWARD, at_most)
         assert isinstance(leased, Scoring)
         scores = tuple(Score(item.trajectory, reward, reward / 2) for item in leased.items)
         done = [one.trajectory for one in scores]
@@ -133,6 +140,17 @@ class Script:
     def drop(self, trajectory: int) -> None:
         failed = {trajectory: "no scorer"}
         self._call(PostScores(REWARD, (), failed), lambda now, _: now.dropped.update({"no scorer": GROUP}))
+
+    def part(self, number: int, index: int, who: Incarnation) -> bool:
+        """Request a part of a step that has groups enough for it. Returns whether it was the last one."""
+
+        def bound(now: Acknowledged, given: Answer) -> None:
+            assert isinstance(given, PartBound)
+            now.parts[number, index], now.fence = given.part, who.number
+
+        given = self._call(GetPart(who, number, index), bound)
+        assert isinstance(given, PartBound)
+        return given.part.last
 
     def step(self, number: int, who: Incarnation) -> None:
         def bound(now: Acknowledged, given: Answer) -> None:
@@ -161,9 +179,13 @@ class Script:
             if number == 2:
                 self.drop(mine[0].trajectory)
                 self.generate(OTHER, (8, 1), number)
-            while self._unscored():
-                self.score(number / 8)
-            self.step(number, TRAINER if number < 3 else NEXT)
+            who, index = TRAINER if number < 3 else NEXT, 0
+            while self._unscored() and self.store.wait_reason(number):
+                self.score(number / 8, at_most=3 if number not in _IN_PARTS else 1)
+                if number in _IN_PARTS and index < _IN_PARTS[number] and self.store.wait_reason(number, index) is None:
+                    last = self.part(number, index, who)
+                    index += not last
+            self.step(number, who)
 
     def _unscored(self) -> bool:
         leased = self.store.lease_scoring(REWARD, 1)
@@ -206,6 +228,9 @@ def check(
             kept = store.batch(who, number)
             assert isinstance(kept, Bound)
             assert kept.batch == batch
+    for (number, index), part in promised.parts.items():
+        if number > (start.number or 0) - 2:
+            assert store.part(who, number, index) == PartBound(part)
     observed = {t.id: t for batch in _go_on(store, who, to) for t in batch.trajectories}
     for trajectory, offset in promised.segments:
         if trajectory in observed:
@@ -226,3 +251,7 @@ def check(
     assert audit.dropped.items() >= promised.dropped.items()
     for number, batch in promised.bound.items():
         assert audit.steps[number] == batch.groups
+    for (number, index), part in promised.parts.items():
+        assert audit.parts[number][index] == part.groups
+    for number, parts in audit.parts.items():
+        assert audit.steps[number] == tuple(group for part in parts for group in part)

@@ -7,7 +7,8 @@ scores that fail, items without a prompt, a resume with another limit. The same 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,11 @@ from rrl.roles.trajectories.types import (
     Denied,
     Done,
     Leased,
+    NotReady,
     PackedBatch,
+    PackedPart,
+    PackedTrajectory,
+    PartBound,
     Prompt,
     Score,
     Scoring,
@@ -60,6 +65,10 @@ class Setting(Struct, frozen=True):
     """share of items without a prompt"""
     unscorable: float = 0.0
     """share of trajectories that cannot be scored"""
+    parts: float = 0.0
+    """share of the trainer's requests that are for the next part of a step; the others are for its whole batch"""
+    groups_per_part: int | None = None
+    max_part_bytes: int = 2**20
 
 
 class _Rollout(Struct):
@@ -82,13 +91,24 @@ class VirtualRun:
         self.incarnations = {TRAINER: 1, SCORER: 1, **{f"rollout/{i}": 1 for i in range(setting.rollouts)}}
         self.rollouts = {f"rollout/{i}": _Rollout() for i in range(setting.rollouts)}
         self.batches: dict[int, PackedBatch] = {}
-        self.ages: dict[int, int] = {}
-        """age of the oldest token of each batch when it was bound first, by step"""
+        """every step that was bound completely"""
+        self.parts: dict[tuple[int, int], PackedPart] = {}
+        """by step and index"""
+        self.steps: dict[int, int] = {}
+        """step that each group was bound to"""
+        self._counted: set[int] = set()
+        """groups whose tokens are counted in ``ages``"""
+        self.sizes: dict[int, int] = {}
+        """groups of a step when its first group was bound"""
+        self.ages: dict[int, Counter[int]] = {}
+        """number of tokens of each step by age"""
         self.learned = 0
         """newest step that the trainer has trained"""
         self.published = 0
+        self.index = 0
+        """parts that it has of the next step"""
         self.busy = 0
-        """ticks until it has trained the next one"""
+        """ticks until it has trained what it got last"""
         self.ticks = 0
         self.made = 0
         """tokens"""
@@ -120,11 +140,11 @@ class VirtualRun:
         state = self.store.committed(self._incarnation(TRAINER))
         assert isinstance(state, CommittedState)
         self.learned = self.published = state.number or 0
-        self.busy = 0
+        self.busy = self.index = 0
 
-    def resume(self, staleness: int | None) -> None:
-        """The run ends in the middle of everything, and goes on with another limit."""
-        self.setting = _with(self.setting, staleness=staleness)
+    def resume(self, **changed: Any) -> None:
+        """The run ends in the middle of everything, and goes on with another limit, or with steps of another size."""
+        self.setting = _with(self.setting, **changed)
         for name in self.incarnations:
             self.incarnations[name] += 1
         self.restart_store()
@@ -148,6 +168,7 @@ class VirtualRun:
             self.folder, group_size=setting.size, groups_per_batch=setting.groups, max_ahead_batches=setting.ahead,
             max_new_tokens=setting.longest, next_prompt=self._prompt, keep_uncommitted=setting.uncommitted,
             staleness=setting.staleness, wait_for_late=setting.waits, compact_from=20_000,
+            groups_per_part=setting.groups_per_part, max_part_bytes=setting.max_part_bytes,
         )  # fmt: skip
         store.update_membership(self._members())
         return store
@@ -209,22 +230,66 @@ class VirtualRun:
         who = self._incarnation(TRAINER)
         if self.busy:
             self.busy -= 1
-            if not self.busy:
+            if not self.busy and self.learned + 1 in self.batches and not self.index:
                 self.learned += 1
                 if self.learned % self.setting.publish_every == 0:
                     self.published = self.learned
         if not self.busy:
             self._commit(who)
-            answer = self.store.batch(who, self.learned + 1)
-            if isinstance(answer, Bound):
-                self._check(answer.batch)
-                self.busy = self.setting.step_ticks
+            self._request(who, self.learned + 1)
 
-    def _check(self, batch: PackedBatch) -> None:
-        assert self.batches.setdefault(batch.number, batch) == batch
-        ages = [batch.number - 1 - step for each in batch.trajectories for _, step, _ in each.runs]
-        self.ages.setdefault(batch.number, max(ages))
-        assert batch.max_age >= max(ages)
+    def _request(self, who: Incarnation, number: int) -> None:
+        in_parts = self.random.random() < self.setting.parts
+        answer: Any = self.store.part(who, number, self.index) if in_parts else self.store.batch(who, number)
+        if answer == NotReady():
+            return
+        self.busy = self.setting.step_ticks
+        if in_parts:
+            assert isinstance(answer, PartBound), answer
+            self._check_part(answer.part)
+            self.index = 0 if answer.part.last else self.index + 1
+            if not answer.part.last:
+                return
+            answer = self.store.batch(who, number)
+        assert isinstance(answer, Bound), answer
+        self.index = 0
+        self._check(who, answer.batch)
+
+    def _check_part(self, part: PackedPart) -> None:
+        assert self.parts.setdefault((part.number, part.index), part) == part, "a part has changed"
+        self._check_groups(part.number, part.groups, part.trajectories, part.max_age)
+
+    def _check(self, who: Incarnation, batch: PackedBatch) -> None:
+        """The parts of a step that is bound are its batch, whichever of both was requested."""
+        number = batch.number
+        assert self.batches.setdefault(number, batch) == batch, "a batch has changed"
+        self._check_groups(number, batch.groups, batch.trajectories, batch.max_age)
+        assert len(batch.groups) == self.sizes[number]
+        parts: list[PackedPart] = []
+        while not parts or not parts[-1].last:
+            answer = self.store.part(who, number, len(parts))
+            assert isinstance(answer, PartBound), answer
+            self._check_part(answer.part)
+            parts.append(answer.part)
+        assert isinstance(self.store.part(who, number, len(parts)), Denied)
+        assert tuple(group for part in parts for group in part.groups) == batch.groups
+        assert tuple(one for part in parts for one in part.trajectories) == batch.trajectories
+        assert (parts[-1].digest, parts[-1].stale, parts[-1].max_age) == (batch.digest, batch.stale, batch.max_age)
+        assert len({part.digest for part in parts}) == len(parts)
+
+    def _check_groups(
+        self, number: int, groups: Iterable[int], trajectories: Iterable[PackedTrajectory], max_age: int
+    ) -> None:
+        self.sizes.setdefault(number, self.setting.groups)
+        new = {group for group in groups if self.steps.setdefault(group, number) == number} - self._counted
+        assert all(self.steps[group] == number for group in groups), "a group is in two steps"
+        self._counted |= new
+        for one in trajectories:
+            for count, step, _ in one.runs if one.group in new else ():
+                age = number - 1 - step
+                self.ages.setdefault(number, Counter())[age] += count
+                assert age <= max_age
+                assert self.setting.staleness is None or age <= self.setting.staleness, "a token is too old"
 
     def _commit(self, who: Incarnation) -> None:
         """All that is trained, or as little as there may be without the trainer having to wait."""

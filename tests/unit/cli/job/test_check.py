@@ -314,3 +314,22 @@ def test_a_model_that_is_not_here_is_refused_only_where_the_roles_run_here(
     assert f"rrl: warning: model.path = {missing!r} does not exist on this machine; it must on the nodes" in (
         capsys.readouterr().err
     )
+
+
+@pytest.mark.parametrize(
+    ("extra", "warned"),
+    [
+        ('[sampling]\nstream = true\n[roles.trainer]\ncommand = ["true"]\n', True),
+        ('[roles.trainer]\ncommand = ["true"]\n', False),
+        ("[sampling]\nstream = true\n", False),
+    ],
+)
+def test_stream_with_a_trainer_of_ones_own_is_a_warning(
+    site: Site, capsys: pytest.CaptureFixture[str], extra: str, warned: bool
+) -> None:
+    assert site.slurm().run("check", extra=extra) == 0
+    text = (
+        "rrl: warning: sampling.stream = true: a trainer of your own (roles.trainer.command) waits for whole batches"
+        " unless it calls me.parts() (docs/bring-your-own.md)\n"
+    )
+    assert (text in capsys.readouterr().err) == warned

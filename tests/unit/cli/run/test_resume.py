@@ -15,6 +15,7 @@ from rrl.cli import main
 from rrl.config.job.load import load_job
 from rrl.config.job.resolve import resolve
 from rrl.core.run_dir import RUNS_ENV, RunDir
+from rrl.core.run_spec import read_run_spec
 from rrl.core.types import Outcome
 from rrl.manager.bootstrap import start as starting
 from rrl.manager.bootstrap.start import create
@@ -218,6 +219,15 @@ def test_how_long_a_text_may_be_can_change(ended: Ended) -> None:
     model = load_job(ended.run.job_toml).model
     assert model is not None
     assert model.max_length == 50
+
+
+def test_the_way_in_which_groups_become_steps_can_change(ended: Ended) -> None:
+    """Also over a step of which some parts are bound: the store answers either request."""
+    sampling = "[sampling]\nstream = true\nstaleness = 2\nwindow = 2\n[model.tokenizer]"
+    ended.job.write_text(ended.job.read_text().replace("[model.tokenizer]", sampling))
+    assert main.run(["resume", RUN, "--steps", "50", "--job", str(ended.job)]) == 0
+    spec = read_run_spec(ended.run.run_spec)
+    assert (spec.sampling.stream, spec.sampling.staleness, spec.sampling.window) == (True, 2, 2)
 
 
 def test_what_a_task_calls_by_that_name_is_the_tasks(ended: Ended, capsys: pytest.CaptureFixture[str]) -> None:

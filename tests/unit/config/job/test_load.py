@@ -199,7 +199,11 @@ WRONG: list[tuple[str, str, str]] = [
      " for a prompt in [model] max_length = 64; lower it or raise max_length"),
     ("[task]", "[sampling]\nprompts_per_step = 64\ngroup_size = 64\nmax_new_tokens = 8000\n[model]\nmax_length = 9000\n"
      "[task]", "job.toml:13: sampling.prompts_per_step: 64 groups of 64 answers of 8000 tokens make a batch of up"
-      " to 254 MiB; the limit is 224 MiB; lower prompts_per_step, group_size or max_new_tokens"),
+      " to 254 MiB; the limit is 224 MiB; write stream = true, or lower prompts_per_step, group_size or"
+      " max_new_tokens"),
+    ("[task]", "[sampling]\nstream = true\ngroup_size = 4096\nmax_new_tokens = 8000\n[model]\nmax_length = 9000\n[task]",
+     "job.toml:14: sampling.group_size: a group of 4096 answers of 8000 tokens is a message of up to 254 MiB; the limit"
+     " is 224 MiB; lower group_size or max_new_tokens"),
     ("[task]", '[slurm]\n"--account" = "x"\n[task]', "job.toml:12: slurm: '--account' is not an sbatch option;"
      " write its long name without leading dashes"),
     ("[task]", '[slurm]\naccount = "x\\ny"\n[task]',
@@ -236,6 +240,10 @@ WRONG: list[tuple[str, str, str]] = [
      ' effect with staleness = "unlimited"; remove this key, or set staleness to a number'),
     ("[task]", "[sampling]\nstaleness = -1\n[task]", 'job.toml:13: sampling.staleness: must be at least 0 or "unlimited",'
      " not -1"),
+    ("[task]", "[sampling]\nstaleness = 0\nahead = 2\n[task]", "job.toml:14: sampling.ahead: has no effect with staleness"
+     " = 0, which lets no rollout work ahead; remove this key, or raise staleness"),
+    ("[task]", "[sampling]\nwindow = 0\n[task]", "job.toml:13: sampling.window: must be at least 1, not 0"),
+    ("[task]", '[sampling]\nstream = "yes"\n[task]', 'job.toml:13: sampling.stream: must be true or false, not "yes"'),
     ("[task]", '[sampling]\nlate = "never"\n[task]', 'job.toml:13: sampling.late: must be "wait" or "drop", not "never"'),
     # forms of allocations
     ("[cluster]", '[cluster]\nform = "hetjob"', 'job.toml:6: cluster.form: "hetjob" needs kind ='

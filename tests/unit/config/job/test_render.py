@@ -42,10 +42,19 @@ def test_job_without_a_staleness_limit_is_written_and_read_again() -> None:
     assert resolve(job(), "python").sampling.staleness == 4
 
 
+@pytest.mark.parametrize("given", [{}, {"ahead": 0}])
+def test_on_policy_job_is_written_and_read_again(given: dict[str, int]) -> None:
+    before = job(sampling={"staleness": 0, **given})
+    after = Job.model_validate(tomllib.loads(as_toml(before)))
+    assert after.sampling == before.sampling
+    assert resolve(after, "python").sampling.ahead == 0, "rollouts would sample tokens that no step may train"
+    assert resolve(job(), "python").sampling.ahead == 1
+
+
 def test_every_default_is_written() -> None:
     text = as_toml(job())
     wanted = 'walltime = "1d"', 'silence = "10s"', 'chunk = "8MiB"', "learning_rate = 0.001", "breaker = 0.2"
-    for line in (*wanted, "staleness = 4", 'late = "wait"'):
+    for line in (*wanted, "staleness = 4", 'late = "wait"', "stream = false", "window = 1"):
         assert line in text.splitlines()
 
 

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -16,7 +16,7 @@ from rrl.roles.models.tokenizer import EOS
 from rrl.roles.trainer.host_buffers import Layout
 from rrl.roles.trainer.learner import Example, Learner
 from rrl.roles.trainer.main import warmup
-from rrl.roles.trajectories.types import Batch, Trajectory
+from rrl.roles.trajectories.types import Batch, Part, Trajectory
 from rrl.tests.support.roles.trainer import harness
 
 pytestmark = pytest.mark.torch
@@ -152,7 +152,7 @@ def test_a_batch_of_another_step_is_refused() -> None:
     student = harness.learner()
     batch = _batch(1, student)
     student.step(batch)
-    with pytest.raises(ValueError, match="expected the batch of step 2, got batch 1"):
+    with pytest.raises(ValueError, match="expected step 2, got step 1"):
         student.step(batch)
 
 
@@ -217,8 +217,8 @@ def test_a_warm_start_teaches_the_answer_and_not_the_prompt() -> None:
     assert not any(tensor.any() for tensor in moments.values())
 
 
-def _gradient_of(student: Learner, batch: Batch) -> dict[str, Tensor]:
-    """What the step's optimizer is given, before it is clipped."""
+def _gradient_of(student: Learner, batch: Batch, sizes: Sequence[int] | None = None) -> dict[str, Tensor]:
+    """What the step's optimizer is given, before it is clipped; ``sizes``: groups of each part, else there is one."""
     observed: dict[str, Tensor] = {}
     clip = torch.nn.utils.clip_grad_norm_
 
@@ -229,7 +229,7 @@ def _gradient_of(student: Learner, batch: Batch) -> dict[str, Tensor]:
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(torch.nn.utils, "clip_grad_norm_", look)
-        student.step(batch)
+        harness.step_in_parts(student, batch, sizes or (len(batch.groups),))
     return observed
 
 
@@ -301,3 +301,144 @@ def test_a_divergence_without_a_reference_is_refused_before_anything_is_learnt()
     with pytest.raises(RuntimeError, match="this run has no reference model"):
         student.step(_batch(1, student))
     assert student.number == 0
+
+
+# ── steps in parts ─────────────────────────────────────────────────────────────────────────────────────────────────
+_GROUPS, _CUT_STEPS = 8, 10
+
+
+def _batches(seed: int = 0) -> list[Batch]:
+    """Ten batches of eight groups of four, sampled with the weights of step 0, their answers of 1 to 5 tokens."""
+    rollout = harness.engine(harness.learner(seed=seed))
+    prompts = [[_prompt(number * _GROUPS + place) for place in range(_GROUPS)] for number in range(_CUT_STEPS + 1)]
+    return [
+        harness.sampled_batch(rollout, prompts[number], number * _GROUPS, 4, 5, number, _first_digit)
+        for number in range(1, _CUT_STEPS + 1)
+    ]
+
+
+def _cuts(number: int, kind: str) -> tuple[int, ...]:
+    """The sizes of the parts of a step; the random ones differ from step to step."""
+    if kind == "four":
+        return (2,) * 4
+    if kind == "whole":
+        return (_GROUPS,)
+    chance, sizes = random.Random(number), list[int]()
+    while sum(sizes) < _GROUPS:
+        sizes.append(chance.randint(1, _GROUPS - sum(sizes)))
+    return tuple(sizes)
+
+
+def _taught(kind: str, **changes: Any) -> tuple[Learner, list[dict[str, float]]]:
+    """A learner after ten steps, and the metrics of each; with ``kl`` the reference is another model."""
+    student = harness.learner(**changes)
+    if changes.get("kl"):
+        student.reference = harness.learner(seed=5).model.requires_grad_(False)
+    if kind == "batch":
+        return student, [student.step(batch) for batch in _batches()]
+    return student, [harness.step_in_parts(student, batch, _cuts(batch.number, kind)) for batch in _batches()]
+
+
+def _distance(one: Learner, other: Learner) -> float:
+    others = other.weights()
+    return max((tensor - others[name]).abs().max().item() for name, tensor in one.weights().items())
+
+
+@pytest.mark.parametrize("changes", [{}, {"micro_batch": 3}, {"kl": 0.1}, {"gradient_clip": 0.01}])
+def test_a_batch_in_one_four_or_random_parts_teaches_what_the_whole_batch_does(changes: dict[str, Any]) -> None:
+    whole, expected = _taught("batch", **changes)
+    moved = _distance(whole, harness.learner())
+    assert moved > 1e-3, "ten steps changed nothing"
+    for kind in ("whole", "four", "random"):
+        student, metrics = _taught(kind, **changes)
+        assert _distance(student, whole) < 1e-5, kind
+        for got, wanted in zip(metrics, expected, strict=True):
+            assert got == pytest.approx(wanted, rel=1e-3, abs=1e-5), kind
+    one, _ = _taught("whole", **changes)
+    assert _same(one.tensors(), whole.tensors())
+
+
+def test_a_batch_in_parts_has_the_gradient_of_its_token_mean() -> None:
+    """Measured against the loss of the whole batch, divided by its answer tokens, in one backward pass."""
+    batch, student, reference = _batches()[0], harness.learner(), harness.learner()
+    tokens = sum(len(each.tokens) for each in batch.trajectories)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("rrl.roles.trainer.learner.LOSS_DIVISOR", float(tokens))
+        expected = _gradient_of(reference, batch)
+    got = _gradient_of(student, batch, (1, 3, 4))
+    assert got.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert torch.allclose(got[name], gradient, rtol=1e-5, atol=1e-6), name
+
+
+@pytest.mark.parametrize("changes", [{}, {"micro_batch": 3, "kl": 0.1}])
+def test_the_same_parts_twice_give_the_same_bits(changes: dict[str, Any]) -> None:
+    (one, metrics), (other, metrics_again) = _taught("random", **changes), _taught("random", **changes)
+    assert _same(one.tensors(), other.tensors())
+    assert one.extra_state() == other.extra_state()
+    assert metrics == metrics_again
+
+
+def test_a_step_that_is_begun_again_forgets_its_parts() -> None:
+    batch, interrupted, undisturbed = _batches()[0], harness.learner(), harness.learner()
+    interrupted.open(1)
+    for part in harness.parts_of(batch, (2, 2, 4))[:2]:
+        interrupted.add(part)
+    assert harness.step_in_parts(interrupted, batch, (2, 6)) == harness.step_in_parts(undisturbed, batch, (2, 6))
+    assert _same(interrupted.tensors(), undisturbed.tensors())
+
+
+def test_a_restored_learner_has_no_open_step() -> None:
+    batch, student = _batches()[0], harness.learner()
+    saved = harness.saved(student)
+    first, second = harness.parts_of(batch, (2, 6))
+    student.open(1)
+    student.add(first)
+    harness.restore(student, saved)
+    with pytest.raises(ValueError, match="expected none, got part 1 of step 1"):
+        student.add(second)
+
+
+def test_parts_out_of_order_are_refused() -> None:
+    batch, student = _batches()[0], harness.learner()
+    first, second, third = harness.parts_of(batch, (2, 2, 4))
+    with pytest.raises(ValueError, match="expected none, got part 0 of step 1"):
+        student.add(first)
+    with pytest.raises(ValueError, match="no step is open"):
+        student.close()
+    student.open(1)
+    student.add(first)
+    for part in (first, third, msgspec.structs.replace(second, number=2)):
+        with pytest.raises(ValueError, match="expected part 1 of step 1, got part"):
+            student.add(part)
+    student.add(second)
+    student.add(third)
+    with pytest.raises(ValueError, match="expected none, got part 3 of step 1"):
+        student.add(Part(1, 3, (), "", third.trajectories, last=True))
+    student.close()
+    assert student.number == 1
+
+
+def test_a_step_without_its_last_part_is_not_closed() -> None:
+    batch, student = _batches()[0], harness.learner()
+    before = {name: tensor.clone() for name, tensor in student.tensors().items()}
+    student.open(1)
+    student.add(harness.parts_of(batch, (2, 6))[0])
+    with pytest.raises(ValueError, match="the last part of step 1 is missing"):
+        student.close()
+    assert student.number == 0
+    assert _same(student.tensors(), before)
+
+
+def test_a_part_whose_answers_have_no_tokens_counts_for_nothing() -> None:
+    batch, student, expected = _batches()[0], harness.learner(), harness.learner()
+    first, second = harness.parts_of(batch, (2, 6))
+    empty = tuple(msgspec.structs.replace(each, tokens=(), logprobs=(), versions=()) for each in first.trajectories)
+    student.open(1)
+    student.add(msgspec.structs.replace(first, trajectories=empty))
+    student.add(second)
+    metrics = student.close()
+    expected.open(1)
+    expected.add(msgspec.structs.replace(second, index=0))
+    assert metrics["tokens"] == expected.close()["tokens"]
+    assert _distance(student, expected) < 1e-5

@@ -30,14 +30,16 @@ from rrl.roles.rollout.torch_engine import TorchEngine
 from rrl.roles.trainer import main as trainer_main
 from rrl.roles.trainer import process_group, restore
 from rrl.roles.trainer.async_saver import AsyncSaver, SnapshotMeta
+from rrl.roles.trainer.learner import Learner
 from rrl.roles.trainer.restore import Commit, RestorePoint
-from rrl.roles.trajectories.types import Batch, Item, Segment
+from rrl.roles.trajectories.types import Batch, Item, Part, Segment
 from rrl.tests.support.roles.trainer import harness
 from rrl.transport.weights.manifest import TensorSpec, layout
 
 pytestmark = pytest.mark.torch
 
 _STEPS = 4
+_COMMIT_TIMEOUT_S = 60.0
 
 
 class _Died(Exception):
@@ -82,8 +84,11 @@ class _Worker:
         self.published: list[_Version] = []
         self.commits = committed
         self.metrics: list[dict[str, float]] = []
-        self.queue: list[Batch] = []
+        self.queue: list[Part] = []
         self.dies_before_commit_of: int | None = None
+        self.dies_after: tuple[int, int] | None = None
+        """The part after which it dies, as (step, index), once the step before is committed."""
+        self.committed_now = threading.Condition()
 
     def __enter__(self) -> _Worker:
         return self
@@ -103,8 +108,17 @@ class _Worker:
     def committed_manifest(self) -> dict[str, Any] | None:
         return self.commits[max(self.commits)] if self.commits else None
 
-    def batches(self, after: int | None = None) -> Iterator[Batch]:
-        yield from self.queue[after:]
+    def parts(self, after: int | None = None) -> Iterator[Part]:
+        for part in self.queue:
+            if part.number > (after or 0):
+                yield part
+                if (part.number, part.index) == self.dies_after:
+                    before = part.number - 1
+                    with self.committed_now:
+                        assert self.committed_now.wait_for(
+                            partial(self.commits.__contains__, before), _COMMIT_TIMEOUT_S
+                        )
+                    raise _Died
 
     def checkpoint_dir(self, number: int) -> Path:
         return fresh_folder(self.run_dir.checkpoints, number, self.launch.incarnation.number)
@@ -115,8 +129,10 @@ class _Worker:
         if number == self.dies_before_commit_of:
             raise _Died
         assert digests.keys() == {path.name for path in files}
-        self.commits[number] = describe(self.run_dir.path, files)
         self.metrics.append(metrics)
+        with self.committed_now:
+            self.commits[number] = describe(self.run_dir.path, files)
+            self.committed_now.notify_all()
 
     def publish_each(
         self, number: int, described: Sequence[tuple[str, str, tuple[int, ...], int]], contents: Iterable[memoryview]
@@ -146,8 +162,11 @@ def _batches() -> list[Batch]:
     return [harness.sampled_batch(engine, [(2, 3, 4), (5, 6)], n * 2, 4, 3, n, score) for n in range(1, _STEPS + 1)]
 
 
-def _train(monkeypatch: pytest.MonkeyPatch, worker: _Worker, batches: list[Batch]) -> _Worker:
-    worker.queue = batches
+def _train(
+    monkeypatch: pytest.MonkeyPatch, worker: _Worker, batches: list[Batch], sizes: Sequence[int] = (2,)
+) -> _Worker:
+    """Play a trainer; ``sizes``: how many groups each part of a step has."""
+    worker.queue = [part for batch in batches for part in harness.parts_of(batch, sizes)]
     monkeypatch.setattr(rrl, "join", lambda: worker, raising=False)
     monkeypatch.setattr(
         trainer_main, "AsyncSaver", partial(AsyncSaver, fail=lambda _: None)
@@ -168,8 +187,65 @@ def test_each_step_is_trained_committed_and_published_in_this_order(
     assert [each.version.step for each in worker.published] == [0, 1, 2, 3, 4]
     assert sorted(worker.commits) == [1, 2, 3, 4]
     assert [metrics["reward"] for metrics in worker.metrics] == [
-        sum(each.reward for each in batch.trajectories) / 8 for batch in worker.queue
+        sum(each.reward for each in part.trajectories) / 8 for part in worker.queue
     ]
+
+
+def test_each_part_is_trained_when_it_comes_and_its_step_is_committed_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    batches = _batches()
+    whole = _train(monkeypatch, _Worker("trainer/0", 1, _run_dir(tmp_path / "whole"), {}), batches)
+    parts = _train(monkeypatch, _Worker("trainer/0", 1, _run_dir(tmp_path / "parts"), {}), batches, (1, 1))
+    assert parts.phases[:6] == ["train", "publish", "train", "train", "checkpoint", "publish"]
+    assert parts.phases.count("train") == 1 + 2 * _STEPS
+    assert [each.version.step for each in parts.published] == [0, 1, 2, 3, 4]
+    for got, wanted in zip(parts.metrics, whole.metrics, strict=True):
+        assert got == pytest.approx(wanted, rel=1e-3, abs=1e-5)
+    end, wanted_end = (
+        torch.frombuffer(bytearray(each.published[-1].flat), dtype=torch.float32) for each in (parts, whole)
+    )
+    assert 0 < (end - wanted_end).abs().max() < 1e-5, "the parts are added up in another order"
+
+
+def test_trainer_killed_after_a_part_ends_with_the_same_weights(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    batches = _batches()
+    undisturbed = _train(monkeypatch, _Worker("trainer/0", 1, _run_dir(tmp_path / "whole"), {}), batches, (1, 1))
+    run_dir, commits = _run_dir(tmp_path / "run"), {}  # type: tuple[RunDir, dict[int, dict[str, Any]]]
+    first = _Worker("trainer/0", 1, run_dir, commits)
+    first.dies_after = 3, 0
+    with pytest.raises(_Died):
+        _train(monkeypatch, first, batches, (1, 1))
+    second = _train(monkeypatch, _Worker("trainer/0", 2, run_dir, commits), batches, (1, 1))
+    assert _bytes(second.published[-1]) == _bytes(undisturbed.published[-1])
+    assert first.metrics + second.metrics == undisturbed.metrics
+
+
+def test_a_snapshot_that_is_not_committed_is_compared_with_the_last_part_of_its_step(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    saved: list[tuple[str, dict[str, float]]] = []
+
+    def load(_: RestorePoint, learner: Learner, *__: object) -> None:
+        learner.model.load_state_dict(build_model(_spec(), 13, 3).state_dict())
+        learner.number = 1
+
+    def resumed(digest: str) -> _Worker:
+        note = SnapshotMeta(1, 1, "layout", b"", digest, {"loss": 2.0})
+        monkeypatch.setattr(restore, "agree_on_restore_point", lambda *_: RestorePoint(Commit(0, None), note))
+        monkeypatch.setattr(restore, "load", load)
+        monkeypatch.setattr(AsyncSaver, "save", lambda _, digest, metrics: saved.append((digest, metrics)))
+        monkeypatch.setattr(AsyncSaver, "finish", lambda _: None)
+        worker = _Worker("trainer/0", 2, _run_dir(tmp_path / digest), {})
+        return _train(monkeypatch, worker, _batches()[:2], (1, 1))
+
+    assert [each.version.step for each in resumed("binding-1.1").published] == [1, 2]
+    assert saved[0] == ("binding-1.1", {"loss": 2.0})
+    assert [digest for digest, _ in saved] == ["binding-1.1", "binding-2.1"]
+    with pytest.raises(RuntimeError, match="the snapshot of step 1 was trained on another batch"):
+        resumed("binding-1.0")
 
 
 def test_trainer_killed_before_a_commit_ends_with_the_same_weights(

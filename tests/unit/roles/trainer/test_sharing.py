@@ -1,5 +1,5 @@
 """Members of a gang as threads, which say what they have over queues instead of gloo: when they end, and what they tell
-the manager meanwhile. What they learn of real batches stands in test_gang."""
+the manager meanwhile. What they learn of real parts stands in test_gang."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from torch import distributed as dist
 
 from rrl.core.types import Incarnation, ReplicaId, member_id
 from rrl.roles.trainer import process_group
-from rrl.roles.trajectories.records import pack_tokens
-from rrl.roles.trajectories.types import PackedBatch, PackedTrajectory
+from rrl.roles.trajectories.durable.records import pack_tokens
+from rrl.roles.trajectories.types import PackedPart, PackedTrajectory
 
 pytestmark = pytest.mark.torch
 
-STEPS, WORLD, BY = 3, 3, 30.0
+STEPS, PARTS, WORLD, BY = 3, 2, 3, 30.0
 GANG = ReplicaId("trainer/0")
 
 
@@ -55,24 +55,25 @@ class _Gang:
 
 
 class _Member:
-    """Who is asked to stop at the end of step ``stops``, or while it waits for the batch after it."""
+    """Who is asked to stop after the part ``stops``, or while it waits for the part after it."""
 
-    def __init__(self, rank: int, stops: int) -> None:
+    def __init__(self, rank: int, stops: str) -> None:
         incarnation = Incarnation(member_id(GANG, rank), 1)
         self.launch = SimpleNamespace(incarnation=incarnation)
         self.job = SimpleNamespace(steps=STEPS)
         self.stopping = threading.Event()
-        self.requests: list[int] = []
+        self.requests: list[tuple[int, int]] = []
         self.phases: list[tuple[str, str | None]] = []
         self.done = 0
         self.stops = stops
 
-    def packed_batch(self, number: int) -> PackedBatch | None:
-        self.requests.append(number)
+    def packed_part(self, number: int, index: int) -> PackedPart | None:
+        self.requests.append((number, index))
         if self.stopping.is_set():
             return None
         each = [PackedTrajectory(i, 0, pack_tokens((i,)), b"\0\0\0\0", ((1, 0, 1),), 1.0, 1.0) for i in range(5)]
-        return PackedBatch(number, (0,), f"digest {number}", (pack_tokens((1,)),), tuple(each))
+        last = index == PARTS - 1
+        return PackedPart(number, index, (0,), f"{number}.{index}", (pack_tokens((1,)),), tuple(each), last)
 
     @contextmanager
     def phase(self, name: str, waits_for: str | None = None) -> Iterator[None]:
@@ -83,21 +84,21 @@ class _Member:
         self.done += units
 
 
-def _play(monkeypatch: pytest.MonkeyPatch, **stops: int) -> tuple[list[_Member], list[list[str]]]:
-    """What each member was given. ``stops``: after which step a member (``r0``, ``r1``, …) is asked to stop."""
+def _play(monkeypatch: pytest.MonkeyPatch, **stops: str) -> tuple[list[_Member], list[list[str]]]:
+    """What each member was given. ``stops``: after which part a member (``r0``, ``r1``, …) is asked to stop."""
     gloo = _Gloo()
     monkeypatch.setattr(dist, "send", gloo.send)
     monkeypatch.setattr(dist, "recv", gloo.recv)
-    members = [_Member(rank, stops.get(f"r{rank}", -1)) for rank in range(WORLD)]
+    members = [_Member(rank, stops.get(f"r{rank}", "")) for rank in range(WORLD)]
 
     def incarnations(rank: int) -> list[str]:
         gloo.here.rank, me, given = rank, members[rank], []
         gang: Any = _Gang(gloo, rank)
         who: Any = me
-        for batch in process_group.batches(who, gang, after=0):
-            assert [each.tokens for each in batch.trajectories[rank::WORLD]] == [(i,) for i in range(rank, 5, WORLD)]
-            given.append(batch.digest)
-            if batch.number == me.stops:
+        for part in process_group.parts(who, gang, after=0):
+            assert [each.tokens for each in part.trajectories[rank::WORLD]] == [(i,) for i in range(rank, 5, WORLD)]
+            given.append(part.digest)
+            if part.digest == me.stops:
                 me.stopping.set()
         return given
 
@@ -106,22 +107,23 @@ def _play(monkeypatch: pytest.MonkeyPatch, **stops: int) -> tuple[list[_Member],
     return members, given
 
 
-def test_all_members_get_the_same_batches_and_only_rank_0_requests_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_members_get_the_same_parts_and_only_rank_0_requests_them(monkeypatch: pytest.MonkeyPatch) -> None:
     members, given = _play(monkeypatch)
-    assert given == [["digest 1", "digest 2", "digest 3"]] * WORLD
-    assert [member.requests for member in members] == [[1, 2, 3], [], []]
-    assert [member.done for member in members] == [STEPS] * WORLD
+    assert given == [["1.0", "1.1", "2.0", "2.1", "3.0", "3.1"]] * WORLD
+    assert [member.requests for member in members] == [[(1, 0), (1, 1), (2, 0), (2, 1), (3, 0), (3, 1)], [], []]
+    assert [member.done for member in members] == [STEPS * PARTS] * WORLD
 
 
 def test_the_others_say_that_they_wait_for_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     members, _ = _play(monkeypatch)
     assert members[0].phases == []  # it says so itself, of the store
-    assert members[1].phases == members[2].phases == [("wait_data", GANG)] * STEPS
+    assert members[1].phases == members[2].phases == [("wait_data", GANG)] * STEPS * PARTS
 
 
 @pytest.mark.parametrize("rank", range(WORLD))
-def test_whichever_member_is_asked_to_stop_all_end_after_the_same_step(
-    monkeypatch: pytest.MonkeyPatch, rank: int
+@pytest.mark.parametrize("part", ["1.0", "1.1"])
+def test_whichever_member_is_asked_to_stop_all_end_after_the_same_part(
+    monkeypatch: pytest.MonkeyPatch, rank: int, part: str
 ) -> None:
-    _, given = _play(monkeypatch, **{f"r{rank}": 1})
-    assert given == [["digest 1"]] * WORLD
+    _, given = _play(monkeypatch, **{f"r{rank}": part})
+    assert given == [["1.0", "1.1"][: 1 + ["1.0", "1.1"].index(part)]] * WORLD

@@ -9,9 +9,19 @@ import pytest
 
 from rrl.config.job import validation
 from rrl.core.types import Version
-from rrl.roles.trajectories.batches import NotLocal, decode, shard_for
-from rrl.roles.trajectories.records import pack_tokens
-from rrl.roles.trajectories.types import Answer, Batch, Bound, PackedBatch, PackedTrajectory, Trajectory
+from rrl.roles.trajectories.batches import NotLocal, decode, decode_part, shard_for, whole_part
+from rrl.roles.trajectories.durable.records import pack_tokens
+from rrl.roles.trajectories.types import (
+    Answer,
+    Batch,
+    Bound,
+    PackedBatch,
+    PackedPart,
+    PackedTrajectory,
+    Part,
+    PartBound,
+    Trajectory,
+)
 from rrl.transport.control.sockets import CONTROL_BOUNDS, Codec, encode_frame
 
 _PROMPTS = {3: (2, 3, 4), 7: (5,)}
@@ -50,12 +60,18 @@ def test_a_batch_is_read_as_plain_tuples_whatever_its_way() -> None:
     assert decode(read[2].batch) == WHOLE
 
 
+def test_a_whole_batch_is_the_last_part_of_its_step() -> None:
+    part = decode_part(whole_part(_batch()))
+    assert (part.number, part.index, part.groups, part.digest, part.last) == (9, 0, (3, 7), "digest", True)
+    assert (part.trajectories, part.stale, part.max_age) == (WHOLE.trajectories, 2, 0)
+
+
 @pytest.mark.parametrize("world", [2, 3, 6])
 def test_shard_has_own_tokens_and_the_metadata_of_all_trajectories(
     world: int,
 ) -> None:
     for rank in range(world):
-        mine = decode(shard_for(_batch(), rank, world))
+        mine = decode_part(shard_for(whole_part(_batch()), rank, world))
         assert mine.trajectories[rank::world] == WHOLE.trajectories[rank::world]
         assert mine.trajectories[0] == WHOLE.trajectories[0]
         for one, of in zip(mine.trajectories, WHOLE.trajectories, strict=True):
@@ -65,8 +81,23 @@ def test_shard_has_own_tokens_and_the_metadata_of_all_trajectories(
         assert (mine.number, mine.groups, mine.digest, mine.stale) == (9, (3, 7), "digest", 2)
 
 
+def _part() -> PackedPart:
+    batch = _batch()
+    return PackedPart(9, 2, batch.groups, "digest", batch.prompts, batch.trajectories, True, stale=2, max_age=3)
+
+
+def test_a_part_is_read_and_shared_as_a_batch_is() -> None:
+    read = Codec(Answer).decode(encode_frame(1, 2, PartBound(_part())))
+    assert read is not None
+    assert decode_part(read[2].part) == Part(9, 2, (3, 7), "digest", WHOLE.trajectories, True, 2, 3)
+    for rank in range(3):
+        mine = shard_for(_part(), rank, 3)
+        assert mine.trajectories == shard_for(whole_part(_batch()), rank, 3).trajectories
+        assert msgspec.structs.replace(mine, trajectories=_part().trajectories) == _part()
+
+
 def test_tokens_that_another_member_has_are_never_taken_for_none() -> None:
-    theirs = decode(shard_for(_batch(), 0, 2)).trajectories[3]
+    theirs = decode_part(shard_for(whole_part(_batch()), 0, 2)).trajectories[3]
     assert isinstance(theirs.tokens, NotLocal)
     with pytest.raises(LookupError, match="another member"):
         list(theirs.tokens)

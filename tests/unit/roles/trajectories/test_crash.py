@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rrl.core.types import Incarnation
-from rrl.roles.trajectories.log import LogDamaged
+from rrl.roles.trajectories.durable.log import LogDamaged
 from rrl.roles.trajectories.types import Bound, Done, PackedBatch
 from rrl.tests.support.roles.trajectories.crew import MAX_NEW, REWARD, incarnation_of, lease, open_store, score, segment
 from rrl.tests.support.roles.trajectories.script import Acknowledged, Script, check, log_in

@@ -13,8 +13,8 @@ from typing import get_args
 
 import pytest
 
-from rrl.roles.trajectories.log import read_frames
-from rrl.roles.trajectories.records import Record, decode
+from rrl.roles.trajectories.durable.log import read_frames
+from rrl.roles.trajectories.durable.records import Record, decode
 from rrl.tests.support.fake_disk import FakeDisk, Image
 from rrl.tests.support.roles.trajectories.crew import open_store
 from rrl.tests.support.roles.trajectories.script import Script, check

@@ -22,8 +22,8 @@ from rrl.roles.trajectories import client as client_module
 from rrl.roles.trajectories import server as server_module
 from rrl.roles.trajectories.batches import decode
 from rrl.roles.trajectories.client import Fenced, Refused, TrajectoryClient, store_address
+from rrl.roles.trajectories.durable.state import State
 from rrl.roles.trajectories.server import Server, answer
-from rrl.roles.trajectories.state import State
 from rrl.roles.trajectories.store import Store
 from rrl.roles.trajectories.types import (
     Answer,
@@ -33,6 +33,7 @@ from rrl.roles.trajectories.types import (
     Done,
     FollowVersions,
     GetBatch,
+    GetPart,
     Item,
     Leased,
     LeaseScoring,
@@ -40,6 +41,8 @@ from rrl.roles.trajectories.types import (
     NewestVersion,
     NotReady,
     PackedBatch,
+    PackedPart,
+    PartBound,
     PostScores,
     Request,
     Score,
@@ -57,6 +60,7 @@ from rrl.tests.support.roles.trajectories.crew import (
     TRAINER,
     generate,
     incarnation_of,
+    lease,
     manifest,
     open_store,
     score,
@@ -95,10 +99,11 @@ async def clients(process: StoreProcess, *incarnations: Incarnation) -> AsyncIte
 
 
 class Crew:
-    """A whole run over sockets: remembers all that was acknowledged."""
+    """A whole run over sockets: remembers all that was acknowledged. ``parts``: the trainer requests steps in parts."""
 
-    def __init__(self, steps: int) -> None:
+    def __init__(self, steps: int, parts: bool = False) -> None:
         self.steps = steps
+        self.parts = parts
         self.appended: dict[tuple[int, int], Segment] = {}
         self.batches: dict[int, PackedBatch] = {}
         self.done = asyncio.Event()
@@ -120,6 +125,8 @@ class Crew:
 
     async def train(self, client: TrajectoryClient) -> None:
         for number in range(1, self.steps + 1):
+            if self.parts:
+                await self.take_parts(client, number)
             batch = None
             while batch is None:
                 batch = await client.batch(number, wait=0.5)
@@ -129,14 +136,29 @@ class Crew:
                 self.committed.notify_all()
         self.done.set()
 
+    async def take_parts(self, client: TrajectoryClient, number: int) -> None:
+        groups: list[int] = []
+        index, last = 0, False
+        while not last:
+            part = await client.part(number, index, wait=0.5)
+            if part is not None:
+                groups += part.groups
+                index, last = index + 1, part.last
+        batch = await client.batch(number)
+        assert batch is not None
+        assert (batch.groups, batch.digest) == (tuple(groups), part.digest if part else "")
+
     async def at(self, number: int) -> None:
         async with self.committed:
             await self.committed.wait_for(lambda: len(self.batches) >= number)
 
 
-def test_a_run_goes_on_exactly_once_while_the_store_is_killed_again_and_again(process: StoreProcess) -> None:
+@pytest.mark.parametrize("parts", [False, True])
+def test_a_run_goes_on_exactly_once_while_the_store_is_killed_again_and_again(
+    process: StoreProcess, parts: bool
+) -> None:
     async def run() -> Crew:
-        crew = Crew(40)
+        crew = Crew(40, parts)
         process.start(ALL)
         async with clients(process, *ALL) as (first, second, reward, trainer), asyncio.TaskGroup() as group:
             for work in (crew.roll(first, 5), crew.roll(second, 7), crew.reward(reward), crew.train(trainer)):
@@ -152,6 +174,7 @@ def test_a_run_goes_on_exactly_once_while_the_store_is_killed_again_and_again(pr
     audit = open_store(process.folder).audit()
     assert audit.committed == 40
     assert {number: batch.groups for number, batch in crew.batches.items()} == audit.steps
+    assert len(audit.parts) == 40 * parts
     groups = [group for step in audit.steps.values() for group in step]
     assert len(set(groups)) == len(groups) == 40 * BATCH
     assert (audit.trained, audit.dropped) == (40 * BATCH * GROUP, {})
@@ -384,6 +407,73 @@ def test_a_batch_that_many_members_ask_for_is_made_once_a_round(
     _serve(tmp_path, play, store=_ready(tmp_path))
 
 
+def test_a_part_that_many_members_ask_for_is_made_once_a_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    make = State.part
+
+    def counted(state: State, number: int, index: int) -> PackedPart:
+        made.append(number)
+        return make(state, number, index)
+
+    monkeypatch.setattr(State, "part", counted)
+
+    async def play(store: Store, server: Server, script: Script) -> None:
+        for ask in range(16):
+            script.send_request(ask, GetPart(incarnation_of(member_id(TRAINER.replica, ask)), 1, 0))
+        await script.until(lambda: len(script.replies) == 16)
+        assert len(made) < 16 / 2, "as many as there were rounds, and most came together"
+        assert {bytes(cast(msgspec.Raw, reply)) for reply in script.replies.values()} == {
+            msgspec.msgpack.encode(store.part(TRAINER, 1, 0))
+        }
+
+    _serve(tmp_path, play, store=_ready(tmp_path))
+
+
+def _decoded(reply: Answer) -> Answer:
+    """What a trainer reads of a reply that was encoded already."""
+    decoded: Answer = msgspec.msgpack.decode(cast(msgspec.Raw, reply), type=Answer)
+    return decoded
+
+
+def test_request_for_a_part_waits_until_a_group_is_complete(tmp_path: Path) -> None:
+    async def play(store: Store, server: Server, script: Script) -> None:
+        lease(store)
+        script.send_request(1, GetPart(TRAINER, 1, 0, wait=DEADLINE))
+        await script.until(lambda: bool(server._parked))
+        assert script.replies == {}
+        script.send_request(2, Append(ROLLOUT, tuple(segment(t) for t in range(GROUP)), tuple(range(GROUP))))
+        script.send_request(3, LeaseScoring(REWARD, 100))
+        await script.until(lambda: 3 in script.replies)
+        assert 1 not in script.replies
+        script.send_request(4, PostScores(REWARD, tuple(Score(t, 1.0, 1.0) for t in range(GROUP))))
+        await script.until(lambda: 1 in script.replies)
+        reply = _decoded(script.replies[1])
+        assert isinstance(reply, PartBound)
+        assert (reply.part.groups, reply.part.last) == ((0,), False)
+        script.send_request(5, GetPart(TRAINER, 1, 1, wait=0.0))
+        script.send_request(6, GetPart(TRAINER, 1, 2, wait=0.0))
+        await script.until(lambda: 6 in script.replies)
+        assert script.replies[5] == NotReady()
+        assert isinstance(script.replies[6], Denied)
+
+    _serve(tmp_path, play)
+
+
+def test_a_group_larger_than_a_message_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "CONTROL_BOUNDS", Bounds(2**10, 1000))
+
+    async def play(store: Store, server: Server, script: Script) -> None:
+        script.send_request(1, GetPart(TRAINER, 1, 0))
+        await script.until(lambda: 1 in script.replies)
+        denial = script.replies[1]
+        assert isinstance(denial, Denied)
+        assert denial.why == (
+            "the part has 0 MiB, but a message at most 0 MiB; lower group_size or max_new_tokens in [sampling]"
+        )
+
+    _serve(tmp_path, play, store=_ready(tmp_path))
+
+
 def test_fenced_member_is_denied_a_batch_that_others_get(tmp_path: Path) -> None:
     async def play(store: Store, server: Server, script: Script) -> None:
         script.send_request(1, GetBatch(incarnation_of("trainer/0", 2), 1))
@@ -430,6 +520,7 @@ def test_a_batch_larger_than_a_message_is_refused_and_not_sent_in_vain(
         denial = script.replies[1]
         assert isinstance(denial, Denied)
         assert "but a message at most 0 MiB; lower prompts_per_step, group_size or max_new_tokens" in denial.why
+        assert denial.why.endswith("or train in parts (stream = true)")
 
     _serve(tmp_path, play, store=_ready(tmp_path))
 
@@ -560,8 +651,9 @@ def test_outdated_answer_is_sent_at_once_and_is_not_counted_as_served(tmp_path: 
     assert sum(served) == 0
 
 
+@pytest.mark.parametrize("request_of", [GetBatch(TRAINER, 2, DEADLINE), GetPart(TRAINER, 2, 0, DEADLINE)])
 def test_missing_newer_weights_are_warned_about_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, request_of: Request
 ) -> None:
     monkeypatch.setattr(server_module, "WEIGHTS_WARNING_AFTER_S", 0.0)
 
@@ -572,7 +664,7 @@ def test_missing_newer_weights_are_warned_about_once(
         script.send_request(1, LeaseWork(ROLLOUT, 8, weights=0))
         await script.until(lambda: len(script.replies) == 2)
         assert "for newer weights" not in caplog.text
-        script.send_request(9, GetBatch(TRAINER, 2, wait=DEADLINE))
+        script.send_request(9, request_of)
         for ask in (2, 3, 4, 5):
             script.send_request(ask, LeaseWork(ROLLOUT, 8, weights=0))
             await script.until(partial(script.replies.__contains__, ask))
@@ -612,6 +704,34 @@ def test_note_gives_the_wait_reason_and_is_cleared_with_the_batch(
         assert isinstance(script.replies[8], msgspec.Raw)
 
     _serve(tmp_path, play, store=open_store(tmp_path, staleness=0), note=notes.append)
+
+
+def test_note_tells_what_a_part_waits_for_and_is_cleared_though_a_batch_is_requested_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "NOTE_AFTER_S", 0.0)
+    monkeypatch.setattr(server_module, "NOTE_INTERVAL_S", 0.0)
+    notes: list[str] = []
+
+    async def play(store: Store, server: Server, script: Script) -> None:
+        script.send_request(0, GetPart(TRAINER, 1, 0, wait=0.0))
+        await script.until(lambda: bool(notes))
+        assert notes[-1] == f"the trainer waits for 1 more of the {BATCH} groups of step 1"
+        generate(store, at_most=GROUP)
+        score(store)
+        script.send_request(1, GetPart(TRAINER, 1, 0, wait=0.0))
+        await script.until(lambda: notes[-1] == "")
+        script.send_request(2, GetPart(TRAINER, 1, 1, wait=0.0))
+        await script.until(
+            lambda: notes[-1] == "the trainer waits for 1 more of the 2 groups of step 1 (bound already: 1)"
+        )
+        generate(store)
+        score(store)
+        script.send_request(3, GetBatch(TRAINER, 1, wait=0.0))
+        await script.until(lambda: notes[-1] == "")
+        assert isinstance(script.replies[3], msgspec.Raw)
+
+    _serve(tmp_path, play, note=notes.append)
 
 
 def test_a_store_that_only_says_that_there_is_nothing_does_no_work(tmp_path: Path) -> None:

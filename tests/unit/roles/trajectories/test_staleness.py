@@ -15,9 +15,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rrl.core.types import Incarnation
+from rrl.roles.trajectories.batches import whole_part
 from rrl.roles.trajectories.store import Store
 from rrl.roles.trajectories.types import Bound, CommittedState, Denied, Done, Leased, NotReady, PackedBatch
-from rrl.roles.worker.api import _batch_metrics
+from rrl.roles.worker.uncommitted_steps import UncommittedSteps
 from rrl.tests.support.roles.trajectories.crew import (
     ALL,
     BATCH,
@@ -382,6 +383,13 @@ def test_steps_stay_fresh_after_any_history_with_current_weights(
     run.store.close()
 
 
+def _metrics(batch: PackedBatch, staleness: int | None) -> dict[str, float]:
+    """The metrics of a batch that a trainer received."""
+    steps = UncommittedSteps(staleness)
+    steps.add(whole_part(batch))
+    return steps.get(batch.number).metrics
+
+
 def test_batch_metrics_have_token_ages_and_dropped_groups(tmp_path: Path) -> None:
     store = open_store(tmp_path, staleness=1)
     items = [item.trajectory for item in lease(store, at_most=2 * SIZE, weights=0)]
@@ -393,11 +401,11 @@ def test_batch_metrics_have_token_ages_and_dropped_groups(tmp_path: Path) -> Non
     score(store)
     answer = store.batch(TRAINER, 2)
     assert isinstance(answer, Bound)
-    ages = {"reward": 1.0, "token_age_p50": 0.0, "token_age_max": 1.0, "token_age_run_max": 1.0}
-    assert _batch_metrics(answer.batch, None) == ages
-    assert _batch_metrics(answer.batch, 1) == {**ages, "stale_groups": 0.0, "stale_share": 0.0}
+    ages = {"reward": 1.0, "parts": 1.0, "token_age_p50": 0.0, "token_age_max": 1.0, "token_age_run_max": 1.0}
+    assert _metrics(answer.batch, None) == ages
+    assert _metrics(answer.batch, 1) == {**ages, "stale_groups": 0.0, "stale_share": 0.0}
     stale = msgspec.structs.replace(answer.batch, stale=BATCH)
-    assert _batch_metrics(stale, 1) == {**ages, "stale_groups": BATCH, "stale_share": BATCH / (3 * BATCH)}
+    assert _metrics(stale, 1) == {**ages, "stale_groups": BATCH, "stale_share": BATCH / (3 * BATCH)}
     assert store.audit().max_age == 0, "step 2 is not committed"
     commit(store, bind(store, 2))
     assert store.audit().max_age == 1

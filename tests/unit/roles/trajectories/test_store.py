@@ -10,9 +10,9 @@ import msgspec
 import pytest
 
 from rrl.core.types import Version
-from rrl.roles.trajectories.log import Log, Superseded
+from rrl.roles.trajectories.durable.log import Log, Superseded
+from rrl.roles.trajectories.durable.records import FORMAT, LogFormatError
 from rrl.roles.trajectories.prompts import MAX_ITEMS_WITHOUT_PROMPT, NO_PROMPT
-from rrl.roles.trajectories.records import FORMAT, LogFormatError
 from rrl.roles.trajectories.types import (
     Bound,
     CommittedState,

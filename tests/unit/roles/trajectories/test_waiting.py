@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from statistics import mean
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rrl.roles.trajectories.durable.records import Audit
 from rrl.roles.trajectories.types import Denied, Done, NotReady
 from rrl.tests.support.roles.trajectories.crew import (
     BATCH,
@@ -42,7 +44,8 @@ def _settings(draw: st.DrawFn) -> Setting:
     staleness = draw(st.integers(0, 4))
     return Setting(
         staleness=staleness,
-        groups=draw(st.integers(1, 3)),
+        waits=draw(st.sampled_from([True, True, True, False])),
+        groups=draw(st.integers(1, 5)),
         size=draw(st.integers(2, 3)),
         ahead=draw(st.integers(0, 6)),
         uncommitted=draw(st.integers(0, 3)),
@@ -53,22 +56,27 @@ def _settings(draw: st.DrawFn) -> Setting:
         segment=draw(st.integers(1, 8)),
         unaskable=draw(st.sampled_from([0.0, 0.2])),
         unscorable=draw(st.sampled_from([0.0, 0.05])),
+        parts=draw(st.sampled_from([0.0, 0.5, 1.0])),
+        groups_per_part=draw(st.sampled_from([None, 1, 2, 9])),
+        max_part_bytes=draw(st.sampled_from([2**20, 1])),
     )
 
 
 _Mishap = st.tuples(
-    st.integers(0, 25), st.sampled_from(["rollout", "rollout", "trainer", "store", "resume"]), st.integers(0, 4)
+    st.integers(0, 25),
+    st.sampled_from(["rollout", "rollout", "trainer", "store", "limit", "size", "parts"]),
+    st.integers(0, 4),
 )
-"""ticks until it, what happens, and to which rollout or with which limit"""
+"""ticks until it, what happens, and to which rollout, or with which limit, size of steps or way of requesting them"""
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(setting=_settings(), mishaps=st.lists(_Mishap, max_size=15), seed=st.integers(0, 2**32))
 def test_no_token_is_too_old_no_group_is_dropped_for_age_and_each_step_comes_about(
     tmp_path_factory: pytest.TempPathFactory, setting: Setting, mishaps: list[tuple[int, str, int]], seed: int
 ) -> None:
+    """``VirtualRun`` checks every batch and part: none changes, no group is in two steps, and no token is too old."""
     run = VirtualRun(tmp_path_factory.mktemp("run"), setting, seed)
-    resumed = {0: setting.staleness}
     for ticks, what, n in mishaps:
         for _ in range(ticks):
             run.tick()
@@ -78,13 +86,14 @@ def test_no_token_is_too_old_no_group_is_dropped_for_age_and_each_step_comes_abo
             run.kill_trainer()
         elif what == "store":
             run.restart_store()
+        elif what == "parts":
+            run.resume(parts=n / 4)
         else:
-            before = run.store.audit()
-            run.resume(max(n, setting.publish_every - 1))
-            resumed[run.bound()] = run.setting.staleness
+            before, old = run.store.audit(), run.setting
+            run.resume(**{"staleness": max(n, setting.publish_every - 1)} if what == "limit" else {"groups": n + 1})
             dropped = _stale(run.store.audit().dropped) - _stale(before.dropped)
-            assert not dropped or (run.setting.staleness or 0) < (setting.staleness or 0), "the limit did not shrink"
-            setting = run.setting
+            shrank = (run.setting.staleness or 0, run.setting.groups) < (old.staleness or 0, old.groups)
+            assert shrank or not dropped or not setting.waits, "neither the limit nor the steps have shrunk"
     stale = _stale(run.store.audit().dropped)
     target, ticks = run.bound() + setting.groups + 8, 0
     while run.bound() < target:
@@ -94,13 +103,26 @@ def test_no_token_is_too_old_no_group_is_dropped_for_age_and_each_step_comes_abo
             f"step {run.bound() + 1} does not come about: {run.store.wait_reason(run.bound() + 1)}"
         )
     audit = run.store.audit()
-    assert _stale(audit.dropped) == stale, "a group was dropped for its age without a resume"
-    for step, age in run.ages.items():
-        limit = resumed[max(first for first in resumed if first < step)]
-        assert limit is not None
-        assert age <= limit
-    assert audit.made == audit.trained + sum(audit.dropped.values()) + audit.open
+    assert not setting.waits or _stale(audit.dropped) == stale, "a group was dropped for its age without a resume"
+    _check_audit(run, audit)
+    run.restart_store()
+    assert run.store.audit() == audit
     run.store.close()
+
+
+def _check_audit(run: VirtualRun, audit: Audit) -> None:
+    """What the records say is what the trainer was given."""
+    assert audit.made == audit.trained + sum(audit.dropped.values()) + audit.open
+    assert audit.steps == {number: batch.groups for number, batch in run.batches.items()}
+    assert {(number, index): groups for number, parts in audit.parts.items() for index, groups in enumerate(parts)} == {
+        key: part.groups for key, part in run.parts.items() if key[0] in audit.parts
+    }
+    for (number, index), part in run.parts.items():
+        whole = index == 0 and part.last and part.groups == audit.steps[number]
+        assert number in audit.parts or whole, "a part is forgotten"
+    trained = sum((ages for number, ages in run.ages.items() if number <= audit.committed), Counter())
+    assert audit.ages == trained
+    assert audit.max_age == max(trained, default=0)
 
 
 def _stale(dropped: dict[str, int]) -> int:
@@ -224,16 +246,29 @@ def test_wait_reason_of_outdated_rollouts_says_to_publish(tmp_path: Path) -> Non
 
 
 # ── what is trained is not biased ──────────────────────────────────────────────────────────────────────────────────
-@pytest.mark.parametrize(("waits", "low", "high"), [(True, 0.97, 1.03), (False, 0.0, 0.9)])
+@pytest.mark.parametrize(
+    ("waits", "parts", "low", "high"),
+    [(True, False, 0.97, 1.03), (True, True, 0.97, 1.03), (False, False, 0.0, 0.9), (False, True, 0.0, 0.9)],
+)
 def test_lengths_of_trained_prompts_match_those_asked_for_only_if_steps_wait(
-    tmp_path: Path, waits: bool, low: float, high: float
+    tmp_path: Path, waits: bool, parts: bool, low: float, high: float
 ) -> None:
     """Answers are log-normal, sigma 1, 65 % of the variance the prompt's; the trainer is as fast as half of them."""
     biases = []
     for seed in range(3):
         median, length = _long_tailed(seed)
         setting = Setting(
-            staleness=2, waits=waits, groups=8, size=4, ahead=2, step_ticks=6, longest=80, fetch_chance=1.0, segment=1
+            staleness=2,
+            waits=waits,
+            groups=8,
+            size=4,
+            ahead=2,
+            step_ticks=1 if parts else 6,
+            longest=80,
+            fetch_chance=1.0,
+            segment=1,
+            parts=float(parts),
+            max_part_bytes=2**20,
         )
         run = VirtualRun(tmp_path / f"{seed}", setting, seed, length)
         while run.bound() < 40:

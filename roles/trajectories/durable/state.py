@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 
 from msgspec import Struct
 
-from ...core.types import Incarnation, ReplicaId
+from ....core.types import Incarnation, ReplicaId
+from ..types import Item, PackedBatch, PackedPart, PackedTrajectory, Score, ToScore
 from .records import (
     FORMAT,
     Binding,
@@ -21,6 +23,7 @@ from .records import (
     LogFormatError,
     Metrics,
     PackedSegment,
+    Part,
     Record,
     ScoresRecorded,
     SegmentsAppended,
@@ -29,7 +32,6 @@ from .records import (
     unpack,
     unpack_tokens,
 )
-from .types import Item, PackedBatch, PackedTrajectory, Score, ToScore
 
 METRICS_RETAINED_STEPS = 4096
 """Number of newest steps whose metrics are kept for a manager that is not running: at 10 s per step, eleven hours, in a
@@ -61,7 +63,7 @@ class Group(Struct, eq=False):
     unscored: int = 0
     """Number of trajectories of the group without a score."""
     bound: int | None = None
-    """Training step that the group is bound to."""
+    """Training step that the group, or a part with the group, is bound to."""
     oldest: int | None = None
     """Training step of the oldest weights that sampled a token of the group; None before the first token."""
 
@@ -80,9 +82,13 @@ class State:
         self.groups: dict[int, Group] = {}
         self.trajectories: dict[int, TrajectoryState] = {}
         self.bindings: dict[int, Binding] = {}
+        self.parts: dict[int, list[Part]] = {}
+        """Parts of the steps that were bound in parts, by step. A step without a binding lacks groups."""
         self.commitments: dict[int, StepCommitted] = {}
         self.metrics: dict[int, dict[str, float]] = {}
         """Metrics of the newest steps, by step."""
+        self.unbound = 0
+        """Number of groups that no step or part has."""
         self.committed = 0
         """Newest committed step; 0 before the first commit, since steps are numbered from 1."""
         self.fences: dict[ReplicaId, int] = {}
@@ -105,10 +111,12 @@ class State:
                     track.group.unscored -= 1
             case GroupCreated():
                 self._create_group(record)
+            case Part(number, groups=groups):
+                self.parts.setdefault(number, []).append(record)
+                self._mark_bound(number, groups)
             case Binding(number, groups):
                 self.bindings[number] = record
-                for group in groups:
-                    self.groups[group].bound = number
+                self._mark_bound(number, groups)
             case Metrics(number, metrics):
                 self.metrics[number] = metrics
                 self.metrics.pop(number - METRICS_RETAINED_STEPS, None)
@@ -119,7 +127,9 @@ class State:
             case GroupDropped(group, cause=cause):
                 self.stale += cause is DropCause.STALE
                 if group in self.groups:  # otherwise the record was only copied for the audit
-                    self.bindings.pop(self.groups[group].bound or 0, None)
+                    number = self.groups[group].bound or 0
+                    self.bindings.pop(number, None)
+                    self.parts.pop(number, None)
                     self._forget(group)
             case Fence(replica, oldest_allowed):
                 self.fences[replica] = oldest_allowed
@@ -135,6 +145,7 @@ class State:
         group = Group(created, unscored=created.size)
         group.trajectories = [TrajectoryState(i, group) for i in range(created.first, created.first + created.size)]
         self.groups[created.group] = group
+        self.unbound += 1
         self.trajectories.update((track.id, track) for track in group.trajectories)
         self.next_group = max(self.next_group, created.group + 1)
         self.next_trajectory = max(self.next_trajectory, created.first + created.size)
@@ -157,24 +168,43 @@ class State:
             for group in self.bindings.pop(old).groups:
                 self._forget(group)
             self.commitments.pop(old, None)
+            self.parts.pop(old, None)
 
-    def _forget(self, group: int) -> None:
-        for track in self.groups.pop(group).trajectories:
+    def _mark_bound(self, number: int, groups: Iterable[int]) -> None:
+        for group in groups:
+            self.unbound -= self.groups[group].bound is None
+            self.groups[group].bound = number
+
+    def _forget(self, number: int) -> None:
+        group = self.groups.pop(number)
+        self.unbound -= group.bound is None
+        for track in group.trajectories:
             del self.trajectories[track.id]
 
     @property
     def latest(self) -> int:
-        """Newest bound step, or the newest committed step if no step is bound."""
+        """Newest step that is bound completely, or the newest committed step if no step is bound."""
         return max(self.bindings, default=self.committed)
 
     @property
-    def max_age(self) -> int:
-        """Age, in weight versions, of the oldest token of all steps up to the latest.
+    def open_parts(self) -> Sequence[Part]:
+        """Parts of the open step: the step after the latest, which may have parts already."""
+        return self.parts.get(self.latest + 1, ())
 
-        Each binding records the maximum over itself and all earlier bindings, and the binding of the newest committed
-        step is always retained.
+    def lacking(self, groups_per_batch: int) -> int:
+        """Return how many groups the open step lacks; a step without parts lacks ``groups_per_batch`` groups."""
+        parts = self.open_parts
+        return parts[-1].lacking if parts else groups_per_batch
+
+    @property
+    def max_age(self) -> int:
+        """Age, in weight versions, of the oldest token of everything that is bound.
+
+        Each binding and each part records the maximum over itself and everything that was bound before, and the binding
+        of the newest committed step is always retained.
         """
-        return max((binding.max_age for binding in self.bindings.values()), default=0)
+        bound: list[Binding | Part] = [*self.bindings.values(), *self.open_parts]
+        return max((record.max_age for record in bound), default=0)
 
     def head(self) -> Head:
         """Return the first record of a log that describes this state."""
@@ -193,8 +223,10 @@ class State:
                 yield ScoresRecorded(scores)
         for number, metrics in self.metrics.items():
             yield Metrics(number, metrics)
-        for number in sorted(self.bindings):
-            yield self.bindings[number]
+        for number in sorted(self.bindings.keys() | self.parts.keys()):
+            yield from self.parts.get(number, ())
+            if number in self.bindings:
+                yield self.bindings[number]
             if number in self.commitments:
                 yield self.commitments[number]
 
@@ -221,30 +253,107 @@ class State:
         ends |= {t for t in finished if t not in lost and not self.trajectories[t].finished}
         return new, ends
 
-    def bind(self, number: int, groups: tuple[int, ...]) -> Binding:
-        """Return the record that binds groups to a step.
+    # ── binding ────────────────────────────────────────────────────────────────────────────────────────────────────
+    def binding(self, number: int, groups: tuple[int, ...]) -> Binding:
+        """Return the record that binds groups to a step as a whole.
 
         Its digest covers every token, log-probability, version and score that the step will train on.
         """
         tracks = self._trajectories_of(groups)
-        content_hash = hashlib.sha256(str(number).encode())
-        for track in tracks:
-            content_hash.update(encode((track.id, track.group.created.prompt, track.segments, track.score)))
-        oldest = (self.groups[group].oldest for group in groups)
-        ages = [number - 1 - step for step in oldest if step is not None]
-        return Binding(number, groups, len(tracks), content_hash.hexdigest(), self.stale, max([self.max_age, *ages]))
+        ages = _ages(number, tracks)
+        digest = _digest(str(number), tracks)
+        return Binding(number, groups, len(tracks), digest, self.stale, max([self.max_age, *ages]), ages)
+
+    def next_part(self, groups: tuple[int, ...], lacking: int) -> Part:
+        """Return the record of the next part of the open step, which lacks ``lacking`` groups after it.
+
+        Its digest covers what the digest of a binding covers, and the digest of the part before.
+        """
+        number, before = self.latest + 1, self.open_parts
+        tracks = self._trajectories_of(groups)
+        ages = _ages(number, tracks)
+        digest = _digest(f"{number} {len(before)} {before[-1].digest if before else ''}", tracks)
+        max_age = max([self.max_age, *ages])
+        return Part(number, len(before), groups, len(tracks), digest, lacking, self.stale, max_age, ages)
+
+    def binding_of_parts(self) -> Binding:
+        """Return the record that binds the open step, whose parts are complete."""
+        parts = self.open_parts
+        ages: Counter[int] = Counter()
+        for part in parts:
+            ages.update(part.ages)
+        groups = tuple(group for part in parts for group in part.groups)
+        last, count = parts[-1], sum(part.trajectories for part in parts)
+        return Binding(last.number, groups, count, last.digest, last.stale, last.max_age, dict(ages))
 
     def batch(self, number: int) -> PackedBatch:
         """Return the batch of a bound step."""
         binding = self.bindings[number]
-        prompts = tuple(self.groups[group].created.prompt for group in binding.groups)
-        trajectories = tuple(as_packed(track) for track in self._trajectories_of(binding.groups))
+        prompts, trajectories = self._packed(binding.groups)
         return PackedBatch(
             number, binding.groups, binding.digest, prompts, trajectories, binding.stale, binding.max_age
         )
 
+    def parts_of(self, number: int) -> Sequence[Part]:
+        """Return the parts of a step; a step that was bound as a whole counts as one part."""
+        if (parts := self.parts.get(number)) is not None:
+            return parts
+        if (one := self.bindings.get(number)) is None:
+            return ()
+        return (Part(number, 0, one.groups, one.trajectories, one.digest, 0, one.stale, one.max_age, one.ages),)
+
+    def part(self, number: int, index: int) -> PackedPart:
+        """Return a part of a step."""
+        part = self.parts_of(number)[index]
+        prompts, trajectories = self._packed(part.groups)
+        is_last = not part.lacking
+        return PackedPart(
+            number, index, part.groups, part.digest, prompts, trajectories, is_last, part.stale, part.max_age
+        )
+
+    def message_bytes(self, group: int) -> int:
+        """Return an upper bound of the bytes that a complete group takes in a batch or part."""
+        tracks = self.groups[group].trajectories
+        runs = sum(sum(1 for _ in groupby(track.segments, _version)) for track in tracks)
+        tokens = sum(track.length for track in tracks)
+        prompt = len(self.groups[group].created.prompt)
+        return prompt + _TOKEN_BYTES * tokens + _RUN_BYTES * runs + _TRAJECTORY_BYTES * (len(tracks) + 1)
+
+    def _packed(self, groups: tuple[int, ...]) -> tuple[tuple[bytes, ...], tuple[PackedTrajectory, ...]]:
+        prompts = tuple(self.groups[group].created.prompt for group in groups)
+        return prompts, tuple(as_packed(track) for track in self._trajectories_of(groups))
+
     def _trajectories_of(self, groups: Iterable[int]) -> list[TrajectoryState]:
         return [track for group in groups for track in self.groups[group].trajectories]
+
+
+_TOKEN_BYTES = 8
+"""Bytes of a token in a message: its id and its log-probability."""
+_RUN_BYTES = 28
+"""Upper bound of the bytes of one run of tokens in a message: three integers of up to 9 bytes, and their header."""
+_TRAJECTORY_BYTES = 64
+"""Upper bound of the further bytes of a trajectory in a message (numbers, scores and headers), and of those of a group
+beside its prompt."""
+
+
+def _digest(place: str, tracks: Iterable[TrajectoryState]) -> str:
+    content_hash = hashlib.sha256(place.encode())
+    for track in tracks:
+        content_hash.update(encode((track.id, track.group.created.prompt, track.segments, track.score)))
+    return content_hash.hexdigest()
+
+
+def _ages(number: int, tracks: Iterable[TrajectoryState]) -> dict[int, int]:
+    """Return the number of tokens of trajectories by their age at step ``number``."""
+    ages: Counter[int] = Counter()
+    for track in tracks:
+        for segment in track.segments:
+            ages[number - 1 - segment.step] += segment.end - segment.offset
+    return dict(ages)
+
+
+def _version(segment: PackedSegment) -> tuple[int, int]:
+    return segment.step, segment.incarnation
 
 
 # ── as other processes receive them ────────────────────────────────────────────────────────────────────────────────
@@ -265,7 +374,7 @@ def as_packed(track: TrajectoryState) -> PackedTrajectory:
         logprobs=b"".join(segment.logprobs for segment in track.segments),
         runs=tuple(
             (sum(segment.end - segment.offset for segment in segments), *version)
-            for version, segments in groupby(track.segments, lambda segment: (segment.step, segment.incarnation))
+            for version, segments in groupby(track.segments, _version)
         ),
         reward=track.score.reward,
         training=track.score.training,

@@ -10,15 +10,16 @@ from __future__ import annotations
 import math
 from array import array
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
+from itertools import islice
 from typing import Any
 
 import msgspec
 from msgspec import Struct
 
-from ...core.types import Incarnation, ReplicaId, Version
-from .types import Score, Segment
+from ....core.types import Incarnation, ReplicaId, Version
+from ..types import Score, Segment
 
 FORMAT = 2
 """Format number of the log. Format 2 renamed the record tags; a log of any other format is refused."""
@@ -95,10 +96,33 @@ class GroupDropped(Struct, frozen=True, tag="group_dropped", array_like=True):
     cause: DropCause = DropCause.OTHER
 
 
+class Part(Struct, frozen=True, tag="part", array_like=True):
+    """The choice of some groups of step ``number``, which never changes; parts are numbered from 0 by ``index``.
+
+    ``trajectories`` is how many trajectories the groups have. ``digest`` covers their content and the digest of the
+    part before.
+    """
+
+    number: int
+    index: int
+    groups: tuple[int, ...]
+    trajectories: int
+    digest: str
+    lacking: int
+    """Number of groups that the step lacks after this part; 0 for its last part, which a :class:`Binding` follows."""
+    stale: int
+    """Number of groups that the run had dropped as stale before this part."""
+    max_age: int
+    """Age, in weight versions, of the oldest token of this part and everything that was bound before it."""
+    ages: dict[int, int]
+    """Number of tokens of the part by their age in weight versions."""
+
+
 class Binding(Struct, frozen=True, tag="binding", array_like=True):
     """The choice of the groups that step ``number`` trains, which never changes.
 
-    ``trajectories`` is how many trajectories the groups have. ``digest`` covers their content.
+    ``trajectories`` is how many trajectories the groups have. ``digest`` covers their content; if the step was bound in
+    parts, it is the digest of the last part.
     """
 
     number: int
@@ -109,6 +133,8 @@ class Binding(Struct, frozen=True, tag="binding", array_like=True):
     """Number of groups that the run had dropped as stale before this binding."""
     max_age: int = 0
     """Age, in weight versions, of the oldest token of this binding and all earlier ones of the run."""
+    ages: dict[int, int] = {}
+    """Number of tokens of the step by their age in weight versions; empty in the log of an older version of rrl."""
 
 
 class BindingRetired(Struct, frozen=True, tag="binding_retired", array_like=True):
@@ -117,6 +143,10 @@ class BindingRetired(Struct, frozen=True, tag="binding_retired", array_like=True
     number: int
     groups: tuple[int, ...]
     trajectories: int
+    ages: dict[int, int] = {}
+    """As in :class:`Binding`."""
+    parts: tuple[int, ...] = ()
+    """Number of groups of each part; empty if the step was bound as a whole."""
 
 
 class StepCommitted(Struct, frozen=True, tag="step_committed", array_like=True):
@@ -148,6 +178,7 @@ Record = (
     | SegmentsAppended
     | ScoresRecorded
     | GroupDropped
+    | Part
     | Binding
     | BindingRetired
     | Metrics
@@ -208,7 +239,8 @@ def unpack(packed: PackedSegment) -> Segment:
 class Audit(Struct, frozen=True):
     """The number of trajectories for each fate: trained, dropped or still open.
 
-    The store is consistent if ``made == trained + sum(dropped.values()) + open`` and no group is in two steps.
+    The store is consistent if ``made == trained + sum(dropped.values()) + open``, no group is in two steps, and the
+    groups of a step that was bound in parts are those of its parts.
     """
 
     made: int
@@ -223,9 +255,14 @@ class Audit(Struct, frozen=True):
     committed: int
     """Newest committed step; 0 before the first commit."""
     steps: dict[int, tuple[int, ...]]
-    """Groups of every step that was ever bound, including uncommitted steps."""
+    """Groups of every step that was ever bound completely, including uncommitted steps."""
     max_age: int = 0
     """Age, in weight versions, of the oldest token in committed steps."""
+    parts: dict[int, tuple[tuple[int, ...], ...]] = {}
+    """Groups of each part, of every step that was ever bound in parts; the newest step may lack groups."""
+    ages: dict[int, int] = {}
+    """Number of tokens in committed steps by their age in weight versions. Steps whose tokens were deleted by a version
+    of rrl that did not count them are missing."""
 
 
 def audit(records: Iterable[Record]) -> Audit:
@@ -233,7 +270,10 @@ def audit(records: Iterable[Record]) -> Audit:
     made = committed = stale = 0
     sizes: dict[int, int] = {}
     steps: dict[int, tuple[int, ...]] = {}
-    ages: dict[int, int] = {}
+    parts: dict[int, tuple[tuple[int, ...], ...]] = {}
+    tokens = _TokenCounts()
+    ages: dict[int, Mapping[int, int]] = {}
+    max_ages: dict[int, int] = {}
     in_step: Counter[int] = Counter()
     dropped: Counter[str] = Counter()
     for record in records:
@@ -243,12 +283,20 @@ def audit(records: Iterable[Record]) -> Audit:
             case GroupCreated(group, first, size):
                 sizes[group] = size
                 made = max(made, first + size)
-            case Binding(number, groups, trajectories) | BindingRetired(number, groups, trajectories):
+                tokens.add_group(record)
+            case SegmentsAppended(segments=segments):
+                tokens.add_segments(segments)
+            case Part(number, index, groups):
+                parts[number] = (*parts.get(number, ())[:index], groups)
+            case Binding(number, groups, trajectories):
                 steps[number], in_step[number] = groups, trajectories
-                if isinstance(record, BindingRetired):
-                    committed = max(committed, number)
-                else:
-                    ages[number] = record.max_age
+                ages[number], max_ages[number] = tokens.ages(number, groups), record.max_age
+            case BindingRetired(number, groups, trajectories, recorded_ages, part_sizes):
+                steps[number], in_step[number], ages[number] = groups, trajectories, recorded_ages
+                if part_sizes:
+                    left = iter(groups)
+                    parts[number] = tuple(tuple(islice(left, size)) for size in part_sizes)
+                committed = max(committed, number)
             case StepCommitted(number):
                 committed = max(committed, number)
             case GroupDropped(group, trajectories, reason, cause):
@@ -257,6 +305,8 @@ def audit(records: Iterable[Record]) -> Audit:
                 stale += trajectories if cause is DropCause.STALE else 0
                 for number in [n for n in steps if n > committed and group in steps[n]]:
                     del steps[number]
+                for number in [n for n in parts if n > committed and any(group in part for part in parts[n])]:
+                    del parts[number]
             case _:
                 pass
     for number, groups in steps.items():
@@ -264,5 +314,35 @@ def audit(records: Iterable[Record]) -> Audit:
             for group in groups:
                 sizes.pop(group, None)
     trained = sum(count for number, count in in_step.items() if number <= committed)
-    max_age = max((age for number, age in ages.items() if number <= committed), default=0)
-    return Audit(made, trained, dict(dropped), stale, sum(sizes.values()), committed, steps, max_age)
+    trained_ages: Counter[int] = Counter()
+    for number, counts in ages.items():
+        if number <= committed:
+            trained_ages.update(counts)
+    max_age = max([*trained_ages, *(age for number, age in max_ages.items() if number <= committed)], default=0)
+    return Audit(made, trained, dict(dropped), stale, sum(sizes.values()), committed, steps, max_age, parts,
+                 dict(sorted(trained_ages.items())))  # fmt: skip
+
+
+class _TokenCounts:
+    """Counts the tokens of each trajectory by the training step of the weights that sampled them."""
+
+    def __init__(self) -> None:
+        self._trajectories: dict[int, range] = {}
+        self._tokens: dict[int, Counter[int]] = {}
+
+    def add_group(self, created: GroupCreated) -> None:
+        self._trajectories[created.group] = range(created.first, created.first + created.size)
+
+    def add_segments(self, segments: Iterable[PackedSegment]) -> None:
+        for segment in segments:
+            count = self._tokens.setdefault(segment.trajectory, Counter())
+            count[segment.step] += segment.end - segment.offset
+
+    def ages(self, number: int, groups: Iterable[int]) -> Counter[int]:
+        """Return the number of tokens by their age at step ``number``."""
+        ages: Counter[int] = Counter()
+        for group in groups:
+            for trajectory in self._trajectories[group]:
+                for step, count in self._tokens.get(trajectory, {}).items():
+                    ages[number - 1 - step] += count
+        return ages

@@ -21,8 +21,19 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from ...core.run_dir import sync
-from .records import Audit, Binding, BindingRetired, GroupDropped, LogFormatError, Record, audit, decode, encode
+from ....core.run_dir import sync
+from .records import (
+    Audit,
+    Binding,
+    BindingRetired,
+    GroupDropped,
+    LogFormatError,
+    Part,
+    Record,
+    audit,
+    decode,
+    encode,
+)
 from .state import State
 
 _HEADER = struct.Struct("<4sIII")
@@ -272,12 +283,15 @@ class DurableState:
         self._rewritten = self._log.size
 
     def _history(self, past: Iterable[Record]) -> Iterator[Record]:
+        parts: dict[int, tuple[int, ...]] = {}
         for record in past:
             match record:
                 case BindingRetired() | GroupDropped():
                     yield record
+                case Part(number, index, groups):
+                    parts[number] = (*parts.get(number, ())[:index], len(groups))
                 case Binding(number, groups, trajectories) if number <= self.state.committed - _RETAINED_STEPS:
-                    yield BindingRetired(number, groups, trajectories)
+                    yield BindingRetired(number, groups, trajectories, record.ages, parts.get(number, ()))
 
     def audit(self) -> Audit:
         """Compute the audit from the durable records."""

@@ -1,0 +1,215 @@
+"""How complete groups are bound to steps, as a whole or in parts, and how steps are committed.
+
+The rules on a batch are numbered as in docs/architecture.md, "Exactly once". The *open step* is the one after the
+newest step that is bound completely. It may have parts already: a trainer that does not wait for whole batches requests
+part 0, 1, … of the step, and each request takes the groups that are complete at that time. So the pace of the trainer
+determines where a step is cut. A part never changes, and neither does the number of groups of a step that has parts.
+"""
+
+from __future__ import annotations
+
+from heapq import heapify, heappop, heappush
+from math import ceil
+from typing import Any
+
+from ...core.types import Incarnation
+from .durable.log import DurableState
+from .durable.records import Metrics, StepCommitted
+from .durable.state import Group
+from .leases import Leases
+from .staleness import StalenessLimit
+from .types import Denied, Done, NotReady
+
+PARTS_PER_STEP = 8
+"""Number of parts that a step is cut into at most, unless the size of a part is set or messages are too small."""
+
+
+class Bindings:
+    """The complete groups that no step trains yet, and the rules by which they are bound.
+
+    Args:
+        durable: State and log of the store.
+        staleness: Limit on the age of tokens.
+        groups_per_batch: Number of groups that a step trains.
+        groups_per_part: Number of groups that a part has at least, except for the last part of a step; None for an
+            eighth of a step.
+        max_part_bytes: Size of a part in bytes above which the part is cut into two. A part of one group is never cut.
+        keep_uncommitted: Maximum number of finished, uncommitted steps besides the step that the trainer works on.
+    """
+
+    def __init__(
+        self, durable: DurableState, staleness: StalenessLimit, *, groups_per_batch: int, groups_per_part: int | None,
+        max_part_bytes: int, keep_uncommitted: int,
+    ) -> None:  # fmt: skip
+        self._durable = durable
+        self._state = durable.state
+        self._staleness = staleness
+        self._per_batch = groups_per_batch
+        self._per_part = max(1, min(groups_per_part or ceil(groups_per_batch / PARTS_PER_STEP), groups_per_batch))
+        self._max_part_bytes = max_part_bytes
+        self._keep_uncommitted = keep_uncommitted
+        self._ready: list[tuple[float, int]] = []
+        """(step of the weights that the group was begun with, group) of every complete group that is not bound."""
+        self._complete_open_step()  # a crash may have prevented the binding after the last part
+
+    # ── complete groups ────────────────────────────────────────────────────────────────────────────────────────────
+    def rebuild(self) -> None:
+        """Build the queue of complete groups from the state."""
+        groups = self._state.groups.values()
+        self._ready = [self._entry(group) for group in groups if group.bound is None and not group.unscored]
+        heapify(self._ready)
+
+    def add(self, group: Group) -> None:
+        """Add a group that has become complete."""
+        heappush(self._ready, self._entry(group))
+
+    def remove(self, group: Group) -> None:
+        """Remove a complete group that is dropped."""
+        self._ready.remove(self._entry(group))
+        heapify(self._ready)
+
+    def _entry(self, group: Group) -> tuple[float, int]:
+        return self._staleness.begun_with(group), group.created.group
+
+    @property
+    def lacking(self) -> int:
+        """Number of groups that the open step lacks."""
+        return self._state.lacking(self._per_batch)
+
+    # ── binding ────────────────────────────────────────────────────────────────────────────────────────────────────
+    def bind(self, number: int) -> NotReady | Denied | None:
+        """Bind to step ``number`` all groups that it lacks: the complete groups that expire first.
+
+        A group expires with the last step that its oldest token allows (:mod:`.staleness`). Returns None if the step is
+        bound completely now or was already, and Denied if ``number`` is not the next step. Returns NotReady while too
+        many bound steps are uncommitted, while too few groups are complete, or, with ``wait_for_late``, while the
+        binding would let an incomplete group miss its last step.
+        """
+        if number in self._state.bindings:
+            return None
+        if rejection := self._check_open(number):
+            return rejection
+        lacking = self.lacking
+        if self._bindable() < lacking:
+            return NotReady()
+        groups = self._take(lacking)
+        if len(groups) == lacking and not self._state.open_parts:
+            self._durable.write(self._state.binding(number, groups))
+            return None
+        self._write_part(groups)
+        while number not in self._state.bindings:
+            self._write_part(self._take(self.lacking))
+        return None
+
+    def bind_part(self, number: int, index: int) -> NotReady | Denied | None:
+        """Bind the next part of step ``number``, unless part ``index`` exists.
+
+        The part gets all complete groups that may be bound, as :meth:`bind` orders them, but not more than fit into a
+        message. Returns None if the part exists now or did already, and Denied if ``index`` is not the next part of the
+        open step. Returns NotReady in the cases of :meth:`bind`, where fewer groups suffice.
+        """
+        count = len(self._state.parts_of(number))
+        if index in range(count):
+            return None
+        if number in self._state.bindings:
+            return Denied(f"part {index} of step {number} does not exist: the step has {count} parts")
+        if rejection := self._check_open(number):
+            return rejection
+        if index != count:
+            return Denied(f"part {index} is out of order: step {number} has {count} parts so far")
+        at_most = min(self._bindable(), self.lacking)
+        if at_most < self._least(index):
+            return NotReady()
+        self._write_part(self._take(at_most))
+        return None
+
+    def _check_open(self, number: int) -> NotReady | Denied | None:
+        """Return why no group can be bound to step ``number`` whatever groups are complete, or None."""
+        committed, latest = self._state.committed, self._state.latest
+        if number != latest + 1:
+            return Denied(f"batch {number} is out of order: step {committed} is committed, step {latest} bound last")
+        return NotReady() if latest - committed > self._keep_uncommitted else None
+
+    def _bindable(self) -> int:
+        """Return how many complete groups may be bound to the open step now; the step may lack fewer."""
+        return int(min(len(self._ready), self._staleness.bindable()))
+
+    def _least(self, index: int | None) -> int:
+        """Return how many groups are bound at least by a request for a part, or (None) for the batch."""
+        return self.lacking if index is None else min(self._per_part, self.lacking)
+
+    def _take(self, at_most: int) -> tuple[int, ...]:
+        """Remove from the queue up to ``at_most`` groups that fit into one message, at least one group."""
+        groups: list[int] = []
+        left = self._max_part_bytes
+        while len(groups) < at_most:
+            group = self._ready[0][1]
+            left -= self._state.message_bytes(group)
+            if groups and left < 0:
+                break
+            heappop(self._ready)
+            self._staleness.forget(self._state.groups[group], complete=True)
+            groups.append(group)
+        return tuple(groups)
+
+    def _write_part(self, groups: tuple[int, ...]) -> None:
+        self._durable.write(self._state.next_part(groups, self.lacking - len(groups)))
+        self._complete_open_step()
+
+    def _complete_open_step(self) -> None:
+        if (parts := self._state.open_parts) and not parts[-1].lacking:
+            self._durable.write(self._state.binding_of_parts())
+
+    def wait_reason(
+        self, number: int, index: int | None, holders: Leases, newest_weights: int | None
+    ) -> str | None:  # fmt: skip
+        """Return a text for people that says why batch ``number`` cannot be bound yet, or None if it can be bound.
+
+        Args:
+            number: Step that the trainer requested.
+            index: Part of the step that the trainer requested; None for the batch.
+            holders: The leases of the rollouts.
+            newest_weights: Step of the newest weights that a rollout has; None if it is not known.
+        """
+        if number in self._state.bindings or (index is not None and index < len(self._state.open_parts)):
+            return None
+        if self._state.latest - self._state.committed > self._keep_uncommitted:
+            return f"the trainer waits for the commit of step {self._state.committed + 1}"
+        least = self._least(index)
+        missing = least - len(self._ready)
+        if (weights := self._staleness.blocking_weights(least)) is not None:
+            is_any_welcome = index is not None and missing > 0
+            if not is_any_welcome or len(self._staleness.incomplete(weights)) <= self.lacking:
+                return f"the trainer waits for {self._staleness.describe(weights, holders.holder)}"
+        elif missing <= 0:
+            return None
+        oldest = self._staleness.oldest_allowed
+        if oldest is not None and newest_weights is not None and newest_weights < oldest:
+            return (
+                f"the trainer waits for step {number}, the rollouts for weights newer than step {newest_weights}'s: the"
+                f" trainer must publish at least once in {self._staleness.publish_every} steps"
+            )
+        bound = sum(len(part.groups) for part in self._state.open_parts)
+        rest = f" (bound already: {bound})" if bound else ""
+        return f"the trainer waits for {missing} more of the {bound + self.lacking} groups of step {number}{rest}"
+
+    # ── committing ─────────────────────────────────────────────────────────────────────────────────────────────────
+    def commit(
+        self, incarnation: Incarnation, number: int, manifest: dict[str, Any], digest: str, metrics: dict[str, float]
+    ) -> Done | Denied:  # fmt: skip
+        """Commit checkpoint and consumption of step ``number`` in one record (rule 4); may be repeated.
+
+        The metrics are written before the commit: metrics of an uncommitted step are never read.
+        """
+        before, binding = self._state.commitments.get(number), self._state.bindings.get(number)
+        if number <= self._state.committed:
+            if before and before.digest == digest and before.manifest == manifest:
+                return Done()
+            return Denied(f"step {number} was committed with another manifest or digest")
+        if number != self._state.committed + 1 or binding is None:
+            return Denied(f"commit of step {number} is out of order: step {self._state.committed} was committed last")
+        if digest != binding.digest:
+            return Denied(f"step {number} is bound to the batch {binding.digest}, not to the batch {digest}")
+        self._durable.write(Metrics(number, metrics))
+        self._durable.write(StepCommitted(number, incarnation, manifest, digest))
+        return Done()

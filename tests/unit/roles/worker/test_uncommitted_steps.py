@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from rrl.roles.trajectories.types import PackedPart, PackedTrajectory
+from rrl.roles.worker.uncommitted_steps import UncommittedSteps
+
+
+def _trajectory(reward: float, *runs: tuple[int, int]) -> PackedTrajectory:
+    """A trajectory; ``runs``: numbers of tokens and the steps of the weights that sampled them."""
+    return PackedTrajectory(0, 0, b"", b"", tuple((count, step, 1) for count, step in runs), reward, reward)
+
+
+FIRST = PackedPart(9, 0, (4,), "first", (b"",), (_trajectory(1.0, (3, 8)), _trajectory(0.0, (2, 8))), False, 0, 2)
+SECOND = PackedPart(9, 1, (2, 3), "second", (b"", b""), (_trajectory(0.5, (1, 8), (4, 5)), _trajectory(1.0, (1, 6))),
+                    True, 6, 3)  # fmt: skip
+
+
+def test_metrics_of_a_step_are_those_of_all_its_parts() -> None:
+    steps = UncommittedSteps(4)
+    steps.add(FIRST)
+    steps.add(SECOND)
+    step = steps.get(9)
+    assert step.digest == "second"
+    ages = {"token_age_p50": 0.0, "token_age_max": 3.0, "token_age_run_max": 3.0}
+    assert step.metrics == {
+        "reward": 0.625, "parts": 2.0, **ages, "stale_groups": 6.0, "stale_share": 6 / (6 + 9 * 3),
+    }  # fmt: skip
+    whole = UncommittedSteps(4)
+    every = FIRST.trajectories + SECOND.trajectories
+    whole.add(msgspec.structs.replace(SECOND, index=0, groups=(4, 2, 3), trajectories=every))
+    assert whole.get(9).metrics == {**step.metrics, "parts": 1.0}
+
+
+def test_step_without_its_last_part_cannot_be_committed() -> None:
+    steps = UncommittedSteps(None)
+    steps.add(FIRST)
+    with pytest.raises(ValueError, match=r"cannot commit step 9: it has no uncommitted batch; .* are \[\]"):
+        steps.get(9)
+    steps.add(SECOND)
+    assert steps.get(9).metrics.keys() == {"reward", "parts", "token_age_p50", "token_age_max", "token_age_run_max"}
+
+
+def test_parts_that_come_again_are_counted_once() -> None:
+    steps = UncommittedSteps(None)
+    for part in (FIRST, FIRST, SECOND):
+        steps.add(part)
+    assert steps.get(9).metrics["reward"] == 0.625
+
+
+def test_committed_steps_are_forgotten() -> None:
+    steps = UncommittedSteps(None)
+    for number in (7, 8, 9):
+        steps.add(msgspec.structs.replace(FIRST, number=number, last=True))
+    steps.remove_through(8)
+    assert steps.get(9).digest == "first"
+    with pytest.raises(ValueError, match=r"the uncommitted steps are \[9\]"):
+        steps.get(8)
