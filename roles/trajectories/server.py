@@ -271,7 +271,7 @@ class Server:
         self._arrived, self._parked = [], []
         answers: list[tuple[Incoming, Answer | msgspec.Raw]] = []
         encoded: dict[tuple[int, int | None], msgspec.Raw | Denied] = {}
-        for parked in _once(waiting):
+        for parked in _once(sorted(waiting, key=_precedence)):
             reply = self._answer(parked.incoming.message, encoded, now)
             if now < parked.until and reply in _EMPTY:
                 self._parked.append(parked)
@@ -333,6 +333,20 @@ class Server:
                     "the trainer waits for a batch, and the rollouts wait for newer weights: with [sampling]"
                     " staleness = N the trainer must publish at least once in N + 1 steps"
                 )
+
+
+def _precedence(parked: _Parked) -> int:
+    """Return the place of a request in its round: first requests that may make others possible, then these others.
+
+    A part is then bound in the round in which its last score arrives, and new work is leased in the same round.
+    """
+    match parked.incoming.message:
+        case LeaseWork() | LeaseScoring():
+            return 2
+        case GetBatch() | GetPart():
+            return 1
+        case _:
+            return 0
 
 
 def _once(waiting: Iterable[_Parked]) -> Iterator[_Parked]:

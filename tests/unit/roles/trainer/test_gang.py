@@ -48,9 +48,11 @@ def test_only_rank_0_requests_the_batch_and_each_member_gets_its_share(
     asked: list[tuple[Incarnation, int]] = []
     bind = Store.bind
 
-    def counted(store: Store, incarnation: Incarnation, number: int) -> NotReady | Denied | None:
+    def counted(
+        store: Store, incarnation: Incarnation, number: int, index: int | None = None
+    ) -> NotReady | Denied | None:
         asked.append((incarnation, number))
-        return bind(store, incarnation, number)
+        return bind(store, incarnation, number, index)
 
     monkeypatch.setattr(Store, "bind", counted)
 

@@ -438,7 +438,7 @@ def _decoded(reply: Answer) -> Answer:
 def test_request_for_a_part_waits_until_a_group_is_complete(tmp_path: Path) -> None:
     async def play(store: Store, server: Server, script: Script) -> None:
         lease(store)
-        script.send_request(1, GetPart(TRAINER, 1, 0, wait=DEADLINE))
+        script.send_request(1, GetPart(TRAINER, 1, 0, wait=math.inf))
         await script.until(lambda: bool(server._parked))
         assert script.replies == {}
         script.send_request(2, Append(ROLLOUT, tuple(segment(t) for t in range(GROUP)), tuple(range(GROUP))))
