@@ -24,6 +24,7 @@ from rrl.tests.support.roles.worker_scene import Manager, Scene, play
 from rrl.transport.messages import (
     AdmissionRequest,
     Admitted,
+    ClockReport,
     Committed,
     Fenced,
     FirstWorkDone,
@@ -146,6 +147,26 @@ def test_promotion_skips_no_heartbeat_and_none_has_the_old_incarnation_afterward
             assert isinstance(first, Hello), (
                 "the first message must be a Hello, not a heartbeat of an unknown incarnation"
             )
+            await manager.stop(MEMBER)
+            await role.end()
+
+    play(story)
+
+
+def test_clock_of_a_promoted_process_begins_with_its_promotion(scene: Scene) -> None:
+    async def story() -> None:
+        me = standby_worker(scene)
+        async with scene.manager() as manager:
+            role = scene.start(me, lambda: me.stopping.wait(TIMEOUT_S))
+            for _ in range(3):
+                manager.received.clear()
+                await manager.wait_for(Heartbeat)
+            began = me._connection.status.read_clock().began
+            await manager.send(STANDBY_PROCESS, promotion(scene))
+            report = await manager.wait_for(ClockReport)
+            assert report.incarnation == MEMBER
+            assert report.clock.began > began
+            assert {time.phase for time in report.clock.times} <= {"starting"}
             await manager.stop(MEMBER)
             await role.end()
 
