@@ -21,8 +21,8 @@ RECORD_INTERVAL_S = 60.0
 COMMIT_RECORD_INTERVAL_S = 5.0
 """Least number of seconds between two records with commits, as short as the interval of the reports."""
 RECORD_INTERVAL_PER_REPLICA_S = 0.05
-"""Seconds by which each reading in a record delays the next record with a commit. A reading takes about 150 bytes, so
-that the records take at most 3 kB/s, however many replicas a run has."""
+"""Seconds by which each reading in a record delays the next record with a commit. A reading of ten
+entries takes 280 bytes, so that the records take less than 6 kB/s, however many replicas a run has."""
 MAX_NAME_CHARS = 40
 """Greatest number of characters that are kept of the name of a phase or of an idle cause."""
 
