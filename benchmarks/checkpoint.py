@@ -19,6 +19,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -57,6 +58,9 @@ OWN_MEMORY, AGENT_MEMORY = "own memory", "agent's memory"
 
 class StandInWorker(SimpleNamespace):
     """The part of :class:`rrl.Worker` that a saver needs. A commit only records the size of the checkpoint."""
+
+    def idle(self, cause: str) -> AbstractContextManager[object]:
+        return nullcontext()
 
     def checkpoint_dir(self, number: int) -> Path:
         return fresh_folder(self.run_dir.checkpoints, number, 1)

@@ -31,6 +31,9 @@ class Phase(Struct, frozen=True):
     """True if the GPU must not be idle during the phase."""
     waits_for: str | None = None
     """Role that the phase waits for: a stall is attributed to the end of the chain of waiting replicas."""
+    idle_cause: str = ""
+    """What a replica in this phase waits for, for people: its time in the phase counts as idle. Empty: the replica
+    works, unless it names what it waits for."""
     own_work: bool = False
     """True if a replica may also do work of its own in a phase that waits for a role: missing progress then means
     nothing before the deadline."""
@@ -55,10 +58,12 @@ _ALL = (
     Phase("starting", uses_storage=True, longest=600.0, colour="cyan"),
     # outside of every phase that the role names: usually short, but it may contain an evaluation
     Phase("between", shortest=600.0, longest=6 * _HOUR, colour="bright_black"),
-    Phase("loading_weights", waits_for="trainer", own_work=True, uses_storage=True, colour="cyan"),
-    Phase("wait_weights", waits_for="trainer", colour="yellow"),
-    Phase("wait_work", waits_for="trajectories", useful=True, colour="bright_black"),
-    Phase("wait_data", waits_for="rollout", useful=True, colour="bright_black"),
+    Phase(
+        "loading_weights", waits_for="trainer", idle_cause="weights", own_work=True, uses_storage=True, colour="cyan"
+    ),
+    Phase("wait_weights", waits_for="trainer", idle_cause="weights", colour="yellow"),
+    Phase("wait_work", waits_for="trajectories", idle_cause="work", useful=True, colour="bright_black"),
+    Phase("wait_data", waits_for="rollout", idle_cause="rollouts", useful=True, colour="bright_black"),
     # tools take minutes; a rollout that supports the probe is judged by its reply long before this deadline
     # (health/detection/detectors/probing.py)
     Phase("generate", progresses=True, computes=True, useful=True, shortest=300.0, longest=_HOUR, colour="green"),
@@ -71,7 +76,7 @@ _ALL = (
     Phase("score", progresses=True, useful=True, shortest=300.0, longest=_HOUR, colour="green"),
     # the role itself reports what it waits for, so only time can show that the service never answers; judges that
     # limit their clients' rate make them wait for up to 14 min, and some of these waits follow each other directly
-    Phase(WAIT_EXTERNAL, useful=True, shortest=_HOUR, longest=_HOUR, colour="yellow"),
+    Phase(WAIT_EXTERNAL, idle_cause="external", useful=True, shortest=_HOUR, longest=_HOUR, colour="yellow"),
     # the store fsyncs to shared storage
     Phase("serve", uses_storage=True, useful=True, shortest=300.0, longest=inf, colour="green"),
     Phase(STANDBY, longest=inf, colour="bright_black"),
@@ -84,3 +89,37 @@ PHASES: dict[str, Phase] = {phase.name: phase for phase in _ALL}
 def phase(name: str) -> Phase:
     """Return the declared phase, or a phase without traits for an undeclared name."""
     return PHASES.get(name) or Phase(name)
+
+
+def idle_cause(name: str, waits_for: str | None) -> str:
+    """Return what a replica in phase ``name`` waits for, for people; empty if it works.
+
+    ``waits_for`` is the role or replica that the replica names itself, if any.
+    """
+    return phase(name).idle_cause or (waits_for or "").partition("/")[0]
+
+
+OTHER_PHASE = "other"
+"""Name under which a clock counts the phases beyond :data:`MAX_CLOCK_ENTRIES`."""
+MAX_CLOCK_ENTRIES = 32
+"""Greatest number of entries in the reading of a clock. A role may make up phase names; rrl's own roles use seven."""
+
+
+class PhaseTime(Struct, frozen=True, array_like=True):
+    """The time of processes in one phase, while they worked or waited for one cause."""
+
+    phase: str
+    idle_cause: str
+    """What the processes waited for; empty for time in which they worked."""
+    ns: int
+
+
+class ClockReading(Struct, frozen=True, array_like=True):
+    """Where the time of one process went since it joined the run. The times add up to its lifetime so far."""
+
+    began: int
+    """Time (ns, clock of the node since its boot) at which the process joined: it tells the processes of one
+    incarnation apart."""
+    done: int
+    """Units of work that the process reported as progress until now."""
+    times: tuple[PhaseTime, ...]

@@ -91,12 +91,10 @@ class Manager:
         self.leave_reason: str | None = None
         """Reason why this manager leaves before the run's end; None while it stays."""
         self._state: State | None = None
-        self._epoch_began = time.monotonic()
-        self._wall = time.time()
+        self._epoch_began, self._wall = time.monotonic(), time.time()
         self._last_turn_at = self._wall
         """Manager's time (s) of the last turn of the loop, by which a stall of this process is detected."""
-        self._flushed_at = 0.0
-        self._cancelled_early = ""
+        self._flushed_at, self._cancelled_early = 0.0, ""
         self._background_tasks: list[asyncio.Task[None]] = []
         self._intended_actions: list[ExternalAction] = []
         """Actions whose intents are recorded but not yet known to be durable."""
@@ -240,6 +238,7 @@ class Manager:
                     await self._wake.wait()
             if time.monotonic() - self._flushed_at >= FLUSH_INTERVAL_S:
                 await self._flush()
+        self._message_handler.clock_recorder.record()
         self.record(ev.ManagerStopped(self.leave_reason))
         await self._flush()
         return None
@@ -462,6 +461,7 @@ class Manager:
         verdict, run = self.state.finish, self._run_dir
         assert verdict is not None
         if self.state.outcome is None:
+            self._message_handler.clock_recorder.record()
             self.record(ev.RunEnded(verdict.outcome, final_reason(self.state)))
         while not await self._flush():
             await asyncio.sleep(FLUSH_INTERVAL_S)

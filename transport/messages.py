@@ -11,6 +11,7 @@ from msgspec import Struct
 
 from ..core.faults import Fault
 from ..core.launch import ExitReason
+from ..core.phases import ClockReading
 from ..core.types import Finding, Incarnation, NodeName, ProbeResult, RaisedException, ReplicaId, Version
 
 PROTOCOL_VERSION = 3
@@ -53,6 +54,16 @@ class Heartbeat(Struct, frozen=True, tag=True):
     waits_for: ReplicaId | None = None
     note: str = ""
     """Text that `rrl status` shows beside the replica, for people only."""
+
+
+class ClockReport(Struct, frozen=True, tag=True):
+    """Sent by a worker after some of its heartbeats, before each commit, and when it leaves; for people only.
+
+    It is not part of the heartbeat, so that heartbeats stay small and nothing is detected from it.
+    """
+
+    incarnation: Incarnation
+    clock: ClockReading
 
 
 class PhaseEntered(Struct, frozen=True, tag=True):
@@ -223,8 +234,8 @@ class Goodbye(Struct, frozen=True, tag=True):
 
 
 ToManager = (
-    AdmissionRequest | Hello | Heartbeat | PhaseEntered | FirstWorkDone | VersionAvailable | Committed | StepExit
-    | AgentHello | AgentHeartbeat | StepVanished | FindingReport | ProbeReply | Stacks | Injected | Goodbye
+    AdmissionRequest | Hello | Heartbeat | ClockReport | PhaseEntered | FirstWorkDone | VersionAvailable | Committed
+    | StepExit | AgentHello | AgentHeartbeat | StepVanished | FindingReport | ProbeReply | Stacks | Injected | Goodbye
 )  # fmt: skip
 
 

@@ -82,12 +82,14 @@ def _current_liveness(run: RunDir, state: State) -> Liveness:
 
 def _as_json(run: RunDir, state: State) -> dict[str, Any]:
     """Return the state, with the run's standing by its journal, its manager and its jobs."""
+    from ...manager.reporting.summary import stream_summary
+
     judged = _current_liveness(run, state)
     standing_keys = {"standing": judged.standing or standing(state)[0], "note": str(judged)}
     if failure := metrics_failure(run, state):
         standing_keys["metrics_failure"] = failure
     decoded: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(state))
-    return decoded | standing_keys
+    return decoded | standing_keys | {"stream": msgspec.to_builtins(stream_summary(state.idle_times))}
 
 
 def picture(run: RunDir, state: State, width: int, manager_liveness: Liveness = Liveness()) -> RenderableType:

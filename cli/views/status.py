@@ -25,6 +25,7 @@ from ...manager.model.queries import progress, workers
 from ...manager.model.reduce_nodes import DRAIN
 from ...manager.model.state import Allocation, Node, Replica, State, Status
 from .formatting import bar, curve, folded, number, span
+from .pace import idle_shares_of_roles, packed, token_rates
 from .summary import MAX_STALE_SHARE
 
 NARROW_COLUMNS = 95
@@ -40,6 +41,8 @@ MAX_RESTARTS = 5
 """Greatest number of failures and restarts in the view."""
 MAX_NODES_LEFT = 3
 """Greatest number of nodes of which the view says why they were left, newest first."""
+_LABEL_COLUMNS = 11
+"""Columns that the labels of the rows take, with their padding, in the widest case."""
 MAX_TEXT = 300
 """Greatest number of characters of a text that wraps: four to six lines at 80 columns."""
 
@@ -145,8 +148,11 @@ def _facts(state: State, now: float, width: int, notes: Sequence[str]) -> Render
         facts.add_row("reward", reward.append(curve(state.rewards.points, width - 30), "green"))
     if width >= NARROW_COLUMNS and (metrics := _metrics(state, width - 12)):
         facts.add_row("metrics", metrics)
-    if state.token_ages.steps:
-        facts.add_row("tokens", _token_ages(state))
+    ages = [_token_ages(state)] if state.token_ages.steps else []
+    free = width - _LABEL_COLUMNS
+    tokens = [*token_rates(state), *ages]
+    for row in (*packed("time", idle_shares_of_roles(state), free), *packed("tokens", tokens, free)):
+        facts.add_row(*row)
     if (share := state.metrics.get("stale_share", 0.0)) > MAX_STALE_SHARE:
         text = f"{100 * share:.0f}% of all groups are dropped: older than [sampling] staleness allows"
         facts.add_row("stale", Text(text, "yellow"))

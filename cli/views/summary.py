@@ -11,10 +11,13 @@ from rich.table import Table
 from rich.text import Text
 
 from .formatting import number, span, stage
+from .pace import idle_text
 
 _OUTCOME_COLOUR = {"completed": "green", "cancelled": "yellow", "failed": "red", "rejected": "red"}
 MAX_STALE_SHARE = 0.5
 """Share of the generated groups that may be dropped for their age; beyond it the view warns."""
+_TIMED_ROLES = ("trainer", "rollout")
+"""Roles whose idle shares are shown, as far as the run has them."""
 _STAGES = ("detect_s", "decide_s", "start_s", "weights_s", "first_work_s", "total_s")
 
 
@@ -39,6 +42,9 @@ def summary_view(summary: dict[str, Any]) -> RenderableType:
         facts.add_row("reward", f"{number(first)} → {number(last)}  (mean of the first and the last ten steps)")
         facts.add_row("training", f"{_share(summary.get('ettr'))} of the time was effective (ETTR)")
     recoveries = summary.get("recoveries") or []
+    idle = (summary.get("stream") or {}).get("idle") or {}
+    for label, role in zip(("time", ""), (role for role in _TIMED_ROLES if role in idle), strict=False):
+        facts.add_row(label, idle_text(role, idle[role]))
     if (age := summary.get("max_age")) is not None:
         facts.add_row("tokens", f"at most {age} weight versions old when they were trained on")
     facts.add_row("faults", _faults(summary.get("faults") or 0, recoveries, summary.get("unprovoked")))

@@ -26,6 +26,7 @@ from ..model.events import Event, IntentSettled
 from ..model.queries import current_owner, promoted_to, step_alias
 from ..model.state import NEVER_APPEARED, State, Status
 from .admission import GpuRegistry, check_memlock
+from .clock_recorder import ClockRecorder
 from .finding_gate import FindingGate, is_agent_of
 from .hang_investigation import HangInvestigator
 from .standby_promotion import StandbyPromoter
@@ -84,6 +85,7 @@ class MessageHandler:
         self._connections: dict[Incarnation, tuple[bytes, ...]] = {}
         """The last two connections on which each incarnation's process sent its Hello, newest first: messages sent
         on the older one may still arrive."""
+        self.clock_recorder = ClockRecorder(context)
         self._departed: set[Incarnation] = set()
         """Incarnations whose process sent Goodbye: their command may continue with another worker process."""
         self._exit_record_task: asyncio.Task[None] | None = None
@@ -133,6 +135,8 @@ class MessageHandler:
             newest = self._context.state().replica(message.incarnation.replica).incarnation == message.incarnation
             if newest and isinstance(message, msg.Committed):  # a resumed run continues from this step
                 self._committed(message)
+            elif newest and isinstance(message, msg.ClockReport):  # its last one
+                self.clock_recorder.on_report(message.incarnation, message.clock)
             return  # the run is ending: the step was requested to stop, and may finish its current work
         if promoted_to(self._context.state(), message.incarnation) is not None:
             if isinstance(message, msg.Hello):  # it has not received its Promote message
@@ -370,6 +374,7 @@ class MessageHandler:
         """Record a commit once: a trainer that reconnects may report a commit that an earlier manager has recorded."""
         if message.step > self._context.state().step:
             self._context.record(ev.StepCommitted(message.incarnation, message.step, message.metrics))
+            self.clock_recorder.on_commit()
 
     def _may_exit(self, incarnation: Incarnation) -> bool:
         """Return whether the incarnation may exit after its Goodbye: its role is a user command, not a service."""
@@ -388,6 +393,8 @@ class MessageHandler:
                 incarnation.replica
             ).note:
                 self._context.record(ev.NoteChanged(incarnation, note))
+        elif isinstance(message, msg.ClockReport):
+            self.clock_recorder.on_report(incarnation, message.clock)
         elif isinstance(message, msg.PhaseEntered):
             monitor.on_phase(incarnation, message.phase, message.done, message.waits_for, now)
             self._update_phase(message)

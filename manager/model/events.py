@@ -10,6 +10,7 @@ from msgspec import Struct
 
 from ...core.faults import Fault, FaultKind
 from ...core.launch import ExitReason
+from ...core.phases import ClockReading
 from ...core.run_spec import RunSpec
 from ...core.types import Finding, Incarnation, NodeName, Outcome, RaisedException, ReplicaId, Version
 from ...health.detection.baselines import RoleBaseline
@@ -259,6 +260,15 @@ class BaselinesLearned(Struct, frozen=True, tag=True):
     """Baselines by role."""
 
 
+class ClocksRecorded(Struct, frozen=True, tag=True):
+    """Where the time of processes went since each joined, by phase and idle cause, as they last reported it.
+
+    Recorded with some commits and otherwise once a minute, with the processes that have reported since the last record.
+    """
+
+    readings: tuple[tuple[Incarnation, ClockReading], ...]
+
+
 class RunEnded(Struct, frozen=True, tag=True):
     """Last record of a run: everything is released."""
 
@@ -270,7 +280,7 @@ Event = (
     RunStarted | ManagerStarted | ManagerStopped | Intended | IntentSettled | Decided | AllocationChanged | NodeChanged
     | AgentJoined | Admitted | Joined | StepEnded | PhaseEntered | NoteChanged | FirstWorkDone | VersionAvailable |
     StepCommitted | FindingChanged | FaultInjected | CommandReceived | FaultRequested | Resumed | TokensCounted |
-    StacksCollected | BaselinesLearned | RunEnded
+    StacksCollected | BaselinesLearned | ClocksRecorded | RunEnded
 )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from ...core.faults import FAULT_TRAITS, TargetKind
 from ...core.types import Verdict
 from . import events as ev
+from . import idle_times
 from .actions import (
     Drain,
     Exclude,
@@ -218,6 +219,10 @@ def _on_baselines_learned(state: State, at: float, event: ev.BaselinesLearned) -
     return replace(state, baselines=event.baselines)
 
 
+def _on_clocks_recorded(state: State, at: float, event: ev.ClocksRecorded) -> State:
+    return replace(state, idle_times=idle_times.with_readings(state.idle_times, at, event.readings))
+
+
 def _on_run_ended(state: State, at: float, event: ev.RunEnded) -> State:
     return replace(state, outcome=event.outcome, why=event.why, ended=at)
 
@@ -247,5 +252,6 @@ _REDUCERS: dict[type, _Reducer] = {
     ev.TokensCounted: _on_tokens_counted,
     ev.StacksCollected: _on_stacks_collected,
     ev.BaselinesLearned: _on_baselines_learned,
+    ev.ClocksRecorded: _on_clocks_recorded,
     ev.RunEnded: _on_run_ended,
 }

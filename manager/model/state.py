@@ -27,6 +27,7 @@ from ...core.types import (
 from ...health.detection.baselines import RoleBaseline
 from ..cluster.base import AllocationRequest, AllocationState, AllocationStatus, NodeStatus
 from .actions import ExternalAction, Finish
+from .idle_times import IdleTimes
 from .reward_curve import Rewards
 from .token_ages import TokenAges
 
@@ -336,6 +337,7 @@ class State(Struct, frozen=True):
     """Metrics of the newest committed training step."""
     rewards: Rewards = Rewards()
     token_ages: TokenAges = TokenAges()
+    idle_times: IdleTimes = IdleTimes()
     replicas: dict[ReplicaId, Replica] = {}
     nodes: dict[NodeName, Node] = {}
     allocations: dict[str, Allocation] = {}

@@ -20,6 +20,7 @@ from ...health.detection.health_monitor import HealthMonitor
 from ..cluster.base import NodeState
 from ..model import events as ev
 from ..model.actions import Exclude
+from ..model.idle_times import IdleTimes, idle_shares
 from ..model.queries import workers
 from ..model.state import State, Status
 from .effective_time import EffectiveSeconds, effective_share
@@ -138,8 +139,25 @@ def _of_roles(state: State, counters: RunCounters, facts: Facts) -> Iterator[Met
     yield _counted("rrl_restarts", "Restarts of replicas, by role and rung of the ladder.", ("role", "rung"),
                    counters.restarts)  # fmt: skip
     down = Counter(role_of(outage.replica) for outage in list(counters.timeline.outages.values()))
+    yield from _of_clocks(state.idle_times)
     yield _labelled("rrl_replicas_down", "Replicas that are down after a failure, by role.", ("role",),
                     {(role.name,): float(down[role.name]) for role in state.job.roles})  # fmt: skip
+
+
+def _of_clocks(times: IdleTimes) -> Iterator[Metric]:
+    """Yield where the time of the roles' processes went; the label ``cause`` is ``none`` for time at work."""
+    now, before = times.now, times.before
+    seconds: dict[tuple[str, ...], float] = {
+        (role, cause or "none"): ns / 1e9 for role, point in now.roles.items() for cause, ns in point.ns.items()
+    }
+    yield _counted("rrl_process_seconds", "Lifetime of processes, by role and by what they waited for.",
+                   ("role", "cause"), seconds)  # fmt: skip
+    shares: dict[tuple[str, ...], float] = {
+        (role, cause): share for role in now.roles for cause, share in idle_shares(now, before, role).items()
+    }
+    yield _labelled("rrl_idle_ratio", "Share of the last minutes that a role was idle, by what it waited for.",
+                    ("role", "cause"), shares)  # fmt: skip
+    yield _counter("rrl_tokens_trained", "Tokens that the committed steps trained on.", times.trained_tokens)
 
 
 def _of_nodes(state: State, counters: RunCounters) -> Iterator[Metric]:

@@ -7,6 +7,7 @@ an administrator should drain. Failures and recoveries are those of the timeline
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -18,8 +19,9 @@ from ...core.run_spec import RunSpec
 from ...core.text import escaped_lines
 from ...core.types import NodeName, role_of
 from ..model import events as ev
-from ..model import token_ages
+from ..model import idle_times, token_ages
 from ..model.actions import Drain, Exclude, Readmit
+from ..model.idle_times import START, IdleTimes, idle_shares, phase_times
 from ..storage.journal import replay
 from .effective_time import WorkIntervals
 from .failure_records import Failure
@@ -105,6 +107,38 @@ class Recovery(Struct, frozen=True):
     total_s: float | None
 
 
+class StreamSummary(Struct, frozen=True):
+    """How well the roles work side by side: the section ``stream`` of ``summary.json`` and ``rrl status --json``."""
+
+    idle: dict[str, dict[str, float]] = {}
+    """Share of the time of its processes that each role was idle over the run, by what it waited for."""
+    recent_idle: dict[str, dict[str, float]] = {}
+    """The same over the last minutes."""
+    seconds: dict[str, dict[str, float]] = {}
+    """Seconds of the processes of each role, by phase; they add up to the lifetimes of the processes."""
+
+
+def stream_summary(times: IdleTimes) -> StreamSummary:
+    """Return the section ``stream`` of a run whose clocks show these times."""
+    roles = sorted(times.now.roles)
+    return StreamSummary(
+        {role: _rounded(idle_shares(times.now, START, role)) for role in roles},
+        {role: _rounded(idle_shares(times.now, times.before, role)) for role in roles},
+        {role: _seconds_by_phase(times, role) for role in roles},
+    )
+
+
+def _rounded(shares: dict[str, float]) -> dict[str, float]:
+    return {cause: round(share, 4) for cause, share in shares.items()}
+
+
+def _seconds_by_phase(times: IdleTimes, role: str) -> dict[str, float]:
+    ns = Counter[str]()
+    for time in phase_times(times, role):
+        ns[time.phase] += time.ns
+    return {phase: round(spent / 1e9, 3) for phase, spent in sorted(ns.items())}
+
+
 class Summary(Struct, frozen=True):
     """The content of ``summary.json``."""
 
@@ -134,6 +168,7 @@ class Summary(Struct, frozen=True):
     """Groups that were dropped because a token was older than ``[sampling] staleness`` allows."""
     stale_share: float = 0.0
     """Share of these dropped groups among all groups that were trained or dropped for their age."""
+    stream: StreamSummary = StreamSummary()
     drain_requests: list[DrainRequest] = []
     """Nodes that an administrator should drain because the cluster did not let the run drain them."""
 
@@ -192,6 +227,7 @@ class _SummaryBuilder:
         self.ended_s = 0.0
         """Seconds between an end of the run and its resumption, in all."""
         self.outage_tokens = 0
+        self.idle_times = IdleTimes()
         self.max_age: float | None = None
         self.stale = 0, 0.0
         """Groups dropped as stale, and their share, as of the newest step that reported them."""
@@ -206,6 +242,8 @@ class _SummaryBuilder:
             self.work_intervals.apply(change)
         if isinstance(event, ev.StepCommitted):
             self._committed(event, at)
+        elif isinstance(event, ev.ClocksRecorded):
+            self.idle_times = idle_times.with_readings(self.idle_times, at, event.readings)
         elif isinstance(event, ev.ManagerStarted):
             self.epochs += 1
         elif isinstance(event, ev.RunEnded):
@@ -260,6 +298,7 @@ class _SummaryBuilder:
             max_age=None if self.max_age is None else int(self.max_age),
             stale_groups=self.stale[0],
             stale_share=self.stale[1],
+            stream=stream_summary(self.idle_times),
             drain_requests=self.drain_requests.requests,
         )
 

@@ -37,6 +37,8 @@ checkpoint that takes too long. The full timeout is needed only while no store r
 Slurm's queue for a node."""
 MAX_UNCOMMITTED = 2
 """Maximum number of steps that are done and not committed, which is the number of host buffers."""
+COMMITS_CAUSE = "commits"
+"""Idle cause of a training thread that waits until an older step is written and committed."""
 _DISK_FULL_RETRY_S = 5.0
 """Seconds before another attempt to write to a full disk."""
 
@@ -132,7 +134,7 @@ class AsyncSaver:
         self._thread.join()
 
     def _wait(self, limit: int) -> None:
-        with self._changed:
+        with self._changed, self._me.idle(COMMITS_CAUSE):
             settled = self._changed.wait_for(lambda: self._error or self._uncommitted <= limit, COMMIT_TIMEOUT_S)
         if self._error is not None:
             raise self._error

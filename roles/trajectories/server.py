@@ -106,6 +106,8 @@ NOTE_AFTER_S = 5.0
 waits."""
 NOTE_INTERVAL_S = 30.0
 """Seconds between two notes on the same step, because each note is a record in the manager's journal."""
+REQUESTS_CAUSE = "requests"
+"""Idle cause of a store that has answered all requests that it can."""
 _FRAME_OVERHEAD_BYTES = 1024
 """Upper bound of the bytes in a frame that are not part of the answer."""
 
@@ -187,17 +189,20 @@ class Server:
         note: Called with a text for people that says why the trainer has waited for a batch or part for
             ``NOTE_AFTER_S``, and with an empty text once it is bound.
         on_durable: Called after each flush with what is committed.
+        idle: Returns the context in which the server waits for what it is given (:meth:`rrl.Worker.idle`).
     """
 
     def __init__(
         self, store: Store, listener: Listener, on_served: Callable[[int], None] = lambda _: None,
         note: Callable[[str], None] = lambda _: None, on_durable: Callable[[CommitStatus], None] = lambda _: None,
+        idle: Callable[[str], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
     ) -> None:  # fmt: skip
         self._store = store
         self._listener = listener
         self._on_served = on_served
         self._note = note
         self._on_durable = on_durable
+        self._idle = idle
         self._unbound: tuple[int, int | None] | None = None
         """Step, and part of it (None: all of it), that the trainer has requested and that is not bound yet."""
         self._note_at = 0.0
@@ -251,7 +256,7 @@ class Server:
         now = asyncio.get_running_loop().time()
         due = min((parked.until for parked in self._parked), default=math.inf)
         left = max(0.0, min(due, self._followers.due) - now)
-        with contextlib.suppress(TimeoutError):
+        with contextlib.suppress(TimeoutError), self._idle(REQUESTS_CAUSE):
             async with asyncio.timeout(left if left < math.inf else None):
                 await self._woken.wait()
         self._woken.clear()
@@ -417,7 +422,7 @@ async def _serve(me: rrl.Worker, store: Store, cleaner: CheckpointCleaner) -> No
     loop = asyncio.get_running_loop()
     epoch = me.launch.incarnation.number
     listener = await Listener.open(me.keys, Request, epoch=epoch, host=me.host, bounds=STORE_BOUNDS)
-    server = Server(store, listener, me.progress, me.note, cleaner.update)
+    server = Server(store, listener, me.progress, me.note, cleaner.update, me.idle)
 
     def on_peers(peers: Peers) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended: there is nothing left to update

@@ -18,11 +18,10 @@ from typing import Any, TypeVar
 
 from ...core.launch import HEARTBEAT_INTERVAL_ENV, LAUNCH_ENV, Launch, read_launch
 from ...core.log_lines import start_logging
-from ...core.phases import phase as phase_named
 from ...core.run_dir import RunDir
 from ...core.run_spec import RunSpec, read_run_spec
 from ...core.text import exit_invalid_config
-from ...core.types import NodeName, ReplicaId, Version, replica_id
+from ...core.types import NodeName, ReplicaId, Version
 from ...transport.keys import RunKeys
 from ...transport.messages import Goodbye, Peers
 from ...transport.weights.manifest import ManifestBuilder, layout
@@ -36,6 +35,7 @@ from .connection import ManagerConnection, Stopping
 from .external_waits import waiting
 from .uncommitted_steps import UncommittedSteps
 from .work_items import NewWeights, ScoringLease, WorkLease
+from .work_status import CurrentPhase, entered_phase
 
 STORE_WAIT_S = 1.0
 """Seconds that one request waits at the store before it is repeated, so that the worker notices a stop request."""
@@ -130,10 +130,10 @@ class Worker:
         """
         self._connection.faults.trigger()
         self._connection.probes.answer()
-        before = self._connection.phase
-        if before[0] == "starting":
-            before = ("between", None)  # a role that has entered a phase has finished starting
-        self._connection.set_phase(name, self._target(waits_for or phase_named(name).waits_for))
+        before = self._connection.status.phase
+        if before.name == "starting":
+            before = CurrentPhase("between")  # a role that has entered a phase has finished starting
+        self._connection.set_phase(*entered_phase(self.job, name, waits_for))
         try:
             yield
         finally:
@@ -154,18 +154,19 @@ class Worker:
         For example, only rank 0 of a gang calls the store. While the store does not respond, the other members wait for
         rank 0 and must not be suspected.
         """
-        self._connection.blocked_on = replica
+        self._connection.status.blocked_on = replica
         try:
             yield
         finally:
-            self._connection.blocked_on = None
+            self._connection.status.blocked_on = None
 
-    def _target(self, waits_for: str | None) -> ReplicaId | None:
-        """Return the replica that ``role/index`` names, or the only replica of ``role``; None if it has several."""
-        if waits_for is None or "/" in waits_for:
-            return None if waits_for is None else ReplicaId(waits_for)
-        replicas = next((role.replicas for role in self.job.roles if role.name == waits_for), None)
-        return replica_id(waits_for, 0) if replicas == 1 else None
+    def idle(self, cause: str) -> AbstractContextManager[None]:
+        """Count the time inside the block as idle: this thread waits for ``cause``, one word that ``rrl status`` shows.
+
+        The phase, and what the manager expects of this role, stay the same. The wait counts in phases that this thread
+        entered. Waits for the store are counted without this.
+        """
+        return self._connection.status.clock.idle(cause)
 
     def progress(self, units: int = 1) -> None:
         """Report ``units`` more of finished work: tokens, samples or steps, but always the same unit."""
@@ -173,7 +174,7 @@ class Worker:
 
     def note(self, text: str) -> None:
         """Show ``text`` beside this replica in ``rrl status`` until the next note; an empty text removes it."""
-        self._connection.note = text
+        self._connection.status.note = text
 
     def on_probe(self, handler: Callable[[], object]) -> None:
         """Register ``handler``, which answers the probes that the manager sends when it suspects this role.

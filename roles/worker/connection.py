@@ -42,9 +42,9 @@ from ..trajectories.client import Refused, TrajectoryClient, store_address
 from ..trajectories.versions import is_publisher
 from .commit_reports import CommitReports
 from .event_loop import die_on_error, open_loop
-from .external_waits import awaited_service, reported_phase
 from .main_thread import ProbeResponder, SelfFaults
 from .weight_sources import Superseded, WeightSources, unless_set
+from .work_status import WorkStatus
 
 _log = logging.getLogger("rrl.worker")
 
@@ -62,7 +62,8 @@ REFUSED_PAUSE_S = 1.0
 """Seconds before this process requests the weight versions again after the store refused its incarnation."""
 STANDBY_POLL_S = 0.5
 """Seconds between two checks of a standby's main thread for SIGTERM; a promotion or stop request ends the wait."""
-STORE_REPLICA = ReplicaId("trajectories/0")
+CLOCK_REPORT_INTERVAL_S = 5.0
+"""Least number of seconds between two reports of the clock that are sent with heartbeats."""
 
 T = TypeVar("T")
 
@@ -91,17 +92,9 @@ class ManagerConnection:
         self.faults = SelfFaults(launch, self.node, self.send, lambda after, do: self._loop.call_later(after, do))
         self.probes = ProbeResponder(self.send)
         self._heartbeat_interval, self._transport_settings = heartbeat, transport
-        self._phase: tuple[str, ReplicaId | None] = (STANDBY if launch.standby else "starting", None)
-        """The phase and the replica it waits for, in one value so that no heartbeat mixes two phases."""
-        self.blocked_on: ReplicaId | None = None
-        """The replica that this process waits for in any phase; if None, heartbeats name the replica of the phase."""
-        self.note = ""
-        """The text shown beside this replica in `rrl status`; empty for none."""
-        self._done = 0
-        self._store_calls = 0
-        """Number of threads that wait for the store; a trainer may have two, because it commits in a second thread."""
-        self._store_calls_lock = threading.Lock()
+        self.status = WorkStatus(STANDBY if launch.standby else "starting")
         self._reported_phase = ""
+        self._clock_sent_at = -inf
         self._first_work_done = False
         self._listen_address: str | None = None
         self._weight_address: str | None = None
@@ -145,10 +138,8 @@ class ManagerConnection:
 
         Raises Stopping if a stop was requested and the store, which may have stopped already, does not answer.
         """
-        with self._store_calls_lock:
-            self._store_calls += 1
-        pending = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        try:
+        with self.status.store_call():
+            pending = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
             while True:
                 stopping = self.stopping.is_set()
                 try:
@@ -161,34 +152,21 @@ class ManagerConnection:
                     if stopping:
                         pending.cancel()
                         raise Stopping from None
-        finally:
-            with self._store_calls_lock:
-                self._store_calls -= 1
 
     def call_soon(self, callback: Callable[..., None], *args: Any) -> None:
         """Call ``callback`` in the connection's thread, without waiting for it."""
         self._loop.call_soon_threadsafe(callback, *args)
 
-    def set_phase(self, phase: str, waits_for: ReplicaId | None = None) -> None:
-        """Enter a phase; ``waits_for`` is the replica that it waits for."""
-        self._phase = (phase, waits_for)
+    def set_phase(self, phase: str, waits_for: ReplicaId | None = None, idle_cause: str | None = None) -> None:
+        """Enter a phase; the arguments are those of :class:`CurrentPhase`."""
+        self.status.enter(phase, waits_for, idle_cause)
         self.call_soon(self._schedule_phase_report, phase)
-
-    @property
-    def phase(self) -> tuple[str, ReplicaId | None]:
-        """The current phase and the replica that it waits for."""
-        return self._phase
-
-    @property
-    def done(self) -> int:
-        """Units of work that this process reported as progress."""
-        return self._done
 
     def progress(self, units: int) -> None:
         """Add ``units`` of finished work, and report the first one to the manager at once."""
         self.faults.trigger(working=True)
         self.probes.answer()
-        self._done += units
+        self.status.done += units
         if not self._first_work_done and units > 0:
             self._first_work_done = True
             self.send(msg.FirstWorkDone(self.launch.incarnation))
@@ -306,7 +284,7 @@ class ManagerConnection:
         self.launch = msgspec.structs.replace(self.launch, incarnation=promotion.incarnation, standby=False)
         self.faults.launch = self.launch
         self._gpus = select_gpus(promotion.gpus, self._gpus)
-        self._phase = ("starting", None)
+        self.status.restart("starting")
         self.peers = None  # the standby's peer directory may be hours old; the Welcome brings the current one
         self._weight_sources = WeightSources()
         self._open_store()
@@ -321,6 +299,8 @@ class ManagerConnection:
         self._resend_hello()
 
     async def _close(self) -> None:
+        if self._dialer.connected and not self.launch.standby:
+            await self._send_clock()  # the last one, so that the whole lifetime is reported
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -332,7 +312,7 @@ class ManagerConnection:
 
     def _hello(self) -> msg.Hello:
         stored = self.weights.current()
-        self._reported_phase, _ = reported_phase(self._phase)
+        self._reported_phase, _ = self.status.reported_phase()
         self._commits.on_hello()
         return msg.Hello(
             incarnation=self.launch.incarnation,
@@ -403,16 +383,24 @@ class ManagerConnection:
     async def _heartbeat_loop(self) -> None:
         """Send heartbeats, but only while connected: buffered heartbeats would hide how long a phase lasted."""
         while True:
-            phase, waits_for = reported_phase(self._phase)
             if self._dialer.connected:
-                blocked_by = STORE_REPLICA if self._store_calls else self.blocked_on or waits_for
-                note = f"waits for {service}" if (service := awaited_service()) else self.note
-                await self._dialer.send(msg.Heartbeat(self.launch.incarnation, phase, self._done, blocked_by, note))
-                self._reported_phase = phase
+                heartbeat = self.status.heartbeat(self.launch.incarnation)
+                await self._dialer.send(heartbeat)
+                self._reported_phase = heartbeat.phase
+                if not self.launch.standby and self._loop.time() - self._clock_sent_at >= CLOCK_REPORT_INTERVAL_S:
+                    await self._send_clock()
             await asyncio.sleep(self._heartbeat_interval)
 
+    async def _send_clock(self) -> None:
+        self._clock_sent_at = self._loop.time()
+        await self._dialer.send(msg.ClockReport(self.launch.incarnation, self.status.read_clock()))
+
     def _report_commit(self, step: int, metrics: dict[str, float]) -> None:
-        self._loop.create_task(self._dialer.send(msg.Committed(self.launch.incarnation, step, metrics)))
+        self._loop.create_task(self._send_commit(msg.Committed(self.launch.incarnation, step, metrics)))
+
+    async def _send_commit(self, committed: msg.Committed) -> None:
+        await self._send_clock()  # before the commit, with which the manager records it
+        await self._dialer.send(committed)
 
     def _resend_hello(self) -> None:
         self._send_if_connected(self._hello())
@@ -426,10 +414,10 @@ class ManagerConnection:
         self._loop.call_later(PHASE_REPORT_DELAY_S, self._report_phase, phase)
 
     def _report_phase(self, phase: str) -> None:
-        current, waits_for = reported_phase(self._phase)
+        current, waits_for = self.status.reported_phase()
         if phase == current and phase != self._reported_phase:
             self._reported_phase = phase
-            self._send_if_connected(msg.PhaseEntered(self.launch.incarnation, phase, self._done, waits_for))
+            self._send_if_connected(msg.PhaseEntered(self.launch.incarnation, phase, self.status.done, waits_for))
 
     async def _exchange_versions(self) -> None:
         """Report to the store which version this process serves, and receive the newest version and its sources.

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 
 from ...core.phases import WAIT_EXTERNAL
 from ...core.types import ReplicaId
+from .clocks import boot_time_ns
 
 REPORTED_AFTER_S = 5.0
 """Seconds that a wait must last before it is reported. An ordinary call of a service is shorter, and a role may make
@@ -23,6 +24,9 @@ _services = Counter[str]()
 """Number of threads that wait, by service. It is a single table, because a process is a single member of a run."""
 _waiting_since = 0.0
 """Time (s, monotonic clock) since which at least one thread has waited."""
+_began_ns, _waited_ns = 0, 0
+"""Start (ns, :func:`rrl.roles.worker.clocks.boot_time_ns`) of the present wait, and duration of all earlier ones: of
+the time in which at least one thread waited."""
 _lock = threading.Lock()
 
 
@@ -33,10 +37,10 @@ def waiting(service: str) -> Iterator[None]:
     Any thread may use this, also several at a time. Outside of a run it has no effect, so that a task's scorer can use
     it everywhere.
     """
-    global _waiting_since
+    global _waiting_since, _began_ns, _waited_ns
     with _lock:
         if not _services:
-            _waiting_since = time.monotonic()
+            _waiting_since, _began_ns = time.monotonic(), boot_time_ns()
         _services[service] += 1
     try:
         yield
@@ -45,6 +49,8 @@ def waiting(service: str) -> Iterator[None]:
             _services[service] -= 1
             if not _services[service]:
                 del _services[service]
+            if not _services:
+                _waited_ns += boot_time_ns() - _began_ns
 
 
 def awaited_service() -> str:
@@ -53,6 +59,15 @@ def awaited_service() -> str:
         if time.monotonic() < _waiting_since + REPORTED_AFTER_S:
             return ""
         return next(iter(_services), "")
+
+
+def waited_ns(now: int) -> int:
+    """Return for how long (ns) until ``now`` (:func:`boot_time_ns`) at least one thread of this process has waited.
+
+    Also waits that are too short to be reported count.
+    """
+    with _lock:
+        return _waited_ns + (max(0, now - _began_ns) if _services else 0)
 
 
 def reported_phase(phase: tuple[str, ReplicaId | None]) -> tuple[str, ReplicaId | None]:

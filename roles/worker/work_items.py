@@ -54,7 +54,7 @@ class ScoringLease:
     def __init__(self, connection: ManagerConnection, items: tuple[ToScore, ...]) -> None:
         self._connection = connection
         self.items = items
-        self._done_before = connection.done
+        self._done_before = connection.status.done
         self._posted = 0
 
     def post(self, scores: Sequence[Score], failed: dict[int, str] | None = None) -> None:
@@ -67,5 +67,5 @@ class ScoringLease:
         """
         self._connection.call_store(self._connection.store.post_scores(scores, failed))
         self._posted += len(scores) + len(failed or {})
-        reported = self._connection.done - self._done_before
+        reported = self._connection.status.done - self._done_before
         self._connection.progress(max(0, self._posted - reported))

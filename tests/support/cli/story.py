@@ -10,6 +10,7 @@ import msgspec
 from rrl.config.job.resolve import resolve
 from rrl.config.job.schema import Job
 from rrl.core.launch import ExitReason
+from rrl.core.phases import ClockReading, PhaseTime, idle_cause
 from rrl.core.run_dir import RunDir
 from rrl.core.run_spec import Resources, RunSpec
 from rrl.core.types import (  # fmt: skip
@@ -129,6 +130,18 @@ class Story:
             if self.recorded().is_current(self.incarnation(replica)):
                 self.record(ev.VersionAvailable(self.incarnation(replica), Version(step, 1)))
         return self
+
+    def clocks(self, replica: str, done: int = 0, **seconds: float) -> Story:
+        """A report of one replica's clock; the arguments are those of :meth:`reading`."""
+        return self.record(ev.ClocksRecorded((self.reading(replica, done, **seconds),)))
+
+    def reading(self, replica: str, done: int = 0, **seconds: float) -> tuple[Incarnation, ClockReading]:
+        """A replica's clock: seconds by phase, ``checkpoint__commits`` for those of an idle cause."""
+        times = []
+        for name, spent in seconds.items():
+            phase, _, cause = name.partition("__")
+            times.append(PhaseTime(phase, cause or idle_cause(phase, None), int(spent * 1e9)))
+        return self.incarnation(replica), ClockReading(self.incarnations[replica], done, tuple(times))
 
     def loses(self, replica: str, evidence: str = "its step ended by signal 9 (SIGKILL)") -> Finding:
         """The finding; the planner has not decided yet."""

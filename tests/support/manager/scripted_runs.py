@@ -14,7 +14,7 @@ from msgspec import Struct
 from rrl.core.faults import Fault, FaultKind, FaultTrigger
 from rrl.core.run_dir import RunDir
 from rrl.core.run_spec import Limits, RunSpec
-from rrl.core.types import Outcome
+from rrl.core.types import Outcome, role_of
 from rrl.manager.model.reducer import fold
 from rrl.manager.model.state import State
 from rrl.manager.storage.journal import read_state, replay
@@ -100,11 +100,26 @@ def assert_ended_well(script: Script, site: Site, outcome: Outcome, state: State
     assert started == {"trajectories-0": 1, "reward-0": 1, "trainer-0": 1, "rollout-1": again}
 
 
+def recorded_lifetimes_ns(state: State) -> dict[str, int]:
+    """Return the time of all processes of each role, as their clocks are recorded."""
+    return {role: point.total_ns for role, point in state.idle_times.now.roles.items()}
+
+
+def reported_lifetimes_ns(site: Site) -> Counter[str]:
+    """Return the time of all processes of each role, as they last reported it."""
+    reported = Counter[str]()
+    for incarnation, spent in site.lifetimes_ns.items():
+        reported[role_of(incarnation.replica)] += spent
+    return reported
+
+
 def assert_over(script: Script, site: Site, outcome: Outcome, state: State) -> None:
     assert (outcome, state.outcome) == (script.outcome, script.outcome)
     assert (site.allocations, state.allocations, state.intents) == ({}, {}, {})
     assert sorted(site.free) == [f"n{i}" for i in range(1, 9)]
     assert list(site.run.mailbox.glob("*")) == []
     assert len(site.granted) == script.granted, site.granted
+    recorded, reported = recorded_lifetimes_ns(state), reported_lifetimes_ns(site)
+    assert all(spent <= reported[role] for role, spent in recorded.items()), "a clock was counted twice"
     if script.outcome is Outcome.COMPLETED:
         assert state.step == site.job.steps

@@ -15,7 +15,7 @@ import pytest
 
 from rrl.core.faults import Fault, FaultKind
 from rrl.core.launch import ExitReason, ExitRecord, read_launch
-from rrl.core.phases import STANDBY
+from rrl.core.phases import STANDBY, ClockReading, PhaseTime
 from rrl.core.run_dir import RunDir, write_atomically
 from rrl.core.run_spec import RunSpec
 from rrl.core.types import (  # fmt: skip
@@ -91,6 +91,8 @@ class Site:
         """Tags that were requested or launched twice (the executor would survive an error here)."""
         self.worked: set[Incarnation] = set()
         """Incarnations of roles that worked, whether a manager received a report of it or not."""
+        self.lifetimes_ns: dict[Incarnation, int] = {}
+        """Lifetime that each incarnation of a role last reported, whether a manager received the report or not."""
         self.dead_nodes: set[NodeName] = set()
         self.actors: dict[str, Actor] = {}
         """Everything that runs, by step tag."""
@@ -349,6 +351,7 @@ class Actor:
         self.peer = tag.encode()
         self.working = False
         self.done = 0
+        self._began_ns = 0
         self._held: int | None = None
         self._ended: msg.StepExit | None = None
         self._known: FakeListener | None = None
@@ -426,6 +429,7 @@ class Actor:
     def _works(self) -> None:
         if self.role not in (AGENT, STANDBY_ROLE):
             self.site.worked.add(self.incarnation)
+            self._began_ns = int(virtual.Clock.monotonic() * 1e9)
 
     async def _train(self) -> None:
         """Commit a step every two seconds while all replicas work."""
@@ -455,7 +459,13 @@ class Actor:
         if self.role == AGENT:
             self._send(msg.AgentHeartbeat(self.incarnation, self.node))
         else:
-            self._send(msg.Heartbeat(self.incarnation, _PHASE.get(self.role, "serve"), self.done))
+            phase = _PHASE.get(self.role, "serve")
+            self._send(msg.Heartbeat(self.incarnation, phase, self.done))
+            if self.role != STANDBY_ROLE:
+                lifetime_ns = int(virtual.Clock.monotonic() * 1e9) - self._began_ns
+                self.site.lifetimes_ns[self.incarnation] = lifetime_ns
+                clock = ClockReading(self._began_ns, self.done, (PhaseTime(phase, "", lifetime_ns),))
+                self._send(msg.ClockReport(self.incarnation, clock))
             if self.done == 1 and self.role != STANDBY_ROLE:
                 self._send(msg.FirstWorkDone(self.incarnation))
 

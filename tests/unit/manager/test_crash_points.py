@@ -42,6 +42,8 @@ from rrl.tests.support.manager.scripted_runs import (
     Script,
     assert_ended_well,
     assert_over,
+    recorded_lifetimes_ns,
+    reported_lifetimes_ns,
     run_to_end,
     starts,
 )
@@ -150,6 +152,9 @@ class Unharmed(Struct):
     records: list[ev.Stamped]
     facts: dict[str, object]
     worked: dict[ReplicaId, int]
+    recorded_ns: dict[str, int]
+    """Time of all processes of each role, as the journal has it, and as they reported it last."""
+    reported_ns: dict[str, int]
 
 
 @functools.cache
@@ -158,7 +163,10 @@ def unharmed(name: str) -> Unharmed:
     site, outcome, state = run_to_end(script)
     assert site.managers == 1 + (script.resumed is not None)
     assert_over(script, site, outcome, state)
-    return Unharmed(script, site.records, _facts(site, state), _worked(site))
+    return Unharmed(
+        script, site.records, _facts(site, state), _worked(site), recorded_lifetimes_ns(state),
+        reported_lifetimes_ns(site),
+    )  # fmt: skip
 
 
 def test_scripts_contain_every_event_that_a_crash_could_hit() -> None:
@@ -170,6 +178,12 @@ def test_scripts_contain_every_event_that_a_crash_could_hit() -> None:
     assert {(role_of(one.incarnation.replica), one.standby is not None) for one in launches} >= {
         (AGENT, False), (STANDBY_ROLE, False), ("trainer", False), ("trainer", True)
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_recorded_clocks_have_the_lifetimes_of_all_processes(name: str) -> None:
+    run = unharmed(name)
+    assert run.recorded_ns == run.reported_ns, "last reports of killed, fenced or stopped processes count, too"
 
 
 def test_script_without_crashes_affects_only_its_targets() -> None:

@@ -15,6 +15,7 @@ from rrl.core.launch import ExitReason
 from rrl.core.types import NodeName, Outcome, ReplicaId, Version
 from rrl.manager.model.actions import Exclude, Fence, RestartAll, Rung, Why
 from rrl.manager.model.events import (
+    ClocksRecorded,
     CommandReceived,
     Decided,
     FindingChanged,
@@ -90,6 +91,27 @@ def ending() -> Story:
     return story.record(StepEnded(reward.incarnation, f"{story.run}.reward-0.1", 0, None, ExitReason.STOPPED))
 
 
+def paced() -> Story:
+    """Ten minutes of a run whose trainer waits for rollouts, for commits too after a while."""
+    story = Story().works()
+    for minute in range(1, 11):
+        readings = [
+            story.reading("trainer/0", train=54.6 * minute, wait_data=4.2 * minute, checkpoint__commits=1.2 * minute),
+            *(
+                story.reading(rollout, done=42_000 * minute, generate=57.6 * minute, wait_weights=2.4 * minute)
+                for rollout in ("rollout/0", "rollout/1")
+            ),
+        ]
+        story.wait(60).record(ClocksRecorded(tuple(readings)))
+        ages = {"reward": 0.9, "tokens": 72_000.0, "token_age_p50": 1.0, "token_age_max": 3.0}
+        story.record(StepCommitted(story.incarnation("trainer/0"), 12 + minute, ages))
+    return story
+
+
+def paced_and_ended() -> Story:
+    return paced().ends(Outcome.CANCELLED, "asked by ada")
+
+
 SCENES: dict[str, Callable[[], Story]] = {
     "pending": lambda: Story().requests_nodes("Priority").wait(3),
     "starting": starting,
@@ -101,6 +123,8 @@ SCENES: dict[str, Callable[[], Story]] = {
     "gang": gang,
     "drained": drained,
     "ending": ending,
+    "paced": paced,
+    "paced_and_ended": paced_and_ended,
     "completed": completed,
     "failed": lambda: Story().works().ends(Outcome.FAILED, "5 restarts of rollout/0 within 600 s"),
 }
@@ -223,6 +247,15 @@ def test_the_summary_of_a_run_looks_as_kept(tmp_path: Path) -> None:
     summary = summary_of(completed().written(tmp_path))
     assert summary is not None
     matches_stored("summary", drawn(summary_view(summary | {"run_dir": "/runs/small"}), 100))
+
+
+def test_the_summary_says_how_much_of_its_time_the_trainer_was_idle(tmp_path: Path) -> None:
+    summary = summary_of(paced_and_ended().written(tmp_path))
+    assert summary is not None
+    assert summary["stream"]["idle"]["trainer"] == {"rollouts": 0.07, "commits": 0.02}
+    shown = drawn(summary_view(summary), 80).splitlines()
+    row = shown.index("time      trainer 9 % idle (waits for rollouts 7 %, commits 2 %)")
+    assert shown[row + 1] == "          rollout 4 % idle (waits for weights)"
 
 
 @pytest.mark.parametrize(

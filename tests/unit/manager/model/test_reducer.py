@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from rrl.core.faults import Fault, FaultKind, FaultTrigger
 from rrl.core.launch import ExitReason, tag_of
+from rrl.core.phases import ClockReading, PhaseTime
 from rrl.core.run_spec import Recovery
 from rrl.core.types import (  # fmt: skip
     Cause,
@@ -616,6 +617,9 @@ _findings = st.one_of(
 _tags = st.one_of(_allocations, _steps, _allocations.map(lambda tag: f"{tag}!release"),
                   _steps.map(lambda tag: f"{tag}!stop"), st.sampled_from(["fault:f0", "fault:f1"]))  # fmt: skip
 _versions = st.builds(Version, st.integers(0, 3), st.integers(0, 3))
+_times = st.lists(
+    st.builds(PhaseTime, st.sampled_from(["train", "wait_data"]), st.sampled_from(["", "rollouts"]), st.integers(0, 9))
+).map(tuple)
 _BY_TYPE: dict[type, st.SearchStrategy[ev.Event]] = {
     ev.ManagerStarted: st.builds(ev.ManagerStarted, st.just("host"), st.just(1)),
     ev.ManagerStopped: st.builds(ev.ManagerStopped, st.just("SIGTERM")),
@@ -682,6 +686,12 @@ _BY_TYPE: dict[type, st.SearchStrategy[ev.Event]] = {
     ev.BaselinesLearned: st.builds(
         ev.BaselinesLearned,
         st.just({"trainer": RoleBaseline({"train": DurationStats(5, 60.0, 80.0)}, uses_tensor_cores=True)}),
+    ),
+    ev.ClocksRecorded: st.builds(
+        ev.ClocksRecorded,
+        st.lists(st.tuples(_incarnations, st.builds(ClockReading, st.integers(0, 3), st.integers(0, 9), _times))).map(
+            tuple
+        ),
     ),
     ev.StacksCollected: st.builds(
         ev.StacksCollected, _incarnations, st.just(("a line",)), st.tuples(_incarnations), st.just("stacks/x.txt")

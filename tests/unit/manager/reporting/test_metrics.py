@@ -136,6 +136,21 @@ def test_excluded_nodes_and_drain_requests_are_counted() -> None:
     assert value(found, "rrl_exclusions_total", cause="gpu") == 1
 
 
+def test_time_of_processes_is_counted_by_role_and_idle_cause_over_restarts() -> None:
+    story = works().clocks("rollout/0", generate=30, wait_work=6).clocks("trainer/0", train=20, checkpoint__commits=5)
+    story.recovers("rollout/0").clocks("rollout/0", generate=4)
+    found = series(story)
+    assert value(found, "rrl_process_seconds_total", role="rollout", cause="none") == 34
+    assert value(found, "rrl_process_seconds_total", role="rollout", cause="work") == 6
+    assert value(found, "rrl_idle_ratio", role="trainer", cause="commits") == 0.2
+    assert not any(name == "rrl_idle_ratio" and dict(labels)["cause"] == "none" for name, labels in found)
+
+
+def test_trained_tokens_are_counted() -> None:
+    story = works().record(ev.StepCommitted(works().incarnation("trainer/0"), 13, {"tokens": 512.0}))
+    assert value(series(story), "rrl_tokens_trained_total") == 512
+
+
 def test_effective_share_follows_the_working_replicas() -> None:
     story = works()  # at work for 36 s of 43: until then everybody starts
     at_work = series(story, Facts(story.now + 57))
@@ -173,7 +188,7 @@ def test_metric_names_are_valid_in_prometheus() -> None:
 # ── alerts and dashboard ─────────────────────────────────────────────────────────────────────────────────────────────
 def known() -> set[str]:
     story = works().record(ev.FindingChanged(finding("n3")), ev.Decided(Exclude(N3, Why(()), Cause.GPU)))
-    story.wait(1).recovers("rollout/0")
+    story.wait(1).recovers("rollout/0").clocks("trainer/0", train=9, wait_data=1)
     return {name for name, _ in series(story)}
 
 

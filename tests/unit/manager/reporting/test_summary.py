@@ -12,11 +12,20 @@ import pytest
 from rrl.core import faults
 from rrl.core.faults import Fault, FaultKind
 from rrl.core.launch import ExitReason, tag_of
+from rrl.core.phases import ClockReading, PhaseTime, idle_cause
 from rrl.core.run_dir import RunDir
 from rrl.core.types import Incarnation, NodeName, Outcome, ReplicaId, Verdict, Version, member_id, role_of
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Exclude, Fence, Finish, InjectFault, Launch, Rung, Why
-from rrl.manager.reporting.summary import Recovery, Summary, summarize, write_summary
+from rrl.manager.model.reducer import fold
+from rrl.manager.reporting.summary import (
+    Recovery,
+    StreamSummary,
+    Summary,
+    stream_summary,
+    summarize,
+    write_summary,
+)
 from rrl.manager.storage.journal import Journal
 from rrl.tests.support.manager.jobs import REWARD, ROLLOUTS, RUN, STORE, TRAINER, gang_job, job
 from rrl.tests.support.manager.world import found, lost
@@ -109,6 +118,31 @@ def test_a_trainer_of_several_ranks_works_while_all_of_them_do() -> None:
     )
     assert got.ettr == round((40 + 40 * 2 / 3) / 100, 4)
     assert got.ettr_strict == 0.4
+
+
+def clocks(at: float, number: int, **seconds: float) -> At:
+    """A report of the trainer: seconds by phase since its incarnation joined."""
+    times = tuple(PhaseTime(phase, idle_cause(phase, None), int(spent * 1e9)) for phase, spent in seconds.items())
+    return at, ev.ClocksRecorded(((Incarnation(TRAINER, number), ClockReading(number, 0, times)),))
+
+
+def test_stream_has_idle_shares_and_seconds_of_all_incarnations_as_the_state_has_them() -> None:
+    events = [
+        *started(20.0), clocks(40.0, 1, train=15, wait_data=5), clocks(45.0, 1, train=16, wait_data=8),
+        clocks(400.0, 2, train=20), clocks(800.0, 2, train=56, wait_data=20),
+    ]  # fmt: skip
+    got = summary(events).stream
+    assert got.seconds == {"trainer": {"train": 72.0, "wait_data": 28.0}}
+    assert got.idle == {"trainer": {"rollouts": 0.28}}
+    assert got.recent_idle == {"trainer": {"rollouts": round(20 / 56, 4)}}
+    state = fold(None, ev.Stamped(1, 0.0, 1, ev.RunStarted(RUN, job())))
+    for seq, (at, event) in enumerate(events, 2):
+        state = fold(state, ev.Stamped(seq, at, 1, event))
+    assert stream_summary(state.idle_times) == got
+
+
+def test_run_without_readings_has_an_empty_stream() -> None:
+    assert summary(started()).stream == StreamSummary()
 
 
 def test_no_events_raise_value_error() -> None:

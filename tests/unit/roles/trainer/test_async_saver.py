@@ -18,7 +18,7 @@ from rrl.core.run_dir import RunDir
 from rrl.core.types import Incarnation, ReplicaId
 from rrl.roles.checkpoints.folders import Digest, describe, fresh_folder
 from rrl.roles.trainer import async_saver as saver_module
-from rrl.roles.trainer.async_saver import COMMIT_TIMEOUT_S, AsyncSaver
+from rrl.roles.trainer.async_saver import COMMIT_TIMEOUT_S, COMMITS_CAUSE, AsyncSaver
 from rrl.roles.trainer.checkpoint import Checkpoints, Written
 from rrl.roles.trainer.host_buffers import HostBuffers
 from rrl.roles.trainer.learner import Learner
@@ -39,8 +39,15 @@ class Worker(SimpleNamespace):
         )
         self.stopping = threading.Event()
         self.may_commit = threading.Event()
+        self.idle_causes: list[str] = []
         self.commits: list[tuple[int, set[str]]] = []
         self.raises: BaseException | None = None
+
+    @contextmanager
+    def idle(self, cause: str) -> Iterator[None]:
+        self.idle_causes.append(cause)
+        yield
+        self.idle_causes.remove(cause)
 
     def checkpoint_dir(self, number: int) -> Path:
         return fresh_folder(self.run_dir.checkpoints, number, 1)
@@ -99,10 +106,12 @@ def test_steps_are_saved_concurrently_up_to_the_uncommitted_limit(scene: Scene, 
     waiting = scene.saving(most + 1)
     waiting.join(0.2)
     assert waiting.is_alive()
+    assert scene.me.idle_causes == [COMMITS_CAUSE]
     assert scene.me.commits == []
     scene.me.may_commit.set()
     waiting.join(TIMEOUT_S)
     scene.saver.finish()
+    assert scene.me.idle_causes == []
     assert [number for number, _ in scene.me.commits] == list(range(1, most + 2))
     assert all({".metadata", "about.json", "rank-0.msgpack"} < files for _, files in scene.me.commits)
 

@@ -5,7 +5,7 @@ import math
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ from rrl.roles.trajectories import server as server_module
 from rrl.roles.trajectories.batches import decode
 from rrl.roles.trajectories.client import Fenced, Refused, TrajectoryClient, store_address
 from rrl.roles.trajectories.durable.state import State
-from rrl.roles.trajectories.server import Server, answer
+from rrl.roles.trajectories.server import REQUESTS_CAUSE, Server, answer
 from rrl.roles.trajectories.store import Store
 from rrl.roles.trajectories.types import (
     Answer,
@@ -337,6 +337,30 @@ def test_requests_that_come_together_share_one_flush(tmp_path: Path) -> None:
         assert all(script.replies[n] == Done() for n in range(1, 9))
 
     _serve(tmp_path, play)
+
+
+def test_store_is_idle_until_it_is_given_a_request(tmp_path: Path) -> None:
+    async def run(store: Store) -> None:
+        events: list[str] = []
+
+        @contextmanager
+        def idle(cause: str) -> Iterator[None]:
+            events.append(cause)
+            yield
+            events.append("works")
+
+        script = Script(store)
+        script._flush = lambda: events.append("flush")
+        server = Server(store, cast(Listener, script), idle=idle)
+        running = asyncio.create_task(server.run())
+        await script.until(lambda: events == [REQUESTS_CAUSE])
+        script.send_request(0, LeaseWork(ROLLOUT, 8))
+        await script.until(lambda: 0 in script.replies)
+        server.stop()
+        await running
+        assert events[:3] == [REQUESTS_CAUSE, "works", "flush"]
+
+    asyncio.run(run(open_store(tmp_path)))
 
 
 def test_answer_that_cannot_be_made_durable_is_not_sent(tmp_path: Path) -> None:
@@ -799,7 +823,7 @@ def test_a_store_that_is_asked_for_work_answers_from_its_own_loop(tmp_path: Path
             peers=None,
             stopping=stopping, progress=lambda units: None, on_peers=lambda callback: None,
             announce=lambda listens: announced.set(), on_probe=probes.on_probe, answer_probe=probes.answer,
-            note=lambda text: None,
+            note=lambda text: None, idle=nullcontext,
         )  # fmt: skip
         cleaner = SimpleNamespace(update=lambda status: None)
         serving = asyncio.create_task(server_module._serve(cast(Any, me), open_store(tmp_path), cast(Any, cleaner)))

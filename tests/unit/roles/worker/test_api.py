@@ -23,14 +23,16 @@ from rrl.core.phases import WAIT_EXTERNAL
 from rrl.core.types import Incarnation, ReplicaId, Version
 from rrl.roles import reward
 from rrl.roles.trajectories.types import CommittedState, Done, Item, Scoring
-from rrl.roles.worker import api, external_waits
+from rrl.roles.worker import api, connection, external_waits
 from rrl.roles.worker.api import Worker
+from rrl.roles.worker.clocks import boot_time_ns
 from rrl.roles.worker.connection import FENCED_EXIT
 from rrl.tests.support.listening_manager import TIMEOUT_S, eventually
 from rrl.tests.support.roles.trajectories import crew
 from rrl.tests.support.roles.worker_scene import HEARTBEAT_S, JOB, STORE, Manager, Role, Scene, play
 from rrl.transport.control.endpoints import Address
 from rrl.transport.messages import (
+    ClockReport,
     Committed,
     Fenced,
     FirstWorkDone,
@@ -243,6 +245,111 @@ def test_peers_callback_never_gets_older_peers_after_newer_ones(scene: Scene) ->
         connection._update_peers(Peers(1, 2, {}))  # before the loop runs the scheduled callback
         connection._loop.run_until_complete(asyncio.sleep(0))
         assert received == [2, 2]
+
+
+# ── the clock ──────────────────────────────────────────────────────────────────────────────────────────────────────
+def clock_times(report: ClockReport) -> dict[tuple[str, str], int]:
+    return {(time.phase, time.idle_cause): time.ns for time in report.clock.times}
+
+
+def test_worker_reports_its_clock_with_heartbeats_and_when_it_leaves(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story() -> None:
+        me = scene.worker(crew.REWARD)
+        scored, over = threading.Event(), threading.Event()
+
+        def score() -> None:
+            with me.phase("score"):
+                with me.idle("judge"):
+                    assert scored.wait(TIMEOUT_S)
+                assert over.wait(TIMEOUT_S)
+
+        async with scene.manager() as manager:
+            role = scene.start(me, score)
+            await manager.wait_for(ClockReport, lambda report: ("starting", "") in clock_times(report))
+            monkeypatch.setattr(connection, "CLOCK_REPORT_INTERVAL_S", 0.0)
+            me.progress(3)
+            scored.set()
+            await manager.wait_for(
+                ClockReport, lambda report: {("score", "judge"), ("score", "")} <= {*clock_times(report)}
+            )
+            monkeypatch.setattr(connection, "CLOCK_REPORT_INTERVAL_S", 1e6)
+            over.set()
+            await manager.wait_for(Goodbye)
+            await manager.stop(crew.REWARD)
+            await role.end()
+            last = await manager.wait_for(ClockReport, lambda report: ("stopping", "") in clock_times(report))
+        assert last.clock.done == 3
+        reports = [message for message in manager.received if isinstance(message, ClockReport)]
+        assert reports[-1] == last
+        assert {report.clock.began for report in reports} == {last.clock.began}
+        totals = [sum(clock_times(report).values()) for report in reports]
+        assert totals == sorted(totals)
+        assert totals[-1] <= boot_time_ns() - last.clock.began
+
+    play(story)
+
+
+def test_clock_is_not_reported_with_every_heartbeat(scene: Scene) -> None:
+    async def story() -> None:
+        over = threading.Event()
+        async with scene.manager() as manager:
+            role = scene.start(scene.worker(crew.REWARD), over.wait)
+            await manager.wait_for(ClockReport)
+            await eventually(lambda: sum(isinstance(message, Heartbeat) for message in manager.received) >= 10)
+            over.set()
+            await manager.wait_for(Goodbye)
+            reports = sum(isinstance(message, ClockReport) for message in manager.received)
+            heartbeats = sum(isinstance(message, Heartbeat) for message in manager.received)
+            assert reports <= 1 + heartbeats * HEARTBEAT_S / connection.CLOCK_REPORT_INTERVAL_S + 1
+            await manager.stop(crew.REWARD)
+            await role.end()
+
+    play(story)
+
+
+def test_commit_is_preceded_by_the_clock_and_waits_of_the_thread_at_work_are_idle(scene: Scene) -> None:
+    """A commit in the thread of the phase waits for the store; one in a thread beside it does not make it idle."""
+
+    async def story() -> None:
+        store = scene.open_store()
+        crew.generate(store)
+        crew.score(store, reward=0.5)
+        me = scene.worker(crew.TRAINER)
+        me.job = msgspec.structs.replace(me.job, steps=2)
+
+        def work() -> None:
+            for batch in me.batches():
+                file = me.checkpoint_dir(batch.number) / "state"
+                file.write_bytes(b"state")
+                with me.phase("train"):
+                    if batch.number == 1:
+                        me.commit(1, [file])
+                    else:
+                        saver = threading.Thread(target=me.commit, args=(2, [file]))
+                        saver.start()
+                        saver.join(TIMEOUT_S)
+
+        async with scene.serve(store) as endpoint, scene.manager() as manager:
+            manager.store_is(endpoint)
+            role = scene.start(me, work)
+            await manager.wait_for(Committed, lambda message: message.step == 2)
+            await manager.wait_for(Goodbye)
+            await manager.stop(crew.TRAINER)
+            await role.end()
+            index = {m.step: i for i, m in enumerate(manager.received) if isinstance(m, Committed)}
+            first, second = manager.received[index[1] - 1], manager.received[index[2] - 1]
+            assert isinstance(first, ClockReport)
+            assert isinstance(second, ClockReport)
+            assert {("wait_data", "rollouts"), ("train", "store")} <= {*clock_times(first)}
+            last = [message for message in manager.received if isinstance(message, ClockReport)][-1]
+            assert clock_times(last)["train", "store"] == clock_times(second)["train", "store"]
+            assert clock_times(first)["train", "store"] == clock_times(last)["train", "store"]
+            assert clock_times(last)["train", ""] > 0
+        store.close()
+
+    play(story)
 
 
 # ── the manager goes and comes ─────────────────────────────────────────────────────────────────────────────────────

@@ -17,6 +17,7 @@ from rrl.core.run_dir import write_atomically
 from rrl.core.types import Incarnation, ReplicaId, Version
 from rrl.roles.launcher.environment import GPUS_ENV
 from rrl.roles.launcher.process_group import NICE, select_gpus
+from rrl.roles.worker import connection
 from rrl.roles.worker.api import Worker
 from rrl.roles.worker.connection import FENCED_EXIT
 from rrl.tests.support.listening_manager import TIMEOUT_S, eventually
@@ -24,6 +25,7 @@ from rrl.tests.support.roles.worker_scene import Manager, Scene, play
 from rrl.transport.messages import (
     AdmissionRequest,
     Admitted,
+    ClockReport,
     Committed,
     Fenced,
     FirstWorkDone,
@@ -146,6 +148,27 @@ def test_promotion_skips_no_heartbeat_and_none_has_the_old_incarnation_afterward
             assert isinstance(first, Hello), (
                 "the first message must be a Hello, not a heartbeat of an unknown incarnation"
             )
+            await manager.stop(MEMBER)
+            await role.end()
+
+    play(story)
+
+
+def test_clock_of_a_promoted_process_begins_with_its_promotion(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "CLOCK_REPORT_INTERVAL_S", 0.0)
+
+    async def story() -> None:
+        me = standby_worker(scene)
+        async with scene.manager() as manager:
+            role = scene.start(me, lambda: me.stopping.wait(TIMEOUT_S))
+            await eventually(lambda: sum(isinstance(message, Heartbeat) for message in manager.received) >= 3)
+            assert not any(isinstance(message, ClockReport) for message in manager.received)
+            began = me._connection.status.read_clock().began
+            await manager.send(STANDBY_PROCESS, promotion(scene))
+            report = await manager.wait_for(ClockReport)
+            assert report.incarnation == MEMBER
+            assert report.clock.began > began
+            assert {time.phase for time in report.clock.times} <= {"starting"}
             await manager.stop(MEMBER)
             await role.end()
 

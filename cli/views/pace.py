@@ -1,0 +1,84 @@
+"""How fast a run works, as text: idle shares of the roles, and tokens per second. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from rich.text import Text
+
+from ...core.run_spec import RoleSpec
+from ...manager.model.idle_times import START, RolePoint, idle_shares, rate
+from ...manager.model.state import State
+
+_SEPARATOR = " · "
+_IDLE_CAUSES = {"store": "the store", "external": "external services"}
+"""Idle causes whose text differs from their name."""
+
+
+def idle_text(name: str, shares: Mapping[str, float]) -> str:
+    """Return how much of its time a role was idle and what it waited for; ``shares`` are by cause, largest first.
+
+    Causes below half a percent are left out; shares of single causes are named if there are several.
+    """
+    causes = [(_IDLE_CAUSES.get(cause, cause), share) for cause, share in shares.items() if share >= 0.005]
+    text = f"{name} {percent(sum(shares.values()))} idle"
+    if not causes:
+        return text
+    several = len(causes) > 1
+    return f"{text} (waits for {', '.join(f'{one} {percent(share)}' if several else one for one, share in causes)})"
+
+
+def percent(share: float) -> str:
+    """Format a share as whole percent."""
+    return f"{100 * share:.0f} %"
+
+
+def token_rate(per_second: float) -> str:
+    """Format tokens per second with at most four digits."""
+    return f"{per_second / 1000:.3g}k/s" if per_second >= 10_000 else f"{per_second:.0f}/s"
+
+
+def idle_shares_of_roles(state: State) -> list[Text]:
+    """Return how much of the last minutes trainer and rollouts were idle; of an ended run, how much of its time."""
+    times = state.idle_times
+    before = times.before if state.outcome is None else START
+    found = ((role, idle_shares(times.now, before, role.name)) for role in _timed_roles(state))
+    return [Text(idle_text(_plural(role), shares)) for role, shares in found if role.name in times.now.roles]
+
+
+def token_rates(state: State) -> list[Text]:
+    """Return the tokens per second that rollouts generated and the trainer trained on in the last minutes."""
+    times, rates = state.idle_times, []
+    now, before = times.now, times.before
+    for role in _timed_roles(state) if state.outcome is None else ():
+        start = before.roles.get(role.name, RolePoint()).done
+        generated = now.roles.get(role.name, RolePoint()).done - start
+        trained = now.trained_tokens - before.trained_tokens
+        per_second = rate(trained if role.kind == "trainer" else generated, now, before)
+        if per_second:
+            rates.append(Text(f"{_plural(role)} {token_rate(per_second)}"))
+    return rates
+
+
+def _timed_roles(state: State) -> list[RoleSpec]:
+    """Return the roles whose pace is that of the run: trainer and rollouts."""
+    return [role for role in state.job.roles if role.kind in ("trainer", "rollout")]
+
+
+def _plural(role: RoleSpec) -> str:
+    return role.name if role.replicas == 1 else f"{role.name}s"
+
+
+def packed(label: str, parts: Sequence[Text], width: int) -> Iterator[tuple[str, Text]]:
+    """Yield rows (label, text) with as many parts in each as fit ``width``; only the first row has the label."""
+    row: Text | None = None
+    for part in parts:
+        if row is not None and len(row) + len(_SEPARATOR) + len(part) <= width:
+            row = Text.assemble(row, _SEPARATOR, part)
+            continue
+        if row is not None:
+            yield label, row
+            label = ""
+        row = part
+    if row is not None:
+        yield label, row

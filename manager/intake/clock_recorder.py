@@ -1,0 +1,74 @@
+"""Records what the workers' clocks report: rarely, since the readings are totals, and for people only.
+
+Each record contains the newest reading of every process that has reported since the record before. It is written with a
+commit, at least :data:`COMMIT_RECORD_INTERVAL_S` after the record before, and without commits once a minute. What a
+process reported after the last record of a manager that dies is lost; while the process lives, its next report contains
+it.
+"""
+
+from __future__ import annotations
+
+from math import inf
+
+from ...core.phases import MAX_CLOCK_ENTRIES, ClockReading, PhaseTime
+from ...core.text import escaped
+from ...core.types import Incarnation, is_support
+from ..context import RunContext
+from ..model.events import ClocksRecorded
+
+RECORD_INTERVAL_S = 60.0
+"""Seconds between two records without a commit."""
+COMMIT_RECORD_INTERVAL_S = 5.0
+"""Least number of seconds between two records with commits, as short as the interval of the reports."""
+RECORD_INTERVAL_PER_REPLICA_S = 0.05
+"""Seconds by which each reading in a record delays the next record with a commit. A reading of ten
+entries takes 280 bytes, so that the records take less than 6 kB/s, however many replicas a run has."""
+MAX_NAME_CHARS = 40
+"""Greatest number of characters that are kept of the name of a phase or of an idle cause."""
+
+
+class ClockRecorder:
+    """Collects the readings that one manager receives."""
+
+    def __init__(self, context: RunContext) -> None:
+        self._context = context
+        self._unrecorded: dict[tuple[Incarnation, int], ClockReading] = {}
+        """Newest readings since the last record, by incarnation and process."""
+        self._recorded_at = -inf
+        self._recorded = 0
+        """Number of readings in the last record."""
+
+    def on_report(self, incarnation: Incarnation, clock: ClockReading) -> None:
+        """Keep a reading of a role's process, and record it with all others if that is due."""
+        if is_support(incarnation.replica):
+            return
+        now = self._context.now()
+        if self._recorded_at == -inf:
+            self._recorded_at = now
+        self._unrecorded[incarnation, clock.began] = _limited(clock)
+        if now - self._recorded_at >= RECORD_INTERVAL_S:
+            self.record()
+
+    def on_commit(self) -> None:
+        """Record the readings beside a commit, unless the last record is too recent."""
+        pause = max(COMMIT_RECORD_INTERVAL_S, self._recorded * RECORD_INTERVAL_PER_REPLICA_S)
+        if self._context.now() - self._recorded_at >= pause:
+            self.record()
+
+    def record(self) -> None:
+        """Record all readings that are not recorded yet."""
+        if not self._unrecorded:
+            return
+        readings = tuple((incarnation, clock) for (incarnation, _), clock in self._unrecorded.items())
+        self._unrecorded.clear()
+        self._context.record(ClocksRecorded(readings))
+        self._recorded_at, self._recorded = self._context.now(), len(readings)
+
+
+def _limited(clock: ClockReading) -> ClockReading:
+    """Return a reading of bounded size, without control characters and negative times."""
+    times = tuple(
+        PhaseTime(escaped(time.phase[:MAX_NAME_CHARS]), escaped(time.idle_cause[:MAX_NAME_CHARS]), max(0, time.ns))
+        for time in clock.times[:MAX_CLOCK_ENTRIES]
+    )
+    return ClockReading(clock.began, max(0, clock.done), times)

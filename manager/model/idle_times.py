@@ -1,0 +1,172 @@
+"""Where the time of the run's processes went, by role, phase and idle cause: totals that no restart loses. Pure.
+
+Each worker reports totals since its process joined (``rrl.core.phases.ClockReading``). The newest reading of each
+replica is kept. When another process of the replica reports, the totals of the process before it are added to those of
+the role. So the last report of a killed process counts, and a report that arrives twice counts once.
+
+Detectors and the planner read none of this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from ...core.phases import OTHER_PHASE, ClockReading, PhaseTime
+from ...core.types import Incarnation, ReplicaId, role_of
+
+RECENT_S = 300.0
+"""Seconds over which the recent shares are taken, or a little more."""
+POINT_INTERVAL_S = 20.0
+"""Least number of seconds between two points: the recent shares need no more than :data:`RECENT_S` / this."""
+MAX_PHASES = 64
+"""Greatest number of phases of which a role's total keeps the time; the time of further phases is added up."""
+
+
+class ProcessTime(Struct, frozen=True):
+    """The newest reading of a replica's clock, and the number of the incarnation that reported it."""
+
+    number: int
+    clock: ClockReading
+
+
+class RoleTime(Struct, frozen=True):
+    """Times and progress of processes of a role that were replaced, in all."""
+
+    times: tuple[PhaseTime, ...] = ()
+    done: int = 0
+
+
+class RolePoint(Struct, frozen=True, array_like=True):
+    """Time (ns) of a role's processes by idle cause (empty: at work), and their progress, up to one moment."""
+
+    ns: dict[str, int] = {}
+    done: int = 0
+
+    @property
+    def total_ns(self) -> int:
+        """Return the time of the role's processes, whatever they did."""
+        return sum(self.ns.values())
+
+
+class Point(Struct, frozen=True, array_like=True):
+    """The totals of all roles at one time (s, manager's clock)."""
+
+    at: float
+    roles: dict[str, RolePoint] = {}
+    trained_tokens: int = 0
+
+
+START = Point(0.0)
+"""The totals before the run."""
+
+
+class IdleTimes(Struct, frozen=True):
+    """The readings of all processes of a run."""
+
+    newest: dict[ReplicaId, ProcessTime] = {}
+    replaced: dict[str, RoleTime] = {}
+    """Totals of the processes that were replaced, by role."""
+    points: tuple[Point, ...] = ()
+    """Totals of the last minutes, oldest first; the last one is the newest."""
+    trained_tokens: int = 0
+    """Tokens of all committed steps whose metrics report them."""
+
+    @property
+    def now(self) -> Point:
+        """Return the newest totals."""
+        return self.points[-1] if self.points else START
+
+    @property
+    def before(self) -> Point:
+        """Return the totals with which the newest ones are compared for recent figures: at the start nothing."""
+        return self.points[0] if len(self.points) > 1 else START
+
+
+def with_readings(times: IdleTimes, at: float, readings: Iterable[tuple[Incarnation, ClockReading]]) -> IdleTimes:
+    """Return the times with these readings, received until ``at`` (s). Readings that are outdated change nothing."""
+    newest, replaced = dict(times.newest), dict(times.replaced)
+    for incarnation, clock in sorted(readings, key=lambda reading: (reading[0], reading[1].began)):
+        held = newest.get(incarnation.replica)
+        if held is not None and not _is_newer(incarnation.number, clock, held):
+            continue
+        if held is not None and (held.number, held.clock.began) != (incarnation.number, clock.began):
+            role = role_of(incarnation.replica)
+            total = replaced.get(role, RoleTime())
+            replaced[role] = RoleTime(_sum(total.times, held.clock.times), total.done + held.clock.done)
+        newest[incarnation.replica] = ProcessTime(incarnation.number, clock)
+    changed = replace(times, newest=newest, replaced=replaced)
+    return replace(changed, points=_with_point(times.points, _point(changed, at)))
+
+
+def with_step(times: IdleTimes, metrics: Mapping[str, float]) -> IdleTimes:
+    """Return the times with one more committed step; its metric ``tokens`` says how many tokens it trained on."""
+    return replace(times, trained_tokens=times.trained_tokens + int(metrics.get("tokens", 0.0)))
+
+
+def phase_times(times: IdleTimes, role: str) -> tuple[PhaseTime, ...]:
+    """Return the time of all processes of a role by phase and idle cause."""
+    total = times.replaced.get(role, RoleTime()).times
+    return _sum(total, *(held.clock.times for id, held in times.newest.items() if role_of(id) == role))
+
+
+def idle_shares(now: Point, before: Point, role: str) -> dict[str, float]:
+    """Return the share of its processes' time that a role was idle between two points, by cause; largest first."""
+    new, old = now.roles.get(role, RolePoint()), before.roles.get(role, RolePoint())
+    total = new.total_ns - old.total_ns
+    if total <= 0:
+        return {}
+    shares = {cause: (ns - old.ns.get(cause, 0)) / total for cause, ns in new.ns.items() if cause}
+    return dict(sorted(((cause, share) for cause, share in shares.items() if share > 0), key=lambda item: -item[1]))
+
+
+def rate(units: int, now: Point, before: Point) -> float | None:
+    """Return ``units`` per second between two points; None if their time is unknown."""
+    return units / (now.at - before.at) if before != START and now.at > before.at else None
+
+
+def _is_newer(number: int, clock: ClockReading, held: ProcessTime) -> bool:
+    """Return whether the reading is of a later process, or a later one of the same process."""
+    if (number, clock.began) != (held.number, held.clock.began):
+        return (number, clock.began) > (held.number, held.clock.began)
+    return _total(clock.times) > _total(held.clock.times)
+
+
+def _total(times: tuple[PhaseTime, ...]) -> int:
+    return sum(time.ns for time in times)
+
+
+def _sum(*readings: tuple[PhaseTime, ...]) -> tuple[PhaseTime, ...]:
+    """Add up times of the same phase and idle cause."""
+    ns: dict[tuple[str, str], int] = {}
+    for times in readings:
+        for time in times:
+            known = (time.phase, time.idle_cause) in ns or len(ns) < MAX_PHASES
+            key = (time.phase if known else OTHER_PHASE, time.idle_cause if known else "")
+            ns[key] = ns.get(key, 0) + time.ns
+    return tuple(PhaseTime(phase, cause, spent) for (phase, cause), spent in ns.items())
+
+
+def _point(times: IdleTimes, at: float) -> Point:
+    roles: dict[str, RolePoint] = {}
+    totals = [(role, total.times, total.done) for role, total in times.replaced.items()]
+    totals += [(role_of(id), held.clock.times, held.clock.done) for id, held in times.newest.items()]
+    for role, spent, done in totals:
+        point = roles.get(role, RolePoint())
+        ns = dict(point.ns)
+        for time in spent:
+            ns[time.idle_cause] = ns.get(time.idle_cause, 0) + time.ns
+        roles[role] = RolePoint(ns, point.done + done)
+    return Point(at, roles, times.trained_tokens)
+
+
+def _with_point(points: tuple[Point, ...], new: Point) -> tuple[Point, ...]:
+    """Return the points with a new one; of the older ones those that the recent figures need."""
+    if len(points) > 1 and points[-1].at - points[-2].at < POINT_INTERVAL_S:
+        points = points[:-1]
+    points = (*points, new)
+    while len(points) > 2 and points[1].at <= new.at - RECENT_S:
+        points = points[1:]
+    return points
