@@ -77,12 +77,13 @@ class SlurmLab:
     @classmethod
     def start(
         cls, path: Path | None = None, *, nodes: int = 5, cpus: int = 8, memory: int = 8000, gpus: int = 0,
-        inactive_limit: int = 0, isolated: bool = False, accounting: bool = False, preempting: int = 0,
-        root: Path | None = None, stays: bool = False,
+        inactive_limit: int = 0, slurmd_timeout: int = 0, isolated: bool = False, accounting: bool = False,
+        preempting: int = 0, root: Path | None = None, stays: bool = False,
     ) -> SlurmLab:  # fmt: skip
         """Start a lab and wait until every node is idle; what a crashed lab left in ``path`` is ended first.
 
-        Without ``path`` a short temporary folder is made. ``isolated``: each node has a network of its own (root only).
+        Without ``path`` a short temporary folder is made. ``slurmd_timeout``: s after which a silent node is down, if
+        not as few as possible. ``isolated``: each node has a network of its own (root only).
         ``accounting``: slurmdbd runs, and associations, limits and QOS are enforced. ``preempting``: there are
         partitions whose jobs are preempted, with so many s of grace. ``root``: another version of Slurm
         than the installed one (default: ``$RRL_SLURM_ROOT``). ``stays``: the lab outlives the calling process.
@@ -104,7 +105,8 @@ class SlurmLab:
         network = netns.free_network(f"rl{port}") if isolated else None
         settings = Settings(
             nodes=nodes, cpus=cpus, memory=memory, gpus=gpus, port=port, user=plain_user(), owner=holder, root=version,
-            inactive_limit=inactive_limit, network=network, accounting=accounting, preempting=preempting,
+            inactive_limit=inactive_limit, slurmd_timeout=slurmd_timeout, network=network, accounting=accounting,
+            preempting=preempting,
         )  # fmt: skip
         lab = cls(path, settings)
         try:
