@@ -48,6 +48,9 @@ _PORTS = range(20_000, 32_000)
 """below Linux's ephemeral range, so that no outgoing connection takes one of them"""
 _DEADLINE_S = 120.0
 """generous: a machine that others use, too, needs many times what Slurm takes"""
+COMPLETING_TIMEOUT_S = 200.0
+"""s in which Slurm ends jobs that are over. slurmctld repeats a request to end a job that a slurmd has not answered in
+time after 55 s (measured on 22.05), and the job is COMPLETING meanwhile; on a busy machine several get no answer"""
 
 
 def missing(root: str | None = None, accounting: bool = False) -> list[str]:
@@ -223,7 +226,16 @@ class SlurmLab:
         """``<id> <name> <state>`` of every job that is pending, running or completing."""
         return self.slurm("squeue", "-h", "-o", "%i %j %T").splitlines()
 
-    def clear(self, timeout_s: float = _DEADLINE_S) -> None:
+    def wait_no_jobs(self) -> None:
+        """Wait until no job is pending or running, then until Slurm has completed the last one. Raises RuntimeError."""
+        for completing, timeout_s in ((True, _DEADLINE_S), (False, COMPLETING_TIMEOUT_S)):
+            deadline = time.monotonic() + timeout_s
+            while left := [job for job in self.jobs() if not (completing and job.endswith(" COMPLETING"))]:
+                if time.monotonic() > deadline:
+                    raise RuntimeError(f"jobs are left after {timeout_s:.0f} s: {left}; see {self.dir}/log")
+                time.sleep(0.1)
+
+    def clear(self, timeout_s: float = COMPLETING_TIMEOUT_S) -> None:
         """Cancel every job, start what crashed, wait until every node is idle: a test leaves nothing to the next."""
         if ids := [job.split()[0] for job in self.jobs()]:
             self.slurm("scancel", *ids)
