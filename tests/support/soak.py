@@ -32,7 +32,7 @@ from rrl.manager.storage.journal import replay
 from rrl.manager.storage.lease import holder
 from rrl.roles.trajectories.durable.records import Audit
 from rrl.tests.support.runs import QUICKSTART, TIMEOUT_S, TestRun, light_job, processes_of, submit_here, submit_on
-from rrl.tests.support.slurm.lab import SlurmLab
+from rrl.tests.support.slurm.lab import COMPLETING_TIMEOUT_S, SlurmLab
 from rrl.tests.support.supervisor import exit_on_sigterm
 
 LIGHT_FAULTS = 210
@@ -316,10 +316,6 @@ def _begin(run: TestRun) -> None:
 
 def _began(state: State) -> bool:
     return state.step >= 1
-
-
-COMPLETING_TIMEOUT_S = 120.0
-"""in which Slurm ends the processes of a job that was given back; its KillWait is 2 s here, but the machine is busy"""
 
 
 def torch(faults: int, tally: Tally) -> None:

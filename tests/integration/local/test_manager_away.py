@@ -127,4 +127,4 @@ def test_both_managers_of_a_slurm_run_are_cancelled_and_versions_arrive_neverthe
     assert sum(isinstance(stamped.event, ev.ManagerStarted) for stamped in run.events()) == 2
     run.wait_gone(60.0)
     check_sound(run.run)
-    slurm_lab.clear(60.0)
+    slurm_lab.clear()

@@ -15,14 +15,12 @@ from rrl.tests.support.runs import TestRun, all_work, check_sound, light_job, su
 from rrl.tests.support.slurm.lab import SlurmLab
 
 pytestmark = pytest.mark.slurm
-CLEAR_DEADLINE_S = 60.0
-"""Deadline for Slurm to end every job of a cancelled run."""
 
 
 def _cancel_everything(lab: SlurmLab) -> None:
     """Cancel all jobs of the user with ``scancel -u``; return once no job and no manager is left."""
     lab.run_as_user(["scancel", "-u", lab.user])
-    lab.clear(CLEAR_DEADLINE_S)
+    lab.clear()
 
 
 def _requests(run: TestRun) -> list[str]:

@@ -55,13 +55,6 @@ def verdicts(checks: dict[str, dict[str, Any]]) -> dict[str, str]:
     return {name: check["verdict"] for name, check in checks.items()}
 
 
-def no_jobs(lab: SlurmLab) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while jobs := lab.jobs():
-        assert time.monotonic() < deadline, jobs
-        time.sleep(0.05)
-
-
 def test_doctor_with_consent_checks_a_node_and_leaves_nothing(lab: SlurmLab, env: dict[str, str]) -> None:
     code, checks = doctor(lab, env, "--yes")
     verdict_of = verdicts(checks)
@@ -78,7 +71,7 @@ def test_doctor_with_consent_checks_a_node_and_leaves_nothing(lab: SlurmLab, env
     assert "with 2 GPU" in checks["slurm.gpus"]["found"]
     assert "9.9" in checks["node.torch"]["found"]
     assert "Slurm gave the job GPU" in checks["node.gpus"]["found"]  # false ones, which no driver knows
-    no_jobs(lab)
+    lab.wait_no_jobs()
     assert not Path(env[RUNS_ENV]).exists()
 
 
@@ -133,18 +126,18 @@ def _visit(lab: SlurmLab, env: dict[str, str], expected: str, **changes: object)
 
 def test_node_visit_names_an_interpreter_missing_on_the_node(lab: SlurmLab, env: dict[str, str]) -> None:
     _visit(lab, env, "/nonexistent/python does not exist on the node", executable="/nonexistent/python")
-    no_jobs(lab)
+    lab.wait_no_jobs()
 
 
 def test_node_visit_that_ends_early_is_reported_with_its_last_line(lab: SlurmLab, env: dict[str, str]) -> None:
     script = "#!/bin/sh\nexec >{folder}/job.log 2>&1; echo no module rrl; exit 1\n"
     _visit(lab, env, "no module rrl", _SCRIPT=script)
-    no_jobs(lab)
+    lab.wait_no_jobs()
 
 
 def test_node_visit_that_does_not_start_is_cancelled(lab: SlurmLab, env: dict[str, str]) -> None:
     _visit(lab, env, "PENDING", _JOB_OPTIONS=(*visiting._JOB_OPTIONS, "--hold"), MAX_QUEUE_S=1.0)
-    no_jobs(lab)
+    lab.wait_no_jobs()
 
 
 def test_doctor_submits_no_job_while_every_node_is_busy(lab: SlurmLab, env: dict[str, str]) -> None:
@@ -160,7 +153,7 @@ def test_node_visit_finds_a_folder_that_is_not_shared(lab: SlurmLab, env: dict[s
         "rrl.roles.node_probe.main {folder}", "rrl.roles.node_probe.main {folder}/elsewhere"
     )
     _visit(lab, env, "visited n1: No such file or directory", _SCRIPT=script)
-    no_jobs(lab)
+    lab.wait_no_jobs()
 
 
 def test_rrl_init_writes_a_job_that_rrl_check_accepts(lab: SlurmLab, env: dict[str, str]) -> None:

@@ -50,7 +50,7 @@ MANY_STEPS = 100_000
 def _idle(slurm_lab: SlurmLab) -> Iterator[None]:
     """Remove what a failed test leaves."""
     yield
-    slurm_lab.clear(60.0)
+    slurm_lab.clear()
 
 
 def _until(condition: Callable[[], bool], failure_text: str, timeout_s: float = TIMEOUT_S) -> None:
@@ -70,7 +70,7 @@ def _cancelled_well(run: TestRun, lab: SlurmLab) -> None:
 def _left_nothing(run: TestRun, lab: SlurmLab) -> None:
     run.wait_gone(60.0)
     check_sound(run.run)
-    _until(lambda: lab.jobs() == [], "jobs are left")
+    lab.wait_no_jobs()
     assert lab.slurm("squeue", "-h", "-s").split() == []
 
 
@@ -301,4 +301,4 @@ def test_login_node_death_during_rrl_submit_leaves_a_valid_run_or_none(slurm_lab
             assert managed.wait(60) == 0
         _left_nothing(run, slurm_lab)
     else:
-        _until(lambda: slurm_lab.jobs() == [], "jobs of no run")
+        slurm_lab.wait_no_jobs()

@@ -10,6 +10,7 @@ from rrl.core.types import NodeName, ReplicaId
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Drain, Exclude, Readmit, Shrink, Undrain
 from rrl.tests.support.runs import (
+    TIMEOUT_S,
     TestRun,
     all_work,
     check_sound,
@@ -84,8 +85,12 @@ def test_plain_user_can_exclude_a_node_which_the_run_gives_back(slurm_lab: Slurm
 
 
 def test_administrators_run_drains_and_undrains_a_lost_node_but_no_other() -> None:
-    recovery = '[recovery]\nbackoff = "100ms"\nexclusion = "15s"\nbreaker = 1.0\n'
-    with SlurmLab.start(nodes=6, accounting=True) as lab:
+    """Slurm gives the node up long after the run has: it would take the node from the run at once, without a drain.
+
+    The exclusion lasts longer than the rollout takes to work elsewhere, after which the node is released.
+    """
+    recovery = '[recovery]\nbackoff = "100ms"\nexclusion = "45s"\nbreaker = 1.0\n'
+    with SlurmLab.start(nodes=6, accounting=True, slurmd_timeout=int(2 * TIMEOUT_S)) as lab:
         lab.slurm("sacctmgr", "-i", "modify", "user", lab.user, "set", "adminlevel=Administrator")
         run = submit_on(lab, "admin", light_job("slurm", 100_000, spares=1, extra=recovery))
         run.wait_steps(2)

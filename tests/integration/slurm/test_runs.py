@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 
 import pytest
 
@@ -32,15 +31,7 @@ def _end_well(run: TestRun, lab: SlurmLab) -> None:
     assert (state.outcome, state.step) == ("completed", state.job.steps), state.why
     run.wait_gone()
     check_sound(run.run)
-    _wait_no_jobs(lab)
-
-
-def _wait_no_jobs(lab: SlurmLab) -> None:
-    """Neither of the run nor of its manager; a job is COMPLETING for a moment after its last process is gone."""
-    until = time.monotonic() + 60
-    while left := lab.jobs():
-        assert time.monotonic() < until, left
-        time.sleep(0.2)
+    lab.wait_no_jobs()
 
 
 def _hold_all(run: TestRun) -> None:
@@ -176,7 +167,7 @@ def test_cancelled_run_leaves_no_job_no_step_and_no_process(slurm_lab: SlurmLab)
         assert process.wait(90) == 0
     assert run.wait_end().outcome == "cancelled"
     run.wait_gone()
-    _wait_no_jobs(slurm_lab)
+    slurm_lab.wait_no_jobs()
     states = slurm_lab.slurm("squeue", "-h", "-t", "all", "-n", f"{run.run.id}.manager", "-o", "%T").split()
     assert sorted(states) == ["CANCELLED", "COMPLETED"], "the one that waited was not to begin"
 

@@ -42,4 +42,4 @@ def test_managers_that_die_at_their_start_reject_the_run(
     status = rrl("status").stdout
     assert status.startswith(f"{ended['run']}: rejected: ")
     assert last_line in status
-    slurm_lab.wait_for(lambda: not slurm_lab.jobs(), "the jobs of the managers did not leave the queue")
+    slurm_lab.wait_no_jobs()

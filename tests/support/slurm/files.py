@@ -34,6 +34,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     port: int
     user: str
     inactive_limit: int = 0
+    slurmd_timeout: int = 0
+    """s after which slurmctld takes a silent node from its jobs and sets it down; 0: as few as this version bears"""
     root: str | None = None
     """of another version of Slurm (:mod:`rrl.tests.support.slurm.root`); None: the installed one"""
     network: Network | None = None
@@ -84,11 +86,12 @@ def write(path: Path, settings: Settings) -> None:
 def _write_configuration(path: Path, settings: Settings) -> None:
     on_this_machine = socket.gethostname().partition(".")[0]
     root = Path(settings.root) if settings.root else None
+    message_timeout, slurmd_timeout = _SHORT if version(settings) < _LONG_SINCE else _LONG
     text = jinja2.Template(
         Path(__file__).with_name("slurm.conf.j2").read_text(), undefined=jinja2.StrictUndefined
     ).render(
-        settings=settings, dir=path, host=on_this_machine, timeouts=_SHORT
-        if version(settings) < _LONG_SINCE else _LONG,
+        settings=settings, dir=path, host=on_this_machine,
+        timeouts=(message_timeout, settings.slurmd_timeout or slurmd_timeout),
         daemons=pwd.getpwuid(os.geteuid()).pw_name,
         controller=settings.network.controller if settings.network else "127.0.0.1",
         plugins=next(root.glob("usr/lib/*/slurm-wlm")) if root else None, nodes=_node_lines(settings, on_this_machine),

@@ -48,6 +48,9 @@ _PORTS = range(20_000, 32_000)
 """below Linux's ephemeral range, so that no outgoing connection takes one of them"""
 _DEADLINE_S = 120.0
 """generous: a machine that others use, too, needs many times what Slurm takes"""
+COMPLETING_TIMEOUT_S = 200.0
+"""s in which Slurm ends jobs that are over. slurmctld repeats a request to end a job that a slurmd has not answered in
+time after 55 s (measured on 22.05), and the job is COMPLETING meanwhile; on a busy machine several get no answer"""
 
 
 def missing(root: str | None = None, accounting: bool = False) -> list[str]:
@@ -77,12 +80,13 @@ class SlurmLab:
     @classmethod
     def start(
         cls, path: Path | None = None, *, nodes: int = 5, cpus: int = 8, memory: int = 8000, gpus: int = 0,
-        inactive_limit: int = 0, isolated: bool = False, accounting: bool = False, preempting: int = 0,
-        root: Path | None = None, stays: bool = False,
+        inactive_limit: int = 0, slurmd_timeout: int = 0, isolated: bool = False, accounting: bool = False,
+        preempting: int = 0, root: Path | None = None, stays: bool = False,
     ) -> SlurmLab:  # fmt: skip
         """Start a lab and wait until every node is idle; what a crashed lab left in ``path`` is ended first.
 
-        Without ``path`` a short temporary folder is made. ``isolated``: each node has a network of its own (root only).
+        Without ``path`` a short temporary folder is made. ``slurmd_timeout``: s after which a silent node is down, if
+        not as few as possible. ``isolated``: each node has a network of its own (root only).
         ``accounting``: slurmdbd runs, and associations, limits and QOS are enforced. ``preempting``: there are
         partitions whose jobs are preempted, with so many s of grace. ``root``: another version of Slurm
         than the installed one (default: ``$RRL_SLURM_ROOT``). ``stays``: the lab outlives the calling process.
@@ -104,7 +108,8 @@ class SlurmLab:
         network = netns.free_network(f"rl{port}") if isolated else None
         settings = Settings(
             nodes=nodes, cpus=cpus, memory=memory, gpus=gpus, port=port, user=plain_user(), owner=holder, root=version,
-            inactive_limit=inactive_limit, network=network, accounting=accounting, preempting=preempting,
+            inactive_limit=inactive_limit, slurmd_timeout=slurmd_timeout, network=network, accounting=accounting,
+            preempting=preempting,
         )  # fmt: skip
         lab = cls(path, settings)
         try:
@@ -221,7 +226,16 @@ class SlurmLab:
         """``<id> <name> <state>`` of every job that is pending, running or completing."""
         return self.slurm("squeue", "-h", "-o", "%i %j %T").splitlines()
 
-    def clear(self, timeout_s: float = _DEADLINE_S) -> None:
+    def wait_no_jobs(self) -> None:
+        """Wait until no job is pending or running, then until Slurm has completed the last one. Raises RuntimeError."""
+        for completing, timeout_s in ((True, _DEADLINE_S), (False, COMPLETING_TIMEOUT_S)):
+            deadline = time.monotonic() + timeout_s
+            while left := [job for job in self.jobs() if not (completing and job.endswith(" COMPLETING"))]:
+                if time.monotonic() > deadline:
+                    raise RuntimeError(f"jobs are left after {timeout_s:.0f} s: {left}; see {self.dir}/log")
+                time.sleep(0.1)
+
+    def clear(self, timeout_s: float = COMPLETING_TIMEOUT_S) -> None:
         """Cancel every job, start what crashed, wait until every node is idle: a test leaves nothing to the next."""
         if ids := [job.split()[0] for job in self.jobs()]:
             self.slurm("scancel", *ids)
