@@ -85,7 +85,7 @@ def test_a_step_comes_in_parts_as_its_groups_are_scored_and_is_committed_after_t
             def work(more: Callable[[int], None]) -> None:
                 for part in me.parts(after=me.committed):
                     given.append((part.number, part.index, len(part.trajectories), part.last))
-                    assert me._connection.done == len(given) - 1, "each part is progress once it is trained"
+                    assert me._connection.status.done == len(given) - 1, "each part is progress once it is trained"
                     if part.last:
                         _commit(me, part.number)
                     else:
