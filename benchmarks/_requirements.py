@@ -29,6 +29,7 @@ NEEDS: Mapping[str, tuple[Need, ...]] = {
     "checkpoint": (Need.TORCH,),
     "cli_startup": (),
     "detection": (),
+    "dispatch": (Need.TORCH,),
     "hostile_ports": (),
     "manager_away": (Need.TORCH, Need.SLURM),
     "restart": (Need.TORCH, Need.SLURM),

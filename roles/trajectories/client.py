@@ -20,6 +20,7 @@ from .types import (
     Commit,
     CommittedState,
     Denied,
+    Done,
     FollowVersions,
     GetBatch,
     GetCommitted,
@@ -98,6 +99,8 @@ class TrajectoryClient:
         self._incarnation = incarnation
         self._weights = weights
         self._timeout = timeout
+        self._requested_back: set[int] = set()
+        """Trajectories to hand over with their next segment."""
         self._dialer = Dialer(keys, Answer, find_store)
 
     async def run(self) -> None:
@@ -133,20 +136,29 @@ class TrajectoryClient:
     async def append(self, segments: Sequence[Segment], finished: Sequence[int] = ()) -> tuple[int, ...]:
         """Append segments, which are durable on return.
 
+        A trajectory that the store has requested back is handed over with its next segment.
+
         Returns:
             The trajectories that are no longer leased to this incarnation; the caller must stop working on them.
         """
         lost: set[int] = set()
+        appended = {segment.trajectory for segment in segments}
+        self._requested_back.difference_update(finished)
+        leaving = self._requested_back & appended
+        self._requested_back -= leaving
         while True:
             remaining = tuple(segment for segment in segments if segment.trajectory not in lost)
             ended = tuple(trajectory for trajectory in finished if trajectory not in lost)
-            answer = await self._send_until_decided(Append(self._incarnation, remaining, ended))
+            handed_over = tuple(sorted(leaving - lost))
+            answer = await self._send_until_decided(Append(self._incarnation, remaining, ended, handed_over))
             if not isinstance(answer, Denied):
                 break
             if not answer.lost:
                 self._raise(answer)
             lost.update(answer.lost)
-        return tuple(sorted(lost))
+        if isinstance(answer, Done):
+            self._requested_back = set(answer.hand_back)
+        return tuple(sorted(lost | leaving))
 
     async def lease_scoring(self, at_most: int, wait: float = 1.0, holding: Sequence[int] = ()) -> tuple[ToScore, ...]:
         """Lease up to ``at_most`` complete trajectories for scoring; ``holding`` as in :meth:`lease`."""

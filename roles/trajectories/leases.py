@@ -5,12 +5,21 @@ All of this is volatile: a store that restarts receives the membership again, an
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from heapq import heapify, heappop, heappush
+from math import exp
 
 from ...core.types import Incarnation, ReplicaId
+from .dispatch.engines import Engines, Known
+from .dispatch.lengths import Answer, GroupEstimate
+from .dispatch.work_sharing import CONSIDERED, length_class
+from .durable.records import PackedSegment
 from .durable.state import Group, State, TrajectoryState
 from .staleness import StalenessLimit
+
+_MAX_ESTIMATES = 4_096
+"""Number of groups whose estimates are stored before they are all computed again."""
 
 
 class Membership:
@@ -92,28 +101,44 @@ class Leases:
 class WorkQueue:
     """The unfinished trajectories of a store: their leases to rollouts, and which trajectory is leased next.
 
-    The trajectories are ordered by the last step that may train their group, then by number. Without a limit on
-    staleness they are ordered by number alone.
+    The trajectories are ordered by the last step that may train their group, then by batch, then by expected length,
+    the longest first, then by number. Without a limit on staleness the last step is the same for all. If lengths are
+    not expected to differ, the order within a batch is by number. :mod:`.dispatch.work_sharing` shares the first of
+    them among rollouts, and decides which running trajectories move.
+
+    Args:
+        state: The store's state, which this class only reads.
+        staleness: Limit on the age of tokens.
+        groups_per_batch: Number of groups that a step trains.
     """
 
-    def __init__(self, state: State, staleness: StalenessLimit) -> None:
+    def __init__(self, state: State, staleness: StalenessLimit, groups_per_batch: int) -> None:
         self._state = state
         self._staleness = staleness
+        self._per_batch = groups_per_batch
         self.leases = Leases()
-        self._heap: list[tuple[float, int]] = []
-        """(step of the weights that the trajectory's group was begun with, trajectory); an outdated entry is skipped
-        when it is popped. See :mod:`.staleness` for "begun with"."""
+        self._heap: list[tuple[float, int, int, int]] = []
+        """(step of the weights that the trajectory's group was begun with, batch, minus the class of expected length,
+        trajectory); an outdated entry is skipped when it is popped. See :mod:`.staleness` for "begun with"."""
+        self._engines = Engines(state.lengths.limit, self._known, self.leases.leased_to)
+        self._estimates: dict[int, tuple[tuple[int, int], GroupEstimate]] = {}
+        """Estimate of each group, and what it rests on: (tokens, finished trajectories) of the group."""
 
     def rebuild(self) -> None:
         """Build the heap from the state."""
         tracks = self._state.trajectories.values()
-        self._heap = [(self._staleness.begun_with(track.group), track.id) for track in tracks if not track.finished]
+        self._heap = [self._entry(track) for track in tracks if not track.finished]
         heapify(self._heap)
+
+    def _entry(self, track: TrajectoryState) -> tuple[float, int, int, int]:
+        created = track.group.created
+        length = length_class(exp(created.expected[0])) if created.expected else 0
+        return self._staleness.begun_with(track.group), created.group // self._per_batch, -length, track.id
 
     def first(self) -> TrajectoryState | None:
         """Return the first unfinished trajectory that is not leased, and leave it in the queue."""
         while self._heap:
-            begun, trajectory = self._heap[0]
+            begun, *_, trajectory = self._heap[0]
             track = self._state.trajectories.get(trajectory)
             free = track is not None and not track.finished and self.leases.holder(trajectory) is None
             if track is not None and free and begun == self._staleness.begun_with(track.group):
@@ -121,13 +146,9 @@ class WorkQueue:
             heappop(self._heap)
         return None
 
-    def pop(self) -> None:
-        """Remove the trajectory that :meth:`first` returned."""
-        heappop(self._heap)
-
     def offer(self, track: TrajectoryState) -> None:
         """Add an unfinished trajectory that is not leased."""
-        heappush(self._heap, (self._staleness.begun_with(track.group), track.id))
+        heappush(self._heap, self._entry(track))
 
     def mark_begun(self, group: Group, weights: int | None) -> None:
         """Count the group as begun with the weights of this step; its other trajectories move up in the queue."""
@@ -146,3 +167,111 @@ class WorkQueue:
             return False
         holder = self.leases.holder(trajectory)
         return holder == incarnation or (holder is None and track.writer in (None, incarnation))
+
+    # ── leases by expected length ──────────────────────────────────────────────────────────────────────────────────
+    @property
+    def by_length(self) -> bool:
+        """True if lengths are expected to differ: otherwise trajectories are leased one by one in their order."""
+        return self._state.lengths.separates
+
+    def requested(self, incarnation: Incarnation, free: int) -> None:
+        """Record that a rollout requests work for ``free`` places."""
+        self._engines.requested(incarnation, free)
+
+    def lease(
+        self, incarnation: Incarnation, at_most: int, weights: int | None, now: float | None
+    ) -> list[TrajectoryState]:
+        """Lease to a rollout its share of what waits: at most one trajectory if lengths are not expected to differ.
+
+        No trajectory is leased after the first one that a rollout with these weights may not work on.
+        """
+        popped: list[tuple[float, int, int, int]] = []
+        candidates: dict[int, TrajectoryState] = {}
+        while len(candidates) < (CONSIDERED if self.by_length else 1) and (track := self.first()) is not None:
+            if track.id not in candidates and not self._engines.withheld(track.id, incarnation):
+                if not self._staleness.allows(track.group, weights):
+                    break
+                candidates[track.id] = track
+            popped.append(heappop(self._heap))
+        for entry in popped:
+            heappush(self._heap, entry)
+        leased: list[TrajectoryState] = []
+        chosen = self._engines.share(incarnation, list(candidates), at_most) if self.by_length else list(candidates)
+        for trajectory in chosen:
+            track = candidates[trajectory]
+            if self._staleness.allows(track.group, weights):  # the leases before may have taken the last places
+                self.leases.assign(trajectory, incarnation)
+                self.mark_begun(track.group, weights)
+                self._engines.leased(incarnation, trajectory, now)
+                leased.append(track)
+        return leased
+
+    def waits_for(self, incarnation: Incarnation) -> bool:
+        """Return whether a trajectory waits that is not kept for another rollout."""
+        popped = []
+        while (track := self.first()) is not None and self._engines.withheld(track.id, incarnation):
+            popped.append(heappop(self._heap))
+        for entry in popped:
+            heappush(self._heap, entry)
+        return track is not None
+
+    def appended(
+        self, incarnation: Incarnation, segments: Iterable[PackedSegment], ended: Iterable[int], now: float | None
+    ) -> None:
+        """Record an append, and the trajectories that are complete with it, whose leases end."""
+        tokens: Counter[int] = Counter()
+        for packed in segments:
+            tokens[packed.trajectory] += packed.end - packed.offset
+        ended = tuple(ended)
+        for trajectory in ended:
+            self.leases.release(trajectory)
+        self._engines.appended(incarnation, list(tokens.items()), ended, now)
+        self._engines.finished(ended)
+
+    def hand_over(self, incarnation: Incarnation, trajectories: Iterable[int]) -> None:
+        """End the leases of trajectories that a rollout hands over, so that other rollouts continue them."""
+        for trajectory in trajectories:
+            track = self._state.trajectories.get(trajectory)
+            if track is not None and not track.finished and self.leases.holder(trajectory) == incarnation:
+                self.leases.release(trajectory)
+                self._engines.released(incarnation, (trajectory,))
+                self.offer(track)
+
+    def hand_back(self, incarnation: Incarnation, *, more: bool) -> tuple[int, ...]:
+        """Return which trajectories a rollout should hand over so that everything ends earlier.
+
+        ``more`` says whether more groups may be created: then a free place elsewhere gets new work, as it does if a
+        trajectory waits.
+        """
+        if self._state.lengths.informed and not more and not self.waits_for(incarnation):
+            self._engines.choose_moves(incarnation)
+        return self._engines.requested_back(incarnation)
+
+    def drop(self, group: Group) -> None:
+        """End the leases of a group that is dropped."""
+        for track in group.trajectories:
+            holder = self.leases.holder(track.id)
+            self.leases.release(track.id)
+            if holder is not None:
+                self._engines.released(holder, (track.id,))
+        self._engines.finished(track.id for track in group.trajectories)
+
+    def release_departed(self, current: frozenset[Incarnation]) -> None:
+        """End the leases of all incarnations that are not current."""
+        freed = self.leases.release_departed(current)
+        self._engines.retain(current)
+        for trajectory in freed:
+            self.offer(self._state.trajectories[trajectory])
+
+    def _known(self, trajectory: int) -> Known:
+        track = self._state.trajectories[trajectory]
+        group, lengths = track.group, self._state.lengths
+        rests_on = sum(each.length for each in group.trajectories), sum(each.finished for each in group.trajectories)
+        found = self._estimates.get(group.created.group)
+        if found is None or found[0] != rests_on:
+            if len(self._estimates) >= _MAX_ESTIMATES:
+                self._estimates.clear()
+            before = lengths.given(*group.created.expected) if group.created.expected else lengths.typical
+            answers = [Answer(each.length, each.finished) for each in group.trajectories]
+            found = self._estimates[group.created.group] = rests_on, lengths.refine(before, answers)
+        return Known(found[1], track.length, len(group.created.prompt) // 4)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import count
 
 from ...config.model_folder import max_length
@@ -37,6 +37,8 @@ class ItemPrompts:
 
     def __init__(self, make: Callable[[int], Prompt]) -> None:
         self._make = make
+        self._made: dict[int, Prompt | None] = {}
+        """Prompts of ordered items that were not returned yet."""
         self._failures_in_a_row = 0
         self._reported = False
         """True once this process has reported a failure; further failures are only counted in the audit."""
@@ -51,6 +53,8 @@ class ItemPrompts:
         Raises:
             ValueError: ``MAX_ITEMS_WITHOUT_PROMPT`` consecutive items have no prompt.
         """
+        if item in self._made:
+            return self._made.pop(item)
         try:
             prompt = self._make(item)
         except Exception as error:  # user code may raise anything: one item must not end the run
@@ -58,6 +62,16 @@ class ItemPrompts:
             return None
         self._failures_in_a_row = 0
         return prompt
+
+    def order(self, items: Iterable[int], expected: Callable[[Prompt], float]) -> tuple[int, ...]:
+        """Return items in the order of what ``expected`` returns for their prompts, the largest first.
+
+        The prompts are made and kept until :meth:`prompt` returns them. An item without a prompt is the last.
+        """
+        made = {item: self.prompt(item) for item in items}
+        values = {item: expected(prompt) if prompt else -math.inf for item, prompt in made.items()}
+        self._made = made
+        return tuple(sorted(made, key=lambda item: (-values[item], item)))
 
     def warning(self) -> str | None:
         """Return the report of the first item without a prompt, once; otherwise None."""

@@ -53,13 +53,13 @@ from .types import (
 _log = logging.getLogger("rrl.trajectories")
 
 
-def answer(store: Store, request: Request) -> Answer:
-    """Pass a request to the store and return its answer."""
+def answer(store: Store, request: Request, now: float | None = None) -> Answer:
+    """Pass a request, which arrived at ``now`` (s), to the store and return its answer."""
     match request:
         case LeaseWork(incarnation, at_most, _, holding, weights):
-            return store.lease(incarnation, at_most, holding, weights)
-        case Append(incarnation, segments, finished):
-            return store.append(incarnation, segments, finished)
+            return store.lease(incarnation, at_most, holding, weights, now)
+        case Append(incarnation, segments, finished, handed_over):
+            return store.append(incarnation, segments, finished, handed_over, now)
         case LeaseScoring(incarnation, at_most, _, holding):
             return store.lease_scoring(incarnation, at_most, holding)
         case PostScores(incarnation, scores, failed):
@@ -302,7 +302,7 @@ class Server:
         Each member of a gang requests the batch or part, so it is built and encoded only once per round.
         """
         if not isinstance(request, GetBatch | GetPart):
-            return answer(self._store, request)
+            return answer(self._store, request, now)
         wanted = request.number, request.index if isinstance(request, GetPart) else None
         if rejection := self._store.bind(request.incarnation, *wanted):
             if isinstance(rejection, NotReady) and self._unbound != wanted:

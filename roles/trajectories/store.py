@@ -24,13 +24,14 @@ from .durable.records import (
     Fence,
     GroupCreated,
     GroupDropped,
+    ItemsOrdered,
     PackedSegment,
     ScoresRecorded,
     SegmentsAppended,
     pack,
     pack_tokens,
 )
-from .durable.state import Group, TrajectoryState, as_item, as_to_score
+from .durable.state import Group, as_item, as_to_score
 from .leases import Leases, Membership, WorkQueue
 from .prompts import NO_PROMPT, ItemPrompts
 from .staleness import StalenessLimit
@@ -54,6 +55,8 @@ from .versions import VersionDirectory, is_publisher
 
 METRICS_PER_ANSWER = 256
 """Maximum number of steps in one answer: about 100 KB if a trainer reports a dozen metrics per step."""
+_CREATED_PER_REQUEST = 64
+"""Number of groups that one request for work creates at most: the task makes each prompt in the store's only thread."""
 
 
 class Store:
@@ -75,6 +78,7 @@ class Store:
         groups_per_part: Number of groups that a part of a step has at least, except for the last part of a step; None
             for an eighth of a step.
         max_part_bytes: Size of a part in bytes above which the part is cut into two.
+        window: Number of batches among which prompts are ordered by expected length, the longest first.
         compact_from: Size of the log in bytes below which it is not compacted.
 
     Raises:
@@ -96,25 +100,28 @@ class Store:
         wait_for_late: bool = True,
         groups_per_part: int | None = None,
         max_part_bytes: int = 255 * 2**20,
+        window: int = 1,
         compact_from: int = 32 * 2**20,
     ) -> None:
         self._group_size = group_size
         self._max_unbound = (max_ahead_batches + 1) * groups_per_batch
         self._max_new = max_new_tokens
+        self._per_batch = groups_per_batch
+        self._window = window
         self._prompts = ItemPrompts(next_prompt)
         self._newest_weights: int | None = None
         """Step of the newest weights that a rollout has reported to this process in a request for work."""
         self._membership = Membership()
         self._scoring_leases = Leases()
         self._versions = VersionDirectory()
-        self._durable = DurableState(folder, compact_from)
+        self._durable = DurableState(folder, compact_from, max_new_tokens)
         self._state = self._durable.state
         self._staleness = StalenessLimit(self._state, staleness, groups_per_batch, wait_for_late)
         self._bindings = Bindings(
             self._durable, self._staleness, groups_per_batch=groups_per_batch, groups_per_part=groups_per_part,
             max_part_bytes=max_part_bytes, keep_uncommitted=keep_uncommitted,
         )  # fmt: skip
-        self._work = WorkQueue(self._state, self._staleness)
+        self._work = WorkQueue(self._state, self._staleness, groups_per_batch)
         self._index()
         self._drop_untrainable()  # the limit may have changed, or a crash may have prevented the drop after a binding
 
@@ -151,8 +158,7 @@ class Store:
         for gang in {incarnation.gang for incarnation in self._membership.current}:
             if self._state.fences.get(gang.replica, gang.number) < gang.number:
                 self._durable.write(Fence(gang.replica, gang.number))
-        for trajectory in self._work.leases.release_departed(self._membership.current):
-            self._work.offer(self._state.trajectories[trajectory])
+        self._work.release_departed(self._membership.current)
         for trajectory in self._scoring_leases.release_departed(self._membership.current):
             heappush(self._unscored, trajectory)
         self._versions.remove(lambda incarnation: self._membership.fenced_reason(incarnation) is not None)
@@ -205,11 +211,13 @@ class Store:
 
     # ── rollouts ───────────────────────────────────────────────────────────────────────────────────────────────────
     def lease(
-        self, incarnation: Incarnation, at_most: int, holding: Sequence[int] = (), weights: int | None = None
-    ) -> Leased | Denied | NotReady:
+        self, incarnation: Incarnation, at_most: int, holding: Sequence[int] = (), weights: int | None = None,
+        now: float | None = None,
+    ) -> Leased | Denied | NotReady:  # fmt: skip
         """Lease unfinished trajectories, in the order of the last steps that may train their groups.
 
         A trajectory is not leased if tokens sampled with weights of step ``weights`` would make its group too old.
+        ``now`` is the time of the request in seconds; None if it is unknown.
         """
         if rejection := self._check_worker(incarnation):
             return rejection
@@ -225,25 +233,36 @@ class Store:
             self._newest_weights = max(weights, self._newest_weights or 0)
         again = sorted(self._work.leases.leased_to(incarnation).difference(holding))[:at_most]
         tracks = [self._state.trajectories[trajectory] for trajectory in again]
-        while len(tracks) < at_most and (track := self._next_unfinished(weights)) is not None:
-            self._work.leases.assign(track.id, incarnation)
-            self._work.mark_begun(track.group, weights)
-            tracks.append(track)
-        outdated = not tracks and at_most > 0 and (self._work.first() is not None or self._may_create_group)
+        self._work.requested(incarnation, at_most)
+        shared = False
+        while len(tracks) < at_most and not shared:
+            self._create_groups(incarnation, weights)
+            leased = self._work.lease(incarnation, at_most - len(tracks), weights, now)
+            tracks += leased
+            shared = self._work.by_length or not leased
+        waits = self._work.waits_for(incarnation) and not self._is_allowed(weights)
+        outdated = not tracks and at_most > 0 and (waits or (self._work.first() is None and self._may_create_group))
         return Leased(tuple(as_item(track, self._max_new) for track in tracks), outdated)
 
-    def _next_unfinished(self, weights: int | None) -> TrajectoryState | None:
-        """Return the next trajectory that is not leased; if there is none, create a group if the limits allow it.
+    def _is_allowed(self, weights: int | None) -> bool:
+        """Return whether a rollout with these weights may work on the next trajectory."""
+        first = self._work.first()
+        return first is not None and self._staleness.allows(first.group, weights)
 
-        Returns None also if a rollout with these weights may not work on that trajectory, nor on any later one.
+    def _create_groups(self, incarnation: Incarnation, weights: int | None) -> None:
+        """Create a group if no trajectory waits for this rollout and the limits allow it.
+
+        If lengths are expected to differ, all groups of the batch are created, so that the longest can be leased first.
         """
-        if (first := self._work.first()) is None and self._may_create_group and self._staleness.allows(None, weights):
+        if not self._staleness.allows(None, weights):
+            return
+        created = 0
+        while self._may_create_group and created < _CREATED_PER_REQUEST:
+            begun_batch = self._work.by_length and self._state.next_group % self._per_batch
+            if self._work.waits_for(incarnation) and not begun_batch:
+                return
             self._create_group()
-            first = self._work.first()
-        if first is None or not self._staleness.allows(first.group, weights):
-            return None
-        self._work.pop()
-        return first
+            created += 1
 
     @property
     def _may_create_group(self) -> bool:
@@ -252,32 +271,43 @@ class Store:
 
     def _create_group(self) -> None:
         """Create the group of the next item that has a prompt, and drop the items before it, which have none."""
-        while (prompt := self._next_prompt(self._state.next_group)) is None:
+        while (prompt := self._next_prompt()) is None:
             pass
         number, first = self._state.next_group, self._state.next_trajectory
-        self._durable.write(GroupCreated(number, first, self._group_size, prompt.item, pack_tokens(prompt.tokens)))
+        estimate = self._state.lengths.expect(prompt.tokens) if self._work.by_length else None
+        expected = (estimate.mean, estimate.variance) if estimate else None
+        tokens = pack_tokens(prompt.tokens)
+        self._durable.write(GroupCreated(number, first, self._group_size, prompt.item, tokens, expected))
         for track in self._state.groups[number].trajectories:
             self._work.offer(track)
 
-    def _next_prompt(self, number: int) -> Prompt | None:
-        """Return the prompt of an item, or drop the item and return None if the task cannot make its prompt.
+    def _next_prompt(self) -> Prompt | None:
+        """Return the prompt of the next item, or drop the item and return None if the task cannot make its prompt.
 
         Raises:
             ValueError: ``MAX_ITEMS_WITHOUT_PROMPT`` consecutive items have no prompt.
         """
-        prompt = self._prompts.prompt(number)
+        number = self._state.next_group
+        if not self._state.item_order and self._window > 1 and self._work.by_length:
+            items = range(number, number + self._window * self._per_batch)
+            expect = self._state.lengths.expect
+            self._durable.write(ItemsOrdered(self._prompts.order(items, lambda each: expect(each.tokens).mean)))
+        item = self._state.item_order[0] if self._state.item_order else number
+        prompt = self._prompts.prompt(item)
         if prompt is None:
-            self._durable.write(GroupCreated(number, self._state.next_trajectory, self._group_size, number, b""))
+            self._durable.write(GroupCreated(number, self._state.next_trajectory, self._group_size, item, b""))
             self._durable.write(GroupDropped(number, self._group_size, NO_PROMPT))
         return prompt
 
     def append(
-        self, incarnation: Incarnation, segments: Sequence[Segment], finished: Sequence[int] = ()
-    ) -> Done | Denied | NotReady:
+        self, incarnation: Incarnation, segments: Sequence[Segment], finished: Sequence[int] = (),
+        handed_over: Sequence[int] = (), now: float | None = None,
+    ) -> Done | Denied | NotReady:  # fmt: skip
         """Append all segments, or none; repeating the request changes nothing.
 
-        A trajectory whose new tokens are too old for its group to be trained in time is taken away from its rollout
-        (see :meth:`_check_staleness`).
+        The leases of ``handed_over`` end, and the answer says what else the rollout should hand over. ``now`` is the
+        time of the request in seconds; None if it is unknown. A trajectory whose new tokens are too old for its group
+        to be trained in time is taken away from its rollout (see :meth:`_check_staleness`).
         """
         if rejection := self._check_worker(incarnation):
             return rejection
@@ -297,9 +327,10 @@ class Store:
         for packed in new:
             self._work.leases.assign(packed.trajectory, incarnation)
         for trajectory in ends:
-            self._work.leases.release(trajectory)
             heappush(self._unscored, trajectory)
-        return Done()
+        self._work.appended(incarnation, new, ends, now)
+        self._work.hand_over(incarnation, handed_over)
+        return Done(self._work.hand_back(incarnation, more=self._may_create_group))
 
     def _check_staleness(self, incarnation: Incarnation, packed: PackedSegment) -> bool:
         """Return whether the trajectory's group can still be trained in time with this segment.
@@ -374,8 +405,8 @@ class Store:
             if not group.unscored:
                 self._bindings.remove(group)
             self._staleness.forget(group, complete=not group.unscored)
+        self._work.drop(group)
         for track in group.trajectories:
-            self._work.leases.release(track.id)
             self._scoring_leases.release(track.id)
         self._durable.write(GroupDropped(group.created.group, len(group.trajectories), reason, cause))
 

@@ -182,12 +182,14 @@ class Append(Struct, frozen=True, tag=True):
     """Request of a rollout to append segments, which are durable once it is answered with :class:`Done`.
 
     A segment that the store already has (same trajectory, offset and content) changes nothing. ``finished`` lists the
-    trajectories that are complete with these segments.
+    trajectories that are complete with these segments, and ``handed_over`` those that the rollout does not extend any
+    further, because the store requested them back.
     """
 
     incarnation: Incarnation
     segments: tuple[Segment, ...]
     finished: tuple[int, ...] = ()
+    handed_over: tuple[int, ...] = ()
 
 
 class LeaseScoring(Struct, frozen=True, tag=True):
@@ -318,6 +320,10 @@ class Scoring(Struct, frozen=True, tag=True):
 
 class Done(Struct, frozen=True, tag=True):
     """Answer to a request that was carried out and is durable."""
+
+    hand_back: tuple[int, ...] = ()
+    """Trajectories of a rollout that another one should continue, since that is expected to end earlier. The rollout
+    hands each of them over with the :class:`Append` of its next segment; until then they are leased to it as before."""
 
 
 class Bound(Struct, frozen=True, tag=True):

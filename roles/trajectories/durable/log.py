@@ -240,14 +240,15 @@ class DurableState:
     Args:
         folder: Folder of the log; an earlier writer in this folder is superseded.
         compact_from: Size of the log in bytes below which it is not compacted.
+        max_new_tokens: Number of tokens at which answers are cut.
 
     Raises:
         LogDamaged: The log cannot be read completely.
         LogFormatError: The log was written by a version of rrl whose records this version cannot read.
     """
 
-    def __init__(self, folder: Path, compact_from: int) -> None:
-        self.state = State(_RETAINED_STEPS)
+    def __init__(self, folder: Path, compact_from: int, max_new_tokens: int) -> None:
+        self.state = State(_RETAINED_STEPS, max_new_tokens)
         self._compact_from = compact_from
         self._log = Log(folder)
         for payload in self._log.inherited():
@@ -255,6 +256,7 @@ class DurableState:
                 self.state.apply(decode(payload))
             except LogFormatError as error:
                 raise LogFormatError(f"the trajectory log in {folder} {error}") from error
+        self.state.lengths.limit = max_new_tokens  # the log's answers were cut at the limit of its own time
         self._rewrite(self._log.inherited())
 
     def write(self, record: Record) -> None:

@@ -19,6 +19,7 @@ import msgspec
 from msgspec import Struct
 
 from ....core.types import Incarnation, ReplicaId, Version
+from ..dispatch.lengths import LengthState
 from ..types import Score, Segment
 
 FORMAT = 2
@@ -61,6 +62,9 @@ class GroupCreated(Struct, frozen=True, tag="group_created", array_like=True):
     size: int
     item: int
     prompt: bytes
+    expected: tuple[float, float] | None = None
+    """Mean and variance of the mean logarithm of its answers' lengths, as expected when it was created; None if lengths
+    were not expected to differ."""
 
 
 class SegmentsAppended(Struct, frozen=True, tag="segments_appended", array_like=True):
@@ -165,6 +169,18 @@ class Metrics(Struct, frozen=True, tag="metrics", array_like=True):
     metrics: dict[str, float]
 
 
+class LengthsLearned(Struct, frozen=True, tag="lengths_learned", array_like=True):
+    """All that was learned of the lengths of answers up to this record (:mod:`..dispatch.lengths`)."""
+
+    state: LengthState
+
+
+class ItemsOrdered(Struct, frozen=True, tag="items_ordered", array_like=True):
+    """The items of the next groups, in the order in which the groups are created (``[sampling] window``)."""
+
+    items: tuple[int, ...]
+
+
 class Fence(Struct, frozen=True, tag="fence", array_like=True):
     """Refusal, from this record on, of the requests of all incarnations of ``replica`` before ``incarnation``."""
 
@@ -184,6 +200,8 @@ Record = (
     | Metrics
     | StepCommitted
     | Fence
+    | LengthsLearned
+    | ItemsOrdered
 )
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Record)

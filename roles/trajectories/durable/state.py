@@ -10,6 +10,7 @@ from itertools import groupby
 from msgspec import Struct
 
 from ....core.types import Incarnation, ReplicaId
+from ..dispatch.lengths import Answer, Lengths
 from ..types import Item, PackedBatch, PackedPart, PackedTrajectory, Score, ToScore
 from .records import (
     FORMAT,
@@ -20,6 +21,8 @@ from .records import (
     GroupCreated,
     GroupDropped,
     Head,
+    ItemsOrdered,
+    LengthsLearned,
     LogFormatError,
     Metrics,
     PackedSegment,
@@ -73,10 +76,15 @@ class State:
 
     Args:
         retained_steps: Number of committed steps whose token data is kept.
+        max_new_tokens: Number of tokens at which answers are cut.
     """
 
-    def __init__(self, retained_steps: int) -> None:
+    def __init__(self, retained_steps: int, max_new_tokens: int) -> None:
         self._retained_steps = retained_steps
+        self.lengths = Lengths(max_new_tokens)
+        """What was learned of the lengths of answers."""
+        self.item_order: list[int] = []
+        """Items of the next groups; if empty, the next item has the number of the next group."""
         self.next_group = 0
         self.next_trajectory = 0
         self.groups: dict[int, Group] = {}
@@ -127,12 +135,17 @@ class State:
             case GroupDropped(group, cause=cause):
                 self.stale += cause is DropCause.STALE
                 if group in self.groups:  # otherwise the record was only copied for the audit
+                    self._observe_lengths(self.groups[group], cut=True)
                     number = self.groups[group].bound or 0
                     self.bindings.pop(number, None)
                     self.parts.pop(number, None)
                     self._forget(group)
             case Fence(replica, oldest_allowed):
                 self.fences[replica] = oldest_allowed
+            case LengthsLearned(learned):
+                self.lengths = Lengths(learned.limit, learned)
+            case ItemsOrdered(items):
+                self.item_order = list(items)
             case BindingRetired():
                 pass
             case Head(format, groups, trajectories):
@@ -142,6 +155,8 @@ class State:
                 self.next_group, self.next_trajectory = groups, trajectories
 
     def _create_group(self, created: GroupCreated) -> None:
+        if self.item_order:
+            self.item_order.pop(0)
         group = Group(created, unscored=created.size)
         group.trajectories = [TrajectoryState(i, group) for i in range(created.first, created.first + created.size)]
         self.groups[created.group] = group
@@ -162,6 +177,15 @@ class State:
         for trajectory in finished:
             track = self.trajectories[trajectory]
             track.finished, track.writer = True, incarnation
+        for number in sorted({self.trajectories[trajectory].group.created.group for trajectory in finished}):
+            self._observe_lengths(self.groups[number], cut=False)
+
+    def _observe_lengths(self, group: Group, *, cut: bool) -> None:
+        """Learn the lengths of a group when its last trajectory is complete, or when it is dropped (``cut``) before."""
+        complete = all(track.finished for track in group.trajectories)
+        if complete != cut:
+            answers = [Answer(track.length, track.finished) for track in group.trajectories]
+            self.lengths.observe(unpack_tokens(group.created.prompt), answers)
 
     def _retire(self, number: int) -> None:
         for old in [n for n in self.bindings if n <= number]:
@@ -229,6 +253,9 @@ class State:
                 yield self.bindings[number]
             if number in self.commitments:
                 yield self.commitments[number]
+        if self.item_order:
+            yield ItemsOrdered(tuple(self.item_order))
+        yield LengthsLearned(self.lengths.state())  # last: it replaces what the records above teach once more
 
     def new_segments(
         self, packed_segments: Iterable[PackedSegment], finished: Iterable[int], lost: set[int], max_new_tokens: int

@@ -77,6 +77,8 @@ class _Rollout(Struct):
     """what it made of a trajectory and has not appended yet"""
     made: dict[int, int] = {}
     """tokens of a trajectory, appended or not"""
+    requested_back: set[int] = set()
+    """what it hands over with the next segment"""
 
 
 class VirtualRun:
@@ -112,6 +114,8 @@ class VirtualRun:
         self.ticks = 0
         self.made = 0
         """tokens"""
+        self.moved = 0
+        """trajectories that were handed over to another rollout"""
         self.store = self._open()
 
     # ── what happens ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -206,17 +210,20 @@ class VirtualRun:
             rollout.made[item.trajectory] = self.setting.longest - item.max_new
 
     def _append(self, name: str, segments: list[Segment], finished: list[int]) -> None:
-        rollout, lost = self.rollouts[name], set[int]()
+        rollout, lost, leaving = self.rollouts[name], set[int](), set[int]()
         while segments or finished:
-            answer = self.store.append(self._incarnation(name), segments, finished)
+            leaving = rollout.requested_back & {segment.trajectory for segment in segments} - {*finished}
+            answer = self.store.append(self._incarnation(name), segments, finished, sorted(leaving))
             if not isinstance(answer, Denied):
-                assert answer == Done()
+                assert isinstance(answer, Done)
+                rollout.requested_back = set(answer.hand_back)
                 break
             lost.update(answer.lost)
             segments = [segment for segment in segments if segment.trajectory not in lost]
             finished = [trajectory for trajectory in finished if trajectory not in lost]
-        for trajectory in (*finished, *lost):
+        for trajectory in (*finished, *lost, *leaving):
             rollout.held.pop(trajectory, None)
+        self.moved += len(leaving)
 
     def _score(self) -> None:
         who = self._incarnation(SCORER)

@@ -1,0 +1,201 @@
+"""The policies that benchmarks/dispatch.py compares."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from rrl.benchmarks._dispatch_traces import LIMIT
+from rrl.benchmarks._dispatch_world import READ_S_PER_TOKEN, SEGMENT_TOKENS, Answer, Engine, World
+from rrl.roles.trajectories.dispatch import lengths as product_lengths
+from rrl.roles.trajectories.dispatch.engine_load import Curve, CurveTable, EngineLoad
+from rrl.roles.trajectories.dispatch.lengths import GroupEstimate, Lengths, expected_left
+from rrl.roles.trajectories.dispatch.token_times import TokenTimes
+from rrl.roles.trajectories.dispatch.work_sharing import (
+    CONSIDERED,
+    EngineView,
+    Running,
+    Waiting,
+    hand_back,
+    length_class,
+    share,
+)
+
+_TAIL = 0.2
+"""Share of the answers that StreamRL's dispatcher treats as long."""
+
+
+class FirstCome:
+    """Today's policy: whoever requests work gets the first of what waits."""
+
+    def choose(self, world: World, engine: Engine) -> list[Answer]:
+        numbers = sorted(world.waiting)[: engine.free]
+        return [world.waiting[number] for number in numbers]
+
+    def hand_back(self, world: World, engine: Engine) -> list[tuple[Answer, int]]:
+        return []
+
+    def ended(self, world: World, answer: Answer) -> None:
+        pass
+
+
+class FixedLists(FirstCome):
+    """Answers that are assigned to engines before the step, each list in its order."""
+
+    def __init__(self, lists: Sequence[Sequence[int]]) -> None:
+        self._lists = [list(reversed(each)) for each in lists]
+
+    def choose(self, world: World, engine: Engine) -> list[Answer]:
+        left = self._lists[engine.number]
+        return [world.waiting[left.pop()] for _ in range(min(engine.free, len(left)))]
+
+
+class Product(FirstCome):
+    """The production functions.
+
+    Args:
+        expected: Estimate of each group before it begins; None: the true length of each answer is known.
+        lengths: What refines the estimates.
+        separates: True if the order by expected length replaces that of creation.
+        informed: True if enough is known for moves.
+        times: What was learned of each engine's times in earlier steps; learned further.
+    """
+
+    def __init__(
+        self, expected: Sequence[GroupEstimate] | None, lengths: Lengths, separates: bool, informed: bool,
+        times: dict[int, TokenTimes],
+    ) -> None:  # fmt: skip
+        self._expected = expected
+        self._lengths = lengths
+        self._separates = separates
+        self._informed = informed
+        self._curves = CurveTable(LIMIT)
+        self._groups: dict[int, GroupEstimate] = {}
+        self._loads: dict[int, tuple[int, EngineLoad, float]] = {}
+        self._times = times
+        self._read_before: dict[int, int] = {}
+        self._last: dict[int, tuple[float, float]] = {}
+
+    def ended(self, world: World, answer: Answer) -> None:
+        self._groups.pop(answer.group, None)
+
+    def estimate(self, world: World, answer: Answer) -> GroupEstimate:
+        if self._expected is None:
+            return GroupEstimate(math.log(answer.length), 0.0, 1e-4)
+        if (known := self._groups.get(answer.group)) is None:
+            own = [product_lengths.Answer(world.progress(each), each.done) for each in world.groups[answer.group]]
+            known = self._groups[answer.group] = self._lengths.refine(self._expected[answer.group], own)
+        return known
+
+    def curve(self, world: World, answer: Answer) -> Curve:
+        return self._curves.curve(self.estimate(world, answer), world.progress(answer))
+
+    def choose(self, world: World, engine: Engine) -> list[Answer]:
+        own = [number for number, target in world.reserved.items() if target == engine.number]
+        if own := [number for number in own if number in world.waiting][: engine.free]:
+            self._read_before |= {number: world.waiting[number].progress for number in own}
+            return [world.waiting[number] for number in own]
+        free = sorted(number for number in world.waiting if number not in world.reserved)
+        if not free:
+            return []
+        if not self._separates:
+            return [world.waiting[number] for number in free[: engine.free]]
+        keyed = [(-length_class(self._left(world, world.waiting[number])), number) for number in free]
+        waiting = [
+            Waiting(number, self.curve(world, world.waiting[number])) for _, number in sorted(keyed)[:CONSIDERED]
+        ]
+        others = [self._view(world, other) for other in world.engines if other is not engine and other.free > 0]
+        return [world.waiting[number] for number in share(waiting, self._view(world, engine), others)]
+
+    def hand_back(self, world: World, engine: Engine) -> list[tuple[Answer, int]]:
+        self._observe(engine)
+        if not self._informed or any(number not in world.reserved for number in world.waiting):
+            return []
+        finish = self._loaded(world, engine)[2]
+        if any(self._loaded(world, other)[2] > finish for other in world.engines):
+            return []
+        for number in engine.running:
+            self._groups.pop(world.answers[number].group, None)
+        self._loads.pop(engine.number)
+        running = [
+            Running(
+                number, self.curve(world, world.answers[number]), engine.progress(number),
+                self._read_before.get(number, 0),
+            )
+            for number in engine.running if number not in engine.requested_back
+        ]  # fmt: skip
+        others = [self._view(world, other) for other in world.engines if other is not engine]
+        moves = hand_back(self._view(world, engine), running, others, READ_S_PER_TOKEN)
+        return [(world.answers[move.trajectory], int(move.target)) for move in moves]
+
+    def _left(self, world: World, answer: Answer) -> float:
+        return expected_left(self.estimate(world, answer), answer.progress, LIMIT)
+
+    def _observe(self, engine: Engine) -> None:
+        """Observe the time of the tokens since the engine's last append."""
+        clock, tokens = self._last.get(engine.number, (0.0, 0.0))
+        if engine.running and engine.tokens - tokens >= SEGMENT_TOKENS / 2:
+            times = self._times.setdefault(engine.number, TokenTimes())
+            times.observe(len(engine.running), (engine.clock - clock) / (engine.tokens - tokens))
+        self._last[engine.number] = engine.clock, engine.tokens
+
+    def _loaded(self, world: World, engine: Engine) -> tuple[int, EngineLoad, float]:
+        known = self._loads.get(engine.number)
+        if known is None or known[0] != engine.changes:
+            on_the_way = [number for number, target in world.reserved.items() if target == engine.number]
+            here = [number for number in engine.running if number not in engine.requested_back]
+            numbers = {*here, *(number for _, number in engine.reading), *on_the_way}
+            times = self._times.get(engine.number) or TokenTimes()
+            load = EngineLoad(
+                self._curves.widths,
+                times.table,
+                [self.curve(world, world.answers[number]) for number in sorted(numbers)],
+            )
+            known = self._loads[engine.number] = engine.changes, load, load.finish()
+        return known
+
+    def _view(self, world: World, engine: Engine) -> EngineView:
+        on_the_way = sum(target == engine.number for target in world.reserved.values())
+        running = len(engine.running) + len(engine.reading)
+        return EngineView(str(engine.number), self._loaded(world, engine)[1], running, engine.free - on_the_way)
+
+
+def two_pools(world: World, points: Sequence[float], tau: Sequence[float]) -> FixedLists:
+    """StreamRL's Algorithm 2 with a point estimate of each answer: long ones get engines of their own."""
+    order = sorted(range(len(points)), key=lambda number: -points[number])
+    count, places = len(world.engines), world.engines[0].places
+    split = int(_TAIL * len(order))
+    tail, rest = order[:split], order[split:]
+    ascending = sorted(points)
+    long, usual = ascending[int(0.9 * len(points))], ascending[int(0.5 * len(points))]
+
+    def latency(answers: int, length: float, engines: int) -> float:
+        at_once = min(places, math.ceil(answers / engines))
+        return tau[at_once] * length * math.ceil(answers / (engines * at_once))
+
+    first = min(range(1, count), key=lambda n: max(latency(len(tail), long, n), latency(len(rest), usual, count - n)))
+    lists: list[list[int]] = [[] for _ in range(count)]
+    for index, number in enumerate(tail):
+        lists[index % first].append(number)
+    for index, number in enumerate(rest):
+        lists[first + index % (count - first)].append(number)
+    return FixedLists(lists)
+
+
+def clairvoyant(world: World) -> FixedLists:
+    """Longest first by marginal cost with the true lengths: a schedule that knows everything from the start."""
+    finish = [0.0] * len(world.engines)
+    lists: list[list[int]] = [[] for _ in world.engines]
+    for answer in sorted(world.answers, key=lambda answer: -answer.length):
+        best, least = 0, math.inf
+        for index, engine in enumerate(world.engines):
+            running = min(len(lists[index]) + 1, engine.places)
+            with_it = finish[index] + answer.length * max(
+                engine.times[running] - engine.times[running - 1], engine.times[engine.places] / engine.places
+                if len(lists[index]) >= engine.places else 0.0,
+            )  # fmt: skip
+            if with_it < least:
+                best, least = index, with_it
+        finish[best] = least
+        lists[best].append(answer.number)
+    return FixedLists(lists)

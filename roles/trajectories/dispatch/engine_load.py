@@ -1,0 +1,146 @@
+"""The expected time in which an engine finishes what it runs.
+
+An engine with b answers running takes τ(b) seconds for a token of each. So n answers take Σ L_j (τ(j) - τ(j - 1))
+seconds, where L_j are the tokens that are left, longest first. With N(x) answers that have more than x tokens left,
+this is the integral of τ(N(x)) over x. Lengths are not known, but their distributions are: let N(x) be the expected
+number, and P(x) the probability that at least one answer is longer. The integral of P(x) τ(N(x) / P(x)) then accounts
+for one long answer among many, although each of them alone is expected to be short.
+
+The integral is a sum over :data:`CELLS` ranges of x, each as long as all before it together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+from .lengths import GroupEstimate, partial_mean, survival
+
+FIRST_CELL_TOKENS = 32
+"""Tokens of the first range: half a segment. What happens within fewer tokens cannot be decided any more."""
+_CERTAIN = 1e-6
+"""Smallest probability that an answer ends within a range, so that logarithms are finite."""
+_STEPS = 32
+"""Resolution of a curve's arguments, in steps per factor e: 3 %."""
+_MAX_CURVES = 65_536
+"""Number of curves that are stored, 0.5 kB each, before the store of curves begins anew."""
+
+Curve = tuple[tuple[float, ...], tuple[float, ...]]
+"""For each range of tokens: the probability that an answer goes on through it, and the logarithm of its complement."""
+
+
+class CurveTable:
+    """Curves of what is left of answers, which are computed once for similar estimates and progress.
+
+    Args:
+        limit: Number of tokens at which answers are cut.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        edges = [0]
+        while edges[-1] < limit:
+            edges.append(min(limit, FIRST_CELL_TOKENS << (len(edges) - 1)))
+        self._edges = edges
+        self.widths = tuple(float(end - start) for start, end in pairwise(edges))
+        self._curves: dict[tuple[int, int, int], Curve] = {}
+
+    def curve(self, estimate: GroupEstimate, progress: int) -> Curve:
+        """Return the curve of an answer with ``progress`` tokens."""
+        key = (
+            round(estimate.mean * _STEPS), max(1, round(estimate.deviation * _STEPS)),
+            round(math.log(progress + 8) * _STEPS),
+        )  # fmt: skip
+        if (found := self._curves.get(key)) is None:
+            if len(self._curves) >= _MAX_CURVES:
+                self._curves.clear()
+            found = self._curves[key] = self._compute(estimate, progress)
+        return found
+
+    def _compute(self, estimate: GroupEstimate, progress: int) -> Curve:
+        deviation = max(1 / _STEPS, estimate.deviation)
+        estimate = GroupEstimate(estimate.mean, 0.0, deviation * deviation)
+        alive = survival(estimate, progress)
+        if alive < 1e-9:  # far longer than expected: now it may be as long again
+            estimate = GroupEstimate(math.log(2 * progress), 0.0, 0.25)
+            alive = survival(estimate, progress)
+        before = partial_mean(estimate.mean, estimate.deviation, progress)
+        goes_on: list[float] = []
+        for edge, width in zip(self._edges[1:], self.widths, strict=True):
+            reached = min(self._limit, progress + edge)
+            until = partial_mean(estimate.mean, estimate.deviation, reached)
+            goes_on.append(min(1.0 - _CERTAIN, max(0.0, (until - before) / (alive * width))))
+            before = until
+        return tuple(goes_on), tuple(math.log1p(-p) for p in goes_on)
+
+
+class EngineLoad:
+    """What an engine runs, as the sum of curves; answers can be added and removed.
+
+    Args:
+        widths: Tokens of each range.
+        token_times: Seconds of a token with 0, 1, 2, … answers running; the last entry stands for any larger number.
+        curves: Curves of the answers that the engine runs.
+    """
+
+    def __init__(self, widths: Sequence[float], token_times: Sequence[float], curves: Iterable[Curve] = ()) -> None:
+        self._widths = widths
+        self._times = token_times
+        self._expected = [0.0] * len(widths)
+        self._none = [0.0] * len(widths)
+        for curve in curves:
+            self.add(curve)
+
+    def add(self, curve: Curve) -> None:
+        """Add an answer."""
+        goes_on, ended = curve
+        self._expected = [a + b for a, b in zip(self._expected, goes_on, strict=True)]
+        self._none = [a + b for a, b in zip(self._none, ended, strict=True)]
+
+    def remove(self, curve: Curve) -> None:
+        """Remove one of the answers."""
+        goes_on, ended = curve
+        self._expected = [max(0.0, a - b) for a, b in zip(self._expected, goes_on, strict=True)]
+        self._none = [min(0.0, a - b) for a, b in zip(self._none, ended, strict=True)]
+
+    def copy(self) -> EngineLoad:
+        """Return a load that can be changed independently."""
+        other = EngineLoad(self._widths, self._times)
+        other._expected, other._none = self._expected, self._none
+        return other
+
+    def finish(self) -> float:
+        """Return the expected seconds until everything is done."""
+        return _finish(self._widths, self._times, self._expected, self._none)
+
+    def finish_with(self, curve: Curve) -> float:
+        """Return the same with one more answer."""
+        return _finish(
+            self._widths, self._times,
+            [a + b for a, b in zip(self._expected, curve[0], strict=True)],
+            [a + b for a, b in zip(self._none, curve[1], strict=True)],
+        )  # fmt: skip
+
+    def finish_without(self, curve: Curve) -> float:
+        """Return the same without one of its answers."""
+        return _finish(
+            self._widths, self._times,
+            [max(0.0, a - b) for a, b in zip(self._expected, curve[0], strict=True)],
+            [min(0.0, a - b) for a, b in zip(self._none, curve[1], strict=True)],
+        )  # fmt: skip
+
+
+def _finish(widths: Sequence[float], times: Sequence[float], expected: list[float], none: list[float]) -> float:
+    total, last = 0.0, len(times) - 1
+    for width, number, log_none in zip(widths, expected, none, strict=True):
+        if number < 1e-9:
+            break
+        any_left = -math.expm1(log_none)
+        running = min(number / any_left, last)
+        whole = int(running)
+        time = times[whole]
+        if whole < last:
+            time += (running - whole) * (times[whole + 1] - time)
+        total += width * any_left * time
+    return total

@@ -1,0 +1,185 @@
+"""The rollouts' engines as the store knows them: their places, their times, and what is on its way to them.
+
+All of this is volatile, as leases are: after a restart of the store each engine is known again with its first request,
+and its times are learned anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from msgspec import Struct
+
+from ....core.types import Incarnation
+from .engine_load import CurveTable, EngineLoad
+from .lengths import GroupEstimate
+from .token_times import AppendTimes
+from .work_sharing import EngineView, Running, Waiting, hand_back, share
+
+
+class Known(Struct, frozen=True, gc=False):
+    """What is known of an unfinished trajectory: the estimate of its group, and its tokens after and in the prompt."""
+
+    estimate: GroupEstimate
+    progress: int
+    prompt: int
+
+
+class _Engine(Struct):
+    places: int = 0
+    """Number of answers that it can run, by its last request."""
+    appends: AppendTimes | None = None
+    requested_back: set[int] = set()
+    load: EngineLoad | None = None
+    """What it runs and what is on its way to it; None if that has changed."""
+
+
+class Engines:
+    """Shares work among engines, and decides which running trajectories move.
+
+    Args:
+        limit: Number of tokens at which answers are cut.
+        known: Returns what is known of a trajectory.
+        running: Returns the trajectories that an engine runs.
+    """
+
+    def __init__(
+        self, limit: int, known: Callable[[int], Known], running: Callable[[Incarnation], frozenset[int]]
+    ) -> None:
+        self._curves = CurveTable(limit)
+        self._known = known
+        self._running = running
+        self._engines: dict[Incarnation, _Engine] = {}
+        self._read_before: dict[int, int] = {}
+        """Number of tokens that were read when a trajectory moved last."""
+        self.reserved: dict[int, Incarnation] = {}
+        """The engine on which a trajectory should continue that its engine was requested to hand over."""
+
+    # ── what happens ───────────────────────────────────────────────────────────────────────────────────────────────
+    def requested(self, engine: Incarnation, free: int) -> None:
+        """Record that an engine requests work for ``free`` places."""
+        self._engine(engine).places = len(self._running(engine)) + free
+
+    def leased(self, engine: Incarnation, trajectory: int, now: float | None) -> None:
+        """Record that a trajectory was leased to an engine, at a time in seconds if it is known."""
+        entry, known = self._engine(engine), self._known(trajectory)
+        prefix = known.prompt + known.progress
+        entry.load = None
+        if self._forget_reservation(trajectory):
+            self._read_before[trajectory] = prefix
+        if now is not None and entry.appends is not None:
+            entry.appends.leased(trajectory, prefix, len(self._running(engine)), now)
+
+    def appended(
+        self, engine: Incarnation, tokens: Sequence[tuple[int, int]], ended: Iterable[int], now: float | None
+    ) -> None:
+        """Record an append of (trajectory, number of new tokens), and the trajectories that are complete with it."""
+        entry = self._engine(engine)
+        entry.load = None
+        if now is not None and entry.appends is not None:
+            entry.appends.appended(tokens, max(1, len(self._running(engine))), now)
+        self.released(engine, ended)
+
+    def released(self, engine: Incarnation, trajectories: Iterable[int]) -> None:
+        """Record that an engine does not run these trajectories any more."""
+        entry = self._engine(engine)
+        entry.load = None
+        for trajectory in trajectories:
+            entry.requested_back.discard(trajectory)
+            if entry.appends is not None:
+                entry.appends.ended((trajectory,))
+
+    def finished(self, trajectories: Iterable[int]) -> None:
+        """Record that trajectories are complete or dropped, so that they continue nowhere."""
+        for trajectory in trajectories:
+            self._forget_reservation(trajectory)
+            self._read_before.pop(trajectory, None)
+
+    def retain(self, current: frozenset[Incarnation]) -> None:
+        """Forget all engines that are not current, and what was to continue there."""
+        self._engines = {engine: entry for engine, entry in self._engines.items() if engine in current}
+        self.reserved = {each: target for each, target in self.reserved.items() if target in current}
+        for entry in self._engines.values():
+            entry.requested_back &= self.reserved.keys()
+            entry.load = None
+
+    # ── deciding ───────────────────────────────────────────────────────────────────────────────────────────────────
+    def withheld(self, trajectory: int, engine: Incarnation) -> bool:
+        """Return whether a waiting trajectory is kept for another engine than this one.
+
+        It is kept as long as the other engine is current and has a free place: that engine requests work soon.
+        """
+        target = self.reserved.get(trajectory)
+        return target is not None and target != engine and self._free(target) > 0
+
+    def share(self, engine: Incarnation, waiting: Sequence[int], at_most: int) -> list[int]:
+        """Return which of the waiting trajectories an engine gets, at most ``at_most``."""
+        own = [each for each in waiting if self.reserved.get(each) == engine]
+        if own:
+            return own[:at_most]
+        others = [self._view(other) for other in self._engines if other != engine and self._free(other) > 0]
+        if not others:
+            return list(waiting[:at_most])
+        view = self._view(engine)
+        view.free = at_most
+        return share([Waiting(each, self._curve(each)) for each in waiting], view, others)
+
+    def choose_moves(self, engine: Incarnation) -> None:
+        """Choose which of its trajectories an engine should hand over, and reserve them for other engines.
+
+        The caller makes sure that no work waits.
+        """
+        entry = self._engine(engine)
+        if not any(other != engine and self._free(other) > 0 for other in self._engines):
+            return
+        own = self._view(engine)
+        others = [self._view(other) for other in self._engines if other != engine]
+        by_name = {str(other): other for other in self._engines}
+        running = []
+        for trajectory in sorted(self._running(engine) - entry.requested_back):
+            known = self._known(trajectory)
+            curve = self._curves.curve(known.estimate, known.progress)
+            before = self._read_before.get(trajectory, 0)
+            running.append(Running(trajectory, curve, known.prompt + known.progress, before))
+        appends = entry.appends
+        assert appends is not None
+        moves = hand_back(own, running, others, appends.times.read)
+        for move in moves:
+            target = by_name[move.target]
+            entry.requested_back.add(move.trajectory)
+            self.reserved[move.trajectory] = target
+            entry.load = self._engines[target].load = None
+
+    def requested_back(self, engine: Incarnation) -> tuple[int, ...]:
+        """Return all trajectories that an engine should hand over, each at the next append that contains it."""
+        requested = self._engine(engine).requested_back & self._running(engine)
+        return tuple(sorted(requested & self.reserved.keys()))
+
+    def _engine(self, engine: Incarnation) -> _Engine:
+        if (entry := self._engines.get(engine)) is None:
+            entry = self._engines[engine] = _Engine(appends=AppendTimes(), requested_back=set())
+        return entry
+
+    def _free(self, engine: Incarnation) -> int:
+        entry = self._engines.get(engine)
+        return 0 if entry is None else entry.places - len(self._running(engine))
+
+    def _forget_reservation(self, trajectory: int) -> bool:
+        """Return whether the trajectory was reserved."""
+        target = self.reserved.pop(trajectory, None)
+        if target is not None and (entry := self._engines.get(target)) is not None:
+            entry.load = None
+        return target is not None
+
+    def _curve(self, trajectory: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        known = self._known(trajectory)
+        return self._curves.curve(known.estimate, known.progress)
+
+    def _view(self, engine: Incarnation) -> EngineView:
+        entry, running = self._engine(engine), self._running(engine)
+        coming = sorted(each for each, target in self.reserved.items() if target == engine)
+        if entry.load is None:
+            assert entry.appends is not None
+            here = sorted({*(running - entry.requested_back), *coming})
+            entry.load = EngineLoad(self._curves.widths, entry.appends.times.table, map(self._curve, here))
+        return EngineView(str(engine), entry.load, len(running), entry.places - len(running) - len(coming))

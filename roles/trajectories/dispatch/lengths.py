@@ -1,0 +1,376 @@
+"""Expected lengths of answers, learned from the answers of the run.
+
+The length of an answer is modelled as log-normal, capped at ``max_new_tokens``. The mean of its logarithm belongs to
+the prompt. It is estimated from four sources, each weighted by its variance, which is learned too:
+
+- the prompt's tokens (:mod:`.prompt_regression`), calibrated by a linear regression on what they predicted before. If
+  they predict nothing, every prompt is expected to be like the mean;
+- the same prompt's earlier answers;
+- the answers of the same group that are done;
+- the progress of the group's running answers, which are longer than what they have.
+
+An answer that was cut by ``max_new_tokens``, or with its dropped group, is *censored*: only a lower bound of its length
+is known. Its logarithm counts as the expected value above that bound.
+
+:class:`Lengths` is a fold over durable facts in their order. Its state is one record with exact floats: a fold that
+continues from the record gives the same bits as a fold over all facts.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+
+from msgspec import Struct
+
+from .prompt_regression import PromptRegression, RegressionState
+
+RETAINED_PROMPTS = 65_536
+"""Number of prompts, the most recent ones, whose earlier answers are remembered: 24 bytes each in a record."""
+_HORIZON_GROUPS = 128
+"""Number of groups over which statistics are averaged: the policy changes, and lengths with it."""
+_FIRST_GROUPS = 16
+"""Number of groups before which no prompt is expected to differ from another one."""
+_HISTORY_DECAY = 0.5
+"""Factor on the weight of a prompt's earlier answers when newer ones arrive."""
+_FIRST_WITHIN = 0.6
+"""Variance of the logarithm within a group before a group is observed."""
+_FIRST_BETWEEN = 1.0
+"""Variance of the logarithm between prompts before groups are observed."""
+_CENSORED_ITERATIONS = 3
+"""Number of alternating estimates of censored answers and of the mean of their group."""
+_FIRST_LOG_LENGTH = math.log(512.0)
+"""Expected logarithm of a length before a group is observed."""
+_LEAST_EXPLAINED = 0.05
+"""Share of the variance between groups that must be explained before an order by expected length replaces today's."""
+_MAX_SLOPE = 1.25
+"""Largest slope of the calibration: a regression that shrinks too much is corrected, noise is not amplified."""
+_SMALLEST_VARIANCE = 1e-4
+_SQRT2 = math.sqrt(2.0)
+_SQRT_2PI = math.sqrt(2.0 * math.pi)
+
+
+class Answer(Struct, frozen=True, array_like=True, gc=False):
+    """What is known of one answer: how many tokens it has, and whether it ended by itself with them."""
+
+    tokens: int
+    ended: bool
+
+
+class GroupEstimate(Struct, frozen=True, array_like=True, gc=False):
+    """The estimate of a group: a normal distribution of the mean logarithm of its answers' lengths."""
+
+    mean: float
+    variance: float
+    within: float
+    """Variance of the logarithm of one answer's length around that mean."""
+
+    @property
+    def deviation(self) -> float:
+        """Standard deviation of the logarithm of one answer's length."""
+        return math.sqrt(self.variance + self.within)
+
+
+class LengthState(Struct, array_like=True):
+    """All that :class:`Lengths` has learned.
+
+    ``moments``, ``means`` and ``counts`` are float64 in the machine's byte order, ``prompts`` are 8-byte keys.
+    """
+
+    limit: int
+    regression: RegressionState
+    moments: bytes
+    prompts: bytes
+    means: bytes
+    counts: bytes
+
+
+class Lengths:
+    """What the lengths of the run's answers are expected to be.
+
+    Args:
+        limit: Number of tokens at which answers are cut (``max_new_tokens``).
+        state: State to continue from.
+    """
+
+    def __init__(self, limit: int, state: LengthState | None = None) -> None:
+        self.limit = limit
+        self._regression = PromptRegression(state.regression if state else None)
+        self._moments = _Moments(state.moments if state else None)
+        self._history: dict[bytes, tuple[float, float]] = {}
+        """(mean logarithm, number of answers that it counts for) of each prompt; the most recent one is the last."""
+        if state:
+            self.limit = state.limit
+            keys = [state.prompts[i : i + 8] for i in range(0, len(state.prompts), 8)]
+            pairs = zip(array("d", state.means), array("d", state.counts), strict=True)
+            self._history = dict(zip(keys, pairs, strict=True))
+
+    def state(self) -> LengthState:
+        """Return the state as a record."""
+        means = array("d", [mean for mean, _ in self._history.values()])
+        counts = array("d", [count for _, count in self._history.values()])
+        return LengthState(
+            self.limit, self._regression.state(), self._moments.tobytes(), b"".join(self._history), means.tobytes(),
+            counts.tobytes(),
+        )  # fmt: skip
+
+    # ── learning ───────────────────────────────────────────────────────────────────────────────────────────────────
+    def observe(self, prompt: Sequence[int], answers: Iterable[Answer]) -> None:
+        """Learn the lengths of a group, whose answers are all done or were cut."""
+        answers = [answer for answer in answers if answer.tokens > 0]
+        if not answers:
+            return
+        moments = self._moments
+        key = _key(prompt)
+        predicted = self._regression.predict(prompt)
+        prior = self._prior(predicted, self._history.get(key))
+        mean, squares = _fit(answers, prior, self.limit)
+        noise = prior.within / len(answers)
+        if (before := self._history.pop(key, None)) is not None:
+            moments.add_drift(mean - before[0], noise + prior.within / before[1])
+        self._regression.learn(prompt, mean)
+        moments.add_group(predicted, prior.mean, mean, noise)
+        if len(answers) > 1:
+            moments.add_within(squares / (len(answers) - 1))
+        old_mean, old_count = before or (0.0, 0.0)
+        old_count *= _HISTORY_DECAY
+        count = old_count + len(answers)
+        self._history[key] = (old_mean * old_count + mean * len(answers)) / count, count
+        if len(self._history) > RETAINED_PROMPTS:
+            del self._history[next(iter(self._history))]
+
+    # ── estimating ─────────────────────────────────────────────────────────────────────────────────────────────────
+    def expect(self, prompt: Sequence[int]) -> GroupEstimate:
+        """Return the estimate of a prompt's next group before any of its answers has begun."""
+        return self._prior(self._regression.predict(prompt), self._history.get(_key(prompt)))
+
+    def _prior(self, predicted: float, history: tuple[float, float] | None) -> GroupEstimate:
+        moments = self._moments
+        mean, variance = moments.calibrated(predicted)
+        if history is not None:
+            before = history[0] + moments.drift_mean
+            uncertain = max(_SMALLEST_VARIANCE, moments.drift_variance) + moments.within / history[1]
+            mean = (mean * uncertain + before * variance) / (uncertain + variance)
+            variance = variance * uncertain / (uncertain + variance)
+        return GroupEstimate(mean, variance, moments.within)
+
+    def given(self, mean: float, variance: float) -> GroupEstimate:
+        """Return an earlier result of :meth:`expect` with the present variance within groups."""
+        return GroupEstimate(mean, variance, self._moments.within)
+
+    @property
+    def typical(self) -> GroupEstimate:
+        """The estimate of a group of whose prompt nothing is known."""
+        return GroupEstimate(*self._moments.typical, self._moments.within)
+
+    def refine(self, estimate: GroupEstimate, answers: Iterable[Answer]) -> GroupEstimate:
+        """Return the estimate of a group after what its own answers show: those that are done, and running ones."""
+        known = [answer for answer in answers if answer.tokens > 0]
+        if not known:
+            return estimate
+        mean, count = _posterior(known, estimate, self.limit)
+        variance = 1 / (1 / max(_SMALLEST_VARIANCE, estimate.variance) + count / estimate.within)
+        return GroupEstimate(mean, variance, estimate.within)
+
+    @property
+    def informed(self) -> bool:
+        """True once enough groups were observed for estimates of what is left of running answers."""
+        return self._moments.groups >= _FIRST_GROUPS
+
+    @property
+    def separates(self) -> bool:
+        """True if what was expected of the last groups before they began has ordered them better than chance."""
+        return self._moments.separates
+
+
+def expected_left(estimate: GroupEstimate, progress: int, limit: int) -> float:
+    """Return how many more tokens an answer with ``progress`` tokens is expected to have, at least 1 of them."""
+    if progress >= limit:
+        return 0.0
+    deviation = estimate.deviation
+    alive = survival(estimate, progress)
+    if alive < 1e-9:
+        return float(min(limit - progress, max(1, progress)))
+    total = partial_mean(estimate.mean, deviation, limit) - partial_mean(estimate.mean, deviation, progress)
+    return max(1.0, min(limit - progress, total / alive))
+
+
+def survival(estimate: GroupEstimate, tokens: float) -> float:
+    """Return the probability that an answer, if it were never cut, has more than this number of tokens."""
+    if tokens <= 0:
+        return 1.0
+    return 0.5 * math.erfc((math.log(tokens) - estimate.mean) / (estimate.deviation * _SQRT2))
+
+
+def partial_mean(mean: float, deviation: float, tokens: float) -> float:
+    """Return the expected number of tokens of an answer that would be cut at ``tokens``."""
+    if tokens <= 0:
+        return 0.0
+    z = (math.log(tokens) - mean) / deviation
+    below = math.exp(mean + deviation * deviation / 2) * 0.5 * math.erfc((deviation - z) / _SQRT2)
+    return below + tokens * 0.5 * math.erfc(z / _SQRT2)
+
+
+def _fit(answers: Sequence[Answer], prior: GroupEstimate, limit: int) -> tuple[float, float]:
+    """Return the mean logarithm of answers, and the sum of its squared deviations, with estimates for censored ones."""
+    logs = [math.log(answer.tokens) for answer in answers]
+    censored = [not answer.ended or answer.tokens >= limit for answer in answers]
+    if not any(censored):
+        mean = sum(logs) / len(logs)
+        return mean, sum([(log - mean) ** 2 for log in logs])
+    mean, _ = _posterior(answers, prior, limit)
+    deviation = math.sqrt(prior.within)
+    squares = 0.0
+    values: list[float] = []
+    for log, cut in zip(logs, censored, strict=True):
+        value, variance = _above(mean, deviation, log) if cut else (log, 0.0)
+        values.append(value)
+        squares += (value - mean) ** 2 + variance
+    return sum(values) / len(values), squares
+
+
+def _posterior(answers: Sequence[Answer], prior: GroupEstimate, limit: int) -> tuple[float, float]:
+    """Return the mean logarithm given prior and answers, and the number of answers that it rests on.
+
+    A censored answer counts as much as its bound restricts its length.
+    """
+    precision = prior.within / max(_SMALLEST_VARIANCE, prior.variance)
+    deviation = math.sqrt(prior.within)
+    total, count = prior.mean * precision, 0.0
+    bounds: list[float] = []
+    for answer in answers:
+        log = math.log(answer.tokens)
+        if answer.ended and answer.tokens < limit:
+            total, count = total + log, count + 1.0
+        else:
+            bounds.append(log)
+    mean = total / (precision + count)
+    if not bounds:
+        return mean, count
+    informed = count
+    for _ in range(_CENSORED_ITERATIONS):
+        value = informed = 0.0
+        for bound in bounds:
+            expected, variance = _above(mean, deviation, bound)
+            weight = 1.0 - variance / prior.within
+            value += expected
+            informed += weight
+        mean = (total + value) / (precision + count + len(bounds))
+    return mean, count + informed
+
+
+def _above(mean: float, deviation: float, bound: float) -> tuple[float, float]:
+    """Return mean and variance of a normal distribution above a bound."""
+    z = (bound - mean) / deviation
+    if z > 6.0:
+        return bound + deviation / z, (deviation / z) ** 2
+    ratio = math.exp(-0.5 * z * z) / _SQRT_2PI / (0.5 * math.erfc(z / _SQRT2))
+    return mean + deviation * ratio, deviation * deviation * max(0.0, 1.0 - ratio * (ratio - z))
+
+
+def _key(prompt: Sequence[int]) -> bytes:
+    return blake2b(array("i", prompt).tobytes(), digest_size=8).digest()
+
+
+class _Pairs:
+    """Means and covariances of pairs (what was expected, what was observed), with exponential weights."""
+
+    SIZE = 6
+
+    def __init__(self, values: Sequence[float] = (0.0,) * SIZE) -> None:
+        self.count, self.x, self.y, self.xx, self.xy, self.yy = values
+
+    def values(self) -> list[float]:
+        return [self.count, self.x, self.y, self.xx, self.xy, self.yy]
+
+    def add(self, x: float, y: float, horizon: int) -> None:
+        self.count = min(self.count + 1.0, float(horizon))
+        rate = 1.0 / self.count
+        keep, dx, dy = 1.0 - rate, x - self.x, y - self.y
+        self.x += rate * dx
+        self.y += rate * dy
+        self.xx = keep * (self.xx + rate * dx * dx)
+        self.xy = keep * (self.xy + rate * dx * dy)
+        self.yy = keep * (self.yy + rate * dy * dy)
+
+    @property
+    def correlated(self) -> bool:
+        """True if the pairs are positively correlated beyond chance: r² of unrelated pairs is about 1 / count."""
+        if self.count < _FIRST_GROUPS or self.xy <= 0.0 or self.xx <= 0.0 or self.yy <= 0.0:
+            return False
+        return self.xy * self.xy / (self.xx * self.yy) >= _LEAST_EXPLAINED + 4.0 / self.count
+
+
+class _Moments:
+    """Averages over the last groups, with exponential weights."""
+
+    def __init__(self, data: bytes | None) -> None:
+        size = _Pairs.SIZE
+        values = array("d", data) if data else array("d", [0.0] * (2 * size + 6))
+        self._predicted, self._expected = _Pairs(values[:size]), _Pairs(values[size : 2 * size])
+        (self._noise, self._within_count, self._within, self._drifts, self.drift_mean, self._drift_square) = (
+            values[2 * size :]
+        )  # fmt: skip
+
+    def tobytes(self) -> bytes:
+        rest = [self._noise, self._within_count, self._within, self._drifts, self.drift_mean, self._drift_square]
+        return array("d", [*self._predicted.values(), *self._expected.values(), *rest]).tobytes()
+
+    def add_group(self, predicted: float, expected: float, observed: float, noise: float) -> None:
+        """Add a group's observed mean logarithm, and the variance of its noise.
+
+        ``predicted`` is what the regression predicted of it, ``expected`` what all sources together made of that.
+        """
+        self._predicted.add(predicted, observed, _HORIZON_GROUPS)
+        self._expected.add(expected, observed, _HORIZON_GROUPS // 2)
+        self._noise += (noise - self._noise) / self._predicted.count
+
+    def add_within(self, variance: float) -> None:
+        self._within_count = min(self._within_count + 1.0, float(_HORIZON_GROUPS))
+        self._within += (variance - self._within) / self._within_count
+
+    def add_drift(self, change: float, noise: float) -> None:
+        """Add by how much a prompt's mean logarithm changed since its earlier answers, and the noise of that change."""
+        self._drifts = min(self._drifts + 1.0, float(_HORIZON_GROUPS))
+        self.drift_mean += (change - self.drift_mean) / self._drifts
+        self._drift_square += ((change - self.drift_mean) ** 2 - noise - self._drift_square) / self._drifts
+
+    @property
+    def within(self) -> float:
+        """Variance of the logarithm of an answer's length around its prompt's mean."""
+        weight = self._within_count / (self._within_count + 4.0)
+        return max(_SMALLEST_VARIANCE, _FIRST_WITHIN + weight * (self._within - _FIRST_WITHIN))
+
+    @property
+    def drift_variance(self) -> float:
+        """Variance of the change of a prompt's mean between its groups."""
+        weight = self._drifts / (self._drifts + 8.0)
+        return _FIRST_BETWEEN * (1.0 - weight) + weight * max(0.0, self._drift_square)
+
+    @property
+    def groups(self) -> float:
+        """Number of groups that the averages rest on."""
+        return self._predicted.count
+
+    @property
+    def separates(self) -> bool:
+        return self._expected.correlated
+
+    @property
+    def typical(self) -> tuple[float, float]:
+        """Mean and variance of a prompt's mean logarithm, if nothing is known of the prompt."""
+        pairs = self._predicted
+        if pairs.count < 2:
+            return (pairs.y if pairs.count else _FIRST_LOG_LENGTH), _FIRST_BETWEEN
+        return pairs.y, max(_SMALLEST_VARIANCE, pairs.yy - self._noise)
+
+    def calibrated(self, predicted: float) -> tuple[float, float]:
+        """Return mean and variance of a prompt's mean logarithm, given what the regression predicts of it."""
+        pairs = self._predicted
+        if not pairs.correlated:
+            return self.typical
+        slope = min(_MAX_SLOPE, pairs.xy / pairs.xx)
+        between = pairs.yy - 2 * slope * pairs.xy + slope * slope * pairs.xx - self._noise
+        return pairs.y + slope * (predicted - pairs.x), max(_SMALLEST_VARIANCE, between)

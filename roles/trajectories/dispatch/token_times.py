@@ -1,0 +1,133 @@
+"""Seconds that an engine takes for a token, learned for each rollout from the times of its own appends.
+
+An engine that runs b answers takes τ(b) seconds for one token of each of them. τ differs between models, GPUs and
+engines, so no table of devices is needed: what a rollout appends shows how fast it is. A rollout also pauses (it loads
+weights, or waits for work), so a low quantile of the last observations counts. τ never falls with b.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+MAX_RUNNING = 512
+"""Number of running answers up to which τ is tabled; larger numbers count as this one."""
+_RECENT = 16
+"""Number of observations per range of b that are kept."""
+_QUANTILE = 0.33
+"""Share of the observations that are assumed not to contain a pause."""
+_FIRST_TOKEN_S = 0.02
+"""Seconds of a token with one answer, before a rollout has appended anything."""
+_SHORTEST_TOKEN_S = 1e-7
+"""Seconds below which an observation is an error of the clock."""
+_GROWTH_PER_ANSWER = 1 / 64
+"""Growth of τ per answer where nothing is observed, as a share of τ(0): between a dense 7B model on a GPU (1/160) and a
+CPU (1/4)."""
+_SAMPLES_PER_APPEND = 4
+"""Number of an append's trajectories that are evaluated: they ran side by side, so they agree."""
+_READ_TOKENS = 256
+"""Shortest prefix whose reading time is observed: a shorter one is read within a few tokens' time."""
+_READ_SHARE = 1 / 16
+"""Time to read a token of a prefix, as a share of τ(1), before any reading was observed."""
+_MIN_READ_SHARE = 1 / 256
+"""Smallest such share that counts: an engine whose cache has the prefix reads nothing."""
+
+
+class TokenTimes:
+    """τ of one rollout, and its time to read a token of a prefix."""
+
+    def __init__(self) -> None:
+        self._ranges: dict[int, deque[tuple[int, float]]] = {}
+        """Newest (running answers, seconds per token), by range of b: half an octave each."""
+        self._reads: deque[float] = deque(maxlen=_RECENT)
+        self._table: tuple[float, ...] | None = None
+
+    def observe(self, running: int, seconds: float) -> None:
+        """Record that a token took ``seconds`` while this number of answers was running."""
+        if running < 1 or not _SHORTEST_TOKEN_S <= seconds < math.inf:
+            return
+        ring = self._ranges.setdefault(round(2 * math.log2(running)), deque(maxlen=_RECENT))
+        ring.append((running, seconds))
+        self._table = None
+
+    def observe_read(self, tokens: int, seconds: float) -> None:
+        """Record how long an engine took to read a prefix of ``tokens`` tokens."""
+        if tokens >= _READ_TOKENS:
+            self._reads.append(max(0.0, seconds) / tokens)
+
+    @property
+    def read(self) -> float:
+        """Seconds to read one token of a prefix: the median of the last observations."""
+        first = self.table[1]
+        if not self._reads:
+            return first * _READ_SHARE
+        return max(first * _MIN_READ_SHARE, sorted(self._reads)[len(self._reads) // 2])
+
+    @property
+    def table(self) -> tuple[float, ...]:
+        """τ(0) to τ(:data:`MAX_RUNNING`): τ(0) is 0."""
+        if self._table is None:
+            self._table = _tabled(self._points())
+        return self._table
+
+    def _points(self) -> list[tuple[float, float]]:
+        """Return (b, τ) of each range with observations, in ascending order of both."""
+        points: list[tuple[float, float, int]] = []
+        for index in sorted(self._ranges):
+            ring = self._ranges[index]
+            seconds = sorted(seconds for _, seconds in ring)[int(_QUANTILE * (len(ring) - 1))]
+            points.append((sum(running for running, _ in ring) / len(ring), seconds, len(ring)))
+            while len(points) > 1 and points[-1][1] < points[-2][1]:  # pool neighbours that would fall
+                (b1, s1, n1), (b2, s2, n2) = points[-2:]
+                n = n1 + n2
+                points[-2:] = [((b1 * n1 + b2 * n2) / n, (s1 * n1 + s2 * n2) / n, n)]
+        return [(running, seconds) for running, seconds, _ in points]
+
+
+class AppendTimes:
+    """Turns a rollout's appends into observations of :class:`TokenTimes`; times are in seconds on any steady clock."""
+
+    def __init__(self) -> None:
+        self.times = TokenTimes()
+        self._last: dict[int, tuple[float, int, int]] = {}
+        """For each running answer: time of its lease or last append, tokens that it read since, running answers."""
+
+    def leased(self, trajectory: int, prefix: int, running: int, now: float) -> None:
+        """Record that an answer with a prefix of ``prefix`` tokens was leased, and how many run with it."""
+        self._last[trajectory] = now, prefix, running
+
+    def appended(self, tokens: Sequence[tuple[int, int]], running: int, now: float) -> None:
+        """Record an append of (trajectory, number of new tokens), and how many answers the rollout runs."""
+        sampled = 0
+        for trajectory, count in tokens:
+            before, self._last[trajectory] = self._last.get(trajectory), (now, 0, running)
+            if before is None or count < 1 or sampled >= _SAMPLES_PER_APPEND:
+                continue
+            since, prefix, then = before
+            sampled += 1
+            if prefix:
+                self.times.observe_read(prefix, now - since - count * self.times.table[min(running, MAX_RUNNING)])
+            else:
+                self.times.observe((running + then + 1) // 2, (now - since) / count)
+
+    def ended(self, trajectories: Iterable[int]) -> None:
+        """Forget answers that the rollout does not run any more."""
+        for trajectory in trajectories:
+            self._last.pop(trajectory, None)
+
+
+def _tabled(points: Sequence[tuple[float, float]]) -> tuple[float, ...]:
+    """Return τ(0) to τ(MAX_RUNNING) through these points; beyond them, τ grows as it does by default."""
+    if not points:
+        points = [(1.0, _FIRST_TOKEN_S)]
+    table, at = [0.0], 0
+    for running in range(1, MAX_RUNNING + 1):
+        while at + 1 < len(points) and points[at + 1][0] <= running:
+            at += 1
+        (b1, s1), (b2, s2) = points[at], points[min(at + 1, len(points) - 1)]
+        if running < b1 or b1 == b2:
+            table.append(s1 * (1 + running * _GROWTH_PER_ANSWER) / (1 + b1 * _GROWTH_PER_ANSWER))
+        else:
+            table.append(s1 + (s2 - s1) * (running - b1) / (b2 - b1))
+    return tuple(table)

@@ -1,0 +1,174 @@
+"""Decides which rollout gets which answers, and which running answers should continue elsewhere.
+
+Rollouts pull. A rollout that requests work gets the first of what waits: earliest deadline first, then longest expected
+first (:func:`length_class`), then in the order of creation. If other engines have free places, too, then what waits
+is dealt out in that order, each answer to the engine that would finish first with it (:mod:`.engine_load`), and the
+rollout gets its share; the rest is left to the others. A rollout that runs nothing never gets nothing while work waits.
+
+Where lengths are not known to differ (:attr:`.lengths.Lengths.separates`), the caller leases one answer after another
+in the order of creation, as a store without a ranker does.
+
+A running answer moves only if nothing waits, if its engine is expected to finish last, and if the time of the slower
+of both engines falls by at least twice the cost of reading its prefix again, and by :data:`_LEAST_GAIN`. It moves again
+only once its prefix is twice as long, so that all its moves together read less than twice its length.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from heapq import heapify, heappop, heappush
+
+from msgspec import Struct
+
+from .engine_load import Curve, EngineLoad
+
+_CLASSES_PER_OCTAVE = 2
+"""Classes of expected length per factor 2: what a ranker of prompts can tell apart (its error is 0.3 to 0.6 of log)."""
+CONSIDERED = 256
+"""Number of waiting answers, the first ones, among which one decision chooses: bounds its time."""
+_DEALT = 64
+"""Number of them that are dealt out one by one. They are the longest, which decide when a step ends."""
+_CANDIDATES = 2
+"""Number of engines, those that finish first, that are compared for each of them."""
+_COST_FACTOR = 2.0
+"""Expected gain of a move over the cost of reading the prefix again, at least."""
+_LEAST_GAIN = 0.05
+"""Expected gain of a move as a share of the time that its engine still needs, at least. Estimates of a few percent are
+noise: with 0.02, moves on engines with a flat τ lost 1 % in simulation."""
+_LONGEST, _SHORTEST, _TARGETS = 4, 3, 2
+"""Number of an engine's longest and shortest answers, and of target engines, among which a move is chosen."""
+
+
+class EngineView(Struct):
+    """An engine as a decision sees it."""
+
+    name: str
+    load: EngineLoad
+    running: int
+    """Number of answers that it runs."""
+    free: int
+    """Number of further answers that it can take now."""
+
+
+class Waiting(Struct, frozen=True, gc=False):
+    """An answer that waits for a rollout."""
+
+    trajectory: int
+    curve: Curve
+
+
+class Running(Struct, frozen=True, gc=False):
+    """An answer that an engine runs."""
+
+    trajectory: int
+    curve: Curve
+    prefix: int
+    """Number of tokens that another engine would have to read."""
+    read_before: int = 0
+    """Number of tokens that this engine had to read when the answer moved to it."""
+
+
+class Move(Struct, frozen=True):
+    """A running answer that should continue on another engine, and the seconds that this is expected to gain."""
+
+    trajectory: int
+    target: str
+    gain: float
+
+
+def length_class(expected: float) -> int:
+    """Return the class of an expected number of tokens; answers of one class count as equally long."""
+    return math.floor(_CLASSES_PER_OCTAVE * math.log2(max(1.0, expected)))
+
+
+def share(waiting: Sequence[Waiting], rollout: EngineView, others: Sequence[EngineView]) -> list[int]:
+    """Return which of the waiting answers a rollout gets, at most ``rollout.free``.
+
+    The first ones are dealt out by expected time, the rest by free places. A rollout that runs nothing gets at least
+    one; one that has work may get nothing if engines with free places would finish all of it earlier.
+
+    Args:
+        waiting: The first of what may be given to this rollout, in the order of leases; :data:`CONSIDERED` suffice.
+        rollout: The engine that requests work.
+        others: The other engines; those without free places are ignored.
+    """
+    free = [other for other in others if other.free > 0]
+    if not free or not waiting:
+        return [each.trajectory for each in waiting[: rollout.free]]
+    engines = [rollout, *free]
+    places = [engine.free for engine in engines]
+    loads = [engine.load.copy() for engine in engines]
+    finish = [(load.finish(), index) for index, load in enumerate(loads)]
+    heapify(finish)
+    given: list[int] = []
+    for each in waiting[:_DEALT]:
+        best, least = -1, math.inf
+        candidates = [heappop(finish) for _ in range(min(_CANDIDATES, len(finish)))]
+        for _, index in candidates:
+            if (time := loads[index].finish_with(each.curve)) < least:
+                best, least = index, time
+        loads[best].add(each.curve)
+        places[best] -= 1
+        for time, index in candidates:
+            if places[index]:
+                heappush(finish, (least if index == best else time, index))
+        if best == 0:
+            given.append(each.trajectory)
+        if not places[0] or not finish:
+            break
+    rest, total = waiting[_DEALT : sum(engine.free for engine in engines)], sum(places)
+    for index, each in enumerate(rest):
+        if (index + 1) * places[0] // total > index * places[0] // total:
+            given.append(each.trajectory)
+    return given or ([] if rollout.running else [waiting[0].trajectory])
+
+
+def hand_back(
+    source: EngineView, running: Sequence[Running], others: Sequence[EngineView], read: float, at_most: int = 4
+) -> list[Move]:
+    """Return which of an engine's answers should continue elsewhere, the best move first.
+
+    Args:
+        source: The engine that runs them.
+        running: What it runs, except what it was already requested to hand over.
+        others: The other engines, with what is on its way to them.
+        read: Seconds to read one token of a prefix.
+        at_most: Maximum number of moves.
+    """
+    targets = sorted(
+        ((other.load.finish(), other.name, other) for other in others if other.free > 0), key=lambda each: each[:2]
+    )
+    finish = source.load.finish()
+    if not targets or not running or finish < max(other.load.finish() for other in others):
+        return []
+    running = [each for each in running if each.prefix >= 2 * each.read_before]
+    order = sorted(running, key=lambda each: (-_expected(each.curve), each.trajectory))
+    loads = {name: other.load.copy() for _, name, other in targets[:_TARGETS]}
+    left = source.load.copy()
+    moves: list[Move] = []
+    while len(moves) < at_most and order and loads:
+        considered = order if len(order) <= _LONGEST + _SHORTEST else order[:_LONGEST] + order[-_SHORTEST:]
+        best: tuple[float, Running, str] | None = None
+        for each in considered:
+            cost = read * each.prefix
+            without = left.finish_without(each.curve)
+            for name, load in loads.items():
+                gain = finish - max(without, load.finish_with(each.curve) + cost)
+                if gain >= max(_COST_FACTOR * cost, _LEAST_GAIN * finish) and (best is None or gain > best[0]):
+                    best = gain, each, name
+        if best is None:
+            break
+        gain, chosen, name = best
+        moves.append(Move(chosen.trajectory, name, gain))
+        left.remove(chosen.curve)
+        loads[name].add(chosen.curve)
+        del loads[name]  # one move to an engine per decision: the next append decides on the next one
+        order.remove(chosen)
+        finish = left.finish()
+    return moves
+
+
+def _expected(curve: Curve) -> float:
+    """Return a measure of the tokens that are expected to be left: the ranges double in length."""
+    return sum(p * 2.0**index for index, p in enumerate(curve[0]))

@@ -1,0 +1,73 @@
+"""The expected time of an engine, against a simulation of what it stands for."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rrl.roles.trajectories.dispatch.engine_load import Curve, CurveTable, EngineLoad
+from rrl.roles.trajectories.dispatch.lengths import GroupEstimate, expected_left
+
+LIMIT = 4_000
+TABLE = CurveTable(LIMIT)
+TIMES = (0.0, *(0.004 * (1 + 0.5 * math.sqrt(b)) for b in range(1, 65)))
+ESTIMATES = st.builds(GroupEstimate, st.floats(2.0, 8.0), st.floats(0.0, 1.0), st.floats(0.05, 1.0))
+
+
+def seconds(lengths: list[float]) -> float:
+    """Σ L_j (τ(j) - τ(j - 1)), longest first."""
+    return sum(length * (TIMES[j] - TIMES[j - 1]) for j, length in enumerate(sorted(lengths, reverse=True), 1))
+
+
+def test_known_lengths_take_the_sum_over_the_longest_first() -> None:
+    lengths = [2000, 700, 650, 300, 120, 40]
+    curves = [TABLE.curve(GroupEstimate(math.log(length), 0.0, 1e-4), 0) for length in lengths]
+    assert EngineLoad(TABLE.widths, TIMES, curves).finish() == pytest.approx(seconds([*map(float, lengths)]), rel=0.06)
+
+
+@pytest.mark.parametrize("progress", [0, 500])
+def test_uncertain_lengths_take_the_mean_of_what_they_would_take(progress: int) -> None:
+    rng, estimate = random.Random(0), GroupEstimate(math.log(400), 0.1, 0.4)
+    taken: list[float] = []
+    while len(taken) < 1500:
+        lengths: list[float] = []
+        while len(lengths) < 16:
+            if (length := rng.lognormvariate(estimate.mean, estimate.deviation)) > progress:
+                lengths.append(min(LIMIT, length) - progress)
+        taken.append(seconds(lengths))
+    load = EngineLoad(TABLE.widths, TIMES, [TABLE.curve(estimate, progress)] * 16)
+    assert load.finish() == pytest.approx(sum(taken) / len(taken), rel=0.06)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.lists(st.tuples(ESTIMATES, st.integers(0, LIMIT)), min_size=1, max_size=12))
+def test_an_answer_more_takes_longer_and_can_be_removed_again(those: list[tuple[GroupEstimate, int]]) -> None:
+    curves: list[Curve] = [TABLE.curve(*each) for each in those]
+    load = EngineLoad(TABLE.widths, TIMES, curves[1:])
+    before = load.finish()
+    after = load.finish_with(curves[0])
+    assert after >= before - 1e-9
+    load.add(curves[0])
+    assert load.finish() == after
+    assert load.finish_without(curves[0]) == pytest.approx(before, abs=1e-6)
+    other = load.copy()
+    other.remove(curves[0])
+    assert other.finish() == pytest.approx(before, abs=1e-6)
+    assert load.finish() == after, "a copy changes nothing"
+
+
+def test_curves_hold_what_is_expected_to_be_left() -> None:
+    estimate = GroupEstimate(math.log(300), 0.2, 0.3)
+    for progress in (0, 64, 300, 1000, 3900):
+        goes_on, _ = TABLE.curve(estimate, progress)
+        left = sum(p * width for p, width in zip(goes_on, TABLE.widths, strict=True))
+        assert left == pytest.approx(expected_left(estimate, progress, LIMIT), rel=0.05)
+
+
+def test_an_answer_far_longer_than_expected_has_a_curve_too() -> None:
+    goes_on, _ = TABLE.curve(GroupEstimate(math.log(10), 0.0, 0.01), 2000)
+    assert 0.1 < goes_on[0] <= 1.0

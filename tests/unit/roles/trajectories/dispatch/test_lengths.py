@@ -1,0 +1,173 @@
+"""What the run's answers teach about the lengths of those to come, and that a written state knows the same."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rrl.roles.trajectories.dispatch import lengths as module
+from rrl.roles.trajectories.dispatch.lengths import (
+    Answer,
+    GroupEstimate,
+    Lengths,
+    LengthState,
+    expected_left,
+    partial_mean,
+    survival,
+)
+
+LIMIT = 4_000
+Fact = tuple[tuple[int, ...], list[Answer]]
+FACTS = st.lists(
+    st.tuples(
+        st.lists(st.integers(0, 200_000), min_size=1, max_size=12).map(tuple),
+        st.lists(st.builds(Answer, st.integers(0, LIMIT), st.booleans()), max_size=5),
+    ),
+    max_size=30,
+)
+
+
+def answers(mean: float, rng: random.Random, size: int = 8, limit: int = LIMIT) -> list[Answer]:
+    lengths = [max(1, round(rng.lognormvariate(mean, 0.3))) for _ in range(size)]
+    return [Answer(min(limit, length), length < limit) for length in lengths]
+
+
+def taught(groups: int = 200, seed: int = 0) -> Lengths:
+    """Prompts with token 7 have answers of about 1,000 tokens, those with token 8 of about 50."""
+    lengths, rng = Lengths(LIMIT), random.Random(seed)
+    for number in range(groups):
+        long = rng.random() < 0.5
+        lengths.observe((1, 2, 7 if long else 8, 10 + number), answers(math.log(1000 if long else 50), rng))
+    return lengths
+
+
+@settings(max_examples=60, deadline=None)
+@given(FACTS, st.integers(0, 30))
+def test_a_fold_that_continues_from_a_written_state_gives_the_same_bits(facts: list[Fact], cut: int) -> None:
+    whole, first = Lengths(LIMIT), Lengths(LIMIT)
+    for prompt, those in facts[:cut]:
+        whole.observe(prompt, those)
+        first.observe(prompt, those)
+    written = msgspec.msgpack.encode(first.state())
+    second = Lengths(1, msgspec.msgpack.decode(written, type=LengthState))
+    for prompt, those in facts[cut:]:
+        whole.observe(prompt, those)
+        second.observe(prompt, those)
+    assert msgspec.msgpack.encode(second.state()) == msgspec.msgpack.encode(whole.state())
+    for prompt, _ in facts:
+        assert second.expect(prompt) == whole.expect(prompt)
+
+
+@settings(max_examples=60, deadline=None)
+@given(FACTS)
+def test_every_estimate_is_finite(facts: list[Fact]) -> None:
+    lengths = Lengths(LIMIT)
+    for prompt, those in facts:
+        lengths.observe(prompt, those)
+        estimate = lengths.refine(lengths.expect(prompt), those)
+        assert math.isfinite(estimate.mean)
+        assert estimate.variance >= 0.0
+        assert estimate.within > 0.0
+        for progress in (0, 1, 100, LIMIT - 1):
+            assert 1.0 <= expected_left(estimate, progress, LIMIT) <= LIMIT - progress
+
+
+def test_new_prompts_are_ranked_by_their_tokens() -> None:
+    lengths = taught()
+    long, short = lengths.expect((1, 2, 7, 900)), lengths.expect((1, 2, 8, 900))
+    assert lengths.separates
+    assert 500 < math.exp(long.mean) < 2000
+    assert 25 < math.exp(short.mean) < 100
+
+
+def test_lengths_that_do_not_depend_on_prompts_do_not_separate() -> None:
+    lengths, rng = Lengths(LIMIT), random.Random(3)
+    for number in range(300):
+        lengths.observe((1, 2, 7 + number % 2, 10 + number), answers(math.log(300) + rng.gauss(0, 1), rng))
+    assert not lengths.separates
+    assert lengths.informed
+
+
+def test_a_ranker_that_was_right_and_is_wrong_now_stops_separating() -> None:
+    lengths, rng = taught(), random.Random(4)
+    for number in range(200):
+        lengths.observe((1, 2, 7 + number % 2, 10 + number), answers(math.log(300) + rng.gauss(0, 1), rng))
+    assert not lengths.separates
+
+
+def test_nothing_separates_before_enough_groups() -> None:
+    assert not taught(15).separates
+    assert not taught(15).informed
+
+
+def test_earlier_answers_of_a_prompt_correct_what_its_tokens_say() -> None:
+    lengths, rng = taught(), random.Random(5)
+    for number in range(60):  # every prompt comes twice; one with token 8 has long answers all the same
+        usual = (1, 2, 7 + number % 2, 5000 + number % 30)
+        lengths.observe(usual, answers(math.log(50 if number % 2 else 1000), rng))
+        if number % 20 == 0:
+            lengths.observe((1, 2, 8, 6000), answers(math.log(1000), rng))
+    known, new = lengths.expect((1, 2, 8, 6000)), lengths.expect((1, 2, 8, 7000))
+    assert abs(known.mean - math.log(1000)) < abs(new.mean - math.log(1000))
+    assert known.variance < new.variance
+
+
+def test_only_the_most_recent_prompts_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "RETAINED_PROMPTS", 3)
+    lengths = Lengths(LIMIT)
+    for number in (1, 2, 3, 1, 4):
+        lengths.observe((number,), [Answer(10, True)])
+    assert len(lengths.state().prompts) == 3 * 8
+    again = Lengths(LIMIT, lengths.state())
+    again.observe((5,), [Answer(10, True)])  # prompt 3 leaves: 1 was observed again after it
+    kept = [again.state().prompts[i : i + 8] for i in range(0, 24, 8)]
+    one = Lengths(LIMIT)
+    one.observe((1,), [Answer(10, True)])
+    assert one.state().prompts in kept
+
+
+def test_answers_that_were_cut_count_as_longer_than_the_limit() -> None:
+    cut, ended = Lengths(100), Lengths(10_000)
+    for number in range(50):
+        those = [Answer(100, False)] * 6 + [Answer(60, True)] * 2
+        cut.observe((number,), those)
+        ended.observe((number,), [Answer(each.tokens, True) for each in those])
+    assert cut.typical.mean > ended.typical.mean + 0.1
+    assert expected_left(cut.typical, 0, 100) > expected_left(ended.typical, 0, 100)
+
+
+def test_an_answer_of_the_limits_length_counts_as_cut_whoever_says_that_it_ended() -> None:
+    first, second = Lengths(100), Lengths(100)
+    first.observe((1,), [Answer(100, True), Answer(50, True)])
+    second.observe((1,), [Answer(100, False), Answer(50, True)])
+    assert first.state() == second.state()
+
+
+def test_siblings_that_are_done_and_running_ones_refine_the_estimate() -> None:
+    lengths = Lengths(LIMIT)
+    before = GroupEstimate(math.log(200), 0.8, 0.3)
+    done = lengths.refine(before, [Answer(1500, True), Answer(1200, True), Answer(10, False)])
+    running = lengths.refine(before, [Answer(900, False), Answer(900, False)])
+    barely = lengths.refine(before, [Answer(5, False), Answer(5, False)])
+    assert done.mean > math.log(800)
+    assert done.variance < 0.3
+    assert math.log(200) < running.mean < math.log(2500)
+    assert abs(barely.mean - before.mean) < 0.05
+    assert abs(barely.variance - before.variance) < 0.05
+    assert lengths.refine(before, [Answer(0, False)]) == before
+
+
+def test_what_is_left_is_the_mean_above_the_progress() -> None:
+    estimate, rng = GroupEstimate(math.log(300), 0.1, 0.3), random.Random(1)
+    sample = [min(LIMIT, rng.lognormvariate(estimate.mean, estimate.deviation)) for _ in range(40_000)]
+    for progress in (0, 200, 800):
+        longer = [length - progress for length in sample if length > progress]
+        assert expected_left(estimate, progress, LIMIT) == pytest.approx(sum(longer) / len(longer), rel=0.05)
+        assert survival(estimate, progress) == pytest.approx(len(longer) / len(sample), abs=0.01)
+    assert partial_mean(estimate.mean, estimate.deviation, LIMIT) == pytest.approx(sum(sample) / len(sample), rel=0.03)
+    assert expected_left(estimate, LIMIT, LIMIT) == 0.0

@@ -1,0 +1,73 @@
+"""Seconds of a token, learned from appends."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rrl.roles.trajectories.dispatch.token_times import MAX_RUNNING, AppendTimes, TokenTimes
+
+
+@given(st.lists(st.tuples(st.integers(-1, 600), st.floats(-1.0, 10.0)), max_size=80))
+def test_more_answers_never_take_less_time_a_token(observed: list[tuple[int, float]]) -> None:
+    times = TokenTimes()
+    for running, seconds in observed:
+        times.observe(running, seconds)
+    table = times.table
+    assert len(table) == MAX_RUNNING + 1
+    assert table[0] == 0.0
+    assert all(before <= after * (1 + 1e-9) for before, after in itertools.pairwise(table))
+    assert table[1] > 0.0
+
+
+def test_times_follow_what_was_observed() -> None:
+    times = TokenTimes()
+    for running in (1, 4, 16, 64):
+        for _ in range(8):
+            times.observe(running, 0.01 + 0.002 * running)
+    for running in (1, 2, 4, 10, 16, 40, 64):
+        assert times.table[running] == pytest.approx(0.01 + 0.002 * running, rel=0.02)
+    assert times.table[128] > times.table[64]
+
+
+def test_pauses_do_not_count_but_a_slower_engine_does() -> None:
+    times = TokenTimes()
+    for number in range(16):
+        times.observe(8, 5.0 if number % 2 else 0.01)  # it loads weights every other time
+    assert times.table[8] == pytest.approx(0.01)
+    for _ in range(16):
+        times.observe(8, 0.03)
+    assert times.table[8] == pytest.approx(0.03)
+
+
+def test_an_append_shows_the_time_of_a_token_and_that_of_reading_a_prefix() -> None:
+    appends = AppendTimes()
+    now = 100.0
+    appends.leased(1, 0, 2, now)
+    for _ in range(8):
+        now += 64 * 0.01
+        appends.appended([(1, 64)], 2, now)
+    assert appends.times.table[2] == pytest.approx(0.01)
+    for trajectory in range(10, 15):
+        appends.leased(trajectory, 1000, 2, now)
+        now += 0.5 + 64 * 0.01
+        appends.appended([(trajectory, 64)], 2, now)
+    assert appends.times.read == pytest.approx(0.5 / 1000, rel=0.05)
+
+
+def test_an_append_of_an_answer_that_ended_teaches_nothing() -> None:
+    appends = AppendTimes()
+    appends.leased(1, 0, 1, 0.0)
+    appends.ended([1])
+    appends.appended([(1, 64)], 1, 0.64)
+    assert appends.times.table == TokenTimes().table
+
+
+def test_reading_is_never_free() -> None:
+    times = TokenTimes()
+    for _ in range(5):
+        times.observe_read(1000, 0.0)  # the engine's cache had the prefix
+    assert times.read > 0.0

@@ -1,0 +1,335 @@
+"""The store leases by expected length, knows the same after a restart, and lets running trajectories move."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rrl.core.types import Incarnation, ReplicaId
+from rrl.roles.trajectories.client import TrajectoryClient
+from rrl.roles.trajectories.durable.log import read_frames
+from rrl.roles.trajectories.durable.records import GroupCreated, ItemsOrdered, decode
+from rrl.roles.trajectories.server import answer
+from rrl.roles.trajectories.store import Store
+from rrl.roles.trajectories.types import Append, Denied, Done, Item, Leased, Prompt
+from rrl.tests.support.roles.trajectories.crew import (
+    ALL,
+    OTHER,
+    REWARD,
+    ROLLOUT,
+    bind,
+    commit,
+    lease,
+    open_store,
+    score,
+    segment,
+)
+from rrl.transport.keys import RunKeys
+
+SIZE = 2
+GROUPS = 4
+LIMIT = 400
+SEGMENT = 20
+TAUGHT = 20
+"""steps after which lengths are known to differ"""
+LENGTHS = (10, 40, 120, 300)
+"""median tokens of the answers to the prompts of item 0, 1, 2, 3, 4 (as 0), …"""
+
+
+def kind(item: int) -> int:
+    return item % len(LENGTHS)
+
+
+def _prompt(item: int) -> Prompt:
+    return Prompt(item, (2, 30 + kind(item), 100 + item % 50))
+
+
+def _open(folder: Path, **changed: Any) -> Store:
+    settings = {"group_size": SIZE, "groups_per_batch": GROUPS, "max_ahead_batches": 0, "max_new_tokens": LIMIT}
+    return open_store(folder, **{**settings, "next_prompt": _prompt, **changed})
+
+
+def _length(item: Item) -> int:
+    rng = random.Random(item.trajectory)
+    return max(1, min(item.max_new, round(LENGTHS[item.prompt[1] - 30] * rng.uniform(0.8, 1.25))))
+
+
+class Clock:
+    """Virtual time, in which a token takes (1 + b) / 100 s with b answers running."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+
+def _step(store: Store, number: int, clock: Clock | None = None) -> list[int]:
+    """One step with one rollout that works on two trajectories at once. Returns what it leased, in order."""
+    clock = clock or Clock()
+    held: dict[int, tuple[Item, int]] = {}
+    order: list[int] = []
+    while True:
+        answer = store.lease(ROLLOUT, 2 - len(held), sorted(held), None, clock.now)
+        assert isinstance(answer, Leased)
+        order += [item.trajectory for item in answer.items]
+        held |= {item.trajectory: (item, 0) for item in answer.items}
+        if not held:
+            break
+        clock.now += SEGMENT * (1 + len(held)) / 100
+        segments, finished = [], []
+        for trajectory, (item, made) in sorted(held.items()):
+            count = min(SEGMENT, _length(item) - made)
+            segments.append(segment(trajectory, made, (5,) * count))
+            held[trajectory] = item, made + count
+            if made + count == _length(item):
+                finished.append(trajectory)
+                del held[trajectory]
+        assert store.append(ROLLOUT, segments, finished, (), clock.now) == Done()
+    store.flush()
+    score(store)
+    commit(store, bind(store, number))
+    return order
+
+
+def _taught(folder: Path, steps: int = TAUGHT, **changed: Any) -> Store:
+    store = _open(folder, **changed)
+    clock = Clock()
+    for number in range(1, steps + 1):
+        _step(store, number, clock)
+    return store
+
+
+def _kinds(store: Store, order: list[int]) -> list[int]:
+    return [kind(store._state.trajectories[trajectory].group.created.item) for trajectory in order]
+
+
+def test_the_longest_are_leased_first_once_lengths_are_known_to_differ(tmp_path: Path) -> None:
+    store = _open(tmp_path)
+    assert _kinds(store, _step(store, 1)) == [0, 0, 1, 1, 2, 2, 3, 3], "in the order of creation"
+    for number in range(2, TAUGHT + 1):
+        _step(store, number)
+    assert _kinds(store, _step(store, TAUGHT + 1)) == [3, 3, 2, 2, 1, 1, 0, 0]
+
+
+def test_todays_order_stays_where_lengths_do_not_differ(tmp_path: Path) -> None:
+    store = _open(tmp_path, next_prompt=lambda item: Prompt(item, (2, 31)))
+    for number in range(1, 9):
+        order = _step(store, number)
+        assert order == sorted(order)
+
+
+def test_a_later_batch_is_not_leased_before_an_earlier_one(tmp_path: Path) -> None:
+    store = _taught(tmp_path, max_ahead_batches=2)
+    commit(store, bind(store, TAUGHT + 1))  # now two more batches may be begun
+    held = [item.trajectory for item in lease(store, ROLLOUT, GROUPS * SIZE - 2)]
+    short = lease(store, OTHER, 2)  # the last two of this batch
+    begun = lease(store, ROLLOUT, 1, held)  # the first of the next batch
+    assert short[0].group // GROUPS < begun[0].group // GROUPS
+    assert _length(short[0]) < _length(begun[0])
+    store.update_membership(each for each in ALL if each != OTHER)
+    assert [item.trajectory for item in lease(store, ROLLOUT, 2, [*held, begun[0].trajectory])] == [
+        item.trajectory for item in short
+    ]
+
+
+@pytest.mark.parametrize("compact_from", [2_000, 2**25])
+def test_a_restarted_store_makes_the_same_thousand_decisions(tmp_path: Path, compact_from: int) -> None:
+    """One store lives on; the other one is opened anew after every second step, which rewrites its log."""
+    one = _open(tmp_path / "one", compact_from=2**25)
+    other = _open(tmp_path / "other", compact_from=compact_from)
+    decisions = 0
+    for number in range(1, 127):
+        first, second = _step(one, number), _step(other, number)
+        assert first == second
+        decisions += len(first)
+        assert other._state.lengths.state() == one._state.lengths.state()
+        if number % 2 == 0:
+            other.close()
+            other = _open(tmp_path / "other", compact_from=compact_from)
+    assert decisions > 1000
+    assert other._work.by_length
+
+
+def test_the_limit_of_lengths_is_that_of_the_time_when_they_were_cut(tmp_path: Path) -> None:
+    cut = LIMIT // 4
+    store = _taught(tmp_path, steps=2, max_new_tokens=cut)
+    before = store._state.lengths.state()
+    store.close()
+    again = _open(tmp_path)
+    assert again._state.lengths.limit == LIMIT
+    again._state.lengths.limit = cut
+    assert again._state.lengths.state() == before
+
+
+# ── order of prompts ─────────────────────────────────────────────────────────────────────────────────────────────────
+def test_a_window_orders_the_prompts_of_its_batches_and_each_is_asked_once(tmp_path: Path) -> None:
+    store = _taught(tmp_path, steps=36, window=3)
+    store.flush()
+    ordered: list[int] = []
+    created: list[int] = []
+    windows = 0
+    for record in map(decode, read_frames(max(tmp_path.glob("log.*")))):
+        if isinstance(record, ItemsOrdered):
+            windows += 1
+            assert not ordered, "the window before is used up"
+            ordered = list(record.items)
+            assert sorted(ordered) == list(range(len(created), len(created) + 3 * GROUPS))
+            kinds = [kind(item) for item in ordered]
+            assert kinds == sorted(kinds, reverse=True), "the longest first"
+        elif isinstance(record, GroupCreated):
+            created.append(record.item)
+            if ordered:
+                assert record.item == ordered.pop(0)
+    assert windows >= 4
+    assert store._state.item_order == ordered
+    assert sorted([*created, *ordered]) == list(range(len(created) + len(ordered)))
+
+
+def test_another_window_after_a_restart_loses_no_prompt(tmp_path: Path) -> None:
+    store = _taught(tmp_path, window=3)
+    created: set[int] = set()
+    first = TAUGHT - 1
+    for number, window in enumerate((3, 1, 1, 2, 5, 5, 1, 1), TAUGHT + 1):
+        store.close()
+        store = _open(tmp_path, window=window)
+        _step(store, number)
+        groups = [group.created for group in store._state.groups.values()]
+        created |= {group.item for group in groups if group.group >= first * GROUPS}
+    assert len(created) == 9 * GROUPS
+    left = store._state.item_order
+    before = set(range(store._state.next_group + len(left))) - created - {*left}
+    assert len(before) == first * GROUPS, "neither was any item left out nor asked twice"
+
+
+# ── moves ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+def _crowded(folder: Path) -> tuple[Store, list[Item], float]:
+    """Rollout 0 works on a whole batch; rollout 1 has four places and nothing to do."""
+    store, clock = _open(folder), Clock()
+    for number in range(1, TAUGHT + 1):
+        _step(store, number, clock)
+    for running in (8, 6, 4, 1):  # what other steps have shown of the times of both rollouts
+        for who in (ROLLOUT, OTHER):
+            for _ in range(8):
+                store._work._engines._engine(who).appends.times.observe(running, (1 + running) / 100)  # type: ignore[union-attr]
+    items = list(lease(store, ROLLOUT, 8))
+    assert len(items) == 8
+    assert lease(store, OTHER, 4) == ()
+    return store, items, clock.now
+
+
+def _grow(store: Store, items: list[Item], made: int, now: float, handed_over: list[int]) -> Done | Denied:
+    """Rollout 0 appends a segment of each; no one ends."""
+    segments = [segment(item.trajectory, made, (5,) * SEGMENT) for item in items]
+    answer = store.append(ROLLOUT, segments, (), handed_over, now + SEGMENT * 0.09)
+    assert isinstance(answer, Done | Denied)
+    store.flush()
+    return answer
+
+
+def test_a_trajectory_moves_to_an_idle_rollout_with_all_its_tokens(tmp_path: Path) -> None:
+    store, items, now = _crowded(tmp_path)
+    answer = _grow(store, items, 0, now, [])
+    assert isinstance(answer, Done)
+    moved = answer.hand_back
+    assert moved
+    assert lease(store, OTHER, 4) == (), "it is still leased to the first rollout"
+    _grow(store, items, SEGMENT, now + 2, list(moved))
+    kept = [item.trajectory for item in items if item.trajectory not in moved]
+    assert not set(moved) & {item.trajectory for item in lease(store, ROLLOUT, 8, kept)}, "kept for the other rollout"
+    got = {item.trajectory: item for item in lease(store, OTHER, 4)}
+    assert set(moved) <= set(got)
+    for trajectory in moved:
+        assert sum(len(each.tokens) for each in got[trajectory].so_far) == 2 * SEGMENT
+    late = store.append(ROLLOUT, [segment(moved[0], 2 * SEGMENT, (5,) * SEGMENT)])
+    assert isinstance(late, Denied)
+    assert late.lost == (moved[0],)
+
+
+def test_a_rollout_that_hands_nothing_back_goes_on_as_before(tmp_path: Path) -> None:
+    store, items, now = _crowded(tmp_path)
+    first = _grow(store, items, 0, now, [])
+    assert isinstance(first, Done)
+    assert first.hand_back
+    for number in range(1, 5):
+        again = _grow(store, items, number * SEGMENT, now + 2 * number, [])
+        assert isinstance(again, Done), "what it makes is accepted"
+        assert set(first.hand_back) <= set(again.hand_back), "the request stands, also if an answer was lost"
+    assert lease(store, OTHER, 4) == ()
+
+
+def test_nothing_is_requested_back_for_a_rollout_that_has_left(tmp_path: Path) -> None:
+    store, items, now = _crowded(tmp_path)
+    assert _grow(store, items, 0, now, []) != Done()
+    store.update_membership(each for each in ALL if each != OTHER)
+    assert _grow(store, items, SEGMENT, now + 2, []) == Done()
+    third = Incarnation(ReplicaId("rollout/2"), 1)
+    store.update_membership([ROLLOUT, third, REWARD])
+    assert lease(store, third, 4) == ()
+    assert _grow(store, items, 2 * SEGMENT, now + 4, []) != Done(), "for the next one it may be"
+
+
+def test_a_store_that_restarts_after_a_hand_over_gives_the_trajectory_to_another_rollout(tmp_path: Path) -> None:
+    store, items, now = _crowded(tmp_path)
+    answer = _grow(store, items, 0, now, [])
+    assert isinstance(answer, Done)
+    (moved, *_) = answer.hand_back
+    _grow(store, items, SEGMENT, now + 2, [moved])
+    store.close()
+    store = _open(tmp_path)
+    kept = [item.trajectory for item in items if item.trajectory != moved]
+    lease(store, ROLLOUT, 0, kept)
+    assert [item.trajectory for item in lease(store, OTHER, 4)] == [moved]
+
+
+def test_another_rollout_may_take_it_if_the_idle_one_is_full_by_then(tmp_path: Path) -> None:
+    third = Incarnation(ReplicaId("rollout/2"), 1)
+    store, items, now = _crowded(tmp_path)
+    answer = _grow(store, items, 0, now, [])
+    assert isinstance(answer, Done)
+    store.update_membership([*ALL, third])
+    _grow(store, items, SEGMENT, now + 2, list(answer.hand_back))
+    assert not lease(store, third, 4), "it is kept for the rollout for which it was requested back"
+    store.lease(OTHER, 0)  # that one has no place any more
+    assert {item.trajectory for item in lease(store, third, 4)} == set(answer.hand_back)
+
+
+def test_a_hand_over_of_what_ended_or_belongs_to_others_changes_nothing(tmp_path: Path) -> None:
+    store, items, now = _crowded(tmp_path)
+    first, second, *_ = items
+    store.append(ROLLOUT, [segment(first.trajectory)], [first.trajectory], [first.trajectory], now + 1)
+    assert store.lease_scoring(REWARD, 1) is not None
+    store.append(OTHER, [], [], [second.trajectory], now + 1)
+    assert lease(store, OTHER, 4) == ()
+
+
+def test_a_client_hands_over_with_the_next_segment_what_was_requested_back(tmp_path: Path) -> None:
+    store, items, now = _crowded(tmp_path)
+    requests: list[Append] = []
+
+    async def send(request: Append, wait: float) -> object:
+        requests.append(request)
+        return answer(store, request, now + 2 * len(requests))
+
+    async def run() -> list[tuple[int, ...]]:
+        client = TrajectoryClient(RunKeys.make(), ROLLOUT, lambda: None)
+        client._send = send  # type: ignore[assignment, method-assign]
+        gone: list[tuple[int, ...]] = []
+        for number in range(3):
+            left = [item for item in items if item.trajectory not in {each for those in gone for each in those}]
+            waits = left[:1] if number == 1 else left  # the second append has a segment of one trajectory only
+            made = [sum(each.trajectory == item.trajectory for r in requests for each in r.segments) for item in waits]
+            segments = [
+                segment(item.trajectory, SEGMENT * count, (5,) * SEGMENT)
+                for item, count in zip(waits, made, strict=True)
+            ]
+            gone.append(await client.append(segments))
+        return gone
+
+    first, second, third = asyncio.run(run())
+    assert first == ()
+    assert set(second) <= {items[0].trajectory}
+    assert third
+    assert [request.handed_over for request in requests] == [(), second, third]
+    assert {*second, *third} <= {item.trajectory for item in lease(store, OTHER, 4)}
