@@ -31,6 +31,7 @@ NEEDS: Mapping[str, tuple[Need, ...]] = {
     "detection": (),
     "hostile_ports": (),
     "manager_away": (Need.TORCH, Need.SLURM),
+    "publishing": (Need.TORCH,),
     "restart": (Need.TORCH, Need.SLURM),
     "rollout_recovery": (Need.TORCH,),
     "snapshots": (Need.TORCH,),
