@@ -32,6 +32,7 @@ NEEDS: Mapping[str, tuple[Need, ...]] = {
     "dispatch": (Need.TORCH,),
     "hostile_ports": (),
     "manager_away": (Need.TORCH, Need.SLURM),
+    "publishing": (Need.TORCH,),
     "restart": (Need.TORCH, Need.SLURM),
     "rollout_recovery": (Need.TORCH,),
     "snapshots": (Need.TORCH,),

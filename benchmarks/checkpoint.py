@@ -69,12 +69,24 @@ class StandInWorker(SimpleNamespace):
         self.bytes = sum(each["bytes"] for each in digests.values())
 
 
+class NoPublisher(SimpleNamespace):
+    """In place of the publisher: this benchmark measures what saving costs (benchmarks/publishing.py: publishing)."""
+
+    def reserve(self, buffer: memoryview) -> None: ...
+
+    def take_blocked_s(self) -> float:
+        return 0.0
+
+    def offer(self, number: int, tensors: Any, buffer: memoryview) -> None: ...
+
+
 class BenchmarkArm:
     """A saver that copies into one kind of memory. All arms have the same learner."""
 
     def __init__(self, me: StandInWorker, learner: Learner, buffers: HostBuffers) -> None:
         self._buffers = buffers
-        self.saver = AsyncSaver(me, Gang(), learner, Checkpoints(me.run_dir), buffers, 1)  # type: ignore[arg-type]
+        publisher: Any = NoPublisher()
+        self.saver = AsyncSaver(me, Gang(), learner, Checkpoints(me.run_dir), buffers, publisher, 1)  # type: ignore[arg-type]
 
     def timed_save(self) -> float:
         """Save a checkpoint; return the time (s) that a step waits for that."""
@@ -108,7 +120,7 @@ def measure() -> dict[str, Any]:
         me = StandInWorker(
             run_dir=run, launch=SimpleNamespace(incarnation=incarnation), rank=0, world=1, stopping=threading.Event()
         )
-        learner = _learner()
+        learner = learner_of_100_million()
         try:
             arms = {
                 AGENT_MEMORY: BenchmarkArm(me, learner, HostBuffers(client)),
@@ -121,7 +133,7 @@ def measure() -> dict[str, Any]:
 
 
 def _measure(me: StandInWorker, learner: Learner, arms: dict[str, BenchmarkArm]) -> dict[str, Any]:
-    batches = _batches()
+    batches = fixed_batches()
     learner.step(next(batches))
     for arm in arms.values():  # the first use of each piece of memory is another matter
         for _ in range(2):
@@ -194,11 +206,13 @@ def _report(
     }  # fmt: skip
 
 
-def _learner() -> Learner:
+def learner_of_100_million() -> Learner:
+    """Return a learner of a model with 100 million parameters."""
     return Learner(build_model(MODEL, VOCABULARY, seed=0), TrainerSettings(), steps=10_000, temperature=1.0)
 
 
-def _batches() -> Iterator[Batch]:
+def fixed_batches() -> Iterator[Batch]:
+    """Yield batches with the same trajectories, one for each step."""
     dice = random.Random(0)
     trajectories = tuple(
         Trajectory(

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from ...core.run_spec import RunSpec
 from ...core.types import (
     STANDBY_ROLE,
+    TRAINER,
     Finding,
     Incarnation,
     NodeName,
@@ -21,6 +22,8 @@ from ...core.types import (
 from ...health.readers.samples import READERS
 from .actions import Request
 from .state import Replica, State, Status
+
+_ROLLOUT = "rollout"
 
 
 def workers(state: State) -> list[Replica]:
@@ -126,6 +129,18 @@ def open_requests(state: State) -> dict[str, str]:
 def finding_about(state: State, incarnation: Incarnation) -> Finding | None:
     """Return the most severe FAIL finding about an incarnation (:func:`most_severe`); None if there is none."""
     return most_severe(finding for finding in state.findings.values() if finding.incarnation == incarnation)
+
+
+def weights_lag_steps(state: State) -> tuple[int, int] | None:
+    """Return by how many steps the weights of the first and of the last rollout are behind the trainer.
+
+    The trainer is at the newest step that it has committed or published. Returns None if no rollout has weights.
+    """
+    held = {replica.id: replica.weight_version.step for replica in workers(state)
+            if replica.is_current and replica.weight_version is not None}  # fmt: skip
+    trainer = max(state.step, held.get(TRAINER, 0))
+    lags = [max(0, trainer - step) for id, step in held.items() if role_of(id) == _ROLLOUT]
+    return (min(lags), max(lags)) if lags else None
 
 
 def node_finding(state: State, node: NodeName) -> Finding | None:

@@ -21,7 +21,7 @@ from ..cluster.base import NodeState
 from ..model import events as ev
 from ..model.actions import Exclude
 from ..model.idle_times import IdleTimes, idle_shares
-from ..model.queries import workers
+from ..model.queries import weights_lag_steps, workers
 from ..model.state import State, Status
 from .effective_time import EffectiveSeconds, effective_share
 from .failure_records import Changes
@@ -140,6 +140,9 @@ def _of_roles(state: State, counters: RunCounters, facts: Facts) -> Iterator[Met
                    counters.restarts)  # fmt: skip
     down = Counter(role_of(outage.replica) for outage in list(counters.timeline.outages.values()))
     yield from _of_clocks(state.idle_times)
+    if (lag := weights_lag_steps(state)) is not None:
+        yield _labelled("rrl_weights_lag_steps", "Training steps by which weights of rollouts are behind the trainer.",
+                        ("rollout",), {("first",): float(lag[0]), ("last",): float(lag[1])})  # fmt: skip
     yield _labelled("rrl_replicas_down", "Replicas that are down after a failure, by role.", ("role",),
                     {(role.name,): float(down[role.name]) for role in state.job.roles})  # fmt: skip
 

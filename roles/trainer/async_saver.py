@@ -1,19 +1,20 @@
 """The trainer's saving thread: writes the state copied by the training thread to disk and commits it, step by step.
 
-The thread works while the next step runs. The saving threads of a gang's members do each part of the work together,
-over a process group that only they use: two saves at once on one group would deadlock (docs/sources.md, torch). An
-error in this thread ends the process, because a trainer that cannot save must not continue.
+The thread works while the next step runs. The publishing thread (:mod:`.publisher`) reads the same copies. The saving
+threads of a gang's members do each part of the work together, over a process group that only they use: two saves at
+once on one group would deadlock (docs/sources.md, torch). An error in this thread ends the process, because a trainer
+that cannot save must not continue.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import queue
 import shutil
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,6 +29,7 @@ from .checkpoint import Checkpoints, Written, not_written
 from .host_buffers import HostBuffers, Layout
 from .learner import Learner
 from .process_group import COLLECTIVE_TIMEOUT_S, Gang, blocked_on_rank0, wait_to_be_fenced
+from .publisher import Publisher, end_process
 
 _log = logging.getLogger("rrl.trainer")
 
@@ -64,15 +66,6 @@ class _Staged(Struct, frozen=True):
     buffer: memoryview
 
 
-def end_process(error: BaseException) -> None:
-    """Log the error of the saving thread and end the process.
-
-    The training thread cannot be interrupted: it may be inside torch.
-    """
-    _log.critical("a checkpoint could not be saved; this process ends and is restarted", exc_info=error)
-    os._exit(1)
-
-
 class AsyncSaver:
     """Saves the state of ``learner`` in a thread of its own.
 
@@ -82,16 +75,18 @@ class AsyncSaver:
         learner: The learner. Its tensors must stay the same objects from now on.
         checkpoints: Where checkpoints are written.
         buffers: Host memory for the copies.
+        publisher: The thread that publishes the weights in the copies.
         max_uncommitted: Number of steps that may be done and not committed; at most ``MAX_UNCOMMITTED``.
         fail: Called with the error of a save.
     """
 
     def __init__(
         self, me: rrl.Worker, gang: Gang, learner: Learner, checkpoints: Checkpoints, buffers: HostBuffers,
-        max_uncommitted: int, *, fail: Callable[[BaseException], None] = end_process,
+        publisher: Publisher, max_uncommitted: int, *,
+        fail: Callable[[BaseException], None] = partial(end_process, "a checkpoint could not be saved"),
     ) -> None:  # fmt: skip
         self._me, self._gang, self._learner = me, gang, learner
-        self._checkpoints, self._buffers = checkpoints, buffers
+        self._checkpoints, self._buffers, self._publisher = checkpoints, buffers, publisher
         self._max_uncommitted = min(max_uncommitted, MAX_UNCOMMITTED)
         self._tensors = learner.tensors()
         self.layout = Layout(self._tensors)
@@ -106,19 +101,21 @@ class AsyncSaver:
 
     # ── the training thread ────────────────────────────────────────────────────────────────────────────────────────
     def save(self, digest: str, metrics: dict[str, float]) -> None:
-        """Copy the learner's current state for saving; return once it is copied.
+        """Copy the learner's current state for saving and publishing; return once it is copied.
 
-        Waits first while too many steps are uncommitted. ``digest`` is the digest of the batch of the learner's last
-        step.
+        Waits first while too many steps are uncommitted, and for the publisher (:mod:`.publisher`): these seconds are
+        the metric ``publish_blocked_s``. ``digest`` is the digest of the batch of the learner's last step.
 
         Raises:
             TimeoutError: An older step was not committed within ``COMMIT_TIMEOUT_S``.
-            Exception: The error that prevented an older step from being saved.
+            Exception: The error that prevented an older step from being saved or published.
         """
         self._wait(self._max_uncommitted - 1)
         learner = self._learner
         buffer = self._buffers.buffer(self.layout.nbytes, learner.number)
+        self._publisher.reserve(buffer)
         self.layout.fill(buffer, self._tensors)
+        metrics = {**metrics, "publish_blocked_s": self._publisher.take_blocked_s()}
         meta = SnapshotMeta(
             learner.number, self._gang.world, self.layout.digest, learner.extra_state(), digest, metrics
         )
@@ -126,12 +123,17 @@ class AsyncSaver:
         with self._changed:
             self._uncommitted += 1
         self._todo.put(_Staged(meta, buffer))
+        self._publisher.offer(meta.number, self.layout.views(buffer), buffer)
 
     def finish(self) -> None:
-        """Wait until everything is committed, and end the thread. Raises the same exceptions as :meth:`save`."""
+        """Wait until everything is committed and the newest version published, and end both threads.
+
+        Raises the same exceptions as :meth:`save`.
+        """
         self._wait(0)
         self._todo.put(None)
         self._thread.join()
+        self._publisher.finish()
 
     def _wait(self, limit: int) -> None:
         with self._changed, self._me.idle(COMMITS_CAUSE):

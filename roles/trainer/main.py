@@ -21,7 +21,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint  # loaded now, because the first checkpoint would load it
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # torch does not list it
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -33,7 +33,6 @@ from ...core.types import NodeName
 from ..end_report import exits_on_invalid_config
 from ..models.policy import build_model, compute_dtype, load_initial, materialise, skeleton
 from ..models.tasks import TaskError, load_task
-from ..models.tensors import pack
 from ..models.tokenizer import Tokenizer, open_tokenizer
 from ..snapshots.client import SnapshotClient
 from . import restore
@@ -41,7 +40,8 @@ from .async_saver import MAX_UNCOMMITTED, AsyncSaver
 from .checkpoint import Checkpoints
 from .host_buffers import HostBuffers, buddy_of
 from .learner import Example, Learner
-from .process_group import Gang, full_tensor, init_process_group, parts, wait_to_be_fenced
+from .process_group import Gang, init_process_group, parts, wait_to_be_fenced
+from .publisher import Publisher
 
 _log = logging.getLogger("rrl.trainer")
 
@@ -94,7 +94,9 @@ def main() -> None:
             # as text: a log handler that keeps its records must not keep the snapshot's memory too
             _log.info("%s continues from %s", me.launch.incarnation, str(restore_point))
         learner = _learner(me, _model(spec, empty, tokenizer.size, me.job.seed, restore_point.fresh, gang), gang)
-        saver = AsyncSaver(me, gang, learner, checkpoints, _buffers(me, gang, client), me.job.trainer.uncommitted)
+        publisher = Publisher(me, gang, learner, compute_dtype(spec))
+        buffers = _buffers(me, gang, client)
+        saver = AsyncSaver(me, gang, learner, checkpoints, buffers, publisher, me.job.trainer.uncommitted)
         if restore_point.fresh:
             with me.phase("train"):
                 learner.seed_rng(me.job.seed)
@@ -114,7 +116,7 @@ def main() -> None:
                 learner.reference = gang.shard(skeleton(spec, tokenizer.size, compute_dtype(spec)), compute_dtype(spec))
                 materialise(learner.reference, gang.device)
                 checkpoints.read_reference(learner.reference_files, learner.reference.requires_grad_(False))
-        _train(me, gang, learner, saver, spec, restore_point)
+        _train(me, gang, learner, saver, publisher, restore_point)
 
 
 def _model(spec: ModelSpec, empty: nn.Module, vocabulary: int, seed: int, fresh: bool, gang: Gang) -> nn.Module:
@@ -132,12 +134,11 @@ def _model(spec: ModelSpec, empty: nn.Module, vocabulary: int, seed: int, fresh:
 
 
 def _train(
-    me: rrl.Worker, gang: Gang, learner: Learner, saver: AsyncSaver, spec: ModelSpec,
+    me: rrl.Worker, gang: Gang, learner: Learner, saver: AsyncSaver, publisher: Publisher,
     restore_point: restore.RestorePoint,
 ) -> None:  # fmt: skip
     """Train from the learner's state to the end of the run."""
-    with me.phase("publish"):
-        _publish(me, gang, learner, compute_dtype(spec))
+    publisher.publish_live(learner.number)
     if (meta := restore_point.uncommitted) is not None:
         for part in parts(me, gang, after=meta.number - 1):  # of the step that the snapshot was trained on
             if not part.last:
@@ -160,8 +161,6 @@ def _train(
             metrics = learner.close()
         with me.phase("checkpoint"):
             saver.save(part.digest, metrics)
-        with me.phase("publish"):
-            _publish(me, gang, learner, compute_dtype(spec))
         if part.number % LOG_EVERY_STEPS == 0 and gang.rank == 0:
             text = "  ".join(f"{name} {value:.4g}" for name, value in sorted(metrics.items()))
             _log.info("step %d: %s", part.number, text)
@@ -197,34 +196,6 @@ def _buffers(me: rrl.Worker, gang: Gang, client: SnapshotClient | None) -> HostB
         return [address for node, address in snapshot_servers.items() if node != me.node and address != buddy()]
 
     return HostBuffers(client, min(me.job.trainer.uncommitted, MAX_UNCOMMITTED), buddy, others)
-
-
-def _publish(me: rrl.Worker, gang: Gang, learner: Learner, dtype: torch.dtype) -> None:
-    """Publish the learner's weights; rank 0 serves the whole version in the dtype that rollouts compute with.
-
-    Besides the version itself and the shards, rank 0 has one tensor at a time in memory: each tensor is cast on its
-    device, gathered, copied and released.
-    """
-    weights = learner.weights()
-    if gang.rank > 0:  # only takes part in gathering: nothing is copied to its host
-        for tensor in weights.values():
-            full_tensor(_cast(tensor, dtype))
-        return
-    whole = (
-        content for name, tensor in weights.items() for *_, content in pack({name: full_tensor(_cast(tensor, dtype))})
-    )
-    described = [(name, *_described(tensor, dtype)) for name, tensor in weights.items()]
-    me.publish_each(learner.number, described, whole)
-
-
-def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast a tensor to ``dtype`` unless it contains integers."""
-    return tensor.detach().to(dtype) if tensor.is_floating_point() else tensor
-
-
-def _described(tensor: Tensor, dtype: torch.dtype) -> tuple[str, tuple[int, ...], int]:
-    sent = dtype if tensor.is_floating_point() else tensor.dtype
-    return str(sent).removeprefix("torch."), tuple(tensor.shape), tensor.numel() * sent.itemsize
 
 
 def _examples(me: rrl.Worker, tokenizer: Tokenizer) -> Iterator[list[Example]]:

@@ -30,12 +30,11 @@ from typing import Any, TypeVar
 import msgspec
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]  # torch does not list them
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 import rrl
 
@@ -82,16 +81,18 @@ class Gang:
     """The ``world`` processes of a trainer, as seen by the process with rank ``rank``.
 
     A single process (the default) needs no torch.distributed. ``control_group`` is the gloo group of the main thread,
-    ``file_group`` the gloo group of the thread that writes checkpoints.
+    ``file_group`` the gloo group of the thread that writes checkpoints, ``publish_group`` that of the thread that
+    publishes weights.
     """
 
     def __init__(
         self, rank: int = 0, world: int = 1, device: torch.device | None = None, *, mesh: DeviceMesh | None = None,
         control_group: dist.ProcessGroup | None = None, file_group: dist.ProcessGroup | None = None,
+        publish_group: dist.ProcessGroup | None = None,
     ) -> None:  # fmt: skip
         self.rank, self.world = rank, world
         self.device = device or torch.device("cpu")
-        self.control_group, self.file_group = control_group, file_group
+        self.control_group, self.file_group, self.publish_group = control_group, file_group, publish_group
         self._mesh = mesh
         self.file_mesh = DeviceMesh.from_group(file_group, "cpu") if file_group is not None else None
         """Mesh of host copies of shards."""
@@ -139,12 +140,6 @@ class Gang:
         return exchange.broadcast_from_rank0(self.control_group, self.rank, do, kind)
 
 
-def full_tensor(tensor: Tensor) -> Tensor:
-    """Return the whole of a sharded tensor; all members must call it."""
-    whole: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return whole
-
-
 def init_process_group(me: rrl.Worker, compute_dtype: torch.dtype = torch.float32) -> Gang:
     """Meet the other members, and return the gang.
 
@@ -175,10 +170,13 @@ def init_process_group(me: rrl.Worker, compute_dtype: torch.dtype = torch.float3
         keys = PrefixStore(_store_prefix(me.keys.secret, first), store)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=keys, rank=me.rank, world_size=me.world, timeout=timeout)
-        control_group, file_group = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(2))
+        control_group, file_group, publish_group = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(3))
         mesh = init_device_mesh(device.type, (me.world,))
         dist.barrier(group=control_group)
-    return Gang(me.rank, me.world, device, mesh=mesh, control_group=control_group, file_group=file_group)
+    return Gang(
+        me.rank, me.world, device, mesh=mesh, control_group=control_group, file_group=file_group,
+        publish_group=publish_group,
+    )  # fmt: skip
 
 
 def is_lost_member(error: BaseException) -> bool:

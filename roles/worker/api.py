@@ -24,13 +24,13 @@ from ...core.text import exit_invalid_config
 from ...core.types import NodeName, ReplicaId, Version
 from ...transport.keys import RunKeys
 from ...transport.messages import Goodbye, Peers
-from ...transport.weights.manifest import ManifestBuilder, layout
 from ..checkpoints.folders import Digest, fresh_folder, make_durable, verified
 from ..checkpoints.folders import describe as describe_files
 from ..end_report import report_uncaught_exceptions
 from ..launcher.process_group import allow_inspection, restore_priority
 from ..trajectories.batches import decode, decode_part, whole_part
 from ..trajectories.types import Batch, Item, PackedBatch, PackedPart, Part, Segment
+from . import publication
 from .connection import ManagerConnection, Stopping
 from .external_waits import waiting
 from .uncommitted_steps import UncommittedSteps
@@ -41,10 +41,6 @@ STORE_WAIT_S = 1.0
 """Seconds that one request waits at the store before it is repeated, so that the worker notices a stop request."""
 GOODBYE_TIMEOUT_S = 60.0
 """Seconds that a worker which has finished its work waits for the manager's stop request."""
-_COPY_SLICE_BYTES = 8 * 2**20
-"""Bytes copied at a time. A copy holds the GIL and so blocks every other thread, the heartbeats included. Measured for
-1 GiB: 0.36 s in slices of this size, with no thread blocked for more than 9 ms; up to 1.4 s without slices, during
-which all threads were blocked."""
 
 _Data = TypeVar("_Data")
 
@@ -367,17 +363,20 @@ class Worker:
             described: (name, dtype, shape, size in bytes) of each tensor.
             contents: the tensors' bytes in the same order. Each tensor is copied before the next one is requested.
         """
-        specs, nbytes = layout(described)
-        flat = self._connection.weights.allocate(nbytes)
-        version = Version(number, self.launch.incarnation.number)
-        chunk = self.job.transport.chunk
-        with ManifestBuilder(version, described, flat, self.keys.secret, chunk) as builder:
-            for spec, data in zip(specs, contents, strict=True):
-                _copy(flat[spec.offset : spec.offset + spec.nbytes], data.cast("B") if data.format != "B" else data)
-                builder.mark_filled(spec.offset + spec.nbytes)
-            manifest = builder.sign()
-        self._connection.weights.offer(manifest, flat)
-        self._connection.announce_version(version)
+        publication.publish(self._connection, self.job.transport.chunk, number, described, publication.copies(contents))
+
+    def publish_written(
+        self, number: int, described: Sequence[tuple[str, str, tuple[int, ...], int]],
+        writes: Iterable[Callable[[memoryview], None]],
+    ) -> None:  # fmt: skip
+        """Serve weights like :meth:`publish_each` without copying them: functions write them where they are served.
+
+        Args:
+            number: the training step that produced the weights.
+            described: (name, dtype, shape, size in bytes) of each tensor.
+            writes: for each tensor, in the same order, a function that writes the tensor into the memory it is given.
+        """
+        publication.publish(self._connection, self.job.transport.chunk, number, described, writes)
 
     # ── rollout ────────────────────────────────────────────────────────────────────────────────────────────────────
     def new_weights(self) -> NewWeights | None:
@@ -458,11 +457,6 @@ class Worker:
                 self._connection.on_commit_found(state.number)
 
 
-def _copy(into: memoryview, data: memoryview) -> None:
-    """Copy ``data`` in slices, between which other threads can run."""
-    for start in range(0, len(into), _COPY_SLICE_BYTES):
-        copied = slice(start, start + _COPY_SLICE_BYTES)
-        into[copied] = data[copied]
 
 
 def join() -> Worker:

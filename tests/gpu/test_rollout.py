@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -24,25 +24,16 @@ CHUNK = 2**16
 
 
 def published(student: Learner, version: Version, dtype: torch.dtype) -> WeightStore:
-    """Return a store that serves the learner's weights as :func:`rrl.roles.trainer.main._publish` lays them out."""
-    from rrl.roles.models.tensors import pack
-    from rrl.roles.trainer.main import _cast, _described
-    from rrl.tests.support.weights.transports import SECRET
-    from rrl.transport.weights.manifest import ManifestBuilder, layout
-    from rrl.transport.weights.store import WeightStore
+    """Return a store that serves the learner's weights as the trainer publishes them at its start."""
+    from rrl.roles.trainer.process_group import Gang
+    from rrl.roles.trainer.publisher import Publisher
+    from rrl.tests.support.roles.trainer.publishing import PublishingWorker
 
-    weights = student.weights()
-    described = [(name, *_described(tensor, dtype)) for name, tensor in weights.items()]
-    specs, nbytes = layout(described)
-    store = WeightStore()
-    flat = store.allocate(nbytes)
-    with ManifestBuilder(version, described, flat, SECRET, CHUNK) as builder:
-        for spec, (name, tensor) in zip(specs, weights.items(), strict=True):
-            ((*_, content),) = pack({name: _cast(tensor, dtype)})
-            flat[spec.offset : spec.offset + spec.nbytes] = content
-            builder.mark_filled(spec.offset + spec.nbytes)
-        manifest = builder.sign()
-    store.offer(manifest, flat)
+    worker: Any = PublishingWorker(chunk=CHUNK)
+    publisher = Publisher(worker, Gang(), student, dtype)
+    publisher.publish_live(version.step)
+    publisher.finish()
+    store: WeightStore = worker.store
     return store
 
 

@@ -21,6 +21,7 @@ from rrl.roles.trainer.async_saver import AsyncSaver
 from rrl.roles.trainer.checkpoint import Written
 from rrl.roles.trainer.learner import Learner
 from rrl.roles.trainer.process_group import Gang
+from rrl.roles.trainer.publisher import Publisher
 from rrl.roles.trajectories.types import Part
 from rrl.roles.worker.api import Worker
 
@@ -141,6 +142,32 @@ def _in_the_files(step: int) -> None:
     _before(checkpoint, "make_durable", lambda paths: f"/step-{step}." in str(paths[0]))
 
 
+def _while_it_publishes(step: int) -> None:
+    """A part of the version is written or sent, and it is not offered."""
+    publish = Publisher._publish
+
+    def wrapped(publisher: Publisher, copy: Any) -> None:
+        if copy.number == step:
+            for name in ("_write", "_send"):
+                _after_calls(publisher, name, 2)
+        publish(publisher, copy)
+
+    Publisher._publish = wrapped  # type: ignore
+
+
+def _after_calls(owner: Any, name: str, calls: int) -> None:
+    real, left = getattr(owner, name), [calls]
+
+    def wrapped(*words: Any) -> Any:
+        result = real(*words)
+        left[0] -= 1
+        if left[0] == 0:
+            _die()
+        return result
+
+    setattr(owner, name, wrapped)
+
+
 def _before_the_commit(step: int) -> None:
     _before(Worker, "commit", lambda me, number, *_: number == step)
 
@@ -156,6 +183,7 @@ def _after_the_commit(step: int) -> None:
     Worker.commit = wrapped  # type: ignore
 
 
+PUBLISHING = "while it publishes"
 SEALED = "once it is sealed"
 SHARED = "while the batch is shared"
 """of a gang alone"""
@@ -165,6 +193,7 @@ MOMENTS: dict[str, Callable[[int], None]] = {
     "in the step": _in_the_step,
     "before it is copied": _before_it_is_copied,
     "in the files": _in_the_files,
+    PUBLISHING: _while_it_publishes,
     "before the commit": _before_the_commit,
     "after the commit": _after_the_commit,
 }

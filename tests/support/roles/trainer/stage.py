@@ -32,7 +32,7 @@ from rrl.tests.support.roles import folders
 from rrl.tests.support.roles.trainer import mortal
 from rrl.tests.support.roles.trajectories import crew
 from rrl.transport.control.endpoints import Listener
-from rrl.transport.messages import Fenced, Goodbye, Hello, Peer, Peers, Stop, ToManager, Welcome
+from rrl.transport.messages import Fenced, Goodbye, Hello, Peer, Peers, Stop, ToManager, VersionAvailable, Welcome
 
 END_TIMEOUT_S = 120.0
 """Deadline for the end of an incarnation; no test depends on how fast it is."""
@@ -108,6 +108,8 @@ class Stage:
         self._seq = 0
         self.incarnation = 0
         self._lines: dict[Incarnation, bytes] = {}
+        self.versions: list[Version] = []
+        """The weight versions that the trainer reported to the manager, in order."""
 
     @contextlib.asynccontextmanager
     async def open(self) -> AsyncIterator[Stage]:
@@ -208,6 +210,8 @@ class Stage:
                     await self._listener.send(incoming.peer, welcome)
                     for each in [each for each in self._lines if each.number == self.incarnation]:
                         await self._send(each, self._snapshot_servers_message())
+                case VersionAvailable(version=version):
+                    self.versions.append(version)
                 case Goodbye(incarnation):
                     await self._send(incarnation, Stop(incarnation, 5.0, "it is done"))
 

@@ -22,7 +22,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from rrl.core.run_dir import RunDir
-from rrl.core.types import Cause, Evidence, Finding, NodeName, Outcome, Remedy, ReplicaId, Verdict
+from rrl.core.types import Cause, Evidence, Finding, NodeName, Outcome, Remedy, ReplicaId, Verdict, Version
 from rrl.health.history.cache import HistoryCache
 from rrl.health.report.site import report
 from rrl.manager.model import events as ev
@@ -79,6 +79,27 @@ def test_metrics_of_a_running_run_have_its_state_roles_and_steps() -> None:
     assert value(found, "rrl_nodes", state="up") == 5
     assert (value(found, "rrl_steps_completed"), value(found, "rrl_steps_total")) == (12, 12)
     assert value(found, "rrl_tokens_generated_total") == 4096
+
+
+def test_weights_of_rollouts_are_compared_with_the_newest_step_committed_or_published() -> None:
+    story = Story("small", wide())
+    assert not any(name == "rrl_weights_lag_steps" for name, _ in series(story))
+
+    def has(replica: str, step: int) -> tuple[float, float]:
+        story.record(ev.VersionAvailable(story.incarnation(replica), Version(step, 1)))
+        found = series(story)
+        return value(found, "rrl_weights_lag_steps", rollout="first"), value(
+            found, "rrl_weights_lag_steps", rollout="last"
+        )
+
+    story.works()
+    assert has("rollout/0", 12) == (0, 0)
+    assert has("rollout/1", 9) == (0, 3)
+    assert has("trainer/0", 13) == (1, 4), "published before its commit"
+    assert has("rollout/1", 13) == (0, 1)
+    assert has("rollout/1", 14) == (0, 1), "the trainer was set back to an earlier step"
+    story.fences("rollout/0")
+    assert has("rollout/1", 12) == (1, 1), "a fenced rollout has no weights"
 
 
 @pytest.mark.parametrize(

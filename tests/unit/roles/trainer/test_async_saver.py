@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from rrl.core.phases import phase
 from rrl.core.run_dir import RunDir
@@ -41,6 +42,7 @@ class Worker(SimpleNamespace):
         self.may_commit = threading.Event()
         self.idle_causes: list[str] = []
         self.commits: list[tuple[int, set[str]]] = []
+        self.metrics: list[dict[str, float]] = []
         self.raises: BaseException | None = None
 
     @contextmanager
@@ -57,6 +59,26 @@ class Worker(SimpleNamespace):
         if self.raises is not None:
             raise self.raises
         self.commits.append((number, set(digests)))
+        self.metrics.append(metrics)
+
+
+class NoPublisher(SimpleNamespace):
+    """In place of the publisher: it reads no copy, and notes which copies it was offered."""
+
+    def __init__(self) -> None:
+        super().__init__(offered=list[int](), reserved=list[int](), finished=False)
+
+    def reserve(self, buffer: memoryview) -> None:
+        self.reserved.append(len(self.offered))
+
+    def take_blocked_s(self) -> float:
+        return 0.25
+
+    def offer(self, number: int, tensors: dict[str, torch.Tensor], buffer: memoryview) -> None:
+        self.offered.append(number)
+
+    def finish(self) -> None:
+        self.finished = True
 
 
 class Scene:
@@ -69,8 +91,10 @@ class Scene:
         checkpoints = Checkpoints(run)
         buffers = HostBuffers(own=max_uncommitted)
         me: Any = self.me
+        self.publisher = NoPublisher()
+        publisher: Any = self.publisher
         self.saver = AsyncSaver(
-            me, Gang(), self.student, checkpoints, buffers, max_uncommitted, fail=self.failed.append
+            me, Gang(), self.student, checkpoints, buffers, publisher, max_uncommitted, fail=self.failed.append
         )
 
     def save(self, number: int) -> None:
@@ -131,6 +155,17 @@ def test_what_is_committed_is_the_state_of_the_call_not_of_a_later_step(scene: S
     assert all((tensor == before[0][name]).all() for name, tensor in other.tensors().items())
 
 
+def test_each_copy_is_offered_to_the_publisher_before_its_commit_and_its_wait_is_a_metric(scene: Scene) -> None:
+    scene.save(1)
+    assert scene.publisher.offered == [1]
+    assert scene.me.commits == []
+    scene.me.may_commit.set()
+    scene.save(2)
+    scene.saver.finish()
+    assert scene.publisher == SimpleNamespace(offered=[1, 2], reserved=[0, 1], finished=True)
+    assert scene.me.metrics == [{"publish_blocked_s": 0.25}] * 2
+
+
 def test_a_member_that_waits_for_the_commit_says_that_it_waits_for_the_first_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,7 +186,8 @@ def test_a_member_that_waits_for_the_commit_says_that_it_waits_for_the_first_one
     me.blocked_on = held_up_by
     monkeypatch.setattr(AsyncSaver, "_broadcast_from_rank0", from_first)
     other: Any = me
-    second = AsyncSaver(other, Gang(1, 2), harness.learner(), Checkpoints(run), HostBuffers(), 1)
+    publisher: Any = NoPublisher()
+    second = AsyncSaver(other, Gang(1, 2), harness.learner(), Checkpoints(run), HostBuffers(), publisher, 1)
     second.save("binding", {})
     second.finish()
     assert given == [[], ["trainer/0"]]  # a folder, and the commit

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from rrl.core.types import Incarnation, NodeName
+from rrl.core.types import Incarnation, NodeName, Version
 from rrl.roles.trajectories.store import Store
 from rrl.roles.trajectories.types import Denied, NotReady
 from rrl.tests.support.roles.trainer.gang_runs import End, dies, end_of, goes_on_from, undisturbed
-from rrl.tests.support.roles.trainer.mortal import MOMENTS, SEALED, SHARED
+from rrl.tests.support.roles.trainer.mortal import MOMENTS, PUBLISHING, SEALED, SHARED
 from rrl.tests.support.roles.trainer.stage import GANG, Stage
 
 pytestmark = pytest.mark.torch
@@ -90,6 +90,23 @@ def test_a_trainer_killed_while_it_saves_ends_bit_equal_to_one_that_was_not(
             assert await stage.live() == [0], stage.logs()
             assert goes_on_from(stage) == "the commit of step 2"
             assert end_of(stage) == await undisturbed_end(1, 3)
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_gang_killed_while_it_publishes_serves_no_half_version_and_publishes_its_commit_first(
+    tmp_path: Path, processes: ForkServerContext, undisturbed_end: Undisturbed, rank: int
+) -> None:
+    async def story() -> None:
+        async with Stage(tmp_path / "killed", processes, world=2, steps=3).open() as stage:
+            await dies(stage, PUBLISHING, 2, rank)
+            first, committed = list(stage.versions), stage.committed
+            assert first == [Version(0, 1), Version(1, 1)]
+            assert await stage.live() == [0, 0], stage.logs()
+            later = stage.versions[len(first) :]
+            assert later == [Version(step, 2) for step in range(committed or 0, 4)]
+            assert end_of(stage) == await undisturbed_end(2, 3)
 
     asyncio.run(story())
 

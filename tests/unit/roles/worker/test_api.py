@@ -23,7 +23,7 @@ from rrl.core.phases import WAIT_EXTERNAL
 from rrl.core.types import Incarnation, ReplicaId, Version
 from rrl.roles import reward
 from rrl.roles.trajectories.types import CommittedState, Done, Item, Scoring
-from rrl.roles.worker import api, connection, external_waits
+from rrl.roles.worker import connection, external_waits, publication
 from rrl.roles.worker.api import Worker
 from rrl.roles.worker.clocks import boot_time_ns
 from rrl.roles.worker.connection import FENCED_EXIT
@@ -821,7 +821,7 @@ def test_scores_not_reported_as_progress_count_when_they_are_posted(scene: Scene
 
 # ── publishing ─────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_published_version_has_the_given_tensors(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api, "_COPY_SLICE_BYTES", 100)
+    monkeypatch.setattr(publication, "_COPY_SLICE_BYTES", 100)
     long, short = bytes(range(256)) * 3, b"\x05\x06\x07"
     with not_started(scene.worker(crew.TRAINER)) as me:
         floats: Any = memoryview(long).cast("f")
@@ -881,7 +881,7 @@ def test_other_threads_run_while_weights_are_copied(scene: Scene, monkeypatch: p
         return memory[0]
 
     monkeypatch.setattr(WeightStore, "allocate", remembered)
-    monkeypatch.setattr(api, "_COPY_SLICE_BYTES", step)
+    monkeypatch.setattr(publication, "_COPY_SLICE_BYTES", step)
     results: set[int] = set()
     over = threading.Event()
 

@@ -1,0 +1,283 @@
+"""The trainer's publishing thread: makes weight versions from the host copies of finished steps, beside the training.
+
+The saver copies the state of each step to host memory anyway (:mod:`.host_buffers`). This thread casts the weights of
+such a copy and writes them, tensor by tensor, into the memory of the version; rank 0 receives the shards of the other
+members directly in that memory. There is no further copy of the model. The publishing threads of a gang's members use a
+process group of their own: two threads on one group would deadlock (docs/sources.md, torch). An error in this thread
+ends the process.
+
+Rank 0 chooses the newest copy and announces its step to the other members; older copies are skipped in all of them.
+While the training thread is about to overwrite other memory than that of the newest copy, rank 0 waits for that newer
+step. The training thread waits (in phase ``publish``, so that the manager finds a hung publication) in two cases:
+
+- The memory for the next copy still has a copy that is neither published nor skipped.
+- After step n, the newest published version is older than that of step n - N (N: ``[sampling] staleness``). Step n + 1
+  may not contain any token of that version or an older one, so the training thread could only wait for data.
+
+So if a publication hangs, the training thread waits here after at most as many steps as there are buffers. It would
+never wait for data that the rollouts cannot generate without the hung version.
+
+No member waits forever, because these waits form no circle. Rank 0 announces a step only after its own training thread
+has handed it over. All members have then done their part of that step's collectives, so their training threads come to
+its copy without help of rank 0; its memory is free, since the announcement released all older copies and the thread
+has finished every earlier version. So an announced version is always completed. Between two versions rank 0 waits only
+if it has no copy, or if its training thread is copying into memory that is free. The training thread of another member
+waits for a copy that is not announced yet: rank 0 reaches this step too, and then announces it or a newer one.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from msgspec import Struct
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+import rrl
+
+from ..worker.connection import Stopping
+from . import exchange
+from .host_buffers import shard_of
+from .learner import Learner
+from .process_group import COLLECTIVE_TIMEOUT_S, Gang, wait_to_be_fenced
+
+_log = logging.getLogger("rrl.trainer")
+
+_RANK0 = 0
+_END = -1
+"""Announced instead of a step when the run ends."""
+_NAME_PREFIX = "model."
+"""Prefix of the weights among :meth:`.learner.Learner.tensors`."""
+
+
+def end_process(problem: str, error: BaseException) -> None:
+    """Log the ``problem`` and error of a thread beside the training thread, and end the process.
+
+    The training thread cannot be interrupted: it may be inside torch.
+    """
+    _log.critical("%s; this process ends and is restarted", problem, exc_info=error)
+    os._exit(1)
+
+
+class _HostCopy(Struct, frozen=True):
+    """This member's shards of the weights of one step."""
+
+    number: int
+    tensors: Mapping[str, Tensor]
+    memory: object
+    """The memory that the shards are in; None for the live weights."""
+
+
+class Publisher:
+    """Publishes versions in a thread of its own. All members of the gang must create one at the same place.
+
+    Args:
+        me: The worker.
+        gang: The members of the trainer.
+        learner: The learner. Its tensors must stay the same objects from now on.
+        dtype: The dtype that rollouts compute with.
+        fail: Called with the error of the thread.
+    """
+
+    def __init__(
+        self, me: rrl.Worker, gang: Gang, learner: Learner, dtype: torch.dtype, *,
+        fail: Callable[[BaseException], None] = partial(end_process, "a weight version could not be published"),
+    ) -> None:  # fmt: skip
+        self._me, self._gang, self._fail = me, gang, fail
+        self._max_behind = me.job.sampling.staleness
+        self._live = learner.weights()
+        self._dtypes = {
+            name: dtype if tensor.is_floating_point() else tensor.dtype for name, tensor in self._live.items()
+        }
+        self._shares = _shares(gang, self._live)
+        self._copies: dict[int, _HostCopy] = {}
+        """Copies that are neither published nor skipped yet, by step."""
+        self._wanted: object = None
+        """The memory that the training thread waits for or is copying into."""
+        self._newest = self._published = -1
+        """Newest steps whose copies were handed over and whose versions are published."""
+        self._blocked_s = 0.0
+        self._ended = False
+        self._error: BaseException | None = None
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._main, name="rrl-publisher", daemon=True)
+        self._thread.start()
+
+    # ── the training thread ────────────────────────────────────────────────────────────────────────────────────────
+    def publish_live(self, number: int) -> None:
+        """Publish the learner's weights themselves as the version of step ``number``; wait until that is done.
+
+        Raises the same exceptions as :meth:`reserve`.
+        """
+        self._hand_over(_HostCopy(number, {name: shard_of(tensor) for name, tensor in self._live.items()}, None))
+        with self._me.phase("publish"):
+            self._wait(lambda: self._published >= number)
+
+    def reserve(self, buffer: memoryview) -> None:
+        """Wait until no version is read from the memory of ``buffer``, which the next copy overwrites.
+
+        Raises:
+            TimeoutError: A version was not published within ``COLLECTIVE_TIMEOUT_S``.
+            Exception: The error of the publishing thread.
+        """
+        with self._changed:
+            self._wanted = buffer.obj
+            self._changed.notify_all()
+        self._wait_until(lambda: not self._in_use(buffer.obj))
+
+    def offer(self, number: int, tensors: Mapping[str, Tensor], buffer: memoryview) -> None:
+        """Hand over the copy of step ``number``: ``tensors`` are its shards in ``buffer``, by their saved names.
+
+        Waits if rollouts cannot generate the next step without a version that is not published yet; then raises the
+        same exceptions as :meth:`reserve`.
+        """
+        weights = {name: tensors[_NAME_PREFIX + name] for name in self._live}
+        self._hand_over(_HostCopy(number, weights, buffer.obj))
+        if self._max_behind is not None:
+            oldest = number - self._max_behind
+            self._wait_until(lambda: self._published >= oldest)
+
+    def take_blocked_s(self) -> float:
+        """Return the seconds that the training thread has waited for the publishing thread since the last call."""
+        blocked, self._blocked_s = self._blocked_s, 0.0
+        return blocked
+
+    def finish(self) -> None:
+        """Wait until the newest version is published, and end the thread. Raises the exceptions of :meth:`reserve`."""
+        self._wait_until(lambda: self._published >= self._newest)
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _hand_over(self, copy: _HostCopy) -> None:
+        """Let the publishing thread have the copy, unless this version was published at the start already."""
+        with self._changed:
+            self._wanted = None
+            if copy.number > self._newest:
+                self._newest = copy.number
+                self._copies[copy.number] = copy
+            self._changed.notify_all()
+
+    def _wait_until(self, ready: Callable[[], bool]) -> None:
+        """Wait in phase ``publish`` unless ``ready``, and count the time."""
+        with self._changed:
+            if self._error is None and ready():
+                return
+        begun = time.monotonic()
+        with self._me.phase("publish"), self._me.idle("publishing"):
+            self._wait(ready)
+        self._blocked_s += time.monotonic() - begun
+
+    def _wait(self, ready: Callable[[], bool]) -> None:
+        with self._changed:
+            in_time = self._changed.wait_for(lambda: self._error is not None or ready(), COLLECTIVE_TIMEOUT_S)
+        if self._error is not None:
+            raise self._error
+        if not in_time:
+            raise TimeoutError(f"a weight version was not published within {COLLECTIVE_TIMEOUT_S:g} s")
+
+    def _in_use(self, memory: object) -> bool:
+        return any(copy.memory is memory for copy in self._copies.values())
+
+    # ── the publishing thread ──────────────────────────────────────────────────────────────────────────────────────
+    def _main(self) -> None:
+        try:
+            with wait_to_be_fenced(self._me):
+                while (copy := self._next()) is not None:
+                    self._publish(copy)
+                    self._on_published(copy.number)
+                    del copy  # its memory belongs to the training thread again
+        except BaseException as error:
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+            if not isinstance(error, Stopping):
+                self._fail(error)
+
+    def _next(self) -> _HostCopy | None:
+        """Return the copy that rank 0 chooses, and skip all older copies; None at the end of the run."""
+        number = exchange.broadcast_from_rank0(self._gang.publish_group, self._gang.rank, self._choose, int)
+        if number == _END:
+            return None
+        with self._changed:
+            self._copies = {step: copy for step, copy in self._copies.items() if step >= number}
+            self._changed.notify_all()  # before the wait: the training thread may need the memory of a skipped copy
+            self._changed.wait_for(lambda: number in self._copies)
+            return self._copies[number]
+
+    def _choose(self) -> int:
+        """Wait for a copy, and return the step of the newest one."""
+
+        def newer_is_being_copied() -> bool:
+            return self._wanted is not None and not self._in_use(self._wanted)
+
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended or (self._copies and not newer_is_being_copied()))
+            return max(self._copies, default=_END)
+
+    def _on_published(self, number: int) -> None:
+        with self._changed:
+            self._published = number
+            del self._copies[number]
+            self._changed.notify_all()
+
+    def _publish(self, copy: _HostCopy) -> None:
+        if self._gang.rank == _RANK0:
+            described = [
+                (name, str(self._dtypes[name]).removeprefix("torch."), tuple(tensor.shape),
+                 tensor.numel() * self._dtypes[name].itemsize)
+                for name, tensor in self._live.items()
+            ]  # fmt: skip
+            writes = (partial(self._write, name, tensor) for name, tensor in copy.tensors.items())
+            self._me.publish_written(copy.number, described, writes)
+        else:
+            for name, tensor in copy.tensors.items():
+                self._send(name, tensor)
+
+    def _write(self, name: str, shard: Tensor, memory: memoryview) -> None:
+        """Write a tensor into the memory of the version: rank 0's own shard, and those of the others as they arrive."""
+        if not memory.nbytes:
+            return
+        mine, *others = torch.split(torch.frombuffer(memory, dtype=self._dtypes[name]), self._shares[name])
+        arriving = [
+            dist.irecv(part.view(torch.uint8), group=self._gang.publish_group, group_src=rank)
+            for rank, part in enumerate(others, start=1)
+            if part.numel()
+        ]
+        mine.copy_(shard.reshape(-1))
+        for part in arriving:
+            assert part is not None
+            part.wait()
+
+    def _send(self, name: str, shard: Tensor) -> None:
+        """Send this member's shard of a tensor to rank 0; nothing of a tensor that rank 0 has whole."""
+        if len(self._shares[name]) > 1 and shard.numel():
+            cast = shard.reshape(-1).to("cpu", self._dtypes[name])
+            dist.send(cast.view(torch.uint8), group=self._gang.publish_group, group_dst=_RANK0)
+
+
+def _shares(gang: Gang, weights: Mapping[str, Tensor]) -> dict[str, list[int]]:
+    """Return for each tensor how many of its elements each rank has, in row-major order; rank 0 alone if not sharded.
+
+    All members must call this function.
+
+    Raises:
+        RuntimeError: The shards of a tensor are not its consecutive rows.
+    """
+    sizes = gang.gather([shard_of(tensor).numel() for tensor in weights.values()], list[int])
+    shares = {}
+    for index, (name, tensor) in enumerate(weights.items()):
+        shares[name] = [of_rank[index] for of_rank in sizes] if isinstance(tensor, DTensor) else [tensor.numel()]
+        if sum(shares[name]) != tensor.numel():
+            raise RuntimeError(
+                f"{name}: the shards {shares[name]} of the members are not the {tensor.numel()} elements"
+            )
+    return shares
