@@ -414,6 +414,7 @@ def _open_store(me: rrl.Worker, prompts: Callable[[int], Prompt]) -> Store:
         keep_uncommitted=me.job.trainer.uncommitted,
         staleness=sampling.staleness,
         wait_for_late=sampling.late == "wait",
+        window=sampling.window,
         max_part_bytes=CONTROL_BOUNDS.max_frame_bytes - 2 * _FRAME_OVERHEAD_BYTES,
     )
 

@@ -457,8 +457,6 @@ class Worker:
                 self._connection.on_commit_found(state.number)
 
 
-
-
 def join() -> Worker:
     """Take part in the run that started this process.
 
