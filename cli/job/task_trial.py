@@ -58,7 +58,7 @@ class TaskProblem(Struct, frozen=True):
 
 
 class Sample(Struct, frozen=True):
-    """One item, and what its answers are worth."""
+    """One item of the task: its prompt, its right answer, and the rewards of that answer."""
 
     item: int
     prompt: str

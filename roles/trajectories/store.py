@@ -305,9 +305,10 @@ class Store:
     ) -> Done | Denied | NotReady:  # fmt: skip
         """Append all segments, or none; repeating the request changes nothing.
 
-        The leases of ``handed_over`` end, and the answer says what else the rollout should hand over. ``now`` is the
-        time of the request in seconds; None if it is unknown. A trajectory whose new tokens are too old for its group
-        to be trained in time is taken away from its rollout (see :meth:`_check_staleness`).
+        The rollout gives up its leases of the trajectories ``handed_over``. The answer names the trajectories that it
+        should hand over with later appends, so that another rollout continues them. A trajectory whose new tokens are
+        too old for its group to be trained in time is taken away from its rollout (see :meth:`_check_staleness`).
+        ``now`` is the time of the request in seconds; None if it is unknown.
         """
         if rejection := self._check_worker(incarnation):
             return rejection

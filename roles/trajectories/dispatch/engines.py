@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from ....core.types import Incarnation
 from .engine_load import CurveTable, EngineLoad
@@ -28,7 +28,7 @@ class Known(Struct, frozen=True, gc=False):
 class _Engine(Struct):
     places: int = 0
     """Number of answers that it can run, by its last request."""
-    appends: AppendTimes | None = None
+    appends: AppendTimes = field(default_factory=AppendTimes)
     requested_back: set[int] = set()
     load: EngineLoad | None = None
     """What it runs and what is on its way to it; None if that has changed."""
@@ -67,7 +67,7 @@ class Engines:
         entry.load = None
         if self._forget_reservation(trajectory):
             self._read_before[trajectory] = prefix
-        if now is not None and entry.appends is not None:
+        if now is not None:
             entry.appends.leased(trajectory, prefix, len(self._running(engine)), now)
 
     def appended(
@@ -76,7 +76,7 @@ class Engines:
         """Record an append of (trajectory, number of new tokens), and the trajectories that are complete with it."""
         entry = self._engine(engine)
         entry.load = None
-        if now is not None and entry.appends is not None:
+        if now is not None:
             entry.appends.appended(tokens, max(1, len(self._running(engine))), now)
         self.released(engine, ended)
 
@@ -86,8 +86,7 @@ class Engines:
         entry.load = None
         for trajectory in trajectories:
             entry.requested_back.discard(trajectory)
-            if entry.appends is not None:
-                entry.appends.ended((trajectory,))
+            entry.appends.ended((trajectory,))
 
     def finished(self, trajectories: Iterable[int]) -> None:
         """Record that trajectories are complete or dropped, so that they continue nowhere."""
@@ -141,9 +140,7 @@ class Engines:
             curve = self._curves.curve(known.estimate, known.progress)
             before = self._read_before.get(trajectory, 0)
             running.append(Running(trajectory, curve, known.prompt + known.progress, before))
-        appends = entry.appends
-        assert appends is not None
-        moves = hand_back(own, running, others, appends.times.read)
+        moves = hand_back(own, running, others, entry.appends.times.read)
         for move in moves:
             target = by_name[move.target]
             entry.requested_back.add(move.trajectory)
@@ -157,7 +154,7 @@ class Engines:
 
     def _engine(self, engine: Incarnation) -> _Engine:
         if (entry := self._engines.get(engine)) is None:
-            entry = self._engines[engine] = _Engine(appends=AppendTimes(), requested_back=set())
+            entry = self._engines[engine] = _Engine()
         return entry
 
     def _free(self, engine: Incarnation) -> int:
@@ -179,7 +176,6 @@ class Engines:
         entry, running = self._engine(engine), self._running(engine)
         coming = sorted(each for each, target in self.reserved.items() if target == engine)
         if entry.load is None:
-            assert entry.appends is not None
             here = sorted({*(running - entry.requested_back), *coming})
             entry.load = EngineLoad(self._curves.widths, entry.appends.times.table, map(self._curve, here))
         return EngineView(str(engine), entry.load, len(running), entry.places - len(running) - len(coming))

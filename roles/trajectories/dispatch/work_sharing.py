@@ -136,11 +136,13 @@ def hand_back(
         read: Seconds to read one token of a prefix.
         at_most: Maximum number of moves.
     """
+    finishes = [other.load.finish() for other in others]
     targets = sorted(
-        ((other.load.finish(), other.name, other) for other in others if other.free > 0), key=lambda each: each[:2]
+        ((at, other.name, other) for at, other in zip(finishes, others, strict=True) if other.free > 0),
+        key=lambda each: each[:2],
     )
     finish = source.load.finish()
-    if not targets or not running or finish < max(other.load.finish() for other in others):
+    if not targets or not running or finish < max(finishes):
         return []
     running = [each for each in running if each.prefix >= 2 * each.read_before]
     order = sorted(running, key=lambda each: (-_expected(each.curve), each.trajectory))

@@ -212,7 +212,7 @@ def _crowded(folder: Path) -> tuple[Store, list[Item], float]:
     for running in (8, 6, 4, 1):  # what other steps have shown of the times of both rollouts
         for who in (ROLLOUT, OTHER):
             for _ in range(8):
-                store._work._engines._engine(who).appends.times.observe(running, (1 + running) / 100)  # type: ignore[union-attr]
+                store._work._engines._engine(who).appends.times.observe(running, (1 + running) / 100)
     items = list(lease(store, ROLLOUT, 8))
     assert len(items) == 8
     assert lease(store, OTHER, 4) == ()
