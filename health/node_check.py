@@ -123,9 +123,9 @@ def _narrowed(rules: Rules, only: Collection[str]) -> Rules:
 
 
 def _readers(rules: Rules) -> list[str]:
-    """Return the readers that at least one check needs besides the check ``readers``, or all if there is none.
+    """Return the readers that the checks need; all readers if no check is on.
 
-    The check ``readers`` reports on these readers and needs no further ones.
+    The check ``readers`` does not count: it only reports on the readers that other checks need.
     """
     on = [c for c in CHECKS if rules.checks.get(c.name) != "off"]
     needed = {reader for check in on if check.name != "readers" for reader in check.readers}

@@ -179,8 +179,8 @@ def _pci(text: bytes | None) -> str:
 MAX_EVENTS = 200
 """Events in one sample; further ones count as dropped."""
 _MAX_READ_S = 0.5
-"""Seconds for which one read takes lines; the rest of a flood is left to the next read, or overwritten and then
-counted."""
+"""Seconds for which one read takes lines. The next read takes the rest of a flood; lines that the kernel overwrites
+before that are counted as dropped."""
 _FACILITY_SHIFT = 3
 _KERNEL_FACILITY = 0
 _CONTINUATIONS = (b"c", b"+")

@@ -66,7 +66,7 @@ class Gpu(Struct, frozen=True, kw_only=True):
     ecc_aggregate_corrected: int | None = None
     ecc_aggregate_uncorrected: int | None = None
     remapped_corrected: int | None = None
-    """Rows of memory that were remapped."""
+    """Memory rows that were remapped because of correctable errors."""
     remapped_uncorrected: int | None = None
     remap_pending: bool | None = None
     remap_failed: bool | None = None

@@ -80,7 +80,7 @@ _MESSAGES = tuple(
 
 
 def code_by_number(number: object) -> str:
-    """Return the name of an error code; empty for a number of a later DCGM, or a value that is not a number."""
+    """Return the name of an error code; empty if this module does not know the number, or if it is not a number."""
     return _NUMBERED[number] if isinstance(number, int) and 0 < number < len(_NUMBERED) else ""
 
 
@@ -91,7 +91,7 @@ def codes_in_text(text: str) -> tuple[str, ...]:
 
 XID_COUNT = "DCGM_EXP_XID_ERRORS_COUNT"
 """Metric: Xids in the exporter's current window (``window_size_in_ms``), by code. DCGM_FI_DEV_XID_ERRORS is not used:
-it is a gauge that holds the last code until the next."""
+that gauge shows the code of the newest Xid until another Xid occurs."""
 XID_TOTAL = "DCGM_EXP_XID_ERRORS_TOTAL"
 """Metric: Xids since the exporter started, by code: a true counter of dcgm-exporter 4.8 and newer, if enabled."""
 TENSOR = "DCGM_FI_PROF_PIPE_TENSOR_ACTIVE"
@@ -99,8 +99,8 @@ DOUBLE_BIT = "DCGM_FI_DEV_ECC_DBE_VOL_TOTAL"
 REMAP_FAILED = "DCGM_FI_DEV_ROW_REMAP_FAILURE"
 _METRICS = (XID_COUNT, XID_TOTAL, TENSOR, DOUBLE_BIT, REMAP_FAILED)
 _BLANK = 2.0**47
-"""Smallest value that is ignored. It is DCGM_FP64_BLANK of dcgm_structs.h; DCGM_INT64_BLANK is far greater, and other
-values as great are implausible."""
+"""Values of this size and more are ignored: DCGM reports them for "no value" (DCGM_FP64_BLANK of dcgm_structs.h is
+2^47, DCGM_INT64_BLANK is far greater). A true value of this size is implausible."""
 _SAMPLE = re.compile(r'(\w+)\{((?:[^"}]|"(?:[^"\\]|\\.)*")*)\}\s+(\S+)')
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _HARMLESS = (1, 5)

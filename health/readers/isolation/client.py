@@ -4,9 +4,9 @@ Both start one small process (:mod:`rrl.health.readers.isolation.supervisor`) th
 of a reader runs in the caller, so hangs, crashes and leaks stay in the other processes.
 
 The supervisor and the readers inherit the caller's environment plus ``env``. The agent passes the name of its launch
-file (``RRL_LAUNCH``) in ``env``, by which the processes that are left of its step are found and ended. The supervisor
-and the readers have no ``RRL_STEP``, so they do not count as orphans of a step while the agent runs. They end with the
-caller, even if the caller is killed.
+file (``RRL_LAUNCH``) in ``env``: processes that are left when the agent's step ends are found by that name and ended.
+The supervisor and the readers have no ``RRL_STEP``, so they do not count as orphans of a step while the agent runs.
+They end with the caller, even if the caller is killed.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from . import framing
 _log = logging.getLogger("rrl.readers")
 
 END_TIMEOUT_S = 10.0
-"""Seconds for the supervisor and its readers to end on request, which
-:mod:`rrl.health.readers.isolation.supervisor` does within 6 s."""
+"""Seconds for the supervisor and its readers to end on request. They need at most 6 s (the sum of the timeouts in
+:mod:`rrl.health.readers.isolation.supervisor`)."""
 BACKOFF_S = (1.0, 60.0)
 """Seconds until a supervisor that died is restarted: first, and at most (doubled each time)."""
 _START_TIMEOUT_S = 10.0
@@ -102,9 +102,9 @@ class ReaderClient:
         return self._ready.popleft()
 
     async def close(self) -> None:
-        """End all processes: they get time to close what they have open, then are killed.
+        """End all processes: give them time to release their drivers, then kill those that still run.
 
-        A process that hangs in the kernel is left and named in the log.
+        A process that hangs in the kernel is left running and named in the log.
         """
         process, self._process = self._process, None
         await self._disconnect()

@@ -30,7 +30,8 @@ def set_parent_death_signal(parent: int, number: signal.Signals) -> None:
 def close_inherited_fds(keep: Collection[int]) -> None:
     """Close all inherited descriptors except stdout, stderr and ``keep``, and make stdin empty.
 
-    Otherwise a process that waits until an inherited connection is closed would also wait for this process to end.
+    A connection counts as closed only when the last process that has it open closes it. With inherited descriptors,
+    another process would wait for the end of this one.
     """
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
@@ -66,7 +67,11 @@ TERM_TIMEOUT_S = 3.0
 
 
 def output(argv: Sequence[str], timeout_s: float) -> str:
-    """Run a program and return its stdout and stderr, whatever its exit code. Raises OSError, also at the deadline."""
+    """Run a program and return its stdout and stderr, whatever its exit code.
+
+    Raises:
+        OSError: The program cannot be started, or has not ended after ``timeout_s`` s.
+    """
     me = os.getpid()
 
     def end_with_reader() -> None:

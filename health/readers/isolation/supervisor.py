@@ -1,9 +1,9 @@
 """The supervisor process: forks a process per reader, requests samples when due and forwards them to the client.
 
-Run as ``python -m rrl.health.readers.isolation.supervisor``. It enforces the deadline of each read. It makes no call
-that could hang, and requests nothing while the client does not receive pending results; the kernel and the drivers keep
-new data until then. :mod:`rrl.health.readers.isolation.client` starts the supervisor, which ends when the client
-disconnects or its process ends.
+Run as ``python -m rrl.health.readers.isolation.supervisor``. It enforces the deadline of each read, and makes no call
+that could hang. While the client has not received the pending results, the supervisor requests no samples; the kernel
+and the drivers keep new data until then. :mod:`rrl.health.readers.isolation.client` starts the supervisor. The
+supervisor ends when the client disconnects, or when the client's process ends.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ _STABLE_AFTER_S = 60.0
 """Seconds after which a reader process counts as stable: if it dies later, the backoff starts again at its first
 value."""
 _ALARM_AFTER_S = START_TIMEOUT_S + TERM_TIMEOUT_S
-"""Seconds that are added to the hung timeout; a kernel timer then ends a process that still hangs, in case the
-supervisor has failed to end it."""
+"""Seconds after the hung timeout at which a kernel timer ends a process that still hangs. The supervisor ends such a
+process earlier; the timer is for a supervisor that failed to do so."""
 _CHUNK_BYTES = 1 << 16
 _NEVER = float("inf")
 
@@ -184,8 +184,8 @@ class _Supervisor:
     def _exec_child(self, child: _Child, connection: socket.socket, supervisor_pid: int) -> NoReturn:
         """Run the reader in the child process.
 
-        The child first closes the connections of all other processes: as long as it had them open, no other process
-        could notice that its connection was closed.
+        The child first closes the connections to all other readers, which it inherits from the supervisor. If it kept
+        them open, those readers could not notice that the supervisor closes them.
         """
         signal.set_wakeup_fd(-1)
         close_inherited_fds([connection.fileno()])
@@ -313,7 +313,10 @@ class _Supervisor:
             child.due_at = _NEVER
 
     def _close(self) -> None:
-        """Make all readers end, at first by closing their connections, which they notice between two reads."""
+        """Make all readers end: close their connections now, and set the time of the first signal to each.
+
+        A reader notices between two reads that its connection was closed.
+        """
         if self._closing:
             return
         self._closing = True

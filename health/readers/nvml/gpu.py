@@ -59,7 +59,8 @@ _READ_FIELDS = tuple(
     field for field in Gpu.__struct_fields__ if field not in ("index", "lost", "unread", *_IDENTITY_FIELDS)
 )
 _CONFIRMATION_READS = 3
-"""Reads that query links and fabric again after a change: a check needs several such samples for a FAIL."""
+"""Number of reads that query links and fabric again after one of them changed: a check needs several such samples for a
+FAIL."""
 _HANDLE_RETRY_READS = 20
 """Reads between two attempts to get a handle that the driver refused."""
 
@@ -79,7 +80,7 @@ class Device:
         self._index = index
         self._refused = ""
         self._confirmations_left = 0
-        """Reads that still query links and fabric because of a change."""
+        """Number of further reads that query links and fabric because one of them changed."""
         self._results: QueryResults | None = None
         self._processes = (Query(("processes",), _process_queries(owners)),)
 

@@ -1,6 +1,7 @@
 """Names for NVML's numbers: its errors, and the enumerations that samples report by name.
 
-Source: nvml.h of r575 as in nvidia-ml-py. Numbers, not names, because an older nvidia-ml-py lacks the newer names.
+Source: nvml.h of r575 as in nvidia-ml-py. The numbers are repeated here because an older nvidia-ml-py lacks the newer
+names.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ SESSION_OVER_CODES = frozenset((UNINITIALIZED, DRIVER_NOT_LOADED, LIB_RM_VERSION
 LOST_CODES = frozenset((GPU_IS_LOST, RESET_REQUIRED))
 """Errors that any call may give: the GPU does not answer until it is reset."""
 NO_HANDLE_CODES = LOST_CODES | {UNKNOWN, INSUFFICIENT_POWER, IRQ_ISSUE}
-"""Errors of nvmlDeviceGetHandleByIndex for a listed GPU where the GPU is at fault."""
+"""Errors of nvmlDeviceGetHandleByIndex that mean, for a GPU that NVML lists, that the GPU itself is at fault."""
 UNSUPPORTED_CODES = frozenset(
     (NOT_SUPPORTED, INVALID_ARGUMENT, FUNCTION_NOT_FOUND, ARGUMENT_VERSION_MISMATCH, DEPRECATED)
 )

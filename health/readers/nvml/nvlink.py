@@ -11,8 +11,9 @@ _LINK_COUNT = 91
 _MAX_LINKS = 36
 """NVML_NVLINK_MAX_LINKS of r575."""
 _COUNTERS = (("replay", 161, 0), ("recovery", 162, 1), ("crc_flit", 163, 2), ("crc_data", 0, 3))
-"""Field of NvLink; NVML_FI_DEV_NVLINK_ERROR_DL_{REPLAY,RECOVERY,CRC} with the link as scope (Hopper and later);
-NVML_NVLINK_ERROR_DL_* of nvmlDeviceGetNvLinkErrorCounter (before Hopper)."""
+"""(field of NvLink, field id, counter id) of each error counter. The field id is one of
+NVML_FI_DEV_NVLINK_ERROR_DL_{REPLAY,RECOVERY,CRC}, with the link as scope (Hopper and later). The counter id is one of
+NVML_NVLINK_ERROR_DL_*, for nvmlDeviceGetNvLinkErrorCounter (before Hopper)."""
 _ACTIVE = 1
 
 

@@ -16,7 +16,7 @@ from .session import FieldQuery, Query, QueryFunction
 
 MEDIUM_EVERY = 5
 """Number of reads (once a second) from one query of the medium group to the next. The group contains memory, processes,
-power and clocks: values of the present, for which no single sample fails a GPU."""
+power and clocks. A single sample of these values never fails a GPU."""
 SLOW_EVERY = 20
 """Number of reads (once a second) from one query of the slow group to the next. The group contains counters and link
 states whose checks have windows of a minute or more. An Xid of the GPU, or a changed recovery action, causes an

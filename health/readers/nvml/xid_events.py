@@ -81,7 +81,7 @@ class XidListener:
             if code != SUCCESS:
                 refused[uuid] = self._error_text(code)
         if len(refused) == len(self._devices):
-            self.fail("; ".join(dict.fromkeys(refused.values())) or "there is no GPU to receive events of")
+            self.fail("; ".join(dict.fromkeys(refused.values())) or "there is no GPU that could report events")
         elif refused:
             self.unavailable_reason = "; ".join(f"{uuid}: {why}" for uuid, why in refused.items())
             self._retry_in_reads = _RETRY_AFTER_READS
