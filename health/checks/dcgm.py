@@ -90,7 +90,10 @@ def _known(code: str) -> bool:
 
 
 def _unbridged(state: NodeState) -> set[str]:
-    """Return the UUIDs and indices of the GPUs whose NVLinks may be unconnected, and of which no NVLink went down."""
+    """Return the UUIDs and indices of the GPUs whose inactive NVLinks may simply be unconnected.
+
+    These are GPUs that need a bridge for their links (not :func:`.gpu_links.is_wired`), and of which no link went down.
+    """
     data = state.data("nvml")
     gpus = data.gpus if isinstance(data, NvmlData) else ()
     steady = (gpu for gpu in gpus if not is_wired(gpu) and not lost_links(gpu, state))
@@ -114,11 +117,13 @@ def _problems(incident: DcgmIncident, unbridged: set[str]) -> Iterator[Problem]:
 
 
 CHECKS = (
-    Check("dcgm_memory", ("dcgm",), _exporter, "uncorrectable ECC errors and failed remaps, by dcgm-exporter",
-          "any: FAIL, reset the GPU; support", "gcm, DCGM"),
+    Check("dcgm_memory", ("dcgm",), _exporter,
+          "uncorrectable ECC errors and failed row remaps in dcgm-exporter's metrics",
+          "an uncorrectable error: FAIL, reset the GPU; a failed remap: FAIL, support", "gcm, DCGM"),
     Check("dcgm_health", ("dcgm",), _health, "incidents of dcgmi health, which is run once a minute",
-          "a failure by its code, in three runs: FAIL, reset, reboot or support; other codes: WARN; power, single-bit"
-          " errors and the like: ignored", "NVSentinel", triggers=(HEALTH_RUNS,)),
-    Check("dcgm_diag", ("dcgm",), _diag, "tests of dcgmi diag -r 1, where enabled",
-          "a failed one: FAIL, exclude; Denylist and Inforom are skipped", "gcm"),
+          "a failure whose code has a remedy, in three runs in a row: FAIL with that remedy; other codes: WARN;"
+          " power, single-bit errors and the like: ignored", "NVSentinel", triggers=(HEALTH_RUNS,)),
+    Check("dcgm_diag", ("dcgm",), _diag, "tests of dcgmi diag -r 1, if the rules enable them",
+          "a failed test: FAIL with the remedy of its code, or exclude if the code is unknown; Denylist and"
+          " Inforom are skipped", "gcm"),
 )  # fmt: skip

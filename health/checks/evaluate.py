@@ -98,7 +98,7 @@ def _stuck_in_driver(state: NodeState) -> str:
         or (process.name.startswith(_DRIVER_PROCESSES) and process.uid == _ROOT)
     )  # fmt: skip
     if process := next(found, None):
-        return f"process {process.pid} ({process.name}) is stuck in its driver"
+        return f"process {process.pid} ({process.name}) is stuck in the driver"
     since = state.hung_since["nvml"]
     texts = (
         line.event.text for line in state.log
@@ -110,9 +110,9 @@ def _stuck_in_driver(state: NodeState) -> str:
 
 
 _READERS_CHECK = Check(
-    "readers", READERS, _check_readers, "whether the readers of the node answer in time",
-    "one does not: UNKNOWN; NVML does not for readers.stall s, nor does DCGM for as long, or a process is stuck"
-    " in its driver: FAIL, reboot", "NVSentinel (probe deadline)", any_reader=True,
+    "readers", READERS, _check_readers, "whether each reader of the node answers in time",
+    "a reader does not answer: UNKNOWN; NVML's reader does not answer for readers.stall s, and neither does"
+    " DCGM's, or a process is stuck in the driver: FAIL, reboot", "NVSentinel (probe deadline)", any_reader=True,
 )  # fmt: skip
 
 CHECKS: tuple[Check, ...] = (
@@ -278,8 +278,8 @@ def _update_hysteresis(
 ) -> None:
     """Update the hysteresis of all components that this run judged.
 
-    The run judged the components with a problem, and all components of earlier problems except those that it reports in
-    an `Unknown`.
+    A component was judged if this run found a problem of it. A component with an earlier problem was also judged,
+    unless this run reports the component in an `Unknown`.
     """
     problems: dict[str, Problem] = {}
     for result in results:
@@ -307,7 +307,7 @@ def _failures_needed(problem: Problem, rules: Rules) -> int:
 
 
 def _unconfirmed(problem: Problem, rules: Rules) -> Problem:
-    text = (*problem.text, f"not found {_failures_needed(problem, rules)} times in a row yet")
+    text = (*problem.text, f"FAIL only after {_failures_needed(problem, rules)} times in a row")
     return structs.replace(problem, verdict=Verdict.WARN, remedy=Remedy.NONE, text=text)
 
 
@@ -327,7 +327,7 @@ def _finding(
     )
     if verdict is Verdict.FAIL and memo.rules.checks.get(check.name) == "observe":
         verdict, proof, remedy, flags = Verdict.WARN, False, Remedy.NONE, (*flags, Flag.OBSERVED)
-        text = (*text[: _MAX_EVIDENCE_LINES - 1], "observe only: nothing is done for it")
+        text = (*text[: _MAX_EVIDENCE_LINES - 1], "observe only: no action is taken")
     evidence = tuple(Evidence(problem.source or check.readers[0], line, since) for line in text)
     return Finding(
         check.name,
@@ -357,7 +357,7 @@ def _unknown_finding(check: Check, unknowns: list[Unknown], at: float, memo: _Me
     if any(unknown.makes_node_unknown for unknown in unknowns):
         return _finding(check, memo, Verdict.UNKNOWN, at, _plain_problem(*reasons), "")
     # the node has no such hardware, or this user may not read it, and the rules do not require it
-    why = structs.replace(_plain_problem("not to be known here: " + "; ".join(reasons)), flags=(Flag.UNAVAILABLE,))
+    why = structs.replace(_plain_problem("cannot be known here: " + "; ".join(reasons)), flags=(Flag.UNAVAILABLE,))
     return _finding(check, memo, Verdict.UNKNOWN, at, why, "")
 
 

@@ -44,7 +44,7 @@ def _count(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
 
 
 def _state(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
-    """Check the expected ports, and those that were ACTIVE at some time."""
+    """Report ports that are missing, not ACTIVE, or slower than they were."""
     ports = {f"{port.device}/{port.port}": port for port in _data(state).ports}
     for name in sorted(_used(state, rules)):
         port = ports.get(name)
@@ -119,33 +119,33 @@ CHECKS = (
         "hca_count",
         _FABRIC,
         _count,
-        "InfiniBand and RoCE devices, against expect.hcas and those that were present before",
-        "another number, or one is missing: FAIL, exclude",
+        "InfiniBand and RoCE devices, compared with expect.hcas and with the devices that were present before",
+        "another number, or a missing device: FAIL, exclude",
         "gcm, NVSentinel",
     ),
     Check(
         "fabric_port",
         _FABRIC,
         _state,
-        "state and rate of the ports of expect.ports, and of those that were ACTIVE",
-        "not ACTIVE: FAIL, exclude; slower than it was: WARN, support",
+        "state and rate of the ports in expect.ports, and of ports that were ACTIVE before",
+        "not ACTIVE: FAIL, exclude; slower than before: WARN, support",
         "NVRx",
     ),
     Check(
         "fabric_devices",
         _FABRIC,
         _devices,
-        "uverbs and umad devices that the kernel lists",
-        "missing: FAIL, exclude",
+        "whether /dev/infiniband has the uverbs and umad devices that the kernel lists",
+        "one is missing: FAIL, exclude",
         "NVSentinel",
     ),
     Check(
         "fabric_errors",
         _FABRIC,
         _fatal,
-        "link_downed, buffer overruns, link integrity, symbol errors of ports that are or were ACTIVE",
-        "any within an hour (symbol errors: fabric.symbol_errors_hour; link_downed:"
-        " fabric.link_downs): FAIL, exclude; link_downed before that: WARN",
+        "link_downed, buffer overruns, link integrity and symbol errors of ports that are expected or were ACTIVE",
+        "an increase within an hour (symbol errors: by more than fabric.symbol_errors_hour; link_downed: by"
+        " fabric.link_downs): FAIL, exclude; a smaller increase of link_downed: WARN",
         "NVSentinel",
     ),
     Check(
@@ -153,7 +153,7 @@ CHECKS = (
         _FABRIC,
         _degraded,
         "rates of symbol, receive and ack errors, recoveries, discards, restarts, carrier changes",
-        "above those of [fabric]: WARN, support",
+        "above the limits in [fabric]: WARN, support",
         "NVSentinel",
     ),
 )

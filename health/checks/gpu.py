@@ -210,8 +210,8 @@ _SLOWDOWN_REASONS = {
     "hw_power_brake": "power brake",
     "hw_slowdown": "hardware",
 }
-"""Texts for the clock event reasons that indicate a fault. Only the first of the reasons in effect is reported. The
-most specific are first, because ``hw_slowdown`` is in effect together with others, which alternate. A power cap is
+"""Texts for the clock event reasons that indicate a fault, most specific first. Of several reasons in effect only the
+first is reported. ``hw_slowdown`` is last: it stays in effect while more specific reasons alternate. A power cap is
 missing, because it is normal operation (NVSentinel ignores it too)."""
 
 
@@ -291,8 +291,8 @@ CHECKS = (
         "gpu_count",
         _NVML,
         _count,
-        "GPUs that NVML lists, against expect.gpus and the most that it listed before",
-        "fewer: FAIL, exclude (reboot where one vanished)",
+        "number of GPUs that NVML lists, compared with expect.gpus and with the largest earlier number",
+        "another number than expect.gpus: FAIL, exclude; fewer than before: FAIL, reboot",
         "gcm",
     ),
     Check(
@@ -300,8 +300,9 @@ CHECKS = (
         _NVML,
         _lost,
         "whether each GPU answers the driver",
-        "no: FAIL, reboot, or the action that the driver states; Unknown Error: gpu.unknown_error samples in a row,"
-        " and on all GPUs at once: WARN, support (cause software)",
+        "a GPU does not: FAIL with the recovery action that the driver states, else reset or reboot (for Unknown"
+        " Error only after gpu.unknown_error samples in a row); Unknown Error on all GPUs at once: WARN, support"
+        " (cause software)",
         "NVML",
     ),
     Check(
@@ -309,14 +310,15 @@ CHECKS = (
         _NVML,
         for_each_gpu(("recovery_action",), _recovery),
         "the recovery action that the driver states for each GPU (r570 and newer)",
-        "a known one: FAIL with that remedy; another, or an IMEX domain's: WARN, support",
+        "an action for one GPU or node: FAIL with that remedy; an unknown action, or one for an IMEX domain:"
+        " WARN, support",
         "NVRx",
     ),
     Check(
         "gpu_ecc_uncorrected",
         _NVML,
         for_each_gpu(("ecc_volatile_uncorrected", "ecc_aggregate_uncorrected"), _ecc_uncorrected),
-        "uncorrectable ECC errors, volatile; and whether the aggregate grows",
+        "uncorrectable ECC errors since the driver was loaded, and increases of their total over the GPU's lifetime",
         "any: FAIL, reset the GPU",
         "gcm, DCGM",
     ),
@@ -324,7 +326,7 @@ CHECKS = (
         "gpu_ecc_corrected",
         _NVML,
         for_each_gpu(("ecc_volatile_corrected",), _ecc_corrected),
-        "volatile corrected ECC errors",
+        "corrected ECC errors since the driver was loaded",
         "> gpu.ecc_corrected, > gpu.ecc_corrected_rate a second, or > gpu.ecc_corrected_hour within an hour: WARN,"
         " support",
         "gcm",
@@ -333,15 +335,15 @@ CHECKS = (
         "gpu_row_remap",
         _NVML,
         for_each_gpu(("remap_failed", "remap_pending"), _row_remap),
-        "remapped rows of memory",
-        "a failure: FAIL, support; pending: WARN, reset at the next occasion",
+        "remapped memory rows",
+        "a failed remap: FAIL, support; a pending one: WARN, reset at the next occasion",
         "gcm, DCGM, NVSentinel",
     ),
     Check(
         "gpu_retired_pages",
         _NVML,
         for_each_gpu(("retired_corrected", "retired_uncorrected", "retired_pending"), _retired_pages),
-        "retired pages, of GPUs before Ampere",
+        "retired memory pages of GPUs before Ampere",
         ">= gpu.retired_pages_most, or >= gpu.retired_pages_soft and growing: FAIL, support;"
         " > gpu.retired_pages, or pending: WARN",
         "gcm, DCGM",
@@ -350,7 +352,7 @@ CHECKS = (
         "gpu_temperature",
         _NVML,
         _temperature,
-        "temperatures of core and memory, against the device's own limits",
+        "temperatures of core and memory, compared with the device's own limits",
         "at a limit: WARN; for gpu.hot s: FAIL, exclude",
         "NVML",
     ),
@@ -366,8 +368,9 @@ CHECKS = (
         "gpu_clock",
         _NVML,
         for_each_gpu(("clock_sm", "clock_sm_max"), _clock),
-        "SM clock of a busy GPU, and the highest that it can have, against expect.sm_clock",
-        "below gpu.slow_clock of its highest, or of what is expected: WARN, evidence of a straggler",
+        "SM clock of a busy GPU, compared with its highest; highest SM clock, compared with expect.sm_clock",
+        "below the share gpu.slow_clock of the highest, or highest below expect.sm_clock: WARN, evidence of a"
+        " straggler",
         "gcm, NVRx",
     ),
     Check(
@@ -375,22 +378,22 @@ CHECKS = (
         _NVML,
         for_each_gpu(("memory_used",), _memory),
         "memory in use before a role starts",
-        "> gpu.memory_before_start, gpu.reclaim runs in a row: FAIL (cause user)",
+        "> gpu.memory_before_start in gpu.reclaim runs in a row: FAIL (cause user)",
         "NVRx, gcm",
     ),
     Check(
         "gpu_processes",
         _NVML,
         for_each_gpu(("processes",), _processes),
-        "foreign processes before a role starts",
-        "any, gpu.reclaim runs in a row: FAIL (cause user); no process is killed",
+        "foreign processes on a GPU before a role starts",
+        "a process in gpu.reclaim runs in a row: FAIL (cause user); no process is killed",
         "gcm",
     ),
     Check(
         "gpu_versions",
         _NVML,
         _versions,
-        "driver and VBIOS, against the expected ones and among GPUs of one kind",
+        "driver and VBIOS, compared with the expected ones; VBIOS among GPUs of one kind",
         "a difference: WARN",
         "gcm",
     ),

@@ -136,8 +136,8 @@ CHECKS = (
         "nvlink_state",
         _NVML,
         for_each_gpu(("nvlinks",), _down),
-        "NVLinks that were active, and those of GPUs of one kind",
-        "one went down: FAIL, exclude; fewer than another GPU: WARN",
+        "NVLinks that were active before; number of active NVLinks, compared with other GPUs of the same kind",
+        "a link went down: FAIL, exclude; fewer active links than another GPU: WARN",
         "NVRx",
     ),
     Check(
@@ -145,7 +145,8 @@ CHECKS = (
         _NVML,
         for_each_gpu(("nvlinks",), _errors),
         "replay, recovery and CRC errors of each NVLink",
-        "in more than links.flagged of links.windows windows, or links.crc a second: FAIL, exclude; any: WARN",
+        "errors in more than links.flagged of the last links.windows windows, or links.crc CRC errors a second:"
+        " FAIL, exclude; other errors: WARN",
         "NVRx, DCGM",
     ),
     Check(
@@ -153,14 +154,14 @@ CHECKS = (
         _NVML,
         for_each_gpu(("fabric_state",), _fabric),
         "registration with the NVLink fabric (NVSwitch)",
-        "not completed: WARN; not within links.fabric_registers s, or with an error: FAIL, exclude",
+        "not complete: WARN; not complete after links.fabric_registers s, or failed: FAIL, exclude",
         "NVRx",
     ),
     Check(
         "pcie_replays",
         _NVML,
         for_each_gpu(("pcie_replays",), _replays),
-        "PCIe replays a minute, by generation and lanes",
+        "PCIe replays per minute, with a limit for each generation",
         "> ceil(lanes x links.pcie_replays): WARN, support",
         "DCGM",
     ),
@@ -168,8 +169,8 @@ CHECKS = (
         "pcie_link",
         _NVML,
         for_each_gpu(("pcie_width", "pcie_gen"), _width),
-        "width of the PCIe link, and of a busy GPU its generation",
-        "less than GPU and slot can do: WARN, support",
+        "width of the PCIe link; its generation while the GPU is busy",
+        "less than GPU and slot support: WARN, support",
         "NVML; Meta",
     ),
 )

@@ -47,7 +47,7 @@ _INFINIBAND = re.compile(r"^(ib|mlx|hsi|hfi)", re.I)
 
 
 def _lines(state: NodeState, kind: str, window: float, now: float) -> dict[str, list[LogLine]]:
-    """Return the kernel messages of this kind of the last ``window`` s by device, oldest first."""
+    """Return the kernel messages of one kind from the last ``window`` s: by device, oldest first."""
     found: dict[str, list[LogLine]] = {}
     for logged in state.log:
         if logged.event.kind == kind and logged.at > now - window:
@@ -93,7 +93,7 @@ def _filesystems(state: NodeState, rules: Rules, now: float) -> Iterator[CheckRe
 
 
 def _is_recent(lines: list[LogLine], rules: Rules, now: float) -> bool:
-    """Return whether the newest line still says that storage stalls."""
+    """Return whether the newest line is so recent that storage probably still stalls."""
     return lines[-1].at > now - rules.kernel.stall_window
 
 
@@ -155,17 +155,20 @@ def _memory(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]
 _KERNEL = ("kernel",)
 CHECKS = (
     Check("kernel_io", _KERNEL, _disks, "I/O errors of disks, within a day",
-          "any: FAIL, exclude (cause storage); a completion that was polled: WARN; a refused discard: ignored",
+          "an error: FAIL, exclude (cause storage); a completion that was polled: WARN; a refused discard: ignored",
           "gcm"),
-    Check("kernel_filesystem", _KERNEL, _filesystems, "file systems in the kernel log, within a day",
-          "an error or read-only: FAIL, exclude (cause storage); a server that does not answer: WARN", "gcm"),
+    Check("kernel_filesystem", _KERNEL, _filesystems, "messages about file systems within a day",
+          "an error, or a file system that became read-only: FAIL, exclude (cause storage); a server that does"
+          " not answer: WARN", "gcm"),
     Check("kernel_mce", _KERNEL, _machine_checks, "machine checks, within a day",
-          "uncorrected, by the words or the status bit: FAIL, reboot; corrected, or from before this boot: WARN",
+          "uncorrected, according to the text or the status bit: FAIL, reboot; corrected, or from before this"
+          " boot: WARN",
           "ByteRobust"),
     Check("kernel_nic", _KERNEL, _flaps, "links that went down, within an hour",
-          "kernel.flaps times on one InfiniBand port: FAIL, support; any: WARN", "gcm"),
+          "kernel.flaps times on one InfiniBand port: FAIL, support; else: WARN", "gcm"),
     Check("kernel_hung", _KERNEL, _hung, "tasks that the kernel reports as hung, and soft lockups, within"
-          " kernel.hung_window", "any: WARN (cause node, or storage where the task's name says so)", "ours"),
+          " kernel.hung_window",
+          "any: WARN (cause storage if the message shows that the task waits for storage, else node)", "ours"),
     Check("oom", ("kernel", "host"), _memory, "processes that the kernel killed because memory ran out",
           "any since monitoring began: WARN (cause user)", "ByteRobust", any_reader=True),
 )  # fmt: skip

@@ -35,14 +35,14 @@ _LASTING_FIELDS = {
 _OFF_THE_BUS = 79
 _NVML_CAN_CONTRADICT = (_OFF_THE_BUS, RECOVERY_ACTION_XID)
 _NVML_SETTLE_S = 2.0
-"""Seconds after an Xid. An NVML sample that ends later than that also began after the Xid, since NVML is sampled once a
+"""Seconds from an Xid to the end of the first NVML sample that certainly began after the Xid: NVML is sampled once a
 second."""
 _NVML_WAIT_S = 15.0
 """Seconds for which the check waits for an NVML sample that began after an Xid: longer than the 10 s that a sample may
 take before it counts as hung."""
 _DRIVER_DECIDES = (160, 162)
-"""Codes for which NVIDIA's catalogue requires no action, while NVSentinel excludes the node or GPU; they do not count
-if the driver states that no action is needed."""
+"""Codes for which NVIDIA's catalogue requires no action, while NVSentinel excludes the node or GPU. Such an Xid does
+not count if the driver states that no action is needed."""
 
 
 class _Gpu:
@@ -52,7 +52,7 @@ class _Gpu:
         self.name, self.state, self.rules, self.now = name, state, rules, now
         self.stated_action = _stated_action(events)
         self.cleared_at = self.stated_action[0] if self.stated_action and self.stated_action[1] is None else None
-        """Time (s) at which the driver stated that no action is needed; None if that is not its newest statement."""
+        """Time (s) at which the driver stated that no action is needed; None if its newest statement is another one."""
         self.events = [(event, xid(event.code, rules.xid)) for event in events]
         self.gpu: Gpu | None = next((g for g in _gpus(state) if name in (g.uuid, g.pci)), None)
 
@@ -102,7 +102,10 @@ class _Gpu:
         return near_our_kill and entry.kind not in FATAL_CLASSES and not self.role_died_near(event)
 
     def is_resolved(self, event: XidEvent, entry: Xid) -> bool:
-        """Return whether the driver has dealt with the event, which is never so for an event of class ``app``."""
+        """Return whether the driver or NVML shows that the event needs no action now.
+
+        An event of class ``app`` never counts as resolved.
+        """
         if entry.kind == "app":
             return False
         may_be = event.before_start or event.code in _DRIVER_DECIDES
@@ -220,7 +223,7 @@ def _rare(gpu: _Gpu, gpus: list[_Gpu]) -> Problem | None:
     """Fail a GPU with a rare Xid if a role on the GPU died at about the same time: the Xid is taken for the cause."""
     if not (found := [(e, x) for e, x in gpu.acting_events("rest") if gpu.role_died_near(e)]):
         return None
-    why = "a role on this GPU died around it"
+    why = "a role on this GPU died at about the same time"
     return fail(
         Cause.GPU,
         Remedy.EXCLUDE,
@@ -351,10 +354,11 @@ CHECKS = (
         "xid",
         ("nvml", "kernel", "dcgm"),
         _check_xids,
-        "Xids of a day, by kernel log, NVML's events and DCGM's counts:"
-        " what each means is data (health/checks/xids.csv)",
-        "by class: node_out, gpu_reset: FAIL, remedy by code (154 decides); nvlink: FAIL if fatal or repeated;"
-        " app: WARN, and FAIL under different roles on only one GPU; rest: WARN, and FAIL where a role died near it",
+        "Xids within a day, from the kernel log, NVML's events and DCGM's counts; health/checks/xids.csv gives"
+        " the class of each",
+        "class node_out or gpu_reset: FAIL, remedy by code (154 decides); nvlink: WARN, but FAIL if fatal or"
+        " repeated; app: WARN, but FAIL if repeated under different roles on only one GPU; rest: WARN, but FAIL if"
+        " a role died at about the same time",
         "NVSentinel, DCGM, gcm",
         any_reader=True,
     ),

@@ -119,8 +119,8 @@ class XidEvent:
     text_at: float = 0.0
     """Time (s) of the report that contained ``text``."""
     last_reported_at: float = 0.0
-    """Time (s) of the newest report by a source that had reported the event before. A first report by a further source
-    does not change it."""
+    """Time (s) of the newest occurrence of the Xid: of the newest report by a source that had reported it before. The
+    first report by a further source is about the same occurrence, so it does not count."""
     fatal: bool = False
     """Whether a report calls the event fatal."""
     before_start: bool = False
@@ -158,11 +158,11 @@ class XidEvents:
         self.events = [known for known in self.events[-_MAX_EVENTS:] if known.at > newest - _RETENTION_S]
 
     def uuid_of(self, gpu: str) -> str:
-        """Return the UUID of the GPU with this PCI address; the argument itself if no UUID is known."""
+        """Return the UUID of the GPU with this PCI address; ``gpu`` itself if no UUID is known."""
         return self._uuids.get(gpu, gpu)
 
     def set_uuids(self, uuids: Mapping[str, str]) -> None:
-        """Set the UUIDs by PCI address, as NVML lists them, and merge events that were reported under either name."""
+        """Store NVML's UUIDs by PCI address, and merge events of one GPU that were reported under either name."""
         if not uuids.items() - self._uuids.items():
             return
         self._uuids.update(uuids)

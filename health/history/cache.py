@@ -69,7 +69,8 @@ class Sources(Struct, frozen=True):
     refused: tuple[str, ...]
     """Files that are rejected or could not be read, each with the reason."""
     left_out: tuple[str, ...] = ()
-    """Lines with a user, a number of implausible records and the reason (:mod:`rrl.health.history.plausibility`)."""
+    """Texts of one line: a user, how many records of this user are implausible, and the reason
+    (:mod:`rrl.health.history.plausibility`)."""
 
 
 class HistoryCache:

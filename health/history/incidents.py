@@ -79,7 +79,7 @@ class RaisedFinding(Struct, frozen=True):
     finding: FindingRecord
     """The last record of the finding while it was raised."""
     observed_until: float
-    """Time until which the run could have cleared the finding, because it held the node and wrote records."""
+    """Time (s) until which the run held the node and wrote records, so that it could have cleared the finding."""
     trusted: bool = False
     """Whether the record belongs to root."""
 

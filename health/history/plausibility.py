@@ -29,9 +29,9 @@ ROUNDING_FACTOR = 1.01
 MAX_USER_RECORDS_OF_KIND: dict[type[Record], int] = {
     FindingRecord: 5000, Failed: 2000, RecoveryDone: 2000, ActionTaken: 2000, NodeAcquired: 20_000,
 }  # fmt: skip
-"""Largest number of records of each kind that a report uses of one user: the newest. Repeated findings with the same
-verdict do not count. A report compares failures with findings, so its duration grows with the product of their numbers:
-a user who reaches these limits costs it 5.5 s (measured)."""
+"""Largest number of records of each kind that a report uses of one user; it uses the newest records. Repeated findings
+with the same verdict do not count. A report compares failures with findings, so its duration grows with the product of
+their numbers: a user who reaches these limits costs it 5.5 s (measured)."""
 
 
 class Implausible(Enum):
@@ -42,7 +42,7 @@ class Implausible(Enum):
     BEFORE_BEGIN = "before their run began"
     BACKWARDS = "that end before they begin"
     GPU_HOURS = "with more GPU-hours than the run's nodes could give"
-    OVERCLAIMED = "about nodes of which the user claims more GPUs at once than they have"
+    OVERCLAIMED = "about nodes on which the user's runs claim more GPUs at once than the nodes have"
     TOO_MANY = "beyond the limit for one user: only the newest count"
 
 

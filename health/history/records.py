@@ -77,7 +77,8 @@ class FindingRecord(Struct, frozen=True, tag_field="kind", tag="finding"):
 
     at: float
     node: str
-    """Node, also of the replica that a finding is about; empty if it is unknown or there are several nodes."""
+    """Node that the finding is about, or node of the replica that it is about. Empty if the node is unknown, or if the
+    finding is about several nodes."""
     detector: str
     verdict: Verdict
     cause: Cause
@@ -89,7 +90,7 @@ class FindingRecord(Struct, frozen=True, tag_field="kind", tag="finding"):
     """Component of the node: a GPU's UUID, a port, a path."""
     proof: bool = False
     count: int = 1
-    """How often this manager found it since the finding was raised; 0: an earlier manager raised it."""
+    """How often this manager has made the finding since it was raised; 0 if an earlier manager raised it."""
     evidence: tuple[EvidenceLine, ...] = ()
     injected: bool = False
     """Whether a fault was injected on the node, so that the finding does not count against it."""
@@ -124,7 +125,8 @@ class Failed(Struct, frozen=True, tag_field="kind", tag="failed"):
     node: str
     incarnation: str = ""
     stalled_replicas: tuple[str, ...] = ()
-    """Replicas that stopped because of it, the failed one included; :class:`RecoveryDone` reports the end for each."""
+    """Replicas that stopped because of the failure, the failed one included. A :class:`RecoveryDone` reports for each
+    when it worked again."""
     cause: str = ""
     detector: str = ""
     remedy: str = ""

@@ -63,8 +63,8 @@ def confirmed_reason(request: DrainRequest, finding: Finding) -> str:
 def open_requests(records: Iterable[SourcedRecord]) -> list[DrainRequest]:
     """Return the open requests, combined by node.
 
-    A request is closed when its run has readmitted, undrained or drained the node since. A request that no person made
-    is also closed when other runs have held the node for an hour in total since the request without a new finding.
+    A request is closed if its run has readmitted, undrained or drained the node since the request. A request that no
+    person made is also closed if other runs have held the node for an hour in total since then, without a new finding.
     """
     standing: dict[tuple[str, str, str, bool], ActionTaken] = {}
     records = sorted(records, key=lambda sourced: sourced.record.at)

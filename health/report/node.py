@@ -19,12 +19,12 @@ from .model import DrainState, NodeReport, ReportLine
 
 MAX_EVIDENCE_LINES = 5
 RECOVERED_AFTER_S = 3600.0
-"""Seconds for which other runs must hold a node without the same finding until a finding that was never cleared counts
-as past."""
+"""Seconds after which a finding that was never cleared counts as past: for so long other runs must have held the node
+without the same finding."""
 ADVICE = {
     Remedy.NONE: "watch",
     Remedy.RESTART: "nothing: a restart of the application is enough",
-    Remedy.EXCLUDE: "run no jobs on it until it was examined",
+    Remedy.EXCLUDE: "run no jobs on it until it has been examined",
     Remedy.RESET_GPU: "drain it and reset its GPU (nvidia-smi --gpu-reset)",
     Remedy.REBOOT: "drain it and reboot it",
     Remedy.DRAIN: "drain it",

@@ -84,7 +84,7 @@ def test_what_a_gpu_does_not_tell_is_unknown_with_the_reason(check: str, field: 
     silent = [gpu(i, **{field: None}, **blank, unread={field: "not supported"}) for i in range(2)]
     node = ObservedNode().gpus(*silent, times=5)
     assert node.verdict(check) is Verdict.UNKNOWN
-    assert node.text(check) == "not to be known here: not supported (GPU 0, 1)"
+    assert node.text(check) == "cannot be known here: not supported (GPU 0, 1)"
 
 
 def test_failed_gpu_stays_failed_without_samples_and_clears_after_two_passes() -> None:
@@ -126,7 +126,7 @@ def test_a_gpu_that_vanishes_is_missed_also_where_no_number_is_expected() -> Non
 
 def test_a_node_without_a_driver_is_unknown_and_that_decides_only_where_gpus_are_expected() -> None:
     nothing = ObservedNode().cannot("nvml", "absent", "no NVIDIA driver")
-    assert nothing.text("gpu_count") == "not to be known here: nvml: no NVIDIA driver"
+    assert nothing.text("gpu_count") == "cannot be known here: nvml: no NVIDIA driver"
     assert nothing.verdict("readers") is Verdict.OK
     expected = ObservedNode(EIGHT).cannot("nvml", "absent", "no NVIDIA driver")
     assert expected.verdict("readers") is Verdict.UNKNOWN
@@ -254,7 +254,7 @@ def _links(**fields: Any) -> tuple[NvLink, ...]:
 def test_link_that_goes_down_fails_after_three_samples() -> None:
     node = ObservedNode().gpus().gpus(gpu(0, nvlinks=_links(active=False)), times=2)
     assert node.verdict("nvlink_state") is Verdict.WARN
-    assert "not found 3 times in a row yet" in node.text("nvlink_state")
+    assert "FAIL only after 3 times in a row" in node.text("nvlink_state")
     found = node.gpus(gpu(0, nvlinks=_links(active=False))).one("nvlink_state")
     assert (found.verdict, found.remedy) == (Verdict.FAIL, Remedy.EXCLUDE)
 
@@ -395,7 +395,7 @@ def test_a_check_can_be_observed_only_or_off() -> None:
     bad = gpu(0, ecc_volatile_uncorrected=1)
     observed = ObservedNode(Rules(checks={"gpu_ecc_uncorrected": "observe"})).gpus(bad).one("gpu_ecc_uncorrected")
     assert (observed.verdict, observed.remedy, observed.proof) == (Verdict.WARN, Remedy.NONE, False)
-    assert observed.evidence[-1].text == "observe only: nothing is done for it"
+    assert observed.evidence[-1].text == "observe only: no action is taken"
     assert ObservedNode(Rules(checks={"gpu_ecc_uncorrected": "off"})).gpus(bad).of("gpu_ecc_uncorrected") == []
 
 
