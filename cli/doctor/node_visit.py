@@ -31,7 +31,7 @@ from .facts import Facts, Visit
 from .slurm_output import estimated_start
 
 MAX_QUEUE_S = 60.0
-"""Time (s) that the job may wait for a node. No job is submitted that, as Slurm estimates, would wait longer."""
+"""Time (s) that the job may wait for a node. If Slurm estimates a longer wait, no job is submitted."""
 FILE_TIMEOUT_S = 35.0
 """Time (s) for the node's file to become visible here: NFS caches a folder's listing for 30 s (nfs(5), acdirmin)."""
 _POLL_INTERVAL_S = 0.25

@@ -254,7 +254,9 @@ def _propagate(facts: Facts, slurm: Slurm) -> Check:
         return unknown(name, config)
     every, but = (config.values.get(f"PropagateResourceLimits{one}", "") for one in ("", "Except"))
     if not every and not but:
-        return unknown(name, "scontrol show config shows neither PropagateResourceLimits nor ...Except")
+        return unknown(
+            name, "scontrol show config shows neither PropagateResourceLimits nor PropagateResourceLimitsExcept"
+        )
     text = f"PropagateResourceLimits={every}" if every else f"PropagateResourceLimitsExcept={but}"
     propagates_memlock = "MEMLOCK" not in but if but else every == "ALL" or "MEMLOCK" in every
     if not propagates_memlock:

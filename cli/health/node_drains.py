@@ -48,7 +48,7 @@ def drain_states(nodes: Iterable[str]) -> dict[str, DrainState]:
 
 
 def drain(wanted: Iterable[tuple[str, str]]) -> list[tuple[str, bool, str]]:
-    """Drain nodes, given as (node, reason). Returns (node, whether this drained it, outcome text) for each.
+    """Drain nodes, given as (node, reason). Returns (node, whether this call drained it, outcome text) for each.
 
     A call drains at most ``MAX_DRAINED_FRACTION`` of the cluster's nodes (but at least one node), and no node while
     more than ``MAX_UNAVAILABLE_FRACTION`` of them are down or drained. Raises SlurmUnavailable.
@@ -59,8 +59,8 @@ def drain(wanted: Iterable[tuple[str, str]]) -> list[tuple[str, bool, str]]:
 def drain_by_hook(node: str, why: str, rules: HookRules) -> str:
     """Drain a node whose check failed, within the limit that all hooks of the cluster share (rrl.health.hook_limit).
 
-    If a hook's drain of this node, made by this call or an earlier one, exceeds the limit, it is undone. Returns the
-    reason why the node is not drained, or an empty string if it is drained, no matter who drained it. Raises
+    If a drain of this node by a hook exceeds the limit, undo that drain, whether this call or an earlier one made it.
+    Returns why the node is not drained, or an empty string if it is drained, no matter who drained it. Raises
     SlurmUnavailable if Slurm does not answer or refuses; a drain beyond the limit may then remain until the next call.
     """
     return asyncio.run(_drain_by_hook(node, why, rules))
@@ -175,12 +175,13 @@ async def _drain(wanted: list[tuple[str, str]]) -> list[tuple[str, bool, str]]:
             outcomes.append((node, False, "not known to Slurm"))
         elif unavailable > MAX_UNAVAILABLE_FRACTION * len(states):
             refusal = (
-                f"{unavailable} of {len(states)} nodes are down or drained already: paste the line to drain it anyway"
+                f"{unavailable} of {len(states)} nodes are down or drained already: to drain it anyway, paste the"
+                " command that rrl health drain-requests prints"
             )
             outcomes.append((node, False, refusal))
         elif done >= max_drains:
             outcomes.append(
-                (node, False, f"{done} were drained by this command: paste the line, or run the command again")
+                (node, False, f"this command has drained {done} nodes, which is its limit: run it again for the others")
             )
         else:
             try:

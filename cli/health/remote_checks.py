@@ -53,7 +53,7 @@ def check(nodes: Mapping[str, DrainState]) -> dict[str, tuple[Finding, ...] | No
     most, for two jobs.
     """
     return asyncio.run(_check(dict(list(nodes.items())[:MAX_NODES]))) | {
-        node: NotChecked(f"this command checked {MAX_NODES} other nodes: run it again")
+        node: NotChecked(f"this command checked {MAX_NODES} nodes, which is its limit: run it again for this node")
         for node in list(nodes)[MAX_NODES:]
     }
 

@@ -22,7 +22,7 @@ from .merge import Line, LineFilter, LogTail
 from .printer import Printer
 
 POLL_INTERVAL_S = 0.4
-"""Interval (s) of polling."""
+"""Interval (s) between two checks for new lines of the followed logs."""
 DEFAULT_LINES = 20
 """Number of lines of each log if the user gives none."""
 

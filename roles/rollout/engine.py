@@ -28,15 +28,15 @@ class Sampling(Struct, frozen=True):
     segment_tokens: int = 64
     """Number of new tokens after which a trajectory's segment is returned."""
     greedy: bool = False
-    """True to take the most likely token (for evaluation; recorded log-probabilities are still the policy's)."""
+    """True to take the most likely token (for evaluation). Log-probabilities are those of the policy in both cases."""
 
 
 class Engine(Protocol):
     """A model that extends many trajectories at once, step by step; used by one thread.
 
-    :class:`Sampling` is given at construction. After an exception of :meth:`step`, :meth:`load` or :meth:`probe`,
-    except a ValueError of ``load``, the engine is unusable: the process ends, and the next incarnation continues from
-    the segments that were returned.
+    :class:`Sampling` is given at construction. If :meth:`step`, :meth:`load` or :meth:`probe` raises an exception, the
+    engine is unusable: the process ends, and the next incarnation continues from the segments that were returned. Only
+    a ValueError of ``load`` leaves the engine usable.
     """
 
     @property

@@ -143,7 +143,10 @@ class Checkpoints:
             raise RuntimeError("; ".join(failures))
 
     def _as_sharded(self, local: Tensor, like: Tensor) -> Tensor:
-        """Return the host copy of a shard as a DTensor of the whole tensor; a tensor that is not sharded, as it is."""
+        """Return ``local`` as a DTensor of the whole tensor if ``like`` is sharded, else ``local`` itself.
+
+        ``local`` is the host copy of this member's shard of ``like``.
+        """
         if not isinstance(like, DTensor):
             return local
         mesh, shape, stride = self._gang.file_mesh, like.shape, like.stride()
@@ -180,7 +183,7 @@ class Checkpoints:
         """Write the weights of ``model`` in ``dtype`` into the new, empty ``folder``; all members must call it.
 
         These weights are the reference model of this and every later incarnation. They are durable on return. The
-        references of earlier incarnations are deleted: no state that could be restored has named them.
+        references of earlier incarnations are deleted, because no state that can be restored names them.
 
         Raises:
             OSError: A file could not be written.

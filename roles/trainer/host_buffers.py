@@ -47,7 +47,7 @@ class HostBuffers:
         self._own: list[mmap.mmap | None] = [None] * own
         self._turn = 0
         self._in_agent_memory = False
-        """True if the last buffer is memory of the agent."""
+        """True if :meth:`buffer` last returned memory of the agent."""
         self._sending = threading.Lock()
         self._times_sealed = 0
         self._forgotten = False

@@ -34,9 +34,10 @@ Example = tuple[Sequence[int], Sequence[int]]
 
 _BETAS = (0.9, 0.95)
 LOSS_DIVISOR = 2.0**16
-"""Number by which the loss of each part of a step is divided: how many answer tokens the step has is known only at its
-last part, when the gradients are multiplied by this number and divided by the tokens. It is a power of two, so that the
-division rounds nothing, and about the tokens of a step, so that losses and gradients have their usual size."""
+"""Number by which the loss of each part of a step is divided. The right divisor is the number of answer tokens of the
+step, which is known only at the last part; the gradients are then multiplied by ``LOSS_DIVISOR`` and divided by that
+number. A power of two, so that the division rounds nothing. It is about the usual number of tokens of a step, so that
+losses and gradients have their usual size."""
 
 
 class _ExtraState(Struct, frozen=True):
@@ -69,7 +70,7 @@ class _MicroBatch(Struct, frozen=True):
 
 
 class _OpenStep(Struct):
-    """A step between its first and its last part: what was counted so far."""
+    """What was counted of a step that is open: after :meth:`Learner.open` and before :meth:`Learner.close`."""
 
     number: int
     parts: int = 0
@@ -126,9 +127,9 @@ class Learner:
         self._open: _OpenStep | None = None
 
     def _new_optimizer(self, learning_rate: float) -> torch.optim.Optimizer:
-        """Return an optimizer with its moments, which torch would create at the first step.
+        """Return an optimizer whose moments exist already and are zero.
 
-        A saved state thereby always has the same shape.
+        torch itself would create them at the first step only. With them, a saved state always has the same tensors.
         """
         parameters = self.model.parameters()
         optimizer = torch.optim.AdamW(parameters, lr=learning_rate, betas=_BETAS, weight_decay=0.0, fused=True)
@@ -187,7 +188,8 @@ class Learner:
         A step that was begun and not closed is forgotten, with all of its parts.
 
         Raises:
-            ValueError: It is another step's turn.
+            ValueError: ``number`` is another step.
+            RuntimeError: ``[roles.trainer] kl`` is above 0, and the learner has no reference model.
         """
         if number != self.number + 1:
             raise ValueError(f"expected step {self.number + 1}, got step {number}")
@@ -310,7 +312,7 @@ class Learner:
         return max(self._settings.final_learning_rate, 1 - (number - 1) / self._steps)
 
     def _backward(self, losses: Iterable[Tensor]) -> None:
-        """Add the gradients of this member's micro-batches to those that the parameters have.
+        """Add the gradients of this member's micro-batches to the gradients that the parameters already have.
 
         ``losses`` yields the losses of the micro-batches; each loss is created after the previous loss was processed.
         FSDP averages the gradients over the members, and adds up the gradients of one member's micro-batches in float32

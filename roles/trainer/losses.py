@@ -75,8 +75,9 @@ def grpo_loss(
     Returns:
         The scalar loss, and statistics for people: ``drift``, the mean absolute difference of the two
             log-probabilities; ``clipped``, the share of tokens whose importance ratio left 1 ± ``clip``; with a
-            reference also ``kl``, the mean estimate (nats). ``drift`` and ``clipped`` show whether the ratio is used. A
-            reward curve does not (docs/sources.md, the task: with lag 2 the task is learned without the ratio, too).
+            reference also ``kl``, the mean estimate (nats). ``drift`` and ``clipped`` show whether the importance ratio
+            has an effect. The reward cannot show it: with a lag of two versions the task is learned without the ratio,
+            too (docs/sources.md, the task).
     """
     mask = mask.to(logprobs.dtype)
     tokens = max(1.0, mask.sum().item() if tokens is None else tokens)  # a batch without tokens teaches nothing

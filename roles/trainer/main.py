@@ -68,8 +68,9 @@ def warmup() -> None:
 
 
 _SEED_OFFSET = 10_000
-"""Difference between the task's seeds of warm start and run. The seeds of two runs of a study do not differ by so much,
-and the seeds of datasets, (task's seed + 1) * size, stay below the 2**32 that some generators accept."""
+"""Difference between the seed with which the warm start loads the task and the seed of the run. It is larger than the
+differences between runs of a study, so that no warm start uses the seed of another run. It is small enough for the
+seeds of datasets, (task's seed + 1) * size, to stay below the 2**32 that some generators accept."""
 
 LOG_EVERY_STEPS = 10
 """Number of steps between two lines in the log."""

@@ -205,7 +205,10 @@ def wait_to_be_fenced(me: rrl.Worker) -> Iterator[None]:
 
 
 def blocked_on_rank0(me: rrl.Worker, gang: Gang) -> AbstractContextManager[None]:
-    """Report, in every rank but 0, that this process waits for rank 0, which alone sends requests to the store."""
+    """Report that this process waits for rank 0; do nothing on rank 0.
+
+    Only rank 0 sends requests to the store.
+    """
     return me.blocked_on(me.launch.incarnation.gang.replica) if gang.rank > 0 else nullcontext()
 
 
@@ -291,8 +294,8 @@ _decoder = msgspec.msgpack.Decoder(PackedPart)
 def parts(me: rrl.Worker, gang: Gang, after: int) -> Iterator[Part]:
     """Yield in each member its share of every part that ``me.parts()`` yields. All members must call this function.
 
-    The iteration ends in all members together, as soon as one member has received a stop request, which the others may
-    receive a part later.
+    The iteration ends at the same part in all members, as soon as any member has received a stop request: the request
+    may reach the others while they train on that part.
     """
     if gang.world == 1:
         yield from me.parts(after=after)

@@ -1,7 +1,8 @@
 """Selects the state that a trainer continues from: the newest one that every member can read and verify.
 
-That is a snapshot of the committed step, or of the step after it, whose commit is then completed; otherwise the last
-commit. All members agree before anything is loaded, and compare afterwards what they have loaded.
+The state is a snapshot of the committed step, a snapshot of the step after it, or the last commit. After a snapshot of
+the step after it is loaded, the commit of that step is completed. All members agree before anything is loaded, and
+compare afterwards what they have loaded.
 """
 
 from __future__ import annotations
@@ -73,9 +74,9 @@ class RestorePoint(Struct, frozen=True):
 def candidates(names: Iterable[SnapshotKey], commit: Commit) -> list[SnapshotKey]:
     """Return the snapshots that may be restored, newest first.
 
-    Of the committed step, only the snapshot of the incarnation that committed it may be restored; of the next step,
-    only the snapshots of that or a later incarnation. All others diverge from the committed history. A snapshot of a
-    step after the next one is useless, because that step cannot be committed yet.
+    Two kinds of snapshots agree with the committed history: that of the committed step, by the incarnation that
+    committed it; and those of the next step, by that incarnation or a later one. A snapshot of a step after the next
+    one is useless, because that step cannot be committed yet.
     """
     usable = [
         (step, incarnation)

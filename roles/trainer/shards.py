@@ -31,8 +31,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
 METADATA = ".metadata"
-"""Name of the file that says which file has which part of which tensor. torch unpickles this file, so its digest is
-verified first."""
+"""Name of the file that gives, for each part of each tensor, the file that contains it. torch unpickles this file, so
+its digest is verified first."""
 
 
 class Piece(Struct, frozen=True, array_like=True):

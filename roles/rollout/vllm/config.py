@@ -36,8 +36,8 @@ _MAX_SEQUENCES = 1024
 """Default number of sequences at once: vLLM's own default on the largest GPUs. It is less than the number of tokens in
 one of vLLM's steps, as vLLM requires."""
 _KV_SHARE = 0.5
-"""Maximum share of the role's memory for the key-value cache on CPU: the rest is for the process, the model and two
-versions."""
+"""Maximum share of the role's memory for the key-value cache on CPU. The rest is for the process, the model and two
+weight versions."""
 _MAX_ERROR_CHARS = 600
 """Maximum number of characters of vLLM's own message that are passed on."""
 

@@ -25,11 +25,11 @@ from .weight_transfer import BUCKET_BYTES, buckets, shared_bucket
 
 HAND_OVER_INTERVAL_S = 0.1
 """Minimum seconds between two results of :meth:`VllmEngine.step` that only report complete trajectories. Each result
-costs a round trip to the store, during which the model is idle; until then the slots of complete trajectories are
-empty."""
+costs a round trip to the store, during which the model is idle. A longer interval would leave the slots of complete
+trajectories empty for longer."""
 _PROBE = "probe"
 _COMPLETION_REASONS = ("stop", "length")
-"""vLLM's reasons to finish that mean the trajectory's own end."""
+"""Finish reasons of vLLM that mean that the trajectory is complete; with any other reason vLLM aborted it."""
 
 
 class VllmEngine:
