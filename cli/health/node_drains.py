@@ -181,7 +181,7 @@ async def _drain(wanted: list[tuple[str, str]]) -> list[tuple[str, bool, str]]:
             outcomes.append((node, False, refusal))
         elif done >= max_drains:
             outcomes.append(
-                (node, False, f"this command has drained {done} nodes, which is its limit: run it again for the others")
+                (node, False, f"the limit of this command is reached ({done} drained): run it again for the others")
             )
         else:
             try:

@@ -454,7 +454,7 @@ def test_one_command_drains_few_nodes_and_a_pasted_line_does_as_it_says(
         done = command(lab, tmp_path, "drain-requests", "--apply", *common)
         assert done.returncode == 1
         assert "n1: drained: " in done.stdout
-        assert "n2: not drained: 1 were drained by this command" in done.stdout
+        assert "n2: not drained: the limit of this command is reached (1 drained)" in done.stdout
     finally:
         for node in ("n1", "n2"):
             lab.slurm("scontrol", "update", f"nodename={node}", "state=undrain")
