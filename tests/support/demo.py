@@ -20,7 +20,7 @@ from rrl.tests.support.supervisor import exit_on_sigterm
 
 NODES = 5
 SQUEUE_INTERVAL_S = 10.0
-"""between two looks at Slurm's queue"""
+"""Seconds between two prints of Slurm's queue."""
 
 
 def main() -> int:
@@ -48,7 +48,7 @@ def main() -> int:
 
 
 def _follow(lab: SlurmLab, submit: list[str], env: dict[str, str]) -> int:
-    """Submit and print what that prints, with Slurm's queue in between; return the exit code."""
+    """Submit, print the output with Slurm's queue in between, and return the exit code."""
     with lab.popen_as_user(submit, env=env, stdout=-1) as following:
         assert following.stdout is not None
         shown, looked_at = set[str](), time.monotonic()
@@ -69,14 +69,14 @@ def _squeue(lab: SlurmLab, option: str, columns: str) -> list[list[str]]:
 
 
 def print_table(title: str, rows: list[list[str]]) -> None:
-    """Print id, name, time, nodes and state of jobs or steps; names without the run's id in front of them."""
+    """Print id, name, time, nodes and state of jobs or steps; the run's id is removed from the names."""
     print(f"$ {title}")
     for number, name, age, *rest in rows:
         print(f"{number:>10}  {name.partition('.')[2] or name:<20} {age:>6}  {'  '.join(rest)}", flush=True)
 
 
 def keep_runs(runs: Path, to: Path) -> list[Path]:
-    """Copy each run in ``runs`` that has ended into the folder ``to``; return the copies. Sockets are left out."""
+    """Copy each ended run in ``runs`` into the folder ``to``, without sockets; return the copies."""
 
     def special(folder: str, names: list[str]) -> Iterable[str]:
         return [name for name in names if not ((path := Path(folder) / name).is_file() or path.is_dir())]

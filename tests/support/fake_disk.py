@@ -1,8 +1,8 @@
-"""A disk that can be looked at, cut off and filled up: it stands between this process and the files of one folder.
+"""A disk that a test can inspect, cut off and fill: it stands between this process and the files of one folder.
 
-Every call that changes the folder is seen before and after it is made. What a crash at that moment may leave is told by
-:meth:`Moment.images`: what a dead process leaves, and what a power cut leaves of writes that nobody had synced. Any
-call can be made to fail instead. Files are real; only files that lie directly in the folder are of this disk.
+Each call that changes the folder is recorded before and after it is made. :meth:`Moment.images` gives the contents
+that a crash at that moment may leave: of a killed process, and of a power cut that loses writes without fsync. Any
+call can be made to fail instead. The files are real; only files directly in the folder are on this disk.
 """
 
 from __future__ import annotations
@@ -20,29 +20,31 @@ _CALLS = {
     "open": True, "write": True, "fsync": False, "fdatasync": False, "replace": False, "unlink": False,
     "ftruncate": False,
 }  # fmt: skip
-"""what is seen, and whether it needs room on the disk"""
+"""Recorded call → whether it needs free space."""
 Image = dict[str, bytes]
-"""What lies in the folder: content by name."""
+"""Content of the folder by file name."""
 
 
 class Moment(Struct, frozen=True):
-    """The folder before or after one call. ``synced``: what is certainly there after a power cut."""
+    """The folder before or after one call."""
 
     call: str
-    """``write log.1``"""
+    """The call, for example ``write log.1``."""
     number: int
-    """of the call, from 0"""
+    """Number of the call, from 0."""
     now: Image
     written: Image
-    """of the files of now: what of them was synced"""
+    """Content of the present files as of their last fsync."""
     synced: Image
-    """the names that were synced, with what was synced of each"""
+    """Content after a power cut: the names and contents that were synced."""
     note: int
-    """what :attr:`FakeDisk.note` said"""
+    """Value of :attr:`FakeDisk.note` at that time."""
 
     def images(self, cuts: Callable[[int, int], Iterable[int]]) -> Iterator[Image]:
-        """Everything that a crash may leave. ``cuts(start, end)``: after which of the bytes of a file that nobody had
-        synced it is torn."""
+        """Yield every content that a crash may leave.
+
+        A file with unsynced bytes may be torn. ``cuts(start, end)`` returns the offsets at which it is torn.
+        """
         yield from (self.now, self.synced, self.written)
         for name, data in self.now.items():
             safe = self.written[name]
@@ -58,13 +60,16 @@ class Moment(Struct, frozen=True):
 
 
 class Died(BaseException):
-    """kill -9 of the process before a call."""
+    """Raised where the process is killed with SIGKILL before a call."""
 
 
 class FakeDisk:
-    """The files of ``folder``. ``fail_at``: the call of this number fails with ``error``; a write first writes half.
-    ``full``: until it is taken back, whatever needs room fails. ``die_before``: the next such call (as in
-    ``Moment.call``) is not made any more, and raises Died."""
+    """The files of ``folder``.
+
+    ``fail_at``: number of the call that fails with ``error``; a failing write first writes half of its bytes.
+    ``full``: while it is true, each call that needs space fails. ``die_before``: the next such call (as in
+    ``Moment.call``) is not made, and Died is raised.
+    """
 
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
         self.folder = folder
@@ -76,11 +81,11 @@ class FakeDisk:
         self.full = False
         self.die_before = ""
         self.recording = True
-        """keep moments"""
+        """Whether moments are recorded."""
         self._synced: dict[int, bytes] = {}
-        """by inode"""
+        """Synced content by inode."""
         self._named: dict[str, int] = {}
-        """inodes by name, as of the folder's last sync"""
+        """Inodes by name, as of the last sync of the folder."""
         for name, needs_space in _CALLS.items():
             patch.setattr(os, name, self._replacement(name, getattr(os, name), needs_space))
 
@@ -113,7 +118,7 @@ class FakeDisk:
         return call
 
     def _path_of(self, what: Any) -> Path | None:
-        """Of a path or descriptor; None where it is not of this disk."""
+        """Return the path of a path or descriptor; None if it is not on this disk."""
         path = Path(os.readlink(f"/proc/self/fd/{what}")) if isinstance(what, int) else Path(os.fspath(what))
         return path if self.folder in (path, path.parent) else None
 

@@ -1,4 +1,4 @@
-"""A package called vllm whose engine arguments can be read and which cannot be imported."""
+"""A stand-in for the package vllm: its engine arguments can be read, but it cannot be imported."""
 
 from __future__ import annotations
 

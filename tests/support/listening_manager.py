@@ -1,4 +1,4 @@
-"""A run directory with keys, and a manager that only listens: for tests of what runs first on a node."""
+"""A run directory with keys, and a manager that only listens: for tests of the first processes of a node."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from rrl.transport.keys import RunKeys
 from rrl.transport.messages import AdmissionRequest, Admitted, ToManager
 
 TIMEOUT_S = 30.0
-"""s; no test depends on how fast something is, only that it comes"""
+"""Deadline of one wait (s); only a broken build reaches it."""
 _T = TypeVar("_T")
 
 
 async def eventually(condition: Callable[[], _T | None], description: str = "it") -> _T:
-    """The first true answer of ``look``. Fails after ``PATIENCE`` s."""
+    """Wait until ``condition()`` is true and return its value. Fails after ``TIMEOUT_S`` s."""
     deadline = asyncio.get_running_loop().time() + TIMEOUT_S
     while not (result := condition()):
         assert asyncio.get_running_loop().time() < deadline, f"{description} did not come"
@@ -37,7 +37,7 @@ async def eventually(condition: Callable[[], _T | None], description: str = "it"
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    """:func:`eventually` for tests without a loop."""
+    """Wait as :func:`eventually` does, for tests without an event loop."""
     deadline = time.monotonic() + TIMEOUT_S
     while not condition():
         assert time.monotonic() < deadline
@@ -45,12 +45,12 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 class Manager:
-    """Admits every step unless told otherwise, and keeps what it hears."""
+    """A manager that admits every step, unless ``refuse`` is set, and stores the messages that it receives."""
 
     def __init__(self, listener: Listener) -> None:
         self.listener = listener
         self.refuse = ""
-        """why, if steps are refused"""
+        """Reason with which steps are refused; empty: they are admitted."""
         self.received: list[Any] = []
         self.peers: dict[Incarnation, bytes] = {}
 
@@ -65,7 +65,7 @@ class Manager:
                 await self.listener.send(incoming.peer, answer, incoming.request_id)
 
     async def wait_for(self, kind: type[_T], where: Callable[[_T], bool] = lambda message: True) -> _T:
-        """The first message of this kind, waiting for it if need be."""
+        """Wait for the first message of this kind and return it."""
         return await eventually(
             lambda: next((m for m in self.received if isinstance(m, kind) and where(m)), None), kind.__name__
         )
@@ -75,7 +75,7 @@ class Manager:
 
 
 class Lab:
-    """One run in ``path``. ``close`` ends every process of it."""
+    """One run in ``path``; ``close`` ends all of its processes."""
 
     def __init__(self, path: Path) -> None:
         self.run = RunDir(path / "run-1")
@@ -127,11 +127,11 @@ class Lab:
         return child
 
     async def end_of(self, child: subprocess.Popen[bytes]) -> int:
-        """The exit status of a process that was started."""
+        """Wait until a process has ended, and return its exit status."""
         return await asyncio.wait_for(asyncio.to_thread(child.wait), TIMEOUT_S)
 
     def processes(self, launch: Launch | None = None) -> list[Process]:
-        """What lives of the run, or of one step of it."""
+        """Return the running processes of the run, or of one of its steps."""
         path = str(self.run.launch_file(launch.tag)) if launch else None
         return [process for process in processes(str(self.run.steps)) if path in (None, process.launch)]
 
@@ -139,7 +139,7 @@ class Lab:
         return read_exit(self.run.exit_file(launch.tag))
 
     def log(self, launch: Launch) -> str:
-        """What the role wrote, without the times of its lines."""
+        """Return the log of the role, without the times of its lines."""
         path = self.run.log_file(launch.tag)
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
         return "".join(line[STAMP_BYTES + 1 :] for line in lines)

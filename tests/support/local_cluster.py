@@ -1,4 +1,4 @@
-"""Accidents of the local cluster's virtual nodes."""
+"""Failures of the virtual nodes of the local cluster."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from rrl.manager.cluster.local import down_mark
 
 
 def processes_on(run_dir: RunDir, node: str) -> list[Process]:
-    """Everything of the run that lives on this virtual node."""
+    """Return the run's running processes on this virtual node."""
     return [process for process in processes(str(run_dir.steps)) if read_launch(Path(process.launch)).node == node]
 
 
 def crash(run_dir: RunDir, node: str) -> None:
-    """The node dies at once with everything on it, its agent too, and stays down."""
+    """Kill everything on the node at once, its agent too; the node stays down."""
     down_mark(run_dir, NodeName(node)).touch()
     _, left = sweep(lambda: processes_on(run_dir, node), timeout=20.0)
     assert not left

@@ -1,4 +1,4 @@
-"""A mount namespace of one's own: what is mounted there is gone with its processes, and nobody else sees it."""
+"""A mount namespace for tests: its mounts end with its processes, and other processes do not see them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 
 
 def own_mounts() -> list[str]:
-    """What to put before a command line so that it may mount; empty where this machine does not permit it."""
+    """Return the arguments that, before a command line, permit it to mount; empty if this machine forbids it."""
     argv = ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--map-root-user", "--mount"]
     try:
         tried = subprocess.run([*argv, "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True, check=False)
@@ -20,13 +20,16 @@ def own_mounts() -> list[str]:
 
 
 def can_hang() -> bool:
-    """This machine can mount a file system that hangs: root, FUSE, and mount namespaces."""
+    """Return whether this machine can mount a file system that hangs: root, FUSE, and mount namespaces."""
     return os.geteuid() == 0 and os.access("/dev/fuse", os.R_OK | os.W_OK) and bool(own_mounts())
 
 
 def hang_mount(path: str) -> int:
-    """Mount a file system at ``path`` whose server never answers, so that whoever looks at it hangs. Call it within
-    :func:`own_mounts`. Returns the server's descriptor: once it is closed, all that hangs there ends."""
+    """Mount a file system at ``path`` whose server never replies, so that every access to it hangs.
+
+    Call it within :func:`own_mounts`. Returns the descriptor of the server: when it is closed, all hung accesses
+    end.
+    """
     server = os.open("/dev/fuse", os.O_RDWR)
     options = f"fd={server},rootmode=40000,user_id=0,group_id=0".encode()
     libc = ctypes.CDLL(None, use_errno=True)
@@ -36,7 +39,7 @@ def hang_mount(path: str) -> int:
 
 
 def main() -> int:
-    """``python -m rrl.tests.support.mounts PATH COMMAND...``: run a command while a file system hangs at PATH."""
+    """Run a command while a file system hangs at PATH: ``python -m rrl.tests.support.mounts PATH COMMAND...``."""
     path, *command = sys.argv[1:]
     server = hang_mount(path)
     try:

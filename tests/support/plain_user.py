@@ -1,4 +1,4 @@
-"""Becoming somebody without rights: programs and functions run as another user, when root runs the tests."""
+"""Run programs and functions as another user without rights, if root runs the tests."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ from msgspec import Struct
 PLAIN_USER = "rrl-lab"
 _TEMPORARY_PREFIX = "rrl-t"
 _TERMINATE_TIMEOUT_S = 10.0
-"""for a temporary user's processes to be gone after SIGKILL"""
+"""Seconds for a temporary user's processes to end after SIGKILL."""
 
 
 class PlainUser(Struct, frozen=True):
-    """A user without rights, made for the tests of one pytest worker and removed after them."""
+    """A user without rights, created for the tests of one pytest worker and removed after them."""
 
     name: str
     uid: int
     home: Path
-    """its own folder, mode 0700"""
+    """Home folder of the user, mode 0700."""
 
     def environment(self, **more: str) -> dict[str, str]:
-        """A login environment with the ``PATH`` of this process and nothing else of it."""
+        """Return a login environment that has this process's ``PATH`` and none of its other variables."""
         account = {"HOME": str(self.home), "USER": self.name, "LC_ALL": "C.UTF-8"}
         return {"PATH": os.environ["PATH"]} | account | cache_folders(self.home) | more
 
     def call(self, function: Callable[[], None], timeout_s: float, **more: str) -> None:
-        """Run ``function`` as this user in a forked child, for ``within`` s at most. Raises AssertionError."""
+        """Run ``function`` as this user in a forked child, for ``timeout_s`` s at most. Raises AssertionError."""
         call_as(self.name, function, self.environment(**more), self.home, timeout_s)
 
     def popen(self, *argv: str, **more: str) -> subprocess.Popen[str]:
@@ -50,7 +50,8 @@ class PlainUser(Struct, frozen=True):
         return popen_as(self.name, argv, self.environment(**more), self.home, pipe, pipe, pipe)
 
     def kill_all(self) -> None:
-        """Kill every process of this user and wait until they are gone. Raises AssertionError with what is left."""
+        """Kill every process of this user and wait until all have ended. Raises AssertionError that names those that
+        remain."""
         deadline = time.monotonic() + _TERMINATE_TIMEOUT_S
         while left := _processes_of(self.uid):
             assert time.monotonic() < deadline, f"processes of {self.name} are left: {left}"
@@ -62,11 +63,11 @@ class PlainUser(Struct, frozen=True):
 
 @contextmanager
 def temporary_user(purpose: str) -> Iterator[PlainUser]:
-    """Make a system user with a home of its own; remove both, and kill what still runs as that user, at the end.
+    """Create a system user with a home of its own; at the end, kill its processes and remove both.
 
-    The name holds the pid of the maker, so that pytest workers do not share users; users of makers that died are
-    removed first. Raises PermissionError where users cannot be made: only root can, and only where others can run this
-    checkout.
+    The name contains the pid of the creator, so that pytest workers do not share users. Users of creators that have
+    ended are removed first. Raises PermissionError if users cannot be created: that needs root, and a checkout that
+    other users can run.
     """
     if os.geteuid() != 0 or not others_can_run_us():
         raise PermissionError("needs root, and a checkout that other users can run, to make plain users for tests")
@@ -90,7 +91,7 @@ def temporary_user(purpose: str) -> Iterator[PlainUser]:
 
 
 def _remove_abandoned_users() -> None:
-    """Remove the temporary users whose maker is gone, with their processes and homes."""
+    """Remove the temporary users whose creator has ended, with their processes and homes."""
     for account in pwd.getpwall():
         maker, _, purpose = account.pw_name.removeprefix(_TEMPORARY_PREFIX).partition("-")
         if not account.pw_name.startswith(_TEMPORARY_PREFIX) or not purpose or not maker.isdigit():
@@ -102,7 +103,7 @@ def _remove_abandoned_users() -> None:
 
 
 def _processes_of(uid: int) -> list[int]:
-    """Pids of the processes of a user that are not zombies."""
+    """Return the pids of a user's processes, without zombies."""
     found = []
     for status in Path("/proc").glob("[0-9]*/status"):
         with contextlib.suppress(OSError):
@@ -113,13 +114,15 @@ def _processes_of(uid: int) -> list[int]:
 
 
 def cache_folders(home: Path) -> dict[str, str]:
-    """Variables with which torch and matplotlib keep their files in ``home``: torch's would otherwise stay in /tmp."""
+    """Return variables that make torch and matplotlib store their files in ``home``; torch would store its own in
+    /tmp."""
     cache = home / ".cache"
     return {"TORCHINDUCTOR_CACHE_DIR": str(cache / "torchinductor"), "MPLCONFIGDIR": str(cache / "matplotlib")}
 
 
 def plain_user() -> str:
-    """Root's stand-in: a system user made for it, or ``nobody`` where that is not possible; else who we are."""
+    """Return the user that tests run as instead of root: a system user, or ``nobody`` if none can be created;
+    without root the present user."""
     if os.geteuid() != 0:
         return pwd.getpwuid(os.geteuid()).pw_name
     if not others_can_run_us():
@@ -141,12 +144,13 @@ def plain_user() -> str:
 
 
 def others_can_run_us() -> bool:
-    """Another user can read this checkout and its virtual environment: without that no plain user can submit."""
+    """Return whether another user can read this checkout and its virtual environment, which is needed to submit as a
+    plain user."""
     return _reachable_by_all(Path(sys.prefix)) and _reachable_by_all(Path(__file__))
 
 
 def _reachable_by_all(path: Path) -> bool:
-    """Others may enter every folder on the way and read what is there."""
+    """Return whether other users may enter every folder on the path and read the last one."""
     return all(parent.stat().st_mode & 0o001 for parent in path.resolve().parents) and bool(path.stat().st_mode & 0o004)
 
 
@@ -184,7 +188,7 @@ def call_as(user: str, function: Callable[[], None], env: Mapping[str, str], cwd
 
 
 def _child(user: str, function: Callable[[], None], env: Mapping[str, str], cwd: Path, report: int) -> None:
-    """Drop the rights, run, say how it went, and end without the parent's exit handlers."""
+    """Drop the rights, run the function, report the result, and end without the parent's exit handlers."""
     code = 1
     try:
         os.set_inheritable(report, False)

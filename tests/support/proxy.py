@@ -1,4 +1,4 @@
-"""A TCP proxy between two ends under test: it can cut, hold back, and record what passes."""
+"""A TCP proxy between two ends under test: it can cut, delay and record the connection."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Proxy:
         self._flows.set()
         self.port = 0
         self.from_client = bytearray()
-        """what clients have sent so far"""
+        """Bytes that clients have sent so far."""
 
     async def __aenter__(self) -> Proxy:
         self._server = await asyncio.start_server(self._meet, "127.0.0.1", 0)
@@ -37,7 +37,7 @@ class Proxy:
         self._writers.clear()
 
     def hold(self) -> None:
-        """From now on nothing passes, and nobody is told: a cut cable."""
+        """Forward nothing from now on, without closing a connection: like a cut cable."""
         self._flows.clear()
 
     async def _meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

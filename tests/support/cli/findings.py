@@ -1,4 +1,4 @@
-"""What the doctor found on a cluster where all is well, for tests to spoil."""
+"""Facts of ``rrl doctor`` about a healthy cluster; tests change single facts."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def host(name: str = "login1", **other: Any) -> Host:
 
 
 def config(**values: str) -> Config:
-    """Slurm 22.05's own words, with accounting and cgroups as most sites have them."""
+    """Return the settings of Slurm 22.05 in its own format, with accounting and cgroups as most sites have them."""
     usual = {
         "AccountingStorageType": "accounting_storage/slurmdbd", "AccountingStorageEnforce": "associations,limits",
         "TaskPlugin": "task/cgroup,task/affinity", "SlurmUser": "slurm(64030)", "KillWait": "30 sec",

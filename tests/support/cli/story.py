@@ -1,4 +1,4 @@
-"""Runs told by their events, so that views and commands have something to look at."""
+"""Runs made from a list of events, as input of views and commands."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def job_view(steps: int = 40, cluster: str = "local") -> RunSpec:
 
 
 class Story:
-    """Events one after another; ``at`` (s since the beginning) goes on by ``wait``."""
+    """Builds a run event by event; ``at`` is the time (s since the beginning) and advances by ``wait``."""
 
     def __init__(self, run: str = "small-1120-064114", job: RunSpec | None = None) -> None:
         self.run, self.job, self.at, self.epoch = run, job or job_view(), 0.0, 1
@@ -109,7 +109,7 @@ class Story:
         return self.record(ev.PhaseEntered(self.incarnation(replica), phase, whom))
 
     def works(self) -> Story:
-        """Nodes, all replicas, twelve steps."""
+        """Add the nodes, all replicas, and twelve steps."""
         self.requests_nodes().gets_nodes().wait(2)
         for replica in REPLICAS:
             self.launches(replica)
@@ -132,11 +132,11 @@ class Story:
         return self
 
     def clocks(self, replica: str, done: int = 0, **seconds: float) -> Story:
-        """A report of one replica's clock; the arguments are those of :meth:`reading`."""
+        """Add a report of one replica's clock; the arguments are those of :meth:`reading`."""
         return self.record(ev.ClocksRecorded((self.reading(replica, done, **seconds),)))
 
     def reading(self, replica: str, done: int = 0, **seconds: float) -> tuple[Incarnation, ClockReading]:
-        """A replica's clock: seconds by phase, ``checkpoint__commits`` for those of an idle cause."""
+        """Return the clock of a replica: seconds by phase, ``checkpoint__commits`` for phase and idle cause."""
         times = []
         for name, spent in seconds.items():
             phase, _, cause = name.partition("__")
@@ -144,7 +144,7 @@ class Story:
         return self.incarnation(replica), ClockReading(self.incarnations[replica], done, tuple(times))
 
     def loses(self, replica: str, evidence: str = "its step ended by signal 9 (SIGKILL)") -> Finding:
-        """The finding; the planner has not decided yet."""
+        """Record that the replica failed and return the finding. The planner has not decided yet."""
         finding = Finding(
             "exit_record", Verdict.FAIL, Cause.PROCESS, Remedy.RESTART, self.now,
             (Evidence("step", evidence, self.now),), incarnation=self.incarnation(replica), proof=True,
@@ -171,7 +171,7 @@ class Story:
         return self.record(ev.Decided(Exclude(NodeName(node), Why(("node_lost: silent",)))))
 
     def drains(self, replica: str, why: str = "new fan") -> Story:
-        """A user's drain of the replica's node: the replica moves away, then the run leaves the node."""
+        """Add a user's drain of the replica's node: the replica moves away, then the run leaves the node."""
         node = self.recorded().replica(ReplicaId(replica)).node or NodeName("")
         moves = Why((f"{node} is to be drained, asked by ada: {why}",), Rung.REPLACEMENT)
         self.record(ev.CommandReceived("drain", "ada", "drain-1", target=node, reason=why))
@@ -179,7 +179,7 @@ class Story:
         return self.wait(1).record(ev.Decided(Exclude(node, Why((f"asked by ada: {why}",)))))
 
     def stops(self, outcome: Outcome, why: str) -> Story:
-        """The end of the run is decided, and all steps are being stopped."""
+        """Add the decision to end the run; all steps are being stopped."""
         self.record(ev.Decided(Finish(outcome, Why((why,)))))
         for replica in REPLICAS:
             step = self.recorded().replica(ReplicaId(replica)).step or ""
@@ -192,7 +192,7 @@ class Story:
 
     # ── on the disk ───────────────────────────────────────────────────────────────────────────────────────────────
     def written(self, root: Path) -> RunDir:
-        """The run directory of this story under ``root``, as its manager would have left it."""
+        """Return the run directory of this story under ``root``, as its manager would have left it."""
         run = RunDir(root / self.run)
         run.create()
         run.run_spec.write_bytes(msgspec.json.encode(self.job))
@@ -213,7 +213,7 @@ def completed(run: str = "small-1120-064114", steps: int = 12) -> Story:
 
 
 def wide() -> RunSpec:
-    """The small job whose rollouts have four GPUs each, on nodes of eight."""
+    """Return the small job with rollouts of four GPUs each, on nodes of eight."""
     view = job_view(cluster="slurm")
     gpus = {"rollout": Resources(1, 4, 0), "trainer": Resources(1, 8, 0)}
     roles = tuple(msgspec.structs.replace(one, per_member=gpus.get(one.name, one.per_member)) for one in view.roles)

@@ -1,4 +1,5 @@
-"""Pictures kept as text. ``RRL_SNAPSHOTS=write pytest tests/unit/cli`` draws them anew; look at the diff then."""
+"""Compare text output with stored files. ``RRL_SNAPSHOTS=write pytest tests/unit/cli`` writes them again; read the
+diff."""
 
 from __future__ import annotations
 

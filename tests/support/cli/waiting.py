@@ -1,4 +1,4 @@
-"""Wait on what another thread or process does, with a generous deadline."""
+"""Wait for another thread or process, with a generous deadline."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def eventually(condition: Callable[[], object]) -> None:
 
 
 class Output:
-    """Takes the place of stdout, and can be looked at while it is written."""
+    """A replacement of stdout that can be read while it is written."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._stream = io.StringIO()

@@ -1,4 +1,4 @@
-"""A stand-in for dcgm-exporter: its page over HTTP on a port of this machine, as net/http of Go answers HTTP/1.0."""
+"""A stand-in for dcgm-exporter: serves a metrics page by HTTP/1.0 on a port of this machine, as Go's net/http does."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def labels(index: int, uuid: str, more: str = "") -> str:
 
 
 def page(uuids: Mapping[int, str], *lines: str, last_xid: int = 0) -> str:
-    """Lines of the metrics that all exporters have, and ``lines``."""
+    """Return a page with the metrics that all exporters have, followed by ``lines``."""
     return _PAGE.format(
         temperatures="\n".join(f"DCGM_FI_DEV_GPU_TEMP{labels(i, uuid)} 41" for i, uuid in uuids.items()),
         last_xids="\n".join(f"DCGM_FI_DEV_XID_ERRORS{labels(i, uuid)} {last_xid}" for i, uuid in uuids.items()),
@@ -31,7 +31,8 @@ def page(uuids: Mapping[int, str], *lines: str, last_xid: int = 0) -> str:
 
 
 class Exporter:
-    """``text``: the page now. ``status``: of the answer. ``silent``: connections are taken and not answered."""
+    """The server. ``text`` is the current page, ``status`` the HTTP status. If ``silent``, it accepts connections
+    without replying."""
 
     def __init__(self, port: int) -> None:
         self.url = f"http://127.0.0.1:{port}/metrics"

@@ -1,4 +1,4 @@
-"""Tiny models in vLLM engines of this process, and what torch says of what they sampled."""
+"""Tiny models in vLLM engines of this process, and the log-probabilities that torch computes for their samples."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ torch.set_num_threads(1)  # before vLLM, which then forbids it; two on a busy co
 VOCABULARY = 101
 EOS = 1
 ATOL = 1e-3
-"""of log-probabilities, the issue's bar; float32 gives some 1e-5"""
+"""Largest difference of log-probabilities that is accepted; in float32 it is about 1e-5."""
 MEMORY = 512 * 2**20
 SPEC = ModelSpec(
     hidden_size=64, intermediate_size=128, layers=2, heads=4, kv_heads=2, head_dim=32, max_length=256,
@@ -29,7 +29,7 @@ SPEC = ModelSpec(
 
 
 def tied_folder(folder: Path) -> ModelSpec:
-    """A Hugging Face folder of a model whose input and output embeddings are one tensor."""
+    """Write a Hugging Face folder of a model whose input and output embeddings are one tensor."""
     from transformers.models.qwen3 import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
@@ -42,7 +42,7 @@ def tied_folder(folder: Path) -> ModelSpec:
 
 
 def random_weights(spec: ModelSpec, seed: int) -> nn.Module:
-    """The model with weights that differ from every other seed's in each tensor, norms included."""
+    """Return the model with random weights: every tensor, norms included, differs from that of any other seed."""
     made = build_model(spec, VOCABULARY, seed)
     chance = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -52,7 +52,10 @@ def random_weights(spec: ModelSpec, seed: int) -> nn.Module:
 
 
 def vllm_engine(spec: ModelSpec, folder: Path, sampling: Sampling, lease: int = 16, **given: Any) -> Engine:
-    """As :mod:`rrl.roles.rollout.main` makes it, without weights. ``folder``: for the config.json of a built model."""
+    """Return an engine as :mod:`rrl.roles.rollout.main` builds it, without weights.
+
+    ``folder`` gets the config.json of a model that rrl builds.
+    """
     vllm_setup.set_environment(1)
     model = skeleton(spec, VOCABULARY)
     config = vllm_setup.configure(
@@ -69,12 +72,12 @@ def load(engine: Engine, step: int, model: nn.Module) -> None:
 
 
 def items(count: int, max_new: int = 40, first: int = 0) -> list[Item]:
-    """Groups of four that share a prompt."""
+    """Return items in groups of four that share a prompt."""
     return [Item(n, n // 4, tuple(range(2 + n // 4, 12 + n // 4)), (), max_new) for n in range(first, first + count)]
 
 
 class Made:
-    """What came of trajectories, in the order in which it was handed over."""
+    """The segments and finished trajectories that an engine returned, in order."""
 
     def __init__(self) -> None:
         self.segments: dict[int, list[Segment]] = {}
@@ -101,7 +104,8 @@ class Made:
         return tuple(token for segment in self.segments[trajectory] for token in segment.tokens)
 
     def worst(self, given: Sequence[Item], models: dict[int, nn.Module], temperature: float) -> dict[int, float]:
-        """By step of the version: how far the recorded log-probabilities are from torch's under its weights."""
+        """Return, by step of the weight version, the largest difference between recorded log-probabilities and
+        torch's."""
         worst: dict[int, float] = {}
         for item in given:
             prefix = [*item.prompt, *(token for segment in item.so_far for token in segment.tokens)]

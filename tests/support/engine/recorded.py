@@ -1,5 +1,8 @@
-"""What a run's rollouts recorded, beside what torch finds: each token of the store's log, under the checkpoint of the
-very version that it names. The run must have kept all its checkpoints."""
+"""Compares the log-probabilities that a run's rollouts recorded with those that torch computes.
+
+Each token of the store's log is compared under the checkpoint of the version that the log names. The run must have
+kept all its checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -28,26 +31,26 @@ from rrl.roles.trajectories.durable.records import (
 from rrl.roles.trajectories.types import Segment
 
 _AT_ONCE = 16
-"""sequences in a forward pass: SmolLM2's logits of so many are 0.2 GB"""
+"""Sequences in one forward pass: SmolLM2's logits of 16 sequences take 0.2 GB."""
 
 
 class Grew(NamedTuple):
-    """What one trajectory grew by under one version, with all tokens before it."""
+    """The tokens that one version added to one trajectory, with all tokens before them."""
 
     before: tuple[int, ...]
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
     incarnation: int
-    """of the trainer that published the version"""
+    """Number of the trainer incarnation that published the version."""
 
     def on(self, segment: Segment) -> Grew:
-        """Another segment follows, of the same version: one forward pass does for both."""
+        """Append a segment of the same version, so that one forward pass serves both."""
         assert segment.version.incarnation == self.incarnation
         return self._replace(tokens=self.tokens + segment.tokens, logprobs=self.logprobs + segment.logprobs)
 
 
 class Recorded:
-    """All tokens of a finished run, by the step of their version, and where each step's checkpoint lies."""
+    """All tokens of a finished run, by the step of their version, and the checkpoint of each step."""
 
     def __init__(self, run: RunDir) -> None:
         self.grew: dict[int, list[Grew]] = defaultdict(list)
@@ -76,19 +79,19 @@ class Recorded:
 
     @property
     def incarnations(self) -> set[int]:
-        """Of the trainers whose weights were sampled from."""
+        """Return the numbers of the trainer incarnations whose weights generated tokens."""
         return {each.incarnation for several in self.grew.values() for each in several}
 
     def tokens(self, step: int) -> int:
         return sum(len(each.tokens) for each in self.grew[step])
 
     def load(self, step: int, model: nn.Module) -> None:
-        """What was committed as ``step``, into the model."""
+        """Load the checkpoint of ``step`` into the model."""
         state = {f"model.{name}": parameter for name, parameter in model.named_parameters()}  # a tied one once
         load(state, storage_reader=FileSystemReader(self._checkpoints[step]), no_dist=True)
 
     def worst(self, step: int, model: nn.Module, temperature: float) -> float:
-        """How far at most the log-probabilities recorded under that version are from the model's."""
+        """Return the largest difference between the log-probabilities recorded under that version and the model's."""
         several = self.grew[step]
         parts = (several[start : start + _AT_ONCE] for start in range(0, len(several), _AT_ONCE))
         return max(off for part in parts for off in _differences(part, model, temperature))

@@ -1,8 +1,9 @@
-"""A process that holds memory of the first GPU, for tests: ``python -m rrl.tests.support.gpu.cuda_process MIB HOW``.
+"""A process that holds memory of the first GPU: ``python -m rrl.tests.support.gpu.cuda_process MIB HOW``.
 
-It prints "ready" once it holds the memory, and lives until its standard input ends or it is killed. HOW is ``idle``
-(no kernel runs), ``spin`` (one kernel after another that computes nothing, as a collective that waits for a member that
-is gone), or ``orphan`` (a process that it starts in a session of its own holds the memory, and survives it).
+It prints "ready" once it holds the memory, and runs until its standard input ends or it is killed. HOW is one of:
+- ``idle``: no kernel runs.
+- ``spin``: kernels run one after another and compute nothing, as in a collective that waits for a lost member.
+- ``orphan``: a child process in a session of its own holds the memory, and survives this process.
 """
 
 from __future__ import annotations

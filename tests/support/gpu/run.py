@@ -1,8 +1,8 @@
 """``make test-gpu``: run tests/gpu on this machine's GPU, with an interpreter that has torch; needs no network.
 
-Only the standard library is imported, because the interpreter need not have rrl or what rrl depends on. What is missing
-is installed into ``.venv-gpu`` in the root, from a folder of wheels alone; the interpreter's own packages stay visible
-there, and nothing is installed into them. Without a GPU one line says so, and the exit code is 0.
+Only the standard library is imported, because the interpreter may lack rrl and its dependencies. Missing packages
+are installed from a folder of wheels into ``.venv-gpu`` in the root. The interpreter's own packages stay visible
+there and are not changed. Without a GPU the program prints one line and exits with code 0.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[3]
 ENVIRONMENT = ROOT / ".venv-gpu"
 REHEARSAL_ENV = "RRL_GPU_REHEARSAL"
-"""Environment variable: if it is set, the tests run without a GPU, torch's on the CPU and NVML's on whichever library
-the loader finds. It shows that the tests themselves work; it shows nothing about a GPU."""
+"""Environment variable. If it is set, the tests run without a GPU: torch's tests on the CPU, NVML's with the library
+that the loader finds. Such a rehearsal tests the tests, and says nothing about a GPU."""
 OLDEST_PYTHON = (3, 11)
 TEST_TOOLS = ("pytest", "pytest-timeout")
 _NVML = "libnvidia-ml.so.1"
@@ -53,7 +53,7 @@ def no_gpu() -> str:
 
 
 def requirements() -> tuple[list[str], list[str]]:
-    """Return what the tests cannot do without, and what some of them need; each "name requirement"."""
+    """Return the requirements of all tests, and those of some tests only; each as "name requirement"."""
     import tomllib  # here, because older interpreters get a message instead (main)
 
     with (ROOT / "pyproject.toml").open("rb") as file:
@@ -67,7 +67,7 @@ def _with_names(texts: list[str]) -> list[str]:
 
 
 def missing(python: str, wanted: list[str]) -> list[str]:
-    """Return which of ``wanted`` the interpreter lacks, "rrl" included."""
+    """Return the packages of ``wanted`` that the interpreter lacks, "rrl" included."""
     done = subprocess.run([python, "-c", _PROGRAM_MISSING], input="\n".join(wanted), capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"make test-gpu: {python} does not work: {done.stderr.strip().splitlines()[-1:]}")
@@ -75,9 +75,10 @@ def missing(python: str, wanted: list[str]) -> list[str]:
 
 
 def prepared(python: str, wheels: Path) -> str:
-    """Return an interpreter that has rrl and what its tests need: ``python`` itself, or that of ``.venv-gpu``.
+    """Return an interpreter that has rrl and the requirements of its tests: ``python`` itself, or that of
+    ``.venv-gpu``.
 
-    Exits with one line if something is missing that no test can do without and that ``wheels`` does not have.
+    Exits with one line if a package that all tests need is neither installed nor in ``wheels``.
     """
     needed, useful = requirements()
     absent = missing(python, [*needed, *useful])
@@ -96,9 +97,9 @@ def prepared(python: str, wheels: Path) -> str:
 
 
 def _environment(python: str) -> str:
-    """Make ``.venv-gpu``, with the packages of ``python`` and with rrl, and return its interpreter.
+    """Create ``.venv-gpu`` with the packages of ``python`` and with rrl, and return its interpreter.
 
-    It has no pip, since not every machine has ensurepip: that of ``python`` installs into it.
+    It has no pip of its own, because some machines lack ensurepip; the pip of ``python`` installs into it.
     """
     subprocess.run([python, "-m", "venv", "--without-pip", "--system-site-packages", ENVIRONMENT], check=True)
     own = str(ENVIRONMENT / "bin" / "python")

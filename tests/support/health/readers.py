@@ -1,7 +1,7 @@
-"""Readers that misbehave, for tests of the keeper: each does one thing wrong.
+"""Readers that misbehave, each in one way, for tests of the readers' supervisor.
 
-``options.proc`` names a folder in which they leave notes of what they did (empty files ``what.pid``), and in which a
-test leaves notes for them. Give one to the keeper by :func:`place`.
+``options.proc`` is a folder for notes. The readers report there by empty files (``what.pid``), and a test controls
+the readers by files there. :func:`place` gives the name by which a reader is started.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rrl.health.readers.base import NotInstalled, PermissionDenied, ReaderOption
 from rrl.health.readers.samples import HostData
 
 _POLL_INTERVAL_S = 0.01
-"""s between two looks for a note"""
+"""Seconds between two checks for a note."""
 
 
 def place(kind: type[Good]) -> str:
@@ -36,7 +36,7 @@ class Good:
         (self._notes / f"{self.name}-{what}.{os.getpid()}").touch()
 
     def read(self) -> HostData:
-        """``zombies``: how many reads there were in this process."""
+        """Return a sample whose ``zombies`` is the number of reads in this process."""
         self._count += 1
         return HostData(zombies=self._count)
 
@@ -45,7 +45,7 @@ class Good:
 
 
 class Hangs(Good):
-    """For as long as there is a note ``hang``."""
+    """Hangs while the note ``hang`` exists."""
 
     name, timeout_s = "hangs", 0.3
 
@@ -56,7 +56,8 @@ class Hangs(Good):
 
 
 class HangsInC(Good):
-    """In a call that holds the interpreter and that no handler of ours interrupts, as a driver's library may."""
+    """Hangs in a C call that holds the interpreter's lock, so that no signal handler runs, as a driver's library
+    may."""
 
     name, timeout_s = "stuck", 0.3
 
@@ -86,7 +87,7 @@ class Dies(Good):
 
 
 class Garbles(Good):
-    """What is no frame, on the line to the keeper: as a library would that writes where it should not."""
+    """Writes bytes that are not a frame to the supervisor's connection, as a faulty library might."""
 
     name = "garbles"
 
@@ -106,7 +107,7 @@ class IsAbsent(Good):
 
 
 class IsDenied(Good):
-    """Already when it is made."""
+    """Is not permitted to read, which shows already when it is created."""
 
     name = "denied"
 
@@ -122,7 +123,7 @@ class Raises(Good):
 
 
 class Floods(Good):
-    """Each reading is more than a socket holds."""
+    """Returns samples that are larger than a socket's buffer."""
 
     name, interval_s = "floods", 0.0
 

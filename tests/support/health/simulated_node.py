@@ -1,4 +1,4 @@
-"""A node in virtual time whose readings are made up: what is judged of it is real."""
+"""A node in virtual time with invented samples, which the real checks judge."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def host(**fields: Any) -> HostData:
 
 
 class ObservedNode:
-    """``reads`` takes a reading, looks, and lets a second pass; what is found is kept in ``found``."""
+    """A node whose checks run after each sample and one second; the findings are in ``found``."""
 
     def __init__(self, rules: Rules = Rules()) -> None:
         self.rules, self.node_state, self.now = rules, NodeState(rules.xid.burst), 1000.0
@@ -79,7 +79,7 @@ class ObservedNode:
         return self
 
     def gpus(self, *gpus: Gpu, times: int = 1, every: float = 1.0, xids: tuple[GpuXid, ...] = ()) -> ObservedNode:
-        """GPUs 0 and 1, with these in their places."""
+        """Add NVML samples with these GPUs in place of GPUs 0 and 1, which are healthy otherwise."""
         there = {**{i: gpu(i) for i in range(2)}, **{one.index: one for one in gpus}}
         return self.reads(NvmlData(driver="570.1", gpus=tuple(there.values()), xids=xids), times=times, every=every)
 
@@ -107,7 +107,7 @@ class ObservedNode:
         return found
 
     def verdict(self, detector: str) -> Verdict:
-        """The worst."""
+        """Return the most severe verdict of this check."""
         found = {one.verdict for one in self.of(detector)}
         return next(v for v in (Verdict.FAIL, Verdict.WARN, Verdict.UNKNOWN, Verdict.OK) if v in found)
 

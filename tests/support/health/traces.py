@@ -60,9 +60,9 @@ class Trace:
         self.still: set[Incarnation] = set()
         self.waiting: dict[Incarnation, ReplicaId] = {}
         self.stopped: set[Incarnation] = set()
-        """Replicas of which the loads show a stopped process."""
+        """Replicas whose loads show a stopped process."""
         self.loads: dict[Incarnation, tuple[float, float | None, float | None]] = {}
-        """Loads that agents send while they are not silent."""
+        """Loads that agents send, unless they are silent."""
         self.answers: dict[Incarnation, tuple[ProbeResult, str] | None] | None = None
         """Answers to probes; None: no probes are sent. A replica without an entry answers ``WORKS``."""
         self.probed_at: list[tuple[float, Incarnation]] = []

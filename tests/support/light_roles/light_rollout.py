@@ -1,7 +1,7 @@
-"""A rollout without a model: it answers each prompt token by token, and leaves its life in the log-probabilities.
+"""A rollout without a model: it answers each prompt token by token, and records its incarnation as log-probability.
 
-The real worker API, the real store, the real weight plane; only the arithmetic is missing. Slow on purpose: there is
-always something unfinished to be taken over when it dies.
+Worker API, store and weight transport are real; only the computation is missing. It is slow on purpose, so that
+there are always unfinished trajectories when it is killed.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from rrl.roles.trajectories.types import Item, Segment
 TOKEN_SECONDS = 0.05
 EOS = 1
 HOLD = "hold.{}"
-"""A file of this name in the run directory makes the rollout of that index stop in the middle of its work, say so in
-``held.<index>``, and wait until the file is gone: what it is killed over is then certainly unfinished."""
+"""Name of a control file in the run directory. While it exists, the rollout with that index stops in the middle of
+its work and creates ``held.<index>``. A test that kills it then knows that its trajectories are unfinished."""
 
 
 def main() -> None:
@@ -53,7 +53,7 @@ def _hold(me: rrl.Worker) -> None:
 
 
 def _next(item: Item, offset: int, mark: float, version: Version) -> Segment:
-    """The prompt's digit four times, then the end."""
+    """Return the next segment of the answer: the prompt's digit four times, then the end of sequence."""
     token = EOS if offset == 4 else item.prompt[0]
     return Segment(item.trajectory, offset, (token,), (mark,), version)
 

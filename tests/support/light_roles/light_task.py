@@ -1,4 +1,4 @@
-"""A task without any model: the right answer to prompt i is i mod 10, again and again."""
+"""A task without a model: the right answer to prompt i is i mod 10."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""A trainer without a model: its weights are the step's number, its checkpoint is what it was given.
+"""A trainer without a model: its weights are the step number, its checkpoint contains its input.
 
-``batches/<step>.<incarnation>.json`` in the run directory tells the test whose tokens went into each step, and
-``parts/<step>.<part>.<incarnation>.json`` what came in each part of it. As a gang its ranks meet at every step by files
-(``gang/``): when one is gone, the others wait for it, as in a collective.
+It writes to ``batches/<step>.<incarnation>.json`` in the run directory which trajectories each step trained, and to
+``parts/<step>.<part>.<incarnation>.json`` those of each part. The ranks of a gang meet at every step by files in
+``gang/``. If a rank is lost, the others wait for it, as in a collective.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _follow(me: rrl.Worker, step: int) -> None:
 
 
 def _meet(me: rrl.Worker, where: str) -> None:
-    """Returns once all ranks of this incarnation are there."""
+    """Wait until all ranks of this incarnation have arrived."""
     folder = me.run_dir.path / "gang"
     folder.mkdir(exist_ok=True)
     marks = [folder / f"{where}.{me.launch.incarnation.number}.{rank}" for rank in range(me.world)]

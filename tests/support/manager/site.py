@@ -62,7 +62,7 @@ _PHASE = {"trainer": "train", "rollout": "generate", "reward": "score", STANDBY_
 
 
 class Killed(BaseException):
-    """Raised where the manager is killed with SIGKILL."""
+    """Raised in the manager at the moment when it is killed with SIGKILL."""
 
 
 class Site:
@@ -79,14 +79,14 @@ class Site:
         self.allocations: dict[str, tuple[NodeName, ...]] = {}
         self.granted: list[str] = []
         self.max_nodes_held = 0
-        """Maximum number of nodes allocated at once."""
+        """Largest number of nodes that were allocated at once."""
         self.cancelled: dict[str, tuple[NodeName, ...]] = {}
         """Allocations that were cancelled from outside and that the cluster still lists."""
         self.launched: list[str] = []
         self.started: list[str] = []
         """Launched steps that ran; on a dead node none does."""
         self.promotions: list[str] = []
-        """Standby process and new incarnation of every promotion."""
+        """Standby process and new incarnation of every promotion, as text."""
         self.doubled: list[str] = []
         """Tags that were requested or launched twice (the executor would survive an error here)."""
         self.worked: set[Incarnation] = set()
@@ -95,7 +95,7 @@ class Site:
         """Lifetime that each incarnation of a role last reported, whether a manager received the report or not."""
         self.dead_nodes: set[NodeName] = set()
         self.actors: dict[str, Actor] = {}
-        """Everything that runs, by step tag."""
+        """Everything that runs on the site, by step tag."""
         self.committed = 0
         self.kill_at, self.before = -1, False
         self.kill_every = 0
@@ -105,7 +105,7 @@ class Site:
         self.lose_answers = False
         """True if cluster commands are carried out but their answers are lost."""
         self.deaf = 0
-        """Number of cluster commands that are neither carried out nor answered next."""
+        """Number of the next cluster commands that are neither carried out nor answered."""
         self.full_after: int | None = None
         """Number of the record after which the disk is full, for ``full_flushes`` flushes."""
         self.full_flushes = 6
@@ -121,7 +121,7 @@ class Site:
         self.shrunk: list[NodeName] = []
         """Nodes that were released singly."""
         self.clock_jump = 0.0
-        """Seconds by which the host's clock is wrong from now on."""
+        """Seconds by which the host's clock is wrong from then on."""
         self.ill: dict[NodeName, tuple[Finding, ...]] = {}
         """Findings that agents report on their nodes."""
         self.meanwhile: Callable[[], None] = lambda: None

@@ -1,4 +1,5 @@
-"""An asyncio event loop in virtual time: sleeping costs nothing, and equal programs run equally."""
+"""An asyncio event loop in virtual time: waiting costs no real time, and the same program always runs in the same
+way."""
 
 from __future__ import annotations
 

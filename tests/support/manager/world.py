@@ -1,8 +1,11 @@
-"""A cluster and its processes in virtual time, as the manager's planner meets them: actions in, events out.
+"""A virtual cluster and its processes, as the manager's planner sees them: it takes actions and returns events.
 
-It plans after every event as the runtime does, and checks every plan: it depends on the state alone, reaches its
-fixpoint once folded in, carries evidence, and is not due before its announced wake. Time advances only from event to
-event.
+After every event the planner is called, as in the runtime, and its plan is checked:
+- the plan depends on the state alone;
+- planning again, after its decisions are folded in, soon gives nothing more;
+- its actions carry evidence;
+- it was not due earlier than announced.
+Time advances only from event to event.
 """
 
 from __future__ import annotations
@@ -62,7 +65,7 @@ _FIRST_PHASE = {"rollout": "generate", "trainer": "train", STANDBY_ROLE: STANDBY
 
 
 class _Died(BaseException):
-    """Raised where the manager fails, before its next record."""
+    """Raised in the manager when it fails, before its next record."""
 
 
 class World:
@@ -112,7 +115,8 @@ class World:
         self.unresponsive: set[NodeName] = set()
         """Nodes whose standby processes never answer a promotion."""
         self.die_before = 0
-        """Number of the decision or intent, from 1, before whose record the manager fails; the next one takes over."""
+        """Number (from 1) of the decision or intent before whose record the manager fails; the next manager takes
+        over."""
         self.planned = 0
         """Number of decisions and intents recorded."""
         self._tags: set[str] = set()
@@ -319,8 +323,8 @@ class World:
     def _succeeded(self, undone: list[ExternalAction]) -> None:
         """Let the next manager take over from the journal.
 
-        It repeats those undone actions that are safe to repeat, promotions among them, and finds no trace of the
-        others.
+        It repeats those of the undone actions that are safe to repeat, such as promotions. Of the other actions it
+        finds no trace.
         """
         self._state = None
         for stamped in self.events:

@@ -25,7 +25,7 @@ from typing import Self
 SOURCE = Path(__file__).with_name("fake_nvml.c")
 STATE_ENV = "RRL_FAKE_NVML"
 SONAME = "libnvidia-ml.so.1"
-"""the name that nvidia-ml-py loads; it knows no other place on Linux than the loader's"""
+"""Name of the library that nvidia-ml-py loads; on Linux it uses only the loader's search path."""
 
 ERRORS = {
     "UNINITIALIZED": 1, "INVALID_ARGUMENT": 2, "NOT_SUPPORTED": 3, "NO_PERMISSION": 4, "NOT_FOUND": 6,
@@ -33,7 +33,7 @@ ERRORS = {
     "GPU_IS_LOST": 15, "RESET_REQUIRED": 16, "OPERATING_SYSTEM": 17, "LIB_RM_VERSION_MISMATCH": 18, "MEMORY": 20,
     "NOT_READY": 27, "GPU_NOT_FOUND": 28, "UNKNOWN": 999,
 }  # fmt: skip
-"""NVML_ERROR_* by name; :meth:`FakeDriver.fail` takes any other as a number"""
+"""NVML_ERROR_* by name; :meth:`FakeDriver.fail` takes other errors as numbers."""
 
 _ACTIONS = (
     "none", "gpu_reset", "node_reboot", "drain_p2p", "drain_and_reset", "recover_imex_domain", "bus_reset",
@@ -47,19 +47,22 @@ _REASONS = (
 TEXTS = ("uuid", "name", "serial", "vbios", "pci")
 LINK_FIELDS = ("active", "replay", "recovery", "crc_flit", "crc_data")
 FIELDS = tuple(re.findall(r"^ +X\((\w+), ", SOURCE.read_text(), re.MULTILINE))
-"""what :meth:`FakeDriver.set` takes, besides :data:`TEXTS`: the fields of samples.Gpu, and a few of the stand-in"""
+"""Names that :meth:`FakeDriver.set` takes, besides :data:`TEXTS`: the fields of samples.Gpu, and a few of the
+stand-in's own."""
 
 FUNCTIONS = frozenset(re.findall(r"\b(nvml[A-Z]\w+)[(,]", SOURCE.read_text())) - {"nvmlInit_v2"}
-"""what :meth:`FakeDriver.fail` and :meth:`FakeDriver.hang` take; nvidia-ml-py never calls nvmlInit_v2"""
+"""Names that :meth:`FakeDriver.fail` and :meth:`FakeDriver.hang` take; nvidia-ml-py never calls nvmlInit_v2."""
 
 Value = int | str | bool | Iterable[str] | None
-"""a number; ``None``: the device does not support it; words as samples.Gpu has them"""
+"""A number, a text, or texts as in samples.Gpu; ``None``: the device does not support the field."""
 
 
 def library(old: bool = False) -> Path:
-    """The folder with the library: compiled once for each text of its source, however many processes ask at once. It is
-    in the virtual environment, so that it goes with it. ``old``: as of a driver before r525, without the functions that
-    came later."""
+    """Return the folder with the library, which is compiled once for each version of its source.
+
+    The folder is in the virtual environment and is removed with it. Several processes may call this at once. With
+    ``old``, the library lacks the functions that a driver before r525 lacks.
+    """
     flags = ["-DOLD_DRIVER"] if old else []
     digest = sha256(SOURCE.read_bytes() + repr(flags).encode()).hexdigest()[:16]
     folder = Path(sys.prefix) / "cache" / f"fake-nvml-{digest}"
@@ -74,7 +77,10 @@ def library(old: bool = False) -> Path:
 
 
 class FakeDriver:
-    """Its state is written whole with every change, and renamed into place: no process ever reads half of it."""
+    """A stand-in driver.
+
+    Its state file is replaced as a whole at every change, so no process reads half of it.
+    """
 
     def __init__(self, folder: Path, old: bool = False) -> None:
         self.state = folder / "fake_nvml.state"
@@ -91,13 +97,17 @@ class FakeDriver:
         self._write()
 
     def env(self) -> dict[str, str]:
-        """For a process that shall find this driver: the loader looks at its path only when a process starts."""
+        """Return the environment of a process that uses this driver; the loader reads it only at the start of a
+        process."""
         others = [part for part in os.environ.get("LD_LIBRARY_PATH", "").split(":") if part]
         return {"LD_LIBRARY_PATH": ":".join([str(self._library), *others]), STATE_ENV: str(self.state)}
 
     def load(self) -> None:
-        """Into this process: the loader then takes it for the library of that name. Without ``RRL_FAKE_NVML`` in the
-        environment it says that no driver is loaded, so that other tests of this process meet what they expect."""
+        """Load the library into this process; the loader then uses it for that library name.
+
+        Without ``RRL_FAKE_NVML`` in the environment the library reports that no driver is loaded, as other tests of
+        this process expect.
+        """
         ctypes.CDLL(str(self._library / SONAME))
 
     def gpus(self, count: int) -> Self:
@@ -109,7 +119,7 @@ class FakeDriver:
         return self._write()
 
     def reload(self) -> Self:
-        """The driver was unloaded and loaded again: every handle and session of before is void."""
+        """Reload the driver: earlier handles and sessions become invalid."""
         self._epoch += 1
         return self._write()
 
@@ -135,28 +145,29 @@ class FakeDriver:
         return self._write()
 
     def fail(self, function: str, error: str | int, gpu: int | None = None) -> Self:
-        """``function`` of NVML as its library exports it, ``*`` for all that take a device, or ``field:<ID>``."""
+        """Make a function fail: one of NVML's exported functions, ``*`` for all that take a device, or
+        ``field:<ID>``."""
         code = error if isinstance(error, int) else ERRORS[error]
         self._failing[_exported(function), -1 if gpu is None else gpu] = code
         return self._write()
 
     def lose(self, gpu: int, error: str = "GPU_IS_LOST") -> Self:
-        """Nothing about this GPU answers any more, as after Xid 79."""
+        """Make all queries of this GPU fail, as after Xid 79."""
         return self.fail("*", error, gpu)
 
     def hang(self, function: str, gpu: int | None = None) -> Self:
-        """The function does not return before :meth:`heal`; a signal without a handler still ends its process."""
+        """Make the function hang until :meth:`heal`; a signal without a handler still ends the calling process."""
         self._hanging.add((_exported(function), -1 if gpu is None else gpu))
         return self._write()
 
     def heal(self) -> Self:
-        """No function fails or hangs any more; values stay."""
+        """End all failures and hangs; values stay as they are."""
         self._failing.clear()
         self._hanging.clear()
         return self._write()
 
     def xid(self, gpu: int | None, code: int) -> Self:
-        """``None``: the event does not name its device."""
+        """Report an Xid; with ``gpu`` None the event does not name its device."""
         self._sequence += 1
         self._xids.append(f"xid {self._sequence} {-1 if gpu is None else gpu} {code}")
         return self._write()
@@ -178,7 +189,7 @@ class FakeDriver:
 
 
 def _exported(function: str) -> str:
-    """The name that nvidia-ml-py calls, of one with or without its version: nvmlDeviceGetCount, nvmlInit_v2."""
+    """Return the exported name of a function, given with or without its version: nvmlDeviceGetCount, nvmlInit_v2."""
     if function == "*" or function.startswith("field:"):
         return function
     plain = re.sub(r"_v\d$", "", function)

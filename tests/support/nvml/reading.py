@@ -1,4 +1,4 @@
-"""For tests of the NVML reader: in this process, or in one of its own where the loader must look anew."""
+"""Reads with the NVML reader, in this process or in a new one in which the loader searches again."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import msgspec
 from rrl.health.readers.samples import Gpu, NvmlData
 
 SECONDS = 60.0
-"""for a process to read once; only a broken build takes that long"""
+"""Deadline (s) of one read in a new process; only a broken build reaches it."""
 
 PROGRAM = """
 import sys, msgspec
@@ -31,7 +31,7 @@ reader.close()
 
 
 def start(environ: Mapping[str, str]) -> subprocess.Popen[str]:
-    """A process that reads once for each line it is given, and says the reading or the error in one line."""
+    """Start a process that reads once per input line, and prints the sample or the error as one line."""
     env = {name: value for name, value in os.environ.items() if name not in ("LD_LIBRARY_PATH", "RRL_FAKE_NVML")}
     return subprocess.Popen(
         [sys.executable, "-c", PROGRAM],
@@ -43,7 +43,7 @@ def start(environ: Mapping[str, str]) -> subprocess.Popen[str]:
 
 
 def result_of_child(environ: Mapping[str, str]) -> str:
-    """What one read in a process of its own gives."""
+    """Return what one read in a new process prints."""
     process = start(environ)
     output, _ = process.communicate("read\n", timeout=SECONDS)
     assert process.returncode == 0
@@ -55,8 +55,11 @@ def read_in_child(environ: Mapping[str, str]) -> NvmlData:
 
 
 def reading_error(gpu: Gpu, healthy: Gpu) -> list[str]:
-    """What is wrong with a reading of which a part could not be read: a value that is neither as it was nor missing
-    with a reason. Empty: nothing."""
+    """Return what is wrong with a sample of which a part could not be read.
+
+    A value is wrong if it is neither as in ``healthy`` nor missing with a reason. An empty list means that nothing
+    is wrong.
+    """
     wrong = []
     for field in Gpu.__struct_fields__:
         value = getattr(gpu, field)

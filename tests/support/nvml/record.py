@@ -26,26 +26,26 @@ from rrl.health.readers.samples import NvmlData
 from rrl.tests.support.nvml.driver import FakeDriver
 
 READS = 30
-"""timed, one each 0.1 s"""
+"""Number of timed reads, one each 0.1 s."""
 _SMI_TIMEOUT_S = 60.0
-"""s"""
+"""Deadline (s) of nvidia-smi."""
 
 
 class Recording(msgspec.Struct, frozen=True, kw_only=True):
     kernel: str
     ml_py: str
-    """nvidia-ml-py's version"""
+    """Version of nvidia-ml-py."""
     reading: NvmlData
     calls: tuple[dict[str, str], ...]
-    """of each GPU: field (and way, where there are several) → NVML's answer, or why there is none"""
+    """For each GPU: field (and alternative, if there are several) → NVML's answer, or why there is none."""
     cpu_seconds: float
-    """of this process per read, over :data:`READS`"""
+    """CPU time (s) of this process per read, over :data:`READS` reads."""
     smi: str = ""
-    """``nvidia-smi -q -x``; empty: not installed"""
+    """Output of ``nvidia-smi -q -x``; empty if it is not installed."""
 
 
 def record() -> Recording:
-    """Raises NotInstalled, PermissionDenied or RuntimeError, like the reader."""
+    """Record this node. Raises NotInstalled, PermissionDenied or RuntimeError, like the reader."""
     import pynvml
 
     reader = NvmlReader(ReaderOptions())
@@ -65,7 +65,8 @@ def record() -> Recording:
 
 
 def play(recording: Recording, folder: Path) -> FakeDriver:
-    """The stand-in, saying what the real driver said then. Processes are not played: they are of another machine."""
+    """Return a stand-in driver that answers as the recorded driver did; processes are left out, because they were of
+    another machine."""
     driver = FakeDriver(folder).gpus(len(recording.reading.gpus)).version(recording.reading.driver)
     for gpu in recording.reading.gpus:
         for field in ("uuid", "name", "serial", "vbios"):
