@@ -34,7 +34,8 @@ LIGHT = Path(__file__).with_name("light_roles")
 
 
 def light_job(cluster: str, steps: int, *, rollouts: int = 2, spares: int = 1, extra: str = "") -> str:
-    """job.toml of a run without models: real manager, steps, agents, store, reward, weight plane."""
+    """Return the job.toml of a run without models: manager, steps, agents, store, reward and weight transport are
+    real."""
     python = sys.executable
     return f"""
 [run]
@@ -81,7 +82,8 @@ Incarnations = dict[ReplicaId, tuple[Incarnation, int | None, str | None]]
 
 
 class TestRun:
-    """A run in ``runs``. ``call`` runs a command line of rrl as whoever submits (a plain user on the Slurm lab)."""
+    """A run in the folder ``runs``. ``call`` runs a command line of rrl as the submitting user (in a Slurm lab a
+    plain user)."""
 
     __test__ = False
 

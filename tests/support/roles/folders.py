@@ -1,4 +1,4 @@
-"""Hugging Face folders of a few kilobytes, as ``save_pretrained`` writes them: what ``[model] path`` names."""
+"""Small Hugging Face folders as ``save_pretrained`` writes them, for ``[model] path``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
 
 SPECIAL = ("<pad>", "<end>", "<start>", "<turn>")
 VOCABULARY = len(SPECIAL) + 256
-"""a token for each byte"""
+"""One token for each byte, besides the special tokens."""
 END, TURN = 1, 3
 CHAT = """{%- for message in messages %}
     {%- if message['content'] == 'forbidden' %}{{ raise_exception('not this') }}{% endif %}
@@ -28,13 +28,13 @@ _SHAPE = {
 
 
 def qwen3(path: Path, seed: int = 0, **changes: Any) -> Path:
-    """Two layers, untied."""
+    """Write a Qwen3 model of two layers whose embeddings and head are separate tensors."""
     config = Qwen3Config(**_SHAPE | {"tie_word_embeddings": False} | changes)
     return _saved(Qwen3ForCausalLM, config, path, seed)
 
 
 def tied_llama(path: Path, seed: int = 0, **changes: Any) -> Path:
-    """Two layers; the embeddings are the head too, as in SmolLM2."""
+    """Write a Llama model of two layers whose embeddings are also its head, as in SmolLM2."""
     config = LlamaConfig(**_SHAPE | {"tie_word_embeddings": True} | changes)
     return _saved(LlamaForCausalLM, config, path, seed)
 
@@ -52,7 +52,7 @@ def _saved(kind: Any, config: Any, path: Path, seed: int) -> Path:
 
 
 def tokenizer(path: Path) -> None:
-    """Byte for byte, a start put in front of plain prompts, and a chat template."""
+    """Write a tokenizer of single bytes, with a start token before plain prompts, and a chat template."""
     characters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: place for place, token in enumerate((*SPECIAL, *characters))}
     made = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -68,6 +68,6 @@ def tokenizer(path: Path) -> None:
 
 
 def rewrite(file: Path, **changes: Any) -> None:
-    """Keys of a JSON file; None removes one."""
+    """Change keys of a JSON file; a value of None removes the key."""
     template = json.loads(file.read_text()) if file.exists() else {}
     file.write_text(json.dumps({key: value for key, value in (template | changes).items() if value is not None}))

@@ -1,4 +1,4 @@
-"""The smallest folder that can be ``[model] path`` as far as a login node looks at it: nothing can load it."""
+"""The smallest folder that passes as ``[model] path`` on a login node; no model can be loaded from it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _FILES = {
 
 
 def make(folder: Path, longest: int = 8192) -> Path:
-    """``longest``: max_position_embeddings."""
+    """Write the folder; ``longest`` is its max_position_embeddings."""
     folder.mkdir(parents=True)
     for name, content in _FILES.items():
         (folder / name).write_text(content.replace("8192", str(longest)))

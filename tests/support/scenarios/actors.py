@@ -29,13 +29,13 @@ class Node:
     boot: str
     dead_at: float | None = None
     agent_until: float = inf
-    """its agent lives so long"""
+    """Time (s) until which its agent runs."""
     agent_frozen: float = 0.0
-    """until then it says nothing"""
+    """Time (s) until which its agent is frozen."""
     cut: float = 0.0
-    """until then nothing of it reaches the manager"""
+    """Time (s) until which no message from it reaches the manager."""
     suspended: float = 0.0
-    """until then"""
+    """Time (s) until which the node is suspended."""
     state: str = "up"
     detail: str = ""
     state_until: float = inf
@@ -50,7 +50,7 @@ class Node:
         return self.is_running(now) and now < self.agent_until and now >= self.agent_frozen
 
     def agent_returns(self) -> None:
-        """A new one, launched by the manager."""
+        """Replace the agent by a new incarnation, launched by the manager."""
         self.agent = Incarnation(self.agent.replica, self.agent.number + 1)
         self.agent_until, self.agent_frozen, self.introduced = inf, 0.0, False
 
@@ -66,24 +66,24 @@ class Member:
     incarnation: Incarnation
     node: Node
     gpus: int
-    """how many it has"""
+    """Number of its GPUs."""
     probed: bool = True
-    """it can be asked for a bit of work"""
+    """Whether it answers probes for work."""
     gpu_indices: tuple[int, ...] = ()
-    """which, since its launch"""
+    """Indices of its GPUs, known since its launch."""
     ended: bool = False
     welcomed: bool = False
     greeted: bool = False
-    """It has sent the first Hello of its life."""
+    """Whether this incarnation has sent its first Hello."""
     """Whether it has sent a Hello to this manager."""
     stuck: float = 0.0
-    """until then its work stands still"""
+    """Time (s) until which its work makes no progress."""
     stuck_how: str = ""
-    """``hang``, ``wedge``, ``quiet`` or ``freeze``"""
+    """How it is stuck: ``hang``, ``wedge``, ``quiet`` or ``freeze``."""
     false_progress_until: float = 0.0
-    """until then its progress counter rises though it does nothing"""
+    """Time (s) until which its progress counter rises although it does nothing."""
     loads: Loads | None = None
-    """Load in place of the phase's while it is stuck or reports false progress."""
+    """Load while it is stuck or reports false progress; None: the load of its phase."""
     slow: float = 1.0
     slow_until: float = 0.0
     muted_until: float = 0.0
@@ -97,7 +97,7 @@ class Member:
     end: tuple[str, int | None, int | None, str] | None = None
     """How it ended: ``exit`` or ``vanish``, exit code, signal, last line of output."""
     outbox: deque[tuple[float, str, tuple[object, ...]]] = field(default_factory=deque)
-    """Messages under way: due time, method of the judge, arguments."""
+    """Messages in transit: due time, method of the judge, arguments."""
 
     def runs(self, now: float) -> bool:
         """Return whether the process is scheduled: neither it nor its node has ended or been stopped."""
@@ -146,14 +146,14 @@ class Gang:
     launch_at: float = inf
     """Time of the launch of its next incarnation."""
     round: list[RhythmPhase] = field(default_factory=list)
-    """phases to come"""
+    """Phases that are still to come in this round."""
     rhythm_phase: RhythmPhase = STARTING
     entered_at: float = 0.0
     remaining: float = 0.0
     compiles_until: float = 0.0
     work: float = 0.0
     reported_progress: int = 0
-    """of ``work``, what the progress counter shows"""
+    """Part of ``work`` that the progress counter shows."""
     lump_at: float = 0.0
     passed: set[str] = field(default_factory=set)
     rounds_ended: int = 0
@@ -161,17 +161,18 @@ class Gang:
     in_rhythm: bool = False
     """Whether the current phase belongs to the rhythm, rather than to the phases before the first round."""
     ended_in_round: dict[str, int] = field(default_factory=dict)
-    """phase of the rhythm → number of the last round in which the replica ended or skipped it"""
+    """Phase of the rhythm → number of the last round in which the replica ended or skipped it."""
     held: bool = False
     """Whether the phase has lasted its time and waits for other replicas or a queue."""
     stretched: dict[str, tuple[float, Loads | None]] = field(default_factory=dict)
-    """phase → its next pass lasts so long"""
+    """Phase → duration (s) and load of its next pass."""
     stretch_loads: Loads | None = None
     launched_at: float = 0.0
     start_takes: list[tuple[float, Callable[[int], None]]] = field(default_factory=list)
-    """of the next starts: how long, and whom to tell which incarnation it is"""
+    """For each of the next starts: its duration (s), and a function that is called with the number of the
+    incarnation."""
     waits: bool = False
-    """it stands still, or goes slower, for another role's sake"""
+    """Whether it stands still, or proceeds more slowly, because it waits for another role."""
     restarts: list[tuple[float, NodeName]] = field(default_factory=list)
 
     @property
@@ -179,7 +180,7 @@ class Gang:
         return self.joined and not any(member.ended for member in self.members)
 
     def productive(self, now: float) -> bool:
-        """Return whether other roles get from it what they wait for."""
+        """Return whether other roles receive from it what they wait for."""
         return self.alive and all(member.works(now) and now >= member.node.cut for member in self.members)
 
     def join(self, first: RhythmPhase, lasts: float, now: float) -> None:
@@ -224,7 +225,8 @@ class Gang:
             self.stretched[phase] = (lasts, loads)
 
     def advance(self, now: float, dt: float, share: float) -> None:
-        """``share``: of what it waits for, how much works; it is its own speed too."""
+        """Advance by ``dt`` s. ``share`` is the working share of the role that it waits for, and limits its own
+        speed."""
         speed = share * min(member.speed(now) for member in self.members)
         self.waits = share < 1.0
         if self.rhythm_phase.rate is not None and now >= self.compiles_until:
@@ -270,7 +272,7 @@ class Gang:
 
     @property
     def waits_for_role(self) -> str:
-        """The role that the current phase waits for; of several in ``until``, the first."""
+        """Return the role that the current phase waits for; of several roles in ``until``, the first."""
         return self.rhythm_phase.waits or next(iter(self.rhythm_phase.until), "")
 
 

@@ -1,8 +1,8 @@
-"""Two baselines that hear what rrl's detectors hear, and the same proof: exit records, processes that are gone, nodes
-that the cluster calls down.
+"""Two baselines, to compare with rrl's detectors.
 
-``FixedTimeout``: one timeout for everybody and everything, as PyTorch's process groups and NVRx's sections have it.
-``RobustRL``: the rules that the paper prints (arXiv 2512.22492, 5.2).
+They receive the same messages and the same proof as rrl's detectors: exit records, processes that are gone, nodes
+that the cluster reports as down. ``FixedTimeout`` has one timeout for everything, as PyTorch's process groups and
+NVRx's sections. ``RobustRL`` has the rules that the paper prints (arXiv 2512.22492, 5.2).
 """
 
 from __future__ import annotations
@@ -29,24 +29,25 @@ from rrl.tests.support.scenarios.judge import CurrentIncarnations
 from rrl.tests.support.scenarios.rhythms import Loads
 
 TIMEOUT_S = 600.0
-"""s: torch.distributed's and NCCL's default"""
+"""Default timeout (s) of torch.distributed and NCCL."""
 ZERO_TENSOR_S = 300.0
-"""s (RobustRL)"""
+"""Seconds without working tensor cores until a trainer fails (RobustRL)."""
 ZERO_TOKENS_S = 60.0
-"""s (RobustRL)"""
+"""Seconds without a token until a rollout is probed (RobustRL)."""
 ANSWER_TIMEOUT_S = 30.0
-"""s that a rollout has to answer the heartbeat; RobustRL does not say its own"""
+"""Seconds that a rollout has to answer the probe; RobustRL does not publish its own value."""
 TRAINS = frozenset({"train", "score"})
-"""its training phases: reference, critic and reward forward, actor's forward and backward"""
+"""RobustRL's training phases: forward passes of reference, critic and reward, and the actor's forward and backward
+pass."""
 
 
 @dataclass(slots=True)
 class _ReplicaState:
-    """A life as a baseline sees it."""
+    """What a baseline knows about one incarnation."""
 
     node: NodeName
     since: float
-    """of the last progress: a rise of the counter, a phase that begins, its launch"""
+    """Time of the last progress: an increase of the counter, the beginning of a phase, or the launch."""
     phase: str = ""
     done: int = -1
     joined: bool = False
@@ -64,7 +65,7 @@ class _Rule(Protocol):
 
 
 class Baseline:
-    """What both hear and know alike; ``rule`` says who fails."""
+    """The state that both baselines need; ``rule`` decides which replica fails."""
 
     probes_work = False
 
@@ -202,7 +203,8 @@ class RobustRL:
         return role == "rollout" and one.probed_at is not None and now - one.probed_at >= self._answer
 
     def needs_probe(self, incarnation: Incarnation, one: _ReplicaState, now: float) -> bool:
-        """A heartbeat to a rollout without tokens; who has answered is asked again after as long."""
+        """Return whether to probe a rollout without tokens now; after an answer, the next probe follows after the
+        same time."""
         if role_of(incarnation.replica) != "rollout":
             return False
         if one.probed_at is not None and one.tokens_at > one.probed_at:

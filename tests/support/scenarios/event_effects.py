@@ -1,4 +1,4 @@
-"""Events become what they do to the actors. Each returns whom it struck: replicas or nodes by name."""
+"""Applies the events of a scenario to the actors, and records which replicas or nodes each event affected."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rrl.tests.support.scenarios.world import World
 
 
 def shifted(at: float, shift: float) -> float:
-    """With the run's jitter; what is so from the beginning stays so."""
+    """Return the time shifted by the run's jitter; a time of 0 is not shifted."""
     return at + shift if at > 0 else 0.0
 
 
@@ -33,33 +33,35 @@ class ScenarioEvent:
         named = any(truth.of == (event.name or event.do) for truth in world.scenario.truth)
         sole = len(world.scenario.event) == 1 and any(truth.at is None for truth in world.scenario.truth)
         self._awaited = event.phase is not None or named or sole
-        """it is a failure or a silence of its own; else what follows from one, and is over with the life that had it"""
+        """Whether the event is a failure or a silence by itself. Otherwise it is a consequence of one, and ends with
+        the incarnation that it affects."""
         self.name = event.name or event.do
         random = world.chance(f"event {index}")
         at = event.at.draw(random)
         self._wait = at if event.after else inf
-        """s from the event that it comes after"""
+        """Seconds after the event that it follows."""
         self.due = inf if event.after else shifted(at, shift)
         self._draw: Callable[[], float] = lambda: event.lasts.draw(random) if event.lasts is not None else inf
         self._random = random
         self.struck_at: float | None = None
         self.incarnations: dict[str, int] = {}
-        """of every replica when it struck first; of nodes 0"""
+        """Incarnation number of every replica when the event first took effect; 0 for nodes."""
         self.places: dict[str, str] = {}
-        """replica → its node then"""
+        """Replica → its node at that time."""
         self._struck: set[str] = set()
         self._meant: dict[str, int] = {}
-        """replica → the incarnation that was there when it was due: no later life is struck. Where that one was then
-        being replaced: the next, if the event is awaited, else none"""
+        """Replica → the incarnation that the event is meant for: the one that existed when the event was due. Later
+        incarnations are not affected. If the replica was being replaced at that time, the event is meant for the
+        next incarnation if it is awaited, else for none."""
 
     def follows(self, other: ScenarioEvent) -> None:
-        """It comes after that one, if that is what its ``after`` says."""
+        """Set the due time if this event comes after ``other`` (its ``after``)."""
         if self.event.after == other.name and self.due == inf and other.struck_at is not None:
             self.due = other.struck_at + self._wait
 
     @property
     def never_struck(self) -> bool:
-        """It struck nobody, and not because a repair had replaced whom it was for."""
+        """Return whether it had no effect, for another reason than that a repair had replaced its target."""
         return self.struck_at is None and not self._struck
 
     @property
@@ -69,7 +71,7 @@ class ScenarioEvent:
         return all(str(one.incarnation.replica) in self._struck for one in self._world.members(self.event.who))
 
     def strike_due(self) -> None:
-        """Strike whoever is due and not yet struck."""
+        """Apply the event to each target that is due and was not affected yet."""
         world, event = self._world, self.event
         if world.now < self.due or self.done:
             return
@@ -89,12 +91,12 @@ class ScenarioEvent:
                 self._to_member(member)
 
     def _times(self) -> list[float]:
-        """Draw when what happens ``times`` times happens, s from the event."""
+        """Draw the times (s after the event) of its ``times`` occurrences."""
         gaps = (self.event.every.draw(self._random) for _ in range(self.event.times - 1))
         return list(accumulate(gaps, initial=0.0))
 
     def _in_phase(self, node: Node) -> bool:
-        """Somebody on the node is in the phase that the event waits for."""
+        """Return whether a process on the node is in the phase that the event waits for."""
         wanted = self.event.phase
         return wanted is None or any(
             member.node is node and gang.joined and gang.rhythm_phase.phase == wanted
@@ -102,7 +104,7 @@ class ScenarioEvent:
         )  # fmt: skip
 
     def concerns(self, node: NodeName) -> bool:
-        """It changes what is read on this node."""
+        """Return whether the event changes what readers read on this node."""
         return self.event.do in HARDWARE and any(one.name == node for one in self._world.nodes_of(self.event.who))
 
     def _strikes(self, whom: str, incarnation: int) -> None:

@@ -1,4 +1,4 @@
-"""What can happen in a scenario: the word, to whom, and which keys say more of it. docs/scenarios.md has the prose."""
+"""The kinds of events in a scenario: their names, targets and keys. docs/scenarios.md describes them."""
 
 from __future__ import annotations
 
@@ -60,21 +60,22 @@ KEYS: dict[str, tuple[str, ...]] = {
     "cluster_away": ("for",),
     "clock_jumps": ("forward", "back"),
 }
-"""key of the file → who may have it; ``at``, ``after``, ``do``, ``who`` and ``name`` are everybody's"""
+"""Key of the file → kinds of events that may have it; ``at``, ``after``, ``do``, ``who`` and ``name`` are allowed
+for all."""
 PROCESS_STATES = {"hang": ("S", "D"), "freeze": ("T", "t")}
 """event → states in /proc/PID/stat that its process may have; the first is the default"""
 NEEDED: dict[str, str] = {
     "stretch": "for", "slow": "factor", "late_heartbeats": "by", "busy": "answers_after", "start_takes": "for",
     "xid": "xid",
 }  # fmt: skip
-"""what it does nothing without"""
+"""Kind of event → key that it requires."""
 CHANGES = frozenset({"gpu", "port", "mount", "host"})
-"""they need ``set``, ``grow`` or ``unread``"""
+"""Kinds of events that need ``set``, ``grow`` or ``unread``."""
 
 HARDWARE = frozenset({
     "xid", "gpu", "gpu_lost", "gpu_gone", "port", "hca_gone", "mount", "host", "kernel", "dcgm", "reader",
 })  # fmt: skip
-"""seen by the node's readers"""
+"""Kinds of events that the node's readers observe."""
 
 
 def target_of(kind: str) -> Target:

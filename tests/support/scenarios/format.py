@@ -1,4 +1,4 @@
-"""The tables of a scenario file. Everything has a default: a scenario says what is special about it, no more."""
+"""The tables of a scenario file. Every key has a default, so a scenario states only what differs from it."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ CAUSES = Literal["process", "hang", "node", "gpu", "fabric", "storage", "softwar
 
 
 def _many(value: object) -> object:
-    """One is a list of one."""
+    """Return a list; a single value becomes a list of one."""
     return [value] if isinstance(value, str) else value
 
 
 def _gpus(value: object) -> object:
-    """``2``, ``[0, 3]`` or ``"*"``; the last is no number at all: which there are, the node knows."""
+    """Parse ``2``, ``[0, 3]`` or ``"*"``; ``"*"`` gives None, because only the node knows its GPUs."""
     if value == "*":
         return None
     several = value if isinstance(value, list | tuple) else [value]
@@ -73,29 +73,29 @@ class RhythmPhase(_Table):
     phase: str
     lasts: Length
     first: Length = fixed(0.0)
-    """added to the first pass of a life"""
+    """Seconds that are added to the first pass of an incarnation."""
     rate: float | None = Field(default=None, gt=0)
-    """units of work (tokens, samples) per s; none: it shows no progress"""
+    """Units of work (tokens, samples) per s; None: the phase shows no progress."""
     every: Length = fixed(0.0)
-    """between two rises of the progress counter; 0: at each beat"""
+    """Seconds between two increases of the progress counter; 0: at each heartbeat."""
     waits: str = ""
-    """the role whose work this phase waits for: it passes only as fast as the share of that role which works"""
+    """Role whose work this phase waits for: the phase proceeds at the speed of the working share of that role."""
     reports_waits_for: bool = False
-    """its beats name whom it waits for (``waits_for``)"""
+    """Whether heartbeats name the role that it waits for (``waits_for``)."""
     cpu: Cpu | None = None
-    """cores that the process uses meanwhile"""
+    """CPU cores that the process uses during the phase."""
     gpu: Share | None = None
-    """share of the time in which a kernel runs on its GPUs; also ``gpu_use``, as in events"""
+    """Share of the time in which a kernel runs on its GPUs; also written ``gpu_use``, as in events."""
     tensor: Share | None = None
-    """share of the time in which tensor cores work (what RobustRL reads)"""
+    """Share of the time in which tensor cores work (RobustRL's signal)."""
     every_rounds: int = Field(default=1, ge=1)
-    """N: the phase comes in rounds N, 2 N, 3 N ... only; the first round is number 1"""
+    """N: the phase takes place only in rounds N, 2 N, 3 N ...; the first round is number 1."""
     until: dict[str, str] = {}
-    """role → phase: this phase ends when every replica of the role has ended that phase of the same round, too"""
+    """Role → phase: this phase ends when every replica of the role has also ended that phase of the same round."""
     puts: dict[str, Count] = {}
-    """queue → units that the replica puts there when the phase ends; it waits until there is room for all of them"""
+    """Queue → units that the replica adds when the phase ends; it waits until there is space for all of them."""
     takes: dict[str, Count] = {}
-    """queue → units that the replica takes when the phase ends; it waits until all of them are there"""
+    """Queue → units that the replica takes when the phase ends; it waits until all of them are there."""
 
     @model_validator(mode="before")
     @classmethod
@@ -107,72 +107,75 @@ class RhythmPhase(_Table):
 
 class RoleTable(_Table):
     replicas: int = Field(default=1, ge=0, le=1024)
-    """where it is not said, as many as the role of this name has by default"""
+    """Number of replicas; by default that of the default role of this name."""
     ranks: int = Field(default=1, ge=1, le=512)
-    """processes of each replica: a gang, one on each node"""
+    """Number of processes of each replica: a gang, with one process on each node."""
     gpus: int | None = Field(default=None, ge=0, le=16)
-    """of each process; none: 8 for trainer and rollout, else 0"""
+    """GPUs of each process; None: 8 for trainer and rollout, else 0."""
     probed: bool | None = None
-    """it can be asked for a bit of work; none: rollouts can, others answer that they cannot"""
+    """Whether it answers probes for work; None: rollouts do, other roles reply that they have no handler."""
     on: tuple[str, ...] = ()
-    """nodes, one for each process; none: of their own, in order; roles without GPUs share one"""
+    """Nodes, one for each process. If empty, each process has a node of its own, in order; roles without GPUs share
+    one."""
     starts: Length | None = None
-    """from launch to Hello"""
+    """Time from launch to Hello."""
     rhythm: tuple[RhythmPhase, ...] = ()
-    """phases, again and again; none: that of the role of this name"""
+    """Phases of a round, repeated; if empty, those of the default role of this name."""
     once: tuple[RhythmPhase, ...] | None = None
-    """phases before the first round of a life; none: those of the role of this name"""
+    """Phases before the first round of an incarnation; None: those of the default role of this name."""
 
 
 class QueueTable(_Table):
-    """What replicas hand to each other: groups, samples, free slots."""
+    """A queue between replicas: groups, samples, free slots."""
 
     holds: Count | None = None
-    """units that it holds at most; none: any number"""
+    """Largest number of units in it; None: no limit."""
     has: int = Field(default=0, ge=0)
-    """units in it at the beginning"""
+    """Units in it at the beginning."""
 
 
 class ClusterTable(_Table):
     spares: int = Field(default=1, ge=0, le=64)
-    """nodes with an agent and nothing else"""
+    """Number of nodes with an agent and no other process."""
     cpus: int = Field(default=64, ge=1)
     restart: Length = fixed(2.0)
-    """from a repair's decision to the launch of the next life"""
+    """Time from the decision on a repair to the launch of the next incarnation."""
     allocation: Length = fixed(60.0)
-    """until a node comes that replaces an excluded one where there is no spare"""
+    """Time until a replacement of an excluded node arrives, if there is no spare."""
     readers: tuple[Literal["nvml", "dcgm", "kernel", "fabric", "host"], ...] = (
         "nvml", "dcgm", "kernel", "fabric", "host"
     )  # fmt: skip
-    """that have something to read; the others say that they are absent. Without dcgm nobody tells rrl what tensor cores
-    do; RobustRL's own profiler knows it anyway"""
+    """Readers whose source exists; the others report it as absent. Without dcgm, rrl has no information about tensor
+    cores; RobustRL has it from its own profiler."""
     loads: bool = True
-    """agents tell what CPU and GPU the roles use"""
+    """Whether agents report the CPU and GPU load of the roles."""
 
 
 class Event(_Table):
-    """Something happens to somebody."""
+    """An event: a change of one or more targets."""
 
     do: Literal[PROCESS_EVENTS, NODE_EVENTS, MANAGER_EVENTS]
     at: Length
-    """from the beginning, or from when the event ``after`` struck"""
+    """Time from the beginning, or from the event that ``after`` names."""
     after: str = ""
-    """the name of another event"""
+    """Name of another event."""
     who: tuple[str, ...] = ()
-    """replicas (``rollout/1``, ``trainer/0.2``, ``rollout/*``) or nodes (``n3``, ``@rollout/1``: where that one is)"""
+    """Targets: replicas (``rollout/1``, ``trainer/0.2``, ``rollout/*``) or nodes (``n3``; ``@rollout/1`` is that
+    replica's node)."""
     name: str = ""
-    """for ``of`` in [[truth]]; none: the deed's"""
+    """Name for ``of`` in [[truth]]; if empty, the event's kind."""
     lasts: Annotated[Length | None, Field(alias="for")] = None
     phase: str | None = None
-    """it strikes when the target is in this phase, for the first time after ``at``"""
+    """Phase in which the target must be; the event takes effect when that is first the case after ``at``."""
     cpu: Cpu | None = None
     gpu_use: Share | None = None
     tensor: Share | None = None
     answers_after: Length | None = None
-    """s that a probe takes to be answered meanwhile"""
+    """Seconds that an answer to a probe takes during the event."""
     answer: Literal["no", "fails"] = "no"
     process_state: Literal["", "S", "D", "T", "t"] = ""
-    """what the agent reads in /proc/PID/stat meanwhile; none: S of a hang, T of a freeze"""
+    """Process state that the agent reads in /proc/PID/stat during the event; if empty, S for a hang and T for a
+    freeze."""
     signal: int = Field(default=9, ge=1, le=64)
     code: int = Field(default=1, ge=0, le=255)
     last_line: str = ""
@@ -186,35 +189,35 @@ class Event(_Table):
     times: int = Field(default=1, ge=1)
     every: Length = fixed(60.0)
     gpu: Annotated[tuple[int, ...] | None, PlainValidator(_gpus)] = (0,)
-    """None: all of the node's"""
+    """GPUs concerned; None: all of the node."""
     link: Annotated[tuple[int, ...] | None, PlainValidator(_links)] = None
-    """of the GPU: ``set`` and ``grow`` are of these NVLinks"""
+    """NVLinks of the GPU that ``set`` and ``grow`` change."""
     xid: int = Field(default=0, ge=0)
     port: str = "mlx5_0/1"
     path: str = ""
-    """of a mount (none: /home); device of a kernel line (none: as its text says)"""
+    """Path of a mount (default: /home), or device of a kernel line (default: the one in its text)."""
     kind: KernelKind | None = None
-    """none: as its text says"""
+    """Kind of the kernel line; None: derived from its text."""
     by_readers: tuple[Literal["kernel", "nvml", "dcgm"], ...] = ("kernel", "nvml", "dcgm")
-    """``by`` of an xid: who tells it"""
+    """Readers that report an Xid (key ``by``)."""
     age: Lasting | None = None
-    """s before the scenario's beginning at which the kernel wrote it"""
+    """Seconds before the beginning of the scenario at which the kernel wrote the line."""
     unread: tuple[str, ...] = ()
-    """fields that cannot be read"""
+    """Fields that cannot be read."""
     source: Literal["health", "diag"] = "health"
-    """of an incident: dcgmi health, or a test of dcgmi diag"""
+    """Source of a DCGM incident: dcgmi health, or a test of dcgmi diag."""
     system: str = ""
     incident: str = ""
-    """DCGM_FR_* without its prefix"""
+    """Code DCGM_FR_* without its prefix."""
     severity: Literal["warn", "fail"] = "fail"
     reader: Literal["nvml", "dcgm", "kernel", "fabric", "host"] = "nvml"
     state: Literal["absent", "denied", "hung", "broken"] = "hung"
     set: dict[str, Any] = {}
     grow: dict[str, float] = {}
-    """counter → by so much per s"""
+    """Counter → its increase per s."""
 
     def gpus(self, there: int) -> tuple[int, ...]:
-        """Which it concerns, of a node with so many."""
+        """Return the GPUs concerned, on a node with ``there`` GPUs."""
         return tuple(range(there)) if self.gpu is None else tuple(one for one in self.gpu if one < there)
 
     @model_validator(mode="before")
@@ -252,28 +255,29 @@ class Event(_Table):
 
 
 class Truth(_Table):
-    """Somebody has failed. Nothing else has: every other alarm is a false one."""
+    """An expected finding: what has failed. Every other alarm is a false one."""
 
     who: str
     or_: Annotated[tuple[str, ...], BeforeValidator(_many), Field(alias="or")] = ()
-    """whoever else may be charged in its place"""
+    """Further replicas or nodes that may be charged instead."""
     of: str = ""
-    """the event that it comes from; none: the only one"""
+    """Name of the event that causes it; if empty, the only event."""
     at: Length | None = None
-    """since when; none: when the event struck"""
+    """Time since which it has failed; None: the time of the event."""
     within: Lasting = Field(default=300.0, gt=0)
-    """to be found so soon"""
+    """Time within which it must be found."""
     cause: CAUSES
     causes: Annotated[tuple[CAUSES, ...], BeforeValidator(_many)] = ()
-    """other names of it that are right too"""
+    """Further causes that are accepted."""
     verdict: Literal["FAIL", "WARN"] = "FAIL"
-    """WARN: it has to be told, and nothing need be done"""
+    """Expected verdict; WARN: it must be reported, without any action."""
     never: Literal["", "fail"] = ""
-    """``fail``: to condemn for it is a false alarm"""
+    """``fail``: a FAIL for it counts as a false alarm."""
     required: bool = True
-    """false: it may be found or not; to find it is no false alarm, not to find it is no miss"""
+    """If false, finding it is no false alarm, and not finding it is no miss."""
     exact: bool = False
-    """of a gang, or a node and who lives there, only whom ``who`` and ``or`` name finds it"""
+    """If true, only an alarm about ``who`` or ``or`` itself counts: not one about another member of the gang, or
+    about a process on the node."""
 
     @model_validator(mode="after")
     def _fits(self) -> Truth:
@@ -284,20 +288,20 @@ class Truth(_Table):
 
 class Scenario(_Table):
     about: str = Field(min_length=1)
-    """one line: who does what, and what an operator wants"""
+    """One line: what happens, and what an operator expects."""
     lasts: Lasting = Field(default=1800.0, gt=0, le=12 * 3600.0)
     jitter: Length = fixed(30.0)
-    """by up to so much all events come later, another amount with each seed"""
+    """Largest time by which all events are delayed; each seed draws another delay."""
     cluster: ClusterTable = ClusterTable()
     roles: dict[str, RoleTable] = {}
-    """none: a trainer, three rollouts, a store and a reward"""
+    """Roles; if empty, a trainer, three rollouts, a store and a reward."""
     limits: LimitsTable = LimitsTable()
     phases: dict[str, PhaseTable] = {}
     health: HealthTable = HealthTable()
     expect: Annotated[Expect, PlainValidator(_expected)] = Expect()
-    """what the site's rules expect of every node (health.toml)"""
+    """Hardware that the site's rules expect of every node (health.toml)."""
     draws: dict[str, Length] = {}
-    """durations that each seed draws once, for all places with ``{draw = "NAME"}``"""
+    """Durations that each seed draws once, for all places with ``{draw = "NAME"}``."""
     queues: dict[str, QueueTable] = {}
     event: tuple[Event, ...] = ()
     truth: tuple[Truth, ...] = ()

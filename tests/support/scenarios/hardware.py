@@ -1,7 +1,7 @@
-"""The machines of a scenario: what their readers read, healthy until an event changes it.
+"""The machines of a scenario: the values that their readers read, healthy until an event changes them.
 
-Readers that have something to read of an event read at their own pace, from shortly before it until after its end;
-others, and other nodes, now and then.
+Readers that can observe an event read at their normal rate, from shortly before the event until after its end. Other
+readers, and other nodes, are read rarely.
 """
 
 from __future__ import annotations
@@ -20,41 +20,41 @@ from rrl.tests.support.scenarios.format import Event, Scenario
 from rrl.tests.support.scenarios.rhythms import roles_of
 
 PACE = {"nvml": 1.0, "kernel": 1.0, "fabric": 5.0, "host": 10.0, "dcgm": 15.0}
-"""s between two reads of each reader"""
+"""Seconds between two reads of each reader."""
 _QUIET_INTERVAL_S = 600.0
-"""s between two reads of a node where nothing happens"""
+"""Seconds between two reads of a node without events."""
 _CALM_S = 15.0
-"""s between two reads of readers that see nothing of what happens on their node"""
+"""Seconds between two reads of readers that cannot observe the events of their node."""
 _BEFORE = 90.0
-"""s before the first event from which on a node is read at full pace"""
+"""Seconds before the first event from which a node is read at the normal rate."""
 _AFTER = 300.0
-"""s after the last one's end"""
+"""Seconds after the end of the last event until which a node is read at the normal rate."""
 _REPORTED_BY = {
     "xid": ("kernel", "nvml", "dcgm"), "gpu": ("nvml", "dcgm"), "gpu_lost": ("nvml", "dcgm"),
     "gpu_gone": ("nvml", "dcgm"), "port": ("fabric",), "hca_gone": ("fabric",), "mount": ("host",), "host": ("host",),
     "kernel": ("kernel", "nvml"), "dcgm": ("dcgm", "nvml"),
 }  # fmt: skip
-"""event → readers that have something to read of it"""
+"""Kind of event → readers that can observe it."""
 _HUNG_FOR = 10.0
-"""s that a reader may take (rrl.health.readers.base)"""
+"""Seconds after which a read counts as hung (rrl.health.readers.base)."""
 UPTIME = 20 * 3600.0
-"""s for which every node has been up when a scenario begins: what readings call ``at`` is a node's own clock. Less than
-a day, so that lines of the boot are within what checks remember"""
+"""Seconds since the boot of every node when a scenario begins; ``at`` of samples is the node's own clock. Less than
+a day, so that the checks still consider lines from the boot."""
 _BOOTING = 60.0
-"""s after its boot at which a node wrote the kernel lines that are there from the beginning"""
+"""Seconds after its boot at which a node wrote the kernel lines that exist from the beginning."""
 _COUNTED = 300.0
-"""s for which dcgm-exporter counts an Xid (DCGM_EXP_XID_ERRORS_COUNT, its default window)"""
+"""Seconds for which dcgm-exporter counts an Xid (DCGM_EXP_XID_ERRORS_COUNT, its default window)."""
 _HEALTH_EVERY = 60.0
-"""s between two runs of ``dcgmi health`` (rrl.health.readers.dcgm.reader)"""
+"""Seconds between two runs of ``dcgmi health`` (rrl.health.readers.dcgm.reader)."""
 _GIB = 2**30
 _FILESYSTEMS = {"/home": "nfs4", "/dev/shm": "tmpfs", "/tmp": "xfs", "/var": "xfs", "/local": "xfs"}
-"""of a mount, by the beginning of its path; the root is xfs, and any other is Lustre"""
+"""File system type by the beginning of a mount's path; the root is xfs, and any other path is Lustre."""
 MOUNTS = ("/", "/tmp", "/dev/shm", "/home", "/scratch")
 _IN_USE = 70 * _GIB
-"""bytes of a GPU's memory that a role has"""
+"""Bytes of GPU memory that a role uses."""
 PORTS = tuple(f"mlx5_{index}/1" for index in range(8))
 LINKS = 18
-"""of each GPU"""
+"""NVLinks of each GPU."""
 COUNTERS = (
     "link_downed", "excessive_buffer_overrun_errors", "local_link_integrity_errors", "rnr_nak_retry_err",
     "symbol_error", "link_error_recovery", "port_rcv_errors", "local_ack_timeout_err", "port_xmit_discards",
@@ -64,25 +64,25 @@ COUNTERS = (
 
 @dataclass(slots=True)
 class _Change:
-    """From ``since`` until ``until`` fields have other values, and counters rise."""
+    """Other values of fields, and rates of counters, from ``since`` until ``until``."""
 
     since: float
     until: float
     set: dict[str, Any]
     grow: dict[str, float]
     links: frozenset[int] | None = None
-    """what is changed is of these NVLinks of the GPU"""
+    """NVLinks of the GPU whose values change; None: the GPU's own values change."""
 
 
 @dataclass(slots=True)
 class _Machine:
     gpus: tuple[r.Gpu, ...]
     busy_from: float
-    """from then on it is read at full pace"""
+    """Time (s) from which the node is read at the normal rate."""
     offset: float
     busy_until: float = 0.0
     watched: set[str] = field(default_factory=set)
-    """readers that see something of what happens"""
+    """Readers that can observe an event of the node."""
     gpu_changes: dict[int, list[_Change]] = field(default_factory=dict)
     port_changes: dict[str, list[_Change]] = field(default_factory=dict)
     mount_changes: dict[str, list[_Change]] = field(default_factory=dict)
@@ -90,31 +90,31 @@ class _Machine:
     kernel: list[tuple[float, r.KernelEvent]] = field(default_factory=list)
     incidents: list[tuple[float, float, r.DcgmIncident]] = field(default_factory=list)
     readers: dict[str, list[tuple[float, float, str, str]]] = field(default_factory=dict)
-    """reader → from, until, state, why"""
+    """Reader → (from, until, state, reason)."""
     lost: dict[int, tuple[float, str]] = field(default_factory=dict)
     xids: list[tuple[float, r.GpuXid, frozenset[str]]] = field(default_factory=list)
-    """when, what, and by which readers it is told"""
+    """Time, Xid, and the readers that report it."""
     gone: dict[int, tuple[float, float]] = field(default_factory=dict)
-    """GPU → from when until when NVML does not count it"""
+    """GPU → interval in which NVML does not list it."""
     hcas_gone: dict[str, tuple[float, float]] = field(default_factory=dict)
     read_at: float = -inf
-    """kernel lines up to here have been read"""
+    """Time (s) up to which kernel lines have been read."""
     first_read_at: float = inf
-    """Xids up to here have been heard by NVML, or are lost; inf: it does not listen yet"""
+    """Time (s) up to which Xids were received or lost by NVML's events; inf: NVML does not listen yet."""
     due: dict[str, float] = field(default_factory=dict)
 
 
 class Machines:
     def __init__(self, scenario: Scenario, seed: int) -> None:
         self.used: Callable[[NodeName], Collection[int]] = lambda node: ()
-        """GPUs of the node that a role of ours has just now"""
+        """Returns the GPUs of a node that a role of the run uses now."""
         self._present = scenario.cluster.readers
         self._gpus = gpus_of(scenario)
         self._machines: dict[NodeName, _Machine] = {}
         self._seed = seed
 
     def expect(self, node: NodeName, event: Event, at: float) -> None:
-        """Something will happen there."""
+        """Announce an event of the node at time ``at`` (s)."""
         machine = self._machine(node)
         machine.busy_from = min(machine.busy_from, at - _BEFORE)
         machine.busy_until = max(machine.busy_until, at + _AFTER)
@@ -173,7 +173,8 @@ class Machines:
 
     # ── what is read ─────────────────────────────────────────────────────────────────────────────────────────────────
     def read(self, node: NodeName, now: float) -> list[r.Reading]:
-        """The readings that come in at this second; ``at`` is the node's clock: it runs since ``UPTIME``."""
+        """Return the samples of this second. Their ``at`` is the node's clock, which was ``UPTIME`` at the
+        beginning."""
         machine = self._machine(node)
         found: list[r.Reading] = []
         for reader in r.READERS:
@@ -232,8 +233,8 @@ class Machines:
 
 
 def _xid(machine: _Machine, event: Event, gpu: r.Gpu, times: Iterable[float]) -> None:
-    """Told by the kernel log, by NVML's events and by DCGM's counts, if they can be read; a line of the past only by
-    the log."""
+    """Report Xids by the kernel log, NVML's events and DCGM's counts, as far as these can be read; Xids from before
+    the beginning only by the log."""
     text = f"NVRM: Xid (PCI:{gpu.pci}): {event.xid}, {event.text or 'pid=4711, name=python'}"
     line = r.KernelEvent(kind="xid", text=text, xid=event.xid, pci=gpu.pci, pci_exists=True)
     for at in times:
@@ -244,7 +245,7 @@ def _xid(machine: _Machine, event: Event, gpu: r.Gpu, times: Iterable[float]) ->
 
 
 def _kernel_event(event: Event) -> r.KernelEvent:
-    """Return the event as the reader reports it: what the file says counts before what the text says."""
+    """Return the event as the reader reports it; keys of the file have priority over the text."""
     known = recognise(event.text.encode(), 0.0)
     if event.kind is not None and (known is None or known.kind != event.kind):
         line = r.KernelEvent(kind=event.kind, text=event.text or event.kind)
@@ -273,7 +274,7 @@ def _healthy_mount(path: str) -> r.Mount:
 
 
 def healthy_gpu(node: str, index: int) -> r.Gpu:
-    """An H100 at work."""
+    """Return a healthy H100 that works."""
     links = tuple(r.NvLink(link=n, active=True, replay=0, recovery=0, crc_flit=0, crc_data=0) for n in range(LINKS))
     return r.Gpu(
         index=index, uuid=uuid_of(node, index), pci=f"0000:{0x1B + 16 * index:02x}:00", name="NVIDIA H100 80GB HBM3",
@@ -289,7 +290,7 @@ def healthy_gpu(node: str, index: int) -> r.Gpu:
 
 
 def _idle(gpu: r.Gpu) -> r.Gpu:
-    """Nobody has it."""
+    """Return the GPU as it is when no process uses it."""
     return msgspec.structs.replace(
         gpu, memory_used=4 * 2**20, utilization=0, power=75_000, temperature=32, clock_sm=345,
         clock_reasons=("gpu_idle",),
@@ -356,18 +357,18 @@ STRUCTS: dict[str, type[msgspec.Struct]] = {"gpu": r.Gpu, "port": r.FabricPort, 
 
 
 def values_of(struct: type[msgspec.Struct], given: dict[str, Any]) -> dict[str, Any]:
-    """Values of a file as its fields have them. Raises ValidationError."""
+    """Convert values of a file to the types of the struct's fields. Raises ValidationError."""
     types = {**get_type_hints(struct), "nvlink": dict[str, Any]}
     return {name: msgspec.convert(value, types[name]) for name, value in given.items()}
 
 
 def struct_of(event: Event) -> type[msgspec.Struct]:
-    """Whose fields ``set`` and ``grow`` are of."""
+    """Return the struct whose fields ``set`` and ``grow`` of this event change."""
     return r.NvLink if event.link is not None else STRUCTS[event.do]
 
 
 def gpus_of(scenario: Scenario) -> int:
-    """GPUs of every node."""
+    """Return the number of GPUs of every node."""
     return max((table.gpus or 0 for table in roles_of(scenario).values()), default=0)
 
 

@@ -1,4 +1,4 @@
-"""Who judges a scenario: rrl's own detectors or a baseline. Both hear the same, and say what they find."""
+"""The interface of a judge of scenarios: rrl's own detectors or a baseline. All judges receive the same messages."""
 
 from __future__ import annotations
 
@@ -13,16 +13,19 @@ CurrentIncarnations = Sequence[tuple[Incarnation, NodeName]]
 
 
 class Judge(Protocol):
-    """``now``: the manager's clock (s) at receipt, 0 at the run's beginning. Incarnations are as the manager names
-    them; an agent's is ``agent/<node>``."""
+    """A judge.
+
+    ``now`` is the manager's clock (s) at receipt, 0 at the beginning of the run. Incarnations are named as by the
+    manager; that of an agent is ``agent/<node>``.
+    """
 
     probes_work: bool
-    """what it asks for is a bit of work; else only whether the process hears"""
+    """Whether its probes ask for work; otherwise they ask only whether the process is alive."""
 
     def launched(self, incarnation: Incarnation, node: NodeName, now: float) -> None: ...
     def hello(self, incarnation: Incarnation, node: NodeName, phase: str, now: float) -> None: ...
     def gpus(self, incarnation: Incarnation, node: NodeName, uuids: list[str]) -> None:
-        """Who has said Hello has these GPUs."""
+        """Report the GPUs of an incarnation that has sent a Hello."""
 
     def heartbeat(
         self, incarnation: Incarnation, phase: str, done: int, waits_for: ReplicaId | None, now: float
@@ -38,24 +41,24 @@ class Judge(Protocol):
     def agent(self, node: NodeName, incarnation: Incarnation, now: float, boot: str = "") -> None: ...
     def alive(self, incarnation: Incarnation, now: float) -> None: ...
     def load(self, incarnation: Incarnation, loads: Loads, has_gpu: bool, from_agent: bool, now: float) -> None:
-        """``told``: its node's agent says so, rather than a profiler in the role itself."""
+        """Report a load; ``from_agent``: from the agent of the node, not from a profiler in the role itself."""
 
     def reading(self, node: NodeName, reading: Reading, now: float) -> None: ...
     def cluster(self, states: dict[NodeName, tuple[str, str, bool]], polled_at: float, now: float) -> None:
-        """One answer of the cluster: node → state, words, and whether what is on it is suspended."""
+        """Report one poll of the cluster: node → state, text, and whether its processes are suspended."""
 
     def wants_poll(self, now: float) -> bool:
-        """It wants to know at once, rather than at the next poll."""
+        """Return whether the judge wants a poll now, and not only at the next regular time."""
 
     def due_probes(self, now: float) -> list[Incarnation]:
-        """Who shall do a bit of work and say so."""
+        """Return the incarnations to probe now."""
 
     def answered(self, incarnation: Incarnation, result: ProbeResult, detail: str, now: float) -> None: ...
     def forget(self, incarnation: Incarnation, now: float) -> None:
-        """It was fenced."""
+        """Report that the incarnation was fenced."""
 
     def forget_node(self, node: NodeName, now: float) -> None:
-        """It is not used any more."""
+        """Report that the node is no longer used."""
 
     def restarted(self, current: CurrentIncarnations, now: float, clock_ahead: float) -> None:
         """Begin as a new manager, which knows only the current incarnations.
@@ -64,12 +67,12 @@ class Judge(Protocol):
         """
 
     def paused(self, now: float) -> None:
-        """The manager itself stood still until now."""
+        """Report that the manager itself was stopped until now."""
 
     def killed(self, incarnation: Incarnation, node: NodeName, now: float) -> None:
-        """Its step was killed by us."""
+        """Report that the manager killed the incarnation's step."""
 
     def role_died(self, node: NodeName, gpus: list[str], now: float) -> None:
-        """A process that had these GPUs (UUIDs) died there, and we did not kill it."""
+        """Report that a process with these GPUs (UUIDs) ended there without being killed by the manager."""
 
     def findings(self, now: float) -> list[Finding]: ...

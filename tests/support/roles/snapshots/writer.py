@@ -1,9 +1,10 @@
 """A member that writes snapshots until it is killed.
 
-``python -m rrl.tests.support.roles.snapshots.writer KEYS PROGRESS`` reads a line ``<incarnation> <where>`` at a time
-and forks: the child is the member, its pid is the answer. Every byte of a snapshot is its step. ``where`` it kills
-itself in the third step it does: ``copy`` (half of the bytes are new), ``digest``, ``head`` (half of it is written),
-``sealed``; or ``never``. PROGRESS is a file of 8 bytes: the step begun.
+``python -m rrl.tests.support.roles.snapshots.writer KEYS PROGRESS`` reads lines ``<incarnation> <where>``. For each
+line it forks a member and prints the member's pid. Every byte of a snapshot is the number of its step. ``where`` is
+the point of its third step at which the member kills itself: ``copy`` (half of the bytes are new), ``digest``,
+``head`` (half of it is written), ``sealed``, or ``never``. PROGRESS is a file of 8 bytes with the newest step that
+was begun.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from rrl.transport.keys import RunKeys
 
 RUN, NODE, GANG = "run-1", NodeName("n1"), ReplicaId("trainer/0")
 SIZE = 5 * 2**20 + 17
-"""bytes: two chunks, the last one odd"""
+"""Bytes of a snapshot: two chunks, of which the last is shorter."""
 _LAST = 3
-"""the step of a life in which it is killed"""
+"""Number of the step of an incarnation in which it kills itself."""
 _CHUNK_BYTES = 64 * 2**10
 
 

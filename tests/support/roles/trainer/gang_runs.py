@@ -1,4 +1,4 @@
-"""Runs of a gang of real trainer processes: kill one at a given moment, and compare what the run ends with."""
+"""Runs of a gang of real trainer processes: kill a member at a given moment, and compare the final states."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KILLED = -9
 
 
 class End(Struct):
-    """The last commit of a run: all tensors, and the other state of each member."""
+    """The last commit of a run: all tensors, and the extra state of each member."""
 
     tensors: dict[str, Tensor]
     rest: list[bytes]

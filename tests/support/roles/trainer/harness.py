@@ -27,11 +27,11 @@ SMALL = ModelSpec(
     initializer_range=0.05,
 )  # fmt: skip
 Scoring = Callable[[int, tuple[int, ...]], tuple[float, float]]
-"""The item's index and the answer's tokens to (reward, training reward)."""
+"""Takes the item's index and the answer's tokens; returns (reward, training reward)."""
 
 
 def settings(**changes: float | None) -> TrainerSettings:
-    """The defaults of job.toml, but for ``changes``."""
+    """Return the default trainer settings of job.toml with ``changes``."""
     return msgspec.structs.replace(TrainerSettings(), **changes)
 
 
@@ -40,7 +40,7 @@ def learner(vocabulary: int = 13, seed: int = 0, steps: int = 100, **changes: fl
 
 
 def saved(student: Learner) -> tuple[dict[str, torch.Tensor], bytes]:
-    """All of its state, as it is now."""
+    """Return a copy of the learner's whole state."""
     return {name: tensor.detach().clone() for name, tensor in student.tensors().items()}, student.extra_state()
 
 
@@ -54,7 +54,7 @@ def restore(student: Learner, state: tuple[dict[str, torch.Tensor], bytes]) -> N
 def engine(
     weights: Learner, vocabulary: int = 13, seed: int = 0, version: int = 0, sampling: Sampling | None = None
 ) -> TorchEngine:
-    """An engine with the learner's weights of this moment, built from another seed than they were."""
+    """Return an engine with the learner's present weights; the engine's model is built with another seed."""
     made = TorchEngine(
         build_model(SMALL, vocabulary, seed + 1000), stop_tokens=frozenset({EOS}), seed=seed, sampling=sampling
     )
@@ -63,7 +63,8 @@ def engine(
 
 
 def roll_out(with_engine: Engine, items: Sequence[Item]) -> dict[int, list[Segment]]:
-    """All segments by trajectory, the earlier lives' first. Every item must be reported finished exactly once."""
+    """Return all segments by trajectory, those of earlier incarnations first. Each item must be reported finished
+    once."""
     segments = {item.trajectory: list(item.so_far) for item in items}
     finished: list[int] = []
     waiting = list(items)
@@ -95,7 +96,7 @@ def sampled_batch(
     with_engine: Engine, prompts: Sequence[tuple[int, ...]], first_item: int, group_size: int, max_new: int,
     number: int, score: Scoring,
 ) -> Batch:  # fmt: skip
-    """One batch of complete groups, one group a prompt."""
+    """Sample and score one batch of complete groups, one group per prompt."""
     items = [
         Item((first_item + place) * group_size + copy, first_item + place, prompt, max_new=max_new)
         for place, prompt in enumerate(prompts)
@@ -111,7 +112,7 @@ def sampled_batch(
 
 
 def parts_of(batch: Batch, sizes: Sequence[int]) -> list[Part]:
-    """Cut a batch into parts of so many groups each, in the order of its groups."""
+    """Cut a batch into parts, in the order of its groups; ``sizes`` gives the number of groups of each part."""
     assert sum(sizes) == len(batch.groups)
     groups, made = iter(batch.groups), list[Part]()
     for index, size in enumerate(sizes):
@@ -123,7 +124,7 @@ def parts_of(batch: Batch, sizes: Sequence[int]) -> list[Part]:
 
 
 def step_in_parts(student: Learner, batch: Batch, sizes: Sequence[int]) -> dict[str, float]:
-    """The metrics of one step that is trained in parts of so many groups each."""
+    """Train one step in parts of these numbers of groups, and return its metrics."""
     student.open(batch.number)
     for part in parts_of(batch, sizes):
         student.add(part)
@@ -134,7 +135,10 @@ def learn(
     student: Learner, rollout: Engine, prompt: Callable[[int], tuple[int, ...]], score: Scoring, *,
     steps: int, lag: int, prompts: int, group_size: int, max_new: int,
 ) -> Iterator[dict[str, float]]:  # fmt: skip
-    """The metrics of each step. The batch of step n was sampled with the weights of step n - 1 - lag (at least 0)."""
+    """Yield the metrics of each step.
+
+    The batch of step n was sampled with the weights of step n - 1 - ``lag``, or of step 0 if that is negative.
+    """
     waiting: collections.deque[Batch] = collections.deque()
     for number in itertools.count(1):
         rollout.load(Version(student.number, 1), student.weights().items())

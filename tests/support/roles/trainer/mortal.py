@@ -1,4 +1,4 @@
-"""A real trainer process, ended by SIGKILL at a moment that the test names."""
+"""A real trainer process that kills itself with SIGKILL at a moment that the test names."""
 
 from __future__ import annotations
 
@@ -27,8 +27,11 @@ from rrl.roles.worker.api import Worker
 
 
 def play(launch_file: str, log: str, moment: str, step: int, dies: bool, seed: int) -> None:
-    """The life of the launch file, with its output in ``log``; if it ``dies``, at ``moment`` of ``step``. Its random
-    states begin with ``seed``: what is not restored shows."""
+    """Run the trainer of the launch file, with its output in ``log``.
+
+    If ``dies``, it kills itself at ``moment`` of ``step``. Random states are seeded with ``seed``, so that a state
+    that is not restored shows in the result.
+    """
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(out, 1)
     os.dup2(out, 2)
@@ -61,7 +64,7 @@ def _compute_deterministically() -> None:
 
 
 def _mark_with_chance() -> None:
-    """The model has no dropout: have each part and step depend on every random state, as if it had."""
+    """Make each part and step depend on every random state; the model itself has no dropout."""
     add, close = Learner.add, Learner.close
     noise = [0.0]
 
@@ -93,7 +96,8 @@ def _before(owner: Any, name: str, when: Callable[..., bool]) -> None:
 
 
 def _while_the_batch_is_shared(step: int) -> None:
-    """The first member has it and has sent none of it, or another has received none of it."""
+    """Die after the first member has received the batch and before it has sent any share of it; or, in another
+    member, before receiving a share."""
     next_, now = process_group._next_part, [0]
 
     def noted(me: Worker, gang: Gang, number: int, index: int) -> Part | None:
@@ -110,7 +114,7 @@ def _in_the_step(step: int) -> None:
 
 
 def _after_a_part(step: int) -> None:
-    """The first part is trained on, and the second one is there."""
+    """Die after training on the first part, when the second part is there."""
     _before(Learner, "add", lambda _, part: (part.number, part.index) == (step, 1))
 
 
@@ -119,7 +123,7 @@ def _before_it_is_copied(step: int) -> None:
 
 
 def _once_it_is_sealed(step: int, dies: bool) -> None:
-    """And copied, by all members; nothing of it is on the disk."""
+    """Die after all members have sealed and copied the snapshot, before anything of the step is on the disk."""
     keep = AsyncSaver._write_and_commit
 
     def wrapped(saver: AsyncSaver, staged: Any) -> None:
@@ -138,12 +142,12 @@ def _once_it_is_sealed(step: int, dies: bool) -> None:
 
 
 def _in_the_files(step: int) -> None:
-    """They are written, and not one is durable."""
+    """Die after the checkpoint's files are written, before any of them is durable."""
     _before(checkpoint, "make_durable", lambda paths: f"/step-{step}." in str(paths[0]))
 
 
 def _while_it_publishes(step: int) -> None:
-    """A part of the version is written or sent, and it is not offered."""
+    """Die after a part of the version is written or sent, before the version is offered."""
     publish = Publisher._publish
 
     def wrapped(publisher: Publisher, copy: Any) -> None:
@@ -186,9 +190,9 @@ def _after_the_commit(step: int) -> None:
 PUBLISHING = "while it publishes"
 SEALED = "once it is sealed"
 SHARED = "while the batch is shared"
-"""of a gang alone"""
+"""Moment that exists only in a gang."""
 AFTER_A_PART = "after a part"
-"""of a run that streams alone"""
+"""Moment that exists only in a run that streams."""
 MOMENTS: dict[str, Callable[[int], None]] = {
     "in the step": _in_the_step,
     "before it is copied": _before_it_is_copied,

@@ -1,4 +1,5 @@
-"""Publishing outside of a run: a worker that serves versions to nobody, and members that publish a model of 200 MB."""
+"""Publishing outside of a run: a worker that publishes versions without receivers, and members with a model of 200
+MB."""
 
 from __future__ import annotations
 
@@ -100,7 +101,7 @@ class PublishingWorker(SimpleNamespace):
 
 
 class LearningWorker(PublishingWorker):
-    """A worker that can also save: its commits are counted only."""
+    """A worker that can also save; of its commits only the number is recorded."""
 
     def __init__(self, run_dir: RunDir, world: int) -> None:
         super().__init__(world=world)
@@ -177,10 +178,10 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def play(rank: int, world: int, folder: str, dtype: str) -> None:
-    """Publish the live weights and then a host copy, and load the latter into an engine.
+    """Publish the live weights and then a host copy, and load the host copy into an engine.
 
-    Writes to ``rank-N.json`` by how many bytes the memory of the process grew at most for each of these, and whether
-    all values were right.
+    Writes to ``rank-N.json`` the largest memory growth (bytes) during each of these operations, and whether all
+    values were right.
     """
     torch.set_num_threads(1)
     gang = gang_of(rank, world, folder)
@@ -223,7 +224,7 @@ def play(rank: int, world: int, folder: str, dtype: str) -> None:
 
 
 def _growth(do: Callable[[], None]) -> int:
-    """Bytes between what is resident before and the most while it runs."""
+    """Return the bytes by which the resident memory grew at most while ``do`` ran."""
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew (proc(5))
     before = _status("VmRSS")
     do()

@@ -1,7 +1,8 @@
 """A gang of real trainer processes, a real store with recorded trajectories, and real snapshot servers.
 
-The manager is a substitute: it welcomes members, sends them the peer directory, and fences all when one has died. The
-processes are forked from one that has imported torch, so that an incarnation starts in a second instead of six.
+The manager is a substitute: it welcomes members, sends them the peer directory, and fences all members when one has
+died. The processes are forked from a process that has imported torch, so that an incarnation starts in one second
+instead of six.
 """
 
 from __future__ import annotations
@@ -55,9 +56,9 @@ def nursery() -> Iterator[ForkServerContext]:
 
 
 def recorded(folder: Path, steps: int, uncommitted: int, *, stream: bool = False) -> Store:
-    """Return a store with all trajectories that ``steps`` steps train on, the same ones each time.
+    """Return a store with all trajectories that ``steps`` steps train on; they are the same at every call.
 
-    With ``stream`` a part has one group: a second one would not fit into its message.
+    With ``stream`` each part has one group, because a second one would not fit into the message.
     """
     dice = random.Random(7)
     cut: dict[str, Any] = {"max_part_bytes": 1} if stream else {}

@@ -1,4 +1,4 @@
-"""A trainer, rollouts and a reward replica as few lines each, for a store in this process."""
+"""A trainer, rollouts and a reward replica, reduced to a few functions, for a store in this process."""
 
 from __future__ import annotations
 
@@ -66,7 +66,10 @@ def generate(
     tokens: Sequence[int] = (5, 1),
     weights: int | None = None,
 ) -> list[int]:
-    """Lease, and grow all of it to its end by ``tokens``, as far as there is room. ``weights``: None are step 0's."""
+    """Lease up to ``at_most`` trajectories, append ``tokens`` to each as far as they fit, and finish them.
+
+    ``weights`` is the step of their version; None: step 0.
+    """
     items = lease(store, who, at_most, (), weights)
     segments = []
     for item in items:
@@ -110,7 +113,7 @@ def train(
     store: Store, number: int, who: Incarnation = TRAINER, tokens: Sequence[int] = (5, 1), at_most: int = 1000,
     weights: int | None = None, metrics: dict[str, float] | None = None,
 ) -> Batch:  # fmt: skip
-    """Everything that step ``number`` needs, and the step. ``at_most`` trajectories are generated."""
+    """Generate up to ``at_most`` trajectories, score them, and bind and commit step ``number``."""
     generate(store, at_most=at_most, tokens=tokens, weights=weights)
     score(store)
     batch = bind(store, number, who)

@@ -1,4 +1,4 @@
-"""A run of the store that meets every kind of record, what it promised on the way, and whether a store keeps that."""
+"""A run of the store with every kind of record, its acknowledgements, and a check that a store keeps them."""
 
 from __future__ import annotations
 
@@ -52,28 +52,29 @@ from rrl.tests.support.roles.trajectories.crew import (
 )
 
 AFTER = (9, 9, 9, 9)
-"""what is generated after the crash; what was acknowledged before it has other tokens"""
+"""Tokens that are generated after the crash; trajectories that were acknowledged before it have others."""
 NEXT = incarnation_of("trainer/0", 2)
 _IN_PARTS = {2: 9, 4: 9, 5: 1}
-"""step → how many parts of it are requested at most while some groups are not scored; then the batch is"""
+"""Step → number of parts that are requested at most while some groups are not scored; then the whole batch is
+requested."""
 _LATE = 3
-"""the step whose binding makes a group too old, where there is a limit"""
+"""Step whose binding makes a group too old, if there is a limit on the age."""
 
 
 class Acknowledged(Struct):
-    """What the store had promised by the time its file was ``size`` bytes long."""
+    """What the store had acknowledged by the time its file had ``size`` bytes."""
 
     size: int
     segments: dict[tuple[int, int], Segment] = {}
     scored: dict[int, float] = {}
     bound: dict[int, PackedBatch] = {}
     parts: dict[tuple[int, int], PackedPart] = {}
-    """by step and index"""
+    """Bound parts by step and index."""
     committed: int = 0
     dropped: dict[str, int] = {}
     fence: int = 1
     made: int = 0
-    """trajectories, as far as anybody was given one"""
+    """Number of trajectories that were created and leased."""
 
 
 def log_in(folder: Path) -> Path:
@@ -82,8 +83,11 @@ def log_in(folder: Path) -> Path:
 
 
 class Script:
-    """A run that meets every kind of record; notes after each flush what is promised from there on. ``said[i]`` are the
-    words whose answer made ``promised[i + 1]`` of ``promised[i]``. ``noted`` is told how many promises were made."""
+    """A run with every kind of record, which notes after each flush what the store has acknowledged.
+
+    ``calls[i]`` is the request, with its answer, that changed ``promised[i]`` to ``promised[i + 1]``. ``noted`` is
+    called with the number of calls so far.
+    """
 
     def __init__(self, folder: Path, noted: Callable[[int], None] = lambda _: None, **changed: Any) -> None:
         self.folder = folder
@@ -142,7 +146,7 @@ class Script:
         self._call(PostScores(REWARD, (), failed), lambda now, _: now.dropped.update({"no scorer": GROUP}))
 
     def part(self, number: int, index: int, who: Incarnation) -> bool:
-        """Request a part of a step that has groups enough for it. Returns whether it was the last one."""
+        """Request a part of a step that has enough groups for it; return whether it was the last part."""
 
         def bound(now: Acknowledged, given: Answer) -> None:
             assert isinstance(given, PartBound)
@@ -193,7 +197,7 @@ class Script:
 
 
 def _go_on(store: Store, who: Incarnation, to: int) -> Iterator[Batch]:
-    """Finish the run from where it is: replay what is bound and not committed, then new steps. All its batches."""
+    """Finish the run up to step ``to`` and yield its batches: first the bound, uncommitted ones, then new ones."""
     start = store.committed(who)
     assert isinstance(start, CommittedState)
     for number in range((start.number or 0) + 1, to + 1):
@@ -208,8 +212,11 @@ def _go_on(store: Store, who: Incarnation, to: int) -> Iterator[Batch]:
 def check(
     folder: Path, promised: Acknowledged, to: int, repeated: Sequence[tuple[Request, Answer]] = (), **changed: Any
 ) -> None:  # fmt: skip
-    """A store that opens ``folder`` keeps all of ``promised``, gives ``again`` the same answers to the same words, and
-    goes on to step ``to`` with nothing lost and nothing trained twice."""
+    """Check that a store that opens ``folder`` keeps everything in ``promised``.
+
+    It must answer the ``repeated`` requests as before, and continue to step ``to`` without losing a trajectory or
+    training one twice.
+    """
     who = NEXT
     store = open_store(folder, **changed)
     for request, given in repeated:

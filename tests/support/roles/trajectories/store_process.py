@@ -1,6 +1,7 @@
-"""A trajectory store without a manager: ``python -m`` it with folder, keys file, address file and epoch.
+"""A trajectory store without a manager: run with folder, keys file, address file and epoch as arguments.
 
-Every line on stdin is the manager's word on who lives (JSON list of lives); the first one opens the door.
+Each line on stdin is the membership that a manager would send (JSON list of current incarnations); the store begins
+to serve after the first line.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from rrl.transport.keys import RunKeys
 
 
 class StoreProcess:
-    """The same from outside: start, tell, kill -9, start again."""
+    """The process of such a store: start it, send it memberships, kill it, start it again."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "trajectories"
