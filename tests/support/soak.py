@@ -1,9 +1,12 @@
-"""``make soak``: hundreds of random faults on whole runs, and every invariant that journal and store can show.
+"""``make soak``: hundreds of random faults on whole runs, with a check of every invariant that journal and store
+show.
 
-First light workers on the local cluster (real manager, steps, agents, store, reward, weight plane; no model), then the
-quickstart's real torch roles on a real Slurm of this machine. Runs go on until they have had their faults, and are then
-cancelled: one that ends before that has failed. A killed manager is followed by another one, as Slurm would do it.
-Prints what it finds, and one JSON object as its last line; all but ``faults`` must be 0.
+First light workers on the local cluster (manager, steps, agents, store, reward and weight transport are real; there
+is no model), then the quickstart's torch roles on a real Slurm of this machine. A run continues until all its faults
+were injected, and is then cancelled; a run that ends earlier has failed. A killed manager is replaced, as Slurm
+would do.
+
+The program prints its findings, and a JSON object as its last line, in which all values but ``faults`` must be 0.
 """
 
 from __future__ import annotations
@@ -40,9 +43,9 @@ LIGHT_RUNS = 3
 TORCH_FAULTS = 22
 TORCH_NODES = 5
 STEPS = 1_000_000
-"""never reached: a run is cancelled when it has had its faults"""
+"""Steps of a run: never reached, because a run is cancelled after its faults."""
 SPELL = 240.0
-"""s without any fault performed, after which a run counts as stuck"""
+"""Seconds without a fault after which a run counts as stuck."""
 LIGHT = """
 first_pass = "2s"
 [recovery]
@@ -100,22 +103,22 @@ amount = 3
 """
 HANGS = "".join(f'[phases.{name}]\nshortest = "8s"\nlongest = "8s"\n' for name in ("generate", "train", "between",
                 "checkpoint", "publish", "score"))  # fmt: skip
-"""a hang is found in time; by default a phase may last for hours"""
+"""Deadlines of phases: short, so that hangs are found in time; by default a phase may last for hours."""
 
 
 class Tally(Struct):
-    """What was found, over all runs."""
+    """The results of all runs."""
 
     faults: int = 0
-    """that were really performed"""
+    """Number of faults that were carried out."""
     violations: int = 0
-    """of any invariant but the three that follow"""
+    """Number of violations of other invariants than the three below."""
     lost_steps: int = 0
-    """trajectories of which nobody knows what became"""
+    """Number of trajectories whose fate is unknown."""
     trained_twice: int = 0
-    """groups in two committed steps"""
+    """Number of groups in two committed steps."""
     orphans: int = 0
-    """processes, files and Slurm jobs left behind"""
+    """Number of processes, files and Slurm jobs that a run left behind."""
 
     def violate(self, what: str) -> None:
         self.violations += 1
@@ -123,7 +126,7 @@ class Tally(Struct):
 
 
 class ManagerRestarter:
-    """Follows a killed manager by another one, as Slurm's queue does with the successor that waits there."""
+    """Starts another manager after one was killed, as Slurm's queue does with the successor that waits there."""
 
     def __init__(self, run: TestRun) -> None:
         self._run, self._over = run, threading.Event()
@@ -147,13 +150,13 @@ class ManagerRestarter:
 
 
 def performed(run: RunDir) -> list[ev.FaultInjected]:
-    """Once for each fault that was really done."""
+    """Return one event for each fault that was carried out."""
     event_text = [stamped.event for stamped in replay(run)]
     return [event for event in event_text if isinstance(event, ev.FaultInjected) and event.ok and not event.ended]
 
 
 def run_faults(run: TestRun, faults: int, tally: Tally, restarter: ManagerRestarter | None) -> None:
-    """Let the run have its faults, then end it, and judge what it leaves."""
+    """Let the run have its faults, end it, and check what it leaves behind."""
     done, since = 0, time.monotonic()
     while done < faults and time.monotonic() < since + SPELL:
         time.sleep(1.0)
@@ -193,7 +196,7 @@ def _end(run: TestRun, tally: Tally) -> None:
 
 
 def judge(run: TestRun, tally: Tally) -> None:
-    """Every invariant of docs/architecture.md that can be seen afterwards."""
+    """Check every invariant of docs/architecture.md that can be checked after the end."""
     _trajectories(run.run, tally)
     _records(run.run, tally)
     until = time.monotonic() + 60
@@ -206,7 +209,7 @@ def judge(run: TestRun, tally: Tally) -> None:
 
 
 def _trajectories(run: RunDir, tally: Tally) -> None:
-    """Invariant 1."""
+    """Check invariant 1."""
     try:
         audit = msgspec.json.decode((run.store / "audit.json").read_bytes(), type=Audit)
     except OSError as error:
@@ -222,7 +225,7 @@ def _trajectories(run: RunDir, tally: Tally) -> None:
 
 
 class _Reading:
-    """What the records have said so far."""
+    """State of reading the records of a run."""
 
     def __init__(self, run: RunDir, tally: Tally) -> None:
         self.run, self.tally = run, tally
@@ -273,8 +276,10 @@ class _Reading:
                 pass
 
     def _fence(self, fence: Fence) -> None:
-        """Invariant 4: a failure is charged to who failed, or whose node did. What moves without one names its gang,
-        its node, or the person that asked."""
+        """Check invariant 4: a fence names a failure of the incarnation or its node.
+
+        A fence without a failure must name the gang, the node, or the user who requested it.
+        """
         incarnation = fence.incarnation
         if (
             fence.charged

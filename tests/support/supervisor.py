@@ -1,9 +1,9 @@
-"""End Slurm labs and local runs together with the process that started them, however that process ends.
+"""Ends Slurm labs and local runs together with the process that started them, however that process ends.
 
-Labs and runs detach from whoever starts them, as they do in production: a test or a benchmark that is killed cannot end
-them itself. So each process that starts any has one supervisor, a child in a session of its own. The process names to
-it, through a pipe, what it started; the supervisor waits for the end of the process (a pidfd: it also sees SIGKILL) and
-ends what is left.
+Labs and runs detach from the process that starts them, as in production: if a test or benchmark is killed, it cannot
+end them itself. So each process that starts labs or runs has one supervisor, a child process in a session of its
+own. It receives through a pipe what the process has started, waits for the end of the process by a pidfd (so also
+after SIGKILL), and ends what is left.
 
 A benchmark or a pytest session that gets SIGTERM also unwinds (:func:`exit_on_sigterm`), which removes its temporary
 folders and network namespaces.
@@ -29,11 +29,12 @@ from rrl.core.launch import LAUNCH_ENV
 from rrl.tests.support.slurm.processes import Process, kill_all, running_processes
 
 SIGTERM_EXIT_CODE = 128 + signal.SIGTERM
-"""what a shell reports of a process that ended by SIGTERM"""
+"""Exit code that a shell reports for a process that ended by SIGTERM."""
 _LAB, _RUNS = "lab", "runs"
 _READ_BYTES = 65_536
 _supervisors: dict[int, subprocess.Popen[bytes]] = {}
-"""By the pid of the process that started it: a forked child inherits its parent's entry and needs an own supervisor."""
+"""Supervisors by the pid of the process that started them. A forked child inherits its parent's entry, but needs a
+supervisor of its own."""
 
 
 def end_lab_with_caller(path: Path) -> None:
@@ -48,7 +49,7 @@ def end_runs_with_caller(runs: Path) -> None:
 
 @contextlib.contextmanager
 def temporary_runs_folder(prefix: str = "rrl-bench-") -> Iterator[Path]:
-    """Yield a temporary folder, and end the processes of all runs in it before it is removed.
+    """Provide a temporary folder, and end the processes of all runs in it before it is removed.
 
     Otherwise they would still write into the folder while it is being removed.
     """
@@ -60,9 +61,11 @@ def temporary_runs_folder(prefix: str = "rrl-bench-") -> Iterator[Path]:
 
 
 def exit_on_sigterm(leave: Callable[[], NoReturn] = lambda: sys.exit(SIGTERM_EXIT_CODE)) -> None:
-    """Have SIGTERM call ``leave``, which raises, in the main thread, so that context managers clean up.
+    """Have SIGTERM call ``leave`` in the main thread; ``leave`` raises an exception, so that context managers clean
+    up.
 
-    A forked child inherits the handler; it ends by the signal, for it must not unwind its parent's context managers.
+    A forked child inherits the handler but ends by the signal, because it must not run its parent's context
+    managers.
     """
     owner = os.getpid()
 
@@ -103,7 +106,7 @@ def main(pid: int) -> None:
 
 
 def _lines_until_end(pid: int) -> bytes:
-    """Everything that the process wrote before it ended."""
+    """Return everything that the process wrote before its end."""
     try:
         process = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -130,7 +133,7 @@ def _stop_lab(path: Path, owner: int) -> None:
 
 
 def _processes_in(runs: str) -> dict[int, Process]:
-    """Processes of all runs in the folder: they carry a run's mark in their environment or name it as an argument."""
+    """Return the processes of all runs in the folder, found by the run's mark in their environment or arguments."""
 
     def belongs(process: Process) -> bool:
         words = (process.environ.get(LAUNCH_ENV, ""), *process.command.split())

@@ -1,4 +1,5 @@
-"""A scenario file from the disk to a :class:`Scenario`, or to lines that say where the mistake is and what is right."""
+"""Loads a scenario file into a :class:`Scenario`, or reports each mistake in one line with the place and a correct
+form."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ def load_all(folder: Path) -> dict[str, Scenario]:
 
 
 def load(path: Path) -> Scenario:
-    """Load one file; raises nothing but ScenarioError."""
+    """Load one file. Raises only ScenarioError."""
     try:
         text = path.read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
         data = tomllib.loads(text)
@@ -103,7 +104,7 @@ _BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less tha
 
 
 def _value_text(value: Any) -> str:
-    """As the file has it."""
+    """Return the value in the notation of the file."""
     if isinstance(value, str):
         return f'"{value}"'
     return str(value).lower() if isinstance(value, bool) else f"{value}"[:100]
@@ -114,7 +115,7 @@ def _quoted(expected: str) -> list[str]:
 
 
 def _existing(loc: tuple[Any, ...], data: Any) -> tuple[Any, ...]:
-    """The part of a place that the document has."""
+    """Return the part of a place that exists in the document."""
     path: tuple[Any, ...] = ()
     for part in loc:
         there = part in data if isinstance(data, dict) else isinstance(data, list) and part in range(len(data))
@@ -124,7 +125,7 @@ def _existing(loc: tuple[Any, ...], data: Any) -> tuple[Any, ...]:
 
 
 def _fields(model: type[BaseModel], loc: tuple[Any, ...]) -> list[str]:
-    """Keys of the table at a place."""
+    """Return the keys of the table at a place."""
     for part in loc:
         field = next((one for name, one in model.model_fields.items() if part in (name, one.alias)), None)
         if field is None:

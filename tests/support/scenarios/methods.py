@@ -1,4 +1,4 @@
-"""The judges by name: rrl's detectors and the two baselines, each with its bounds in time multiplied by a factor."""
+"""The judges by name: rrl's detectors and the two baselines, with all their deadlines multiplied by a factor."""
 
 from __future__ import annotations
 

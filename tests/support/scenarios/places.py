@@ -1,4 +1,4 @@
-"""Who lives on which node when a scenario begins."""
+"""The placement of processes on nodes when a scenario begins."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ from rrl.tests.support.scenarios.format import Scenario
 from rrl.tests.support.scenarios.rhythms import SMALL, roles_of
 
 _SOON = 2.0
-"""s within which everything is launched"""
+"""Seconds within which all processes are launched."""
 
 
 def placed(
     scenario: Scenario, seed: int, chance: Callable[[str], Random]
 ) -> tuple[dict[NodeName, Node], dict[ReplicaId, Gang], list[Node]]:
-    """Nodes, gangs and spares: each process on a node of its own, but small ones together, and where a role says so."""
+    """Return nodes, gangs and spares.
+
+    Each process has a node of its own, but small roles share one, and a role may name its nodes.
+    """
     nodes: dict[NodeName, Node] = {}
     gangs: dict[ReplicaId, Gang] = {}
     shared: Node | None = None

@@ -27,9 +27,9 @@ class Alarm(Struct, frozen=True):
     detector: str
     cause: str
     who: str
-    """replica or node"""
+    """Replica or node."""
     incarnation: int
-    """0 for nodes"""
+    """Number of the incarnation; 0 for nodes."""
     text: str = ""
     until: float = inf
     """Time when the judge no longer reported it."""
@@ -63,7 +63,7 @@ class Played(Struct, frozen=True):
 
 
 def play(name: str, scenario: Scenario, seed: int, judge: Judge) -> Played:
-    """Raises nothing but what a judge raises."""
+    """Play a scenario with one seed. Raises only what the judge raises."""
     scenario = with_draws(scenario, lambda draw: fixed(scenario.draws[draw].draw(Random(f"{name}:{seed}:draw {draw}"))))
     machines = Machines(scenario, seed)
     world = World(name, scenario, seed, judge)
@@ -203,8 +203,11 @@ def _once(alarms: Iterable[Alarm]) -> list[Alarm]:
 
 
 def _accepted(truth: Truth, happening: ScenarioEvent | None) -> tuple[dict[str, int], dict[str, int]]:
-    """Whom an alarm may name, with the incarnation up to which; and who else suffers from the same: neither finds it,
-    nor is it false to say so. Names that a repair has given to a newer life are not among them."""
+    """Return (names that an alarm may name, names that suffer from the same event).
+
+    Each name is mapped to the newest incarnation for which that holds: a later one was started by a repair. An alarm
+    about a name of the second kind neither finds the failure nor is false.
+    """
     named = (truth.who, *truth.or_)
     places = happening.places if happening is not None else {}
     accepted: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""What a judge asks of workers, and their answers on the way back."""
+"""The probes that a judge requests, and the answers of the workers."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ class ProbeExchange:
         self._answers: list[tuple[float, Incarnation, bool]] = []
 
     def exchange(self, judge: Judge, members: Mapping[Incarnation, Member], now: float, clock: float) -> None:
-        """Put what it wants to know, and bring what was answered by now. What a cut network swallows is lost.
+        """Send the probes that the judge requests now, and deliver the answers that have arrived. Both are lost in a
+        cut network.
 
-        ``clock`` is the manager's, in which the judge reckons.
+        ``clock`` is the manager's clock (s), which the judge uses.
         """
         for incarnation in judge.due_probes(clock):
             member = members.get(incarnation)

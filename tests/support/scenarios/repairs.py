@@ -1,4 +1,4 @@
-"""What the manager does about what was found, roughly: enough that a wrong second finding would show."""
+"""The manager's repairs in a simplified form, sufficient to show the effect of a wrong finding."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from rrl.tests.support.scenarios.actors import Gang, Member, Node, members_of, n
 from rrl.tests.support.scenarios.world import World
 
 _PER_NODE = 2
-"""restarts in place on one node within the window; then it moves (recovery.per_node)"""
+"""Restarts in place on one node within the window, after which the replica moves (recovery.per_node)."""
 _WINDOW = 600.0
-"""s (recovery.window)"""
+"""Window in s (recovery.window)."""
 
 
 def restart(world: World, gang: Gang) -> None:
-    """All of it is fenced and killed, and started anew: in place, or elsewhere where its node is left or failed it."""
+    """Fence and kill all members of the gang and launch it again: in place, or elsewhere if its node is excluded or
+    failed it."""
     if gang.launch_at < inf:
         return
     now = world.now
@@ -35,7 +36,7 @@ def restart(world: World, gang: Gang) -> None:
 
 
 def exclude(world: World, node: Node) -> None:
-    """A node is left for good; who lived there starts elsewhere."""
+    """Exclude a node for good; replicas on it start elsewhere."""
     node.excluded = True
     world.spares = [one for one in world.spares if one is not node]
     for gang in world.gangs.values():
@@ -48,7 +49,7 @@ def exclude(world: World, node: Node) -> None:
 
 
 def agent_ends(world: World, node: Node, back_after: float) -> None:
-    """It is gone; ``back_after`` s later another one is there, whoever started it."""
+    """End the agent; ``back_after`` s later another agent runs, no matter who started it."""
     node.agent_until = world.now
     if back_after < inf:
         world.later(world.now + back_after, lambda: restart_agent(world, node))
@@ -61,7 +62,7 @@ def restart_agent(world: World, node: Node) -> None:
 
 
 def _settle(world: World, gang: Gang, member: Member) -> float:
-    """Where its next life starts, and s until it can."""
+    """Choose the node of the member's next incarnation, and return the time (s) until it can start there."""
     node = member.node
     often = sum(name == node.name and world.now - at < _WINDOW for at, name in gang.restarts) > _PER_NODE
     if not node.excluded and not (often and world.spares):

@@ -10,16 +10,16 @@ from rrl.tests.support.scenarios.values import Drawn, fixed
 
 class Loads(NamedTuple):
     cpu: float
-    """cores"""
+    """CPU cores in use."""
     gpu: float
-    """share of the time in which a kernel ran"""
+    """Share of the time in which a kernel runs."""
     tensor: float
-    """share of the time in which tensor cores worked"""
+    """Share of the time in which tensor cores work."""
     state: str = "R"
-    """state of the process in /proc/PID/stat: R runs or S sleeps, D waits for a disk, T is stopped, t is traced"""
+    """State of the process in /proc/PID/stat: R runs, S sleeps, D waits for a disk, T is stopped, t is traced."""
 
     def with_given(self, cpu: float | None, gpu: float | None, tensor: float | None) -> Loads:
-        """Return these loads, with the given ones in their place."""
+        """Return these loads with the given values instead of their own."""
         return Loads(
             self.cpu if cpu is None else cpu, self.gpu if gpu is None else gpu,
             self.tensor if tensor is None else tensor, self.state,
@@ -96,11 +96,11 @@ DEFAULT_ROLES = {
     "rollout": RoleTable(replicas=3),
 }
 SMALL = ("trajectories", "reward")
-"""roles that share a node"""
+"""Roles that share a node."""
 
 
 def roles_of(scenario: Scenario) -> dict[str, RoleTable]:
-    """All roles with rhythms, in the order in which nodes are given to them."""
+    """Return all roles with rhythms, in the order in which they get nodes."""
     roles = {**DEFAULT_ROLES, **scenario.roles}
     filled = {name: _filled(name, table) for name, table in roles.items()}
     return {name: table for name, table in filled.items() if table.replicas}

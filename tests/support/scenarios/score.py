@@ -1,4 +1,4 @@
-"""Many plays in one count: precision, recall, delays, and whose failure was called what."""
+"""Scores of many plays: precision, recall, delays, and the causes that were reported for each true cause."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ MISSED, NOBODY = "missed", "nothing wrong"
 
 
 class Score(Struct, frozen=True):
-    """``found`` in time, ``late`` or never found (``missed``), and FAIL about who had not failed (``false``)."""
+    """Numbers of failures that were found in time, found ``late``, or ``missed``; ``false``: FAIL about what had not
+    failed."""
 
     runs: int
     found: int
@@ -24,12 +25,12 @@ class Score(Struct, frozen=True):
 
     @property
     def precision(self) -> float:
-        """1 where nothing was said: nothing wrong was."""
+        """Return the share of right alarms; 1 without any alarm."""
         return self.found / (self.found + self.false) if self.found + self.false else 1.0
 
     @property
     def recall(self) -> float:
-        """Late is not found."""
+        """Return the share of failures found in time; a late alarm does not count."""
         every = self.found + self.late + self.missed
         return self.found / every if every else 1.0
 
@@ -43,7 +44,7 @@ def score(plays: Sequence[Played]) -> Score:
 
 
 def confusion(plays: Iterable[Played]) -> Counter[tuple[str, str]]:
-    """(true cause, what it was called) → how often."""
+    """Return (true cause, reported cause) → number of cases."""
     counts: Counter[tuple[str, str]] = Counter()
     for play in plays:
         for one in play.outcomes:
@@ -56,7 +57,8 @@ def confusion(plays: Iterable[Played]) -> Counter[tuple[str, str]]:
 
 
 def delays(plays: Iterable[Played]) -> dict[tuple[str, str], list[float]]:
-    """(role or ``node``, cause) → s from the failure to its first alarm, of those found at all."""
+    """Return (role or ``node``, cause) → seconds from the failure to its first alarm, for all failures that were
+    found."""
     found: dict[tuple[str, str], list[float]] = {}
     for play in plays:
         for one in play.outcomes:
@@ -66,7 +68,7 @@ def delays(plays: Iterable[Played]) -> dict[tuple[str, str], list[float]]:
 
 
 def hang_delays(plays: Iterable[Played]) -> dict[tuple[str, int, int], float]:
-    """(scenario, seed, which) → s, of the hangs that were found, in time or not."""
+    """Return (scenario, seed, index) → delay (s) of each hang that was found, in time or late."""
     return {
         (play.scenario, play.seed, index): one.found_at - one.since
         for play in plays for index, one in enumerate(play.outcomes)
@@ -75,8 +77,11 @@ def hang_delays(plays: Iterable[Played]) -> dict[tuple[str, int, int], float]:
 
 
 def ratio(ours: Sequence[Played], theirs: Sequence[Played]) -> float | None:
-    """Median, of the hangs that both find, of our delay over theirs for the same hang; None where there are none. (Of
-    pairs: RobustRL gives a rollout 90 s and a trainer 300, so that a ratio of two medians says which of them are many.)
+    """Return the median ratio of our delay to the other method's for the same hang; None if both found no common
+    hang.
+
+    A ratio of two medians would depend on the mix of roles: RobustRL waits 90 s for a rollout and 300 s for a
+    trainer.
     """
     mine, other = hang_delays(ours), hang_delays(theirs)
     pairs = [mine[key] / other[key] for key in mine.keys() & other.keys() if other[key]]
@@ -84,10 +89,14 @@ def ratio(ours: Sequence[Played], theirs: Sequence[Played]) -> float | None:
 
 
 def compared(ours: Sequence[Played], theirs: Sequence[Played]) -> dict[str, float | int | None]:
-    """Delays of hangs, ours over theirs, with the bounds as they are. ``each``: :func:`ratio`; ``median`` and ``mean``:
-    ratios of those of what both find; ``median_of_all`` and ``mean_of_all``: a hang that only one of them finds counts
-    as open until the other's play ended, so that nobody gains by missing what takes long; and how many hangs each finds
-    alone."""
+    """Return the delays of hangs of rrl, divided by those of the other method.
+
+    - ``each``: see :func:`ratio`.
+    - ``median``, ``mean``: of the hangs that both find.
+    - ``median_of_all``, ``mean_of_all``: of the hangs that at least one finds. For the other method such a hang
+      counts as open until the end of the play, so that missing slow cases is no advantage.
+    - ``both``, ``ours_alone``, ``robustrl_alone``: numbers of hangs.
+    """
     mine, other = hang_delays(ours), hang_delays(theirs)
     both, either = mine.keys() & other.keys(), mine.keys() | other.keys()
     left = {**_left(ours), **_left(theirs)}
@@ -105,7 +114,7 @@ def compared(ours: Sequence[Played], theirs: Sequence[Played]) -> dict[str, floa
 
 
 def _left(plays: Iterable[Played]) -> dict[tuple[str, int, int], float]:
-    """s from a failure to the end of its play."""
+    """Return the time (s) from each failure to the end of its play."""
     return {(play.scenario, play.seed, index): play.lasts - one.since
             for play in plays for index, one in enumerate(play.outcomes)}  # fmt: skip
 

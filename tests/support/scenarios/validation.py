@@ -1,4 +1,4 @@
-"""Finds the mistakes of a scenario that its tables alone do not show, as the name of a node that does not exist."""
+"""Finds mistakes of a scenario that its tables alone do not show, such as the name of a node that does not exist."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from rrl.tests.support.scenarios.values import draws_in, with_draws
 
 _OF_GPUS = ("gpu", "gpu_lost", "gpu_gone", "xid", "dcgm")
 _NUMBERED = ("unknown (", "bit_")
-"""how readers call what has no name yet"""
+"""Prefixes by which readers name values that have no name yet."""
 _FEW = range(32)
 _OTHER_CODES = (
     "CLOCK_THROTTLE_THERMAL", "CLOCK_THROTTLE_POWER", "BLACKLISTED_DRIVER", "VOLATILE_DBE", "VOLATILE_SBE",
@@ -35,7 +35,7 @@ _OTHER_CODES = (
     "NVLINK_EFFECTIVE_BER_THRESHOLD", "NVLINK_SYMBOL_BER_THRESHOLD", "IMEX_UNHEALTHY", "FABRIC_PROBE_STATE",
     "BINARY_PERMISSIONS", "NVLINK_ERROR", "POWER_BRAKE", "ERROR_SENTINEL",
 )  # fmt: skip
-"""of DCGM's older and newer versions, or short for several"""
+"""Codes of DCGM's older and newer versions, or abbreviations of several codes."""
 CODES = (*(code for number in range(200) if (code := code_by_number(number))), *_OTHER_CODES)
 ALLOWED_VALUES: dict[tuple[type[msgspec.Struct], str], tuple[str, ...]] = {
     (Gpu, name): tuple(word for word in words if not word.startswith(_NUMBERED))
@@ -52,7 +52,7 @@ ALLOWED_VALUES: dict[tuple[type[msgspec.Struct], str], tuple[str, ...]] = {
     ),
     (FabricPort, "link_layer"): ("InfiniBand", "Ethernet"),
 }  # fmt: skip
-"""field → the words that readers have for it"""
+"""Field → values that readers report for it."""
 _OTHER_NAMES = {"store": "trajectories", "judge": "reward"}
 """name that an author may expect a default role to have → its name"""
 
@@ -60,7 +60,7 @@ Mistake = tuple[tuple[str | int, ...], str]
 
 
 def mistakes(scenario: Scenario) -> Iterator[Mistake]:
-    """Where in the file, and what is wrong."""
+    """Yield each mistake: its place in the file, and what is wrong."""
     if wrong_draws := list(_of_draws(scenario)):
         yield from wrong_draws
         return
@@ -102,7 +102,7 @@ def mistakes(scenario: Scenario) -> Iterator[Mistake]:
 
 
 def _of_names(scenario: Scenario, roles: Mapping[str, RoleTable]) -> Iterator[Mistake]:
-    """What is wrong with the names of roles and with the phases that ``[phases.NAME]`` gives bounds to."""
+    """Yield the mistakes in names of roles, and in the phases for which ``[phases.NAME]`` sets bounds."""
     for name, table in scenario.roles.items():
         if name in DEFAULT_ROLES or table.rhythm:
             continue
@@ -123,7 +123,7 @@ def _of_names(scenario: Scenario, roles: Mapping[str, RoleTable]) -> Iterator[Mi
 
 
 def _of_draws(scenario: Scenario) -> Iterator[Mistake]:
-    """What is wrong with ``[draws]`` and the places that use them."""
+    """Yield the mistakes in ``[draws]`` and in its uses."""
     used = list(draws_in(scenario))
     for place, name in used:
         if place[0] == "draws":
@@ -136,7 +136,7 @@ def _of_draws(scenario: Scenario) -> Iterator[Mistake]:
 
 
 def _of_queues(scenario: Scenario, roles: Mapping[str, RoleTable]) -> Iterator[Mistake]:
-    """What is wrong with ``[queues]`` and what the phases put there and take."""
+    """Yield the mistakes in ``[queues]``, and in what phases add and take."""
     used: set[str] = set()
     for role, table in roles.items():
         for index, phase in enumerate(table.rhythm):
@@ -157,7 +157,7 @@ def _of_queues(scenario: Scenario, roles: Mapping[str, RoleTable]) -> Iterator[M
 
 
 def _of_waits(role: str, index: int, roles: Mapping[str, RoleTable]) -> Iterator[tuple[str, str]]:
-    """What is wrong with what one phase of a rhythm waits for."""
+    """Yield the mistakes in what one phase of a rhythm waits for."""
     phase = roles[role].rhythm[index]
     if phase.waits and phase.waits not in roles:
         yield "waits", f"there is no role {phase.waits}{_near(phase.waits, roles)}"
@@ -175,7 +175,7 @@ def _of_waits(role: str, index: int, roles: Mapping[str, RoleTable]) -> Iterator
 
 
 def _of_origin(truth: Truth, names: Sequence[str]) -> str:
-    """What is wrong with the event that it comes from."""
+    """Return what is wrong with the event that an expected finding names; empty if nothing is wrong."""
     known = ", ".join(dict.fromkeys(names)) or "none"
     if truth.at is None and not truth.of and len(names) != 1:
         return f"is needed where there is not one event: the name of one, or at; there are {known}"
@@ -248,7 +248,7 @@ def _circle(event: Event, events: Sequence[Event]) -> list[str]:
 
 
 def _of_kernel_line(event: Event) -> str:
-    """What is wrong with a line of the kernel log; empty: nothing."""
+    """Return what is wrong with a line of the kernel log; empty if nothing is wrong."""
     if event.kind is not None:
         return ""
     known = recognise(event.text.encode(), 0.0)
@@ -291,7 +291,7 @@ def _of_fields(event: Event) -> Iterator[tuple[str, str]]:
 
 
 def _of_value(struct: type[msgspec.Struct], name: str, of: Any, value: Any) -> str:
-    """What is wrong with it; empty: nothing."""
+    """Return what is wrong with the value; empty if nothing is wrong."""
     try:
         values_of(struct, {name: value})
     except msgspec.ValidationError as error:
@@ -306,7 +306,7 @@ def _of_value(struct: type[msgspec.Struct], name: str, of: Any, value: Any) -> s
 
 
 def _kind(of: Any) -> str:
-    """A type as a person calls it."""
+    """Return a type in plain words."""
     plain = [one for one in get_args(of) if one is not type(None)] if type(None) in get_args(of) else [of]
     if len(plain) != 1:
         return ""

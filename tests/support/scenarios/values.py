@@ -31,13 +31,13 @@ class Drawn(Struct, frozen=True):
     kind: str
     """``fixed``, ``uniform``, ``lognormal``, ``pareto``, ``mixed``, or ``draw``: that of ``[draws]`` with this name"""
     a: float = 0.0
-    """the duration; of uniform and pareto the least, of lognormal the median"""
+    """The duration; for uniform and pareto the least one, for lognormal the median."""
     b: float = 0.0
-    """of uniform the greatest, of lognormal sigma, of pareto the exponent"""
+    """For uniform the greatest duration, for lognormal sigma, for pareto the exponent."""
     most: float = math.inf
-    """of pareto: a longer draw is cut to this"""
+    """For pareto: the greatest duration; longer draws are cut to it."""
     parts: tuple[tuple[float, Drawn], ...] = ()
-    """of mixed: weight and duration"""
+    """For mixed: weights and durations."""
     name: str = ""
 
     def draw(self, random: Random) -> float:
@@ -59,12 +59,12 @@ class Drawn(Struct, frozen=True):
 
     @property
     def least(self) -> float:
-        """The least duration that may be drawn; of lognormal the median, since it has no bound but 0."""
+        """Return the least possible duration; for lognormal the median, because its only lower bound is 0."""
         return min((part.least for _, part in self.parts), default=self.a)
 
     @property
     def greatest(self) -> float:
-        """The greatest duration that may be drawn; of a draw without a bound its median or least."""
+        """Return the greatest possible duration; for a draw without a bound its median or least duration."""
         if self.kind == "mixed":
             return max(part.greatest for _, part in self.parts)
         bound = self.b if self.kind == "uniform" else self.most if self.kind == "pareto" else self.a
@@ -143,7 +143,7 @@ _MEANING = {
 
 
 def _pair(kind: str, given: Any) -> Drawn | None:
-    """Return a uniform, lognormal or pareto draw; None if what is given does not fit."""
+    """Return a uniform, lognormal or pareto draw; None if ``given`` does not have its form."""
     if not isinstance(given, list) or len(given) not in ((2, 3) if kind == "pareto" else (2,)):
         return None
     first = _seconds(given[0])
@@ -200,6 +200,6 @@ def _lasting(value: object) -> object:
 
 
 Length = Annotated[Drawn, PlainValidator(_drawn)]
-"""A duration that each seed draws anew; ``"never"`` and "for ever" are ``inf``."""
+"""A duration that each seed draws; ``"never"`` and "for ever" are ``inf``."""
 Lasting = Annotated[float, BeforeValidator(_lasting)]
-"""s; ``"never"``: inf"""
+"""A duration in s; ``"never"`` is inf."""

@@ -43,13 +43,14 @@ class World:
         self.now = 0.0
         self.nodes, self.gangs, self.spares = placed(scenario, seed, self.chance)
         self.deaf_until = 0.0
-        """no manager, or one that stands still"""
+        """Time (s) until which there is no manager, or the manager is stopped."""
         self.deaf_how = ""
         self.cluster_away = 0.0
         self.wall_ahead = 0.0
         """s by which the wall clock of the manager's node is ahead of the time that has passed"""
         self.clock_ahead = 0.0
-        """the same of the manager's clock, which follows the wall clock only when a manager starts"""
+        """Seconds by which the manager's clock is ahead of the time that has passed; it follows the wall clock only
+        at the start of a manager."""
         self._stopped_at = 0.0
         """Manager's clock when the newest manager ended."""
         self.poll_at = 0.0
@@ -57,12 +58,12 @@ class World:
         self._questions = ProbeExchange(self.random)
         self._later: list[tuple[float, Callable[[], None]]] = []
         self.died: Callable[[Member], None] | None = None
-        """called with each member whose end becomes known"""
+        """Called with each member whose end becomes known."""
         self._unreported_ends: list[Member] = []
-        """whose end the manager has not learned yet"""
+        """Members whose end the manager does not know yet."""
         self._ticks = 0
         self._queued = {name: queue.has for name, queue in scenario.queues.items()}
-        """queue → units in it"""
+        """Queue → units in it."""
         self.members_by_incarnation = {one.incarnation: one for gang in self.gangs.values() for one in gang.members}
         for member in self.members_by_incarnation.values():
             self._hand_out(member)
@@ -167,7 +168,7 @@ class World:
                 self.judge.launched(member.incarnation, member.node.name, self.clock)
 
     def _hand_out(self, member: Member) -> None:
-        """GPUs of its node in order: the first that nobody has; where there are not enough, from the first on."""
+        """Assign GPUs of the node in order: the first unused ones; if there are not enough, from the first GPU on."""
         taken = {one for other in self.members_by_incarnation.values()
                  if other is not member and other.node is member.node
                  and not other.ended for one in other.gpu_indices}  # fmt: skip
@@ -176,12 +177,13 @@ class World:
         member.gpu_indices = tuple(free[: member.gpus]) if enough else tuple(range(min(member.gpus, self._gpus)))
 
     def used(self, node: NodeName) -> set[int]:
-        """GPUs that somebody who has joined has there."""
+        """Return the GPUs of the node that a joined process uses."""
         here = (one for gang in self.gangs.values() if gang.joined for one in gang.members if one.node.name == node)
         return {gpu for one in here if not one.ended for gpu in one.gpu_indices}
 
     def _greets(self, member: Member, phase: str) -> None:
-        """Send a Hello; the first one of an incarnation says ``starting``, since its role has named no phase yet."""
+        """Send a Hello; the first one of an incarnation has phase ``starting``, because its role has entered no
+        phase yet."""
         if not member.greeted and self.now - self.gang(member.incarnation).entered_at <= HEARTBEAT_S:
             phase = STARTING.phase
         member.welcomed = member.greeted = True

@@ -1,4 +1,4 @@
-"""An attack on all ports of a run that goes on, and what it cost (also for ``benchmarks/hostile_ports.py``)."""
+"""A sustained attack on all ports of a run, and its cost (also for ``benchmarks/hostile_ports.py``)."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ from rrl.transport.keys import RunKeys
 from rrl.transport.messages import FromManager, Heartbeat
 
 RECOVERY_TIMEOUT_S = 40.0
-"""s for descriptors to be where they were: four deadlines of a handshake"""
+"""Deadline (s) for the number of descriptors to return to its initial value: four deadlines of a handshake."""
 _NOBODY = Incarnation(ReplicaId("rollout/999"), 1)
 
 
 class Target(Struct, frozen=True):
-    """A process of the run that listens."""
+    """A process of the run that listens on ports."""
 
     name: str
-    """``manager``, or the replica"""
+    """``manager``, or the id of the replica."""
     pid: int
     ports: tuple[tuple[str, int], ...]
 
     @property
     def weights(self) -> bool:
-        """Its ports are of the weight plane, or of snapshots, where the same is said first."""
+        """Return whether its ports are of weights or of snapshots, which begin with the same handshake."""
         return self.name.startswith(("trainer", "rollout", "agent"))
 
 
 class Cost(Struct, frozen=True):
-    """What an attack did to one process."""
+    """The cost of an attack for one process."""
 
     target: Target
     before: Footprint
     worst: Footprint
-    """the most of each that was seen while it went on"""
+    """Largest value of each figure during the attack."""
     after: Footprint
     frames: int
-    """malformed things that could be said at each of its ports, at least; those that are deaf left out"""
+    """Malformed messages sent to the port that received the fewest, without ports that accept no connection."""
 
     @property
     def memory_growth(self) -> float:
@@ -59,7 +59,7 @@ class Cost(Struct, frozen=True):
 
 
 def targets(run: TestRun) -> list[Target]:
-    """Every process of the run that listens at TCP ports, and those ports."""
+    """Return every process of the run that listens on TCP ports, with its ports."""
     names = {replica.pid: str(replica.id) for replica in run.state().replicas.values() if replica.pid is not None}
     found = []
     for pid, command in run.processes().items():
@@ -72,9 +72,12 @@ def targets(run: TestRun) -> list[Target]:
 def assault(
     run: TestRun, victims: Sequence[Target], frames: int, halves: int, before: Sequence[Footprint] = ()
 ) -> list[Cost]:
-    """``frames`` malformed things said at every port, and as many again by a member gone mad at those of the control
-    plane, while ``halves`` connections at every port go no further than half of a handshake. Returns once the
-    descriptors of everybody are where they were, or ``BACK_WITHIN`` s after the end."""
+    """Attack all ports of the victims, and return the cost for each.
+
+    Each port receives ``frames`` malformed messages, while ``halves`` connections to it stop in the middle of the
+    handshake. Ports of the control plane also receive ``frames`` malformed messages from a member with the run's
+    keys. Returns once all processes have as many descriptors as before, or ``RECOVERY_TIMEOUT_S`` s after the end.
+    """
     keys = RunKeys.load(run.run.keys)
     before = before or [Footprint.of(victim.pid) for victim in victims]
     worst = list(before)
@@ -100,7 +103,8 @@ def assault(
 
 
 def _storm(victims: Sequence[Target], keys: RunKeys, frames: int) -> list[int]:
-    """A thread a process that is attacked; returns :attr:`Cost.said` of each. Raises what went wrong in one of them."""
+    """Attack each victim from a thread of its own; return :attr:`Cost.frames` of each. Raises the first error of a
+    thread."""
 
     def attack(victim: Target) -> int:
         reported = []
@@ -117,7 +121,7 @@ def _storm(victims: Sequence[Target], keys: RunKeys, frames: int) -> list[int]:
 
 
 async def _recorded(port: tuple[str, int], keys: RunKeys) -> bytes:
-    """Every byte of a session that was let in."""
+    """Record and return all bytes of an authenticated session."""
     async with Proxy(port[1]) as proxy:
         dialer = Dialer(keys, FromManager, lambda: Address(0, f"tcp://127.0.0.1:{proxy.port}"))
         task = asyncio.create_task(dialer.run())

@@ -1,6 +1,7 @@
-"""What a stranger, or a member gone mad, can do to a port: malformed frames and connections that go no further.
+"""What a stranger, or a faulty member with the run's keys, can send to a port: malformed frames, unfinished
+handshakes.
 
-Everything blocks, and nothing here waits for an answer: it runs in a thread or a process beside its victim.
+All functions block, and none waits for an answer: they run in a thread or process of their own.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from rrl.transport.keys import RunKeys
 from rrl.transport.messages import PROTOCOL_VERSION
 
 CONNECT_BY = 4.0
-"""s; a full backlog makes the kernel try again after 1 s, and after 2 more"""
+"""Seconds until a connection attempt is given up: with a full backlog the kernel retries after 1 s, and 2 s later."""
 _DEAF = 1.2
-"""s; after 1 s the kernel has tried twice"""
+"""Seconds after which a port counts as not accepting: the kernel has retried once."""
 _AT_ONCE = 50
-"""connections of one barrage that are open at a time: as fast as one thread can, without running out of ports"""
+"""Connections of one barrage that are open at once: as fast as one thread can be without running out of ports."""
 
 
 # ── what is said ───────────────────────────────────────────────────────────────────────────────────────────────────
 def greeting(mechanism: bytes = b"CURVE", major: int = 3) -> bytes:
-    """ZMTP 3.1 (ZeroMQ RFC 37): signature, version, mechanism, as-server, filler."""
+    """Return a ZMTP 3.1 greeting (ZeroMQ RFC 37): signature, version, mechanism, as-server, filler."""
     signature = b"\xff" + bytes(8) + b"\x7f"
     return signature + bytes([major, 1]) + mechanism.ljust(20, b"\0") + bytes(32)
 
@@ -39,14 +40,16 @@ def _command(body: bytes) -> bytes:
 
 
 def half_handshakes(weights: bool) -> list[bytes]:
-    """Beginnings after which a stranger falls silent: nothing, a byte, a greeting, half of a handshake."""
+    """Return beginnings of a handshake after which an attacker stays silent: nothing, a byte, a greeting, half a
+    handshake."""
     if weights:
         return [b"", b"\1", bytes(31), bytes(32), bytes(32) + bytes(16)]
     return [b"", b"\xff", greeting()[:40], greeting(), greeting() + _command(b"\x05HELLO" + bytes(194))[:100]]
 
 
 def malformed(chance: random.Random, recorded: bytes = b"") -> bytes:
-    """One thing that no peer of ours would say first. ``recorded``: what a member said once, to be said again."""
+    """Return one message with which no process of rrl would begin. ``recorded`` is a session of a member, to be
+    replayed."""
     noise = chance.randbytes(chance.randrange(1, 200))
     hello = b"\x05HELLO"
     kinds: list[bytes] = [
@@ -72,7 +75,7 @@ def malformed(chance: random.Random, recorded: bytes = b"") -> bytes:
 
 
 def mad_frame(chance: random.Random) -> bytes:
-    """One frame that a member might send if it were broken, or of another version of rrl."""
+    """Return one frame that a faulty member, or a member with another version of rrl, might send."""
     good = msgspec.msgpack.encode(
         (PROTOCOL_VERSION, 0, None, {"type": "Heartbeat", "incarnation": ["x/0", 1], "phase": "x", "done": 1})
     )
@@ -87,8 +90,10 @@ def mad_frame(chance: random.Random) -> bytes:
 
 # ── how it is said ─────────────────────────────────────────────────────────────────────────────────────────────────
 def barrage(at: tuple[str, int], frames: int, seed: int = 0, recorded: bytes = b"") -> int:
-    """Say ``frames`` malformed things, each on a connection of its own; half hang up, half are cut. Returns how many
-    could be said: none at a port that is deaf."""
+    """Send ``frames`` malformed messages, each on a connection of its own; half of these are closed, half are reset.
+
+    Returns how many could be sent: 0 if the port accepts no connection.
+    """
     chance, reported = random.Random(seed), 0
     open_now: list[socket.socket] = []
     if deaf(at):
@@ -111,7 +116,7 @@ def barrage(at: tuple[str, int], frames: int, seed: int = 0, recorded: bytes = b
 
 
 def deaf(at: tuple[str, int]) -> bool:
-    """Nobody can connect there."""
+    """Return whether the port accepts no connection."""
     try:
         socket.create_connection(at, _DEAF).close()
     except TimeoutError:
@@ -130,7 +135,7 @@ def _hang_up(connections: list[socket.socket], chance: random.Random) -> None:
 
 @contextlib.contextmanager
 def half_open(at: tuple[str, int], count: int, weights: bool) -> Iterator[list[socket.socket]]:
-    """``count`` connections that begin a handshake and fall silent, for as long as the block lasts."""
+    """Provide ``count`` connections that begin a handshake and stay silent until the block ends."""
     beginnings = half_handshakes(weights)
     connections: list[socket.socket] = []
     try:
@@ -146,7 +151,7 @@ def half_open(at: tuple[str, int], count: int, weights: bool) -> Iterator[list[s
 
 
 def member_gone_mad(endpoint: str, keys: RunKeys, frames: int, seed: int = 0) -> None:
-    """A member of the run, by its keys, that says only what cannot be read."""
+    """Send unreadable frames as a member of the run that has its keys."""
     chance = random.Random(seed)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     with context.socket(zmq.DEALER) as socket_:
@@ -162,22 +167,22 @@ def member_gone_mad(endpoint: str, keys: RunKeys, frames: int, seed: int = 0) ->
 
 # ── what it costs ──────────────────────────────────────────────────────────────────────────────────────────────────
 class Footprint(Struct, frozen=True):
-    """Of one process."""
+    """Resources of one process."""
 
     memory: int
-    """bytes in memory (``Rss`` of /proc/<pid>/smaps_rollup)"""
+    """Bytes in memory (``Rss`` of /proc/<pid>/smaps_rollup)."""
     descriptors: int
 
     @classmethod
     def of(cls, pid: int) -> Footprint:
-        """Raises OSError when the process is gone."""
+        """Measure a process. Raises OSError if it has ended."""
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
         sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
         return cls(sizes["Rss"], len(os.listdir(f"/proc/{pid}/fd")))
 
 
 def ports_of(pid: int) -> list[tuple[str, int]]:
-    """Every TCP port at which the process listens, as an address to connect to."""
+    """Return every TCP port on which the process listens, as an address to connect to."""
     inodes = set()
     for name in os.listdir(f"/proc/{pid}/fd"):
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Who could reach the processes of a run: every socket that they have bound, as the kernel lists it."""
+"""Lists all sockets that the processes of a run have bound, as the kernel reports them: who could reach them?"""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from pathlib import Path
 from msgspec import Struct
 
 _LISTENS, _UNCONNECTED = "0A", "07"
-"""states of TCP and of UDP sockets that take what anybody sends (include/net/tcp_states.h)"""
+"""States of TCP and UDP sockets that accept data from any sender (include/net/tcp_states.h)."""
 _ACCEPTS = 0x10000
-"""__SO_ACCEPTCON in the flags of /proc/net/unix"""
+"""__SO_ACCEPTCON in the flags of /proc/net/unix: the socket listens."""
 
 
 class Bound(Struct, frozen=True, order=True):
-    """A socket that a process listens on."""
+    """A socket on which a process listens."""
 
     pid: int
     kind: str
-    """``tcp``, ``udp``, or ``unix`` for a name in the abstract space, which any user of the node may connect to"""
+    """``tcp``, ``udp``, or ``unix`` for a name in the abstract namespace, to which any user of the node may connect."""
     address: str
     port: int = 0
 
@@ -31,7 +31,7 @@ class Bound(Struct, frozen=True, order=True):
 
 
 def bound_by(pids: Iterable[int]) -> list[Bound]:
-    """Sockets of these processes, those of a process that has just ended left out."""
+    """Return the bound sockets of these processes, without those of processes that have just ended."""
     return sorted({one for pid in pids for one in _of(pid)})
 
 
@@ -63,7 +63,7 @@ def _inodes(process: Path) -> set[str]:
 
 
 def _address(text: str) -> str:
-    """The kernel prints each 32-bit word in the byte order of the machine."""
+    """Convert an address of /proc, in which each 32-bit word has the byte order of the machine."""
     words = (bytes.fromhex(text[at : at + 8])[::-1] for at in range(0, len(text), 8))
     address = ipaddress.ip_address(b"".join(words))
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None

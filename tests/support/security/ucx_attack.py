@@ -1,9 +1,9 @@
-"""What somebody without a key can try with UCX at ports.
+"""Attacks on UCX's ports by a process without a key.
 
-``python -m rrl.tests.support.security.ucx_attack HOST PORT ...`` prints one JSON object: the ways by which a UCX was
-reached, for each port. UCX's interface port accepts whoever sends the 42 bytes that a UCX says first; over that
-connection puts and gets need no key. They are recorded from a UCX of our own, and so is the answer of one. UCX's
-listener takes a connection by host and port.
+``python -m rrl.tests.support.security.ucx_attack HOST PORT ...`` prints a JSON object: for each port the ways in
+which a UCX was reached. UCX's interface port accepts a peer that sends the 42 bytes with which UCX begins; puts and
+gets over that connection need no key. These bytes are recorded from a UCX of this process, and so is the answer of a
+UCX. UCX's listener is dialled by host and port.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from rrl.transport.tcp_inspection import listening_addresses
 from rrl.transport.weights.ucx import MIN_HELLO_BYTES
 
 TRY_S = 2.0
-"""for one attempt; a UCX that is there has answered within 0.2 s on a busy machine"""
+"""Seconds for one attempt; a UCX answers within 0.2 s on a busy machine."""
 MESSAGE = b"x" * 64
 HOST = "127.0.0.1"
 
 
 async def attack(host: str, ports: list[int]) -> dict[int, list[str]]:
-    """The ways by which a UCX was reached at each port."""
+    """Return the ways in which a UCX was reached, by port."""
     from ucxx._lib.libucxx import UCXAddress, UCXEndpoint
     from ucxx._lib_async.application_context import ApplicationContext
 
@@ -62,7 +62,7 @@ def _recorded(recorder: socket.socket) -> bytes:
 
 
 def _answer(host: str, port: int, hello: bytes) -> bytes:
-    """The first bytes that come back; empty where none do."""
+    """Return the first bytes of the answer; empty if there is none."""
     try:
         with socket.create_connection((host, port), TRY_S) as connection:
             connection.settimeout(TRY_S)
@@ -73,7 +73,7 @@ def _answer(host: str, port: int, hello: bytes) -> bytes:
 
 
 async def _dialled(endpoints: Any, worker: Any, host: str, port: int) -> bool:
-    """Whether a UCX listener takes a message."""
+    """Return whether a UCX listener accepts a message."""
     from ucxx._lib.arr import Array
     from ucxx.types import Tag
 

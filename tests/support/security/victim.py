@@ -1,6 +1,6 @@
-"""One kind of port in a process of its own: ``python -m rrl.tests.support.security.victim KIND KEYS``.
+"""A process with one kind of port: ``python -m rrl.tests.support.security.victim KIND KEYS``.
 
-Prints its address, then answers whoever belongs to the run, until its input ends.
+Prints its address, then serves members of the run until its input ends.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from rrl.transport.weights.select import open_transport
 from rrl.transport.weights.store import WeightStore
 
 HANDSHAKE_MS = 2000
-"""in place of wire's, and of the patience with the silent at UCX's own ports: a test waits for it"""
+"""Handshake deadline in ms, instead of the default ones of the control plane and of UCX's own ports, so that tests
+are short."""
 SIZE = 2**20
-"""bytes of the version that the weight pipes serve"""
+"""Bytes of the version that the weight transports serve."""
 
 
 async def _control(keys: RunKeys, up: Any, answer: Any, bounds: sockets.Bounds) -> None:

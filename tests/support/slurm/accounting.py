@@ -1,9 +1,4 @@
-"""A lab's accounting: MariaDB and slurmdbd of its own, and whose jobs are limited how.
-
-lab = SlurmLab.start(accounting=True)
-accounting.add_account(lab, "physics")
-accounting.limit(lab, "physics", MaxJobs=1)
-"""
+"""Accounting of a lab: its own MariaDB and slurmdbd, with accounts and limits."""
 
 from __future__ import annotations
 
@@ -19,20 +14,22 @@ if TYPE_CHECKING:
     from rrl.tests.support.slurm.lab import SlurmLab
 
 ACCOUNT = "lab"
-"""the account that the lab's user, and whoever runs its daemons, submit under by default"""
+"""Default account of the lab's user, and of the user that runs its daemons."""
 PACKAGES = ("mariadb-server-core", "slurmdbd")
 _PROGRAMS = ("mariadbd", "slurmdbd", "sacctmgr")
 _SYSTEM_TABLES = Path("/usr/share/mysql/mysql_system_tables.sql")
 
 
 def missing(path: str) -> list[str]:
-    """Programs that accounting needs and that are not on ``path``."""
+    """Return the programs that accounting needs and that are not on ``path``."""
     return [name for name in _PROGRAMS if shutil.which(name, path=path) is None]
 
 
 def start(lab: SlurmLab) -> None:
-    """Start the database and slurmdbd, in this order and before slurmctld, which ends if they do not answer; give those
-    who submit a default account."""
+    """Start the database and slurmdbd, and give the users that submit a default account.
+
+    They start in this order and before slurmctld, which ends if they do not answer.
+    """
     folder = lab.dir / "db"
     (folder / "data").mkdir(parents=True)
     os.chmod(folder, 0o700)  # the database believes everybody who may open its socket
@@ -62,19 +59,19 @@ def start(lab: SlurmLab) -> None:
 
 
 def add_account(lab: SlurmLab, name: str, *users: str) -> None:
-    """An account that ``users`` (default: the lab's user) may submit under."""
+    """Add an account under which ``users`` (default: the lab's user) may submit."""
     lab.slurm("sacctmgr", "-i", "add", "account", name, "cluster=rrllab")
     for user in users or (lab.user,):
         lab.slurm("sacctmgr", "-i", "add", "user", user, f"account={name}", "cluster=rrllab")
 
 
 def add_qos(lab: SlurmLab, name: str, **limits: int) -> None:
-    """A quality of service that exists, and that nobody may use before :func:`limit` says so (``qos="+name"``)."""
+    """Add a quality of service; users may use it only after a :func:`limit` with ``qos="+name"``."""
     lab.slurm("sacctmgr", "-i", "add", "qos", name, *(f"{key}={value}" for key, value in limits.items()))
 
 
 def limit(lab: SlurmLab, account: str = ACCOUNT, **limits: int | str) -> None:
-    """Set limits of the lab's user in an account: ``MaxJobs=1``, ``MaxSubmitJobs=2``; -1 lifts one."""
+    """Set limits of the lab's user in an account: ``MaxJobs=1``, ``MaxSubmitJobs=2``; -1 removes a limit."""
     lab.slurm(
         "sacctmgr", "-i", "modify", "user", "where", f"name={lab.user}", f"account={account}", "cluster=rrllab",
         "set", *(f"{key}={value}" for key, value in limits.items()),

@@ -1,4 +1,5 @@
-"""``python -m rrl.tests.support.slurm.lab``: install and uninstall Slurm, start and stop a lab, ask it, let it fail."""
+"""``python -m rrl.tests.support.slurm.lab``: install and remove Slurm, start and stop a lab, query it, inject
+failures."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Forwards frames between two network devices, each so many milliseconds late, until it is killed (root only).
+"""Forwards frames between two network devices with a delay in ms, until it is killed (root only).
 
-    python -m rrl.tests.support.slurm.delayed_link DEVICE DEVICE MILLISECONDS
-
-What ``tc qdisc ... netem delay`` does, on kernels that are built without netem.
+Usage: ``python -m rrl.tests.support.slurm.delayed_link DEVICE DEVICE MILLISECONDS``. It does what ``tc qdisc ...
+netem delay`` does, for kernels without netem.
 """
 
 from __future__ import annotations
@@ -17,15 +16,15 @@ from collections.abc import Sequence
 
 _ETH_P_ALL = 3
 _SOL_PACKET, _PACKET_VNET_HDR, _PACKET_IGNORE_OUTGOING = 263, 15, 23
-"""packet(7), linux/if_packet.h. The virtio header carries unfinished checksums and large segments over as they are."""
+"""From packet(7) and linux/if_packet.h. The virtio header preserves unfinished checksums and large segments."""
 _FRAME = 128 * 1024
 
 
 def forward(names: Sequence[str], late: float) -> None:
-    """``late``: s, in both directions."""
+    """Forward frames in both directions, each after ``late`` s."""
     ends = [_opened(name) for name in names]
     waiting: dict[socket.socket, deque[tuple[float, bytes]]] = {end: deque() for end in ends}
-    """by the device that they go to, with the moment when they are due"""
+    """Frames by the device that they go to, each with the time at which it is due."""
     other = dict(zip(ends, reversed(ends), strict=True))
     while True:
         due = min((queue[0][0] for queue in waiting.values() if queue), default=None)

@@ -1,7 +1,7 @@
-"""Slurm commands that are slow, fail, answer late, or lie: a folder of wrappers in front of the real ones on PATH.
+"""Slurm commands that are slow, fail, answer late or give false output: wrappers in front of the real ones on PATH.
 
-A run that is submitted with :attr:`FakeSlurm.shell` uses them, its manager's job included; what they do wrong changes
-while it goes on.
+A run that is submitted with :attr:`FakeSlurm.shell` uses them, and so does its manager's job. A test can change
+their behaviour during the run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _WRAPPER = Path(__file__).with_name("fake_slurm_commands") / "wrapper"
 
 
 class FakeSlurm:
-    """One set of commands for one run on ``lab``."""
+    """The wrappers for one run on ``lab``."""
 
     def __init__(self, lab: SlurmLab, name: str) -> None:
         account = pwd.getpwnam(lab.user)
@@ -32,11 +32,12 @@ class FakeSlurm:
             (commands / command).write_bytes(_WRAPPER.read_bytes())
             (commands / command).chmod(0o755)
         self.shell = {"PATH": f"{commands}:{lab.environment()['PATH']}", "RRL_FAKE_SLURM": str(self._instructions)}
-        """variables of whoever submits"""
+        """Environment variables for the submitting shell."""
 
     @contextlib.contextmanager
     def doing(self, instruction: str, *commands: str) -> Iterator[None]:
-        """Inside, these commands do as the wrapper is told: ``delay 30``, ``fail TEXT``, ``omit WORD`` ..."""
+        """Within the block, make these commands follow the instruction: ``delay 30``, ``fail TEXT``, ``omit WORD``
+        ..."""
         files = [self._instructions / command for command in commands]
         for file in files:
             fresh = file.with_name(f".{file.name}")
@@ -50,7 +51,7 @@ class FakeSlurm:
                 file.unlink()
 
     def calls(self, command: str) -> list[float]:
-        """When it was called (s since 1970)."""
+        """Return the times of the calls of a command (s since 1970)."""
         try:
             lines = (self._instructions / "calls").read_text().splitlines()
         except FileNotFoundError:

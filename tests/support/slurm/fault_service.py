@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 
 ENV = "RRL_LAB_FAULTS"
 _MAX_DURATION_S = 3600.0
-"""s; no fault lasts longer"""
+"""Longest duration of a fault in s."""
 _MAX_DELAY_MS = 60_000.0
-"""ms"""
+"""Longest delay in ms."""
 _MAX_LINE_BYTES = 4096
 _CLIENT_TIMEOUT_S = 10.0
-"""s that a client may take to say a line"""
+"""Seconds within which a client must send its line."""
 _UNDONE_BY = {"crash": "up", "cut": "heal", "delay": "heal"}
 
 
@@ -58,7 +58,7 @@ def socket_of(lab: Path) -> Path:
 
 
 def serve(lab: SlurmLab) -> None:
-    """Start the service. Its socket is open when this returns; it ends with the lab's other processes."""
+    """Start the service. Its socket is open on return; it ends with the lab's other processes."""
     account = pwd.getpwnam(lab.user)
     with socket.socket(socket.AF_UNIX) as listening:
         old = os.umask(0o177)
@@ -73,7 +73,7 @@ def serve(lab: SlurmLab) -> None:
 
 
 def request_fault(path: str | Path, **request: object) -> Answer:
-    """Request a fault and wait until it is done. Raises OSError when nobody serves."""
+    """Request a fault and wait until it is carried out. Raises OSError if no service runs."""
     with socket.socket(socket.AF_UNIX) as client:
         client.connect(str(path))
         client.sendall(json.dumps(request).encode() + b"\n")
@@ -82,7 +82,8 @@ def request_fault(path: str | Path, **request: object) -> Answer:
 
 
 def inject(lab: SlurmLab, request: Request) -> str:
-    """Do it, and have it undone later if ``seconds`` are given. Raises RuntimeError with why not."""
+    """Carry out a fault, and have it undone after ``seconds`` if given. Raises RuntimeError with the reason of a
+    refusal."""
     if request.seconds is not None and not 0 < request.seconds <= _MAX_DURATION_S:
         raise RuntimeError(f"seconds must be above 0 and at most {_MAX_DURATION_S:.0f}")
     if request.do == "outage":
@@ -108,7 +109,7 @@ def inject(lab: SlurmLab, request: Request) -> str:
 
 
 def main(path: Path) -> None:
-    """Serve standard input, a listening socket, until the lab's folder is gone."""
+    """Serve the listening socket on standard input until the lab's folder is gone."""
     from rrl.tests.support.slurm.lab import SlurmLab
 
     lab, alone = SlurmLab.load(path), threading.Lock()

@@ -1,4 +1,4 @@
-"""What a lab's folder holds before its daemons start: settings, keys, configuration."""
+"""The content of a lab's folder before its daemons start: settings, keys, configuration."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from rrl.tests.support.slurm.netns import Network
 from rrl.tests.support.slurm.root import programs_of, version_of
 
 _CGROUP_CONF_SINCE = (23, 11)
-"""From then on slurmd reads cgroup.conf whatever the plugins are, and wants cgroups that are not here."""
+"""Version from which slurmd reads cgroup.conf whatever the plugins are, and requires cgroups that this machine
+lacks."""
 _SHORT, _LONG = (2, 6), (4, 10)
-"""MessageTimeout and SlurmdTimeout in s: a dead node is down after some 10 s and 18 s."""
+"""(MessageTimeout, SlurmdTimeout) in s: a dead node is down after about 10 s and 18 s."""
 _LONG_SINCE = (24, 0)
-"""From then on slurmctld was seen to keep one of ten sruns waiting for more than 2 s on a busy machine."""
+"""Version from which slurmctld was observed to leave one of ten sruns waiting for more than 2 s on a busy machine."""
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """What a later process must know of a running lab; kept in ``lab.json``."""
+    """The properties of a running lab that a later process needs; stored in ``lab.json``."""
 
     nodes: int
     cpus: int
@@ -35,17 +36,19 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     user: str
     inactive_limit: int = 0
     slurmd_timeout: int = 0
-    """s after which slurmctld takes a silent node from its jobs and sets it down; 0: as few as this version bears"""
+    """Seconds after which slurmctld ends the jobs of a silent node and sets it down; 0: as few as this version
+    supports."""
     root: str | None = None
-    """of another version of Slurm (:mod:`rrl.tests.support.slurm.root`); None: the installed one"""
+    """Folder of another version of Slurm (:mod:`rrl.tests.support.slurm.root`); None: the installed version."""
     network: Network | None = None
-    """of nodes with a network of their own; None: every node is this machine"""
+    """Network of nodes that have one of their own; None: all nodes use this machine's network."""
     accounting: bool = False
     preempting: int = 0
-    """s of grace that jobs of the partitions ``low`` and ``lowest`` have when ``main`` takes their nodes; 0: there is
-    only ``main``"""
+    """Grace (s) of jobs in the partitions ``low`` and ``lowest`` when ``main`` takes their nodes; 0: only ``main``
+    exists."""
     owner: tuple[int, str] | None = None
-    """pid and start time of the process whose end makes this lab abandoned; None: it stays until it is stopped"""
+    """Pid and start time of the process after whose end the lab counts as abandoned; None: it runs until it is
+    stopped."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -53,23 +56,23 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def accounting_port(self) -> int:
-        """slurmdbd's: the one after slurmctld's and the nodes'."""
+        """Return slurmdbd's port: the one after those of slurmctld and the nodes."""
         return self.port + self.nodes + 1
 
 
 def search_path(root: str | None) -> str:
-    """PATH, with the programs of another version first."""
+    """Return PATH with the programs of another version first."""
     return f"{programs_of(Path(root))}:{_PATH}" if root else _PATH
 
 
 def version(settings: Settings) -> tuple[int, int]:
-    """Of a lab's Slurm, such as (24, 11)."""
+    """Return the version of a lab's Slurm, such as (24, 11)."""
     year, month = version_of(Path(settings.root) if settings.root else None).split(".")
     return int(year), int(month)
 
 
 def write(path: Path, settings: Settings) -> None:
-    """Fill an empty folder."""
+    """Write the files of a lab into an empty folder."""
     os.chmod(path, 0o755)  # munged and the plain user must be able to enter
     for name in ("munge", "state", "spool", "run", "log", "dev", "home"):
         (path / name).mkdir(mode=0o755)
@@ -105,7 +108,7 @@ def _write_configuration(path: Path, settings: Settings) -> None:
 
 
 def _node_lines(settings: Settings, on_this_machine: str) -> list[str]:
-    """A port each on this machine, or an address each on the lab's network."""
+    """Return the node lines of slurm.conf: a port for each node on this machine, or an address on the lab's network."""
     network, first, count = settings.network, settings.port + 1, settings.nodes
     if network is None:
         names, ports = (f"n[1-{count}]", f"[{first}-{first + count - 1}]") if count > 1 else ("n1", str(first))
@@ -114,7 +117,8 @@ def _node_lines(settings: Settings, on_this_machine: str) -> list[str]:
 
 
 def _gpu_devices(path: Path, count: int) -> list[str]:
-    """Slurm wants a character device per GPU: root makes copies of /dev/null, others take devices that exist."""
+    """Return one character device per GPU, as Slurm requires: copies of /dev/null made by root, else existing
+    devices."""
     if os.geteuid() != 0:
         return ["/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom"][:count]
     names = [f"{path}/dev/gpu{i}" for i in range(count)]

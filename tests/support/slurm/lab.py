@@ -41,20 +41,22 @@ from rrl.tests.support.supervisor import end_lab_with_caller
 from rrl.transport.address import NETWORK_ENV
 
 ROOT_ENV = "RRL_SLURM_ROOT"
-"""The root of the version that labs run when nobody names one; unset: the installed one."""
+"""Environment variable with the folder of the version that labs run by default; if unset, the installed version."""
 _PROGRAMS = ("slurmctld", "slurmd", "srun", "sbatch", "munged")
 _PREFIX = "rrl-lab-"
 _PORTS = range(20_000, 32_000)
-"""below Linux's ephemeral range, so that no outgoing connection takes one of them"""
+"""Ports below Linux's ephemeral range, so that no outgoing connection uses one of them."""
 _DEADLINE_S = 120.0
-"""generous: a machine that others use, too, needs many times what Slurm takes"""
+"""Generous deadline in s: a busy machine needs many times as long as Slurm otherwise takes."""
 COMPLETING_TIMEOUT_S = 200.0
-"""s in which Slurm ends jobs that are over. slurmctld repeats a request to end a job that a slurmd has not answered in
-time after 55 s (measured on 22.05), and the job is COMPLETING meanwhile; on a busy machine several get no answer"""
+"""Seconds for Slurm to complete jobs that have ended. If a slurmd has not answered a request to end a job in time,
+slurmctld repeats it after 55 s (measured on 22.05), and the job stays COMPLETING until then. On a busy machine
+several requests may get no answer."""
 
 
 def missing(root: str | None = None, accounting: bool = False) -> list[str]:
-    """Programs that a lab needs and that are neither installed nor in ``root`` (default: ``$RRL_SLURM_ROOT``)."""
+    """Return the programs that a lab needs and that are neither installed nor in ``root`` (default:
+    ``$RRL_SLURM_ROOT``)."""
     path = search_path(root or os.environ.get(ROOT_ENV))
     absent = [name for name in _PROGRAMS if shutil.which(name, path=path) is None]
     return absent + (accounting_of.missing(path) if accounting else [])
@@ -74,23 +76,28 @@ class SlurmLab:
         self.root = Path(settings.root) if settings.root else None
         self.conf = path / "slurm.conf"
         self.user_home = path / "home"
-        """the plain user's home; everything that a run writes belongs under it"""
+        """Home of the plain user; all files of a run should be in it."""
         self.nodes = settings.names
 
     @classmethod
     def start(
         cls, path: Path | None = None, *, nodes: int = 5, cpus: int = 8, memory: int = 8000, gpus: int = 0,
         inactive_limit: int = 0, slurmd_timeout: int = 0, isolated: bool = False, accounting: bool = False,
-        preempting: int = 0, root: Path | None = None, stays: bool = False,
+            preempting: int = 0, root: Path | None = None, stays: bool = False,
     ) -> SlurmLab:  # fmt: skip
-        """Start a lab and wait until every node is idle; what a crashed lab left in ``path`` is ended first.
+        """Start a lab and wait until every node is idle; the rest of a crashed lab in ``path`` is ended first.
 
-        Without ``path`` a short temporary folder is made. ``slurmd_timeout``: s after which a silent node is down, if
-        not as few as possible. ``isolated``: each node has a network of its own (root only).
-        ``accounting``: slurmdbd runs, and associations, limits and QOS are enforced. ``preempting``: there are
-        partitions whose jobs are preempted, with so many s of grace. ``root``: another version of Slurm
-        than the installed one (default: ``$RRL_SLURM_ROOT``). ``stays``: the lab outlives the calling process.
-        Raises RuntimeError with the reason when something is missing or does not come up.
+        Args:
+            path: Folder of the lab; None: a short temporary folder.
+            slurmd_timeout: Seconds after which a silent node is down; 0: as few as possible.
+            isolated: Whether each node has a network of its own (root only).
+            accounting: Whether slurmdbd runs, and associations, limits and QOS are enforced.
+            preempting: Grace (s) of preempted jobs; 0: there are no partitions with preemption.
+            root: Folder of another version of Slurm (default: ``$RRL_SLURM_ROOT``).
+            stays: Whether the lab outlives the calling process.
+
+        Raises:
+            RuntimeError: Something is missing or does not start; the text gives the reason.
         """
         version = str(root) if root else os.environ.get(ROOT_ENV) or None
         if absent := missing(version, accounting):
@@ -124,7 +131,7 @@ class SlurmLab:
 
     @classmethod
     def load(cls, path: Path) -> SlurmLab:
-        """A lab that another process started. Raises FileNotFoundError when there is none."""
+        """Return a lab that another process started. Raises FileNotFoundError if there is none."""
         return cls(path.absolute(), msgspec.json.decode((path / "lab.json").read_bytes(), type=Settings))
 
     def __enter__(self) -> SlurmLab:
@@ -151,7 +158,7 @@ class SlurmLab:
         self.wait_states(dict.fromkeys(self.nodes, "idle"))
 
     def daemon(self, *argv: str, env: Mapping[str, str] | None = None) -> None:
-        """Run a command that leaves a daemon behind. Raises RuntimeError with what it said."""
+        """Run a command that starts a daemon and returns. Raises RuntimeError with the command's output."""
         done = subprocess.run(
             argv, env=self.environment() | dict(env or {}), cwd=self.dir, stdin=subprocess.DEVNULL,
             capture_output=True, text=True, timeout=_DEADLINE_S,
@@ -166,19 +173,19 @@ class SlurmLab:
                            stdout=output, stderr=output)  # fmt: skip
 
     def environment(self) -> dict[str, str]:
-        """Of everything that belongs to this lab."""
+        """Return the environment of everything that belongs to this lab."""
         path = search_path(self.settings.root)
         own = {"PATH": path, "LC_ALL": "C.UTF-8", "SLURM_CONF": str(self.conf), MARK: str(self.dir)}
         return own | ({ROOT_ENV: self.settings.root} if self.settings.root else {})
 
     @property
     def version(self) -> tuple[int, int]:
-        """Of this lab's Slurm, such as (24, 11)."""
+        """Return the version of this lab's Slurm, such as (24, 11)."""
         return files.version(self.settings)
 
     # ── asking ──────────────────────────────────────────────────────────────────────────────────────────────────────
     def slurm(self, *argv: str) -> str:
-        """A Slurm command with the daemons' rights; its standard output. Raises CalledProcessError."""
+        """Run a Slurm command with the daemons' rights; return its standard output. Raises CalledProcessError."""
         return subprocess.run(
             argv, env=self.environment(), cwd=self.dir, check=True, capture_output=True, text=True, timeout=_DEADLINE_S
         ).stdout  # fmt: skip
@@ -189,7 +196,8 @@ class SlurmLab:
         return dict(line.split() for line in lines)
 
     def wait_states(self, wanted: Mapping[str, str], timeout_s: float = _DEADLINE_S) -> None:
-        """Wait until Slurm shows each node in its wanted state. Raises RuntimeError with what it shows instead."""
+        """Wait until Slurm shows each node in its wanted state. Raises RuntimeError with the states that it shows
+        instead."""
         deadline = time.monotonic() + timeout_s
         observed: dict[str, str] | str = {}
         while time.monotonic() < deadline:
@@ -206,12 +214,12 @@ class SlurmLab:
         )
 
     def wait_job(self, job: str, wanted: str) -> None:
-        """Wait until Slurm shows a job's state and reason so (``PENDING Resources``). Raises RuntimeError."""
+        """Wait until Slurm shows this state and reason of a job (``PENDING Resources``). Raises RuntimeError."""
         argv = ("squeue", "-h", "-j", job, "-o", "%T %r")
         self.wait_for(lambda: self.slurm(*argv).strip() == wanted, f"job {job} is not {wanted}")
 
     def wait_for(self, condition: Callable[[], bool], failure_text: str) -> None:
-        """Wait until it holds. Raises RuntimeError with ``told``."""
+        """Wait until the condition holds. Raises RuntimeError with ``failure_text``."""
         deadline = time.monotonic() + _DEADLINE_S
         while not condition():
             if time.monotonic() > deadline:
@@ -219,11 +227,11 @@ class SlurmLab:
             time.sleep(0.05)
 
     def processes(self) -> dict[int, Process]:
-        """Every process of this cluster: daemons, jobs, and commands that talk to it."""
+        """Return every process of this cluster: daemons, jobs, and commands that talk to it."""
         return processes.of_lab(self.dir)
 
     def jobs(self) -> list[str]:
-        """``<id> <name> <state>`` of every job that is pending, running or completing."""
+        """Return ``<id> <name> <state>`` of every job that is pending, running or completing."""
         return self.slurm("squeue", "-h", "-o", "%i %j %T").splitlines()
 
     def wait_no_jobs(self) -> None:
@@ -236,7 +244,8 @@ class SlurmLab:
                 time.sleep(0.1)
 
     def clear(self, timeout_s: float = COMPLETING_TIMEOUT_S) -> None:
-        """Cancel every job, start what crashed, wait until every node is idle: a test leaves nothing to the next."""
+        """Cancel every job, start crashed daemons, and wait until every node is idle, so that tests do not affect
+        each other."""
         if ids := [job.split()[0] for job in self.jobs()]:
             self.slurm("scancel", *ids)
         for node in self.nodes:
@@ -246,7 +255,7 @@ class SlurmLab:
 
     # ── faults ────────────────────────────────────────────────────────────────────────────────────────────────────────
     def crash(self, node: str) -> None:
-        """The node is gone at once: slurmd, slurmstepds and all their tasks are killed."""
+        """Kill everything of the node at once: slurmd, slurmstepds and all their tasks."""
         processes.kill_all(lambda: processes.of_node(self.dir, node))
 
     def up(self, node: str) -> None:
@@ -256,16 +265,16 @@ class SlurmLab:
         self.daemon(*(netns.inside(self.network, node, argv) if self.network else argv))
 
     def cut(self, node: str) -> None:
-        """The node's link is down: it lives, and nobody hears it nor is heard by it. Only where nodes are isolated."""
+        """Take the node's link down: it runs on, but exchanges no messages. Only if nodes are isolated."""
         netns.cut(self._isolated(), node)
 
     def heal(self, node: str) -> None:
-        """The node's link is up, and no delay is left on it."""
+        """Take the node's link up, without a delay."""
         self.delay(node, 0)
         netns.heal(self._isolated(), node)
 
     def delay(self, node: str, milliseconds: float) -> None:
-        """Every packet to and from the node comes so much later; 0: as before. Only where nodes are isolated."""
+        """Delay every packet to and from the node; 0: no delay. Only if nodes are isolated."""
         network = self._isolated()
         if processes.delaying(self.dir, network.link(node)):
             processes.kill_all(lambda: processes.delaying(self.dir, network.link(node)))
@@ -280,18 +289,18 @@ class SlurmLab:
         return self.network
 
     def kill_stepd(self, step: str) -> list[int]:
-        """SIGKILL the slurmstepds of ``<job>.<step>`` and nothing else; the pids that were hit."""
+        """Send SIGKILL only to the slurmstepds of ``<job>.<step>``; return their pids."""
         pids = processes.stepd(self.dir, step)
         processes.send(pids, signal.SIGKILL)
         return pids
 
     def controller(self) -> int:
-        """The pid of slurmctld."""
+        """Return the pid of slurmctld."""
         return int((self.dir / "run/slurmctld.pid").read_text())
 
     @contextlib.contextmanager
     def controller_stopped(self) -> Iterator[None]:
-        """slurmctld takes connections and answers none (SIGSTOP)."""
+        """Within the block, slurmctld is stopped (SIGSTOP): it accepts connections and answers none."""
         pid = self.controller()
         os.kill(pid, signal.SIGSTOP)
         try:
@@ -301,7 +310,8 @@ class SlurmLab:
 
     @contextlib.contextmanager
     def controller_down(self) -> Iterator[None]:
-        """slurmctld has ended, and starts again with what it had saved: jobs and steps go on meanwhile."""
+        """Within the block, slurmctld has ended; jobs and steps continue. Afterwards it starts again from its saved
+        state."""
         pid = self.controller()
         os.kill(pid, signal.SIGTERM)
         self.wait_for(lambda: pid not in processes.running_processes(), f"slurmctld ({pid}) did not end")
@@ -326,7 +336,7 @@ class SlurmLab:
 
     # ── the plain user ──────────────────────────────────────────────────────────────────────────────────────────────
     def user_env(self) -> dict[str, str]:
-        """The environment of the plain user's login shell, so to say."""
+        """Return the environment of the plain user's login shell."""
         account = {"HOME": str(self.user_home), "USER": self.user, "LOGNAME": self.user} | cache_folders(self.user_home)
         network = self.network.cidr if self.network else "127.0.0.0/8"  # every node is this machine
         return (
@@ -357,7 +367,7 @@ class SlurmLab:
         stdin: int | IO[Any] | None = subprocess.DEVNULL, stdout: int | IO[Any] | None = None,
         stderr: int | IO[Any] | None = None,
     ) -> subprocess.Popen[str]:  # fmt: skip
-        """As :meth:`run_as_user`, without waiting; in a session of its own."""
+        """Start a command as :meth:`run_as_user` does, in a session of its own, without waiting for its end."""
         return popen_as(
             self.user, argv, self.user_env() | dict(env or {}), cwd or self.user_home, stdin, stdout, stderr
         )  # fmt: skip
@@ -368,7 +378,8 @@ class SlurmLab:
 
 
 def _free_ports(count: int) -> int:
-    """The first of ``count`` neighbouring ports that nobody listens on. Random, so that labs started at once differ."""
+    """Return the first of ``count`` consecutive ports without a listener; chosen at random, so that labs started at
+    once differ."""
     for _ in range(200):
         first = random.randrange(_PORTS.start, _PORTS.stop - count)
         with contextlib.ExitStack() as held:
@@ -384,7 +395,8 @@ def _free_ports(count: int) -> int:
 
 
 def _start_time(pid: int) -> str:
-    """Field 22 of /proc/<pid>/stat: tells a process from another one that got its pid later. '' when it is gone."""
+    """Return field 22 of /proc/<pid>/stat, which tells a process from a later one with the same pid; '' if it has
+    ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:
@@ -392,7 +404,7 @@ def _start_time(pid: int) -> str:
 
 
 def _sweep_abandoned() -> None:
-    """Stop the temporary labs of this user whose keeper was killed before it could."""
+    """Stop the temporary labs of this user whose creator was killed before it could stop them."""
     for path in Path("/tmp").glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError, msgspec.DecodeError):
             if path.stat().st_uid == os.geteuid() and not path.is_symlink():

@@ -1,7 +1,7 @@
-"""Nodes with a network of their own: a namespace, a link and an address each, joined by a bridge (root only).
+"""Nodes with networks of their own: each has a namespace, a link and an address, joined by a bridge (root only).
 
-The controller and whoever submits stay in the machine's own namespace, where the bridge has an address in the same
-network. Processes are not hidden: pids mean the same everywhere.
+The controller and the submitting user stay in the machine's own namespace, where the bridge has an address in the
+same network. All processes share one pid namespace.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from pathlib import Path
 from msgspec import Struct
 
 _NETWORKS = tuple(f"198.{second}.{third}" for second in (18, 19) for third in range(256))
-"""198.18.0.0/15 is for tests of network devices (RFC 2544): no site routes it"""
+"""Networks in 198.18.0.0/15, which is for tests of network devices (RFC 2544): no site routes it."""
 _BRIDGE_HOST = 254
 
 
 class Network(Struct, frozen=True):
-    """``prefix`` begins the names of all its devices (at most 15 characters each), ``first`` all its addresses."""
+    """The network of a lab. ``prefix`` begins the names of its devices (at most 15 characters), ``first`` its
+    addresses."""
 
     prefix: str
     first: str
-    """three octets"""
+    """The first three octets."""
 
     @property
     def cidr(self) -> str:
@@ -42,7 +43,7 @@ class Network(Struct, frozen=True):
         return f"{self.prefix}{node}"
 
     def link(self, node: str) -> str:
-        """This machine's end of the node's link."""
+        """Return the name of this machine's end of the node's link."""
         return f"{self.prefix}v{node}"
 
     def address(self, node: str) -> str:
@@ -50,7 +51,8 @@ class Network(Struct, frozen=True):
 
 
 def possible() -> bool:
-    """Namespaces and links can be made here: root, iproute2, and a kernel that lets us (containers often do not)."""
+    """Return whether namespaces and links can be created here: root, iproute2, and a kernel that permits it
+    (containers often do not)."""
     if os.geteuid() != 0 or any(shutil.which(name) is None for name in ("ip", "nsenter", "unshare")):
         return False
     name = f"rrl-probe-{os.getpid()}"
@@ -61,13 +63,14 @@ def possible() -> bool:
 
 
 def free_network(prefix: str) -> Network:
-    """One that no device of this machine has an address in. Random, so that labs started at once differ."""
+    """Return a network in which no device of this machine has an address; chosen at random, so that labs started at
+    once differ."""
     taken = _ip("-o", "-4", "addr", "show")
     return Network(prefix, random.choice([first for first in _NETWORKS if f" {first}." not in taken]))
 
 
 def make(network: Network, nodes: tuple[str, ...]) -> None:
-    """The bridge, and for each node a namespace with a link to it. Raises CalledProcessError."""
+    """Create the bridge, and for each node a namespace with a link to it. Raises CalledProcessError."""
     _ip("link", "add", network.bridge, "type", "bridge")
     _ip("addr", "add", f"{network.controller}/24", "dev", network.bridge)
     _ip("link", "set", network.bridge, "up")
@@ -82,7 +85,7 @@ def make(network: Network, nodes: tuple[str, ...]) -> None:
 
 
 def remove(network: Network) -> None:
-    """Everything that :func:`make` and :func:`divert` made, as far as it is there."""
+    """Remove everything that :func:`make` and :func:`divert` have created, as far as it exists."""
     for path in Path("/run/netns").glob(f"{network.prefix}n*"):
         subprocess.run(["ip", "netns", "del", path.name], capture_output=True)
     for path in Path("/sys/class/net").glob(f"{network.prefix}*"):
@@ -90,19 +93,20 @@ def remove(network: Network) -> None:
 
 
 def left(network: Network) -> list[str]:
-    """Names of its namespaces and devices on this machine."""
+    """Return the names of the network's namespaces and devices on this machine."""
     paths = *Path("/run/netns").glob(f"{network.prefix}n*"), *Path("/sys/class/net").glob(f"{network.prefix}*")
     return sorted(path.name for path in paths)
 
 
 def inside(network: Network, node: str, argv: tuple[str, ...]) -> tuple[str, ...]:
-    """``argv`` with the node's network and host name. Not ``ip netns exec``: it hides /sys/fs/cgroup from slurmd."""
+    """Return ``argv`` with the node's network and host name. ``ip netns exec`` is not used: it hides /sys/fs/cgroup
+    from slurmd."""
     rename = ("sh", "-c", 'hostname "$0" && exec "$@"', node)
     return ("nsenter", f"--net=/run/netns/{network.namespace(node)}", "unshare", "--uts", *rename, *argv)
 
 
 def cut(network: Network, node: str) -> None:
-    """Not a packet passes from now on; nobody is told."""
+    """Drop every packet of the node from now on, without closing a connection."""
     _ip("link", "set", network.link(node), "down")
 
 
@@ -111,21 +115,26 @@ def heal(network: Network, node: str) -> None:
 
 
 def shape(network: Network, node: str, rate: str) -> None:
-    """Give the node a NIC of ``rate`` (as tc writes it: ``2gbit``), each way. Raises RuntimeError where the kernel has
-    no token bucket filter."""
+    """Give the node a NIC of ``rate`` in each direction (in tc's notation: ``2gbit``).
+
+    Raises RuntimeError if the kernel has no token bucket filter.
+    """
     limit = ("root", "tbf", "rate", rate, "burst", "1mb", "latency", "50ms")
     _run("tc", "-n", network.namespace(node), "qdisc", "replace", "dev", "eth0", *limit)
     _run("tc", "qdisc", "replace", "dev", network.link(node), *limit)
 
 
 def passed(network: Network, node: str) -> tuple[int, int]:
-    """Bytes that the node has sent and received so far, by its NIC."""
+    """Return the bytes that the node's NIC has sent and received so far."""
     counters = Path(f"/sys/class/net/{network.link(node)}/statistics")
     return int((counters / "rx_bytes").read_text()), int((counters / "tx_bytes").read_text())
 
 
 def divert(network: Network, node: str) -> tuple[str, str]:
-    """Take the node's link off the bridge. Returns it, and a device on the bridge to forward its frames to and from."""
+    """Take the node's link off the bridge.
+
+    Returns the link and a device on the bridge, between which its frames can be forwarded.
+    """
     link, near, far = network.link(node), f"{network.prefix}d{node}", f"{network.prefix}e{node}"
     _ip("link", "add", near, "type", "veth", "peer", "name", far)
     for device in (link, near):  # this machine must not answer for the bridge's address on them

@@ -1,6 +1,6 @@
-"""Installs what labs need on this machine, says so before it does, and removes it again.
+"""Installs on this machine what labs need, after announcing it, and removes it again.
 
-Only root can: Debian's packages of Slurm, and the system user as which labs submit jobs.
+Needs root: Debian's packages of Slurm, and the system user as which labs submit jobs.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from rrl.tests.support.slurm import accounting as slurm_accounting
 from rrl.tests.support.slurm.lab import missing
 
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge", "iproute2")
-"""iproute2: for nodes with a network of their own"""
+"""Debian packages; iproute2 is for nodes with networks of their own."""
 RECORD = Path("/var/lib/rrl-lab/packages")
 """Names of the packages that :func:`install` has added to this machine: only these are removed again."""
 
 
 def install(accounting: bool = False) -> str:
-    """Install Debian's packages where something is missing (root only), and make the labs' plain user: two labs that
-    start at once would both make it. Returns what was done.
+    """Install missing Debian packages (root only), and create the labs' plain user; return what was done.
+
+    The user is created here because two labs that start at once would both create it.
 
     Raises:
         RuntimeError: Something is missing and cannot be installed; the text says what to do instead.
@@ -98,7 +99,7 @@ def _has_plain_user() -> bool:
 
 
 def _apt(*argv: str, check: bool = False) -> subprocess.CompletedProcess[str]:
-    """Run apt-get. Raises RuntimeError with what it printed where it must succeed (``check``)."""
+    """Run apt-get. With ``check``, raises RuntimeError with its output if it fails."""
     env = os.environ | {"DEBIAN_FRONTEND": "noninteractive", "LC_ALL": "C"}
     done = subprocess.run(["apt-get", *argv], env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if check and done.returncode:

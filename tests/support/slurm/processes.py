@@ -1,8 +1,9 @@
-"""Which processes on this machine belong to one laboratory cluster, and to which of its nodes.
+"""Finds the processes of one lab on this machine, and the node of each.
 
-Nothing is looked for by a broad name: a process belongs to a lab because it carries the lab's mark in its environment
-(daemons, and what :meth:`rrl.tests.support.slurm.lab.SlurmLab.run_as_user` started), runs inside one of its jobs, is
-a Slurm command that talks to it, holds a socket in its spool folder (slurmstepd), or descends from one of these.
+No process is found by a broad name. A process belongs to a lab if one of these is true: its environment contains the
+lab's mark (daemons, and processes of :meth:`rrl.tests.support.slurm.lab.SlurmLab.run_as_user`); it runs in one of
+the lab's jobs; it is a Slurm command that talks to the lab; it has a socket in the lab's spool folder (slurmstepd);
+or it descends from such a process.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Process(Struct, frozen=True):
 
 
 def running_processes() -> dict[int, Process]:
-    """Every process that lives (zombies do not) and may be looked into."""
+    """Return every running process, without zombies, that this user may inspect."""
     found = {}
     for entry in os.listdir("/proc"):
         if entry.isdigit() and (process := _read(int(entry))):
@@ -56,7 +57,7 @@ def _read(pid: int) -> Process | None:
 
 
 def of_lab(lab: Path) -> dict[int, Process]:
-    """All processes of the lab, without the caller and the caller's ancestors."""
+    """Return all processes of the lab, without the caller and its ancestors."""
     everybody = running_processes()
     conf = str(lab / "slurm.conf")
     spool = {pid for pids in _step_sockets(lab, everybody).values() for pid in pids}
@@ -72,7 +73,7 @@ def of_lab(lab: Path) -> dict[int, Process]:
 
 
 def of_node(lab: Path, node: str) -> dict[int, Process]:
-    """The processes of one node: its slurmd, its slurmstepds and everything that they started."""
+    """Return the processes of one node: its slurmd, its slurmstepds and everything that they started."""
     everybody = of_lab(lab)
     sockets = _step_sockets(lab, everybody)
     stepds = {pid for (name, _), pids in sockets.items() if name == node for pid in pids}
@@ -86,7 +87,7 @@ def of_node(lab: Path, node: str) -> dict[int, Process]:
 
 
 def _launched_on(process: Process) -> str | None:
-    """The node named by a role's launch file: a role's environment is its own and tells nothing of Slurm."""
+    """Return the node in a role's launch file; the role's environment contains nothing of Slurm."""
     try:
         launch = json.loads(Path(process.environ["RRL_LAUNCH"]).read_bytes())
     except (KeyError, OSError, ValueError):
@@ -95,24 +96,25 @@ def _launched_on(process: Process) -> str | None:
 
 
 def delaying(lab: Path, link: str) -> dict[int, Process]:
-    """The process that forwards a link's frames late, if there is one."""
+    """Return the process that delays a link's frames, if there is one."""
     return {pid: one for pid, one in of_lab(lab).items() if {DELAYER, link} <= set(one.command.split())}
 
 
 def stepd(lab: Path, step: str) -> list[int]:
-    """Pids of the slurmstepds of ``<job>.<step>``, on whichever nodes."""
+    """Return the pids of the slurmstepds of ``<job>.<step>`` on all nodes."""
     return sorted(
         pid for (_, name), pids in _step_sockets(lab, running_processes()).items() if name == step for pid in pids
     )
 
 
 def _step_sockets(lab: Path, everybody: dict[int, Process]) -> dict[tuple[str, str], set[int]]:
-    """(node, step) of each slurmstepd's socket ``spool/<node>/<node>_<job>.<step>``, and who holds it.
+    """Return (node, step) of each slurmstepd's socket ``spool/<node>/<node>_<job>.<step>``, with the processes that
+    have it open.
 
-    A slurmstepd writes its title over its environment, so its socket is the only thing that tells whose it is.
+    A slurmstepd overwrites its environment with its title, so only its socket shows what it belongs to.
     """
     inodes: dict[str, dict[str, tuple[str, str]]] = {}
-    """by network namespace, where nodes have one of their own"""
+    """Socket inodes by network namespace, because nodes may have one of their own."""
     holders: dict[tuple[str, str], set[int]] = {}
     for process in everybody.values():
         if process.comm == "slurmstepd":
@@ -126,7 +128,7 @@ def _step_sockets(lab: Path, everybody: dict[int, Process]) -> dict[tuple[str, s
 
 
 def _spool_sockets(lab: Path, pid: int) -> dict[str, tuple[str, str]]:
-    """(node, step) of each socket in the lab's spool folder, by inode, in the network namespace of ``pid``."""
+    """Return (node, step) of each socket in the lab's spool folder, by inode, in the network namespace of ``pid``."""
     try:
         lines = Path(f"/proc/{pid}/net/unix").read_text().splitlines()[1:]
     except OSError:
@@ -154,7 +156,7 @@ def _open_files(pid: int) -> list[str]:
 
 
 def _families(everybody: dict[int, Process], belongs: Callable[[Process], bool]) -> dict[int, Process]:
-    """Those who belong, and all their descendants."""
+    """Return the processes for which ``belongs`` is true, and all their descendants."""
     family: dict[int, bool] = {}
 
     def member(pid: int) -> bool:
@@ -184,9 +186,10 @@ def send(pids: Iterable[int], number: signal.Signals) -> None:
 
 
 def kill_all(find: Callable[[], dict[int, Process]]) -> None:
-    """SIGKILL until ``find`` finds nobody; all are stopped first, so that none can tell of another's death.
+    """Kill all processes that ``find`` returns, until it returns none.
 
-    Raises TimeoutError with those who are left.
+    All are stopped first, so that none can react to the end of another. Raises TimeoutError with the processes that
+    remain.
     """
     deadline = time.monotonic() + _EXIT_TIMEOUT_S
     while left := find():

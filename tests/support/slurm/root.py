@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 ROOTS_ENV = "RRL_SLURM_ROOTS"
-"""where the folders are kept; it must be readable by the user who submits"""
+"""Environment variable with the folder of the roots; the submitting user must be able to read it."""
 SUITES = {"22.05": "bookworm", "24.11": "trixie", "26.05": "forky"}
 """Debian's suite of each version of Slurm that the tests run on."""
 PROGRAMS = (
@@ -44,23 +44,25 @@ APT::Install-Recommends "false";
 Acquire::Languages "none";
 Acquire::Check-Valid-Until "false";
 """
-"""Valid-Until: unstable suites are signed for a week, and a test machine's clock may be ahead."""
+"""Valid-Until is not checked: unstable suites are signed for a week, and a test machine's clock may be ahead."""
 
 
 def roots_folder() -> Path:
-    """``$RRL_SLURM_ROOTS``; else for root /var/cache (its home is closed to the user who submits), else ~/.cache."""
+    """Return ``$RRL_SLURM_ROOTS``; without it /var/cache for root, whose home other users cannot read, else
+    ~/.cache."""
     if given := os.environ.get(ROOTS_ENV):
         return Path(given).absolute()
     return Path("/var/cache" if os.geteuid() == 0 else Path.home() / ".cache") / "rrl-slurm-roots"
 
 
 def programs_of(root: Path) -> Path:
-    """The folder of the version's programs, to be first on PATH."""
+    """Return the folder of the version's programs, for the beginning of PATH."""
     return root / "programs"
 
 
 def ensure(version: str) -> Path:
-    """The root of a version, made if it is not there (about 5 s and 30 MB of download). Raises RuntimeError."""
+    """Return the root of a version; create it if it does not exist (about 5 s and 30 MB of download). Raises
+    RuntimeError."""
     if version not in SUITES:
         raise RuntimeError(f"no Debian suite is known for Slurm {version}; there are {', '.join(SUITES)}")
     root = roots_folder() / SUITES[version]
@@ -77,7 +79,7 @@ def ensure(version: str) -> Path:
 
 
 def version_of(root: Path | None) -> str:
-    """Major version (``24.11``) of the programs in ``root``, of the installed ones without."""
+    """Return the version (``24.11``) of the programs in ``root``, or of the installed ones if it is None."""
     output = _output_of([str(programs_of(root) / "slurmctld") if root else "/usr/sbin/slurmctld", "-V"])
     return ".".join(output.split()[-1].split(".")[:2])
 
@@ -111,7 +113,7 @@ def _make(suite: str, root: Path) -> None:
 
 
 def _unpack(package: Path, root: Path) -> None:
-    """As ``dpkg-deb -x``, which would put a folder in the place of the links of the merged /usr."""
+    """Unpack a package. ``dpkg-deb -x`` is not used: it replaces the links of a merged /usr by a folder."""
     with subprocess.Popen(["dpkg-deb", "--fsys-tarfile", package], stdout=subprocess.PIPE) as archive:
         done = subprocess.run(["tar", "-x", "--no-same-owner", "--keep-directory-symlink", "-C", root],
                               stdin=archive.stdout)  # fmt: skip
@@ -120,7 +122,7 @@ def _unpack(package: Path, root: Path) -> None:
 
 
 def _use_own_libraries(root: Path) -> None:
-    """Bind the programs, and the libraries with a search path of their own, to this folder's libraries."""
+    """Make the programs, and libraries that have a search path, use the libraries of this folder."""
     libraries = next(root.glob("usr/lib/*-linux-gnu*"))
     loader = next(libraries.glob("ld-linux-*.so.?"))
     plugins = libraries / "slurm-wlm"

@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run(root: Path, options: Sequence[str]) -> tuple[bool, str]:
-    """Whether all passed, and how many of them in what time."""
+    """Run the tests, and return whether all passed, with a text that gives numbers and time."""
     env = os.environ | {ROOT_ENV: str(root), "RRL_REQUIRE_SLURM": "1"}
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"

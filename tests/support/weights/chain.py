@@ -1,5 +1,7 @@
-"""A chain of receivers under test: a publisher that is fed chunk by chunk, receivers in this process or in one of their
-own, and stores that lie or keep silent."""
+"""A chain of receivers under test: a publisher whose version arrives chunk by chunk, receivers, and faulty stores.
+
+Receivers run in this process or in processes of their own. Faulty stores send wrong bytes or do not answer.
+"""
 
 from __future__ import annotations
 
@@ -19,19 +21,20 @@ from rrl.transport.weights.store import WeightStore
 
 LENGTH = 8
 POLL_INTERVAL_S = 0.002
-"""s between two looks at what is waited for"""
+"""Seconds between two checks of a condition."""
 
 T = TypeVar("T")
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """The test's own deadline bounds it."""
+    """Wait until the condition is true; the deadline is that of the test."""
     while not condition():
         await asyncio.sleep(POLL_INTERVAL_S)
 
 
 class Publisher:
-    """Its version comes into being chunk by chunk, as :meth:`feed` says: who asks for more is told "not yet"."""
+    """A publisher whose version becomes available chunk by chunk (:meth:`feed`); requests for later chunks get
+    NOT_READY."""
 
     def __init__(self, version: Version = VERSION, seed: int = 0) -> None:
         self.store = WeightStore()
@@ -45,7 +48,7 @@ class Publisher:
             yield
 
     def feed(self, chunks: int | None = None) -> None:
-        """So many more chunks; by default all the rest."""
+        """Make this many further chunks available; None: all that are left."""
         version = self.manifest.version
         count = len(self._left) if chunks is None else chunks
         feeding, self._left = self._left[:count], self._left[count:]
@@ -58,14 +61,14 @@ class Publisher:
 
 
 class Receiver:
-    """One of a chain: pulls from those before it, and serves."""
+    """A receiver of the chain: it pulls from the receivers before it, and serves."""
 
     def __init__(self, name: str, spy: SpyTransport, store: WeightStore) -> None:
         self.name, self.spy, self.store = name, spy, store
         self.source = weight_source("", name, None)
 
     def chunks_from(self, source: WeightSource) -> int:
-        """Chunks that this source gave it."""
+        """Return the number of chunks that it received from this source."""
         return self.spy.came.get(source.address, 0)
 
     def verified(self, version: Version = VERSION) -> int:
@@ -106,13 +109,13 @@ async def receiver(kind: str, index: int, store: WeightStore | None = None) -> A
 
 @asynccontextmanager
 async def receiver_apart(kind: str, index: int, source: WeightSource) -> AsyncGenerator[tuple[WeightSource, int]]:
-    """One in a process of its own, that pulls from ``source``; and its pid."""
+    """Provide a receiver in a process of its own, which pulls from ``source``, and its pid."""
     async with child(kind, upstream=source.address) as (at, pid):
         yield weight_source(at, f"rollout/{index}", None), pid
 
 
 class Liar(WeightStore):
-    """Whatever it is asked for, from the byte ``after`` on it gives something else."""
+    """A store that sends wrong bytes from byte ``after`` on."""
 
     def __init__(self, after: int) -> None:
         super().__init__()
@@ -124,7 +127,7 @@ class Liar(WeightStore):
 
 
 class Unresponsive(WeightStore):
-    """From the byte ``after`` on it answers nothing, not even "not yet"."""
+    """A store that sends nothing from byte ``after`` on, not even NOT_READY."""
 
     def __init__(self, after: int) -> None:
         super().__init__()

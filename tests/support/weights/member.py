@@ -1,12 +1,13 @@
-"""One process of the weight plane, told what to do by whoever holds the other end of its socket: for the torture test
-and for benchmarks/weights.py.
+"""A process that publishes and receives weights, controlled over a socket: for the torture test and
+benchmarks/weights.py.
 
-It publishes, and follows the newest version by what a role has for that (:class:`rrl.roles.worker.connection.Link`),
-without a manager: the driver says who is there. ``python -m rrl.tests.support.weights.member FD UCX`` is a nursery:
-it imports everything once, and forks a member for each socket that it is handed, so that a restart costs what it costs
-from the imports on. All of them die with whoever started the nursery, stopped or not.
+It publishes, and follows the newest version with a role's own code
+(:class:`rrl.roles.worker.connection.ManagerConnection`), without a manager: the driver sends it the sources.
+``python -m rrl.tests.support.weights.member FD KIND`` is a nursery: it imports everything once, and forks a member
+for each socket that it receives. So a restart costs as much as a role's restart after its imports. All members end
+with the process that started the nursery, even if they are stopped.
 
-What a version contains follows from its number, so that whoever holds it can check every byte without having been told.
+The content of a version follows from its number, so every process can verify every byte.
 """
 
 from __future__ import annotations
@@ -63,13 +64,13 @@ from rrl.transport.weights.store import StoredVersion, WeightStore
 from rrl.transport.weights.ucx_settings import SETTINGS
 
 SEEDS = 199
-"""contents that differ from each other in every byte but a few"""
+"""Number of different contents; two of them differ in nearly every byte."""
 _PERIOD = 251
-"""bytes after which content repeats (:func:`content`)"""
+"""Bytes after which content repeats (:func:`content`)."""
 _PIECE = 2**23
-"""bytes compared at once"""
+"""Bytes that are compared at once."""
 _PR_SET_PDEATHSIG = 1
-"""prctl(2)"""
+"""Option of prctl(2)."""
 
 
 def seed_of(version: Version) -> int:
@@ -77,12 +78,13 @@ def seed_of(version: Version) -> int:
 
 
 def right(held: StoredVersion, nbytes: int) -> bool:
-    """Every byte is what its version says."""
+    """Return whether every byte of the version is right."""
     return right_bytes(held.flat, held.manifest.version, nbytes)
 
 
 def right_bytes(flat: memoryview, version: Version, nbytes: int) -> bool:
-    """Compared at the speed of a memcpy: digests are what is being tested."""
+    """Return whether every byte is right, at the speed of a memcpy; digests are not used, because they are under
+    test."""
     pattern = bytes(content(_PIECE + _PERIOD, seed_of(version)))
     return flat.nbytes == nbytes and all(
         flat[start : start + _PIECE].tobytes() == pattern[start % _PERIOD :][: min(_PIECE, nbytes - start)]
@@ -91,7 +93,7 @@ def right_bytes(flat: memoryview, version: Version, nbytes: int) -> bool:
 
 
 class _Store(WeightStore):
-    """Notes when the first chunk of a version was verified."""
+    """A store that notes when the first chunk of a version was verified."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,8 +107,11 @@ class _Store(WeightStore):
 
 
 class _Connection(ManagerConnection):
-    """A role's, of which nothing runs but what follows the newest version. What the manager says is put in its ear, and
-    what it would tell the manager is told to others here."""
+    """A role's connection to the manager, reduced to following the newest version.
+
+    The driver's messages are given to it as if from the manager, and its reports go to callbacks instead of the
+    manager.
+    """
 
     def __init__(
         self,
@@ -145,7 +150,7 @@ class _Member:
         self._secret = bytes.fromhex(start.secret)
         self.store = _Store()
         self._announced_at: dict[Version, float] = {}
-        """when it heard of those that are newer than what it has"""
+        """Times at which it learned of versions that are newer than its own."""
         self._checking = asyncio.Lock()
         self._report_task: set[asyncio.Task[None]] = set()
         self._link = _Connection(start, self.store, self._on_version, self.report_to_driver)
@@ -189,7 +194,7 @@ class _Member:
                 raise ValueError("started already")
 
     def _publish(self, command: Publish) -> Published:
-        """As :meth:`rrl.Worker.publish_each`: the tensors lie anywhere, the version in one buffer."""
+        """Publish as :meth:`rrl.Worker.publish_each` does: from separate tensors into one buffer."""
         asked = time.monotonic()
         whole = content(self._start.nbytes, seed_of(command.version))
         ends = [whole.nbytes * i // command.tensors // 64 * 64 for i in range(command.tensors)] + [whole.nbytes]
@@ -263,12 +268,13 @@ def _loud(task: asyncio.Task[None]) -> None:
 
 
 def die_with_parent() -> None:
-    """Also when stopped: it is SIGKILL that the kernel sends."""
+    """Have the kernel send SIGKILL to this process when its parent ends; SIGKILL also ends a stopped process."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def nursery(control: socket.socket) -> None:
-    """Fork a member for each socket that comes over ``control``, and answer with its pid, until nobody is there."""
+    """Fork a member for each socket that arrives on ``control``, and reply with its pid, until ``control`` is
+    closed."""
     die_with_parent()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps
     control.sendall(b"\n")

@@ -1,4 +1,4 @@
-"""The driver's side of :mod:`rrl.tests.support.weights.member`: start members, tell them things, harm them."""
+"""The driver's side of :mod:`rrl.tests.support.weights.member`: start members, send them commands, inject failures."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rrl.tests.support.weights import orders as say
 from rrl.transport.messages import WeightSource
 
 TIMEOUT_S = 120.0
-"""s that a member may take for anything; only a bug lets it pass"""
+"""Deadline (s) of everything that a member does; only a broken build reaches it."""
 SECRET = b"w" * 32
 _PID_BYTES = 4
 
@@ -27,10 +27,12 @@ T = TypeVar("T")
 
 
 class Nursery:
-    """A process that forks members; ``inside`` begins its command line, to start it in another network namespace:
-    there UCX is kept to TCP, for it sees that they all are one machine, and would go through memory. So it is for nixl
-    wherever its members are: through memory a read is over within the call that begins it, and nothing can happen to
-    it."""
+    """A process that forks members.
+
+    ``inside`` is the beginning of its command line, which starts it in another network namespace. UCX is kept to TCP
+    there, because it would otherwise use shared memory between these namespaces of one machine. For nixl UCX is kept
+    to TCP everywhere: over shared memory a read ends within the call that begins it, so a test cannot interrupt it.
+    """
 
     def __init__(self, kind: str, inside: tuple[str, ...] = ()) -> None:
         self.kind = kind
@@ -52,29 +54,29 @@ class Nursery:
             raise RuntimeError(f"no nursery: {' '.join(argv)}")
 
     def fork(self) -> tuple[socket.socket, int]:
-        """A new member: the socket to speak to it by, and its pid."""
+        """Fork a member; return the socket to control it, and its pid."""
         mine, theirs = socket.socketpair()
         with theirs:
             socket.send_fds(self._control, [b"+"], [theirs.fileno()])
             return mine, int.from_bytes(self._control.recv(_PID_BYTES), "little")
 
     def close(self) -> None:
-        """Every member dies with it."""
+        """End the process and with it every member."""
         self._control.close()
         self._process.wait(TIMEOUT_S)
 
 
 class Member:
-    """One process. What it says arrives in :attr:`heard` and wakes whoever waits; ``on`` is called with it at once."""
+    """One member. Its reports are appended to :attr:`reports`, and ``on`` is called with each of them at once."""
 
     def __init__(self, incarnation: Incarnation, pid: int, on: Callable[[Member, say.Report], None] | None) -> None:
         self.incarnation, self.pid = incarnation, pid
         self._process = os.pidfd_open(pid)
-        """to harm it by: the number may be another's once this one is dead"""
+        """Pidfd for signals: after the member's end its pid may belong to another process."""
         self.reports: list[say.Report] = []
         self.gone = False
         self.version: Version | None = None
-        """the newest version that it said it has, complete"""
+        """Newest version that it has reported as complete."""
         self.serving: say.Serving
         self._on = on
         self._news = asyncio.Event()
@@ -95,7 +97,7 @@ class Member:
         chain: int = 8,
         on: Callable[[Member, say.Report], None] | None = None,
     ) -> Member:
-        """Returns once it serves."""
+        """Start a member and return it once it serves."""
         incarnation = Incarnation(ReplicaId(name), number)
         control, pid = nursery.fork()
         self = cls(incarnation, pid, on)
@@ -114,7 +116,7 @@ class Member:
             self._writer.write(msgspec.json.encode(command) + b"\n")
 
     async def request(self, command: say.Command, kind: type[T]) -> T:
-        """Tell it, and wait for the next report of this kind."""
+        """Send a command, and wait for the next report of this kind."""
         self.reports = [report for report in self.reports if not isinstance(report, kind)]
         self.send(command)
         return await self.wait_for_report(kind)
@@ -122,8 +124,10 @@ class Member:
     async def wait_for_report(
         self, kind: type[T], which: Callable[[T], bool] = lambda report: True, timeout_s: float = TIMEOUT_S
     ) -> T:
-        """The first report of this kind, as soon as it is there. Raises TimeoutError, or ConnectionError when the
-        member is gone."""
+        """Wait for the first report of this kind and return it.
+
+        Raises TimeoutError, or ConnectionError if the member has ended.
+        """
         async with asyncio.timeout(timeout_s):
             while True:
                 self._news.clear()
@@ -147,12 +151,12 @@ class Member:
         self._signal(signal.SIGCONT)
 
     async def leave(self) -> None:
-        """As a role that is asked to: it hangs up first."""
+        """Have the member leave as a role does on request: it disconnects first."""
         self.send(say.Leave())
         await asyncio.wait([self._reading], timeout=TIMEOUT_S)
 
     async def close(self) -> None:
-        """Kill it, and wait until it is gone."""
+        """Kill the member and wait until it has ended."""
         self.kill()
         await asyncio.wait([self._reading], timeout=TIMEOUT_S)
         self._writer.close()

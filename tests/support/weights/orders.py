@@ -1,4 +1,4 @@
-"""What a member of :mod:`rrl.tests.support.weights.member` is told, and what it says: one JSON object a line."""
+"""The commands and reports of a :mod:`rrl.tests.support.weights.member`: one JSON object per line."""
 
 from __future__ import annotations
 
@@ -9,22 +9,23 @@ from rrl.transport.messages import WeightSource
 from rrl.transport.weights.manifest import CHUNK_BYTES
 
 MAX_LINE_BYTES = 2**20
-"""bytes of one, at most"""
+"""Largest size of a line in bytes."""
 
 
 # ── what is said to a member ───────────────────────────────────────────────────────────────────────────────────────
 class Start(Struct, frozen=True, tag=True):
-    """The first command. ``nbytes``: of every version; with ``check`` each one is compared as soon as it is there."""
+    """The first command. ``nbytes`` is the size of every version; with ``check`` each version is compared when it is
+    complete."""
 
     incarnation: Incarnation
     kind: str
     host: str
     secret: str
-    """hex"""
+    """Secret of the run, in hexadecimal."""
     nbytes: int
     check: bool = False
     chunk_by: float = 10.0
-    """s, [transport] chunk_deadline"""
+    """[transport] chunk_deadline in s."""
     chain: int = 8
     """[transport] chain"""
 
@@ -36,7 +37,7 @@ class Publish(Struct, frozen=True, tag=True):
 
 
 class Peers(Struct, frozen=True, tag=True):
-    """As the manager would say it: the newest version, and who serves weights."""
+    """What a manager would send: the newest version, and the processes that serve weights."""
 
     newest: Version | None
     sources: tuple[WeightSource, ...]
@@ -47,13 +48,13 @@ class Check(Struct, frozen=True, tag=True):
 
 
 class Forget(Struct, frozen=True, tag=True):
-    """Give up every version. ``memory``: also what the store keeps of it to be written to again."""
+    """Discard every version; with ``memory`` also the buffer that the store keeps for the next version."""
 
     memory: bool = False
 
 
 class Dial(Struct, frozen=True, tag=True):
-    """Connect to ``at`` anew, ``times`` times, and hang up."""
+    """Connect to ``at`` and disconnect, ``times`` times."""
 
     at: str
     version: Version
@@ -61,11 +62,11 @@ class Dial(Struct, frozen=True, tag=True):
 
 
 class Measure(Struct, frozen=True, tag=True):
-    """Tell :class:`Usage`."""
+    """Report :class:`Usage`."""
 
 
 class Leave(Struct, frozen=True, tag=True):
-    """Close the pipe as a role does that ends, and exit."""
+    """Close the transport as a role does that ends, and exit."""
 
 
 Command = Start | Publish | Peers | Check | Forget | Dial | Measure | Leave
@@ -73,7 +74,8 @@ Command = Start | Publish | Peers | Check | Forget | Dial | Measure | Leave
 
 # ── what a member says ─────────────────────────────────────────────────────────────────────────────────────────────
 class Serving(Struct, frozen=True, tag=True):
-    """``born``: when it had its imports done; all times are of the machine's monotonic clock, in s."""
+    """The member serves. ``born`` is the time after its imports; all times are of the machine's monotonic clock, in
+    s."""
 
     born: float
     address: str
@@ -82,20 +84,20 @@ class Serving(Struct, frozen=True, tag=True):
 class Published(Struct, frozen=True, tag=True):
     version: Version
     loaded: float
-    """s to have the tensors; a trainer has them anyway"""
+    """Seconds to create the tensors, which a trainer would have anyway."""
     seconds: float
-    """s to lay them out in one buffer, with digests"""
+    """Seconds to copy them into one buffer, with digests."""
 
 
 class Committed(Struct, frozen=True, tag=True):
     version: Version
     announced_at: float
-    """when it heard of the version"""
+    """Time at which it learned of the version."""
     first: float
-    """when its first chunk was verified"""
+    """Time at which the first chunk was verified."""
     at: float
     is_correct: bool | None
-    """every byte; None when not compared (:class:`Check`)"""
+    """Whether every byte is right; None if the version was not compared (:class:`Check`)."""
 
 
 class Failed(Struct, frozen=True, tag=True):
@@ -113,14 +115,14 @@ class Forgot(Struct, frozen=True, tag=True):
 
 
 class Dialled(Struct, frozen=True, tag=True):
-    """s for each connection, handshake and a first answer included."""
+    """Seconds for each connection, including the handshake and the first answer."""
 
     seconds: tuple[float, ...]
 
 
 class Usage(Struct, frozen=True, tag=True):
     anonymous: int
-    """bytes of resident memory that no file is behind"""
+    """Resident bytes that are not backed by a file."""
     descriptors: int
     threads: int
     held: tuple[Version, ...]

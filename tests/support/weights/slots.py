@@ -1,7 +1,7 @@
-"""A process whose memory can be read by NIXL, to be stopped and killed by tests.
+"""A process whose memory NIXL can read, to be stopped and killed by tests.
 
-``python -m rrl.tests.support.weights.slots`` fills one slot with :func:`content`, prints what must be known to read
-it, ``NAME TOLD_HEX ADDRESS``, and leaves when its standard input ends.
+``python -m rrl.tests.support.weights.slots`` fills one slot with :func:`content`, prints what a reader needs, ``NAME
+METADATA_HEX ADDRESS``, and ends when its standard input ends.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""A holder of one weight version as a process of its own, to be killed and stopped by tests.
+"""A source of one weight version in a process of its own, to be killed and stopped by tests.
 
-``python -m rrl.tests.support.weights.source KIND SECRET_HEX NBYTES CHUNK_BYTES [UPSTREAM]`` prints its address,
-serves :func:`content` as :data:`VERSION`, or what it pulls from UPSTREAM, and leaves when its standard input ends.
+``python -m rrl.tests.support.weights.source KIND SECRET_HEX NBYTES CHUNK_BYTES [UPSTREAM]`` prints its address and
+serves a version until its standard input ends: :func:`content` as :data:`VERSION`, or the version that it pulls from
+UPSTREAM.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from rrl.transport.weights.store import WeightStore
 
 VERSION = Version(3, 1)
 PULL_TIMEOUT_S = 30.0
-"""s"""
+"""Deadline of the pull in s."""
 
 
 def content(nbytes: int, seed: int = 0) -> memoryview:
-    """Bytes without a zero among them, not periodic in any power of two."""
+    """Return bytes without zeros, whose period is not a power of two."""
     period = bytes(range(1 + seed, 252)) + bytes(range(1, 1 + seed))
     return memoryview((period * (nbytes // len(period) + 1))[:nbytes])
 

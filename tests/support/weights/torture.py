@@ -27,26 +27,26 @@ from rrl.transport.weights.nixl import INLINE_BYTES
 RECEIVERS = 4
 NBYTES = 6 * 2**20 + 4321
 CHUNK_BYTES = {"tcp": 64 * 2**10, "ucx": 64 * 2**10, "nixl": 16 * INLINE_BYTES}
-"""nixl: those that it reads out of the holder's memory"""
+"""Bytes of a chunk; with nixl, chunks of this size are read from the source's memory."""
 CHUNK_BY = 0.5
-"""s; shorter than some freezes last"""
+"""Deadline of a chunk in s, shorter than some freezes."""
 WITNESS = "rollout/0"
-"""never killed"""
+"""Receiver that is never killed."""
 _APART = (0.0, 0.15)
-"""s between two faults; a version takes longer"""
+"""Seconds between two faults; a version takes longer."""
 _FROZEN = (0.02, 0.7)
-"""s"""
+"""Duration of a freeze in s."""
 _LONG_FREEZE_S = STARVATION_TIMEOUT_S + 1
-"""s; longer than anybody waits for a source that is waiting itself"""
+"""Duration of a long freeze in s: longer than a receiver waits for a source that is itself waiting."""
 _LONG_EVERY = 6
-"""freezes, of which one is that long"""
+"""Number of freezes of which one is long."""
 _NOTICED = (0.0, 0.2)
-"""s until a dead one is named no more; until then others go on asking it"""
+"""Seconds until a dead member is no longer listed as a source; until then others still send requests to it."""
 _FAULT_KINDS = ("kill", "kill", "freeze", "freeze", "restart")
 _CHECK_EVERY_FAULTS = 40
-"""faults between two looks at what processes use, with all of them at rest"""
+"""Faults between two measurements of the processes' resources, with all processes idle."""
 _ROUNDS = 2
-"""versions that everybody commits before a look: what is kept of the ones before has come by then"""
+"""Versions that all members commit before a measurement, so that the buffers that they keep are allocated by then."""
 
 
 class Tally(Struct):
@@ -54,15 +54,17 @@ class Tally(Struct):
     versions: int = 0
     commits: int = 0
     wrong: list[str] = field(default_factory=list)
-    """committed, but not what was published"""
+    """Versions that were committed with wrong bytes."""
     failed: list[str] = field(default_factory=list)
-    """pulls that were given up; that is allowed"""
+    """Pulls that were given up, which is allowed."""
     usage: dict[str, list[say.Usage]] = field(default_factory=lambda: {WITNESS: [], TRAINER: []})
-    """of those that lived, look by look; the publisher's until it is killed itself"""
+    """Measurements of the members that are never killed; those of the publisher until it is killed itself."""
 
     def growth(self) -> say.Usage:
-        """The most that one of them used more in its later looks than in its earlier ones: in the mean of either half,
-        so that neither what comes and goes nor what was only filled at first counts."""
+        """Return the largest growth of a member between the means of its earlier and its later measurements.
+
+        The means hide short peaks, and buffers that are allocated once.
+        """
         halves = [(looks[: len(looks) // 2], looks[len(looks) // 2 :]) for looks in self.usage.values()]
 
         def more(of: Callable[[say.Usage], int]) -> int:
@@ -83,7 +85,7 @@ class _Torture:
         self._newest: Version | None = None
         self._harming: dict[str, asyncio.Task[None]] = {}
         self._rest = asyncio.Lock()
-        """held by whoever publishes, and by whoever wants nothing to be published"""
+        """Held while a version is published, and while no version may be published."""
         self.tally = Tally()
 
     async def run(self) -> Tally:
@@ -132,7 +134,7 @@ class _Torture:
                 pass
 
     async def _flow(self) -> None:
-        """One version after another, each as soon as the witness has the one before it."""
+        """Publish one version after another, each as soon as the witness has the one before it."""
         while True:
             async with self._rest:
                 await self._publish()
@@ -192,7 +194,7 @@ class _Torture:
 
     # ── what those use that live ───────────────────────────────────────────────────────────────────────────────────
     async def _check_idle(self, names: list[str]) -> None:
-        """With every process well, everybody at the same version, and nothing under way."""
+        """Measure all processes when they run, have the same version, and no transfer is in progress."""
         await asyncio.gather(*self._harming.values())
         async with self._rest:
             for _ in range(_ROUNDS):
@@ -219,7 +221,8 @@ class _Torture:
 
 
 async def torture(kind: str, faults: int, seed: int) -> Tally:
-    """So many faults over the ``kind`` pipe. Raises TimeoutError when somebody never gets the newest version."""
+    """Inject ``faults`` faults with transport ``kind``. Raises TimeoutError if a member never gets the newest
+    version."""
     nursery = await asyncio.to_thread(Nursery, kind)
     try:
         return await _Torture(nursery, faults, seed).run()
