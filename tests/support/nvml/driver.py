@@ -5,8 +5,8 @@
     driver.set(3, "ecc_volatile_uncorrected", 2)      # the running process sees it with its next call
     driver.xid(3, 79)
 
-Only the driver's answers are invented. nvidia-ml-py, ctypes and the loader are real, and so is the effect of a call that
-hangs or of a lost device on a process. GPUs are numbered as by NVML; ``None`` means all of them.
+Only the driver's answers are invented. nvidia-ml-py, ctypes and the loader are real, and so is the effect on a process
+of a call that hangs or of a lost device. GPUs are numbered as by NVML; ``None`` means all of them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Records what NVML says on this node, for a day when there is a real GPU: a fixture to compare the stand-in with.
+"""Records NVML's answers on a node with a real GPU, as a fixture to compare the stand-in driver with.
 
     python -m rrl.tests.support.nvml.record > tests/data/recorded/nvml/h100.json
 

@@ -1,4 +1,4 @@
-"""Harm on request: lets the lab's plain user ask for what only the lab may do to its nodes and its controller.
+"""Injects faults on request: the lab's plain user may request faults of nodes and controller that only root can inject.
 
 A Unix socket in the lab's folder (its path is in the user's environment as RRL_LAB_FAULTS) that only the lab's user may
 open; one JSON object a line, one answer each:
@@ -8,7 +8,7 @@ open; one JSON object a line, one answer each:
     {"do": "delay", "node": "n3", "ms": 200}
     {"do": "outage", "seconds": 5}                 slurmctld is gone for so long
 
-It serves requests one by one, in a process that lives and dies with the lab, and knows no target but that lab's own.
+It serves requests one by one, in a process that ends with the lab, and has no targets but those of the lab.
 """
 
 from __future__ import annotations

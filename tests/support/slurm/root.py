@@ -1,8 +1,8 @@
 """Slurm of other versions beside the installed one: programs of another Debian suite, unpacked into a folder.
 
-Nothing is installed and nobody needs to be root: apt resolves and fetches for a machine that has no packages at all,
-and the programs are told (by patchelf) to use the libc and the libraries of their folder. So they are plain programs
-of this machine, with its files, users and processes: no chroot and no wrapper that a signal to srun would meet.
+Nothing is installed, and no root rights are needed. apt resolves and downloads the packages as for a machine without
+any, and patchelf makes the programs use the libc and the libraries of their folder. So they are ordinary programs of
+this machine, with its files, users and processes. There is no chroot, and no wrapper that would receive a signal to srun.
 
     python -m rrl.tests.support.slurm.lab root 24.11
 """
