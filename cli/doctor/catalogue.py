@@ -105,12 +105,12 @@ MEANINGS: dict[str, Meaning] = {
         "if Slurm is slow, raise [limits] poll; if it does not answer, " + _ADMIN),
     "slurm.pool": Meaning(
         "Would Slurm accept the job of form \"pool\": one job over several nodes? (sbatch --test-only)",
-        "name the partition, account or QOS that the site requires, here and in [slurm]: rrl doctor --partition ..."
-        " --account ... --qos ..."),
+        "find out which partition, account or QOS the site requires; test it (rrl doctor --partition ... --account ..."
+        " --qos ...), and write it into [slurm] of job.toml"),
     "slurm.replica": Meaning(
         "Would Slurm accept the jobs of form \"replica\", one for each replica? (sbatch --test-only)",
-        "name the partition, account or QOS that the site requires, here and in [slurm]: rrl doctor --partition ..."
-        " --account ... --qos ..."),
+        "find out which partition, account or QOS the site requires; test it (rrl doctor --partition ... --account ..."
+        " --qos ...), and write it into [slurm] of job.toml"),
     "slurm.hetjob": Meaning(
         "Would Slurm accept a heterogeneous job, form \"hetjob\"? (sbatch --test-only)",
         "use [cluster] form = \"pool\" or \"replica\", unless nodes of different shapes must start together"),
@@ -141,8 +141,8 @@ MEANINGS: dict[str, Meaning] = {
         " sacctmgr modify user NAME set adminlevel=Administrator (an Operator may not)"),
     "slurm.hold": Meaning(
         "Is InactiveLimit 0? If so, `salloc --no-shell` holds the pool, and the loss of a node does not end the pool.",
-        f"{_ADMIN} for InactiveLimit=0; until then a batch script holds the pool, and the pool is lost if its first"
-        " node is cut off and comes back; [cluster] form = \"replica\" avoids that"),
+        f"{_ADMIN} for InactiveLimit=0, or write [cluster] form = \"replica\". Until then a batch script holds the pool:"
+        " if the pool's first node loses its network for a while, the whole pool is lost"),
     "slurm.select": Meaning(
         "Can jobs share a node, and does Slurm allocate memory (select/cons_tres, CR_..._Memory)?",
         "write [slurm] exclusive = true, so that no other job is on the nodes of a run"),

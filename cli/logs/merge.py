@@ -150,7 +150,7 @@ class LogTail:
         yield from islice(self.new_lines(), max(0, count - self._wanted.newest), None)
 
     def new_lines(self, copies: tuple[Path, ...] = ()) -> Iterator[Line]:
-        """Yield the lines written since the last call; ``copies`` are the copied files that exist by now."""
+        """Yield the lines written since the last call; ``copies`` are the paths of all copies that exist by now."""
         for path in copies:
             if path not in self._copies:
                 self._copies[path] = Tail(path, LineFilter(None, b"", self._wanted.match), True)

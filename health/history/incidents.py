@@ -133,7 +133,7 @@ def node_intervals(history: RunHistory) -> dict[str, tuple[list[Span], int]]:
     gpus: dict[str, int] = defaultdict(int)
     now: dict[str, float] = {}
     carried: dict[str, float] = {}
-    """Nodes held under the previous manager and not named again yet."""
+    """Node → start (s) of holding it, for nodes of the previous manager that the new manager has not reported yet."""
     last = 0.0
     for record in history.records:
         if isinstance(record, RunStarted):

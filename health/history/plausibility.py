@@ -16,7 +16,8 @@ from .rates import Span, merge_intervals, total_length
 from .records import ActionTaken, Failed, FindingRecord, NodeAcquired, Record, RecoveryDone, RunStarted, SourcedRecord
 
 CLOCK_SKEW_S = 300.0
-"""Seconds by which the clocks of two machines of a site may differ: Kerberos and munge (TTL) reject more."""
+"""Seconds by which the clocks of two machines of a site may differ: larger differences already break Kerberos and munge
+(TTL)."""
 EARLIEST_TIME_S = 1_577_836_800.0
 """2020-01-01, before rrl existed (s since 1970)."""
 MAX_GPUS_PER_NODE = 16

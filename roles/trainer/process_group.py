@@ -104,7 +104,7 @@ class Gang:
         summed in float32.
 
         Raises:
-            ValueError: Without a process group, a parameter has another dtype than ``compute_dtype``.
+            ValueError: A parameter has another dtype than ``compute_dtype``, and there is no process group to cast it.
         """
         if self._mesh is None:
             if any(parameter.dtype != compute_dtype for parameter in model.parameters()):

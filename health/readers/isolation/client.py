@@ -82,8 +82,8 @@ class ReaderClient:
     async def next_reading(self) -> Reading:
         """Return the next result of any reader.
 
-        A supervisor that died is restarted; its death is reported as a result of each reader. The call may be cancelled
-        at any time without losing a result.
+        If the supervisor dies, it is restarted, and each reader gets one result ``broken`` that reports the death. The
+        call may be cancelled at any time without losing a result.
         """
         while not self._ready:
             if self._reader is None:

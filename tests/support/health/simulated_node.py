@@ -58,7 +58,7 @@ def host(**fields: Any) -> HostData:
 
 
 class ObservedNode:
-    """A node whose checks run after each sample and one second; the findings are in ``found``."""
+    """A node that runs its checks after each sample, and then advances by one second; ``found`` has the findings."""
 
     def __init__(self, rules: Rules = Rules()) -> None:
         self.rules, self.node_state, self.now = rules, NodeState(rules.xid.burst), 1000.0

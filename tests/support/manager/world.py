@@ -99,9 +99,9 @@ class World:
         self.refuse_launch: set[NodeName] = set()
         """Nodes on which the cluster rejects every launch."""
         self.refuse_release = 0
-        """Number of releases that are refused next."""
+        """Number of requests to release an allocation that the cluster will refuse next."""
         self.refuse_stop = 0
-        """Number of stops of steps that are refused next."""
+        """Number of requests to stop a step that the cluster will refuse next."""
         self.unanswered = False
         """True if requests are neither granted nor rejected until ``land``."""
         self.slow_to_stop = 0.2

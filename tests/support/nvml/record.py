@@ -2,8 +2,8 @@
 
     python -m rrl.tests.support.nvml.record > tests/data/recorded/nvml/h100.json
 
-The recording holds the reader's own reading, NVML's answer to each call behind it, and ``nvidia-smi -q -x`` where that
-is installed, which asks the driver by ways of its own. Serial numbers are left in: look before you publish it.
+The recording contains the reader's sample, NVML's answer to each of the reader's calls, and the output of ``nvidia-smi
+-q -x`` if that is installed, as an independent source. It contains serial numbers: check it before you publish it.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 Nothing is installed, and no root rights are needed. apt resolves and downloads the packages as for a machine without
 any, and patchelf makes the programs use the libc and the libraries of their folder. So they are ordinary programs of
-this machine, with its files, users and processes. There is no chroot, and no wrapper that would receive a signal to srun.
+this machine, with its files, users and processes. There is no chroot, and no wrapper that would receive the signals to
+srun.
 
     python -m rrl.tests.support.slurm.lab root 24.11
 """
