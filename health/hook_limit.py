@@ -4,10 +4,11 @@ No file records the drains by hooks, because Slurm does: such a drain is a node 
 :data:`~rrl.health.drains.HOOK_PREFIX`. Only root, SlurmUser and administrators can set the state and the reason. So no
 user can forge a drain by a hook, and a user can exhaust the limit only by making that many nodes fail their check.
 
-Hooks run on all nodes at the same time and do not communicate. Each hook drains its own node first, waits until Slurm's
-clock has passed the second of that drain, and then ranks all drains by hooks in the order of (time, node name). A hook
-whose drain ranks beyond the limit removes its drain. When a hook reads the list of drains, the list contains all drains
-that rank before the hook's own. So exactly as many drains remain as the limit permits, in whatever order hooks read.
+Hooks run on all nodes at the same time and do not communicate. Each hook drains its own node first, and waits until
+Slurm's clock has passed the second of that drain. Then it ranks all drains by hooks in the order of (time, node name).
+A hook whose drain ranks beyond the limit removes its drain. When a hook reads the list of drains, the list contains all
+drains that rank before the hook's own. So exactly as many drains remain as the limit permits, in whatever order hooks
+read.
 """
 
 from __future__ import annotations

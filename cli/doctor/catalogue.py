@@ -141,8 +141,8 @@ MEANINGS: dict[str, Meaning] = {
         " sacctmgr modify user NAME set adminlevel=Administrator (an Operator may not)"),
     "slurm.hold": Meaning(
         "Is InactiveLimit 0? If so, `salloc --no-shell` holds the pool, and the loss of a node does not end the pool.",
-        f"{_ADMIN} for InactiveLimit=0, or write [cluster] form = \"replica\". Until then a batch script holds the pool:"
-        " if the pool's first node loses its network for a while, the whole pool is lost"),
+        f"{_ADMIN} for InactiveLimit=0, or write [cluster] form = \"replica\". Until then a batch script holds the"
+        " pool: if the pool's first node loses its network for a while, the whole pool is lost"),
     "slurm.select": Meaning(
         "Can jobs share a node, and does Slurm allocate memory (select/cons_tres, CR_..._Memory)?",
         "write [slurm] exclusive = true, so that no other job is on the nodes of a run"),

@@ -136,9 +136,9 @@ class Storage(Struct, frozen=True, tag=True):
 
     ``root`` is that folder. ``at`` is the folder that was examined: ``root``, or its nearest parent that exists.
 
-    ``kind`` is the type of the file system, ``free`` the free bytes, ``inodes`` the free inodes (-1 if the file system
-    does not count them), and ``fsync`` the time (s) of a small write with fsync. ``trouble`` says why nothing can be
-    written at ``at``; it is empty if the write succeeded.
+    ``kind`` is the type of the file system. ``free`` are its free bytes, ``inodes`` its free inodes (-1 if it does not
+    count them). ``fsync`` is the time (s) of a small write with fsync. ``trouble`` says why nothing can be written at
+    ``at``; it is empty if the write succeeded.
     """
 
     root: str

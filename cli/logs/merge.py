@@ -1,7 +1,7 @@
 """Reads the lines of logs: from the end backwards to the first selected line, then forwards, merged by time.
 
 Only one block of each file is held in memory, since logs may have GiB. A line is ordered by its time. A line without
-a time is ordered by the time of the line before it, or, at the beginning of a file, by the time when the file was last
+a time is ordered by the time of the line before it. If there is none, it is ordered by the time when the file was last
 written.
 """
 

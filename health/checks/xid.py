@@ -7,8 +7,8 @@ of each Xid are in ``xids.csv``; this module contains the rules that use them:
 - An Xid of the application alone never fails a node. If it recurs on one GPU and on no other, the GPU is suspect;
   if that happened under different roles, the GPU fails.
 - A rare or unknown code gives a warning; it fails the GPU only if a role on that GPU died at about the same time.
-- Shortly before and after rrl kills a step, an Xid counts only if its class is ``node_out`` or ``gpu_reset``, or if a
-  role on the same GPU died at about the same time without being killed by rrl.
+- Shortly before and after rrl kills a step, an Xid counts only if its class is ``node_out`` or ``gpu_reset``. Other
+  classes count only if a role on the same GPU died at about the same time without being killed by rrl.
 - A reset may have cured an Xid that is older than the first sample. The driver decides: such an Xid does not count if
   the recovery action is "none" or, with an older driver, if the lasting effect of the Xid is gone.
 - An Xid that only the kernel log reports must name a GPU of this node. If NVML can contradict it (79: the GPU

@@ -217,8 +217,8 @@ def encode_line(record: Record) -> bytes:
 def read_line(text: bytes) -> Record | None:
     """Return the record of a line, or None if it is torn, damaged or of an unknown kind.
 
-    Values that are not valid times (not finite, negative, beyond the year 9999), invalid names, and characters that
-    would move a terminal's cursor count as damage, because any user can write the file.
+    Any user can write such a file. Therefore these count as damage, too: invalid times (not finite, negative, beyond
+    the year 9999), invalid names, and characters that would move a terminal's cursor.
     """
     text = text.strip()
     if not text or len(text) > MAX_LINE_BYTES or any(sign not in b'"\\/' for sign in _ESCAPED.findall(text)):

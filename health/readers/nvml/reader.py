@@ -1,8 +1,8 @@
 """Reader of NVML through nvidia-ml-py: the state of all GPUs of this node, and the Xids since the last read.
 
 One session of NVML is kept open, because opening it takes seconds on a node without persistence mode. It is reopened if
-the driver was unloaded or replaced, if the number of GPUs changed, and periodically while a GPU is lost, which is how a
-reset GPU is found again. Any call may hang: the supervisor enforces the deadline.
+the driver was unloaded or replaced, or if the number of GPUs changed. While a GPU is lost, the session is reopened
+periodically, to find the GPU again after a reset. Any call may hang: the supervisor enforces the deadline.
 """
 
 from __future__ import annotations
