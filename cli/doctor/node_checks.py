@@ -12,7 +12,8 @@ from .host_checks import candidate_networks, memlock, networks_text, nofile, pac
 MAX_CLOCK_SKEW_S = 1.0
 """Difference (s) between two clocks beyond which the order of lines in merged logs is misleading."""
 MAX_FILE_DELAY_S = 5.0
-"""Time (s) above which a file from a node is visible here too late; commands and status have the same delay."""
+"""Time (s) within which a file that a node wrote should become visible here. Commands and status are exchanged by
+files, so they have the same delay."""
 SLOW_IMPORT_S = 5.0
 """Time (s) above which importing torch on an idle node is slow; on a hundred nodes at once it takes longer."""
 _SLOW_IMPORT_FIX = "raise [limits] join, or put the environment on a local disk of the node ([env] python)"

@@ -1,8 +1,8 @@
 """Runs one small job on a compute node, with the user's consent, to learn what the node is like and what it can reach.
 
 The job is :mod:`rrl.roles.node_probe.main`, run by the same interpreter path as this process. It takes 10 s, and is
-cancelled if it has not begun :data:`MAX_QUEUE_S` s after its submission. Its files are in a folder of their own under
-the folder of all runs; this folder of the job is removed afterwards.
+cancelled if it has not begun :data:`MAX_QUEUE_S` s after its submission. Its files are in a temporary folder, which is
+created in the folder of all runs and removed afterwards.
 """
 
 from __future__ import annotations

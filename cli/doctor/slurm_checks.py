@@ -22,7 +22,7 @@ MAX_POOL_JOBS = 3
 DEFAULT_KILL_WAIT_S = 30
 """Slurm's default of KillWait (s)."""
 MIN_STEP_LIMIT = 1000
-"""MaxStepCount below which the check warns: agents and, over days, incarnations of replicas are steps of one job."""
+"""MaxStepCount below which the check warns: all agents and, over days, all incarnations are steps of one job."""
 _NO_ACCOUNT = "ask the admin of the cluster for an account"
 _NO_HOLD = "nohold_on_prolog_fail"
 DEFAULT_WALLTIME_S = 86400.0

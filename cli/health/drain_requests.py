@@ -1,4 +1,4 @@
-"""``rrl health drain-requests``: nodes that runs want drained but lack the right to drain, for an administrator."""
+"""``rrl health drain-requests``: lists nodes that runs want drained and may not drain themselves; for administrators."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ MAX_NODES = 32
 MAX_CONCURRENT_CHECKS = 8
 """Maximum number of checks at a time. Each check is one srun, whose load on slurmctld is small."""
 START_S = 10
-"""Time (s) that a job may wait for its node; it is short, so that no job waits until a node is no longer in use."""
+"""Time (s) that a job may wait for its node: short, because a node in use is not checked."""
 CHECK_S = 20
 """Time limit (s) of the check itself, as in the prolog of examples/health."""
 _SRUN_SLACK_S = 20.0

@@ -177,7 +177,8 @@ class LogTail:
 def _without_duplicates(lines: Iterator[Line]) -> Iterator[Line]:
     """Yield the lines; of several lines with the same time, yield only the most complete line.
 
-    A line of the process is more complete than a notice that lines are missing, and a whole line than a torn line.
+    A line of the process itself is more complete than a notice that lines are missing. A whole line is more complete
+    than a torn one.
     """
     best: Line | None = None
     for line in lines:

@@ -54,7 +54,7 @@ def _health(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]
 
 
 def _diag(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
-    """Report the failed tests of ``dcgmi diag``; a failure with an unknown code fails the GPU too."""
+    """Report the failed tests of ``dcgmi diag``; a failed test with an unknown code also fails the GPU."""
     data = state.data("dcgm")
     if "diag" in data.unread:
         yield Unknown(data.unread["diag"])

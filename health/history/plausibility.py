@@ -81,7 +81,10 @@ def plausible(
 
 
 def _newest(records: Sequence[SourcedRecord]) -> tuple[list[SourcedRecord], list[SourcedRecord]]:
-    """Return (the records within MAX_USER_RECORDS_OF_KIND, in the given order, the records beyond it)."""
+    """Return (kept, left out): the records within MAX_USER_RECORDS_OF_KIND, and the records beyond it.
+
+    The kept records are in the given order.
+    """
     counted: Counter[tuple[str, type[Record]]] = Counter()
     verdicts: dict[tuple[str, str, str, str, str, str], Verdict] = {}
     beyond: set[int] = set()

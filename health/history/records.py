@@ -18,7 +18,7 @@ from ...core.types import Cause, Flag, Remedy, Verdict
 SCHEMA = 2
 """Version of the format; a file of another version is rejected as a whole. 2: new names of kinds and fields."""
 MAX_EVIDENCE_LINES = 5
-"""Lines of evidence in one record: what a report should contain (docs/sources.md, NVSentinel and gcm)."""
+"""Lines of evidence in one record: as many as a report should contain (docs/sources.md, NVSentinel and gcm)."""
 MAX_TEXT_CHARS = 300
 """Characters of one line of evidence."""
 MAX_LINE_BYTES = 65536
@@ -73,7 +73,7 @@ class Checkpoint(Struct, frozen=True, tag_field="kind", tag="checkpoint"):
 
 
 class FindingRecord(Struct, frozen=True, tag_field="kind", tag="finding"):
-    """A change or repetition (``count``) of a detector's finding. Verdict OK means that it has cleared."""
+    """A finding that was raised, changed or repeated (``count``), or that has cleared (verdict OK)."""
 
     at: float
     node: str

@@ -87,7 +87,7 @@ class Rejections:
 
 
 def user_folders(folder: Path, rejections: Rejections) -> Iterator[UserFolder]:
-    """Yield the folders that belong to the user of their name, or that root created for that user.
+    """Yield the folders that belong to the user that they are named after, or that root created for that user.
 
     Raises OSError if ``folder`` cannot be read.
     """

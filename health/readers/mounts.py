@@ -2,8 +2,8 @@
 
 A process that does not return is left alone, and its path counts as unanswered until it returns. A single waiting
 process proves little, because its request may have been lost and the next request may be answered. So
-:data:`~rrl.health.readers.samples.MOUNT_ATTEMPTS` processes probe an unanswering path within one read, started one
-after another. The path answers if any of them returns.
+:data:`~rrl.health.readers.samples.MOUNT_ATTEMPTS` processes, started one after another, probe such a path within one
+read. The path answers if any of them returns.
 """
 
 from __future__ import annotations

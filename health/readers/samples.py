@@ -17,7 +17,7 @@ READERS = ("nvml", "dcgm", "kernel", "fabric", "host")
 """Names of the readers; :data:`rrl.health.readers.base.READER_CLASSES` maps them to classes."""
 
 MOUNT_ATTEMPTS = 3
-"""Processes that probe an unanswering path within one read, started one after another."""
+"""Number of processes, started one after another, that probe a path that does not answer within one read."""
 
 UnreadReasons = dict[str, str]
 """Field → why it could not be read: ``not supported``, ``not permitted``, ``no such function in this driver`` ..."""

@@ -109,7 +109,7 @@ class Checkpoints:
 
         Raises:
             OSError: This member could not write; raised once all members are done.
-            CheckpointException: As above.
+            CheckpointException: torch's wrapper of such an error.
         """
         rank, pieces = self._gang.rank, list[Piece]()
         failed: OSError | CheckpointException | None = None

@@ -82,7 +82,7 @@ class HostBuffers:
         return memoryview(own)[:nbytes]
 
     def seal(self, step: int, meta: bytes) -> None:
-        """Declare that the last buffer contains the complete ``step``: make it a snapshot, and copy it to the buddy."""
+        """Make the newest buffer a snapshot, and copy it to the buddy; it must contain the complete ``step``."""
         if self._client is not None and self._in_agent_memory:
             self._client.seal(step, meta)
             self._times_sealed += 1

@@ -202,7 +202,7 @@ class Learner:
         self._open = _OpenStep(number)
 
     def add(self, part: Part) -> None:
-        """Add the gradients of a part of the open step, which has whole groups.
+        """Add the gradients of a part of the open step. A part has whole groups.
 
         Raises:
             ValueError: Another part must come next, or no step is open.

@@ -2,8 +2,8 @@
 
 Everything that needs no message of the manager is done before the trainer joins, so that a warm standby has done it in
 advance. A step is valid when its checkpoint is committed. A restarted trainer continues from the newest state that can
-be verified, publishes its weights at once, and requests the batches after that state. It receives the same batches as
-its predecessor, as far as its predecessor had requested them.
+be verified, publishes its weights at once, and requests the batches after that state. A batch that its predecessor had
+already requested is the same again.
 
 A warm standby also runs one step of a tiny model, in a process group of its own: the first step of a process pays for
 what torch sets up at first use (0.43 s against 0.08 s afterwards, for a tiny model on two CPU ranks; no gain was shown

@@ -51,9 +51,9 @@ from . import exchange
 _log = logging.getLogger("rrl.trainer")
 
 RENDEZVOUS_TIMEOUT_S = 60.0
-"""Seconds within which all members must have met once all have joined (until then the manager's deadlines apply).
-torch's own timeouts are unreliable: a rendezvous under used keys failed after 25 s with a timeout of 5 s
-(docs/sources.md)."""
+"""Seconds from the join of the last member within which all members must have met; before that join, the manager's
+deadlines apply. torch's own timeouts are unreliable: a rendezvous under used keys failed after 25 s with a timeout of
+5 s (docs/sources.md)."""
 COLLECTIVE_TIMEOUT_S = 24 * 3600.0
 """Seconds after which a collective operation fails if a member does not take part. Members wait in such an operation
 for a member that still works (a step may take 6 h, a write 1 h: :mod:`rrl.core.phases`) or that waits for a missing

@@ -1,8 +1,8 @@
 """Selects the state that a trainer continues from: the newest one that every member can read and verify.
 
-The state is a snapshot of the committed step, a snapshot of the step after it, or the last commit. After a snapshot of
-the step after it is loaded, the commit of that step is completed. All members agree before anything is loaded, and
-compare afterwards what they have loaded.
+The state is a snapshot of the committed step, a snapshot of the next step, or the last commit. If a snapshot of the
+next step is loaded, the commit of that step is completed. All members agree before anything is loaded, and compare
+afterwards what they have loaded.
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ class RestorePoint(Struct, frozen=True):
 def candidates(names: Iterable[SnapshotKey], commit: Commit) -> list[SnapshotKey]:
     """Return the snapshots that may be restored, newest first.
 
-    Two kinds of snapshots agree with the committed history: that of the committed step, by the incarnation that
-    committed it; and those of the next step, by that incarnation or a later one. A snapshot of a step after the next
-    one is useless, because that step cannot be committed yet.
+    Two kinds of snapshots agree with the committed history: those of the committed step that the committing incarnation
+    made, and those of the next step that this or a later incarnation made. A snapshot of a still later step is useless,
+    because that step cannot be committed yet.
     """
     usable = [
         (step, incarnation)

@@ -30,7 +30,7 @@ SESSION_OVER_CODES = frozenset((UNINITIALIZED, DRIVER_NOT_LOADED, LIB_RM_VERSION
 LOST_CODES = frozenset((GPU_IS_LOST, RESET_REQUIRED))
 """Errors that any call may give: the GPU does not answer until it is reset."""
 NO_HANDLE_CODES = LOST_CODES | {UNKNOWN, INSUFFICIENT_POWER, IRQ_ISSUE}
-"""Errors of nvmlDeviceGetHandleByIndex that mean, for a GPU that NVML lists, that the GPU itself is at fault."""
+"""Errors of nvmlDeviceGetHandleByIndex that are the fault of the GPU itself, if NVML lists it."""
 UNSUPPORTED_CODES = frozenset(
     (NOT_SUPPORTED, INVALID_ARGUMENT, FUNCTION_NOT_FOUND, ARGUMENT_VERSION_MISMATCH, DEPRECATED)
 )

@@ -20,8 +20,8 @@ _ACTIVE = 1
 def read_links(results: QueryResults) -> None:
     """Read all links and store them as ``nvlinks``.
 
-    A counter that no link has is ``None`` in all of them, with ``nvlinks.<counter>`` in ``unread``; an unreadable state
-    of a link is ``None``, with ``nvlinks.active`` in ``unread``.
+    If no link has a counter, its values are ``None``, and ``unread`` has the reason under ``nvlinks.<counter>``. If the
+    state of a link cannot be read, it is ``None``, and ``unread`` has the reason under ``nvlinks.active``.
     """
     for field in [field for field in results.unread if field.startswith("nvlinks")]:
         del results.unread[field]

@@ -99,9 +99,9 @@ def _threshold(which: int) -> QueryFunction:
 def _limit(field: int) -> QueryFunction:
     """Return a query for a temperature limit in degrees C.
 
-    Ada and later report a limit as an offset from the temperature at which the thermal margin is 0, negative for limits
-    above it (nvmlDeviceGetTemperatureThreshold's note; NVML_FI_DEV_TEMPERATURE_*_TLIMIT). The query adds the current
-    temperature and margin.
+    On Ada and later, NVML reports how far a limit is below the temperature at which the thermal margin is 0; the value
+    is negative for limits above that temperature (note of nvmlDeviceGetTemperatureThreshold;
+    NVML_FI_DEV_TEMPERATURE_*_TLIMIT). The query computes the limit from this value, the current temperature and margin.
     """
 
     def query(nvml: Any, handle: Any) -> int:

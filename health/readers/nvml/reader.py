@@ -44,7 +44,7 @@ class NvmlReader:
         self._read_count = 0
         self._opened_at_read = 0
         self._trust_errors_from_read = 0
-        """Number of the read from which on an error may end the session."""
+        """Number of the first read in which an error may end the session."""
 
     def read(self) -> NvmlData:
         """Read all GPUs and the Xids since the last read; reopen the session if it ended."""

@@ -171,8 +171,8 @@ class VllmEngine:
     def load(self, version: Version, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """See :class:`..engine.Engine`.
 
-        Running requests are rescheduled like preempted requests, and their prefixes are read again. After any error but
-        ValueError the model is half new: the process must end.
+        Running requests are rescheduled like preempted requests, and their prefixes are read again. After any other
+        error than ValueError, only some of the weights may be new, so the process must end.
         """
         try:
             given = list(fitting(self._model, tensors).items())
