@@ -1,4 +1,4 @@
-"""``rrl health drain-requests``: lists nodes that runs want drained and may not drain themselves; for administrators."""
+"""``rrl health drain-requests``: lists nodes that runs want drained but may not drain; for administrators."""
 
 from __future__ import annotations
 
