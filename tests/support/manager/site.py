@@ -110,7 +110,7 @@ class Site:
         """Number of the record after which the disk is full, for ``full_flushes`` flushes."""
         self.full_flushes = 6
         self.done_after = 15.0
-        """Seconds that a command works before it exits; each further replica of its role as much longer."""
+        """Seconds that a command of replica 0 works before it exits; replica n works n + 1 times as long."""
         self.blink = False
         """True if every second poll misses allocations and steps, or fails."""
         self.polls = 0

@@ -1,7 +1,7 @@
-"""Injects faults on request: the lab's plain user may request faults of nodes and controller that only root can inject.
+"""Injects faults on request: the lab's plain user may request faults of its nodes and its controller.
 
-A Unix socket in the lab's folder (its path is in the user's environment as RRL_LAB_FAULTS) that only the lab's user may
-open; one JSON object a line, one answer each:
+Requests arrive at a Unix socket in the lab's folder, which only the lab's user may open. RRL_LAB_FAULTS in the user's
+environment is its path. A request is one line with a JSON object, and so is the answer:
 
     {"do": "crash", "node": "n3"}                  -> {"ok": true, "detail": "crash n3"}
     {"do": "cut", "node": "n3", "seconds": 5}      undone after 5 s (crash by up, cut and delay by heal)

@@ -1,11 +1,11 @@
 """A real Slurm cluster of several nodes on this machine, for tests, demonstrations and benchmarks.
 
-Every node is a real slurmd (``slurmd -N nX``, a port each) beside an own slurmctld and munged; all of it lies in one
-folder and ends with it. Started by root, the daemons are root's and jobs are submitted by a plain user without any
-operator right (:attr:`SlurmLab.user`); started by anybody else, everything runs as that user.
+Every node is a real slurmd (``slurmd -N nX``, with a port of its own). The lab has its own slurmctld and munged, and
+all of its files are in one folder. If root starts the lab, the daemons belong to root, and jobs are submitted by a plain
+user without operator rights (:attr:`SlurmLab.user`). If another user starts it, everything runs as that user.
 
-Where root starts it, each node may have a network of its own that can be cut and delayed (``isolated``); with
-``accounting`` there are slurmdbd and limits; ``root`` is another version of Slurm.
+A lab of root can give each node a network of its own, which can be cut and delayed (``isolated``). With ``accounting``
+there are slurmdbd and limits. ``root`` selects another version of Slurm.
 
     python -m rrl.tests.support.slurm.lab install
     python -m rrl.tests.support.slurm.lab start --dir /tmp/lab --nodes 5
