@@ -1,8 +1,8 @@
 """A real Slurm cluster of several nodes on this machine, for tests, demonstrations and benchmarks.
 
 Every node is a real slurmd (``slurmd -N nX``, with a port of its own). The lab has its own slurmctld and munged, and
-all of its files are in one folder. If root starts the lab, the daemons belong to root, and jobs are submitted by a plain
-user without operator rights (:attr:`SlurmLab.user`). If another user starts it, everything runs as that user.
+all of its files are in one folder. If root starts the lab, the daemons belong to root, and jobs are submitted by a
+plain user without operator rights (:attr:`SlurmLab.user`). If another user starts it, everything runs as that user.
 
 A lab of root can give each node a network of its own, which can be cut and delayed (``isolated``). With ``accounting``
 there are slurmdbd and limits. ``root`` selects another version of Slurm.
