@@ -1,7 +1,7 @@
 """Check that the source of a sample is trusted: the owner of a port on this machine, and of a program's file.
 
-Any user may listen on a free port, and create a program with any name in a folder of their own. The output of either
-counts only if it belongs to root or to the user that the site's rules name.
+Any user may listen on a free port, and create a program with any name in a folder of their own. The output of a port or
+program counts only if the port or program belongs to root, or to the user that the site's rules name.
 """
 
 from __future__ import annotations

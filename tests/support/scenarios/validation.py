@@ -236,7 +236,7 @@ def _of_event(
 
 
 def _circle(event: Event, events: Sequence[Event]) -> list[str]:
-    """Return the names of events that come after each other, if ``event`` is the first of them in the file."""
+    """Return the events that wait for each other in a circle; none unless ``event`` is the first in the file."""
     by_name = {one.name or one.do: one for one in events}
     circle = [event]
     while (before := by_name.get(circle[-1].after)) is not None:
