@@ -84,7 +84,7 @@ def _modules(names: Sequence[str]) -> str:
 def _venv(folder: str) -> str:
     activate = f"{_path(folder)}/bin/activate"
     return _section(
-        f"venv {folder}", f"[ -r {activate} ] || rrl_fail 'there is no bin/activate in it on this node'",
+        f"venv {folder}", f"[ -r {activate} ] || rrl_fail 'the folder has no bin/activate on this node'",
         f"source {activate}",
     )  # fmt: skip
 

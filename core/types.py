@@ -260,10 +260,10 @@ class Finding(Struct, frozen=True):
     flags: tuple[Flag, ...] = ()
     """Properties that decisions depend on, beside verdict, cause and remedy; the text of the evidence never decides."""
     shared: tuple[Cause, str, str] | None = None
-    """For a finding about the run: the cause, detector and component that findings of several nodes or replicas
-    share."""
+    """Cause, detector and component that the findings of several nodes or replicas have in common; only set in a
+    finding about the run."""
     exception: RaisedException | None = None
-    """For the end of a process: the exception that ended it, if the process reported one."""
+    """Exception that ended the process; only set if the finding is about the end of a process that reported one."""
 
     @property
     def key(self) -> str:
