@@ -98,7 +98,7 @@ def unknown_argument_text(name: str, known: Collection[str], owner: str) -> str:
     Args:
         name: The argument.
         known: All arguments of the installed vLLM.
-        owner: The vLLM that lacks the argument, as the message names it.
+        owner: Text by which the message names the vLLM that lacks the argument.
     """
     close = difflib.get_close_matches(name, sorted(set(known) - RESERVED_ARGUMENTS.keys()), 1)
     return f"{owner} has no such argument (EngineArgs){f'; did you mean {close[0]}?' if close else ''}"

@@ -172,7 +172,8 @@ def _donor_rollouts(job: Job, role: Role) -> int:
 def concurrent_failures(nodes: int, rate: float, quantile: float = 0.99) -> int:
     """Return how many nodes, at least 1, must be expected to fail on the same day.
 
-    On a share ``quantile`` of all days, no more nodes fail. Their number is binomial (ByteRobust; docs/sources.md).
+    The number of nodes that fail on one day is taken as binomial (ByteRobust; docs/sources.md). On a share ``quantile``
+    of all days it is not larger than the result.
 
     Args:
         nodes: Number of nodes.
