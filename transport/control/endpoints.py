@@ -65,7 +65,8 @@ class Address(Struct, frozen=True):
     def read(cls, path: Path) -> Address | None:
         """Return the address in ``path``; None if the file is absent or incomplete.
 
-        A full disk, or storage that shows a file before its bytes, makes it incomplete; the caller tries again later.
+        The file can be incomplete on a full disk, and on storage that shows a file before its content. The caller tries
+        again later.
         """
         try:
             return msgspec.json.decode(path.read_bytes(), type=cls)
@@ -195,7 +196,7 @@ class Listener:
                 raise
 
     async def close(self) -> None:
-        """Stop listening; sent messages have a moment to leave. Repeatable."""
+        """Stop listening; sent messages have ``_FLUSH_MS`` to leave. Repeatable."""
         if self._closed:
             return
         self._closed = True
@@ -315,7 +316,7 @@ class Dialer:
         return await self._pushes.get()
 
     async def close(self) -> None:
-        """Disconnect; sent messages have a moment to leave, and open requests raise ConnectionError. Repeatable."""
+        """Disconnect; sent messages have ``_FLUSH_MS`` to leave, open requests raise ConnectionError. Repeatable."""
         if self._closed:
             return
         self._closed = True

@@ -47,7 +47,7 @@ _MAX_STASHED, _MAX_STASHED_BYTES = 1024, 4096
 """Most requests that are stored while a connection waits for a slot, and the largest size of a request in bytes
 (usually 33). Both limit what a peer can make this process store."""
 _CONNECT_TIMEOUT_S = 2 * HANDSHAKE_TIMEOUT_S
-"""Seconds for which NIXL's ports accept connections when a peer is sent the metadata with which it connects."""
+"""Seconds for which NIXL's ports accept connections after a peer was sent the metadata that it needs to connect."""
 _MAX_THREADS = 16
 """Most copies and reads that run in parallel."""
 

@@ -112,8 +112,9 @@ _SMOOTHING = 0.25
 class AdaptiveTimeout:
     """The timeout of a chunk, derived from the durations of earlier chunks.
 
-    It is kept across versions: from the second one on, a slow source is detected at its first chunk. It counts chunks,
-    not bytes: a version's last chunk may be short, and takes the latency of a message however few its bytes are.
+    One object serves all versions: from the second version on, a slow source is detected at its first chunk. It
+    measures seconds per chunk, not per byte: a version's last chunk may be short, but takes at least the latency of a
+    message.
     """
 
     def __init__(self, first: float = FIRST_CHUNK_TIMEOUT_S, minimum: float = MIN_CHUNK_TIMEOUT_S) -> None:
@@ -121,7 +122,10 @@ class AdaptiveTimeout:
         self._typical: float | None = None
 
     def observe(self, seconds: float) -> None:
-        """Take the duration of a chunk into account: seconds from its request, or from the previous chunk's arrival."""
+        """Add the duration of a chunk, in seconds.
+
+        It is counted from the chunk's request or from the previous chunk's arrival, whichever was later.
+        """
         self._typical = seconds if self._typical is None else self._typical + _SMOOTHING * (seconds - self._typical)
 
     def timeout(self) -> float:
