@@ -81,8 +81,8 @@ def allocation_script(*components: Sequence[str], command: Sequence[str] = ()) -
 
     Args:
         components: The options of each component.
-        command: The command that manages the run inside the allocation, and whose end is the end of the allocation;
-            empty: the script only holds the nodes.
+        command: The command that manages the run inside the allocation; when it ends, the allocation ends. Empty: the
+            script only holds the nodes.
     """
     given = {option.partition("=")[0] for option in components[0]}
     own_options = [option for option in _BATCH_SCRIPT_OPTIONS if option.partition("=")[0] not in given]

@@ -148,7 +148,7 @@ def start_manager(run: RunDir, spec: RunSpec) -> str:
         try:
             manager_job.submit(run, spec, run_manager)
         except (OSError, RuntimeError) as error:
-            return f"cannot queue a second manager, which would take over if the first one's node failed: {error}"
+            return f"cannot queue a second manager, so none takes over if the first manager's node fails: {error}"
     else:
         _start_locally(run)
     return ""
@@ -161,7 +161,7 @@ def _start_locally(run: RunDir) -> None:
         _submit_locally(run)
     if os.waitpid(child, 0)[1] != 0:
         lines = run.controller_log.read_text(errors="replace").split("\n")
-        raise OSError(next((line for line in reversed(lines) if line), "its submission failed without any output"))
+        raise OSError(next((line for line in reversed(lines) if line), "submitit failed without any output"))
 
 
 def _submit_locally(run: RunDir) -> NoReturn:

@@ -149,7 +149,8 @@ class NodeStatus(Struct, frozen=True):
     detail: str = ""
     """The cluster's own text: state with flags, and the reason."""
     reason: str = ""
-    """Reason that the author of the drain gave. This run set the drain if the reason equals the run's own."""
+    """Reason that the author of the drain gave. If it equals the reason with which this run drains the node, this run
+    set the drain."""
 
 
 class AllocationStatus(Struct, frozen=True):

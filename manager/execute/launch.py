@@ -32,7 +32,7 @@ _SHARED_MEMORY = "/dev/shm"
 have a separate folder."""
 _IMAGE_SUFFIXES = (".sif", ".sqsh", ".squashfs", ".img")
 """Suffixes of images that are files. Like every path in job.toml, the path of such an image is relative to the folder
-of job.toml: apptainer would resolve it so by itself, pyxis takes a name without a slash for an image in a registry."""
+of job.toml. apptainer would resolve it the same way; pyxis takes a name without a slash for an image in a registry."""
 NO_USER_SITE = {"PYTHONNOUSERSITE": "1"}
 """Variables for every container: the host's ~/.local contains packages for the host's Python."""
 
@@ -139,7 +139,7 @@ def _role(run: RunDir, state: State, action: LaunchAction, job_dir: str, role: R
 
 
 def _standby(run: RunDir, state: State, action: LaunchAction, job_dir: str) -> tuple[Launch, Step]:
-    """Return the launch of a standby process, which runs the command of the role that it stands by for.
+    """Return the launch of a standby process, which runs the command of the role that it can be promoted to.
 
     A rollout standby has its engine running and takes the same resources as the rollout that it will become. A trainer
     standby shares its node with other steps. Slurm assigns the first CPUs and GPUs of the node to all overlapping steps

@@ -17,8 +17,8 @@ Each stage (the trainer, then the other roles and the standby processes, then th
 steps, and as long again until the ends of these steps are reported."""
 
 UNSATISFIABLE_AFTER_S = 180.0
-"""Seconds for which the cluster must report that a request can never be met, before rrl acts on it: while slurmdbd is
-down, or partitions are being changed, Slurm reports that of any request."""
+"""Seconds for which the cluster must report that a request can never be met, before rrl acts on it. While slurmdbd is
+down, or partitions are being changed, Slurm reports this for every request."""
 
 
 def unsatisfiable_at(allocation: Allocation) -> float:

@@ -192,7 +192,7 @@ def replay(run: RunDir) -> Iterator[Stamped]:
             yield stamped
         if end is not None and read != end:
             raise JournalError(
-                f"{path}: cannot be read beyond byte {read}, but the next segment counts {end} bytes of it"
+                f"{path}: cannot be read beyond byte {read}, but the next segment relies on its first {end} bytes"
             )
 
 
@@ -364,7 +364,7 @@ def _framed_events(path: Path, offset: int, end: int | None) -> Iterator[tuple[S
 
 
 def _damaged(path: Path, record: str, error: Exception) -> JournalError:
-    """Return the error for a damaged record, in one line whatever the damaged bytes add to the text of ``error``."""
+    """Return the error for a damaged record, on one line even if damaged bytes put line breaks into ``error``."""
     why = " ".join(str(error).split()) or type(error).__name__
     return JournalError(f"{path}: {record} cannot be read: {escaped(why)}; {RECOVERY_ADVICE}")
 

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from ...core.run_dir import STORAGE_FULL_ERRNOS, RunDir
 
 RESERVE_BYTES = 4 * 2**20
-"""Bytes that are reserved. The journal records of a run's end and its summary take some ten kilobytes for a small run,
-and the whole state, which is written once more, some hundred for one of a thousand replicas."""
+"""Bytes that are reserved. For a small run, the journal records of its end and its summary take some ten kilobytes. For
+a run of a thousand replicas, the whole state, which is written once more, takes some hundred kilobytes."""
 RELEASE_BYTES = 2**19
 """Bytes that are released at a time: the roles may take what the manager does not use at once."""
 

@@ -96,8 +96,8 @@ class Budget:
     """A token bucket of reads, which refills at a constant rate.
 
     Reads that are needed to carry out an action are taken on credit. The managers of a user divide ``per_minute`` by
-    their number, which each of them counts in the queue that it polls anyway: this needs no file shared between hosts,
-    and a manager that died no longer has a share.
+    their number. Each of them counts the managers in the queue that it polls anyway. So no file has to be shared
+    between hosts, and a manager that died has no share any longer.
     """
 
     def __init__(self, per_minute: int, clock: Callable[[], float] = time.monotonic) -> None:

@@ -183,8 +183,8 @@ def _is_ending(state: State, allocation: Allocation, now: float) -> bool:
 def _missing_spares(state: State, inventory: NodeInventory, assigned: Assignment, node_group: NodeGroup) -> int:
     """Return the number of spare nodes that the pool needs beyond its replicas' nodes.
 
-    These are the spares of a successor whose allocation is due, and those that replace excluded spares. A spare that a
-    replica uses now is not replaced.
+    If replicas must move off an allocation that ends, all spares of the job are needed anew. Otherwise only spares that
+    were excluded for their hardware are replaced. A spare that a replica uses now is not replaced.
     """
     if node_group.separate_jobs:
         return 0
@@ -215,7 +215,7 @@ def _lost_spares(state: State, node_group: NodeGroup) -> list[NodeName]:
 
 
 def _is_for_spares(state: State, inventory: NodeInventory, assigned: Assignment, allocation: Allocation) -> bool:
-    """Return whether a request can only bring spares: it waits however long the queue takes, since nothing needs it."""
+    """Return whether a request can only bring spares. Such a request waits as long as the queue takes."""
     node_group = state.job.node_group(allocation.request.node_group)
     needed = (*assigned.lacking, *assigned.unmovable)
     if any(replica.role in node_group.roles for replica in needed):
@@ -226,9 +226,9 @@ def _is_for_spares(state: State, inventory: NodeInventory, assigned: Assignment,
 def _retired_to_retry(state: State, assigned: Assignment, node_group: NodeGroup, now: float) -> list[Replica]:
     """Return retired replicas that have no node and whose failures have left the window: they are tried again.
 
-    The caller requests no nodes for them within the window after a rejection; a request that is already queued stays
-    and is used when granted. Nor does it while other replicas lack nodes: a new request in each window would keep these
-    other replicas waiting without end instead of being retired.
+    The caller requests no nodes for them (a) within the window after a rejection; a request that is already queued
+    stays and is used when granted; (b) while other replicas lack nodes: with a new request in each window, these other
+    replicas would wait without end and never be retired.
     """
     window = state.job.recovery.window
     return [

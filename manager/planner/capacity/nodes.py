@@ -354,9 +354,10 @@ class NodeInventory:
         occupy(self._occupancy, node, member)
 
     def can_host(self, role: RoleSpec, node: NodeName) -> bool:
-        """Return whether the node's group includes the role, or is large enough for the role's members.
+        """Return whether the node belongs to the role's group, or can otherwise host the role's members.
 
-        The size counts only for a role whose standby processes share nodes with other roles.
+        A node of another group can, if it is large enough and the role has standby processes that share nodes with
+        other roles.
         """
         if node not in self._by_node:
             return False

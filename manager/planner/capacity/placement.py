@@ -31,17 +31,18 @@ class Assignment(Struct, frozen=True):
     """
 
     targets: dict[ReplicaId, CandidateNode] = {}
-    """Nodes of replicas to launch; a gang that lacks one node keeps the others."""
+    """Nodes of replicas to launch. If one member of a gang has no node, the nodes of the other members stay
+    assigned."""
     moves: dict[ReplicaId, CandidateNode] = {}
     """Nodes to which replicas on expiring nodes move."""
     retries: dict[ReplicaId, CandidateNode] = {}
-    """Nodes of retired replicas whose failures have left the window, from the capacity that is left."""
+    """Nodes of retired replicas whose failures have left the window; they get only the capacity that is left."""
     lacking: tuple[Replica, ...] = ()
     """Replicas to launch that fit on no node of the run."""
     unmovable: tuple[Replica, ...] = ()
     """Replicas to move that fit on no other node of the run."""
     blocked_moves: dict[ReplicaId, CandidateNode] = {}
-    """Nodes of replicas that could move if all others of their gang could."""
+    """Nodes of members that could move, but whose gang cannot move because another member has no target node."""
 
 
 def assign(state: State, inventory: NodeInventory, now: float) -> Assignment:

@@ -84,7 +84,7 @@ def _silent_spares(state: State) -> Iterator[tuple[NodeName, tuple[str, ...]]]:
     """Yield each node without replicas whose agent failed and whose next agent did not join, with the evidence.
 
     Nothing else on such a node can show whether it works, and two agents in a row that send nothing are two
-    observations. An agent that ended with an exit record, and a launch that the cluster refused, are none.
+    observations. An agent that ended with an exit record does not count, nor does a launch that the cluster refused.
     """
     occupied = {replica.node for replica in workers(state) if replica.is_current}
     for name in state.nodes:
@@ -94,7 +94,7 @@ def _silent_spares(state: State) -> Iterator[tuple[NodeName, tuple[str, ...]]]:
         before, newest = agent.failures[-2:]
         in_a_row = newest.at - before.at <= state.job.recovery.window
         if in_a_row and not newest.joined and {before.detector, newest.detector} <= _NO_ANSWER_DETECTORS:
-            yield name, (f"agent: {before.why}", f"agent: the next one: {newest.why}")
+            yield name, (f"agent: {before.why}", f"next agent: {newest.why}")
 
 
 def _straggler_to_exclude(state: State, inventory: NodeInventory) -> Iterator[tuple[NodeName, Finding]]:

@@ -180,7 +180,7 @@ def _failure_evidence(state: State, replica: Replica) -> tuple[str, ...]:
         return ()
     node = state.nodes.get(replica.node)
     if node is None:
-        return (f"{replica.node} is no longer part of an allocation of ours",)
+        return (f"{replica.node} is no longer in an allocation of this run",)
     if node.excluded is not None:
         return (f"{replica.node} is excluded: {node.excluded}",)
     return ()
@@ -266,7 +266,7 @@ def _budget_text(case: FailureCase) -> str:
 
 
 def _reject_or_degrade(case: FailureCase, mistake: tuple[str, ...]) -> Decision:
-    """Retire a member that fails wherever it starts, if its role can spare it; else end the run.
+    """Retire a member that fails on every node, if its role can spare it; otherwise end the run.
 
     The run also ends if no other replica of the role has ever joined and all of them are retired.
     """
@@ -277,7 +277,7 @@ def _reject_or_degrade(case: FailureCase, mistake: tuple[str, ...]) -> Decision:
 
 
 def _fail_or_degrade(case: FailureCase, evidence: tuple[str, ...]) -> Decision:
-    """Retire a member that its own code keeps from working, while others of its role may work; else end the run."""
+    """Retire a member whose own code fails, if other replicas of its role may still work; otherwise end the run."""
     state, failed = case.state, case.failed
     if can_degrade(state, failed, case.dropped) and others_may_work(state, failed, case.dropped):
         return _retire(case, evidence)

@@ -61,7 +61,7 @@ def never_joined(state: State, replica: Replica, evidence: tuple[str, ...], dete
     if detector == "never_joined":
         within = f"within {state.job.limits.join:g} s"
         return (f"{replica.id} never joined {within}, {failed} times: is rrl.join() called?", *evidence)
-    return (*evidence, f"{failed} starts of {replica.id} failed, and none has ever joined")
+    return (*evidence, f"{failed} starts of {replica.id} failed, and it has never joined")
 
 
 def invalid_config(state: State) -> Finish | None:

@@ -17,7 +17,7 @@ from ...model.state import Replica, State, Status
 
 
 def starts_with_same_exception(state: State, failed: Replica) -> int:
-    """Return how many starts of the replica in a row its current exception ended; 0 if the exception does not count.
+    """Return how many starts in a row ended with the replica's current exception; 0 if the exception does not count.
 
     In a gang the starts of the whole gang count, since each start is charged to one of its members.
     """
@@ -42,7 +42,7 @@ def repeated_exception(state: State, failed: Replica) -> tuple[str, ...]:
         return ()
     return (
         f"{failed.id}: {exception}",
-        f"this exception ended {starts} starts of it, and no replica of {failed.role} has done any work",
+        f"this exception ended {starts} starts in a row, and no replica of {failed.role} has done any work",
     )
 
 

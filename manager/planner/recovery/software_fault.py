@@ -48,11 +48,11 @@ def suggests_software_fault(state: State, members: Sequence[Replica], failed: Re
     after = f"step {state.step}" if state.step else "the start"
     if not joined:
         twice = failed.ever_joined and bool(past) and not past[-1].joined
-        return (f"two restarts after {after} have failed, one after the other",) if twice else ()
+        return (f"two restarts in a row failed after {after}",) if twice else ()
     if no_commit_yet and (state.step or full_restarts):  # the very first incarnation has a second try
-        return (f"its first step failed, the one after {after}: an earlier incarnation worked up to there",)
+        return (f"it failed in its first training step, the step after {after}: earlier incarnations got that far",)
     if any(failure.joined for failure in past):
-        return (f"a second failure in the same step, the one after {after}",)
+        return (f"second failure in the same training step, the step after {after}",)
     return ()
 
 

@@ -71,7 +71,7 @@ def test_other_commands_request_no_fault() -> None:
         (Fault("i", FaultKind.CRASH), 'no node ""'),
         (Fault("i", FaultKind.KILL, "agent/n77"), 'no node "n77" in this run'),
         (Fault("i", FaultKind.EXIT, "agent/n1"), "an agent can only be the target of kill, freeze, slow, not of exit"),
-        (Fault("i", FaultKind.FREEZE, "manager"), "the manager can only be killed, not freeze"),
+        (Fault("i", FaultKind.FREEZE, "manager"), "the manager can only be the target of kill, not of freeze"),
         (Fault("i", FaultKind.CUT, R0), "cut needs seconds"),
         (Fault("i", FaultKind.KILL, R0, seconds=3.0), "kill is permanent: it takes no seconds"),
         (Fault("i", FaultKind.KILL, R0, amount=3.0), "kill takes no amount"),
