@@ -61,10 +61,10 @@ RECHECK_DELAY_S = 0.2
 SWEEP_TIMEOUT_S = 10.0
 """Seconds for processes to end on SIGKILL; the next /proc scan tries again."""
 RUN_OVER_GRACE_S = 30.0
-"""Seconds that the run must have been over, without a manager, before the agent ends the remaining steps and exits."""
+"""Seconds from the run's end, without a manager, until the agent ends the remaining steps and exits."""
 MAX_HEARTBEATS_WITHOUT_MANAGER = 2
-"""Heartbeat intervals without a manager after which the agent removes the disk filler, the file with which a manager
-filled the disk (an injected fault), because that manager may be dead."""
+"""Heartbeat intervals without a manager after which the agent removes the disk filler. A manager writes this file to
+fill the disk (an injected fault), and may have died before it removed the file."""
 
 
 def main() -> int:
@@ -321,7 +321,7 @@ class _Agent:
             )
 
     async def _end_incarnation(self, incarnation: Incarnation, tag: str) -> None:
-        """Kill the step of a fenced incarnation, which may not receive the Fenced message itself.
+        """Kill the step of a fenced incarnation, in case the step does not receive the Fenced message itself.
 
         The launch file of a promoted standby names another incarnation, so its step is found by its tag.
         """

@@ -100,7 +100,10 @@ def _failure_reason(result: CommandResult) -> str:
 
 # ── selection of processes, and their kernel state ─────────────────────────────────────────────────────────────────
 def _largest_processes(launch_file: str) -> list[Process]:
-    """Return the step's largest Python processes (if it has none, its largest others) except its first process."""
+    """Return the step's largest Python processes, or its largest processes if none of them is a Python process.
+
+    The step's first process is not included.
+    """
     steps = os.path.dirname(launch_file)
     of_step = [
         process for process in processes(steps)

@@ -160,7 +160,7 @@ class StepSupervisor:
         return AdmissionRequest(self.launch.incarnation, self.launch.tag, self.node, self.process.pid)
 
     def _hello(self) -> Sequence[Any]:
-        """Return the first messages to a manager. Every manager decides about the admission of the step itself."""
+        """Return the first messages to a new manager, which decides again whether the step is admitted."""
         self._hello_sent.set()
         if self._exit_report is not None:
             return [self._exit_report]

@@ -1,7 +1,7 @@
 """Reads the safetensors files of a Hugging Face folder directly into a model's tensors.
 
-Of a sharded tensor each process reads only its own part, from files that are mapped rather than read whole, so that no
-member of a gang has a complete copy of the model.
+The files are mapped, not read whole, and each process reads only its own part of a sharded tensor. So no member of a
+gang has a complete copy of the model.
 """
 
 from __future__ import annotations

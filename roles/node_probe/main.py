@@ -50,8 +50,8 @@ NONCE_FILE = "nonce"
 REPORT = "report.json"
 """Name of the report in FOLDER."""
 _PASSED_VARIABLES = ("PATH", "HOME", "USER", "LOGNAME", "SLURM_CONF", "LD_LIBRARY_PATH")
-"""The only variables of the job's environment that are passed to sbatch. It would take others, which Slurm set for the
-present job, as its own options."""
+"""The only variables of the job's environment that are passed to sbatch. sbatch would take other variables, which Slurm
+has set for the present job, as its own options."""
 
 
 class Reached(Struct, frozen=True):

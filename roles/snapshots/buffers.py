@@ -304,7 +304,7 @@ class SnapshotBuffers:
 
     # ── releasing ──────────────────────────────────────────────────────────────────────────────────────────────────
     def forget(self, member: Member) -> None:
-        """Drop what earlier incarnations stored for this member's rank, which has complete snapshots of its own."""
+        """Drop what earlier incarnations stored for this member's rank, once the member has complete snapshots."""
         self._drop([
             pair for pair in self._all()
             if (pair.member.gang, pair.member.rank) == (member.gang, member.rank)

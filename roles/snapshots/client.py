@@ -71,7 +71,7 @@ class SnapshotClient:
                 self._ensure_buffer(slot, nbytes)
 
     def buffer(self, nbytes: int, step: int | None = None) -> memoryview:
-        """Return writable memory for the next snapshot, which is of ``step``.
+        """Return writable memory for the next snapshot, that of ``step``.
 
         The memory is the older of two buffers, whose snapshot becomes invalid. There are two exceptions: if the
         incarnation repeats steps, the buffer with the later step is taken; and until the incarnation has sealed its
@@ -192,7 +192,7 @@ class SnapshotClient:
         return snapshot
 
     def forget(self, address: str) -> None:
-        """Have an agent drop what earlier incarnations stored there for this rank.
+        """Make an agent drop the snapshots that earlier incarnations stored there for this rank.
 
         Meant for nodes that the rank has left, once all ranks have complete snapshots of this incarnation.
 
