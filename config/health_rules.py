@@ -92,8 +92,8 @@ class GpuRules(Struct, frozen=True, forbid_unknown_fields=True):
     """Bytes that may be in use before a role starts (NVRx waits for 512 MB; gcm's 15 MiB is less than new drivers
     reserve)."""
     reclaim: int = 10
-    """Samples in a row, one second apart, for which a GPU's memory may still be in use before a role starts (gcm: 3
-    retries of 3 s): a process that has just ended frees its memory slowly."""
+    """Samples in a row, one second apart, in which a GPU's memory may still be in use before a role starts: a process
+    that has just ended frees its memory slowly (gcm: 3 retries of 3 s)."""
     unknown_error: int = 10
     """Samples in a row with NVML's "Unknown Error" after which a GPU fails (ours: single calls fail this way on working
     GPUs; a lost GPU has other error codes)."""
@@ -155,9 +155,10 @@ class KernelRules(Struct, frozen=True, forbid_unknown_fields=True):
     hung_window: float = 3600.0
     """Seconds for which rrl continues to report a task after the kernel reported it as hung (ours)."""
     stall_window: float = 1800.0
-    """Seconds for which storage counts as stalled after the newest kernel line about an unresponsive network file
-    system or a task that waits for storage, unless a later line says that storage is back. (Ours: the kernel writes
-    such a line about each request that waits for minutes. No new line in this time means that storage answers.)"""
+    """Seconds for which storage counts as stalled after the newest line of the kernel log about an unresponsive network
+    file system or a task that waits for storage. A later line that storage is back ends this time. (Ours: the kernel
+    writes such a line about each request that waits for minutes. No new line in this time means that storage
+    answers.)"""
     quiet_devices: tuple[str, ...] = ("sr", "fd", "loop")
     """Devices whose errors, and those of their file systems, are ignored: virtual CDs and floppies, and images of
     users' containers (ours)."""

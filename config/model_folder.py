@@ -166,7 +166,7 @@ def _weights(folder: Path) -> Iterator[str]:
 
 
 def _damage(path: Path) -> str:
-    """Return what is wrong with a safetensors file, judged by its header and size, or an empty text.
+    """Return what is wrong with a safetensors file, judged by its header and size; empty if nothing is.
 
     The header is its length (8 bytes, little-endian), then JSON with the offset at which each tensor ends.
     """

@@ -1,8 +1,8 @@
 """Which arguments of vLLM's engine (EngineArgs) a job may set in ``[roles.rollout] vllm``.
 
-rrl refuses the arguments that it sets itself, and the arguments with which a rollout would no longer record what it
-sampled. The list was made from the source of vLLM 0.32, and partly tried (docs/sources.md, vLLM). This module does not
-import vLLM.
+rrl refuses the arguments that it sets itself, and those that would make a rollout record other tokens or
+log-probabilities than it sampled. The list was made from the source of vLLM 0.32, and partly tried (docs/sources.md,
+vLLM). This module does not import vLLM.
 """
 
 from __future__ import annotations

@@ -137,8 +137,8 @@ async def run_async(
 def kill_session(leader: int) -> None:
     """Send SIGSTOP, then SIGKILL, to all processes of a session; ``leader`` is the pid of its first process.
 
-    This order matters for srun: if srun alone is killed, its child ends the step (measured: 2.5 s later). When both are
-    stopped first, neither notices the death of the other, and the step continues.
+    This order matters for srun: if srun alone is killed, its child ends the step (measured: 2.5 s later). When srun and
+    its child are stopped first, neither notices the death of the other, and the step continues.
     """
     _signal_session(leader, signal.SIGSTOP)
     _signal_session(leader, signal.SIGKILL)

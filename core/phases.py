@@ -5,9 +5,9 @@ The worker sends the name, detectors read the traits, views read the colour. A j
 a replica that stops sending heartbeats in them is lost as in any other phase. A replica that stays in such a phase for
 long only gets a warning, unless ``[phases.<name>]`` says how long the phase may last.
 
-The bounds are wide because the two errors have different costs: a deadline that is too short restarts a healthy replica
-at the same place again and again, while a deadline that is too long only delays the detection of a hang. NVRx waits
-3600 s for the first heartbeat and 2700 s for each further one (docs/sources.md).
+The bounds are wide because the two errors have different costs. A deadline that is too short restarts a healthy replica
+at the same place again and again. A deadline that is too long only delays the detection of a hang. NVRx waits 3600 s
+for the first heartbeat and 2700 s for each further one (docs/sources.md).
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Phase(Struct, frozen=True):
     """True if the phase counts as effective training time (RobustRL's ETTR counts both rollout and actor update)."""
     shortest: float = 60.0
     longest: float = 900.0
-    """Upper bound of the no-progress deadline in seconds; inf: no deadline, only a stall of the whole run is a
-    failure."""
+    """Upper bound of the no-progress deadline in seconds. inf: there is no deadline, and only a stall of the whole run
+    is a failure."""
     colour: str = "white"
 
 

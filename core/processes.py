@@ -1,10 +1,10 @@
 """Find the processes of a run on a node, end exactly those, and raise the limit on open files.
 
 Every process of a step carries two marks in its environment, which its children inherit: the path of the launch file,
-and the name of the step's first process. A process is identified by its pid *and* its start time, and is signalled
-through a pidfd that was opened before the start time was compared, so that a process with a reused pid is never
-signalled. Only processes of the current user are considered. The agent and the launcher (roles) and the local cluster
-(manager) use this module.
+and the name of the step's first process. A process is identified by its pid *and* its start time. It is signalled
+through a pidfd that was opened before the start time was compared. So a process with a reused pid is never signalled.
+Only processes of the current user are considered. The agent and the launcher (roles) and the local cluster (manager)
+use this module.
 """
 
 from __future__ import annotations

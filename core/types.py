@@ -114,7 +114,7 @@ class Version(Struct, frozen=True):
     """A weight version: the step after which it was published, and the trainer incarnation that published it.
 
     Versions are ordered by their time of publication, so the incarnation is compared first: a restarted trainer may
-    have gone back some steps, and its versions are newer than those of the steps that it discarded.
+    have gone back some steps, but its versions are newer than all versions of its predecessor.
     """
 
     step: int

@@ -78,8 +78,8 @@ def resolve(job: Job, python: str) -> run_spec.RunSpec:
 def resolve_for_submission(job: Job) -> run_spec.RunSpec:
     """Return the run spec of a job that is submitted from this process.
 
-    Roles run with the interpreter of this process unless [env] names another one. The history folder is that of
-    [health] or, if it has none, that of the environment variable :data:`HISTORY_ENV`, which a site may set.
+    Roles run with the interpreter of this process unless [env] names another one. The history folder comes from
+    [health], else from the environment variable :data:`HISTORY_ENV`, which a site may set.
     """
     spec = resolve(job, sys.executable)
     folder = spec.health.history or os.environ.get(HISTORY_ENV, "")

@@ -93,8 +93,8 @@ class TrainerRole(Role):
     uncommitted: Annotated[int, Field(ge=1, le=2)] = _TRAINER.uncommitted
     """Number of steps that may be trained before their checkpoints are complete; then the trainer waits."""
     warm: bool = True
-    """Keep standby processes (about 400 MB each) on the trainer's nodes and on spares, so that one can be promoted to
-    the trainer at once; with [recovery] policy = "role" only."""
+    """Keep standby processes (about 400 MB each) on the trainer's nodes and on spares. Each can be promoted to a member
+    of the trainer at once. Only with [recovery] policy = "role"."""
     donor_rollouts: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
     """Number of rollouts whose nodes also keep a standby process of the trainer. auto: the number of the trainer's
     nodes (its largest parallel group). auto with [recovery] failure_rate: how many of the trainer's nodes fail together

@@ -25,7 +25,7 @@ from .site import ClusterTable, ContainerTable, EnvTable, ManagerTable, Network
 from .validation import check
 
 OWN_SCORE_SHORTEST_S = 1800.0
-"""Lower bound (s) of the deadline of ``score`` where code of the user scores, unless ``[phases.score]`` sets it: the
+"""Lower bound (s) of the deadline of ``score`` if code of the user scores and ``[phases.score]`` sets no bound. The
 code may call a judge over the network, and look hung while the judge limits its rate (up to 14 min were observed)."""
 _LIMITS = run_spec.Limits()
 _RECOVERY = run_spec.Recovery()

@@ -3,8 +3,8 @@
 The batch script of a pool runs this program if the manager is to run in the pool. It holds the nodes and restarts a
 manager that dies. It ends with the run, and the pool ends with it. It also ends once ``MAX_FUTILE_STARTS`` managers in
 a row have ended before they began the run, for example in a broken environment. If the pool's first node fails, this
-program is lost too, and no manager starts by itself: the roles on the other nodes keep running, and ``rrl manage RUN``
-on the login node takes over.
+program is lost too, and no manager starts by itself. The roles on the other nodes keep running, and a user has to run
+``rrl manage RUN`` on the login node.
 """
 
 from __future__ import annotations

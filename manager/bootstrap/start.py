@@ -45,7 +45,7 @@ from .start_failure import HOST_FILE
 _log = logging.getLogger("rrl.manager")
 
 MAX_RETRIES = 3
-"""Times that a manager which failed with an exception is started again in the same process."""
+"""Number of times that a manager is started again in the same process after an exception."""
 RETRY_DELAY_S = 5.0
 """Seconds before each retry."""
 UNWRITABLE_STORAGE_ERRNOS = (*STORAGE_FULL_ERRNOS, errno.EFBIG, errno.EROFS)
@@ -134,7 +134,7 @@ def resume(run: RunDir, job: Job, spec: RunSpec, text: bytes, source: Path, end:
 def start_manager(run: RunDir, spec: RunSpec) -> str:
     """Start a manager for ``run``; return a warning about a failure that did not prevent the start, or "".
 
-    Depending on the run spec the manager is a Slurm job of its own with a successor in the queue, a process in the
+    Depending on the run spec, the manager is a Slurm job of its own (with a successor in the queue), a process in the
     run's pool, or a process on this machine.
 
     Raises:

@@ -1,6 +1,6 @@
 """Find out whether all managers that were submitted for a run have ended before any of them began to manage it.
 
-Such a run has no journal (or, if it is resumed, only the journal up to its previous end), so no event can say so. The
+No event can report this: a new run has no journal yet, and that of a resumed run stops at its previous end. The
 evidence is in submitit's folder and in Slurm's queue.
 """
 

@@ -142,9 +142,9 @@ def _standby(run: RunDir, state: State, action: LaunchAction, job_dir: str) -> t
     """Return the launch of a standby process, which runs the command of the role that it can be promoted to.
 
     A rollout standby has its engine running and takes the same resources as the rollout that it will become. A trainer
-    standby shares its node with other steps. Slurm assigns the first CPUs and GPUs of the node to all overlapping steps
-    (measured), so the standby requests all of them, in order to reach those that are free when it is promoted. The
-    promotion names its GPUs.
+    standby shares its node with other steps. Slurm assigns the first CPUs and GPUs of the node to every overlapping
+    step (measured). So the standby requests all CPUs and GPUs of the node; its promotion names the GPUs that it is to
+    use.
     """
     role = state.job.role(standby_role_of(action.incarnation.replica))
     launch, step = _role(run, state, action, job_dir, role)

@@ -13,8 +13,8 @@ TRAINER_SHUTDOWN_GRACES = 2
 SHUTDOWN_GRACES = 8
 """Maximum duration of a shutdown in grace periods.
 
-Each stage (the trainer, then the other roles and the standby processes, then the agents) may last for the grace of its
-steps, and as long again until the ends of these steps are reported."""
+The stages are: the trainer; the other roles and the standby processes; the agents. Each stage may last for the grace of
+its steps, and as long again until the ends of these steps are reported."""
 
 UNSATISFIABLE_AFTER_S = 180.0
 """Seconds for which the cluster must report that a request can never be met, before rrl acts on it. While slurmdbd is

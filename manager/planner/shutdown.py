@@ -1,8 +1,8 @@
 """Shut a run down: whether it is completed, cancelled or failed, stop everything, release everything, end the run.
 
-There are three stages. In a run that fails, the trainer is stopped first, with time to finish and commit its step while
-the trajectory store still accepts it, so that a resumed run continues from there. Then the other roles and the standby
-processes are stopped, and last the agents, which witness the end of the others.
+There are three stages. In a run that fails, the trainer is stopped first. It has time to finish and commit its step
+while the trajectory store still accepts the commit, so that a resumed run continues from there. Then the other roles
+and the standby processes are stopped, and last the agents, which witness the end of the others.
 """
 
 from __future__ import annotations
@@ -125,8 +125,8 @@ def _decide_finish(state: State, now: float, over: bool) -> list[Action]:
 def _complete(state: State, now: float) -> tuple[str, ...]:
     """Return the evidence that the run is complete; empty while it is not.
 
-    Without a trainer it is complete when every command has completed, except those that failed for good and that the
-    run can continue without.
+    A run without a trainer is complete when every command has completed. Commands that failed for good and that the run
+    can do without do not count.
     """
     if state.job.steps:
         text = f"step {state.step} of {state.job.steps} is committed"

@@ -3,7 +3,7 @@
 Each manager epoch begins a segment, and begins another one after ``SEGMENT_RECORDS`` records. A segment is created
 O_EXCL by its only writer and begins with a snapshot of the state, so that ``rrl status`` never has to fold weeks of
 events. The first frame of a segment, its head, also records how many bytes of the previous segment the new writer has
-read: whatever a frozen predecessor appends to the previous segment after that is ignored.
+read. Bytes that a frozen predecessor appends to the previous segment after that are ignored.
 
 Frame: u32 length, u32 crc32, payload (msgpack). A torn last frame is an unfinished write. It is ignored, because no
 decision was based on it.

@@ -2,8 +2,8 @@
 
 A manager carries out only what is in its journal, so a full file system (or a used-up quota) would leave a run that
 nobody can end. A file of random bytes therefore holds some space, which is released piece by piece: by ``rrl cancel``
-for its command, and by the manager of a run that is ending for its journal and its summary. It is released for nothing
-else: the roles would take the space at once.
+for its command, and by the manager of an ending run for its journal and summary. The space is released for nothing
+else, because the roles would take it at once.
 """
 
 from __future__ import annotations

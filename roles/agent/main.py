@@ -1,10 +1,10 @@
 """The node agent, ``python -m rrl.roles.agent.main FILE``: one process per node, which outlives the roles on it.
 
-The agent sends heartbeats with the running steps and their loads, reports steps whose first process vanished without an
-exit record, kills processes that ended steps left behind, performs injected faults, holds the memory of trainer
-snapshots (:mod:`rrl.roles.snapshots`), and monitors the node's health (:mod:`rrl.roles.agent.node_monitor`). It does
-not start roles. It handles only steps whose launch files name its own run and node, because several virtual nodes may
-share one machine.
+The agent sends heartbeats with the running steps and their loads, and reports steps whose first process vanished
+without an exit record. It kills processes that ended steps left behind, and performs injected faults. It holds the
+memory of trainer snapshots (:mod:`rrl.roles.snapshots`), and monitors the node's health
+(:mod:`rrl.roles.agent.node_monitor`). It does not start roles. The agent handles only steps whose launch files name its
+own run and node, because several virtual nodes may share one machine.
 """
 
 from __future__ import annotations

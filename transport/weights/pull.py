@@ -1,11 +1,12 @@
 """Pull one version of the weights from any process that has it or is receiving it, chunk by chunk.
 
 Each chunk is verified; several are in flight. Chunks come from one source at a time, the first of the list that has not
-failed. A source is given up when it sends nothing for longer than usual (:class:`AdaptiveTimeout`), when it has itself
-waited too long for a chunk, when it does not have the version, or when a chunk does not match its digest; the missing
-chunks are then requested from the next source. Once all sources have failed, they are tried again with twice the
-timeout, except those that sent several wrong chunks: on a busy machine the only source may have missed one deadline. A
-version becomes current only when it is complete; each chunk is served to others from the moment it is verified.
+failed. A source is given up in four cases: it sends nothing for longer than usual (:class:`AdaptiveTimeout`); it has
+itself waited too long for a chunk; it does not have the version; a chunk does not match its digest. The missing chunks
+are then requested from the next source. Once all sources have failed, they are tried again with twice the timeout,
+because on a busy machine the only source may have missed one deadline. Sources that sent several wrong chunks are not
+tried again. A version becomes current only when it is complete; each chunk is served to others from the moment it is
+verified.
 
 Every receiver derives its list of sources itself, from the names of the processes that serve weights. Receivers form
 chains in the order of their names: each receiver requests from the one before it in the chain. The first receivers
@@ -39,8 +40,8 @@ def select_sources(
 ) -> tuple[WeightSource, ...]:
     """Return the sources from which ``me`` requests ``version``, in order.
 
-    The order is: the predecessor of ``me`` in its chain; the receivers that have the complete version, of which each
-    receiver begins with a different one; the receivers further up the chain of ``me``; the publisher.
+    The order is: the predecessor of ``me`` in its chain; the receivers that have the complete version (each receiver
+    begins with a different one of them); the receivers further up the chain of ``me``; the publisher.
 
     Args:
         me: The receiver, which need not be among the sources.
@@ -236,7 +237,7 @@ class _Pull:
         self._corrupt: Counter[str] = Counter()
         self._failures: dict[str, str] = {}
         self._missing: list[int] = []
-        """Heap of the indexes of missing chunks. They are fetched in order, so that the receivers that pull from this
+        """Heap of the indexes of missing chunks. Chunks are fetched in order, so that the receivers that pull from this
         process get them in order too."""
         self._superseded: Superseded | None = None
 

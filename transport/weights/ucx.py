@@ -375,7 +375,7 @@ class _UcxListener:
         await self._weight_server.accept(connection or tcp)
 
     async def _connect_ucx(self, tcp: TcpConnection) -> _UcxConnection | None:
-        """Return a UCX connection; None if one end cannot reach the other by UCX, or the peer has no UCX."""
+        """Return a UCX connection; None if the peer has no UCX, or one end cannot reach the other by UCX."""
         peer_offer = await receive_offer(tcp)
         if peer_offer == TCP_ONLY:
             return None

@@ -217,8 +217,8 @@ def _launches(
 def _retry_at(state: State, unplaced: list[Replica], retired: bool, now: float) -> float:
     """Return the manager's time (s) at which the placement of these replicas is tried again.
 
-    Retired replicas are tried again when their newest failure has left the recovery window, other replicas when their
-    oldest failure has: the node where it occurred may then be used again.
+    Retired replicas are tried again when their newest failure has left the recovery window. Other replicas are tried
+    again when their oldest failure has left it, because the node of that failure may then be used again.
     """
     failure_times = sorted(
         failure.at for replica in unplaced for failure in replica.recent_failures(state.job.recovery.window, now)
@@ -262,8 +262,9 @@ def stop_orphans(
 ) -> tuple[list[StopStep], float]:
     """Return stops of orphan steps on nodes that may answer, and the next wake (manager's time, s).
 
-    Steps that a gang waits for get no grace: steps of its own earlier incarnations, whose state is in the snapshots,
-    and steps on the nodes in ``targets`` where the gang is to be launched. Standby processes get no grace either.
+    Steps that a gang waits for get no grace. These are the steps of its own earlier incarnations, whose state is in the
+    snapshots, and the steps on the nodes in ``targets``, where the gang is to be launched. Standby processes get no
+    grace either.
     """
     stops: list[StopStep] = []
     wake = NEVER

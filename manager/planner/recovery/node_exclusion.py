@@ -1,14 +1,14 @@
 """Decide which nodes are excluded, which get no new replicas, and when a circuit breaker holds exclusions back.
 
-A node is excluded for findings about the node itself (hardware, silence, fabric, storage), for a failed probe, for two
-agents in a row that do not answer on a node without replicas and, if the job wants that, for being slow. A finding
-about the software of a user or of the run has no effect on the node. A WARN makes a node a suspect: its replicas stay,
-and no new replica is placed there while there is a better node.
+A node is excluded for findings about the node itself (hardware, silence, fabric, storage), and for a failed probe. A
+node without replicas is also excluded if two agents in a row do not answer there, and a slow node if the job wants
+that. A finding about the software of a user or of the run has no effect on the node. A WARN makes a node a suspect: its
+replicas stay, and no new replica is placed there while there is a better node.
 
-Many nodes that fail together point to the network, the site or the manager itself, and replacing them all would be
-worse than waiting for a person: at most max(1, 20 %) are excluded within ten minutes (docs/sources.md, guard rails).
-While the cluster reports many of the run's nodes as down, no others are excluded. A run of five nodes or more may lose
-at least two: 20 % of a small run are only one node, and a second lost node would stop the run for minutes until Slurm
+Many nodes that fail together point to the network, the site or the manager itself. Replacing them all would be worse
+than waiting for a person. So at most max(1, 20 %) are excluded within ten minutes (docs/sources.md, guard rails). While
+the cluster reports many of the run's nodes as down, no others are excluded. A run of five nodes or more may always
+exclude two: 20 % of a small run are only one node, and a second lost node would stop the run for minutes, until Slurm
 gives that node up. The majority of the nodes, which still reports, proves that the manager and the network work. Two of
 four nodes are no majority; there, and in smaller runs, the limit is one.
 """
@@ -31,9 +31,9 @@ from ..deadlines import NEVER
 MINORITY_NODES = 2
 """Number of nodes that a run with more than twice as many may always exclude within the recovery window (see above)."""
 OUTAGE_SHARE = 0.25
-"""Share of the run's nodes: if more are down, and more than one, only nodes that are down are excluded
-(docs/sources.md, guard rails: no exclusions while more than 25 % of the cluster is down; Slurm reports only this run's
-nodes)."""
+"""Share of the run's nodes. If a larger share is down, and more than one node, only nodes that are down are excluded.
+(docs/sources.md, guard rails: no exclusions while more than 25 % of the cluster is down; but Slurm reports only this
+run's nodes.)"""
 
 
 _NO_ANSWER_DETECTORS = frozenset({"agent_silence", "never_joined"})

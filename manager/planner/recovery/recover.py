@@ -137,7 +137,7 @@ def _repair_gang(
     dropped: set[ReplicaId],
     now: float,
 ) -> Decision | None:
-    """Return the decision about a gang of which a member has failed; None if no member has.
+    """Return the decision about a gang if one of its members has failed; None if none has.
 
     Return None, too, while the exclusion of a member's node is pending: the node is excluded first.
     """

@@ -1,8 +1,8 @@
 """Recognise an exception that a further start would only raise again, because the cause is in the role's own code.
 
-The evidence is the same exception (type and place) at the end of ``recovery.first_start`` starts of a replica, the last
-of them on another node if there is one, while no replica of the role has completed a unit of work. Once the role has
-worked, its code works in principle, and the repair ladder decides. These exceptions do not count:
+The evidence is that the same exception (type and place) ended ``recovery.first_start`` starts of a replica, before any
+replica of the role has completed a unit of work. The last of these starts is on another node, if there is one. Once the
+role has worked, its code works in principle, and the repair ladder decides. These exceptions do not count:
 
 * an injected one;
 * one that storage, network, memory or a GPU may have caused (``RaisedException.environmental``);
