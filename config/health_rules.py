@@ -125,8 +125,8 @@ class XidRules(Struct, frozen=True, forbid_unknown_fields=True):
     day: float = 86400.0
     """Seconds in which repeated Xids are counted (docs/sources.md, Xids)."""
     repeats: int = 2
-    """Xids of an application or of NVLink on one GPU within ``day`` that make the hardware suspect (docs/sources.md,
-    Xids)."""
+    """Number of application or NVLink Xids on one GPU, within ``day``, that makes the hardware suspect
+    (docs/sources.md, Xids)."""
     support: int = 5
     """Fatal Xids on one GPU within ``day`` from which the remedy is the vendor's support (docs/sources.md, Xids)."""
     kill: float = 60.0
@@ -137,7 +137,7 @@ class XidRules(Struct, frozen=True, forbid_unknown_fields=True):
     up to that long (ours). Others use 60 s. Then the Xid of a crash would be ignored, if rrl kills the processes left
     behind by the crash soon afterwards."""
     died: float = 60.0
-    """Longest time in seconds between a role's death and a rare Xid on its GPU with which the Xid still counts as the
+    """Seconds between a role's death and a rare Xid on its GPU. If more time has passed, the Xid does not count as the
     cause of the death (docs/sources.md, Xids)."""
     classes: dict[str, XidClass] = {}
     """Class by Xid code, where a site disagrees with the catalogue (109, 43, 44, 68, 94, 62 and 137 are disputed)."""

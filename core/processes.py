@@ -39,7 +39,7 @@ _KTHREADD = 2
 
 
 class Process(Struct, frozen=True):
-    """One running process. ``launch`` and ``step`` are empty if the process carries no such mark."""
+    """One running process. ``launch`` and ``step`` are its two marks, each empty if the process does not carry it."""
 
     pid: int
     started: int

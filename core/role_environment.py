@@ -37,7 +37,7 @@ rrl_at="return to $rrl_folder"
 rrl_check
 trap - EXIT
 if ! type -P -- "${rrl_command[0]}" >/dev/null; then
-    printf 'there is no command %s on this node, after [env] with PATH=%s' "${rrl_command[0]}" "$PATH" >&"$rrl_report"
+    printf 'this node has no command %s; after [env], PATH is %s' "${rrl_command[0]}" "$PATH" >&"$rrl_report"
     exit 127
 fi
 printf begun >&"$rrl_report"

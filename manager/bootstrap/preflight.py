@@ -112,7 +112,7 @@ async def _partitions() -> list[Partition]:
 
 
 def _check_sizes(job: Job, spec: RunSpec, request: AllocationRequest, partitions: list[Partition]) -> list[Problem]:
-    """Return requests beyond what the partitions have, whatever the state of their nodes.
+    """Return the problems of requests that exceed the partitions, even if all nodes were up.
 
     Slurm would reject them, or leave the job pending forever.
     """

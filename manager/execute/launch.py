@@ -34,7 +34,8 @@ _IMAGE_SUFFIXES = (".sif", ".sqsh", ".squashfs", ".img")
 """Suffixes of images that are files. Like every path in job.toml, the path of such an image is relative to the folder
 of job.toml. apptainer would resolve it the same way; pyxis takes a name without a slash for an image in a registry."""
 NO_USER_SITE = {"PYTHONNOUSERSITE": "1"}
-"""Variables for every container: the host's ~/.local contains packages for the host's Python."""
+"""Variables for every container. The host's ~/.local contains packages for the host's Python, which the container's
+Python must not import."""
 
 
 def mounts(container: ContainerSpec, run_dir: str, job_dir: str) -> tuple[tuple[str, str, str], ...]:

@@ -44,7 +44,7 @@ def plan_shutdown(state: State, now: float) -> tuple[list[Action], float, bool]:
 
 
 def final_reason(state: State) -> str:
-    """Return the reason for the run's end, for its last record: why the end was decided, and what is left."""
+    """Return the text of the run's last record: why the end was decided, and what is left."""
     lines = list(state.finish.why.evidence) if state.finish is not None else []
     kept_jobs = sorted(
         allocation.status.job
@@ -94,7 +94,7 @@ def _orphan_step_nodes(state: State) -> list[Node]:
 
 
 def _releasable(state: State, now: float) -> tuple[list[str], float]:
-    """Return the tags of the allocations that can be released now, and the manager's time (s) of the next ones.
+    """Return the tags of the allocations that can be released now, and when (manager's time, s) the next ones can be.
 
     An allocation whose request is unanswered must first be found, or be known not to exist: a timed-out sbatch can take
     effect after its scancel.

@@ -76,7 +76,7 @@ class _SharedRuntime:
             self.start(self.runtime.release_remote, remote)
 
     def expect_connection(self, connection: _NixlConnection) -> None:
-        """Open NIXL's ports for the peer of a connection, for a limited time; a peer that is late requests again."""
+        """Open NIXL's ports to the peer of a connection for a limited time; a peer that is too late tries again."""
         if not self._connecting:
             self.runtime.set_ports_open(True)
         self._connecting[connection] = None

@@ -103,7 +103,8 @@ FIRST_CHUNK_TIMEOUT_S = 1.0
 """Seconds of silence that are tolerated while no durations are known: a connection and its handshake (measured p99: 17
 ms)."""
 MIN_CHUNK_TIMEOUT_S = 0.2
-"""Shortest timeout in seconds: four NOT_READY replies (protocol.NOT_READY_INTERVAL_S) must be missing."""
+"""Shortest timeout in seconds: a source is not given up before four NOT_READY replies (protocol.NOT_READY_INTERVAL_S)
+are missing."""
 _TIMEOUT_FACTOR = 4
 """Timeout relative to the usual duration of a chunk, which varies by a factor of two if a NIC is shared."""
 _SMOOTHING = 0.25
@@ -155,7 +156,7 @@ _DIGEST_IN_THREAD_BYTES = 2**20
 
 
 class PullFailed(Exception):
-    """The version could not be completed; the text has the failure of each source."""
+    """The version could not be completed. The text lists the failure of each source."""
 
 
 async def pull(

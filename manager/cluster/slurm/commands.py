@@ -78,7 +78,8 @@ class SlurmLimits(Struct, frozen=True):
     """Seconds for which a new srun is watched for an error. A step that starts is noticed sooner (median 0.04 s in the
     lab)."""
     interpreter_watch_s: float = 0.25
-    """Seconds for which a step's output is watched for a missing interpreter after slurmstepd has opened the file."""
+    """Seconds for which a step's output is watched for a missing interpreter, after slurmstepd has opened the output
+    file."""
     srun_release_delay_s: float = 1.0
     """Seconds that an srun is kept after its step has connected; slurmstepd certainly does not need it afterwards."""
     step_queue_timeout_s: float = 60.0

@@ -118,8 +118,8 @@ def _redundant(
 ) -> list[tuple[Allocation, str]]:
     """Return the redundant allocations among the empty ones of a node group, each with the reason.
 
-    As many allocations are kept as replicas without a node and retired replicas can use. Pending allocations are also
-    kept for replicas that must move.
+    Enough allocations are kept for the replicas without a node and for the retired replicas. Pending allocations are
+    also kept for replicas that must move.
     """
     redundant: list[tuple[Allocation, str]] = []
     usable: list[Allocation] = []

@@ -103,7 +103,10 @@ def _blocks_gang(state: State, orphan: OrphanStep, gang_id: ReplicaId, nodes: se
 
 
 def donors(state: State, occupancy: Occupancy) -> list[Replica]:
-    """Return the rollouts that could be preempted: all at work of each role that has more than its minimum at work."""
+    """Return the rollouts that could be preempted.
+
+    These are all working rollouts of each role that has more working rollouts than its minimum.
+    """
     spareable: list[Replica] = []
     for role in state.job.kind("rollout"):
         at_work = [

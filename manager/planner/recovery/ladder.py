@@ -56,7 +56,10 @@ class RungSpec(Struct, frozen=True):
 
 
 def severity(rung: Rung) -> int:
-    """Return the severity of a rung: 0 for all repairs of one replica, among which the policy's order decides."""
+    """Return the severity of a rung.
+
+    It is 0 for every repair of a single replica; the order in the policy decides among these.
+    """
     return {Rung.DEGRADED: 1, Rung.FULL_RESTART: 2, Rung.GIVE_UP: 3}.get(rung, 0)
 
 

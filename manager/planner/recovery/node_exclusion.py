@@ -29,7 +29,8 @@ from ..capacity.nodes import NodeInventory
 from ..deadlines import NEVER
 
 MINORITY_NODES = 2
-"""Number of nodes that a run with more than twice as many may always exclude within the recovery window (see above)."""
+"""Number of nodes that may always be excluded within the recovery window, if the run has more than twice as many (see
+above)."""
 OUTAGE_SHARE = 0.25
 """Share of the run's nodes. If a larger share is down, and more than one node, only nodes that are down are excluded.
 (docs/sources.md, guard rails: no exclusions while more than 25 % of the cluster is down; but Slurm reports only this
@@ -46,11 +47,14 @@ class DeferredExclusion(Struct, frozen=True):
     exclude: Exclude
     why: str
     until: float
-    """Manager's time (s) at which it is checked again; inf if only a changed node status can release it."""
+    """Manager's time (s) at which the exclusion is checked again; inf if only a changed node status can release it."""
 
 
 def exclusions(state: State, inventory: NodeInventory) -> list[Exclude]:
-    """Return the exclusions that findings, failed probes, silent spares and stragglers call for, before the breaker."""
+    """Return all exclusions that findings, failed probes, silent spares and stragglers call for.
+
+    The circuit breaker has not been applied to them yet.
+    """
     excludes: list[Exclude] = []
     unfit, slow = unfit_nodes(state), dict(_straggler_to_exclude(state, inventory))
     silent = dict(_silent_spares(state))
@@ -69,7 +73,7 @@ def exclusions(state: State, inventory: NodeInventory) -> list[Exclude]:
 
 
 def _evidence_lines(finding: Finding) -> tuple[str, ...]:
-    """Return the evidence of a finding about a node, with the detector and the source, which administrators look up."""
+    """Return the evidence of a finding about a node, with detector and source: administrators look these up."""
     return tuple(f"{finding.detector}: {evidence.source}: {evidence.text}" for evidence in finding.evidence)
 
 

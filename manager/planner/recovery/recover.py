@@ -171,7 +171,7 @@ def _failure_order(state: State, member: Replica) -> tuple[bool, float]:
 def _failure_evidence(state: State, replica: Replica) -> tuple[str, ...]:
     """Return why the current incarnation cannot continue; empty if it can.
 
-    The texts of a finding about a replica stand alone: they are shown to users as the cause of the failure.
+    If a finding is about the replica, the result has only the texts of its evidence: users read them as the cause.
     """
     finding = finding_about(state, replica.incarnation)
     if finding is not None:

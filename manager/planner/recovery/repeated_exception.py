@@ -4,9 +4,9 @@ The evidence is that the same exception (type and place) ended ``recovery.first_
 replica of the role has completed a unit of work. The last of these starts is on another node, if there is one. Once the
 role has worked, its code works in principle, and the repair ladder decides. These exceptions do not count:
 
-* an injected one;
-* one that storage, network, memory or a GPU may have caused (``RaisedException.environmental``);
-* one on a node that is excluded or has a failure of its own.
+* an injected exception;
+* an exception that storage, network, memory or a GPU may have caused (``RaisedException.environmental``);
+* an exception on a node that is excluded or has a failure of its own.
 """
 
 from __future__ import annotations

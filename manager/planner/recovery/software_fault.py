@@ -1,4 +1,4 @@
-"""Tell faults of the trainer's software, which a restart of the trainer alone cannot cure, from other failures.
+"""Distinguish faults of the trainer's software, which a restart of the trainer alone cannot cure, from other failures.
 
 RobustRL's rules apply (its paper, 5.1): a failure in the first step after a restart, a second failure in the same step,
 a second restart that fails. They count only failures that nothing else explains. These do not count:
@@ -57,7 +57,7 @@ def suggests_software_fault(state: State, members: Sequence[Replica], failed: Re
 
 
 def _is_unexplained(state: State, member: Replica, failure: FailedIncarnation) -> bool:
-    """Return whether neither an injection, the cluster, the node nor a shared cause explains the failure."""
+    """Return whether the failure has no other explanation: an injection, the cluster, its node, or a shared cause."""
     node = state.nodes.get(failure.node)
     of_node = node is None or node.excluded is not None or node_finding(state, failure.node) is not None
     return not (failure.injected or failure.refused or of_node or _correlated_failure(state, member.role, failure.at))

@@ -1,8 +1,8 @@
 """Sends the newest lines of a role's output to the manager, which keeps them if the node dies.
 
 It uses a thread and a socket of its own, so that neither a flood of lines nor a hanging run directory delays other
-messages. It sends at most ``RATE_BYTES_PER_S``; of a flood it sends the newest lines. A new manager receives the newest
-lines again.
+messages. It sends at most ``RATE_BYTES_PER_S``; during a flood it sends the newest lines. A new manager receives the
+newest lines again.
 """
 
 from __future__ import annotations

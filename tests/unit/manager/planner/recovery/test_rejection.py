@@ -146,7 +146,7 @@ def test_replica_that_never_joins_is_reported_with_a_hint_at_join() -> None:
         replica = world.state.replica(TRAINER)
         world.happen(found(replica.incarnation, "never_joined", world.now, text="no Hello within 120 s of its launch"))
     world.play()
-    assert why(world)[0] == "trainer/0 never joined within 120 s, 3 times: is rrl.join() called?"
+    assert why(world)[0] == "trainer/0 did not join within 120 s in 3 starts: does its command call rrl.join()?"
     assert_nothing_is_left(world, Outcome.REJECTED)
 
 
