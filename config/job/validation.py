@@ -162,7 +162,10 @@ def _form(job: Job) -> None:
     """Check that the other settings fit the form of the allocations."""
     cluster = job.cluster
     if cluster.job_walltime and cluster.job_walltime < cluster.walltime and job.manager.where == "pool":
-        message = 'a manager in the pool ends with its first job; write where = "job" in [manager], or remove this key'
+        message = (
+            "a manager that runs in the pool ends with the pool's first job;"
+            ' write where = "job" in [manager], or remove this key'
+        )
         raise mistake(("cluster", "job_walltime"), message)
     if job.recovery.policy == "requeue" and job.manager.where == "pool":
         message = (

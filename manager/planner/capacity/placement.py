@@ -253,7 +253,7 @@ def launch_due_at(state: State, replica: Replica, now: float) -> float:
 
 def launch(state: State, incarnation: Incarnation, target: CandidateNode) -> Launch:
     """Return the launch of an incarnation in a new step on the target node."""
-    why = Why((f"{incarnation.replica} is wanted and {target.node} has room",), expects=f"{incarnation} joins")
+    why = Why((f"{incarnation.replica} is wanted and {target.node} has capacity",), expects=f"{incarnation} joins")
     return Launch(incarnation, tag_of(state.run, incarnation), target.allocation, target.node, why)
 
 

@@ -194,7 +194,7 @@ def _preemption_evidence(state: State, replica: Replica, now: float) -> str:
         return f"the walltime of its allocation {tag} is over, and its process has ended"
     if not allocation.reclaimed:
         return ""
-    return f"its allocation {tag} is taken back in {max(0.0, allocation.ends_at - now):.0f} s: it is preempted"
+    return f"its allocation {tag} is preempted, and ends in {max(0.0, allocation.ends_at - now):.0f} s"
 
 
 def cancelled_externally(state: State) -> str:

@@ -244,7 +244,7 @@ POLICIES: dict[str, tuple[RungSpec, ...]] = {
         _GIVE_UP,
     ),
     "job": (
-        RungSpec(Rung.FULL_RESTART, _budget_left, "every role joins again, on its own node where that is good", _join),
+        RungSpec(Rung.FULL_RESTART, _budget_left, "every role joins again, on its own node if that is good", _join),
         _GIVE_UP,
     ),
     "requeue": (

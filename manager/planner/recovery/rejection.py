@@ -108,7 +108,7 @@ def no_fit_node(state: State) -> Finish | None:
 
 def rejected(why: tuple[str, ...]) -> Finish:
     """Return the end of a run that the job spec or the site's configuration makes impossible."""
-    return Finish(Outcome.REJECTED, Why(why, Rung.GIVE_UP, "correct the job spec or the site's set-up, submit again"))
+    return Finish(Outcome.REJECTED, Why(why, Rung.GIVE_UP, "correct the job spec or the site's set-up, and resubmit"))
 
 
 def role_exhausted(state: State, replica: Replica, dropped: set[ReplicaId]) -> bool:

@@ -259,7 +259,8 @@ WRONG: list[tuple[str, str, str]] = [
      "\n#", 'job.toml:10: roles.trainer.walltime: "2h" is more than [cluster] walltime = "1h"; lower it or raise'
       " that of the run"),
     ("[cluster]", '[manager]\nwhere = "pool"\n[cluster]\njob_walltime = "1h"', "job.toml:8: cluster.job_walltime: a"
-     ' manager in the pool ends with its first job; write where = "job" in [manager], or remove this key'),
+     " manager that runs in the pool ends with the pool's first job;"
+     ' write where = "job" in [manager], or remove this key'),
     ("[task]", '[manager]\nwhere = "pool"\n[recovery]\npolicy = "requeue"\n[task]', "job.toml:15: recovery.policy:"
      ' "requeue" gives back the pool that the manager runs in; write where = "job" in [manager], or remove this key'),
     ("[task]", '[manager]\nwhere = "pol"\n[task]', 'job.toml:13: manager.where: must be "job" or "pool", not "pol"; did you'
