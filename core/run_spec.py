@@ -240,9 +240,9 @@ class Recovery(Struct, frozen=True):
     backoff: float = 1.0
     """Seconds before the second restart within the window; doubles with each further restart, up to 60 s."""
     first_start: int = 3
-    """Number of failed starts of a replica that has never joined, after which the mistake is sought in the job spec and
-    no longer in a node. The run fails if so many starts in a row end with the same exception, and no replica of the
-    role has done any work: the mistake is then in the role's code."""
+    """Number of failed starts of a replica that has never joined, after which the job spec counts as the cause instead
+    of a node. The run also fails if so many starts in a row end with the same exception before any replica of the role
+    has done any work: the cause is then the role's code."""
     breaker: float = 0.2
     """Share of the nodes that may be excluded within the window, but at least one node, and at least two if the run has
     five or more (docs/sources.md, guard rails)."""

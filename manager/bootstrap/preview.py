@@ -136,7 +136,7 @@ def _manager(spec: RunSpec) -> list[tuple[str, str]]:
 
 
 def allocations(spec: RunSpec) -> list[tuple[str, str]]:
-    """Return (title, batch script) of each allocation; if several differ only in their number, only of the first."""
+    """Return (title, batch script) of each allocation; only the first of those that differ only in their number."""
     if spec.manager.where == "pool":
         return [
             (
