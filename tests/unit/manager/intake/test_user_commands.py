@@ -64,7 +64,7 @@ def test_other_commands_request_no_fault() -> None:
     ("fault", "why"),
     [
         (Fault("i", FaultKind.KILL, "judge/0"), 'no role "judge"; there are trajectories, reward, trainer, rollout'),
-        (Fault("i", FaultKind.KILL, "rollout/7"), 'no replica "rollout/7"; of rollout there are 2, so the last one is'),
+        (Fault("i", FaultKind.KILL, "rollout/7"), 'no replica "rollout/7"; role rollout has 2, the last is'),
         (Fault("i", FaultKind.KILL, "rollout"), '"rollout" is not a valid replica; a replica is written "rollout/0"'),
         (Fault("i", FaultKind.KILL), '"" is not a valid replica'),
         (Fault("i", FaultKind.CRASH, "n77"), 'no node "n77" in this run; it has n1, n2, n3, n4'),
