@@ -36,7 +36,7 @@ async def probe(supervisor: StepSupervisor) -> str:
     """Run the job's node probe; return why roles cannot run on this node (one line), or an empty text.
 
     A probe that fails in less than half of its time is repeated once: shared storage may be slow while every node
-    imports at once, and a failed probe costs the run the node.
+    imports at once, and the run does not use a node whose probe failed.
     """
     loop = asyncio.get_running_loop()
     began = loop.time()

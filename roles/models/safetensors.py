@@ -32,8 +32,8 @@ def copy_into(
     Args:
         tensors: The tensors to fill.
         folder: The Hugging Face folder.
-        tied: Further names of tied tensors. The files may contain them; such a tensor is used if the files lack the
-            name that ``tensors`` has for it.
+        tied: Further names of tied tensors. If the files lack the name in ``tensors``, they may have the tensor under
+            one of these names.
         ignored: Patterns of names that are ignored.
 
     Raises:
