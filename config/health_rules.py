@@ -39,8 +39,8 @@ class Expect(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True
     vbios: str = ""
     """Version of every GPU's VBIOS in the fleet."""
     sm_clock: int | None = None
-    """MHz that every GPU's SM clock must at least be able to reach (gcm, when it used A100s: 1155); take it from your
-    GPU."""
+    """Lowest maximum of the SM clock, in MHz, that a GPU may have (gcm, when it used A100s: 1155). Set the value of
+    your GPUs."""
     memory: int | None = None
     """Bytes of main memory."""
     governor: str = ""
@@ -82,8 +82,8 @@ class GpuRules(Struct, frozen=True, forbid_unknown_fields=True):
     hot: float = 300.0
     """Seconds at or above the device's own slowdown temperature after which a GPU fails (5 min: ours)."""
     throttled: int = 10
-    """Samples in a row with thermal or power-brake slowdown before the slowdown is reported (ours: single samples with
-    it are normal)."""
+    """Samples in a row with thermal or power-brake slowdown before the slowdown is reported (ours: a single sample with
+    slowdown is normal)."""
     slow_clock: float = 0.75
     """Share of its highest SM clock below which a busy GPU is slow (NVRx's straggler score: 0.75)."""
     busy: int = 50
@@ -92,8 +92,8 @@ class GpuRules(Struct, frozen=True, forbid_unknown_fields=True):
     """Bytes that may be in use before a role starts (NVRx waits for 512 MB; gcm's 15 MiB is less than new drivers
     reserve)."""
     reclaim: int = 10
-    """Samples in a row, one second apart, for which a GPU's memory may still be in use before a role starts (gcm: 3
-    retries of 3 s): a process that has just ended frees its memory slowly."""
+    """Samples in a row, one second apart, in which a GPU's memory may still be in use before a role starts: a process
+    that has just ended frees its memory slowly (gcm: 3 retries of 3 s)."""
     unknown_error: int = 10
     """Samples in a row with NVML's "Unknown Error" after which a GPU fails (ours: single calls fail this way on working
     GPUs; a lost GPU has other error codes)."""
@@ -125,20 +125,20 @@ class XidRules(Struct, frozen=True, forbid_unknown_fields=True):
     day: float = 86400.0
     """Seconds in which repeated Xids are counted (docs/sources.md, Xids)."""
     repeats: int = 2
-    """Xids of an application or of NVLink on one GPU within ``day`` that make the hardware suspect (docs/sources.md,
-    Xids)."""
+    """Number of application or NVLink Xids on one GPU, within ``day``, that makes the hardware suspect
+    (docs/sources.md, Xids)."""
     support: int = 5
     """Fatal Xids on one GPU within ``day`` from which the remedy is the vendor's support (docs/sources.md, Xids)."""
     kill: float = 60.0
     """Seconds after rrl's own kill of a step in which only Xids of the two most severe classes count (docs/sources.md,
     Xids)."""
     kill_lead: float = 10.0
-    """Seconds before the reported end of a kill that belong to the kill too, since killing all processes takes up to
-    that long (ours). With 60 s, which others use, the Xid of a crash would be ignored if the processes that the crash
-    left behind were killed soon after it."""
+    """Seconds before the reported end of a kill in which an Xid still counts as its effect: killing all processes takes
+    up to that long (ours). Others use 60 s. Then the Xid of a crash would be ignored, if rrl kills the processes left
+    behind by the crash soon afterwards."""
     died: float = 60.0
-    """Longest time in seconds between a role's death and a rare Xid on its GPU for which the Xid is the cause
-    (docs/sources.md, Xids)."""
+    """Seconds between a role's death and a rare Xid on its GPU. If more time has passed, the Xid does not count as the
+    cause of the death (docs/sources.md, Xids)."""
     classes: dict[str, XidClass] = {}
     """Class by Xid code, where a site disagrees with the catalogue (109, 43, 44, 68, 94, 62 and 137 are disputed)."""
 
@@ -153,11 +153,12 @@ class KernelRules(Struct, frozen=True, forbid_unknown_fields=True):
     flaps: int = 3
     """Flaps of one InfiniBand port within ``flap_window`` at which it fails [5a: three times in 1 h]."""
     hung_window: float = 3600.0
-    """Seconds for which a task that the kernel reported as hung stays reported (ours)."""
+    """Seconds for which rrl continues to report a task after the kernel reported it as hung (ours)."""
     stall_window: float = 1800.0
-    """Seconds after the newest line about a network file system or a task that waits for storage in which storage
-    counts as stalled, unless a line says earlier that it is back (ours: the kernel writes such a line about each
-    request that waits for minutes, so no new one in this time means that storage answers)."""
+    """Seconds for which storage counts as stalled after the newest line of the kernel log about an unresponsive network
+    file system or a task that waits for storage. A later line that storage is back ends this time. (Ours: the kernel
+    writes such a line about each request that waits for minutes. No new line in this time means that storage
+    answers.)"""
     quiet_devices: tuple[str, ...] = ("sr", "fd", "loop")
     """Devices whose errors, and those of their file systems, are ignored: virtual CDs and floppies, and images of
     users' containers (ours)."""
@@ -196,15 +197,16 @@ class HostRules(Struct, frozen=True, forbid_unknown_fields=True):
     """Share in use above which a file system of the node itself fails (ours; gcm is critical at 0.85, where a run still
     has space). A shared file system is never the node's fault."""
     memory: float = 0.05
-    """Share of memory that must at least be available, and by which memory may differ from the expected size (NHC)."""
+    """Share of memory: at least so much must be available, and the total may differ from the expected size by so much
+    (NHC)."""
     stuck: float = 300.0
     """Seconds in state D from which the check warns (gcm)."""
     stuck_after_kill: float = 60.0
     """Seconds after rrl's own kill that a process may still be in state D; then the node fails (ours)."""
     mount_hung: float = 15.0
     """Seconds after which a path fails in a single sample, if it has not responded to any of three processes that were
-    started one after another. Other paths must respond in that time, else the whole node may be stalled. (Ours: longer
-    than a path may take in any other sample, and short enough for a prolog.)"""
+    started one after another. Other paths must have responded in that time; otherwise the whole node may be stalled.
+    (Ours: longer than a path may take in any other sample, and short enough for a prolog.)"""
     zombies: int = 50
     """Zombies older than 300 s above which the check warns (gcm: any; a container's first process often reaps none)."""
     clock_sources: tuple[str, ...] = ("hpet", "acpi_pm", "jiffies", "refined-jiffies")
@@ -215,9 +217,9 @@ class ReaderRules(Struct, frozen=True, forbid_unknown_fields=True):
     """Limits for the readers themselves."""
 
     stall: float = 60.0
-    """Seconds from the first missed deadline of a reader until it counts as stalled. A stalled NVML fails the node if a
-    second witness shows that the driver hangs: a stalled DCGM, or a process that is stuck in the driver (ours; 5a:
-    45 s. A reset of another user's GPU holds the driver's lock for about 40 s)."""
+    """Seconds from the first missed deadline of a reader until the reader counts as stalled (ours; 5a: 45 s). A reset
+    of another user's GPU holds the driver's lock for about 40 s. A stalled NVML fails the node if a second witness
+    shows that the driver hangs: a stalled DCGM, or a process that is stuck in the driver."""
     dcgm_user: str = ""
     """User besides root who runs dcgm-exporter and DCGM's host engine here, and who may own ``dcgmi``; the output of
     other users' programs is ignored."""

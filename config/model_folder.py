@@ -56,7 +56,7 @@ def max_length(path: str | None, max_tokens: int | None = None) -> int:
 
 
 def eos_ids(folder: Path) -> Any:
-    """Return the token id or ids that end the model's output, one or a list; None if the folder names none."""
+    """Return the token id (an int) or ids (a list) that end the model's output; None if the folder names none."""
     ids = read_json(folder / GENERATION_CONFIG).get("eos_token_id")
     return read_json(folder / CONFIG).get("eos_token_id") if ids is None else ids
 
@@ -166,7 +166,7 @@ def _weights(folder: Path) -> Iterator[str]:
 
 
 def _damage(path: Path) -> str:
-    """Return what is wrong with a safetensors file, judged by its header and size, or an empty text.
+    """Return what is wrong with a safetensors file, judged by its header and size; empty if nothing is.
 
     The header is its length (8 bytes, little-endian), then JSON with the offset at which each tensor ends.
     """

@@ -78,7 +78,7 @@ class _Scanner:
         return self._newest(table, line)
 
     def _newest(self, path: Path, line: int) -> Path:
-        """Return the table that a header means by ``path``: of an array of tables, the newest element."""
+        """Return the path of the table that a header with ``path`` refers to: in an array of tables, the newest one."""
         self._lines.setdefault(path, line)
         if path in self._elements:
             path = (*path, self._elements[path] - 1)

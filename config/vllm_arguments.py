@@ -1,8 +1,8 @@
 """Which arguments of vLLM's engine (EngineArgs) a job may set in ``[roles.rollout] vllm``.
 
-rrl refuses the arguments that it sets itself, and the arguments with which a rollout would no longer record what it
-sampled. The list was made from the source of vLLM 0.32, and partly tried (docs/sources.md, vLLM). This module does not
-import vLLM.
+rrl refuses the arguments that it sets itself, and those that would make a rollout record other tokens or
+log-probabilities than it sampled. The list was made from the source of vLLM 0.32, and partly tried (docs/sources.md,
+vLLM). This module does not import vLLM.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def unknown_argument_text(name: str, known: Collection[str], owner: str) -> str:
     Args:
         name: The argument.
         known: All arguments of the installed vLLM.
-        owner: The vLLM that lacks the argument, as the message names it.
+        owner: Text by which the message names the vLLM that lacks the argument.
     """
     close = difflib.get_close_matches(name, sorted(set(known) - RESERVED_ARGUMENTS.keys()), 1)
     return f"{owner} has no such argument (EngineArgs){f'; did you mean {close[0]}?' if close else ''}"

@@ -135,10 +135,10 @@ async def run_async(
 
 
 def kill_session(leader: int) -> None:
-    """Stop, then SIGKILL the processes of a session; ``leader`` is the pid of its first process.
+    """Send SIGSTOP, then SIGKILL, to all processes of a session; ``leader`` is the pid of its first process.
 
-    This order matters for srun: if srun alone is killed, its child ends the step (measured: 2.5 s later). When both are
-    stopped first, neither notices the death of the other, and the step continues.
+    This order matters for srun: if srun alone is killed, its child ends the step (measured: 2.5 s later). When srun and
+    its child are stopped first, neither notices the death of the other, and the step continues.
     """
     _signal_session(leader, signal.SIGSTOP)
     _signal_session(leader, signal.SIGKILL)
@@ -153,7 +153,7 @@ def _signal_session(leader: int, number: signal.Signals) -> None:
 def _stdin_file(text: str) -> Iterator[int]:
     """Open a file that contains ``text``, and yield its descriptor.
 
-    A pipe instead of the file would have to be written to while the command runs.
+    A file needs no writer; a pipe would have to be written to while the command runs.
     """
     fd = os.memfd_create("stdin") if text else os.open(os.devnull, os.O_RDONLY)
     try:
@@ -217,7 +217,10 @@ async def _end_async(process: asyncio.subprocess.Process, term_grace_s: float) -
     import asyncio
 
     async def wait(timeout_s: float) -> bool:
-        """Return whether the command has ended in time. Its output is read, so that a full pipe does not block it."""
+        """Wait until the command has ended, and return whether it ended in time.
+
+        The command's output is read meanwhile, since a full pipe would block the command.
+        """
         assert process.stdout is not None and process.stderr is not None  # noqa: PT018
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):

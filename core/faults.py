@@ -87,7 +87,7 @@ class FaultTraits(Struct, frozen=True):
     """True if signals cause the fault from outside, so that agents and programs without the worker API can be targets
     too."""
     takes_seconds: bool = False
-    """True if the fault ends by itself after ``seconds``, if these are given."""
+    """True if ``seconds`` may be given: the fault then ends by itself after that time."""
     needs_seconds: bool = False
     """True if ``seconds`` is required."""
     amount: str = ""
@@ -242,7 +242,7 @@ def _invalid_numbers(kind: FaultKind, seconds: float, amount: float) -> InvalidF
     if amount and not traits.amount:
         return InvalidFault(FaultProblem.OTHER, f"{kind} takes no amount")
     if kind is FaultKind.SLOW and not 0 < amount < 1:
-        share = "the share of the time for which its target runs, between 0 and 1"
+        share = "the share of the time in which the target runs, between 0 and 1"
         return InvalidFault(FaultProblem.NO_AMOUNT, f"slow needs amount, {share}")
     if kind is FaultKind.EXIT and not (amount == int(amount) and 0 <= amount <= MAX_EXIT_CODE):
         return InvalidFault(FaultProblem.NO_AMOUNT, f"exit needs amount, the exit code, from 0 to {MAX_EXIT_CODE}")
@@ -259,7 +259,7 @@ def _invalid_target(
     if traits.target_kind is TargetKind.RUN:
         return InvalidFault(FaultProblem.OTHER, f"{kind} takes no target: it affects the whole run") if target else None
     if target == MANAGER:
-        wrong = InvalidFault(FaultProblem.OTHER, f"the manager can only be killed, not {kind}")
+        wrong = InvalidFault(FaultProblem.OTHER, f"the manager can only be the target of kill, not of {kind}")
         return None if kind is FaultKind.KILL else wrong
     if role in (AGENT, STANDBY_ROLE) and slash:
         kinds = ", ".join(SUPPORT_ROLE_KINDS)
@@ -285,7 +285,7 @@ def _invalid_replica(target: str, replicas: int, ranks: int) -> str:
     role, _, index = target.partition("/")
     index, dot, rank = index.partition(".")
     if not (index.isdigit() and int(index) < replicas):
-        return f'no replica "{target}"; of {role} there are {replicas}, so the last one is "{role}/{replicas - 1}"'
+        return f'no replica "{target}"; role {role} has {replicas}, the last is "{role}/{replicas - 1}"'
     if dot and not (rank.isdigit() and 0 < int(rank) < ranks):
         gang = f"{role}/{index}"
         known = f'the first is "{gang}", the last "{gang}.{ranks - 1}"' if ranks > 1 else f"{gang} is one process"

@@ -32,7 +32,7 @@ class ExitReason(StrEnum):
     STOPPED = "stopped on request"
     """The step was asked to end: by the manager, or by a SIGTERM of any sender."""
     NOT_ADMITTED = "not admitted"
-    """The manager refused the step, for example as the second one with its tag, or no manager replied."""
+    """The manager refused the step, for example because another step with its tag runs; or no manager replied."""
     FENCED = "fenced"
     """The incarnation is no longer current."""
     LAUNCHER_DIED = "launcher died"
@@ -42,7 +42,7 @@ class ExitReason(StrEnum):
     INVALID_CONFIG = "invalid configuration"
     """A role of rrl found the job's configuration invalid and reported so; another start would find the same."""
     GPUS_OCCUPIED = "no room on its GPUs"
-    """Other processes hold memory of its GPUs: the command may start on another node, or later."""
+    """Other processes occupy memory of the step's GPUs. The command may be able to start on another node, or later."""
     LOST = "vanished"
     """The first process is gone and left no exit record."""
 
@@ -78,7 +78,7 @@ class Launch(Struct, frozen=True):
     setup: str = ""
     """Bash (:mod:`rrl.core.role_environment`) that sets up the node for the command; empty: nothing to set up."""
     network: str = ""
-    """Interface or CIDR to listen on; empty: the step chooses on its node."""
+    """Interface or CIDR to listen on; empty: the step chooses an address of its node."""
     gpus: int = 0
     """GPUs that the step was given."""
     in_image: bool = False

@@ -5,9 +5,9 @@ The worker sends the name, detectors read the traits, views read the colour. A j
 a replica that stops sending heartbeats in them is lost as in any other phase. A replica that stays in such a phase for
 long only gets a warning, unless ``[phases.<name>]`` says how long the phase may last.
 
-The bounds are wide because the two errors have different costs: a deadline that is too short restarts a healthy replica
-at the same place again and again, while a deadline that is too long only delays the detection of a hang. NVRx waits
-3600 s for the first heartbeat and 2700 s for each further one (docs/sources.md).
+The bounds are wide because the two errors have different costs. A deadline that is too short restarts a healthy replica
+at the same place again and again. A deadline that is too long only delays the detection of a hang. NVRx waits 3600 s
+for the first heartbeat and 2700 s for each further one (docs/sources.md).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from msgspec import Struct
 class Phase(Struct, frozen=True):
     """Traits of a phase.
 
-    ``shortest`` and ``longest`` (s) bound the adaptive no-progress deadline. As long as no pass of the phase is known,
-    the deadline of a replica that is not idle is ``longest``.
+    ``shortest`` and ``longest`` (s) bound the adaptive no-progress deadline. Until a first pass of the phase has been
+    measured, the deadline is ``longest`` for a replica that is not idle.
     """
 
     name: str
@@ -32,19 +32,19 @@ class Phase(Struct, frozen=True):
     waits_for: str | None = None
     """Role that the phase waits for: a stall is attributed to the end of the chain of waiting replicas."""
     idle_cause: str = ""
-    """What a replica in this phase waits for, for people: its time in the phase counts as idle. Empty: the replica
-    works, unless it names what it waits for."""
+    """Name, for people, of what a replica in this phase waits for; its time in the phase counts as idle. Empty: the
+    replica works in this phase, unless it reports itself what it waits for."""
     own_work: bool = False
-    """True if a replica may also do work of its own in a phase that waits for a role: missing progress then means
-    nothing before the deadline."""
+    """True if a replica may also do work of its own in this phase, although the phase waits for a role. Missing
+    progress then proves nothing before the deadline."""
     uses_storage: bool = False
     """True if the replica reads or writes files during the phase, so that it may have to wait for storage."""
     useful: bool = False
     """True if the phase counts as effective training time (RobustRL's ETTR counts both rollout and actor update)."""
     shortest: float = 60.0
     longest: float = 900.0
-    """Upper bound of the no-progress deadline in seconds; inf: no deadline, only a stall of the whole run is a
-    failure."""
+    """Upper bound of the no-progress deadline in seconds. inf: there is no deadline, and only a stall of the whole run
+    is a failure."""
     colour: str = "white"
 
 
@@ -56,7 +56,7 @@ _HOUR = 3600.0
 
 _ALL = (
     Phase("starting", uses_storage=True, longest=600.0, colour="cyan"),
-    # outside of every phase that the role names: usually short, but it may contain an evaluation
+    # time outside of all phases that the role reports: usually short, but it may contain an evaluation
     Phase("between", shortest=600.0, longest=6 * _HOUR, colour="bright_black"),
     Phase(
         "loading_weights", waits_for="trainer", idle_cause="weights", own_work=True, uses_storage=True, colour="cyan"
@@ -92,9 +92,9 @@ def phase(name: str) -> Phase:
 
 
 def idle_cause(name: str, waits_for: str | None) -> str:
-    """Return what a replica in phase ``name`` waits for, for people; empty if it works.
+    """Return the name, for people, of what a replica in phase ``name`` waits for; empty if it works.
 
-    ``waits_for`` is the role or replica that the replica names itself, if any.
+    ``waits_for`` is the role or replica for which the replica itself reports to wait; None: it reports none.
     """
     return phase(name).idle_cause or (waits_for or "").partition("/")[0]
 

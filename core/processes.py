@@ -1,10 +1,10 @@
 """Find the processes of a run on a node, end exactly those, and raise the limit on open files.
 
 Every process of a step carries two marks in its environment, which its children inherit: the path of the launch file,
-and the name of the step's first process. A process is identified by its pid *and* its start time, and is signalled
-through a pidfd that was opened before the start time was compared, so that a process with a reused pid is never
-signalled. Only processes of the current user are considered. The agent and the launcher (roles) and the local cluster
-(manager) use this module.
+and the name of the step's first process. A process is identified by its pid *and* its start time. It is signalled
+through a pidfd that was opened before the start time was compared. So a process with a reused pid is never signalled.
+Only processes of the current user are considered. The agent and the launcher (roles) and the local cluster (manager)
+use this module.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ STEP_ENV = "RRL_STEP"
 """Environment variable of the processes that a step's first process started: the name of the first process
 (``<pid>.<start time>``)."""
 MAX_NOFILE = 1_048_576
-"""Highest limit on open files that is set (Linux's default fs.nr_open). Some containers allow 2**30: children inherit
-the limit, and programs that close all descriptors when they start would take minutes."""
+"""Highest limit on open files that rrl sets (Linux's default fs.nr_open). Some containers allow 2**30. Children inherit
+the limit, and with 2**30 a program that closes all descriptors when it starts takes minutes."""
 STEP_MODULE = "rrl.roles.launcher.step"
 AGENT_MODULE = "rrl.roles.agent.main"
 _EXEC_TIMEOUT_S = 0.05
@@ -39,7 +39,7 @@ _KTHREADD = 2
 
 
 class Process(Struct, frozen=True):
-    """One running process. ``launch`` and ``step`` are empty if the process carries no such mark."""
+    """One running process. ``launch`` and ``step`` are its two marks, each empty if the process does not carry it."""
 
     pid: int
     started: int
@@ -60,7 +60,7 @@ class Process(Struct, frozen=True):
 
 
 def stat_fields(pid: int) -> list[bytes]:
-    """Return the fields of /proc/PID/stat (proc(5)) from the third field, the state, on. Raises OSError."""
+    """Return the fields of /proc/PID/stat (proc(5)), beginning with the third field (the state). Raises OSError."""
     with open(f"/proc/{pid}/stat", "rb") as file:
         text = file.read()
     return text[text.rindex(b")") + 2 :].split()  # the command's name may contain spaces and parentheses
@@ -221,7 +221,9 @@ def kill_and_wait(victims: Iterable[Process], timeout: float) -> list[Process]:
 
 
 def sweep(find: Callable[[], Iterable[Process]], timeout: float) -> tuple[list[Process], list[Process]]:
-    """Kill the processes that ``find`` returns until it returns none: a victim may fork while ``find`` searches.
+    """Kill the processes that ``find`` returns, and repeat until it returns none.
+
+    One call of ``find`` is not enough, since a process may fork during the search.
 
     Returns:
         The processes that were found, and those that still exist after ``timeout`` s.

@@ -37,7 +37,7 @@ rrl_at="return to $rrl_folder"
 rrl_check
 trap - EXIT
 if ! type -P -- "${rrl_command[0]}" >/dev/null; then
-    printf 'there is no command %s on this node, after [env] with PATH=%s' "${rrl_command[0]}" "$PATH" >&"$rrl_report"
+    printf 'this node has no command %s; after [env], PATH is %s' "${rrl_command[0]}" "$PATH" >&"$rrl_report"
     exit 127
 fi
 printf begun >&"$rrl_report"
@@ -84,7 +84,7 @@ def _modules(names: Sequence[str]) -> str:
 def _venv(folder: str) -> str:
     activate = f"{_path(folder)}/bin/activate"
     return _section(
-        f"venv {folder}", f"[ -r {activate} ] || rrl_fail 'there is no bin/activate in it on this node'",
+        f"venv {folder}", f"[ -r {activate} ] || rrl_fail 'the folder has no bin/activate on this node'",
         f"source {activate}",
     )  # fmt: skip
 

@@ -16,7 +16,7 @@ HISTORY_ENV = "RRL_HISTORY"
 """Environment variable: the site's folder for the history across runs and users, for jobs without ``[health]
 history``."""
 STORAGE_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
-"""Error numbers of storage on which removing a file makes room."""
+"""Error numbers of full storage (no space, over quota), on which removing a file makes room."""
 
 
 def runs_root() -> Path:
@@ -124,7 +124,7 @@ class RunDir:
 
 
 def sync(path: Path) -> None:
-    """Fsync a file, or the names in a folder, whichever process wrote them. Raises OSError."""
+    """Fsync a file, or the names in a folder; another process may have written them. Raises OSError."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)

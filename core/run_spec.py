@@ -210,7 +210,7 @@ class Limits(Struct, frozen=True):
     idle: float = 60.0
     """Seconds without CPU or GPU work after which a replica in a computing phase is suspected."""
     stragglers: str = "report"
-    """The consequence for persistently slow replicas: ``HealthSpec.stragglers``."""
+    """What happens to persistently slow replicas: a copy of ``HealthSpec.stragglers``."""
     phases: dict[str, PhaseSpec] = {}
     """Bounds of phases that the job changes, and phases of its own, by name."""
 
@@ -240,17 +240,18 @@ class Recovery(Struct, frozen=True):
     backoff: float = 1.0
     """Seconds before the second restart within the window; doubles with each further restart, up to 60 s."""
     first_start: int = 3
-    """Failed starts of a replica that has never joined, after which the job spec counts as wrong rather than a node. As
-    many starts in a row, all ended by the same exception before any replica of the role has done any work, count as a
-    mistake in the role's code, and the run fails."""
+    """Number of failed starts of a replica that has never joined, after which the job spec counts as the cause instead
+    of a node. The run also fails if so many starts in a row end with the same exception before any replica of the role
+    has done any work: the cause is then the role's code."""
     breaker: float = 0.2
     """Share of the nodes that may be excluded within the window, but at least one node, and at least two if the run has
     five or more (docs/sources.md, guard rails)."""
     policy: str = "role"
-    """``role``: only what failed restarts; ``job``: all roles restart in place from the last checkpoint (as RobustRL
-    configured ByteRobust); ``requeue``: all nodes are given back and requested again (plain Slurm)."""
+    """``role``: only the failed replica restarts. ``job``: all roles restart in place from the last checkpoint (as
+    RobustRL configured ByteRobust). ``requeue``: all nodes are given back and requested again (plain Slurm)."""
     promote: float = 10.0
-    """Seconds in which a standby process must join as the promoted incarnation; then the next candidate is promoted."""
+    """Seconds in which a standby process must join as the promoted incarnation. If it does not, the next candidate is
+    promoted."""
     full_restarts: int = 2
     """Restarts of the whole run within the window, after which the run ends; 0: the whole run is never restarted."""
     drain: bool = True
@@ -409,14 +410,14 @@ class RunSpec(Struct, frozen=True):
     roles: tuple[RoleSpec, ...]
     node_groups: tuple[NodeGroup, ...]
     walltime: float = 86400.0
-    """Seconds from the first nodes to the end of the run; a node group with a shorter limit is renewed before its
-    end."""
+    """Longest time (s) from the first granted nodes to the end of the run. The allocations of a node group with a
+    shorter limit are renewed before they end."""
     spares: int = 0
     form: str = "pool"
     """``pool``, ``replica`` or ``hetjob`` (docs/architecture.md)."""
     start_within: float = 3600.0
-    """Seconds after which the granted nodes are given back if others that the run needs to start have not been
-    granted."""
+    """Seconds from the first request until the run ends and gives its nodes back, if it still lacks nodes without which
+    it cannot start."""
     env: EnvSpec = EnvSpec()
     container: ContainerSpec = ContainerSpec()
     seed: int = 0

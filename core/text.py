@@ -1,8 +1,8 @@
 """Make text safe and short for people: one line, without characters that control a terminal.
 
-A terminal obeys control characters (C0 and C1: cursor, colours, title, clipboard, input to the shell) and reorders text
-by directional characters, so that a line may display something else than it contains. :func:`escaped` and its variants
-make text of roles, nodes and users safe to print.
+A terminal obeys control characters (C0 and C1: cursor, colours, title, clipboard, input to the shell). It also reorders
+text by directional characters, so that a line may show something else than it contains. :func:`escaped` and its
+variants make text of roles, nodes and users safe to print.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ class Version(Struct, frozen=True):
     """A weight version: the step after which it was published, and the trainer incarnation that published it.
 
     Versions are ordered by their time of publication, so the incarnation is compared first: a restarted trainer may
-    have gone back some steps, and its versions are newer than those of the steps that it discarded.
+    have gone back some steps, but its versions are newer than all versions of its predecessor.
     """
 
     step: int
@@ -260,10 +260,10 @@ class Finding(Struct, frozen=True):
     flags: tuple[Flag, ...] = ()
     """Properties that decisions depend on, beside verdict, cause and remedy; the text of the evidence never decides."""
     shared: tuple[Cause, str, str] | None = None
-    """For a finding about the run: the cause, detector and component that findings of several nodes or replicas
-    share."""
+    """Cause, detector and component that the findings of several nodes or replicas have in common; only set in a
+    finding about the run."""
     exception: RaisedException | None = None
-    """For the end of a process: the exception that ended it, if the process reported one."""
+    """Exception that ended the process; only set if the finding is about the end of a process that reported one."""
 
     @property
     def key(self) -> str:

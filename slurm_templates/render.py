@@ -2,8 +2,9 @@
 
 An allocation is a ``--no-kill`` job over nodes of one shape, or several such components of a heterogeneous job. An
 allocation is never requeued, since the requeued job would start about two minutes later, without any steps. Nodes are
-requested by the resources that each node must provide, with one task per node and without ``--exclusive``: a small job,
-such as the manager's own, may share a larger node. A user who wants whole nodes adds the sbatch option ``exclusive``.
+requested by the resources that each node must provide, with one task per node. ``--exclusive`` is not set, so that a
+small job, such as the manager's own, may share a larger node. A user who wants whole nodes adds the sbatch option
+``exclusive``.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ RESERVED_OPTIONS = frozenset({
 """Options that a user cannot pass on: rrl sets them, finds its jobs by them, or could not work with them."""
 
 _BATCH_SCRIPT_OPTIONS = ("--no-requeue", "--chdir=/", "--output=/dev/null")
-"""Options of the batch script, which belongs to the first component only. ``--export`` is omitted: its default passes
-the environment on, while NONE would start a login shell to create an environment (sbatch(1)), and Slurm 22.05 does not
-have the value NIL of later versions."""
+"""Options of the batch script, which belongs to the first component only. ``--export`` is omitted, because its default
+passes the environment on. NONE would start a login shell to create an environment (sbatch(1)), and NIL does not exist
+in Slurm 22.05."""
 _HOLD_COMMENT = (
     "This script only holds the nodes. The manager, outside of this job, starts every step in it.",
     "Where Slurm's InactiveLimit is 0, `salloc --no-shell` holds them instead, with the options above.",
@@ -81,8 +82,8 @@ def allocation_script(*components: Sequence[str], command: Sequence[str] = ()) -
 
     Args:
         components: The options of each component.
-        command: The command that manages the run inside the allocation, and whose end is the end of the allocation;
-            empty: the script only holds the nodes.
+        command: The command that manages the run inside the allocation; when it ends, the allocation ends. Empty: the
+            script only holds the nodes.
     """
     given = {option.partition("=")[0] for option in components[0]}
     own_options = [option for option in _BATCH_SCRIPT_OPTIONS if option.partition("=")[0] not in given]

@@ -59,7 +59,7 @@ class Heartbeat(Struct, frozen=True, tag=True):
 class ClockReport(Struct, frozen=True, tag=True):
     """Sent by a worker after some of its heartbeats, before each commit, and when it leaves; for people only.
 
-    It is not part of the heartbeat, so that heartbeats stay small and nothing is detected from it.
+    It is a message of its own, so that heartbeats stay small and no detector depends on it.
     """
 
     incarnation: Incarnation
@@ -155,8 +155,8 @@ class Load(Struct, frozen=True):
     tensor: float | None = None
     """Share of the time in which tensor cores worked, on the GPU where they worked most; None: unknown."""
     stopped: bool = False
-    """Whether a process of the step was stopped (state T or t in /proc) when the load was measured: by SIGSTOP, or by a
-    debugger or profiler that looks at it."""
+    """Whether a process of the step was stopped (state T or t in /proc) when the load was measured: by SIGSTOP, a
+    debugger or a profiler."""
 
 
 class AgentHeartbeat(Struct, frozen=True, tag=True):
@@ -246,7 +246,8 @@ class WeightSource(Struct, frozen=True):
     incarnation: Incarnation
     address: str
     version: Version | None = None
-    """Newest complete version of the source, which may have an older version too, and be receiving a newer one."""
+    """Newest complete version of the source. The source may also have an older version, and be receiving a newer
+    one."""
 
 
 class Peer(Struct, frozen=True):
@@ -269,8 +270,8 @@ class Peers(Struct, frozen=True, tag=True):
     newest: Version | None = None
     weight_sources: tuple[WeightSource, ...] = ()
     snapshot_servers: dict[NodeName, str] = {}
-    """Addresses at which snapshots can be stored, by node: those of the trainer's nodes and of its standby processes'
-    nodes."""
+    """Addresses at which snapshots can be stored, by node; for the nodes of the trainer and those of its standby
+    processes."""
 
 
 class Admitted(Struct, frozen=True, tag=True):
@@ -332,7 +333,7 @@ class Stop(Struct, frozen=True, tag=True):
 
 
 class Inject(Struct, frozen=True, tag=True):
-    """Sent to the agent on the target's node, or to the role itself, which must inject this fault into step ``tag``."""
+    """Sent to the agent on the target's node or to the target itself: inject this fault into the step ``tag``."""
 
     fault: Fault
     tag: str

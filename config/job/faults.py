@@ -42,7 +42,7 @@ class RandomFaults(Table):
     """Faults at random times, drawn from the seed: the same job always has the same faults."""
 
     kinds: Annotated[tuple[Annotated[FaultKind, Field(strict=False)], ...], Field(strict=False, min_length=1)]
-    """Kinds, one of which is drawn each time."""
+    """Kinds of faults; the kind of each fault is drawn from these."""
     target: str = ""
     """Target as for a planned fault; empty: any replica of any role."""
     every: Time

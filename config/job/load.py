@@ -1,6 +1,6 @@
 """Read job.toml from the disk into a :class:`rrl.config.job.schema.Job`, or report what is wrong in it.
 
-A report has one line per mistake, with its place and what would be right, and has all mistakes at once::
+A report lists all mistakes at once, one line each: the place, what is wrong, and what would be right::
 
     job.toml:12: roles.rollout.replica: unknown key; did you mean "replicas"?
 

@@ -78,8 +78,8 @@ def resolve(job: Job, python: str) -> run_spec.RunSpec:
 def resolve_for_submission(job: Job) -> run_spec.RunSpec:
     """Return the run spec of a job that is submitted from this process.
 
-    Roles run with the interpreter of this process unless [env] names another one. The history folder is that of
-    [health] or, if it has none, that of the environment variable :data:`HISTORY_ENV`, which a site may set.
+    Roles run with the interpreter of this process unless [env] names another one. The history folder comes from
+    [health], else from the environment variable :data:`HISTORY_ENV`, which a site may set.
     """
     spec = resolve(job, sys.executable)
     folder = spec.health.history or os.environ.get(HISTORY_ENV, "")
@@ -172,7 +172,8 @@ def _donor_rollouts(job: Job, role: Role) -> int:
 def concurrent_failures(nodes: int, rate: float, quantile: float = 0.99) -> int:
     """Return how many nodes, at least 1, must be expected to fail on the same day.
 
-    On a share ``quantile`` of all days, no more nodes fail. Their number is binomial (ByteRobust; docs/sources.md).
+    The number of nodes that fail on one day is taken as binomial (ByteRobust; docs/sources.md). On a share ``quantile``
+    of all days it is not larger than the result.
 
     Args:
         nodes: Number of nodes.

@@ -41,7 +41,7 @@ class Role(Table):
     exclusive: bool = False
     """Give each replica whole nodes that no other role uses."""
     env: Annotated[dict[str, str], AfterValidator(environment)] = {}
-    """Environment variables of the role's processes; of your shell only PATH, HOME and the like are passed on."""
+    """Environment variables of the role's processes. From your shell only PATH, HOME and the like are passed on."""
     launcher: Literal["direct", "apptainer", "pyxis"] = "direct"
     """direct: run on the node itself; apptainer, pyxis: run in a container ([container])."""
     image: str | None = None
@@ -50,8 +50,8 @@ class Role(Table):
     """Options of sbatch for the allocations of this role, in addition to [slurm]; not in form "pool", which has one
     allocation for all roles."""
     walltime: OptionalTime = None
-    """Time limit of the allocations of this role, which are renewed before they end; default: that of the run; not in
-    form "pool"."""
+    """Time limit of the allocations of this role, which are renewed before they end; default: the time limit of the
+    run; not in form "pool"."""
     command: Strings | None = None
     """Your own program, which calls rrl.join(); it replaces the built-in program."""
 
@@ -91,16 +91,16 @@ class TrainerRole(Role):
     """Number of newest committed checkpoints that are kept on disk. The trajectory store deletes older ones, also those
     of your own trainer."""
     uncommitted: Annotated[int, Field(ge=1, le=2)] = _TRAINER.uncommitted
-    """Steps that may be done while their checkpoints are still being written; then the trainer waits."""
+    """Number of steps that may be trained before their checkpoints are complete; then the trainer waits."""
     warm: bool = True
-    """Keep standby processes (about 400 MB each) on the trainer's nodes and on spares, so that one can be promoted to
-    the trainer at once; with [recovery] policy = "role" only."""
+    """Keep standby processes (about 400 MB each) on the trainer's nodes and on spares. Each can be promoted to a member
+    of the trainer at once. Only with [recovery] policy = "role"."""
     donor_rollouts: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
-    """Rollouts whose nodes keep a standby process of the trainer too; auto: as many as the trainer has nodes (its
-    largest parallel group), or with [recovery] failure_rate as many as the nodes of the trainer that fail together on
-    one day of a hundred (ByteRobust)."""
+    """Number of rollouts whose nodes also keep a standby process of the trainer. auto: the number of the trainer's
+    nodes (its largest parallel group). auto with [recovery] failure_rate: how many of the trainer's nodes fail together
+    on one day in a hundred (ByteRobust)."""
     snapshots: bool = _TRAINER.snapshots
-    """Keep the trainer's state after each step in the memory of its node and of another node as well, so that a restart
+    """After each step, also keep the trainer's state in memory of its own node and of another node, so that a restart
     need not read the disk."""
 
 
@@ -114,9 +114,9 @@ class RolloutRole(Role):
     vllm: dict[str, Any] = {}
     """Arguments of vLLM's engine as vLLM names them (EngineArgs): ``{ gpu_memory_utilization = 0.85 }``."""
     warm: bool = False
-    """Keep a standby rollout with its engine running on each spare node (as many as fit, where rollouts share nodes): a
-    rollout that has lost its node continues there at once; with [recovery] policy = "role" and [cluster] form = "pool"
-    only."""
+    """Keep a standby rollout with a running engine on each spare node, or as many as fit if rollouts share nodes. A
+    rollout that has lost its node continues there at once. Only with [recovery] policy = "role" and [cluster] form =
+    "pool"."""
     threads: Annotated[int, Field(ge=1)] = _ROLLOUT.threads
     """Threads of torch."""
     lease: Annotated[int, Field(ge=1)] = _ROLLOUT.lease
@@ -148,10 +148,10 @@ class CommandRole(Role):
     """api: the program calls rrl.join(); activity: it does not, and is monitored by its exit, its CPU and GPU time and
     its output."""
     quiet: Time = 1800.0
-    """With watch = "activity": time without CPU time, GPU activity or output after which it counts as hung."""
+    """With watch = "activity": time without CPU time, GPU activity or output after which the program counts as hung."""
     service: bool = False
-    """true: the role serves the other roles and is stopped when they are done, so that every earlier exit is a failure;
-    false: exit code 0 completes the role."""
+    """true: the role serves the other roles and is stopped when they are done; every earlier exit is a failure. false:
+    exit code 0 completes the role."""
     options: dict[str, Any] = {}
     """Any values; the program reads them from the mapping ``me.options``."""
 

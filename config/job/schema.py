@@ -25,7 +25,7 @@ from .site import ClusterTable, ContainerTable, EnvTable, ManagerTable, Network
 from .validation import check
 
 OWN_SCORE_SHORTEST_S = 1800.0
-"""Lower bound (s) of the deadline of ``score`` where code of the user scores, unless ``[phases.score]`` sets it: the
+"""Lower bound (s) of the deadline of ``score`` if code of the user scores and ``[phases.score]`` sets no bound. The
 code may call a judge over the network, and look hung while the judge limits its rate (up to 14 min were observed)."""
 _LIMITS = run_spec.Limits()
 _RECOVERY = run_spec.Recovery()
@@ -75,7 +75,8 @@ class RunTable(Table):
     name: Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]{0,30}$")]
     """A letter, then up to 30 lower-case letters, digits and dashes; part of the names of Slurm jobs."""
     steps: Annotated[int, Field(ge=1)] | None = None
-    """Optimizer steps after which the run is complete; without a [task] it is complete when its [commands.*] are."""
+    """Optimizer steps after which the run is complete. A run without [task] is complete when all its [commands.*]
+    are."""
     seed: int = 0
     """Seed of the initial weights, the task's items and the sampling; at least 0 for a reasoning-gym dataset."""
 
@@ -160,8 +161,8 @@ class SamplingTable(Table):
     temperature: Annotated[float, Field(gt=0)] = _SAMPLING.temperature
     """Temperature of the sampling, and of the log-probabilities in the loss."""
     ahead: Annotated[int, Field(ge=0)] = _SAMPLING.ahead
-    """Batches that rollouts may work ahead of the trainer; the trained tokens are then up to about ahead + 2 steps old,
-    if a step takes longer than the 0.1 s in which new weights reach the rollouts. Without effect if ``staleness`` is
+    """Batches that rollouts may work ahead of the trainer. The trained tokens are then up to about ahead + 2 steps old,
+    if a step takes longer than the 0.1 s in which new weights reach the rollouts. Has no effect if ``staleness`` is
     0."""
     staleness: Annotated[int, Field(ge=0)] | Literal["unlimited"] = run_spec.DEFAULT_STALENESS
     """Number N of weight versions by which a token may be older than the newest version when it is trained. Rollouts
@@ -177,9 +178,9 @@ class SamplingTable(Table):
     """Train a step's groups as they are finished, part by part, instead of waiting for the whole batch; the step is the
     same (docs/stream.md). A trainer of your own must iterate ``me.parts()`` for it."""
     window: Annotated[int, Field(ge=1)] = _SAMPLING.window
-    """Batches among whose prompts the order is by expected length, so that the answers of a step are alike; 1: the
-    order of the task. Each prompt is trained once all the same, but batches of one length are another curriculum
-    (docs/stream.md)."""
+    """Number of batches whose prompts are sorted together by expected length, so that the answers of a step have
+    similar lengths; 1: the order of the task. Each prompt is still trained once, but batches of similar length are
+    another curriculum (docs/stream.md)."""
 
 
 class LimitsTable(Table):
@@ -214,10 +215,10 @@ class PhaseTable(Table):
 
     A role is restarted if it stays in a phase without progress for ``adaptive`` times the usual duration of the phase,
     but not before ``shortest`` and at the latest after ``longest``. Until three durations are known, the longest pass
-    so far counts, and before that ``longest`` itself, or a quarter of it if the role is idle (docs/health.md);
-    ``first_pass`` is added the first time. A phase of your own without a table only causes a warning. Where your own
-    code scores the answers ([task] function, or [roles.reward] command), ``shortest`` of ``score`` is 30 min by
-    default.
+    so far counts as usual. Before the first pass has ended, the deadline is ``longest``, or a quarter of it if the role
+    is idle (docs/health.md); ``first_pass`` is added in the first pass. A phase of your own without a table only causes
+    a warning. If your own code scores the answers ([task] function, or [roles.reward] command), ``shortest`` of
+    ``score`` is 30 min by default.
     """
 
     shortest: OptionalTime = None
@@ -225,8 +226,8 @@ class PhaseTable(Table):
     longest: OptionalTime = None
     """Upper bound of the deadline, however long the phase usually is; required for a phase of your own."""
     progresses: bool | None = None
-    """true: each ``me.progress()`` restarts the clock, and the usual duration is the time between two of them; only for
-    a phase of your own, where it is required."""
+    """true: each ``me.progress()`` restarts the deadline, and the usual duration is the time between two calls. Only
+    for a phase of your own, which must set it."""
     waits_for: str | None = None
     """Role that the phase waits for, to which a stall is attributed; for a phase of your own."""
 
@@ -282,8 +283,8 @@ class TransportTable(Table):
     """Longest deadline for one chunk: UCX does not notice a hung peer (measured), so each chunk has a deadline of its
     own."""
     chain: Annotated[int, Field(ge=1)] = _TRANSPORT.chain
-    """Receivers of a new version in one chain, each of which serves the chunks that it already has to the next: the
-    trainer sends each version once to each of at most two chains."""
+    """Number of receivers of a new version in one chain. Each receiver passes the chunks that it already has to the
+    next one; the trainer sends each version once to each of at most two chains."""
 
 
 class Job(Table):

@@ -56,7 +56,7 @@ Network = Annotated[str, AfterValidator(_network)]
 
 
 class NodeTable(Table):
-    """What rrl uses of each node of the pool; in the other forms, of each node that several roles share."""
+    """What rrl uses of each node: in form "pool" of every node, else of each node that several roles share."""
 
     cpus: Annotated[int, Field(ge=1)] = 4
     """Cores."""
@@ -80,11 +80,11 @@ class ClusterTable(Table):
     walltime: Time = 86400.0
     """Time limit of the run, and of its allocations."""
     job_walltime: OptionalTime = None
-    """Time limit of each allocation and of the manager's own job, if the site allows less than walltime: before an
-    allocation ends (limits.rotate), another is requested, and the roles move there."""
+    """Time limit of each allocation and of the manager's own job, if the site allows less than walltime. Before an
+    allocation ends (limits.rotate), another one is requested, and the roles move there."""
     start_within: Time = 3600.0
-    """With form "replica": time after the first request at which the run gives its nodes back and ends, if the trainer
-    and min_replicas of each role still lack nodes."""
+    """With form "replica": time from the first request until the run gives its nodes back and ends, if the trainer or
+    min_replicas of a role still lack nodes."""
     one_node_components: bool = False
     """With form "hetjob": consent to components of one node. When a node of another component fails, Slurm kills them
     too (measured on 22.05, 24.11 and 26.05)."""
@@ -94,8 +94,8 @@ class ManagerTable(Table):
     """Where the manager runs on a Slurm cluster, and what rrl's processes log."""
 
     where: Literal["job", "pool"] = "job"
-    """job: in a small Slurm job of its own; pool: on the first node of the pool, for sites where no partition accepts
-    so small a job or jobs may not submit jobs (rrl submit --foreground is an alternative)."""
+    """job: in a small Slurm job of its own. pool: on the first node of the pool, for sites where no partition accepts
+    such a small job, or where jobs may not submit jobs (rrl submit --foreground is an alternative)."""
     slurm: SbatchOptions = {}
     """Options of sbatch for the manager's own job; default: partition, account, qos and reservation of [slurm]."""
     log_level: LogLevel = DEFAULT_LOG_LEVEL

@@ -132,7 +132,7 @@ def _ahead(job: Job) -> None:
 
 
 def _batch(job: Job) -> None:
-    """Check that a batch fits into one message from the store to the trainer: a larger one would never arrive.
+    """Check that a batch fits into one message from the store to the trainer; a larger batch would never arrive.
 
     With ``stream = true`` the store sends parts, which have at least one group.
     """
@@ -162,7 +162,10 @@ def _form(job: Job) -> None:
     """Check that the other settings fit the form of the allocations."""
     cluster = job.cluster
     if cluster.job_walltime and cluster.job_walltime < cluster.walltime and job.manager.where == "pool":
-        message = 'a manager in the pool ends with its first job; write where = "job" in [manager], or remove this key'
+        message = (
+            "a manager that runs in the pool ends with the pool's first job;"
+            ' write where = "job" in [manager], or remove this key'
+        )
         raise mistake(("cluster", "job_walltime"), message)
     if job.recovery.policy == "requeue" and job.manager.where == "pool":
         message = (
@@ -355,7 +358,7 @@ def _key(invalid: InvalidFault, default: str) -> str:
 
 
 def _check_needs_worker_api(job: Job, kind: FaultKind, target: str, at: tuple[str | int, ...]) -> None:
-    """Check that a role that must inject a fault into itself uses the worker API, by which the fault is requested."""
+    """Check that a role that must cause a fault itself uses the worker API, through which rrl requests the fault."""
     role = job.every_role().get(target.partition("/")[0])
     traits = FAULT_TRAITS[kind]
     if (

@@ -47,7 +47,7 @@ _SLURM_LIMITS = SlurmLimits()
 
 
 def manager_job_name(run_id: str) -> str:
-    """Return the name of all manager jobs of a run, of which Slurm runs only one at a time."""
+    """Return the name that all manager jobs of a run share. Slurm runs only one job of this name at a time."""
     return f"{run_id}.{MANAGER}"
 
 
@@ -80,7 +80,7 @@ def _flags(options: dict[str, str]) -> dict[str, str | bool]:
 
 
 def submit(run: RunDir, spec: RunSpec, manage: Callable[[RunDir], Any]) -> None:
-    """Submit the job of one manager, which does what ``manage(run)`` would do.
+    """Submit a Slurm job that runs one manager. Its program, ``MANAGER_PROGRAM``, does what ``manage(run)`` does.
 
     Raises:
         RuntimeError: Slurm rejected the job; the text quotes Slurm.
@@ -161,8 +161,8 @@ async def ensure_successor(run: RunDir, spec: RunSpec, manage: Callable[[RunDir]
             if isinstance(error, Unanswered) or unanswered(str(error)):
                 continue  # Slurm is not reachable, or has queued the job after all: the next attempt finds out
             _log.warning(
-                "cannot queue a successor, so no manager will start by itself after this one: %s; if this one ends"
-                " before the run does: rrl manage %s", error, run.id,
+                "cannot queue the next manager's job: %s; if this manager ends before the run, start the next one with"
+                " rrl manage %s", error, run.id,
             )  # fmt: skip
             return
 

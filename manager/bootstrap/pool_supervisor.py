@@ -3,8 +3,8 @@
 The batch script of a pool runs this program if the manager is to run in the pool. It holds the nodes and restarts a
 manager that dies. It ends with the run, and the pool ends with it. It also ends once ``MAX_FUTILE_STARTS`` managers in
 a row have ended before they began the run, for example in a broken environment. If the pool's first node fails, this
-program is lost too, and no manager starts by itself: the roles on the other nodes keep running, and ``rrl manage RUN``
-on the login node takes over.
+program is lost too, and no manager starts by itself. The roles on the other nodes keep running, and a user has to run
+``rrl manage RUN`` on the login node.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ STABLE_AFTER_S = 60.0
 """Seconds after which a manager's start counts as successful: a cause that ends it earlier would also end the next.
 From then on the delay starts again at ``RESTART_DELAY_S``, and a manager in a job of its own queues its successor."""
 MAX_FUTILE_STARTS = 5
-"""Number of managers in a row after which the nodes are released, if each ended while no role can run on the nodes: the
-run directory was removed, or no manager could begin the run. The delays between them add up to 15 s, so that a short
-disturbance does not release the nodes."""
+"""Number of failed managers in a row after which the nodes are released. A manager counts if it ended while certainly
+no role ran on the nodes: the run directory was removed, or no manager had begun the run. The delays between the
+managers add up to 15 s, so that a short disturbance does not release the nodes."""
 LOGGER = "rrl.pool_supervisor"
-"""Name in the log lines of this process, which share a file with the output of its managers."""
+"""Logger name of this process. Its log lines go to the same file as the output of the managers that it starts."""
 _log = logging.getLogger(LOGGER)
 MANAGER_PROGRAM = "import sys; from pathlib import Path; from rrl.core.run_dir import RunDir; " \
           "from rrl.manager.bootstrap.start import run_manager; run_manager(RunDir(Path(sys.argv[1])))"  # fmt: skip

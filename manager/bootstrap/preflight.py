@@ -51,7 +51,7 @@ _NARROWING = ("gres", "constraint", "nodelist", "exclude")
 
 
 class Problem(Struct, frozen=True):
-    """Something in a job spec with which a run cannot work or Slurm would not start it, or that was not checked."""
+    """A problem of a job spec: the run cannot work, Slurm would not start it, or something could not be checked."""
 
     key: tuple[str, ...]
     """Key of job.toml that has to change; empty if the problem concerns no key."""
@@ -64,7 +64,7 @@ async def check_with_slurm(job: Job, spec: RunSpec, foreground: bool = False) ->
     """Return what Slurm would not accept, or what could not be checked because Slurm did not answer.
 
     Args:
-        job: The job, from which the key of a problem is found: only the job shows in which table a value was written.
+        job: The job. Only it shows in which table of job.toml a value was written, and so the key of a problem.
         spec: The run spec of this job: what would be requested.
         foreground: True if the manager is not a Slurm job.
 
@@ -112,7 +112,7 @@ async def _partitions() -> list[Partition]:
 
 
 def _check_sizes(job: Job, spec: RunSpec, request: AllocationRequest, partitions: list[Partition]) -> list[Problem]:
-    """Return requests beyond what the partitions have, whatever the state of their nodes.
+    """Return the problems of requests that exceed the partitions, even if all nodes were up.
 
     Slurm would reject them, or leave the job pending forever.
     """
@@ -138,7 +138,7 @@ def _check_sizes(job: Job, spec: RunSpec, request: AllocationRequest, partitions
 
 
 def _partition_fits(request: AllocationRequest, partitions: list[Partition]) -> bool:
-    """Return whether enough nodes for each component are up, so that Slurm has no lack of nodes to report."""
+    """Return whether enough nodes for each component are up, so that Slurm must have another reason for a rejection."""
     return all(
         any(
             partition.fitting(required_resources(component), usable=True) >= component.count

@@ -62,8 +62,8 @@ def max_standbys(spec: RunSpec) -> int:
 def max_standbys_of(spec: RunSpec, role: RoleSpec) -> int:
     """Return the most standby processes of a role.
 
-    For the trainer: one beside each rank, and on each spare or donor rollout's node as many as ranks share a node. For
-    rollouts: on each spare as many as it can host.
+    For the trainer: one beside each rank, and on each spare node and each donor rollout's node as many as there are
+    ranks on a node of the trainer. For rollouts: on each spare node as many as the node can host.
     """
     if not role.warm or spec.recovery.policy != "role":
         return 0
@@ -136,7 +136,7 @@ def _manager(spec: RunSpec) -> list[tuple[str, str]]:
 
 
 def allocations(spec: RunSpec) -> list[tuple[str, str]]:
-    """Return (title, batch script) of each allocation; if several differ only in their number, only of the first."""
+    """Return (title, batch script) of each allocation; only the first of those that differ only in their number."""
     if spec.manager.where == "pool":
         return [
             (

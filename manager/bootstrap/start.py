@@ -45,7 +45,7 @@ from .start_failure import HOST_FILE
 _log = logging.getLogger("rrl.manager")
 
 MAX_RETRIES = 3
-"""Times that a manager which failed with an exception is started again in the same process."""
+"""Number of times that a manager is started again in the same process after an exception."""
 RETRY_DELAY_S = 5.0
 """Seconds before each retry."""
 UNWRITABLE_STORAGE_ERRNOS = (*STORAGE_FULL_ERRNOS, errno.EFBIG, errno.EROFS)
@@ -134,7 +134,7 @@ def resume(run: RunDir, job: Job, spec: RunSpec, text: bytes, source: Path, end:
 def start_manager(run: RunDir, spec: RunSpec) -> str:
     """Start a manager for ``run``; return a warning about a failure that did not prevent the start, or "".
 
-    Depending on the run spec the manager is a Slurm job of its own with a successor in the queue, a process in the
+    Depending on the run spec, the manager is a Slurm job of its own (with a successor in the queue), a process in the
     run's pool, or a process on this machine.
 
     Raises:
@@ -148,7 +148,7 @@ def start_manager(run: RunDir, spec: RunSpec) -> str:
         try:
             manager_job.submit(run, spec, run_manager)
         except (OSError, RuntimeError) as error:
-            return f"cannot queue a second manager, which would take over if the first one's node failed: {error}"
+            return f"cannot queue a second manager, so none takes over if the first manager's node fails: {error}"
     else:
         _start_locally(run)
     return ""
@@ -161,7 +161,7 @@ def _start_locally(run: RunDir) -> None:
         _submit_locally(run)
     if os.waitpid(child, 0)[1] != 0:
         lines = run.controller_log.read_text(errors="replace").split("\n")
-        raise OSError(next((line for line in reversed(lines) if line), "its submission failed without any output"))
+        raise OSError(next((line for line in reversed(lines) if line), "submitit failed without any output"))
 
 
 def _submit_locally(run: RunDir) -> NoReturn:

@@ -1,6 +1,6 @@
 """Find out whether all managers that were submitted for a run have ended before any of them began to manage it.
 
-Such a run has no journal (or, if it is resumed, only the journal up to its previous end), so no event can say so. The
+No event can report this: a new run has no journal yet, and that of a resumed run stops at its previous end. The
 evidence is in submitit's folder and in Slurm's queue.
 """
 
@@ -27,8 +27,8 @@ _FOREIGN_LINES = (
     re.compile("srun|submitit"),
 )
 """Patterns for the beginnings of lines that Slurm, submitit and the pool's script add to a manager's log. Lines that
-match the first pattern are skipped; if no line remains, those of the second pattern are skipped instead. If a program
-cannot be started, slurmstepd prints why, while srun, which prints last, only reports that the program ended."""
+match the first pattern are skipped. If no line remains, only those that match the second pattern are skipped: if a
+program cannot be started, slurmstepd prints why, and then srun only reports that the program ended."""
 _TAIL_BYTES = 64 * 1024
 """Bytes of a log that are searched for its last line. A traceback takes a few KiB."""
 
@@ -75,7 +75,7 @@ def _any_alive(run: RunDir, spec: RunSpec, ids: list[str]) -> bool:
 
 
 def _is_submitit_of(process: Path, run: RunDir) -> bool:
-    """Return whether a process may be the one that submitit started for this run, and not another with the same pid.
+    """Return whether submitit may have started this process for the run; a process with a reused pid is another one.
 
     During execve(2) a process has no command line for a moment, like a zombie (observed on a busy machine, right after
     Popen had returned).

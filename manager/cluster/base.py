@@ -1,8 +1,8 @@
 """Define the interface between the manager and a cluster, which ``local`` and ``slurm`` implement.
 
-Every request carries a tag, by which its result is found later. A call has one of three outcomes: it returns, which
-means that the cluster accepted it; it raises ``Refused``, which means that it was certainly not done; or it raises
-``Unanswered``, which means that nobody knows, and that a later :meth:`Cluster.observe` settles it by tag.
+Every request carries a tag, by which its result is found later. A call has one of three outcomes. It returns: the
+cluster accepted the request. It raises ``Refused``: the request was certainly not carried out. It raises
+``Unanswered``: nobody knows, and a later :meth:`Cluster.observe` settles the request by its tag.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Refused(Exception):
 class AllocationNotRunning(Refused):
     """A request that was not carried out because the cluster does not list its allocation as running.
 
-    This counts neither against the replica to be launched nor against its node: the next polls show what happened to
-    the allocation.
+    The refusal counts neither against the replica to be launched nor against its node: the next polls show what
+    happened to the allocation.
     """
 
     reason = RejectReason.ALLOCATION_NOT_RUNNING
@@ -75,7 +75,7 @@ class ExitedAtOnce(Refused):
 
 
 class Unanswered(Exception):
-    """A request of which nobody knows whether it was carried out: a timeout, a lost connection, an unreadable reply."""
+    """A request that may or may not have been carried out: a timeout, a lost connection, an unreadable reply."""
 
 
 class AllocationRequest(Struct, frozen=True):
@@ -149,7 +149,8 @@ class NodeStatus(Struct, frozen=True):
     detail: str = ""
     """The cluster's own text: state with flags, and the reason."""
     reason: str = ""
-    """Reason that the author of the drain gave. This run set the drain if the reason equals the run's own."""
+    """Reason that the author of the drain gave. If it equals the reason with which this run drains the node, this run
+    set the drain."""
 
 
 class AllocationStatus(Struct, frozen=True):
@@ -213,7 +214,7 @@ class Cluster(Protocol):
         """
 
     async def release_launcher(self, tag: str) -> None:
-        """Release what was only needed to launch a step whose first process has connected (on Slurm: kill its srun)."""
+        """Release the resources that were only needed to launch a step that has connected (on Slurm: kill its srun)."""
 
     async def stop(self, tag: str, grace: float) -> None:
         """End a step: SIGTERM, then SIGKILL after ``grace`` seconds. Does nothing if the step has ended."""

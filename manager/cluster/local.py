@@ -1,7 +1,7 @@
 """The local cluster: virtual nodes on this machine. A node is only a name; a step is a process in its own session.
 
-All of its state is in ``run_dir/cluster``, so that the next manager finds it after a kill -9 of its predecessor:
-``<tag>.json`` is an allocation, ``steps/<tag>.json`` a step (written before its launch and again after it), and
+All of its state is in ``run_dir/cluster``, so that the next manager finds it after a kill -9 of its predecessor.
+``<tag>.json`` is an allocation. ``steps/<tag>.json`` is a step, written before its launch and again after it.
 ``down/<node>`` marks a node that is down. If the second record of a step is missing, its first process is found by the
 launch file in the process's environment.
 """

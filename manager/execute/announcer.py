@@ -16,15 +16,14 @@ ANNOUNCE_INTERVAL_S = 0.05
 """Minimum seconds between two announcements of the peer directory, each of which carries the whole directory to every
 worker."""
 VERSION_ANNOUNCE_S_PER_WORKER = 0.008
-"""Minimum seconds per connected worker between two announcements if only the versions that receivers hold have
-changed: one announcement to 1,024 workers is 172 MB in all, and a new weight version would otherwise cause about a
-thousand."""
+"""Minimum seconds per connected worker between two announcements if only the versions that receivers hold have changed.
+Without it, a new weight version would cause about a thousand announcements to 1,024 workers, of 172 MB each."""
 
 
 class DirectoryAnnouncer:
     """Announces the peer directory of one run to its workers whenever it changed.
 
-    ``send_all`` pushes one message to many connections; ``wake`` has the manager's loop call :meth:`announce` again.
+    ``send_all`` pushes one message to many connections; ``wake`` makes the manager's loop call :meth:`announce` again.
     """
 
     def __init__(

@@ -26,7 +26,7 @@ from ..model import events as ev
 from ..model.actions import InjectFault
 
 ANSWER_TIMEOUT_S = 20.0
-"""Seconds for an agent, or a role that can do so at once, to confirm that it injected a fault."""
+"""Seconds for the confirmation of a fault by an agent, or by a role if the role can inject the fault at once."""
 ANSWER_DELAY_S = 2.0
 """Seconds by which a confirmation may arrive later than the report that the fault's target has ended, because the two
 arrive on different connections."""
@@ -133,7 +133,7 @@ class FaultInjector:
                 await self._context.send(worker, msg.Inject(action.fault, action.step), None)
 
     async def _by_role(self, action: InjectFault) -> None:
-        """Have the role inject the fault: most faults take effect at its next call of the worker API, however late."""
+        """Make the role inject the fault: most faults take effect at its next call of the worker API, however late."""
         assert action.incarnation is not None
         peer = self._context.connections.workers.get(action.incarnation)
         if peer is None or self._context.state().job.role(role_of(action.incarnation.replica)).watch != "api":

@@ -32,9 +32,10 @@ _SHARED_MEMORY = "/dev/shm"
 have a separate folder."""
 _IMAGE_SUFFIXES = (".sif", ".sqsh", ".squashfs", ".img")
 """Suffixes of images that are files. Like every path in job.toml, the path of such an image is relative to the folder
-of job.toml: apptainer would resolve it so by itself, pyxis takes a name without a slash for an image in a registry."""
+of job.toml. apptainer would resolve it the same way; pyxis takes a name without a slash for an image in a registry."""
 NO_USER_SITE = {"PYTHONNOUSERSITE": "1"}
-"""Variables for every container: the host's ~/.local contains packages for the host's Python."""
+"""Variables for every container. The host's ~/.local contains packages for the host's Python, which the container's
+Python must not import."""
 
 
 def mounts(container: ContainerSpec, run_dir: str, job_dir: str) -> tuple[tuple[str, str, str], ...]:
@@ -139,12 +140,12 @@ def _role(run: RunDir, state: State, action: LaunchAction, job_dir: str, role: R
 
 
 def _standby(run: RunDir, state: State, action: LaunchAction, job_dir: str) -> tuple[Launch, Step]:
-    """Return the launch of a standby process, which runs the command of the role that it stands by for.
+    """Return the launch of a standby process, which runs the command of the role that it can be promoted to.
 
     A rollout standby has its engine running and takes the same resources as the rollout that it will become. A trainer
-    standby shares its node with other steps. Slurm assigns the first CPUs and GPUs of the node to all overlapping steps
-    (measured), so the standby requests all of them, in order to reach those that are free when it is promoted. The
-    promotion names its GPUs.
+    standby shares its node with other steps. Slurm assigns the first CPUs and GPUs of the node to every overlapping
+    step (measured). So the standby requests all CPUs and GPUs of the node; its promotion names the GPUs that it is to
+    use.
     """
     role = state.job.role(standby_role_of(action.incarnation.replica))
     launch, step = _role(run, state, action, job_dir, role)

@@ -13,12 +13,12 @@ TRAINER_SHUTDOWN_GRACES = 2
 SHUTDOWN_GRACES = 8
 """Maximum duration of a shutdown in grace periods.
 
-Each stage (the trainer, then the other roles and the standby processes, then the agents) may last for the grace of its
-steps, and as long again until the ends of these steps are reported."""
+The stages are: the trainer; the other roles and the standby processes; the agents. Each stage may last for the grace of
+its steps, and as long again until the ends of these steps are reported."""
 
 UNSATISFIABLE_AFTER_S = 180.0
-"""Seconds for which the cluster must report that a request can never be met, before rrl acts on it: while slurmdbd is
-down, or partitions are being changed, Slurm reports that of any request."""
+"""Seconds for which the cluster must report that a request can never be met, before rrl acts on it. While slurmdbd is
+down, or partitions are being changed, Slurm reports this for every request."""
 
 
 def unsatisfiable_at(allocation: Allocation) -> float:

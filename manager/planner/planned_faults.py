@@ -51,7 +51,7 @@ def _due_at(state: State, at: FaultTrigger) -> float:
 
 
 def _find_target(state: State, fault: Fault) -> _Target | None:
-    """Return the fault's current target; None if it does not exist or is not in a state to be hit."""
+    """Return the fault's current target; None if it does not exist or if the fault cannot be injected into it now."""
     hits = FAULT_TRAITS[fault.kind].target_kind
     if hits is TargetKind.RUN or fault.target == MANAGER:
         return _Target()
@@ -72,8 +72,8 @@ def _find_target(state: State, fault: Fault) -> _Target | None:
 def _ready(state: State, replica: Replica, at: FaultTrigger) -> bool:
     """Return whether the replica has joined, and is in a phase in which this trigger allows the fault.
 
-    That is the phase that the trigger names. If the trigger names only a step or a time, it is any phase of useful
-    work; agents, standby processes and commands report no such phase, so that they only need to have joined.
+    If the trigger names a phase, only that phase allows the fault. If it names a step or a time, any phase of useful
+    work does. Agents, standby processes and commands report no such phase, so they only need to have joined.
     """
     if replica.status is not Status.JOINED:
         return False

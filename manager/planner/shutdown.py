@@ -1,8 +1,8 @@
 """Shut a run down: whether it is completed, cancelled or failed, stop everything, release everything, end the run.
 
-There are three stages. In a run that fails, the trainer is stopped first, with time to finish and commit its step while
-the trajectory store still accepts it, so that a resumed run continues from there. Then the other roles and the standby
-processes are stopped, and last the agents, which witness the end of the others.
+There are three stages. In a run that fails, the trainer is stopped first. It has time to finish and commit its step
+while the trajectory store still accepts the commit, so that a resumed run continues from there. Then the other roles
+and the standby processes are stopped, and last the agents, which witness the end of the others.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def plan_shutdown(state: State, now: float) -> tuple[list[Action], float, bool]:
 
 
 def final_reason(state: State) -> str:
-    """Return the reason for the run's end, for its last record: why the end was decided, and what is left."""
+    """Return the text of the run's last record: why the end was decided, and what is left."""
     lines = list(state.finish.why.evidence) if state.finish is not None else []
     kept_jobs = sorted(
         allocation.status.job
@@ -94,7 +94,7 @@ def _orphan_step_nodes(state: State) -> list[Node]:
 
 
 def _releasable(state: State, now: float) -> tuple[list[str], float]:
-    """Return the tags of the allocations that can be released now, and the manager's time (s) of the next ones.
+    """Return the tags of the allocations that can be released now, and when (manager's time, s) the next ones can be.
 
     An allocation whose request is unanswered must first be found, or be known not to exist: a timed-out sbatch can take
     effect after its scancel.
@@ -125,8 +125,8 @@ def _decide_finish(state: State, now: float, over: bool) -> list[Action]:
 def _complete(state: State, now: float) -> tuple[str, ...]:
     """Return the evidence that the run is complete; empty while it is not.
 
-    Without a trainer it is complete when every command has completed, except those that failed for good and that the
-    run can continue without.
+    A run without a trainer is complete when every command has completed. Commands that failed for good and that the run
+    can do without do not count.
     """
     if state.job.steps:
         text = f"step {state.step} of {state.job.steps} is committed"

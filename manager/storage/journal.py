@@ -3,7 +3,7 @@
 Each manager epoch begins a segment, and begins another one after ``SEGMENT_RECORDS`` records. A segment is created
 O_EXCL by its only writer and begins with a snapshot of the state, so that ``rrl status`` never has to fold weeks of
 events. The first frame of a segment, its head, also records how many bytes of the previous segment the new writer has
-read: whatever a frozen predecessor appends to the previous segment after that is ignored.
+read. Bytes that a frozen predecessor appends to the previous segment after that are ignored.
 
 Frame: u32 length, u32 crc32, payload (msgpack). A torn last frame is an unfinished write. It is ignored, because no
 decision was based on it.
@@ -192,7 +192,7 @@ def replay(run: RunDir) -> Iterator[Stamped]:
             yield stamped
         if end is not None and read != end:
             raise JournalError(
-                f"{path}: cannot be read beyond byte {read}, but the next segment counts {end} bytes of it"
+                f"{path}: cannot be read beyond byte {read}, but the next segment relies on its first {end} bytes"
             )
 
 
@@ -364,7 +364,7 @@ def _framed_events(path: Path, offset: int, end: int | None) -> Iterator[tuple[S
 
 
 def _damaged(path: Path, record: str, error: Exception) -> JournalError:
-    """Return the error for a damaged record, in one line whatever the damaged bytes add to the text of ``error``."""
+    """Return the error for a damaged record, on one line even if damaged bytes put line breaks into ``error``."""
     why = " ".join(str(error).split()) or type(error).__name__
     return JournalError(f"{path}: {record} cannot be read: {escaped(why)}; {RECOVERY_ADVICE}")
 

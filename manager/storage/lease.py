@@ -109,8 +109,8 @@ class Lease:
 
         Called before the manager decides or sends anything. A manager that renews its lease in time needs no further
         check; a manager that was frozen does. If the storage is unavailable or hangs, the manager keeps the lease for
-        now: each caller waits at most until ``CHECK_TIMEOUT_S`` seconds after the check began, and a later call raises
-        LeaseLost if the check has found a successor by then.
+        now: callers wait until ``CHECK_TIMEOUT_S`` seconds after the check began, at most. If the check finds a
+        successor later, the next call raises LeaseLost.
         """
         if self._check_task is None and time.monotonic() - self._checked_at >= self._timeout_s / 2:
             self._check_task, self._check_began = asyncio.create_task(asyncio.to_thread(self.check)), time.monotonic()

@@ -2,8 +2,8 @@
 
 A manager carries out only what is in its journal, so a full file system (or a used-up quota) would leave a run that
 nobody can end. A file of random bytes therefore holds some space, which is released piece by piece: by ``rrl cancel``
-for its command, and by the manager of a run that is ending for its journal and its summary. It is released for nothing
-else: the roles would take the space at once.
+for its command, and by the manager of an ending run for its journal and summary. The space is released for nothing
+else, because the roles would take it at once.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from collections.abc import Callable
 from ...core.run_dir import STORAGE_FULL_ERRNOS, RunDir
 
 RESERVE_BYTES = 4 * 2**20
-"""Bytes that are reserved. The journal records of a run's end and its summary take some ten kilobytes for a small run,
-and the whole state, which is written once more, some hundred for one of a thousand replicas."""
+"""Bytes that are reserved. For a small run, the journal records of its end and its summary take some ten kilobytes. For
+a run of a thousand replicas, the whole state, which is written once more, takes some hundred kilobytes."""
 RELEASE_BYTES = 2**19
 """Bytes that are released at a time: the roles may take what the manager does not use at once."""
 

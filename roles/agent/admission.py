@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 _KILL_TIMEOUT_S = 5.0
 """Seconds for the processes of a probe to end on SIGKILL."""
 _OUTPUT_TAIL_BYTES = 4096
-"""Bytes of the end of the probe's output in which its last line is searched."""
+"""Bytes at the end of the probe's output that are searched for its last line."""
 
 
 async def probe(supervisor: StepSupervisor) -> str:
     """Run the job's node probe; return why roles cannot run on this node (one line), or an empty text.
 
-    A probe that fails in less than half of its time is repeated once, because shared storage may be slow while every
-    node imports at once, and the run does not use a node whose probe failed.
+    A probe that fails in less than half of its time is repeated once: shared storage may be slow while every node
+    imports at once, and the run does not use a node whose probe failed.
     """
     loop = asyncio.get_running_loop()
     began = loop.time()
@@ -143,7 +143,7 @@ async def run_admission_checks(supervisor: StepSupervisor, monitor: NodeMonitor 
 
 
 def _has_running_step(supervisor: StepSupervisor) -> bool:
-    """Tell whether a step of the run is already running on this node, which is so if the agent was replaced."""
+    """Tell whether a step of the run is already running on this node, as after a replacement of the agent."""
     for process in processes(supervisor.steps):
         with contextlib.suppress(OSError, ValueError):
             if process.module == STEP_MODULE and read_launch(Path(process.launch)).node == supervisor.launch.node:

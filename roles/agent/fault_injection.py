@@ -26,8 +26,8 @@ from ..launcher.first_process import StepSupervisor
 from ..launcher.process_group import kill_group
 
 PAUSED_SUFFIX = ".held"
-"""Suffix that turns the path of a step's launch file into the path of a mark, a file that exists while a pause helper
-stops the step. If the helper is killed, the agent finds the mark and continues the step (:func:`resume_process`)."""
+"""Suffix of a mark, a file beside the launch file of a step. It exists while a pause helper stops the step. If the
+helper is killed, the agent finds the mark and continues the step (:func:`resume_process`)."""
 
 
 class NotPerformed(Exception):

@@ -1,10 +1,10 @@
 """The node agent, ``python -m rrl.roles.agent.main FILE``: one process per node, which outlives the roles on it.
 
-The agent sends heartbeats with the running steps and their loads, reports steps whose first process vanished without an
-exit record, kills processes that ended steps left behind, performs injected faults, holds the memory of trainer
-snapshots (:mod:`rrl.roles.snapshots`), and monitors the node's health (:mod:`rrl.roles.agent.node_monitor`). It does
-not start roles. It handles only steps whose launch files name its own run and node, because several virtual nodes may
-share one machine.
+The agent sends heartbeats with the running steps and their loads, and reports steps whose first process vanished
+without an exit record. It kills processes that ended steps left behind, and performs injected faults. It holds the
+memory of trainer snapshots (:mod:`rrl.roles.snapshots`), and monitors the node's health
+(:mod:`rrl.roles.agent.node_monitor`). It does not start roles. The agent handles only steps whose launch files name its
+own run and node, because several virtual nodes may share one machine.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ RECHECK_DELAY_S = 0.2
 SWEEP_TIMEOUT_S = 10.0
 """Seconds for processes to end on SIGKILL; the next /proc scan tries again."""
 RUN_OVER_GRACE_S = 30.0
-"""Seconds that the run must have been over, without a manager, before the agent ends the remaining steps and exits."""
+"""Seconds from the run's end, without a manager, until the agent ends the remaining steps and exits."""
 MAX_HEARTBEATS_WITHOUT_MANAGER = 2
-"""Heartbeat intervals without a manager after which the agent removes the disk filler, the file with which a manager
-filled the disk (an injected fault), because that manager may be dead."""
+"""Heartbeat intervals without a manager after which the agent removes the disk filler. A manager writes this file to
+fill the disk (an injected fault), and may have died before it removed the file."""
 
 
 def main() -> int:
@@ -321,7 +321,7 @@ class _Agent:
             )
 
     async def _end_incarnation(self, incarnation: Incarnation, tag: str) -> None:
-        """Kill the step of a fenced incarnation, which may not receive the Fenced message itself.
+        """Kill the step of a fenced incarnation, in case the step does not receive the Fenced message itself.
 
         The launch file of a promoted standby names another incarnation, so its step is found by its tag.
         """

@@ -227,7 +227,7 @@ class NodeMonitor:
             await asyncio.sleep(REPORT_INTERVAL_S)
 
     def _effective_rules(self) -> Rules:
-        """Return the site's rules; if they set no number of GPUs, expect the job's number unless more are visible."""
+        """Return the site's rules, with the job's number of GPUs if the site sets none and fewer GPUs are visible."""
         data = self._node_state.data("nvml")
         visible = len(data.gpus) if isinstance(data, NvmlData) else 0
         if self._rules.expect.gpus is not None or visible >= self._launch.gpus:

@@ -65,7 +65,7 @@ async def dump_stacks(launch_file: str, agent: Incarnation, request: DumpStacks,
 
 
 async def _dump_process(process: Process, py_spy: str, within: float) -> str:
-    """Return py-spy's dump of a process, or the kernel's state of it and why py-spy failed."""
+    """Return py-spy's dump of a process; if py-spy fails, the reason and the kernel's state of the process."""
     if not _is_python(process.pid):
         why = "the process is not Python"
     else:
@@ -100,7 +100,10 @@ def _failure_reason(result: CommandResult) -> str:
 
 # ── selection of processes, and their kernel state ─────────────────────────────────────────────────────────────────
 def _largest_processes(launch_file: str) -> list[Process]:
-    """Return the step's largest Python processes (if it has none, its largest others) except its first process."""
+    """Return the step's largest Python processes, or its largest processes if none of them is a Python process.
+
+    The step's first process is not included.
+    """
     steps = os.path.dirname(launch_file)
     of_step = [
         process for process in processes(steps)

@@ -32,16 +32,16 @@ class CommitStatus(Struct, frozen=True):
     oldest_trainer: int
     """Number of the oldest trainer incarnation that may still commit; -1 before the first request of a trainer."""
     folders: Mapping[int, str]
-    """Folder of the checkpoint, relative to the run directory, of the newest committed steps, by step."""
+    """Checkpoint folders (relative to the run directory) of the newest committed steps, by step."""
 
 
 def garbage(names: Iterable[str], status: CommitStatus, retained: int) -> list[str]:
     """Return the folders that can be deleted.
 
     These are the checkpoints of committed steps except the newest ``retained`` steps, the abandoned attempts at
-    committed steps, and the attempts of fenced trainers at later steps, which cannot be committed any more. Never
-    included are folders that one of ``status.folders`` is or lies in, those of step 0 (the reference model of the
-    built-in trainer, which no commit names), and those whose name was not made by
+    committed steps, and the attempts of fenced trainers at later steps, which cannot be committed any more. Three kinds
+    of folders are never included: those of ``status.folders`` and the folders around them; folders of step 0 (the
+    reference model of the built-in trainer, which no commit names); and folders whose name was not made by
     :func:`~rrl.roles.checkpoints.folders.fresh_folder`.
 
     Args:

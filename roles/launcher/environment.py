@@ -107,7 +107,7 @@ def raise_limits() -> None:
 
 
 def see_all_gpus() -> None:
-    """Remove the variables with which Slurm restricts a step to its GPUs, for an agent, which monitors all of them."""
+    """Remove the variables with which Slurm restricts a step to its GPUs: an agent monitors all GPUs of its node."""
     for name in VISIBLE_DEVICES_VARIABLES:
         os.environ.pop(name, None)
 

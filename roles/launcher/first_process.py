@@ -30,8 +30,8 @@ from .process_group import adopt_orphans
 _log = logging.getLogger("rrl.launcher")
 
 ADMISSION_TIMEOUT_S = 60.0
-"""Seconds to wait for the answer to an AdmissionRequest: a manager that dies during the launch is replaced within its
-lease (10 s) and its own start. After that the next manager launches the incarnation under another tag."""
+"""Seconds to wait for the answer to an AdmissionRequest: a manager that dies during the launch is replaced after its
+lease (10 s) and the start of its successor. After that the next manager launches the incarnation under another tag."""
 EXIT_REPORT_TIMEOUT_S = 2.0
 """Seconds to wait for a manager that can receive the StepExit; the exit record on disk is authoritative."""
 
@@ -59,7 +59,7 @@ class StepSupervisor:
         self.on_connect: Callable[[], Sequence[Any]] = tuple
         """Returns the messages that every new manager receives after the AdmissionRequest."""
         self.on_message: Callable[[Any], None] = lambda message: None
-        """Handles the manager's messages other than Admitted, and Stop or Fenced of this incarnation."""
+        """Handles the manager's messages, except Admitted, and except a Stop or Fenced of this incarnation."""
         self._exit_report: StepExit | None = None
         self._admitted = False
         self._is_duplicate = False
@@ -141,7 +141,7 @@ class StepSupervisor:
         """
         launch = self.launch
         if self._is_duplicate:
-            _log.error("%s: this process exits, the other one with its tag continues", exit_text(reason, detail))
+            _log.error("this process exits (%s), and the other one with its tag continues", exit_text(reason, detail))
             return
         _write_record(launch, ExitRecord(
             launch.tag, launch.incarnation, self.node, code, number, reason, time.time(), last_line, detail,
@@ -160,7 +160,7 @@ class StepSupervisor:
         return AdmissionRequest(self.launch.incarnation, self.launch.tag, self.node, self.process.pid)
 
     def _hello(self) -> Sequence[Any]:
-        """Return the first messages to a manager. Every manager decides about the admission of the step itself."""
+        """Return the first messages to a new manager, which decides again whether the step is admitted."""
         self._hello_sent.set()
         if self._exit_report is not None:
             return [self._exit_report]

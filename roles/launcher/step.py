@@ -1,9 +1,9 @@
 """The launcher, the first process of a role's step: ``python -m rrl.roles.launcher.step FILE``.
 
-It requests admission from the manager, starts the role's command in a session of its own, keeps the command's log,
-writes an exit record and reports the exit to the manager. No process of the command outlives the launcher, even if the
-launcher ends because of SIGTERM, SIGKILL or the end of its parent. A command that was admitted continues without a
-manager.
+It requests admission from the manager, starts the role's command in a session of its own, and keeps the command's log.
+At the end it writes an exit record, and reports the exit to the manager. No process of the command outlives the
+launcher, even if the launcher ends because of SIGTERM, SIGKILL or the end of its parent. A command that was admitted
+continues without a manager.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 It reads tokenizer.json, and the special tokens in tokenizer_config.json, generation_config.json and config.json.
 
-It does not use transformers, whose AutoTokenizer loads torch: 3.2 s of processor time in every store and reward
-process, against 0.05 s for the tokenizers library, on which transformers is based too. The tests compare the results of
+It does not use transformers, whose AutoTokenizer loads torch. That would cost 3.2 s of processor time in every store
+and reward process; the tokenizers library, which transformers uses too, costs 0.05 s. The tests compare the results of
 both.
 """
 
@@ -127,7 +127,7 @@ def _chat_template(folder: Path, config: dict[str, Any]) -> Callable[..., str]:
     """Return a function that renders messages to a text, at whose end the model's answer begins.
 
     The template file takes precedence over the template in the configuration, as in transformers. ``strftime_now`` is
-    not available: templates that would write today's date (Llama 3's) then write a fixed date, so that the prompt of an
+    not available. Templates that would write today's date (Llama 3's) then write a fixed date, so that the prompt of an
     item is the same in every process on every day.
     """
     file = folder / CHAT_TEMPLATE

@@ -1,7 +1,7 @@
 """Reads the safetensors files of a Hugging Face folder directly into a model's tensors.
 
-Of a sharded tensor each process reads only its own part, from files that are mapped rather than read whole, so that no
-member of a gang has a complete copy of the model.
+The files are mapped, not read whole, and each process reads only its own part of a sharded tensor. So no member of a
+gang has a complete copy of the model.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def copy_into(
     Args:
         tensors: The tensors to fill.
         folder: The Hugging Face folder.
-        tied: Further names of tied tensors. The files may contain them; such a tensor is used if the files lack the
-            name that ``tensors`` has for it.
+        tied: Further names of tied tensors. If the files lack the name in ``tensors``, they may have the tensor under
+            one of these names.
         ignored: Patterns of names that are ignored.
 
     Raises:

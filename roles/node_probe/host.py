@@ -72,7 +72,7 @@ class Unavailable(Struct, frozen=True, tag=True):
 
 
 class ReadError(OSError):
-    """The error of a reader that knows the cause, which becomes :attr:`Unavailable.cause`."""
+    """An error of a reader that knows why the value could not be read; the cause becomes :attr:`Unavailable.cause`."""
 
     def __init__(self, text: str, cause: UnavailableCause) -> None:
         super().__init__(text)

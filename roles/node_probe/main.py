@@ -1,9 +1,9 @@
 """Probes a compute node for ``rrl doctor``: ``python -m rrl.roles.node_probe.main FOLDER ADDRESS...``.
 
-``rrl doctor`` submits this program as a job if its user consents. The probe checks that the nonce file in FOLDER is the
-one that the login node wrote for it, reads the machine, and connects to the login node at each ADDRESS (``host:port``).
-It writes its report into FOLDER and also sends it over the first connection that succeeded, so that a report arrives
-even if FOLDER is not shared. It ends after :data:`PROBE_TIMEOUT_S` in any case.
+``rrl doctor`` submits this program as a job if its user consents. The probe checks that the login node wrote the nonce
+file in FOLDER for this probe. It reads the machine, and connects to the login node at each ADDRESS (``host:port``). It
+writes its report into FOLDER and also sends it over the first connection that succeeded, so that a report arrives even
+if FOLDER is not shared. It ends after :data:`PROBE_TIMEOUT_S` in any case.
 
 The protocol on a connection is one JSON document per line. The node sends ``{"nonce", "at"}`` and the login node
 answers with the proof that it knows the nonce. On the connection that is kept, the login node then requests the node's
@@ -50,8 +50,8 @@ NONCE_FILE = "nonce"
 REPORT = "report.json"
 """Name of the report in FOLDER."""
 _PASSED_VARIABLES = ("PATH", "HOME", "USER", "LOGNAME", "SLURM_CONF", "LD_LIBRARY_PATH")
-"""The only variables of the job's environment that are passed to sbatch. It would take others, which Slurm set for the
-present job, as its own options."""
+"""The only variables of the job's environment that are passed to sbatch. sbatch would take other variables, which Slurm
+has set for the present job, as its own options."""
 
 
 class Reached(Struct, frozen=True):

@@ -1,4 +1,4 @@
-"""Snapshot buffers of an agent: their contents, the order in which they are reused, and their limit of memory.
+"""Snapshot buffers of an agent: their contents, the order in which they are reused, and the limit on their memory.
 
 Contains no socket code. The buffers are memfds without a name: their memory is freed when the agent ends, or when the
 agent has closed them and no process maps them.
@@ -304,7 +304,7 @@ class SnapshotBuffers:
 
     # ── releasing ──────────────────────────────────────────────────────────────────────────────────────────────────
     def forget(self, member: Member) -> None:
-        """Drop what earlier incarnations stored for this member's rank, which has complete snapshots of its own."""
+        """Drop what earlier incarnations stored for this member's rank, once the member has complete snapshots."""
         self._drop([
             pair for pair in self._all()
             if (pair.member.gang, pair.member.rank) == (member.gang, member.rank)
@@ -327,7 +327,7 @@ class SnapshotBuffers:
 
 
 def _newest_order(pair: DoubleBuffer) -> tuple[int, int]:
-    """Return the order of the newest snapshot; (0, 0) if there is none."""
+    """Return the sort key of the newest snapshot in the buffers; (0, 0) if there is none."""
     return max((info.order for info, _ in pair.snapshots()), default=(0, 0))
 
 

@@ -71,13 +71,13 @@ class SnapshotClient:
                 self._ensure_buffer(slot, nbytes)
 
     def buffer(self, nbytes: int, step: int | None = None) -> memoryview:
-        """Return writable memory for the next snapshot, which is of ``step``.
+        """Return writable memory for the next snapshot, that of ``step``.
 
-        The memory is the older of two buffers, whose snapshot becomes invalid. There are two exceptions: if the
-        incarnation repeats steps, the buffer with the later step is taken; and until the incarnation has sealed its
-        first snapshot, the buffer that it read last is not taken. A view that was returned and not sealed is returned
-        again. The call waits until the last snapshot is sealed, and aborts a copy to another node that still reads from
-        the buffer.
+        The memory is the older of two buffers, whose snapshot becomes invalid. There are two exceptions. If the
+        incarnation repeats steps, the buffer with the later step is taken. Until the incarnation has sealed its first
+        snapshot, the buffer that it read last is not taken. A view that was returned and not sealed is returned again.
+        The call waits until the last snapshot is sealed, and aborts a copy to another node that still reads from the
+        buffer.
 
         Raises:
             SnapshotError: No agent can be reached, or memory is not available (the checkpoint then uses private
@@ -192,7 +192,7 @@ class SnapshotClient:
         return snapshot
 
     def forget(self, address: str) -> None:
-        """Have an agent drop what earlier incarnations stored there for this rank.
+        """Make an agent drop the snapshots that earlier incarnations stored there for this rank.
 
         Meant for nodes that the rank has left, once all ranks have complete snapshots of this incarnation.
 

@@ -46,8 +46,8 @@ def remote_key(secret: bytes) -> bytes:
 
 
 RETRY_DELAY_S = 5.0
-"""Seconds after a request to a hung agent of this node in which further requests for memory fail at once, because each
-may delay a step by a second."""
+"""Seconds in which requests for memory fail at once, after the agent of this node did not answer a request: each
+request to a hung agent may delay a step by a second."""
 HUNG_RETRY_TIMEOUT_S = 5.0
 """Seconds for which requests that read snapshots are repeated while an agent hangs. A node on which many processes
 start is slow (measured: 1.7 s between two heartbeats of 0.1 s, with 10 busy processes per core), and a restart from a
@@ -73,11 +73,12 @@ class LocalAgentClient:
         self._lock = threading.Lock()
         self._not_before = 0.0
         self.generation = 0
-        """Number of connections so far. Another connection may lead to another agent, without the old buffers."""
+        """Number of connections so far. A new connection may lead to a new agent, which does not have the old
+        buffers."""
 
     @property
     def is_connected(self) -> bool:
-        """True if the connection is not known to be broken; sends nothing."""
+        """True unless the connection is known to be broken. Reading this property sends nothing."""
         return self._connection is not None and not self._connection.broken
 
     def call(self, request: msg.Request, *, retry: bool = False) -> tuple[msg.Answer, list[int]]:

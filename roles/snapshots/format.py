@@ -1,8 +1,8 @@
 """The layout of a snapshot in memory.
 
 A buffer is one memfd of the agent: the head, space for the writer's metadata (``meta``), then the snapshot's bytes. The
-head is cleared before the first byte changes and written after the last one, so that a buffer with a valid head
-contains a complete snapshot even if its writer was killed. Readers verify the digest, which is also in the head.
+head is cleared before the first byte changes, and written after the last one. So a buffer with a valid head contains a
+complete snapshot, even if its writer was killed. Readers verify the digest, which is also in the head.
 """
 
 from __future__ import annotations

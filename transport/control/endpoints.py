@@ -65,7 +65,8 @@ class Address(Struct, frozen=True):
     def read(cls, path: Path) -> Address | None:
         """Return the address in ``path``; None if the file is absent or incomplete.
 
-        A full disk, or storage that shows a file before its bytes, makes it incomplete; the caller tries again later.
+        The file can be incomplete on a full disk, and on storage that shows a file before its content. The caller tries
+        again later.
         """
         try:
             return msgspec.json.decode(path.read_bytes(), type=cls)
@@ -195,7 +196,7 @@ class Listener:
                 raise
 
     async def close(self) -> None:
-        """Stop listening; sent messages have a moment to leave. Repeatable."""
+        """Stop listening; sent messages have ``_FLUSH_MS`` to leave. Repeatable."""
         if self._closed:
             return
         self._closed = True
@@ -222,10 +223,10 @@ def _no_messages() -> Sequence[Any]:
 class Dialer:
     """The end that dials one listener. After a loss of the connection it finds the listener or its successor again.
 
-    ``find_address`` returns the newest address, or None. It is called in a thread (it may read shared storage) at once
-    after a loss and then every :data:`ADDRESS_POLL_S`; an OSError counts as None. ``hello`` returns the messages that
-    are sent first on every connection. ``dropped`` counts messages that exceeded the bound of a queue, frames that
-    could not be decoded, and frames of a listener older than the newest known address.
+    ``find_address`` returns the newest address, or None. The function is called in a thread, since it may read shared
+    storage: at once after a loss, and then every :data:`ADDRESS_POLL_S`. An OSError counts as None. ``hello`` returns
+    the messages that are sent first on every connection. ``dropped`` counts messages that exceeded the bound of a
+    queue, frames that could not be decoded, and frames of a listener older than the newest known address.
     """
 
     def __init__(
@@ -288,9 +289,9 @@ class Dialer:
     async def request(self, message: Any, timeout: float, resend_after: float | None = None) -> Any:
         """Send a message until it has a reply, and return the reply.
 
-        The message is sent again after each reconnect, so that the listener may receive it twice. With ``resend_after``
-        it is also sent again on the same connection after so many seconds, then after twice as long, and so on: for a
-        listener that may drop its reply.
+        The message is sent again after each reconnect, so that the listener may receive it twice. With
+        ``resend_after``, meant for a listener that may drop its reply, the message is also sent again on the same
+        connection: after so many seconds, then after twice as long, and so on.
 
         Raises:
             TimeoutError: There was no reply within ``timeout`` s.
@@ -315,7 +316,7 @@ class Dialer:
         return await self._pushes.get()
 
     async def close(self) -> None:
-        """Disconnect; sent messages have a moment to leave, and open requests raise ConnectionError. Repeatable."""
+        """Disconnect; sent messages have ``_FLUSH_MS`` to leave, open requests raise ConnectionError. Repeatable."""
         if self._closed:
             return
         self._closed = True

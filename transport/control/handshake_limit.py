@@ -1,9 +1,9 @@
 """Limit the connections to a listening zmq socket that have not authenticated yet.
 
-libzmq closes a connection that does not finish the handshake in time, but accepts any number until then: one host that
-connects and sends nothing could take every descriptor of the process. So surplus connections are closed here, first
-those that have sent too little to have authenticated, then the oldest: a member of the run authenticates within some
-milliseconds, and dials again if its connection was closed.
+libzmq closes a connection that does not finish the handshake in time, but accepts any number of connections until then.
+One host that connects and sends nothing could take every descriptor of the process. So this module closes surplus
+connections. It begins with those that have sent too little to have authenticated, and continues with the oldest. A
+member of the run authenticates within some milliseconds, and dials again if its connection was closed.
 """
 
 from __future__ import annotations

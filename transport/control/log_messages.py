@@ -1,7 +1,7 @@
 """How log lines reach the manager: on a separate socket, so that a flood never delays a heartbeat.
 
-The launcher of a step sends :class:`LogLines` as a request and waits for :class:`LogLinesAck` before it sends more: at
-most one message of an incarnation is in flight, so that lines queue up only in the :class:`Backlog` of their sender.
+The launcher of a step sends :class:`LogLines` as a request, and waits for :class:`LogLinesAck` before it sends more. So
+at most one message of an incarnation is in flight, and lines queue up only in the :class:`Backlog` of their sender.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Connections between two processes of one node and one user: abstract Unix sockets, which can pass descriptors.
 
-An abstract name leaves no file, and disappears with the process that bound it. It is not secret (``/proc/net/unix``
-lists all names), and any process may bind it first: so both ends check the other's user, and authenticate each other.
+An abstract name leaves no file, and disappears with the process that bound it. The name is not secret
+(``/proc/net/unix`` lists all names), and any process may bind it first. So both ends check the other's user, and
+authenticate each other.
 """
 
 from __future__ import annotations

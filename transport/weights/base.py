@@ -19,8 +19,7 @@ from .store import WeightStore
 
 STARVATION_TIMEOUT_S = 3.0
 """Seconds for which a source may reply only NOT_READY. A source that is itself receiving may have to wait until its own
-source and then the next one have timed out, before it can continue. A process that pulls from it must not give it up
-because of that."""
+first source has timed out, and then the next one. A process that pulls from it must not give it up during that time."""
 PACKAGES: dict[WeightTransportName, tuple[str, ...]] = {"ucx": ("ucxx",), "nixl": ("nixl_cu12", "nixl_cu13")}
 """Python packages of each transport that needs one; one of the packages must be installed. The extra with the name of
 the transport installs it. (The package ``nixl`` installs ``nixl_cu12`` and ``nixl_cu13``, and selects one.)"""

@@ -1,13 +1,13 @@
 """The nixl transport, on NVIDIA NIXL: control messages over plain TCP, data by one-sided reads of the source's memory.
 
 NIXL's wheel contains the RDMA modules that the wheel of UCX lacks (docs/rdma.md). NIXL has neither a handshake nor
-deadlines, and does not report the progress of a read to the source: rrl implements all of that on the TCP connection,
-which is authenticated like any other. A process that does not belong to the run cannot reach NIXL.
+deadlines, and does not report the progress of a read to the source. rrl implements these on the TCP connection, which
+is authenticated like any other. A process that does not belong to the run cannot reach NIXL.
 
-A send of more than INLINE_BYTES goes through slots, which are registered buffers: the source copies a part into a slot
-and announces its address, the receiver reads the slot and confirms, and the slot is free again. (Reasons for slots:
-:mod:`rrl.transport.weights.nixl_memory`.) A late read may happen after the source has reused the slot; the chunk's
-digest detects that.
+A send of more than INLINE_BYTES goes through slots, which are registered buffers. The source copies a part into a slot
+and announces the slot's address. The receiver reads the slot and confirms; then the slot is free again. (Reasons for
+slots: :mod:`rrl.transport.weights.nixl_memory`.) A late read may happen after the source has reused the slot; the
+chunk's digest detects that.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ INLINE_BYTES = 64 * 2**10
 """Largest send in bytes whose data is sent directly over TCP: announcing its address would take longer."""
 _FRAME = struct.Struct("<BQ")  # kind, bytes
 _KIND_BYTES, _KIND_METADATA, _KIND_PIECE, _KIND_READ = 1, 2, 3, 4
-"""Kinds of frames: data that follows; NIXL's metadata, which follows; the address of a piece that can be read; a
-confirmation that the oldest piece has been read."""
+"""Kinds of frames: data; NIXL's metadata; the address of a piece that the peer can read; a confirmation that the oldest
+piece has been read."""
 _ADDRESS = struct.Struct("<Q")
 _NAME_BYTES, _MAC_BYTES = 16, 32
 _METADATA_LABEL = b"rrl-nixl-1 reach"
@@ -47,7 +47,7 @@ _MAX_STASHED, _MAX_STASHED_BYTES = 1024, 4096
 """Most requests that are stored while a connection waits for a slot, and the largest size of a request in bytes
 (usually 33). Both limit what a peer can make this process store."""
 _CONNECT_TIMEOUT_S = 2 * HANDSHAKE_TIMEOUT_S
-"""Seconds for which NIXL's ports accept connections when a peer is sent the metadata with which it connects."""
+"""Seconds for which NIXL's ports accept connections after a peer was sent the metadata that it needs to connect."""
 _MAX_THREADS = 16
 """Most copies and reads that run in parallel."""
 
@@ -76,7 +76,7 @@ class _SharedRuntime:
             self.start(self.runtime.release_remote, remote)
 
     def expect_connection(self, connection: _NixlConnection) -> None:
-        """Open NIXL's ports for the peer of a connection, for a limited time; a peer that is late requests again."""
+        """Open NIXL's ports to the peer of a connection for a limited time; a peer that is too late tries again."""
         if not self._connecting:
             self.runtime.set_ports_open(True)
         self._connecting[connection] = None
@@ -251,10 +251,13 @@ class _NixlConnection:
         return bytes(buffer)
 
     async def _await_thread(self, work: Future[T]) -> T:
-        """Return the result of ``work`` in a thread; raise TransportError if this connection is aborted before.
+        """Return the result of ``work``, which runs in a thread.
 
-        After an abort the caller must free the result of ``work``, since the abort has freed only what the connection
-        had until then.
+        After an abort the caller must free the result of ``work``: the abort frees only what the connection owned until
+        then.
+
+        Raises:
+            TransportError: This connection is aborted before ``work`` has ended.
         """
         waiting = asyncio.wrap_future(work)
         both: tuple[asyncio.Future[Any], ...] = waiting, self._aborted

@@ -52,8 +52,8 @@ _PROGRESS_US = 10_000
 """Microseconds that NIXL's thread sleeps unless UCX wakes it: idle it takes 0.7 % of a core (66 % with its default,
 0)."""
 _MIN_POLL_S, _MAX_POLL_S = 50e-6, 1e-3
-"""Seconds between two polls of a read: from a tenth of the time that a slot takes at 10 GB/s to a sixteenth of the
-time that it takes at 2 Gbit/s."""
+"""Seconds between two polls of a read. The shortest pause is a tenth of the time that a slot takes at 10 GB/s, the
+longest a sixteenth of the time that it takes at 2 Gbit/s."""
 
 _LIMIT_VARIABLES = ("UCX_TLS", "UCX_NET_DEVICES")
 
@@ -91,8 +91,8 @@ class BufferClaim:
 class Remote:
     """A peer whose slots can be read. ``users`` counts connections to it, and reads from it that have not ended.
 
-    The peer is removed from NIXL once it has no user. Reads count as users for this reason: if the peer were removed
-    before a read ends, NIXL would report that the read does not exist, but would continue to write into the memory of
+    The peer is removed from NIXL once it has no user. Reads count as users, because of what happens if a peer is
+    removed before a read ends: NIXL reports that the read does not exist, but continues to write into the memory of
     this process.
     """
 

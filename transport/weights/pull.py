@@ -1,11 +1,12 @@
 """Pull one version of the weights from any process that has it or is receiving it, chunk by chunk.
 
 Each chunk is verified; several are in flight. Chunks come from one source at a time, the first of the list that has not
-failed. A source is given up when it sends nothing for longer than usual (:class:`AdaptiveTimeout`), when it has itself
-waited too long for a chunk, when it does not have the version, or when a chunk does not match its digest; the missing
-chunks are then requested from the next source. Once all sources have failed, they are tried again with twice the
-timeout, except those that sent several wrong chunks: on a busy machine the only source may have missed one deadline. A
-version becomes current only when it is complete; each chunk is served to others from the moment it is verified.
+failed. A source is given up in four cases: it sends nothing for longer than usual (:class:`AdaptiveTimeout`); it has
+itself waited too long for a chunk; it does not have the version; a chunk does not match its digest. The missing chunks
+are then requested from the next source. Once all sources have failed, they are tried again with twice the timeout,
+because on a busy machine the only source may have missed one deadline. Sources that sent several wrong chunks are not
+tried again. A version becomes current only when it is complete; each chunk is served to others from the moment it is
+verified.
 
 Every receiver derives its list of sources itself, from the names of the processes that serve weights. Receivers form
 chains in the order of their names: each receiver requests from the one before it in the chain. The first receivers
@@ -39,8 +40,8 @@ def select_sources(
 ) -> tuple[WeightSource, ...]:
     """Return the sources from which ``me`` requests ``version``, in order.
 
-    The order is: the predecessor of ``me`` in its chain; the receivers that have the complete version, of which each
-    receiver begins with a different one; the receivers further up the chain of ``me``; the publisher.
+    The order is: the predecessor of ``me`` in its chain; the receivers that have the complete version (each receiver
+    begins with a different one of them); the receivers further up the chain of ``me``; the publisher.
 
     Args:
         me: The receiver, which need not be among the sources.
@@ -102,7 +103,8 @@ FIRST_CHUNK_TIMEOUT_S = 1.0
 """Seconds of silence that are tolerated while no durations are known: a connection and its handshake (measured p99: 17
 ms)."""
 MIN_CHUNK_TIMEOUT_S = 0.2
-"""Shortest timeout in seconds: four NOT_READY replies (protocol.NOT_READY_INTERVAL_S) must be missing."""
+"""Shortest timeout in seconds: a source is not given up before four NOT_READY replies (protocol.NOT_READY_INTERVAL_S)
+are missing."""
 _TIMEOUT_FACTOR = 4
 """Timeout relative to the usual duration of a chunk, which varies by a factor of two if a NIC is shared."""
 _SMOOTHING = 0.25
@@ -112,8 +114,9 @@ _SMOOTHING = 0.25
 class AdaptiveTimeout:
     """The timeout of a chunk, derived from the durations of earlier chunks.
 
-    It is kept across versions: from the second one on, a slow source is detected at its first chunk. It counts chunks,
-    not bytes: a version's last chunk may be short, and takes the latency of a message however few its bytes are.
+    One object serves all versions: from the second version on, a slow source is detected at its first chunk. It
+    measures seconds per chunk, not per byte: a version's last chunk may be short, but takes at least the latency of a
+    message.
     """
 
     def __init__(self, first: float = FIRST_CHUNK_TIMEOUT_S, minimum: float = MIN_CHUNK_TIMEOUT_S) -> None:
@@ -121,7 +124,10 @@ class AdaptiveTimeout:
         self._typical: float | None = None
 
     def observe(self, seconds: float) -> None:
-        """Take the duration of a chunk into account: seconds from its request, or from the previous chunk's arrival."""
+        """Add the duration of a chunk, in seconds.
+
+        It is counted from the chunk's request or from the previous chunk's arrival, whichever was later.
+        """
         self._typical = seconds if self._typical is None else self._typical + _SMOOTHING * (seconds - self._typical)
 
     def timeout(self) -> float:
@@ -150,7 +156,7 @@ _DIGEST_IN_THREAD_BYTES = 2**20
 
 
 class PullFailed(Exception):
-    """The version could not be completed; the text has the failure of each source."""
+    """The version could not be completed. The text lists the failure of each source."""
 
 
 async def pull(
@@ -232,7 +238,7 @@ class _Pull:
         self._corrupt: Counter[str] = Counter()
         self._failures: dict[str, str] = {}
         self._missing: list[int] = []
-        """Heap of the indexes of missing chunks. They are fetched in order, so that the receivers that pull from this
+        """Heap of the indexes of missing chunks. Chunks are fetched in order, so that the receivers that pull from this
         process get them in order too."""
         self._superseded: Superseded | None = None
 

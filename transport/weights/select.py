@@ -60,9 +60,9 @@ def select_transport(kind: str, capabilities: Capabilities, trusted_network: boo
         return Choice(name, f"the job requests {kind} and trusts its network", over_tcp=True)
     if not capabilities.rdma_ports:
         raise UntrustedNetwork(
-            f"{kind} over TCP lets every user who reaches its ports read and write the memory of the roles, and this"
-            ' machine has no active RDMA port; in [transport] write weights = "auto", or trusted_network = true if'
-            " nobody else uses that network and these machines (docs/sites.md)"
+            f"{kind} over TCP lets every user who reaches its ports read and write the memory of the roles. This"
+            f' machine has no active RDMA port, so {kind} would use TCP. In [transport] write weights = "auto", or, if'
+            " nobody else uses the network and these machines, trusted_network = true (docs/sites.md)"
         )
     return Choice(name, f"the job requests {kind}; it uses {', '.join(capabilities.rdma_ports)} without TCP")
 

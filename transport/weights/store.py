@@ -1,9 +1,9 @@
 """Weight versions in memory: at most two, of which at most one is still arriving.
 
-Only a complete and verified version can become current. Each chunk of an arriving version can be read by other
-processes once it is verified; while the version is being pulled, a request for a chunk that is not verified yet waits.
-Evicting a version only drops the store's reference: a reader (a send in progress, an engine that loads the version)
-keeps the buffer alive until the reader is done.
+Only a complete and verified version can become current. Other processes can read each chunk of an arriving version once
+the chunk is verified. While the version is being pulled, a request for a chunk that is not verified yet waits. Evicting
+a version only drops the store's reference: a reader (a send in progress, an engine that loads the version) keeps the
+buffer alive until the reader is done.
 """
 
 from __future__ import annotations
@@ -337,7 +337,7 @@ class WeightStore:
             del self._readers[reader]
 
     def _is_being_read(self, version: Version) -> bool:
-        """Return whether a reader, neither idle nor too slow, has requested a part of the version but not all of it."""
+        """Return whether a reader has begun and not finished the version. Idle and too slow readers do not count."""
         now = time.monotonic()
         return any(
             reading.version == version

@@ -14,7 +14,7 @@ from .protocol import WeightClient, WeightServer
 from .store import WeightStore
 
 _SLICE_BYTES = 256 * 2**10
-"""Bytes passed to asyncio's transport at once: it copies what the kernel does not take (Python 3.11)."""
+"""Bytes passed to asyncio's transport at once: asyncio copies the part that the kernel does not take (Python 3.11)."""
 _SPARE_BYTES = 4 * 2**10
 """Bytes of the buffer for data that arrives while nothing is being received: a request has 33, and a peer that has not
 authenticated must not cost more memory."""

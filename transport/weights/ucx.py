@@ -11,8 +11,8 @@ received. The TCP connection stays open beside the endpoint: when it ends, the e
 killed peer only at its next keepalive (20 s, measured over shared memory and TCP).
 
 The end that dials makes a worker for each connection. UCX pairs the endpoints of two workers by counting them on each
-side; after an attempt that failed on one side only, the counts differ permanently, and an endpoint would receive what
-was sent to another endpoint, whose buffer may have been freed. A worker costs 2 to 13 ms, two threads and five
+side. After an attempt that failed on one side only, the counts would differ permanently: an endpoint would receive the
+data of another endpoint, perhaps into a buffer that has been freed. A worker costs 2 to 13 ms, two threads and five
 descriptors.
 
 An end that has no UCX, or whose UCX cannot reach the other end, continues over the TCP connection. So ``tcp`` and
@@ -375,7 +375,7 @@ class _UcxListener:
         await self._weight_server.accept(connection or tcp)
 
     async def _connect_ucx(self, tcp: TcpConnection) -> _UcxConnection | None:
-        """Return a UCX connection; None if one end cannot reach the other by UCX, or the peer has no UCX."""
+        """Return a UCX connection; None if the peer has no UCX, or one end cannot reach the other by UCX."""
         peer_offer = await receive_offer(tcp)
         if peer_offer == TCP_ONLY:
             return None

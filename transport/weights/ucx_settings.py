@@ -1,9 +1,9 @@
 """The settings of UCX before it starts: transports, devices and tuning, for ucxx and for the UCX inside NIXL.
 
-Over TCP UCX emulates put and get for any peer that connects to its ports, without a key: any process that reaches them
-can read and write the memory of this process (docs/sites.md, "Weights over UCX"). So UCX's TCP transport is disabled,
-unless the job declares its network as trusted. UCX may then use one network interface and the RDMA ports, but no other
-device.
+Over TCP UCX emulates put and get, without a key, for any peer that connects to its ports. So any process that reaches
+these ports can read and write the memory of this process (docs/sites.md, "Weights over UCX"). Therefore UCX's TCP
+transport is disabled, unless the job declares its network as trusted. UCX may then use one network interface and the
+RDMA ports, but no other device.
 """
 
 from __future__ import annotations

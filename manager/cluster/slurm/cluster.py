@@ -1,7 +1,7 @@
 """The Slurm cluster: allocations hold nodes, each incarnation runs in a job step, and both are found by their tags.
 
-An allocation is a job, or one component of a heterogeneous job. Each component carries its own tag, has its own job id
-and can be given back alone once it runs; but the end of the first component ends all of them.
+An allocation is a job, or one component of a heterogeneous job. Each component carries its own tag, has its own job id,
+and can be given back alone once it runs. But the end of the first component ends all components.
 
 Measured on 22.05 (docs/architecture.md):
 
@@ -142,9 +142,9 @@ class SlurmCluster:
     async def release(self, tag: str) -> None:
         """Give an allocation back by cancelling its job.
 
-        A pending component is cancelled together with its whole heterogeneous job: Slurm cannot cancel a part of it
-        (measured), and the job would not start without the component. The release of the first component of a running
-        job waits until the others have ended, because its end would end them.
+        A pending component is cancelled together with its whole heterogeneous job: Slurm cannot cancel a part of a
+        pending job (measured), and the other components would not start without it. The release of the first component
+        of a running job waits until the other components have ended, because its end would end them.
 
         Raises:
             Refused: another component of the job, which the manager has not released, would end too.
@@ -200,9 +200,9 @@ class SlurmCluster:
     async def _salloc(self, components: Sequence[Sequence[str]]) -> bool:
         """Allocate nodes that are free now; return False if there are none, and leave nothing in the queue.
 
-        A waiting salloc must not be left behind: slurmctld ends its job some seconds after the start if it cannot reach
-        the salloc (measured: "Killing interactive JobId"), and a SIGTERM to a waiting salloc (from a scancel of the
-        manager's job) cancels the job. Once the nodes are granted, salloc has ended by itself.
+        A waiting salloc must not be left behind, for two reasons. If slurmctld cannot reach the salloc, it ends the job
+        some seconds after the job's start (measured: "Killing interactive JobId"). And a SIGTERM to a waiting salloc,
+        from a scancel of the manager's job, cancels the job. Once the nodes are granted, salloc has ended by itself.
         """
         first, *more = components
         timeout_s = self._limits.immediate_timeout_het_s if more else self._limits.immediate_timeout_s

@@ -78,7 +78,8 @@ class SlurmLimits(Struct, frozen=True):
     """Seconds for which a new srun is watched for an error. A step that starts is noticed sooner (median 0.04 s in the
     lab)."""
     interpreter_watch_s: float = 0.25
-    """Seconds for which a step's output is watched for a missing interpreter after slurmstepd has opened the file."""
+    """Seconds for which a step's output is watched for a missing interpreter, after slurmstepd has opened the output
+    file."""
     srun_release_delay_s: float = 1.0
     """Seconds that an srun is kept after its step has connected; slurmstepd certainly does not need it afterwards."""
     step_queue_timeout_s: float = 60.0
@@ -96,8 +97,8 @@ class Budget:
     """A token bucket of reads, which refills at a constant rate.
 
     Reads that are needed to carry out an action are taken on credit. The managers of a user divide ``per_minute`` by
-    their number, which each of them counts in the queue that it polls anyway: this needs no file shared between hosts,
-    and a manager that died no longer has a share.
+    their number. Each of them counts the managers in the queue that it polls anyway. So no file has to be shared
+    between hosts, and a manager that died has no share any longer.
     """
 
     def __init__(self, per_minute: int, clock: Callable[[], float] = time.monotonic) -> None:

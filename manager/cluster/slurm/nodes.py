@@ -36,7 +36,7 @@ _NO_RESIZE = re.compile(
     r"resizing not supported|Invalid node name specified for job|not supported on this system",
     re.IGNORECASE,
 )
-"""Answers by which slurmctld refuses to shrink this job, or to shrink it by this node."""
+"""Answers with which slurmctld refuses to shrink this job, or to take this node from it."""
 
 RunCommand = Callable[[tuple[str, ...]], Awaitable[CommandResult]]
 

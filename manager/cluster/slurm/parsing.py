@@ -219,8 +219,8 @@ def never_clears(reason: str) -> bool:
 def managed_runs(jobs: Iterable[Job]) -> set[str]:
     """Return the ids of the runs that have a manager, from the jobs of their user.
 
-    These are all runs with an unfinished job other than a pending job of a manager. The manager itself may run
-    anywhere: the comment of every job of the run contains the run's id.
+    A run is taken to have a manager if it has an unfinished job; pending jobs of managers do not count. This also finds
+    managers that run outside of Slurm, since the comment of every job of a run contains the run's id.
     """
     runs = set()
     for job in jobs:

@@ -39,7 +39,7 @@ class Partition(Struct, frozen=True):
     """Most nodes of a job; inf if unlimited."""
 
     def fitting(self, node: Resources, usable: bool = False) -> int:
-        """Return how many nodes, with ``usable`` how many nodes that are up, have at least the resources ``node``."""
+        """Return how many nodes have at least the resources ``node``; with ``usable``, count only nodes that are up."""
         return sum(shape.count for shape in self.shapes if _fits(shape.node, node) and (shape.usable or not usable))
 
     def missing_resource(self, node: Resources) -> str:

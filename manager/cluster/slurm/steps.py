@@ -136,8 +136,8 @@ class Sruns:
     async def on_step_joined(self, tag: str) -> None:
         """Kill the srun of a step that has connected, and return once it is gone.
 
-        srun is kept for ``limits.srun_release_delay_s`` seconds: slurmstepd still has to report the task's start to it.
-        If slurmstepd cannot, it retries for 2.3 s and ignores signals (measured with an srun that was killed some ms
+        srun is kept for ``limits.srun_release_delay_s`` seconds: slurmstepd still has to report the task's start to
+        srun. If it cannot, it retries for 2.3 s and ignores signals (measured with an srun that was killed some ms
         after its task began).
         """
         if srun := self._running.get(tag):

@@ -106,9 +106,9 @@ def _is_idle(state: State) -> bool:
 def _deadline(state: State, assigned: Assignment, allocation: Allocation) -> float:
     """Return the manager's time (s) by which a request must have been met, or inf.
 
-    The limit counts from the request, or from when a replica first lacked the nodes if that was later. It is inf (the
-    request waits as long as the queue takes) for the successor of an allocation that ends, for the separate job of a
-    replica that the run can do without, and for nodes that only retired replicas could use.
+    The limit counts from the request, or from when a replica first lacked the nodes if that was later. In three cases
+    it is inf, and the request waits as long as the queue takes: the successor of an allocation that ends; the separate
+    job of a replica that the run can do without; nodes that only retired replicas could use.
     """
     node_group = state.job.node_group(allocation.request.node_group)
     lacking = [replica for replica in assigned.lacking if replica.role in node_group.roles]
@@ -183,8 +183,8 @@ def _is_ending(state: State, allocation: Allocation, now: float) -> bool:
 def _missing_spares(state: State, inventory: NodeInventory, assigned: Assignment, node_group: NodeGroup) -> int:
     """Return the number of spare nodes that the pool needs beyond its replicas' nodes.
 
-    These are the spares of a successor whose allocation is due, and those that replace excluded spares. A spare that a
-    replica uses now is not replaced.
+    If replicas must move off an allocation that ends, all spares of the job are needed anew. Otherwise only spares that
+    were excluded for their hardware are replaced. A spare that a replica uses now is not replaced.
     """
     if node_group.separate_jobs:
         return 0
@@ -205,7 +205,7 @@ def _missing_spares(state: State, inventory: NodeInventory, assigned: Assignment
 def _lost_spares(state: State, node_group: NodeGroup) -> list[NodeName]:
     """Return the nodes of a group that the run excluded for their hardware while no replica was on them.
 
-    A node on which no role can run for another reason is not replaced: the next one would be no better.
+    A node that is unfit for another reason is not replaced, because the next node would be no better.
     """
     return [
         node.name
@@ -215,7 +215,7 @@ def _lost_spares(state: State, node_group: NodeGroup) -> list[NodeName]:
 
 
 def _is_for_spares(state: State, inventory: NodeInventory, assigned: Assignment, allocation: Allocation) -> bool:
-    """Return whether a request can only bring spares: it waits however long the queue takes, since nothing needs it."""
+    """Return whether a request can only bring spares. Such a request waits as long as the queue takes."""
     node_group = state.job.node_group(allocation.request.node_group)
     needed = (*assigned.lacking, *assigned.unmovable)
     if any(replica.role in node_group.roles for replica in needed):
@@ -226,9 +226,9 @@ def _is_for_spares(state: State, inventory: NodeInventory, assigned: Assignment,
 def _retired_to_retry(state: State, assigned: Assignment, node_group: NodeGroup, now: float) -> list[Replica]:
     """Return retired replicas that have no node and whose failures have left the window: they are tried again.
 
-    The caller requests no nodes for them within the window after a rejection; a request that is already queued stays
-    and is used when granted. Nor does it while other replicas lack nodes: a new request in each window would keep these
-    other replicas waiting without end instead of being retired.
+    The caller requests no nodes for them within the window after a rejection; a request that is already queued stays,
+    and is used when granted. The caller requests none either while other replicas lack nodes: with a new request in
+    each window, these would wait without end and never be retired.
     """
     window = state.job.recovery.window
     return [
@@ -241,7 +241,7 @@ def _retired_to_retry(state: State, assigned: Assignment, node_group: NodeGroup,
 def _handle_no_nodes(
     state: State, assigned: Assignment, node_group: NodeGroup, expected: int, evidence: tuple[str, ...], now: float
 ) -> list[Action]:
-    """Return the decisions that retire the gangs that get no nodes, or that end the run if a role cannot spare them.
+    """Return the decisions that retire the gangs without nodes, or end the run if a role cannot spare them.
 
     ``expected`` is the number of nodes that are still to come; the first of the gangs that lack nodes get these.
     """

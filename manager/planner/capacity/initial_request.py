@@ -124,8 +124,8 @@ def build_request(state: State, node_group: NodeGroup, count: int, tag: str, now
 def _next_tag(state: State, node_group: NodeGroup) -> str:
     """Return the tag of the next request of a node group.
 
-    Tags are not reused, since an abandoned request may still be granted. Only a run that is resumed from within its own
-    pool uses the first tag again, under which that pool exists.
+    Tags are not reused, since an abandoned request may still be granted. There is one exception: a run that is resumed
+    from within its own pool uses the first tag again, since that pool has it.
     """
     first = f"{state.run}.{node_group.name}"
     first_of_run = holds_nothing(state) and not state.rejected_requests and first not in state.allocations
@@ -134,7 +134,7 @@ def _next_tag(state: State, node_group: NodeGroup) -> str:
 
 
 def _excluded_nodes(state: State) -> tuple[NodeName, ...]:
-    """Return the nodes that requests exclude: those that the run excluded or that cannot run its roles."""
+    """Return the nodes that requests exclude: nodes that the run has excluded, and nodes that cannot run its roles."""
     excluded = {name for name, node in state.nodes.items() if node.excluded is not None}
     return tuple(sorted(excluded | unfit_nodes(state).keys()))
 

@@ -43,8 +43,9 @@ def needs_probe(state: State, node: Node) -> bool:
 def probe_pending(state: State, node: NodeName, now: float) -> bool:
     """Return whether the agent of this node may still report its probe.
 
-    It may unless it has failed too often to be started again, or nearly as often as failed joins fit into the recovery
-    window. Without the second limit a replica would wait forever for the agent of a node that is cut off.
+    It may not once the agent has failed too often to be started again. The limit is always below the number of failed
+    joins that fit into the recovery window: otherwise a replica would wait forever for the agent of a node that is cut
+    off.
     """
     agent, recovery = state.replica(replica_id(AGENT, node)), state.job.recovery
     limit = max(1, min(recovery.first_start, int(recovery.window / state.job.limits.join) - 1))

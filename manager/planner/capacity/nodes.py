@@ -196,10 +196,10 @@ class NodeInventory:
     def choose_node(self, replica: Replica, occupancy: Occupancy) -> CandidateNode | None:
         """Return the node to launch a replica on, or None.
 
-        In order of preference: its preferred node; a node with a standby process for it; a node with others of its
-        gang; the first node that fits and on which it has not failed too often; if its failures are not caused by the
-        nodes, any node that fits. On a preferred node or a node with a standby process, a gang waits for steps that are
-        still ending, which takes less time than a start elsewhere.
+        In order of preference: its preferred node; a node with a standby process for it; a node with other members of
+        its gang; the first node that fits and on which it has not failed too often. If its failures are not caused by
+        the nodes, any node that fits will do. On a preferred node or a node with a standby process, a gang waits for
+        steps that are still ending, which takes less time than a start elsewhere.
         """
         role, preferred = self._state.job.role(replica.role), replica.preferred_node
         if (
@@ -337,8 +337,8 @@ class NodeInventory:
     def _has_free_standby(self, member: Replica, node: NodeName, occupancy: Occupancy) -> bool:
         """Return whether the node has a standby process that no other replica going there needs.
 
-        A standby process that shares the node with working replicas may be needed by each member of the gang there; any
-        other standby process is only needed by replicas of its role that are not running there yet.
+        If the standby process shares the node with working replicas, each member of the gang on the node may need it.
+        Any other standby process is only needed by replicas of its role that do not run there yet.
         """
         ready, others = (
             self.ready_standbys(node, member.role),
@@ -354,9 +354,10 @@ class NodeInventory:
         occupy(self._occupancy, node, member)
 
     def can_host(self, role: RoleSpec, node: NodeName) -> bool:
-        """Return whether the node's group includes the role, or is large enough for the role's members.
+        """Return whether the node belongs to the role's group, or can otherwise host the role's members.
 
-        The size counts only for a role whose standby processes share nodes with other roles.
+        A node of another group can, if it is large enough and the role has standby processes that share nodes with
+        other roles.
         """
         if node not in self._by_node:
             return False

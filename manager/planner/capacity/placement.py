@@ -31,17 +31,18 @@ class Assignment(Struct, frozen=True):
     """
 
     targets: dict[ReplicaId, CandidateNode] = {}
-    """Nodes of replicas to launch; a gang that lacks one node keeps the others."""
+    """Nodes of replicas to launch. If one member of a gang has no node, the nodes of the other members stay
+    assigned."""
     moves: dict[ReplicaId, CandidateNode] = {}
     """Nodes to which replicas on expiring nodes move."""
     retries: dict[ReplicaId, CandidateNode] = {}
-    """Nodes of retired replicas whose failures have left the window, from the capacity that is left."""
+    """Nodes of retired replicas whose failures have left the window; they get only the capacity that is left."""
     lacking: tuple[Replica, ...] = ()
     """Replicas to launch that fit on no node of the run."""
     unmovable: tuple[Replica, ...] = ()
     """Replicas to move that fit on no other node of the run."""
     blocked_moves: dict[ReplicaId, CandidateNode] = {}
-    """Nodes of replicas that could move if all others of their gang could."""
+    """Nodes of members that could move, but whose gang cannot move because another member has no target node."""
 
 
 def assign(state: State, inventory: NodeInventory, now: float) -> Assignment:
@@ -216,8 +217,8 @@ def _launches(
 def _retry_at(state: State, unplaced: list[Replica], retired: bool, now: float) -> float:
     """Return the manager's time (s) at which the placement of these replicas is tried again.
 
-    Retired replicas are tried again when their newest failure has left the recovery window, other replicas when their
-    oldest failure has: the node where it occurred may then be used again.
+    Retired replicas are tried again when their newest failure has left the recovery window. Other replicas are tried
+    again when their oldest failure has left it, because the node of that failure may then be used again.
     """
     failure_times = sorted(
         failure.at for replica in unplaced for failure in replica.recent_failures(state.job.recovery.window, now)
@@ -252,7 +253,7 @@ def launch_due_at(state: State, replica: Replica, now: float) -> float:
 
 def launch(state: State, incarnation: Incarnation, target: CandidateNode) -> Launch:
     """Return the launch of an incarnation in a new step on the target node."""
-    why = Why((f"{incarnation.replica} is wanted and {target.node} has room",), expects=f"{incarnation} joins")
+    why = Why((f"{incarnation.replica} is wanted and {target.node} has capacity",), expects=f"{incarnation} joins")
     return Launch(incarnation, tag_of(state.run, incarnation), target.allocation, target.node, why)
 
 
@@ -261,8 +262,9 @@ def stop_orphans(
 ) -> tuple[list[StopStep], float]:
     """Return stops of orphan steps on nodes that may answer, and the next wake (manager's time, s).
 
-    Steps that a gang waits for get no grace: steps of its own earlier incarnations, whose state is in the snapshots,
-    and steps on the nodes in ``targets`` where the gang is to be launched. Standby processes get no grace either.
+    Steps that a gang waits for get no grace. These are the steps of its own earlier incarnations, whose state is in the
+    snapshots, and the steps on the nodes in ``targets``, where the gang is to be launched. Standby processes get no
+    grace either.
     """
     stops: list[StopStep] = []
     wake = NEVER

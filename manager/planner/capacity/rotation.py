@@ -118,8 +118,8 @@ def _redundant(
 ) -> list[tuple[Allocation, str]]:
     """Return the redundant allocations among the empty ones of a node group, each with the reason.
 
-    As many allocations are kept as replicas without a node and retired replicas can use. Pending allocations are also
-    kept for replicas that must move.
+    Enough allocations are kept for the replicas without a node and for the retired replicas. Pending allocations are
+    also kept for replicas that must move.
     """
     redundant: list[tuple[Allocation, str]] = []
     usable: list[Allocation] = []
@@ -194,7 +194,7 @@ def _preemption_evidence(state: State, replica: Replica, now: float) -> str:
         return f"the walltime of its allocation {tag} is over, and its process has ended"
     if not allocation.reclaimed:
         return ""
-    return f"its allocation {tag} is taken back in {max(0.0, allocation.ends_at - now):.0f} s: it is preempted"
+    return f"its allocation {tag} is preempted, and ends in {max(0.0, allocation.ends_at - now):.0f} s"
 
 
 def cancelled_externally(state: State) -> str:

@@ -1,4 +1,4 @@
-"""Plan standby processes: which nodes keep one that can be promoted to a trainer member or a rollout without delay.
+"""Plan standby processes, which can be promoted to a trainer member or a rollout at once: which nodes keep one.
 
 Standby processes are started after the current trainer has committed a step, so that they take no resources from its
 recovery. Standby processes of the trainer share nodes with working replicas, do not count as occupants, and are stopped

@@ -46,7 +46,8 @@ def waits_for_release(role: RoleSpec) -> bool:
 def release_deadline(state: State, members: Sequence[Replica], nodes_of_gang: Iterable[NodeName]) -> float:
     """Return the manager's time (s) until which a gang waits for steps that are still ending.
 
-    It waits for its own earlier incarnations on any node that may answer, and for other roles' steps on its new nodes.
+    The gang waits for its own earlier incarnations on any node that may answer, and for other roles' steps on its new
+    nodes.
     """
     if not waits_for_release(state.job.role(members[0].role)):
         return 0.0
@@ -102,7 +103,10 @@ def _blocks_gang(state: State, orphan: OrphanStep, gang_id: ReplicaId, nodes: se
 
 
 def donors(state: State, occupancy: Occupancy) -> list[Replica]:
-    """Return the rollouts that could be preempted: all at work of each role that has more than its minimum at work."""
+    """Return the rollouts that could be preempted.
+
+    These are all working rollouts of each role that has more working rollouts than its minimum.
+    """
     spareable: list[Replica] = []
     for role in state.job.kind("rollout"):
         at_work = [

@@ -56,7 +56,10 @@ class RungSpec(Struct, frozen=True):
 
 
 def severity(rung: Rung) -> int:
-    """Return the severity of a rung: 0 for all repairs of one replica, among which the policy's order decides."""
+    """Return the severity of a rung.
+
+    It is 0 for every repair of a single replica; the order in the policy decides among these.
+    """
     return {Rung.DEGRADED: 1, Rung.FULL_RESTART: 2, Rung.GIVE_UP: 3}.get(rung, 0)
 
 
@@ -66,7 +69,11 @@ def _always(case: FailureCase) -> bool:
 
 
 def _is_transient(case: FailureCase) -> bool:
-    """Return whether a restart on the same node is likely to help: it is usable, and the member rarely failed there."""
+    """Return whether a restart on the same node is likely to help.
+
+    The node must be usable, and the member must not have failed there too often. The last try of a member is on another
+    node, if there is one.
+    """
     return (
         case.inventory.is_usable(case.failed.node) and not fails_often_here(case) and not _last_try_on_other_node(case)
     )
@@ -114,9 +121,9 @@ def _budget_left(case: FailureCase) -> bool:
 
 
 def _last_try_on_other_node(case: FailureCase) -> bool:
-    """Return whether the next start is the last one of a member that never joined or that an exception keeps ending.
+    """Return whether the next start is the member's last try, and another node could host it.
 
-    It is then on another node, if there is one.
+    A member has a last try if it has never joined, or if the same exception has ended its previous starts.
     """
     unjoined = 0 if case.failed.ever_joined else case.failed.failed_starts + 1
     failed_starts = max(unjoined, starts_with_same_exception(case.state, case.failed))
@@ -237,7 +244,7 @@ POLICIES: dict[str, tuple[RungSpec, ...]] = {
         _GIVE_UP,
     ),
     "job": (
-        RungSpec(Rung.FULL_RESTART, _budget_left, "every role joins again, on its own node where that is good", _join),
+        RungSpec(Rung.FULL_RESTART, _budget_left, "every role joins again, on its own node if that is good", _join),
         _GIVE_UP,
     ),
     "requeue": (

@@ -1,14 +1,14 @@
 """Decide which nodes are excluded, which get no new replicas, and when a circuit breaker holds exclusions back.
 
-A node is excluded for findings about the node itself (hardware, silence, fabric, storage), for a failed probe, for two
-agents in a row that do not answer on a node without replicas and, if the job wants that, for being slow. A finding
-about the software of a user or of the run has no effect on the node. A WARN makes a node a suspect: its replicas stay,
-and no new replica is placed there while there is a better node.
+A node is excluded for findings about the node itself (hardware, silence, fabric, storage), and for a failed probe. A
+node without replicas is also excluded if two agents in a row do not answer there, and a slow node if the job wants
+that. A finding about the software of a user or of the run has no effect on the node. A WARN makes a node a suspect: its
+replicas stay, and no new replica is placed there while there is a better node.
 
-Many nodes that fail together point to the network, the site or the manager itself, and replacing them all would be
-worse than waiting for a person: at most max(1, 20 %) are excluded within ten minutes (docs/sources.md, guard rails).
-While the cluster reports many of the run's nodes as down, no others are excluded. A run of five nodes or more may lose
-at least two: 20 % of a small run are only one node, and a second lost node would stop the run for minutes until Slurm
+Many nodes that fail together point to the network, the site or the manager itself. Replacing them all would be worse
+than waiting for a person. So at most max(1, 20 %) are excluded within ten minutes (docs/sources.md, guard rails). While
+the cluster reports many of the run's nodes as down, no others are excluded. A run of five nodes or more may always
+exclude two: 20 % of a small run are only one node, and a second lost node would stop the run for minutes, until Slurm
 gives that node up. The majority of the nodes, which still reports, proves that the manager and the network work. Two of
 four nodes are no majority; there, and in smaller runs, the limit is one.
 """
@@ -29,11 +29,12 @@ from ..capacity.nodes import NodeInventory
 from ..deadlines import NEVER
 
 MINORITY_NODES = 2
-"""Number of nodes that a run with more than twice as many may always exclude within the recovery window (see above)."""
+"""Number of nodes that may always be excluded within the recovery window, if the run has more than twice as many (see
+above)."""
 OUTAGE_SHARE = 0.25
-"""Share of the run's nodes: if more are down, and more than one, only nodes that are down are excluded
-(docs/sources.md, guard rails: no exclusions while more than 25 % of the cluster is down; Slurm reports only this run's
-nodes)."""
+"""Share of the run's nodes. If a larger share is down, and more than one node, only nodes that are down are excluded.
+(docs/sources.md, guard rails: no exclusions while more than 25 % of the cluster is down; but Slurm reports only this
+run's nodes.)"""
 
 
 _NO_ANSWER_DETECTORS = frozenset({"agent_silence", "never_joined"})
@@ -46,11 +47,14 @@ class DeferredExclusion(Struct, frozen=True):
     exclude: Exclude
     why: str
     until: float
-    """Manager's time (s) at which it is checked again; inf if only a changed node status can release it."""
+    """Manager's time (s) at which the exclusion is checked again; inf if only a changed node status can release it."""
 
 
 def exclusions(state: State, inventory: NodeInventory) -> list[Exclude]:
-    """Return the exclusions that findings, failed probes, silent spares and stragglers call for, before the breaker."""
+    """Return all exclusions that findings, failed probes, silent spares and stragglers call for.
+
+    The circuit breaker has not been applied to them yet.
+    """
     excludes: list[Exclude] = []
     unfit, slow = unfit_nodes(state), dict(_straggler_to_exclude(state, inventory))
     silent = dict(_silent_spares(state))
@@ -69,7 +73,7 @@ def exclusions(state: State, inventory: NodeInventory) -> list[Exclude]:
 
 
 def _evidence_lines(finding: Finding) -> tuple[str, ...]:
-    """Return the evidence of a finding about a node, with the detector and the source, which administrators look up."""
+    """Return the evidence of a finding about a node, with detector and source: administrators look these up."""
     return tuple(f"{finding.detector}: {evidence.source}: {evidence.text}" for evidence in finding.evidence)
 
 
@@ -84,7 +88,7 @@ def _silent_spares(state: State) -> Iterator[tuple[NodeName, tuple[str, ...]]]:
     """Yield each node without replicas whose agent failed and whose next agent did not join, with the evidence.
 
     Nothing else on such a node can show whether it works, and two agents in a row that send nothing are two
-    observations. An agent that ended with an exit record, and a launch that the cluster refused, are none.
+    observations. An agent that ended with an exit record does not count, nor does a launch that the cluster refused.
     """
     occupied = {replica.node for replica in workers(state) if replica.is_current}
     for name in state.nodes:
@@ -94,7 +98,7 @@ def _silent_spares(state: State) -> Iterator[tuple[NodeName, tuple[str, ...]]]:
         before, newest = agent.failures[-2:]
         in_a_row = newest.at - before.at <= state.job.recovery.window
         if in_a_row and not newest.joined and {before.detector, newest.detector} <= _NO_ANSWER_DETECTORS:
-            yield name, (f"agent: {before.why}", f"agent: the next one: {newest.why}")
+            yield name, (f"agent: {before.why}", f"next agent: {newest.why}")
 
 
 def _straggler_to_exclude(state: State, inventory: NodeInventory) -> Iterator[tuple[NodeName, Finding]]:

@@ -137,7 +137,7 @@ def _repair_gang(
     dropped: set[ReplicaId],
     now: float,
 ) -> Decision | None:
-    """Return the decision about a gang of which a member has failed; None if no member has.
+    """Return the decision about a gang if one of its members has failed; None if none has.
 
     Return None, too, while the exclusion of a member's node is pending: the node is excluded first.
     """
@@ -171,7 +171,7 @@ def _failure_order(state: State, member: Replica) -> tuple[bool, float]:
 def _failure_evidence(state: State, replica: Replica) -> tuple[str, ...]:
     """Return why the current incarnation cannot continue; empty if it can.
 
-    The texts of a finding about a replica stand alone: they are shown to users as the cause of the failure.
+    If a finding is about the replica, the result has only the texts of its evidence: users read them as the cause.
     """
     finding = finding_about(state, replica.incarnation)
     if finding is not None:
@@ -180,7 +180,7 @@ def _failure_evidence(state: State, replica: Replica) -> tuple[str, ...]:
         return ()
     node = state.nodes.get(replica.node)
     if node is None:
-        return (f"{replica.node} is no longer part of an allocation of ours",)
+        return (f"{replica.node} is no longer in an allocation of this run",)
     if node.excluded is not None:
         return (f"{replica.node} is excluded: {node.excluded}",)
     return ()
@@ -266,7 +266,7 @@ def _budget_text(case: FailureCase) -> str:
 
 
 def _reject_or_degrade(case: FailureCase, mistake: tuple[str, ...]) -> Decision:
-    """Retire a member that fails wherever it starts, if its role can spare it; else end the run.
+    """Retire a member that fails on every node, if its role can spare it; otherwise end the run.
 
     The run also ends if no other replica of the role has ever joined and all of them are retired.
     """
@@ -277,7 +277,7 @@ def _reject_or_degrade(case: FailureCase, mistake: tuple[str, ...]) -> Decision:
 
 
 def _fail_or_degrade(case: FailureCase, evidence: tuple[str, ...]) -> Decision:
-    """Retire a member that its own code keeps from working, while others of its role may work; else end the run."""
+    """Retire a member whose own code fails, if other replicas of its role may still work; otherwise end the run."""
     state, failed = case.state, case.failed
     if can_degrade(state, failed, case.dropped) and others_may_work(state, failed, case.dropped):
         return _retire(case, evidence)

@@ -60,8 +60,8 @@ def never_joined(state: State, replica: Replica, evidence: tuple[str, ...], dete
         return ()
     if detector == "never_joined":
         within = f"within {state.job.limits.join:g} s"
-        return (f"{replica.id} never joined {within}, {failed} times: is rrl.join() called?", *evidence)
-    return (*evidence, f"{failed} starts of {replica.id} failed, and none has ever joined")
+        return (f"{replica.id} did not join {within} in {failed} starts: does its command call rrl.join()?", *evidence)
+    return (*evidence, f"{failed} starts of {replica.id} failed, and it has never joined")
 
 
 def invalid_config(state: State) -> Finish | None:
@@ -80,8 +80,8 @@ def invalid_config(state: State) -> Finish | None:
 def no_fit_node(state: State) -> Finish | None:
     """Return the rejection of a run if its nodes cannot run its roles, and none of these roles has ever joined.
 
-    It is rejected if no node of the whole run is fit, or no node of one node group. At least two nodes must have proved
-    unfit; one suffices if the run has no fit node and expects no further nodes.
+    The run is rejected if it has no fit node at all, or none in one of its node groups. At least two nodes must have
+    proved unfit; one suffices if the run has no fit node and expects no further nodes.
     """
     unfit = unfit_nodes(state)
     if not unfit:
@@ -108,7 +108,7 @@ def no_fit_node(state: State) -> Finish | None:
 
 def rejected(why: tuple[str, ...]) -> Finish:
     """Return the end of a run that the job spec or the site's configuration makes impossible."""
-    return Finish(Outcome.REJECTED, Why(why, Rung.GIVE_UP, "correct the job spec or the site's set-up, submit again"))
+    return Finish(Outcome.REJECTED, Why(why, Rung.GIVE_UP, "correct the job spec or the site's set-up, and resubmit"))
 
 
 def role_exhausted(state: State, replica: Replica, dropped: set[ReplicaId]) -> bool:

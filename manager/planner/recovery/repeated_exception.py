@@ -1,12 +1,12 @@
 """Recognise an exception that a further start would only raise again, because the cause is in the role's own code.
 
-The evidence is the same exception (type and place) at the end of ``recovery.first_start`` starts of a replica, the last
-of them on another node if there is one, while no replica of the role has completed a unit of work. Once the role has
-worked, its code works in principle, and the repair ladder decides. These exceptions do not count:
+The evidence is that the same exception (type and place) ended ``recovery.first_start`` starts of a replica, before any
+replica of the role has completed a unit of work. The last of these starts is on another node, if there is one. Once the
+role has worked, its code works in principle, and the repair ladder decides. These exceptions do not count:
 
-* an injected one;
-* one that storage, network, memory or a GPU may have caused (``RaisedException.environmental``);
-* one on a node that is excluded or has a failure of its own.
+* an injected exception;
+* an exception that storage, network, memory or a GPU may have caused (``RaisedException.environmental``);
+* an exception on a node that is excluded or has a failure of its own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ...model.state import Replica, State, Status
 
 
 def starts_with_same_exception(state: State, failed: Replica) -> int:
-    """Return how many starts of the replica in a row its current exception ended; 0 if the exception does not count.
+    """Return how many starts in a row ended with the replica's current exception; 0 if the exception does not count.
 
     In a gang the starts of the whole gang count, since each start is charged to one of its members.
     """
@@ -42,7 +42,7 @@ def repeated_exception(state: State, failed: Replica) -> tuple[str, ...]:
         return ()
     return (
         f"{failed.id}: {exception}",
-        f"this exception ended {starts} starts of it, and no replica of {failed.role} has done any work",
+        f"this exception ended {starts} starts in a row, and no replica of {failed.role} has done any work",
     )
 
 

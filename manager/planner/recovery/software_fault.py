@@ -1,4 +1,4 @@
-"""Tell faults of the trainer's software, which a restart of the trainer alone cannot cure, from other failures.
+"""Distinguish faults of the trainer's software, which a restart of the trainer alone cannot cure, from other failures.
 
 RobustRL's rules apply (its paper, 5.1): a failure in the first step after a restart, a second failure in the same step,
 a second restart that fails. They count only failures that nothing else explains. These do not count:
@@ -48,16 +48,16 @@ def suggests_software_fault(state: State, members: Sequence[Replica], failed: Re
     after = f"step {state.step}" if state.step else "the start"
     if not joined:
         twice = failed.ever_joined and bool(past) and not past[-1].joined
-        return (f"two restarts after {after} have failed, one after the other",) if twice else ()
+        return (f"two restarts in a row failed after {after}",) if twice else ()
     if no_commit_yet and (state.step or full_restarts):  # the very first incarnation has a second try
-        return (f"its first step failed, the one after {after}: an earlier incarnation worked up to there",)
+        return (f"it failed in its first training step, the step after {after}: earlier incarnations got that far",)
     if any(failure.joined for failure in past):
-        return (f"a second failure in the same step, the one after {after}",)
+        return (f"second failure in the same training step, the step after {after}",)
     return ()
 
 
 def _is_unexplained(state: State, member: Replica, failure: FailedIncarnation) -> bool:
-    """Return whether neither an injection, the cluster, the node nor a shared cause explains the failure."""
+    """Return whether the failure has no other explanation: an injection, the cluster, its node, or a shared cause."""
     node = state.nodes.get(failure.node)
     of_node = node is None or node.excluded is not None or node_finding(state, failure.node) is not None
     return not (failure.injected or failure.refused or of_node or _correlated_failure(state, member.role, failure.at))

@@ -137,9 +137,9 @@ class RateLimiter:
 class LineTimestamper:
     """Splits a byte stream into lines and puts a timestamp before each.
 
-    Of a line that carriage returns overwrite (a progress bar), only the newest state is written: at the line's end, or
-    every ``PARTIAL_LINE_TIMEOUT_S``. The clock returns ns since the epoch. Timestamps never decrease; if the clock is
-    set back, they advance by 1 us per line.
+    If carriage returns overwrite a line (a progress bar), only the line's newest state is written: at its end, or every
+    ``PARTIAL_LINE_TIMEOUT_S``. The clock returns ns since the epoch. Timestamps never decrease; if the clock is set
+    back, they advance by 1 us per line.
     """
 
     def __init__(self, clock: Callable[[], int] = time.time_ns) -> None:

@@ -157,7 +157,7 @@ LAST_LINE_TIMEOUT_S = 1.0
 REPORT_TIMEOUT_S = 1.0
 """Seconds for the manager to take the end of a log whose file is complete."""
 UNSAVED_TIMEOUT_S = 5.0
-"""Seconds for a manager to connect and take the lines that the file lacks, which only this process has."""
+"""Seconds for a manager to connect and take the lines that the file lacks: only this process has them."""
 
 
 class RoleLog:

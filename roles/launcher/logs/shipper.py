@@ -1,8 +1,8 @@
 """Sends the newest lines of a role's output to the manager, which keeps them if the node dies.
 
 It uses a thread and a socket of its own, so that neither a flood of lines nor a hanging run directory delays other
-messages. It sends at most ``RATE_BYTES_PER_S``; of a flood it sends the newest lines. A new manager receives the newest
-lines again.
+messages. It sends at most ``RATE_BYTES_PER_S``; during a flood it sends the newest lines. A new manager receives the
+newest lines again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ BURST_BYTES = 64 * 2**10
 MESSAGE_OVERHEAD_BYTES = 4 * 2**10
 """Bytes that the rate limit adds to the text of each message, so that on average at most eight are sent per second."""
 MIN_MESSAGE_BYTES = 8 * 2**10
-"""Bytes that a message in a flood may have at least: 100 lines every 0.4 s are newer than 1,000 lines every 2 s."""
+"""Smallest bound on the bytes of a message in a flood. With smaller messages, the manager's lines are newer: 100 lines
+every 0.4 s instead of 1,000 lines every 2 s."""
 STUCK_CHECK_INTERVAL_S = 1.0
 """Seconds between two checks whether the file still cannot be written."""
 ANSWER_TIMEOUT_S = 10.0

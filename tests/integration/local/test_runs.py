@@ -144,7 +144,7 @@ def test_a_role_that_has_never_worked_rejects_the_job_with_its_reason_and_leaves
     run = submit_here(tmp_path, toml)
     state = run.wait_end()
     assert state.outcome == "rejected"
-    assert "2 starts of reward/0 failed, and none has ever joined" in state.why, state.why
+    assert "2 starts of reward/0 failed, and it has never joined" in state.why, state.why
     run.wait_gone()
 
 
@@ -167,7 +167,7 @@ def test_exception_in_the_users_rollout_ends_the_run_within_three_starts(tmp_pat
     state = run.wait_end()
     assert state.outcome == "failed"
     mistake = "rollout/0: TypeError: Expected state_dict to be dict-like, got NewWeights (rollout.py:5)"
-    assert state.why.startswith(f"{mistake}; this exception ended 3 starts of it"), state.why
+    assert state.why.startswith(f"{mistake}; this exception ended 3 starts in a row"), state.why
     assert state.replica(ReplicaId("rollout/0")).incarnation_number == 3
     run.wait_gone()
     check_sound(run.run)

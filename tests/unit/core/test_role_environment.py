@@ -40,7 +40,7 @@ rrl_at='module load cuda/12.4'
 module load cuda/12.4
 rrl_check
 rrl_at='venv ~/venvs/rl'
-[ -r "$HOME"/venvs/rl/bin/activate ] || rrl_fail 'there is no bin/activate in it on this node'
+[ -r "$HOME"/venvs/rl/bin/activate ] || rrl_fail 'the folder has no bin/activate on this node'
 source "$HOME"/venvs/rl/bin/activate
 rrl_check
 rrl_at='conda rl'
@@ -57,7 +57,7 @@ rrl_at="return to $rrl_folder"
 rrl_check
 trap - EXIT
 if ! type -P -- "${rrl_command[0]}" >/dev/null; then
-    printf 'there is no command %s on this node, after [env] with PATH=%s' "${rrl_command[0]}" "$PATH" >&"$rrl_report"
+    printf 'this node has no command %s; after [env], PATH is %s' "${rrl_command[0]}" "$PATH" >&"$rrl_report"
     exit 127
 fi
 printf begun >&"$rrl_report"
@@ -167,7 +167,7 @@ def test_conda_is_found_by_its_variable_and_its_environment_is_activated(tmp_pat
 
 def test_missing_command_is_reported_with_the_searched_path() -> None:
     result = PreludeResult(EnvSpec(setup=("PATH=/nowhere",)), "no-such-command")
-    assert result.report == "there is no command no-such-command on this node, after [env] with PATH=/nowhere"
+    assert result.report == "this node has no command no-such-command; after [env], PATH is /nowhere"
     assert result.code == 127
 
 

@@ -87,7 +87,7 @@ def test_a_role_or_nothing_is_one_replica_and_a_seed_draws_the_same_again(root: 
         (["explode"], 'no fault "explode"; the faults are kill, freeze, slow, exit'),
         (["kill", "--target", "judge/0"], 'no role "judge"; there are trajectories, reward, trainer, rollout'),
         (["kill", "--target", "judge"], 'no role "judge"'),
-        (["kill", "--target", "rollout/2"], 'no replica "rollout/2"; of rollout there are 2'),
+        (["kill", "--target", "rollout/2"], 'no replica "rollout/2"; role rollout has 2'),
         (["crash", "--target", "n77"], 'no node "n77" in this run; it has n1, n2, n3, n4, n5'),
         (["kill", "--target", "agent/n77"], 'no node "n77" in this run'),
         (["cut", "--target", "n1"], "cut needs seconds: its duration; add --for 10s"),

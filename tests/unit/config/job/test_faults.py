@@ -110,7 +110,7 @@ def test_every_kind_fits_some_target(kind: FaultKind) -> None:
         ("trainer/0.0", 'no rank "trainer/0.0"; the first is "trainer/0", the last "trainer/0.3"'),
         ("trainer/0.4", 'no rank "trainer/0.4"; the first is "trainer/0", the last "trainer/0.3"'),
         ("trainer/0.x", 'no rank "trainer/0.x"; the first is "trainer/0", the last "trainer/0.3"'),
-        ("trainer/1.1", 'no replica "trainer/1.1"; of trainer there are 1, so the last one is "trainer/0"'),
+        ("trainer/1.1", 'no replica "trainer/1.1"; role trainer has 1, the last is "trainer/0"'),
         ("rollout/1.1", 'no rank "rollout/1.1"; rollout/1 is one process'),
     ],
 )  # fmt: skip

@@ -166,8 +166,8 @@ WRONG: list[tuple[str, str, str]] = [
      " ([cluster.node] cpus = 4); lower it or raise that of the node"),
     ("replicas = 2", 'replicas = 2\nmem = "8GiB"', 'job.toml:18: roles.rollout.mem: "8192MiB" is more than a node'
      ' has ([cluster.node] mem = "4096MiB"); lower it or raise that of the node'),
-    ("rollout/0", "rollout/7", 'job.toml:22: faults.planned[0].target: no replica "rollout/7"; of rollout there are 2,'
-     ' so the last one is "rollout/1"'),
+    ("rollout/0", "rollout/7", 'job.toml:22: faults.planned[0].target: no replica "rollout/7"; role rollout has 2,'
+     ' the last is "rollout/1"'),
     ("rollout/0", "judge/0", 'job.toml:22: faults.planned[0].target: no role "judge";'
      " there are trajectories, reward, trainer, rollout"),
     ("rollout/0", "rollouts", 'job.toml:22: faults.planned[0].target: no role "rollouts"; there are trajectories,'
@@ -178,7 +178,7 @@ WRONG: list[tuple[str, str, str]] = [
      ' "2h" or "1-12:00:00"'),
     ('kind = "kill"', 'kind = "cut"', "job.toml:21: faults.planned[0].kind: cut needs seconds: its duration"),
     ('kind = "kill"', 'kind = "slow"\namount = 2.0', "job.toml:21: faults.planned[0].kind: slow needs amount, the"
-     " share of the time for which its target runs, between 0 and 1"),
+     " share of the time in which the target runs, between 0 and 1"),
     ("[[faults.planned]]", "[faults.planned]",
      "job.toml:20: faults.planned: must be a list of tables, each under [[faults.planned]], not a table"),
     ("[run]", "run.name = 1\n[rum]", 'job.toml:1: run.name: must be text in quotes, not 1\n'
@@ -259,7 +259,8 @@ WRONG: list[tuple[str, str, str]] = [
      "\n#", 'job.toml:10: roles.trainer.walltime: "2h" is more than [cluster] walltime = "1h"; lower it or raise'
       " that of the run"),
     ("[cluster]", '[manager]\nwhere = "pool"\n[cluster]\njob_walltime = "1h"', "job.toml:8: cluster.job_walltime: a"
-     ' manager in the pool ends with its first job; write where = "job" in [manager], or remove this key'),
+     " manager that runs in the pool ends with the pool's first job;"
+     ' write where = "job" in [manager], or remove this key'),
     ("[task]", '[manager]\nwhere = "pool"\n[recovery]\npolicy = "requeue"\n[task]', "job.toml:15: recovery.policy:"
      ' "requeue" gives back the pool that the manager runs in; write where = "job" in [manager], or remove this key'),
     ("[task]", '[manager]\nwhere = "pol"\n[task]', 'job.toml:13: manager.where: must be "job" or "pool", not "pol"; did you'

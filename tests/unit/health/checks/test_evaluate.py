@@ -147,7 +147,7 @@ def test_rules_that_everybody_may_write_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "health.toml"
     path.write_text("[expect]\ngpus = 99\n")
     path.chmod(0o666)
-    with pytest.raises(RulesError, match="any user can write it"):
+    with pytest.raises(RulesError, match="every user can write this file"):
         load_rules(path)
     path.chmod(0o664)
     assert load_rules(path).expect.gpus == 99

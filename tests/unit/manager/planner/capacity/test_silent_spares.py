@@ -48,7 +48,7 @@ def test_spare_that_does_not_answer_twice_is_excluded_and_replaced() -> None:
     fail(world, SPARE_AGENT, "never_joined")
     (exclude,) = world.decided(Exclude)
     assert exclude.node == SPARE
-    assert [line.split(":")[0] for line in exclude.why.evidence] == ["agent", "agent"]
+    assert [line.split(":")[0] for line in exclude.why.evidence] == ["agent", "next agent"]
     world.wait(60.0)
     request = world.decided(Request)[-1]
     assert (request.request.count, request.why.evidence) == (1, (f"spare nodes are excluded: {SPARE}",))

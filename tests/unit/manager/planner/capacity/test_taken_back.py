@@ -66,7 +66,7 @@ def test_replica_on_a_preempted_node_leaves_uncharged_and_gets_a_replacement() -
     preempt(world, FIRST)
     (fence,) = fences(world)
     assert (fence.incarnation.replica, fence.rung, fence.charged) == (R0, Rung.REPLACEMENT, False)
-    assert fence.why.evidence == (f"its allocation {FIRST} is taken back in 30 s: it is preempted",)
+    assert fence.why.evidence == (f"its allocation {FIRST} is preempted, and ends in 30 s",)
     assert requests(world)[4:] == [f"{RUN}.rollout-2"]
     world.wait(5 * HOUR)
     assert (world.state.replica(R0).status, requests(world)[5:]) == (Status.WANTED, []), "it waits for the queue"

@@ -125,7 +125,7 @@ def test_required_replica_that_never_joins_ends_the_run_after_three_starts() -> 
     world.play()
     assert tries(world, "trainer") == world.state.job.recovery.first_start == 3
     assert why(world) == (
-        "exited: ModuleNotFoundError", "3 starts of trainer/0 failed, and none has ever joined",
+        "exited: ModuleNotFoundError", "3 starts of trainer/0 failed, and it has never joined",
     )  # fmt: skip
     assert_nothing_is_left(world, Outcome.REJECTED)
 
@@ -146,7 +146,7 @@ def test_replica_that_never_joins_is_reported_with_a_hint_at_join() -> None:
         replica = world.state.replica(TRAINER)
         world.happen(found(replica.incarnation, "never_joined", world.now, text="no Hello within 120 s of its launch"))
     world.play()
-    assert why(world)[0] == "trainer/0 never joined within 120 s, 3 times: is rrl.join() called?"
+    assert why(world)[0] == "trainer/0 did not join within 120 s in 3 starts: does its command call rrl.join()?"
     assert_nothing_is_left(world, Outcome.REJECTED)
 
 
@@ -168,7 +168,7 @@ def test_spare_replica_that_never_joins_is_retired() -> None:
     world.play(timeout_s=60.0)
     assert (world.state.replica(R0).status, world.state.replica(R1).status) == (Status.RETIRED, Status.JOINED)
     (fence,) = [fence for fence in world.decided(Fence) if fence.rung is Rung.DEGRADED]
-    assert fence.why.evidence[-1] == "3 starts of rollout/0 failed, and none has ever joined"
+    assert fence.why.evidence[-1] == "3 starts of rollout/0 failed, and it has never joined"
     assert world.state.finish is None
 
 

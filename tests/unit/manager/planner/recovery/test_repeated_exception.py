@@ -44,7 +44,7 @@ def test_exception_at_every_start_ends_the_run_within_three_starts(role: str, sp
     world.play()
     first, second, *_ = end(world).why.evidence
     assert first.partition(": ")[2] == TEXT
-    assert second == f"this exception ended 3 starts of it, and no replica of {role} has done any work"
+    assert second == f"this exception ended 3 starts in a row, and no replica of {role} has done any work"
     assert max(world.incarnations().values()) == 3
     assert world.decided(RestartAll) == []
     assert world.now < 1030.0

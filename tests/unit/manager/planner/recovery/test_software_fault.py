@@ -27,7 +27,7 @@ def test_first_step_of_the_first_incarnation_has_a_second_try_before_a_full_rest
     fail(world, TRAINER)
     (restart,) = world.decided(RestartAll)
     assert restart.failed == Incarnation(TRAINER, 2)
-    second = "a second failure in the same step, the one after the start"
+    second = "second failure in the same training step, the step after the start"
     assert restart.why.evidence == (_AWAY.format("trainer/0#2"), second)
     assert (restart.why.rung, restart.why.expects) == (
         Rung.FULL_RESTART,
@@ -40,7 +40,7 @@ def test_first_step_of_the_first_incarnation_has_a_second_try_before_a_full_rest
     assert world.now > began + MAX_RESTART_BACKOFF_S
     (end,) = world.decided(Finish)
     assert end.why.evidence[1:] == (
-        "its first step failed, the one after the start: an earlier incarnation worked up to there",
+        "it failed in its first training step, the step after the start: earlier incarnations got that far",
         "it failed again after a restart of the whole run, and no step was committed since step 0",
         f"rrl logs {RUN} --failed shows its last lines",
     )
@@ -55,7 +55,7 @@ def test_first_step_failing_after_a_node_caused_restart_restarts_the_run() -> No
     fail(world, TRAINER)
     (restart,) = world.decided(RestartAll)
     assert restart.why.evidence[1:] == (
-        "its first step failed, the one after step 1: an earlier incarnation worked up to there",
+        "it failed in its first training step, the step after step 1: earlier incarnations got that far",
     )
 
 
@@ -90,7 +90,7 @@ def test_second_failed_restart_in_a_row_restarts_the_run() -> None:
     assert charged(world)[:2] == [("trainer/0#1", Rung.IN_PLACE), ("trainer/0#2", Rung.IN_PLACE)]
     (restart,) = world.decided(RestartAll)
     assert restart.failed == Incarnation(TRAINER, 3)
-    assert restart.why.evidence[-1] == "two restarts after step 1 have failed, one after the other"
+    assert restart.why.evidence[-1] == "two restarts in a row failed after step 1"
     world.broken.clear()
     assert world.steady().state.finish is None
 
