@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +14,8 @@ from ...core.run_dir import HISTORY_ENV
 from ...core.run_spec import NodeGroup, Resources, RoleSpec
 from ..model_folder import BUILT_MAX_LENGTH
 from .faults import plan_faults
-from .roles import POOL, SHARED, CommandRole, Role, RolloutRole, TrainerRole
+from .node_groups import build_node_groups, sbatch
+from .roles import POOL, CommandRole, Role, RolloutRole, TrainerRole
 from .site import EnvTable
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def resolve(job: Job, python: str) -> run_spec.RunSpec:
     """
     python = job.env.python or python
     roles = _roles(job, python)
-    groups = _node_groups(job, roles)
+    groups = build_node_groups(job, roles)
     container = job.container
     own = sbatch(job.manager.slurm)
     inherited = {key: value for key, value in sbatch(job.slurm).items() if key in _MANAGER_INHERITS}
@@ -89,7 +89,7 @@ def resolve_for_submission(job: Job) -> run_spec.RunSpec:
 
 def node_groups(job: Job) -> tuple[NodeGroup, ...]:
     """Return the node groups of a job, so that their sizes can be checked; the rest of the job need not be valid."""
-    return _node_groups(job, _roles(job, "python"))
+    return build_node_groups(job, _roles(job, "python"))
 
 
 def min_replicas_of(name: str, role: Role) -> int:
@@ -120,43 +120,6 @@ def _env(env: EnvTable, python: str) -> run_spec.EnvSpec:
     return run_spec.EnvSpec(
         env.setup, env.modules, env.venv or "", env.conda or "", env.passed, env.probe, python, probe_python
     )
-
-
-def sbatch(options: Mapping[str, str | int | bool]) -> dict[str, str]:
-    """Return sbatch options with their values as text: a flag has an empty value, a false option is left out."""
-    return {key: "" if value is True else str(value) for key, value in options.items() if value is not False}
-
-
-def _node_groups(job: Job, roles: tuple[RoleSpec, ...]) -> tuple[NodeGroup, ...]:
-    """Return the run's node groups, the largest first.
-
-    With ``form = "pool"``: a single group for all roles. Otherwise: one for each exclusive role, and one shared by the
-    other roles.
-    """
-    cluster, common = job.cluster, sbatch(job.slurm)
-    job_walltime = min(cluster.walltime, cluster.job_walltime or cluster.walltime)
-    node = Resources(cpus=cluster.node.cpus, gpus=cluster.node.gpus, mem=cluster.node.mem)
-    if cluster.form == POOL:
-        nodes = run_spec.pool_nodes(roles, node) + cluster.spares
-        names = tuple(role.name for role in roles)
-        return (NodeGroup(POOL, names, nodes, node, job_walltime, common, min_nodes=nodes),)
-    separate, groups = cluster.form == "replica", []
-    shared = tuple(role for role in roles if not role.exclusive)
-    if shared:
-        nodes, names = run_spec.pool_nodes(shared, node), tuple(role.name for role in shared)
-        groups.append(NodeGroup(SHARED, names, nodes, node, job_walltime, common, min_nodes=nodes))
-    for role in roles:
-        if role.exclusive:
-            table = job.every_role()[role.name]
-            options = sbatch({"exclusive": True, **job.slurm, **table.slurm})  # whole nodes, shared with no other job
-            walltime = table.walltime or job_walltime
-            min_replicas = role.min_replicas if separate else role.replicas
-            nodes, min_nodes = role.replicas * role.nodes, min_replicas * role.nodes
-            groups.append(
-                NodeGroup(role.name, (role.name,), nodes, role.members_on_node, walltime, options, separate, min_nodes)
-            )
-    # the largest group first: Slurm tolerates failures of nodes best in a heterogeneous job's first component
-    return tuple(sorted(groups, key=lambda group: -group.nodes))
 
 
 def _donor_rollouts(job: Job, role: Role) -> int:

@@ -27,7 +27,7 @@ from ...core.run_spec import RunSpec
 from ..cluster.base import Refused, Unanswered
 from ..cluster.slurm.commands import MANAGER, SlurmLimits, environment, execute, failure, unanswered
 from ..cluster.slurm.requests import batch_script
-from ..planner.capacity.initial_request import initial_requests
+from ..planner.capacity.allocation_requests import initial_requests
 from .pool_supervisor import MANAGER_PROGRAM, STABLE_AFTER_S
 
 _log = logging.getLogger("rrl.manager")

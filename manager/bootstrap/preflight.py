@@ -28,7 +28,7 @@ from ..cluster.slurm.requests import (
     required_resources,
     resources_text,
 )
-from ..planner.capacity.initial_request import initial_requests
+from ..planner.capacity.allocation_requests import initial_requests
 from . import manager_job
 
 _RUN_ID = "trial"

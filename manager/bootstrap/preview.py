@@ -10,7 +10,7 @@ from msgspec import Struct
 from ...core.run_dir import runs_root
 from ...core.run_spec import NodeGroup, RoleSpec, RunSpec
 from ..cluster.slurm.requests import batch_script
-from ..planner.capacity.initial_request import initial_requests
+from ..planner.capacity.allocation_requests import initial_requests
 from ..planner.recovery.node_exclusion import exclusions_allowed
 from . import manager_job
 

@@ -35,10 +35,10 @@ class CommitStatus(Struct, frozen=True):
     """Checkpoint folders (relative to the run directory) of the newest committed steps, by step."""
 
 
-def garbage(names: Iterable[str], status: CommitStatus, retained: int) -> list[str]:
+def garbage(names: Iterable[str], status: CommitStatus, keep_checkpoints: int) -> list[str]:
     """Return the folders that can be deleted.
 
-    These are the checkpoints of committed steps except the newest ``retained`` steps, the abandoned attempts at
+    These are the checkpoints of committed steps except the newest ``keep_checkpoints`` steps, the abandoned attempts at
     committed steps, and the attempts of fenced trainers at later steps, which cannot be committed any more. Three kinds
     of folders are never included: those of ``status.folders`` and the folders around them; folders of step 0 (the
     reference model of the built-in trainer, which no commit names); and folders whose name was not made by
@@ -47,7 +47,7 @@ def garbage(names: Iterable[str], status: CommitStatus, retained: int) -> list[s
     Args:
         names: names of the folders in the run's folder of checkpoints.
         status: what is committed.
-        retained: number of newest committed steps whose checkpoints are kept, at least 1.
+        keep_checkpoints: number of newest committed steps whose checkpoints are kept, at least 1.
     """
     committed_folders = {part for folder in status.folders.values() for part in PurePath(folder).parts}
 
@@ -57,7 +57,7 @@ def garbage(names: Iterable[str], status: CommitStatus, retained: int) -> list[s
             return False
         if attempt.step > status.committed:
             return attempt.incarnation < status.oldest_trainer
-        return attempt.step <= status.committed - retained or attempt.step in status.folders
+        return attempt.step <= status.committed - keep_checkpoints or attempt.step in status.folders
 
     return [name for name in names if is_garbage(name)]
 
@@ -70,11 +70,11 @@ class CheckpointCleaner:
 
     Args:
         checkpoints: The run's folder of checkpoints.
-        retained: As for :func:`garbage`.
+        keep_checkpoints: As for :func:`garbage`.
     """
 
-    def __init__(self, checkpoints: Path, retained: int) -> None:
-        self._checkpoints, self._retained = checkpoints, retained
+    def __init__(self, checkpoints: Path, keep_checkpoints: int) -> None:
+        self._checkpoints, self._keep_checkpoints = checkpoints, keep_checkpoints
         self._status: CommitStatus | None = None
         self._todo: queue.SimpleQueue[CommitStatus | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="rrl-cleaner", daemon=True)
@@ -102,7 +102,7 @@ class CheckpointCleaner:
 
     def _delete(self, status: CommitStatus) -> None:
         with contextlib.suppress(OSError):  # a folder that cannot be listed now is listed after the next commit
-            for name in garbage([entry.name for entry in self._checkpoints.iterdir()], status, self._retained):
+            for name in garbage([entry.name for entry in self._checkpoints.iterdir()], status, self._keep_checkpoints):
                 self._delete_folder(self._checkpoints / name)
 
     def _delete_folder(self, folder: Path) -> None:

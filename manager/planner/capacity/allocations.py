@@ -13,7 +13,7 @@ from ...model.actions import Action, Fence, Finish, Release, Request, Rung, Why
 from ...model.queries import gang, gangs, open_requests, workers
 from ...model.state import Allocation, Replica, State, Status
 from ..deadlines import NEVER, SHUTDOWN_GRACES, rotate_at, unsatisfiable_at
-from .initial_request import (
+from .allocation_requests import (
     MAX_REJECTIONS,
     await_minimum,
     first_request,

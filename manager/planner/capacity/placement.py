@@ -3,6 +3,9 @@
 A gang is launched as a whole and with one incarnation number. It is launched when every member has a node and no
 back-off, and the gang's earlier incarnations have released their memory. If the manager fails between two of its
 launches, the next manager launches the missing members with the same number.
+
+All replicas that have a node and no back-off are launched at once: the number of replicas that start together is not
+limited. (Planned moves are limited to one replica of a role at a time: rotation.py.)
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Request
 from rrl.manager.model.reducer import fold
 from rrl.manager.planner import plan
-from rrl.manager.planner.capacity.initial_request import initial_requests
+from rrl.manager.planner.capacity.allocation_requests import initial_requests
 
 NODE = Resources(cpus=2, mem=2**30)
 

@@ -20,7 +20,7 @@ from rrl.manager.model.reduce_replicas import RETRY_PAUSE_S
 from rrl.manager.model.reducer import fold
 from rrl.manager.model.state import Status
 from rrl.manager.planner import Plan, plan
-from rrl.manager.planner.capacity.initial_request import MAX_REJECTIONS
+from rrl.manager.planner.capacity.allocation_requests import MAX_REJECTIONS
 from rrl.manager.planner.deadlines import MIN_WALLTIME_MARGIN_S, UNSATISFIABLE_AFTER_S
 from rrl.manager.planner.shutdown import final_reason
 from rrl.tests.support.manager.jobs import REWARD, ROLLOUTS, RUN, STORE, TRAINER, job

@@ -42,23 +42,23 @@ STATUS = _status(9, 3, s8="checkpoints/step-8.2.0", s9="checkpoints/step-9.3.1")
     ],
 )
 def test_only_what_nobody_can_need_is_garbage(name: str, is_garbage: bool) -> None:
-    assert (garbage([name], STATUS, retained=2) == [name]) is is_garbage
+    assert (garbage([name], STATUS, keep_checkpoints=2) == [name]) is is_garbage
 
 
 def test_retained_steps_whose_commits_are_forgotten_are_kept() -> None:
     names = [f"step-{step}.1.0" for step in range(1, 10)]
-    assert garbage(names, STATUS, retained=4) == [*names[:5], "step-8.1.0", "step-9.1.0"]
+    assert garbage(names, STATUS, keep_checkpoints=4) == [*names[:5], "step-8.1.0", "step-9.1.0"]
 
 
 def test_folder_of_an_old_step_that_the_newest_commit_names_is_kept() -> None:
     status = _status(9, s8="checkpoints/step-1.1.0/weights", s9="checkpoints/step-1.1.0/weights")
-    assert garbage(["step-1.1.0", "step-2.1.0"], status, retained=2) == ["step-2.1.0"]
+    assert garbage(["step-1.1.0", "step-2.1.0"], status, keep_checkpoints=2) == ["step-2.1.0"]
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_no_store_ever_deletes_a_checkpoint_that_a_later_one_retains(seed: int) -> None:
     """A store that was superseded acts on old facts, at any later moment."""
-    dice, retained = random.Random(seed), 2 + seed % 2
+    dice, keep_checkpoints = random.Random(seed), 2 + seed % 2
     committed, trainer, commits, attempts = 0, 1, dict[int, str](), list[str]()
     deleted_by_some_store: set[str] = set()
     for _ in range(200):
@@ -73,8 +73,8 @@ def test_no_store_ever_deletes_a_checkpoint_that_a_later_one_retains(seed: int) 
                     committed += 1
                     commits[committed] = dice.choice(mine)
         newest = {step: f"checkpoints/{name}" for step, name in commits.items() if step > committed - 2}
-        deleted_by_some_store |= set(garbage(attempts, CommitStatus(committed, trainer, newest), retained))
-        needed = {name for step, name in commits.items() if step > committed - retained}
+        deleted_by_some_store |= set(garbage(attempts, CommitStatus(committed, trainer, newest), keep_checkpoints))
+        needed = {name for step, name in commits.items() if step > committed - keep_checkpoints}
         assert not needed & deleted_by_some_store
     assert committed > 5
     assert deleted_by_some_store
@@ -104,7 +104,7 @@ def _names(checkpoints: Path) -> set[str]:
 
 def test_store_keeps_the_newest_commits_and_deletes_the_older_ones(tmp_path: Path) -> None:
     store, checkpoints = open_store(tmp_path / "store"), tmp_path / "checkpoints"
-    with CheckpointCleaner(checkpoints, retained=2) as cleaner:
+    with CheckpointCleaner(checkpoints, keep_checkpoints=2) as cleaner:
         for number in range(1, 6):
             _commit_step(store, _attempt(checkpoints, number), number)
             cleaner.update(store.commit_status)
@@ -117,7 +117,7 @@ def test_store_that_died_between_commit_and_deletion_deletes_when_it_restarts(tm
         _commit_step(store, _attempt(checkpoints, number), number)
     store.close()
     assert len(_names(checkpoints)) == 3
-    with CheckpointCleaner(checkpoints, retained=2) as cleaner:
+    with CheckpointCleaner(checkpoints, keep_checkpoints=2) as cleaner:
         cleaner.update(open_store(tmp_path / "store").commit_status)
     assert _names(checkpoints) == {"step-2.1.0", "step-3.1.0"}
 
@@ -127,7 +127,7 @@ def test_attempts_of_a_fenced_trainer_are_deleted_before_the_next_commit(tmp_pat
     _commit_step(store, _attempt(checkpoints, 1), 1)
     _attempt(checkpoints, 2)  # and its trainer dies
     successor = incarnation_of(TRAINER.replica, 2)
-    with CheckpointCleaner(checkpoints, retained=2) as cleaner:
+    with CheckpointCleaner(checkpoints, keep_checkpoints=2) as cleaner:
         store.committed(successor)
         store.flush()
         cleaner.update(store.commit_status)
@@ -143,7 +143,7 @@ def test_folder_that_cannot_be_deleted_is_reported_once_and_tried_again(
     def refuse(path: Path) -> None:
         raise OSError(39, "Directory not empty")
 
-    with CheckpointCleaner(tmp_path, retained=2) as cleaner:
+    with CheckpointCleaner(tmp_path, keep_checkpoints=2) as cleaner:
         with monkeypatch.context() as patch:
             patch.setattr(shutil, "rmtree", refuse)
             for committed in (3, 4):
@@ -164,7 +164,7 @@ def test_store_that_fails_does_not_wait_for_a_deletion(tmp_path: Path, monkeypat
         may_end.wait()
 
     def serve() -> None:
-        with CheckpointCleaner(tmp_path, retained=2) as cleaner:
+        with CheckpointCleaner(tmp_path, keep_checkpoints=2) as cleaner:
             cleaner.update(_status(3))
             assert begun.wait(TIMEOUT_S)
             raise OSError("the log cannot be written")

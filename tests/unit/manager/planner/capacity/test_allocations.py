@@ -13,7 +13,7 @@ from rrl.manager.model.actions import Fence, Finish, Launch, Release, Request, R
 from rrl.manager.model.queries import workers
 from rrl.manager.model.reducer import fold
 from rrl.manager.model.state import Status
-from rrl.manager.planner.capacity.initial_request import initial_requests
+from rrl.manager.planner.capacity.allocation_requests import initial_requests
 from rrl.manager.planner.capacity.nodes import NodeInventory
 from rrl.manager.planner.deadlines import UNSATISFIABLE_AFTER_S
 from rrl.tests.support.manager.jobs import NODE, REWARD, ROLLOUTS, RUN, STORE, TRAINER, WIDE, in_node_groups, job

@@ -24,7 +24,7 @@ from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Fence, Finish, Launch, Release, Request, Rung
 from rrl.manager.model.queries import workers
 from rrl.manager.model.state import Status
-from rrl.manager.planner.capacity.initial_request import MAX_REJECTIONS
+from rrl.manager.planner.capacity.allocation_requests import MAX_REJECTIONS
 from rrl.tests.support.manager.jobs import ROLLOUTS, RUN, STORE, TRAINER, in_node_groups, job
 from rrl.tests.support.manager.world import World, assert_nothing_is_left, requests
 

@@ -1,4 +1,4 @@
-"""The first allocation requests of a run in each form (pool, hetjob, replica), and the nodes it needs to start. Pure.
+"""Build the requests for allocations: the first of a run in each form (pool, hetjob, replica), and later ones. Pure.
 
 ``rrl check`` shows the same requests.
 """
