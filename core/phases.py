@@ -50,6 +50,8 @@ class Phase(Struct, frozen=True):
 
 STANDBY = "standby"
 """Phase of a standby process until it is promoted: no replica waits for it, and it need not make progress."""
+WAIT_DATA = "wait_data"
+"""Phase of a trainer that requests data from the store until it gets some."""
 WAIT_EXTERNAL = "wait_external"
 """Phase of a role that waits for a service outside of the run (``rrl.waiting``)."""
 _HOUR = 3600.0
@@ -63,7 +65,7 @@ _ALL = (
     ),
     Phase("wait_weights", waits_for="trainer", idle_cause="weights", colour="yellow"),
     Phase("wait_work", waits_for="trajectories", idle_cause="work", useful=True, colour="bright_black"),
-    Phase("wait_data", waits_for="rollout", idle_cause="rollouts", useful=True, colour="bright_black"),
+    Phase(WAIT_DATA, waits_for="rollout", idle_cause="rollouts", useful=True, colour="bright_black"),
     # tools take minutes; a rollout that supports the probe is judged by its reply long before this deadline
     # (health/detection/detectors/probing.py)
     Phase("generate", progresses=True, computes=True, useful=True, shortest=300.0, longest=_HOUR, colour="green"),

@@ -197,6 +197,7 @@ def restart_clocks(view: ReplicaView, now: float) -> None:
     view.launched_at = view.last_message_at = view.phase_since = view.done_changed_at = now
     view.heartbeats, view.start_observed = 0, False
     view.blocked_since = None if view.waits_for is None else now
+    view.data_untaken_since = None
     view.loads.reset()
     view.probe.reset()
     pace = view.throughput

@@ -287,6 +287,9 @@ class ReplicaView:
     """Heartbeats received since ``last_change_at``: observations that show no progress."""
     blocked_since: float | None = None
     """Time since which ``waits_for`` has named a replica."""
+    data_untaken_since: float | None = None
+    """Time since which the store's heartbeats report data for the trainer, which requests none; None: the newest one
+    does not."""
     worked_before: bool = False
     """Whether its first report already showed progress, so that its first pass was under an earlier manager."""
     usual_duration: float | None = None

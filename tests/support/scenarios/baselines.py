@@ -82,8 +82,9 @@ class Baseline:
             one.joined = True
 
     def heartbeat(
-        self, incarnation: Incarnation, phase: str, done: int, waits_for: ReplicaId | None, now: float
-    ) -> None:
+        self, incarnation: Incarnation, phase: str, done: int, waits_for: ReplicaId | None, data_untaken: bool,
+        now: float,
+    ) -> None:  # fmt: skip
         if (one := self.replicas.get(incarnation)) is not None:
             one.heartbeat_at = now
             if phase != one.phase or done > one.done:

@@ -25,8 +25,9 @@ class Judge(Protocol):
         """Who has said Hello has these GPUs."""
 
     def heartbeat(
-        self, incarnation: Incarnation, phase: str, done: int, waits_for: ReplicaId | None, now: float
-    ) -> None: ...
+        self, incarnation: Incarnation, phase: str, done: int, waits_for: ReplicaId | None, data_untaken: bool,
+        now: float,
+    ) -> None: ...  # fmt: skip
     def entered(
         self, incarnation: Incarnation, phase: str, done: int, waits_for: ReplicaId | None, now: float
     ) -> None: ...

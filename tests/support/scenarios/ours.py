@@ -121,9 +121,10 @@ class RrlDetectors:
         self._tenants[incarnation] = node, uuids
 
     def heartbeat(
-        self, incarnation: Incarnation, phase: str, done: int, waits_for: ReplicaId | None, now: float
-    ) -> None:
-        self._monitor.on_heartbeat(incarnation, phase, done, waits_for, now)
+        self, incarnation: Incarnation, phase: str, done: int, waits_for: ReplicaId | None, data_untaken: bool,
+        now: float,
+    ) -> None:  # fmt: skip
+        self._monitor.on_heartbeat(incarnation, phase, done, waits_for, now, data_untaken)
 
     def entered(self, incarnation: Incarnation, phase: str, done: int, waits_for: ReplicaId | None, now: float) -> None:
         self._monitor.on_phase(incarnation, phase, done, waits_for, now)
