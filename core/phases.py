@@ -39,6 +39,9 @@ class Phase(Struct, frozen=True):
     nothing before the deadline."""
     uses_storage: bool = False
     """True if the replica reads or writes files during the phase, so that it may have to wait for storage."""
+    calls_services: bool = False
+    """True if code of the user runs during the phase that may call services outside of the run, such as a judge: a
+    replica that does not use its CPU may then wait for one without reporting it."""
     useful: bool = False
     """True if the phase counts as effective training time (RobustRL's ETTR counts both rollout and actor update)."""
     shortest: float = 60.0
@@ -75,7 +78,7 @@ _ALL = (
     Phase("checkpoint", uses_storage=True, useful=True, shortest=300.0, longest=_HOUR, colour="blue"),
     Phase("publish", uses_storage=True, useful=True, shortest=300.0, longest=_HOUR, colour="blue"),
     # there may be a backlog, or a slow judge model
-    Phase("score", progresses=True, useful=True, shortest=300.0, longest=_HOUR, colour="green"),
+    Phase("score", progresses=True, calls_services=True, useful=True, shortest=300.0, longest=_HOUR, colour="green"),
     # the role itself reports what it waits for, so only time can show that the service never answers; judges that
     # limit their clients' rate make them wait for up to 14 min, and some of these waits follow each other directly
     Phase(WAIT_EXTERNAL, idle_cause="external", useful=True, shortest=_HOUR, longest=_HOUR, colour="yellow"),

@@ -30,7 +30,7 @@ from ...config.health_rules import Rules
 from ...core.types import Cause, Evidence, Finding, Flag, NodeName, Remedy, Verdict
 from ..readers.samples import READERS, HostData
 from . import dcgm, fabric, gpu, gpu_links, host, kernel_log, xid
-from .base import Check, CheckResult, Passed, Problem, Unknown, fail
+from .base import Check, CheckResult, Passed, Problem, Unknown, fail, warn
 from .node_state import NodeState
 
 _MAX_EVIDENCE_LINES = 5
@@ -66,6 +66,9 @@ def _check_readers(state: NodeState, rules: Rules, now: float) -> Iterator[Check
         if witness:
             text = f"NVML does not answer, and {witness}"
             yield fail(Cause.GPU, Remedy.REBOOT, text, component="nvml", proof=True, source="nvml")
+        else:
+            text = "NVML does not answer, and nothing else shows that the driver hangs"
+            yield warn(Cause.GPU, Remedy.SUPPORT, text, component="nvml", source="nvml")
     for name in READERS:
         newest = state.newest.get(name)
         if newest is None:
@@ -111,8 +114,8 @@ def _stuck_in_driver(state: NodeState) -> str:
 
 _READERS_CHECK = Check(
     "readers", READERS, _check_readers, "whether the readers of the node answer in time",
-    "one does not: UNKNOWN; NVML does not for readers.stall s, nor does DCGM for as long, or a process is stuck"
-    " in its driver: FAIL, reboot", "NVSentinel (probe deadline)", any_reader=True,
+    "one does not: UNKNOWN; NVML does not for readers.stall s: WARN, support; nor does DCGM for as long, or a process"
+    " is stuck in its driver: FAIL, reboot", "NVSentinel (probe deadline)", any_reader=True,
 )  # fmt: skip
 
 CHECKS: tuple[Check, ...] = (

@@ -109,6 +109,7 @@ class ProgressTracker:
             view.worked_before = done > 0
         if before is None or done <= before:
             return
+        first_pass = view.first_pass
         if view.phase is not None and view.declared.progresses:
             self._record_duration(view, now)
             view.start_observed = True
@@ -116,7 +117,9 @@ class ProgressTracker:
             self._freeze_baseline(view)
         view.done_changed_at = now
         view.heartbeats = 0
-        if view.loads.gpu_idle_since is None:  # a replica whose GPU idles may report false progress: still probe it
+        # A replica whose GPU idles may report false progress: still probe it. But a probe of its first pass has no
+        # deadline while the replica compiles, and must not be overdue the moment that this pass is over.
+        if first_pass or view.loads.gpu_idle_since is None:
             view.probe.reset()
 
     def update_throughput(self, view: ReplicaView, done: int, now: float) -> None:

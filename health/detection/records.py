@@ -75,6 +75,8 @@ class LoadHistory:
     """Whether the newest load shows a running kernel."""
     cpu_bound: bool = False
     """Whether the newest load shows an idle GPU and a CPU at work (``HOST_WORK_CPU_CORES``)."""
+    cpu_working_loads: int = 0
+    """Consecutive loads that show a CPU at work (``HOST_WORK_CPU_CORES``), whatever the GPU does."""
     cpu_active: bool = False
     """Whether the newest load shows CPU use at all. A stopped process has none, even if a kernel occupies its GPU."""
     stopped: bool = False
@@ -117,6 +119,7 @@ class LoadHistory:
         self.kernel_active = gpu is not None and gpu >= IDLE_GPU_SHARE
         self.ran_kernel = self.ran_kernel or self.kernel_active
         self.cpu_active = cpu >= IDLE_CPU_CORES
+        self.cpu_working_loads = self.cpu_working_loads + 1 if cpu >= HOST_WORK_CPU_CORES else 0
         self.stopped = stopped
         self.cpu_bound = gpu is not None and gpu < IDLE_GPU_SHARE and cpu >= HOST_WORK_CPU_CORES
         if tensor is not None and tensor >= SPIN_TENSOR_SHARE:
@@ -126,7 +129,7 @@ class LoadHistory:
     def reset(self) -> None:
         """Discard the intervals and the newest load; what was ever observed of GPU and tensor cores is kept."""
         self.latest_at = self.idle_since = self.gpu_idle_since = self.spinning_since = self.tensor_active_at = None
-        self.idle_loads = self.spinning_loads = 0
+        self.idle_loads = self.spinning_loads = self.cpu_working_loads = 0
         self.working = self.kernel_active = self.cpu_bound = self.cpu_active = self.stopped = False
 
     def idle_for(self, since: float) -> float:

@@ -14,8 +14,10 @@ deadline is extended by ``limits.first_pass``, unless the replica is idle, since
 with the same evidence (idle, at work, or unknown) and passes of equal length no deadline is longer than that of an
 earlier pass. docs/health.md has a table of the resulting times.
 
-A replica that is observed at work has ``BUSY_DEADLINE_FACTOR`` times its deadline. While its node reports that storage
-stalls, a replica in a phase that uses storage has ``MAX_STORAGE_STALL_S``, and afterwards its deadline starts again.
+A replica that is observed at work has ``BUSY_DEADLINE_FACTOR`` times its deadline. A replica whose code may call a
+service outside of the run has ``MIN_SERVICE_WAIT_S`` at least, unless its CPU is observed at work. While its node
+reports that storage stalls, a replica in a phase that uses storage has ``MAX_STORAGE_STALL_S``, and afterwards its
+deadline starts again.
 """
 
 from __future__ import annotations
@@ -42,6 +44,11 @@ first checkpoint may create a whole folder tree on busy storage (ours)."""
 MAX_BLIND_TRAINING_S = 7200.0
 """Deadline (s) of a training pass whose only sign of work is a busy GPU or CPU, because its tensor cores were never
 observed at work: a collective that hangs looks the same, and an evaluation or a compilation rarely takes longer."""
+MIN_SERVICE_WAIT_S = 900.0
+"""Time (s) without progress that an unreported wait for a service outside of the run explains: judges that limit the
+rate of their clients make them wait for up to 14 min (observed). It counts from the last work of the CPU."""
+_MIN_WORKING_LOADS = 5
+"""Consecutive loads that must show a CPU at work, so that a replica does not just wait: a retry takes less."""
 MAX_STORAGE_STALL_S = 3600.0
 """Time (s) without progress that a storage stall explains in every phase that uses storage: ``longest`` of a checkpoint
 (ours)."""
@@ -103,6 +110,23 @@ def idle_due(view: ReplicaView, limits: Limits, since: float) -> tuple[float, st
         known = seconds, "no baseline yet"
     seconds, source = known
     return max(since, loads.idle_since) + seconds, f"{seconds:.4g} s of idleness ({source})"
+
+
+def service_wait_due(view: ReplicaView, since: float) -> tuple[float, str] | None:
+    """Return the time (s) before which a replica may wait for a service outside of the run, and a text with the limit.
+
+    Return None if the phase calls no such service, or if the CPU of the replica is at work: it computes, or loops.
+
+    Args:
+        view: The replica.
+        since: Time (s) of the last progress.
+    """
+    if not view.declared.calls_services or (
+        view.loads.cpu_working_loads >= _MIN_WORKING_LOADS and _has_recent_loads(view)
+    ):
+        return None
+    seconds = min(MIN_SERVICE_WAIT_S, view.declared.longest)
+    return max(since, view.loads.idle_since or since) + seconds, f"{seconds:.4g} s in which it may wait for a service"
 
 
 def first_pass_grace(view: ReplicaView, limits: Limits) -> float:
