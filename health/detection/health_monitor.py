@@ -226,6 +226,17 @@ class HealthMonitor:
                 self._progress.mark_answers_probes(view.role)
             view.probe.answered(result, detail, now)
 
+    def on_stacks(self, gang: Incarnation, stack: str | None, now: float) -> None:
+        """Take a sample of the stacks of a gang (:func:`.detectors.stack_samples.due_stack_samples`).
+
+        ``stack``: what the stacks of all members have in common, with line numbers; None if they differ, or if a
+        member's is not known.
+        """
+        for view in self.replicas.values():
+            if view.incarnation.gang == gang:
+                view.stacks.add(stack, now)
+                self.dirty.add(view.node)
+
     def on_step_ended(
         self, incarnation: Incarnation, code: int | None, signal: int | None, reason: ExitReason, now: float,
         last_line: str = "", detail: str = "", exception: RaisedException | None = None,

@@ -94,6 +94,7 @@ class ProgressTracker:
         view.start_observed = view.phase is not None  # the first phase reported began before the report
         view.phase, view.phase_since, view.heartbeats = phase, now, 0
         view.declared = self._limits.phase(phase)
+        view.stacks.reset()
         view.probe.reset()
         view.probe.no_probe_handler = False  # a role may install its handler after the first probe
         view.throughput.last_added_at = None
@@ -116,6 +117,7 @@ class ProgressTracker:
             view.passed_phases.add(view.phase)
             self._freeze_baseline(view)
         view.done_changed_at = now
+        view.stacks.reset()
         view.heartbeats = 0
         # A replica whose GPU idles may report false progress: still probe it. But a probe of its first pass has no
         # deadline while the replica compiles, and must not be overdue the moment that this pass is over.
@@ -201,6 +203,7 @@ def restart_clocks(view: ReplicaView, now: float) -> None:
     view.heartbeats, view.start_observed = 0, False
     view.blocked_since = None if view.waits_for is None else now
     view.data_untaken_since = None
+    view.stacks.reset()
     view.loads.reset()
     view.probe.reset()
     pace = view.throughput

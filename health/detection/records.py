@@ -205,6 +205,32 @@ class ProbeState:
         self.last_sent_at, self.heartbeats, self.answer_count = 0.0, 0, 0
 
 
+@dataclass(slots=True)
+class StackSamples:
+    """Samples of the Python stacks of a replica's gang, as far as they have been equal without a break."""
+
+    stack: str | None = None
+    """Stack of every member in the newest sample, with line numbers; None if the members' stacks differ, or are not
+    known."""
+    since: float = 0.0
+    """Time of the first of the equal samples."""
+    latest_at: float = -inf
+    """Time of the newest sample; -inf: there is none."""
+    count: int = 0
+    """Number of equal samples."""
+
+    def add(self, stack: str | None, now: float) -> None:
+        """Take a sample."""
+        if stack is None or stack != self.stack:
+            self.stack, self.since, self.count = stack, now, 0
+        self.count += stack is not None
+        self.latest_at = now
+
+    def reset(self) -> None:
+        """Discard all samples."""
+        self.stack, self.since, self.latest_at, self.count = None, 0.0, -inf, 0
+
+
 SUSPEND_CHECK_HEARTBEATS = 4
 """Missed heartbeats after which the cluster certainly reports a suspended job as suspended (measured: at once)."""
 FLAP_COUNT = 4
@@ -325,6 +351,8 @@ class ReplicaView:
     """Storage stall of its node or, in a gang, of any member's node: the members wait for each other."""
     loads: LoadHistory = field(default_factory=LoadHistory, repr=False)
     probe: ProbeState = field(default_factory=ProbeState, repr=False)
+    stacks: StackSamples = field(default_factory=StackSamples, repr=False)
+    """Samples of its gang's stacks in this pass."""
     role: RoleView = field(default_factory=RoleView, repr=False)
     """What is known of its role; shared by all replicas of the role."""
     throughput: Throughput = field(default_factory=Throughput, repr=False)

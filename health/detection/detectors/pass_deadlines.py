@@ -30,6 +30,7 @@ from ....core.phases import PHASES
 from ....core.run_spec import Limits
 from ..records import MAX_LOAD_GAP_S, ReplicaView
 from .base import SLOWEST_FACTOR, is_waiting
+from .stack_samples import stands_still
 
 EARLY_FACTOR = 2.0
 """Multiple of the deadline until a usual duration is known, for a replica that is not observed to be idle (ours: the
@@ -49,6 +50,9 @@ MIN_SERVICE_WAIT_S = 900.0
 rate of their clients make them wait for up to 14 min (observed). It counts from the last work of the CPU."""
 _MIN_WORKING_LOADS = 5
 """Consecutive loads that must show a CPU at work, so that a replica does not just wait: a retry takes less."""
+MAX_SAME_STACK_S = 1800.0
+"""Deadline (s) of a training pass in which all ranks stand at the same line while their GPUs are busy: three times the
+timeout of a collective in torch.distributed (600 s); the first collective of a large job takes minutes (ours)."""
 MAX_STORAGE_STALL_S = 3600.0
 """Time (s) without progress that a storage stall explains in every phase that uses storage: ``longest`` of a checkpoint
 (ours)."""
@@ -74,6 +78,9 @@ def deadline(view: ReplicaView, limits: Limits) -> Deadline:
     known = _from_known_passes(view, limits)
     if known is None and _works_blindly(view):
         most = min(declared.longest + grace, max(MAX_BLIND_TRAINING_S, declared.shortest))
+        if stands_still(view):
+            most = min(most, max(MAX_SAME_STACK_S, declared.shortest))
+            return Deadline(most, most, f"{most:.4g} s (no baseline yet; all ranks stand at the same line)")
         return Deadline(most, most, f"{most:.4g} s (no baseline yet; its tensor cores were never observed at work)")
     base, source = known or (declared.longest, "no baseline yet")
     seconds = base
@@ -83,6 +90,8 @@ def deadline(view: ReplicaView, limits: Limits) -> Deadline:
         seconds, source = seconds + grace, f"{source}; first pass + {grace:g} s"
     most = min(declared.longest, MAX_BLIND_TRAINING_S) if _gpu_busy_without_tensor_signal(view) else declared.longest
     busy = min(BUSY_DEADLINE_FACTOR * (base + grace), most)
+    if stands_still(view):
+        busy = min(busy, MAX_SAME_STACK_S)
     return Deadline(seconds, max(seconds, busy), f"{seconds:.4g} s ({source})")
 
 

@@ -237,6 +237,18 @@ class Gang:
                 self.lump_at = now + self.rhythm_phase.every.draw(self.random)
         self.remaining -= dt * speed
 
+    def common_stack(self, now: float) -> str | None:
+        """Return a text for the stacks of all members: another one with each step of their work, None if they differ.
+
+        A stack is known if the agent of its node answers.
+        """
+        if not all(member.node.agent_is_running(now) and now >= member.node.cut for member in self.members):
+            return None
+        stuck = [now < member.stuck for member in self.members]
+        if any(stuck) and not all(stuck):
+            return None
+        return f"{self.rhythm_phase.phase} since {self.entered_at:g} s" if any(stuck) else f"at {now:g} s"
+
     def is_stuck_taking_data(self, now: float) -> bool:
         """Return whether it is in ``wait_data`` and one of its processes is stuck, so that it takes no data."""
         in_phase = self.alive and self.rhythm_phase.phase == WAIT_DATA

@@ -141,6 +141,12 @@ class Baseline:
     def wants_poll(self, now: float) -> bool:
         return False
 
+    def due_stacks(self, now: float) -> list[Incarnation]:
+        return []
+
+    def stacks(self, gang: Incarnation, stack: str | None, now: float) -> None:
+        pass
+
     def due_probes(self, now: float) -> list[Incarnation]:
         return [
             incarnation

@@ -52,6 +52,12 @@ class Judge(Protocol):
         """Who shall do a bit of work and say so."""
 
     def answered(self, incarnation: Incarnation, result: ProbeResult, detail: str, now: float) -> None: ...
+    def due_stacks(self, now: float) -> list[Incarnation]:
+        """Gangs whose stacks it wants to compare."""
+
+    def stacks(self, gang: Incarnation, stack: str | None, now: float) -> None:
+        """What the stacks of all members have in common; None: they differ, or one is not known."""
+
     def forget(self, incarnation: Incarnation, now: float) -> None:
         """It was fenced."""
 

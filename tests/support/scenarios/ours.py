@@ -34,6 +34,7 @@ from rrl.health.detection.detect import detect
 from rrl.health.detection.detectors.liveness import missing_heartbeats
 from rrl.health.detection.detectors.node_liveness import silent_nodes
 from rrl.health.detection.detectors.probing import due_probes
+from rrl.health.detection.detectors.stack_samples import due_stack_samples
 from rrl.health.detection.health_monitor import HealthMonitor
 from rrl.health.detection.pipeline import PublicationContext, publish
 from rrl.health.readers.samples import READERS, Reading
@@ -191,6 +192,13 @@ class RrlDetectors:
 
     def answered(self, incarnation: Incarnation, result: ProbeResult, detail: str, now: float) -> None:
         self._monitor.on_probe_answered(incarnation, result, detail, now)
+        self._has_new_input = True
+
+    def due_stacks(self, now: float) -> list[Incarnation]:
+        return due_stack_samples(self._monitor, self._limits, now)[0]
+
+    def stacks(self, gang: Incarnation, stack: str | None, now: float) -> None:
+        self._monitor.on_stacks(gang, stack, now)
         self._has_new_input = True
 
     # ── done by the manager ──────────────────────────────────────────────────────────────────────────────────────────
