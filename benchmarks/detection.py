@@ -1,9 +1,9 @@
 """Measures how well failures are detected: rrl's detectors and two baselines in scripted scenarios in virtual time.
 
 ``python detection.py [--scenarios DIR] [--seeds K] [--first-seed N] [--curve/--no-curve] [--only GLOB] [--jobs N]
-[--json]``. The scenarios are files (docs/scenarios.md); another folder of scenarios can be used instead. Prints how
-many failures each method found and missed and how many false alarms it raised, the delays by role and cause, and each
-mistake of rrl with its scenario and seed. The last line is one JSON object.
+[--warnings] [--json]``. The scenarios are files (docs/scenarios.md); another folder of scenarios can be used instead.
+Prints how many failures each method found and missed and how many false alarms it raised, the delays by role and cause,
+and each mistake of rrl with its scenario and seed. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
+from math import inf
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,7 +25,7 @@ from rrl.tests.support.scenarios.format import Scenario
 from rrl.tests.support.scenarios.load import ScenarioError, load_all
 from rrl.tests.support.scenarios.methods import FIXED, METHODS, OURS, ROBUSTRL
 from rrl.tests.support.scenarios.play import Played
-from rrl.tests.support.scenarios.score import compared, confusion, delays, quantile, score
+from rrl.tests.support.scenarios.score import compared, confusion, delays, delays_of_both, quantile, score
 
 SHIPPED = Path(__file__).parent.parent / "tests" / "data" / "scenarios"
 MAX_CURVE_SEEDS = 2
@@ -40,6 +41,7 @@ def main(
     curve: Annotated[bool, typer.Option(help="compare delays at one rate of false alarms, not only by default")] = True,
     only: Annotated[str, typer.Option(help="names of scenarios, with * and ?")] = "*",
     jobs: Annotated[int | None, typer.Option(min=1, help="processes; default: the cores that may be used")] = None,
+    warnings: Annotated[bool, typer.Option("--warnings", help="also list every WARN of rrl")] = False,
     json_only: Annotated[bool, typer.Option("--json", help="only the JSON line")] = False,
 ) -> None:
     check_requirements("detection")
@@ -59,6 +61,8 @@ def main(
     )
     if not json_only:
         _print_results(plays, points)
+        if warnings:
+            _print_warnings(plays[OURS])
     print(json.dumps(_result(chosen, plays, points, match, curve)))
 
 
@@ -100,6 +104,8 @@ def _result(
            for method in (FIXED, ROBUSTRL)},
         "hang_delay_over_robustrl_as_published": as_published["each"],
         "hang_delays_as_published": as_published,
+        "hang_delays_of_both": _delays_of_both(plays),
+        "warnings": sum(len(play.warnings) for play in plays[OURS]),
         "broken": sorted({play.scenario for play in plays[OURS] if play.broken}),
     }  # fmt: skip
     if curve:
@@ -110,6 +116,20 @@ def _result(
             for one in points
         ]  # fmt: skip
     return result
+
+
+def _delays_of_both(plays: Mapping[str, Sequence[Played]]) -> dict[str, dict[str, Any]]:
+    """Return the delays of the hangs that rrl and RobustRL both find, by role, and of all roles together."""
+    found = delays_of_both(plays[OURS], plays[ROBUSTRL])
+    pairs = {**found, "all": [pair for each in found.values() for pair in each]}
+    return {
+        role: {"found": len(each)} | {
+            method: {"median": quantile([pair[place] for pair in each], 0.5),
+                     "p95": quantile([pair[place] for pair in each], 0.95)}
+            for place, method in enumerate((OURS, ROBUSTRL))
+        }
+        for role, each in pairs.items() if each
+    }  # fmt: skip
 
 
 # ── for people ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -128,6 +148,11 @@ def _print_results(plays: Mapping[str, Sequence[Played]], points: Sequence[Point
     by = {method: delays(each) for method, each in plays.items()}
     print_table(["role, cause", *plays], [[f"{role}, {cause}", *(_spread(by[method].get((role, cause), []))
                                            for method in plays)] for role, cause in kinds])  # fmt: skip
+    print("\ndelay of the hangs that ours and robustrl both find, s: median / p95")
+    print_table(["role", "found", OURS, ROBUSTRL], [
+        [role, str(each["found"]), *(f"{each[one]['median']:.0f} / {each[one]['p95']:.0f}" for one in (OURS, ROBUSTRL))]
+        for role, each in _delays_of_both(plays).items()
+    ])  # fmt: skip
     if points:
         print("\nbounds multiplied by a factor")
         print_table(["method", "factor", "precision", "recall", "false/run", "hang delay, s"], [
@@ -160,6 +185,17 @@ def _print_mistakes(plays: Sequence[Played]) -> None:
             lines.append(f"{at}: false alarm at {alarm.at:.0f} s about {alarm.who}: {alarm.detector}: {alarm.text}")
     print(f"\nmistakes of ours: {len(lines)}")
     for line in lines[:_MAX_LISTED_MISTAKES]:
+        print(f"  {line}")
+
+
+def _print_warnings(plays: Sequence[Played]) -> None:
+    lines = [
+        f"{play.scenario} seed {play.seed}: WARN at {one.at:.0f} s about {one.who}"
+        f"{'' if one.until == inf else f', until {one.until:.0f} s'}: {one.detector}: {one.text}"
+        for play in plays for one in play.warnings
+    ]  # fmt: skip
+    print(f"\nwarnings of ours: {len(lines)}")
+    for line in lines:
         print(f"  {line}")
 
 

@@ -39,6 +39,9 @@ class Phase(Struct, frozen=True):
     progress then proves nothing before the deadline."""
     uses_storage: bool = False
     """True if the replica reads or writes files during the phase, so that it may have to wait for storage."""
+    calls_services: bool = False
+    """True if code of the user runs during the phase that may call services outside of the run, such as a judge: a
+    replica that does not use its CPU may then wait for one without reporting it."""
     useful: bool = False
     """True if the phase counts as effective training time (RobustRL's ETTR counts both rollout and actor update)."""
     shortest: float = 60.0
@@ -50,6 +53,8 @@ class Phase(Struct, frozen=True):
 
 STANDBY = "standby"
 """Phase of a standby process until it is promoted: no replica waits for it, and it need not make progress."""
+WAIT_DATA = "wait_data"
+"""Phase of a trainer that requests data from the store until it gets some."""
 WAIT_EXTERNAL = "wait_external"
 """Phase of a role that waits for a service outside of the run (``rrl.waiting``)."""
 _HOUR = 3600.0
@@ -63,7 +68,7 @@ _ALL = (
     ),
     Phase("wait_weights", waits_for="trainer", idle_cause="weights", colour="yellow"),
     Phase("wait_work", waits_for="trajectories", idle_cause="work", useful=True, colour="bright_black"),
-    Phase("wait_data", waits_for="rollout", idle_cause="rollouts", useful=True, colour="bright_black"),
+    Phase(WAIT_DATA, waits_for="rollout", idle_cause="rollouts", useful=True, colour="bright_black"),
     # tools take minutes; a rollout that supports the probe is judged by its reply long before this deadline
     # (health/detection/detectors/probing.py)
     Phase("generate", progresses=True, computes=True, useful=True, shortest=300.0, longest=_HOUR, colour="green"),
@@ -73,7 +78,7 @@ _ALL = (
     Phase("checkpoint", uses_storage=True, useful=True, shortest=300.0, longest=_HOUR, colour="blue"),
     Phase("publish", uses_storage=True, useful=True, shortest=300.0, longest=_HOUR, colour="blue"),
     # there may be a backlog, or a slow judge model
-    Phase("score", progresses=True, useful=True, shortest=300.0, longest=_HOUR, colour="green"),
+    Phase("score", progresses=True, calls_services=True, useful=True, shortest=300.0, longest=_HOUR, colour="green"),
     # the role itself reports what it waits for, so only time can show that the service never answers; judges that
     # limit their clients' rate make them wait for up to 14 min, and some of these waits follow each other directly
     Phase(WAIT_EXTERNAL, idle_cause="external", useful=True, shortest=_HOUR, longest=_HOUR, colour="yellow"),

@@ -54,6 +54,8 @@ class Heartbeat(Struct, frozen=True, tag=True):
     waits_for: ReplicaId | None = None
     note: str = ""
     """Text that `rrl status` shows beside the replica, for people only."""
+    data_untaken: bool = False
+    """Whether the trajectory store holds data that the trainer could train on, and the trainer requests none."""
 
 
 class ClockReport(Struct, frozen=True, tag=True):

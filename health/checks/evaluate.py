@@ -10,10 +10,10 @@ neither clears a FAIL nor causes one. An unchanged situation gives an equal find
 The check "readers" reports readers that hang or fail. It is in this module because every other check also depends on
 whether its readers work. A reader that hangs makes the node UNKNOWN at first: the machine may be under load, or another
 process may hold the driver's lock for a moment. A hung NVML reader fails the node if the hang lasts
-(``rules.readers.stall``) and a second observation shows that the driver hangs. There are three such observations:
-DCGM's reader has been hung for as long; a process is in state D inside the driver; or the kernel reports a process of
-the driver as hung. DCGM's hang does not count if all readers hang or fail: the cause is then the machine, or the
-storage from which it starts programs, and not the driver.
+(``rules.readers.stall``) and a second observation shows that the driver hangs; without one the check gives a warning.
+There are three such observations: DCGM's reader has been hung for as long; a process is in state D inside the driver; or
+the kernel reports a process of the driver as hung. DCGM's hang does not count if all readers hang or fail: the cause is
+then the machine, or the storage from which it starts programs, and not the driver.
 
 Call `evaluate` after each `NodeState.add`: a check runs at most once per call, however many samples were added before.
 """
@@ -30,7 +30,7 @@ from ...config.health_rules import Rules
 from ...core.types import Cause, Evidence, Finding, Flag, NodeName, Remedy, Verdict
 from ..readers.samples import READERS, HostData
 from . import dcgm, fabric, gpu, gpu_links, host, kernel_log, xid
-from .base import Check, CheckResult, Passed, Problem, Unknown, fail
+from .base import Check, CheckResult, Passed, Problem, Unknown, fail, warn
 from .node_state import NodeState
 
 _MAX_EVIDENCE_LINES = 5
@@ -66,6 +66,9 @@ def _check_readers(state: NodeState, rules: Rules, now: float) -> Iterator[Check
         if witness:
             text = f"NVML does not answer, and {witness}"
             yield fail(Cause.GPU, Remedy.REBOOT, text, component="nvml", proof=True, source="nvml")
+        else:
+            text = "NVML does not answer, and nothing else shows that the driver hangs"
+            yield warn(Cause.GPU, Remedy.SUPPORT, text, component="nvml", source="nvml")
     for name in READERS:
         newest = state.newest.get(name)
         if newest is None:
@@ -111,7 +114,7 @@ def _stuck_in_driver(state: NodeState) -> str:
 
 _READERS_CHECK = Check(
     "readers", READERS, _check_readers, "whether each reader of the node answers in time",
-    "a reader does not answer: UNKNOWN; NVML's reader does not answer for readers.stall s, and neither does"
+    "a reader does not answer: UNKNOWN; NVML's reader does not answer for readers.stall s: WARN, support; neither does"
     " DCGM's, or a process is stuck in the driver: FAIL, reboot", "NVSentinel (probe deadline)", any_reader=True,
 )  # fmt: skip
 

@@ -154,9 +154,13 @@ class HealthMonitor:
             self._progress.begin_phase(view, phase, now)
 
     def on_heartbeat(
-        self, incarnation: Incarnation, phase: str, done: int, waits_for: ReplicaId | None, now: float
-    ) -> None:
-        """Take a heartbeat. If the message that announced its phase was lost, the phase begins now."""
+        self, incarnation: Incarnation, phase: str, done: int, waits_for: ReplicaId | None, now: float,
+        data_untaken: bool = False,
+    ) -> None:  # fmt: skip
+        """Take a heartbeat. If the message that announced its phase was lost, the phase begins now.
+
+        ``data_untaken``: whether the replica, the store, has data for the trainer, which requests none.
+        """
         if view := self._view_of(incarnation):
             self._on_message(view, "heartbeat", now)
             view.heartbeats += 1
@@ -170,6 +174,10 @@ class HealthMonitor:
             elif view.waits_for is None and waits_for is not None and view.declared.waits_for is None:
                 view.start_observed = False  # part of this time belongs to another replica: it is not a usual duration
             set_blocked_by(view, waits_for, now)
+            if not data_untaken:
+                view.data_untaken_since = None
+            elif view.data_untaken_since is None:
+                view.data_untaken_since = now
 
     def on_phase(
         self, incarnation: Incarnation, phase: str, done: int, waits_for: ReplicaId | None, now: float
@@ -217,6 +225,17 @@ class HealthMonitor:
             if result is ProbeResult.WORKS and view.probe.pending_since is not None and is_polling(view):
                 self._progress.mark_answers_probes(view.role)
             view.probe.answered(result, detail, now)
+
+    def on_stacks(self, gang: Incarnation, stack: str | None, now: float) -> None:
+        """Take a sample of the stacks of a gang (:func:`.detectors.stack_samples.due_stack_samples`).
+
+        ``stack``: what the stacks of all members have in common, with line numbers; None if they differ, or if a
+        member's is not known.
+        """
+        for view in self.replicas.values():
+            if view.incarnation.gang == gang:
+                view.stacks.add(stack, now)
+                self.dirty.add(view.node)
 
     def on_step_ended(
         self, incarnation: Incarnation, code: int | None, signal: int | None, reason: ExitReason, now: float,

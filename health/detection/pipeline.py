@@ -2,19 +2,20 @@
 
 1. ``first_match``: for one replica or node, keep the finding with the best evidence.
 2. ``blame_gang_members``: for a stalled gang, keep the finding about the member that the others wait for.
-3. ``blame_ends_of_wait_chains``: replace findings about waiting replicas by one about the replica that they wait for.
-4. ``suppress_on_failed_nodes``: drop findings about the replicas of a node that failed itself.
-5. ``await_stacks``: downgrade a hang until its stacks are collected, then add them as evidence.
-6. ``apply_settings``: drop or downgrade findings that must have no consequence according to ``[health]`` of the job.
-7. ``correlate``: downgrade findings that many nodes or replicas have at once.
+3. ``blame_trainer_for_untaken_data``: replace findings about the wait of a trainer for which the store has data.
+4. ``blame_ends_of_wait_chains``: replace findings about waiting replicas by one about the replica that they wait for.
+5. ``suppress_on_failed_nodes``: drop findings about the replicas of a node that failed itself.
+6. ``await_stacks``: downgrade a hang until its stacks are collected, then add them as evidence.
+7. ``apply_settings``: drop or downgrade findings that must have no consequence according to ``[health]`` of the job.
+8. ``correlate``: downgrade findings that many nodes or replicas have at once.
 
-:func:`rrl.health.detection.detect.detect` runs stages 1 to 4 over the findings of the manager's detectors. These stages
+:func:`rrl.health.detection.detect.detect` runs stages 1 to 5 over the findings of the manager's detectors. These stages
 read only the observation table, because their result is kept until an observation changes. Then the manager requests
-the stacks of hangs. Stages 5 to 7 run over the findings of detectors and agents together, before these are recorded.
+the stacks of hangs. Stages 6 to 8 run over the findings of detectors and agents together, before these are recorded.
 
 A stage that changes a verdict, or drops findings in favour of another finding, adds a line of evidence with the reason
 to the finding that remains. Two kinds of findings leave no trace when they are dropped: findings of a check that the
-job turned off, and findings that other replicas at work explain (stages 2 and 3).
+job turned off, and findings that other replicas at work explain (stages 2 and 4).
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from ...core.types import Cause, Evidence, Finding, Flag, NodeName, Remedy, Verd
 from .attribution import correlation
 from .attribution.correlation import CorrelationContext, CorrelationState
 from .attribution.gangs import blame_gang_members
+from .attribution.untaken_data import blame_trainer_for_untaken_data
 from .attribution.wait_chains import blame_ends_of_wait_chains
 from .detectors.base import Result
 from .health_monitor import HealthMonitor
@@ -56,7 +58,7 @@ _NO_STACKS = HangStacks(pending=False)
 
 
 class PublicationContext(Struct, frozen=True):
-    """What stages 5 to 7 know beside the findings."""
+    """What stages 6 to 8 know beside the findings."""
 
     now: float
     """Manager's clock (s)."""
@@ -188,7 +190,7 @@ def correlate(findings: Sequence[Finding], context: PublicationContext) -> Publi
 
 # ── the pipeline ─────────────────────────────────────────────────────────────────────────────────────────────────────
 DETECTION_STAGES: tuple[Callable[[Sequence[Finding], HealthMonitor], list[Finding]], ...] = (
-    blame_gang_members, blame_ends_of_wait_chains, suppress_on_failed_nodes,
+    blame_gang_members, blame_trainer_for_untaken_data, blame_ends_of_wait_chains, suppress_on_failed_nodes,
 )  # fmt: skip
 """Stages over the findings of the manager's detectors, after :func:`first_match`."""
 PUBLICATION_STAGES: tuple[Callable[[Sequence[Finding], PublicationContext], Published], ...] = (

@@ -94,6 +94,7 @@ class ProgressTracker:
         view.start_observed = view.phase is not None  # the first phase reported began before the report
         view.phase, view.phase_since, view.heartbeats = phase, now, 0
         view.declared = self._limits.phase(phase)
+        view.stacks.reset()
         view.probe.reset()
         view.probe.no_probe_handler = False  # a role may install its handler after the first probe
         view.throughput.last_added_at = None
@@ -109,14 +110,18 @@ class ProgressTracker:
             view.worked_before = done > 0
         if before is None or done <= before:
             return
+        first_pass = view.first_pass
         if view.phase is not None and view.declared.progresses:
             self._record_duration(view, now)
             view.start_observed = True
             view.passed_phases.add(view.phase)
             self._freeze_baseline(view)
         view.done_changed_at = now
+        view.stacks.reset()
         view.heartbeats = 0
-        if view.loads.gpu_idle_since is None:  # a replica whose GPU idles may report false progress: still probe it
+        # A replica whose GPU idles may report false progress: still probe it. But a probe of its first pass has no
+        # deadline while the replica compiles, and must not be overdue the moment that this pass is over.
+        if first_pass or view.loads.gpu_idle_since is None:
             view.probe.reset()
 
     def update_throughput(self, view: ReplicaView, done: int, now: float) -> None:
@@ -197,6 +202,8 @@ def restart_clocks(view: ReplicaView, now: float) -> None:
     view.launched_at = view.last_message_at = view.phase_since = view.done_changed_at = now
     view.heartbeats, view.start_observed = 0, False
     view.blocked_since = None if view.waits_for is None else now
+    view.data_untaken_since = None
+    view.stacks.reset()
     view.loads.reset()
     view.probe.reset()
     pace = view.throughput

@@ -75,6 +75,8 @@ class LoadHistory:
     """Whether the newest load shows a running kernel."""
     cpu_bound: bool = False
     """Whether the newest load shows an idle GPU and a CPU at work (``HOST_WORK_CPU_CORES``)."""
+    cpu_working_loads: int = 0
+    """Consecutive loads that show a CPU at work (``HOST_WORK_CPU_CORES``), whatever the GPU does."""
     cpu_active: bool = False
     """Whether the newest load shows CPU use at all. A stopped process has none, even if a kernel occupies its GPU."""
     stopped: bool = False
@@ -117,6 +119,7 @@ class LoadHistory:
         self.kernel_active = gpu is not None and gpu >= IDLE_GPU_SHARE
         self.ran_kernel = self.ran_kernel or self.kernel_active
         self.cpu_active = cpu >= IDLE_CPU_CORES
+        self.cpu_working_loads = self.cpu_working_loads + 1 if cpu >= HOST_WORK_CPU_CORES else 0
         self.stopped = stopped
         self.cpu_bound = gpu is not None and gpu < IDLE_GPU_SHARE and cpu >= HOST_WORK_CPU_CORES
         if tensor is not None and tensor >= SPIN_TENSOR_SHARE:
@@ -126,7 +129,7 @@ class LoadHistory:
     def reset(self) -> None:
         """Discard the intervals and the newest load; what was ever observed of GPU and tensor cores is kept."""
         self.latest_at = self.idle_since = self.gpu_idle_since = self.spinning_since = self.tensor_active_at = None
-        self.idle_loads = self.spinning_loads = 0
+        self.idle_loads = self.spinning_loads = self.cpu_working_loads = 0
         self.working = self.kernel_active = self.cpu_bound = self.cpu_active = self.stopped = False
 
     def idle_for(self, since: float) -> float:
@@ -200,6 +203,32 @@ class ProbeState:
         """Discard open probes and answers."""
         self.pending_since = self.answered_at = self.failed = None
         self.last_sent_at, self.heartbeats, self.answer_count = 0.0, 0, 0
+
+
+@dataclass(slots=True)
+class StackSamples:
+    """Samples of the Python stacks of a replica's gang, as far as they have been equal without a break."""
+
+    stack: str | None = None
+    """Stack of every member in the newest sample, with line numbers; None if the members' stacks differ, or are not
+    known."""
+    since: float = 0.0
+    """Time of the first of the equal samples."""
+    latest_at: float = -inf
+    """Time of the newest sample; -inf: there is none."""
+    count: int = 0
+    """Number of equal samples."""
+
+    def add(self, stack: str | None, now: float) -> None:
+        """Take a sample."""
+        if stack is None or stack != self.stack:
+            self.stack, self.since, self.count = stack, now, 0
+        self.count += stack is not None
+        self.latest_at = now
+
+    def reset(self) -> None:
+        """Discard all samples."""
+        self.stack, self.since, self.latest_at, self.count = None, 0.0, -inf, 0
 
 
 SUSPEND_CHECK_HEARTBEATS = 4
@@ -287,6 +316,9 @@ class ReplicaView:
     """Heartbeats received since ``last_change_at``: observations that show no progress."""
     blocked_since: float | None = None
     """Time since which ``waits_for`` has named a replica."""
+    data_untaken_since: float | None = None
+    """Time since which the store's heartbeats report data for the trainer, which requests none; None: the newest one
+    does not."""
     worked_before: bool = False
     """Whether its first report already showed progress, so that its first pass was under an earlier manager."""
     usual_duration: float | None = None
@@ -319,6 +351,8 @@ class ReplicaView:
     """Storage stall of its node or, in a gang, of any member's node: the members wait for each other."""
     loads: LoadHistory = field(default_factory=LoadHistory, repr=False)
     probe: ProbeState = field(default_factory=ProbeState, repr=False)
+    stacks: StackSamples = field(default_factory=StackSamples, repr=False)
+    """Samples of its gang's stacks in this pass."""
     role: RoleView = field(default_factory=RoleView, repr=False)
     """What is known of its role; shared by all replicas of the role."""
     throughput: Throughput = field(default_factory=Throughput, repr=False)

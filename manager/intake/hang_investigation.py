@@ -4,6 +4,10 @@
 replica counts as probed even if it is not connected, since other detectors find a replica that cannot be reached. The
 detectors judge the reply.
 
+**Samples of stacks.** During long training passes that show no other sign of work than a busy GPU
+(:mod:`rrl.health.detection.detectors.stack_samples`), the stacks of all members are collected every few minutes, only
+to learn whether all of them stand at one line.
+
 **Stacks** are collected once for each suspected or found hang, from the suspect and from every member of its gang, and
 grouped (:mod:`rrl.health.detection.attribution.stack_groups`). A restart ends the processes, so their stacks are
 requested at the first WARN. The stage :func:`rrl.health.detection.pipeline.await_stacks` downgrades a FAIL without an
@@ -18,7 +22,6 @@ import contextlib
 import logging
 from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
-from math import inf
 from typing import Any
 
 from ...core.launch import tag_of
@@ -35,9 +38,16 @@ from ...core.types import (
     gang_of,
     replica_id,
 )
-from ...health.detection.attribution.stack_groups import GroupedStacks, group, main_threads_only, summary_lines
+from ...health.detection.attribution.stack_groups import (
+    GroupedStacks,
+    common_stack,
+    group,
+    main_threads_only,
+    summary_lines,
+)
 from ...health.detection.detectors.liveness import worker_silence
 from ...health.detection.detectors.probing import due_probes
+from ...health.detection.detectors.stack_samples import due_stack_samples
 from ...health.detection.pipeline import HangStacks, is_off
 from ...transport import messages as msg
 from ..context import RunContext
@@ -112,6 +122,8 @@ class HangInvestigator:
         self._incidents: dict[Incarnation, _Incident] = {}
         """Open incidents by gang: if one member hangs, the others soon hang too."""
         self._collections: dict[int, _StackCollection] = {}
+        self._sampling: set[Incarnation] = set()
+        """Gangs whose stacks are being sampled."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     def investigate(self, findings: Sequence[Finding]) -> tuple[dict[str, HangStacks], float]:
@@ -125,7 +137,7 @@ class HangInvestigator:
             call (inf: only with new findings).
         """
         now, settings = self._context.now(), self._context.state().job.health
-        next_check = now if self._send_probes(now) else inf
+        next_check = now if self._send_probes(now) else self._sample_stacks(now)
         hangs = [
             (finding, incarnation)
             for finding in findings
@@ -178,6 +190,37 @@ class HangInvestigator:
             if (peer := self._context.connections.workers.get(incarnation)) is not None:
                 self._spawn(self._context.send(peer, msg.Probe(incarnation, self._next_id()), None))
         return bool(suspects)
+
+    # ── samples of stacks ──────────────────────────────────────────────────────────────────────────────────────────
+    def _sample_stacks(self, now: float) -> float:
+        """Begin the samples that are due; return the time (s) of the next one."""
+        due, then = due_stack_samples(self._context.monitor, self._context.state().job.limits, now)
+        for gang in due:
+            if gang not in self._sampling and len(self._collections) < MAX_CONCURRENT:
+                self._sampling.add(gang)
+                self._spawn(self._sample(gang))
+        return then
+
+    async def _sample(self, gang: Incarnation) -> None:
+        """Collect the stacks of a gang once, and report what they have in common to the health monitor."""
+        context = self._context
+        members = [view.incarnation for view in context.monitor.workers() if view.incarnation.gang == gang]
+        requests = list(self._stack_requests(gang))
+        collection = _StackCollection(gang, self._next_id(), {of: agent for _, agent, of, _ in requests})
+        self._collections[collection.id] = collection
+        stack: str | None = None
+        try:
+            for peer, _, of, tag in requests:
+                await context.send(peer, msg.DumpStacks(of, tag, collection.id), None)
+            async with asyncio.timeout(STACKS_TIMEOUT_S):
+                await collection.complete.wait()
+            stack = await asyncio.to_thread(common_stack, collection.dumps, members)
+        except TimeoutError:
+            _log.debug("the stacks of %s did not arrive in time", gang)
+        finally:  # a failed sample counts too: the next one is due an interval later
+            del self._collections[collection.id]
+            self._sampling.discard(gang)
+            context.monitor.on_stacks(gang, stack, context.now())
 
     # ── stacks ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def _open_incident(self, incarnation: Incarnation, now: float) -> _Incident:

@@ -387,7 +387,7 @@ class MessageHandler:
         """Record what a message from a current incarnation changes, and update the health monitor."""
         incarnation, now, monitor = message.incarnation, self._context.now(), self._context.monitor
         if isinstance(message, msg.Heartbeat):
-            monitor.on_heartbeat(incarnation, message.phase, message.done, message.waits_for, now)
+            monitor.on_heartbeat(incarnation, message.phase, message.done, message.waits_for, now, message.data_untaken)
             self._update_phase(message)
             if (note := escaped(message.note[:MAX_NOTE_CHARS])) != self._context.state().replica(
                 incarnation.replica

@@ -193,6 +193,12 @@ class Bindings:
         rest = f" (bound already: {bound})" if bound else ""
         return f"the trainer waits for {missing} more of the {bound + self.lacking} groups of step {number}{rest}"
 
+    def has_data(self) -> bool:
+        """Return whether the trainer could train now: on uncommitted groups that are bound, or on a step to bind."""
+        if self._state.latest > self._state.committed or self._state.open_parts:
+            return True
+        return self._bindable() >= self.lacking
+
     # ── committing ─────────────────────────────────────────────────────────────────────────────────────────────────
     def commit(
         self, incarnation: Incarnation, number: int, manifest: dict[str, Any], digest: str, metrics: dict[str, float]

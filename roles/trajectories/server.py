@@ -108,6 +108,9 @@ NOTE_INTERVAL_S = 30.0
 """Seconds between two notes on the same step, because each note is a record in the manager's journal."""
 REQUESTS_CAUSE = "requests"
 """Idle cause of a store that has answered all requests that it can."""
+UNTAKEN_AFTER_S = 10.0
+"""Seconds without a request for data, after which the trainer is considered not to request any. A trainer that waits
+repeats its request at once, each of which waits for 1 s (5 s in clients of its own)."""
 _FRAME_OVERHEAD_BYTES = 1024
 """Upper bound of the bytes in a frame that are not part of the answer."""
 
@@ -215,6 +218,8 @@ class Server:
         self._followers = Followers(store)
         self._woken = asyncio.Event()
         self._stopping = False
+        self._data_requested_at = -math.inf
+        """Loop time (s) of the newest round with an open request of the current trainer for data."""
         self._weights_missing_since: float | None = None
         """Loop time (s) since which trainer and rollouts wait only for newer weights; inf once that was reported."""
 
@@ -228,6 +233,11 @@ class Server:
         """End :meth:`run` after the current round."""
         self._stopping = True
         self._woken.set()
+
+    def data_is_untaken(self) -> bool:
+        """Return whether there are data for the trainer, and it has requested none for ``UNTAKEN_AFTER_S``."""
+        now = asyncio.get_running_loop().time()
+        return now - self._data_requested_at >= UNTAKEN_AFTER_S and self._store.has_data()
 
     async def run(self) -> None:
         """Serve until stopped.
@@ -304,7 +314,10 @@ class Server:
         if not isinstance(request, GetBatch | GetPart):
             return answer(self._store, request, now)
         wanted = request.number, request.index if isinstance(request, GetPart) else None
-        if rejection := self._store.bind(request.incarnation, *wanted):
+        rejection = self._store.bind(request.incarnation, *wanted)
+        if not isinstance(rejection, Denied):
+            self._data_requested_at = now
+        if rejection is not None:
             if isinstance(rejection, NotReady) and self._unbound != wanted:
                 self._unbound, self._note_at = wanted, max(now + NOTE_AFTER_S, self._next_note_at)
             return rejection
@@ -433,6 +446,8 @@ async def _serve(me: rrl.Worker, store: Store, cleaner: CheckpointCleaner) -> No
         while not me.stopping.is_set():
             await asyncio.sleep(_STOP_POLL_S)
             me.answer_probe()
+            if server.data_is_untaken():
+                me.confirm_untaken_data()
         server.stop()
 
     me.on_probe(lambda: store.warning() or "its loop is running")  # called in the thread of this loop

@@ -481,6 +481,10 @@ class Store:
         """
         return self._bindings.wait_reason(number, index, self._work.leases, self._newest_weights)
 
+    def has_data(self) -> bool:
+        """Return whether a trainer that requests data would get some (:meth:`.bindings.Bindings.has_data`)."""
+        return self._bindings.has_data()
+
     def commit(
         self, incarnation: Incarnation, number: int, manifest: dict[str, Any], digest: str,
         metrics: dict[str, float] | None = None,

@@ -172,6 +172,10 @@ class Worker:
         """Show ``text`` beside this replica in ``rrl status`` until the next note; an empty text removes it."""
         self._connection.status.note = text
 
+    def confirm_untaken_data(self) -> None:
+        """Report for the next seconds that this role, the store, has data which the trainer does not request."""
+        self._connection.status.confirm_untaken_data()
+
     def on_probe(self, handler: Callable[[], object]) -> None:
         """Register ``handler``, which answers the probes that the manager sends when it suspects this role.
 

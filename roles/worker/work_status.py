@@ -6,8 +6,10 @@ The worker's threads change it, the thread of the connection reports it. It deci
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import inf
 from typing import NamedTuple
 
 from ...core.phases import ClockReading, idle_cause, phase
@@ -20,6 +22,9 @@ from .clocks import PhaseClock
 STORE_REPLICA = ReplicaId("trajectories/0")
 STORE_CAUSE = "store"
 """Idle cause of a thread that waits for an answer of the trajectory store."""
+UNTAKEN_CONFIRMED_WITHIN_S = 5.0
+"""Age (s) up to which :meth:`WorkStatus.confirm_untaken_data` counts. The store confirms it several times a second in
+the loop that serves requests: if that loop hangs, the trainer cannot take its data."""
 
 
 class CurrentPhase(NamedTuple):
@@ -56,6 +61,8 @@ class WorkStatus:
         """The text shown beside this replica in `rrl status`; empty for none."""
         self.done = 0
         """Units of work that this process reported as progress."""
+        self._untaken_at = -inf
+        """Monotonic time (s) at which untaken data were last confirmed."""
         self._store_calls = 0
         """Number of threads that wait for the store; a trainer may have two, because it commits in a second thread."""
         self._store_calls_lock = threading.Lock()
@@ -82,6 +89,13 @@ class WorkStatus:
             with self._store_calls_lock:
                 self._store_calls -= 1
 
+    def confirm_untaken_data(self) -> None:
+        """Report for the next ``UNTAKEN_CONFIRMED_WITHIN_S`` that this store has data which the trainer does not take.
+
+        See :attr:`rrl.transport.messages.Heartbeat.data_untaken`.
+        """
+        self._untaken_at = time.monotonic()
+
     def reported_phase(self) -> tuple[str, ReplicaId | None]:
         """Return the phase to report now, and the replica that it waits for."""
         return external_waits.reported_phase(self.phase[:2])
@@ -91,7 +105,8 @@ class WorkStatus:
         name, waits_for = self.reported_phase()
         blocked_by = STORE_REPLICA if self._store_calls else self.blocked_on or waits_for
         note = f"waits for {service}" if (service := external_waits.awaited_service()) else self.note
-        return Heartbeat(incarnation, name, self.done, blocked_by, note)
+        untaken = time.monotonic() - self._untaken_at < UNTAKEN_CONFIRMED_WITHIN_S
+        return Heartbeat(incarnation, name, self.done, blocked_by, note, untaken)
 
     def read_clock(self) -> ClockReading:
         """Return where the time of this process went until now."""

@@ -120,6 +120,18 @@ def group(dumps: Dumps) -> GroupedStacks:
     return fine if largest > len(dumps) / 2 else coarse
 
 
+def common_stack(dumps: Dumps, members: Iterable[Incarnation]) -> str | None:
+    """Return the main-thread stacks, with line numbers, that all ``members`` have.
+
+    Returns None if the stacks of two members differ, or if a member has none.
+    """
+    signatures = {_stacks(dumps.get(member, {}).values(), lines=True) for member in members}
+    if len(signatures) != 1:
+        return None
+    stacks = sorted("\n".join(stack) for stack in signatures.pop() if stack)
+    return "\n\n".join(stacks) or None
+
+
 def summary_lines(grouped: GroupedStacks, max_lines: int = _MAX_LINES) -> tuple[str, ...]:
     """Describe the groups in at most ``max_lines`` lines for people, outliers first."""
     outliers = set(grouped.outliers)

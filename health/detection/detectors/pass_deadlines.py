@@ -14,8 +14,10 @@ deadline is extended by ``limits.first_pass``, unless the replica is idle, since
 with the same evidence (idle, at work, or unknown) and passes of equal length no deadline is longer than that of an
 earlier pass. docs/health.md has a table of the resulting times.
 
-A replica that is observed at work has ``BUSY_DEADLINE_FACTOR`` times its deadline. While its node reports that storage
-stalls, a replica in a phase that uses storage has ``MAX_STORAGE_STALL_S``, and afterwards its deadline starts again.
+A replica that is observed at work has ``BUSY_DEADLINE_FACTOR`` times its deadline. A replica whose code may call a
+service outside of the run has ``MIN_SERVICE_WAIT_S`` at least, unless its CPU is observed at work. While its node
+reports that storage stalls, a replica in a phase that uses storage has ``MAX_STORAGE_STALL_S``, and afterwards its
+deadline starts again.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from ....core.phases import PHASES
 from ....core.run_spec import Limits
 from ..records import MAX_LOAD_GAP_S, ReplicaView
 from .base import SLOWEST_FACTOR, is_waiting
+from .stack_samples import stands_still
 
 EARLY_FACTOR = 2.0
 """Multiple of the deadline until a usual duration is known, for a replica that is not observed to be idle (ours: the
@@ -42,6 +45,14 @@ first checkpoint may create a whole folder tree on busy storage (ours)."""
 MAX_BLIND_TRAINING_S = 7200.0
 """Deadline (s) of a training pass whose only sign of work is a busy GPU or CPU, because its tensor cores were never
 observed at work: a collective that hangs looks the same, and an evaluation or a compilation rarely takes longer."""
+MIN_SERVICE_WAIT_S = 900.0
+"""Time (s) without progress that an unreported wait for a service outside of the run explains: judges that limit the
+rate of their clients make them wait for up to 14 min (observed). It counts from the last work of the CPU."""
+_MIN_WORKING_LOADS = 5
+"""Consecutive loads that must show a CPU at work, so that a replica does not just wait: a retry takes less."""
+MAX_SAME_STACK_S = 1800.0
+"""Deadline (s) of a training pass in which all ranks stand at the same line while their GPUs are busy: three times the
+timeout of a collective in torch.distributed (600 s); the first collective of a large job takes minutes (ours)."""
 MAX_STORAGE_STALL_S = 3600.0
 """Time (s) without progress that a storage stall explains in every phase that uses storage: ``longest`` of a checkpoint
 (ours)."""
@@ -67,6 +78,9 @@ def deadline(view: ReplicaView, limits: Limits) -> Deadline:
     known = _from_known_passes(view, limits)
     if known is None and _works_blindly(view):
         most = min(declared.longest + grace, max(MAX_BLIND_TRAINING_S, declared.shortest))
+        if stands_still(view):
+            most = min(most, max(MAX_SAME_STACK_S, declared.shortest))
+            return Deadline(most, most, f"{most:.4g} s (no baseline yet; all ranks stand at the same line)")
         return Deadline(most, most, f"{most:.4g} s (no baseline yet; its tensor cores were never observed at work)")
     base, source = known or (declared.longest, "no baseline yet")
     seconds = base
@@ -76,6 +90,8 @@ def deadline(view: ReplicaView, limits: Limits) -> Deadline:
         seconds, source = seconds + grace, f"{source}; first pass + {grace:g} s"
     most = min(declared.longest, MAX_BLIND_TRAINING_S) if _gpu_busy_without_tensor_signal(view) else declared.longest
     busy = min(BUSY_DEADLINE_FACTOR * (base + grace), most)
+    if stands_still(view):
+        busy = min(busy, MAX_SAME_STACK_S)
     return Deadline(seconds, max(seconds, busy), f"{seconds:.4g} s ({source})")
 
 
@@ -103,6 +119,23 @@ def idle_due(view: ReplicaView, limits: Limits, since: float) -> tuple[float, st
         known = seconds, "no baseline yet"
     seconds, source = known
     return max(since, loads.idle_since) + seconds, f"{seconds:.4g} s of idleness ({source})"
+
+
+def service_wait_due(view: ReplicaView, since: float) -> tuple[float, str] | None:
+    """Return the time (s) before which a replica may wait for a service outside of the run, and a text with the limit.
+
+    Return None if the phase calls no such service, or if the CPU of the replica is at work: it computes, or loops.
+
+    Args:
+        view: The replica.
+        since: Time (s) of the last progress.
+    """
+    if not view.declared.calls_services or (
+        view.loads.cpu_working_loads >= _MIN_WORKING_LOADS and _has_recent_loads(view)
+    ):
+        return None
+    seconds = min(MIN_SERVICE_WAIT_S, view.declared.longest)
+    return max(since, view.loads.idle_since or since) + seconds, f"{seconds:.4g} s in which it may wait for a service"
 
 
 def first_pass_grace(view: ReplicaView, limits: Limits) -> float:

@@ -15,7 +15,7 @@ from ....core.types import Cause, Remedy, Verdict, role_of
 from ..baselines import SLOW_RANK_SHARE, SLOW_ROLLOUT_SHARE, STRAGGLER_ROUNDS, THROUGHPUT_WINDOW_S
 from ..records import MAX_LOAD_GAP_S, ReplicaView, is_polling
 from .base import MIN_HEARTBEATS, NO_FINDING, Result, finding_about, is_waiting, is_working
-from .pass_deadlines import deadline, extended_by_storage, first_pass_grace, idle_due
+from .pass_deadlines import deadline, extended_by_storage, first_pass_grace, idle_due, service_wait_due
 
 ENDLESS_WAIT_FACTOR = 1.25
 """Multiple of ``longest`` of a waiting phase (19 min by default) after which a busy service does not explain a wait."""
@@ -154,6 +154,8 @@ def _overdue(view: ReplicaView, limits: Limits, now: float, detector: str, verdi
     due, source = since + allowed.seconds, allowed.source
     if (idle := idle_due(view, limits, since)) is not None and idle[0] < due:
         due, source = idle
+    if (wait := service_wait_due(view, since)) is not None and wait[0] > due:
+        due, source = wait
     due = extended_by_storage(view, limits, since, due)
     if now < due:
         return None, due

@@ -59,6 +59,8 @@ class Trace:
         self.heartbeat_missing: set[Incarnation] = set()
         self.still: set[Incarnation] = set()
         self.waiting: dict[Incarnation, ReplicaId] = {}
+        self.data_untaken = False
+        """Whether the store reports data that the trainer does not request."""
         self.stopped: set[Incarnation] = set()
         """Replicas whose loads show a stopped process."""
         self.loads: dict[Incarnation, tuple[float, float | None, float | None]] = {}
@@ -117,8 +119,9 @@ class Trace:
             if self.limits.phase(view.phase).progresses and incarnation not in self.still:
                 self.done[incarnation] = self.done.get(incarnation, 0) + 7
             self.monitor.on_heartbeat(
-                incarnation, view.phase, self.done.get(incarnation, 0), self.waiting.get(incarnation), self.now
-            )
+                incarnation, view.phase, self.done.get(incarnation, 0), self.waiting.get(incarnation), self.now,
+                self.data_untaken and incarnation == STORE,
+            )  # fmt: skip
 
     def restart(self) -> None:
         """Restart the manager; replicas that are not silent send a Hello."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from math import inf
 from random import Random
 
+from rrl.core.phases import WAIT_DATA
 from rrl.core.types import AGENT, Incarnation, NodeName, ReplicaId, member_id, rank_of, replica_id
 from rrl.tests.support.scenarios.format import RhythmPhase, RoleTable
 from rrl.tests.support.scenarios.rhythms import COMPILING, IDLE, IN_COLLECTIVE, WAITING, Loads, loads_of
@@ -150,6 +151,8 @@ class Gang:
     rhythm_phase: RhythmPhase = STARTING
     entered_at: float = 0.0
     remaining: float = 0.0
+    data_arrives_in: float = 0.0
+    """s of work of others until a replica in ``wait_data`` could go on, also while it is stuck itself"""
     compiles_until: float = 0.0
     work: float = 0.0
     reported_progress: int = 0
@@ -235,6 +238,30 @@ class Gang:
                 self.reported_progress = int(self.work)
                 self.lump_at = now + self.rhythm_phase.every.draw(self.random)
         self.remaining -= dt * speed
+
+    def common_stack(self, now: float) -> str | None:
+        """Return a text for the stacks of all members: another one with each step of their work, None if they differ.
+
+        A stack is known if the agent of its node answers.
+        """
+        if not all(member.node.agent_is_running(now) and now >= member.node.cut for member in self.members):
+            return None
+        stuck = [now < member.stuck for member in self.members]
+        if any(stuck) and not all(stuck):
+            return None
+        return f"{self.rhythm_phase.phase} since {self.entered_at:g} s" if any(stuck) else f"at {now:g} s"
+
+    def is_stuck_taking_data(self, now: float) -> bool:
+        """Return whether it is in ``wait_data`` and one of its processes is stuck, so that it takes no data."""
+        in_phase = self.alive and self.rhythm_phase.phase == WAIT_DATA
+        return in_phase and any(now < member.stuck and member.stuck_how != "quiet" for member in self.members)
+
+    def data_arrive(self, seconds: float, now: float) -> None:
+        """Let others work for ``seconds`` for the data that it waits for; ``quiet`` means that they are not there."""
+        if self.is_stuck_taking_data(now):
+            self.data_arrives_in -= seconds
+        else:
+            self.data_arrives_in = self.remaining
 
     def loads(self, member: Member, now: float) -> Loads:
         if not member.runs(now):

@@ -83,8 +83,9 @@ class Baseline:
             one.joined = True
 
     def heartbeat(
-        self, incarnation: Incarnation, phase: str, done: int, waits_for: ReplicaId | None, now: float
-    ) -> None:
+        self, incarnation: Incarnation, phase: str, done: int, waits_for: ReplicaId | None, data_untaken: bool,
+        now: float,
+    ) -> None:  # fmt: skip
         if (one := self.replicas.get(incarnation)) is not None:
             one.heartbeat_at = now
             if phase != one.phase or done > one.done:
@@ -140,6 +141,12 @@ class Baseline:
 
     def wants_poll(self, now: float) -> bool:
         return False
+
+    def due_stacks(self, now: float) -> list[Incarnation]:
+        return []
+
+    def stacks(self, gang: Incarnation, stack: str | None, now: float) -> None:
+        pass
 
     def due_probes(self, now: float) -> list[Incarnation]:
         return [

@@ -28,8 +28,9 @@ class Judge(Protocol):
         """Report the GPUs of an incarnation that has sent a Hello."""
 
     def heartbeat(
-        self, incarnation: Incarnation, phase: str, done: int, waits_for: ReplicaId | None, now: float
-    ) -> None: ...
+        self, incarnation: Incarnation, phase: str, done: int, waits_for: ReplicaId | None, data_untaken: bool,
+        now: float,
+    ) -> None: ...  # fmt: skip
     def entered(
         self, incarnation: Incarnation, phase: str, done: int, waits_for: ReplicaId | None, now: float
     ) -> None: ...
@@ -54,6 +55,12 @@ class Judge(Protocol):
         """Return the incarnations to probe now."""
 
     def answered(self, incarnation: Incarnation, result: ProbeResult, detail: str, now: float) -> None: ...
+    def due_stacks(self, now: float) -> list[Incarnation]:
+        """Gangs whose stacks it wants to compare."""
+
+    def stacks(self, gang: Incarnation, stack: str | None, now: float) -> None:
+        """What the stacks of all members have in common; None: they differ, or one is not known."""
+
     def forget(self, incarnation: Incarnation, now: float) -> None:
         """Report that the incarnation was fenced."""
 

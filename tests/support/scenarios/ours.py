@@ -34,6 +34,7 @@ from rrl.health.detection.detect import detect
 from rrl.health.detection.detectors.liveness import missing_heartbeats
 from rrl.health.detection.detectors.node_liveness import silent_nodes
 from rrl.health.detection.detectors.probing import due_probes
+from rrl.health.detection.detectors.stack_samples import due_stack_samples
 from rrl.health.detection.health_monitor import HealthMonitor
 from rrl.health.detection.pipeline import PublicationContext, publish
 from rrl.health.readers.samples import READERS, Reading
@@ -121,9 +122,10 @@ class RrlDetectors:
         self._tenants[incarnation] = node, uuids
 
     def heartbeat(
-        self, incarnation: Incarnation, phase: str, done: int, waits_for: ReplicaId | None, now: float
-    ) -> None:
-        self._monitor.on_heartbeat(incarnation, phase, done, waits_for, now)
+        self, incarnation: Incarnation, phase: str, done: int, waits_for: ReplicaId | None, data_untaken: bool,
+        now: float,
+    ) -> None:  # fmt: skip
+        self._monitor.on_heartbeat(incarnation, phase, done, waits_for, now, data_untaken)
 
     def entered(self, incarnation: Incarnation, phase: str, done: int, waits_for: ReplicaId | None, now: float) -> None:
         self._monitor.on_phase(incarnation, phase, done, waits_for, now)
@@ -190,6 +192,13 @@ class RrlDetectors:
 
     def answered(self, incarnation: Incarnation, result: ProbeResult, detail: str, now: float) -> None:
         self._monitor.on_probe_answered(incarnation, result, detail, now)
+        self._has_new_input = True
+
+    def due_stacks(self, now: float) -> list[Incarnation]:
+        return due_stack_samples(self._monitor, self._limits, now)[0]
+
+    def stacks(self, gang: Incarnation, stack: str | None, now: float) -> None:
+        self._monitor.on_stacks(gang, stack, now)
         self._has_new_input = True
 
     # ── done by the manager ──────────────────────────────────────────────────────────────────────────────────────────

@@ -60,6 +60,8 @@ class Played(Struct, frozen=True):
     """Virtual time (s)."""
     broken: str = ""
     """Events without a target: the scenario does not do what it declares."""
+    warnings: tuple[Alarm, ...] = ()
+    """Every WARN, right or not."""
 
 
 def play(name: str, scenario: Scenario, seed: int, judge: Judge) -> Played:
@@ -190,7 +192,8 @@ def _scored(
             first.cause if first else "", first.detector if first else "",
         ))  # fmt: skip
     false = tuple(_once(one for index, one in enumerate(alarms) if one.verdict == "FAIL" and index not in explained))
-    return Played(name, seed, tuple(outcomes), false, scenario.lasts, broken)
+    warnings = tuple(one for one in alarms if one.verdict == "WARN")
+    return Played(name, seed, tuple(outcomes), false, scenario.lasts, broken, warnings)
 
 
 def _once(alarms: Iterable[Alarm]) -> list[Alarm]:

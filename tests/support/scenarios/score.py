@@ -76,6 +76,19 @@ def hang_delays(plays: Iterable[Played]) -> dict[tuple[str, int, int], float]:
     }  # fmt: skip
 
 
+def delays_of_both(ours: Iterable[Played], theirs: Iterable[Played]) -> dict[str, list[tuple[float, float]]]:
+    """Role → (our delay, theirs) in s, of each hang that both find: delays of different hangs compare nothing."""
+    plays = list(ours)
+    mine, other = hang_delays(plays), hang_delays(theirs)
+    found: dict[str, list[tuple[float, float]]] = {}
+    for play in plays:
+        for index, one in enumerate(play.outcomes):
+            key = play.scenario, play.seed, index
+            if key in mine and key in other:
+                found.setdefault(_kind(one), []).append((mine[key], other[key]))
+    return found
+
+
 def ratio(ours: Sequence[Played], theirs: Sequence[Played]) -> float | None:
     """Return the median ratio of our delay to the other method's for the same hang; None if both found no common
     hang.

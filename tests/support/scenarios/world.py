@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from math import inf
 from random import Random
 
-from rrl.core.types import Incarnation, NodeName, gang_of
+from rrl.core.types import Incarnation, NodeName, gang_of, role_of
 from rrl.tests.support.scenarios.actors import (
     COLLECTIVE,
     STARTING,
@@ -128,6 +128,8 @@ class World:
                 self._goes_on(gang, stands, works)
         if not self.is_deaf:
             self._questions.exchange(self.judge, self.members_by_incarnation, self.now, self.clock)
+            for asked in self.judge.due_stacks(self.clock):
+                self.judge.stacks(asked, self.gangs[asked.replica].common_stack(self.now), self.clock)
             self._poll_cluster()
 
     def _productive(self) -> dict[str, float]:
@@ -204,8 +206,9 @@ class World:
 
     def _goes_on(self, gang: Gang, stands: bool, works: dict[str, float]) -> None:
         now = self.now
+        share = works.get(gang.rhythm_phase.waits, 1.0) if gang.rhythm_phase.waits else 1.0
+        gang.data_arrive(HEARTBEAT_S * share if not stands else 0.0, now)
         if self._can(gang, stands):
-            share = works.get(gang.rhythm_phase.waits, 1.0) if gang.rhythm_phase.waits else 1.0
             if gang.remaining > 0:
                 gang.advance(now, HEARTBEAT_S, share)
             while gang.remaining <= 0 and gang.alive and self._may_end(gang):
@@ -253,6 +256,13 @@ class World:
             return all(member.works(self.now) for member in gang.members)
         return True
 
+    def _has_untaken_data(self, gang: Gang) -> bool:
+        """Return whether the gang is a store that works and has data for a trainer that is stuck in ``wait_data``."""
+        return gang.role == role_of(STORE) and gang.productive(self.now) and any(
+            other.data_arrives_in <= 0 and self._may_end(other)
+            for other in self.gangs.values() if other.is_stuck_taking_data(self.now)
+        )  # fmt: skip
+
     # ── messages ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def _reported(self, gang: Gang, member: Member, stands: bool) -> tuple[object, ...]:
         return gang.rhythm_phase.phase, gang.reported_progress, gang.reported_waits_for(member, stands)
@@ -272,13 +282,14 @@ class World:
         now = self.now
         waits = member.outbox or now < max(member.node.cut, member.muted_until, member.late_until) or self.is_deaf
         if waits:
-            self._send(member, "heartbeat", self._reported(gang, member, stands))
+            self._send(member, "heartbeat", (*self._reported(gang, member, stands), self._has_untaken_data(gang)))
             self._deliver(member)
         else:
             if not member.welcomed:
                 self._greets(member, gang.rhythm_phase.phase)
             phase, done, waits_for = self._reported(gang, member, stands)
-            self.judge.heartbeat(member.incarnation, phase, done, waits_for, self.clock)  # type: ignore[arg-type]
+            untaken = self._has_untaken_data(gang)
+            self.judge.heartbeat(member.incarnation, phase, done, waits_for, untaken, self.clock)  # type: ignore[arg-type]
 
     def _send(self, member: Member, method: str, arguments: tuple[object, ...]) -> None:
         """Queue a message of a member; the network or a flood of log lines may delay it."""

@@ -45,6 +45,46 @@ def test_output_is_the_same_with_one_process_and_with_several(
     assert (result["scenarios"], result["runs"], result["recall"], result["precision"]) == (2, 4, 1.0, 1.0)
 
 
+HANG_AND_WARN = """
+about = "A rollout deadlocks, and NVML hangs on the node of another one"
+lasts = "8min"
+[[event]]
+at = "3min"
+do = "hang"
+who = "rollout/0"
+phase = "generate"
+[[event]]
+at = "3min"
+do = "reader"
+reader = "nvml"
+who = "@rollout/1"
+[[truth]]
+of = "hang"
+who = "rollout/0"
+cause = "hang"
+"""
+
+
+def test_hangs_that_both_find_are_compared_and_warnings_are_listed_on_request(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "hang.toml").write_text(HANG_AND_WARN)
+    main(tmp_path, seeds=1, curve=False, jobs=1)
+    printed = capsys.readouterr().out
+    assert "warnings of ours" not in printed
+    result = json.loads(printed.splitlines()[-1])
+    both = result["hang_delays_of_both"]
+    assert both["rollout"] == both["all"]
+    assert (both["all"]["found"], both["all"]["robustrl"]["p95"]) == (1, 90.0)
+    assert both["all"]["ours"]["p95"] < both["all"]["robustrl"]["p95"]
+    main(tmp_path, seeds=1, curve=False, jobs=1, warnings=True)
+    listed = re.findall(
+        r"^  hang seed 0: WARN at .* about (\S+?)(?:, until .*)?: (\w+): ", capsys.readouterr().out, re.M
+    )
+    assert ("n4", "readers") in listed
+    assert len(listed) == result["warnings"]
+
+
 def test_default_is_the_number_of_cores_that_the_process_may_use() -> None:
     allowed = os.sched_getaffinity(0)
     try:

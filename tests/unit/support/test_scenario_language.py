@@ -57,9 +57,10 @@ class Recorder(Baseline):
         self.loads: dict[tuple[str, str], Loads] = {}
 
     def heartbeat(
-        self, incarnation: Incarnation, phase: str, done: int, waits_for: ReplicaId | None, now: float
-    ) -> None:
-        super().heartbeat(incarnation, phase, done, waits_for, now)
+        self, incarnation: Incarnation, phase: str, done: int, waits_for: ReplicaId | None, data_untaken: bool,
+        now: float,
+    ) -> None:  # fmt: skip
+        super().heartbeat(incarnation, phase, done, waits_for, data_untaken, now)
         if self._newest.get(incarnation.replica) != (incarnation, phase):
             self._newest[incarnation.replica] = incarnation, phase
             self.phases.setdefault(incarnation.replica, []).append((now, phase))
@@ -123,9 +124,10 @@ class Gaps(Recorder):
         self._heard_at: dict[str, float] = {}
 
     def heartbeat(
-        self, incarnation: Incarnation, phase: str, done: int, waits_for: ReplicaId | None, now: float
-    ) -> None:
-        super().heartbeat(incarnation, phase, done, waits_for, now)
+        self, incarnation: Incarnation, phase: str, done: int, waits_for: ReplicaId | None, data_untaken: bool,
+        now: float,
+    ) -> None:  # fmt: skip
+        super().heartbeat(incarnation, phase, done, waits_for, data_untaken, now)
         if now - self._heard_at.get(incarnation.replica, now) > 30.0:
             self.resumed[incarnation.replica] = now
         self._heard_at[incarnation.replica] = now
@@ -235,9 +237,10 @@ class Progress(Recorder):
         self._done: dict[str, int] = {}
 
     def heartbeat(
-        self, incarnation: Incarnation, phase: str, done: int, waits_for: ReplicaId | None, now: float
-    ) -> None:
-        super().heartbeat(incarnation, phase, done, waits_for, now)
+        self, incarnation: Incarnation, phase: str, done: int, waits_for: ReplicaId | None, data_untaken: bool,
+        now: float,
+    ) -> None:  # fmt: skip
+        super().heartbeat(incarnation, phase, done, waits_for, data_untaken, now)
         if incarnation.replica.startswith("rollout/") and done > self._done.get(incarnation.replica, 0):
             self.rises.append(now)
         self._done[incarnation.replica] = done
@@ -295,8 +298,9 @@ class Clock(Recorder):
     newest_before = begins_at = 0.0
 
     def heartbeat(
-        self, incarnation: Incarnation, phase: str, done: int, waits_for: ReplicaId | None, now: float
-    ) -> None:
+        self, incarnation: Incarnation, phase: str, done: int, waits_for: ReplicaId | None, data_untaken: bool,
+        now: float,
+    ) -> None:  # fmt: skip
         if not self.begins_at:
             self.newest_before = now
 

@@ -330,14 +330,18 @@ def test_pcie_replays_are_judged_by_generation_and_lanes(gen: int, lanes: int, u
 
 
 # ── readers that hang ────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_hung_nvml_is_unknown_until_another_witness_of_the_driver_hangs_as_long() -> None:
+def test_a_hung_nvml_is_unknown_then_a_warning_until_another_witness_of_the_driver_hangs_as_long() -> None:
     node = ObservedNode().reads(host()).gpus()
-    for _ in range(9):
+    for _ in range(6):
         node.cannot("nvml").passes(10)
     assert node.verdict("readers") is Verdict.UNKNOWN
+    for _ in range(3):
+        node.cannot("nvml").passes(10)
+    found = next(one for one in node.of("readers") if one.component == "nvml")
+    assert (found.verdict, found.cause, found.remedy) == (Verdict.WARN, Cause.GPU, Remedy.SUPPORT), "after a minute"
     assert not any(one.verdict is Verdict.FAIL for one in node.found)
     node.cannot("dcgm").passes(58).reads(host())
-    assert node.verdict("readers") is Verdict.UNKNOWN
+    assert node.verdict("readers") is Verdict.WARN
     node.reads(host())
     found = next(one for one in node.of("readers") if one.component == "nvml")
     assert (found.verdict, found.remedy, found.proof) == (Verdict.FAIL, Remedy.REBOOT, True)
@@ -365,9 +369,9 @@ def test_hung_nvml_and_process_stuck_in_its_driver_fail_after_a_minute() -> None
     ("name", "uid", "verdict"),
     [
         ("nvidia-smi", 0, Verdict.FAIL),
-        ("nvme-wq", 0, Verdict.UNKNOWN),
-        ("nvidia-smi", 1001, Verdict.UNKNOWN),  # a user's program may be called so
-        ("nvidia-smi", None, Verdict.UNKNOWN),
+        ("nvme-wq", 0, Verdict.WARN),
+        ("nvidia-smi", 1001, Verdict.WARN),  # a user's program may be called so
+        ("nvidia-smi", None, Verdict.WARN),
     ],
 )
 def test_a_task_of_the_driver_that_the_kernel_calls_hung_is_a_witness(
@@ -376,7 +380,7 @@ def test_a_task_of_the_driver_that_the_kernel_calls_hung_is_a_witness(
     text = f"INFO: task {name}:771 blocked for more than 120 seconds."
     line = KernelEvent(kind="hung_task", text=text, pid=771, uid=uid)
     node = ObservedNode().log(line).passes(5).cannot("nvml").passes(130).log()
-    assert node.verdict("readers") is Verdict.UNKNOWN, "it hung before"
+    assert node.verdict("readers") is Verdict.WARN, "it hung before"
     assert node.log(line).verdict("readers") is verdict
 
 

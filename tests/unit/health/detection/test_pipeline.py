@@ -11,6 +11,7 @@ from rrl.core.run_spec import HealthSpec, Limits
 from rrl.core.types import Cause, Evidence, Finding, Flag, Incarnation, NodeName, Remedy, ReplicaId, Verdict
 from rrl.health.detection.attribution.correlation import CorrelationContext
 from rrl.health.detection.attribution.gangs import blame_gang_members
+from rrl.health.detection.attribution.untaken_data import blame_trainer_for_untaken_data
 from rrl.health.detection.attribution.wait_chains import blame_ends_of_wait_chains
 from rrl.health.detection.detectors.base import Result
 from rrl.health.detection.pipeline import (
@@ -90,6 +91,14 @@ def service_that_a_trainer_waits_for() -> Change:
     return replace(raw[1], evidence=()), only(blame_ends_of_wait_chains(raw, trace.monitor)), "blame"
 
 
+def trainer_that_leaves_data_at_the_store() -> Change:
+    trace = Trace().node("n1", TRAINER, phase="wait_data").node("n2", STORE, phase="serve")
+    trace.loads[TRAINER], trace.data_untaken = IDLE, True
+    trace.play(200)
+    raw = about(TRAINER, "wait_long", Verdict.UNKNOWN)
+    return raw, only(blame_trainer_for_untaken_data([raw], trace.monitor)), "store"
+
+
 def failed_node_with_a_hung_replica() -> Change:
     trace = Trace().node("n1", ROLLOUT)
     node = about_node(detector="node_down")
@@ -123,6 +132,7 @@ CHANGES: dict[Callable[..., object], tuple[Callable[[], Change], ...]] = {
         lambda: member_that_computes_nothing(TRAINER),
         load_that_others_completed,
     ),
+    blame_trainer_for_untaken_data: (trainer_that_leaves_data_at_the_store,),
     blame_ends_of_wait_chains: (service_that_a_trainer_waits_for,),
     suppress_on_failed_nodes: (failed_node_with_a_hung_replica,),
     await_stacks: (hang_without_stacks,),

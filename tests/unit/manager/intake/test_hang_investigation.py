@@ -26,6 +26,7 @@ from rrl.core.types import (
     replica_id,
 )
 from rrl.health.detection.detect import detect
+from rrl.health.detection.detectors.stack_samples import SAMPLE_INTERVAL_S
 from rrl.health.detection.health_monitor import HealthMonitor
 from rrl.health.detection.pipeline import PublicationContext, await_stacks
 from rrl.manager.context import PeerConnections, RunContext
@@ -465,3 +466,54 @@ def test_reply_to_an_earlier_managers_probe_is_ignored(tmp_path: Path) -> None:
         assert desk.monitor.replicas[desk.incarnation.replica].probe.answer_count == 0
 
     play(tmp_path, story)
+
+
+# ── samples of stacks ────────────────────────────────────────────────────────────────────────────────────────────────
+def test_long_blind_step_has_its_stacks_sampled_without_a_record(tmp_path: Path) -> None:
+    members = [replica_id("trainer", 0), ReplicaId("trainer/0.1")]
+
+    async def story(desk: Investigation) -> None:
+        began = desk.now()
+        for one in members:
+            replica = desk.world.state.replica(one)
+            assert replica.node is not None
+            desk.monitor.on_launched(replica.incarnation, replica.node, began)
+            desk.monitor.on_hello(replica.incarnation, replica.node, "train", began)
+        await asyncio.sleep(SAMPLE_INTERVAL_S)
+        for one in members:
+            incarnation = desk.world.state.replica(one).incarnation
+            desk.monitor.on_heartbeat(incarnation, "train", 0, None, desk.now())
+            desk.monitor.on_load(incarnation, 1.0, 1.0, desk.now())
+        detect(desk.monitor, LIMITS, desk.now())
+        await desk.consider()
+        assert {order.target.replica for _, order in desk.stack_requests()} == set(members)
+        await desk.consider()
+        assert len(desk.stack_requests()) == len(members), "one sample at a time"
+        await desk.answer(WAITS)
+        await asyncio.sleep(1)
+        view = desk.monitor.replicas[members[0]]
+        assert (view.stacks.count, view.stacks.since) == (1, desk.now() - 1)
+        assert desk.taken() == []
+        await desk.consider()
+        assert desk.stack_requests() == [], "the next one is due later"
+
+    play(tmp_path, story, gang_job(ranks=2), members[0])
+
+
+def test_sample_that_no_agent_answers_counts_as_unequal(tmp_path: Path) -> None:
+    async def story(desk: Investigation) -> None:
+        replica = desk.world.state.replica(TRAINER)
+        assert replica.node is not None
+        desk.monitor.on_launched(replica.incarnation, replica.node, desk.now())
+        desk.monitor.on_hello(replica.incarnation, replica.node, "train", desk.now())
+        await asyncio.sleep(SAMPLE_INTERVAL_S)
+        desk.monitor.on_heartbeat(replica.incarnation, "train", 0, None, desk.now())
+        desk.monitor.on_load(replica.incarnation, 1.0, 1.0, desk.now())
+        detect(desk.monitor, LIMITS, desk.now())
+        await desk.consider()
+        assert desk.stack_requests() != []
+        await asyncio.sleep(STACKS_TIMEOUT_S + 1)
+        view = desk.monitor.replicas[TRAINER]
+        assert (view.stacks.count, view.stacks.latest_at) == (0, desk.now() - 1)
+
+    play(tmp_path, story, suspect=TRAINER)

@@ -837,3 +837,55 @@ def test_a_store_that_is_asked_for_work_answers_from_its_own_loop(tmp_path: Path
         assert answers == [ProbeReply(me.launch.incarnation, 3, ProbeResult.WORKS, "its loop is running")]
 
     asyncio.run(story())
+
+
+# ── data that the trainer does not take ──────────────────────────────────────────────────────────────────────────────
+def test_data_are_untaken_while_the_trainer_does_not_request_the_step_that_is_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def play(store: Store, server: Server, script: Script) -> None:
+        assert not server.data_is_untaken(), "no step is complete"
+        generate(store)
+        score(store)
+        assert server.data_is_untaken()
+        script.send_request(0, GetBatch(TRAINER, 1))
+        await script.until(lambda: 0 in script.replies)
+        assert not server.data_is_untaken(), "the trainer has just taken them"
+        monkeypatch.setattr(server_module, "UNTAKEN_AFTER_S", 0.0)
+        assert server.data_is_untaken(), "the trainer has got them, does not commit, and requests nothing more"
+
+    _serve(tmp_path, play)
+
+
+def test_data_are_not_untaken_while_a_request_for_the_next_step_is_open(tmp_path: Path) -> None:
+    async def play(store: Store, server: Server, script: Script) -> None:
+        while not server._parked:
+            server._data_requested_at, step = -math.inf, len(script.replies) + 1
+            script.send_request(step, GetBatch(TRAINER, step, wait=DEADLINE))
+            await script.until(lambda step=step: bool(server._parked) or step in script.replies)  # type: ignore[misc]
+        assert store.has_data(), "the steps before are not committed"
+        assert not server.data_is_untaken()
+
+    _serve(tmp_path, play, store=_ready(tmp_path))
+
+
+def test_requests_of_a_fenced_trainer_do_not_hide_untaken_data(tmp_path: Path) -> None:
+    async def play(store: Store, server: Server, script: Script) -> None:
+        script.send_request(0, GetBatch(incarnation_of("trainer/0", 0), 1))
+        await script.until(lambda: 0 in script.replies)
+        assert server.data_is_untaken()
+
+    _serve(tmp_path, play, store=_ready(tmp_path))
+
+
+def test_groups_that_the_staleness_bound_holds_back_are_no_untaken_data(tmp_path: Path) -> None:
+    store = open_store(tmp_path, staleness=0)
+    store.lease(ROLLOUT, BATCH * GROUP, weights=0)
+    last = BATCH * GROUP - 1
+    store.append(ROLLOUT, tuple(segment(t) for t in range(last + 1)), tuple(range(last)))
+    score(store)
+    assert not store.has_data(), f"group {BATCH - 1} may be trained in no later step, and is not complete"
+    store.append(ROLLOUT, (), (last,))
+    score(store)
+    assert store.has_data()
+    store.close()

@@ -8,6 +8,7 @@ from rrl.core.types import Incarnation, ReplicaId
 from rrl.health.detection.attribution.stack_groups import (
     GroupedStacks,
     Stack,
+    common_stack,
     group,
     main_thread,
     main_threads_only,
@@ -134,3 +135,22 @@ def test_main_threads_group_like_whole_dumps() -> None:
     short = {incarnation: main_threads_only(dumps) for incarnation, dumps in whole.items()}
     assert group(short) == group(whole)
     assert "rrl-link" not in main_threads_only({7: DUMP})[7]
+
+
+# ── what all ranks have in common ────────────────────────────────────────────────────────────────────────────────────
+def test_ranks_at_one_line_have_a_common_stack() -> None:
+    dumps = gang(WAITS, WAITS, WAITS)
+    assert common_stack(dumps, list(dumps)) == "\n".join(WAITS)
+
+
+def test_ranks_at_different_lines_of_one_function_have_no_common_stack() -> None:
+    later = ("wait_for (store.py:11)", *WAITS[1:])
+    dumps = gang(WAITS, WAITS, later)
+    assert common_stack(dumps, list(dumps)) is None
+
+
+def test_rank_without_a_dump_leaves_no_common_stack() -> None:
+    dumps = gang(WAITS, WAITS)
+    assert common_stack(dumps, [*dumps, rank(2)]) is None
+    assert common_stack({}, [rank(0), rank(1)]) is None
+    assert common_stack({rank(0): {100: ""}, rank(1): {101: ""}}, [rank(0), rank(1)]) is None

@@ -9,6 +9,7 @@ from rrl.core.run_spec import Limits
 from rrl.core.types import Cause, Incarnation, ProbeResult, Remedy, ReplicaId
 from rrl.health.detection.detect import detect
 from rrl.health.detection.detectors.pass_deadlines import BUSY_DEADLINE_FACTOR as LATEST
+from rrl.health.detection.detectors.pass_deadlines import MIN_SERVICE_WAIT_S
 from rrl.health.detection.detectors.probing import (
     BUSY_ANSWER_FACTOR,
     EARLY_PROBE_S,
@@ -194,6 +195,29 @@ def test_compiling_in_the_first_pass_is_no_hang() -> None:
     trace.still.add(ROLLOUT)
     trace.play(1800)
     assert trace.found() <= {warn("suspected", ROLLOUT)}
+
+
+def test_probe_of_a_first_pass_is_not_overdue_when_the_first_tokens_come() -> None:
+    trace = Trace().node("n1", ROLLOUT)
+    trace.answers, trace.loads = {ROLLOUT: None}, {ROLLOUT: (1.0, 0.0, 0.0)}
+    trace.still.add(ROLLOUT)
+    trace.play(600)
+    assert trace.probed_at != []
+    trace.still.clear()
+    trace.play(1)
+    assert trace.found() <= {warn("suspected", ROLLOUT)}, "its newest load is from before the first token"
+    trace.answers, trace.loads = {}, {ROLLOUT: BUSY}
+    trace.play(60)
+    assert trace.found() == set()
+
+
+def test_replica_that_reports_tokens_on_an_idle_gpu_after_its_first_pass_is_probed_again() -> None:
+    trace = Trace().node("n1", ROLLOUT)
+    trace.answers, trace.loads = {ROLLOUT: None}, {ROLLOUT: (1.0, 0.0, 0.0)}
+    trace.still.add(ROLLOUT)
+    trace.play(600)
+    trace.still.clear()
+    assert until_found(trace, 100) <= LIMITS.probe + 4
 
 
 def test_idle_replica_without_a_first_token_fails_before_its_grace_ends() -> None:
@@ -474,9 +498,44 @@ def test_reward_role_waiting_for_a_slow_remote_judge_is_healthy() -> None:
     trace.answers, trace.loads = {REWARD: NO_PROBE_HANDLER}, {REWARD: IDLE}
     trace.play(30)
     trace.still.add(REWARD)
+    trace.play(MIN_SERVICE_WAIT_S - 1)
+    assert trace.found() == set()
+    trace.play(1)
+    assert trace.found() == {fail("no_progress", REWARD)}
+
+
+def test_reward_role_without_loads_may_be_waiting_for_a_judge() -> None:
+    trace = Trace().node("n4", REWARD, phase="score")
+    trace.answers = {REWARD: NO_PROBE_HANDLER}
+    trace.play(30)
+    trace.still.add(REWARD)
+    trace.play(MIN_SERVICE_WAIT_S - 1)
+    assert trace.found() == set()
+    trace.play(1)
+    assert trace.found() == {fail("no_progress", REWARD)}
+
+
+def test_reward_role_that_loops_waits_for_no_judge() -> None:
+    trace = Trace().node("n4", REWARD, phase="score")
+    trace.answers, trace.loads = {REWARD: NO_PROBE_HANDLER}, {REWARD: (1.0, None, None)}
+    trace.play(30)
+    trace.still.add(REWARD)
     trace.play(PHASES["score"].shortest - 1)
     assert trace.found() == set()
     trace.play(1)
+    assert trace.found() == {fail("no_progress", REWARD)}
+
+
+def test_wait_for_a_judge_counts_from_the_last_work_of_the_cpu() -> None:
+    trace = Trace().node("n4", REWARD, phase="score")
+    trace.answers, trace.loads = {REWARD: NO_PROBE_HANDLER}, {REWARD: (1.0, None, None)}
+    trace.play(30)
+    trace.still.add(REWARD)
+    trace.play(PHASES["score"].shortest - 20)
+    trace.loads = {REWARD: IDLE}
+    trace.play(MIN_SERVICE_WAIT_S - 10)
+    assert trace.found() == set()
+    trace.play(20)
     assert trace.found() == {fail("no_progress", REWARD)}
 
 

@@ -1,0 +1,85 @@
+"""Finds a trainer that hangs while it seems to wait for data: the store has data for it, and it requests none.
+
+A trainer that waits for data looks the same whether it waits or hangs, and its rollouts may go on for as long as the
+staleness bound of the job permits, so that the whole run need not stall. But a trainer that waits repeats its request
+to the store at once. If the store reports that it could answer a request and that there is none
+(:attr:`rrl.transport.messages.Heartbeat.data_untaken`), then the trainer itself is the one that hangs.
+
+The store reports this only while the loop that serves requests runs, so that a store that is stuck in an fsync blames
+no trainer. It does not report data that the staleness bound holds back, nor a step that is still incomplete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from msgspec.structs import replace
+
+from ....core.phases import WAIT_DATA
+from ....core.types import Cause, Evidence, Finding, Incarnation, Remedy, Verdict, rank_of
+from ..detectors.base import MIN_HEARTBEATS
+from ..health_monitor import HealthMonitor
+from ..records import ReplicaView
+
+UNTAKEN_FACTOR = 3.0
+"""Multiple of ``shortest`` of ``wait_data`` for which a trainer may leave data at the store while its CPU and GPU are
+idle (180 s by default). A healthy trainer repeats its request every second; the rest is for failures of the network
+between the two, of which neither reports anything to the manager (ours)."""
+_MIN_IDLE_LOADS = 5
+"""Consecutive loads that must show that the trainer idles."""
+
+
+def blame_trainer_for_untaken_data(findings: Sequence[Finding], monitor: HealthMonitor) -> list[Finding]:
+    """Replace the findings about the wait of a trainer's members by one FAIL, if the store has data that it leaves.
+
+    The trainer has ``UNTAKEN_FACTOR`` times ``shortest`` of the phase if it is idle; otherwise, or if no loads show
+    whether it is, ``longest``: it may be unpacking a batch. Both times count from the later of the beginning of the
+    wait and the first report of the store. Of a gang the lowest rank is charged, because only the members that hang are
+    left in the phase, and rank 0 is the one that requests the data for others.
+    """
+    since = _untaken_since(monitor)
+    if since is None:
+        return list(findings)
+    waits = {
+        finding.incarnation: finding
+        for finding in sorted(findings, key=_rank)
+        if finding.incarnation is not None
+        and finding.verdict is Verdict.UNKNOWN
+        and monitor.replicas[finding.incarnation.replica].declared.name == WAIT_DATA
+    }
+    charged: dict[Incarnation, Finding] = {}
+    for incarnation, finding in waits.items():
+        if incarnation.gang not in charged:
+            view = monitor.replicas[incarnation.replica]
+            if (lines := _evidence(view, *since)) is not None:
+                charged[incarnation.gang] = replace(
+                    finding, detector="data_untaken", verdict=Verdict.FAIL, cause=Cause.HANG, remedy=Remedy.RESTART,
+                    evidence=(*finding.evidence, *lines),
+                )  # fmt: skip
+    replaced = {incarnation for incarnation in waits if incarnation.gang in charged}
+    return [*(finding for finding in findings if finding.incarnation not in replaced), *charged.values()]
+
+
+def _untaken_since(monitor: HealthMonitor) -> tuple[float, float] | None:
+    """Return the time (s) since which a store reports untaken data, and the time of its newest heartbeat."""
+    stores = [view for view in monitor.workers() if view.data_untaken_since is not None and view.left_at is None]
+    if not stores:
+        return None
+    return max((view.data_untaken_since or 0.0, view.last_message_at) for view in stores)
+
+
+def _rank(finding: Finding) -> int:
+    return 0 if finding.incarnation is None else rank_of(finding.incarnation.replica)
+
+
+def _evidence(view: ReplicaView, untaken_since: float, confirmed_at: float) -> list[Evidence] | None:
+    """Return the evidence against a trainer that waits, or None as long as its time is not over."""
+    since = max(untaken_since, view.last_change_at)
+    idle_limit_s = UNTAKEN_FACTOR * view.declared.shortest
+    idle = view.loads.idle_loads >= _MIN_IDLE_LOADS and view.loads.idle_for(since) >= idle_limit_s
+    limit_s = idle_limit_s if idle else max(view.declared.longest, idle_limit_s)
+    if confirmed_at - since < limit_s or view.heartbeats < MIN_HEARTBEATS:
+        return None
+    lines = [Evidence("agent", f"neither its CPU nor its GPU has worked for {limit_s:g} s", since)] if idle else []
+    text = f"it has had data for {view.incarnation.gang.replica} for {limit_s:g} s, and gets no request for them"
+    return [*lines, Evidence("store", text, since)]

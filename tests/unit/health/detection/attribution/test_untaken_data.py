@@ -1,0 +1,123 @@
+"""A trainer that waits for data is charged if the store has data for it and gets no request, and only then."""
+
+from __future__ import annotations
+
+from rrl.core.phases import PHASES, WAIT_DATA
+from rrl.core.types import Incarnation, ReplicaId
+from rrl.health.detection.attribution.untaken_data import UNTAKEN_FACTOR
+from rrl.tests.support.health.traces import IDLE, LIMITS, ROLLOUTS, STORE, TRAINER, Trace, fail
+
+LIMIT_S = UNTAKEN_FACTOR * PHASES[WAIT_DATA].shortest
+LONGEST_S = PHASES[WAIT_DATA].longest
+RANK_1 = Incarnation(ReplicaId("trainer/0.1"), 1)
+CHARGED = {fail("data_untaken", TRAINER)}
+
+
+def job(loads: tuple[float, float | None, float | None] | None = IDLE) -> Trace:
+    """Return a trainer that waits for data, a store that has some for it, and rollouts at work."""
+    trace = Trace().node("n1", TRAINER, phase=WAIT_DATA).node("n2", *ROLLOUTS).node("n3", STORE, phase="serve")
+    trace.still.add(TRAINER)
+    trace.data_untaken = True
+    if loads is not None:
+        trace.loads[TRAINER] = loads
+    return trace
+
+
+def test_idle_trainer_that_leaves_data_at_the_store_is_charged_while_rollouts_work() -> None:
+    trace = job()
+    trace.play(LIMIT_S - 5)
+    assert trace.found() == set()
+    trace.play(10)
+    assert trace.found() == CHARGED
+
+
+def test_trainer_is_not_charged_while_the_store_has_no_complete_step() -> None:
+    trace = job()
+    trace.data_untaken = False
+    trace.play(10 * LIMIT_S)
+    assert trace.found() == set()
+
+
+def test_time_begins_again_when_the_store_gets_a_request() -> None:
+    trace = job()
+    trace.play(LIMIT_S - 5)
+    trace.data_untaken = False
+    trace.play(1)
+    trace.data_untaken = True
+    trace.play(LIMIT_S - 5)
+    assert trace.found() == set()
+    trace.play(10)
+    assert trace.found() == CHARGED
+
+
+def test_data_that_lay_ready_during_a_training_step_do_not_shorten_the_next_wait() -> None:
+    trace = job()
+    trace.enter(TRAINER, "train")
+    trace.loads[TRAINER] = (1.0, 0.9, 0.5)
+    trace.play(10 * LIMIT_S)
+    trace.enter(TRAINER, WAIT_DATA)
+    trace.loads[TRAINER] = IDLE
+    trace.play(LIMIT_S - 5)
+    assert trace.found() == set()
+
+
+def test_trainer_at_work_on_its_data_has_the_longest_time_of_the_phase() -> None:
+    trace = job((1.0, 0.0, 0.0))
+    trace.play(LONGEST_S - 5)
+    assert trace.found() == set()
+    trace.play(10)
+    assert trace.found() == CHARGED
+
+
+def test_trainer_without_loads_has_the_longest_time_of_the_phase() -> None:
+    trace = job(None)
+    trace.play(LONGEST_S - 5)
+    assert trace.found() == set()
+    trace.play(10)
+    assert trace.found() == CHARGED
+
+
+def test_heartbeats_of_a_silent_store_do_not_count() -> None:
+    trace = job()
+    trace.play(LIMIT_S - 30)
+    trace.heartbeat_missing.add(STORE)
+    trace.play(LIMITS.silence - 2)
+    trace.play(20)
+    assert not CHARGED & trace.found()
+
+
+def test_first_rank_of_a_gang_is_charged_and_its_other_ranks_are_not() -> None:
+    trace = job()
+    trace.node("n4", RANK_1, phase=WAIT_DATA)
+    trace.loads[RANK_1] = IDLE
+    trace.play(LIMIT_S + 5)
+    assert trace.found() == CHARGED
+
+
+def test_rank_that_stays_behind_is_charged_while_the_others_train() -> None:
+    trace = job()
+    trace.node("n4", RANK_1, phase=WAIT_DATA)
+    trace.loads[RANK_1] = IDLE
+    trace.enter(TRAINER, "train")
+    trace.loads[TRAINER] = (1.0, 1.0, 0.5)
+    trace.play(LIMIT_S + 5)
+    assert trace.found() == {fail("data_untaken", RANK_1)}
+
+
+def test_standing_run_charges_the_trainer_and_not_the_idle_store() -> None:
+    trace = job()
+    for rollout in ROLLOUTS:
+        trace.enter(rollout, "wait_work")
+    trace.still |= {STORE, *ROLLOUTS}
+    trace.play(PHASES["serve"].shortest + 5)
+    assert trace.found() == CHARGED
+
+
+def test_next_manager_counts_from_its_own_start() -> None:
+    trace = job()
+    trace.play(LIMIT_S - 5)
+    trace.restart()
+    trace.play(LIMIT_S - 5)
+    assert trace.found() == set()
+    trace.play(10)
+    assert trace.found() == CHARGED
