@@ -53,7 +53,10 @@ _STATUS = {
     Status.WANTED: "yellow", Status.LAUNCHING: "cyan", Status.STARTING: "cyan", Status.RETIRED: "bright_black",
     Status.COMPLETED: "green",
 }  # fmt: skip
-_SEPARATE_METRICS = ("reward", token_ages.P50_METRIC, token_ages.MAX_METRIC, token_ages.RUN_MAX_METRIC)
+_SEPARATE_METRICS = (
+    "reward", token_ages.P50_METRIC, token_ages.MAX_METRIC, token_ages.RUN_MAX_METRIC, "unscored_groups",
+    "unscored_share",
+)  # fmt: skip
 """Metrics that have a row of their own."""
 _NORMAL_STATUSES = (Status.JOINED, Status.COMPLETED)
 """Statuses of replicas of which nothing needs to be reported."""
