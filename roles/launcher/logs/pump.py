@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from ....core.launch import Launch
-from ....core.log_lines import stamp_of
+from ....core.log_lines import STAMP_BYTES, stamp_of
 from ....core.run_dir import RunDir
 from ....core.text import last_lines
 from ....transport.control.endpoints import Address
@@ -79,7 +79,7 @@ class LogPump:
         """Return the last lines that are not blank, after waiting up to ``within`` seconds for the pipe's end."""
         self._reader.join(within)
         lines = (
-            line.removeprefix(stamp_of(line)).decode(errors="replace").rstrip()
+            (line[STAMP_BYTES + 1 :] if stamp_of(line) else line).decode(errors="replace").rstrip()
             for line in self._last_bytes.splitlines()
         )
         return [line for line in lines if line]

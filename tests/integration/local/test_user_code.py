@@ -92,11 +92,11 @@ def test_wrong_offset_ends_the_run_within_three_starts_of_a_rollout_that_has_wor
     run = submit_here(tmp_path, toml.replace(f"{LIGHT}/light_rollout.py", "rollout.py"))
     state = run.wait_end()
     assert state.outcome == "failed"
-    assert state.why.startswith(
-        "rollout/0: ValueError: segment of trajectory 0 (group 0): its offset is 0, expected 1, the number of tokens that"
-        " the trajectory has: those of item.so_far, and those appended since (rollout.py:11); this exception ended 3"
-        " starts of it, before any work"
-    ), state.why
+    mistake = (
+        "rollout/0: ValueError: segment of trajectory 0 (group 0): its offset is 0, expected 1, the number of tokens"
+        " that the trajectory has: those of item.so_far, and those appended since (rollout.py:11)"
+    )
+    assert state.why.startswith(f"{mistake}; this exception ended 3 starts of it, before any work"), state.why
     assert state.replica(ReplicaId("rollout/0")).incarnation_number == 4
     run.wait_gone()
     check_sound(run.run)
