@@ -47,6 +47,7 @@ def escaped_json(document: str) -> str:
 
 _MAX_LINES = 3
 _MAX_CHARS = 400
+_MAX_VALUE_CHARS = 80
 _TAIL_BYTES = 4096
 """Number of bytes that are read from the end of a file."""
 _MISSING_COMMAND_TEXTS = ("execve(): ", "No module named 'rrl'", "No module named rrl")
@@ -56,6 +57,12 @@ _MISSING_COMMAND_TEXTS = ("execve(): ", "No module named 'rrl'", "No module name
 def shows_missing_command(output: str) -> bool:
     """Return whether the output of a failed start proves that the command is missing or cannot be started at all."""
     return any(text in output for text in _MISSING_COMMAND_TEXTS)
+
+
+def shortened(value: object) -> str:
+    """Return a value as Python shows it, on one line and cut after :data:`_MAX_VALUE_CHARS` characters."""
+    text = on_one_line(repr(value))
+    return text if len(text) <= _MAX_VALUE_CHARS else f"{text[:_MAX_VALUE_CHARS]}..."
 
 
 def last_lines(text: str) -> str:

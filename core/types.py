@@ -235,6 +235,11 @@ class RaisedException(Struct, frozen=True):
     fingerprint: str
     environmental: bool = False
     """True if storage, network or memory may have caused it, so that a later start may succeed."""
+    dropped_groups: int = 0
+    """Number of groups that it, and similar exceptions of the scorer, have dropped, if they were so many that the
+    process ended for it: the code is wrong, and a restart would not help. 0 for any other exception."""
+    misuse: bool = False
+    """True if rrl raised it because the role's code breaks a rule of the worker API."""
 
     def __str__(self) -> str:
         return f"{self.type}: {self.message} ({self.place})" if self.message else f"{self.type} ({self.place})"

@@ -42,12 +42,12 @@ Made from `config/job/schema.py` by `.venv/bin/python -m rrl.docs.make_reference
 An unknown key is an error that names the file, the line, and the nearest valid key.
 
 It also tries the task on this machine, within a minute: it builds the task, makes and tokenises the prompts and right
-answers of 100 items, scores a few answers, and prints two prompts with their answers and rewards. An exception of your
-task is reported with its file and line. `rrl check --no-task` leaves the task out, for example on a login node where it
-cannot work; where a package that the task needs is missing, `rrl check` says that the task was not tried. With
-`kind = "local"`, `rrl check` and `rrl submit` also look for each role's command, the network and the metrics port, and
-compare memory, replicas and the size of the model with this machine. Exit code 2: the job cannot work, for the reason
-in the one line on stderr.
+answers of 100 items, scores a few answers, also wrong and empty ones, and prints two prompts with their answers and
+rewards. An exception of your task is reported with its file and line. `rrl check --no-task` leaves the task out, for
+example on a login node where it cannot work; where a package that the task needs is missing, `rrl check` says that the
+task was not tried. With `kind = "local"`, `rrl check` and `rrl submit` also look for each role's command, the network
+and the metrics port, and compare memory, replicas and the size of the model with this machine. Exit code 2: the job
+cannot work, for the reason in the one line on stderr.
 
 A job needs `[run]`, and either
 `[task]` with a `[model]` (a folder in `path`, or `[model.tokenizer]`) or roles of your own (`[commands.NAME]`);

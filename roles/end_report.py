@@ -1,8 +1,9 @@
 """Report why this process ends: in an end report, which the launcher of its step copies into the exit record.
 
 The manager decides by this report, never by what the process printed. Two reasons are reported: the job's configuration
-is invalid (:func:`exits_on_invalid_config`), and an uncaught exception (:func:`report_uncaught_exceptions`). Outside of
-a run nothing is reported.
+is invalid (:func:`exits_on_invalid_config`), and an uncaught exception (:func:`report_uncaught_exceptions`). Two kinds
+of exceptions are told apart from all others: :class:`ScorerFails` and :class:`Misuse`. Outside of a run nothing is
+reported.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import sys
 import sysconfig
 import threading
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -39,9 +40,30 @@ _DETERMINISTIC_OS_ERRORS = (FileNotFoundError, FileExistsError, NotADirectoryErr
 """Errors of the system that a mistake in the user's code causes far more often than storage or network."""
 _ENVIRONMENTAL_ERRORS = frozenset({
     "torch.OutOfMemoryError", "torch.AcceleratorError", "torch.distributed.DistError", "zmq.error.ZMQError",
+    "http.client.HTTPException", "urllib3.exceptions.HTTPError", "aiohttp.client_exceptions.ClientError",
+    "httpx.TransportError",
 })  # fmt: skip
 """Names of further classes of errors that memory, a GPU or the network may cause. They are compared by name, so that
-this module imports neither package."""
+this module imports none of these packages."""
+_MARK = "_rrl_environmental"
+"""Attribute of an exception that was raised in a call of a service (:func:`mark_environmental`)."""
+
+
+class ScorerFails(Exception):
+    """Ends a reward role whose scorer fails for most groups.
+
+    Args:
+        raised: The newest exception of the scorer.
+        groups: Number of groups that exceptions of the scorer have dropped.
+    """
+
+    def __init__(self, raised: RaisedException, groups: int) -> None:
+        super().__init__(f"{groups} of the newest groups were dropped, because the scorer fails: this run ends")
+        self.raised, self.groups = raised, groups
+
+
+class Misuse(ValueError):
+    """The role's code breaks a rule of the worker API: this process would otherwise lose or corrupt its work."""
 
 
 @contextmanager
@@ -65,9 +87,22 @@ def report_uncaught_exceptions(launch: Launch) -> None:
     def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         print_traceback(kind, error, trace)
         if isinstance(error, Exception) and os.getpid() == process:  # a forked child is not the role's process
-            _report(Raised(described(error, Path(launch.cwd))))
+            _report(Raised(_described_end(error, Path(launch.cwd))))
 
     sys.excepthook = report
+
+
+def mark_environmental(error: BaseException) -> None:
+    """Record in an exception that a service outside of the run may have caused it."""
+    with suppress(Exception):  # a class of the user's may forbid it
+        setattr(error, _MARK, True)
+
+
+def _described_end(error: Exception, folder: Path) -> RaisedException:
+    """Return the exception that ends this process as a value: for :class:`ScorerFails` that of the scorer."""
+    if isinstance(error, ScorerFails):
+        return msgspec.structs.replace(error.raised, dropped_groups=error.groups)
+    return msgspec.structs.replace(described(error, folder), misuse=isinstance(error, Misuse))
 
 
 def described(error: Exception, folder: Path) -> RaisedException:
@@ -77,7 +112,7 @@ def described(error: Exception, folder: Path) -> RaisedException:
         message = on_one_line(error.msg if isinstance(error, SyntaxError) else error).strip()
     except Exception:  # a user's __str__ may raise
         message = ""
-    name = _class_name(type(error))
+    name = "ValueError" if isinstance(error, Misuse) else _class_name(type(error))
     calls = "\n".join(f"{frame.filename}:{frame.lineno}" for frame in frames)
     return RaisedException(
         type=name,
@@ -95,7 +130,9 @@ def _class_name(kind: type[BaseException]) -> str:
 
 
 def _is_environmental(error: Exception) -> bool:
-    """Return whether storage, network, memory or a GPU may have caused the error."""
+    """Return whether storage, network, memory, a GPU or a service may have caused the error."""
+    if getattr(error, _MARK, False):
+        return True
     if isinstance(error, OSError):
         return not isinstance(error, _DETERMINISTIC_OS_ERRORS)
     known = any(_class_name(kind) in _ENVIRONMENTAL_ERRORS for kind in type(error).__mro__)
@@ -103,19 +140,25 @@ def _is_environmental(error: Exception) -> bool:
 
 
 def place_of(error: BaseException, folder: Path) -> str:
-    """Return ``file:line`` of the innermost frame in the user's own code, else in rrl's, else of the innermost one.
-
-    For a syntax error that is the line with the error. Files in ``folder`` are named relative to it.
-    """
-    frames = traceback.extract_tb(error.__traceback__)
+    """Return ``file:line`` of an exception, chosen by :func:`users_place`; for a syntax error, of that error."""
+    places = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
     if isinstance(error, SyntaxError) and error.filename:
-        frames.append(traceback.FrameSummary(error.filename, error.lineno, ""))
-    own = [frame for frame in frames if _is_own(frame.filename, folder)]
-    in_rrl = [frame for frame in frames if Path(frame.filename).is_relative_to(_RRL)]
-    if not (candidates := own or in_rrl or frames):
-        return "unknown place"
-    file = Path(candidates[-1].filename)
-    return f"{file.relative_to(folder) if file.is_relative_to(folder) else file}:{candidates[-1].lineno}"
+        places.append((error.filename, error.lineno or 0))
+    return users_place(places, folder) if places else "unknown place"
+
+
+def users_place(places: Sequence[tuple[str, int]], folder: Path) -> str:
+    """Return ``file:line`` of the innermost place in the user's own code, else in rrl's, else of the innermost one.
+
+    Args:
+        places: File and line of each frame, the innermost last.
+        folder: The job's folder; files in it are named relative to it.
+    """
+    own = [place for place in places if _is_own(place[0], folder)]
+    in_rrl = [place for place in places if Path(place[0]).is_relative_to(_RRL)]
+    name, line = (own or in_rrl or places)[-1]
+    file = Path(name)
+    return f"{file.relative_to(folder) if file.is_relative_to(folder) else file}:{line}"
 
 
 def _is_own(file: str, folder: Path) -> bool:

@@ -4,84 +4,147 @@ from __future__ import annotations
 
 import logging
 import math
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import msgspec
+from msgspec import Struct
+
 import rrl
 
-from .end_report import exits_on_invalid_config
+from ..core.text import shortened
+from ..core.types import RaisedException
+from .end_report import ScorerFails, described, exits_on_invalid_config, users_place
 from .models.tasks import Task, TaskError, load_task
 from .models.tokenizer import Tokenizer, open_tokenizer
 from .trajectories.types import Score, ToScore
 
 _log = logging.getLogger("rrl.reward")
 
+_NOTE_FACTOR = 2
+"""Factor by which the number of failures grows between two notes, because each note is a record in the journal."""
+
+
+class _InvalidScore(ValueError):
+    """The scorer returned anything but two finite numbers."""
+
+
+class ScoredItems(Struct, frozen=True):
+    """The results for the trajectories of one lease."""
+
+    scores: list[Score] = []
+    failed: dict[int, str] = {}
+    """Each trajectory that could not be scored, and the reason."""
+    faulty: list[int] = []
+    """Trajectories in ``failed`` for which the scorer's own code is at fault."""
+
 
 class Scorer:
-    """Scores token sequences with a task."""
+    """Scores token sequences with a task.
 
-    def __init__(self, task: Task, tokenizer: Tokenizer) -> None:
+    Args:
+        task: The task.
+        tokenizer: Turns tokens into the text to score.
+        folder: The job's folder, relative to which files are named.
+    """
+
+    def __init__(self, task: Task, tokenizer: Tokenizer, folder: Path) -> None:
         self._task = task
         self._tokenizer = tokenizer
+        self._folder = folder
         self._reported: set[str] = set()
+        self._failures, self._noted = 0, 0
+        self.newest_fault: tuple[Exception, RaisedException] | None = None
+        """Newest exception that is a fault of the scorer's own code, and its description."""
+        self.note = ""
+        """A text for people about the answers that could not be scored; empty if all could."""
 
-    def score(
-        self, items: Sequence[ToScore], on_scored: Callable[[], None] = lambda: None
-    ) -> tuple[list[Score], dict[int, str]]:
+    def score(self, items: Sequence[ToScore], on_scored: Callable[[], None] = lambda: None) -> ScoredItems:
         """Score complete trajectories.
 
-        If the task's scorer raises an exception or returns a value that is not finite, the trajectory's group is
-        dropped, and the run continues.
+        If the task's scorer raises an exception or returns anything but two finite numbers, the trajectory's group is
+        dropped, and the run continues, unless the store finds that this happens to most groups.
 
         Args:
             items: the trajectories to score.
             on_scored: called after each item.
-
-        Returns:
-            The scores, and for each trajectory that could not be scored the reason.
         """
-        scores: list[Score] = []
-        failed: dict[int, str] = {}
+        result = ScoredItems([], {}, [])
         for item in items:
             try:
-                reward, training = self._task.score(item.item, self._tokenizer.decode(item.tokens))
+                result.scores.append(self._score(item))
             except Exception as error:  # whatever a user's scorer raises
-                failed[item.trajectory] = self._report_once(f"the scorer raised {type(error).__name__}", item)
-            else:
-                if math.isfinite(reward) and math.isfinite(training):
-                    scores.append(Score(item.trajectory, float(reward), float(training)))
-                else:
-                    failed[item.trajectory] = self._report_once("the score is not finite", item)
+                raised = self._described(error)
+                result.failed[item.trajectory] = self._report(raised, error, item)
+                if not raised.environmental:
+                    result.faulty.append(item.trajectory)
+                    self.newest_fault = error, raised
             on_scored()
-        return scores, failed
+        return result
 
-    def _report_once(self, why: str, item: ToScore) -> str:
+    def _score(self, item: ToScore) -> Score:
+        text = self._tokenizer.decode(item.tokens)
+        returned = self._task.score(item.item, text)
+        try:
+            reward, training = map(float, returned)
+        except (TypeError, ValueError):
+            reward = training = math.nan
+        if math.isfinite(reward) and math.isfinite(training):
+            return Score(item.trajectory, reward, training)
+        raise _InvalidScore(
+            f"score({item.item}, {shortened(text)}) returned {shortened(returned)}; return the reward and the reward to"
+            " train on, two finite numbers"
+        )
+
+    def _described(self, error: Exception) -> RaisedException:
+        """Return an exception as a value. The place of an invalid score is the definition of the scorer."""
+        raised = described(error, self._folder)
+        code = getattr(self._task.score, "__code__", None)  # a callable object has none
+        if not isinstance(error, _InvalidScore) or code is None:
+            return raised
+        place = users_place([(code.co_filename, code.co_firstlineno)], self._folder)
+        return msgspec.structs.replace(raised, type="ValueError", place=place)
+
+    def _report(self, raised: RaisedException, error: Exception, item: ToScore) -> str:
+        """Log the first exception of its kind, renew the note, and return the reason for dropping the group."""
+        why = f"the scorer raised {raised.type} ({raised.place})"
         if why not in self._reported:
             self._reported.add(why)
-            raised = sys.exc_info()[0] is not None
             _log.warning(
-                "%s (item %s of [task]); the group of this item is dropped; further groups that are dropped for this"
+                "%s for item %s of [task]; the group of this item is dropped; further groups that are dropped for this"
                 " reason cause no warning",
-                why,
-                item.item,
-                exc_info=raised,
-            )
+                why, item.item, exc_info=error,
+            )  # fmt: skip
+        self._failures += 1
+        if self._failures >= _NOTE_FACTOR * self._noted:
+            self._noted = self._failures
+            answers = "1 answer" if self._failures == 1 else f"at least {self._failures} answers"
+            self.note = f"{answers} could not be scored, and their groups are dropped; the last one: {raised}"
         return why
 
 
 def main() -> None:
-    """Join the run and score until a stop is requested."""
+    """Join the run and score until a stop is requested.
+
+    Raises:
+        ScorerFails: The scorer fails for most groups; the manager then ends the run.
+    """
     me = rrl.join()
+    folder = Path(me.launch.cwd)
     with exits_on_invalid_config():
         tokenizer = open_tokenizer(me.job.model)
     with exits_on_invalid_config(TaskError):
-        task = load_task(me.job.task, me.job.seed, tokenizer, Path(me.launch.cwd))
+        task = load_task(me.job.task, me.job.seed, tokenizer, folder)
     with me:
-        scorer = Scorer(task, tokenizer)
+        scorer = Scorer(task, tokenizer, folder)
         for work in me.scoring(at_most=me.job.reward.lease):
             with me.phase("score"):
-                work.post(*scorer.score(work.items, me.progress))  # each item counts, so a long batch shows progress
+                scored = scorer.score(work.items, me.progress)  # each item counts, so a long batch shows progress
+                me.note(scorer.note)
+                groups = work.post(scored.scores, scored.failed, scored.faulty)
+                if groups and scorer.newest_fault is not None:
+                    error, raised = scorer.newest_fault
+                    raise ScorerFails(raised, groups) from error
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import msgspec
 from msgspec import Struct
 
 from ...core.run_spec import RunSpec
-from ...core.text import on_one_line
+from ...core.text import shortened
 from ...roles.end_report import described, place_of
 from ...roles.models.tasks import Task, TaskError, load_task
 from ...roles.models.tokenizer import Tokenizer, UnencodableText, open_tokenizer
@@ -214,7 +214,7 @@ class _Trial:
         self._doing = call = f"{name}({number})"
         if isinstance(text := method(number), str):
             return text
-        raise _Failed(TaskProblem(self._source, f"{call} returned {_short(text)}; return a string"))
+        raise _Failed(TaskProblem(self._source, f"{call} returned {shortened(text)}; return a string"))
 
     def _missing_pieces(self, texts: list[str], error: UnencodableText) -> str:
         """Return which characters of the prompts and answers the vocabulary lacks."""
@@ -246,7 +246,11 @@ class _Trial:
             )
 
     def _score(self, task: Task, tokenizer: Tokenizer, items: list[_Item], index: int) -> Sample:
-        """Score the right answer of an item, and a wrong one: a scorer must take whatever a model answers."""
+        """Score the right answer of an item, a wrong one and an empty one: a scorer must take whatever a model answers.
+
+        An exception for the wrong answer is a problem, because at first most answers of a model are wrong; one for an
+        empty answer, which may be rare, is a warning.
+        """
         item, other = items[index], items[(index + 1) % len(items)]
         right, wrong = tokenizer.decode(item.answer_tokens), tokenizer.decode(other.answer_tokens)
         sample = Sample(item.number, item.prompt, item.prompt_tokens, item.answer or "", len(item.answer_tokens), right)
@@ -254,17 +258,22 @@ class _Trial:
             return sample
         if item.answer is not None:
             sample = msgspec.structs.replace(sample, rewards=self._rewards(task, item.number, right))
-            wrong = wrong if wrong != right else ""
-            if wrong == right:
-                return sample
-        try:
-            return msgspec.structs.replace(sample, wrong=wrong, wrong_rewards=self._rewards(task, item.number, wrong))
-        except _Failed as failed:
-            self._warnings.append(f"{failed.problem.text}; the group of such an answer is dropped")
+            if wrong and wrong != right:
+                sample = msgspec.structs.replace(
+                    sample, wrong=wrong, wrong_rewards=self._rewards(task, item.number, wrong)
+                )
+        if right == "" and item.answer is not None:
             return sample
+        try:
+            empty = self._rewards(task, item.number, "")
+        except _Failed as failed:
+            if index == 0:
+                self._warnings.append(f"{failed.problem.text}; the group of such an answer is dropped")
+            return sample
+        return sample if sample.wrong else msgspec.structs.replace(sample, wrong_rewards=empty)
 
     def _rewards(self, task: Task, number: int, answer: str) -> tuple[float, float]:
-        self._doing = call = f"score({number}, {_short(answer)})"
+        self._doing = call = f"score({number}, {shortened(answer)})"
         try:
             returned = task.score(number, answer)
         except Exception as error:  # user code may raise anything
@@ -275,7 +284,9 @@ class _Trial:
             reward = training_reward = math.nan
         if math.isfinite(reward) and math.isfinite(training_reward):
             return reward, training_reward
-        text = f"{call} returned {_short(returned)}; return the reward and the reward to train on, two finite numbers"
+        text = (
+            f"{call} returned {shortened(returned)}; return the reward and the reward to train on, two finite numbers"
+        )
         raise _Failed(TaskProblem(self._source, text))
 
     def _fail(self, text: str, error: BaseException) -> NoReturn:
@@ -287,11 +298,6 @@ class _Trial:
             return f"{type(error).__name__}: {error} ({place_of(error, self._folder)})"
         raised = described(error, self._folder)
         return f"{raised.type}{': ' if raised.message else ''}{raised.message} ({raised.place})"
-
-
-def _short(value: object) -> str:
-    text = on_one_line(repr(value))
-    return text if len(text) <= 80 else f"{text[:80]}..."
 
 
 def _raise_deadline(*_: object) -> NoReturn:

@@ -26,7 +26,7 @@ from ...manager.model.reduce_nodes import DRAIN
 from ...manager.model.state import Allocation, Node, Replica, State, Status
 from .formatting import bar, curve, folded, number, span
 from .pace import idle_shares_of_roles, packed, token_rates
-from .summary import MAX_STALE_SHARE
+from .summary import MAX_STALE_SHARE, unscored_text
 
 NARROW_COLUMNS = 95
 """Number of columns below which less important details are left out."""
@@ -53,7 +53,10 @@ _STATUS = {
     Status.WANTED: "yellow", Status.LAUNCHING: "cyan", Status.STARTING: "cyan", Status.RETIRED: "bright_black",
     Status.COMPLETED: "green",
 }  # fmt: skip
-_SEPARATE_METRICS = ("reward", token_ages.P50_METRIC, token_ages.MAX_METRIC, token_ages.RUN_MAX_METRIC)
+_SEPARATE_METRICS = (
+    "reward", token_ages.P50_METRIC, token_ages.MAX_METRIC, token_ages.RUN_MAX_METRIC, "unscored_groups",
+    "unscored_share",
+)  # fmt: skip
 """Metrics that have a row of their own."""
 _NORMAL_STATUSES = (Status.JOINED, Status.COMPLETED)
 """Statuses of replicas of which nothing needs to be reported."""
@@ -156,6 +159,8 @@ def _facts(state: State, now: float, width: int, notes: Sequence[str]) -> Render
     if (share := state.metrics.get("stale_share", 0.0)) > MAX_STALE_SHARE:
         text = f"{100 * share:.0f}% of all groups are dropped: older than [sampling] staleness allows"
         facts.add_row("stale", Text(text, "yellow"))
+    if groups := int(state.metrics.get("unscored_groups", 0)):
+        facts.add_row("dropped", _wrapped(unscored_text(groups, state.metrics.get("unscored_share", 0.0)), "yellow"))
     if state.outcome is None:
         facts.add_row("nodes", _nodes(state))
         for label, text in _nodes_left(state, now):

@@ -56,8 +56,16 @@ def summary_view(summary: dict[str, Any]) -> RenderableType:
             f"{stale} groups, {_share(share)} of those generated, were dropped: older than [sampling] staleness allows"
         )
         facts.add_row("stale", Text(text, "yellow" if share > MAX_STALE_SHARE else "none"))
+    if unscored := int(summary.get("unscored_groups") or 0):
+        facts.add_row("dropped", Text(unscored_text(unscored, summary.get("unscored_share") or 0.0), "yellow"))
     facts.add_row("folder", Text(str(summary.get("run_dir", ""))))
     return Group(title, facts, *([Text(), recoveries_view(recoveries)] if recoveries else []))
+
+
+def unscored_text(groups: int, share: float) -> str:
+    """Return how many groups, and which share of all, were dropped because an answer could not be scored."""
+    count = "1 group was" if groups == 1 else f"{groups} groups were"
+    return f"{count} dropped ({_share(share)}): an answer could not be scored, see the log of the reward role"
 
 
 def next_steps_view(summary: dict[str, Any], job_steps: int, has_checkpoints: bool) -> RenderableType:

@@ -118,6 +118,8 @@ def _of_run(state: State, counters: RunCounters, facts: Facts) -> Iterator[Metri
                  state.token_ages.p50)  # fmt: skip
     yield _gauge("rrl_token_age_max", "Age of the oldest token of the newest steps, in weight versions.",
                  state.token_ages.max)  # fmt: skip
+    yield _gauge("rrl_unscored_groups", "Groups dropped because an answer could not be scored, as of the newest step.",
+                 state.metrics.get("unscored_groups", 0.0))  # fmt: skip
     yield _counter("rrl_tokens_generated", "Tokens that rollouts generated under this manager.", facts.tokens)
     spent, effective = max(0.0, facts.now - counters.began), counters.effective.until(facts.now)
     yield _counter("rrl_managed_seconds", "Time that this manager has managed the run.", spent)

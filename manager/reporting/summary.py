@@ -168,6 +168,11 @@ class Summary(Struct, frozen=True):
     """Groups that were dropped because a token was older than ``[sampling] staleness`` allows."""
     stale_share: float = 0.0
     """Share of these dropped groups among all groups that were trained or dropped for their age."""
+    unscored_groups: int = 0
+    """Groups that were dropped because an answer could not be scored: the scorer raised an exception or returned
+    anything but two finite numbers."""
+    unscored_share: float = 0.0
+    """Share of these dropped groups among all groups that were trained or dropped for this reason."""
     stream: StreamSummary = StreamSummary()
     drain_requests: list[DrainRequest] = []
     """Nodes that an administrator should drain because the cluster did not let the run drain them."""
@@ -231,6 +236,8 @@ class _SummaryBuilder:
         self.max_age: float | None = None
         self.stale = 0, 0.0
         """Groups dropped as stale, and their share, as of the newest step that reported them."""
+        self.unscored = 0, 0.0
+        """The same for groups that could not be scored."""
         self.tokens_before: dict[int, int] = {}
         """Token count at the beginning of the trainer's present outage, by epoch."""
 
@@ -257,6 +264,9 @@ class _SummaryBuilder:
     def _committed(self, event: ev.StepCommitted, at: float) -> None:
         if "stale_groups" in event.metrics and event.step >= self.step:
             self.stale = int(event.metrics["stale_groups"]), round(event.metrics.get("stale_share", 0.0), 4)
+        if "unscored_groups" in event.metrics and event.step >= self.step:
+            share = round(event.metrics.get("unscored_share", 0.0), 4)
+            self.unscored = int(event.metrics["unscored_groups"]), share
         ages = [
             event.metrics[name] for name in (token_ages.MAX_METRIC, token_ages.RUN_MAX_METRIC) if name in event.metrics
         ]
@@ -298,6 +308,8 @@ class _SummaryBuilder:
             max_age=None if self.max_age is None else int(self.max_age),
             stale_groups=self.stale[0],
             stale_share=self.stale[1],
+            unscored_groups=self.unscored[0],
+            unscored_share=self.unscored[1],
             stream=stream_summary(self.idle_times),
             drain_requests=self.drain_requests.requests,
         )

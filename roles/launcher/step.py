@@ -100,7 +100,8 @@ async def _report_end(supervisor: StepSupervisor, log: RoleLog, code: int | None
         await supervisor.finish(code, None, ExitReason.INVALID_CONFIG, report.message)
         return
     exception = report.exception if isinstance(report, Raised) else None
-    last_line = await asyncio.to_thread(log.last_line) if code else ""
+    folder = Path(supervisor.launch.cwd) if exception is None else None  # a reported exception names its place itself
+    last_line = await asyncio.to_thread(log.last_line, folder) if code else ""
     reason = supervisor.stop_reason or (ExitReason.EXITED if number is None else ExitReason.SIGNALED)
     await supervisor.finish(code, number, reason, supervisor.stop_detail, last_line, exception)
 

@@ -51,13 +51,17 @@ class _Versions(Sequence[Version]):
 
 def decode(batch: PackedBatch) -> Batch:
     """Unpack a batch for reading, which takes some 90 bytes of memory per token."""
-    return Batch(batch.number, batch.groups, batch.digest, _decode_all(batch), batch.stale, batch.max_age)
+    trajectories = _decode_all(batch)
+    return Batch(batch.number, batch.groups, batch.digest, trajectories, batch.stale, batch.max_age, batch.unscored)
 
 
 def decode_part(part: PackedPart) -> Part:
     """Unpack a part for reading, as :func:`decode` does with a batch."""
     trajectories = _decode_all(part)
-    return Part(part.number, part.index, part.groups, part.digest, trajectories, part.last, part.stale, part.max_age)
+    return Part(
+        part.number, part.index, part.groups, part.digest, trajectories, part.last, part.stale, part.max_age,
+        part.unscored,
+    )  # fmt: skip
 
 
 def _decode_all(packed: PackedBatch | PackedPart) -> tuple[Trajectory, ...]:
@@ -83,8 +87,9 @@ def _decode_trajectory(packed: PackedTrajectory, prompt: tuple[int, ...]) -> Tra
 def whole_part(batch: PackedBatch) -> PackedPart:
     """Return a batch as the only part of its step."""
     return PackedPart(
-        batch.number, 0, batch.groups, batch.digest, batch.prompts, batch.trajectories, True, batch.stale, batch.max_age
-    )
+        batch.number, 0, batch.groups, batch.digest, batch.prompts, batch.trajectories, True,
+        batch.stale, batch.max_age, batch.unscored,
+    )  # fmt: skip
 
 
 def shard_for(part: PackedPart, rank: int, world: int) -> PackedPart:

@@ -165,14 +165,24 @@ class TrajectoryClient:
         answer = await self._ask(LeaseScoring(self._incarnation, at_most, wait, tuple(holding)), wait)
         return answer.items if isinstance(answer, Scoring) else ()
 
-    async def post_scores(self, scores: Sequence[Score], failed: dict[int, str] | None = None) -> None:
+    async def post_scores(
+        self, scores: Sequence[Score], failed: dict[int, str] | None = None, faulty: Sequence[int] = ()
+    ) -> int:
         """Post scores, which are durable on return.
 
-        ``failed`` maps each trajectory that cannot be scored to the reason; its group is dropped.
+        Args:
+            scores: One score per trajectory.
+            failed: Each trajectory that cannot be scored, and the reason; its group is dropped.
+            faulty: Trajectories in ``failed`` for which the scorer's own code is at fault.
+
+        Returns:
+            The number of groups that faults of the scorer dropped, if they are so many that the role must end; else 0.
         """
-        answer = await self._send_until_decided(PostScores(self._incarnation, tuple(scores), failed or {}))
+        request = PostScores(self._incarnation, tuple(scores), failed or {}, tuple(faulty))
+        answer = await self._send_until_decided(request)
         if isinstance(answer, Denied):
             self._raise(answer)
+        return answer.faulty_groups if isinstance(answer, Done) else 0
 
     async def batch(self, number: int, wait: float = 5.0) -> PackedBatch | None:
         """Return the batch of step ``number``, or None if no groups can be bound to it within ``wait`` seconds."""

@@ -1,8 +1,9 @@
-"""Makes the prompts of a run's items, and skips the items whose prompt the task cannot make."""
+"""Makes the prompts of a run's items, skips items whose prompt the task cannot make, and counts its scorer's faults."""
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterable
 from itertools import count
 
@@ -88,6 +89,38 @@ class ItemPrompts:
             self._reported = True
             self._warning = (f"warning: item {item} of [task] is dropped: {reason}; further items without a prompt"
                              " are dropped silently and counted in the audit")  # fmt: skip
+
+
+FAULTS_WINDOW = 32
+"""Number of newest groups among which the faults of the scorer are counted. If it fails for more than half of them, its
+code is at fault rather than a few answers: a scorer that fails for a tenth of all groups has seventeen faults among
+thirty-two with a probability below 1e-8."""
+
+
+class ScorerFaults:
+    """Counts the newest groups that faults in the scorer's own code have dropped.
+
+    It is volatile: after a restart of the store, and so after `rrl resume` with a corrected scorer, the count begins
+    again.
+    """
+
+    def __init__(self) -> None:
+        self._newest: deque[bool] = deque(maxlen=FAULTS_WINDOW)
+        """For each of the newest groups whether a fault of the scorer has dropped it."""
+
+    def group_scored(self) -> None:
+        """Count a group whose answers all have a score."""
+        self._newest.append(False)
+
+    def group_dropped(self, *, faulty: bool) -> None:
+        """Count a group that was dropped because an answer could not be scored, perhaps by a fault of the scorer."""
+        self._newest.append(faulty)
+
+    @property
+    def prevailing(self) -> int:
+        """Number of groups that faults have dropped, if they are more than half of the window; else 0."""
+        faults = sum(self._newest)
+        return faults if 2 * faults > FAULTS_WINDOW else 0
 
 
 class UnfitPrompt(ValueError):

@@ -62,8 +62,8 @@ def answer(store: Store, request: Request, now: float | None = None) -> Answer:
             return store.append(incarnation, segments, finished, handed_over, now)
         case LeaseScoring(incarnation, at_most, _, holding):
             return store.lease_scoring(incarnation, at_most, holding)
-        case PostScores(incarnation, scores, failed):
-            return store.post_scores(incarnation, scores, failed)
+        case PostScores(incarnation, scores, failed, faulty):
+            return store.post_scores(incarnation, scores, failed, faulty)
         case GetBatch(incarnation, number):
             return store.batch(incarnation, number)
         case GetPart(incarnation, number, index):

@@ -33,7 +33,7 @@ from .durable.records import (
 )
 from .durable.state import Group, as_item, as_to_score
 from .leases import Leases, Membership, WorkQueue
-from .prompts import NO_PROMPT, ItemPrompts
+from .prompts import NO_PROMPT, ItemPrompts, ScorerFaults
 from .staleness import StalenessLimit
 from .types import (
     Bound,
@@ -113,6 +113,7 @@ class Store:
         """Step of the newest weights that a rollout has reported to this process in a request for work."""
         self._membership = Membership()
         self._scoring_leases = Leases()
+        self._scorer_faults = ScorerFaults()
         self._versions = VersionDirectory()
         self._durable = DurableState(folder, compact_from, max_new_tokens)
         self._state = self._durable.state
@@ -372,8 +373,9 @@ class Store:
         return Scoring(tuple(as_to_score(track) for track in tracks))
 
     def post_scores(
-        self, incarnation: Incarnation, scores: Sequence[Score], failed: Mapping[int, str] | None = None
-    ) -> Done | Denied | NotReady:
+        self, incarnation: Incarnation, scores: Sequence[Score], failed: Mapping[int, str] | None = None,
+        faulty: Sequence[int] = (),
+    ) -> Done | Denied | NotReady:  # fmt: skip
         """Record scores; a second score is ignored, and so is the score of a trajectory that was dropped."""
         if rejection := self._check_worker(incarnation):
             return rejection
@@ -390,12 +392,14 @@ class Store:
             self._scoring_leases.release(score.trajectory)
         for group in {tracks[score.trajectory].group for score in new}:
             if not group.unscored:
+                self._scorer_faults.group_scored()
                 self._staleness.mark_complete(group)
                 self._bindings.add(group)
         for trajectory, reason in (failed or {}).items():
             if trajectory in tracks and tracks[trajectory].finished and tracks[trajectory].score is None:
-                self._drop(tracks[trajectory].group, reason)
-        return Done()
+                self._scorer_faults.group_dropped(faulty=trajectory in faulty)
+                self._drop(tracks[trajectory].group, reason, DropCause.UNSCORED)
+        return Done(faulty_groups=self._scorer_faults.prevailing if faulty else 0)
 
     def _drop(self, group: Group, reason: str, cause: DropCause = DropCause.OTHER) -> None:
         """Drop a group without training on it (rule 8).

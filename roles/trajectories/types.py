@@ -83,6 +83,8 @@ class Batch(Struct, frozen=True):
     """Number of groups that the run had dropped as too old before this batch was bound."""
     max_age: int = 0
     """Age, in weight versions, of the oldest token of this batch and all earlier ones of the run."""
+    unscored: int = 0
+    """Number of groups that the run had dropped before this batch was bound, because an answer could not be scored."""
 
 
 class PackedTrajectory(Struct, frozen=True, array_like=True, gc=False):
@@ -117,6 +119,7 @@ class PackedBatch(Struct, frozen=True, array_like=True):
     trajectories: tuple[PackedTrajectory, ...]
     stale: int = 0
     max_age: int = 0
+    unscored: int = 0
 
 
 class Part(Struct, frozen=True):
@@ -137,6 +140,8 @@ class Part(Struct, frozen=True):
     """Number of groups that the run had dropped as too old before this part was bound."""
     max_age: int = 0
     """Age, in weight versions, of the oldest token of this part and everything that was bound before it."""
+    unscored: int = 0
+    """Number of groups that the run had dropped before this part was bound, because an answer could not be scored."""
 
 
 class PackedPart(Struct, frozen=True, array_like=True):
@@ -151,6 +156,7 @@ class PackedPart(Struct, frozen=True, array_like=True):
     last: bool
     stale: int = 0
     max_age: int = 0
+    unscored: int = 0
 
 
 class Prompt(Struct, frozen=True):
@@ -208,12 +214,14 @@ class PostScores(Struct, frozen=True, tag=True):
     """Scores of a reward replica, which are durable once it is answered with :class:`Done`.
 
     The first score of a trajectory is final. ``failed`` maps each trajectory that cannot be scored to the reason; its
-    group is dropped rather than scored zero.
+    group is dropped rather than scored zero. ``faulty`` lists the trajectories in ``failed`` for which the scorer's own
+    code is at fault: its exception was not caused by a service, storage or memory.
     """
 
     incarnation: Incarnation
     scores: tuple[Score, ...]
     failed: dict[int, str] = {}
+    faulty: tuple[int, ...] = ()
 
 
 class GetBatch(Struct, frozen=True, tag=True):
@@ -324,6 +332,9 @@ class Done(Struct, frozen=True, tag=True):
     hand_back: tuple[int, ...] = ()
     """Trajectories of a rollout that another one should continue, since that is expected to end earlier. The rollout
     hands each of them over with the :class:`Append` of its next segment; until then they are leased to it as before."""
+    faulty_groups: int = 0
+    """For :class:`PostScores`: number of groups that faults of the scorer have dropped, if they are more than half of
+    the newest groups, so that the reward role must end; 0 otherwise."""
 
 
 class Bound(Struct, frozen=True, tag=True):

@@ -34,7 +34,7 @@ from . import publication
 from .connection import ManagerConnection, Stopping
 from .external_waits import waiting
 from .uncommitted_steps import UncommittedSteps
-from .work_items import NewWeights, ScoringLease, WorkLease
+from .work_items import LeasedTrajectories, NewWeights, ScoringLease, WorkLease
 from .work_status import CurrentPhase, entered_phase
 
 STORE_WAIT_S = 1.0
@@ -61,8 +61,8 @@ class Worker:
         self._uncommitted = UncommittedSteps(self.job.sampling.staleness)
         """Steps returned by :meth:`batches` or :meth:`parts` and not committed yet."""
         self._loaded: Version | None = None
-        self._leased: set[int] = set()
-        """Trajectories returned by :meth:`lease` that are neither complete nor lost; the next lease excludes them."""
+        self._leased = LeasedTrajectories()
+        """Trajectories returned by :meth:`work` or :meth:`lease`."""
         self._committed_fetched = False
         self._committed: int | None = None
         self._manifest: dict[str, Any] | None = None
@@ -403,7 +403,8 @@ class Worker:
             with self.phase("wait_work"):
                 items = self._connection.call_store(self._connection.store.lease(at_most, STORE_WAIT_S))
             if items:
-                yield WorkLease(self._connection, items)
+                self._leased.add(items)
+                yield WorkLease(self._connection, items, self._leased)
 
     def lease(self, at_most: int, *, wait: bool = True) -> tuple[Item, ...]:
         """Lease further trajectories, for a rollout that takes new work before it has finished its earlier work.
@@ -422,16 +423,14 @@ class Worker:
         if not self._have_weights():
             return ()
         with self.phase("wait_work") if wait else nullcontext():
-            request = self._connection.store.lease(at_most, STORE_WAIT_S if wait else 0.0, sorted(self._leased))
+            request = self._connection.store.lease(at_most, STORE_WAIT_S if wait else 0.0, self._leased.ids)
             items = self._connection.call_store(request)
-        self._leased.update(item.trajectory for item in items)
+        self._leased.add(items)
         return items
 
     def append(self, segments: Sequence[Segment], finished: Sequence[int] = ()) -> tuple[int, ...]:
         """Add tokens to trajectories that :meth:`lease` returned; see :meth:`WorkLease.append`."""
-        lost = WorkLease(self._connection, ()).append(segments, finished)
-        self._leased.difference_update(finished, lost)
-        return lost
+        return WorkLease(self._connection, (), self._leased).append(segments, finished)
 
     def _have_weights(self) -> bool:
         """Wait for the first complete weight version; return False if a stop is requested before."""

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 
 from ...core.phases import WAIT_EXTERNAL
 from ...core.types import ReplicaId
+from ..end_report import mark_environmental
 from .clocks import boot_time_ns
 
 REPORTED_AFTER_S = 5.0
@@ -35,7 +36,7 @@ def waiting(service: str) -> Iterator[None]:
     """Report inside the block that this process waits for ``service``, which is not part of the run.
 
     Any thread may use this, also several at a time. Outside of a run it has no effect, so that a task's scorer can use
-    it everywhere.
+    it everywhere. An exception that leaves the block counts as caused by the service, not by the code.
     """
     global _waiting_since, _began_ns, _waited_ns
     with _lock:
@@ -44,6 +45,9 @@ def waiting(service: str) -> Iterator[None]:
         _services[service] += 1
     try:
         yield
+    except BaseException as error:
+        mark_environmental(error)  # the service, not the code, may be at fault
+        raise
     finally:
         with _lock:
             _services[service] -= 1

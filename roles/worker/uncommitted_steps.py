@@ -17,8 +17,9 @@ class UncommittedStep(Struct, frozen=True):
 
     digest: str
     metrics: dict[str, float]
-    """Metrics computed from the batch: ``reward``, the number of its ``parts``, the age of its tokens, and, if the job
-    limits staleness, the number and share of stale groups."""
+    """Metrics computed from the batch: ``reward``, the number of its ``parts``, the age of its tokens, the number and
+    share of groups that could not be scored if there are any, and, if the job limits staleness, those of stale groups.
+    """
 
 
 class UncommittedSteps:
@@ -93,6 +94,9 @@ class _BatchMetrics:
         }
         if tokens:
             metrics["token_age_p50"], metrics["token_age_max"] = float(_median(tokens)), float(max(tokens))
+        if last.unscored:
+            metrics["unscored_groups"] = float(last.unscored)
+            metrics["unscored_share"] = last.unscored / (last.unscored + last.number * self._groups)
         if staleness is not None:
             metrics["stale_groups"] = float(last.stale)
             metrics["stale_share"] = last.stale / (last.stale + last.number * self._groups)

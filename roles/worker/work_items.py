@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
+from msgspec import Struct
+
+from ...core.text import shortened
 from ...core.types import Version
 from ...transport.weights.manifest import TensorSpec
 from ...transport.weights.store import StoredVersion
+from ..end_report import Misuse
+from ..trajectories.durable.records import pack
 from ..trajectories.types import Item, Score, Segment, ToScore
 from .connection import ManagerConnection
+
+_MAX_ENDED = 65_536
+"""Number of trajectories that this process had leased and that are remembered after their end, because a rollout may
+append to a trajectory once more before it reads that the trajectory is lost. A number takes about 100 bytes."""
+_MAX_NAMED = 5
+"""Number of trajectories that a message names."""
 
 
 class NewWeights:
@@ -26,11 +37,122 @@ class NewWeights:
         self.flat: memoryview = stored.flat
 
 
+class _Leased(Struct):
+    """A trajectory leased to this process."""
+
+    group: int
+    length: int
+    """Number of tokens after the prompt, those of earlier incarnations included."""
+    limit: int
+    """Largest allowed length."""
+    segments: dict[int, int]
+    """For each segment so far, by offset, the hash of its tokens."""
+
+
+class LeasedTrajectories:
+    """The trajectories leased to this process, and how far it has extended each of them.
+
+    Checks what a role appends to them. The store cannot tell a mistake in the role's code from a segment that comes too
+    late, because another rollout has continued the trajectory: in both cases it only answers that the trajectory is not
+    leased to the sender.
+    """
+
+    def __init__(self) -> None:
+        self._leased: dict[int, _Leased] = {}
+        self._ended: dict[int, bool] = {}
+        """The newest trajectories that have ended, in order: True if this process has listed them as complete, False if
+        they are lost or have as many tokens as are allowed."""
+
+    @property
+    def ids(self) -> list[int]:
+        """The trajectories that are neither complete nor lost, in order."""
+        return sorted(self._leased)
+
+    def add(self, items: Iterable[Item]) -> None:
+        """Add trajectories that were leased, perhaps again."""
+        for item in items:
+            length = sum(len(segment.tokens) for segment in item.so_far)
+            segments = {segment.offset: hash(tuple(segment.tokens)) for segment in item.so_far}
+            self._leased[item.trajectory] = _Leased(item.group, length, length + item.max_new, segments)
+            self._ended.pop(item.trajectory, None)
+
+    def check(self, segments: Sequence[Segment], finished: Sequence[int]) -> None:
+        """Check what a role wants to append.
+
+        A segment that was appended before, and one of a trajectory that is lost, is left to the store.
+
+        Raises:
+            Misuse: a segment is malformed or does not continue its trajectory; a trajectory was never leased to this
+                process, or is complete already; a trajectory without tokens is listed as complete.
+        """
+        lengths: dict[int, int] = {}
+        for segment in segments:
+            leased = self._find(segment.trajectory, "a segment")
+            name = f"segment of trajectory {segment.trajectory}"
+            try:
+                pack(segment)
+            except (TypeError, ValueError, OverflowError, AttributeError) as error:
+                raise Misuse(f"{name}: {error}") from error
+            if leased is None:
+                continue
+            name, count = f"{name} (group {leased.group})", len(segment.tokens)
+            length = lengths.get(segment.trajectory, leased.length)
+            if not count:
+                raise Misuse(f"{name}: it has no tokens")
+            if segment.offset != length:
+                if leased.segments.get(segment.offset) == hash(tuple(segment.tokens)):
+                    continue
+                raise Misuse(
+                    f"{name}: its offset is {segment.offset}, expected {length}, the number of tokens that the"
+                    " trajectory has: those of item.so_far, and those appended since"
+                )
+            if length + count > leased.limit:
+                raise Misuse(
+                    f"{name}: its {count} tokens exceed the {leased.limit - length} that may still be appended"
+                    " (item.max_new, less what was appended since)"
+                )
+            lengths[segment.trajectory] = length + count
+        for trajectory in finished:
+            leased = self._find(trajectory, "finished")
+            if leased is not None and not lengths.get(trajectory, leased.length):
+                raise Misuse(f"finished: trajectory {trajectory} (group {leased.group}) has no tokens; append its end")
+
+    def appended(self, segments: Sequence[Segment], finished: Sequence[int], lost: Sequence[int]) -> None:
+        """Record what was appended, and the trajectories that are complete or lost with it."""
+        ended = dict.fromkeys(finished, True) | dict.fromkeys(lost, False)
+        for segment in segments:
+            leased = self._leased.get(segment.trajectory)
+            if leased is not None and segment.offset == leased.length:
+                leased.length += len(segment.tokens)
+                leased.segments[segment.offset] = hash(tuple(segment.tokens))
+                if leased.length == leased.limit:
+                    ended.setdefault(segment.trajectory, False)
+        for trajectory in ended:
+            self._leased.pop(trajectory, None)
+        self._ended |= ended
+        while len(self._ended) > _MAX_ENDED:
+            del self._ended[next(iter(self._ended))]
+
+    def _find(self, trajectory: int, where: str) -> _Leased | None:
+        """Return a leased trajectory, or None if it has ended and is not known to be complete, else raise Misuse."""
+        if isinstance(trajectory, int) and (trajectory in self._leased or trajectory in self._ended):
+            if self._ended.get(trajectory, False):
+                raise Misuse(f"{where}: trajectory {trajectory} is complete already: it was in finished before")
+            return self._leased.get(trajectory)
+        named = ", ".join(map(str, self.ids[:_MAX_NAMED])) + (", ..." if len(self._leased) > _MAX_NAMED else "")
+        leased = f"leased are {named}" if named else "none is"
+        raise Misuse(
+            f"{where}: {shortened(trajectory)} is not the id of a trajectory that was leased to this process"
+            f" (item.trajectory); {leased}"
+        )
+
+
 class WorkLease:
     """Trajectories leased to this rollout: each is a prompt and the tokens that were already generated for it."""
 
-    def __init__(self, connection: ManagerConnection, items: tuple[Item, ...]) -> None:
+    def __init__(self, connection: ManagerConnection, items: tuple[Item, ...], leased: LeasedTrajectories) -> None:
         self._connection = connection
+        self._leased = leased
         self.items = items
 
     def append(self, segments: Sequence[Segment], finished: Sequence[int] = ()) -> tuple[int, ...]:
@@ -42,8 +164,14 @@ class WorkLease:
 
         Returns:
             The ids of trajectories that are no longer leased to this incarnation; stop working on them.
+
+        Raises:
+            ValueError: a segment is malformed, or its offset is not the number of tokens that its trajectory has;
+                a trajectory was never leased to this process.
         """
+        self._leased.check(segments, finished)
         lost = self._connection.call_store(self._connection.store.append(segments, finished))
+        self._leased.appended(segments, finished, lost)
         self._connection.progress(sum(len(segment.tokens) for segment in segments))
         return lost
 
@@ -57,15 +185,21 @@ class ScoringLease:
         self._done_before = connection.status.done
         self._posted = 0
 
-    def post(self, scores: Sequence[Score], failed: dict[int, str] | None = None) -> None:
+    def post(self, scores: Sequence[Score], failed: dict[int, str] | None = None, faulty: Sequence[int] = ()) -> int:
         """Record scores durably, and report them as progress unless the role has already reported it itself.
 
         Args:
             scores: one score per trajectory.
             failed: for each trajectory that cannot be scored, the reason. The group of such a trajectory is dropped;
                 the trajectory is not scored zero.
+            faulty: trajectories in ``failed`` for which the code of the scorer is at fault, not a service that it uses.
+
+        Returns:
+            0; or, if such faults have dropped more than half of the run's newest groups, the number of these groups:
+            the role should then end.
         """
-        self._connection.call_store(self._connection.store.post_scores(scores, failed))
+        faulty_groups = self._connection.call_store(self._connection.store.post_scores(scores, failed, faulty))
         self._posted += len(scores) + len(failed or {})
         reported = self._connection.status.done - self._done_before
         self._connection.progress(max(0, self._posted - reported))
+        return faulty_groups

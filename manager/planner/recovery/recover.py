@@ -32,7 +32,7 @@ from .ladder import (
 )
 from .node_exclusion import exclusions
 from .rejection import command_missing, invalid_config, never_joined, no_fit_node, rejected, role_exhausted
-from .repeated_exception import others_may_work, repeated_exception
+from .repeated_exception import failed_by_code, others_may_work, repeated_exception, scorer_fails
 from .software_fault import suggests_software_fault
 
 _Members = Sequence[Replica]
@@ -40,7 +40,8 @@ _Members = Sequence[Replica]
 
 def recover(state: State, inventory: NodeInventory, now: float) -> list[Decision]:
     """Return the decisions for everything that failed. ``now`` is the manager's time (s)."""
-    if (mistake := invalid_config(state) or command_missing(state, inventory) or no_fit_node(state)) is not None:
+    mistake = invalid_config(state) or scorer_fails(state) or command_missing(state, inventory) or no_fit_node(state)
+    if mistake is not None:
         return [mistake]
     exclude_decisions = exclusions(state, inventory)
     excluded_nodes = {exclude.node for exclude in exclude_decisions}
@@ -281,8 +282,7 @@ def _fail_or_degrade(case: FailureCase, evidence: tuple[str, ...]) -> Decision:
     state, failed = case.state, case.failed
     if can_degrade(state, failed, case.dropped) and others_may_work(state, failed, case.dropped):
         return _retire(case, evidence)
-    show = f"rrl logs {state.run} --failed shows its traceback"
-    return Finish(Outcome.FAILED, Why((*evidence, show), Rung.GIVE_UP, "everything is released"))
+    return failed_by_code(state, evidence)
 
 
 def _retire(case: FailureCase, evidence: tuple[str, ...]) -> Fence:

@@ -7,11 +7,17 @@ role has worked, its code works in principle, and the repair ladder decides. The
 * an injected exception;
 * an exception that storage, network, memory or a GPU may have caused (``RaisedException.environmental``);
 * an exception on a node that is excluded or has a failure of its own.
+
+Two kinds of exceptions are judged differently. If the role's code broke a rule of the worker API
+(``RaisedException.misuse``), earlier work of the role does not show that the code is right: the three starts count in a
+role that has worked, too. If the scorer failed for most groups (``RaisedException.dropped_groups``), the evidence
+is complete, and the run ends at once.
 """
 
 from __future__ import annotations
 
-from ....core.types import RaisedException, ReplicaId, gang_of, is_support
+from ....core.types import Outcome, RaisedException, ReplicaId, gang_of, is_support
+from ...model.actions import Finish, Rung, Why
 from ...model.queries import finding_about, gang, has_worked, node_finding, starts_ended_by, workers
 from ...model.state import Replica, State, Status
 
@@ -24,7 +30,7 @@ def starts_with_same_exception(state: State, failed: Replica) -> int:
     exception = _exception_of(state, failed)
     if exception is None or exception.environmental or failed.fault:
         return 0
-    if is_support(failed.id) or has_worked(state, failed.role):
+    if is_support(failed.id) or (has_worked(state, failed.role) and not exception.misuse):
         return 0
     node = state.nodes.get(failed.node) if failed.node is not None else None
     if node is None or node.excluded is not None or node_finding(state, node.name) is not None:
@@ -40,10 +46,24 @@ def repeated_exception(state: State, failed: Replica) -> tuple[str, ...]:
     exception, starts = _exception_of(state, failed), starts_with_same_exception(state, failed)
     if exception is None or starts < state.job.recovery.first_start:
         return ()
-    return (
-        f"{failed.id}: {exception}",
-        f"this exception ended {starts} starts in a row, and no replica of {failed.role} has done any work",
-    )
+    worked = "each before any work" if exception.misuse else f"and no replica of {failed.role} has done any work"
+    return f"{failed.id}: {exception}", f"this exception ended {starts} starts in a row, {worked}"
+
+
+def scorer_fails(state: State) -> Finish | None:
+    """Return the end of a run in which a reward replica ended because its scorer fails for most groups."""
+    for replica in workers(state):
+        exception = _exception_of(state, replica)
+        if exception is not None and exception.dropped_groups and not replica.fault:
+            dropped = f"exceptions of the scorer have dropped {exception.dropped_groups} groups, most of the newest"
+            return failed_by_code(state, (f"{replica.id}: {exception}", dropped))
+    return None
+
+
+def failed_by_code(state: State, evidence: tuple[str, ...]) -> Finish:
+    """Return the end of a run that the user's code keeps from working."""
+    show = f"rrl logs {state.run} --failed shows its traceback"
+    return Finish(Outcome.FAILED, Why((*evidence, show), Rung.GIVE_UP, "everything is released"))
 
 
 def others_may_work(state: State, failed: Replica, dropped: set[ReplicaId]) -> bool:

@@ -7,19 +7,22 @@ newest lines to the manager.
 from __future__ import annotations
 
 import os
+import re
 import select
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 
 from ....core.launch import Launch
-from ....core.log_lines import stamp_of
+from ....core.log_lines import STAMP_BYTES, stamp_of
 from ....core.run_dir import RunDir
 from ....core.text import last_lines
 from ....transport.control.endpoints import Address
 from ....transport.control.log_messages import Backlog
 from ....transport.keys import RunKeys
+from ...end_report import users_place
 from .files import LineTimestamper, RateLimiter, RotatingLog
 from .shipper import Shipper
 
@@ -31,6 +34,8 @@ RETRY_INTERVAL_S = 1.0
 """Seconds between two tries to write after an error."""
 _TAIL_BYTES = 4096
 """Bytes of the end of the output that are kept to find its last line."""
+_FRAME = re.compile(r'  File "(.+)", line (\d+)')
+"""A frame of a traceback of Python."""
 _READ_BYTES = 64 * 2**10
 _WRITE_BYTES = 256 * 2**10
 
@@ -70,13 +75,14 @@ class LogPump:
         since = self._busy_since
         return since is not None and time.monotonic() - since > STUCK_AFTER_S
 
-    def last_line(self, within: float) -> str:
-        """Return the last line that is not blank, after waiting up to ``within`` seconds for the pipe's end."""
+    def last_output(self, within: float) -> list[str]:
+        """Return the last lines that are not blank, after waiting up to ``within`` seconds for the pipe's end."""
         self._reader.join(within)
         lines = (
-            line.removeprefix(stamp_of(line)).decode(errors="replace").strip() for line in self._last_bytes.splitlines()
+            (line[STAMP_BYTES + 1 :] if stamp_of(line) else line).decode(errors="replace").rstrip()
+            for line in self._last_bytes.splitlines()
         )
-        return last_lines("\n".join(filter(None, lines)).rpartition("\n")[2])
+        return [line for line in lines if line]
 
     def finish(self, within: float) -> bool:
         """Wait up to ``within`` seconds for the pipe's end and for the file; later output is not kept.
@@ -179,9 +185,14 @@ class RoleLog:
         self._pump.start()
         self._shipper.start()
 
-    def last_line(self) -> str:
-        """Return the last line that the ended command wrote; block up to :data:`LAST_LINE_TIMEOUT_S`."""
-        return self._pump.last_line(LAST_LINE_TIMEOUT_S)
+    def last_line(self, folder: Path | None = None) -> str:
+        """Return the last line that the ended command wrote; block up to :data:`LAST_LINE_TIMEOUT_S`.
+
+        If it ends a traceback of Python, the place in the code follows, if ``folder``, the job's folder, is given.
+        """
+        lines = self._pump.last_output(LAST_LINE_TIMEOUT_S)
+        place = "" if folder is None else place_in_traceback(lines, folder)
+        return last_lines(lines[-1] if lines else "") + (f" ({place})" if place else "")
 
     def finish(self) -> None:
         """Write and send the rest; block for some seconds if the storage or the manager is unreachable."""
@@ -190,3 +201,18 @@ class RoleLog:
             self._shipper.finish(True, UNSAVED_TIMEOUT_S)
         elif self._shipper.connected:
             self._shipper.finish(False, REPORT_TIMEOUT_S)
+
+
+def place_in_traceback(lines: Sequence[str], folder: Path) -> str:
+    """Return ``file:line`` in the user's code if output ends with a traceback of Python, else an empty text.
+
+    A process that ends before it has joined the run, for example because of a syntax error, cannot report its exception
+    in another way. The result is shown to people; no decision depends on it.
+    """
+    places: list[tuple[str, int]] = []
+    for line in reversed(lines[:-1]):
+        if not line.startswith(" "):  # the head of the traceback
+            break
+        if frame := _FRAME.match(line):
+            places.insert(0, (frame[1], int(frame[2])))
+    return users_place(places, folder) if places else ""

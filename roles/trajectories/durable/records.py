@@ -86,6 +86,8 @@ class DropCause(StrEnum):
 
     STALE = "stale"
     """A token of the group is, or would be, sampled with weights that are too old."""
+    UNSCORED = "unscored"
+    """An answer of the group could not be scored."""
     OTHER = "other"
     """Any other cause."""
 
@@ -120,6 +122,8 @@ class Part(Struct, frozen=True, tag="part", array_like=True):
     """Age, in weight versions, of the oldest token of this part and everything that was bound before it."""
     ages: dict[int, int]
     """Number of tokens of the part by their age in weight versions."""
+    unscored: int = 0
+    """Number of groups that the run had dropped before this part, because an answer could not be scored."""
 
 
 class Binding(Struct, frozen=True, tag="binding", array_like=True):
@@ -139,6 +143,8 @@ class Binding(Struct, frozen=True, tag="binding", array_like=True):
     """Age, in weight versions, of the oldest token of this binding and all earlier ones of the run."""
     ages: dict[int, int] = {}
     """Number of tokens of the step by their age in weight versions; empty in the log of an older version of rrl."""
+    unscored: int = 0
+    """Number of groups that the run had dropped before this binding, because an answer could not be scored."""
 
 
 class BindingRetired(Struct, frozen=True, tag="binding_retired", array_like=True):

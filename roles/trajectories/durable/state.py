@@ -102,6 +102,8 @@ class State:
         self.fences: dict[ReplicaId, int] = {}
         self.stale = 0
         """Number of groups that the run has dropped because their tokens were too old."""
+        self.unscored = 0
+        """Number of groups that the run has dropped because an answer could not be scored."""
 
     def apply(self, record: Record) -> None:
         """Apply one record without checking it: the store decides which records may be written.
@@ -134,6 +136,7 @@ class State:
                 self._retire(number - self._retained_steps)
             case GroupDropped(group, cause=cause):
                 self.stale += cause is DropCause.STALE
+                self.unscored += cause is DropCause.UNSCORED
                 if group in self.groups:  # otherwise the record was only copied for the audit
                     self._observe_lengths(self.groups[group], cut=True)
                     number = self.groups[group].bound or 0
@@ -289,7 +292,8 @@ class State:
         tracks = self._trajectories_of(groups)
         ages = _ages(number, tracks)
         digest = _digest(str(number), tracks)
-        return Binding(number, groups, len(tracks), digest, self.stale, max([self.max_age, *ages]), ages)
+        max_age = max([self.max_age, *ages])
+        return Binding(number, groups, len(tracks), digest, self.stale, max_age, ages, self.unscored)
 
     def next_part(self, groups: tuple[int, ...], lacking: int) -> Part:
         """Return the record of the next part of the open step, which lacks ``lacking`` groups after it.
@@ -301,7 +305,9 @@ class State:
         ages = _ages(number, tracks)
         digest = _digest(f"{number} {len(before)} {before[-1].digest if before else ''}", tracks)
         max_age = max([self.max_age, *ages])
-        return Part(number, len(before), groups, len(tracks), digest, lacking, self.stale, max_age, ages)
+        return Part(
+            number, len(before), groups, len(tracks), digest, lacking, self.stale, max_age, ages, self.unscored
+        )  # fmt: skip
 
     def binding_of_parts(self) -> Binding:
         """Return the record that binds the open step, whose parts are complete."""
@@ -311,15 +317,16 @@ class State:
             ages.update(part.ages)
         groups = tuple(group for part in parts for group in part.groups)
         last, count = parts[-1], sum(part.trajectories for part in parts)
-        return Binding(last.number, groups, count, last.digest, last.stale, last.max_age, dict(ages))
+        return Binding(last.number, groups, count, last.digest, last.stale, last.max_age, dict(ages), last.unscored)
 
     def batch(self, number: int) -> PackedBatch:
         """Return the batch of a bound step."""
         binding = self.bindings[number]
         prompts, trajectories = self._packed(binding.groups)
         return PackedBatch(
-            number, binding.groups, binding.digest, prompts, trajectories, binding.stale, binding.max_age
-        )
+            number, binding.groups, binding.digest, prompts, trajectories, binding.stale, binding.max_age,
+            binding.unscored,
+        )  # fmt: skip
 
     def parts_of(self, number: int) -> Sequence[Part]:
         """Return the parts of a step; a step that was bound as a whole counts as one part."""
@@ -327,7 +334,8 @@ class State:
             return parts
         if (one := self.bindings.get(number)) is None:
             return ()
-        return (Part(number, 0, one.groups, one.trajectories, one.digest, 0, one.stale, one.max_age, one.ages),)
+        content = one.groups, one.trajectories, one.digest
+        return (Part(number, 0, *content, 0, one.stale, one.max_age, one.ages, one.unscored),)
 
     def part(self, number: int, index: int) -> PackedPart:
         """Return a part of a step."""
@@ -335,8 +343,9 @@ class State:
         prompts, trajectories = self._packed(part.groups)
         is_last = not part.lacking
         return PackedPart(
-            number, index, part.groups, part.digest, prompts, trajectories, is_last, part.stale, part.max_age
-        )
+            number, index, part.groups, part.digest, prompts, trajectories, is_last, part.stale, part.max_age,
+            part.unscored,
+        )  # fmt: skip
 
     def message_bytes(self, group: int) -> int:
         """Return an upper bound of the bytes that a complete group takes in a batch or part."""

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import errno
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from rrl.core.types import RaisedException
-from rrl.roles.end_report import described
+import rrl
+from rrl.core.launch import LAUNCH_ENV, Launch, Raised, read_end_report
+from rrl.core.run_dir import RunDir
+from rrl.core.types import Incarnation, NodeName, RaisedException, ReplicaId
+from rrl.roles.end_report import Misuse, ScorerFails, described, report_uncaught_exceptions
 from rrl.roles.models.tokenizer import open_tokenizer
 
 
@@ -98,6 +103,58 @@ def _torch_error(name: str, module: str) -> Exception:
 ], ids=lambda case: type(case).__name__)  # fmt: skip
 def test_errors_of_storage_network_and_memory_may_pass(error: Exception, environmental: bool) -> None:
     assert caught(_raise(error)).environmental is environmental
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [("httpx", "TransportError"), ("urllib3.exceptions", "HTTPError"), ("aiohttp.client_exceptions", "ClientError")],
+)
+def test_errors_of_clients_of_services_may_pass(module: str, name: str) -> None:
+    assert caught(_raise(_torch_error(name, module))).environmental
+
+
+def test_exception_that_leaves_a_wait_for_a_service_may_pass() -> None:
+    def ask() -> None:
+        with rrl.waiting("judge"):
+            raise KeyError("choices")
+
+    assert caught(ask).environmental
+
+
+def reported(error: Exception, folder: Path, monkeypatch: pytest.MonkeyPatch) -> RaisedException:
+    """Return what a process reports that this exception ends."""
+    incarnation, run = Incarnation(ReplicaId("reward/0"), 1), RunDir(folder / "run")
+    run.steps.mkdir(parents=True)
+    launch = Launch("t", str(run.path), incarnation, NodeName("n1"), ("true",), {}, str(folder), 1.0, False)
+    launch_file = folder / "t.launch"
+    launch_file.write_bytes(msgspec.json.encode(launch))
+    monkeypatch.setenv(LAUNCH_ENV, str(launch_file))
+    monkeypatch.setattr("sys.excepthook", lambda *_: None)
+    report_uncaught_exceptions(launch)
+    sys.excepthook(type(error), error, None)
+    report = read_end_report(run.end_report_file("t"))
+    assert isinstance(report, Raised)
+    return report.exception
+
+
+def test_report_of_a_scorer_that_fails_is_its_exception_with_the_number_of_groups(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raised = caught(program(tmp_path, "[][0]"), tmp_path)
+    got = reported(ScorerFails(raised, 17), tmp_path, monkeypatch)
+    assert (str(got), got.dropped_groups) == ("IndexError: list index out of range (rollout.py:1)", 17)
+
+
+def test_report_of_a_broken_rule_of_the_worker_api_is_marked_and_names_no_class_of_rrl(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    got = reported(Misuse("offset 0, expected 2"), tmp_path, monkeypatch)
+    assert (got.type, got.message, got.misuse) == ("ValueError", "offset 0, expected 2", True)
+
+
+def test_report_of_any_other_exception_has_no_mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    got = reported(ValueError("mine"), tmp_path, monkeypatch)
+    assert (got.dropped_groups, got.misuse) == (0, False)
 
 
 def test_message_is_one_short_line_and_may_be_missing() -> None:

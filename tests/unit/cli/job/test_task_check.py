@@ -39,7 +39,7 @@ class Doubling:
         return str(2 * i)
 
     def score(self, i, answer):
-        right = float(int(answer) == 2 * i)
+        right = float(answer != "" and int(answer) == 2 * i)
         return right, right / 2
 
 def make(seed):
@@ -207,13 +207,25 @@ def test_items_that_would_be_dropped_and_answers_that_do_not_fit_are_warnings(ch
 
 
 def test_scorer_that_rewards_every_answer_alike_is_a_warning(checked: Checked) -> None:
-    assert checked.run(changed(TASK, "float(int(answer) == 2 * i)", "1.0")) == 0
+    assert checked.run(changed(TASK, 'float(answer != "" and int(answer) == 2 * i)', "1.0")) == 0
     warning = "a right answer of [task] gets no more reward than a wrong one (item 0: '0' gets 1, '2' gets 1)"
     assert checked.err == f"rrl: warning: {warning}\n"
 
 
+def test_scorer_that_raises_for_a_wrong_answer_is_a_mistake_and_for_an_empty_one_a_warning(checked: Checked) -> None:
+    raising = changed(TASK, "answer != ", "1 // (answer == self.answer(i) or answer == '') and answer != ")
+    line = (
+        "13: task.function: score(0, '2') raised ZeroDivisionError: integer division or modulo by zero (doubling.py:9)"
+    )
+    assert checked.line(raising).startswith(line)
+    assert checked.run(changed(TASK, 'answer != "" and ', "")) == 0
+    warning = "score(0, '') raised ValueError: invalid literal for int() with base 10: '' (doubling.py:9); the group"
+    assert checked.err == f"rrl: warning: {warning} of such an answer is dropped\n"
+
+
 def test_task_without_right_answers_is_scored_with_an_empty_one(checked: Checked) -> None:
     task = changed(TASK, "return str(2 * i)", "raise NotImplementedError")
+    task = changed(task, 'answer != "" and ', "")
     assert checked.run(changed(task, "int(answer)", "len(answer)")) == 0
     assert checked.err == ""
     assert "(1 token)\n  wrong answer  (empty)\n  reward        1, trained on 0.5\n" in checked.out

@@ -323,6 +323,21 @@ def test_status_says_which_pipe_weights_move_over_and_when_they_cannot() -> None
     assert "over nixl, tcp and ucx; pulls between these are impossible" in serves("rollout/1", "nixl://10.0.0.4:7001")
 
 
+def test_status_and_summary_tell_how_many_groups_could_not_be_scored_where_there_are_any() -> None:
+    def status(**metrics: float) -> str:
+        story = Story().works()
+        story.record(StepCommitted(story.incarnation("trainer/0"), 30, {"reward": 0.5, **metrics}))
+        return drawn(status_view(story.recorded(), story.now, 140), 140)
+
+    text = "12 groups were dropped (54.5%): an answer could not be scored, see the log of the reward role"
+    assert f"dropped  {text}" in status(unscored_groups=12.0, unscored_share=0.5454)
+    assert "unscored" not in status(unscored_groups=12.0, unscored_share=0.5454)
+    assert "dropped" not in status()
+    assert text in drawn(summary_view({"unscored_groups": 12, "unscored_share": 0.5454}), 120)
+    assert "1 group was dropped (0.1%)" in drawn(summary_view({"unscored_groups": 1, "unscored_share": 0.001}), 120)
+    assert "dropped" not in drawn(summary_view({"unscored_groups": 0, "unscored_share": 0.0}), 120)
+
+
 def test_a_summary_tells_what_was_dropped_for_its_age_where_anything_was() -> None:
     reported = drawn(summary_view({"stale_groups": 7, "stale_share": 0.0123}), 100)
     assert "7 groups, 1.2% of those generated, were dropped: older than [sampling] staleness allows" in reported

@@ -170,6 +170,20 @@ def test_summary_has_the_age_of_the_oldest_token_even_of_steps_that_nobody_repor
     assert summary(started(), unreported).max_age is None
 
 
+def test_unscored_groups_are_those_of_the_newest_step_that_reported_any() -> None:
+    def reported(step: int, **metrics: float) -> At:
+        return 20.0 + step, ev.StepCommitted(Incarnation(TRAINER, 1), step, metrics)
+
+    reports = (
+        reported(3, unscored_groups=9.0, unscored_share=0.3),
+        reported(2, unscored_groups=5.0, unscored_share=0.2),
+        reported(4, reward=1.0),
+    )
+    got = summary(started(), *reports)
+    assert (got.unscored_groups, got.unscored_share) == (9, 0.3)
+    assert (summary(started()).unscored_groups, summary(started()).unscored_share) == (0, 0.0)
+
+
 def test_stale_groups_are_those_of_the_newest_step() -> None:
     def stale_reported(step: int, groups: float, share: float) -> At:
         return 20.0 + step, ev.StepCommitted(

@@ -124,6 +124,29 @@ def test_uncaught_exception_of_a_role_is_recorded_with_the_users_line(tmp_path: 
         asyncio.run(story(at))
 
 
+@pytest.mark.parametrize(
+    ("lines", "last_line", "place"),
+    [
+        (("import rrl", "import json", "json.loads('nothing')", "rrl.join()"),
+         "json.decoder.JSONDecodeError: Expecting value: line 1 column 1 (char 0)", 3),
+        (("import rrl", "with rrl.join() as me", "    pass"), "SyntaxError: expected ':'", 2),
+    ],
+    ids=["import", "syntax"],
+)  # fmt: skip
+def test_exception_before_the_role_joins_is_recorded_with_the_users_line(
+    tmp_path: Path, lines: tuple[str, ...], last_line: str, place: int
+) -> None:
+    async def story(at: Lab) -> None:
+        async with at.manager() as manager:
+            assert await at.end_of(at.start(python_role(at, tmp_path, *lines))) == 1
+            report = await manager.wait_for(StepExit)
+            assert report.exception is None
+            assert report.last_line == f"{last_line} ({tmp_path}/role.py:{place})"
+
+    with lab(tmp_path) as at:
+        asyncio.run(story(at))
+
+
 def test_exit_of_a_role_for_invalid_configuration_is_a_reason_of_its_own(tmp_path: Path) -> None:
     """The log has one line only: an event loop that is still open at the exit would add a warning (or a traceback)."""
 

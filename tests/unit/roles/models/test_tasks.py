@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import importlib
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import msgspec
 import pytest
 
+import rrl
 from rrl.core.run_spec import TaskSpec, TokenizerSpec
 from rrl.roles.models.tasks import TaskError, load_task
 from rrl.roles.models.tokenizer import EOS, PAD, VocabularyTokenizer
@@ -158,22 +160,30 @@ def test_a_scorer_that_breaks_costs_the_trajectory_not_the_run(
     users_folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     tokenizer = VocabularyTokenizer(TokenizerSpec(tuple("0123456789x")))
-    scorer = Scorer(load_task(TaskSpec(function="my_rrl_task:Doubles"), 5, folder=users_folder), tokenizer)
+    scorer = Scorer(
+        load_task(TaskSpec(function="my_rrl_task:Doubles"), 5, folder=users_folder), tokenizer, users_folder
+    )
     texts = {1: "8", 2: "x", 3: "5", 4: "6", 5: "x"}
     judged: list[bool] = []
     items = [ToScore(n, 4, (*tokenizer.encode(text), EOS)) for n, text in texts.items()]
-    scores, failed = scorer.score(items, lambda: judged.append(True))
+    scored = scorer.score(items, lambda: judged.append(True))
     assert len(judged) == len(items)
-    assert scores == [Score(1, 1 / 3, 1.0), Score(4, 1.0, 0.0)]
-    assert failed == {
-        2: "the scorer raised ValueError",
-        3: "the scorer raised ZeroDivisionError",
-        5: "the scorer raised ValueError",
+    assert scored.scores == [Score(1, 1 / 3, 1.0), Score(4, 1.0, 0.0)]
+    assert scored.failed == {
+        2: "the scorer raised ValueError (my_rrl_task.py:5)",
+        3: "the scorer raised ZeroDivisionError (my_rrl_task.py:5)",
+        5: "the scorer raised ValueError (my_rrl_task.py:5)",
     }
+    assert scored.faulty == [2, 3, 5]
     assert caplog.text.count("the scorer raised ValueError (") == 1
+    mistake = "ZeroDivisionError: division by zero (my_rrl_task.py:5)"
+    assert (
+        scorer.note == f"at least 2 answers could not be scored, and their groups are dropped; the last one: {mistake}"
+    )
 
 
-def test_a_score_that_is_no_number_is_a_failure() -> None:
+@pytest.mark.parametrize("returned", [(float("nan"), 0.0), 0.5, None, ("one", 1.0), (1.0, 0.0, 0.0)])
+def test_score_other_than_two_finite_numbers_is_a_fault_at_the_definition_of_the_scorer(returned: object) -> None:
     class Bad:
         def prompt(self, i: int) -> str:
             return ""
@@ -182,6 +192,43 @@ def test_a_score_that_is_no_number_is_a_failure() -> None:
             return ""
 
         def score(self, i: int, answer: str) -> tuple[float, float]:
-            return float("nan"), 0.0
+            return returned  # type: ignore[return-value]
 
-    assert Scorer(Bad(), DIGITS).score([ToScore(1, 0, ())]) == ([], {1: "the score is not finite"})
+    place = f"{Path(__file__).name}:{Bad.score.__code__.co_firstlineno}"
+    scorer = Scorer(Bad(), DIGITS, Path(__file__).parent)
+    scored = scorer.score([ToScore(1, 7, DIGITS.encode("12"))])
+    assert (scored.scores, scored.faulty) == ([], [1])
+    assert scored.failed == {1: f"the scorer raised ValueError ({place})"}
+    assert scorer.note == (
+        "1 answer could not be scored, and their groups are dropped; the last one: ValueError: score(7, '1 2') returned"
+        f" {returned!r}; return the reward and the reward to train on, two finite numbers ({place})"
+    )
+
+
+@pytest.mark.parametrize(("error", "faulty"), [(ConnectionResetError, []), (TypeError, []), (KeyError, [1])])
+def test_exception_that_a_service_may_have_caused_is_no_fault_of_the_scorer(
+    error: type[Exception], faulty: list[int]
+) -> None:
+    class Judged:
+        def prompt(self, i: int) -> str:
+            return ""
+
+        def answer(self, i: int) -> str:
+            return ""
+
+        def score(self, i: int, answer: str) -> tuple[float, float]:
+            with rrl.waiting("judge") if error is TypeError else nullcontext():
+                raise error
+
+    scored = Scorer(Judged(), DIGITS, Path()).score([ToScore(1, 0, ())])
+    assert (list(scored.failed), scored.faulty) == ([1], faulty)
+
+
+def test_note_on_failed_answers_is_renewed_only_when_their_number_has_doubled(users_folder: Path) -> None:
+    scorer = Scorer(load_task(TaskSpec(function="my_rrl_task:Doubles"), 1, folder=users_folder), DIGITS, users_folder)
+    notes = []
+    for _ in range(9):
+        scorer.score([ToScore(1, 0, DIGITS.encode("1"))])
+        notes.append(scorer.note.partition(" could")[0])
+    once, twice, four = "1 answer", "at least 2 answers", "at least 4 answers"
+    assert notes == [once, twice, twice, four, four, four, four, "at least 8 answers", "at least 8 answers"]

@@ -12,7 +12,8 @@ import pytest
 from rrl.core.types import Version
 from rrl.roles.trajectories.durable.log import Log, Superseded
 from rrl.roles.trajectories.durable.records import FORMAT, LogFormatError
-from rrl.roles.trajectories.prompts import MAX_ITEMS_WITHOUT_PROMPT, NO_PROMPT
+from rrl.roles.trajectories.prompts import FAULTS_WINDOW, MAX_ITEMS_WITHOUT_PROMPT, NO_PROMPT
+from rrl.roles.trajectories.store import Store
 from rrl.roles.trajectories.types import (
     Bound,
     CommittedState,
@@ -397,6 +398,66 @@ def test_unscorable_group_is_dropped_with_its_reason_and_replaced(tmp_path: Path
     commit(store, batch)
     audit = open_store(tmp_path).audit()
     assert (audit.made, audit.trained, audit.dropped, audit.open) == (10, 4, {"scorer raised KeyError": 2}, 4)
+
+
+def fail_group(store: Store, *, faulty: bool = True) -> int:
+    """Finish the next group, report that one of its answers cannot be scored, and return what the store answers."""
+    generate(store, at_most=GROUP)
+    answer = store.lease_scoring(REWARD, GROUP)
+    assert isinstance(answer, Scoring)
+    failed = answer.items[0].trajectory
+    done = store.post_scores(REWARD, [], {failed: "the scorer raised"}, [failed] if faulty else [])
+    assert isinstance(done, Done)
+    return done.faulty_groups
+
+
+def score_group(store: Store) -> None:
+    generate(store, at_most=GROUP)
+    score(store)
+
+
+HALF = FAULTS_WINDOW // 2
+
+
+def test_scorer_is_at_fault_once_it_has_failed_for_more_than_half_of_the_newest_groups(tmp_path: Path) -> None:
+    store = open_store(tmp_path, max_ahead_batches=FAULTS_WINDOW)
+    assert [fail_group(store) for _ in range(HALF)] == [0] * HALF
+    for _ in range(HALF + 1):  # the oldest failure leaves the window
+        score_group(store)
+    assert [fail_group(store) for _ in range(HALF)] == [0] * (HALF - 1) + [0]
+    assert fail_group(store) == HALF + 1
+    assert fail_group(store) == HALF + 2
+
+
+def test_failures_that_are_no_fault_of_the_scorer_are_counted_but_end_nothing(tmp_path: Path) -> None:
+    store = open_store(tmp_path, max_ahead_batches=FAULTS_WINDOW)
+    assert {fail_group(store, faulty=False) for _ in range(2 * HALF)} == {0}
+    assert fail_group(store) == 0
+    score_group(store)
+    score_group(store)
+    assert bind(store, 1).unscored == FAULTS_WINDOW + 1
+
+
+def test_several_failed_answers_of_a_group_are_one_fault(tmp_path: Path) -> None:
+    store = open_store(tmp_path, max_ahead_batches=FAULTS_WINDOW)
+    generate(store, at_most=HALF * GROUP)
+    failed = dict.fromkeys(range(HALF * GROUP), "the scorer raised")
+    assert store.post_scores(REWARD, [], failed, list(failed)) == Done()
+    assert fail_group(store) == HALF + 1
+
+
+def test_reopened_store_keeps_the_number_of_unscored_groups_and_begins_to_count_faults_again(tmp_path: Path) -> None:
+    store = open_store(tmp_path, max_ahead_batches=FAULTS_WINDOW)
+    for _ in range(HALF):
+        fail_group(store)
+    store.flush()
+    store = open_store(tmp_path, max_ahead_batches=FAULTS_WINDOW)
+    assert fail_group(store) == 0
+    score_group(store)
+    score_group(store)
+    batch = bind(store, 1)
+    assert (batch.unscored, batch.stale) == (HALF + 1, 0)
+    assert bind(open_store(tmp_path), 1) == batch
 
 
 # ── binding and committing ─────────────────────────────────────────────────────────────────────────────────────────

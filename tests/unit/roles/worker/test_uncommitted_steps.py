@@ -33,6 +33,15 @@ def test_metrics_of_a_step_are_those_of_all_its_parts() -> None:
     assert whole.get(9).metrics == {**step.metrics, "parts": 1.0}
 
 
+def test_groups_without_a_score_are_metrics_of_the_step_if_there_are_any() -> None:
+    steps = UncommittedSteps(None)
+    steps.add(FIRST)
+    steps.add(msgspec.structs.replace(SECOND, unscored=9))
+    metrics = steps.get(9).metrics
+    assert (metrics["unscored_groups"], metrics["unscored_share"]) == (9.0, 9 / (9 + 9 * 3))
+    assert "stale_groups" not in metrics
+
+
 def test_step_without_its_last_part_cannot_be_committed() -> None:
     steps = UncommittedSteps(None)
     steps.add(FIRST)

@@ -11,7 +11,7 @@ from rrl.core.types import Flag, Incarnation, NodeName, Outcome, RaisedException
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Fence, Finish, InjectFault, RestartAll, Rung, Why
 from rrl.manager.model.state import Status
-from rrl.tests.support.manager.jobs import ROLLOUTS, STORE, TRAINER, gang_job, job
+from rrl.tests.support.manager.jobs import REWARD, ROLLOUTS, STORE, TRAINER, gang_job, job
 from rrl.tests.support.manager.world import World, assert_nothing_is_left, fences, found
 
 R0, R1 = ROLLOUTS
@@ -92,6 +92,30 @@ def test_role_with_a_spent_budget_is_started_again_by_the_restart_of_the_run() -
         world.play(lambda: world.works() or world.over)
     assert len(world.decided(RestartAll)) == 1
     assert (world.works(), world.decided(Finish)) == (True, [])
+
+
+def test_scorer_that_fails_for_most_groups_ends_the_run_at_once_although_its_role_has_worked() -> None:
+    world = World(job()).steady()
+    work(world, REWARD)
+    raise_in(world, REWARD, msgspec.structs.replace(MISTAKE, dropped_groups=17))
+    first, second, _ = end(world).why.evidence
+    assert first == f"reward/0: {TEXT}"
+    assert second == "exceptions of the scorer have dropped 17 groups, most of the newest"
+    world.play()
+    assert max(world.incarnations().values()) == 1
+    assert_nothing_is_left(world, Outcome.FAILED)
+
+
+def test_broken_rule_of_the_worker_api_ends_the_run_within_three_starts_of_a_role_that_has_worked() -> None:
+    world = World(job(rollouts=1, recovery=Recovery(per_node=99))).steady()
+    work(world, R0)
+    for _ in range(3):
+        assert world.decided(Finish) == []
+        raise_in(world, R0, msgspec.structs.replace(MISTAKE, misuse=True))
+        world.play(lambda: world.works() or world.over)
+    first, second, _ = end(world).why.evidence
+    assert (first, second) == (f"rollout/0: {TEXT}", "this exception ended 3 starts in a row, each before any work")
+    assert_nothing_is_left(world, Outcome.FAILED)
 
 
 # ── the run goes on ──────────────────────────────────────────────────────────────────────────────────────────────────

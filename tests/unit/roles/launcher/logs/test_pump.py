@@ -140,3 +140,30 @@ def test_full_disk_does_not_delay_the_end_of_the_step(tmp_path: Path) -> None:
         at.ends()
         assert not at.pump.finish(TIMEOUT_S)
         assert b"lost" in at.tail.all()
+
+
+FOLDER = Path("/home/anna/job")
+TRACE = """Traceback (most recent call last):
+  File "/home/anna/job/rollout.py", line 7, in <module>
+    load(path)
+    ~~~~^^^^^^
+  File "/usr/lib/python3/dist-packages/torch/serialization.py", line 40, in load
+    raise ValueError(path)
+"""
+
+
+@pytest.mark.parametrize(
+    ("output", "place"),
+    [
+        (f"{TRACE}ValueError: x", "rollout.py:7"),
+        (f"{TRACE}KeyError\n\nDuring handling of the above exception, ...:\n\n{TRACE}ValueError: x", "rollout.py:7"),
+        (TRACE.replace("/home/anna/job", "/opt/tool") + "ValueError: x", "/opt/tool/rollout.py:7"),
+        ('  File "/home/anna/job/rollout.py", line 3\n    with a as b\n         ^\nSyntaxError: x', "rollout.py:3"),
+        (f"{TRACE}ValueError: x\nand then the end", ""),
+        ("no traceback", ""),
+        ("", ""),
+    ],
+)  # fmt: skip
+def test_place_of_an_exception_is_read_from_a_traceback_at_the_end_of_the_output(output: str, place: str) -> None:
+    lines = [line for line in output.splitlines() if line]
+    assert pump.place_in_traceback(lines, FOLDER) == place

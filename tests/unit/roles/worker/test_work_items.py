@@ -1,0 +1,109 @@
+"""What a rollout appends is checked in its own process, against what was leased to it."""
+
+from __future__ import annotations
+
+import pytest
+
+from rrl.core.types import Version
+from rrl.roles.end_report import Misuse
+from rrl.roles.trajectories.types import Item, Segment
+from rrl.roles.worker.work_items import LeasedTrajectories
+
+V0 = Version(0, 0)
+
+
+def segment(trajectory: int, offset: int, *tokens: int) -> Segment:
+    return Segment(trajectory, offset, tokens, (-0.5,) * len(tokens), V0)
+
+
+@pytest.fixture
+def leased() -> LeasedTrajectories:
+    """Trajectory 4 is new, and 7 has two tokens of an earlier incarnation; each may have five tokens."""
+    leased = LeasedTrajectories()
+    leased.add([Item(4, 1, (9,), (), 5), Item(7, 2, (9,), (segment(7, 0, 3, 4),), 3)])
+    return leased
+
+
+def test_segments_that_continue_their_trajectories_are_accepted(leased: LeasedTrajectories) -> None:
+    segments = [segment(4, 0, 2), segment(7, 2, 5), segment(4, 1, 3, 1)]
+    leased.check(segments, [4])
+    leased.appended(segments, [4], [])
+    leased.check([segment(7, 3, 6, 1)], [7])
+    assert leased.ids == [7]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "finished", "message"),
+    [
+        (segment(4, 1, 2), [], "segment of trajectory 4 (group 1): its offset is 1, expected 0, the number of tokens"
+         " that the trajectory has: those of item.so_far, and those appended since"),
+        (segment(7, 0, 3), [], "segment of trajectory 7 (group 2): its offset is 0, expected 2, the number of tokens"
+         " that the trajectory has: those of item.so_far, and those appended since"),
+        (segment(7, 2, 2, 2, 2, 2), [], "segment of trajectory 7 (group 2): its 4 tokens exceed the 3 that may still be"
+         " appended (item.max_new, less what was appended since)"),
+        (segment(4, 0), [], "segment of trajectory 4 (group 1): it has no tokens"),
+        (segment(1, 0, 2), [], "a segment: 1 is not the id of a trajectory that was leased to this process"
+         " (item.trajectory); leased are 4, 7"),
+        (Segment(4, 0, (2, 3), (-0.5,), V0), [], "segment of trajectory 4: 2 tokens have 1 log-probabilities"),
+        (Segment(4, 0, (2,), (float("nan"),), V0), [], "segment of trajectory 4: a log-probability is not finite"),
+        (segment(4, 0, 2**31), [], "segment of trajectory 4: "),
+        (Segment(4, 0, (2.5,), (-0.5,), V0), [], "segment of trajectory 4: "),  # type: ignore[arg-type]
+        (segment(4, 0, 2), [2], "finished: 2 is not the id of a trajectory that was leased to this process"),
+        (segment(4, 0, 2), ["4"], "finished: '4' is not the id of a trajectory"),
+        (segment(7, 2, 2), [4], "finished: trajectory 4 (group 1) has no tokens; append its end"),
+    ],
+)  # fmt: skip
+def test_mistake_in_an_append_is_one_line_that_names_the_trajectory(
+    leased: LeasedTrajectories, wrong: Segment, finished: list[int], message: str
+) -> None:
+    with pytest.raises(Misuse) as refused:
+        leased.check([wrong], finished)
+    assert str(refused.value).startswith(message)
+    assert "\n" not in str(refused.value)
+    leased.check([segment(4, 0, 2), segment(7, 2, 3)], [4])  # nothing of the refused append counts
+
+
+def test_second_segment_of_one_append_continues_the_first(leased: LeasedTrajectories) -> None:
+    with pytest.raises(Misuse, match="its offset is 3, expected 1"):
+        leased.check([segment(4, 0, 2), segment(4, 3, 2)], [])
+
+
+def test_trajectory_that_was_complete_before_is_refused(leased: LeasedTrajectories) -> None:
+    leased.appended([segment(4, 0, 2, 1)], [4], [])
+    with pytest.raises(Misuse, match="finished: trajectory 4 is complete already: it was in finished before"):
+        leased.check([segment(7, 2, 3)], [4])
+    with pytest.raises(Misuse, match="a segment: trajectory 4 is complete already"):
+        leased.check([segment(4, 2, 3)], [])
+
+
+def test_trajectory_with_all_its_tokens_may_be_listed_as_complete_later(leased: LeasedTrajectories) -> None:
+    leased.appended([segment(7, 2, 3, 3, 3)], [], [])
+    assert leased.ids == [4]
+    leased.check([], [7])
+
+
+def test_what_a_rollout_adds_to_a_lost_trajectory_is_left_to_the_store(leased: LeasedTrajectories) -> None:
+    leased.appended([segment(4, 0, 2), segment(7, 2, 3)], [4], [4, 7])
+    leased.check([segment(4, 1, 2), segment(7, 0, 1)], [7])
+    leased.add([Item(7, 2, (9,), (segment(7, 0, 3, 4), segment(7, 2, 8)), 2)])  # leased to this process once more
+    with pytest.raises(Misuse, match="its offset is 2, expected 3"):
+        leased.check([segment(7, 2, 5)], [])
+
+
+def test_segment_that_was_appended_before_may_be_repeated(leased: LeasedTrajectories) -> None:
+    leased.appended([segment(4, 0, 2, 3)], [], [])
+    leased.check([segment(4, 0, 2, 3), segment(4, 2, 5)], [])
+    leased.appended([segment(4, 0, 2, 3), segment(4, 2, 5)], [], [])
+    leased.check([segment(4, 3, 1)], [4])
+    with pytest.raises(Misuse, match="its offset is 0, expected 3"):
+        leased.check([segment(4, 0, 7, 7)], [])
+
+
+def test_only_the_newest_ended_trajectories_are_remembered(
+    leased: LeasedTrajectories, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rrl.roles.worker.work_items._MAX_ENDED", 1)
+    leased.appended([], [], [4, 7])
+    leased.check([segment(7, 0, 1)], [])
+    with pytest.raises(Misuse, match=r"4 is not the id .*; none is$"):
+        leased.check([segment(4, 0, 1)], [])
