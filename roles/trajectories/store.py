@@ -479,7 +479,8 @@ class Store:
 
         Returns None if it can be bound.
         """
-        return self._bindings.wait_reason(number, index, self._work.leases, self._newest_weights)
+        published = self.newest_version is not None
+        return self._bindings.wait_reason(number, index, self._work.leases, self._newest_weights, published)
 
     def commit(
         self, incarnation: Incarnation, number: int, manifest: dict[str, Any], digest: str,
