@@ -197,6 +197,15 @@ def test_a_program_of_a_page_uses_what_the_worker_api_has(program: str) -> None:
     assert offered <= set(dir(rrl))
 
 
+def test_the_page_on_own_code_names_everything_that_the_package_offers() -> None:
+    page = (ROOT / "docs" / "bring-your-own.md").read_text()
+    methods = {name for name in vars(Worker) if not name.startswith("_")} | {"job", "options", "run_dir"}
+    missing = [name for name in dir(rrl) if not re.search(rf"`[^`]*\b{name}\b[^`]*`", page)]
+    missing += [f"me.{name}" for name in sorted(methods) if not re.search(rf"\bme\.{name}\b", page)]
+    assert len(methods) > 25
+    assert missing == []
+
+
 def test_the_programs_of_the_readme_are_as_short_as_it_says() -> None:
     lengths = [len([line for line in program.splitlines() if line.strip()]) for program in _programs()]
     assert len(lengths) == 2
