@@ -59,7 +59,8 @@ def _program(job: Job, spec: RunSpec, role: RoleSpec, folder: Path) -> str:
     env = environment(spec, role.per_member, str(folder)) | role.env
     if shutil.which(name, path=env.get("PATH", os.defpath)) is not None:
         return ""
-    hint = f"; for the file in {folder} write {json.dumps(f'./{name}')}" if (folder / name).exists() else ""
+    write = f'"python", {json.dumps(name)}' if name.endswith(".py") else json.dumps(f"./{name}")
+    hint = f"; for the file in {folder} write {write}" if (folder / name).exists() else ""
     return f"there is no command {json.dumps(name)} in PATH{hint}"
 
 

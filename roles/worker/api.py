@@ -430,7 +430,11 @@ class Worker:
         return lost
 
     def _have_weights(self) -> bool:
-        """Wait for the first complete weight version; return False if a stop is requested before."""
+        """Wait for the first complete weight version; return False if a stop is requested before.
+
+        Raises RuntimeError outside of the ``with`` block: without a connection no version would ever arrive.
+        """
+        _ = self._connection.store
         if self._connection.weights.current() is None:
             with self.phase("wait_weights"):
                 while self._connection.wait_version(STORE_WAIT_S) is None:

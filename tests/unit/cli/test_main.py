@@ -228,6 +228,11 @@ def test_list_gives_stable_keys_as_json(root: Path, capsys: pytest.CaptureFixtur
     assert (row["run"], row["outcome"], row["step"], row["recoveries"]) == ("aaa-1", "completed", 12, 1)
 
 
+def test_option_of_rrl_itself_after_the_command_is_answered_with_its_place(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["list", "--runs-dir", "/tmp"]) == 2
+    assert capsys.readouterr().err == "rrl: --runs-dir stands before the command; see: rrl --help\n"
+
+
 @pytest.mark.parametrize(
     ("started", "on_path", "shown"),
     [(".venv/bin/rrl", False, ".venv/bin/rrl"), (".venv/bin/rrl", True, "rrl"), ("/opt/rrl", False, "/opt/rrl"),

@@ -52,7 +52,7 @@ def test_command_that_can_be_started_is_accepted(folder: Path, command: list[str
     ("command", "text"),
     [
         (["juge"], 'there is no command "juge" in PATH'),
-        (["judge.py"], 'there is no command "judge.py" in PATH; for the file in {} write "./judge.py"'),
+        (["judge.py"], 'there is no command "judge.py" in PATH; for the file in {} write "python", "judge.py"'),
         (["./juge.py"], '"./juge.py" does not exist in {}, the folder of job.toml; did you mean "judge.py"?'),
         (["./judge.py"], '"./judge.py" is not executable; run chmod +x on it, or name its interpreter first'),
         (["./bin"], '"./bin" is a folder'),

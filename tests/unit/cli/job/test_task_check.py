@@ -212,6 +212,14 @@ def test_scorer_that_rewards_every_answer_alike_is_a_warning(checked: Checked) -
     assert checked.err == f"rrl: warning: {warning}\n"
 
 
+def test_item_that_changes_between_two_calls_is_a_warning(checked: Checked) -> None:
+    task = changed(TASK, "return str(i)", "self.calls = getattr(self, 'calls', 0) + 1; return str(self.calls)")
+    assert checked.run(task) == 0
+    assert (
+        "rrl: warning: prompt(0) of [task] returned '1', and then '101': an item must always be the same" in checked.err
+    )
+
+
 def test_task_without_right_answers_is_scored_with_an_empty_one(checked: Checked) -> None:
     task = changed(TASK, "return str(2 * i)", "raise NotImplementedError")
     assert checked.run(changed(task, "int(answer)", "len(answer)")) == 0

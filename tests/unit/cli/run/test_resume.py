@@ -161,7 +161,7 @@ def test_who_was_overtaken_by_another_resume_that_works_already_starts_nothing(e
     assert (ended.everything(), ended.started) == (before, 0)
 
 
-COMMITTED = f"{RUN} has committed 12 steps already; to train more: --steps with more than 12"
+COMMITTED = f"{RUN} has committed 12 steps already; to train more, for example: rrl resume {RUN} --steps 24"
 
 
 @pytest.mark.parametrize(
