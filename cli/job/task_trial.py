@@ -241,11 +241,11 @@ class _Trial:
         """Warn of an item that changes between two calls: the store and the reward role would not have the same one."""
         for item in items[:SAMPLES]:
             for method, name, before in ((task.prompt, "prompt", item.prompt), (task.answer, "answer", item.answer)):
-                if before is not None and (now := self._text(method, name, item.number)) != before:
+                if before is not None and self._text(method, name, item.number) != before:
                     self._warnings.append(
-                        f"{name}({item.number}) of [task] returned {_short(before)}, and then {_short(now)}: an item"
-                        " must always be the same, since the store and the reward role make it in different processes;"
-                        " derive it from the seed and the number alone"
+                        f"{name}({item.number}) of [task] returned another text at its second call: an item must always"
+                        " be the same, since the store and the reward role make it in different processes; derive it"
+                        " from the seed and the number alone"
                     )
                     return
 

@@ -216,7 +216,7 @@ def test_item_that_changes_between_two_calls_is_a_warning(checked: Checked) -> N
     task = changed(TASK, "return str(i)", "self.calls = getattr(self, 'calls', 0) + 1; return str(self.calls)")
     assert checked.run(task) == 0
     assert (
-        "rrl: warning: prompt(0) of [task] returned '1', and then '101': an item must always be the same" in checked.err
+        "warning: prompt(0) of [task] returned another text at its second call: an item must always be" in checked.err
     )
 
 
