@@ -32,6 +32,9 @@ def command_problems(job: Job, spec: RunSpec, folder: Path) -> list[Problem]:
         folder: Folder of job.toml, where relative paths start.
     """
     problems = []
+    if (folder / "rrl.py").exists():
+        text = f"rrl.py in {folder} hides the package rrl from every Python program that runs there; rename the file"
+        problems.append(Problem((), text, certain=True))
     for role in spec.roles:
         if role.launcher != "direct":
             continue

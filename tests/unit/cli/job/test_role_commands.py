@@ -65,6 +65,12 @@ def test_command_that_cannot_be_started_is_named(folder: Path, command: list[str
     assert problems(folder, command) == [Problem(("commands", "judge", "command"), text.format(folder))]
 
 
+def test_file_that_hides_the_package_rrl_is_named(folder: Path) -> None:
+    (folder / "rrl.py").write_text("")
+    [problem] = problems(folder, ["sh"])
+    assert problem.text.startswith(f"rrl.py in {folder} hides the package rrl")
+
+
 def test_path_of_the_role_decides_which_commands_there_are(folder: Path) -> None:
     assert problems(folder, ["judge"], role={"env": {"PATH": str(folder / "bin")}}) == []
     assert problems(folder, ["sh"], role={"env": {"PATH": str(folder / "bin")}}) != []
