@@ -390,9 +390,14 @@ def init(
     raise typer.Exit(command.init(out, DoctorOptions(partition, account, qos), force=force, consent=yes))
 
 
-@app.command(hidden=True)
+@app.command(short_help="Run a manager here for a run that has none.")
 def manage(run: NamedRun) -> None:
-    """Run a manager here for a run that has none. Ctrl-C ends only this manager; the roles continue."""
+    """Run a manager here for a run that has none, for example after a reboot of the machine that managed a local run.
+
+    It takes over the roles that still work, or starts them again from the last committed step. Ctrl-C ends only this
+    manager; the roles continue. rrl status says when a run needs this command. On Slurm the next manager job starts by
+    itself.
+    """
     from .run import submit as command
 
     raise typer.Exit(command.manage(run))

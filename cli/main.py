@@ -17,6 +17,9 @@ DEFAULT_LEVEL = "warning"
 DEBUG_ENV = "RRL_DEBUG"
 """Environment variable; if it is set, the traceback of an unexpected error is shown."""
 
+GLOBAL_OPTIONS = ("--runs-dir", "--verbose", "--version")
+"""Options of ``rrl`` itself, which a command does not take."""
+
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command and exit with its code."""
@@ -83,6 +86,8 @@ def _report_error(error: Exception) -> int:
     if hasattr(error, "format_message"):  # an error of typer: an unknown option, a missing argument
         message = " ".join(error.format_message().split()).rstrip(".")
         command = getattr(getattr(error, "ctx", None), "command_path", None) or "rrl"  # the command called wrongly
+        if command != "rrl" and getattr(error, "option_name", "") in GLOBAL_OPTIONS:
+            return _print_error(f"{error.option_name} stands before the command; see: rrl --help", 2)  # type: ignore[attr-defined]
         return _print_error(f"{message}{'' if message.endswith('?') else ';'} see: {command} --help", 2)
     if os.environ.get(DEBUG_ENV):
         raise error

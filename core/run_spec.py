@@ -173,42 +173,42 @@ class Limits(Struct, frozen=True):
     """Deadlines and intervals, in seconds unless stated otherwise."""
 
     heartbeat: float = 1.0
-    """Seconds between two heartbeats of a worker or agent."""
+    """Time (s) between two heartbeats of a worker or agent."""
     silence: float = 10.0
-    """Seconds without a heartbeat after which a replica counts as lost; an agent whose node still sends other messages
+    """Time (s) without a heartbeat after which a replica counts as lost; an agent whose node still sends other messages
     counts as lost after twice as long. A node is excluded if its agent and its replicas are silent."""
     join: float = 120.0
-    """Seconds from the launch of a replica until it must have joined; RobustRL 1.4 needs about 80 s for scheduling and
+    """Time (s) from the launch of a replica until it must have joined; RobustRL 1.4 needs about 80 s for scheduling and
     container."""
     step_grace: float = 5.0
-    """Seconds between the request to a step to stop and SIGKILL."""
+    """Time (s) between the request to a step to stop and SIGKILL."""
     allocation: float = 900.0
-    """Seconds to wait for replacement nodes before the next rung of the repair ladder. The first allocation has no such
-    limit."""
+    """Time (s) to wait for replacement nodes before the next rung of the repair ladder. The first allocation has no
+    such limit."""
     quiet: float = 60.0
-    """Seconds that an intent without a reply stays open: an sbatch that timed out can still take effect later
+    """Time (s) for which an intent without a reply stays open: an sbatch that timed out can still take effect later
     (measured)."""
     poll: float = 30.0
-    """Seconds between two polls of the cluster (sites ask for 60 to 120 s between squeue calls); failures of processes
+    """Time (s) between two polls of the cluster (sites ask for 60 to 120 s between squeue calls); failures of processes
     are detected without polls."""
     rotate: float = 600.0
-    """Seconds before the end of an allocation at which its successor is requested, if the run continues after that
+    """Time (s) before the end of an allocation at which its successor is requested, if the run continues after that
     end."""
     lease: float = 10.0
-    """Seconds without renewal after which a manager's lease is free."""
+    """Time (s) without renewal after which a manager's lease is free."""
     adaptive: float = 5.0
     """Factor: the no-progress deadline is so many times the usual duration of the phase (NVRx: 5), within the phase's
     bounds."""
     first_pass: float = 1800.0
-    """Seconds added to the deadline of an incarnation's first pass of a phase (compilation, warm-up; NVRx allows 1 h
+    """Time (s) added to the deadline of an incarnation's first pass of a phase (compilation, warm-up; NVRx allows 1 h
     for a start)."""
     suspect: float = 60.0
-    """Seconds without a token after which a generating rollout is suspected and probed (RobustRL 1.2: 60 s). If the
+    """Time (s) without a token after which a generating rollout is suspected and probed (RobustRL 1.2: 60 s). If the
     usual gap between tokens, times ``adaptive``, is longer, that time applies instead."""
     probe: float = 30.0
-    """Seconds in which a suspect must reply to a probe; RobustRL does not publish its value."""
+    """Time (s) within which a suspect must reply to a probe; RobustRL does not publish its value."""
     idle: float = 60.0
-    """Seconds without CPU or GPU work after which a replica in a computing phase is suspected."""
+    """Time (s) without CPU or GPU work after which a replica in a computing phase is suspected."""
     stragglers: str = "report"
     """What happens to persistently slow replicas: a copy of ``HealthSpec.stragglers``."""
     phases: dict[str, PhaseSpec] = {}
@@ -238,7 +238,7 @@ class Recovery(Struct, frozen=True):
     per_replica: int = 10
     """Restarts of one replica within the window; then the run continues without it for one window, or ends."""
     backoff: float = 1.0
-    """Seconds before the second restart within the window; doubles with each further restart, up to 60 s."""
+    """Time (s) before the second restart within the window; doubles with each further restart, up to 60 s."""
     first_start: int = 3
     """Number of failed starts of a replica that has never joined, after which the job spec counts as the cause instead
     of a node. The run also fails if so many starts in a row end with the same exception before any replica of the role
@@ -250,14 +250,14 @@ class Recovery(Struct, frozen=True):
     """``role``: only the failed replica restarts. ``job``: all roles restart in place from the last checkpoint (as
     RobustRL configured ByteRobust). ``requeue``: all nodes are given back and requested again (plain Slurm)."""
     promote: float = 10.0
-    """Seconds in which a standby process must join as the promoted incarnation. If it does not, the next candidate is
-    promoted."""
+    """Time (s) within which a standby process must join as the promoted incarnation. If it does not, the next
+    candidate is promoted."""
     full_restarts: int = 2
     """Restarts of the whole run within the window, after which the run ends; 0: the whole run is never restarted."""
     drain: bool = True
     """Drain nodes with a hardware fault if Slurm permits it; otherwise only request their drain."""
     exclusion: float = 3600.0
-    """Seconds after which a node that was excluded without proof may be used again; doubles each time."""
+    """Time (s) after which a node that was excluded without proof may be used again; doubles each time."""
     failure_rate: float = 0.0
     """Probability that a node fails on a given day (Meta's RSC-1: 0.0065), for donor_rollouts = "auto"; 0: unknown."""
 
@@ -416,8 +416,8 @@ class RunSpec(Struct, frozen=True):
     form: str = "pool"
     """``pool``, ``replica`` or ``hetjob`` (docs/architecture.md)."""
     start_within: float = 3600.0
-    """Seconds from the first request until the run ends and gives its nodes back, if it still lacks nodes without which
-    it cannot start."""
+    """Time (s) from the first request until the run ends and gives its nodes back, if it still lacks nodes without
+    which it cannot start."""
     env: EnvSpec = EnvSpec()
     container: ContainerSpec = ContainerSpec()
     seed: int = 0

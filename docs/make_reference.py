@@ -117,6 +117,8 @@ def _section(title: str, model: type[BaseModel], rows: Sequence[str]) -> Iterato
 def _row(name: str, field: FieldInfo, path: tuple[str, ...]) -> str:
     explained = _DOCUMENTED_BY.get(".".join(path))
     meaning = field.description if explained is None else _field_docstrings(explained).get(name)
+    if DURATION in field.metadata:  # a user writes the unit into the value
+        meaning = (meaning or "").replace("Time (s) ", "Time ", 1)
     return f"| `{name}` | {_value(field)} | {_default(field)} | {_meaning(meaning or '')} |"
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import sys
 import time
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -39,6 +41,19 @@ class Escaped:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         for text, style, control in console.render(self._view, options):
             yield Segment(text if control else escaped_lines(text), style, control)
+
+
+def program() -> str:
+    """Return how the user can start this program again: ``rrl`` if that is on PATH, else its path.
+
+    After ``make demo`` it is only in ``.venv/bin``.
+    """
+    started = Path(sys.argv[0])
+    found = shutil.which("rrl")
+    if found is not None or started.name != "rrl":
+        return "rrl"
+    path = started.absolute()
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def show(view: RenderableType) -> None:

@@ -32,6 +32,9 @@ def command_problems(job: Job, spec: RunSpec, folder: Path) -> list[Problem]:
         folder: Folder of job.toml, where relative paths start.
     """
     problems = []
+    if (folder / "rrl.py").exists():
+        text = f"rrl.py in {folder} hides the package rrl from every Python program that runs there; rename the file"
+        problems.append(Problem((), text, certain=True))
     for role in spec.roles:
         if role.launcher != "direct":
             continue
@@ -59,7 +62,8 @@ def _program(job: Job, spec: RunSpec, role: RoleSpec, folder: Path) -> str:
     env = environment(spec, role.per_member, str(folder)) | role.env
     if shutil.which(name, path=env.get("PATH", os.defpath)) is not None:
         return ""
-    hint = f"; for the file in {folder} write {json.dumps(f'./{name}')}" if (folder / name).exists() else ""
+    write = f'"python", {json.dumps(name)}' if name.endswith(".py") else json.dumps(f"./{name}")
+    hint = f"; for the file in {folder} write {write}" if (folder / name).exists() else ""
     return f"there is no command {json.dumps(name)} in PATH{hint}"
 
 

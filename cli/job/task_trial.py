@@ -140,6 +140,7 @@ class _Trial:
         task = self._build(tokenizer)
         items = self._make_items(task, tokenizer)
         self._check_lengths(items)
+        self._check_repeatable(task, items)
         samples = tuple(self._score(task, tokenizer, items, index) for index in range(min(SAMPLES, len(items))))
         self._check_rewards(samples)
         return samples
@@ -235,6 +236,18 @@ class _Trial:
                 f"the right answers of {len(long)} of {len(items)} items of [task] do not fit into [sampling]"
                 f" max_new_tokens = {limit}: that of item {long[0].number} has {len(long[0].answer_tokens)} tokens"
             )
+
+    def _check_repeatable(self, task: Task, items: list[_Item]) -> None:
+        """Warn of an item that changes between two calls: the store and the reward role would not have the same one."""
+        for item in items[:SAMPLES]:
+            for method, name, before in ((task.prompt, "prompt", item.prompt), (task.answer, "answer", item.answer)):
+                if before is not None and self._text(method, name, item.number) != before:
+                    self._warnings.append(
+                        f"{name}({item.number}) of [task] returned another text at its second call: an item must always"
+                        " be the same, since the store and the reward role make it in different processes; derive it"
+                        " from the seed and the number alone"
+                    )
+                    return
 
     def _check_rewards(self, samples: tuple[Sample, ...]) -> None:
         """Warn of a scorer that does not tell right answers from wrong ones: nothing can be learned from it."""

@@ -94,9 +94,13 @@ def _text(report: FailureReport, lines: list[tuple[Log, Line]], printer: Printer
 
 
 def _recovery_text(failure: Failure) -> str:
-    if failure.recovered_at is None:
-        return ""
-    return f"; {failure.successor} was working {failure.recovered_at - failure.recorded_at:.1f} s later"
+    """Return which incarnation took over, and when (s after the failure); empty while none has joined."""
+    if failure.recovered_at is not None:
+        return f"; {failure.successor} was working {failure.recovered_at - failure.recorded_at:.1f} s later"
+    if failure.joined_at is not None:
+        after = failure.joined_at - failure.recorded_at
+        return f"; {failure.successor} joined {after:.1f} s later and has done no work"
+    return ""
 
 
 def _json(report: FailureReport, lines: list[tuple[Log, Line]], printer: Printer) -> str:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 
 from ...core.run_dir import RunDir
-from ...core.types import NodeName, ReplicaId, gang_of
+from ...core.types import NodeName, Outcome, ReplicaId, gang_of
 from ...manager.intake.user_commands import Command
 from ...manager.model.queries import gang, workers
 from ...manager.model.reduce_nodes import DRAIN, UNDRAIN
@@ -214,8 +214,7 @@ def restart(name: str, replica: str, *, wait: bool) -> int:
     if state is None:
         raise UsageError(f"{run.id} has not begun yet; see: rrl status {run.id}")
     if state.finish is not None:
-        ended = state.outcome.value if state.outcome else "ending"
-        raise UsageError(f"{run.id} is {ended}; to have it go on: rrl resume {run.id}")
+        raise UsageError(_cannot_restart(state))
     id = _replica(state, replica)
     before = state.replica(id).incarnation_number
     file_name = send(run, Command("restart", getpass.getuser(), target=id))
@@ -235,6 +234,16 @@ def restart(name: str, replica: str, *, wait: bool) -> int:
     raise OperationFailed(
         f"{id} has not joined again within {state.job.limits.join + RESTART_TIMEOUT_S:g} s; see: rrl logs {run.id} {id}"
     )
+
+
+def _cannot_restart(state: State) -> str:
+    """Return why no replica of a run that has ended, or ends now, can be restarted, and what can be done instead."""
+    if state.outcome is None:
+        return f"{state.run} is ending: nothing of it is restarted any more"
+    if state.outcome is not Outcome.COMPLETED:
+        return f"{state.run} has ended ({state.outcome.value}); to continue it: rrl resume {state.run}"
+    further = f"; to train more steps: rrl resume {state.run} --steps {2 * state.job.steps}" if state.job.steps else ""
+    return f"{state.run} is complete{further}"
 
 
 def _has_rejoined(state: State, id: ReplicaId, before: int) -> bool:

@@ -113,7 +113,8 @@ def _check_fits(run: RunDir, state: State, job: Job, changed: Path | None) -> No
         raise UsageError(f"{run.id} is complete: nothing is left to do")
     if state.step >= steps > 0:
         raise UsageError(
-            f"{run.id} has committed {state.step} steps already; to train more: --steps with more than {state.step}"
+            f"{run.id} has committed {state.step} steps already; to train more, for example:"
+            f" rrl resume {run.id} --steps {2 * state.step}"
         )
     if changed is None:
         return

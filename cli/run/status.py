@@ -171,7 +171,7 @@ def _row(run: RunDir, slurm: dict[int, SlurmJobs]) -> dict[str, Any]:
     row: dict[str, Any] = {
         "run": run.id, "name": job.name if job else "", "outcome": None, "standing": "submitted", "step": 0,
         "steps": job.steps if job else None, "reward": None, "recoveries": 0, "started": None, "ended": None,
-        "run_dir": str(run.path),
+        "run_seconds": None, "run_dir": str(run.path),
     }  # fmt: skip
     try:
         state = read_state(run)
@@ -183,7 +183,7 @@ def _row(run: RunDir, slurm: dict[int, SlurmJobs]) -> dict[str, Any]:
     return row | {
         "outcome": state.outcome, "standing": current_standing, "step": state.step, "steps": state.job.steps,
         "reward": state.rewards.latest, "recoveries": state.recoveries,
-        "started": state.started, "ended": state.ended,
+        "started": state.started, "ended": state.ended, "run_seconds": round(state.run_seconds(time.time()), 2),
     }  # fmt: skip
 
 

@@ -22,7 +22,7 @@ from ...manager.storage.journal import JournalError
 from ...manager.storage.lease import LeaseHeld
 from ...manager.storage.resume_request import read_pending
 from ..common.command_sender import POLL_INTERVAL_S
-from ..common.output import print_json, show
+from ..common.output import print_json, program, show
 from ..common.runs import (
     OperationFailed,
     StateReader,
@@ -85,7 +85,8 @@ def watch_until_end(run: RunDir, json: bool, after: int = 0) -> int:
         state = None
     if state is None or state.outcome is None:
         print(f"\nstopped watching; {run.id} goes on", file=sys.stderr)
-        print(f"to watch it again: rrl status {run.id} --live; to end it: rrl cancel {run.id}", file=sys.stderr)
+        again, end = f"{program()} status {run.id} --live", f"{program()} cancel {run.id}"
+        print(f"to watch it again: {again}; to end it: {end}", file=sys.stderr)
         return STOPPED_WATCHING
     return _print_summary(run, json)
 
@@ -168,7 +169,7 @@ def print_started(run: RunDir, json: bool) -> int:
         print_json({"run": run.id, "run_dir": str(run.path)})
     else:
         print(run.id, flush=True)
-        print(f"watch it with: rrl status {run.id} --live", file=sys.stderr)
+        print(f"watch it with: {program()} status {run.id} --live", file=sys.stderr)
     return 0
 
 
@@ -182,7 +183,8 @@ def _print_summary(run: RunDir, json: bool) -> int:
         print()
         show(summary_view(summary))
         print()
-        show(next_steps_view(summary, job.steps if (job := job_of(run)) is not None else 0, _has_checkpoints(run)))
+        steps = job.steps if (job := job_of(run)) is not None else 0
+        show(next_steps_view(summary, steps, _has_checkpoints(run), program()))
     return {Outcome.COMPLETED.value: 0, Outcome.REJECTED.value: 2}.get(str(summary.get("outcome")), 1)
 
 

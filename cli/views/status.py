@@ -101,7 +101,7 @@ def one_line(state: State, silent: bool = False, known_standing: str = "") -> st
 def _title(state: State, until: float, width: int, known_standing: str) -> Iterator[tuple[str, str] | str]:
     word, colour = (known_standing, "red") if known_standing else standing(state)
     done, all_ = progress(state)
-    before, after = f"   {_progress_text(state)} ", f" {100 * done // max(1, all_)}%   {span(until - state.started)}"
+    before, after = f"   {_progress_text(state)} ", f" {100 * done // max(1, all_)}%   {span(state.run_seconds(until))}"
     free = width - len(f"{state.run}  ● {word}{before}{after}")
     full, empty = bar(done, all_, max(0, min(24 if width >= NARROW_COLUMNS else 10, free)))
     yield (state.run, "bold")
@@ -265,7 +265,7 @@ def _nodes_left(state: State, now: float) -> Iterator[tuple[str, str]]:
     """Yield (label, text) for each node that is to be drained, or that was left for a reason no open finding states."""
     for name, (command, by) in list(state.node_commands.items())[:MAX_LISTED]:
         if command == DRAIN:
-            yield "drain", f"{name}, asked by {by}"
+            yield "drain", f"{name}, requested by {by}"
     explained = {finding.node for finding in state.findings.values()}
     excluded = [one for one in state.nodes.values() if one.excluded is not None and one.name not in explained]
     for node in sorted(excluded, key=lambda one: -one.excluded_at)[:MAX_NODES_LEFT]:

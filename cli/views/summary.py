@@ -68,24 +68,27 @@ def unscored_text(groups: int, share: float) -> str:
     return f"{count} dropped ({_share(share)}): an answer could not be scored, see the log of the reward role"
 
 
-def next_steps_view(summary: dict[str, Any], job_steps: int, has_checkpoints: bool) -> RenderableType:
+def next_steps_view(
+    summary: dict[str, Any], job_steps: int, has_checkpoints: bool, program: str = "rrl"
+) -> RenderableType:  # fmt: skip
     """Return where the weights are, and what a user may do after a run: a line for each.
 
-    ``job_steps`` is the number of training steps of the job, 0 for commands alone.
+    ``job_steps`` is the number of training steps of the job, 0 for commands alone; ``program`` is how the user starts
+    rrl.
     """
     run, outcome, done = str(summary.get("run", "")), summary.get("outcome"), int(summary.get("steps") or 0)
     lines: list[tuple[str, str]] = []
     if has_checkpoints and done:
         lines.append(("checkpoints/ in this folder", f"weights of step {done}"))
     if outcome in ("failed", "rejected"):
-        lines.append((f"rrl logs {run} --failed", "what failed, and its last lines"))
+        lines.append((f"{program} logs {run} --failed", "what failed, and its last lines"))
     else:
-        lines.append((f"rrl logs {run}", "what its roles printed"))
+        lines.append((f"{program} logs {run}", "what its roles printed"))
     if outcome == "completed" and job_steps:
-        lines.append((f"rrl resume {run} --steps {2 * job_steps}", "trains on"))
+        lines.append((f"{program} resume {run} --steps {2 * job_steps}", "trains on"))
     elif outcome in ("failed", "cancelled"):
-        lines.append((f"rrl resume {run}", f"goes on from step {done}" if job_steps else "goes on"))
-    lines.append(("rrl list", "all runs"))
+        lines.append((f"{program} resume {run}", f"goes on from step {done}" if job_steps else "goes on"))
+    lines.append((f"{program} list", "all runs"))
     view = Table.grid(padding=(0, 2))
     view.add_column(style="bright_black", no_wrap=True)
     view.add_column(overflow="fold")
@@ -96,27 +99,33 @@ def next_steps_view(summary: dict[str, Any], job_steps: int, has_checkpoints: bo
 
 
 def recoveries_view(recoveries: list[dict[str, Any]]) -> RenderableType:
-    """Return the stage times of each recovery and, below them, its cause."""
+    """Return the stage times of the recovery from each failure and, below them, the cause.
+
+    A failure names the incarnation that failed, and the one that joined in its place if one did.
+    """
     table = Table(
         box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False, show_edge=False,
         header_style="bright_black", border_style="bright_black",
     )  # fmt: skip
     causes = Table.grid(padding=(0, 2), expand=True)
-    table.add_column("recovered", no_wrap=True)
+    table.add_column("failure", no_wrap=True)
     for name in _STAGES:
         table.add_column(name.removesuffix("_s").replace("_", " "), justify="right", no_wrap=True)
     causes.add_column(no_wrap=True)
     causes.add_column(overflow="fold", ratio=1)
     for one in recoveries:
-        who = f"{one.get('replica')}#{one.get('incarnation')}"
-        table.add_row(who, *(stage(one.get(name)) for name in _STAGES))
-        causes.add_row(Text(f"↻ {who}", "yellow"), Text(_recovery_text(one)))
+        failed = f"{one.get('replica')}#{one.get('failed', '?')}"
+        joined = one.get("start_s") is not None
+        table.add_row(f"{failed} → #{one.get('incarnation')}" if joined else failed,
+                      *(stage(one.get(name)) for name in _STAGES))  # fmt: skip
+        causes.add_row(Text(f"↻ {failed}", "yellow"), Text(_recovery_text(one, joined)))
     return Group(table, Text(), causes)
 
 
-def _recovery_text(one: dict[str, Any]) -> str:
+def _recovery_text(one: dict[str, Any], joined: bool) -> str:
+    """Return the repair, the nodes and the cause; without ``joined``, nothing is known to work on the later node."""
     before, after = one.get("node_before") or "?", one.get("node_after") or "?"
-    where = f"on {after}" if before == after else f"{before} → {after}"
+    where = f"on {before}" if before == after or not joined else f"{before} → {after}"
     return f"{one.get('rung', '')} {where}; {'injected; ' if one.get('injected') else ''}{one.get('cause', '')}"
 
 
@@ -155,14 +164,14 @@ def runs_view(rows: Sequence[dict[str, Any]], now: float) -> RenderableType:
     for name in ("step", "reward", "recoveries", "took", "started"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
-        started, ended = row["started"], row["ended"]
+        started, seconds = row["started"], row["run_seconds"]
         table.add_row(
             row["run"],
             Text(row["standing"], _STANDING_COLOUR.get(row["standing"], "cyan")),
             _steps(row["step"], row["steps"]),
             number(row["reward"]),
             str(row["recoveries"]),
-            "–" if started is None else span((ended or now) - started),
+            "–" if seconds is None else span(seconds),
             "–" if started is None else f"{span(now - started)} ago",
         )
     return table

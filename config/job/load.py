@@ -214,7 +214,7 @@ def _expected(error: ErrorDetails) -> str:
     if kind in ("literal_error", "enum"):
         return str(context["expected"]).replace("'", '"')
     if kind == "string_pattern_mismatch":
-        return _described(error["loc"]) or f"a string that matches {context['pattern']}"
+        return _described(error["loc"]).partition(";")[0] or f"a string that matches {context['pattern']}"
     if kind == "tuple_type" and table_at(error["loc"]):
         return f"a list of tables, each under [[{_dotted(error['loc'])}]]"
     return _KINDS.get(kind) or str(error["msg"]).removeprefix("Input should be ")
@@ -251,6 +251,8 @@ def _unknown(loc: KeyPath) -> str:
     assert table is not None  # only tables of the schema forbid unknown keys
     if new_name := _RENAMED_KEYS.get(tuple(map(str, loc))):
         return f'was renamed; write "{new_name}" instead'
+    if len(same := [path for path, _ in _tables(Job, ()) if path and path[-1] == name]) == 1:
+        return f"unknown key; did you mean {_header(same[0])}?"  # the table of this name, which is inside another one
     if near := difflib.get_close_matches(name, table.model_fields, 1):
         return f"unknown key; did you mean {_format_value(near[0])}?"
     if len(owners := [path for path, owner in _tables(Job, ()) if name in owner.model_fields]) == 1:

@@ -11,9 +11,9 @@ The check "readers" reports readers that hang or fail. It is in this module beca
 whether its readers work. A reader that hangs makes the node UNKNOWN at first: the machine may be under load, or another
 process may hold the driver's lock for a moment. A hung NVML reader fails the node if the hang lasts
 (``rules.readers.stall``) and a second observation shows that the driver hangs; without one the check gives a warning.
-There are three such observations: DCGM's reader has been hung for as long; a process is in state D inside the driver; or
-the kernel reports a process of the driver as hung. DCGM's hang does not count if all readers hang or fail: the cause is
-then the machine, or the storage from which it starts programs, and not the driver.
+There are three such observations: DCGM's reader has been hung for as long; a process is in state D inside the driver;
+or the kernel reports a process of the driver as hung. DCGM's hang does not count if all readers hang or fail: the cause
+is then the machine, or the storage from which it starts programs, and not the driver.
 
 Call `evaluate` after each `NodeState.add`: a check runs at most once per call, however many samples were added before.
 """

@@ -61,9 +61,10 @@ def on_resumed(state: State, at: float, event: ev.Resumed) -> State:
         nodes = without_departed(nodes, tag, ()) if allocation.orphan else nodes
     nodes = {name: node for name, node in nodes.items() if node.allocation or node.excluded is not None}
     has_nodes = any(allocation.running for allocation in allocations.values())
+    paused_s = state.paused_s + (0.0 if state.ended is None else at - state.ended)
     return replace(
         state, job=event.job, replicas=replicas, past_incarnations={id: n for id, n in numbers.items() if id not in
-        replicas}, launched=False, ended=None, outcome=None, finish=None, why="", cancelled_by="",
+        replicas}, launched=False, ended=None, paused_s=paused_s, outcome=None, finish=None, why="", cancelled_by="",
         keep_allocations=False, requested_since=None, running_since=at if has_nodes else None, nodes=nodes,
         allocations=allocations, findings={}, intents={}, rejected_requests=(), reclaimed={}, external_cancellations=(),
         orphan_steps={}, requested_faults=(), requested_restarts={}, node_commands={}, full_restarts=(), baselines={},

@@ -327,6 +327,8 @@ class State(Struct, frozen=True):
     """Newest incarnation number of each replica that a resumed run no longer has, so that no number is used twice."""
     ended: float | None = None
     """Manager's time (s) at which the run ended."""
+    paused_s: float = 0.0
+    """Seconds between an end of the run and its resumption, in all."""
     host: str = ""
     """Host that the manager runs on."""
     managed_since: float = 0.0
@@ -384,6 +386,13 @@ class State(Struct, frozen=True):
     def ends_at(self) -> float:
         """Return the manager's time (s) at which the run's walltime is over; inf while it has had no nodes."""
         return float("inf") if self.running_since is None else self.running_since + self.job.walltime
+
+    def run_seconds(self, now: float) -> float:
+        """Return for how long (s) the run has run until ``now``, or until its end; pauses before a resume do not count.
+
+        ``now`` is the manager's time (s).
+        """
+        return (now if self.ended is None else self.ended) - self.started - self.paused_s
 
     def replica(self, id: ReplicaId) -> Replica:
         """Return the replica of this id; if none is recorded, return a replica that was never launched."""

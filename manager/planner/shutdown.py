@@ -109,7 +109,7 @@ def _releasable(state: State, now: float) -> tuple[list[str], float]:
 def _decide_finish(state: State, now: float, over: bool) -> list[Action]:
     """Return the decision to end the run, if it is cancelled, complete or out of time."""
     if state.cancelled_by:
-        why = Why((f"asked by {state.cancelled_by}",), expects="everything is released")
+        why = Why((f"cancelled by {state.cancelled_by}",), expects="everything is released")
         return [Finish(Outcome.CANCELLED, why)]
     if cancellation := cancelled_externally(state):
         return [Finish(Outcome.CANCELLED, Why((cancellation,), expects="everything is released"))]

@@ -47,6 +47,8 @@ class Failure(Struct, eq=False):
     node_after: NodeName | None = None
     """Node of the successor."""
     joined_at: float | None = None
+    works_by_joining: bool = False
+    """Whether the successor, which has joined, need not do any work to have replaced the failed incarnation."""
     weights_at: float | None = None
     worked_at: float | None = None
 
@@ -62,8 +64,8 @@ class Failure(Struct, eq=False):
 
     @property
     def recovered_at(self) -> float | None:
-        """Return the time (s) of the successor's first work, or of its joining if it has done none."""
-        return self.joined_at if self.worked_at is None else self.worked_at
+        """Return the time (s) of the successor's first work; in roles that need not work, else that of its joining."""
+        return self.joined_at if self.worked_at is None and self.works_by_joining else self.worked_at
 
 
 class Outage(Struct, frozen=True):

@@ -303,14 +303,14 @@ class FailureTimeline:
             return None
         waiting = self._unjoined.pop(incarnation.replica, [])
         recovering = [failure for failure in waiting if failure.successor == incarnation]
+        role = self._roles.get(role_of(incarnation.replica))
+        by_work = role is not None and role.kind in RECOVERED_BY_FIRST_WORK
         for failure in recovering:
-            failure.joined_at = at
+            failure.joined_at, failure.works_by_joining = at, not by_work
         if recovering:
             self._recovering[incarnation] = recovering
         if len(recovering) < len(waiting):
             self._unjoined[incarnation.replica] = [one for one in waiting if one.successor != incarnation]
-        role = self._roles.get(role_of(incarnation.replica))
-        by_work = role is not None and role.kind in RECOVERED_BY_FIRST_WORK
         return None if by_work else self._recovered(incarnation, at)
 
     def _on_version(self, event: ev.VersionAvailable, at: float) -> None:

@@ -85,6 +85,8 @@ class Recovery(Struct, frozen=True):
     """
 
     replica: str
+    failed: int
+    """Number of the incarnation that failed."""
     incarnation: int
     """Number of the incarnation that replaced the failed one; while none has joined, of the newest launched."""
     cause: str
@@ -257,7 +259,7 @@ class _SummaryBuilder:
             self.outcome, self.outcome_reason, self.ended = event.outcome.value, event.why, at
         elif isinstance(event, ev.Resumed):  # the time since its end does not count as run time
             self.ended_s += at - (at if self.ended is None else self.ended)
-            self.job, self.outcome, self.outcome_reason = event.job, "running", ""
+            self.job, self.outcome, self.outcome_reason, self.ended = event.job, "running", "", None
         elif isinstance(event, ev.TokensCounted):
             self._tokens_counted(event)
 
@@ -328,6 +330,7 @@ def _recovery(failure: Failure) -> Recovery:
     ready = failure.weights_at if needs_weights else failure.joined_at
     return Recovery(
         replica=incarnation.replica,
+        failed=incarnation.number,
         incarnation=incarnation.number + 1 if failure.successor is None else failure.successor.number,
         cause="; ".join(failure.fence.why.evidence),
         detector=failure.diagnosis.finding.detector if failure.diagnosis.finding is not None else "",

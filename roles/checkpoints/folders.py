@@ -60,6 +60,17 @@ def attempt_of(folder: str) -> Attempt | None:
     return Attempt(int(match[1]), int(match[2])) if match else None
 
 
+def as_paths(files: object) -> list[Path]:
+    """Return the files of a checkpoint, which a user may have given as texts.
+
+    Raises:
+        TypeError: ``files`` is a single file, or not a list of paths.
+    """
+    if isinstance(files, str | Path) or not isinstance(files, Iterable):
+        raise TypeError(f"me.commit(step, files): files must be a list of paths, not {files!r}")
+    return [Path(file) for file in files]
+
+
 def describe(run_dir: Path, files: Iterable[Path], known: Mapping[str, Digest] = {}) -> dict[str, Any]:
     """Return the manifest of ``files``.
 
@@ -78,7 +89,12 @@ def describe(run_dir: Path, files: Iterable[Path], known: Mapping[str, Digest] =
     folders = {path.parent for path in paths}
     if len(folders) != 1:
         raise ValueError(f"the files of a checkpoint must be in one folder; these are in {len(folders)}")
-    folder = folders.pop().relative_to(run_dir)
+    if not (folder := folders.pop()).is_relative_to(run_dir):
+        raise ValueError(
+            f"the files of a checkpoint must be in the run directory, and these are in {folder}: write them into the"
+            " folder that me.checkpoint_dir(step) returns"
+        )
+    folder = folder.relative_to(run_dir)
     digests = {path.name: known.get(path.name) or digest_of(path) for path in paths}
     return {"folder": folder.as_posix(), "files": digests}
 

@@ -98,6 +98,11 @@ def _call(name: str, seed: int, args: Mapping[str, Any], folder: Path | None) ->
             problem = f"{json.dumps(name)} cannot be called with `seed` and these arguments: {error}"
             raise TaskError("args", f"{problem}; its signature is {signature}") from None
     returned = function(seed=seed, **args)
+    if isinstance(returned, type):
+        kind = returned.__name__
+        raise TaskError(
+            "function", f"{json.dumps(name)} returned the class {kind}; return an object of it: {kind}(...)"
+        )
     if missing := [method for method in ("prompt", "answer", "score") if not callable(getattr(returned, method, None))]:
         kind = type(returned).__name__
         raise TaskError("function", f"{json.dumps(name)} returned {kind}, an object without {', '.join(missing)}")
@@ -117,6 +122,9 @@ def _function(name: str, folder: Path | None) -> Callable[..., Any]:
     except ModuleNotFoundError as error:
         missing = error.name or ""
         if missing == module_name or module_name.startswith(f"{missing}."):
+            if module_name.endswith(".py"):
+                right = json.dumps(f"{module_name.removesuffix('.py')}:{function_name}")
+                raise TaskError("function", f"{json.dumps(name)}: name the module without .py: {right}") from None
             place = f"neither in {folder}, the folder of job.toml, nor" if folder is not None else "not"
             problem = f"{json.dumps(name)}: there is no module {missing}, {place} among the installed packages"
             raise TaskError("function", problem) from error

@@ -161,7 +161,7 @@ class Bindings:
             self._durable.write(self._state.binding_of_parts())
 
     def wait_reason(
-        self, number: int, index: int | None, holders: Leases, newest_weights: int | None
+        self, number: int, index: int | None, holders: Leases, newest_weights: int | None, published: bool
     ) -> str | None:  # fmt: skip
         """Return a text for people that says why batch ``number`` cannot be bound yet, or None if it can be bound.
 
@@ -170,13 +170,23 @@ class Bindings:
             index: Part of the step that the trainer requested; None for the batch.
             holders: The leases of the rollouts.
             newest_weights: Step of the newest weights that a rollout has; None if it is not known.
+            published: Whether a weight version is known that the trainer has published.
         """
         if number in self._state.bindings or (index is not None and index < len(self._state.open_parts)):
             return None
         if self._state.latest - self._state.committed > self._keep_uncommitted:
-            return f"the trainer waits for the commit of step {self._state.committed + 1}"
+            step = self._state.committed + 1
+            return (
+                f"the trainer waits for the commit of step {step}: me.commit({step}, files) has not been called, or has"
+                " not finished"
+            )
         least = self._least(index)
         missing = least - len(self._ready)
+        if not (published or self._state.groups or self._state.latest):
+            return (
+                "the trainer waits for answers, the rollouts for its first weights: me.publish(step, tensors) has not"
+                " been called; call it before the first batch"
+            )
         if (weights := self._staleness.blocking_weights(least)) is not None:
             is_any_welcome = index is not None and missing > 0
             if not is_any_welcome or len(self._staleness.incomplete(weights)) <= self.lacking:

@@ -483,7 +483,8 @@ class Store:
 
         Returns None if it can be bound.
         """
-        return self._bindings.wait_reason(number, index, self._work.leases, self._newest_weights)
+        published = self.newest_version is not None
+        return self._bindings.wait_reason(number, index, self._work.leases, self._newest_weights, published)
 
     def has_data(self) -> bool:
         """Return whether a trainer that requests data would get some (:meth:`.bindings.Bindings.has_data`)."""

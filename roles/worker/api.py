@@ -24,7 +24,7 @@ from ...core.text import exit_invalid_config
 from ...core.types import NodeName, ReplicaId, Version
 from ...transport.keys import RunKeys
 from ...transport.messages import Goodbye, Peers
-from ..checkpoints.folders import Digest, fresh_folder, make_durable, verified
+from ..checkpoints.folders import Digest, as_paths, fresh_folder, make_durable, verified
 from ..checkpoints.folders import describe as describe_files
 from ..end_report import report_uncaught_exceptions
 from ..launcher.process_group import allow_inspection, restore_priority
@@ -335,7 +335,7 @@ class Worker:
             Fenced: a newer incarnation has taken over.
         """
         self._connection.faults.trigger(working=True)
-        uncommitted = self._uncommitted.get(number)
+        uncommitted, files = self._uncommitted.get(number), as_paths(files)
         known = digests or {}
         make_durable([path for path in files if path.name not in known])
         manifest = describe_files(self.run_dir.path, files, known)
@@ -354,6 +354,8 @@ class Worker:
             number: the training step that produced the weights.
             tensors: (name, dtype, shape, bytes) of each tensor; :func:`rrl.pack` makes them from a state dict.
         """
+        if isinstance(tensors, Mapping):
+            raise TypeError("me.publish(step, tensors): pass rrl.pack(state_dict), not the state dict itself")
         described = [(name, dtype, shape, data.nbytes) for name, dtype, shape, data in tensors]
         self.publish_each(number, described, (data for *_, data in tensors))
 
@@ -433,7 +435,11 @@ class Worker:
         return WorkLease(self._connection, (), self._leased).append(segments, finished)
 
     def _have_weights(self) -> bool:
-        """Wait for the first complete weight version; return False if a stop is requested before."""
+        """Wait for the first complete weight version; return False if a stop is requested before.
+
+        Raises RuntimeError outside of the ``with`` block: without a connection no version would ever arrive.
+        """
+        _ = self._connection.store
         if self._connection.weights.current() is None:
             with self.phase("wait_weights"):
                 while self._connection.wait_version(STORE_WAIT_S) is None:

@@ -106,6 +106,7 @@ class ManagerConnection:
         self._loop = open_loop(self)
         self._thread = threading.Thread(target=self._main, name="rrl-connection", daemon=True)
         self._failure: BaseException | None = None
+        self._store: TrajectoryClient | None = None
         self._weight_sources = WeightSources()
         self._sources_changed = asyncio.Event()
         """Set when the manager or the store reported new versions or weight sources."""
@@ -214,8 +215,13 @@ class ManagerConnection:
 
     @property
     def store(self) -> TrajectoryClient:
-        """The client of the trajectory store; a standby has none before its promotion."""
-        assert self._store is not None, "a standby process must not use the trajectory store before its promotion"
+        """The client of the trajectory store.
+
+        Raises:
+            RuntimeError: This process has not joined the run yet, or is a standby that is not promoted yet.
+        """
+        if self._store is None:
+            raise RuntimeError("this process has not joined the run yet: use `me` inside `with rrl.join() as me:`")
         return self._store
 
     # ── in the loop's thread ───────────────────────────────────────────────────────────────────────────────────────
@@ -233,7 +239,6 @@ class ManagerConnection:
     async def _open(self) -> None:
         self._gpus = await assigned_gpus_with_timeout()
         self._weight_transport: WeightTransport | None = None
-        self._store: TrajectoryClient | None = None
         self._tasks: list[asyncio.Task[Any]] = []
         self._dialer = Dialer(self.keys, msg.FromManager, self._find_manager, lambda: [self._hello()])
         self._commits = CommitReports(

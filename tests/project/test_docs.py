@@ -73,7 +73,8 @@ def test_every_command_and_flag_that_a_page_names_exists(page: Path) -> None:
 def test_every_flag_in_the_prose_of_the_readme_belongs_to_some_command() -> None:
     group = typer.main.get_group(app)
     flags = {option for one in group.commands.values() for parameter in one.params for option in parameter.opts}
-    named = re.findall(r"(?<!\S)`?(--[a-z-]+)", (ROOT / "README.md").read_text())
+    lines = [line for line in (ROOT / "README.md").read_text().splitlines() if "pip install" not in line]
+    named = re.findall(r"(?<!\S)`?(--[a-z-]+)", "\n".join(lines))
     assert named
     assert set(named) <= flags | {"--help", "--version"}
 
@@ -195,6 +196,15 @@ def test_a_program_of_a_page_uses_what_the_worker_api_has(program: str) -> None:
     assert not [f"{name}.{attribute}" for name, attribute in used if attribute not in _attributes(_HELD[name])]
     offered = set(re.findall(r"\brrl\.(\w+)", program))
     assert offered <= set(dir(rrl))
+
+
+def test_the_page_on_own_code_names_everything_that_the_package_offers() -> None:
+    page = (ROOT / "docs" / "bring-your-own.md").read_text()
+    methods = {name for name in vars(Worker) if not name.startswith("_")} | {"job", "options", "run_dir"}
+    missing = [name for name in dir(rrl) if not re.search(rf"`[^`]*\b{name}\b[^`]*`", page)]
+    missing += [f"me.{name}" for name in sorted(methods) if not re.search(rf"\bme\.{name}\b", page)]
+    assert len(methods) > 25
+    assert missing == []
 
 
 def test_the_programs_of_the_readme_are_as_short_as_it_says() -> None:

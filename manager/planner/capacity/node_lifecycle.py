@@ -40,12 +40,12 @@ def lifecycle_decisions(state: State, now: float) -> tuple[list[Decision], float
         if node is None:
             continue
         if command == UNDRAIN and node.excluded is not None:
-            why = Why((f"asked by {by}",), expects="its agent joins, and then roles may be placed there")
+            why = Why((f"undrain requested by {by}",), expects="its agent joins, and then roles may be placed there")
             decisions.append(Readmit(name, why))
         elif command == DRAIN and node.excluded is None:
             deadline = node.drain_requested_at + state.job.limits.allocation
             if now >= deadline or not _is_occupied(state, name):
-                why = Why((f"asked by {by}",), expects="no further placement on this node")
+                why = Why((f"drain requested by {by}",), expects="no further placement on this node")
                 decisions.append(Exclude(name, why, by=by))
             else:
                 wake = min(wake, deadline)
@@ -117,7 +117,7 @@ def should_drain(state: State, node: Node) -> bool:
 
 def _drain_reason(state: State, node: Node) -> str:
     """Return the reason for the node's drain: the run, then the requesting user or the cause."""
-    requested = f"asked by {node.drain_requested_by}" if node.drain_requested_by else ""
+    requested = f"drain requested by {node.drain_requested_by}" if node.drain_requested_by else ""
     text = f"{node.cause.value}: {node.excluded}" if node.cause is not None and not requested else requested
     clean = " ".join(_UNSAFE_IN_REASON.sub(" ", f"rrl:{state.run}:{text}").split())
     return clean[:MAX_REASON_CHARS].rstrip()

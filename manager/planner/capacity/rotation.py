@@ -59,7 +59,7 @@ def _move_reason(state: State, id: ReplicaId, allocation: Allocation, now: float
     """Return why the replica moves, as evidence."""
     node = state.replica(id).node or NodeName("")
     if node in state.node_commands:
-        return f"{node} is to be drained, asked by {state.node_commands[node][1]}"
+        return f"{node} is to be drained, requested by {state.node_commands[node][1]}"
     return f"its allocation {allocation.tag} ends in {allocation.ends_at - now:.0f} s"
 
 

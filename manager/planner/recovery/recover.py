@@ -78,7 +78,7 @@ def _user_restart(state: State, members: _Members, now: float) -> list[Decision]
     """Return the fences of a gang that a user wants to restart, including retired members and members in back-off."""
     if (by := state.requested_restarts.get(gang_of(members[0].id))) is None:
         return []
-    why = Why((f"asked by {by}",), Rung.IN_PLACE, "joins again", now + state.job.limits.join)
+    why = Why((f"restart requested by {by}",), Rung.IN_PLACE, "joins again", now + state.job.limits.join)
     return [Fence(member.incarnation, Rung.IN_PLACE, why, charged=False) for member in members]
 
 

@@ -48,7 +48,9 @@ def test_cancelled_run_leaves_nothing_and_is_resumed_from_its_last_step(tmp_path
 
     code, _, error = _recorded(run, "resume", run.run.id)
     assert (code, error) == (
-        2, f"rrl: {run.run.id} has committed 40 steps already; to train more: --steps with more than 40\n"
+        2,
+        f"rrl: {run.run.id} has committed 40 steps already; to train more, for example: rrl resume {run.run.id}"
+        " --steps 80\n",
     )  # fmt: skip
     assert _recorded(run, "resume", run.run.id, "--steps", "42", "--wait")[0] == 0
     state = run.wait_end()

@@ -173,10 +173,10 @@ class Story:
     def drains(self, replica: str, why: str = "new fan") -> Story:
         """Add a user's drain of the replica's node: the replica moves away, then the run leaves the node."""
         node = self.recorded().replica(ReplicaId(replica)).node or NodeName("")
-        moves = Why((f"{node} is to be drained, asked by ada: {why}",), Rung.REPLACEMENT)
+        moves = Why((f"{node} is to be drained, requested by ada: {why}",), Rung.REPLACEMENT)
         self.record(ev.CommandReceived("drain", "ada", "drain-1", target=node, reason=why))
         self.record(ev.Decided(Fence(self.incarnation(replica), Rung.REPLACEMENT, moves, charged=False)))
-        return self.wait(1).record(ev.Decided(Exclude(node, Why((f"asked by ada: {why}",)))))
+        return self.wait(1).record(ev.Decided(Exclude(node, Why((f"drain requested by ada: {why}",)))))
 
     def stops(self, outcome: Outcome, why: str) -> Story:
         """Add the decision to end the run; all steps are being stopped."""

@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rrl.cli import commands, main
+from rrl.cli.common.output import program
 from rrl.config.job.schema import Job
 from rrl.core.run_dir import RUNS_ENV, RunDir
 from rrl.core.run_spec import ManagerSpec, RunSpec
@@ -23,7 +24,7 @@ from rrl.manager.reporting.summary import write_summary
 from rrl.tests.support.cli.story import Story, completed, job_view
 from rrl.tests.support.job_toml import JOB
 
-COMMANDS = ("submit", "status", "logs", "cancel", "list", "check", "doctor", "init")
+COMMANDS = ("submit", "status", "logs", "cancel", "list", "check", "doctor", "init", "manage")
 
 
 @pytest.fixture
@@ -50,7 +51,6 @@ def test_help_names_every_command_with_its_purpose(capsys: pytest.CaptureFixture
         assert f"\n  {command} " in shown
         assert main.run([command, "--help"]) == 0
         assert "Usage: rrl" in capsys.readouterr().out
-    assert "manage" not in shown
     assert not any(line.endswith("...") for line in shown.splitlines()[1:])  # no purpose is cut off
     assert main.run([]) == 0
     assert capsys.readouterr().out == shown
@@ -145,7 +145,7 @@ def test_an_exact_id_is_never_ambiguous(root: Path, capsys: pytest.CaptureFixtur
 def test_status_of_a_finished_run_names_its_recoveries(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     completed().written(root)
     main.run(["status"])
-    assert "↻ rollout/0#2  restart in place on n3; killed by signal 9" in capsys.readouterr().out
+    assert "↻ rollout/0#1  restart in place on n3; killed by signal 9" in capsys.readouterr().out
 
 
 def test_status_says_that_no_manager_is_left(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -224,8 +224,28 @@ def test_list_gives_stable_keys_as_json(root: Path, capsys: pytest.CaptureFixtur
     assert main.run(["list", "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)
     assert set(row) == {"run", "name", "outcome", "standing", "step", "steps", "reward", "recoveries", "started",
-                        "ended", "run_dir"}  # fmt: skip
+                        "ended", "run_seconds", "run_dir"}  # fmt: skip
     assert (row["run"], row["outcome"], row["step"], row["recoveries"]) == ("aaa-1", "completed", 12, 1)
+
+
+def test_option_of_rrl_itself_after_the_command_is_answered_with_its_place(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["list", "--runs-dir", "/tmp"]) == 2
+    assert capsys.readouterr().err == "rrl: --runs-dir stands before the command; see: rrl --help\n"
+
+
+@pytest.mark.parametrize(
+    ("started", "on_path", "shown"),
+    [(".venv/bin/rrl", False, ".venv/bin/rrl"), (".venv/bin/rrl", True, "rrl"), ("/opt/rrl", False, "/opt/rrl"),
+     ("pytest", False, "rrl")],
+)  # fmt: skip
+def test_advice_names_the_program_as_the_user_can_start_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: str, on_path: bool, shown: str
+) -> None:
+    (tmp_path / "rrl").write_text("#!/bin/sh\n")
+    (tmp_path / "rrl").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path) if on_path else "/nowhere")
+    monkeypatch.setattr(sys, "argv", [started])
+    assert program() == shown
 
 
 def test_runs_dir_comes_before_the_environment(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

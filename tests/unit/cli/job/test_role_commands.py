@@ -52,7 +52,7 @@ def test_command_that_can_be_started_is_accepted(folder: Path, command: list[str
     ("command", "text"),
     [
         (["juge"], 'there is no command "juge" in PATH'),
-        (["judge.py"], 'there is no command "judge.py" in PATH; for the file in {} write "./judge.py"'),
+        (["judge.py"], 'there is no command "judge.py" in PATH; for the file in {} write "python", "judge.py"'),
         (["./juge.py"], '"./juge.py" does not exist in {}, the folder of job.toml; did you mean "judge.py"?'),
         (["./judge.py"], '"./judge.py" is not executable; run chmod +x on it, or name its interpreter first'),
         (["./bin"], '"./bin" is a folder'),
@@ -63,6 +63,12 @@ def test_command_that_can_be_started_is_accepted(folder: Path, command: list[str
 )
 def test_command_that_cannot_be_started_is_named(folder: Path, command: list[str], text: str) -> None:
     assert problems(folder, command) == [Problem(("commands", "judge", "command"), text.format(folder))]
+
+
+def test_file_that_hides_the_package_rrl_is_named(folder: Path) -> None:
+    (folder / "rrl.py").write_text("")
+    [problem] = problems(folder, ["sh"])
+    assert problem.text.startswith(f"rrl.py in {folder} hides the package rrl")
 
 
 def test_path_of_the_role_decides_which_commands_there_are(folder: Path) -> None:

@@ -223,6 +223,14 @@ def test_scorer_that_raises_for_a_wrong_answer_is_a_mistake_and_for_an_empty_one
     assert checked.err == f"rrl: warning: {warning} of such an answer is dropped\n"
 
 
+def test_item_that_changes_between_two_calls_is_a_warning(checked: Checked) -> None:
+    task = changed(TASK, "return str(i)", "self.calls = getattr(self, 'calls', 0) + 1; return str(self.calls)")
+    assert checked.run(task) == 0
+    assert (
+        "warning: prompt(0) of [task] returned another text at its second call: an item must always be" in checked.err
+    )
+
+
 def test_task_without_right_answers_is_scored_with_an_empty_one(checked: Checked) -> None:
     task = changed(TASK, "return str(2 * i)", "raise NotImplementedError")
     task = changed(task, 'answer != "" and ', "")

@@ -193,17 +193,42 @@ def test_incarnation_without_successor_has_none_shown() -> None:
     assert failure.recovered_at is None
     story.wait(2).joins("rollout/0", "loading_weights")
     [(failure, _)] = found(story)
-    assert (failure.successor, failure.recovered_at) == (story.incarnation("rollout/0"), story.now)
+    assert (failure.successor, failure.recovered_at) == (story.incarnation("rollout/0"), None)
     story.wait(2).record(ev.FirstWorkDone(story.incarnation("rollout/0")))
     [(failure, _)] = found(story)
     assert failure.recovered_at == story.now, "at work is more than joined"
+
+
+def test_successor_that_joined_and_failed_before_any_work_is_not_said_to_have_worked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    story = Story(RUN).works()
+    story.loses("rollout/0")
+    story.fences("rollout/0").launches("rollout/0").wait(2).joins("rollout/0", "loading_weights")
+    story.loses("rollout/0")
+    story.fences("rollout/0").launches("rollout/0")
+    written(story, tmp_path, monkeypatch)
+    assert main.run(["logs", RUN, "--failed"]) == 0
+    out = capsys.readouterr().out
+    assert "then: restart in place; rollout/0#2 joined 2.0 s later and has done no work\n" in out
+    assert "was working" not in out
+
+
+def test_successor_in_a_role_that_need_not_work_has_recovered_by_joining() -> None:
+    story = Story(RUN).works()
+    story.loses("trajectories/0")
+    story.fences("trajectories/0").launches("trajectories/0").wait(2).joins("trajectories/0", "serve")
+    [(failure, _)] = found(story)
+    assert failure.recovered_at == story.now
 
 
 def test_what_helps_on_a_node_that_a_person_has_the_run_leave_has_not_failed() -> None:
     story = Story(RUN).works()
     story.record(ev.CommandReceived(DRAIN, "ada", "c1", "n2"))
     story.record(
-        ev.Decided(Fence(story.incarnation("agent/n2"), Rung.DEGRADED, Why(("n2 is excluded: asked by ada",))))
+        ev.Decided(
+            Fence(story.incarnation("agent/n2"), Rung.DEGRADED, Why(("n2 is excluded: drain requested by ada",)))
+        )
     )
     assert failures(story.stamped) == []
     story.record(ev.Decided(Fence(story.incarnation("agent/n3"), Rung.DEGRADED, Why(("n3 is excluded: node_lost",)))))
@@ -211,7 +236,7 @@ def test_what_helps_on_a_node_that_a_person_has_the_run_leave_has_not_failed() -
 
 
 def test_failure_after_a_resume_is_reported_too() -> None:
-    story = Story(RUN).works().ends(Outcome.CANCELLED, "asked by ada")
+    story = Story(RUN).works().ends(Outcome.CANCELLED, "cancelled by ada")
     story.record(ev.Resumed("ada", "c1", story.job)).launches("rollout/0", "n3").joins("rollout/0", "generate")
     story.loses("rollout/0")
     assert [report.failure.incarnation for report in failures(story.stamped)] == [story.incarnation("rollout/0")]

@@ -20,9 +20,9 @@ from rrl.tests.support.cli.waiting import eventually
 
 RUN = "small-7"
 N3, N5 = NodeName("n3"), NodeName("n5")
-REASON = f"rrl:{RUN}:asked by anna: fan"
-EXCLUDED = ev.Decided(Exclude(N5, Why(("asked by anna: fan",)), by="anna: fan"))
-DRAIN = ev.Intended(Drain(N5, REASON, Why(("asked by anna: fan",))))
+REASON = f"rrl:{RUN}:drain requested by anna: fan"
+EXCLUDED = ev.Decided(Exclude(N5, Why(("drain requested by anna: fan",)), by="anna: fan"))
+DRAIN = ev.Intended(Drain(N5, REASON, Why(("drain requested by anna: fan",))))
 
 
 @pytest.fixture
@@ -120,8 +120,8 @@ def test_it_says_that_the_node_may_be_used_again(root: Path, capsys: pytest.Capt
     story = works().record(sent_command("drain"), EXCLUDED, DRAIN, ev.IntentSettled("n5!drain", True))
     story.record(ev.NodeChanged(N5, NodeStatus(NodeState.DRAINING, f"IDLE+DRAIN: {REASON}", REASON)))
     back = (
-        sent_command("undrain"), ev.Decided(Readmit(N5, Why(("asked by anna",)))),
-        ev.Intended(Undrain(N5, REASON, Why(("asked by anna",)))), ev.IntentSettled("n5!undrain", True),
+        sent_command("undrain"), ev.Decided(Readmit(N5, Why(("undrain requested by anna",)))),
+        ev.Intended(Undrain(N5, REASON, Why(("undrain requested by anna",)))), ev.IntentSettled("n5!undrain", True),
         ev.NodeChanged(N5, NodeStatus(NodeState.UP, "IDLE")),
     )  # fmt: skip
     assert answered(story, root, ["undrain", RUN, "n5"], *back) == 0

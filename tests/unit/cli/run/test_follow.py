@@ -181,7 +181,7 @@ def test_the_end_of_a_watched_run_is_shown_once_with_what_to_do_next(tmp_path: P
         assert terminal.process.wait(30) == 0
         eventually(lambda: "rrl list" in terminal.drawn)
         text = "\n".join(terminal.visible)
-    assert [text.count(shown) for shown in ("● completed", "recovered    detect", "↻ rollout/0#2")] == [1, 1, 1]
+    assert [text.count(shown) for shown in ("● completed", "failure           detect", "↻ rollout/0#1")] == [1, 1, 1]
     next_steps = " ".join(text[text.index("next") :].split())
     assert f"folder {run.path}" in " ".join(text.split())
     assert next_steps.startswith(

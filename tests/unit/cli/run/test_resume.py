@@ -161,7 +161,7 @@ def test_who_was_overtaken_by_another_resume_that_works_already_starts_nothing(e
     assert (ended.everything(), ended.started) == (before, 0)
 
 
-COMMITTED = f"{RUN} has committed 12 steps already; to train more: --steps with more than 12"
+COMMITTED = f"{RUN} has committed 12 steps already; to train more, for example: rrl resume {RUN} --steps 24"
 
 
 @pytest.mark.parametrize(
@@ -253,6 +253,26 @@ def test_a_run_of_an_earlier_rrl_whose_spec_had_fewer_keys_is_the_same_run(ended
     del resolved["job"]["task"]["size"]
     ended.run.resolved.write_bytes(msgspec.json.encode(resolved))
     assert main.run(["resume", RUN, "--job", str(ended.job)]) == 0
+
+
+@pytest.mark.parametrize(
+    ("outcome", "advice"),
+    [
+        (Outcome.COMPLETED, f"{RUN} is complete; to train more steps: rrl resume {RUN} --steps 24"),
+        (Outcome.FAILED, f"{RUN} has ended (failed); to continue it: rrl resume {RUN}"),
+        (None, f"{RUN} is ending: nothing of it is restarted any more"),
+    ],
+)
+def test_restart_after_the_end_advises_what_is_possible(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    outcome: Outcome | None, advice: str,
+) -> None:  # fmt: skip
+    monkeypatch.setenv(RUNS_ENV, str(tmp_path))
+    story = Story(RUN, job_view(12)).works()
+    story = story.stops(Outcome.COMPLETED, "done") if outcome is None else story.ends(outcome, "done")
+    story.written(tmp_path)
+    assert main.run(["restart", RUN, "rollout/0"]) == 2
+    assert capsys.readouterr().err == f"rrl: {advice}\n"
 
 
 def test_one_rank_is_not_restarted_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,

@@ -21,6 +21,7 @@ from rrl.manager.model.events import (
     FindingChanged,
     Joined,
     NoteChanged,
+    Resumed,
     RunEnded,
     StepCommitted,
     StepEnded,
@@ -72,7 +73,7 @@ def gang() -> Story:
         story.launches(f"standby/{node}", node).joins(f"standby/{node}", "standby")
     story.launches("standby/n4", "n4")
     story.launches("standby/n4:rollout", "n4").joins("standby/n4:rollout", "standby")
-    return story.record(Decided(Exclude(NodeName("n1"), Why(("asked by ada",)))))
+    return story.record(Decided(Exclude(NodeName("n1"), Why(("drain requested by ada",)))))
 
 
 def drained() -> Story:
@@ -109,7 +110,7 @@ def paced() -> Story:
 
 
 def paced_and_ended() -> Story:
-    return paced().ends(Outcome.CANCELLED, "asked by ada")
+    return paced().ends(Outcome.CANCELLED, "cancelled by ada")
 
 
 SCENES: dict[str, Callable[[], Story]] = {
@@ -155,15 +156,15 @@ def test_a_drained_replica_is_not_blamed_on_its_older_failure() -> None:
     story = drained()
     lines = drawn(status_view(story.recorded(), story.now, 120), 120).splitlines()
     assert lines[-2:] == [
-        "↻ rollout/1  #3 works on n5; stopped on n4 4s ago: n4 is to be drained, asked by ada: new fan",
+        "↻ rollout/1  #3 works on n5; stopped on n4 4s ago: n4 is to be drained, requested by ada: new fan",
         "↻ rollout/1  replaced; failed on n4 1m08s ago: killed by signal 9",
     ]
-    assert "excluded  n4 3s ago: asked by ada: new fan" in lines
+    assert "excluded  n4 3s ago: drain requested by ada: new fan" in lines
 
 
 def test_a_node_to_be_drained_is_named_with_the_reason() -> None:
     story = Story().works().record(CommandReceived("drain", "ada", "c1", target="n4", reason="new fan"))
-    assert "drain    n4, asked by ada: new fan" in drawn(status_view(story.recorded(), story.now, 80), 80)
+    assert "drain    n4, requested by ada: new fan" in drawn(status_view(story.recorded(), story.now, 80), 80)
 
 
 def test_a_restart_of_the_whole_run_is_one_line() -> None:
@@ -345,16 +346,43 @@ def test_a_summary_tells_what_was_dropped_for_its_age_where_anything_was() -> No
 
 
 def test_the_list_of_runs_looks_as_kept() -> None:
-    blank: dict[str, Any] = {"step": 0, "steps": 40, "reward": None, "recoveries": 0, "started": None, "ended": None}
+    blank: dict[str, Any] = {"step": 0, "steps": 40, "reward": None, "recoveries": 0, "started": None, "ended": None,
+                             "run_seconds": None}  # fmt: skip
     rows = [
         blank | {"run": "quick-1120-070000", "standing": "submitted"},
-        blank | {"run": "quick-1120-064114", "standing": "running", "step": 12, "reward": 0.5, "started": BEGAN},
+        blank | {"run": "quick-1120-064114", "standing": "running", "step": 12, "reward": 0.5, "started": BEGAN,
+                 "run_seconds": 60.0},
         blank | {"run": "small-1119-000000", "standing": "completed", "step": 40, "reward": 0.93, "recoveries": 2,
-                 "started": BEGAN - 90000, "ended": BEGAN - 82000},
+                 "started": BEGAN - 90000, "ended": BEGAN - 82000, "run_seconds": 8000.0},
         blank | {"run": "tools-1119-000000", "standing": "completed", "steps": 0,
-                 "started": BEGAN - 90000, "ended": BEGAN - 82000},
+                 "started": BEGAN - 90000, "ended": BEGAN - 82000, "run_seconds": 8000.0},
     ]  # fmt: skip
     matches_stored("runs", drawn(runs_view(rows, BEGAN + 60), 80))
+
+
+def test_failures_whose_successors_never_joined_are_told_apart(tmp_path: Path) -> None:
+    story = Story().works()
+    for _ in range(2):
+        story.loses("rollout/0")
+        story.fences("rollout/0", "ImportError").launches("rollout/0", "n4")
+    summary = summary_of(story.ends(Outcome.FAILED, "two starts failed").written(tmp_path))
+    assert summary is not None
+    lines = drawn(summary_view(summary), 80).splitlines()
+    assert [line.split()[0] for line in lines if line.startswith("rollout/0#")] == ["rollout/0#1", "rollout/0#2"]
+    assert "↻ rollout/0#1  restart in place on n3; ImportError" in lines
+    assert not [line for line in lines if "→ #" in line]
+
+
+def test_the_pause_before_a_resume_is_no_run_time(tmp_path: Path) -> None:
+    story = Story().works().ends(Outcome.FAILED, "no time left")
+    worked = story.at
+    story.wait(5000).record(Resumed("ada", "c1", story.job)).wait(7)
+    assert story.recorded().run_seconds(story.now) == worked + 7
+    assert f"{span(worked + 7)}\n" in drawn(status_view(story.recorded(), story.now, 80), 80)
+    story.record(RunEnded(Outcome.CANCELLED, "cancelled by ada"))
+    summary = summary_of(story.written(tmp_path))
+    assert summary is not None
+    assert summary["run_seconds"] == story.recorded().run_seconds(story.now + 900) == worked + 7
 
 
 def test_spans_have_two_units_at_most() -> None:

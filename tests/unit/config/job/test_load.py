@@ -101,6 +101,7 @@ WRONG: list[tuple[str, str, str]] = [
     ("cpus = 4", "threads = 4", "job.toml:7: cluster.node.threads: unknown key; known here: cpus, gpus, mem"),
     ('at = "step=5"', 'at = "step=5"\nwhen = 1', "job.toml:24: faults.planned[0].when: unknown key;"
      " known here: kind, target, at, seconds, amount"),
+    ("[roles.rollout]", "[rollout]", "job.toml:16: rollout: unknown key; did you mean [roles.rollout]?"),
     ("steps = 10", 'steps = 10\n"a b" = 1', 'job.toml:4: run."a b": unknown key; known here: name, steps, seed'),
     ("steps = 10\n", "", "job.toml:1: run.steps: missing; add steps = ... in [run]"
      " (optimizer steps of a complete run)"),
@@ -132,7 +133,7 @@ WRONG: list[tuple[str, str, str]] = [
     ("steps = 10", "steps = 99999999999999999999", "job.toml:3: run.steps: is a number beyond 64 bits"),
     ("replicas = 2", "replicas = 20000", "job.toml:17: roles.rollout.replicas: must be at most 4096, not 20000"),
     ('name = "small"', 'name = "Small one"', "job.toml:2: run.name: must be a letter, then up to 30 lower-case"
-     ' letters, digits and dashes; part of the names of Slurm jobs, not "Small one"'),
+     ' letters, digits and dashes, not "Small one"'),
     ('kind = "local"', 'kind = "slrum"', 'job.toml:6: cluster.kind: must be "local" or "slurm", not "slrum";'
      ' did you mean "slurm"?'),
     ('kind = "kill"', 'kind = "explode"', 'job.toml:21: faults.planned[0].kind: must be "kill", "freeze",'
@@ -186,7 +187,7 @@ WRONG: list[tuple[str, str, str]] = [
     ('dataset = "chain_sum"', "", 'job.toml:12: task: must have exactly one of: dataset = "<reasoning-gym name>",'
      ' function = "module:function"'),
     ('dataset = "chain_sum"', 'function = "my task"', "job.toml:13: task.function: must be ``module:function``,"
-     " importable from the folder of job.toml; returns an object with prompt, score and answer, not \"my task\""),
+     " importable from the folder of job.toml, not \"my task\""),
     ('dataset = "chain_sum"', 'dataset = "chain_sum"\nprompt = "{question"', "job.toml:14: task.prompt: '{question'"
      " is not a valid format string: expected '}' before end of string; write {{ for a literal brace"),
     ('pieces = "0123456789+= "', "pieces = [1]",

@@ -126,7 +126,7 @@ def test_restart_of_a_gang_is_recorded_for_its_first_member_only() -> None:
     assert incarnations(world) == dict.fromkeys(MEMBERS, 3)
     restarts = [world.state.replica(id).uncharged_restart for id in MEMBERS]
     assert restarts[0] is not None
-    assert (restarts[0].why, restarts[1:]) == ("asked by ada", [None] * 3)
+    assert (restarts[0].why, restarts[1:]) == ("restart requested by ada", [None] * 3)
 
 
 def test_members_that_fail_together_count_as_one_failure() -> None:

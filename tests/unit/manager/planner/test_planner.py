@@ -682,7 +682,7 @@ def test_a_cancelled_run_gives_everything_back_in_order_and_is_over_only_then() 
     world.cancel()
     assert not world.over
     end_of(world)
-    assert world.decided(Finish)[0].why.evidence == ("asked by me",)
+    assert world.decided(Finish)[0].why.evidence == ("cancelled by me",)
     assert_nothing_is_left(world, Outcome.CANCELLED)
 
 

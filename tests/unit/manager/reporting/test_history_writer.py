@@ -175,7 +175,7 @@ def test_a_node_that_falls_silent_is_excluded_and_has_failed() -> None:
 
 def test_node_excluded_by_a_user_has_not_failed() -> None:
     history = works()
-    history.story.record(ev.Decided(Exclude(N3, Why(("asked by anna: fan",)), by="anna: fan")))
+    history.story.record(ev.Decided(Exclude(N3, Why(("drain requested by anna: fan",)), by="anna: fan")))
     (one,) = history.new()
     assert isinstance(one, ActionTaken)
     assert (one.action, one.by) == ("excluded", "anna: fan")

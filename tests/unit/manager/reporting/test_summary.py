@@ -214,9 +214,9 @@ def test_recovery_of_a_rollout_has_the_duration_of_each_stage() -> None:
     assert got.faults == 1
     assert got.recoveries == [
         Recovery(
-            replica="rollout/0", incarnation=2, cause="it ended", detector="exit_record", rung="restart in place",
-            injected=True, node_before="n3", node_after="n3", detect_s=0.5, decide_s=0.1, start_s=2.0, weights_s=1.5,
-            first_work_s=0.5, total_s=4.6,
+            replica="rollout/0", failed=1, incarnation=2, cause="it ended", detector="exit_record",
+            rung="restart in place", injected=True, node_before="n3", node_after="n3", detect_s=0.5, decide_s=0.1,
+            start_s=2.0, weights_s=1.5, first_work_s=0.5, total_s=4.6,
         )
     ]  # fmt: skip
 

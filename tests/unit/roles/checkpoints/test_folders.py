@@ -2,7 +2,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rrl.roles.checkpoints.folders import Attempt, attempt_of, fresh_folder
+import pytest
+
+from rrl.roles.checkpoints.folders import Attempt, as_paths, attempt_of, describe, fresh_folder
 
 
 def test_each_attempt_has_a_folder_whose_name_states_step_and_incarnation(tmp_path: Path) -> None:
@@ -13,3 +15,19 @@ def test_each_attempt_has_a_folder_whose_name_states_step_and_incarnation(tmp_pa
 
 def test_foreign_name_states_no_attempt() -> None:
     assert [attempt_of(name) for name in ("step-3", "lost+found", "step-3.x.0", "mine.1.2")] == [None] * 4
+
+
+@pytest.mark.parametrize("files", ["state.pt", Path("state.pt"), 3])
+def test_files_of_a_checkpoint_that_are_not_a_list_are_refused(files: object) -> None:
+    with pytest.raises(TypeError, match="files must be a list of paths, not "):
+        as_paths(files)
+
+
+def test_files_of_a_checkpoint_may_be_texts() -> None:
+    assert as_paths(["a/state.pt"]) == [Path("a/state.pt")]
+
+
+def test_files_outside_of_the_run_directory_are_refused_with_the_folder_to_use(tmp_path: Path) -> None:
+    (tmp_path / "state.pt").write_text("x")
+    with pytest.raises(ValueError, match=r"write them into the folder that me.checkpoint_dir\(step\) returns"):
+        describe(tmp_path / "run", [tmp_path / "state.pt"])

@@ -104,6 +104,7 @@ def test_partial_credit_applies_to_wrong_answers_in_training_only() -> None:
             r"KeyError: 'matrix'.*has question, answer, metadata\[source_da",
         ),
         (TaskSpec(function="no_colon"), "module:function"),
+        (TaskSpec(function="my_task.py:make"), 'name the module without .py: "my_task:make"'),
         (
             TaskSpec(function="rrl_no_such_module:make"),
             "there is no module rrl_no_such_module, not among the installed",
@@ -125,6 +126,7 @@ def users_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "    def answer(self, i): return str(2 * (i + self.offset))\n"
         "    def score(self, i, answer): return 1 / (int(answer) - self.seed), float(answer == self.answer(i))\n"
         "def nothing(seed): return object()\n"
+        "def of_class(seed): return Doubles\n"
     )
     monkeypatch.setattr(sys, "path", list(sys.path))  # undone afterwards, with what load_task adds
     monkeypatch.delitem(sys.modules, "my_rrl_task", raising=False)
@@ -135,6 +137,10 @@ def test_a_function_of_the_users_is_found_beside_the_job_file(users_folder: Path
     task = load_task(TaskSpec(function="my_rrl_task:Doubles", args={"offset": 3}), 5, folder=users_folder)
     assert (task.prompt(1), task.answer(1), task.score(1, "8")) == ("4", "8", (1 / 3, 1.0))
     for spec, problem in (
+        (
+            TaskSpec(function="my_rrl_task:of_class"),
+            r"returned the class Doubles; return an object of it: Doubles\(...\)",
+        ),
         (TaskSpec(function="my_rrl_task:nothing"), "without prompt, answer, score"),
         (TaskSpec(function="my_rrl_task:Double"), 'my_rrl_task.py has no function Double; did you mean "Doubles"'),
         (TaskSpec(function="my_rrl_task:Doubles", args={"x": 1}), r"argument 'x'; its signature is \(seed, offset=0\)"),

@@ -252,7 +252,9 @@ def test_no_part_is_bound_while_too_many_steps_are_not_committed_but_those_there
     complete(store, 3)
     assert part(store, 2, 0) == opened
     assert store.part(TRAINER, 2, 1) == NotReady()
-    assert store.wait_reason(2, 1) == "the trainer waits for the commit of step 1"
+    assert store.wait_reason(2, 1) == (
+        "the trainer waits for the commit of step 1: me.commit(1, files) has not been called, or has not finished"
+    )
     commit(store, first)
     assert part(store, 2, 1).last
 

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rrl.core.types import Version
 from rrl.roles.trajectories.durable.records import Audit
 from rrl.roles.trajectories.types import Denied, Done, NotReady
 from rrl.tests.support.roles.trajectories.crew import (
@@ -31,6 +32,7 @@ from rrl.tests.support.roles.trajectories.crew import (
     segment,
 )
 from rrl.tests.support.roles.trajectories.virtual_run import BROKEN, Setting, VirtualRun
+from rrl.transport.messages import WeightSource
 
 SIZE = BATCH * GROUP
 """trajectories of a step"""
@@ -243,6 +245,16 @@ def test_wait_reason_of_outdated_rollouts_says_to_publish(tmp_path: Path) -> Non
         "the trainer waits for step 3, the rollouts for weights newer than step 0's: the trainer"
         " must publish at least once in 2 steps"
     )
+
+
+def test_wait_reason_before_the_first_weights_names_the_call_that_is_missing(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    assert store.wait_reason(1) == (
+        "the trainer waits for answers, the rollouts for its first weights: me.publish(step, tensors) has not been"
+        " called; call it before the first batch"
+    )
+    store.report_version(WeightSource(TRAINER, "tcp://trainer", Version(0, TRAINER.number)))
+    assert store.wait_reason(1) == f"the trainer waits for {BATCH} more of the {BATCH} groups of step 1"
 
 
 # ── what is trained is not biased ──────────────────────────────────────────────────────────────────────────────────

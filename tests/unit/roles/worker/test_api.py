@@ -75,6 +75,18 @@ def test_worker_starts_after_its_welcome(scene: Scene) -> None:
     play(story)
 
 
+def test_worker_used_outside_of_its_with_block_says_so(scene: Scene) -> None:
+    with not_started(scene.worker(crew.ROLLOUT)) as me:
+        for use in (lambda: next(me.work()), lambda: me.committed, lambda: next(me.batches())):
+            with pytest.raises(RuntimeError, match=r"use `me` inside `with rrl\.join"):
+                use()
+
+
+def test_state_dict_in_place_of_packed_tensors_is_refused_with_the_right_call(scene: Scene) -> None:
+    with not_started(scene.worker(crew.TRAINER)) as me, pytest.raises(TypeError, match=r"pass rrl\.pack\(state_dict\)"):
+        me.publish(0, {"weight": object()})  # type: ignore[arg-type]
+
+
 def test_fenced_worker_ends_at_once_even_if_busy(scene: Scene) -> None:
     async def story() -> None:
         launch = scene.launch(crew.REWARD)

@@ -453,8 +453,8 @@ def test_replicas_on_a_node_to_be_drained_move_first_and_uncharged() -> None:
     assert [type(action) for action in (fence, exclude, drain)] == [Fence, Exclude, Drain]
     assert isinstance(fence, Fence)
     assert not fence.charged
-    assert fence.why.evidence == (f"{node} is to be drained, asked by anna: fan is loud",)
-    assert w.drains == {node: f"rrl:{RUN}:asked by anna: fan is loud"}
+    assert fence.why.evidence == (f"{node} is to be drained, requested by anna: fan is loud",)
+    assert w.drains == {node: f"rrl:{RUN}:drain requested by anna: fan is loud"}
     assert w.incarnations() == before | {R0: 2}
     assert w.state.replica(R0).failures == ()
     assert w.state.node_commands == {}
@@ -570,7 +570,7 @@ def test_excluded_node_is_drained_on_a_users_request() -> None:
     assert not w.drains
     w.send_command("drain", node, "yes")
     w.wait(5.0)
-    assert w.drains == {node: f"rrl:{RUN}:asked by anna: yes"}
+    assert w.drains == {node: f"rrl:{RUN}:drain requested by anna: yes"}
 
 
 @pytest.mark.parametrize("order", ["drain", "undrain"])
@@ -595,7 +595,7 @@ def test_drain_reasons_are_short_and_plain() -> None:
     w.send_command("drain", node, 'it\'s "bad"\n=[x]= ' + "long " * 100)
     w.play(lambda: bool(w.drains))
     reason = w.drains[node]
-    assert reason.startswith(f"rrl:{RUN}:asked by anna: it s bad x long")
+    assert reason.startswith(f"rrl:{RUN}:drain requested by anna: it s bad x long")
     assert len(reason) <= 160
     assert not set(reason) & set("'\"\n=[]|")
 

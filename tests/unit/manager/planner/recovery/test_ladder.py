@@ -558,7 +558,10 @@ def test_requested_restart_is_in_place_and_uncharged() -> None:
     rung_order(world, R0)
     (fence,) = fences(world)
     assert (fence.incarnation, fence.rung, fence.charged) == (Incarnation(R0, 1), Rung.IN_PLACE, False)
-    assert (fence.why.evidence, fence.why.deadline) == (("asked by ada",), world.now + world.state.job.limits.join)
+    assert (fence.why.evidence, fence.why.deadline) == (
+        ("restart requested by ada",),
+        world.now + world.state.job.limits.join,
+    )
     assert world.state.requested_restarts == {}
     world.steady()
     assert world.incarnations() == dict.fromkeys(ALL, 1) | {R0: 2}
@@ -738,7 +741,7 @@ def test_cancelled_run_with_kept_allocations_stops_everything_and_releases_nothi
     world = cancelled(World(gang_job(2, 1)).steady().warmed()).play()
     assert (world.over, world.steps, world.state.orphan_steps) == (True, {}, {})
     assert (world.decided(Release), list(world.held)) == ([], [POOL])
-    assert final_reason(world.state) == "asked by me; its nodes are kept as requested: job 7"
+    assert final_reason(world.state) == "cancelled by me; its nodes are kept as requested: job 7"
 
 
 def test_queued_request_is_not_kept() -> None:
@@ -757,7 +760,7 @@ def test_allocation_with_an_orphan_step_is_not_kept() -> None:
     cancelled(world).play()
     assert world.over
     assert [action.allocation for action in world.decided(Release)] == [POOL]
-    assert final_reason(world.state) == "asked by me"
+    assert final_reason(world.state) == "cancelled by me"
 
 
 def test_end_of_walltime_names_how_to_resume() -> None:
