@@ -134,7 +134,7 @@ def test_forbidden_submission_from_a_job_is_logged_as_no_successor(
     monkeypatch.setenv("SLURM_JOB_NAME", f"{RUN}.manager")
     ensure_successor(RunDir(tmp_path / RUN), run_spec(tmp_path), forbidden, monkeypatch)
     warning = caplog.text
-    assert "so no manager will start by itself after this one: sbatch: error: Access/permission denied" in warning
+    assert "cannot queue the next manager's job: sbatch: error: Access/permission denied" in warning
     assert f"rrl manage {RUN}" in warning
 
 
