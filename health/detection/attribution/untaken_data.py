@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from ....core.phases import WAIT_DATA
-from ....core.types import Cause, Evidence, Finding, Incarnation, Remedy, Verdict, rank_of
+from ....core.types import Cause, Evidence, Finding, Incarnation, Remedy, Verdict, gang_of, rank_of
 from ..detectors.base import MIN_HEARTBEATS
 from ..health_monitor import HealthMonitor
 from ..records import ReplicaView
@@ -34,8 +34,8 @@ def blame_trainer_for_untaken_data(findings: Sequence[Finding], monitor: HealthM
 
     The trainer has ``UNTAKEN_FACTOR`` times ``shortest`` of the phase if it is idle; otherwise, or if no loads show
     whether it is, ``longest``: it may be unpacking a batch. Both times count from the later of the beginning of the
-    wait and the first report of the store. Of a gang the lowest rank is charged, because only the members that hang are
-    left in the phase, and rank 0 is the one that requests the data for others.
+    wait and the first report of the store. A member that waits for another member of its gang is not charged: that
+    member requests the data for all, and may do something else first, such as save a checkpoint.
     """
     since = _untaken_since(monitor)
     if since is None:
@@ -49,13 +49,14 @@ def blame_trainer_for_untaken_data(findings: Sequence[Finding], monitor: HealthM
     }
     charged: dict[Incarnation, Finding] = {}
     for incarnation, finding in waits.items():
-        if incarnation.gang not in charged:
-            view = monitor.replicas[incarnation.replica]
-            if (lines := _evidence(view, *since)) is not None:
-                charged[incarnation.gang] = replace(
-                    finding, detector="data_untaken", verdict=Verdict.FAIL, cause=Cause.HANG, remedy=Remedy.RESTART,
-                    evidence=(*finding.evidence, *lines),
-                )  # fmt: skip
+        view = monitor.replicas[incarnation.replica]
+        waits_for_member = view.waits_for is not None and gang_of(view.waits_for) == incarnation.gang.replica
+        lines = None if waits_for_member or incarnation.gang in charged else _evidence(view, *since)
+        if lines is not None:
+            charged[incarnation.gang] = replace(
+                finding, detector="data_untaken", verdict=Verdict.FAIL, cause=Cause.HANG, remedy=Remedy.RESTART,
+                evidence=(*finding.evidence, *lines),
+            )  # fmt: skip
     replaced = {incarnation for incarnation in waits if incarnation.gang in charged}
     return [*(finding for finding in findings if finding.incarnation not in replaced), *charged.values()]
 

@@ -94,7 +94,18 @@ def test_first_rank_of_a_gang_is_charged_and_its_other_ranks_are_not() -> None:
     assert trace.found() == CHARGED
 
 
-def test_rank_that_stays_behind_is_charged_while_the_others_train() -> None:
+def test_rank_that_waits_for_the_first_one_is_not_charged_while_that_does_something_else() -> None:
+    trace = job()
+    trace.waiting[RANK_1] = TRAINER.replica
+    trace.node("n4", RANK_1, phase=WAIT_DATA)
+    trace.loads[RANK_1] = IDLE
+    trace.enter(TRAINER, "checkpoint")
+    trace.loads[TRAINER] = (1.0, 0.0, 0.0)
+    trace.play(2 * LIMIT_S)
+    assert trace.found() == set()
+
+
+def test_rank_that_requests_data_itself_and_stays_behind_is_charged() -> None:
     trace = job()
     trace.node("n4", RANK_1, phase=WAIT_DATA)
     trace.loads[RANK_1] = IDLE
