@@ -31,8 +31,10 @@ def test_cancelled_run_leaves_nothing_and_is_resumed_from_its_last_step(tmp_path
     assert [path.name for path in run.run.mailbox.iterdir()] == ["0.bad"]
     before = {id: one.incarnation_number for id, one in ended.replicas.items()}
 
-    reported = f"watch it with: rrl status {run.run.id} --live\n"
-    assert _recorded(run, "resume", run.run.id) == (0, f"{run.run.id}\n", reported)
+    code, out, err = _recorded(run, "resume", run.run.id)
+    assert (code, out) == (0, f"{run.run.id}\n")
+    assert err.startswith("watch it with: ")
+    assert err.endswith(f"rrl status {run.run.id} --live\n"), "rrl by its path, where it is not on PATH"
     run.wait_resumed()
     state = run.wait_end()
     assert (state.outcome, state.step, state.run) == (Outcome.COMPLETED, 40, ended.run), state.why

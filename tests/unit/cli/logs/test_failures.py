@@ -199,7 +199,7 @@ def test_incarnation_without_successor_has_none_shown() -> None:
     assert failure.recovered_at == story.now, "at work is more than joined"
 
 
-def test_successor_that_joined_and_failed_before_any_work_is_not_said_to_have_worked(
+def test_successor_that_joined_and_failed_before_any_work_has_not_worked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     story = Story(RUN).works()

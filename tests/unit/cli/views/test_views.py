@@ -360,7 +360,7 @@ def test_the_list_of_runs_looks_as_kept() -> None:
     matches_stored("runs", drawn(runs_view(rows, BEGAN + 60), 80))
 
 
-def test_failures_whose_successors_never_joined_are_told_apart(tmp_path: Path) -> None:
+def test_failures_whose_successors_never_joined_have_names_of_their_own(tmp_path: Path) -> None:
     story = Story().works()
     for _ in range(2):
         story.loses("rollout/0")
