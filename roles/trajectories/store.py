@@ -231,7 +231,7 @@ class Store:
                     self._work.mark_begun(current.group, weights)
         if weights is not None:
             self._newest_weights = max(weights, self._newest_weights or 0)
-        again = sorted(self._work.leases.leased_to(incarnation).difference(holding))[:at_most]
+        again = sorted(self._work.leases.leased_to(incarnation) - set(holding))[:at_most]
         tracks = [self._state.trajectories[trajectory] for trajectory in again]
         self._work.requested(incarnation, at_most)
         shared = False
@@ -362,7 +362,7 @@ class Store:
         """Lease the oldest finished trajectories without a score."""
         if rejection := self._check_worker(incarnation):
             return rejection
-        again = sorted(self._scoring_leases.leased_to(incarnation).difference(holding))[:at_most]
+        again = sorted(self._scoring_leases.leased_to(incarnation) - set(holding))[:at_most]
         tracks = [self._state.trajectories[trajectory] for trajectory in again]
         while len(tracks) < at_most and self._unscored:
             track = self._state.trajectories.get(heappop(self._unscored))

@@ -7,6 +7,7 @@ and its times are learned anew.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Set as AbstractSet
 
 from msgspec import Struct, field
 
@@ -15,6 +16,11 @@ from .engine_load import CurveTable, EngineLoad
 from .lengths import GroupEstimate
 from .token_times import AppendTimes
 from .work_sharing import EngineView, Running, Waiting, hand_back, share
+
+_TOKENS_PER_CHOICE = 4
+"""Tokens for each running answer that an engine appends between two choices of moves. A choice compares all that the
+engine runs (10 ms for 512 answers), but an append may have a segment of one answer only: with segments of 64 tokens a
+choice then costs as much as 32 appends, and 16 are made while a segment is generated."""
 
 
 class Known(Struct, frozen=True, gc=False):
@@ -32,6 +38,8 @@ class _Engine(Struct):
     requested_back: set[int] = set()
     load: EngineLoad | None = None
     """What it runs and what is on its way to it; None if that has changed."""
+    tokens: int = 0
+    """Number of tokens that it appended since its moves were chosen."""
 
 
 class Engines:
@@ -44,7 +52,7 @@ class Engines:
     """
 
     def __init__(
-        self, limit: int, known: Callable[[int], Known], running: Callable[[Incarnation], frozenset[int]]
+        self, limit: int, known: Callable[[int], Known], running: Callable[[Incarnation], AbstractSet[int]]
     ) -> None:
         self._curves = CurveTable(limit)
         self._known = known
@@ -60,10 +68,12 @@ class Engines:
         """Record that an engine requests work for ``free`` places."""
         self._engine(engine).places = len(self._running(engine)) + free
 
-    def leased(self, engine: Incarnation, trajectory: int, now: float | None) -> None:
-        """Record that a trajectory was leased to an engine, at a time in seconds if it is known."""
-        entry, known = self._engine(engine), self._known(trajectory)
-        prefix = known.prompt + known.progress
+    def leased(self, engine: Incarnation, trajectory: int, prefix: int, now: float | None) -> None:
+        """Record that a trajectory was leased to an engine, at a time in seconds if it is known.
+
+        The engine must read ``prefix`` tokens before it continues the trajectory.
+        """
+        entry = self._engine(engine)
         entry.load = None
         if self._forget_reservation(trajectory):
             self._read_before[trajectory] = prefix
@@ -76,6 +86,7 @@ class Engines:
         """Record an append of (trajectory, number of new tokens), and the trajectories that are complete with it."""
         entry = self._engine(engine)
         entry.load = None
+        entry.tokens += sum(count for _, count in tokens)
         if now is not None:
             entry.appends.appended(tokens, max(1, len(self._running(engine))), now)
         self.released(engine, ended)
@@ -113,6 +124,8 @@ class Engines:
 
     def share(self, engine: Incarnation, waiting: Sequence[int], at_most: int) -> list[int]:
         """Return which of the waiting trajectories an engine gets, at most ``at_most``."""
+        if not waiting:
+            return []
         own = [each for each in waiting if self.reserved.get(each) == engine]
         if own:
             return own[:at_most]
@@ -129,8 +142,11 @@ class Engines:
         The caller makes sure that no work waits.
         """
         entry = self._engine(engine)
+        if entry.tokens < _TOKENS_PER_CHOICE * len(self._running(engine)):
+            return
         if not any(other != engine and self._free(other) > 0 for other in self._engines):
             return
+        entry.tokens = 0
         own = self._view(engine)
         others = [self._view(other) for other in self._engines if other != engine]
         by_name = {str(other): other for other in self._engines}

@@ -316,7 +316,7 @@ def test_a_client_hands_over_with_the_next_segment_what_was_requested_back(tmp_p
         client = TrajectoryClient(RunKeys.make(), ROLLOUT, lambda: None)
         client._send = send  # type: ignore[assignment, method-assign]
         gone: list[tuple[int, ...]] = []
-        for number in range(3):
+        for number in range(4):
             left = [item for item in items if item.trajectory not in {each for those in gone for each in those}]
             waits = left[:1] if number == 1 else left  # the second append has a segment of one trajectory only
             made = [sum(each.trajectory == item.trajectory for r in requests for each in r.segments) for item in waits]
@@ -327,9 +327,23 @@ def test_a_client_hands_over_with_the_next_segment_what_was_requested_back(tmp_p
             gone.append(await client.append(segments))
         return gone
 
-    first, second, third = asyncio.run(run())
+    first, second, third, fourth = asyncio.run(run())
     assert first == ()
     assert set(second) <= {items[0].trajectory}
-    assert third
-    assert [request.handed_over for request in requests] == [(), second, third]
-    assert {*second, *third} <= {item.trajectory for item in lease(store, OTHER, 4)}
+    assert third or fourth
+    assert [request.handed_over for request in requests] == [(), second, third, fourth]
+    assert {*second, *third, *fourth} <= {item.trajectory for item in lease(store, OTHER, 4)}
+
+
+def test_one_segment_among_many_running_answers_does_not_choose_moves_again(tmp_path: Path) -> None:
+    store, items, now = _crowded(tmp_path)
+    before = _grow(store, items, 0, now, [])
+    assert isinstance(before, Done)
+    engine = store._work._engines._engine(ROLLOUT)
+    assert engine.tokens == 0, "its moves were chosen"
+    for number in (1, 2):
+        answer = store.append(ROLLOUT, [segment(items[0].trajectory, SEGMENT + number - 1, (5,))], (), (), now + number)
+        assert answer == before
+        assert engine.tokens == number
+    _grow(store, items[1:], SEGMENT, now + 6, [])
+    assert engine.tokens == 0
