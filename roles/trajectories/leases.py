@@ -14,7 +14,7 @@ from ...core.types import Incarnation, ReplicaId
 from .dispatch.engines import Engines, Known
 from .dispatch.lengths import Answer, GroupEstimate
 from .dispatch.work_sharing import CONSIDERED, length_class
-from .durable.records import PackedSegment
+from .durable.records import PackedSegment, TimesObserved
 from .durable.state import Group, State, TrajectoryState
 from .staleness import StalenessLimit
 
@@ -119,9 +119,10 @@ class WorkQueue:
         self._heap: list[tuple[float, int, int, int]] = []
         """(step of the weights that the trajectory's group was begun with, batch, minus the class of expected length,
         trajectory); an outdated entry is skipped when it is popped. See :mod:`.staleness` for "begun with"."""
-        self._engines = Engines(state.lengths.limit, self._known, self.leases.leased_to)
+        self._engines = Engines(state.lengths.limit, self._known, self.leases.leased_to, state.times_of)
         self._estimates: dict[int, GroupEstimate] = {}
-        """Estimates of unfinished groups, by number; that of a group is removed when an answer of it grows or ends."""
+        """Estimates of unfinished groups, by number. That of a group is removed when an answer of the group grows, and
+        all are when an answer ends, since the store may learn from it."""
 
     def rebuild(self) -> None:
         """Build the heap from the state."""
@@ -226,18 +227,24 @@ class WorkQueue:
 
     def appended(
         self, incarnation: Incarnation, segments: Iterable[PackedSegment], ended: Iterable[int], now: float | None
-    ) -> None:
-        """Record an append, and the trajectories that are complete with it, whose leases end."""
+    ) -> TimesObserved | None:
+        """Record an append, and the trajectories that are complete with it, whose leases end.
+
+        Returns what it shows of the rollout's times, for the caller to write.
+        """
         tokens: dict[int, int] = {}
         for packed in segments:
             tokens[packed.trajectory] = tokens.get(packed.trajectory, 0) + packed.end - packed.offset
         ended = tuple(ended)
         for trajectory in ended:
             self.leases.release(trajectory)
-        for trajectory in (*tokens, *ended) if self._estimates else ():
+        if ended:
+            self._estimates.clear()
+        for trajectory in tokens if self._estimates else ():
             self._estimates.pop(self._state.trajectories[trajectory].group.created.group, None)
-        self._engines.appended(incarnation, list(tokens.items()), ended, now)
+        observed = self._engines.appended(incarnation, list(tokens.items()), ended, now)
         self._engines.finished(ended)
+        return TimesObserved(incarnation, observed) if observed.tokens or observed.reads else None
 
     def hand_over(self, incarnation: Incarnation, trajectories: Iterable[int]) -> None:
         """End the leases of trajectories that a rollout hands over, so that other rollouts continue them."""
@@ -260,7 +267,7 @@ class WorkQueue:
 
     def drop(self, group: Group) -> None:
         """End the leases of a group that is dropped."""
-        self._estimates.pop(group.created.group, None)
+        self._estimates.clear()
         for track in group.trajectories:
             holder = self.leases.holder(track.id)
             self.leases.release(track.id)

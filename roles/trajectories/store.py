@@ -329,7 +329,8 @@ class Store:
             self._work.leases.assign(packed.trajectory, incarnation)
         for trajectory in ends:
             heappush(self._unscored, trajectory)
-        self._work.appended(incarnation, new, ends, now)
+        if times := self._work.appended(incarnation, new, ends, now):
+            self._durable.write(times)
         self._work.hand_over(incarnation, handed_over)
         return Done(self._work.hand_back(incarnation, more=self._may_create_group))
 

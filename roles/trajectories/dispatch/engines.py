@@ -1,7 +1,7 @@
 """The rollouts' engines as the store knows them: their places, their times, and what is on its way to them.
 
-All of this is volatile, as leases are: after a restart of the store each engine is known again with its first request,
-and its times are learned anew.
+All of this except the times is volatile, as leases are: after a restart of the store each engine is known again with
+its first request. Times are a fold over the store's log (:mod:`.token_times`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from msgspec import Struct, field
 from ....core.types import Incarnation
 from .engine_load import CurveTable, EngineLoad
 from .lengths import GroupEstimate
-from .token_times import AppendTimes
+from .token_times import AppendTimes, Observed, TokenTimes
 from .work_sharing import EngineView, Running, Waiting, hand_back, share
 
 _TOKENS_PER_CHOICE = 4
@@ -49,14 +49,17 @@ class Engines:
         limit: Number of tokens at which answers are cut.
         known: Returns what is known of a trajectory.
         running: Returns the trajectories that an engine runs.
+        times: Returns the times of an engine.
     """
 
     def __init__(
-        self, limit: int, known: Callable[[int], Known], running: Callable[[Incarnation], AbstractSet[int]]
-    ) -> None:
+        self, limit: int, known: Callable[[int], Known], running: Callable[[Incarnation], AbstractSet[int]],
+        times: Callable[[Incarnation], TokenTimes],
+    ) -> None:  # fmt: skip
         self._curves = CurveTable(limit)
         self._known = known
         self._running = running
+        self._times = times
         self._engines: dict[Incarnation, _Engine] = {}
         self._read_before: dict[int, int] = {}
         """Number of tokens that were read when a trajectory moved last."""
@@ -82,14 +85,20 @@ class Engines:
 
     def appended(
         self, engine: Incarnation, tokens: Sequence[tuple[int, int]], ended: Iterable[int], now: float | None
-    ) -> None:
-        """Record an append of (trajectory, number of new tokens), and the trajectories that are complete with it."""
+    ) -> Observed:
+        """Record an append of (trajectory, number of new tokens), and the trajectories that are complete with it.
+
+        Returns what it shows of the engine's times, for the caller to record.
+        """
         entry = self._engine(engine)
         entry.load = None
         entry.tokens += sum(count for _, count in tokens)
+        observed = Observed()
         if now is not None:
-            entry.appends.appended(tokens, max(1, len(self._running(engine))), now)
+            running = max(1, len(self._running(engine)))
+            observed = entry.appends.appended(tokens, running, now, self._times(engine))
         self.released(engine, ended)
+        return observed
 
     def released(self, engine: Incarnation, trajectories: Iterable[int]) -> None:
         """Record that an engine does not run these trajectories any more."""
@@ -98,6 +107,8 @@ class Engines:
         for trajectory in trajectories:
             entry.requested_back.discard(trajectory)
             entry.appends.ended((trajectory,))
+        if not self._running(engine):
+            entry.tokens = 0
 
     def finished(self, trajectories: Iterable[int]) -> None:
         """Record that trajectories are complete or dropped, so that they continue nowhere."""
@@ -156,7 +167,7 @@ class Engines:
             curve = self._curves.curve(known.estimate, known.progress)
             before = self._read_before.get(trajectory, 0)
             running.append(Running(trajectory, curve, known.prompt + known.progress, before))
-        moves = hand_back(own, running, others, entry.appends.times.read)
+        moves = hand_back(own, running, others, self._times(engine).read)
         for move in moves:
             target = by_name[move.target]
             entry.requested_back.add(move.trajectory)
@@ -193,5 +204,5 @@ class Engines:
         coming = sorted(each for each, target in self.reserved.items() if target == engine)
         if entry.load is None:
             here = sorted({*(running - entry.requested_back), *coming})
-            entry.load = EngineLoad(self._curves.widths, entry.appends.times.table, map(self._curve, here))
+            entry.load = EngineLoad(self._curves.widths, self._times(engine).table, map(self._curve, here))
         return EngineView(str(engine), entry.load, len(running), entry.places - len(running) - len(coming))

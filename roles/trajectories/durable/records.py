@@ -20,6 +20,7 @@ from msgspec import Struct
 
 from ....core.types import Incarnation, ReplicaId, Version
 from ..dispatch.lengths import LengthState
+from ..dispatch.token_times import Observed
 from ..types import Score, Segment
 
 FORMAT = 2
@@ -175,6 +176,13 @@ class LengthsLearned(Struct, frozen=True, tag="lengths_learned", array_like=True
     state: LengthState
 
 
+class TimesObserved(Struct, frozen=True, tag="times_observed", array_like=True):
+    """What appends have shown of the times of a rollout's engine; times of its earlier incarnations do not count."""
+
+    incarnation: Incarnation
+    observed: Observed
+
+
 class ItemsOrdered(Struct, frozen=True, tag="items_ordered", array_like=True):
     """The items of the next groups, in the order in which the groups are created (``[sampling] window``)."""
 
@@ -201,6 +209,7 @@ Record = (
     | StepCommitted
     | Fence
     | LengthsLearned
+    | TimesObserved
     | ItemsOrdered
 )
 _encoder = msgspec.msgpack.Encoder()

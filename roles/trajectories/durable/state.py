@@ -11,6 +11,7 @@ from msgspec import Struct
 
 from ....core.types import Incarnation, ReplicaId
 from ..dispatch.lengths import Answer, Lengths
+from ..dispatch.token_times import TokenTimes
 from ..types import Item, PackedBatch, PackedPart, PackedTrajectory, Score, ToScore
 from .records import (
     FORMAT,
@@ -31,6 +32,7 @@ from .records import (
     ScoresRecorded,
     SegmentsAppended,
     StepCommitted,
+    TimesObserved,
     encode,
     unpack,
     unpack_tokens,
@@ -83,6 +85,8 @@ class State:
         self._retained_steps = retained_steps
         self.lengths = Lengths(max_new_tokens)
         """What was learned of the lengths of answers."""
+        self._token_times: dict[ReplicaId, tuple[int, TokenTimes]] = {}
+        """Number and times of the newest incarnation of each rollout of which times were observed."""
         self.item_order: list[int] = []
         """Items of the next groups; if empty, the next item has the number of the next group."""
         self.next_group = 0
@@ -144,6 +148,10 @@ class State:
                 self.fences[replica] = oldest_allowed
             case LengthsLearned(learned):
                 self.lengths = Lengths(learned.limit, learned)
+            case TimesObserved(incarnation, observed):
+                times = self.times_of(incarnation)
+                times.add(observed)
+                self._token_times[incarnation.replica] = incarnation.number, times
             case ItemsOrdered(items):
                 self.item_order = list(items)
             case BindingRetired():
@@ -153,6 +161,11 @@ class State:
                     raise LogFormatError(f"has format {format}, but this version of rrl reads format {FORMAT} only;"
                                          " use the version of rrl that wrote it, or start a new run")  # fmt: skip
                 self.next_group, self.next_trajectory = groups, trajectories
+
+    def times_of(self, incarnation: Incarnation) -> TokenTimes:
+        """Return the times of a rollout's engine; new ones if nothing was observed of this incarnation."""
+        number, times = self._token_times.get(incarnation.replica, (0, None))
+        return times if times is not None and number == incarnation.number else TokenTimes()
 
     def _create_group(self, created: GroupCreated) -> None:
         if self.item_order:
@@ -253,6 +266,8 @@ class State:
                 yield self.bindings[number]
             if number in self.commitments:
                 yield self.commitments[number]
+        for id, (number, times) in self._token_times.items():
+            yield TimesObserved(Incarnation(id, number), times.observations())
         if self.item_order:
             yield ItemsOrdered(tuple(self.item_order))
         yield LengthsLearned(self.lengths.state())  # last: it replaces what the records above teach once more

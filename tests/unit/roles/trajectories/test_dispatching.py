@@ -7,12 +7,14 @@ import random
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from rrl.core.types import Incarnation, ReplicaId
 from rrl.roles.trajectories.client import TrajectoryClient
+from rrl.roles.trajectories.dispatch.token_times import Observed, TokenTimes
 from rrl.roles.trajectories.durable.log import read_frames
-from rrl.roles.trajectories.durable.records import GroupCreated, ItemsOrdered, decode
+from rrl.roles.trajectories.durable.records import GroupCreated, ItemsOrdered, TimesObserved, decode
 from rrl.roles.trajectories.server import answer
 from rrl.roles.trajectories.store import Store
 from rrl.roles.trajectories.types import Append, Denied, Done, Item, Leased, Prompt
@@ -152,6 +154,77 @@ def test_a_restarted_store_makes_the_same_thousand_decisions(tmp_path: Path, com
     assert other._work.by_length
 
 
+def _step_of_two(store: Store, number: int, clock: Clock) -> list[object]:
+    """One step with two rollouts, of which the second is half as fast. Returns what the store decided, in order."""
+    held: dict[Incarnation, dict[int, tuple[Item, int]]] = {ROLLOUT: {}, OTHER: {}}
+    leaving: dict[Incarnation, tuple[int, ...]] = {ROLLOUT: (), OTHER: ()}
+    due = {ROLLOUT: clock.now, OTHER: clock.now}
+    decided: list[object] = []
+    ended = 0
+    for who in held:
+        store.lease(who, 0, (), None, clock.now)  # a restarted store does not know yet what is free
+    while ended < GROUPS * SIZE:
+        who = min(due, key=lambda each: (due[each], str(each)))
+        clock.now, mine = due[who], held[who]
+        segments, finished = [], []
+        for trajectory, (item, made) in sorted(mine.items()):
+            count = min(SEGMENT, _length(item) - made)
+            segments.append(segment(trajectory, made, (5,) * count))
+            mine[trajectory] = item, made + count
+            if made + count == _length(item):
+                finished.append(trajectory)
+        gone = [each for each in leaving[who] if each in mine and each not in finished]
+        if segments:
+            answer = store.append(who, segments, finished, gone, clock.now)
+            assert isinstance(answer, Done)
+            leaving[who] = answer.hand_back
+            decided.append(answer.hand_back)
+        for trajectory in (*finished, *gone):
+            del mine[trajectory]
+        ended += len(finished)
+        leased = store.lease(who, 8 - len(mine), sorted(mine), None, clock.now)
+        assert isinstance(leased, Leased)
+        decided.append([item.trajectory for item in leased.items])
+        for item in leased.items:
+            so_far = sum(len(each.tokens) for each in item.so_far)
+            whole = msgspec.structs.replace(item, max_new=item.max_new + so_far)
+            mine[item.trajectory] = whole, so_far
+        due[who] = clock.now + SEGMENT * (1 + len(mine)) / (100 if who == ROLLOUT else 50)
+    store.flush()
+    score(store)
+    commit(store, bind(store, number))
+    return decided
+
+
+def test_a_restarted_store_decides_on_moves_as_before_because_it_knows_the_same_times(tmp_path: Path) -> None:
+    one, other = _open(tmp_path / "one"), _open(tmp_path / "other")
+    clocks = Clock(), Clock()
+    moves = decisions = 0
+    for number in range(1, 61):
+        first, second = _step_of_two(one, number, clocks[0]), _step_of_two(other, number, clocks[1])
+        assert first == second
+        decisions += len(first)
+        moves += sum(isinstance(each, tuple) and bool(each) for each in first)
+        for who in (ROLLOUT, OTHER):
+            assert other._state.times_of(who).observations() == one._state.times_of(who).observations()
+        if number % 2 == 0:
+            other.close()
+            other = _open(tmp_path / "other")
+    assert decisions > 1000
+    assert moves > 10
+    assert one._state.times_of(OTHER).table[4] > one._state.times_of(ROLLOUT).table[4]
+
+
+def test_times_of_an_earlier_incarnation_do_not_count(tmp_path: Path) -> None:
+    store = _open(tmp_path)
+    store._durable.write(TimesObserved(ROLLOUT, Observed(((4, 0.5),))))
+    later = Incarnation(ROLLOUT.replica, ROLLOUT.number + 1)
+    assert store._state.times_of(later).table == TokenTimes().table
+    store._durable.write(TimesObserved(later, Observed(((4, 0.25),))))
+    assert store._state.times_of(later).table[4] == 0.25
+    assert store._state.times_of(ROLLOUT).table == TokenTimes().table
+
+
 def test_the_limit_of_lengths_is_that_of_the_time_when_they_were_cut(tmp_path: Path) -> None:
     cut = LIMIT // 4
     store = _taught(tmp_path, steps=2, max_new_tokens=cut)
@@ -209,10 +282,9 @@ def _crowded(folder: Path) -> tuple[Store, list[Item], float]:
     store, clock = _open(folder), Clock()
     for number in range(1, TAUGHT + 1):
         _step(store, number, clock)
-    for running in (8, 6, 4, 1):  # what other steps have shown of the times of both rollouts
-        for who in (ROLLOUT, OTHER):
-            for _ in range(8):
-                store._work._engines._engine(who).appends.times.observe(running, (1 + running) / 100)
+    for who in (ROLLOUT, OTHER):  # what other steps have shown of the times of both rollouts
+        shown = tuple((running, (1 + running) / 100) for running in (8, 6, 4, 1) for _ in range(8))
+        store._durable.write(TimesObserved(who, Observed(shown)))
     items = list(lease(store, ROLLOUT, 8))
     assert len(items) == 8
     assert lease(store, OTHER, 4) == ()
