@@ -1,4 +1,5 @@
-"""A trajectory store without a manager: ``python -m`` it with folder, keys file, address file and epoch.
+"""A trajectory store without a manager: ``python -m`` it with folder, keys file, address file, epoch and
+the store's settings as JSON.
 
 Every line on stdin is the manager's word on who lives (JSON list of lives); the first one opens the door.
 """
@@ -6,10 +7,12 @@ Every line on stdin is the manager's word on who lives (JSON list of lives); the
 from __future__ import annotations
 
 import asyncio
+import json
 import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -25,7 +28,8 @@ from rrl.transport.keys import RunKeys
 class StoreProcess:
     """The same from outside: start, tell, kill -9, start again."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, **settings: Any) -> None:
+        self._settings = settings
         self.folder = folder / "trajectories"
         self.keys = RunKeys.make()
         self._keys_file = folder / "keys.json"
@@ -37,6 +41,7 @@ class StoreProcess:
     def start(self, members: Iterable[Incarnation]) -> None:
         self._epoch += 1
         files = [str(self.folder), str(self._keys_file), str(self._address), str(self._epoch)]
+        files.append(json.dumps(self._settings))
         command = [sys.executable, "-m", "rrl.tests.support.roles.trajectories.store_process", *files]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE)
         self.set_membership(members)
@@ -62,12 +67,12 @@ class StoreProcess:
             return None
 
 
-async def _main(folder: Path, keys: Path, address: Path, epoch: int) -> None:
+async def _main(folder: Path, keys: Path, address: Path, epoch: int, settings: dict[str, Any]) -> None:
     loop = asyncio.get_running_loop()
     lines = asyncio.StreamReader()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
     listener = await Listener.open(RunKeys.load(keys), Request, epoch=epoch)
-    server = Server(open_store(folder, members=()), listener)
+    server = Server(open_store(folder, members=(), **settings), listener)
 
     async def listen() -> None:
         while line := await lines.readline():
@@ -82,4 +87,6 @@ async def _main(folder: Path, keys: Path, address: Path, epoch: int) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(_main(Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])))
+    asyncio.run(
+        _main(Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4]), json.loads(sys.argv[5]))
+    )
