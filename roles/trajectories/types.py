@@ -324,6 +324,8 @@ class Done(Struct, frozen=True, tag=True):
     hand_back: tuple[int, ...] = ()
     """Trajectories of a rollout that another one should continue, since that is expected to end earlier. The rollout
     hands each of them over with the :class:`Append` of its next segment; until then they are leased to it as before."""
+    metrics: dict[str, float] = {}
+    """Metrics of the step that a :class:`Commit` committed: those of the request, and figures of the store."""
 
 
 class Bound(Struct, frozen=True, tag=True):

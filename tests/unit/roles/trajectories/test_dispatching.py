@@ -23,9 +23,11 @@ from rrl.tests.support.roles.trajectories.crew import (
     OTHER,
     REWARD,
     ROLLOUT,
+    TRAINER,
     bind,
     commit,
     lease,
+    manifest,
     open_store,
     score,
     segment,
@@ -234,6 +236,58 @@ def test_the_limit_of_lengths_is_that_of_the_time_when_they_were_cut(tmp_path: P
     assert again._state.lengths.limit == LIMIT
     again._state.lengths.limit = cut
     assert again._state.lengths.state() == before
+
+
+# ── figures ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+def _end(store: Store, lengths: dict[int, int], step: int = 0) -> None:
+    """Give each of these trajectories its tokens and its end."""
+    for trajectory, length in lengths.items():
+        assert store.append(ROLLOUT, [segment(trajectory, 0, (5,) * length, step)], [trajectory]) == Done()
+    store.flush()
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_length_bias_compares_trained_answers_with_all_that_ended(tmp_path: Path, restarts: bool) -> None:
+    store = _open(tmp_path, groups_per_batch=1, max_ahead_batches=2)
+    leased = [item.trajectory for item in lease(store, ROLLOUT, 6)]
+    _end(store, dict(zip(leased, (10, 20, 40, 50), strict=False)))  # two groups; the third one runs
+    score(store)
+    if restarts:
+        store.close()
+        store = _open(tmp_path, groups_per_batch=1, max_ahead_batches=2)
+    batch = bind(store, 1)
+    figures = store._state.figures(1)
+    assert figures["length_bias"] == pytest.approx(15 / 30)
+    assert figures["tokens_aged_0"] == 30
+    committed = store.commit(TRAINER, 1, manifest(1), batch.digest, {"loss": 1.0})
+    assert committed == Done(metrics={"loss": 1.0, **figures})
+    assert store.commit(TRAINER, 1, manifest(1), batch.digest, {"loss": 1.0}) == committed, "so does the same request"
+
+
+def test_running_answers_of_groups_that_are_dropped_for_their_age_count_with_what_they_had(tmp_path: Path) -> None:
+    settings = {"groups_per_batch": 1, "max_ahead_batches": 2, "staleness": 0, "wait_for_late": False}
+    store = _open(tmp_path, **settings)
+    leased = [item.trajectory for item in lease(store, ROLLOUT, 4)]
+    _end(store, {leased[0]: 10, leased[1]: 20, leased[2]: 30})
+    store.append(ROLLOUT, [segment(leased[3], 0, (5,) * 60)])
+    score(store)
+    commit(store, bind(store, 1))  # which drops the second group
+    assert store._state.stale == 1
+    for _ in range(2):
+        assert store._state.figures(1)["length_bias"] == pytest.approx(15 / 30)
+        store.close()
+        store = _open(tmp_path, **settings)
+
+
+def test_recall_and_what_is_expected_to_be_long_are_known_once_lengths_are_learned(tmp_path: Path) -> None:
+    store = _taught(tmp_path)
+    figures = store._state.figures(TAUGHT)
+    assert figures["recall20"] >= 0.5, "a fifth of the groups is shorter than the long quarter of the prompts"
+    assert figures["long_groups"] == figures["longest_expected"] == 0.0, "nothing is begun"
+    lease(store, ROLLOUT, 8)
+    figures = store._state.figures(TAUGHT)
+    assert figures["long_groups"] >= 1
+    assert LENGTHS[3] / 2 < figures["longest_expected"] < LENGTHS[3] * 2
 
 
 # ── order of prompts ─────────────────────────────────────────────────────────────────────────────────────────────────
