@@ -89,7 +89,8 @@ def _as_json(run: RunDir, state: State) -> dict[str, Any]:
     if failure := metrics_failure(run, state):
         standing_keys["metrics_failure"] = failure
     decoded: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(state))
-    return decoded | standing_keys | {"stream": msgspec.to_builtins(stream_summary(state.idle_times))}
+    stream = stream_summary(state.idle_times, state.stream_figures)
+    return decoded | standing_keys | {"stream": msgspec.to_builtins(stream, str_keys=True)}
 
 
 def picture(run: RunDir, state: State, width: int, manager_liveness: Liveness = Liveness()) -> RenderableType:

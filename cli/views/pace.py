@@ -9,6 +9,7 @@ from rich.text import Text
 from ...core.run_spec import RoleSpec
 from ...manager.model.idle_times import START, RolePoint, idle_shares, rate
 from ...manager.model.state import State
+from ...manager.model.stream_figures import StreamFigures
 
 _SEPARATOR = " · "
 _IDLE_CAUSES = {"store": "the store", "external": "external services"}
@@ -58,6 +59,20 @@ def token_rates(state: State) -> list[Text]:
         if per_second:
             rates.append(Text(f"{_plural(role)} {token_rate(per_second)}"))
     return rates
+
+
+def length_figures(figures: StreamFigures) -> list[Text]:
+    """Return what is known of the lengths of answers as of the newest step."""
+    found: list[Text] = []
+    if figures.length_bias is not None:
+        found.append(Text(f"trained answers {figures.length_bias:.2f} of the mean"))
+    if figures.longest_expected:
+        text = f"longest expected {figures.longest_expected} tokens"
+        groups = "group" if figures.long_groups == 1 else "groups"
+        found.append(Text(f"{figures.long_groups} long {groups}, {text}" if figures.long_groups else text))
+        if figures.recall20 is not None:
+            found.append(Text(f"{percent(figures.recall20)} of the longest foreseen"))
+    return found
 
 
 def _timed_roles(state: State) -> list[RoleSpec]:

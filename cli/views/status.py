@@ -24,8 +24,9 @@ from ...manager.model import token_ages
 from ...manager.model.queries import progress, workers
 from ...manager.model.reduce_nodes import DRAIN
 from ...manager.model.state import Allocation, Node, Replica, State, Status
+from ...manager.model.stream_figures import SHOWN_METRICS, TOKENS_AGED
 from .formatting import bar, curve, folded, number, span
-from .pace import idle_shares_of_roles, packed, token_rates
+from .pace import idle_shares_of_roles, length_figures, packed, token_rates
 from .summary import MAX_STALE_SHARE, unscored_text
 
 NARROW_COLUMNS = 95
@@ -154,7 +155,8 @@ def _facts(state: State, now: float, width: int, notes: Sequence[str]) -> Render
     ages = [_token_ages(state)] if state.token_ages.steps else []
     free = width - _LABEL_COLUMNS
     tokens = [*token_rates(state), *ages]
-    for row in (*packed("time", idle_shares_of_roles(state), free), *packed("tokens", tokens, free)):
+    rows = ("time", idle_shares_of_roles(state)), ("tokens", tokens), ("lengths", length_figures(state.stream_figures))
+    for row in (row for label, parts in rows for row in packed(label, parts, free)):
         facts.add_row(*row)
     if (share := state.metrics.get("stale_share", 0.0)) > MAX_STALE_SHARE:
         text = f"{100 * share:.0f}% of all groups are dropped: older than [sampling] staleness allows"
@@ -221,11 +223,11 @@ def retained_jobs(state: State) -> str:
 
 def _metrics(state: State, width: int) -> str:
     """Return as many metrics of the trainer's newest step as fit in ``width`` columns; no number is cut off."""
-    text = ""
+    text, separate = "", (*_SEPARATE_METRICS, *SHOWN_METRICS)
     for name, value in sorted(state.metrics.items()):
         figure = f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
         longer = f"{text}  {name} {figure}".lstrip()
-        if name not in _SEPARATE_METRICS and len(longer) <= width:
+        if name not in separate and not name.startswith(TOKENS_AGED) and len(longer) <= width:
             text = longer
     return text
 

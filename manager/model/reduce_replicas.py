@@ -10,7 +10,7 @@ from ...core.launch import ExitReason
 from ...core.types import Flag, Incarnation, NodeName, RaisedException, ReplicaId, gang_of, is_support, role_of
 from ..cluster.base import RejectReason
 from . import events as ev
-from . import idle_times
+from . import idle_times, stream_figures
 from .actions import Fence, Launch, Rung, StopStep
 from .queries import finding_about, gang, is_batch_role, owner_of, starts_ended_by
 from .reward_curve import add_step
@@ -347,6 +347,7 @@ def on_step_committed(state: State, at: float, event: ev.StepCommitted) -> State
         state,
         rewards=add_step(state.rewards, event.step, event.metrics.get("reward")),
         idle_times=idle_times.with_step(state.idle_times, event.metrics),
+        stream_figures=stream_figures.with_step(state.stream_figures, event.metrics),
         token_ages=with_step(state.token_ages, event.step, event.metrics, at, state.job.sampling.ahead),
     )
 

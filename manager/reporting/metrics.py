@@ -23,6 +23,7 @@ from ..model.actions import Exclude
 from ..model.idle_times import IdleTimes, idle_shares
 from ..model.queries import weights_lag_steps, workers
 from ..model.state import State, Status
+from ..model.stream_figures import StreamFigures
 from .effective_time import EffectiveSeconds, effective_share
 from .failure_records import Changes
 from .failure_timeline import FailureTimeline, fences
@@ -142,6 +143,7 @@ def _of_roles(state: State, counters: RunCounters, facts: Facts) -> Iterator[Met
                    counters.restarts)  # fmt: skip
     down = Counter(role_of(outage.replica) for outage in list(counters.timeline.outages.values()))
     yield from _of_clocks(state.idle_times)
+    yield from _of_stream(state.stream_figures)
     if (lag := weights_lag_steps(state)) is not None:
         yield _labelled("rrl_weights_lag_steps", "Training steps by which weights of rollouts are behind the trainer.",
                         ("rollout",), {("first",): float(lag[0]), ("last",): float(lag[1])})  # fmt: skip
@@ -163,6 +165,22 @@ def _of_clocks(times: IdleTimes) -> Iterator[Metric]:
     yield _labelled("rrl_idle_ratio", "Share of the last minutes that a role was idle, by what it waited for.",
                     ("role", "cause"), shares)  # fmt: skip
     yield _counter("rrl_tokens_trained", "Tokens that the committed steps trained on.", times.trained_tokens)
+
+
+def _of_stream(figures: StreamFigures) -> Iterator[Metric]:
+    """Yield how steps came about; values that no step has reported are left out."""
+    if figures.steps:
+        yield _gauge("rrl_parts_per_step", "Mean number of parts in which a step came.", figures.parts / figures.steps)
+    yield _counted("rrl_tokens_trained_by_age", "Trained tokens by age in weight versions (15: 15 or more).", ("age",),
+                   {(str(age),): float(tokens) for age, tokens in figures.ages.items()})  # fmt: skip
+    if figures.length_bias is not None:
+        yield _gauge("rrl_length_bias", "Mean length of trained answers over that of all finished answers.",
+                     figures.length_bias)  # fmt: skip
+    if figures.recall20 is not None:
+        yield _gauge("rrl_length_recall", "Share of the longest fifth of recent groups that was expected to be so.",
+                     figures.recall20)  # fmt: skip
+    yield _gauge("rrl_long_groups", "Groups that are expected to be more than twice as long as usual.",
+                 figures.long_groups)  # fmt: skip
 
 
 def _of_nodes(state: State, counters: RunCounters) -> Iterator[Metric]:

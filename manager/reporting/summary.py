@@ -19,9 +19,10 @@ from ...core.run_spec import RunSpec
 from ...core.text import escaped_lines
 from ...core.types import NodeName, role_of
 from ..model import events as ev
-from ..model import idle_times, token_ages
+from ..model import idle_times, stream_figures, token_ages
 from ..model.actions import Drain, Exclude, Readmit
 from ..model.idle_times import START, IdleTimes, idle_shares, phase_times
+from ..model.stream_figures import StreamFigures
 from ..storage.journal import replay
 from .effective_time import WorkIntervals
 from .failure_records import Failure
@@ -118,16 +119,38 @@ class StreamSummary(Struct, frozen=True):
     """The same over the last minutes."""
     seconds: dict[str, dict[str, float]] = {}
     """Seconds of the processes of each role, by phase; they add up to the lifetimes of the processes."""
+    parts: float | None = None
+    """Mean number of parts in which a step came."""
+    most_parts: int = 0
+    ages: dict[int, int] = {}
+    """Number of trained tokens by age in weight versions."""
+    max_age: int | None = None
+    """Largest of these ages."""
+    length_bias: float | None = None
+    """Mean length of trained answers over that of all finished answers, as of the newest step."""
+    recall20: float | None = None
+    """Share of the longest fifth of the newest groups that were expected to be so, as of the newest step."""
+    long_groups: int = 0
+    """Number of groups that are expected to be more than twice as long as usual, as of the newest step."""
+    longest_expected: int = 0
+    """Expected tokens of the answers of the longest of the groups that are generated, as of the newest step."""
 
 
-def stream_summary(times: IdleTimes) -> StreamSummary:
-    """Return the section ``stream`` of a run whose clocks show these times."""
+def stream_summary(times: IdleTimes, figures: StreamFigures) -> StreamSummary:
+    """Return the section ``stream`` of a run whose clocks show these times, and its steps these figures."""
     roles = sorted(times.now.roles)
     return StreamSummary(
         {role: _rounded(idle_shares(times.now, START, role)) for role in roles},
         {role: _rounded(idle_shares(times.now, times.before, role)) for role in roles},
         {role: _seconds_by_phase(times, role) for role in roles},
-    )
+        round(figures.parts / figures.steps, 2) if figures.steps else None,
+        figures.most_parts, figures.ages, max(figures.ages, default=None), _round(figures.length_bias),
+        _round(figures.recall20), figures.long_groups, figures.longest_expected,
+    )  # fmt: skip
+
+
+def _round(share: float | None) -> float | None:
+    return None if share is None else round(share, 4)
 
 
 def _rounded(shares: dict[str, float]) -> dict[str, float]:
@@ -235,6 +258,7 @@ class _SummaryBuilder:
         """Seconds between an end of the run and its resumption, in all."""
         self.outage_tokens = 0
         self.idle_times = IdleTimes()
+        self.stream_figures = StreamFigures()
         self.max_age: float | None = None
         self.stale = 0, 0.0
         """Groups dropped as stale, and their share, as of the newest step that reported them."""
@@ -264,6 +288,7 @@ class _SummaryBuilder:
             self._tokens_counted(event)
 
     def _committed(self, event: ev.StepCommitted, at: float) -> None:
+        self.stream_figures = stream_figures.with_step(self.stream_figures, event.metrics)
         if "stale_groups" in event.metrics and event.step >= self.step:
             self.stale = int(event.metrics["stale_groups"]), round(event.metrics.get("stale_share", 0.0), 4)
         if "unscored_groups" in event.metrics and event.step >= self.step:
@@ -312,7 +337,7 @@ class _SummaryBuilder:
             stale_share=self.stale[1],
             unscored_groups=self.unscored[0],
             unscored_share=self.unscored[1],
-            stream=stream_summary(self.idle_times),
+            stream=stream_summary(self.idle_times, self.stream_figures),
             drain_requests=self.drain_requests.requests,
         )
 

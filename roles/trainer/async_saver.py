@@ -23,20 +23,15 @@ from msgspec import Struct
 
 import rrl
 
-from ..worker.connection import Stopping
 from . import exchange
 from .checkpoint import Checkpoints, Written, not_written
 from .host_buffers import HostBuffers, Layout
 from .learner import Learner
-from .process_group import COLLECTIVE_TIMEOUT_S, Gang, blocked_on_rank0, wait_to_be_fenced
-from .publisher import Publisher, end_process
+from .process_group import Gang, blocked_on_rank0, wait_to_be_fenced
+from .publisher import Publisher, ThreadState, end_process
 
 _log = logging.getLogger("rrl.trainer")
 
-COMMIT_TIMEOUT_S = COLLECTIVE_TIMEOUT_S
-"""Seconds that the training thread waits for the commit of an older step. The manager detects a hung save earlier, as a
-checkpoint that takes too long. The full timeout is needed only while no store runs, because the store may wait in
-Slurm's queue for a node."""
 MAX_UNCOMMITTED = 2
 """Maximum number of steps that are done and not committed, which is the number of host buffers."""
 COMMITS_CAUSE = "commits"
@@ -91,10 +86,8 @@ class AsyncSaver:
         self._tensors = learner.tensors()
         self.layout = Layout(self._tensors)
         buffers.prepare(self.layout.nbytes)
-        self._fail = fail
-        self._error: BaseException | None = None
         self._uncommitted = 0
-        self._changed = threading.Condition()
+        self._state = ThreadState(fail)
         self._todo: queue.SimpleQueue[_Staged | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._main, name="rrl-saver", daemon=True)
         self._thread.start()
@@ -107,7 +100,7 @@ class AsyncSaver:
         the metric ``publish_blocked_s``. ``digest`` is the digest of the batch of the learner's last step.
 
         Raises:
-            TimeoutError: An older step was not committed within ``COMMIT_TIMEOUT_S``.
+            TimeoutError: An older step was not committed within ``COLLECTIVE_TIMEOUT_S``.
             Exception: The error that prevented an older step from being saved or published.
         """
         self._wait(self._max_uncommitted - 1)
@@ -120,7 +113,7 @@ class AsyncSaver:
             learner.number, self._gang.world, self.layout.digest, learner.extra_state(), digest, metrics
         )
         self._buffers.seal(learner.number, msgspec.msgpack.encode(meta))
-        with self._changed:
+        with self._state.changed:
             self._uncommitted += 1
         self._todo.put(_Staged(meta, buffer))
         self._publisher.offer(meta.number, self.layout.views(buffer), buffer)
@@ -136,12 +129,15 @@ class AsyncSaver:
         self._publisher.finish()
 
     def _wait(self, limit: int) -> None:
-        with self._changed, self._me.idle(COMMITS_CAUSE):
-            settled = self._changed.wait_for(lambda: self._error or self._uncommitted <= limit, COMMIT_TIMEOUT_S)
-        if self._error is not None:
-            raise self._error
-        if not settled:
-            raise TimeoutError(f"{self._uncommitted} checkpoints were not committed within {COMMIT_TIMEOUT_S:g} s")
+        """Wait until at most ``limit`` steps are uncommitted.
+
+        The manager detects a hung save earlier than the timeout, as a checkpoint that takes too long. The full timeout
+        is needed only while no store runs, because the store may wait in Slurm's queue for a node.
+        """
+        with self._me.idle(COMMITS_CAUSE):
+            self._state.wait(
+                lambda: self._uncommitted <= limit, lambda: f"{self._uncommitted} checkpoints were not committed"
+            )
 
     # ── the saving thread ──────────────────────────────────────────────────────────────────────────────────────────
     def _main(self) -> None:
@@ -150,15 +146,11 @@ class AsyncSaver:
                 with wait_to_be_fenced(self._me):
                     self._write_and_commit(staged)
             except BaseException as error:
-                with self._changed:
-                    self._error = error
-                    self._changed.notify_all()
-                if not isinstance(error, Stopping):
-                    self._fail(error)
+                self._state.on_error(error)
                 return
-            with self._changed:
+            with self._state.changed:
                 self._uncommitted -= 1
-                self._changed.notify_all()
+                self._state.changed.notify_all()
 
     def _write_and_commit(self, staged: _Staged) -> None:
         meta = staged.meta

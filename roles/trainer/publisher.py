@@ -66,6 +66,50 @@ def end_process(problem: str, error: BaseException) -> None:
     os._exit(1)
 
 
+class ThreadState:
+    """What the training thread and a thread beside it share: a condition for their changes, and that thread's error.
+
+    Args:
+        fail: Called with the error of the thread, unless the run ends.
+    """
+
+    def __init__(self, fail: Callable[[BaseException], None]) -> None:
+        self.changed = threading.Condition()
+        self._fail = fail
+        self._error: BaseException | None = None
+
+    def on_error(self, error: BaseException) -> None:
+        """Record the error that ended the thread; the training thread raises it when it waits."""
+        with self.changed:
+            self._error = error
+            self.changed.notify_all()
+        if not isinstance(error, Stopping):
+            self._fail(error)
+
+    def is_settled(self, ready: Callable[[], bool]) -> bool:
+        """Return whether :meth:`wait` would return, or raise the thread's error, at once."""
+        with self.changed:
+            return self._error is not None or ready()
+
+    def wait(self, ready: Callable[[], bool], missing: Callable[[], str]) -> None:
+        """Wait until ``ready``.
+
+        Args:
+            ready: The condition; evaluated with ``changed`` held.
+            missing: Returns what did not happen in time, for the message of the error.
+
+        Raises:
+            TimeoutError: It did not become ready within ``COLLECTIVE_TIMEOUT_S``.
+            Exception: The error of the thread.
+        """
+        with self.changed:
+            in_time = self.changed.wait_for(lambda: self._error is not None or ready(), COLLECTIVE_TIMEOUT_S)
+        if self._error is not None:
+            raise self._error
+        if not in_time:
+            raise TimeoutError(f"{missing()} within {COLLECTIVE_TIMEOUT_S:g} s")
+
+
 class _HostCopy(Struct, frozen=True):
     """This member's shards of the weights of one step."""
 
@@ -90,7 +134,7 @@ class Publisher:
         self, me: rrl.Worker, gang: Gang, learner: Learner, dtype: torch.dtype, *,
         fail: Callable[[BaseException], None] = partial(end_process, "a weight version could not be published"),
     ) -> None:  # fmt: skip
-        self._me, self._gang, self._fail = me, gang, fail
+        self._me, self._gang = me, gang
         self._max_behind = me.job.sampling.staleness
         self._live = learner.weights()
         self._dtypes = {
@@ -105,8 +149,8 @@ class Publisher:
         """Newest steps whose copies were handed over and whose versions are published."""
         self._blocked_s = 0.0
         self._ended = False
-        self._error: BaseException | None = None
-        self._changed = threading.Condition()
+        self._state = ThreadState(fail)
+        self._changed = self._state.changed
         self._thread = threading.Thread(target=self._main, name="rrl-publisher", daemon=True)
         self._thread.start()
 
@@ -168,21 +212,16 @@ class Publisher:
 
     def _wait_until(self, ready: Callable[[], bool]) -> None:
         """Wait in phase ``publish`` unless ``ready``, and count the time."""
-        with self._changed:
-            if self._error is None and ready():
-                return
+        if self._state.is_settled(ready):
+            self._wait(ready)
+            return
         begun = time.monotonic()
         with self._me.phase("publish"), self._me.idle("publishing"):
             self._wait(ready)
         self._blocked_s += time.monotonic() - begun
 
     def _wait(self, ready: Callable[[], bool]) -> None:
-        with self._changed:
-            in_time = self._changed.wait_for(lambda: self._error is not None or ready(), COLLECTIVE_TIMEOUT_S)
-        if self._error is not None:
-            raise self._error
-        if not in_time:
-            raise TimeoutError(f"a weight version was not published within {COLLECTIVE_TIMEOUT_S:g} s")
+        self._state.wait(ready, lambda: "a weight version was not published")
 
     def _in_use(self, memory: object) -> bool:
         return any(copy.memory is memory for copy in self._copies.values())
@@ -196,11 +235,7 @@ class Publisher:
                     self._on_published(copy.number)
                     del copy  # its memory belongs to the training thread again
         except BaseException as error:
-            with self._changed:
-                self._error = error
-                self._changed.notify_all()
-            if not isinstance(error, Stopping):
-                self._fail(error)
+            self._state.on_error(error)
 
     def _next(self) -> _HostCopy | None:
         """Return the copy that rank 0 chooses, and skip all older copies; None at the end of the run."""

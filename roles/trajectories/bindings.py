@@ -220,12 +220,13 @@ class Bindings:
         before, binding = self._state.commitments.get(number), self._state.bindings.get(number)
         if number <= self._state.committed:
             if before and before.digest == digest and before.manifest == manifest:
-                return Done()
+                return Done(metrics=self._state.metrics.get(number, {}))
             return Denied(f"step {number} was committed with another manifest or digest")
         if number != self._state.committed + 1 or binding is None:
             return Denied(f"commit of step {number} is out of order: step {self._state.committed} was committed last")
         if digest != binding.digest:
             return Denied(f"step {number} is bound to the batch {binding.digest}, not to the batch {digest}")
+        metrics = {**metrics, **self._state.figures(number)}
         self._durable.write(Metrics(number, metrics))
         self._durable.write(StepCommitted(number, incarnation, manifest, digest))
-        return Done()
+        return Done(metrics=metrics)

@@ -196,9 +196,11 @@ class TrajectoryClient:
 
     async def commit(
         self, number: int, manifest: dict[str, Any], digest: str, metrics: dict[str, float] | None = None
-    ) -> None:
-        """Commit step ``number``; the commit is durable on return."""
-        await self._ask(Commit(self._incarnation, number, manifest, digest, metrics or {}), 0.0)
+    ) -> dict[str, float]:
+        """Commit step ``number``; the commit is durable on return. Returns ``metrics`` with figures of the store."""
+        answer = await self._ask(Commit(self._incarnation, number, manifest, digest, metrics or {}), 0.0)
+        assert isinstance(answer, Done), answer
+        return answer.metrics
 
     async def metrics(self, after: int) -> tuple[StepMetrics, ...]:
         """Return stored metrics of committed steps after ``after``, in order.

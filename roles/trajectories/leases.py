@@ -5,8 +5,8 @@ All of this is volatile: a store that restarts receives the membership again, an
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
+from collections.abc import Set as AbstractSet
 from heapq import heapify, heappop, heappush
 from math import exp
 
@@ -14,12 +14,11 @@ from ...core.types import Incarnation, ReplicaId
 from .dispatch.engines import Engines, Known
 from .dispatch.lengths import Answer, GroupEstimate
 from .dispatch.work_sharing import CONSIDERED, length_class
-from .durable.records import PackedSegment
+from .durable.records import PackedSegment, TimesObserved
 from .durable.state import Group, State, TrajectoryState
 from .staleness import StalenessLimit
 
-_MAX_ESTIMATES = 4_096
-"""Number of groups whose estimates are stored before they are all computed again."""
+_NOTHING: frozenset[int] = frozenset()
 
 
 class Membership:
@@ -82,9 +81,9 @@ class Leases:
         """Return the incarnation that a trajectory is leased to, or None."""
         return self._holder.get(trajectory)
 
-    def leased_to(self, incarnation: Incarnation) -> frozenset[int]:
-        """Return the trajectories that are leased to an incarnation."""
-        return frozenset(self._by_incarnation.get(incarnation, ()))
+    def leased_to(self, incarnation: Incarnation) -> AbstractSet[int]:
+        """Return the trajectories that are leased to an incarnation: the set itself, which later leases change."""
+        return self._by_incarnation.get(incarnation, _NOTHING)
 
     def release_departed(self, current: frozenset[Incarnation]) -> list[int]:
         """End the leases of all incarnations that are not current, and return their trajectories."""
@@ -120,9 +119,10 @@ class WorkQueue:
         self._heap: list[tuple[float, int, int, int]] = []
         """(step of the weights that the trajectory's group was begun with, batch, minus the class of expected length,
         trajectory); an outdated entry is skipped when it is popped. See :mod:`.staleness` for "begun with"."""
-        self._engines = Engines(state.lengths.limit, self._known, self.leases.leased_to)
-        self._estimates: dict[int, tuple[tuple[int, int], GroupEstimate]] = {}
-        """Estimate of each group, and what it rests on: (tokens, finished trajectories) of the group."""
+        self._engines = Engines(state.lengths.limit, self._known, self.leases.leased_to, state.times_of)
+        self._estimates: dict[int, GroupEstimate] = {}
+        """Estimates of unfinished groups, by number. That of a group is removed when an answer of the group grows, and
+        all are when an answer ends, since the store may learn from it."""
 
     def rebuild(self) -> None:
         """Build the heap from the state."""
@@ -181,30 +181,40 @@ class WorkQueue:
     def lease(
         self, incarnation: Incarnation, at_most: int, weights: int | None, now: float | None
     ) -> list[TrajectoryState]:
-        """Lease to a rollout its share of what waits: at most one trajectory if lengths are not expected to differ.
+        """Lease to a rollout its share of what waits: what comes first if lengths are not expected to differ.
 
         No trajectory is leased after the first one that a rollout with these weights may not work on.
         """
         popped: list[tuple[float, int, int, int]] = []
+        leased: list[TrajectoryState] = []
         candidates: dict[int, TrajectoryState] = {}
-        while len(candidates) < (CONSIDERED if self.by_length else 1) and (track := self.first()) is not None:
+        by_length = self.by_length
+        while (track := self.first()) is not None and (
+            len(candidates) < CONSIDERED if by_length else len(leased) < at_most
+        ):
             if track.id not in candidates and not self._engines.withheld(track.id, incarnation):
                 if not self._staleness.allows(track.group, weights):
                     break
+                if not by_length:
+                    leased.append(self._lease(incarnation, track, weights, now))
+                    continue
                 candidates[track.id] = track
             popped.append(heappop(self._heap))
         for entry in popped:
             heappush(self._heap, entry)
-        leased: list[TrajectoryState] = []
-        chosen = self._engines.share(incarnation, list(candidates), at_most) if self.by_length else list(candidates)
-        for trajectory in chosen:
+        for trajectory in self._engines.share(incarnation, list(candidates), at_most):
             track = candidates[trajectory]
             if self._staleness.allows(track.group, weights):  # the leases before may have taken the last places
-                self.leases.assign(trajectory, incarnation)
-                self.mark_begun(track.group, weights)
-                self._engines.leased(incarnation, trajectory, now)
-                leased.append(track)
+                leased.append(self._lease(incarnation, track, weights, now))
         return leased
+
+    def _lease(
+        self, incarnation: Incarnation, track: TrajectoryState, weights: int | None, now: float | None
+    ) -> TrajectoryState:
+        self.leases.assign(track.id, incarnation)
+        self.mark_begun(track.group, weights)
+        self._engines.leased(incarnation, track.id, _prompt_tokens(track.group) + track.length, now)
+        return track
 
     def waits_for(self, incarnation: Incarnation) -> bool:
         """Return whether a trajectory waits that is not kept for another rollout."""
@@ -217,16 +227,24 @@ class WorkQueue:
 
     def appended(
         self, incarnation: Incarnation, segments: Iterable[PackedSegment], ended: Iterable[int], now: float | None
-    ) -> None:
-        """Record an append, and the trajectories that are complete with it, whose leases end."""
-        tokens: Counter[int] = Counter()
+    ) -> TimesObserved | None:
+        """Record an append, and the trajectories that are complete with it, whose leases end.
+
+        Returns what it shows of the rollout's times, for the caller to write.
+        """
+        tokens: dict[int, int] = {}
         for packed in segments:
-            tokens[packed.trajectory] += packed.end - packed.offset
+            tokens[packed.trajectory] = tokens.get(packed.trajectory, 0) + packed.end - packed.offset
         ended = tuple(ended)
         for trajectory in ended:
             self.leases.release(trajectory)
-        self._engines.appended(incarnation, list(tokens.items()), ended, now)
+        if ended:
+            self._estimates.clear()
+        for trajectory in tokens if self._estimates else ():
+            self._estimates.pop(self._state.trajectories[trajectory].group.created.group, None)
+        observed = self._engines.appended(incarnation, list(tokens.items()), ended, now)
         self._engines.finished(ended)
+        return TimesObserved(incarnation, observed) if observed.tokens or observed.reads else None
 
     def hand_over(self, incarnation: Incarnation, trajectories: Iterable[int]) -> None:
         """End the leases of trajectories that a rollout hands over, so that other rollouts continue them."""
@@ -249,6 +267,7 @@ class WorkQueue:
 
     def drop(self, group: Group) -> None:
         """End the leases of a group that is dropped."""
+        self._estimates.clear()
         for track in group.trajectories:
             holder = self.leases.holder(track.id)
             self.leases.release(track.id)
@@ -266,12 +285,12 @@ class WorkQueue:
     def _known(self, trajectory: int) -> Known:
         track = self._state.trajectories[trajectory]
         group, lengths = track.group, self._state.lengths
-        rests_on = sum(each.length for each in group.trajectories), sum(each.finished for each in group.trajectories)
-        found = self._estimates.get(group.created.group)
-        if found is None or found[0] != rests_on:
-            if len(self._estimates) >= _MAX_ESTIMATES:
-                self._estimates.clear()
+        if (estimate := self._estimates.get(group.created.group)) is None:
             before = lengths.given(*group.created.expected) if group.created.expected else lengths.typical
-            answers = [Answer(each.length, each.finished) for each in group.trajectories]
-            found = self._estimates[group.created.group] = rests_on, lengths.refine(before, answers)
-        return Known(found[1], track.length, len(group.created.prompt) // 4)
+            estimate = lengths.refine(before, [Answer(each.length, each.finished) for each in group.trajectories])
+            self._estimates[group.created.group] = estimate
+        return Known(estimate, track.length, _prompt_tokens(group))
+
+
+def _prompt_tokens(group: Group) -> int:
+    return len(group.created.prompt) // 4

@@ -232,7 +232,7 @@ class Store:
                     self._work.mark_begun(current.group, weights)
         if weights is not None:
             self._newest_weights = max(weights, self._newest_weights or 0)
-        again = sorted(self._work.leases.leased_to(incarnation).difference(holding))[:at_most]
+        again = sorted(self._work.leases.leased_to(incarnation) - set(holding))[:at_most]
         tracks = [self._state.trajectories[trajectory] for trajectory in again]
         self._work.requested(incarnation, at_most)
         shared = False
@@ -330,7 +330,8 @@ class Store:
             self._work.leases.assign(packed.trajectory, incarnation)
         for trajectory in ends:
             heappush(self._unscored, trajectory)
-        self._work.appended(incarnation, new, ends, now)
+        if times := self._work.appended(incarnation, new, ends, now):
+            self._durable.write(times)
         self._work.hand_over(incarnation, handed_over)
         return Done(self._work.hand_back(incarnation, more=self._may_create_group))
 
@@ -363,7 +364,7 @@ class Store:
         """Lease the oldest finished trajectories without a score."""
         if rejection := self._check_worker(incarnation):
             return rejection
-        again = sorted(self._scoring_leases.leased_to(incarnation).difference(holding))[:at_most]
+        again = sorted(self._scoring_leases.leased_to(incarnation) - set(holding))[:at_most]
         tracks = [self._state.trajectories[trajectory] for trajectory in again]
         while len(tracks) < at_most and self._unscored:
             track = self._state.trajectories.get(heappop(self._unscored))

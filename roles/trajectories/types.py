@@ -335,6 +335,8 @@ class Done(Struct, frozen=True, tag=True):
     faulty_groups: int = 0
     """For :class:`PostScores`: number of groups that faults of the scorer have dropped, if they are more than half of
     the newest groups, so that the reward role must end; 0 otherwise."""
+    metrics: dict[str, float] = {}
+    """Metrics of the step that a :class:`Commit` committed: those of the request, and figures of the store."""
 
 
 class Bound(Struct, frozen=True, tag=True):

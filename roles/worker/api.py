@@ -340,7 +340,7 @@ class Worker:
         make_durable([path for path in files if path.name not in known])
         manifest = describe_files(self.run_dir.path, files, known)
         reported_metrics = {**uncommitted.metrics, **(metrics or {})}
-        self._connection.call_store(
+        reported_metrics = self._connection.call_store(
             self._connection.store.commit(number, manifest, uncommitted.digest, reported_metrics)
         )
         self._committed, self._manifest = number, manifest

@@ -1,20 +1,26 @@
 """The rollouts' engines as the store knows them: their places, their times, and what is on its way to them.
 
-All of this is volatile, as leases are: after a restart of the store each engine is known again with its first request,
-and its times are learned anew.
+All of this except the times is volatile, as leases are: after a restart of the store each engine is known again with
+its first request. Times are a fold over the store's log (:mod:`.token_times`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Set as AbstractSet
 
 from msgspec import Struct, field
 
 from ....core.types import Incarnation
 from .engine_load import CurveTable, EngineLoad
 from .lengths import GroupEstimate
-from .token_times import AppendTimes
+from .token_times import AppendTimes, Observed, TokenTimes
 from .work_sharing import EngineView, Running, Waiting, hand_back, share
+
+_TOKENS_PER_CHOICE = 4
+"""Tokens for each running answer that an engine appends between two choices of moves. A choice compares all that the
+engine runs (10 ms for 512 answers), but an append may have a segment of one answer only: with segments of 64 tokens a
+choice then costs as much as 32 appends, and 16 are made while a segment is generated."""
 
 
 class Known(Struct, frozen=True, gc=False):
@@ -32,6 +38,8 @@ class _Engine(Struct):
     requested_back: set[int] = set()
     load: EngineLoad | None = None
     """What it runs and what is on its way to it; None if that has changed."""
+    tokens: int = 0
+    """Number of tokens that it appended since its moves were chosen."""
 
 
 class Engines:
@@ -41,14 +49,17 @@ class Engines:
         limit: Number of tokens at which answers are cut.
         known: Returns what is known of a trajectory.
         running: Returns the trajectories that an engine runs.
+        times: Returns the times of an engine.
     """
 
     def __init__(
-        self, limit: int, known: Callable[[int], Known], running: Callable[[Incarnation], frozenset[int]]
-    ) -> None:
+        self, limit: int, known: Callable[[int], Known], running: Callable[[Incarnation], AbstractSet[int]],
+        times: Callable[[Incarnation], TokenTimes],
+    ) -> None:  # fmt: skip
         self._curves = CurveTable(limit)
         self._known = known
         self._running = running
+        self._times = times
         self._engines: dict[Incarnation, _Engine] = {}
         self._read_before: dict[int, int] = {}
         """Number of tokens that were read when a trajectory moved last."""
@@ -60,10 +71,12 @@ class Engines:
         """Record that an engine requests work for ``free`` places."""
         self._engine(engine).places = len(self._running(engine)) + free
 
-    def leased(self, engine: Incarnation, trajectory: int, now: float | None) -> None:
-        """Record that a trajectory was leased to an engine, at a time in seconds if it is known."""
-        entry, known = self._engine(engine), self._known(trajectory)
-        prefix = known.prompt + known.progress
+    def leased(self, engine: Incarnation, trajectory: int, prefix: int, now: float | None) -> None:
+        """Record that a trajectory was leased to an engine, at a time in seconds if it is known.
+
+        The engine must read ``prefix`` tokens before it continues the trajectory.
+        """
+        entry = self._engine(engine)
         entry.load = None
         if self._forget_reservation(trajectory):
             self._read_before[trajectory] = prefix
@@ -72,13 +85,20 @@ class Engines:
 
     def appended(
         self, engine: Incarnation, tokens: Sequence[tuple[int, int]], ended: Iterable[int], now: float | None
-    ) -> None:
-        """Record an append of (trajectory, number of new tokens), and the trajectories that are complete with it."""
+    ) -> Observed:
+        """Record an append of (trajectory, number of new tokens), and the trajectories that are complete with it.
+
+        Returns what it shows of the engine's times, for the caller to record.
+        """
         entry = self._engine(engine)
         entry.load = None
+        entry.tokens += sum(count for _, count in tokens)
+        observed = Observed()
         if now is not None:
-            entry.appends.appended(tokens, max(1, len(self._running(engine))), now)
+            running = max(1, len(self._running(engine)))
+            observed = entry.appends.appended(tokens, running, now, self._times(engine))
         self.released(engine, ended)
+        return observed
 
     def released(self, engine: Incarnation, trajectories: Iterable[int]) -> None:
         """Record that an engine does not run these trajectories any more."""
@@ -87,6 +107,8 @@ class Engines:
         for trajectory in trajectories:
             entry.requested_back.discard(trajectory)
             entry.appends.ended((trajectory,))
+        if not self._running(engine):
+            entry.tokens = 0
 
     def finished(self, trajectories: Iterable[int]) -> None:
         """Record that trajectories are complete or dropped, so that they continue nowhere."""
@@ -113,6 +135,8 @@ class Engines:
 
     def share(self, engine: Incarnation, waiting: Sequence[int], at_most: int) -> list[int]:
         """Return which of the waiting trajectories an engine gets, at most ``at_most``."""
+        if not waiting:
+            return []
         own = [each for each in waiting if self.reserved.get(each) == engine]
         if own:
             return own[:at_most]
@@ -129,8 +153,11 @@ class Engines:
         The caller makes sure that no work waits.
         """
         entry = self._engine(engine)
+        if entry.tokens < _TOKENS_PER_CHOICE * len(self._running(engine)):
+            return
         if not any(other != engine and self._free(other) > 0 for other in self._engines):
             return
+        entry.tokens = 0
         own = self._view(engine)
         others = [self._view(other) for other in self._engines if other != engine]
         by_name = {str(other): other for other in self._engines}
@@ -140,7 +167,7 @@ class Engines:
             curve = self._curves.curve(known.estimate, known.progress)
             before = self._read_before.get(trajectory, 0)
             running.append(Running(trajectory, curve, known.prompt + known.progress, before))
-        moves = hand_back(own, running, others, entry.appends.times.read)
+        moves = hand_back(own, running, others, self._times(engine).read)
         for move in moves:
             target = by_name[move.target]
             entry.requested_back.add(move.trajectory)
@@ -177,5 +204,5 @@ class Engines:
         coming = sorted(each for each, target in self.reserved.items() if target == engine)
         if entry.load is None:
             here = sorted({*(running - entry.requested_back), *coming})
-            entry.load = EngineLoad(self._curves.widths, entry.appends.times.table, map(self._curve, here))
+            entry.load = EngineLoad(self._curves.widths, self._times(engine).table, map(self._curve, here))
         return EngineView(str(engine), entry.load, len(running), entry.places - len(running) - len(coming))

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from collections import deque
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 
@@ -33,6 +34,8 @@ _HORIZON_GROUPS = 128
 """Number of groups over which statistics are averaged: the policy changes, and lengths with it."""
 _FIRST_GROUPS = 16
 """Number of groups before which no prompt is expected to differ from another one."""
+_LONGEST_SHARE = 0.2
+"""Share of the groups that count as the longest, for :attr:`Lengths.recall`, as in StreamRL."""
 _HISTORY_DECAY = 0.5
 """Factor on the weight of a prompt's earlier answers when newer ones arrive."""
 _FIRST_WITHIN = 0.6
@@ -85,6 +88,8 @@ class LengthState(Struct, array_like=True):
     prompts: bytes
     means: bytes
     counts: bytes
+    newest: bytes = b""
+    """Pairs of (expected, observed) mean logarithms of the newest groups."""
 
 
 class Lengths:
@@ -99,6 +104,8 @@ class Lengths:
         self.limit = limit
         self._regression = PromptRegression(state.regression if state else None)
         self._moments = _Moments(state.moments if state else None)
+        self._newest: deque[tuple[float, float]] = deque(maxlen=_HORIZON_GROUPS)
+        """(mean logarithm as expected before its answers began, as observed) of the newest groups."""
         self._history: dict[bytes, tuple[float, float]] = {}
         """(mean logarithm, number of answers that it counts for) of each prompt; the most recent one is the last."""
         if state:
@@ -106,6 +113,8 @@ class Lengths:
             keys = [state.prompts[i : i + 8] for i in range(0, len(state.prompts), 8)]
             pairs = zip(array("d", state.means), array("d", state.counts), strict=True)
             self._history = dict(zip(keys, pairs, strict=True))
+            newest = array("d", state.newest)
+            self._newest.extend(zip(newest[::2], newest[1::2], strict=True))
 
     def state(self) -> LengthState:
         """Return the state as a record."""
@@ -113,7 +122,7 @@ class Lengths:
         counts = array("d", [count for _, count in self._history.values()])
         return LengthState(
             self.limit, self._regression.state(), self._moments.tobytes(), b"".join(self._history), means.tobytes(),
-            counts.tobytes(),
+            counts.tobytes(), array("d", [value for pair in self._newest for value in pair]).tobytes(),
         )  # fmt: skip
 
     # ── learning ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -132,6 +141,7 @@ class Lengths:
             moments.add_drift(mean - before[0], noise + prior.within / before[1])
         self._regression.learn(prompt, mean)
         moments.add_group(predicted, prior.mean, mean, noise)
+        self._newest.append((prior.mean, mean))
         if len(answers) > 1:
             moments.add_within(squares / (len(answers) - 1))
         old_mean, old_count = before or (0.0, 0.0)
@@ -178,6 +188,21 @@ class Lengths:
     def informed(self) -> bool:
         """True once enough groups were observed for estimates of what is left of running answers."""
         return self._moments.groups >= _FIRST_GROUPS
+
+    @property
+    def recall(self) -> float | None:
+        """Share of the longest fifth of the newest groups that were expected to be among the longest fifth.
+
+        An order by chance has 0.2. None while fewer than :data:`_FIRST_GROUPS` groups were observed.
+        """
+        count, longest = len(self._newest), math.ceil(_LONGEST_SHARE * len(self._newest))
+        if count < _FIRST_GROUPS:
+            return None
+        expected, observed = (
+            set(sorted(range(count), key=lambda each: (-self._newest[each][column], each))[:longest])
+            for column in (0, 1)
+        )
+        return len(expected & observed) / longest
 
     @property
     def separates(self) -> bool:

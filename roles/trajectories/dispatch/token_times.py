@@ -3,6 +3,9 @@
 An engine that runs b answers takes τ(b) seconds for one token of each of them. τ differs between models, GPUs and
 engines, so no table of devices is needed: what a rollout appends shows how fast it is. A rollout also pauses (it loads
 weights, or waits for work), so a low quantile of the last observations counts. τ never falls with b.
+
+:class:`AppendTimes` makes observations of appends, and :class:`TokenTimes` is a fold over observations. The store
+writes each observation to its log before it counts, so a restarted store knows the same times.
 """
 
 from __future__ import annotations
@@ -10,6 +13,8 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Sequence
+
+from msgspec import Struct
 
 MAX_RUNNING = 512
 """Number of running answers up to which τ is tabled; larger numbers count as this one."""
@@ -34,6 +39,15 @@ _MIN_READ_SHARE = 1 / 256
 """Smallest such share that counts: an engine whose cache has the prefix reads nothing."""
 
 
+class Observed(Struct, frozen=True, array_like=True):
+    """What appends have shown of the times of a rollout, in the order of observation."""
+
+    tokens: tuple[tuple[int, float], ...] = ()
+    """(running answers, seconds of a token of each of them)."""
+    reads: tuple[float, ...] = ()
+    """Seconds to read a token of a prefix."""
+
+
 class TokenTimes:
     """τ of one rollout, and its time to read a token of a prefix."""
 
@@ -43,6 +57,16 @@ class TokenTimes:
         self._reads: deque[float] = deque(maxlen=_RECENT)
         self._table: tuple[float, ...] | None = None
 
+    def add(self, observed: Observed) -> None:
+        """Add observations."""
+        for running, seconds in observed.tokens:
+            self.observe(running, seconds)
+        self._reads.extend(observed.reads)
+
+    def observations(self) -> Observed:
+        """Return the observations that count: added to new times, they make them equal to these."""
+        return Observed(tuple(pair for ring in self._ranges.values() for pair in ring), tuple(self._reads))
+
     def observe(self, running: int, seconds: float) -> None:
         """Record that a token took ``seconds`` while this number of answers was running."""
         if running < 1 or not _SHORTEST_TOKEN_S <= seconds < math.inf:
@@ -50,11 +74,6 @@ class TokenTimes:
         ring = self._ranges.setdefault(round(2 * math.log2(running)), deque(maxlen=_RECENT))
         ring.append((running, seconds))
         self._table = None
-
-    def observe_read(self, tokens: int, seconds: float) -> None:
-        """Record how long an engine took to read a prefix of ``tokens`` tokens."""
-        if tokens >= _READ_TOKENS:
-            self._reads.append(max(0.0, seconds) / tokens)
 
     @property
     def read(self) -> float:
@@ -86,10 +105,9 @@ class TokenTimes:
 
 
 class AppendTimes:
-    """Turns a rollout's appends into observations of :class:`TokenTimes`; times are in seconds on any steady clock."""
+    """Turns a rollout's appends into observations of its times, which are in seconds on any steady clock."""
 
     def __init__(self) -> None:
-        self.times = TokenTimes()
         self._last: dict[int, tuple[float, int, int]] = {}
         """For each running answer: time of its lease or last append, tokens that it read since, running answers."""
 
@@ -97,8 +115,16 @@ class AppendTimes:
         """Record that an answer with a prefix of ``prefix`` tokens was leased, and how many run with it."""
         self._last[trajectory] = now, prefix, running
 
-    def appended(self, tokens: Sequence[tuple[int, int]], running: int, now: float) -> None:
-        """Record an append of (trajectory, number of new tokens), and how many answers the rollout runs."""
+    def appended(
+        self, tokens: Sequence[tuple[int, int]], running: int, now: float, times: TokenTimes
+    ) -> Observed:  # fmt: skip
+        """Record an append of (trajectory, number of new tokens), and how many answers the rollout runs.
+
+        Returns what it shows, given the ``times`` that are known so far: a rollout that continues a trajectory reads
+        its prefix, and then makes tokens as fast as before.
+        """
+        pairs: list[tuple[int, float]] = []
+        reads: list[float] = []
         sampled = 0
         for trajectory, count in tokens:
             before, self._last[trajectory] = self._last.get(trajectory), (now, 0, running)
@@ -106,10 +132,11 @@ class AppendTimes:
                 continue
             since, prefix, then = before
             sampled += 1
-            if prefix:
-                self.times.observe_read(prefix, now - since - count * self.times.table[min(running, MAX_RUNNING)])
-            else:
-                self.times.observe((running + then + 1) // 2, (now - since) / count)
+            if prefix >= _READ_TOKENS:
+                reads.append(max(0.0, now - since - count * times.table[min(running, MAX_RUNNING)]) / prefix)
+            elif not prefix:
+                pairs.append(((running + then + 1) // 2, (now - since) / count))
+        return Observed(tuple(pairs), tuple(reads))
 
     def ended(self, trajectories: Iterable[int]) -> None:
         """Forget answers that the rollout does not run any more."""

@@ -20,6 +20,7 @@ from msgspec import Struct
 
 from ....core.types import Incarnation, ReplicaId, Version
 from ..dispatch.lengths import LengthState
+from ..dispatch.token_times import Observed
 from ..types import Score, Segment
 
 FORMAT = 2
@@ -181,6 +182,24 @@ class LengthsLearned(Struct, frozen=True, tag="lengths_learned", array_like=True
     state: LengthState
 
 
+class AnswersCounted(Struct, frozen=True, tag="answers_counted", array_like=True):
+    """Numbers of answers and tokens of the run up to this record, whose own records may be deleted."""
+
+    ended: int = 0
+    """Answers that ended or were cut by ``max_new_tokens``, and running ones whose group was dropped as stale."""
+    ended_tokens: int = 0
+    trained: int = 0
+    """Answers of the steps that were bound completely."""
+    trained_tokens: int = 0
+
+
+class TimesObserved(Struct, frozen=True, tag="times_observed", array_like=True):
+    """What appends have shown of the times of a rollout's engine; times of its earlier incarnations do not count."""
+
+    incarnation: Incarnation
+    observed: Observed
+
+
 class ItemsOrdered(Struct, frozen=True, tag="items_ordered", array_like=True):
     """The items of the next groups, in the order in which the groups are created (``[sampling] window``)."""
 
@@ -207,6 +226,8 @@ Record = (
     | StepCommitted
     | Fence
     | LengthsLearned
+    | TimesObserved
+    | AnswersCounted
     | ItemsOrdered
 )
 _encoder = msgspec.msgpack.Encoder()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
@@ -11,9 +12,11 @@ from msgspec import Struct
 
 from ....core.types import Incarnation, ReplicaId
 from ..dispatch.lengths import Answer, Lengths
+from ..dispatch.token_times import TokenTimes
 from ..types import Item, PackedBatch, PackedPart, PackedTrajectory, Score, ToScore
 from .records import (
     FORMAT,
+    AnswersCounted,
     Binding,
     BindingRetired,
     DropCause,
@@ -31,6 +34,7 @@ from .records import (
     ScoresRecorded,
     SegmentsAppended,
     StepCommitted,
+    TimesObserved,
     encode,
     unpack,
     unpack_tokens,
@@ -39,6 +43,11 @@ from .records import (
 METRICS_RETAINED_STEPS = 4096
 """Number of newest steps whose metrics are kept for a manager that is not running: at 10 s per step, eleven hours, in a
 few MB."""
+
+TOKENS_AGED = "tokens_aged_"
+"""Begin of the names of figures that count a step's tokens of one age, in weight versions, which follows."""
+MAX_COUNTED_AGE = 15
+"""Age of which and above which all tokens count together: without a limit on staleness, ages can be large."""
 
 
 class TrajectoryState(Struct, eq=False):
@@ -83,6 +92,9 @@ class State:
         self._retained_steps = retained_steps
         self.lengths = Lengths(max_new_tokens)
         """What was learned of the lengths of answers."""
+        self._token_times: dict[ReplicaId, tuple[int, TokenTimes]] = {}
+        """Number and times of the newest incarnation of each rollout of which times were observed."""
+        self._counted = AnswersCounted()
         self.item_order: list[int] = []
         """Items of the next groups; if empty, the next item has the number of the next group."""
         self.next_group = 0
@@ -127,6 +139,8 @@ class State:
             case Binding(number, groups):
                 self.bindings[number] = record
                 self._mark_bound(number, groups)
+                tokens = sum(track.length for track in self._trajectories_of(groups))
+                self._count(trained=record.trajectories, trained_tokens=tokens)
             case Metrics(number, metrics):
                 self.metrics[number] = metrics
                 self.metrics.pop(number - METRICS_RETAINED_STEPS, None)
@@ -138,6 +152,9 @@ class State:
                 self.stale += cause is DropCause.STALE
                 self.unscored += cause is DropCause.UNSCORED
                 if group in self.groups:  # otherwise the record was only copied for the audit
+                    if cause is DropCause.STALE:
+                        running = [track.length for track in self.groups[group].trajectories if not track.finished]
+                        self._count(ended=len(running), ended_tokens=sum(running))
                     self._observe_lengths(self.groups[group], cut=True)
                     number = self.groups[group].bound or 0
                     self.bindings.pop(number, None)
@@ -147,6 +164,12 @@ class State:
                 self.fences[replica] = oldest_allowed
             case LengthsLearned(learned):
                 self.lengths = Lengths(learned.limit, learned)
+            case AnswersCounted():
+                self._counted = record
+            case TimesObserved(incarnation, observed):
+                times = self.times_of(incarnation)
+                times.add(observed)
+                self._token_times[incarnation.replica] = incarnation.number, times
             case ItemsOrdered(items):
                 self.item_order = list(items)
             case BindingRetired():
@@ -156,6 +179,38 @@ class State:
                     raise LogFormatError(f"has format {format}, but this version of rrl reads format {FORMAT} only;"
                                          " use the version of rrl that wrote it, or start a new run")  # fmt: skip
                 self.next_group, self.next_trajectory = groups, trajectories
+
+    def _count(self, ended: int = 0, ended_tokens: int = 0, trained: int = 0, trained_tokens: int = 0) -> None:
+        before = self._counted
+        self._counted = AnswersCounted(
+            before.ended + ended, before.ended_tokens + ended_tokens, before.trained + trained,
+            before.trained_tokens + trained_tokens,
+        )  # fmt: skip
+
+    def figures(self, number: int) -> dict[str, float]:
+        """Return figures for people on the run up to step ``number``, which is bound, by name (docs/stream.md)."""
+        aged = Counter[int]()
+        for age, tokens in self.bindings[number].ages.items():
+            aged[min(max(0, age), MAX_COUNTED_AGE)] += tokens
+        figures = {f"{TOKENS_AGED}{age}": float(tokens) for age, tokens in sorted(aged.items())}
+        counted = self._counted
+        if counted.trained and counted.ended_tokens:
+            mean = counted.ended_tokens / counted.ended
+            figures["length_bias"] = counted.trained_tokens / counted.trained / mean
+        if (recall := self.lengths.recall) is not None:
+            figures["recall20"] = recall
+        if self.lengths.separates:
+            typical = self.lengths.typical.mean
+            waiting = (group for group in self.groups.values() if group.bound is None and group.unscored)
+            means = [group.created.expected[0] for group in waiting if group.created.expected is not None]
+            figures["long_groups"] = float(sum(mean > typical + math.log(2) for mean in means))
+            figures["longest_expected"] = math.exp(max(means, default=0.0)) if means else 0.0
+        return figures
+
+    def times_of(self, incarnation: Incarnation) -> TokenTimes:
+        """Return the times of a rollout's engine; new ones if nothing was observed of this incarnation."""
+        number, times = self._token_times.get(incarnation.replica, (0, None))
+        return times if times is not None and number == incarnation.number else TokenTimes()
 
     def _create_group(self, created: GroupCreated) -> None:
         if self.item_order:
@@ -180,6 +235,7 @@ class State:
         for trajectory in finished:
             track = self.trajectories[trajectory]
             track.finished, track.writer = True, incarnation
+            self._count(ended=1, ended_tokens=track.length)
         for number in sorted({self.trajectories[trajectory].group.created.group for trajectory in finished}):
             self._observe_lengths(self.groups[number], cut=False)
 
@@ -256,9 +312,14 @@ class State:
                 yield self.bindings[number]
             if number in self.commitments:
                 yield self.commitments[number]
+        for id, (number, times) in self._token_times.items():
+            yield TimesObserved(Incarnation(id, number), times.observations())
         if self.item_order:
             yield ItemsOrdered(tuple(self.item_order))
-        yield LengthsLearned(self.lengths.state())  # last: it replaces what the records above teach once more
+        yield self._counted
+        yield LengthsLearned(
+            self.lengths.state()
+        )  # last, as the counts: it replaces what the records above teach once more
 
     def new_segments(
         self, packed_segments: Iterable[PackedSegment], finished: Iterable[int], lost: set[int], max_new_tokens: int

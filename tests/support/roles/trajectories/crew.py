@@ -105,7 +105,8 @@ def manifest(number: int) -> dict[str, Any]:
 def commit(
     store: Store, batch: Batch | PackedBatch, who: Incarnation = TRAINER, metrics: dict[str, float] | None = None
 ) -> None:
-    assert store.commit(who, batch.number, manifest(batch.number), batch.digest, metrics) == Done()
+    answer = store.commit(who, batch.number, manifest(batch.number), batch.digest, metrics)
+    assert isinstance(answer, Done), answer
     store.flush()
 
 

@@ -1,4 +1,6 @@
-"""A trajectory store without a manager: run with folder, keys file, address file and epoch as arguments.
+"""A trajectory store without a manager: run it with ``python -m``.
+
+Its arguments are folder, keys file, address file, epoch and the store's settings as JSON.
 
 Each line on stdin is the membership that a manager would send (JSON list of current incarnations); the store begins
 to serve after the first line.
@@ -7,10 +9,12 @@ to serve after the first line.
 from __future__ import annotations
 
 import asyncio
+import json
 import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -26,7 +30,8 @@ from rrl.transport.keys import RunKeys
 class StoreProcess:
     """The process of such a store: start it, send it memberships, kill it, start it again."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, **settings: Any) -> None:
+        self._settings = settings
         self.folder = folder / "trajectories"
         self.keys = RunKeys.make()
         self._keys_file = folder / "keys.json"
@@ -38,6 +43,7 @@ class StoreProcess:
     def start(self, members: Iterable[Incarnation]) -> None:
         self._epoch += 1
         files = [str(self.folder), str(self._keys_file), str(self._address), str(self._epoch)]
+        files.append(json.dumps(self._settings))
         command = [sys.executable, "-m", "rrl.tests.support.roles.trajectories.store_process", *files]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE)
         self.set_membership(members)
@@ -63,12 +69,12 @@ class StoreProcess:
             return None
 
 
-async def _main(folder: Path, keys: Path, address: Path, epoch: int) -> None:
+async def _main(folder: Path, keys: Path, address: Path, epoch: int, settings: dict[str, Any]) -> None:
     loop = asyncio.get_running_loop()
     lines = asyncio.StreamReader()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
     listener = await Listener.open(RunKeys.load(keys), Request, epoch=epoch)
-    server = Server(open_store(folder, members=()), listener)
+    server = Server(open_store(folder, members=(), **settings), listener)
 
     async def listen() -> None:
         while line := await lines.readline():
@@ -83,4 +89,6 @@ async def _main(folder: Path, keys: Path, address: Path, epoch: int) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(_main(Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])))
+    asyncio.run(
+        _main(Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4]), json.loads(sys.argv[5]))
+    )

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 from rich.text import Text
 
-from rrl.cli.views.pace import idle_text, packed, token_rate
+from rrl.cli.views.pace import idle_text, length_figures, packed, token_rate
 from rrl.cli.views.status import status_view
+from rrl.manager.model import events as ev
+from rrl.manager.model.stream_figures import StreamFigures, with_step
 from rrl.tests.support.cli.story import Story
 from rrl.tests.support.cli.text_snapshots import drawn
 
@@ -48,3 +50,36 @@ def test_parts_that_do_not_fit_a_row_begin_another_one(width: int, expected: lis
 def test_run_without_readings_shows_no_idle_share() -> None:
     story = Story().works()
     assert "idle" not in drawn(status_view(story.recorded(), story.now, 100), 100)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "expected"),
+    [
+        ({}, []),
+        ({"length_bias": 0.987, "recall20": 0.4}, ["trained answers 0.99 of the mean"]),
+        (
+            {"length_bias": 1.0, "recall20": 0.775, "long_groups": 3.0, "longest_expected": 1900.7},
+            [
+                "trained answers 1.00 of the mean",
+                "3 long groups, longest expected 1900 tokens",
+                "78 % of the longest foreseen",
+            ],
+        ),
+        ({"long_groups": 1.0, "longest_expected": 12.0}, ["1 long group, longest expected 12 tokens"]),
+        ({"longest_expected": 12.0}, ["longest expected 12 tokens"]),
+    ],
+)
+def test_lengths_are_shown_as_far_as_they_are_known(metrics: dict[str, float], expected: list[str]) -> None:
+    assert [text.plain for text in length_figures(with_step(StreamFigures(), metrics))] == expected
+
+
+def test_figures_of_lengths_have_a_row_of_their_own_and_are_not_repeated_among_the_metrics() -> None:
+    story = Story().works()
+    reported = {"loss": 0.5, "length_bias": 0.5, "tokens_aged_0": 4.0}
+    story.record(ev.StepCommitted(story.incarnation("trainer/0"), 13, reported))
+    lines = drawn(status_view(story.recorded(), story.now, 100), 100).splitlines()
+    assert [line for line in lines if line.startswith("lengths")] == ["lengths  trained answers 0.50 of the mean"]
+    (shown,) = [line for line in lines if line.startswith("metrics")]
+    assert "loss" in shown
+    assert "length_bias" not in shown
+    assert "tokens_aged" not in shown

@@ -167,9 +167,30 @@ def test_time_of_processes_is_counted_by_role_and_idle_cause_over_restarts() -> 
     assert not any(name == "rrl_idle_ratio" and dict(labels)["cause"] == "none" for name, labels in found)
 
 
+STREAM = {
+    "parts": 4.0,
+    "tokens_aged_0": 50.0,
+    "tokens_aged_1": 20.0,
+    "length_bias": 0.98,
+    "recall20": 0.75,
+    "long_groups": 2.0,
+}
+
+
 def test_trained_tokens_are_counted() -> None:
     story = works().record(ev.StepCommitted(works().incarnation("trainer/0"), 13, {"tokens": 512.0}))
     assert value(series(story), "rrl_tokens_trained_total") == 512
+
+
+def test_figures_of_a_stream_are_shown_once_a_step_has_reported_them() -> None:
+    assert not any("length" in name or "parts" in name for name, _ in series(works()))
+    story = works().record(ev.StepCommitted(works().incarnation("trainer/0"), 13, STREAM))
+    found = series(story)
+    assert value(found, "rrl_parts_per_step") == 4
+    assert value(found, "rrl_tokens_trained_by_age_total", age="1") == 20
+    assert value(found, "rrl_length_bias") == 0.98
+    assert value(found, "rrl_length_recall") == 0.75
+    assert value(found, "rrl_long_groups") == 2
 
 
 def test_effective_share_follows_the_working_replicas() -> None:
@@ -210,6 +231,7 @@ def test_metric_names_are_valid_in_prometheus() -> None:
 def known() -> set[str]:
     story = works().record(ev.FindingChanged(finding("n3")), ev.Decided(Exclude(N3, Why(()), Cause.GPU)))
     story.wait(1).recovers("rollout/0").clocks("trainer/0", train=9, wait_data=1)
+    story.record(ev.StepCommitted(story.incarnation("trainer/0"), 13, STREAM))
     return {name for name, _ in series(story)}
 
 

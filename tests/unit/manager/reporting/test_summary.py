@@ -138,7 +138,29 @@ def test_stream_has_idle_shares_and_seconds_of_all_incarnations_as_the_state_has
     state = fold(None, ev.Stamped(1, 0.0, 1, ev.RunStarted(RUN, job())))
     for seq, (at, event) in enumerate(events, 2):
         state = fold(state, ev.Stamped(seq, at, 1, event))
-    assert stream_summary(state.idle_times) == got
+    assert stream_summary(state.idle_times, state.stream_figures) == got
+
+
+def test_stream_has_the_figures_of_the_committed_steps_as_the_state_has_them() -> None:
+    metrics = [
+        {"parts": 4.0, "tokens_aged_0": 100.0, "tokens_aged_1": 20.0, "length_bias": 1.1},
+        {"parts": 1.0, "tokens_aged_0": 50.0, "length_bias": 1.01234, "recall20": 0.75, "long_groups": 2.0,
+         "longest_expected": 900.4},
+        {"loss": 1.0},
+    ]  # fmt: skip
+    events = [
+        *started(20.0),
+        *((30.0 + step, ev.StepCommitted(Incarnation(TRAINER, 1), step, each)) for step, each in enumerate(metrics, 1)),
+    ]
+    got = summary(events).stream
+    assert (got.parts, got.most_parts) == (2.5, 4)
+    assert (got.ages, got.max_age) == ({0: 150, 1: 20}, 1)
+    assert (got.length_bias, got.recall20) == (1.0123, 0.75)
+    assert (got.long_groups, got.longest_expected) == (0, 0), "of the newest step, which reported nothing"
+    state = fold(None, ev.Stamped(1, 0.0, 1, ev.RunStarted(RUN, job())))
+    for seq, (at, event) in enumerate(events, 2):
+        state = fold(state, ev.Stamped(seq, at, 1, event))
+    assert stream_summary(state.idle_times, state.stream_figures) == got
 
 
 def test_run_without_readings_has_an_empty_stream() -> None:

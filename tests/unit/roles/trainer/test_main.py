@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import msgspec
 import pytest
@@ -31,6 +31,7 @@ from rrl.roles.trainer import main as trainer_main
 from rrl.roles.trainer import process_group, restore
 from rrl.roles.trainer.async_saver import AsyncSaver, SnapshotMeta
 from rrl.roles.trainer.learner import Learner
+from rrl.roles.trainer.publisher import Publisher
 from rrl.roles.trainer.restore import Commit, RestorePoint
 from rrl.roles.trajectories.types import Batch, Item, Part, Segment
 from rrl.tests.support.roles.trainer import harness
@@ -88,6 +89,8 @@ class _Worker:
         self.dies_before_commit_of: int | None = None
         self.dies_after: tuple[int, int] | None = None
         """The part after which it dies, as (step, index), once the step before is committed."""
+        self.dies_while_publishing: int | None = None
+        """The version of which only the first tensor is written, once its step is committed."""
         self.committed_now = threading.Condition()
 
     def __enter__(self) -> _Worker:
@@ -117,12 +120,12 @@ class _Worker:
             if part.number > (after or 0):
                 yield part
                 if (part.number, part.index) == self.dies_after:
-                    before = part.number - 1
-                    with self.committed_now:
-                        assert self.committed_now.wait_for(
-                            partial(self.commits.__contains__, before), _COMMIT_TIMEOUT_S
-                        )
-                    raise _Died
+                    self._die_once_committed(part.number - 1)
+
+    def _die_once_committed(self, number: int) -> NoReturn:
+        with self.committed_now:
+            assert self.committed_now.wait_for(partial(self.commits.__contains__, number), _COMMIT_TIMEOUT_S)
+        raise _Died
 
     def checkpoint_dir(self, number: int) -> Path:
         return fresh_folder(self.run_dir.checkpoints, number, self.launch.incarnation.number)
@@ -146,6 +149,8 @@ class _Worker:
         for (name, dtype, shape, nbytes), write in zip(described, writes, strict=True):
             content = memoryview(bytearray(nbytes))
             write(content)
+            if number == self.dies_while_publishing:
+                self._die_once_committed(number)
             tensors.append((name, dtype, shape, content))
         self.published.append(_Version(Version(number, self.launch.incarnation.number), tensors))
 
@@ -280,6 +285,27 @@ def test_trainer_killed_before_a_commit_ends_with_the_same_weights(
     assert [each.version.step for each in second.published] == [2, 3, 4]
     assert _bytes(second.published[-1]) == _bytes(undisturbed.published[-1])
     assert _learned(first.metrics + second.metrics) == _learned(undisturbed.metrics)
+
+
+def test_trainer_killed_while_publishing_publishes_the_committed_step_first_and_ends_with_the_same_weights(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(trainer_main, "Publisher", partial(Publisher, fail=lambda _: None))  # else it would end pytest
+    batches = _batches()
+    undisturbed = _train(monkeypatch, _Worker("trainer/0", 1, _run_dir(tmp_path / "whole"), {}), batches)
+    whole = {each.version.step: _bytes(each) for each in undisturbed.published}
+    run_dir, commits = _run_dir(tmp_path / "run"), {}  # type: tuple[RunDir, dict[int, dict[str, Any]]]
+    first = _Worker("trainer/0", 1, run_dir, commits)
+    first.dies_while_publishing, first.dies_before_commit_of = 2, 3
+    with pytest.raises(_Died):
+        _train(monkeypatch, first, batches)
+    assert max(commits) == 2
+    assert all(each.version.step < 2 for each in first.published), "half a version is not offered"
+    second = _train(monkeypatch, _Worker("trainer/0", 2, run_dir, commits), batches)
+    assert second.published[0].version == Version(2, 2)
+    for each in second.published:
+        assert _bytes(each) == whole.get(each.version.step, _bytes(each))
+    assert _bytes(second.published[-1]) == _bytes(undisturbed.published[-1])
 
 
 def test_the_memory_of_a_snapshot_is_let_go_of_once_it_is_loaded(

@@ -269,7 +269,7 @@ def test_a_step_is_committed_with_the_digest_of_its_last_part_and_not_before(tmp
     last = part(store, 1, 1)
     assert "is bound to" in _denied(store.commit(TRAINER, 1, manifest(1), first.digest))
     for _ in range(2):
-        assert store.commit(TRAINER, 1, manifest(1), last.digest) == Done()
+        assert isinstance(store.commit(TRAINER, 1, manifest(1), last.digest), Done)
     assert store.audit().committed == 1
 
 
@@ -477,7 +477,7 @@ def _train_in_parts(store: Store, number: int, weights: int) -> None:
     complete(store, *groups, weights=number - 1)
     last = part(store, number, 1)
     assert last.max_age == part(store, number, 0).max_age == number - 1 - weights
-    assert store.commit(TRAINER, number, manifest(number), last.digest) == Done()
+    assert isinstance(store.commit(TRAINER, number, manifest(number), last.digest), Done)
     store.flush()
 
 
@@ -510,7 +510,7 @@ def test_audit_counts_no_tokens_of_a_step_that_is_not_committed(tmp_path: Path) 
     last = part(store, 1, 1)
     complete(store, 4)
     assert part(store, 2, 0).max_age == 1
-    assert store.commit(TRAINER, 1, manifest(1), last.digest) == Done()
+    assert isinstance(store.commit(TRAINER, 1, manifest(1), last.digest), Done)
     audit = store.audit()
     assert (audit.ages, audit.max_age) == ({0: 4 * GROUP * 2}, 0)
     assert (audit.steps, audit.parts) == ({1: (0, 1, 2, 3)}, {1: ((0, 1), (2, 3)), 2: ((4,),)})

@@ -14,7 +14,7 @@ from typing import get_args
 import pytest
 
 from rrl.roles.trajectories.durable.log import read_frames
-from rrl.roles.trajectories.durable.records import ItemsOrdered, Record, decode
+from rrl.roles.trajectories.durable.records import ItemsOrdered, Record, TimesObserved, decode
 from rrl.tests.support.fake_disk import FakeDisk, Image
 from rrl.tests.support.roles.trajectories.crew import open_store
 from rrl.tests.support.roles.trajectories.script import Script, check
@@ -76,7 +76,7 @@ def test_the_script_meets_every_kind_of_record_and_of_call(lived: Recorded) -> N
         path.write_bytes(data)
         kinds |= {type(decode(payload)) for payload in read_frames(path)}
         path.unlink()
-    assert kinds == set(get_args(Record)) - {ItemsOrdered}, "its lengths do not differ (test_dispatching.py)"
+    assert kinds == set(get_args(Record)) - {ItemsOrdered, TimesObserved}, "lengths and times: test_dispatching.py"
     assert any(reason.startswith("stale") for reason in lived[0].promised[-1].dropped)
     assert {call.split()[0] for call in lived[1].calls} == {"open", "write", "fdatasync", "fsync", "replace"}
     assert sum(call.startswith("replace") for call in lived[1].calls) >= 3, "it was opened, and compacted twice"

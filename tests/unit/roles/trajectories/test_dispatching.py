@@ -7,12 +7,14 @@ import random
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from rrl.core.types import Incarnation, ReplicaId
 from rrl.roles.trajectories.client import TrajectoryClient
+from rrl.roles.trajectories.dispatch.token_times import Observed, TokenTimes
 from rrl.roles.trajectories.durable.log import read_frames
-from rrl.roles.trajectories.durable.records import GroupCreated, ItemsOrdered, decode
+from rrl.roles.trajectories.durable.records import GroupCreated, ItemsOrdered, TimesObserved, decode
 from rrl.roles.trajectories.server import answer
 from rrl.roles.trajectories.store import Store
 from rrl.roles.trajectories.types import Append, Denied, Done, Item, Leased, Prompt
@@ -21,9 +23,11 @@ from rrl.tests.support.roles.trajectories.crew import (
     OTHER,
     REWARD,
     ROLLOUT,
+    TRAINER,
     bind,
     commit,
     lease,
+    manifest,
     open_store,
     score,
     segment,
@@ -152,6 +156,77 @@ def test_a_restarted_store_makes_the_same_thousand_decisions(tmp_path: Path, com
     assert other._work.by_length
 
 
+def _step_of_two(store: Store, number: int, clock: Clock) -> list[object]:
+    """One step with two rollouts, of which the second is half as fast. Returns what the store decided, in order."""
+    held: dict[Incarnation, dict[int, tuple[Item, int]]] = {ROLLOUT: {}, OTHER: {}}
+    leaving: dict[Incarnation, tuple[int, ...]] = {ROLLOUT: (), OTHER: ()}
+    due = {ROLLOUT: clock.now, OTHER: clock.now}
+    decided: list[object] = []
+    ended = 0
+    for who in held:
+        store.lease(who, 0, (), None, clock.now)  # a restarted store does not know yet what is free
+    while ended < GROUPS * SIZE:
+        who = min(due, key=lambda each: (due[each], str(each)))
+        clock.now, mine = due[who], held[who]
+        segments, finished = [], []
+        for trajectory, (item, made) in sorted(mine.items()):
+            count = min(SEGMENT, _length(item) - made)
+            segments.append(segment(trajectory, made, (5,) * count))
+            mine[trajectory] = item, made + count
+            if made + count == _length(item):
+                finished.append(trajectory)
+        gone = [each for each in leaving[who] if each in mine and each not in finished]
+        if segments:
+            answer = store.append(who, segments, finished, gone, clock.now)
+            assert isinstance(answer, Done)
+            leaving[who] = answer.hand_back
+            decided.append(answer.hand_back)
+        for trajectory in (*finished, *gone):
+            del mine[trajectory]
+        ended += len(finished)
+        leased = store.lease(who, 8 - len(mine), sorted(mine), None, clock.now)
+        assert isinstance(leased, Leased)
+        decided.append([item.trajectory for item in leased.items])
+        for item in leased.items:
+            so_far = sum(len(each.tokens) for each in item.so_far)
+            whole = msgspec.structs.replace(item, max_new=item.max_new + so_far)
+            mine[item.trajectory] = whole, so_far
+        due[who] = clock.now + SEGMENT * (1 + len(mine)) / (100 if who == ROLLOUT else 50)
+    store.flush()
+    score(store)
+    commit(store, bind(store, number))
+    return decided
+
+
+def test_a_restarted_store_decides_on_moves_as_before_because_it_knows_the_same_times(tmp_path: Path) -> None:
+    one, other = _open(tmp_path / "one"), _open(tmp_path / "other")
+    clocks = Clock(), Clock()
+    moves = decisions = 0
+    for number in range(1, 61):
+        first, second = _step_of_two(one, number, clocks[0]), _step_of_two(other, number, clocks[1])
+        assert first == second
+        decisions += len(first)
+        moves += sum(isinstance(each, tuple) and bool(each) for each in first)
+        for who in (ROLLOUT, OTHER):
+            assert other._state.times_of(who).observations() == one._state.times_of(who).observations()
+        if number % 2 == 0:
+            other.close()
+            other = _open(tmp_path / "other")
+    assert decisions > 1000
+    assert moves > 10
+    assert one._state.times_of(OTHER).table[4] > one._state.times_of(ROLLOUT).table[4]
+
+
+def test_times_of_an_earlier_incarnation_do_not_count(tmp_path: Path) -> None:
+    store = _open(tmp_path)
+    store._durable.write(TimesObserved(ROLLOUT, Observed(((4, 0.5),))))
+    later = Incarnation(ROLLOUT.replica, ROLLOUT.number + 1)
+    assert store._state.times_of(later).table == TokenTimes().table
+    store._durable.write(TimesObserved(later, Observed(((4, 0.25),))))
+    assert store._state.times_of(later).table[4] == 0.25
+    assert store._state.times_of(ROLLOUT).table == TokenTimes().table
+
+
 def test_the_limit_of_lengths_is_that_of_the_time_when_they_were_cut(tmp_path: Path) -> None:
     cut = LIMIT // 4
     store = _taught(tmp_path, steps=2, max_new_tokens=cut)
@@ -161,6 +236,58 @@ def test_the_limit_of_lengths_is_that_of_the_time_when_they_were_cut(tmp_path: P
     assert again._state.lengths.limit == LIMIT
     again._state.lengths.limit = cut
     assert again._state.lengths.state() == before
+
+
+# ── figures ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+def _end(store: Store, lengths: dict[int, int], step: int = 0) -> None:
+    """Give each of these trajectories its tokens and its end."""
+    for trajectory, length in lengths.items():
+        assert store.append(ROLLOUT, [segment(trajectory, 0, (5,) * length, step)], [trajectory]) == Done()
+    store.flush()
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_length_bias_compares_trained_answers_with_all_that_ended(tmp_path: Path, restarts: bool) -> None:
+    store = _open(tmp_path, groups_per_batch=1, max_ahead_batches=2)
+    leased = [item.trajectory for item in lease(store, ROLLOUT, 6)]
+    _end(store, dict(zip(leased, (10, 20, 40, 50), strict=False)))  # two groups; the third one runs
+    score(store)
+    if restarts:
+        store.close()
+        store = _open(tmp_path, groups_per_batch=1, max_ahead_batches=2)
+    batch = bind(store, 1)
+    figures = store._state.figures(1)
+    assert figures["length_bias"] == pytest.approx(15 / 30)
+    assert figures["tokens_aged_0"] == 30
+    committed = store.commit(TRAINER, 1, manifest(1), batch.digest, {"loss": 1.0})
+    assert committed == Done(metrics={"loss": 1.0, **figures})
+    assert store.commit(TRAINER, 1, manifest(1), batch.digest, {"loss": 1.0}) == committed, "so does the same request"
+
+
+def test_running_answers_of_groups_that_are_dropped_for_their_age_count_with_what_they_had(tmp_path: Path) -> None:
+    settings = {"groups_per_batch": 1, "max_ahead_batches": 2, "staleness": 0, "wait_for_late": False}
+    store = _open(tmp_path, **settings)
+    leased = [item.trajectory for item in lease(store, ROLLOUT, 4)]
+    _end(store, {leased[0]: 10, leased[1]: 20, leased[2]: 30})
+    store.append(ROLLOUT, [segment(leased[3], 0, (5,) * 60)])
+    score(store)
+    commit(store, bind(store, 1))  # which drops the second group
+    assert store._state.stale == 1
+    for _ in range(2):
+        assert store._state.figures(1)["length_bias"] == pytest.approx(15 / 30)
+        store.close()
+        store = _open(tmp_path, **settings)
+
+
+def test_recall_and_what_is_expected_to_be_long_are_known_once_lengths_are_learned(tmp_path: Path) -> None:
+    store = _taught(tmp_path)
+    figures = store._state.figures(TAUGHT)
+    assert figures["recall20"] >= 0.5, "a fifth of the groups is shorter than the long quarter of the prompts"
+    assert figures["long_groups"] == figures["longest_expected"] == 0.0, "nothing is begun"
+    lease(store, ROLLOUT, 8)
+    figures = store._state.figures(TAUGHT)
+    assert figures["long_groups"] >= 1
+    assert LENGTHS[3] / 2 < figures["longest_expected"] < LENGTHS[3] * 2
 
 
 # ── order of prompts ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -209,10 +336,9 @@ def _crowded(folder: Path) -> tuple[Store, list[Item], float]:
     store, clock = _open(folder), Clock()
     for number in range(1, TAUGHT + 1):
         _step(store, number, clock)
-    for running in (8, 6, 4, 1):  # what other steps have shown of the times of both rollouts
-        for who in (ROLLOUT, OTHER):
-            for _ in range(8):
-                store._work._engines._engine(who).appends.times.observe(running, (1 + running) / 100)
+    for who in (ROLLOUT, OTHER):  # what other steps have shown of the times of both rollouts
+        shown = tuple((running, (1 + running) / 100) for running in (8, 6, 4, 1) for _ in range(8))
+        store._durable.write(TimesObserved(who, Observed(shown)))
     items = list(lease(store, ROLLOUT, 8))
     assert len(items) == 8
     assert lease(store, OTHER, 4) == ()
@@ -316,7 +442,7 @@ def test_a_client_hands_over_with_the_next_segment_what_was_requested_back(tmp_p
         client = TrajectoryClient(RunKeys.make(), ROLLOUT, lambda: None)
         client._send = send  # type: ignore[assignment, method-assign]
         gone: list[tuple[int, ...]] = []
-        for number in range(3):
+        for number in range(4):
             left = [item for item in items if item.trajectory not in {each for those in gone for each in those}]
             waits = left[:1] if number == 1 else left  # the second append has a segment of one trajectory only
             made = [sum(each.trajectory == item.trajectory for r in requests for each in r.segments) for item in waits]
@@ -327,9 +453,23 @@ def test_a_client_hands_over_with_the_next_segment_what_was_requested_back(tmp_p
             gone.append(await client.append(segments))
         return gone
 
-    first, second, third = asyncio.run(run())
+    first, second, third, fourth = asyncio.run(run())
     assert first == ()
     assert set(second) <= {items[0].trajectory}
-    assert third
-    assert [request.handed_over for request in requests] == [(), second, third]
-    assert {*second, *third} <= {item.trajectory for item in lease(store, OTHER, 4)}
+    assert third or fourth
+    assert [request.handed_over for request in requests] == [(), second, third, fourth]
+    assert {*second, *third, *fourth} <= {item.trajectory for item in lease(store, OTHER, 4)}
+
+
+def test_one_segment_among_many_running_answers_does_not_choose_moves_again(tmp_path: Path) -> None:
+    store, items, now = _crowded(tmp_path)
+    before = _grow(store, items, 0, now, [])
+    assert isinstance(before, Done)
+    engine = store._work._engines._engine(ROLLOUT)
+    assert engine.tokens == 0, "its moves were chosen"
+    for number in (1, 2):
+        answer = store.append(ROLLOUT, [segment(items[0].trajectory, SEGMENT + number - 1, (5,))], (), (), now + number)
+        assert answer == before
+        assert engine.tokens == number
+    _grow(store, items[1:], SEGMENT, now + 6, [])
+    assert engine.tokens == 0

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rrl.roles.trajectories.dispatch.token_times import MAX_RUNNING, AppendTimes, TokenTimes
+from rrl.roles.trajectories.dispatch.token_times import MAX_RUNNING, AppendTimes, Observed, TokenTimes
 
 
 @given(st.lists(st.tuples(st.integers(-1, 600), st.floats(-1.0, 10.0)), max_size=80))
@@ -44,30 +44,46 @@ def test_pauses_do_not_count_but_a_slower_engine_does() -> None:
 
 
 def test_an_append_shows_the_time_of_a_token_and_that_of_reading_a_prefix() -> None:
-    appends = AppendTimes()
+    appends, times = AppendTimes(), TokenTimes()
     now = 100.0
     appends.leased(1, 0, 2, now)
     for _ in range(8):
         now += 64 * 0.01
-        appends.appended([(1, 64)], 2, now)
-    assert appends.times.table[2] == pytest.approx(0.01)
+        times.add(appends.appended([(1, 64)], 2, now, times))
+    assert times.table[2] == pytest.approx(0.01)
     for trajectory in range(10, 15):
         appends.leased(trajectory, 1000, 2, now)
         now += 0.5 + 64 * 0.01
-        appends.appended([(trajectory, 64)], 2, now)
-    assert appends.times.read == pytest.approx(0.5 / 1000, rel=0.05)
+        times.add(appends.appended([(trajectory, 64)], 2, now, times))
+    assert times.read == pytest.approx(0.5 / 1000, rel=0.05)
 
 
 def test_an_append_of_an_answer_that_ended_teaches_nothing() -> None:
     appends = AppendTimes()
     appends.leased(1, 0, 1, 0.0)
     appends.ended([1])
-    appends.appended([(1, 64)], 1, 0.64)
-    assert appends.times.table == TokenTimes().table
+    assert appends.appended([(1, 64)], 1, 0.64, TokenTimes()) == Observed()
 
 
 def test_reading_is_never_free() -> None:
     times = TokenTimes()
-    for _ in range(5):
-        times.observe_read(1000, 0.0)  # the engine's cache had the prefix
+    times.add(Observed((), (0.0,) * 5))  # the engine's cache had the prefix
     assert times.read > 0.0
+
+
+@given(
+    st.lists(st.tuples(st.integers(-1, 600), st.floats(-1.0, 10.0)), max_size=80),
+    st.lists(st.floats(0.0, 1.0), max_size=40),
+    st.lists(st.tuples(st.integers(1, 600), st.floats(0.001, 10.0)), max_size=20),
+)
+def test_times_from_the_observations_that_count_stay_equal_whatever_is_observed_next(
+    tokens: list[tuple[int, float]], reads: list[float], later: list[tuple[int, float]]
+) -> None:
+    one = TokenTimes()
+    one.add(Observed(tuple(tokens), tuple(reads)))
+    other = TokenTimes()
+    other.add(one.observations())
+    for times in (one, other):
+        times.add(Observed(tuple(later)))
+    assert (one.table, one.read) == (other.table, other.read)
+    assert one.observations() == other.observations()
