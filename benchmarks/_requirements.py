@@ -36,6 +36,7 @@ NEEDS: Mapping[str, tuple[Need, ...]] = {
     "restart": (Need.TORCH, Need.SLURM),
     "rollout_recovery": (Need.TORCH,),
     "snapshots": (Need.TORCH,),
+    "stream": (Need.TORCH,),
     "weights": (Need.TORCH, Need.UCX),
 }
 """Needs of each benchmark that is run without options, as ``make bench`` does."""
