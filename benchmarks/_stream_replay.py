@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -18,6 +19,7 @@ from rrl.benchmarks._pace import recorded
 from rrl.benchmarks._stream_task import kind_of
 from rrl.core.run_dir import RunDir
 from rrl.core.run_spec import RunSpec, read_run_spec
+from rrl.core.types import ReplicaId
 from rrl.roles.models.policy import build_model
 from rrl.roles.models.tokenizer import open_tokenizer
 from rrl.roles.trainer.checkpoint import Checkpoints
@@ -32,6 +34,7 @@ from rrl.roles.trajectories.durable.records import (
     StepCommitted,
     decode,
 )
+from rrl.roles.trajectories.durable.records import Part as StoredPart
 from rrl.roles.trajectories.durable.state import State
 from rrl.roles.trajectories.types import Part
 
@@ -47,38 +50,67 @@ def keep_logs(run: RunDir, folder: Path) -> None:
             os.link(path, kept)
 
 
+def in_open_step(logs: Path) -> bool:
+    """Return whether the trainer works on a part of a step that lacks groups, after another part of the same step."""
+    last = None
+    for path in _in_order(logs):
+        for record in _records(path):
+            if isinstance(record, StoredPart):
+                last = record
+    return last is not None and last.index > 0 and last.lacking > 0
+
+
+def _in_order(logs: Path) -> list[Path]:
+    return sorted(logs.iterdir(), key=lambda path: int(path.name.partition(".")[2]))
+
+
 def _records(path: Path) -> Iterator[Record]:
     return map(decode, read_frames(path))
 
 
-def length_bias(run: RunDir, first_step: int) -> float:
-    """Return the mean length of the answers trained from a step on, over that of all answers that were asked for.
+class Lengths(Struct, frozen=True):
+    """Lengths of answers of a run, in tokens."""
 
-    The length of an answer is the mean length of all finished answers to prompts of its kind, because answers that were
-    dropped are not finished. The store of this run must not have restarted.
-    """
+    by_kind: dict[str, float]
+    """Mean over all finished answers to prompts of a kind."""
+    asked: dict[str, int]
+    """Number of groups that were asked for, by kind."""
+    trained: float
+    """Mean over the answers that were trained, without the first steps."""
+
+    def bias(self, by_kind: Mapping[str, float]) -> float:
+        """Return the mean length of trained answers over that of all that were asked for.
+
+        ``by_kind`` is how long answers to prompts of a kind are if all of them are finished.
+        """
+        expected = sum(by_kind[kind] * count for kind, count in self.asked.items()) / sum(self.asked.values())
+        return self.trained / expected
+
+
+def lengths(run: RunDir, first_step: int) -> Lengths:
+    """Read the lengths of a run whose store did not restart; trained answers count from a step on."""
     (path,) = run.store.glob("log.*[0-9]")
+    groups: dict[int, range] = {}
     kinds: dict[int, str] = {}
-    trajectories: dict[int, str] = {}
     tokens: dict[int, int] = {}
-    lengths: dict[str, list[int]] = {}
+    finished: dict[str, list[int]] = {}
+    kind_of_trajectory: dict[int, str] = {}
     trained: list[int] = []
     for record in _records(path):
         match record:
             case GroupCreated(group, first, size, item):
-                kinds[group] = kind_of(item)
-                trajectories.update((number, kinds[group]) for number in range(first, first + size))
-            case SegmentsAppended(segments=segments, finished=finished):
+                groups[group], kinds[group] = range(first, first + size), kind_of(item)
+                kind_of_trajectory.update(dict.fromkeys(groups[group], kinds[group]))
+            case SegmentsAppended(segments=segments, finished=ended):
                 tokens.update((segment.trajectory, segment.end) for segment in segments)
-                for number in finished:
-                    lengths.setdefault(trajectories[number], []).append(tokens[number])
-            case Binding(number, groups) if number >= first_step:
-                trained += groups
+                for number in ended:
+                    finished.setdefault(kind_of_trajectory[number], []).append(tokens[number])
+            case Binding(step, bound) if step >= first_step:
+                trained += [tokens[number] for group in bound for number in groups[group]]
             case _:
                 pass
-    mean = {kind: statistics.mean(values) for kind, values in lengths.items()}
-    asked = statistics.mean(mean[kind] for kind in kinds.values())
-    return statistics.mean(mean[kinds[group]] for group in trained) / asked
+    by_kind = {kind: statistics.mean(values) for kind, values in finished.items()}
+    return Lengths(by_kind, dict(Counter(kinds.values())), statistics.mean(trained))
 
 
 class Replay(Struct, frozen=True):
@@ -88,14 +120,14 @@ class Replay(Struct, frozen=True):
     parts: int
     parts_repeated: int
     """Number of parts that a trainer trained once more, after the death of the one before it."""
-    incarnations: dict[str, int]
+    incarnations: dict[ReplicaId, int]
     """Number of the last incarnation of each replica that was killed."""
     same_weights: bool
     """True if weights and moments are the same, bit for bit."""
     largest_difference: float
 
 
-def replay(run: RunDir, logs: Path, pace: Path, incarnations: dict[str, int]) -> Replay:
+def replay(run: RunDir, logs: Path, pace: Path, incarnations: dict[ReplicaId, int]) -> Replay:
     """Train once more what the logs say was trained, and compare the result with the newest commit."""
     torch.set_num_threads(1)
     spec = read_run_spec(run.run_spec)
@@ -129,7 +161,7 @@ def _trained_parts(logs: Path, max_new_tokens: int) -> tuple[dict[tuple[int, int
     """
     parts: dict[tuple[int, int], Part] = {}
     commit: StepCommitted | None = None
-    for path in sorted(logs.iterdir(), key=lambda path: int(path.name.partition(".")[2])):
+    for path in _in_order(logs):
         state = State(_ALL_STEPS, max_new_tokens)
         _apply(state, _records(path))
         for step in state.bindings:

@@ -22,9 +22,10 @@ together (bar: at least 1.45). ``trainer_idle_*`` are means over the seeds (bars
 about 0.45). ``steps_to_reward_*`` is the mean number of steps until the mean reward of five steps reaches 0.8 (bar:
 within 10 %). ``dropped_*`` is the share of groups that were dropped for their age: the largest of all runs for ``wait``
 (bar: 0), the mean for ``drop``. ``length_bias_*`` is the mean length of trained answers over that of all answers that
-were asked for, the mean over the runs (bar for ``wait``: 0.97 to 1.03). ``max_age_over_n`` is the largest ratio of the
-age of a trained token to the limit (bar: 1). ``overrun_*`` is the share of the seconds by which roles did not keep
-their pace.
+were asked for, the mean over the runs (bar for ``wait``: 0.97 to 1.03). Both arms take the length of answers to a kind
+of prompts from ``wait``, where all are finished. ``wait_over_drop`` is the ratio of the seconds per trained token.
+``max_age_over_n`` is the largest ratio of the age of a trained token to the limit (bar: 1). ``overrun_*`` is the share
+of the seconds by which roles did not keep their pace.
 
 Prints tables, and one JSON object with all samples as its last line. A part that was not run has null.
 """
@@ -34,6 +35,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import sys
 import time
@@ -50,17 +52,18 @@ from msgspec import Struct
 from rrl.benchmarks import publishing
 from rrl.benchmarks._pace import Tau, overrun, recorded
 from rrl.benchmarks._requirements import check_requirements
-from rrl.benchmarks._stream_replay import Replay, keep_logs, length_bias, replay
+from rrl.benchmarks._stream_replay import Lengths, Replay, in_open_step, keep_logs, lengths, replay
 from rrl.benchmarks._stream_task import write_model
 from rrl.benchmarks._table import print_table
-from rrl.core.types import Outcome, ReplicaId
+from rrl.core.types import TRAINER, Outcome, ReplicaId
 from rrl.manager.model import events as ev
 from rrl.manager.model import idle_times
 from rrl.manager.model.state import State
-from rrl.tests.support.runs import TestRun, submit_here
+from rrl.tests.support.runs import TestRun, all_work, submit_here
 from rrl.tests.support.supervisor import temporary_runs_folder
 
 SEEDS = 3
+STORE = ReplicaId("trajectories/0")
 TAU = Tau(50e-3, 0.1e-3)
 """Seconds of a token: nearly flat, as on a GPU, and several times what the token takes on a busy core (3 to 10 ms)."""
 TOKEN_S = 2.7e-3
@@ -73,8 +76,9 @@ FIRST_STEP = 4
 RUN_TIMEOUT_S = 1200.0
 TARGET_REWARD, REWARD_STEPS = 0.8, 5
 ON_POLICY_STEPS, LATE_STEPS, RESTART_STEPS = 24, 30, 18
-KILLS = (("trainer/0", 5), ("rollout/1", 9), ("trajectories/0", 13))
-"""What is killed, and the committed step after which it is."""
+KILLS = ((TRAINER, 5), (ReplicaId("rollout/1"), 9), (STORE, 13))
+"""What is killed by SIGKILL, and the committed step after which it is. The trainer is killed when it has trained a part
+of a step and has got the next one."""
 PARTS = ("on-policy", "late", "restart", "publishing")
 MIN_BARRIER_OVER_STREAM = 1.45
 MAX_TRAINER_IDLE_STREAM = 0.25
@@ -94,7 +98,7 @@ class Arm(Struct, frozen=True):
     learning_rate: float = 5e-4
     lease: int = 64
     """Places of each rollout."""
-    kills: tuple[tuple[str, int], ...] = ()
+    kills: tuple[tuple[ReplicaId, int], ...] = ()
 
 
 ON_POLICY = (Arm("barrier", 32, 0, False), Arm("stream", 32, 0, True))
@@ -121,8 +125,9 @@ class Sample(Struct):
     parts: float
     """Mean number of parts of a step."""
     dropped: float
-    length_bias: float | None
+    lengths: Lengths | None
     """None for a run whose store restarted."""
+    length_bias: float | None
     max_age: int
     ages: dict[int, int]
     tokens: float
@@ -152,9 +157,6 @@ def job(arm: Arm, seed: int, model: Path, record: Path) -> str:
     def command(role: str, *options: str) -> str:
         return json.dumps([sys.executable, "-m", "rrl.benchmarks._pace", role, "--record", str(record), *options])
 
-    kills = "".join(
-        f'[[faults.planned]]\nkind = "kill"\ntarget = "{target}"\nat = "step={step}"\n' for target, step in arm.kills
-    )
     return f"""
 [run]
 name = "paced"
@@ -191,7 +193,7 @@ silence = "30s"
 join = "300s"
 [recovery]
 backoff = "0s"
-{kills}"""
+"""
 
 
 def run_together(arms: Sequence[Arm], seed: int, model: Path, folder: Path) -> Iterator[tuple[Sample, TestRun]]:
@@ -204,18 +206,33 @@ def run_together(arms: Sequence[Arm], seed: int, model: Path, folder: Path) -> I
             (place / name).mkdir(parents=True)
         runs.append(submit_here(place, job(arm, seed, model, place / "pace")))
     until = time.monotonic() + RUN_TIMEOUT_S
-    for run in runs:
-        state = run.wait(partial(_has_ended, run), until - time.monotonic())
+    for arm, run in zip(arms, runs, strict=True):
+        state = run.wait(partial(_has_ended, run, list(arm.kills)), until - time.monotonic())
         assert state.outcome is Outcome.COMPLETED, f"{run.run.id}: {state.outcome}"
+    whole: Lengths | None = None
     for arm, run in zip(arms, runs, strict=True):
         run.wait_gone()
-        yield sample(arm, seed, run, (load, os.getloadavg()[0])), run
+        made = sample(arm, seed, run, (load, os.getloadavg()[0]))
+        if arm.late == "wait":
+            whole = made.lengths
+        elif whole is not None and made.lengths is not None:  # its own answers are not all finished
+            made.length_bias = round(made.lengths.bias(whole.by_kind), 4)
+        yield made, run
 
 
-def _has_ended(run: TestRun, state: State) -> bool:
-    """Return whether the run has ended; while it goes on, keep its logs."""
-    keep_logs(run.run, _place(run) / "logs")
-    return state.outcome is not None
+def _has_ended(run: TestRun, kills: list[tuple[ReplicaId, int]], state: State) -> bool:
+    """Return whether the run has ended. While it goes on, keep its logs, and kill what is to be killed next."""
+    if state.outcome is not None:
+        return True
+    logs = _place(run) / "logs"
+    keep_logs(run.run, logs)
+    if kills and state.step >= kills[0][1] and all_work(state):
+        target, _ = kills[0]
+        pid = state.replica(target).pid
+        if pid is not None and (target != TRAINER or in_open_step(logs)):
+            kills.pop(0)
+            os.kill(pid, signal.SIGKILL)
+    return False
 
 
 def _place(run: TestRun) -> Path:
@@ -233,6 +250,7 @@ def sample(arm: Arm, seed: int, run: TestRun, load: tuple[float, float]) -> Samp
     audit = msgspec.json.decode((run.run.store / "audit.json").read_bytes())
     trained = sum(len(groups) for step, groups in audit["steps"].items() if int(step) <= audit["committed"])
     stale = audit["stale"] // GROUP_SIZE
+    answers = None if arm.kills else lengths(run.run, FIRST_STEP)
     return Sample(
         arm.name, seed,
         step_s=[round(after - before, 3) for before, after in pairwise(at[FIRST_STEP - 2 :])],
@@ -240,7 +258,8 @@ def sample(arm: Arm, seed: int, run: TestRun, load: tuple[float, float]) -> Samp
         idle=_idle(events, at[FIRST_STEP - 2], at[-1]),
         parts=round(statistics.mean(map(len, audit["parts"].values())), 2) if audit["parts"] else 1.0,
         dropped=round(stale / (stale + trained), 4),
-        length_bias=None if arm.kills else round(length_bias(run.run, FIRST_STEP), 4),
+        lengths=answers,
+        length_bias=None if answers is None else round(answers.bias(answers.by_kind), 4),
         max_age=audit["max_age"],
         ages={int(age): count for age, count in audit["ages"].items()},
         tokens=round(statistics.mean(each["tokens"] for each in metrics), 1),
@@ -266,7 +285,8 @@ def _idle(events: Sequence[ev.Stamped], since: float, until: float) -> dict[str,
 def replay_of(run: TestRun) -> Replay:
     """Replay the training of a run whose roles were killed."""
     state = run.state()
-    killed = {target: state.replica(ReplicaId(target)).incarnation_number for target, _ in KILLS}
+    killed = {target: state.replica(target).incarnation_number for target, _ in KILLS}
+    assert min(killed.values()) > 1, f"not everything was killed: {killed}"
     return replay(run.run, _place(run) / "logs", _place(run) / "pace", killed)
 
 
@@ -326,6 +346,9 @@ def _figures(samples: Sequence[Sample], replays: Sequence[Replay]) -> dict[str, 
     def step_s(those: Sequence[Sample]) -> float:
         return statistics.mean(seconds for each in those for seconds in each.step_s)
 
+    def token_s(those: Sequence[Sample]) -> float:
+        return step_s(those) / statistics.mean(each.tokens for each in those)
+
     limits = {arm.name: arm.staleness for arms in LATE for arm in arms}
     return {
         "barrier_over_stream": round(step_s(barrier) / step_s(stream), 4) if barrier and stream else None,
@@ -337,7 +360,7 @@ def _figures(samples: Sequence[Sample], replays: Sequence[Replay]) -> dict[str, 
         "dropped_drop": mean(lambda each: each.dropped, drop),
         "length_bias_wait": mean(lambda each: each.length_bias, wait),
         "length_bias_drop": mean(lambda each: each.length_bias, drop),
-        "wait_over_drop": round(step_s(wait) / step_s(drop), 4) if wait and drop else None,
+        "wait_over_drop": round(token_s(wait) / token_s(drop), 4) if wait and drop else None,
         "max_age_over_n": max((each.max_age / limits[each.arm] for each in (*wait, *drop)), default=None),
         "max_age_on_policy": max((each.max_age for each in (*barrier, *stream)), default=None),
         "publish_blocked_share": None,
