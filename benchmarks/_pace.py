@@ -11,6 +11,9 @@ plain torch, a paced engine takes new work whenever it has a free place, as vLLM
 trainer a time proportional to its answer tokens. Everything else takes the time that it takes here: requests to the
 store, checkpoints, weights on their way, the optimizer.
 
+As ``trajectories`` it is the built-in store, which then leases answers first come, first served: the arm with which
+benchmarks/dispatch.py compares leases by expected length.
+
 Each process appends a line of JSON to a file in ``--record`` for each step or part: the time (s) that it should take,
 the time that its computation took, and the time with the sleep. Where the computation took longer than it should, the
 pace was not kept; benchmarks report the share of these seconds (:func:`overrun`).
@@ -30,12 +33,15 @@ from typing import Any, TextIO
 from msgspec import Struct
 from torch import Tensor
 
+import rrl
 from rrl.core.types import Version
 from rrl.roles.rollout import main as rollout_program
 from rrl.roles.rollout.engine import Engine, StepOutput
-from rrl.roles.rollout.torch_engine import TorchEngine
 from rrl.roles.trainer import main as trainer_program
 from rrl.roles.trainer.learner import Learner
+from rrl.roles.trajectories import server as store_program
+from rrl.roles.trajectories.dispatch.lengths import Lengths
+from rrl.roles.trajectories.leases import WorkQueue
 from rrl.roles.trajectories.types import Item, Part, Segment
 
 
@@ -115,7 +121,7 @@ class PacedLearner(Learner):
 
 
 class PacedEngine:
-    """An engine whose steps take as long as τ says.
+    """An engine whose steps take as long as τ says; each step returns all tokens that it has made, as that in torch.
 
     Args:
         engine: The engine that computes.
@@ -172,6 +178,19 @@ class PacedEngine:
         self._engine.close()
 
 
+class PacedVllmEngine(PacedEngine):
+    """vLLM at a pace: a step makes one token for each running trajectory, and returns it with a later step."""
+
+    def step(self) -> StepOutput:
+        """See :class:`Engine`."""
+        engine: Any = self._engine
+        running = len(engine._running)
+        with self._pace.lasting(lambda: self._tau(running)):
+            segments, finished = engine.step()
+        self._running.difference_update(finished)
+        return segments, finished
+
+
 def paced(make: Callable[..., PacedLearner], pace: Pace, token_seconds: float) -> Callable[..., PacedLearner]:
     """Return a function that makes learners like ``make``, but at a pace."""
 
@@ -183,30 +202,43 @@ def paced(make: Callable[..., PacedLearner], pace: Pace, token_seconds: float) -
     return make_paced
 
 
-def paced_engine(make: Callable[..., Engine], pace: Pace, tau: Tau) -> Callable[..., PacedEngine]:
-    """Return a function that makes engines like ``make``, but at a pace."""
+def paced_builder(pace: Pace, tau: Tau) -> Callable[[rrl.Worker], Callable[[], PacedEngine]]:
+    """Return a function in the place of the rollout's own that builds its engine, which builds the same at a pace."""
+    build_role = rollout_program._builder
 
-    def make_paced(*args: Any, lease: int, **settings: Any) -> PacedEngine:
-        return PacedEngine(make(*args, lease=lease, **settings), lease, tau, pace)
+    def builder(me: rrl.Worker) -> Callable[[], PacedEngine]:
+        build, settings = build_role(me), me.job.rollout
+        kind = PacedVllmEngine if settings.engine == "vllm" else PacedEngine
+        return lambda: kind(build(), settings.lease, tau, pace)
 
-    return make_paced
+    return builder
+
+
+def lease_first_come() -> None:
+    """Let the store of this process lease answers in the order of their prompts, whatever it learns of lengths."""
+    never = property(lambda _: False)
+    WorkQueue.by_length = Lengths.informed = never  # type: ignore[assignment,method-assign]
 
 
 def main() -> None:
-    """Run the built-in trainer or rollout at a pace."""
+    """Run the built-in trainer or rollout at a pace, or a store that leases first come, first served."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("role", choices=("trainer", "rollout"))
+    parser.add_argument("role", choices=("trainer", "rollout", "trajectories"))
     parser.add_argument("--record", type=Path, required=True, help="folder of the records")
     parser.add_argument("--token-s", type=float, default=0.0, help="trainer: seconds of an answer token")
     parser.add_argument("--tau", type=float, nargs=2, default=(0.0, 0.0), help="rollout: τ(b) = first + each * b (s)")
     given = parser.parse_args()
+    if given.role == "trajectories":
+        lease_first_come()
+        store_program.main()
+        return
     with (given.record / f"{given.role}-{os.getpid()}.jsonl").open("a") as record:
         pace = Pace(record)
         if given.role == "trainer":
             vars(trainer_program)["Learner"] = paced(PacedLearner, pace, given.token_s)
             trainer_program.main()
         else:
-            vars(rollout_program)["TorchEngine"] = paced_engine(TorchEngine, pace, Tau(*given.tau))
+            vars(rollout_program)["_builder"] = paced_builder(pace, Tau(*given.tau))
             rollout_program.main()
 
 

@@ -89,8 +89,8 @@ _SEED_OFFSET = 10_000
 """The warm start has other items than the runs, whose seeds are small."""
 
 
-def write_model(folder: Path) -> None:
-    """Train the model that all runs of the benchmark start from, and write it as a Hugging Face folder."""
+def write_model(folder: Path, shape: ModelSpec = MODEL) -> None:
+    """Train the model that all runs of a benchmark start from, and write it as a Hugging Face folder."""
     import tokenizers  # not needed by the roles that import the task
     from tokenizers import decoders, models, pre_tokenizers
 
@@ -98,9 +98,9 @@ def write_model(folder: Path) -> None:
     from rrl.roles.models.tokenizer import VocabularyTokenizer
     from rrl.roles.trainer.learner import Learner
 
-    assert MODEL.tokenizer is not None
-    vocabulary, task = VocabularyTokenizer(MODEL.tokenizer), ThinkingTask(_SEED_OFFSET)
-    model: Any = build_model(MODEL, vocabulary.size, seed=0)
+    assert shape.tokenizer is not None
+    vocabulary, task = VocabularyTokenizer(shape.tokenizer), ThinkingTask(_SEED_OFFSET)
+    model: Any = build_model(shape, vocabulary.size, seed=0)
     settings = TrainerSettings(micro_batch=16, warm_start_learning_rate=WARM_LEARNING_RATE)
     Learner(model, settings, steps=1, temperature=1.0).warm_start(_examples(task, vocabulary))
     model.config.eos_token_id, model.config.pad_token_id = vocabulary.eos, vocabulary.pad

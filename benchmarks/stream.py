@@ -58,8 +58,8 @@ from rrl.benchmarks._table import print_table
 from rrl.core.types import TRAINER, Outcome, ReplicaId
 from rrl.manager.model import events as ev
 from rrl.manager.model import idle_times
-from rrl.manager.model.state import State
-from rrl.tests.support.runs import TestRun, all_work, submit_here
+from rrl.manager.model.state import State, Status
+from rrl.tests.support.runs import TestRun, submit_here
 from rrl.tests.support.supervisor import temporary_runs_folder
 
 SEEDS = 3
@@ -98,6 +98,11 @@ class Arm(Struct, frozen=True):
     learning_rate: float = 5e-4
     lease: int = 64
     """Places of each rollout."""
+    tau: Tau = TAU
+    token_s: float = TOKEN_S
+    engine: str = "torch"
+    first_come: bool = False
+    """True if the store leases answers in the order of their prompts, whatever it learns of lengths."""
     kills: tuple[tuple[ReplicaId, int], ...] = ()
 
 
@@ -178,16 +183,20 @@ staleness = {arm.staleness}
 stream = {json.dumps(arm.stream)}
 late = "{arm.late}"
 [roles.trainer]
-command = {command("trainer", "--token-s", str(TOKEN_S))}
+command = {command("trainer", "--token-s", str(arm.token_s))}
 warm = false
 learning_rate = {arm.learning_rate}
 final_learning_rate = 1.0
 entropy = 0.0
 [roles.rollout]
-command = {command("rollout", "--tau", str(TAU.first), str(TAU.each))}
+command = {command("rollout", "--tau", str(arm.tau.first), str(arm.tau.each))}
+engine = "{arm.engine}"
+mem = "2GiB"
 replicas = 2
 lease = {arm.lease}
 segment_tokens = 4
+[roles.trajectories]
+{f"command = {command('trajectories')}" if arm.first_come else ""}
 [limits]
 silence = "30s"
 join = "300s"
@@ -226,12 +235,13 @@ def _has_ended(run: TestRun, kills: list[tuple[ReplicaId, int]], state: State) -
         return True
     logs = _place(run) / "logs"
     keep_logs(run.run, logs)
-    if kills and state.step >= kills[0][1] and all_work(state):
+    if kills and state.step >= kills[0][1]:
         target, _ = kills[0]
-        pid = state.replica(target).pid
-        if pid is not None and (target != TRAINER or in_open_step(logs)):
+        replica = state.replica(target)
+        works = replica.status is Status.JOINED and (target != TRAINER or in_open_step(logs))
+        if works and replica.pid is not None:
+            os.kill(replica.pid, signal.SIGKILL)
             kills.pop(0)
-            os.kill(pid, signal.SIGKILL)
     return False
 
 
