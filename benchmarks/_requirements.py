@@ -22,6 +22,7 @@ class Need(StrEnum):
     TORCH = "torch"
     UCX = "UCX"
     NAMESPACES = "network namespaces"
+    VLLM = "vLLM"
 
 
 NEEDS: Mapping[str, tuple[Need, ...]] = {
@@ -36,10 +37,15 @@ NEEDS: Mapping[str, tuple[Need, ...]] = {
     "restart": (Need.TORCH, Need.SLURM),
     "rollout_recovery": (Need.TORCH,),
     "snapshots": (Need.TORCH,),
+    "stream": (Need.TORCH,),
     "weights": (Need.TORCH, Need.UCX),
 }
 """Needs of each benchmark that is run without options, as ``make bench`` does."""
-PARTS: Mapping[str, tuple[Need, ...]] = {"hostile_ports": (Need.UCX,), "weights": (Need.NAMESPACES,)}
+PARTS: Mapping[str, tuple[Need, ...]] = {
+    "dispatch": (Need.VLLM,),
+    "hostile_ports": (Need.UCX,),
+    "weights": (Need.NAMESPACES,),
+}
 """Needs of single parts of a benchmark. If such a need is not met, the benchmark leaves out the part."""
 ALTERNATIVES: Mapping[tuple[str, Need], str] = {
     ("manager_away", Need.SLURM): "--cluster local",
@@ -66,11 +72,20 @@ def _namespaces() -> str | None:
     )
 
 
+def _vllm() -> str | None:
+    if importlib.util.find_spec("vllm") is not None:
+        return None
+    return (
+        "Python's vllm is not installed; to install it: make setup-vllm, and run the benchmark by .venv-vllm/bin/python"
+    )
+
+
 _MISSING: Mapping[Need, Callable[[], str | None]] = {
     Need.SLURM: _slurm,
     Need.TORCH: lambda: _module("torch", "torch"),
     Need.UCX: lambda: _module("ucxx", "ucx"),
     Need.NAMESPACES: _namespaces,
+    Need.VLLM: _vllm,
 }
 
 

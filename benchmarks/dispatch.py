@@ -16,7 +16,10 @@ and all rankers (bar: 1.02). ``share_of_oracle`` is the smallest share of the or
 have, over all traces in which the oracle gains at least 5 % (bar: 0.25). ``recall20_unseen`` is the share of the
 longest 20 % of the recorded prompts that are new to the ranker, among those that it expects to be (bar: 0.7 after 1,000
 groups). ``decision_us`` is the median time of a decision with 10,000 answers waiting and free places everywhere (bar:
-1,000). Prints tables, and one JSON object with all samples as its last line.
+1,000). ``real_over_fifo`` is the ratio of the seconds of steps in whole runs with vLLM (benchmarks/_dispatch_real.py),
+null without vLLM.
+
+Prints tables, and one JSON object with all samples as its last line.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ from typing import Any
 from rrl.benchmarks._dispatch_policies import FirstCome, FixedLists, Product, clairvoyant, two_pools
 from rrl.benchmarks._dispatch_traces import LIMIT, Prompt, permuted, recorded, synthetic
 from rrl.benchmarks._dispatch_world import Outcome, Policy, World
-from rrl.benchmarks._requirements import check_requirements
+from rrl.benchmarks._requirements import Need, check_requirements, missing
 from rrl.benchmarks._table import print_table
 from rrl.roles.trajectories.dispatch.engine_load import CurveTable, EngineLoad
 from rrl.roles.trajectories.dispatch.lengths import Answer, GroupEstimate, Lengths
@@ -222,12 +225,25 @@ def decision_times() -> list[float]:
     return taken
 
 
+def real(seeds: int) -> dict[str, Any]:
+    """Return what whole runs with vLLM show (benchmarks/_dispatch_real.py), or why they were not made."""
+    if (why := missing(Need.VLLM)) is not None:
+        return {"real_over_fifo": None, "real_over_fifo_reason": why}
+    from rrl.benchmarks import _dispatch_real  # imported here: it needs torch and all roles
+
+    return _dispatch_real.measure(seeds)
+
+
 def main() -> None:
     options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     options.add_argument("--seeds", type=int, default=3, help="steps of each trace and kind of prompts")
     options.add_argument("--tau", choices=TAUS, action="append", help="only this shape; may be repeated")
+    options.add_argument("--only-real", action="store_true", help="only whole runs with vLLM")
     given = options.parse_args()
     check_requirements("dispatch")
+    if given.only_real:
+        print(json.dumps(real(given.seeds)))
+        return
     texts = recorded()
     sources = [Source("synthetic", synthetic(2 * LEARNED_GROUPS, 1)), Source("recorded", texts)]
     rows: list[list[str]] = []
@@ -247,8 +263,7 @@ def main() -> None:
     figures["decision_us"] = round(statistics.median(taken), 1)
     _print_bars(figures)
     print(json.dumps({
-        **figures, "real_over_fifo": None,
-        "real_over_fifo_reason": "not measured: needs vLLM paced to tau(b) by benchmarks/_pace.py",
+        **figures, **real(given.seeds),
         "seeds": given.seeds, "samples": samples, "decisions_us": [round(each, 1) for each in taken],
     }))  # fmt: skip
 

@@ -1,0 +1,179 @@
+"""What the store's log of a run says: how long the trained answers were, and what weights result from the training.
+
+A store that restarts rewrites its log without the tokens of committed steps. :func:`keep_logs` therefore keeps each
+file of the log from the start, by a hard link, while the run goes on.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from msgspec import Struct
+
+from rrl.benchmarks._pace import recorded
+from rrl.benchmarks._stream_task import kind_of
+from rrl.core.run_dir import RunDir
+from rrl.core.run_spec import RunSpec, read_run_spec
+from rrl.core.types import ReplicaId
+from rrl.roles.models.policy import build_model
+from rrl.roles.models.tokenizer import open_tokenizer
+from rrl.roles.trainer.checkpoint import Checkpoints
+from rrl.roles.trainer.learner import Learner
+from rrl.roles.trajectories.batches import decode_part
+from rrl.roles.trajectories.durable.log import read_frames
+from rrl.roles.trajectories.durable.records import (
+    Binding,
+    GroupCreated,
+    Record,
+    SegmentsAppended,
+    StepCommitted,
+    decode,
+)
+from rrl.roles.trajectories.durable.records import Part as StoredPart
+from rrl.roles.trajectories.durable.state import State
+from rrl.roles.trajectories.types import Part
+
+_ALL_STEPS = 1_000_000
+"""Number of committed steps whose tokens the state of a replay keeps: all of them."""
+
+
+def keep_logs(run: RunDir, folder: Path) -> None:
+    """Keep the files that the log of a run has now, also if the store replaces them later."""
+    for path in run.store.glob("log.*[0-9]"):
+        kept = folder / path.name
+        if not kept.exists() and path.stat().st_size:  # an empty file is a claim, which the log itself replaces
+            os.link(path, kept)
+
+
+def in_open_step(logs: Path) -> bool:
+    """Return whether the trainer works on a part of a step that lacks groups, after another part of the same step."""
+    last = None
+    for path in _in_order(logs):
+        for record in _records(path):
+            if isinstance(record, StoredPart):
+                last = record
+    return last is not None and last.index > 0 and last.lacking > 0
+
+
+def _in_order(logs: Path) -> list[Path]:
+    return sorted(logs.iterdir(), key=lambda path: int(path.name.partition(".")[2]))
+
+
+def _records(path: Path) -> Iterator[Record]:
+    return map(decode, read_frames(path))
+
+
+class Lengths(Struct, frozen=True):
+    """Lengths of answers of a run, in tokens."""
+
+    by_kind: dict[str, float]
+    """Mean over all finished answers to prompts of a kind."""
+    asked: dict[str, int]
+    """Number of groups that were asked for, by kind."""
+    trained: float
+    """Mean over the answers that were trained, without the first steps."""
+
+    def bias(self, by_kind: Mapping[str, float]) -> float:
+        """Return the mean length of trained answers over that of all that were asked for.
+
+        ``by_kind`` is how long answers to prompts of a kind are if all of them are finished.
+        """
+        expected = sum(by_kind[kind] * count for kind, count in self.asked.items()) / sum(self.asked.values())
+        return self.trained / expected
+
+
+def lengths(run: RunDir, first_step: int) -> Lengths:
+    """Read the lengths of a run whose store did not restart; trained answers count from a step on."""
+    (path,) = run.store.glob("log.*[0-9]")
+    groups: dict[int, range] = {}
+    kinds: dict[int, str] = {}
+    tokens: dict[int, int] = {}
+    finished: dict[str, list[int]] = {}
+    kind_of_trajectory: dict[int, str] = {}
+    trained: list[int] = []
+    for record in _records(path):
+        match record:
+            case GroupCreated(group, first, size, item):
+                groups[group], kinds[group] = range(first, first + size), kind_of(item)
+                kind_of_trajectory.update(dict.fromkeys(groups[group], kinds[group]))
+            case SegmentsAppended(segments=segments, finished=ended):
+                tokens.update((segment.trajectory, segment.end) for segment in segments)
+                for number in ended:
+                    finished.setdefault(kind_of_trajectory[number], []).append(tokens[number])
+            case Binding(step, bound) if step >= first_step:
+                trained += [tokens[number] for group in bound for number in groups[group]]
+            case _:
+                pass
+    by_kind = {kind: statistics.mean(values) for kind, values in finished.items()}
+    return Lengths(by_kind, dict(Counter(kinds.values())), statistics.mean(trained))
+
+
+class Replay(Struct, frozen=True):
+    """The comparison of a run whose roles were killed with the same training without interruption."""
+
+    steps: int
+    parts: int
+    parts_repeated: int
+    """Number of parts that a trainer trained once more, after the death of the one before it."""
+    incarnations: dict[ReplicaId, int]
+    """Number of the last incarnation of each replica that was killed."""
+    same_weights: bool
+    """True if weights and moments are the same, bit for bit."""
+    largest_difference: float
+
+
+def replay(run: RunDir, logs: Path, pace: Path, incarnations: dict[ReplicaId, int]) -> Replay:
+    """Train once more what the logs say was trained, and compare the result with the newest commit."""
+    torch.set_num_threads(1)
+    spec = read_run_spec(run.run_spec)
+    parts, commit = _trained_parts(logs, spec.sampling.max_new_tokens)
+    learner, committed = _learner(spec), _learner(spec)
+    learner.seed_rng(spec.seed)
+    for step in range(1, commit.number + 1):
+        learner.open(step)
+        for index in range(len([key for key in parts if key[0] == step])):
+            learner.add(parts[step, index])
+        learner.close()
+    Checkpoints(run).read(commit.manifest, committed)
+    pairs = [(tensor, committed.tensors()[name]) for name, tensor in learner.tensors().items()]
+    return Replay(
+        commit.number, len(parts), len(recorded(pace, "trainer")) - len(parts), incarnations,
+        all(torch.equal(one.view(torch.int32), other.view(torch.int32)) for one, other in pairs),
+        max(float((one - other).abs().max()) for one, other in pairs),
+    )  # fmt: skip
+
+
+def _learner(spec: RunSpec) -> Learner:
+    model = build_model(spec.model, open_tokenizer(spec.model).size, spec.seed)
+    return Learner(model, spec.trainer, steps=spec.steps, temperature=spec.sampling.temperature)
+
+
+def _trained_parts(logs: Path, max_new_tokens: int) -> tuple[dict[tuple[int, int], Part], StepCommitted]:
+    """Return the parts of all steps by step and index, and the newest commit.
+
+    Raises:
+        AssertionError: Two files of the log differ in a part.
+    """
+    parts: dict[tuple[int, int], Part] = {}
+    commit: StepCommitted | None = None
+    for path in _in_order(logs):
+        state = State(_ALL_STEPS, max_new_tokens)
+        _apply(state, _records(path))
+        for step in state.bindings:
+            for index in range(len(state.parts_of(step))):
+                part = decode_part(state.part(step, index))
+                assert parts.setdefault((step, index), part).digest == part.digest, f"{part.number}.{index} changed"
+        if state.commitments:
+            commit = state.commitments[max(state.commitments)]
+    assert commit is not None
+    return {key: part for key, part in parts.items() if key[0] <= commit.number}, commit
+
+
+def _apply(state: State, records: Iterable[Record]) -> None:
+    for record in records:
+        state.apply(record)
