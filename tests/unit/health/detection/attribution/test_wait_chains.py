@@ -390,6 +390,7 @@ def test_endless_load_of_weights_fails_although_the_phase_also_waits() -> None:
 def test_hung_reward_role_fails_and_the_store_is_not_blamed() -> None:
     trace = job("wait_data", "wait_work", reward="score")
     trace.still.discard(REWARD)
+    trace.loads[REWARD] = (1.0, None, None)
     trace.play(60)
     trace.still.add(REWARD)
     trace.play(PHASES["score"].shortest)
