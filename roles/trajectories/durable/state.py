@@ -232,10 +232,14 @@ class State:
             track.writer = incarnation
             oldest = track.group.oldest
             track.group.oldest = segment.step if oldest is None else min(oldest, segment.step)
+        ended = tokens = 0
         for trajectory in finished:
             track = self.trajectories[trajectory]
             track.finished, track.writer = True, incarnation
-            self._count(ended=1, ended_tokens=track.length)
+            tokens += track.length
+            ended += 1
+        if ended:
+            self._count(ended=ended, ended_tokens=tokens)
         for number in sorted({self.trajectories[trajectory].group.created.group for trajectory in finished}):
             self._observe_lengths(self.groups[number], cut=False)
 
