@@ -45,24 +45,24 @@ class ThinkingTask:
     def __init__(self, seed: int) -> None:
         self._seed = seed
 
-    def _letters(self, item: int) -> str:
+    def _symbols(self, item: int) -> str:
         rng = random.Random(f"letters {self._seed} {item}")
         return "".join(rng.choice(alphabet) for alphabet in ALPHABETS)
 
     def _solution(self, item: int) -> str:
-        letters = self._letters(item)
-        return letters[:2] + letters[3] + letters[2]
+        symbols = self._symbols(item)
+        return symbols[:2] + symbols[3] + symbols[2]
 
     def prompt(self, i: int) -> str:
         """Return the prompt of item ``i``."""
-        return f"{kind_of(i)}{self._letters(i)}="
+        return f"{kind_of(i)}{self._symbols(i)}="
 
     def answer(self, i: int) -> str:
         """Return the answer of the warm start to item ``i``, which is not always right."""
         rng, mean = random.Random(f"answer {self._seed} {i}"), MEAN_POINTS[kind_of(i)]
         points = int(math.log(1.0 - rng.random()) / math.log(mean / (mean + 1)))
-        letters = self._solution(i) if rng.random() < EXCHANGED_SHARE else self._letters(i)
-        return POINT * min(points, MAX_POINTS) + letters
+        symbols = self._solution(i) if rng.random() < EXCHANGED_SHARE else self._symbols(i)
+        return POINT * min(points, MAX_POINTS) + symbols
 
     def score(self, i: int, answer: str) -> tuple[float, float]:
         """Return the reward that is reported, and the reward that is trained on."""

@@ -81,9 +81,9 @@ def test_each_eight_prompts_in_a_row_have_every_length_once() -> None:
     assert all(sorted(map(kind_of, range(first, first + 8))) == sorted(MEAN_POINTS) for first in range(0, 800, 8))
 
 
-def test_only_letters_in_the_other_order_after_points_are_right() -> None:
+def test_only_symbols_in_the_other_order_after_points_are_right() -> None:
     task = ThinkingTask(0)
-    letters = task.prompt(5)[1:5]
-    right = letters[:2] + letters[3] + letters[2]
+    symbols = task.prompt(5)[1:5]
+    right = symbols[:2] + symbols[3] + symbols[2]
     assert [task.score(5, answer) for answer in (right, f"...{right}")] == [(1.0, 1.0)] * 2
-    assert [task.score(5, answer) for answer in (letters, f"{right}.", right[:3], "")] == [(0.0, 0.0)] * 4
+    assert [task.score(5, answer) for answer in (symbols, f"{right}.", right[:3], "")] == [(0.0, 0.0)] * 4
