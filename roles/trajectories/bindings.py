@@ -12,16 +12,19 @@ from heapq import heapify, heappop, heappush
 from math import ceil
 from typing import Any
 
-from ...core.types import Incarnation
+from ...core.types import TRAINER, Incarnation
+from ..checkpoints.retention import CommitStatus
 from .durable.log import DurableState
 from .durable.records import Metrics, StepCommitted
 from .durable.state import Group
 from .leases import Leases
 from .staleness import StalenessLimit
-from .types import Denied, Done, NotReady
+from .types import CommittedState, Denied, Done, NotReady, StepMetrics, StoredMetrics
 
 PARTS_PER_STEP = 8
 """Number of parts that a step is cut into at most, unless the size of a part is set or messages are too small."""
+METRICS_PER_ANSWER = 256
+"""Maximum number of steps in one answer: about 100 KB if a trainer reports a dozen metrics per step."""
 
 
 class Bindings:
@@ -230,3 +233,19 @@ class Bindings:
         self._durable.write(Metrics(number, metrics))
         self._durable.write(StepCommitted(number, incarnation, manifest, digest))
         return Done(metrics=metrics)
+
+    def committed(self) -> CommittedState:
+        """Return number and manifest of the newest commit; None for both before the first one."""
+        newest = self._state.commitments.get(self._state.committed)
+        return CommittedState(newest.number, newest.manifest) if newest else CommittedState(None, None)
+
+    def commit_status(self) -> CommitStatus:
+        """Return what decides which checkpoints can be deleted; durable only after the log was flushed."""
+        folders = {number: commit.manifest.get("folder", "") for number, commit in self._state.commitments.items()}
+        return CommitStatus(self._state.committed, self._state.fences.get(TRAINER, -1), folders)
+
+    def metrics(self, after: int) -> StoredMetrics:
+        """Return stored metrics of the committed steps after ``after``, as many as fit into one answer."""
+        stored = self._state.metrics
+        steps = range(max(after, min(stored, default=0) - 1) + 1, self._state.committed + 1)
+        return StoredMetrics(tuple(StepMetrics(step, stored.get(step, {})) for step in steps[:METRICS_PER_ANSWER]))

@@ -48,13 +48,10 @@ from .types import (
     Score,
     Scoring,
     Segment,
-    StepMetrics,
     StoredMetrics,
 )
 from .versions import VersionDirectory, is_publisher
 
-METRICS_PER_ANSWER = 256
-"""Maximum number of steps in one answer: about 100 KB if a trainer reports a dozen metrics per step."""
 _CREATED_PER_REQUEST = 64
 """Number of groups that one request for work creates at most: the task makes each prompt in the store's only thread."""
 
@@ -439,22 +436,18 @@ class Store:
         """
         if rejection := self._check_trainer(incarnation):
             return rejection
-        newest = self._state.commitments.get(self._state.committed)
-        return CommittedState(newest.number, newest.manifest) if newest else CommittedState(None, None)
+        return self._bindings.committed()
 
     @property
     def commit_status(self) -> CommitStatus:
         """What is committed; durable only after :meth:`flush`."""
-        folders = {number: commit.manifest.get("folder", "") for number, commit in self._state.commitments.items()}
-        return CommitStatus(self._state.committed, self._state.fences.get(TRAINER, -1), folders)
+        return self._bindings.commit_status()
 
     def metrics(self, incarnation: Incarnation, after: int) -> StoredMetrics | Denied:
         """Return stored metrics of the committed steps after ``after``, as many as fit into one answer."""
         if rejection := self._check_trainer(incarnation):
             return rejection
-        stored = self._state.metrics
-        steps = range(max(after, min(stored, default=0) - 1) + 1, self._state.committed + 1)
-        return StoredMetrics(tuple(StepMetrics(step, stored.get(step, {})) for step in steps[:METRICS_PER_ANSWER]))
+        return self._bindings.metrics(after)
 
     def batch(self, incarnation: Incarnation, number: int) -> Bound | NotReady | Denied:
         """Return the batch of step ``number``, always the same one; each member of a gang may request it."""
