@@ -13,7 +13,7 @@ from heapq import heapify, heappop, heappush
 from pathlib import Path
 from typing import Any
 
-from ...core.types import TRAINER, Incarnation
+from ...core.types import Incarnation
 from ...transport.messages import WeightSource
 from ..checkpoints.retention import CommitStatus
 from .bindings import Bindings
