@@ -113,7 +113,7 @@ def test_syntax_error_before_join_rejects_the_run_with_its_line(tmp_path: Path) 
     state = run.state()
     assert state.outcome == "rejected"
     assert state.why.startswith(
-        "exited with code 1: SyntaxError: expected ':' (rollout.py:3); 3 starts of rollout/0 failed, and none has ever"
+        "exited with code 1: SyntaxError: expected ':' (rollout.py:3); 3 starts of rollout/0 failed, and it has never"
         " joined"
     ), state.why
     run.wait_gone()
