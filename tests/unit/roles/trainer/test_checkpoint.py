@@ -138,5 +138,5 @@ def test_the_files_of_a_checkpoint_lie_in_one_folder_of_the_run(run_dir: RunDir,
             describe(run_dir.path, wrong)
     outside = tmp_path / "elsewhere.pt"
     outside.write_bytes(b"")
-    with pytest.raises(ValueError, match="not in the subpath"):
+    with pytest.raises(ValueError, match="must be in the run directory"):
         describe(run_dir.path, [outside])

@@ -339,6 +339,11 @@ def _taught(kind: str, **changes: Any) -> tuple[Learner, list[dict[str, float]]]
     return student, [harness.step_in_parts(student, batch, _cuts(batch.number, kind)) for batch in _batches()]
 
 
+ROUNDING = 3e-5
+"""Largest difference of two float32 weights whose gradients were summed in another order, after ten steps. 1.1e-5 was
+seen; the order in which torch's threads add varies, and the ten steps move the weights by more than 1e-3."""
+
+
 def _distance(one: Learner, other: Learner) -> float:
     others = other.weights()
     return max((tensor - others[name]).abs().max().item() for name, tensor in one.weights().items())
@@ -351,7 +356,7 @@ def test_a_batch_in_one_four_or_random_parts_teaches_what_the_whole_batch_does(c
     assert moved > 1e-3, "ten steps changed nothing"
     for kind in ("whole", "four", "random"):
         student, metrics = _taught(kind, **changes)
-        assert _distance(student, whole) < 1e-5, kind
+        assert _distance(student, whole) < ROUNDING, kind
         for got, wanted in zip(metrics, expected, strict=True):
             assert got == pytest.approx(wanted, rel=1e-3, abs=1e-5), kind
     one, _ = _taught("whole", **changes)

@@ -740,7 +740,7 @@ def test_note_tells_what_a_part_waits_for_and_is_cleared_though_a_batch_is_reque
     async def play(store: Store, server: Server, script: Script) -> None:
         script.send_request(0, GetPart(TRAINER, 1, 0, wait=0.0))
         await script.until(lambda: bool(notes))
-        assert notes[-1] == f"the trainer waits for 1 more of the {BATCH} groups of step 1"
+        assert notes[-1].startswith("the trainer waits for answers, the rollouts for its first weights")
         generate(store, at_most=GROUP)
         score(store)
         script.send_request(1, GetPart(TRAINER, 1, 0, wait=0.0))

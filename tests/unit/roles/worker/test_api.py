@@ -427,8 +427,8 @@ def test_commit_unknown_to_the_manager_is_reported_by_the_next_trainer(scene: Sc
             manager.store_is(endpoint)
             role = scene.start(me, lambda: list(me.batches(after=me.committed)))
             await manager.wait_for(Goodbye)
-            commits = [(m.step, m.metrics) for m in manager.received if isinstance(m, Committed)]
-            assert [(step, metrics["reward"]) for step, metrics in commits] == [(1, 0.25)]
+            commit = await manager.wait_for(Committed)
+            assert (commit.step, commit.metrics["reward"]) == (1, 0.25)
             await manager.stop(heir)
             await role.end()
         store.close()
