@@ -208,7 +208,8 @@ class HostRules(Struct, frozen=True, forbid_unknown_fields=True):
     started one after another. Other paths must have responded in that time; otherwise the whole node may be stalled.
     (Ours: longer than a path may take in any other sample, and short enough for a prolog.)"""
     zombies: int = 50
-    """Zombies older than 300 s above which the check warns (gcm: any; a container's first process often reaps none)."""
+    """Largest number of zombies, each older than 300 s, without a warning. (Meta's gcm warns of any; here some are
+    allowed, because the first process of a container often reaps no children.)"""
     clock_sources: tuple[str, ...] = ("hpet", "acpi_pm", "jiffies", "refined-jiffies")
     """Slow clock sources. A kernel that uses one of them has given up a better one, so the check warns (ours)."""
 

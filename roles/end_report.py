@@ -37,7 +37,7 @@ _RRL = Path(__file__).parents[1]
 _PACKAGE_FOLDERS = frozenset({"site-packages", "dist-packages"})
 """Names of the folders that contain installed packages."""
 _DETERMINISTIC_OS_ERRORS = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
-"""Errors of the system that a mistake in the user's code causes far more often than storage or network."""
+"""OS errors that are caused far more often by a mistake in the user's code than by storage or the network."""
 _ENVIRONMENTAL_ERRORS = frozenset({
     "torch.OutOfMemoryError", "torch.AcceleratorError", "torch.distributed.DistError", "zmq.error.ZMQError",
     "http.client.HTTPException", "urllib3.exceptions.HTTPError", "aiohttp.client_exceptions.ClientError",

@@ -108,7 +108,7 @@ class _Item(Struct, frozen=True):
 
 
 class _Trial:
-    """One trial: what is being done, for the report at the deadline, and the warnings so far."""
+    """One trial: its current activity, which is reported if the deadline passes, and the warnings so far."""
 
     def __init__(self, request: TrialRequest) -> None:
         self._job = request.job

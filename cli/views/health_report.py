@@ -22,7 +22,7 @@ BAR_COLUMNS = 24
 
 
 def report_view(report: Report, sources: Sources, drains_unknown: str) -> RenderableType:
-    """Return the view: the site, its causes, the notable nodes with details, and all other nodes folded."""
+    """Return the view: totals of the site, causes of failures, notable nodes in detail, a summary of the others."""
     shown = [one for one in report.nodes if is_notable(one)]
     quiet = [one.node for one in report.nodes if not is_notable(one)]
     parts: list[RenderableType] = [_site(report.site, sources)]

@@ -184,7 +184,7 @@ def _update_slow_rounds(throughput: Throughput, slow: bool, now: float) -> bool:
 _MAX_DURATIONS = 32
 """Durations kept per role and phase."""
 _MIN_DURATIONS = 3
-"""Durations from which a usual duration is known (docs/sources.md, guard rails: three in a row)."""
+"""Number of measured durations that make a usual duration known (docs/sources.md, guard rails: three in a row)."""
 
 
 class DurationStats(Struct, frozen=True):

@@ -125,7 +125,7 @@ def _with_dropped(finding: Finding, detectors: Collection[str]) -> Finding:
 
 # ── stages of publication ────────────────────────────────────────────────────────────────────────────────────────────
 def await_stacks(findings: Sequence[Finding], context: PublicationContext) -> Published:
-    """Downgrade a FAIL that is not proof while the stacks of its hang are collected; otherwise add them as evidence.
+    """Downgrade a FAIL without proof while the stacks of its hang are being collected, then add the stacks as evidence.
 
     A restart ends the processes, and then their stacks could no longer be collected.
     """

@@ -234,8 +234,8 @@ class StackSamples:
 SUSPEND_CHECK_HEARTBEATS = 4
 """Missed heartbeats after which the cluster certainly reports a suspended job as suspended (measured: at once)."""
 FLAP_COUNT = 4
-"""Losses of the state ``up`` within ``FLAP_WINDOW_S`` from which a node flaps. A restart of slurmd or slurmctld causes
-one or two."""
+"""A node flaps if it loses the state ``up`` at least so many times within ``FLAP_WINDOW_S``. A restart of slurmd or
+slurmctld causes one or two losses."""
 FLAP_WINDOW_S = 600.0
 """Time within which flaps are counted; equal to the default of ``recovery.window``."""
 _NO_PHASE = Phase("")
@@ -330,7 +330,7 @@ class ReplicaView:
     """Longest completed pass (s) of this phase by any incarnation of the role, first passes included; None if no pass
     is known. Fixed like ``usual_duration``."""
     passed_phases: set[str] = field(default_factory=set)
-    """Phases that this incarnation has completed once: they have no first-pass grace."""
+    """Phases that this incarnation has completed once. The extra time of a first pass no longer applies to them."""
     start_observed: bool = False
     """Whether the start of the current pass was observed, so that its duration can be learned."""
     exit: StepEnd | None = None

@@ -31,7 +31,8 @@ _log = logging.getLogger("rrl.launcher")
 
 ADMISSION_TIMEOUT_S = 60.0
 """Seconds to wait for the answer to an AdmissionRequest: a manager that dies during the launch is replaced after its
-lease (10 s) and the start of its successor. After that the next manager launches the incarnation under another tag."""
+lease (10 s) and the start of its successor. If no answer comes in this time, the next manager launches the incarnation
+again under another tag."""
 EXIT_REPORT_TIMEOUT_S = 2.0
 """Seconds to wait for a manager that can receive the StepExit; the exit record on disk is authoritative."""
 

@@ -138,7 +138,7 @@ _Location = tuple[str | None, SnapshotInfo]
 
 
 def _locations(me: rrl.Worker, gang: Gang, client: SnapshotClient | None) -> dict[SnapshotKey, list[_Location]]:
-    """Return the locations of the snapshots of this member's rank, for each snapshot its own node first.
+    """Return the locations of each snapshot of this member's rank; the member's own node comes first.
 
     Each member queries its own node's agent; rank 0 also queries the agents of standbys.
     """

@@ -43,8 +43,8 @@ MANAGER_BOUNDS = Bounds(2**20, 1000)
 """Limits of the manager: a step's metrics or a finding's evidence are the largest messages. A peer can make the manager
 allocate one frame of the largest size before the peer has authenticated."""
 STORE_BOUNDS = Bounds(64 * 2**20, 1000)
-"""Limits of the store: a rollout sends whole trajectories at once; 64 of 32,768 tokens, with versions and
-log-probabilities, are some 30 MiB."""
+"""Limits of the store: a rollout sends whole trajectories at once. 64 trajectories of 32,768 tokens each, with versions
+and log-probabilities, take about 30 MiB."""
 
 
 class Codec:

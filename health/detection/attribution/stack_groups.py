@@ -67,8 +67,8 @@ class StackGroup(Struct, frozen=True):
 
     incarnations: tuple[Incarnation, ...]
     stack: Stack
-    """Stack of the most informative process: a process whose stack the largest group does not have, else the oldest
-    process."""
+    """Stack of the most informative process: one that is outside of the largest group of equal stacks or, if there is
+    none, the oldest one."""
 
 
 class GroupedStacks(Struct, frozen=True):

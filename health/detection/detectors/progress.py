@@ -117,7 +117,7 @@ def _own_work_overdue(view: ReplicaView, limits: Limits, now: float) -> Result:
 
 
 def _stalled_since(view: ReplicaView) -> float:
-    """Return the time (s) since which nothing has changed; in a blocked call, not before the start of the call."""
+    """Return the time (s) of the last change or, if that is later, of the start of the call that blocks."""
     in_a_call = view.declared.waits_for is None and view.blocked_since is not None
     return max(view.last_change_at, view.blocked_since or 0.0) if in_a_call else view.last_change_at
 

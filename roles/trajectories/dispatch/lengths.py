@@ -56,7 +56,7 @@ _SQRT_2PI = math.sqrt(2.0 * math.pi)
 
 
 class Answer(Struct, frozen=True, array_like=True, gc=False):
-    """What is known of one answer: how many tokens it has, and whether it ended by itself with them."""
+    """What is known of one answer: its number of tokens so far, and whether it ended by itself at that length."""
 
     tokens: int
     ended: bool
@@ -176,7 +176,7 @@ class Lengths:
         return GroupEstimate(*self._moments.typical, self._moments.within)
 
     def refine(self, estimate: GroupEstimate, answers: Iterable[Answer]) -> GroupEstimate:
-        """Return the estimate of a group after what its own answers show: those that are done, and running ones."""
+        """Return the estimate of a group, updated with what its own answers show, both finished and running ones."""
         known = [answer for answer in answers if answer.tokens > 0]
         if not known:
             return estimate

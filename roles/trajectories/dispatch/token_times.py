@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from msgspec import Struct
 
 MAX_RUNNING = 512
-"""Number of running answers up to which τ is tabled; larger numbers count as this one."""
+"""Largest number of running answers for which a τ is kept; a larger number has the same τ."""
 _RECENT = 16
 """Number of observations per range of b that are kept."""
 _QUANTILE = 0.33
