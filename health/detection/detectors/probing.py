@@ -32,7 +32,8 @@ IDLE_ANSWER_SHARE = 0.5
 """An idle replica must answer within this share of ``limits.probe``, because nothing is queued before the probe."""
 BUSY_ANSWER_FACTOR = 10.0
 """A replica with a working GPU may take so many times ``limits.probe`` to answer, because the probe may be queued
-behind a long prefill. The same holds for a waiting replica whose CPU or GPU works: it may be writing logs or cleaning up."""
+behind a long prefill. The same holds for a waiting replica whose CPU or GPU works: it may be writing logs or cleaning
+up."""
 FIRST_PASS_SPINNING_FACTOR = 10.0
 """Multiple of ``limits.probe`` that a spinning replica has to answer in a first pass. Warm-up, graph capture and kernel
 tuning use tensor cores at times, so they do not look like spinning for that long."""

@@ -25,7 +25,8 @@ def run(tmp_path: Path) -> RunDir:
 
 def test_disk_with_much_free_space_is_not_filled(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fault_injection, "MAX_FILL_BYTES", 0)
-    with pytest.raises(Refused, match=r"cannot fill the file system of .*run-1: .* GiB are free, and rrl fills at most 0 GiB"):
+    refusal = r"cannot fill the file system of .*run-1: .* GiB are free, and rrl fills at most 0 GiB"
+    with pytest.raises(Refused, match=refusal):
         fault_injection.fill_disk(run)
     assert not run.disk_filler.exists()
 
