@@ -210,15 +210,11 @@ class HangInvestigator:
         self._collections[collection.id] = collection
         stack: str | None = None
         try:
-            for peer, _, of, tag in requests:
-                await context.send(peer, msg.DumpStacks(of, tag, collection.id), None)
-            async with asyncio.timeout(STACKS_TIMEOUT_S):
-                await collection.complete.wait()
-            stack = await asyncio.to_thread(common_stack, collection.dumps, members)
-        except TimeoutError:
-            _log.debug("the stacks of %s did not arrive in time", gang)
+            if await self._request_stacks(collection, requests, STACKS_TIMEOUT_S):
+                stack = await asyncio.to_thread(common_stack, collection.dumps, members)
+            else:
+                _log.debug("the stacks of %s did not arrive in time", gang)
         finally:  # a failed sample counts too: the next one is due an interval later
-            del self._collections[collection.id]
             self._sampling.discard(gang)
             context.monitor.on_stacks(gang, stack, context.now())
 
@@ -246,6 +242,21 @@ class HangInvestigator:
             if (peer := self._context.connections.steps.get(agent.step or "")) is not None:
                 yield peer, agent.id, replica.incarnation, replica.step
 
+    async def _request_stacks(
+        self, collection: _StackCollection, requests: Sequence[tuple[bytes, ReplicaId, Incarnation, str]],
+        timeout_s: float,
+    ) -> bool:  # fmt: skip
+        """Request the stacks of a collection, which ends then; return whether all replies came within ``timeout_s``."""
+        try:
+            for peer, _, of, tag in requests:
+                await self._context.send(peer, msg.DumpStacks(of, tag, collection.id), None)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    return await collection.complete.wait()
+            return False
+        finally:
+            del self._collections[collection.id]
+
     async def _collect(
         self,
         collection: _StackCollection,
@@ -253,14 +264,7 @@ class HangInvestigator:
         incident: _Incident,
     ) -> None:
         """Request the stacks, wait for the replies, save the dumps, and record a summary."""
-        try:
-            for peer, _, of, tag in requests:
-                await self._context.send(peer, msg.DumpStacks(of, tag, collection.id), None)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(incident.defer_until - self._context.now()):
-                    await collection.complete.wait()
-        finally:
-            del self._collections[collection.id]
+        await self._request_stacks(collection, requests, incident.defer_until - self._context.now())
         grouped, file = await asyncio.to_thread(self._save, collection)
         at = self._context.now()
         lines = tuple(map(_one_line, summary_lines(grouped))) or (_one_line(_failure_text(collection)),)

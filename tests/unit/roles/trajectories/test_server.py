@@ -740,7 +740,10 @@ def test_note_tells_what_a_part_waits_for_and_is_cleared_though_a_batch_is_reque
     async def play(store: Store, server: Server, script: Script) -> None:
         script.send_request(0, GetPart(TRAINER, 1, 0, wait=0.0))
         await script.until(lambda: bool(notes))
-        assert notes[-1].startswith("the trainer waits for answers, the rollouts for its first weights")
+        assert notes[-1] == (
+            "the trainer waits for answers, the rollouts for its first weights: me.publish(step, tensors) has not been"
+            " called; call it before the first batch"
+        )
         generate(store, at_most=GROUP)
         score(store)
         script.send_request(1, GetPart(TRAINER, 1, 0, wait=0.0))
