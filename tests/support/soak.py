@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -33,7 +34,8 @@ from rrl.manager.model.actions import Fence, Launch
 from rrl.manager.model.state import State
 from rrl.manager.storage.journal import replay
 from rrl.manager.storage.lease import holder
-from rrl.roles.trajectories.durable.records import Audit
+from rrl.roles.trajectories.durable.log import read_frames
+from rrl.roles.trajectories.durable.records import Audit, audit, decode
 from rrl.tests.support.runs import QUICKSTART, TIMEOUT_S, TestRun, light_job, processes_of, submit_here, submit_on
 from rrl.tests.support.slurm.lab import COMPLETING_TIMEOUT_S, SlurmLab
 from rrl.tests.support.supervisor import exit_on_sigterm
@@ -119,6 +121,11 @@ class Tally(Struct):
     """Number of groups in two committed steps."""
     orphans: int = 0
     """Number of processes, files and Slurm jobs that a run left behind."""
+
+    @property
+    def problems(self) -> int:
+        """Number of problems of all kinds."""
+        return self.violations + self.lost_steps + self.trained_twice + self.orphans
 
     def violate(self, what: str) -> None:
         self.violations += 1
@@ -209,19 +216,27 @@ def judge(run: TestRun, tally: Tally) -> None:
 
 
 def _trajectories(run: RunDir, tally: Tally) -> None:
-    """Check invariant 1."""
-    try:
-        audit = msgspec.json.decode((run.store / "audit.json").read_bytes(), type=Audit)
-    except OSError as error:
-        tally.violate(f"the store of {run.id} left no audit: {error}")
-        return
-    missing = audit.made - audit.trained - sum(audit.dropped.values()) - audit.open
-    groups = Counter(group for number, step in audit.steps.items() if number <= audit.committed for group in step)
+    """Check invariant 1 in the store's log.
+
+    The store writes audit.json when it is stopped. There is none if a fault killed the store just before the run ended.
+    """
+    fates = _audit_of_log(run)
+    written = run.store / "audit.json"
+    if written.exists() and (stored := msgspec.json.decode(written.read_bytes(), type=Audit)) != fates:
+        tally.violate(f"audit.json of {run.id} differs from the log: {stored} instead of {fates}")
+    missing = fates.made - fates.trained - sum(fates.dropped.values()) - fates.open
+    groups = Counter(group for number, step in fates.steps.items() if number <= fates.committed for group in step)
     twice = sum(count - 1 for count in groups.values())
     tally.lost_steps += abs(missing)
     tally.trained_twice += twice
     if missing or twice:
         print(f"TRAJECTORIES of {run.id}: {missing} missing, {twice} groups twice", flush=True)
+
+
+def _audit_of_log(run: RunDir) -> Audit:
+    """Compute the audit from the newest log that the store left; a log is empty until its store has opened it."""
+    logs = [log for log in run.store.glob("log.*") if log.suffix[1:].isdecimal() and log.stat().st_size]
+    return audit(map(decode, read_frames(max(logs, key=lambda log: int(log.suffix[1:])))))
 
 
 class _Reading:
@@ -305,14 +320,19 @@ def _records(run: RunDir, tally: Tally) -> None:
 
 def light(faults: int, runs: int, tally: Tally) -> None:
     for seed in range(runs):
-        with tempfile.TemporaryDirectory(prefix="rrl-soak-") as folder:
-            extra = LIGHT.format(phases=HANGS, seed=seed, agent=f"agent/local{seed + 1}")
-            toml = light_job("local", STEPS, rollouts=3, spares=2, extra=extra)
-            if seed % 2:
-                toml = toml.replace("[roles.trainer]\n", "[roles.trainer]\nranks = 2\n")
-            run = submit_here(Path(folder), toml)
-            _begin(run)
-            run_faults(run, -(-faults // runs), tally, ManagerRestarter(run))
+        folder = Path(tempfile.mkdtemp(prefix="rrl-soak-"))
+        before = tally.problems
+        extra = LIGHT.format(phases=HANGS, seed=seed, agent=f"agent/local{seed + 1}")
+        toml = light_job("local", STEPS, rollouts=3, spares=2, extra=extra)
+        if seed % 2:
+            toml = toml.replace("[roles.trainer]\n", "[roles.trainer]\nranks = 2\n")
+        run = submit_here(folder, toml)
+        _begin(run)
+        run_faults(run, -(-faults // runs), tally, ManagerRestarter(run))
+        if tally.problems > before:
+            print(f"kept for a look: {folder}", flush=True)
+        else:
+            shutil.rmtree(folder)
 
 
 def _begin(run: TestRun) -> None:
@@ -354,7 +374,7 @@ def main() -> int:
         torch(options.torch, tally)
     result = msgspec.structs.asdict(tally)
     print(json.dumps(result))
-    return 1 if any(value for name, value in result.items() if name != "faults") else 0
+    return 1 if tally.problems else 0
 
 
 if __name__ == "__main__":
