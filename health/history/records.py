@@ -255,7 +255,7 @@ def file_schema(first_line: bytes) -> int | None:
 
 
 def is_attributable(record: Record, user: str, run: str) -> bool:
-    """Return whether the record belongs to this user and run: a RunStarted must name both."""
+    """Return whether the file of this user and run may contain the record: a RunStarted must name the same ones."""
     return not isinstance(record, RunStarted) or (record.user == user and record.run == run)
 
 

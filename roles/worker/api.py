@@ -159,8 +159,8 @@ class Worker:
     def idle(self, cause: str) -> AbstractContextManager[None]:
         """Count the time inside the block as idle: this thread waits for ``cause``, one word that ``rrl status`` shows.
 
-        The phase, and what the manager expects of this role, stay the same. The wait counts in phases that this thread
-        entered. Waits for the store are counted without this.
+        The phase, and what the manager expects of this role, stay the same. The wait is counted only if this thread
+        entered the current phase. Waits for the store are counted without this method.
         """
         return self._connection.status.clock.idle(cause)
 

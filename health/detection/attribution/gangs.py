@@ -84,7 +84,7 @@ def _members(monitor: HealthMonitor, gangs: set[Incarnation]) -> dict[Incarnatio
 
 
 def _culprit(members: Sequence[ReplicaView], raw: Mapping[Incarnation, Finding]) -> ReplicaView | None:
-    """Return the member that the others wait for; None if the loads do not show it."""
+    """Return the member that the others wait for; None if the load of CPUs and GPUs does not show which one it is."""
     stalled = [view for view in members if view.incarnation in raw]
     if any(view.phase != stalled[0].phase or not must_compute(view) for view in members):
         return None  # a member is in another phase, and may be the one that is waited for

@@ -49,7 +49,7 @@ class Observed(Struct, frozen=True, array_like=True):
 
 
 class TokenTimes:
-    """τ of one rollout, and its time to read a token of a prefix."""
+    """The seconds that one rollout takes to make a token (τ), and to read a token of a prefix."""
 
     def __init__(self) -> None:
         self._ranges: dict[int, deque[tuple[int, float]]] = {}
