@@ -41,7 +41,7 @@ _MIN_SLOWER_BY_S = 2.0
 
 @dataclass(slots=True)
 class Throughput:
-    """Throughput of one incarnation in the current round of comparison, and in how many consecutive rounds it was slow."""
+    """Throughput of one incarnation in the current round of comparison, and how many rounds in a row it was slow."""
 
     work: int = 0
     """Units done in this round (tokens)."""

@@ -139,13 +139,13 @@ class LoadHistory:
         return self.latest_at - max(self.idle_since, since)
 
     def gpu_idle_for(self, since: float) -> float:
-        """Return for how many seconds no kernel has run, counted from ``since`` at the earliest; negative if one runs."""
+        """Return for how many seconds no kernel has run, counted from ``since`` on; negative if a kernel runs."""
         if self.latest_at is None or self.gpu_idle_since is None:
             return -1.0
         return self.latest_at - max(self.gpu_idle_since, since)
 
     def spinning_for(self, since: float) -> float:
-        """Return for how many seconds the GPU has been spinning, counted from ``since`` at the earliest; negative if not."""
+        """Return for how many seconds the GPU has been spinning, counted from ``since`` on; negative if it is not."""
         if self.latest_at is None or self.spinning_since is None:
             return -1.0
         return self.latest_at - max(self.spinning_since, since)

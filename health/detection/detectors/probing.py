@@ -1,11 +1,11 @@
 """Probing: a suspected replica is asked for a small piece of work, and its answer decides whether it fails.
 
-Rollouts may have good reasons to make no tokens: a tool takes minutes, or a prompt is long. RobustRL (a
-published system) waits 60 s and then checks whether the process is alive. rrl's probe requests work instead, which a
-dead engine in a live process cannot do. A probe costs one token, so it is sent early where CPU and GPU are idle or tokens usually come every second. A
-replica that reports progress while its GPU idles is probed too (its report may be false, or its engine may be on
-another node). A replica that only waits is probed if its role is known to answer while it waits: waiting and hanging
-look the same from outside.
+Rollouts may have good reasons to make no tokens: a tool takes minutes, or a prompt is long. RobustRL (a published
+system) waits 60 s and then checks whether the process is alive. rrl's probe requests work instead, which a dead engine
+in a live process cannot do. A probe costs one token, so it is sent early where CPU and GPU are idle or tokens usually
+come every second. A replica that reports progress while its GPU idles is probed too (its report may be false, or its
+engine may be on another node). A replica that only waits is probed if its role is known to answer while it waits:
+waiting and hanging look the same from outside.
 """
 
 from __future__ import annotations
