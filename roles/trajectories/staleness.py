@@ -116,7 +116,7 @@ class StalenessLimit:
             self._complete_counts[weights] += 1
 
     def forget(self, group: Group, *, complete: bool) -> None:
-        """Stop counting a group that was bound to a step or dropped; ``complete`` says whether it counted as complete."""
+        """Stop counting a group that a step trains or that was dropped; ``complete`` if it counted as complete."""
         if complete and (weights := self._begun.get(group.created.group)) is not None:
             _decrease(self._complete_counts, weights)
         self._uncount(group)
