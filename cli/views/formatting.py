@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from math import isfinite
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 
@@ -35,13 +36,19 @@ def size(nbytes: int) -> str:
 
 
 def curve(values: Sequence[float], width: int) -> str:
-    """Draw the newest ``width`` values as blocks, scaled to 0..1 if all lie within it, else to their own range."""
+    """Draw the newest ``width`` values as blocks, scaled to 0..1 if all lie within it, else to their own range.
+
+    Values that are not finite are left blank.
+    """
     shown = values[-width:]
-    if not shown:
-        return ""
-    low, high = (0.0, 1.0) if min(shown) >= 0 and max(shown) <= 1 else (min(shown), max(shown))
-    reach = (high - low) or 1.0
-    return "".join(_BLOCKS[min(7, int((value - low) / reach * 8))] for value in shown)
+    finite = [value for value in shown if isfinite(value)]
+    if not finite:
+        return " " * len(shown)
+    low, high = (0.0, 1.0) if min(finite) >= 0 and max(finite) <= 1 else (min(finite), max(finite))
+    reach = (high / 8 - low / 8) or 1.0  # the difference of the largest floats is not finite
+    return "".join(
+        _BLOCKS[min(7, int((value / 8 - low / 8) / reach * 8))] if isfinite(value) else " " for value in shown
+    )
 
 
 def bar(done: int, of: int, width: int) -> tuple[str, str]:

@@ -24,7 +24,7 @@ from ...manager.model import token_ages
 from ...manager.model.queries import progress, workers
 from ...manager.model.reduce_nodes import DRAIN
 from ...manager.model.state import Allocation, Node, Replica, State, Status
-from ...manager.model.stream_figures import SHOWN_METRICS, TOKENS_AGED
+from ...manager.model.stream_figures import SHOWN_METRICS, TOKENS_AGED, as_count
 from .formatting import bar, curve, folded, number, span
 from .pace import idle_shares_of_roles, length_figures, packed, token_rates
 from .summary import MAX_STALE_SHARE, unscored_text
@@ -161,7 +161,7 @@ def _facts(state: State, now: float, width: int, notes: Sequence[str]) -> Render
     if (share := state.metrics.get("stale_share", 0.0)) > MAX_STALE_SHARE:
         text = f"{100 * share:.0f}% of all groups are dropped: older than [sampling] staleness allows"
         facts.add_row("stale", Text(text, "yellow"))
-    if groups := int(state.metrics.get("unscored_groups", 0)):
+    if groups := as_count(state.metrics.get("unscored_groups", 0.0)):
         facts.add_row("dropped", _wrapped(unscored_text(groups, state.metrics.get("unscored_share", 0.0)), "yellow"))
     if state.outcome is None:
         facts.add_row("nodes", _nodes(state))

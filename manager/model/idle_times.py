@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from ...core.phases import OTHER_PHASE, ClockReading, PhaseTime
 from ...core.types import Incarnation, ReplicaId, role_of
+from .stream_figures import as_count
 
 RECENT_S = 300.0
 """Seconds over which the recent shares are taken, or a little more."""
@@ -103,7 +104,7 @@ def with_readings(times: IdleTimes, at: float, readings: Iterable[tuple[Incarnat
 
 def with_step(times: IdleTimes, metrics: Mapping[str, float]) -> IdleTimes:
     """Return the times with one more committed step; its metric ``tokens`` says how many tokens it trained on."""
-    return replace(times, trained_tokens=times.trained_tokens + int(metrics.get("tokens", 0.0)))
+    return replace(times, trained_tokens=times.trained_tokens + as_count(metrics.get("tokens", 0.0)))
 
 
 def phase_times(times: IdleTimes, role: str) -> tuple[PhaseTime, ...]:

@@ -13,6 +13,9 @@ TOKENS_AGED = "tokens_aged_"
 """Begin of the names of the metrics that count a step's tokens of one age; the age in weight versions follows."""
 PARTS, LENGTH_BIAS, RECALL = "parts", "length_bias", "recall20"
 LONG_GROUPS, LONGEST_EXPECTED = "long_groups", "longest_expected"
+MAX_COUNT = 2**40
+"""Largest count that a metric may report: sums over millions of steps then fit into the 64 bits of the journal."""
+_AGE_DIGITS = 3
 SHOWN_METRICS = (LENGTH_BIAS, RECALL, LONG_GROUPS, LONGEST_EXPECTED)
 """Metrics that views show in a row of their own."""
 
@@ -35,13 +38,23 @@ class StreamFigures(Struct, frozen=True):
 
 def with_step(figures: StreamFigures, metrics: Mapping[str, float]) -> StreamFigures:
     """Return the figures with one more committed step. Metrics that a step lacks change nothing."""
-    parts = int(metrics.get(PARTS, 0))
+    parts = as_count(metrics.get(PARTS, 0.0))
     ages = dict(figures.ages)
     for name, tokens in metrics.items():
-        if name.startswith(TOKENS_AGED) and (age := name.removeprefix(TOKENS_AGED)).isdecimal():
-            ages[int(age)] = ages.get(int(age), 0) + int(tokens)
+        age = name.removeprefix(TOKENS_AGED) if name.startswith(TOKENS_AGED) else ""
+        if age.isdecimal() and len(age) <= _AGE_DIGITS:
+            ages[int(age)] = ages.get(int(age), 0) + as_count(tokens)
     return StreamFigures(
         figures.steps + (parts > 0), figures.parts + parts, max(figures.most_parts, parts), dict(sorted(ages.items())),
         metrics.get(LENGTH_BIAS, figures.length_bias), metrics.get(RECALL, figures.recall20),
-        int(metrics.get(LONG_GROUPS, 0)), int(metrics.get(LONGEST_EXPECTED, 0)),
+        as_count(metrics.get(LONG_GROUPS, 0.0)), as_count(metrics.get(LONGEST_EXPECTED, 0.0)),
     )  # fmt: skip
+
+
+def as_count(metric: float) -> int:
+    """Return a metric as a count; 0 if it is none.
+
+    The trainer may be the user's own program, which can report any number under any name. The manager, and each manager
+    that follows it, reads the metric from its journal: it must not fail over an infinite or a huge one.
+    """
+    return int(metric) if 0.0 <= metric <= MAX_COUNT else 0

@@ -22,7 +22,7 @@ from ..model import events as ev
 from ..model import idle_times, stream_figures, token_ages
 from ..model.actions import Drain, Exclude, Readmit
 from ..model.idle_times import START, IdleTimes, idle_shares, phase_times
-from ..model.stream_figures import StreamFigures
+from ..model.stream_figures import StreamFigures, as_count
 from ..storage.journal import replay
 from .effective_time import WorkIntervals
 from .failure_records import Failure
@@ -290,10 +290,10 @@ class _SummaryBuilder:
     def _committed(self, event: ev.StepCommitted, at: float) -> None:
         self.stream_figures = stream_figures.with_step(self.stream_figures, event.metrics)
         if "stale_groups" in event.metrics and event.step >= self.step:
-            self.stale = int(event.metrics["stale_groups"]), round(event.metrics.get("stale_share", 0.0), 4)
+            self.stale = as_count(event.metrics["stale_groups"]), round(event.metrics.get("stale_share", 0.0), 4)
         if "unscored_groups" in event.metrics and event.step >= self.step:
             share = round(event.metrics.get("unscored_share", 0.0), 4)
-            self.unscored = int(event.metrics["unscored_groups"]), share
+            self.unscored = as_count(event.metrics["unscored_groups"]), share
         ages = [
             event.metrics[name] for name in (token_ages.MAX_METRIC, token_ages.RUN_MAX_METRIC) if name in event.metrics
         ]
@@ -332,7 +332,7 @@ class _SummaryBuilder:
             run_seconds=round(wall, 2),
             epochs=self.epochs,
             outage_tokens=self.outage_tokens,
-            max_age=None if self.max_age is None else int(self.max_age),
+            max_age=None if self.max_age is None else as_count(self.max_age),
             stale_groups=self.stale[0],
             stale_share=self.stale[1],
             unscored_groups=self.unscored[0],

@@ -164,12 +164,12 @@ class Journal:
         del self._buffer[:count]
 
     def _open(self, state: State | None, before: str, accepted: int) -> tuple[Path, int]:
+        head = MAGIC + _framed(_encode(Head(SCHEMA, self._epoch, state, before, accepted)))
         self._segment_number += 1
         path = self._run.journal / f"{self._epoch:06}-{self._segment_number:06}.seg"
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
-            head = Head(SCHEMA, self._epoch, state, before, accepted)
-            _write_all(fd, MAGIC + _framed(_encode(head)))
+            _write_all(fd, head)
             os.fsync(fd)
             sync(self._run.journal)
         except OSError:

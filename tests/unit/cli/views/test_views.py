@@ -6,6 +6,8 @@ from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rrl.cli.common.runs import summary_of
 from rrl.cli.views.formatting import bar, curve, folded, span, stage
@@ -337,6 +339,18 @@ def test_status_and_summary_tell_how_many_groups_could_not_be_scored_where_there
     assert text in drawn(summary_view({"unscored_groups": 12, "unscored_share": 0.5454}), 120)
     assert "1 group was dropped (0.1%)" in drawn(summary_view({"unscored_groups": 1, "unscored_share": 0.001}), 120)
     assert "dropped" not in drawn(summary_view({"unscored_groups": 0, "unscored_share": 0.0}), 120)
+
+
+METRICS = ("reward", "loss", "unscored_groups", "unscored_share", "stale_share", "tokens", "longest_expected",
+           "long_groups", "recall20", "length_bias", "token_age_p50", "token_age_max")  # fmt: skip
+
+
+@given(st.lists(st.dictionaries(st.sampled_from(METRICS), st.floats()), max_size=3))
+def test_status_is_shown_whatever_a_trainer_reports_as_metrics(metrics: list[dict[str, float]]) -> None:
+    story = Story().works()
+    for step, each in enumerate(metrics, 30):
+        story.record(StepCommitted(story.incarnation("trainer/0"), step, each))
+    assert "trainer" in drawn(status_view(story.recorded(), story.now, 140), 140)
 
 
 def test_a_summary_tells_what_was_dropped_for_its_age_where_anything_was() -> None:

@@ -722,3 +722,16 @@ def test_fold_accepts_events_in_any_order_and_its_state_survives_both_encodings(
 def test_every_event_survives_the_journal_encoding(event: ev.Event) -> None:
     stamped = ev.Stamped(1, 2.5, 3, event)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(stamped), type=ev.Stamped) == stamped
+
+
+METRICS = (
+    "reward", "loss", "tokens", "parts", "length_bias", "recall20", "long_groups", "longest_expected", "tokens_aged_0",
+    "tokens_aged_" + "9" * 30, "token_age_p50", "token_age_max", "token_age_run_max", "stale_groups", "unscored_groups",
+)  # fmt: skip
+
+
+@given(st.lists(st.dictionaries(st.sampled_from(METRICS), st.floats()), max_size=4))
+def test_no_metric_of_a_trainer_makes_a_state_that_the_journal_cannot_hold(metrics: list[dict[str, float]]) -> None:
+    state = state_after(*RUNNING, *(ev.StepCommitted(R1, step, each) for step, each in enumerate(metrics, 1)))
+    again = msgspec.msgpack.decode(msgspec.msgpack.encode(state), type=State)
+    assert again.step == len(metrics)

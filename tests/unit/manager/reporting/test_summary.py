@@ -8,6 +8,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rrl.core import faults
 from rrl.core.faults import Fault, FaultKind
@@ -36,6 +38,12 @@ N1, N2, N3, N4, N5 = (NodeName(f"n{i}") for i in range(1, 6))
 NODES = {STORE: N1, REWARD: N1, TRAINER: N2, R0: N3, R1: N4}
 WHY = Why(("it ended",))
 FAULT = Fault("f0", FaultKind.KILL, R0, faults.FaultTrigger(step=1))
+
+
+METRICS = (
+    "reward", "tokens", "parts", "length_bias", "recall20", "long_groups", "longest_expected", "tokens_aged_3",
+    "token_age_max", "token_age_run_max", "stale_groups", "stale_share", "unscored_groups", "unscored_share",
+)  # fmt: skip
 
 
 def launch(incarnation: Incarnation, node: NodeName) -> ev.Intended:
@@ -564,3 +572,9 @@ def test_moved_or_gang_restarted_member_is_no_recovery() -> None:
     got = summary(started(20.0), committed(30.0, 1), moved, again, finished(100.0, 110.0))
     assert got.recoveries == []
     assert (got.ettr, got.ettr_strict) == (round(80 / 110, 4), round(75 / 110, 4))
+
+
+@given(st.dictionaries(st.sampled_from(METRICS), st.floats()))
+def test_a_summary_is_written_whatever_a_trainer_reports_as_metrics(metrics: dict[str, float]) -> None:
+    got = summary(started(20.0), (50.0, ev.StepCommitted(Incarnation(TRAINER, 1), 1, metrics)), finished(100.0, 110.0))
+    assert msgspec.json.decode(msgspec.json.encode(got))["steps"] == 1
