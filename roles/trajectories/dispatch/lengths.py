@@ -10,7 +10,8 @@ the prompt. It is estimated from four sources, each weighted by its variance, wh
 - the progress of the group's running answers, which are longer than what they have.
 
 An answer that was cut by ``max_new_tokens``, or with its dropped group, is *censored*: only a lower bound of its length
-is known. Its logarithm counts as the expected value above that bound.
+is known. Its logarithm counts as the expected value above that bound. Where all answers are cut, each such value would
+raise the next one without end: means and variances are therefore bounded.
 
 :class:`Lengths` is a fold over durable facts in their order. Its state is one record with exact floats: a fold that
 continues from the record gives the same bits as a fold over all facts.
@@ -50,6 +51,11 @@ _LEAST_EXPLAINED = 0.05
 """Share of the variance between groups that must be explained before an order by expected length replaces today's."""
 _MAX_SLOPE = 1.25
 """Largest slope of the calibration: a regression that shrinks too much is corrected, noise is not amplified."""
+_MAX_BEYOND_LIMIT = 1.0
+"""Largest mean of the logarithm above that of ``max_new_tokens``: an answer that is expected to have e times as many
+tokens as it may have is cut anyway."""
+_MAX_WITHIN = 4.0
+"""Largest variance of the logarithm within a group: a standard deviation of a factor of 7."""
 _SMALLEST_VARIANCE = 1e-4
 _SQRT2 = math.sqrt(2.0)
 _SQRT_2PI = math.sqrt(2.0 * math.pi)
@@ -142,7 +148,7 @@ class Lengths:
         self._regression.learn(prompt, mean)
         moments.add_group(predicted, prior.mean, mean, noise)
         self._newest.append((prior.mean, mean))
-        if len(answers) > 1:
+        if len(answers) > 1 and not all(_is_censored(answer, self.limit) for answer in answers):
             moments.add_within(squares / (len(answers) - 1))
         old_mean, old_count = before or (0.0, 0.0)
         old_count *= _HISTORY_DECAY
@@ -164,16 +170,17 @@ class Lengths:
             uncertain = max(_SMALLEST_VARIANCE, moments.drift_variance) + moments.within / history[1]
             mean = (mean * uncertain + before * variance) / (uncertain + variance)
             variance = variance * uncertain / (uncertain + variance)
-        return GroupEstimate(mean, variance, moments.within)
+        return GroupEstimate(_bounded(mean, self.limit), variance, moments.within)
 
     def given(self, mean: float, variance: float) -> GroupEstimate:
         """Return an earlier result of :meth:`expect` with the present variance within groups."""
-        return GroupEstimate(mean, variance, self._moments.within)
+        return GroupEstimate(_bounded(mean, self.limit), variance, self._moments.within)
 
     @property
     def typical(self) -> GroupEstimate:
         """The estimate of a group of whose prompt nothing is known."""
-        return GroupEstimate(*self._moments.typical, self._moments.within)
+        mean, variance = self._moments.typical
+        return GroupEstimate(_bounded(mean, self.limit), variance, self._moments.within)
 
     def refine(self, estimate: GroupEstimate, answers: Iterable[Answer]) -> GroupEstimate:
         """Return the estimate of a group, updated with what its own answers show, both finished and running ones."""
@@ -241,7 +248,7 @@ def partial_mean(mean: float, deviation: float, tokens: float) -> float:
 def _fit(answers: Sequence[Answer], prior: GroupEstimate, limit: int) -> tuple[float, float]:
     """Return the mean logarithm of answers, and the sum of its squared deviations, with estimates for censored ones."""
     logs = [math.log(answer.tokens) for answer in answers]
-    censored = [not answer.ended or answer.tokens >= limit for answer in answers]
+    censored = [_is_censored(answer, limit) for answer in answers]
     if not any(censored):
         mean = sum(logs) / len(logs)
         return mean, sum([(log - mean) ** 2 for log in logs])
@@ -253,7 +260,7 @@ def _fit(answers: Sequence[Answer], prior: GroupEstimate, limit: int) -> tuple[f
         value, variance = _above(mean, deviation, log) if cut else (log, 0.0)
         values.append(value)
         squares += (value - mean) ** 2 + variance
-    return sum(values) / len(values), squares
+    return _bounded(sum(values) / len(values), limit), squares
 
 
 def _posterior(answers: Sequence[Answer], prior: GroupEstimate, limit: int) -> tuple[float, float]:
@@ -267,10 +274,10 @@ def _posterior(answers: Sequence[Answer], prior: GroupEstimate, limit: int) -> t
     bounds: list[float] = []
     for answer in answers:
         log = math.log(answer.tokens)
-        if answer.ended and answer.tokens < limit:
-            total, count = total + log, count + 1.0
-        else:
+        if _is_censored(answer, limit):
             bounds.append(log)
+        else:
+            total, count = total + log, count + 1.0
     mean = total / (precision + count)
     if not bounds:
         return mean, count
@@ -282,8 +289,18 @@ def _posterior(answers: Sequence[Answer], prior: GroupEstimate, limit: int) -> t
             weight = 1.0 - variance / prior.within
             value += expected
             informed += weight
-        mean = (total + value) / (precision + count + len(bounds))
+        mean = _bounded((total + value) / (precision + count + len(bounds)), limit)
     return mean, count + informed
+
+
+def _is_censored(answer: Answer, limit: int) -> bool:
+    """Return whether only a lower bound of the answer's length is known."""
+    return not answer.ended or answer.tokens >= limit
+
+
+def _bounded(mean: float, limit: int) -> float:
+    """Return a mean logarithm as it is used for answers that are cut at ``limit`` tokens."""
+    return min(max(0.0, mean), math.log(limit) + _MAX_BEYOND_LIMIT)
 
 
 def _above(mean: float, deviation: float, bound: float) -> tuple[float, float]:
@@ -366,7 +383,7 @@ class _Moments:
     def within(self) -> float:
         """Variance of the logarithm of an answer's length around its prompt's mean."""
         weight = self._within_count / (self._within_count + 4.0)
-        return max(_SMALLEST_VARIANCE, _FIRST_WITHIN + weight * (self._within - _FIRST_WITHIN))
+        return min(_MAX_WITHIN, max(_SMALLEST_VARIANCE, _FIRST_WITHIN + weight * (self._within - _FIRST_WITHIN)))
 
     @property
     def drift_variance(self) -> float:

@@ -204,7 +204,7 @@ class State:
             waiting = (group for group in self.groups.values() if group.bound is None and group.unscored)
             means = [group.created.expected[0] for group in waiting if group.created.expected is not None]
             figures["long_groups"] = float(sum(mean > typical + math.log(2) for mean in means))
-            figures["longest_expected"] = math.exp(max(means, default=0.0)) if means else 0.0
+            figures["longest_expected"] = min(math.exp(max(means)), self.lengths.limit) if means else 0.0
         return figures
 
     def times_of(self, incarnation: Incarnation) -> TokenTimes:

@@ -141,6 +141,20 @@ def test_answers_that_were_cut_count_as_longer_than_the_limit() -> None:
     assert expected_left(cut.typical, 0, 100) > expected_left(ended.typical, 0, 100)
 
 
+@pytest.mark.parametrize("ended", [0.0, 0.02])
+def test_answers_that_are_nearly_always_cut_do_not_raise_the_estimate_without_end(ended: float) -> None:
+    """A soak run found it: at a mean logarithm of 44 the manager could not write its journal, at 709 exp overflows."""
+    lengths, rng = Lengths(16), random.Random(1)
+    for _ in range(3_000):
+        prompt = tuple(rng.randrange(12) for _ in range(6))
+        lengths.observe(prompt, [Answer(7, True) if rng.random() < ended else Answer(16, False) for _ in range(4)])
+        assert lengths.expect(prompt).mean < math.log(16) + 2.0
+        assert lengths.typical.deviation < 4.0
+    for _ in range(400):
+        lengths.observe((rng.randrange(12),), [Answer(4, True)] * 4)
+    assert abs(lengths.typical.mean - math.log(4)) < 0.5, "it follows the answers when they become shorter"
+
+
 def test_an_answer_of_the_limits_length_counts_as_cut_whoever_says_that_it_ended() -> None:
     first, second = Lengths(100), Lengths(100)
     first.observe((1,), [Answer(100, True), Answer(50, True)])
