@@ -140,7 +140,10 @@ def _is_environmental(error: Exception) -> bool:
 
 
 def place_of(error: BaseException, folder: Path) -> str:
-    """Return ``file:line`` of an exception, chosen by :func:`users_place`; for a syntax error, of that error."""
+    """Return the ``file:line`` to report for an exception.
+
+    :func:`users_place` chooses it among the frames of the traceback and, for a syntax error, the line with the error.
+    """
     places = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
     if isinstance(error, SyntaxError) and error.filename:
         places.append((error.filename, error.lineno or 0))

@@ -92,12 +92,15 @@ class Scorer:
         if math.isfinite(reward) and math.isfinite(training):
             return Score(item.trajectory, reward, training)
         raise _InvalidScore(
-            f"score({item.item}, {shortened(text)}) returned {shortened(returned)}; return the reward and the reward to"
-            " train on, two finite numbers"
+            f"score({item.item}, {shortened(text)}) returned {shortened(returned)}; return two finite numbers: the"
+            " reward to report, and the reward to train on"
         )
 
     def _described(self, error: Exception) -> RaisedException:
-        """Return an exception as a value. The place of an invalid score is the definition of the scorer."""
+        """Return an exception as a value.
+
+        If a score was invalid, it names the file and line in which the scoring function is defined.
+        """
         raised = described(error, self._folder)
         code = getattr(self._task.score, "__code__", None)  # a callable object has none
         if not isinstance(error, _InvalidScore) or code is None:

@@ -298,7 +298,8 @@ class _Trial:
         if math.isfinite(reward) and math.isfinite(training_reward):
             return reward, training_reward
         text = (
-            f"{call} returned {shortened(returned)}; return the reward and the reward to train on, two finite numbers"
+            f"{call} returned {shortened(returned)}; return two finite numbers: the reward to report, and the reward to"
+            " train on"
         )
         raise _Failed(TaskProblem(self._source, text))
 

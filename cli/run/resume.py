@@ -91,7 +91,7 @@ def _validated(job: Job, walltime: str | None) -> Job:
         first_error = error.errors()[0]
         key = ".".join(map(str, first_error.get("ctx", {}).get("at", first_error["loc"])))
         given = f"--walltime {walltime}" if walltime else "--steps"
-        raise UsageError(f"{given} does not fit: {key}: {first_error['msg']}") from None
+        raise UsageError(f"{given} does not fit the rest of the job: {key}: {first_error['msg']}") from None
 
 
 def _seconds(text: str) -> float:

@@ -199,9 +199,10 @@ def _known_standing(run: RunDir, state: State, slurm: dict[int, SlurmJobs]) -> s
 
 
 def _never_begins(run: RunDir, job: RunSpec | None, slurm: dict[int, SlurmJobs]) -> bool:
-    """Return whether a run without a journal is rejected, as ``rrl status`` says: all its managers have ended.
+    """Return whether a run without a journal will never begin, because all its managers have ended.
 
-    Slurm is queried for this run alone only if it answered for its owner's jobs, and lists none of this run.
+    ``rrl status`` calls such a run rejected. Slurm is asked about this run alone only if its answer for all jobs of the
+    run's owner has none of this run.
     """
     if job is not None and job.cluster == "slurm":
         from ...manager.bootstrap.manager_job import job_name

@@ -143,7 +143,7 @@ def _check_xids(state: NodeState, rules: Rules, now: float) -> Iterator[CheckRes
 
 
 def _xids_readable(state: NodeState) -> bool:
-    """Return whether at least one reader reports Xids."""
+    """Return whether at least one reader can read Xids on this node, whether or not there are any."""
     data = state.data("nvml")
     return state.data("kernel") is not None or state.data("dcgm") is not None or (data and not data.xid_events)
 

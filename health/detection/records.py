@@ -441,7 +441,7 @@ class NodeView:
         return [*self.residents.values(), *([self.agent] if self.agent else [])]
 
     def forget_departed(self) -> None:
-        """Drop departed incarnations: they are no longer witnesses of the node's silence."""
+        """Drop departed incarnations: their silence is no longer evidence that the node is silent."""
         self.departed.clear()
         self.former_agent = None
 

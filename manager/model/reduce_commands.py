@@ -95,7 +95,7 @@ def members_of(job: RunSpec) -> list[ReplicaId]:
 
 
 def _fresh_replica(state: State, id: ReplicaId, incarnation: int, at: float) -> Replica:
-    """Return a replica with a new budget; a replica that has completed is kept as it is."""
+    """Return the replica as before its first failure, with its full restart budget; a completed one stays as it is."""
     replica = state.replica(id)
     if replica.status is Status.COMPLETED:
         return replica

@@ -253,7 +253,7 @@ class StalenessLimit:
 
 
 def _decrease(counts: Counter[int], key: int) -> None:
-    """Subtract one; a count of zero is removed, so that the number of keys stays about N."""
+    """Subtract one; remove a count of zero, so that there are about as many keys as the limit on the age has steps."""
     counts[key] -= 1
     if not counts[key]:
         del counts[key]

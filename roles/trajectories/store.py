@@ -124,7 +124,7 @@ class Store:
         self._drop_untrainable()  # the limit may have changed, or a crash may have prevented the drop after a binding
 
     def _index(self) -> None:
-        """Build from the state the queues of trajectories to extend and to score and of complete groups to bind."""
+        """Build the queues from the state: trajectories to extend, trajectories to score, complete groups to bind."""
         tracks = self._state.trajectories.values()
         self._unscored = [track.id for track in tracks if track.finished and track.score is None]
         heapify(self._unscored)
@@ -492,5 +492,5 @@ class Store:
         if rejection := self._check_trainer(incarnation):
             return rejection
         if incarnation != incarnation.gang:
-            return Denied(f"{incarnation} cannot commit: {incarnation.gang} commits for the gang")
+            return Denied(f"{incarnation} cannot commit: only the first member of its gang, {incarnation.gang}, can")
         return self._bindings.commit(incarnation, number, manifest, digest, metrics or {})

@@ -256,7 +256,7 @@ class Worker:
             self.progress(1)
 
     def parts(self, after: int | None = None) -> Iterator[Part]:
-        """Yield the batches of the steps after ``after`` part by part, so that a step begins before it is complete.
+        """Yield the batch of each step after step ``after`` in parts: training begins before the batch is complete.
 
         With ``[sampling] stream = true``, a part has the groups that are complete when it is requested; without, each
         step is one part. ``part.number`` is the step and ``part.index`` the number of the part in it, from 0;

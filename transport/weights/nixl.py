@@ -166,7 +166,7 @@ class _NixlConnection:
             self._nixl.runtime.give_back(filling.result())
 
     async def _receive_frame(self) -> None:
-        """Receive a frame while all slots of this connection wait to be read."""
+        """Receive a frame; called while the peer has yet to read all slots of this connection."""
         kind, nbytes = await self._head()
         if kind == _KIND_READ:
             self._on_slot_read()

@@ -81,7 +81,7 @@ class GroupedStacks(Struct, frozen=True):
 
 
 def parse(dump: str) -> list[Thread]:
-    """Return the threads of a dump. Lines that do not belong to a thread are skipped; no text raises an exception."""
+    """Return the threads of a dump. Lines that do not belong to a thread are skipped. Any text is accepted."""
     threads: list[Thread] = []
     frames: list[Frame] = []
     for line in dump.splitlines():

@@ -94,7 +94,8 @@ def suspect_at(view: ReplicaView, limits: Limits) -> float:
 def _may_be_suspected(view: ReplicaView) -> bool:
     """Return whether a probe of the replica can give evidence about it.
 
-    A replica that only waits is probed if its role is known to answer, or once per pass until that is known.
+    A replica that only waits is probed if its role is known to answer probes while it waits. Until that is known, it is
+    probed once in each pass of its phase, a few times in all.
     """
     if is_polling(view):
         return is_working(view) and (

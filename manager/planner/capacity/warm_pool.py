@@ -46,8 +46,8 @@ def waits_for_release(role: RoleSpec) -> bool:
 def release_deadline(state: State, members: Sequence[Replica], nodes_of_gang: Iterable[NodeName]) -> float:
     """Return the manager's time (s) until which a gang waits for steps that are still ending.
 
-    The gang waits for its own earlier incarnations on any node that may answer, and for other roles' steps on its new
-    nodes.
+    The gang waits for its own earlier incarnations on every node that may still be alive, and for other roles' steps on
+    its new nodes.
     """
     if not waits_for_release(state.job.role(members[0].role)):
         return 0.0

@@ -150,7 +150,7 @@ class Engines:
     def choose_moves(self, engine: Incarnation) -> None:
         """Choose which of its trajectories an engine should hand over, and reserve them for other engines.
 
-        The caller makes sure that no work waits.
+        Call it only while no trajectory waits for an engine.
         """
         entry = self._engine(engine)
         if entry.tokens < _TOKENS_PER_CHOICE * len(self._running(engine)):

@@ -149,7 +149,7 @@ class Binding(Struct, frozen=True, tag="binding", array_like=True):
 
 
 class BindingRetired(Struct, frozen=True, tag="binding_retired", array_like=True):
-    """A binding whose token data was deleted because a much later step is committed. Kept for the audit."""
+    """A binding (the groups of a step) whose token data was deleted after much later commits. Kept for the audit."""
 
     number: int
     groups: tuple[int, ...]

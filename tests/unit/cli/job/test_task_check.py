@@ -124,8 +124,8 @@ def test_mistake_in_the_task_of_the_quickstart_is_one_line(
          " (doubling.py:3); so do the next 31 items, which ends a run"),
         ("return str(i)", "return i", "prompt(0) returned 0; return a string"),
         ("int(answer)", "int(reply)", "score(0, '0') raised NameError: name 'reply' is not defined (doubling.py:9)"),
-        ("right, right / 2", "right", "score(0, '0') returned 1.0; return the reward and the reward to train on, two"
-         " finite numbers"),
+        ("right, right / 2", "right", "score(0, '0') returned 1.0; return two finite numbers: the reward to report,"
+         " and the reward to train on"),
         ("right / 2", "right / 2 right", "building the task raised SyntaxError: invalid syntax (doubling.py:10)"),
         ("class Doubling", "import sys; sys.exit(3)\nclass Doubling", "building the task raised SystemExit: 3"
          " (doubling.py:1)"),

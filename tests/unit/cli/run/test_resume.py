@@ -191,8 +191,8 @@ def test_a_walltime_that_a_role_does_not_fit_into_is_refused(ended: Ended, capsy
     spec = JOB.replace("steps = 10", "steps = 40").replace('"local"', '"slurm"\nform = "replica"')
     ended.run.job_toml.write_text(spec.replace("replicas = 2", 'replicas = 2\nwalltime = "2h"'))
     assert ended.refuses(capsys, "--walltime", "1h") == (
-        'rrl: --walltime 1h does not fit: roles.rollout.walltime: "2h" is more than [cluster] walltime ='
-        ' "1h"; lower it or raise that of the run\n'
+        'rrl: --walltime 1h does not fit the rest of the job: roles.rollout.walltime: "2h" is more than [cluster]'
+        ' walltime = "1h"; lower it or raise that of the run\n'
     )
 
 

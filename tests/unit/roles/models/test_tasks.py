@@ -207,7 +207,7 @@ def test_score_other_than_two_finite_numbers_is_a_fault_at_the_definition_of_the
     assert scored.failed == {1: f"the scorer raised ValueError ({place})"}
     assert scorer.note == (
         "1 answer could not be scored, and their groups are dropped; the last one: ValueError: score(7, '1 2') returned"
-        f" {returned!r}; return the reward and the reward to train on, two finite numbers ({place})"
+        f" {returned!r}; return two finite numbers: the reward to report, and the reward to train on ({place})"
     )
 
 
