@@ -242,7 +242,8 @@ class Recovery(Struct, frozen=True):
     first_start: int = 3
     """Number of failed starts of a replica that has never joined, after which the job spec counts as the cause instead
     of a node. The run also fails if so many starts in a row end with the same exception before any replica of the role
-    has done any work: the cause is then the role's code."""
+    has done any work, or with exit code 0 before the replica has worked for ``window``: the cause is then the role's
+    code."""
     breaker: float = 0.2
     """Share of the nodes that may be excluded within the window, but at least one node, and at least two if the run has
     five or more (docs/sources.md, guard rails)."""
