@@ -326,7 +326,7 @@ class TaskSpec(Struct, frozen=True):
 
 
 DEFAULT_STALENESS = 4
-"""Default of :attr:`SamplingSpec.staleness`, in weight versions: AReaL's default for code tasks."""
+"""Default of :attr:`SamplingSpec.staleness`, in training steps: AReaL's default for code tasks."""
 
 
 class SamplingSpec(Struct, frozen=True):
@@ -338,8 +338,8 @@ class SamplingSpec(Struct, frozen=True):
     temperature: float = 1.0
     ahead: int = 1
     staleness: int | None = DEFAULT_STALENESS
-    """Number of weight versions by which a token may be older than the newest version when the token is trained; None:
-    no limit."""
+    """Greatest age of a token that is trained on, in training steps (:mod:`rrl.roles.trajectories.staleness`); None: no
+    limit."""
     late: Literal["wait", "drop"] = "wait"
     stream: bool = False
     window: int = 1
