@@ -92,7 +92,7 @@ def starts_ended_by(exception: RaisedException, replica: Replica) -> int:
 
 
 def returned_early(state: State, replica: Replica, finding: Finding | None, at: float) -> bool:
-    """Return whether the replica's program returned with exit code 0 before it had worked for ``recovery.window``.
+    """Return whether the replica's program returned with exit code 0 within ``recovery.window`` of its join.
 
     A program that returns after a longer time is only restarted: that is rare enough to cost little.
 
