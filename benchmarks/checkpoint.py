@@ -9,6 +9,7 @@ line. Needs 7 GB of memory and of $TMPDIR.
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import os
@@ -102,6 +103,7 @@ class BenchmarkArm:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
     check_requirements("checkpoint")
     print(json.dumps(measure()))
 

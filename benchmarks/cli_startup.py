@@ -7,6 +7,7 @@ This program creates the finished run, by writing its journal.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import statistics
@@ -26,6 +27,7 @@ COMMANDS = {"version_s": ["--version"], "status_s": ["status"], "help_s": ["--he
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
     check_requirements("cli_startup")
     with tempfile.TemporaryDirectory() as root:
         completed().written(Path(root))

@@ -34,6 +34,10 @@ _MAX_LISTED_MISTAKES = 400
 """Maximum number of mistakes of rrl that are listed."""
 
 
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+@app.command(help=(__doc__ or "").splitlines()[0])
 def main(
     scenarios: Annotated[Path, typer.Option(help="folder of scenario files")] = SHIPPED,
     seeds: Annotated[int, typer.Option(min=1, help="plays of each scenario")] = 5,
@@ -200,4 +204,4 @@ def _print_warnings(plays: Sequence[Played]) -> None:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    app()

@@ -9,6 +9,7 @@ grow by themselves. Prints a table, and one JSON object as its last line.
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import os
@@ -34,8 +35,10 @@ STEPS = 1_000_000
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("frames", nargs="?", type=int, default=FRAMES_PER_PORT, help="frames for each port (10,000)")
+    frames = parser.parse_args().frames
     check_requirements("hostile_ports")
-    frames = int(sys.argv[1]) if len(sys.argv) > 1 else FRAMES_PER_PORT
     kinds = ["tcp"] + ["ucx"] * (importlib.util.find_spec("ucxx") is not None)
     rows: list[list[str]] = []
     results = [_attack(kind, frames, rows) for kind in kinds]

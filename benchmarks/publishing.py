@@ -10,6 +10,7 @@ pull its version. Prints a table, and one JSON object as its last line. Needs 6 
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import resource
@@ -111,6 +112,7 @@ class BenchmarkArm:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
     check_requirements("publishing")
     print(json.dumps(measure()))
 

@@ -7,6 +7,7 @@ JSON object as its last line.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import statistics
@@ -27,6 +28,7 @@ QUICKSTART = Path(__file__).parent.parent / "examples" / "quickstart.toml"
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
     check_requirements("rollout_recovery")
     with temporary_runs_folder() as folder:
         job = folder / "job.toml"

@@ -9,11 +9,11 @@ Prints a table, and one JSON object as its last line.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -37,9 +37,12 @@ GANG = ReplicaId("trainer/0")
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("mb", nargs="?", type=int, default=DEFAULT_MB, help="size of the state in MB (600)")
+    parser.add_argument("rounds", nargs="?", type=int, default=DEFAULT_ROUNDS, help="number of rounds (6)")
+    options = parser.parse_args()
     check_requirements("snapshots")
-    size = int(sys.argv[1] if len(sys.argv) > 1 else DEFAULT_MB) * 10**6
-    rounds = int(sys.argv[2] if len(sys.argv) > 2 else DEFAULT_ROUNDS)
+    size, rounds = options.mb * 10**6, options.rounds
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="rrl-bench-") as folder, lab(Path(folder)) as lab_run:
         figures = asyncio.run(_measure(lab_run, size, rounds))

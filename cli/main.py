@@ -84,7 +84,7 @@ def _report_error(error: Exception) -> int:
     if typer is not None and isinstance(error, typer.Abort):
         return 130
     if hasattr(error, "format_message"):  # an error of typer: an unknown option, a missing argument
-        message = " ".join(error.format_message().split()).rstrip(".")
+        message = _bad_value_message(error) or " ".join(error.format_message().split()).rstrip(".")
         command = getattr(getattr(error, "ctx", None), "command_path", None) or "rrl"  # the command called wrongly
         if command != "rrl" and getattr(error, "option_name", "") in GLOBAL_OPTIONS:
             return _print_error(f"{error.option_name} stands before the command; see: rrl --help", 2)  # type: ignore[attr-defined]
@@ -93,6 +93,26 @@ def _report_error(error: Exception) -> int:
         raise error
     summary = " ".join(f"{type(error).__name__}: {error}".split())
     return _print_error(f"internal error: {summary} (a bug; set {DEBUG_ENV}=1 for its traceback)", 1)
+
+
+def _bad_value_message(error: Exception) -> str:
+    """Return what is wrong with the value of a number option, and what would be right; empty for any other error.
+
+    typer checks numbers by pydantic, whose error is the cause of typer's. Older versions of typer (before 0.26) do not
+    use pydantic; their own message is then shown.
+    """
+    options, details = getattr(getattr(error, "param", None), "opts", ()), getattr(error.__cause__, "errors", None)
+    if not options or details is None:
+        return ""
+    detail = details()[0]
+    limit = detail.get("ctx", {}).get("ge")
+    expected = {
+        "int_parsing": "a whole number",
+        "int_from_float": "a whole number",
+        "float_parsing": "a number",
+        "greater_than_equal": f"at least {limit}",
+    }.get(detail["type"])
+    return f'{options[0]}: must be {expected}, not "{detail["input"]}"' if expected else ""
 
 
 def _print_error(text: str, code: int) -> int:

@@ -241,8 +241,8 @@ class Recovery(Struct, frozen=True):
     """Time (s) before the second restart within the window; doubles with each further restart, up to 60 s."""
     first_start: int = 3
     """Number of failed starts of a replica that has never joined, after which the job spec counts as the cause instead
-    of a node. The run also fails if so many starts in a row end with the same exception before any replica of the role
-    has done any work: the cause is then the role's code."""
+    of a node. The run also fails if so many starts in a row end with the same exception before the role has done any
+    work, or with exit code 0 within ``window`` of the replica's join: the cause is then the role's code."""
     breaker: float = 0.2
     """Share of the nodes that may be excluded within the window, but at least one node, and at least two if the run has
     five or more (docs/sources.md, guard rails)."""
@@ -325,7 +325,7 @@ class TaskSpec(Struct, frozen=True):
 
 
 DEFAULT_STALENESS = 4
-"""Default of :attr:`SamplingSpec.staleness`, in weight versions: AReaL's default for code tasks."""
+"""Default of :attr:`SamplingSpec.staleness`, in training steps: AReaL's default for code tasks."""
 
 
 class SamplingSpec(Struct, frozen=True):
@@ -337,8 +337,7 @@ class SamplingSpec(Struct, frozen=True):
     temperature: float = 1.0
     ahead: int = 1
     staleness: int | None = DEFAULT_STALENESS
-    """Number of weight versions by which a token may be older than the newest version when the token is trained; None:
-    no limit."""
+    """Greatest age of a token that is trained on, in training steps; None: no limit."""
     late: Literal["wait", "drop"] = "wait"
     stream: bool = False
     window: int = 1

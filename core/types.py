@@ -194,6 +194,8 @@ class Flag(StrEnum):
     """A role of rrl found the job's configuration invalid; the first evidence is its message."""
     ON_MOST_NODES = "on_most_nodes"
     """Most nodes of the run had the same finding at nearly the same time."""
+    CLEAN_EXIT = "clean_exit"
+    """A process exited with code 0 without a stop request: its program returned although the run was not complete."""
     STORAGE_STALLS = "storage_stalls"
     """Storage does not answer the node now: a replica there that reads or writes files may have to wait."""
 

@@ -208,11 +208,11 @@ def _held_back_nodes(state: State, now: float) -> Iterator[str]:
 
 
 def _token_ages(state: State) -> Text:
-    """Return the ages of the tokens of the newest steps, in weight versions."""
+    """Return the ages of the tokens of the newest steps, in training steps."""
     ages, limit = state.token_ages, state.job.sampling.staleness
     bound = "no limit" if limit is None else f"limit {limit}"
     colour = "yellow" if ages.warned is not None else "none"
-    return Text(f"age p50 {ages.p50:.3g}, max {ages.max:g} weight versions ({bound})", colour)
+    return Text(f"age p50 {ages.p50:.3g}, max {ages.max:g} training steps ({bound})", colour)
 
 
 def retained_jobs(state: State) -> str:

@@ -46,7 +46,7 @@ def summary_view(summary: dict[str, Any]) -> RenderableType:
     for label, role in zip(("time", ""), (role for role in _TIMED_ROLES if role in idle), strict=False):
         facts.add_row(label, idle_text(role, idle[role]))
     if (age := summary.get("max_age")) is not None:
-        facts.add_row("tokens", f"at most {age} weight versions old when they were trained on")
+        facts.add_row("tokens", f"at most {age} training steps old when they were trained on")
     facts.add_row("faults", _faults(summary.get("faults") or 0, recoveries, summary.get("unprovoked")))
     if tokens := summary.get("outage_tokens"):
         facts.add_row("kept", f"{tokens} tokens that rollouts generated while the trainer was away")

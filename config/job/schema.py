@@ -165,11 +165,12 @@ class SamplingTable(Table):
     if a step takes longer than the 0.1 s in which new weights reach the rollouts. Has no effect if ``staleness`` is
     0."""
     staleness: Annotated[int, Field(ge=0)] | Literal["unlimited"] = run_spec.DEFAULT_STALENESS
-    """Number N of weight versions by which a token may be older than the newest version when it is trained. Rollouts
-    wait for newer weights rather than begin work that would become too old, so they work at most N batches ahead,
-    whatever ``ahead`` is. The trainer must publish at least once in N + 1 steps, else the run stalls and reports why.
-    The default is AReaL's for code (8 for mathematics). Without a limit, a trainer whose weights no longer reach the
-    rollouts continues to train and ruins the policy."""
+    """Greatest age N, in training steps, of a token that is trained on. Step n starts from the weights of step n - 1; a
+    token that was sampled with the weights of step v then has the age n - 1 - v. Rollouts wait for newer weights rather
+    than begin work that would become too old, so they work at most N batches ahead, whatever ``ahead`` is. The trainer
+    must publish at least once in N + 1 steps, else the run stalls and reports why. The default is AReaL's for code (8
+    for mathematics). Without a limit, a trainer whose weights no longer reach the rollouts continues to train and ruins
+    the policy."""
     late: Literal["wait", "drop"] = _SAMPLING.late
     """What a step does about a group that no later step may train, because its tokens would be too old. ``wait``: the
     step waits for it. ``drop``: the group is dropped, which affects mostly long answers; the trained answers are then

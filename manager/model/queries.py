@@ -9,6 +9,7 @@ from ...core.types import (
     STANDBY_ROLE,
     TRAINER,
     Finding,
+    Flag,
     Incarnation,
     NodeName,
     RaisedException,
@@ -88,6 +89,22 @@ def starts_ended_by(exception: RaisedException, replica: Replica) -> int:
     """
     last = replica.last_exception
     return replica.exception_starts if last is not None and last.fingerprint == exception.fingerprint else 0
+
+
+def returned_early(state: State, replica: Replica, finding: Finding | None, at: float) -> bool:
+    """Return whether the replica's program returned with exit code 0 within ``recovery.window`` of its join.
+
+    A program that returns after a longer time is only restarted: that is rare enough to cost little.
+
+    Args:
+        state: The state.
+        replica: The replica, whose newest incarnation is still current.
+        finding: The finding about that incarnation, if there is one.
+        at: Manager's time (s) of the end.
+    """
+    if finding is None or Flag.CLEAN_EXIT not in finding.flags:
+        return False
+    return replica.status is not Status.JOINED or at - replica.since < state.job.recovery.window
 
 
 def owner_of(state: State, step: str) -> Replica | None:

@@ -7,12 +7,12 @@ from typing import Any
 from msgspec.structs import replace
 
 from ...core.launch import ExitReason
-from ...core.types import Flag, Incarnation, NodeName, RaisedException, ReplicaId, gang_of, is_support, role_of
+from ...core.types import Finding, Flag, Incarnation, NodeName, RaisedException, ReplicaId, gang_of, is_support, role_of
 from ..cluster.base import RejectReason
 from . import events as ev
 from . import idle_times, stream_figures
 from .actions import Fence, Launch, Rung, StopStep
-from .queries import finding_about, gang, is_batch_role, owner_of, starts_ended_by
+from .queries import finding_about, gang, is_batch_role, owner_of, returned_early, starts_ended_by
 from .reward_curve import add_step
 from .state import AdmittedProcess, FailedIncarnation, OrphanStep, Replica, State, Status, UnchargedRestart
 from .token_ages import with_step
@@ -161,6 +161,7 @@ def on_fence(state: State, at: float, fence: Fence) -> State:
         return _drop_findings(state, fence.incarnation)
     finding, not_started = finding_about(state, fence.incarnation), None
     state = _count_exception(state, replica.id, None if finding is None else finding.exception)
+    state = _count_clean_exit(state, at, replica.id, finding)
     if finding is not None:
         state = _count_failed_start(state, replica.id)
         not_started = finding.evidence[0].text if Flag.NOT_STARTED in finding.flags else None
@@ -191,7 +192,7 @@ def _clear_restart_request(state: State, id: ReplicaId) -> State:
 
 def _reset_for_restart(replica: Replica, at: float, to: NodeName | None) -> dict[str, Any]:
     """Return the changes that make a replica due for launch at once; a retired replica gets its budget back."""
-    spent = {"failures": (), "failed_starts": 0, "last_exception": None, "exception_starts": 0}
+    spent = {"failures": (), "failed_starts": 0, "last_exception": None, "exception_starts": 0, "clean_exits": 0}
     budget = spent if replica.status is Status.RETIRED else {}
     return {
         "status": Status.WANTED,
@@ -230,6 +231,19 @@ def _count_exception(state: State, id: ReplicaId, exception: RaisedException | N
         exception = None
     starts = 0 if exception is None else 1 + starts_ended_by(exception, replica)
     return with_replica(state, id, last_exception=exception, exception_starts=starts)
+
+
+def _count_clean_exit(state: State, at: float, id: ReplicaId, finding: Finding | None) -> State:
+    """Count in how many incarnations in a row the replica's program returned soon after its start.
+
+    Any other failure restarts the count, except an injected one, which says nothing about the program.
+    """
+    replica = state.replica(id)
+    if replica.fault:
+        return state
+    return with_replica(
+        state, id, clean_exits=replica.clean_exits + 1 if returned_early(state, replica, finding, at) else 0
+    )
 
 
 def _drop_findings(state: State, incarnation: Incarnation) -> State:

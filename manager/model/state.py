@@ -144,6 +144,9 @@ class Replica(Struct, frozen=True):
     unit of work was done since."""
     exception_starts: int = 0
     """Number of incarnations in a row that ``last_exception`` ended before their first unit of work."""
+    clean_exits: int = 0
+    """Number of incarnations in a row whose program returned with exit code 0 soon after its start
+    (:func:`rrl.manager.model.queries.returned_early`)."""
 
     @property
     def role(self) -> str:

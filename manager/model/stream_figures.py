@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from msgspec import Struct
 
 TOKENS_AGED = "tokens_aged_"
-"""Begin of the names of the metrics that count a step's tokens of one age; the age in weight versions follows."""
+"""Begin of the names of the metrics that count a step's tokens of one age; the age in training steps follows."""
 PARTS, LENGTH_BIAS, RECALL = "parts", "length_bias", "recall20"
 LONG_GROUPS, LONGEST_EXPECTED = "long_groups", "longest_expected"
 MAX_COUNT = 2**40
@@ -29,7 +29,7 @@ class StreamFigures(Struct, frozen=True):
     """Number of their parts."""
     most_parts: int = 0
     ages: dict[int, int] = {}
-    """Number of trained tokens by age in weight versions."""
+    """Number of trained tokens by age in training steps."""
     length_bias: float | None = None
     recall20: float | None = None
     long_groups: int = 0

@@ -1,7 +1,7 @@
 """Ages of the tokens that the newest committed steps trained on, and a warning if they grow.
 
-The age of a token is the number of weight versions by which the version that sampled it was older than the newest one
-when the token's batch was bound (when its groups were chosen). The ages are part of the metrics of each step.
+The age of a token is counted in training steps: a token of step n that was sampled with the weights of step v has the
+age n - 1 - v, because step n starts from the weights of step n - 1. The ages are part of the metrics of each step.
 :class:`rrl.Worker` computes them, so a user's own trainer reports them too.
 """
 
@@ -18,16 +18,16 @@ WINDOW_STEPS = 10
 """Number of newest steps whose ages are kept and averaged for the warning: the median of one step jumps by one whenever
 weights arrive a little late."""
 EXTRA_AGE = 2.0
-"""Weight versions by which tokens may be older than ``[sampling] ahead``: a growing median above that sum is a warning.
-Tokens are up to about ``ahead + 2`` versions old, and on a busy machine half of them are (measured: the medians of the
-quickstart are 2 or 3, with ``ahead = 1`` on two cores that other work occupies). A higher median means that new weights
-reach the rollouts late or not at all."""
+"""Training steps by which the age of tokens may exceed ``[sampling] ahead``: a growing median above that sum is a
+warning. Tokens are up to about ``ahead + 2`` steps old, and on a busy machine half of them are (measured: the medians
+of the quickstart are 2 or 3, with ``ahead = 1`` on two cores that other work occupies). A higher median means that new
+weights reach the rollouts late or not at all."""
 P50_METRIC, MAX_METRIC, RUN_MAX_METRIC = "token_age_p50", "token_age_max", "token_age_run_max"
 """Metrics of a committed step: median and maximum age of its own tokens, and the maximum of all steps so far."""
 
 
 class StepAge(Struct, frozen=True, array_like=True):
-    """Median and maximum age of the tokens of one step, in weight versions."""
+    """Median and maximum age of the tokens of one step, in training steps."""
 
     step: int
     p50: float
@@ -80,7 +80,7 @@ def token_age_finding(ages: TokenAges, sampling: SamplingSpec) -> Finding | None
     step, at = ages.warned
     bound = "without a limit" if sampling.staleness is None else f"limit {sampling.staleness}"
     text = (
-        f"the median age of trained tokens has passed {sampling.ahead + EXTRA_AGE:g} weight versions and grows"
+        f"the median age of trained tokens has passed {sampling.ahead + EXTRA_AGE:g} training steps and grows"
         f" ({step.p50:g} at step {step.step}, {bound}): new weights reach the rollouts late, or rollouts work far ahead"
     )
     return Finding("token_age", Verdict.WARN, Cause.SOFTWARE, Remedy.NONE, at, (Evidence("trainer", text, at),))

@@ -115,9 +115,9 @@ def _of_run(state: State, counters: RunCounters, facts: Facts) -> Iterator[Metri
     yield _gauge("rrl_steps_completed", "Newest committed training step.", state.step)
     yield _gauge("rrl_steps_wanted", "Steps after which the run is complete; 0 if it has no trainer.", state.job.steps)
     yield _counter("rrl_steps", "Training steps committed under this manager.", counters.steps)
-    yield _gauge("rrl_token_age_median", "Median age of the tokens of the newest steps, in weight versions.",
+    yield _gauge("rrl_token_age_median", "Median age of the tokens of the newest steps, in training steps.",
                  state.token_ages.p50)  # fmt: skip
-    yield _gauge("rrl_token_age_max", "Age of the oldest token of the newest steps, in weight versions.",
+    yield _gauge("rrl_token_age_max", "Age of the oldest token of the newest steps, in training steps.",
                  state.token_ages.max)  # fmt: skip
     yield _gauge("rrl_unscored_groups", "Groups dropped because an answer could not be scored, as of the newest step.",
                  state.metrics.get("unscored_groups", 0.0))  # fmt: skip
@@ -171,7 +171,7 @@ def _of_stream(figures: StreamFigures) -> Iterator[Metric]:
     """Yield how steps came about; values that no step has reported are left out."""
     if figures.steps:
         yield _gauge("rrl_parts_per_step", "Mean number of parts in which a step came.", figures.parts / figures.steps)
-    yield _counted("rrl_tokens_trained_by_age", "Trained tokens by age in weight versions (15: 15 or more).", ("age",),
+    yield _counted("rrl_tokens_trained_by_age", "Trained tokens by age in training steps (15: 15 or more).", ("age",),
                    {(str(age),): float(tokens) for age, tokens in figures.ages.items()})  # fmt: skip
     if figures.length_bias is not None:
         yield _gauge("rrl_length_bias", "Mean length of trained answers over that of all finished answers.",

@@ -123,7 +123,7 @@ class StreamSummary(Struct, frozen=True):
     """Mean number of parts in which a step came."""
     most_parts: int = 0
     ages: dict[int, int] = {}
-    """Number of trained tokens by age in weight versions."""
+    """Number of trained tokens by age in training steps."""
     max_age: int | None = None
     """Largest of these ages."""
     length_bias: float | None = None
@@ -188,7 +188,7 @@ class Summary(Struct, frozen=True):
     """Tokens that rollouts generated while the trainer was down, and that were kept. Only outages within one manager's
     epoch count."""
     max_age: int | None = None
-    """Age of the oldest token that was trained on, in weight versions; None if no step reported it."""
+    """Age of the oldest token that was trained on, in training steps; None if no step reported it."""
     stale_groups: int = 0
     """Groups that were dropped because a token was older than ``[sampling] staleness`` allows."""
     stale_share: float = 0.0

@@ -218,8 +218,8 @@ class Learner:
         """Update the weights with the parts of the open step.
 
         Returns:
-            Metrics of the whole step for people, all finite. ``staleness`` is the number of weight versions between
-                sampling and training, averaged over the answer tokens.
+            Metrics of the whole step for people, all finite. ``staleness`` is the mean age of the answer tokens in
+                training steps.
 
         Raises:
             ValueError: No step is open, or its last part is missing.

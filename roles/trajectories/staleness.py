@@ -1,9 +1,9 @@
 """The limit on the age of trained tokens: ``[sampling] staleness`` (N below) and ``late``.
 
-When step n is bound, the newest weights are those of step n - 1. A token that was sampled with the weights of step v
-then has the age n - 1 - v. The last step that may train a group is therefore v + 1 + N, where v is the step of the
-oldest weights that sampled any of its tokens. If a later incarnation publishes weights of the same step again, v is the
-same.
+Step n starts from the weights of step n - 1. A token of it that was sampled with the weights of step v has the age
+n - 1 - v: ages are counted in training steps. The last step that may train a group is therefore v + 1 + N, where v is
+the step of the oldest weights that sampled any of its tokens. If a later incarnation publishes weights of the same step
+again, v is the same.
 
 A group counts as *begun with* v from the moment that a rollout with the weights of step v leases one of its
 trajectories: the group has no token yet, but its last step is known. Let B(v) be the number of unbound groups begun
@@ -62,8 +62,8 @@ class StalenessLimit:
 
     Args:
         state: The store's state, which this class only reads.
-        limit: Number of versions that a token may be older than the newest version. If None, there is no limit, and
-            nothing is counted.
+        limit: Greatest age of a trained token, in training steps. If None, there is no limit, and nothing is
+            counted.
         groups_per_batch: Number of groups that a step trains.
         wait_for_late: True for ``late = "wait"``.
     """
@@ -74,8 +74,8 @@ class StalenessLimit:
         self._per_batch = groups_per_batch
         self.wait_for_late = wait_for_late
         self.reason = (
-            f"stale: no step can train it before a token is more than {limit} weight versions old" if wait_for_late
-            else f"stale: a token is more than {limit} weight versions old"
+            f"stale: no step can train it before a token is more than {limit} training steps old" if wait_for_late
+            else f"stale: a token is more than {limit} training steps old"
         )  # fmt: skip
         self._begun: dict[int, int] = {}
         """Step of the weights that a group was begun with, by group number."""
@@ -246,8 +246,8 @@ class StalenessLimit:
         if 2 * stale <= made:
             return None
         return (
-            f"warning: {stale} of the last {made} groups were dropped: a token was more than {self._limit} weight"
-            " versions old; answers take longer than the trainer's steps: raise [sampling] staleness, lower"
+            f"warning: {stale} of the last {made} groups were dropped: a token was more than {self._limit} training"
+            " steps old; answers take longer than the trainer's steps: raise [sampling] staleness, lower"
             " max_new_tokens, or add rollouts"
         )
 

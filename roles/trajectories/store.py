@@ -70,7 +70,7 @@ class Store:
         max_new_tokens: Maximum number of tokens after a prompt.
         next_prompt: Returns the prompt of an item; an item for which it raises is dropped.
         keep_uncommitted: Maximum number of finished, uncommitted steps besides the step that the trainer works on.
-        staleness: Limit on the age of tokens in weight versions (:mod:`.staleness`), or None for no limit.
+        staleness: Limit on the age of tokens in training steps (:mod:`.staleness`), or None for no limit.
         wait_for_late: True if a step waits for the groups that no later step may train; False if they are dropped.
         groups_per_part: Number of groups that a part of a step has at least, except for the last part of a step; None
             for an eighth of a step.

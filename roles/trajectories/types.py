@@ -82,7 +82,7 @@ class Batch(Struct, frozen=True):
     stale: int = 0
     """Number of groups that the run had dropped as too old before this batch was bound."""
     max_age: int = 0
-    """Age, in weight versions, of the oldest token of this batch and all earlier ones of the run."""
+    """Age, in training steps, of the oldest token of this batch and all earlier ones of the run."""
     unscored: int = 0
     """Number of groups that the run had dropped before this batch was bound, because an answer could not be scored."""
 
@@ -139,7 +139,7 @@ class Part(Struct, frozen=True):
     stale: int = 0
     """Number of groups that the run had dropped as too old before this part was bound."""
     max_age: int = 0
-    """Age, in weight versions, of the oldest token of this part and everything that was bound before it."""
+    """Age, in training steps, of the oldest token of this part and everything that was bound before it."""
     unscored: int = 0
     """Number of groups that the run had dropped before this part was bound, because an answer could not be scored."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
 
@@ -27,6 +28,24 @@ def test_every_benchmark_names_its_needs_and_checks_them() -> None:
     programs = {path.stem: path.read_text() for path in BENCHMARKS.glob("[a-z]*.py")}
     assert set(programs) == set(NEEDS)
     assert [name for name, text in programs.items() if f'check_requirements("{name}"' not in text] == []
+
+
+@pytest.mark.parametrize(("option", "code"), [("--help", 0), ("--no-such-option", 2)])
+@pytest.mark.parametrize("name", sorted(NEEDS))
+def test_a_benchmark_reads_its_options_before_it_begins(
+    name: str, option: str, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    benchmark = importlib.import_module(f"rrl.benchmarks.{name}")
+    monkeypatch.setattr(benchmark, "check_requirements", lambda *_, **__: pytest.fail("the benchmark begins"))
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", option])
+    with pytest.raises(SystemExit) as ended:
+        getattr(benchmark, "app", benchmark.main)()
+    out, err = capsys.readouterr()
+    shown = out if code == 0 else err
+    assert (ended.value.code, shown.lower().lstrip().startswith("usage: ")) == (code, True)
+    if code == 0:
+        first_line = (benchmark.__doc__ or "").splitlines()[0]
+        assert " ".join(first_line.split()) in " ".join(shown.split())
 
 
 @pytest.mark.parametrize("benchmark", [restart, manager_away])

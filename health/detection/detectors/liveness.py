@@ -31,8 +31,8 @@ STOPPED_SILENCE_FACTOR = 3.0
 """Multiple of the silence limit for a worker with a stopped process, according to those loads: py-spy, gdb or gcore
 stop a process for some seconds (a stop by py-spy of 10.1 s was observed), and a debugger that is left attached stops it
 for good."""
-EXIT_FLAGS = {ExitReason.NOT_STARTED: (Flag.NOT_STARTED,), ExitReason.INVALID_CONFIG: (Flag.INVALID_CONFIG,)}
-"""Flags of the finding about a step that ended for this reason."""
+_EXIT_FLAGS = {ExitReason.NOT_STARTED: (Flag.NOT_STARTED,), ExitReason.INVALID_CONFIG: (Flag.INVALID_CONFIG,)}
+"""Flags of the finding about a step that ended for this reason, with any exit code."""
 _AGENT_SILENCE_FACTOR = 2
 """Multiple of the silence limit for an agent: by then ``node_lost`` has found out whether the whole node is silent."""
 _LONE_AGENT_SILENCE_FACTOR = 6
@@ -61,7 +61,14 @@ def exit_record(view: ReplicaView, limits: Limits, now: float) -> Result:
     finding = finding_about(
         view, "exit_record", Verdict.FAIL, Cause.PROCESS, Remedy.RESTART, end.at, "step", text, True
     )
-    return replace(finding, flags=EXIT_FLAGS.get(end.reason, ()), exception=end.exception), inf
+    return replace(finding, flags=exit_flags(end.reason, end.code), exception=end.exception), inf
+
+
+def exit_flags(reason: ExitReason, code: int | None) -> tuple[Flag, ...]:
+    """Return the flags of the finding about a step that ended for this reason, with this exit code (None: a signal)."""
+    if reason is ExitReason.EXITED and code == 0:
+        return (Flag.CLEAN_EXIT,)
+    return _EXIT_FLAGS.get(reason, ())
 
 
 def step_gone(view: ReplicaView, limits: Limits, now: float) -> Result:

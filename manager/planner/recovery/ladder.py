@@ -17,7 +17,7 @@ from ...model.reduce_replicas import MAX_RESTART_BACKOFF_S
 from ...model.state import Replica, State, Status
 from ..capacity.nodes import NodeInventory
 from ..deadlines import SHUTDOWN_GRACES
-from .repeated_exception import starts_with_same_exception
+from .repeated_end import starts_with_same_exception
 
 SUPPORT_ROLES = (AGENT, STANDBY_ROLE)
 """Roles that belong to a node and leave with it; no replica of the run depends on one of them."""

@@ -32,7 +32,7 @@ from .ladder import (
 )
 from .node_exclusion import exclusions
 from .rejection import command_missing, invalid_config, never_joined, no_fit_node, rejected, role_exhausted
-from .repeated_exception import failed_by_code, others_may_work, repeated_exception, scorer_fails
+from .repeated_end import failed_by_code, others_may_work, repeated_clean_exit, repeated_exception, scorer_fails
 from .software_fault import suggests_software_fault
 
 _Members = Sequence[Replica]
@@ -210,7 +210,9 @@ def _choose_rung(case: FailureCase, members: _Members, evidence: tuple[str, ...]
     state, failed = case.state, case.failed
     finding = finding_about(state, failed.incarnation)
     if repeated := repeated_exception(state, failed):
-        return _fail_or_degrade(case, repeated)
+        return _fail_or_degrade(case, repeated, "its traceback")
+    if repeated := repeated_clean_exit(state, failed):
+        return _fail_or_degrade(case, repeated, "its last lines")
     if mistake := never_joined(state, failed, evidence, finding.detector if finding is not None else ""):
         return _reject_or_degrade(case, mistake)
     if case.recent_failures >= state.job.recovery.per_replica:
@@ -277,12 +279,15 @@ def _reject_or_degrade(case: FailureCase, mistake: tuple[str, ...]) -> Decision:
     return rejected(mistake)
 
 
-def _fail_or_degrade(case: FailureCase, evidence: tuple[str, ...]) -> Decision:
-    """Retire a member whose own code fails, if other replicas of its role may still work; otherwise end the run."""
+def _fail_or_degrade(case: FailureCase, evidence: tuple[str, ...], shown: str) -> Decision:
+    """Retire a member whose own code fails, if other replicas of its role may still work; otherwise end the run.
+
+    ``shown``: what the log of the failure shows to users.
+    """
     state, failed = case.state, case.failed
     if can_degrade(state, failed, case.dropped) and others_may_work(state, failed, case.dropped):
         return _retire(case, evidence)
-    return failed_by_code(state, evidence)
+    return failed_by_code(state, evidence, shown)
 
 
 def _retire(case: FailureCase, evidence: tuple[str, ...]) -> Fence:

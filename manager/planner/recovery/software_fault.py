@@ -8,7 +8,8 @@ a second restart that fails. They count only failures that nothing else explains
 * a failure at about the same time as many failures of other roles: the cause is storage, fabric or site. The next
   failure does not count either, since failures of other roles may still follow it;
 * a launch that the cluster refused: the software never ran;
-* an exception that ends the trainer again and again before it has done any work (``repeated_exception``).
+* an exception that ends the trainer again and again before it has done any work (``repeated_end``);
+* an exit with code 0 soon after the start: the trainer's program returned, and would return again.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Sequence
 from ....core.types import NodeName
 from ...model.queries import finding_about, node_finding, workers
 from ...model.state import FailedIncarnation, Replica, State, Status
-from .repeated_exception import starts_with_same_exception
+from .repeated_end import starts_with_clean_exit, starts_with_same_exception
 
 
 def suggests_software_fault(state: State, members: Sequence[Replica], failed: Replica, now: float) -> tuple[str, ...]:
@@ -35,7 +36,7 @@ def suggests_software_fault(state: State, members: Sequence[Replica], failed: Re
     )
     if finding_about(state, failed.incarnation) is None or not _is_unexplained(state, failed, newest):
         return ()
-    if starts_with_same_exception(state, failed) > 1:
+    if starts_with_same_exception(state, failed) > 1 or starts_with_clean_exit(state, failed):
         return ()
     full_restarts = [at for at in state.full_restarts if now < at + recovery.window]
     since = max(full_restarts, default=0.0)

@@ -120,9 +120,9 @@ class Part(Struct, frozen=True, tag="part", array_like=True):
     stale: int
     """Number of groups that the run had dropped as stale before this part."""
     max_age: int
-    """Age, in weight versions, of the oldest token of this part and everything that was bound before it."""
+    """Age, in training steps, of the oldest token of this part and everything that was bound before it."""
     ages: dict[int, int]
-    """Number of tokens of the part by their age in weight versions."""
+    """Number of tokens of the part by their age in training steps."""
     unscored: int = 0
     """Number of groups that the run had dropped before this part, because an answer could not be scored."""
 
@@ -141,9 +141,9 @@ class Binding(Struct, frozen=True, tag="binding", array_like=True):
     stale: int = 0
     """Number of groups that the run had dropped as stale before this binding."""
     max_age: int = 0
-    """Age, in weight versions, of the oldest token of this binding and all earlier ones of the run."""
+    """Age, in training steps, of the oldest token of this binding and all earlier ones of the run."""
     ages: dict[int, int] = {}
-    """Number of tokens of the step by their age in weight versions; empty in the log of an older version of rrl."""
+    """Number of tokens of the step by their age in training steps; empty in the log of an older version of rrl."""
     unscored: int = 0
     """Number of groups that the run had dropped before this binding, because an answer could not be scored."""
 
@@ -302,11 +302,11 @@ class Audit(Struct, frozen=True):
     steps: dict[int, tuple[int, ...]]
     """Groups of every step that was ever bound completely, including uncommitted steps."""
     max_age: int = 0
-    """Age, in weight versions, of the oldest token in committed steps."""
+    """Age, in training steps, of the oldest token in committed steps."""
     parts: dict[int, tuple[tuple[int, ...], ...]] = {}
     """Groups of each part, of every step that was ever bound in parts; the newest step may lack groups."""
     ages: dict[int, int] = {}
-    """Number of tokens in committed steps by their age in weight versions. Steps whose tokens were deleted by a version
+    """Number of tokens in committed steps by their age in training steps. Steps whose tokens were deleted by a version
     of rrl that did not count them are missing."""
 
 

@@ -45,7 +45,7 @@ METRICS_RETAINED_STEPS = 4096
 few MB."""
 
 TOKENS_AGED = "tokens_aged_"
-"""Begin of the names of figures that count a step's tokens of one age, in weight versions, which follows."""
+"""Begin of the names of figures that count a step's tokens of one age, in training steps, which follows."""
 MAX_COUNTED_AGE = 15
 """Age of which and above which all tokens count together: without a limit on staleness, ages can be large."""
 
@@ -285,7 +285,7 @@ class State:
 
     @property
     def max_age(self) -> int:
-        """Age, in weight versions, of the oldest token of everything that is bound.
+        """Age, in training steps, of the oldest token of everything that is bound.
 
         Each binding and each part records the maximum over itself and everything that was bound before, and the binding
         of the newest committed step is always retained.

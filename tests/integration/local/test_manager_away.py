@@ -29,8 +29,8 @@ from rrl.tests.support.slurm.lab import SlurmLab
 STEPS_AWAY = 40
 """steps that are trained while the manager is away"""
 MAX_AGE = 10
-"""weight versions that a trained token may be old then. While versions arrive, the light run's tokens are 1 to 4
-versions old (the default ``ahead`` and a pull); without news a token of the last of those steps is about 40 old"""
+"""training steps that a trained token may be old then. While versions arrive, the light run's tokens are 1 to 4
+steps old (the default ``ahead`` and a pull); without news a token of the last of those steps is about 40 old"""
 
 
 def _manager_pid(run: TestRun) -> int:

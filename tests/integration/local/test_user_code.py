@@ -102,6 +102,41 @@ def test_wrong_offset_ends_the_run_within_three_starts_of_a_rollout_that_has_wor
     check_sound(run.run)
 
 
+ROLLOUT_THAT_RETURNS = """
+import rrl
+from rrl.roles.worker import api
+
+api.GOODBYE_TIMEOUT_S = 0.5  # instead of 60: no stop request will come, and the test need not wait for it
+
+with rrl.join() as me:
+    for number, work in enumerate(me.work(at_most=4)):
+        if new := me.new_weights():
+            version = new.version
+        segments = [
+            rrl.Segment(item.trajectory, 0, (item.prompt[0],) * 4 + (1,), (0.0,) * 5, version) for item in work.items
+        ]
+        work.append(segments, [item.trajectory for item in work.items])
+        if number == 2:
+            break
+"""
+
+
+def test_rollout_that_returns_after_three_leases_ends_the_run_at_its_third_exit(tmp_path: Path) -> None:
+    (tmp_path / "rollout.py").write_text(ROLLOUT_THAT_RETURNS)
+    toml = light_job("local", 400, rollouts=1, spares=0)
+    run = submit_here(tmp_path, toml.replace(f"{LIGHT}/light_rollout.py", "rollout.py"))
+    state = run.wait_end()
+    assert state.outcome == "failed"
+    assert state.why.startswith(
+        "rollout/0 exited with code 0 in 3 starts in a row before the run was complete; its program returned: let it"
+        " loop until me.stopping is set"
+    ), state.why
+    assert state.replica(ReplicaId("rollout/0")).incarnation_number == 3
+    assert state.step > 0
+    run.wait_gone()
+    check_sound(run.run)
+
+
 def test_syntax_error_before_join_rejects_the_run_with_its_line(tmp_path: Path) -> None:
     (tmp_path / "rollout.py").write_text("import rrl\n\nwith rrl.join() as me\n    pass\n")
     toml = light_job("local", 10, rollouts=1, spares=0).replace(f"{LIGHT}/light_rollout.py", "rollout.py")

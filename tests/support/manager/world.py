@@ -36,7 +36,7 @@ from rrl.core.types import (  # fmt: skip
     role_of,
     standby_role_of,
 )
-from rrl.health.detection.detectors.liveness import EXIT_FLAGS
+from rrl.health.detection.detectors.liveness import exit_flags
 from rrl.manager.cluster.base import AllocationRequest, AllocationState, AllocationStatus, RejectReason
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import (
@@ -548,9 +548,10 @@ def found(
     text: str = "",
     reason: ExitReason | None = None,
     exception: RaisedException | None = None,
+    code: int | None = 1,
 ) -> ev.FindingChanged:
     evidence = (Evidence("step", text or f"{incarnation} failed", at),)
-    flags = EXIT_FLAGS.get(reason, ()) if reason is not None else ()
+    flags = exit_flags(reason, code) if reason is not None else ()
     return ev.FindingChanged(Finding(
         detector, Verdict.FAIL, Cause.PROCESS, Remedy.RESTART, at, evidence, incarnation, proof=proof, flags=flags,
         exception=exception,

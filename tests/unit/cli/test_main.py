@@ -73,6 +73,13 @@ def test_the_version_is_the_distributions(capsys: pytest.CaptureFixture[str]) ->
         (["canecl"], "rrl: No such command 'canecl'. Did you mean 'cancel'? see: rrl --help"),
         (["status", "--nope"], "rrl: No such option: --nope; see: rrl status --help"),
         (["submit"], "rrl: Missing argument 'JOB.TOML'; see: rrl submit --help"),
+        (["resume", "x", "--steps", "abc"], 'rrl: --steps: must be a whole number, not "abc"; see: rrl resume --help'),
+        (["resume", "x", "--steps", "0"], 'rrl: --steps: must be at least 1, not "0"; see: rrl resume --help'),
+        (["logs", "x", "-n", "1.5"], 'rrl: --lines: must be a whole number, not "1.5"; see: rrl logs --help'),
+        (
+            ["inject", "x", "slow", "--amount", "half"],
+            'rrl: --amount: must be a number, not "half"; see: rrl inject --help',
+        ),
         (["submit", "missing.toml"], "missing.toml: no such file"),
         (["check", "."], '.: is a folder; name the file in it, for example "./job.toml"'),
     ],

@@ -161,7 +161,7 @@ class Script:
             assert isinstance(given, Bound)
             now.bound[number], now.fence = given.batch, who.number
             if number == _LATE and self._staleness is not None:
-                now.dropped[f"stale: a token is more than {self._staleness} weight versions old"] = GROUP
+                now.dropped[f"stale: a token is more than {self._staleness} training steps old"] = GROUP
 
         given = self._call(GetBatch(who, number), bound)
         assert isinstance(given, Bound)

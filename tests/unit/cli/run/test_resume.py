@@ -171,7 +171,7 @@ COMMITTED = f"{RUN} has committed 12 steps already; to train more, for example: 
         (("--walltime", "8"), "--walltime: '8' is not a duration; write for example"),
         (("--steps", "12"), COMMITTED),
         (("--steps", "10"), COMMITTED),
-        (("--steps", "0"), "Invalid value for '--steps'"),
+        (("--steps", "0"), '--steps: must be at least 1, not "0"'),
     ],
 )
 def test_what_cannot_be_meant_is_refused_and_nothing_is_changed(

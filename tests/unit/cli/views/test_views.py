@@ -308,7 +308,7 @@ def test_status_always_shows_the_age_of_trained_tokens_and_what_the_trainer_wait
         )
     )
     picture = drawn(status_view(story.recorded(), story.now, 100), 100)
-    assert "tokens   age p50 1, max 3 weight versions" in picture
+    assert "tokens   age p50 1, max 3 training steps" in picture
     assert "note     trainer/0: the trainer waits for group 412: step 96 is the last that may train it" in picture
     assert "token_age" not in picture, "it has a row of its own"
 

@@ -144,7 +144,7 @@ def test_a_part_takes_no_place_of_an_older_group_that_is_not_complete(tmp_path: 
 def test_with_late_drop_a_part_waits_for_no_group_and_the_last_part_drops_it(tmp_path: Path) -> None:
     store = _with_a_late_group(tmp_path, wait_for_late=False)
     assert part(store, 2, 0).groups == (5, 6, 7, 8)
-    assert store.audit().dropped == {"stale: a token is more than 1 weight versions old": GROUP}
+    assert store.audit().dropped == {"stale: a token is more than 1 training steps old": GROUP}
 
 
 def test_with_late_drop_nothing_is_dropped_while_the_step_lacks_groups(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def open_store(folder: Path, members: Sequence[Incarnation] = ALL, **changed: An
 
 
 def _too_old(limit: int) -> str:
-    return f"stale: a token is more than {limit} weight versions old"
+    return f"stale: a token is more than {limit} training steps old"
 
 
 def _outdated(store: Store, weights: int, who: Incarnation = ROLLOUT) -> bool:

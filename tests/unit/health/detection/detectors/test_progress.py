@@ -119,6 +119,24 @@ def test_exit_code_0_waits_for_a_report_that_the_run_is_complete() -> None:
     assert trace.found(due) == set()
 
 
+@pytest.mark.parametrize(
+    ("code", "signal", "reason", "flags"),
+    [
+        (0, None, ExitReason.EXITED, (Flag.CLEAN_EXIT,)),
+        (1, None, ExitReason.EXITED, ()),
+        (None, 9, ExitReason.SIGNALED, ()),
+        (0, None, ExitReason.STOPPED, ()),
+        (0, None, ExitReason.LAUNCHER_DIED, ()),
+    ],
+)
+def test_only_a_program_that_returns_by_itself_is_a_clean_exit(
+    code: int | None, signal: int | None, reason: ExitReason, flags: tuple[Flag, ...]
+) -> None:
+    trace = one_rollout()
+    trace.monitor.on_step_ended(ROLLOUT, code, signal, reason, trace.now)
+    assert trace.only(trace.now + 4 * LIMITS.heartbeat).flags == flags
+
+
 def test_replica_that_does_not_end_after_goodbye_fails() -> None:
     trace = one_rollout("stopping")
     trace.monitor.on_goodbye(ROLLOUT, trace.now)

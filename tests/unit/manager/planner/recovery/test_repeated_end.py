@@ -1,4 +1,4 @@
-"""An exception in a role's own code ends the run within three starts, and the run's reason names it."""
+"""A role whose own code raises or returns in each start ends the run within three starts, and the run says why."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import msgspec
 import pytest
 
 from rrl.core.faults import Fault, FaultKind
+from rrl.core.launch import ExitReason
 from rrl.core.run_spec import Recovery
 from rrl.core.types import Flag, Incarnation, NodeName, Outcome, RaisedException, ReplicaId, member_id
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Fence, Finish, InjectFault, RestartAll, Rung, Why
 from rrl.manager.model.state import Status
-from rrl.tests.support.manager.jobs import REWARD, ROLLOUTS, STORE, TRAINER, gang_job, job
+from rrl.tests.support.manager.jobs import REWARD, ROLLOUTS, STORE, TRAINER, command, commands, gang_job, job
 from rrl.tests.support.manager.world import World, assert_nothing_is_left, fences, found
 
 R0, R1 = ROLLOUTS
@@ -224,3 +225,122 @@ def test_fence_of_another_incarnation_leaves_the_count_alone() -> None:
     why = Why(("a test",))
     world.happen(ev.Decided(Fence(Incarnation(R0, 1), Rung.IN_PLACE, why)))
     assert world.state.replica(R0).exception_starts == 1
+
+
+# ── a program that returns ───────────────────────────────────────────────────────────────────────────────────────────
+def leave(world: World, replica: ReplicaId) -> None:
+    """Record that the replica's program returned with exit code 0, and let the planner decide."""
+    incarnation = world.state.replica(replica).incarnation
+    world.happen(found(incarnation, "exit_record", world.now, proof=True, reason=ExitReason.EXITED, code=0))
+
+
+@pytest.mark.parametrize("replica", [R0, STORE, REWARD, TRAINER])
+def test_program_that_returns_after_a_little_work_ends_the_run_at_the_third_time(replica: ReplicaId) -> None:
+    world = World(job(rollouts=1, spares=0, steps=9)).steady()
+    for step in (1, 2, 3):
+        assert world.decided(Finish) == []
+        work(world, replica)
+        world.commit(step)
+        leave(world, replica)
+        world.play(lambda: world.works() or world.over)
+    returned, advice, where = end(world).why.evidence
+    assert returned == f"{replica} exited with code 0 in 3 starts in a row before the run was complete"
+    assert advice == "its program returned: let it loop until me.stopping is set"
+    assert where.endswith(" --failed shows its last lines")
+    assert world.decided(RestartAll) == []
+    assert_nothing_is_left(world, Outcome.FAILED)
+
+
+def test_trainer_that_returns_without_a_commit_ends_the_run_without_a_restart_of_it() -> None:
+    world = World(job(spares=0)).steady()
+    world.commit(1)
+    for _ in range(3):
+        leave(world, TRAINER)
+        world.play(lambda: world.works() or world.over)
+    assert end(world).why.evidence[0].startswith("trainer/0 exited with code 0 in 3 starts in a row")
+    assert world.decided(RestartAll) == []
+
+
+def test_program_that_returns_in_turn_in_two_members_of_a_gang_counts_for_the_gang() -> None:
+    world = World(gang_job(2, 1, rollouts=1, spares=0)).steady()
+    for rank in (1, 0, 1):
+        assert world.decided(Finish) == []
+        leave(world, member_id(TRAINER, rank))
+        world.play(lambda: world.works() or world.over)
+    assert end(world).why.evidence[0].startswith("trainer/0.1 exited with code 0 in 3 starts in a row")
+
+
+def test_every_rollout_returns_and_the_last_one_ends_the_run() -> None:
+    world = World(job(rollouts=2, spares=0)).steady()
+    for replica in (R0, R1, R0, R1, R0):
+        leave(world, replica)
+        assert world.decided(Finish) == []
+        world.play(lambda: world.works() or world.state.replica(R0).status is Status.RETIRED)
+    assert world.state.replica(R0).status is Status.RETIRED
+    leave(world, R1)
+    assert end(world).why.evidence[0].startswith("rollout/1 exited with code 0 in 3 starts in a row")
+
+
+def test_rollout_that_returns_after_hours_is_only_restarted() -> None:
+    world = World(job(rollouts=1, spares=0)).steady()
+    for number in range(1, 6):
+        assert world.state.replica(R0).incarnation_number == number
+        world.wait(world.state.job.recovery.window + 1.0)
+        leave(world, R0)
+        world.steady()
+    assert [fence.rung for fence in fences(world)] == [Rung.IN_PLACE] * 5
+    assert world.decided(Finish) == []
+
+
+@pytest.mark.parametrize("between", ["failure", "long work"])
+def test_another_end_between_two_returns_restarts_the_count(between: str) -> None:
+    world = World(job(rollouts=1, spares=0, recovery=Recovery(per_node=99))).steady()
+    for number in range(5):
+        if number == 2 and between == "long work":
+            world.wait(world.state.job.recovery.window + 1.0)
+        if number == 2 and between == "failure":
+            world.kill(R0)
+        else:
+            leave(world, R0)
+        world.play(lambda: world.works() or world.over)
+    assert (world.works(), world.decided(Finish)) == (True, [])
+    assert world.state.replica(R0).clean_exits == 2
+
+
+def test_return_after_an_injected_fault_does_not_count() -> None:
+    world = World(job(rollouts=1, spares=0, recovery=Recovery(per_node=99))).steady()
+    for number in range(4):
+        replica = world.state.replica(R0)
+        fault = Fault(str(number), FaultKind.EXIT, target=R0)
+        inject = InjectFault(fault, replica.step or "", replica.node or N3, Why(("a test",)), replica.incarnation)
+        world.record(ev.Intended(inject))
+        world.record(ev.FaultInjected(fault.id, replica.incarnation, True))
+        leave(world, R0)
+        world.play(lambda: world.works() or world.over)
+    assert (world.works(), world.decided(Finish)) == (True, [])
+
+
+def test_resumed_run_counts_the_returns_of_its_programs_anew() -> None:
+    world = World(job(rollouts=1, spares=0)).steady()
+    for _ in range(3):
+        leave(world, R0)
+        world.play(lambda: world.works() or world.over)
+    assert end(world)
+    world.play()
+    world.record(ev.RunEnded(Outcome.FAILED, "it returned"))
+    world.over = False
+    world.happen(ev.Resumed("me", "r1", world.state.job))
+    world.steady()
+    leave(world, R0)
+    world.steady()
+    assert world.state.replica(R0).clean_exits == 1
+
+
+def test_service_that_returns_ends_the_run_with_advice_for_commands() -> None:
+    world = World(commands(command("shard"), command("cache", service=True))).steady()
+    for _ in range(3):
+        leave(world, ReplicaId("cache/0"))
+        world.play(lambda: world.works() or world.over)
+    returned, advice, _ = end(world).why.evidence
+    assert returned == "cache/0 exited with code 0 in 3 starts in a row before the run was complete"
+    assert advice == "its command returned: a service works until SIGTERM; without `service`, code 0 means done"

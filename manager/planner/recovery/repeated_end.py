@@ -1,8 +1,11 @@
-"""Recognise an exception that a further start would only raise again, because the cause is in the role's own code.
+"""Recognise an end that a further start would only repeat, because the cause is in the role's own code.
 
-The evidence is that the same exception (type and place) ended ``recovery.first_start`` starts of a replica, before any
-replica of the role has completed a unit of work. The last of these starts is on another node, if there is one. Once the
-role has worked, its code works in principle, and the repair ladder decides. These exceptions do not count:
+The end is an exception, or the return of a program that should work until it is stopped.
+
+**Exceptions.** The evidence is that the same exception (type and place) ended ``recovery.first_start`` starts of a
+replica, before any replica of the role has completed a unit of work. The last of these starts is on another node, if
+there is one. Once the role has worked, its code works in principle, and the repair ladder decides. These exceptions do
+not count:
 
 * an injected exception;
 * an exception that storage, network, memory or a GPU may have caused (``RaisedException.environmental``);
@@ -12,13 +15,17 @@ Two kinds of exceptions are judged differently. If the role's code broke a rule 
 (``RaisedException.misuse``), earlier work of the role does not show that the code is right: the three starts count in a
 role that has worked, too. If the scorer failed for most groups (``RaisedException.dropped_groups``), the evidence
 is complete, and the run ends at once.
+
+**Returns.** The evidence is that ``recovery.first_start`` incarnations of a replica in a row exited with code 0 by
+themselves, each soon after its start (:func:`rrl.manager.model.queries.returned_early`). What they did before does not
+matter: a program whose loop ends after three steps makes some progress in each start, but costs a restart each time.
 """
 
 from __future__ import annotations
 
 from ....core.types import Outcome, RaisedException, ReplicaId, gang_of, is_support
 from ...model.actions import Finish, Rung, Why
-from ...model.queries import finding_about, gang, has_worked, node_finding, starts_ended_by, workers
+from ...model.queries import finding_about, gang, has_worked, node_finding, returned_early, starts_ended_by, workers
 from ...model.state import Replica, State, Status
 
 
@@ -50,19 +57,45 @@ def repeated_exception(state: State, failed: Replica) -> tuple[str, ...]:
     return f"{failed.id}: {exception}", f"this exception ended {starts} starts in a row, {worked}"
 
 
+def starts_with_clean_exit(state: State, failed: Replica) -> int:
+    """Return how many starts in a row ended because the replica's program returned early; 0 if the last one did not.
+
+    In a gang the starts of the whole gang count, since each start is charged to one of its members.
+    """
+    if is_support(failed.id) or failed.fault or not failed.is_current:
+        return 0
+    if not returned_early(state, failed, finding_about(state, failed.incarnation), state.at):
+        return 0
+    return 1 + sum(member.clean_exits for member in gang(state, failed.id))
+
+
+def repeated_clean_exit(state: State, failed: Replica) -> tuple[str, ...]:
+    """Return the evidence that the program of the replica would return again after a further start; empty if none."""
+    starts = starts_with_clean_exit(state, failed)
+    if starts < state.job.recovery.first_start:
+        return ()
+    returned = f"{failed.id} exited with code 0 in {starts} starts in a row before the run was complete"
+    if state.job.role(failed.role).kind == "command":
+        return returned, "its command returned: a service works until SIGTERM; without `service`, code 0 means done"
+    return returned, "its program returned: let it loop until me.stopping is set"
+
+
 def scorer_fails(state: State) -> Finish | None:
     """Return the end of a run in which a reward replica ended because its scorer fails for most groups."""
     for replica in workers(state):
         exception = _exception_of(state, replica)
         if exception is not None and exception.dropped_groups and not replica.fault:
             dropped = f"exceptions of the scorer have dropped {exception.dropped_groups} groups, most of the newest"
-            return failed_by_code(state, (f"{replica.id}: {exception}", dropped))
+            return failed_by_code(state, (f"{replica.id}: {exception}", dropped), "its traceback")
     return None
 
 
-def failed_by_code(state: State, evidence: tuple[str, ...]) -> Finish:
-    """Return the end of a run that the user's code keeps from working."""
-    show = f"rrl logs {state.run} --failed shows its traceback"
+def failed_by_code(state: State, evidence: tuple[str, ...], shown: str) -> Finish:
+    """Return the end of a run that the user's code keeps from working.
+
+    ``shown``: what the log of the failure shows to users.
+    """
+    show = f"rrl logs {state.run} --failed shows {shown}"
     return Finish(Outcome.FAILED, Why((*evidence, show), Rung.GIVE_UP, "everything is released"))
 
 
