@@ -30,8 +30,8 @@ LOG_EVERY_VERSIONS = 10
 """Number of versions between two lines in the log."""
 APPEND_INTERVAL_S = 0.1
 """Least number of seconds between two appends while the engine has no free slots. Each append costs the store a flush,
-in which it serves nobody else (1 to 4 ms, measured), however few tokens it contains. A crash loses the tokens of this
-time at most."""
+in which it serves nobody else (1 to 4 ms, measured), however few tokens it contains. A crash loses the tokens of at
+most this time more."""
 _VLLM_SEED_LIMIT = 2**31
 """Upper limit of the seed: vLLM passes it to numpy, which accepts 32 bits."""
 
@@ -97,12 +97,13 @@ class _Appends:
 
     def advance(self) -> None:
         """Send what is due, and pass answers on to the engine; called between two steps."""
-        free = self._engine.free_slots > 0
         if self._open is not None and self._open.answered:
             self.receive()
-        if free or time.monotonic() >= self._sent_at + APPEND_INTERVAL_S:
+        if not self._segments and not self._finished:
+            return
+        if self._engine.free_slots or time.monotonic() >= self._sent_at + APPEND_INTERVAL_S:
             self.send()
-            if free:
+            if self._engine.free_slots:
                 self.receive()
 
     def send(self) -> None:

@@ -205,6 +205,30 @@ def test_tokens_that_follow_those_of_a_lost_trajectory_are_not_appended(monkeypa
     assert [(segments, finished) for segments, finished, _ in me.appended] == [([0, 0, 1, 1], []), ([1, 1], [1])]
 
 
+def test_what_is_complete_is_appended_although_all_other_trajectories_are_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class WholeLeases(_Engine):
+        """Takes new work only when all of its trajectories are complete, like the engine in plain torch."""
+
+        @property
+        def free_slots(self) -> int:
+            return 0 if self.has_work else 2
+
+    def on_step(number: int) -> None:
+        if number == 4:
+            monkeypatch.setattr(rollout_main, "APPEND_INTERVAL_S", math.inf)
+            assert me.open is not None
+            me.open.answer()
+
+    monkeypatch.setattr(rollout_main, "APPEND_INTERVAL_S", 0.0)
+    me = _Worker(_items(4, 9), (1,))
+    engine = WholeLeases(2, on_step=on_step)
+    _roll(me, engine)
+    assert [(segments, finished) for segments, finished, _ in me.appended] == [([0, 0, 1, 1], []), ([0, 0], [0])]
+    assert not engine.has_work
+
+
 def test_results_of_a_full_engine_are_appended_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rollout_main, "APPEND_INTERVAL_S", math.inf)
     me = _Worker(_items(7))
