@@ -6,8 +6,8 @@ A restart of the store is invisible to the caller, except for the time it takes.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 from ...core.types import Incarnation, Version, role_of
 from ...transport.control.endpoints import Address, Dialer
@@ -77,6 +77,15 @@ def store_address(peers: Peers | None, role: str = "trajectories") -> Address | 
     return None
 
 
+class Appended(NamedTuple):
+    """What an append led to."""
+
+    lost: tuple[int, ...]
+    """The trajectories that are no longer leased to this incarnation; it must stop working on them."""
+    leased: tuple[Item, ...]
+    """The trajectories that were leased with the append; a lost one may be among them, with its new prefix."""
+
+
 class TrajectoryClient:
     """Client of the store for one incarnation.
 
@@ -141,6 +150,19 @@ class TrajectoryClient:
         Returns:
             The trajectories that are no longer leased to this incarnation; the caller must stop working on them.
         """
+        return (await self.append_and_lease(segments, finished, 0)).lost
+
+    async def append_and_lease(
+        self, segments: Sequence[Segment], finished: Sequence[int], at_most: int, holding: Iterable[int] = ()
+    ) -> Appended:
+        """Append segments like :meth:`append`, and lease further trajectories in the same round trip.
+
+        Args:
+            segments: The new tokens.
+            finished: The trajectories that are complete with these segments.
+            at_most: How many trajectories to lease at most. If 0, none is leased and ``holding`` does not count.
+            holding: As in :meth:`lease`: what this process works on after the append.
+        """
         lost: set[int] = set()
         appended = {segment.trajectory for segment in segments}
         self._requested_back.difference_update(finished)
@@ -150,15 +172,20 @@ class TrajectoryClient:
             remaining = tuple(segment for segment in segments if segment.trajectory not in lost)
             ended = tuple(trajectory for trajectory in finished if trajectory not in lost)
             handed_over = tuple(sorted(leaving - lost))
-            answer = await self._send_until_decided(Append(self._incarnation, remaining, ended, handed_over))
+            lease = None
+            if at_most:
+                held = tuple(sorted(set(holding).difference(lost, leaving)))
+                lease = LeaseWork(self._incarnation, at_most, 0.0, held, self._weights())
+            answer = await self._send_until_decided(Append(self._incarnation, remaining, ended, handed_over, lease))
             if not isinstance(answer, Denied):
                 break
             if not answer.lost:
                 self._raise(answer)
             lost.update(answer.lost)
+        leased: tuple[Item, ...] = ()
         if isinstance(answer, Done):
-            self._requested_back = set(answer.hand_back)
-        return tuple(sorted(lost | leaving))
+            self._requested_back, leased = set(answer.hand_back), answer.leased
+        return Appended(tuple(sorted(lost | leaving)), leased)
 
     async def lease_scoring(self, at_most: int, wait: float = 1.0, holding: Sequence[int] = ()) -> tuple[ToScore, ...]:
         """Lease up to ``at_most`` complete trajectories for scoring; ``holding`` as in :meth:`lease`."""

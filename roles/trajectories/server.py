@@ -33,6 +33,7 @@ from .types import (
     Append,
     Commit,
     Denied,
+    Done,
     FollowVersions,
     GetBatch,
     GetCommitted,
@@ -58,8 +59,12 @@ def answer(store: Store, request: Request, now: float | None = None) -> Answer:
     match request:
         case LeaseWork(incarnation, at_most, _, holding, weights):
             return store.lease(incarnation, at_most, holding, weights, now)
-        case Append(incarnation, segments, finished, handed_over):
-            return store.append(incarnation, segments, finished, handed_over, now)
+        case Append(incarnation, segments, finished, handed_over, lease):
+            done = store.append(incarnation, segments, finished, handed_over, now)
+            leased = answer(store, lease, now) if lease is not None and isinstance(done, Done) else None
+            if isinstance(done, Done) and isinstance(leased, Leased):
+                return msgspec.structs.replace(done, leased=leased.items)
+            return done
         case LeaseScoring(incarnation, at_most, _, holding):
             return store.lease_scoring(incarnation, at_most, holding)
         case PostScores(incarnation, scores, failed, faulty):

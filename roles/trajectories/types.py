@@ -189,13 +189,15 @@ class Append(Struct, frozen=True, tag=True):
 
     A segment that the store already has (same trajectory, offset and content) changes nothing. ``finished`` lists the
     trajectories that are complete with these segments, and ``handed_over`` those that the rollout does not extend any
-    further, because the store requested them back.
+    further, because the store requested them back. ``lease`` is a request for work that the store serves directly after
+    the append, without a wait, so that both need one round trip and one flush.
     """
 
     incarnation: Incarnation
     segments: tuple[Segment, ...]
     finished: tuple[int, ...] = ()
     handed_over: tuple[int, ...] = ()
+    lease: LeaseWork | None = None
 
 
 class LeaseScoring(Struct, frozen=True, tag=True):
@@ -337,6 +339,8 @@ class Done(Struct, frozen=True, tag=True):
     the newest groups, so that the reward role must end; 0 otherwise."""
     metrics: dict[str, float] = {}
     """Metrics of the step that a :class:`Commit` committed: those of the request, and figures of the store."""
+    leased: tuple[Item, ...] = ()
+    """For an :class:`Append` with a request for work: the trajectories that were leased."""
 
 
 class Bound(Struct, frozen=True, tag=True):

@@ -34,7 +34,7 @@ from . import publication
 from .connection import ManagerConnection, Stopping
 from .external_waits import waiting
 from .uncommitted_steps import UncommittedSteps
-from .work_items import LeasedTrajectories, NewWeights, ScoringLease, WorkLease
+from .work_items import LeasedTrajectories, NewWeights, PendingAppend, ScoringLease, WorkLease
 from .work_status import CurrentPhase, entered_phase
 
 STORE_WAIT_S = 1.0
@@ -433,6 +433,10 @@ class Worker:
     def append(self, segments: Sequence[Segment], finished: Sequence[int] = ()) -> tuple[int, ...]:
         """Add tokens to trajectories that :meth:`lease` returned; see :meth:`WorkLease.append`."""
         return WorkLease(self._connection, (), self._leased).append(segments, finished)
+
+    def start_append(self, segments: Sequence[Segment], finished: Sequence[int] = (), lease: int = 0) -> PendingAppend:
+        """Start an append and, with it, a lease of up to ``lease`` trajectories; see :class:`PendingAppend`."""
+        return PendingAppend(self._connection, self._leased, segments, finished, lease)
 
     def _have_weights(self) -> bool:
         """Wait for the first complete weight version; return False if a stop is requested before.

@@ -17,6 +17,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
 from functools import partial
 from math import inf
 from typing import Any, TypeVar
@@ -135,12 +136,19 @@ class ManagerConnection:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     def call_store(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a store request like :meth:`call`; until it is answered, heartbeats report a wait for the store.
+        """Run a store request like :meth:`call`, and wait for it as :meth:`await_store` does."""
+        return self.await_store(self.start_store_call(coroutine))
+
+    def start_store_call(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Start a store request whose result :meth:`await_store` returns; this thread works on meanwhile."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def await_store(self, pending: Future[T]) -> T:
+        """Return the result of a store request; until it is answered, heartbeats report a wait for the store.
 
         Raises Stopping if a stop was requested and the store, which may have stopped already, does not answer.
         """
         with self.status.store_call():
-            pending = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
             while True:
                 stopping = self.stopping.is_set()
                 try:

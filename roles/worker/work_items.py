@@ -11,6 +11,7 @@ from ...core.types import Version
 from ...transport.weights.manifest import TensorSpec
 from ...transport.weights.store import StoredVersion
 from ..end_report import Misuse
+from ..trajectories.client import Appended
 from ..trajectories.durable.records import pack
 from ..trajectories.types import Item, Score, Segment, ToScore
 from .connection import ManagerConnection
@@ -174,6 +175,45 @@ class WorkLease:
         self._leased.appended(segments, finished, lost)
         self._connection.progress(sum(len(segment.tokens) for segment in segments))
         return lost
+
+
+class PendingAppend:
+    """An append that the store answers while the rollout continues to generate; created by ``me.start_append``.
+
+    A rollout must call :meth:`finish` before it starts the next append: so tokens are appended in their order, and none
+    are appended to a trajectory that is lost.
+
+    Raises:
+        ValueError: as :meth:`WorkLease.append`.
+    """
+
+    def __init__(
+        self, connection: ManagerConnection, leased: LeasedTrajectories, segments: Sequence[Segment],
+        finished: Sequence[int], at_most: int,
+    ) -> None:  # fmt: skip
+        leased.check(segments, finished)
+        leased.appended(segments, finished, ())
+        self._connection, self._leased = connection, leased
+        self._tokens = sum(len(segment.tokens) for segment in segments)
+        request = connection.store.append_and_lease(segments, finished, at_most, leased.ids)
+        self._answer = connection.start_store_call(request)
+
+    @property
+    def answered(self) -> bool:
+        """True if :meth:`finish` does not wait."""
+        return self._answer.done()
+
+    def finish(self) -> Appended:
+        """Wait until the tokens are durable, count them as progress, and return what is lost and what is leased.
+
+        To be called once. Tokens that were generated since the append for a trajectory that is lost must not be
+        appended. A lost trajectory may be among those that are leased, with another prefix.
+        """
+        appended = self._connection.await_store(self._answer)
+        self._leased.appended((), (), appended.lost)
+        self._leased.add(appended.leased)
+        self._connection.progress(self._tokens)
+        return appended
 
 
 class ScoringLease:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,8 +13,10 @@ import pytest
 
 import rrl
 from rrl.core.types import Version
+from rrl.roles.rollout import main as rollout_main
 from rrl.roles.rollout.engine import StepOutput
 from rrl.roles.rollout.main import run
+from rrl.roles.trajectories.client import Appended
 from rrl.roles.trajectories.types import Item, Segment
 
 pytestmark = pytest.mark.torch
@@ -76,17 +79,39 @@ class _Engine:
         self.did.append("closed")
 
 
-class _Worker:
-    """Gives the items of ``waiting``; stops once there are none and the engine has none either."""
+class _Pending:
+    """An append that is answered by :meth:`answer`, or when the rollout waits for it."""
 
-    def __init__(self, waiting: list[Item], lost: tuple[int, ...] = ()) -> None:
+    def __init__(self, appended: Appended, on_finish: Callable[[], None]) -> None:
+        self.answered = False
+        self._appended, self._on_finish = appended, on_finish
+
+    def answer(self) -> None:
+        self.answered = True
+
+    def finish(self) -> Appended:
+        self._on_finish()
+        return self._appended
+
+
+class _Worker:
+    """Gives the items of ``waiting``; stops once there are none and the engine has none either.
+
+    ``lost`` are the trajectories that are lost with each append.
+    """
+
+    def __init__(self, waiting: list[Item], *lost: tuple[int, ...]) -> None:
         self.stopping = threading.Event()
         self.in_phase = "between"
         self.leased: list[tuple[int, bool, str]] = []
-        self.appended: list[tuple[int, list[int], str]] = []
+        self.appended: list[tuple[list[int], list[int], str]] = []
+        """(trajectories of the segments, finished trajectories, phase) of each append."""
+        self.open: _Pending | None = None
+        self.waited_at: list[int] = []
+        """Number of appends when the rollout waited for an answer."""
         self.loaded_in: list[str] = []
         self.new: list[Version] = [FIRST]
-        self._waiting, self._lost = waiting, lost
+        self._waiting, self._lost = waiting, list(lost)
         self.probe: Callable[[], object] = lambda: "nobody answers"
 
     def on_probe(self, handler: Callable[[], object]) -> None:
@@ -107,10 +132,18 @@ class _Worker:
             self.stopping.set()
         return tuple(given)
 
-    def append(self, segments: Sequence[Segment], finished: Sequence[int] = ()) -> tuple[int, ...]:
-        self.appended.append((len(segments), list(finished), self.in_phase))
-        lost, self._lost = self._lost, ()
-        return lost
+    def start_append(self, segments: Sequence[Segment], finished: Sequence[int], lease: int) -> _Pending:
+        assert self.open is None, "at most one append is open"
+        self.appended.append(([segment.trajectory for segment in segments], list(finished), self.in_phase))
+        items = self.lease(lease, wait=False) if lease else ()
+        self.open = _Pending(Appended(self._lost.pop(0) if self._lost else (), items), self._on_finish)
+        return self.open
+
+    def _on_finish(self) -> None:
+        assert self.open is not None
+        if not self.open.answered:
+            self.waited_at.append(len(self.appended))
+        self.open = None
 
     def new_weights(self) -> Any:
         if not self.new:
@@ -132,11 +165,75 @@ def test_busy_engine_gets_more_work_without_leaving_its_phase() -> None:
     assert me.leased == [
         (2, True, "between"),
         (1, False, "generate"),  # the first of the two is complete, the other goes on
+        (2, False, "generate"),
         (2, True, "between"),
     ]
     assert [finished for _, finished, _ in me.appended if finished] == [[0], [1, 2]]
     assert {phase for *_, phase in me.appended} == {"generate"}
-    assert sum(count for count, *_ in me.appended) == 6
+    assert sum(len(segments) for segments, *_ in me.appended) == 6
+
+
+def test_engine_without_free_slots_generates_on_while_the_store_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollout_main, "APPEND_INTERVAL_S", 0.0)
+    open_at_step: list[bool] = []
+    me = _Worker(_items(5))
+    _roll(me, _Engine(1, on_step=lambda _: open_at_step.append(me.open is not None)))
+    assert open_at_step == [False, False, True, True, True]
+    assert me.appended == [([0, 0], [], "generate"), ([0, 0], [], "generate"), ([0], [0], "generate")]
+    assert me.waited_at == [1, 2, 3], "an append waits for the one before, an empty engine for its own"
+
+
+def test_answer_reaches_the_engine_before_the_next_append(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollout_main, "APPEND_INTERVAL_S", 0.0)
+
+    def on_step(number: int) -> None:
+        if number == 3:
+            assert me.open is not None
+            me.open.answer()
+
+    me = _Worker(_items(9, 4), (0,))
+    engine = _Engine(2, on_step=on_step)
+    _roll(me, engine)
+    assert engine.did == ["v0.1", "probe", "step", "step", "step", "dropped 0", "step"]
+    assert me.waited_at == [2], "nothing waited for the first answer"
+
+
+def test_tokens_that_follow_those_of_a_lost_trajectory_are_not_appended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollout_main, "APPEND_INTERVAL_S", 0.0)
+    me = _Worker(_items(9, 4), (0,))
+    _roll(me, _Engine(2))
+    assert [(segments, finished) for segments, finished, _ in me.appended] == [([0, 0, 1, 1], []), ([1, 1], [1])]
+
+
+def test_what_is_complete_is_appended_although_all_other_trajectories_are_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class WholeLeases(_Engine):
+        """Takes new work only when all of its trajectories are complete, like the engine in plain torch."""
+
+        @property
+        def free_slots(self) -> int:
+            return 0 if self.has_work else 2
+
+    def on_step(number: int) -> None:
+        if number == 4:
+            monkeypatch.setattr(rollout_main, "APPEND_INTERVAL_S", math.inf)
+            assert me.open is not None
+            me.open.answer()
+
+    monkeypatch.setattr(rollout_main, "APPEND_INTERVAL_S", 0.0)
+    me = _Worker(_items(4, 9), (1,))
+    engine = WholeLeases(2, on_step=on_step)
+    _roll(me, engine)
+    assert [(segments, finished) for segments, finished, _ in me.appended] == [([0, 0, 1, 1], []), ([0, 0], [0])]
+    assert not engine.has_work
+
+
+def test_results_of_a_full_engine_are_appended_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollout_main, "APPEND_INTERVAL_S", math.inf)
+    me = _Worker(_items(7))
+    _roll(me, _Engine(1))
+    assert me.appended == [([0] * 7, [0], "generate")]
 
 
 def test_new_weights_come_before_the_first_step_and_then_between_two_and_are_probed() -> None:
@@ -147,7 +244,7 @@ def test_new_weights_come_before_the_first_step_and_then_between_two_and_are_pro
 
 
 def test_what_was_lost_is_dropped_by_the_engine() -> None:
-    me, engine = _Worker(_items(2, 9, 9), lost=(1, 2)), _Engine(3)
+    me, engine = _Worker(_items(2, 9, 9), (1, 2)), _Engine(3)
     _roll(me, engine)
     assert engine.did[-2:] == ["dropped 1", "dropped 2"]
 
@@ -157,7 +254,15 @@ def test_a_rollout_asked_to_stop_hands_over_what_was_made_and_works_no_more() ->
     engine = _Engine(1, on_step=lambda number: me.stopping.set() if number == 3 else None)
     _roll(me, engine)
     assert engine.did.count("step") == 3
-    assert me.appended == [(2, [], "generate"), (1, [], "between")]
+    assert me.appended == [([0, 0, 0], [], "between")]
+
+
+def test_a_rollout_asked_to_stop_waits_until_all_tokens_are_durable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollout_main, "APPEND_INTERVAL_S", 0.0)
+    me = _Worker(_items(9))
+    _roll(me, _Engine(1, on_step=lambda number: me.stopping.set() if number == 3 else None))
+    assert me.appended == [([0, 0], [], "generate"), ([0], [], "between")]
+    assert me.waited_at == [1, 2]
 
 
 def test_a_probe_makes_the_engine_work_once_it_has_weights() -> None:

@@ -110,11 +110,13 @@ class Crew:
         self.committed = asyncio.Condition()
 
     async def roll(self, client: TrajectoryClient, token: int) -> None:
+        leased: tuple[Item, ...] = ()
         while not self.done.is_set():
-            items = await client.lease(5, wait=0.2)
+            items = leased or await client.lease(5, wait=0.2)
             for at in range(2):
                 segments = [segment(item.trajectory, at, (token + at,)) for item in items if len(item.so_far) <= at]
-                lost = await client.append(segments, [item.trajectory for item in items] if at else [])
+                finished = [item.trajectory for item in items] if at else []
+                lost, leased = await client.append_and_lease(segments, finished, 5 * at)
                 self.appended.update({(s.trajectory, s.offset): s for s in segments if s.trajectory not in lost})
                 items = tuple(item for item in items if item.trajectory not in lost)
 
@@ -337,6 +339,52 @@ def test_requests_that_come_together_share_one_flush(tmp_path: Path) -> None:
         assert all(script.replies[n] == Done() for n in range(1, 9))
 
     _serve(tmp_path, play)
+
+
+def test_append_with_a_request_for_work_is_answered_once_and_repeated_without_effect(tmp_path: Path) -> None:
+    async def play(store: Store, server: Server, script: Script) -> None:
+        script.send_request(0, LeaseWork(ROLLOUT, 2))
+        await script.until(lambda: 0 in script.replies)
+        before = script.flushes
+        request = Append(ROLLOUT, (segment(0), segment(1)), (0,), (), LeaseWork(ROLLOUT, 2, 0.0, (1,)))
+        script.send_request(1, request)
+        await script.until(lambda: 1 in script.replies)
+        assert script.flushes == before + 1
+        first = script.replies[1]
+        assert isinstance(first, Done)
+        assert [item.trajectory for item in first.leased] == [2, 3], "neither what it holds nor what it has finished"
+        script.send_request(2, request)
+        await script.until(lambda: 2 in script.replies)
+        assert script.replies[2] == first, "the answer was lost: what it leased is sent again"
+
+    _serve(tmp_path, play)
+
+
+def test_append_that_is_denied_leases_nothing_until_it_is_sent_without_what_is_lost(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    assert len(lease(store, ROLLOUT, 2)) == 2
+    store.append(ROLLOUT, [segment(0), segment(1)])
+    requests: list[Append] = []
+
+    async def send(request: Append, wait: float) -> Answer:
+        requests.append(request)
+        return answer(store, request)
+
+    async def run() -> None:
+        client = TrajectoryClient(RunKeys.make(), ROLLOUT, lambda: None)
+        client._send = send  # type: ignore[assignment, method-assign]
+        other, next_of_1 = segment(0, tokens=(7, 7)), segment(1, 2, (9,))
+        lost, leased = await client.append_and_lease([other, next_of_1], [], 2, (0, 1))
+        assert lost == (0,)
+        (again, new) = leased
+        assert (again.trajectory, again.so_far, new.trajectory) == (0, (segment(0),), 2)
+
+    asyncio.run(run())
+    assert [(len(request.segments), request.lease and request.lease.holding) for request in requests] == [
+        (2, (0, 1)),
+        (1, (1,)),
+    ]
+    assert [item.trajectory for item in lease(store, OTHER, 1)] == [3], "only the second request leased work"
 
 
 def test_store_is_idle_until_it_is_given_a_request(tmp_path: Path) -> None:

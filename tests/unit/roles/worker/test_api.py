@@ -608,6 +608,39 @@ def test_lost_trajectory_is_forgotten_and_may_be_leased_again(scene: Scene) -> N
     play(story)
 
 
+def test_rollout_works_on_while_the_store_answers_its_append(scene: Scene) -> None:
+    async def story() -> None:
+        store, results = scene.open_store(), list[object]()
+        me = scene.worker(crew.ROLLOUT)
+        blocked = threading.Event()
+        flush = store.flush
+        store.flush = lambda: (blocked.wait(), flush())[1]  # type: ignore[method-assign]
+        blocked.set()
+
+        def roll() -> None:
+            me._connection.weights.offer(*_version(me))
+            me.lease(2)
+            blocked.clear()
+            pending = me.start_append([crew.segment(0), crew.segment(1, tokens=(5,))], [0], lease=2)
+            results.append((pending.answered, me._connection.status.done))
+            blocked.set()
+            lost, leased = pending.finish()
+            results.append((lost, [item.trajectory for item in leased], me._connection.status.done))
+            results.append(me.append([crew.segment(1, 1), crew.segment(2)], [2]))
+            results.append(me._leased.ids)
+
+        async with scene.manager() as manager, scene.serve(store) as endpoint:
+            manager.store_is(endpoint)
+            role = scene.start(me, roll)
+            await manager.wait_for(Goodbye)
+            await manager.stop(crew.ROLLOUT)
+            await role.end()
+        assert results == [(False, 0), ((), [2, 3], 3), (), [1, 3]]
+        store.close()
+
+    play(story)
+
+
 def test_nothing_is_leased_before_the_first_version_and_a_stop_ends_the_wait(scene: Scene) -> None:
     async def story() -> None:
         store, given = scene.open_store(), list[tuple[Item, ...]]()
