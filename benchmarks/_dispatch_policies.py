@@ -9,7 +9,7 @@ from rrl.benchmarks._dispatch_traces import LIMIT
 from rrl.benchmarks._dispatch_world import READ_S_PER_TOKEN, SEGMENT_TOKENS, Answer, Engine, World
 from rrl.roles.trajectories.dispatch import lengths as product_lengths
 from rrl.roles.trajectories.dispatch.engine_load import Curve, CurveTable, EngineLoad
-from rrl.roles.trajectories.dispatch.lengths import GroupEstimate, Lengths, expected_left
+from rrl.roles.trajectories.dispatch.lengths import GroupEstimate, Lengths
 from rrl.roles.trajectories.dispatch.token_times import TokenTimes
 from rrl.roles.trajectories.dispatch.work_sharing import (
     CONSIDERED,
@@ -100,10 +100,8 @@ class Product(FirstCome):
             return []
         if not self._separates:
             return [world.waiting[number] for number in free[: engine.free]]
-        keyed = [(-length_class(self._left(world, world.waiting[number])), number) for number in free]
-        waiting = [
-            Waiting(number, self.curve(world, world.waiting[number])) for _, number in sorted(keyed)[:CONSIDERED]
-        ]
+        order = sorted(free, key=lambda number: (-self._class(world.answers[number]), number))[:CONSIDERED]
+        waiting = [Waiting(number, self.curve(world, world.waiting[number])) for number in order]
         others = [self._view(world, other) for other in world.engines if other is not engine and other.free > 0]
         return [world.waiting[number] for number in share(waiting, self._view(world, engine), others)]
 
@@ -128,8 +126,11 @@ class Product(FirstCome):
         moves = hand_back(self._view(world, engine), running, others, READ_S_PER_TOKEN)
         return [(world.answers[move.trajectory], int(move.target)) for move in moves]
 
-    def _left(self, world: World, answer: Answer) -> float:
-        return expected_left(self.estimate(world, answer), answer.progress, LIMIT)
+    def _class(self, answer: Answer) -> int:
+        """Return the class by which an answer is leased: as in the store, that of its group before it began."""
+        if self._expected is None:
+            return length_class(answer.length)
+        return length_class(math.exp(self._expected[answer.group].mean))
 
     def _observe(self, engine: Engine) -> None:
         """Observe the time of the tokens since the engine's last append."""

@@ -6,6 +6,10 @@ this is the integral of τ(N(x)) over x. Lengths are not known, but their distri
 number, and P(x) the probability that at least one answer is longer. The integral of P(x) τ(N(x) / P(x)) then accounts
 for one long answer among many, although each of them alone is expected to be short.
 
+How long two engines take together is more than the larger of both expected times: each of them may be the one whose
+answer is unexpectedly long. So the *course* of an engine has the probability of each part of its time, and two courses
+give the expected time until both engines are done (:func:`finish_of_both`).
+
 The integral is a sum over :data:`CELLS` ranges of x, each as long as all before it together.
 """
 
@@ -29,6 +33,10 @@ _MAX_CURVES = 65_536
 
 Curve = tuple[tuple[float, ...], tuple[float, ...]]
 """For each range of tokens: the probability that an answer goes on through it, and the logarithm of its complement."""
+
+
+Course = list[tuple[float, float]]
+"""For each range of tokens: the seconds that an engine takes for it, and the probability that any answer reaches it."""
 
 
 class CurveTable:
@@ -118,19 +126,72 @@ class EngineLoad:
 
     def finish_with(self, curve: Curve) -> float:
         """Return the same with one more answer."""
-        return _finish(
-            self._widths, self._times,
+        return _finish(self._widths, self._times, *self._with(curve))
+
+    def finish_without(self, curve: Curve) -> float:
+        """Return the same without one of its answers."""
+        return _finish(self._widths, self._times, *self._without(curve))
+
+    def course(self) -> Course:
+        """Return the course of what the engine runs."""
+        return _course(self._widths, self._times, self._expected, self._none)
+
+    def course_with(self, curve: Curve) -> Course:
+        """Return the same with one more answer."""
+        return _course(self._widths, self._times, *self._with(curve))
+
+    def course_without(self, curve: Curve) -> Course:
+        """Return the same without one of its answers."""
+        return _course(self._widths, self._times, *self._without(curve))
+
+    def _with(self, curve: Curve) -> tuple[list[float], list[float]]:
+        return (
             [a + b for a, b in zip(self._expected, curve[0], strict=True)],
             [a + b for a, b in zip(self._none, curve[1], strict=True)],
         )  # fmt: skip
 
-    def finish_without(self, curve: Curve) -> float:
-        """Return the same without one of its answers."""
-        return _finish(
-            self._widths, self._times,
+    def _without(self, curve: Curve) -> tuple[list[float], list[float]]:
+        return (
             [max(0.0, a - b) for a, b in zip(self._expected, curve[0], strict=True)],
             [min(0.0, a - b) for a, b in zip(self._none, curve[1], strict=True)],
         )  # fmt: skip
+
+
+def finish_of_both(first: Course, second: Course) -> float:
+    """Return the expected seconds until two engines are both done.
+
+    This is the sum of their expected times, less the expected time in which both are at work.
+    """
+    total = sum(seconds * any_left for seconds, any_left in first)
+    total += sum(seconds * any_left for seconds, any_left in second)
+    i = j = 0
+    rest, other_rest = (course[0][0] if course else 0.0 for course in (first, second))
+    while i < len(first) and j < len(second):
+        together = min(rest, other_rest)
+        total -= together * first[i][1] * second[j][1]
+        rest, other_rest = rest - together, other_rest - together
+        if rest <= 0.0:
+            i += 1
+            rest = first[i][0] if i < len(first) else 0.0
+        if other_rest <= 0.0:
+            j += 1
+            other_rest = second[j][0] if j < len(second) else 0.0
+    return total
+
+
+def _course(widths: Sequence[float], times: Sequence[float], expected: list[float], none: list[float]) -> Course:
+    course, last = [], len(times) - 1
+    for width, number, log_none in zip(widths, expected, none, strict=True):
+        if number < 1e-9:
+            break
+        any_left = -math.expm1(log_none)
+        running = min(number / any_left, last)
+        whole = int(running)
+        time = times[whole]
+        if whole < last:
+            time += (running - whole) * (times[whole + 1] - time)
+        course.append((width * time, any_left))
+    return course
 
 
 def _finish(widths: Sequence[float], times: Sequence[float], expected: list[float], none: list[float]) -> float:

@@ -8,9 +8,10 @@ rollout gets its share; the rest is left to the others. A rollout that runs noth
 Where lengths are not known to differ (:attr:`.lengths.Lengths.separates`), the caller leases one answer after another
 in the order of creation, as a store without a ranker does.
 
-A running answer moves only if nothing waits, if its engine is expected to finish last, and if the time of the slower
-of both engines falls by at least twice the cost of reading its prefix again, and by :data:`_LEAST_GAIN`. It moves again
-only once its prefix is twice as long, so that all its moves together read less than twice its length.
+A running answer moves only if nothing waits, if its engine is expected to finish last, and if the expected time
+until both engines are done falls by at least twice the cost of reading its prefix again, and by :data:`_LEAST_GAIN`. An
+answer that may become long is a risk on either engine, so that moving only this risk gains nothing. An answer moves
+again only once its prefix is twice as long, so that all its moves together read less than twice its length.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from heapq import heapify, heappop, heappush
 
 from msgspec import Struct
 
-from .engine_load import Curve, EngineLoad
+from .engine_load import Curve, EngineLoad, finish_of_both
 
 _CLASSES_PER_OCTAVE = 2
 """Classes of expected length per factor 2: what a ranker of prompts can tell apart (its error is 0.3 to 0.6 of log)."""
@@ -152,11 +153,13 @@ def hand_back(
     while len(moves) < at_most and order and loads:
         considered = order if len(order) <= _LONGEST + _SHORTEST else order[:_LONGEST] + order[-_SHORTEST:]
         best: tuple[float, Running, str] | None = None
+        course = left.course()
+        before = {name: finish_of_both(course, load.course()) for name, load in loads.items()}
         for each in considered:
             cost = read * each.prefix
-            without = left.finish_without(each.curve)
+            without = left.course_without(each.curve)
             for name, load in loads.items():
-                gain = finish - max(without, load.finish_with(each.curve) + cost)
+                gain = before[name] - finish_of_both(without, load.course_with(each.curve)) - cost
                 if gain >= max(_COST_FACTOR * cost, _LEAST_GAIN * finish) and (best is None or gain > best[0]):
                     best = gain, each, name
         if best is None:

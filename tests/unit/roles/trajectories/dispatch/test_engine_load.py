@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rrl.roles.trajectories.dispatch.engine_load import Curve, CurveTable, EngineLoad
+from rrl.roles.trajectories.dispatch.engine_load import Curve, CurveTable, EngineLoad, finish_of_both
 from rrl.roles.trajectories.dispatch.lengths import GroupEstimate, expected_left
 
 LIMIT = 4_000
@@ -58,6 +58,34 @@ def test_an_answer_more_takes_longer_and_can_be_removed_again(those: list[tuple[
     other.remove(curves[0])
     assert other.finish() == pytest.approx(before, abs=1e-6)
     assert load.finish() == after, "a copy changes nothing"
+
+
+def test_two_engines_are_both_done_after_the_mean_of_the_larger_of_their_times() -> None:
+    rng, estimate = random.Random(0), GroupEstimate(math.log(400), 0.1, 0.4)
+
+    def drawn(count: int) -> list[float]:
+        return [min(LIMIT, rng.lognormvariate(estimate.mean, estimate.deviation)) for _ in range(count)]
+
+    taken = [max(seconds(drawn(16)), seconds(drawn(12))) for _ in range(3000)]
+    many, few = (EngineLoad(TABLE.widths, TIMES, [TABLE.curve(estimate, 0)] * count) for count in (16, 12))
+    both = finish_of_both(many.course(), few.course())
+    assert both == pytest.approx(sum(taken) / len(taken), rel=0.06)
+    assert both > 1.05 * max(many.finish(), few.finish()), "either may have the longest answer"
+
+
+@settings(max_examples=80, deadline=None)
+@given(*[st.lists(st.tuples(ESTIMATES, st.integers(0, LIMIT)), max_size=8)] * 2)
+def test_two_engines_take_as_long_as_the_slower_one_and_less_than_one_after_the_other(
+    one: list[tuple[GroupEstimate, int]], other: list[tuple[GroupEstimate, int]]
+) -> None:
+    first, second = (EngineLoad(TABLE.widths, TIMES, [TABLE.curve(*each) for each in those]) for those in (one, other))
+    both = finish_of_both(first.course(), second.course())
+    assert both == pytest.approx(finish_of_both(second.course(), first.course()))
+    assert max(first.finish(), second.finish()) - 1e-9 <= both <= first.finish() + second.finish() + 1e-9
+    if one:
+        curve = TABLE.curve(*one[0])
+        assert finish_of_both(first.course_with(curve), []) == pytest.approx(first.finish_with(curve))
+        assert finish_of_both(first.course_without(curve), []) == pytest.approx(first.finish_without(curve))
 
 
 def test_curves_hold_what_is_expected_to_be_left() -> None:

@@ -153,6 +153,14 @@ def test_nothing_moves_if(why: str, others: list[tuple[str, int]], read: float, 
     assert hand_back(source(those, times), those, views, read) == [], why
 
 
+def test_nothing_moves_if_only_the_risk_of_a_long_answer_would() -> None:
+    """Either engine would wait for the answer if it becomes long, and other answers do not make it slower."""
+    those = [Running(number, curve(500, 64, deviation=1.0), 84) for number in range(6)]
+    other = EngineView("other", EngineLoad(TABLE.widths, FLAT, [those[0].curve]), 1, 4)
+    assert source(those, FLAT).load.finish() > 1.2 * other.load.finish(), "it has more of the risk"
+    assert hand_back(source(those, FLAT), those, [other], READ) == []
+
+
 @pytest.mark.parametrize(("share_of_gain", "moves"), [(0.4, 0), (0.2, 1)])
 def test_reading_may_cost_half_of_the_gain_that_is_left(share_of_gain: float, moves: int) -> None:
     those, other = running(1500, 1500, 1500, 1500), [engine("other", 1, 1450, 1450)]
