@@ -285,6 +285,7 @@ class TokenizerSpec(Struct, frozen=True):
     pieces: tuple[str, ...]
     join: str = ""
     ignore: str = ""
+    chat: dict[str, str] | None = None
 
 
 class ModelSpec(Struct, frozen=True):
@@ -468,33 +469,3 @@ def read_run_spec(path: Path) -> RunSpec:
         msgspec.DecodeError: The file is not a run spec.
     """
     return msgspec.json.decode(path.read_bytes(), type=RunSpec)
-
-
-def pool_nodes(roles: tuple[RoleSpec, ...], node: Resources) -> int:
-    """Return the number of nodes that the roles need together.
-
-    Each replica of an exclusive role has nodes of its own. The members of all other replicas share nodes, on which they
-    are placed first fit.
-    """
-    exclusive = sum(role.replicas * role.nodes for role in roles if role.exclusive)
-    shared: list[list[int]] = []
-    for role in roles:
-        if role.exclusive:
-            continue
-        for _ in range(role.replicas):
-            members = [0] * len(shared)  # members of this gang on each node
-            for _ in range(role.ranks):
-                needs = (role.per_member.cpus, role.per_member.gpus, role.per_member.mem)
-                candidates = (
-                    index
-                    for index, free in enumerate(shared)
-                    if members[index] < role.per_node
-                    and all(has >= needed for has, needed in zip(free, needs, strict=True))
-                )
-                target = next(candidates, len(shared))
-                if target == len(shared):
-                    shared.append([node.cpus, node.gpus, node.mem])
-                    members.append(0)
-                shared[target] = [has - needed for has, needed in zip(shared[target], needs, strict=True)]
-                members[target] += 1
-    return exclusive + len(shared)
