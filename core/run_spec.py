@@ -39,7 +39,7 @@ class RoleSpec(Struct, frozen=True):
 
     name: str
     kind: str
-    """``trainer``, ``rollout``, ``trajectories``, ``reward`` or ``command`` (a role that the user defines)."""
+    """``trainer``, ``rollout``, ``trajectories``, ``reward``, ``agents`` or ``command`` (defined by the user)."""
     replicas: int
     min_replicas: int
     per_member: Resources
@@ -396,6 +396,17 @@ class RewardSettings(Struct, frozen=True):
     lease: int = 256
 
 
+class AgentsSettings(Struct, frozen=True):
+    """The settings of the agents' program (:class:`rrl.config.job.roles.AgentsRole`)."""
+
+    function: str
+    concurrency: int = 16
+    timeout: float = 1200.0
+    """Longest time (s) of one attempt at an episode."""
+    retries: int = 2
+    on_death: Literal["again", "drop"] = "again"
+
+
 class RunSpec(Struct, frozen=True):
     """A whole job with every default filled in.
 
@@ -429,6 +440,8 @@ class RunSpec(Struct, frozen=True):
     trainer: TrainerSettings = TrainerSettings()
     rollout: RolloutSettings = RolloutSettings()
     reward: RewardSettings = RewardSettings()
+    agents: AgentsSettings | None = None
+    """None: the job has no agents, and each trajectory is one answer to a prompt of the task."""
     transport: TransportSpec = TransportSpec()
     manager: ManagerSpec = ManagerSpec()
     limits: Limits = Limits()

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rrl.core.run_spec import ModelSpec, TokenizerSpec
-from rrl.roles.agents.endpoint.context import Context, Paths, chat_context, plain_context, rolling_hashes
+from rrl.roles.agents.endpoint.turn_context import Context, Paths, chat_context, plain_context, rolling_hashes
 from rrl.roles.agents.endpoint.turns import Turn
 from rrl.roles.models.chat import Chat, Message, open_chat
 from rrl.roles.models.tokenizer import EOS
