@@ -26,6 +26,15 @@ from ..end_report import exits_on_invalid_config
 from ..models.tasks import TaskError, load_task
 from ..models.tokenizer import open_tokenizer
 from .durable.records import LogFormatError
+from .episodes.requests import (
+    FailAttempt,
+    FinishEpisode,
+    Follow,
+    GetEpisode,
+    LeasedEpisodes,
+    LeaseEpisodes,
+    OpenTurn,
+)
 from .prompts import first_item_with_prompt, prompt_encoder
 from .store import Store
 from .types import (
@@ -76,6 +85,8 @@ def answer(store: Store, request: Request, now: float | None = None) -> Answer:
             return store.committed(incarnation)
         case FollowVersions():
             return report_and_read(store, request)
+        case LeaseEpisodes() | OpenTurn() | Follow() | GetEpisode() | FinishEpisode() | FailAttempt():
+            return store.episodes.answer(request)
 
 
 def report_and_read(store: Store, request: FollowVersions) -> NewestVersion | NotReady | Denied:
@@ -90,7 +101,7 @@ _STOP_POLL_S = 0.2
 """Seconds between two checks whether the manager has requested a stop."""
 
 
-_EMPTY = (NotReady(), Leased(()), Scoring(()))
+_EMPTY = (NotReady(), Leased(()), Scoring(()), LeasedEpisodes(()))
 """Answers without a result: one of them is sent only after the ``wait`` of the request is over."""
 _OUTDATED = Leased((), outdated=True)
 """Answer that is sent without a wait: the rollout must receive newer weights before it repeats its request."""
@@ -359,7 +370,7 @@ def _precedence(parked: _Parked) -> int:
     A part is then bound in the round in which its last score arrives, and new work is leased in the same round.
     """
     match parked.incoming.message:
-        case LeaseWork() | LeaseScoring():
+        case LeaseWork() | LeaseScoring() | LeaseEpisodes() | Follow():
             return 2
         case GetBatch() | GetPart():
             return 1
