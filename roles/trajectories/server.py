@@ -35,6 +35,7 @@ from .episodes.requests import (
     LeaseEpisodes,
     OpenTurn,
 )
+from .episodes.rules import EpisodeSettings
 from .prompts import first_item_with_prompt, prompt_encoder
 from .store import Store
 from .types import (
@@ -412,6 +413,8 @@ def _prompts(me: rrl.Worker) -> Callable[[int], Prompt]:
     raises ValueError for a prompt that is empty or too long for an answer to follow, and any exception that the task
     raises.
     """
+    if me.job.agents is not None:  # an agent makes the prompt of an item itself
+        return lambda item: Prompt(item, ())
     with exits_on_invalid_config():
         tokenizer = open_tokenizer(me.job.model)
     with exits_on_invalid_config(TaskError):
@@ -427,7 +430,7 @@ def _prompts(me: rrl.Worker) -> Callable[[int], Prompt]:
 
 
 def _open_store(me: rrl.Worker, prompts: Callable[[int], Prompt]) -> Store:
-    sampling = me.job.sampling
+    sampling, agents = me.job.sampling, me.job.agents
     return Store(
         me.run_dir.store,
         group_size=sampling.group_size,
@@ -440,6 +443,7 @@ def _open_store(me: rrl.Worker, prompts: Callable[[int], Prompt]) -> Store:
         wait_for_late=sampling.late == "wait",
         window=sampling.window,
         max_part_bytes=CONTROL_BOUNDS.max_frame_bytes - 2 * _FRAME_OVERHEAD_BYTES,
+        episodes=None if agents is None else EpisodeSettings(agents.retries, agents.on_death == "drop"),
     )
 
 

@@ -17,6 +17,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
 from functools import partial
 from math import inf
 from typing import Any, TypeVar
@@ -153,6 +154,10 @@ class ManagerConnection:
                     if stopping:
                         pending.cancel()
                         raise Stopping from None
+
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Start a coroutine in the connection's loop, and return its future result."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def call_soon(self, callback: Callable[..., None], *args: Any) -> None:
         """Call ``callback`` in the connection's thread, without waiting for it."""

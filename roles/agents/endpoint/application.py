@@ -25,11 +25,13 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from ...models.chat import Chat
+from ...trajectories.client import FencedAttempt
+from ...trajectories.episodes.requests import Turn, TurnTokens
 from .answer import SampledAnswer, usage
 from .call import ApiError, Call, parse_chat, parse_completion
 from .key import EpisodeKey, decode_key
 from .turn_context import Context, Paths, chat_context, plain_context
-from .turns import OldAttempt, Turn, Turns, TurnTokens
+from .turns import Turns
 
 _log = logging.getLogger("rrl.endpoint")
 
@@ -123,7 +125,7 @@ class Endpoint:
                 opened = await self._open(key, call, repeated)
                 served = {(key.episode, name) for name in opened.requests}
                 self._served |= served
-        except OldAttempt as error:
+        except FencedAttempt as error:
             raise _old_attempt(error) from None
         reply = _Reply(call, opened, self._chat, self._follow)
         if call.stream:
@@ -141,9 +143,9 @@ class Endpoint:
     # ── turns ──────────────────────────────────────────────────────────────────────────────────────────────────────
     async def _open(self, key: EpisodeKey, call: Call, repeated: bool) -> _Opened:
         """Open the turns of a call, or find those that an earlier try of it has opened."""
-        episode = await self._turns.episode(key.episode)
+        episode = await self._turns.get_episode(key.episode)
         if episode.attempt != key.attempt:
-            raise OldAttempt(f"attempt {key.attempt} of this episode is over; attempt {episode.attempt} is the newest")
+            raise FencedAttempt(f"attempt {key.attempt} of this episode is over: the newest is {episode.attempt}")
         turns = [turn for turn in episode.turns if turn.attempt == key.attempt]
         earlier = [turn for turn in turns if turn.request.startswith(f"{call.digest}/")]
         number = self._joined(key, call, earlier) if repeated else None
@@ -164,7 +166,7 @@ class Endpoint:
         max_new = int(min(self._settings.max_new, room, call.max_new or room))
         names = tuple(f"{call.digest}/{number}/{choice}" for choice in range(call.choices))
         opened = [
-            await self._turns.open(
+            await self._turns.open_turn(
                 key.episode, key.attempt, name, context.parent, context.offset, context.given, max_new, context.messages
             )
             for name in names
@@ -229,7 +231,7 @@ class Endpoint:
         with self._waits(served):
             try:
                 return msgspec.json.encode(await reply.complete())
-            except OldAttempt as error:
+            except FencedAttempt as error:
                 raise _old_attempt(error) from None
 
     async def _serving(self, served: set[tuple[int, str]], events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
@@ -354,7 +356,7 @@ async def _body(request: Request) -> bytes:
     return bytes(body)
 
 
-def _old_attempt(error: OldAttempt) -> ApiError:
+def _old_attempt(error: FencedAttempt) -> ApiError:
     return ApiError(403, str(error), "permission_error", "attempt_over")
 
 

@@ -173,15 +173,13 @@ def _message(given: Any, index: int) -> Message:
 
 def _content(content: Any, where: str) -> str:
     """Return the text of a message: a text, or a list of pieces of text."""
-    pieces: Any = [] if content is None else [content] if isinstance(content, str) else content
-    texts = (
-        [piece.get("text") if isinstance(piece, dict) and piece.get("type") == "text" else piece for piece in pieces]
-        if isinstance(pieces, list)
-        else [None]
-    )
+    pieces = content if isinstance(content, list) else [] if content is None else [content]
+    texts = [
+        piece.get("text") if isinstance(piece, dict) and piece.get("type") == "text" else piece for piece in pieces
+    ]
     if not all(isinstance(text, str) for text in texts):
         raise _wrong(f"{where}.content", 'must be a text, or a list of {"type": "text", "text": "..."}')
-    return "".join(texts)
+    return "".join(map(str, texts))
 
 
 def _check_sampling(given: Mapping[str, Any], temperature: float) -> None:

@@ -20,7 +20,7 @@ from msgspec import Struct
 
 from ...models.chat import ASSISTANT, Chat, Message
 from ...models.tokenizer import Tokenizer
-from .turns import Turn
+from ...trajectories.episodes.requests import Turn
 
 _HASH_CHARS = 32
 """Hexadecimal digits of a hash (128 bits): two conversations of an episode never have the same one by chance."""

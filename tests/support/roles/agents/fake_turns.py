@@ -9,7 +9,8 @@ from collections.abc import Callable
 import msgspec
 
 from rrl.core.types import Version
-from rrl.roles.agents.endpoint.turns import EpisodeTurns, OldAttempt, Turn, TurnTokens
+from rrl.roles.trajectories.client import FencedAttempt
+from rrl.roles.trajectories.episodes.requests import EpisodeTurns, Turn, TurnTokens
 
 VERSION = Version(3, 1)
 
@@ -25,12 +26,12 @@ class FakeTurns:
         self._episode_of: dict[int, int] = {}
         self._lock = threading.Lock()
 
-    async def episode(self, episode: int) -> EpisodeTurns:
+    async def get_episode(self, episode: int) -> EpisodeTurns:
         with self._lock:
             turns = tuple(turn for turn in self.turns.values() if self._episode_of[turn.id] == episode)
             return EpisodeTurns(self.attempts.get(episode, 1), turns)
 
-    async def open(
+    async def open_turn(
         self, episode: int, attempt: int, request: str, parent: int | None, offset: int, given: tuple[int, ...],
         max_new: int, messages: tuple[str, ...],
     ) -> int:  # fmt: skip
@@ -70,4 +71,4 @@ class FakeTurns:
 
     def _check(self, episode: int, attempt: int) -> None:
         if self.attempts.get(episode, 1) != attempt:
-            raise OldAttempt(f"attempt {attempt} of this episode is over")
+            raise FencedAttempt(f"attempt {attempt} of this episode is over")

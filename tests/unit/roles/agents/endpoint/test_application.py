@@ -19,9 +19,9 @@ from rrl.roles.agents.endpoint.application import Endpoint, EndpointSettings
 from rrl.roles.agents.endpoint.http_server import EndpointServer
 from rrl.roles.agents.endpoint.key import EpisodeKey, encode_key
 from rrl.roles.agents.endpoint.turn_context import Paths
-from rrl.roles.agents.endpoint.turns import Turn
 from rrl.roles.models.chat import open_chat
 from rrl.roles.models.tokenizer import EOS
+from rrl.roles.trajectories.episodes.requests import Turn
 from rrl.tests.support.roles.agents.fake_turns import FakeTurns
 
 openai = pytest.importorskip("openai")
