@@ -12,7 +12,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -20,7 +20,7 @@ import msgspec
 from msgspec import Struct
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
@@ -63,6 +63,10 @@ class EndpointSettings(Struct, frozen=True):
     """Greatest number of tokens of context and answer together."""
 
 
+class _Abandoned(Exception):
+    """A reply that has begun cannot be completed: its connection is closed, so that the agent repeats the call."""
+
+
 class _Opened(Struct):
     """The turns of a call."""
 
@@ -102,7 +106,12 @@ class Endpoint:
                 Route("/v1/completions", self._completions, methods=["POST"]),
                 Route("/v1/models", self._models, methods=["GET"]),
             ],
-            exception_handlers={ApiError: _error, HTTPException: _http_error, Exception: _unexpected},
+            exception_handlers={
+                ApiError: _error,
+                HTTPException: _http_error,
+                ClientDisconnect: _disconnected,
+                Exception: _unexpected,
+            },
         )
 
     async def _models(self, request: Request) -> Response:
@@ -212,9 +221,12 @@ class Endpoint:
     async def _whole(self, reply: _Reply, served: set[tuple[int, str]]) -> Response:
         """Return a reply without a stream: as a whole if it is soon complete, and otherwise after white space."""
         content = asyncio.ensure_future(self._complete(reply, served))
-        with suppress(TimeoutError):
-            async with asyncio.timeout(KEEP_ALIVE_S):
-                return Response(await asyncio.shield(content), media_type="application/json")
+        await asyncio.wait([content], timeout=KEEP_ALIVE_S)
+        if content.done():
+            try:
+                return Response(content.result(), media_type="application/json")
+            except FencedAttempt as error:
+                raise _old_attempt(error) from None
 
         async def padded() -> AsyncIterator[bytes]:
             try:
@@ -222,6 +234,8 @@ class Endpoint:
                     yield b" "
                     await asyncio.wait([content], timeout=KEEP_ALIVE_S)
                 yield content.result()
+            except FencedAttempt as error:
+                raise _Abandoned(str(error)) from None
             finally:
                 content.cancel()
 
@@ -229,15 +243,15 @@ class Endpoint:
 
     async def _complete(self, reply: _Reply, served: set[tuple[int, str]]) -> bytes:
         with self._waits(served):
-            try:
-                return msgspec.json.encode(await reply.complete())
-            except FencedAttempt as error:
-                raise _old_attempt(error) from None
+            return msgspec.json.encode(await reply.complete())
 
     async def _serving(self, served: set[tuple[int, str]], events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         with self._waits(served):
-            async for event in events:
-                yield event
+            try:
+                async for event in events:
+                    yield event
+            except FencedAttempt as error:
+                raise _Abandoned(str(error)) from None
 
     @contextmanager
     def _waits(self, served: set[tuple[int, str]]) -> Iterator[None]:
@@ -372,6 +386,13 @@ async def _http_error(request: Request, error: Exception) -> Response:
     return JSONResponse(ApiError(error.status_code, message, code="not_served").body, error.status_code)
 
 
+async def _disconnected(_: Request, error: Exception) -> Response:
+    return Response(status_code=400)  # nobody receives it
+
+
 async def _unexpected(request: Request, error: Exception) -> Response:
+    if isinstance(error, _Abandoned):
+        _log.info("%s ended without an answer: %s", request.url.path, error)
+        return Response(status_code=403)  # is not sent
     _log.error("%s %s failed", request.method, request.url.path, exc_info=error)
     return JSONResponse(ApiError(500, "the endpoint failed; its log has more", "server_error").body, 500)

@@ -37,7 +37,7 @@ class EndpointServer:
         self._socket = socket.create_server((_HOST, 0), backlog=1024)
         self.base_url = f"http://{_HOST}:{self._socket.getsockname()[1]}/v1"
         """Base URL for OpenAI's clients."""
-        logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # it reports each start and stop
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # the application logs what matters of it
         self._server = uvicorn.Server(
             uvicorn.Config(
                 application, log_config=None, access_log=False, lifespan="off", ws="none", http="h11", loop="asyncio",
