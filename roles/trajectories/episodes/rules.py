@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from heapq import heappop, heappush
+from heapq import heappop, heappush, heapreplace
 from typing import Protocol
 
 from msgspec import Struct
@@ -209,11 +209,12 @@ class Episodes:
         while self._heap:
             begun, number = self._heap[0]
             track = self._state.trajectories.get(number)
-            if track is not None and _episode(track).holder is None:
-                if begun == (now := self._staleness.begun_with(track.group)):
-                    return track
-                heappush(self._heap, (now, number))
-            heappop(self._heap)
+            if track is None or _episode(track).holder is not None:
+                heappop(self._heap)
+            elif begun == (now := self._staleness.begun_with(track.group)):
+                return track
+            else:
+                heapreplace(self._heap, (now, number))
         return None
 
     def _start(self, track: TrajectoryState, incarnation: Incarnation, weights: int) -> None:
