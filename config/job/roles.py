@@ -153,8 +153,8 @@ class AgentsRole(Role):
     """
 
     function: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_]*$")]
-    """``module:function``, importable from the folder of job.toml: ``async def run(item, base_url, api_key)``, which
-    returns the episode's reward, or None."""
+    """module:function, importable from the folder of job.toml: async def run(item, base_url, api_key), which returns
+    the episode's reward, or None."""
     concurrency: Annotated[int, Field(ge=1, le=4096)] = 16
     """Episodes at work at once in each replica."""
     timeout: Time = 1200.0
