@@ -124,6 +124,18 @@ def ancestry(turn: TrajectoryState, turns: dict[int, TrajectoryState]) -> list[t
     return path[::-1]
 
 
+def with_ancestors(turns: Iterable[int], known: dict[int, TrajectoryState]) -> set[int]:
+    """Return these turns and all that they continue, including those without a token in their paths."""
+    result: set[int] = set()
+    for number in turns:
+        current: int | None = number
+        while current is not None and current not in result:
+            result.add(current)
+            created = known[current].turn
+            current = None if created is None else created.parent
+    return result
+
+
 def sampled_tokens(track: TrajectoryState) -> tuple[int, ...]:
     """Return the sampled tokens of a trajectory or turn."""
     return tuple(token for segment in track.segments for token in unpack_tokens(segment.tokens))

@@ -10,7 +10,7 @@ from ....core.types import Incarnation, ReplicaId
 from ..dispatch.lengths import Answer, Lengths
 from ..dispatch.token_times import TokenTimes
 from ..types import PackedBatch, PackedPart, PackedTrajectory
-from .groups import EpisodeState, Group, TrajectoryState, ancestry
+from .groups import EpisodeState, Group, TrajectoryState, with_ancestors
 from .records import (
     FIRST_TURN,
     FORMAT,
@@ -280,8 +280,7 @@ class State:
                 self.answers[turn] = episode.turns[turn] = TrajectoryState(turn, group, turn=record)
             case EpisodeFinished(_, _, counted):
                 track.finished, episode.counted = True, counted
-                needed = {before.id for turn in counted for before, _ in ancestry(episode.turns[turn], episode.turns)}
-                self._delete_turns(episode, episode.turns.keys() - needed - {*counted})
+                self._delete_turns(episode, episode.turns.keys() - with_ancestors(counted, episode.turns))
                 for turn in episode.turns.keys() - {*counted}:
                     self.answers.pop(turn, None)  # an ancestor that is not complete, and does not grow any more
                 self._count(ended=1, ended_tokens=trained_tokens(track))
