@@ -63,7 +63,7 @@ def wait_completed(run: TestRun, steps: int) -> None:
 
 
 def test_an_agent_sees_no_error_while_a_rollout_and_the_store_die_and_every_episode_is_trained(tmp_path: Path) -> None:
-    steps = 12
+    steps = 40  # more than are trained while both are away
     run = submit(tmp_path, steps)
     run.wait(lambda state: state.step >= 2, TIMEOUT_S)
     kill(run, ROLLOUT)
