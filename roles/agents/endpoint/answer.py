@@ -53,9 +53,9 @@ class SampledAnswer:
 
         Text that the next token may change is held back until then.
         """
-        text = self._tokenizer.decode(self._tokens)
-        stable = self._finished or (not text.endswith(_INCOMPLETE) and text.startswith(self._sent))
-        added = text[len(self._sent) :] if stable else ""
+        answer = self._tokenizer.decode(self._tokens)
+        stable = self._finished or (not answer.endswith(_INCOMPLETE) and answer.startswith(self._sent))
+        added = answer[len(self._sent) :] if stable else ""
         self._sent += added
         if self._call.messages is None:
             content: dict[str, Any] = {"text": added}

@@ -165,14 +165,14 @@ class Endpoint:
         else:
             number = 1 + max((_number(turn) for turn in earlier), default=0)
             context = self._context(call, turns)
-        room = self._settings.max_length - context.length
-        if room < 1:
+        left = self._settings.max_length - context.length
+        if left < 1:
             raise ApiError(
                 400, f"this model's maximum context length is {self._settings.max_length:g} tokens; the request has"
                 f" {context.length}, and an answer needs at least one more", code="context_length_exceeded",
                 param="messages" if call.messages is not None else "prompt",
             )  # fmt: skip
-        max_new = int(min(self._settings.max_new, room, call.max_new or room))
+        max_new = int(min(self._settings.max_new, left, call.max_new or left))
         names = tuple(f"{call.digest}/{number}/{choice}" for choice in range(call.choices))
         opened = [
             await self._turns.open_turn(

@@ -48,17 +48,17 @@ def encode_key(key: EpisodeKey, secret: bytes) -> str:
     return PREFIX + base64.urlsafe_b64encode(signed).decode().rstrip("=")
 
 
-def decode_key(text: str, run: str, secret: bytes) -> EpisodeKey | None:
+def decode_key(sent: str, run: str, secret: bytes) -> EpisodeKey | None:
     """Return what a key names, or None if this run has not made it.
 
     Args:
-        text: The key as an agent sent it.
+        sent: The key as an agent sent it.
         run: Name of the run directory.
         secret: The secret of the run.
     """
-    if not text.startswith(PREFIX) or len(text) > _MAX_KEY_CHARS or not text.isascii():
+    if not sent.startswith(PREFIX) or len(sent) > _MAX_KEY_CHARS or not sent.isascii():
         return None
-    encoded = text.removeprefix(PREFIX)
+    encoded = sent.removeprefix(PREFIX)
     try:
         signed = base64.b64decode(encoded + "=" * (-len(encoded) % 4), altchars=b"-_", validate=True)
     except binascii.Error:
