@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import logging
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -163,7 +164,7 @@ def test_a_call_that_waits_longer_than_the_read_timeout_is_not_given_up(
     assert len(scene.opened) == 1
 
 
-def test_a_call_whose_connection_breaks_is_joined_to_its_turn(scene: Scene) -> None:
+def test_a_call_whose_connection_breaks_is_joined_to_its_turn(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
     """The first connection goes through a relay that closes it once the turn is open."""
     port = int(scene.server.base_url.rpartition(":")[2].partition("/")[0])
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -173,6 +174,7 @@ def test_a_call_whose_connection_breaks_is_joined_to_its_turn(scene: Scene) -> N
         reply = client.chat.completions.create(model="any", messages=USER)
     assert reply.choices[0].message.content == "9"
     assert len(scene.turns.turns) == 1
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
 def break_first(listener: socket.socket, port: int, scene: Scene) -> None:
@@ -248,6 +250,19 @@ def test_a_key_of_an_older_attempt_is_refused_at_once_and_in_the_middle_of_a_cal
             create(scene)
         assert raised.value.code == "attempt_over"
     assert len(scene.opened) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_whose_attempt_ends_after_its_reply_has_begun_is_broken_off_and_refused_when_repeated(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, stream: bool
+) -> None:
+    monkeypatch.setattr(application, "KEEP_ALIVE_S", 0.05)
+    scene.policy = lambda turn: threading.Timer(1.0, scene.turns.begin_attempt, (0, 2)).start()
+    expected = openai.APIConnectionError if stream else openai.PermissionDeniedError  # a stream is not repeated
+    with pytest.raises(expected):
+        list(create(scene, stream=stream))
+    assert len(scene.opened) == 1
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
 @pytest.mark.parametrize(
