@@ -372,20 +372,22 @@ class Store:
         if not all(math.isfinite(score.reward) and math.isfinite(score.training) for score in by_trajectory.values()):
             return Denied("a score is not finite; report the trajectory as failed instead")
         new = tuple(score for score in by_trajectory.values() if tracks[score.trajectory].score is None)
-        self.record_scores(new)
+        if new:
+            self._durable.write(ScoresRecorded(new))
+        self.scored(score.trajectory for score in new)
         for trajectory, reason in (failed or {}).items():
             if trajectory in tracks and tracks[trajectory].finished and tracks[trajectory].score is None:
                 self._scorer_faults.group_dropped(faulty=trajectory in faulty)
                 self.drop(tracks[trajectory].group, reason, DropCause.UNSCORED)
         return Done(faulty_groups=self._scorer_faults.prevailing if faulty else 0)
 
-    def record_scores(self, scores: Sequence[Score]) -> None:
-        """Record the first scores of complete trajectories; a group whose trajectories all have one can be bound."""
-        if scores:
-            self._durable.write(ScoresRecorded(tuple(scores)))
-        for score in scores:
-            self._scoring_leases.release(score.trajectory)
-        for group in {self._state.trajectories[score.trajectory].group for score in scores}:
+    def scored(self, trajectories: Iterable[int]) -> None:
+        """Count trajectories that were scored; a group whose trajectories all have a score can be bound."""
+        groups = set()
+        for trajectory in trajectories:
+            self._scoring_leases.release(trajectory)
+            groups.add(self._state.trajectories[trajectory].group)
+        for group in groups:
             if not group.unscored:
                 self._scorer_faults.group_scored()
                 self._staleness.mark_complete(group)

@@ -121,6 +121,16 @@ class PackedTrajectory(Struct, frozen=True, array_like=True, gc=False):
         """Number of tokens after the prompt."""
         return sum(count for count, _, _ in self.runs)
 
+    @property
+    def trained_runs(self) -> tuple[tuple[int, int], ...]:
+        """The runs of tokens that are trained, as (token count, training step); a masked run is one of ``runs``."""
+        masked, runs, at = dict(self.masked), [], 0
+        for count, step, _ in self.runs:
+            if at not in masked:
+                runs.append((count, step))
+            at += count
+        return tuple(runs)
+
 
 class PackedBatch(Struct, frozen=True, array_like=True):
     """A :class:`Batch` in a message. ``prompts`` has the prompt of each of ``groups``, as int32."""

@@ -6,11 +6,10 @@ A step that was received as a whole batch is a step of one part.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 
 from msgspec import Struct
 
-from ..trajectories.types import PackedPart, PackedTrajectory
+from ..trajectories.types import PackedPart
 
 
 class UncommittedStep(Struct, frozen=True):
@@ -72,26 +71,25 @@ class _BatchMetrics:
     """
 
     def __init__(self) -> None:
-        self._reward, self._groups, self._parts = 0.0, 0, 0
-        self._trajectories: set[int] = set()
+        self._reward, self._trajectories, self._groups, self._parts = 0.0, 0, 0, 0
         self._tokens = Counter[int]()
         """Number of tokens by age."""
 
     def add(self, part: PackedPart) -> None:
         self._parts += 1
         self._groups += len(part.groups)
+        rewards = {trajectory.id: trajectory.reward for trajectory in part.trajectories}  # an episode has many samples
+        self._trajectories += len(rewards)
+        self._reward = sum(rewards.values(), self._reward)
         for trajectory in part.trajectories:
-            if trajectory.id not in self._trajectories:  # the samples of an episode share its reward
-                self._reward += trajectory.reward
-            self._trajectories.add(trajectory.id)
-            for count, step in _trained_runs(trajectory):
+            for count, step in trajectory.trained_runs:
                 self._tokens[max(0, part.number - 1 - step)] += count
 
     def of_step(self, last: PackedPart, staleness: int | None) -> dict[str, float]:
         """Return the metrics of the step that the part ``last`` completes."""
         tokens = self._tokens
         metrics = {
-            "reward": self._reward / max(1, len(self._trajectories)),
+            "reward": self._reward / max(1, self._trajectories),
             "parts": float(self._parts),
             "token_age_run_max": float(last.max_age),
         }
@@ -104,17 +102,6 @@ class _BatchMetrics:
             metrics["stale_groups"] = float(last.stale)
             metrics["stale_share"] = last.stale / (last.stale + last.number * self._groups)
         return metrics
-
-
-def _trained_runs(trajectory: PackedTrajectory) -> Iterator[tuple[int, int]]:
-    """Yield (number of trained tokens, training step of the weights that sampled them) of each run that has some."""
-    begin = 0
-    for count, step, _ in trajectory.runs:
-        end = begin + count
-        masked = sum(max(0, min(end, at + size) - max(begin, at)) for at, size in trajectory.masked)
-        if masked < count:
-            yield count - masked, step
-        begin = end
 
 
 def _median(counts: Counter[int]) -> int:

@@ -253,11 +253,12 @@ class TurnsNumbered(Struct, frozen=True, tag="turns_numbered", array_like=True):
 
 
 class EpisodeFinished(Struct, frozen=True, tag="episode_finished", array_like=True):
-    """End of an episode with a result, to which ``turns`` count."""
+    """End of an episode with a result, to which ``turns`` count. Its score is ``reward`` unless that is None."""
 
     episode: int
     attempt: int
     turns: tuple[int, ...]
+    reward: float | None = None
 
 
 class ItemsOrdered(Struct, frozen=True, tag="items_ordered", array_like=True):

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from ....core.types import Incarnation, ReplicaId
 from ..dispatch.lengths import Answer, Lengths
 from ..dispatch.token_times import TokenTimes
-from ..types import PackedBatch, PackedPart, PackedTrajectory
+from ..types import PackedBatch, PackedPart, PackedTrajectory, Score
 from .groups import EpisodeState, Group, TrajectoryState, with_ancestors
 from .records import (
     FIRST_TURN,
@@ -103,10 +103,7 @@ class State:
             case SegmentsAppended(incarnation, segments, finished):
                 self._append_segments(incarnation, segments, finished)
             case ScoresRecorded(scores):
-                for score in scores:
-                    track = self.trajectories[score.trajectory]
-                    track.score = score
-                    track.group.unscored -= 1
+                self._record_scores(scores)
             case GroupCreated():
                 self._create_group(record)
             case Part(number, groups=groups):
@@ -230,6 +227,12 @@ class State:
         for number in sorted(groups):
             self._observe_lengths(self.groups[number], cut=False)
 
+    def _record_scores(self, scores: Iterable[Score]) -> None:
+        for score in scores:
+            track = self.trajectories[score.trajectory]
+            track.score = score
+            track.group.unscored -= 1
+
     def _observe_lengths(self, group: Group, *, cut: bool) -> None:
         """Learn the lengths of a group when its last trajectory is complete, or when it is dropped (``cut``) before.
 
@@ -278,7 +281,9 @@ class State:
             case TurnCreated(turn):
                 self.next_turn = max(self.next_turn, turn + 1)
                 self.answers[turn] = episode.turns[turn] = TrajectoryState(turn, group, turn=record)
-            case EpisodeFinished(_, _, counted):
+            case EpisodeFinished(number, _, counted, reward):
+                if reward is not None:
+                    self._record_scores((Score(number, reward, reward),))
                 track.finished, episode.counted = True, counted
                 self._delete_turns(episode, episode.turns.keys() - with_ancestors(counted, episode.turns))
                 for turn in episode.turns.keys() - {*counted}:

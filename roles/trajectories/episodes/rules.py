@@ -12,7 +12,7 @@ cannot keep an episode waiting that a step needs.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from heapq import heappop, heappush, heapreplace
 from typing import Protocol
 
@@ -34,7 +34,7 @@ from ..durable.records import (
 )
 from ..leases import Leases, WorkQueue
 from ..steps.staleness import StalenessLimit
-from ..types import Answer, Denied, Done, NotReady, Score
+from ..types import Answer, Denied, Done, NotReady
 from .requests import (
     EpisodeItem,
     EpisodeRequest,
@@ -93,8 +93,8 @@ class StoreRules(Protocol):
         """Drop a group without training on it."""
         ...
 
-    def record_scores(self, scores: Sequence[Score]) -> None:
-        """Record scores of complete trajectories."""
+    def scored(self, trajectories: Iterable[int]) -> None:
+        """Count trajectories that were scored."""
         ...
 
     def offer_scoring(self, trajectory: int) -> None:
@@ -272,11 +272,13 @@ class Episodes:
             return Done()
         self._work.withdraw([turn for turn in turns.values() if not turn.finished])
         self._leases.release(number)
-        self._durable.write(EpisodeFinished(number, attempt, counted))
+        self._durable.write(
+            EpisodeFinished(number, attempt, counted, reward)
+        )  # one record: a crash may come between two
         if reward is None:
             self._rules.offer_scoring(number)
         else:
-            self._rules.record_scores((Score(number, reward, reward),))
+            self._rules.scored((number,))
         return Done()
 
     def _current(self, number: int, attempt: int) -> TrajectoryState | Denied:
