@@ -39,7 +39,7 @@ class RoleSpec(Struct, frozen=True):
 
     name: str
     kind: str
-    """``trainer``, ``rollout``, ``trajectories``, ``reward`` or ``command`` (a role that the user defines)."""
+    """``trainer``, ``rollout``, ``trajectories``, ``reward``, ``agents`` or ``command`` (defined by the user)."""
     replicas: int
     min_replicas: int
     per_member: Resources
@@ -285,6 +285,7 @@ class TokenizerSpec(Struct, frozen=True):
     pieces: tuple[str, ...]
     join: str = ""
     ignore: str = ""
+    chat: dict[str, str] | None = None
 
 
 class ModelSpec(Struct, frozen=True):
@@ -394,6 +395,17 @@ class RewardSettings(Struct, frozen=True):
     lease: int = 256
 
 
+class AgentsSettings(Struct, frozen=True):
+    """The settings of the agents' program (:class:`rrl.config.job.roles.AgentsRole`)."""
+
+    function: str
+    concurrency: int = 16
+    timeout: float = 1200.0
+    """Longest time (s) of one attempt at an episode."""
+    retries: int = 2
+    on_death: Literal["again", "drop"] = "again"
+
+
 class RunSpec(Struct, frozen=True):
     """A whole job with every default filled in.
 
@@ -427,6 +439,8 @@ class RunSpec(Struct, frozen=True):
     trainer: TrainerSettings = TrainerSettings()
     rollout: RolloutSettings = RolloutSettings()
     reward: RewardSettings = RewardSettings()
+    agents: AgentsSettings | None = None
+    """None: the job has no agents, and each trajectory is one answer to a prompt of the task."""
     transport: TransportSpec = TransportSpec()
     manager: ManagerSpec = ManagerSpec()
     limits: Limits = Limits()
@@ -467,33 +481,3 @@ def read_run_spec(path: Path) -> RunSpec:
         msgspec.DecodeError: The file is not a run spec.
     """
     return msgspec.json.decode(path.read_bytes(), type=RunSpec)
-
-
-def pool_nodes(roles: tuple[RoleSpec, ...], node: Resources) -> int:
-    """Return the number of nodes that the roles need together.
-
-    Each replica of an exclusive role has nodes of its own. The members of all other replicas share nodes, on which they
-    are placed first fit.
-    """
-    exclusive = sum(role.replicas * role.nodes for role in roles if role.exclusive)
-    shared: list[list[int]] = []
-    for role in roles:
-        if role.exclusive:
-            continue
-        for _ in range(role.replicas):
-            members = [0] * len(shared)  # members of this gang on each node
-            for _ in range(role.ranks):
-                needs = (role.per_member.cpus, role.per_member.gpus, role.per_member.mem)
-                candidates = (
-                    index
-                    for index, free in enumerate(shared)
-                    if members[index] < role.per_node
-                    and all(has >= needed for has, needed in zip(free, needs, strict=True))
-                )
-                target = next(candidates, len(shared))
-                if target == len(shared):
-                    shared.append([node.cpus, node.gpus, node.mem])
-                    members.append(0)
-                shared[target] = [has - needed for has, needed in zip(shared[target], needs, strict=True)]
-                members[target] += 1
-    return exclusive + len(shared)

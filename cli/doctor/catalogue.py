@@ -8,8 +8,8 @@ from __future__ import annotations
 from msgspec import Struct
 
 from ...core.types import Verdict
-from ...roles.node_probe.host import Unavailable
 from .facts import Check
+from .node_probe.host import Unavailable
 
 
 class Meaning(Struct, frozen=True):

@@ -1,6 +1,6 @@
 """Reads Slurm and the file system for ``rrl doctor``.
 
-The host itself is read by :mod:`rrl.roles.node_probe.host`, a compute node by :mod:`rrl.cli.doctor.node_visit`. The
+The host itself is read by :mod:`.node_probe.host`, a compute node by :mod:`.node_visit`. The
 readers run concurrently, each with a deadline. They change nothing, except that they create and remove one small file
 in the folder of all runs.
 """
@@ -26,14 +26,6 @@ from ...core.run_dir import runs_root
 from ...manager.bootstrap import manager_job
 from ...manager.cluster.slurm.commands import environment, reports_no_cluster
 from ...manager.cluster.slurm.limits import read_limits
-from ...roles.node_probe.host import (
-    ReadError,
-    Unavailable,
-    UnavailableCause,
-    filesystem,
-    read_host,
-    run_readers,
-)
 from . import slurm_output as text
 from .facts import (  # fmt: skip
     Accounts,
@@ -46,6 +38,14 @@ from .facts import (  # fmt: skip
     Slurm,
     Storage,
     Trials,
+)
+from .node_probe.host import (
+    ReadError,
+    Unavailable,
+    UnavailableCause,
+    filesystem,
+    read_host,
+    run_readers,
 )
 
 SLURM_TIMEOUT_S = 10.0

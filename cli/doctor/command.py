@@ -15,7 +15,6 @@ from rich.table import Table
 from rich.text import Text
 
 from ...core.types import Verdict
-from ...roles.node_probe.host import Unavailable
 from ..common.output import print_json, show
 from ..views.checks import VERDICT_COLOUR
 from .catalogue import GROUPS
@@ -23,6 +22,7 @@ from .collect import read_facts
 from .facts import Check, DoctorOptions, Facts
 from .host_checks import host_checks, storage_checks
 from .node_checks import node_checks
+from .node_probe.host import Unavailable
 from .slurm_checks import slurm_checks
 
 

@@ -1,6 +1,6 @@
 """The facts that ``rrl doctor`` collects, as values.
 
-A fact that could not be read is :class:`~rrl.roles.node_probe.host.Unavailable`, with a reason. Readers create the
+A fact that could not be read is :class:`~rrl.cli.doctor.node_probe.host.Unavailable`, with a reason. Readers create the
 facts, checks judge them, and ``rrl init`` writes a job.toml from them.
 """
 
@@ -12,8 +12,8 @@ from ...core.command_runner import CommandResult
 from ...core.types import Verdict
 from ...manager.cluster.base import NodeState
 from ...manager.cluster.slurm.limits import JobLimits
-from ...roles.node_probe.host import Host, Unavailable
-from ...roles.node_probe.main import NodeReport
+from .node_probe.host import Host, Unavailable
+from .node_probe.main import NodeReport
 
 
 class Check(Struct, frozen=True):

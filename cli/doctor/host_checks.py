@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ipaddress
 
-from ...roles.node_probe.host import (
+from ..views.formatting import size
+from .catalogue import fail, limit, ok, unknown, warn
+from .facts import Check, Facts, Storage, Visit
+from .node_probe.host import (
     Dcgm,
     Limits,
     Machine,
@@ -16,9 +19,6 @@ from ...roles.node_probe.host import (
     Unavailable,
     UnavailableCause,
 )
-from ..views.formatting import size
-from .catalogue import fail, limit, ok, unknown, warn
-from .facts import Check, Facts, Storage, Visit
 
 MIN_LOCAL_MEMORY_BYTES = 4 * 2**30
 """Memory for a local run of the quickstart (four virtual nodes; each torch process takes about 0.4 GiB)."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from ...core.command_runner import CommandResult
-from ...roles.node_probe.host import Host, Network, Nvml, Python, Unavailable, UnavailableCause
-from ...roles.node_probe.main import NodeReport
 from .catalogue import MEANINGS, fail, ok, unknown, warn
 from .facts import Check, Facts, Visit
 from .host_checks import candidate_networks, memlock, networks_text, nofile, packet_filter, tmp, ucx
+from .node_probe.host import Host, Network, Nvml, Python, Unavailable, UnavailableCause
+from .node_probe.main import NodeReport
 
 MAX_CLOCK_SKEW_S = 1.0
 """Difference (s) between two clocks beyond which the order of lines in merged logs is misleading."""

@@ -1,6 +1,6 @@
 """Runs one small job on a compute node, with the user's consent, to learn what the node is like and what it can reach.
 
-The job is :mod:`rrl.roles.node_probe.main`, run by the same interpreter path as this process. It takes 10 s, and is
+The job is :mod:`.node_probe.main`, run by the same interpreter path as this process. It takes 10 s, and is
 cancelled if it has not begun :data:`MAX_QUEUE_S` s after its submission. Its files are in a temporary folder, which is
 created in the folder of all runs and removed afterwards.
 """
@@ -24,10 +24,10 @@ from pathlib import Path
 import msgspec
 
 from ...core.run_dir import runs_root
-from ...roles.node_probe.host import Network, Unavailable
-from ...roles.node_probe.main import NONCE_ENV, NONCE_FILE, PROBE_TIMEOUT_S, REPORT, NodeReport, nonce_proof
 from .collect import TRUE_SCRIPT, run_slurm, would_take
 from .facts import Facts, Visit
+from .node_probe.host import Network, Unavailable
+from .node_probe.main import NONCE_ENV, NONCE_FILE, PROBE_TIMEOUT_S, REPORT, NodeReport, nonce_proof
 from .slurm_output import estimated_start
 
 MAX_QUEUE_S = 60.0
@@ -63,7 +63,7 @@ _SCRIPT = """\
 export {nonce_env}={nonce}
 if [ -d {folder} ]; then exec >{folder}/job.log 2>&1; fi
 [ -x {python} ] || exit {no_python}
-exec {python} -P -m rrl.roles.node_probe.main {folder} {addresses}
+exec {python} -P -m rrl.cli.doctor.node_probe.main {folder} {addresses}
 """
 
 

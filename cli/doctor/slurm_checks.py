@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 from ...core.command_runner import CommandResult
 from ...core.units import duration_text
-from ...roles.node_probe.host import Network, Unavailable
 from ..views.formatting import size
 from .catalogue import MEANINGS, fail, ok, unknown, warn
 from .facts import Check, Config, DoctorOptions, Facts, Node, Nodes, Partition, Slurm, Visit
+from .node_probe.host import Network, Unavailable
 
 OLDEST_VERSION, NEWEST_VERSION = (22, 5), (26, 5)
 """Oldest and newest version of Slurm with which rrl is tested."""

@@ -33,6 +33,9 @@ from .manager_host import metrics_problem, network_problem
 from .role_commands import command_problems
 from .task_check import TaskReport, try_task
 
+ENDPOINT_PACKAGES = ("starlette", "uvicorn")
+"""Packages of the extra ``endpoint``, with which agents are served."""
+
 
 def preview_or_fail(spec: RunSpec, path: Path) -> list[tuple[str, str]]:
     """Return what would be submitted, as (title, text).
@@ -58,6 +61,7 @@ def preflight(job: Job, spec: RunSpec, path: Path, foreground: bool = False) -> 
         *_check_trusted_network(job, path),
         *_check_transport_installed(job, path),
         *_check_engine_installed(job, path),
+        *_check_endpoint_installed(job, path),
         *_check_model(job, path),
         *_check_stream(job),
     ]
@@ -253,6 +257,21 @@ def _check_engine_installed(job: Job, path: Path) -> list[str]:
     if known and wrong and not elsewhere:
         raise UsageError(_with_location(path, Problem((*table, wrong[0][0]), wrong[0][1])))
     return [f"{'.'.join(table)}.{name}: {reported}; that of the nodes must" for name, reported in wrong if known]
+
+
+def _check_endpoint_installed(job: Job, path: Path) -> list[str]:
+    """Return a warning if agents need the endpoint's packages and one is missing here.
+
+    Raises UsageError instead if the agents run in this environment.
+    """
+    agents = job.roles.agents
+    missing = [name for name in ENDPOINT_PACKAGES if find_spec(name) is None]
+    if agents is None or not missing:
+        return []
+    if job.cluster.kind != "local" or job.env.python or agents.launcher != "direct":
+        return [f"roles.agents: {missing[0]} is not installed on this machine; it must be on the nodes"]
+    text = f"{missing[0]} is not installed; pip install '.[endpoint]' in rrl's clone"
+    raise UsageError(_with_location(path, Problem(("roles", "agents"), text)))
 
 
 def _check_model(job: Job, path: Path) -> list[str]:

@@ -17,12 +17,12 @@ from ...core.command_runner import CommandResult
 from ...core.run_dir import write_atomically
 from ...core.types import Verdict
 from ...core.units import duration_text
-from ...roles.node_probe.host import Unavailable
 from ..common.runs import OperationFailed, UsageError
 from ..doctor.command import gather_facts, judge
 from ..doctor.facts import Config, DoctorOptions, Facts, Node, Slurm, Visit
 from ..doctor.host_checks import candidate_networks
 from ..doctor.node_checks import common_networks
+from ..doctor.node_probe.host import Unavailable
 from ..doctor.slurm_checks import account_for, chosen_partition, gpu_shapes, usable_nodes
 from ..views.formatting import size
 

@@ -20,7 +20,9 @@ from msgspec import Struct
 
 from ...core.run_spec import RunSpec
 from ...core.text import shortened
+from ...roles.agents.user_function import AgentError, load_agent
 from ...roles.end_report import described, place_of
+from ...roles.models.chat import Chat, open_chat
 from ...roles.models.tasks import Task, TaskError, load_task
 from ...roles.models.tokenizer import Tokenizer, UnencodableText, open_tokenizer
 from ...roles.trajectories.prompts import MAX_ITEMS_WITHOUT_PROMPT, UnfitPrompt, prompt_encoder
@@ -136,6 +138,8 @@ class _Trial:
         return TaskTrial(None, samples, tuple(self._warnings))
 
     def _try(self) -> tuple[Sample, ...]:
+        if self._job.agents is not None:
+            return self._try_agent(self._job.agents.function)
         tokenizer = self._open_tokenizer()
         task = self._build(tokenizer)
         items = self._make_items(task, tokenizer)
@@ -144,6 +148,35 @@ class _Trial:
         samples = tuple(self._score(task, tokenizer, items, index) for index in range(min(SAMPLES, len(items))))
         self._check_rewards(samples)
         return samples
+
+    def _try_agent(self, function: str) -> tuple[Sample, ...]:
+        """Import the agent, and make the items that it gets; they need not be text of the model's vocabulary."""
+        key = ("roles", "agents", "function")
+        tokenizer = self._open_chat().tokenizer
+        self._doing = f"importing {function}"
+        try:
+            load_agent(function, self._folder)
+        except AgentError as error:
+            raise _Failed(TaskProblem(key, error.problem, error.missing_package)) from error
+        except (Exception, SystemExit) as error:  # user code may raise anything
+            raise _Failed(TaskProblem(key, f"importing it raised {self._described(error)}")) from error
+        task = self._build(tokenizer)
+        samples: list[Sample] = []
+        for number in range(SAMPLES):
+            try:
+                samples.append(Sample(number, self._text(task.prompt, "prompt", number), 0, "", 0, ""))
+            except Exception as error:  # user code may raise anything
+                self._fail(f"prompt({number}) raised {self._described(error)}", error)
+        return tuple(samples)
+
+    def _open_chat(self) -> Chat:
+        try:
+            return open_chat(self._job.model)
+        except ValueError as error:
+            raise _Failed(TaskProblem(("model",), str(error))) from error
+        except ModuleNotFoundError as error:
+            text = f"the tokenizer needs {error.name}, which {sys.prefix} lacks; install it there"
+            raise _Failed(TaskProblem(("model", "path"), text, error.name or "")) from error
 
     def _open_tokenizer(self) -> Tokenizer:
         try:

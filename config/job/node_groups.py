@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from ...core import run_spec
 from ...core.run_spec import NodeGroup, Resources, RoleSpec
 from .roles import POOL, SHARED
 
@@ -28,13 +27,13 @@ def build_node_groups(job: Job, roles: tuple[RoleSpec, ...]) -> tuple[NodeGroup,
     job_walltime = min(cluster.walltime, cluster.job_walltime or cluster.walltime)
     node = Resources(cpus=cluster.node.cpus, gpus=cluster.node.gpus, mem=cluster.node.mem)
     if cluster.form == POOL:
-        nodes = run_spec.pool_nodes(roles, node) + cluster.spares
+        nodes = pool_nodes(roles, node) + cluster.spares
         names = tuple(role.name for role in roles)
         return (NodeGroup(POOL, names, nodes, node, job_walltime, common, min_nodes=nodes),)
     separate, groups = cluster.form == "replica", []
     shared = tuple(role for role in roles if not role.exclusive)
     if shared:
-        nodes, names = run_spec.pool_nodes(shared, node), tuple(role.name for role in shared)
+        nodes, names = pool_nodes(shared, node), tuple(role.name for role in shared)
         groups.append(NodeGroup(SHARED, names, nodes, node, job_walltime, common, min_nodes=nodes))
     for role in roles:
         if role.exclusive:
@@ -48,3 +47,33 @@ def build_node_groups(job: Job, roles: tuple[RoleSpec, ...]) -> tuple[NodeGroup,
             )
     # the largest group first: Slurm tolerates failures of nodes best in a heterogeneous job's first component
     return tuple(sorted(groups, key=lambda group: -group.nodes))
+
+
+def pool_nodes(roles: tuple[RoleSpec, ...], node: Resources) -> int:
+    """Return the number of nodes that the roles need together.
+
+    Each replica of an exclusive role has nodes of its own. The members of all other replicas share nodes, on which they
+    are placed first fit.
+    """
+    exclusive = sum(role.replicas * role.nodes for role in roles if role.exclusive)
+    shared: list[list[int]] = []
+    for role in roles:
+        if role.exclusive:
+            continue
+        for _ in range(role.replicas):
+            members = [0] * len(shared)  # members of this gang on each node
+            for _ in range(role.ranks):
+                needs = (role.per_member.cpus, role.per_member.gpus, role.per_member.mem)
+                candidates = (
+                    index
+                    for index, free in enumerate(shared)
+                    if members[index] < role.per_node
+                    and all(has >= needed for has, needed in zip(free, needs, strict=True))
+                )
+                target = next(candidates, len(shared))
+                if target == len(shared):
+                    shared.append([node.cpus, node.gpus, node.mem])
+                    members.append(0)
+                shared[target] = [has - needed for has, needed in zip(shared[target], needs, strict=True)]
+                members[target] += 1
+    return exclusive + len(shared)

@@ -26,6 +26,7 @@ _BUILT_IN = {
     "rollout": "rrl.roles.rollout.main",
     "trajectories": "rrl.roles.trajectories.server",
     "reward": "rrl.roles.reward",
+    "agents": "rrl.roles.agents.main",
 }
 _MANAGER_INHERITS = ("partition", "account", "qos", "reservation")
 """Options of [slurm] that also apply to the manager's own job, unless [manager] slurm sets them."""
@@ -63,6 +64,7 @@ def resolve(job: Job, python: str) -> run_spec.RunSpec:
         trainer=msgspec.convert(job.roles.trainer.model_dump(), run_spec.TrainerSettings),
         rollout=msgspec.convert(job.roles.rollout.model_dump(), run_spec.RolloutSettings),
         reward=msgspec.convert(job.roles.reward.model_dump(), run_spec.RewardSettings),
+        agents=msgspec.convert(job.roles.agents and job.roles.agents.model_dump(), run_spec.AgentsSettings | None),
         transport=msgspec.convert(job.transport.model_dump(), run_spec.TransportSpec),
         manager=run_spec.ManagerSpec(
             job.manager.where, {**inherited, **own}, job.cluster.job_walltime or 0.0, job.manager.log_level
@@ -94,7 +96,7 @@ def node_groups(job: Job) -> tuple[NodeGroup, ...]:
 
 def min_replicas_of(name: str, role: Role) -> int:
     """Return the number of replicas of a role without which the run cannot continue."""
-    default = 1 if name == "rollout" else role.replicas
+    default = 1 if name in ("rollout", "agents") else role.replicas
     return default if role.min_replicas is None else role.min_replicas
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from ...core import run_spec
 from ...core.units import Size
@@ -139,6 +139,33 @@ class RewardRole(Role):
     """Trajectories leased at a time."""
 
 
+def _no_replay(value: object) -> object:
+    if value == "replay":
+        raise ValueError('"replay" is not available yet; write "again", which begins the episode again, or "drop"')
+    return value
+
+
+class AgentsRole(Role):
+    """Runs agents of yours, each for an episode, and serves them an OpenAI endpoint (docs/agents.md).
+
+    With this table, the answers of an agent are what is trained, and ``[task]`` gives the items and, for an agent that
+    returns no reward, the score of its last answer.
+    """
+
+    function: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_]*$")]
+    """module:function, importable from the folder of job.toml: async def run(item, base_url, api_key), which returns
+    the episode's reward, or None."""
+    concurrency: Annotated[int, Field(ge=1, le=4096)] = 16
+    """Episodes at work at once in each replica."""
+    timeout: Time = 1200.0
+    """Longest time of one attempt at an episode; a longer one has failed."""
+    retries: Annotated[int, Field(ge=0)] = 2
+    """Number of further attempts at an episode whose agent failed (an exception, or the timeout). Then its group is
+    dropped with the reason; a failed attempt is never scored zero."""
+    on_death: Annotated[Literal["again", "drop"], BeforeValidator(_no_replay)] = "again"
+    """What happens to the episodes of a replica that dies. again: they begin again; drop: their groups are dropped."""
+
+
 class CommandRole(Role):
     """A role that you define under a name of your choice: any program."""
 
@@ -163,12 +190,14 @@ class Roles(Table):
     rollout: RolloutRole = RolloutRole()
     trajectories: TrajectoriesRole = TrajectoriesRole()
     reward: RewardRole = RewardRole()
+    agents: AgentsRole | None = None
 
     def named(self) -> dict[str, Role]:
-        """Return the built-in roles by name, in the order in which they are placed."""
+        """Return the built-in roles by name, in the order in which they are placed; the agents only if they are set."""
         return {
             "trajectories": self.trajectories,
             "reward": self.reward,
+            **({"agents": self.agents} if self.agents is not None else {}),
             "trainer": self.trainer,
             "rollout": self.rollout,
         }

@@ -6,6 +6,7 @@ key. :mod:`.roles`, :mod:`.site` and :mod:`.faults` declare the other tables.
 
 from __future__ import annotations
 
+import math
 import re
 import string
 from typing import Annotated, Any, Literal
@@ -15,6 +16,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from ...core import run_spec
 from ...core.faults import MANAGER
+from ...core.phases import PHASES
 from ...core.run_spec import WeightsSetting
 from ...core.types import AGENT, STANDBY_ROLE
 from ...core.units import Duration, Size
@@ -27,6 +29,9 @@ from .validation import check
 OWN_SCORE_SHORTEST_S = 1800.0
 """Lower bound (s) of the deadline of ``score`` if code of the user scores and ``[phases.score]`` sets no bound. The
 code may call a judge over the network, and look hung while the judge limits its rate (up to 14 min were observed)."""
+ACT_MARGIN_S = 300.0
+"""Time (s) beyond the timeout of an attempt before agents without progress count as hung: the timeout itself is
+progress, unless the agents' code blocks the process."""
 _LIMITS = run_spec.Limits()
 _RECOVERY = run_spec.Recovery()
 _HEALTH = run_spec.HealthSpec()
@@ -43,6 +48,13 @@ def _format_string(text: str) -> str:
     except ValueError as error:
         raise ValueError(f"{text!r} is not a valid format string: {error}; write {{{{ for a literal brace") from None
     return text
+
+
+def _chat_pieces(pieces: dict[str, str]) -> dict[str, str]:
+    for role, piece in pieces.items():
+        if piece.count("{content}") != 1:
+            raise ValueError(f'the piece of {role!r} is {piece!r}; write {{content}} in it once: "{{content}}="')
+    return pieces
 
 
 def _phase_names(phases: dict[str, PhaseTable]) -> dict[str, PhaseTable]:
@@ -90,6 +102,9 @@ class TokenizerTable(Table):
     """Separator between pieces when tokens are converted to text."""
     ignore: str = ""
     """Characters of a prompt that are dropped."""
+    chat: Annotated[dict[str, str], AfterValidator(_chat_pieces)] | None = None
+    """A piece of text for the messages of each role, with {content} in place of the message:
+    ``{ user = "{content}=" }``. Only for agents; each message of the model ends with the end of sequence."""
 
 
 class ModelTable(Table):
@@ -330,6 +345,12 @@ class Job(Table):
             score = phases.setdefault("score", {})
             if score.get("shortest") is None:
                 score["shortest"] = min(OWN_SCORE_SHORTEST_S, score.get("longest") or OWN_SCORE_SHORTEST_S)
+        if self.roles.agents is not None:  # an agent may be silent for as long as an attempt may last
+            act = phases.setdefault("act", {})
+            if act.get("shortest") is None:
+                act["shortest"] = min(self.roles.agents.timeout + ACT_MARGIN_S, act.get("longest") or math.inf)
+            if act.get("longest") is None:
+                act["longest"] = max(PHASES["act"].longest, act["shortest"])
         for name, role in self.commands.items():
             if role.watch == "activity":  # its launcher reports a phase that has the name of the role
                 phases[name] = {"shortest": role.quiet, "longest": role.quiet, "progresses": True}

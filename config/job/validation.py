@@ -52,6 +52,7 @@ def check(job: Job) -> None:
     _ahead(job)
     _batch(job)
     _form(job)
+    _agents(job)
     for name, phase in job.phases.items():
         _phase(job, name, phase)
     for name, role in job.every_role().items():
@@ -109,6 +110,30 @@ def _model(job: Job) -> None:
             ("sampling", "max_new_tokens"),
             f"{job.sampling.max_new_tokens} leaves no space for a prompt in [model] max_length ="
             f" {max_length}; lower it or raise max_length",
+        )
+
+
+def _agents(job: Job) -> None:
+    """Check that agents have a chat template, and are given as a function."""
+    agents, model = job.roles.agents, job.model
+    if agents is None:
+        return
+    if agents.command is not None:
+        raise mistake(("roles", "agents", "command"), "programs as agents are not available yet; write function")
+    if model is None:
+        raise mistake(("model",), "missing; agents need path in [model], or [model.tokenizer] with pieces and chat")
+    if model.path is not None and not model.chat:
+        raise mistake(("model", "chat"), "agents hold conversations, which need a chat template; write chat = true")
+    if model.tokenizer is not None and model.tokenizer.chat is None:
+        raise mistake(
+            ("model", "tokenizer", "chat"),
+            "missing; agents hold conversations: write a piece of text for each role, for example"
+            ' chat = { user = "{content}=", assistant = "{content}" }',
+        )
+    if job.roles.trainer.warm_start_steps and job.roles.trainer.command is None:
+        raise mistake(
+            ("roles", "trainer", "warm_start_steps"),
+            "trains on the task's answers to its prompts, which agents do not send; remove this key",
         )
 
 

@@ -10,7 +10,7 @@ both.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,13 +90,19 @@ class FolderTokenizer:
         """
         if self._chat is None:
             return tuple(self._tokenizer.encode(text).ids)
+        return self.encode(self.render([{"role": "user", "content": text}], answer_begins=True))
+
+    def render(self, messages: Sequence[Mapping[str, str]], *, answer_begins: bool) -> str:
+        """See :class:`.chat.TemplateTokenizer`."""
+        if self._chat is None:
+            raise ValueError("[model] chat: write chat = true, so that conversations get the folder's chat template")
         try:
-            rendered = self._chat(messages=[{"role": "user", "content": text}], **self._special)
+            return self._chat(messages=messages, add_generation_prompt=answer_begins, **self._special)
         except TemplateError as error:
+            last = messages[-1]["content"] if messages else ""
             raise ValueError(
-                f"[model] chat: the chat template cannot be applied to the prompt {text[:100]!r}: {error}"
+                f"[model] chat: the chat template cannot be applied to the prompt {last[:100]!r}: {error}"
             ) from None
-        return self.encode(rendered)
 
     def encode(self, text: str) -> tuple[int, ...]:
         """See :class:`.tokenizer.Tokenizer`."""
@@ -124,7 +130,7 @@ def _token_text(token: Any) -> str | None:
 
 # ── the chat template ──────────────────────────────────────────────────────────────────────────────────────────────
 def _chat_template(folder: Path, config: dict[str, Any]) -> Callable[..., str]:
-    """Return a function that renders messages to a text, at whose end the model's answer begins.
+    """Return a function that renders ``messages`` to a text, with the chat template's own arguments.
 
     The template file takes precedence over the template in the configuration, as in transformers. ``strftime_now`` is
     not available. Templates that would write today's date (Llama 3's) then write a fixed date, so that the prompt of an
@@ -145,7 +151,7 @@ def _chat_template(folder: Path, config: dict[str, Any]) -> Callable[..., str]:
         template = jinja.from_string(source)
     except TemplateError as error:
         raise ValueError(f"[model] chat: the chat template of {folder} cannot be read: {error}") from None
-    return lambda **given: template.render(**given, add_generation_prompt=True)
+    return template.render
 
 
 class _Generation(Extension):

@@ -86,7 +86,10 @@ def _call(name: str, seed: int, args: Mapping[str, Any], folder: Path | None) ->
 
     An exception that the user's module or function raises is not caught.
     """
-    function = _function(name, folder)
+    try:
+        function = import_function(name, folder)
+    except FunctionMissing as error:
+        raise TaskError("function", error.problem, error.missing_package) from error.__cause__
     try:
         signature = inspect.signature(function)
     except ValueError:  # a function that is written in C may have none
@@ -110,11 +113,34 @@ def _call(name: str, seed: int, args: Mapping[str, Any], folder: Path | None) ->
     return task
 
 
-def _function(name: str, folder: Path | None) -> Callable[..., Any]:
-    """Import the function ``module:function``. Raises TaskError if a module is missing, or has no such function."""
+class FunctionMissing(ValueError):
+    """A function that job.toml names cannot be imported.
+
+    Args:
+        problem: What is wrong, and what would be right.
+        missing_package: A package that the function's module needs and this Python does not have; empty if that is not
+            the problem.
+    """
+
+    def __init__(self, problem: str, missing_package: str = "") -> None:
+        super().__init__(problem)
+        self.problem = problem
+        self.missing_package = missing_package
+
+
+def import_function(name: str, folder: Path | None) -> Callable[..., Any]:
+    """Import the function ``module:function``. An exception that the user's module raises is not caught.
+
+    Args:
+        name: Module and function.
+        folder: Folder of job.toml, from which the module is imported.
+
+    Raises:
+        FunctionMissing: A module is missing, or has no such function.
+    """
     module_name, _, function_name = name.partition(":")
     if not module_name or not function_name:
-        raise TaskError("function", f'{json.dumps(name)} must be "module:function"')
+        raise FunctionMissing(f'{json.dumps(name)} must be "module:function"')
     if folder is not None and str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
     try:
@@ -124,17 +150,17 @@ def _function(name: str, folder: Path | None) -> Callable[..., Any]:
         if missing == module_name or module_name.startswith(f"{missing}."):
             if module_name.endswith(".py"):
                 right = json.dumps(f"{module_name.removesuffix('.py')}:{function_name}")
-                raise TaskError("function", f"{json.dumps(name)}: name the module without .py: {right}") from None
+                raise FunctionMissing(f"{json.dumps(name)}: name the module without .py: {right}") from None
             place = f"neither in {folder}, the folder of job.toml, nor" if folder is not None else "not"
             problem = f"{json.dumps(name)}: there is no module {missing}, {place} among the installed packages"
-            raise TaskError("function", problem) from error
+            raise FunctionMissing(problem) from error
         problem = f"{json.dumps(name)} imports {missing}, which {sys.prefix} lacks; install it there"
-        raise TaskError("function", problem, missing_package=missing) from error
+        raise FunctionMissing(problem, missing) from error
     function = getattr(module, function_name, None)
     if not callable(function):
         names = [known for known in vars(module) if callable(getattr(module, known)) and not known.startswith("_")]
         problem = f"{json.dumps(name)}: {module.__file__} has no function {function_name}"
-        raise TaskError("function", problem + _suggestion(function_name, names))
+        raise FunctionMissing(problem + _suggestion(function_name, names))
     return function  # type: ignore[no-any-return]  # of a module that only the user knows
 
 

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import compress
+from typing import TypeVar
 
 import msgspec
 import numpy
@@ -25,12 +27,14 @@ from torch.nn.utils.rnn import pad_sequence
 from ...core.run_spec import TrainerSettings
 from ..checkpoints.folders import StoredFiles
 from ..models.policy import weights
-from ..trajectories.types import Batch, Part
+from ..trajectories.types import Batch, Part, Trajectory
 from .losses import group_advantages, grpo_loss, likelihood
 from .process_group import Gang
 
 Example = tuple[Sequence[int], Sequence[int]]
 """Prompt and answer as tokens, for the supervised warm start."""
+
+_T = TypeVar("_T")
 
 _BETAS = (0.9, 0.95)
 LOSS_DIVISOR = 2.0**16
@@ -79,8 +83,9 @@ class _OpenStep(Struct):
     statistics: dict[str, float] = {}
     """Sums of the loss and its statistics over this member's answer tokens, each divided by ``LOSS_DIVISOR``."""
     trajectories: int = 0
+    """Trajectories; the samples of an episode count as one."""
     tokens: int = 0
-    """Answer tokens of all members."""
+    """Trained answer tokens of all members."""
     reward: float = 0.0
     training_reward: float = 0.0
     lag: int = 0
@@ -89,12 +94,15 @@ class _OpenStep(Struct):
     def count(self, part: Part) -> None:
         """Count a part that was trained on."""
         self.parts, self.complete = self.parts + 1, part.last
-        self.trajectories += len(part.trajectories)
+        first_samples = _first_samples(part.trajectories)
+        self.trajectories += len(first_samples)
+        for index in first_samples:
+            self.reward += part.trajectories[index].reward
+            self.training_reward += part.trajectories[index].training
         for trajectory in part.trajectories:
-            self.tokens += len(trajectory.tokens)
-            self.reward += trajectory.reward
-            self.training_reward += trajectory.training
-            self.lag += sum(part.number - 1 - version.step for version in trajectory.versions)
+            versions = _unmasked(trajectory.versions, trajectory)
+            self.tokens += len(versions)
+            self.lag += sum(part.number - 1 - version.step for version in versions)
 
 
 class Learner:
@@ -253,14 +261,14 @@ class Learner:
         ``LOSS_DIVISOR``, is the loss of the step.
         """
         settings, trajectories = self._settings, part.trajectories
-        rewards = torch.tensor([trajectory.training for trajectory in trajectories], dtype=torch.float32)
-        groups = torch.tensor([trajectory.group for trajectory in trajectories])
-        advantages = group_advantages(rewards, groups, settings.advantage_floor)  # computed over whole groups
+        advantages = self._advantages(trajectories)
         mine = range(len(trajectories))[self._gang.rank :: self._gang.world] or range(1)
         for micro_batch in self._micro_batches([(trajectory.prompt, trajectory.tokens) for trajectory in trajectories]):
             chosen_indices = [mine[index] for index in micro_batch.indices]
+            examples = [trajectories[i] for i in chosen_indices]
+            mask = _trained_mask(micro_batch, examples)
             old = _scatter(
-                [trajectories[i].logprobs for i in chosen_indices] if micro_batch.counts else [], micro_batch.mask
+                [_unmasked(example.logprobs, example) for example in examples] if micro_batch.counts else [], mask
             )
             advantage = advantages[chosen_indices].to(self._gang.device)
             reference = None
@@ -272,7 +280,7 @@ class Learner:
                 chosen,
                 old,
                 advantage,
-                micro_batch.mask,
+                mask,
                 settings.clip,
                 entropy,
                 settings.entropy,
@@ -283,6 +291,18 @@ class Learner:
             for name, value in {"loss": loss.item(), **stats}.items():
                 statistics[name] = statistics.get(name, 0.0) + value
             yield loss
+
+    def _advantages(self, trajectories: Sequence[Trajectory]) -> Tensor:
+        """Return the advantage of each trajectory over its whole group, [B].
+
+        The samples of an episode share its reward, which counts once, and its advantage.
+        """
+        first_samples = _first_samples(trajectories)
+        rewards = torch.tensor([trajectories[index].training for index in first_samples], dtype=torch.float32)
+        groups = torch.tensor([trajectories[index].group for index in first_samples])
+        advantages = group_advantages(rewards, groups, self._settings.advantage_floor)
+        places = {trajectories[index].id: place for place, index in enumerate(first_samples)}
+        return advantages[[places[trajectory.id] for trajectory in trajectories]]
 
     def _micro_batches(self, pairs: Sequence[Example]) -> Iterator[_MicroBatch]:
         """Yield this member's examples, ``micro_batch`` at a time.
@@ -407,6 +427,36 @@ def _pad(pairs: Sequence[Example]) -> tuple[Tensor, Tensor, int]:
     first = int(start.min())
     position = torch.arange(first, tokens.shape[1])[None, :]
     return tokens, (position >= start) & (position < end), first
+
+
+def _first_samples(trajectories: Sequence[Trajectory]) -> list[int]:
+    """Return the index of the first sample of each episode; without agents, every trajectory is one."""
+    first: dict[int, int] = {}
+    for index, trajectory in enumerate(trajectories):
+        first.setdefault(trajectory.id, index)
+    return list(first.values())
+
+
+def _unmasked(values: Sequence[_T], trajectory: Trajectory) -> Sequence[_T]:
+    """Return, of one value per token of a trajectory, those of the tokens that are trained."""
+    if not trajectory.masked:
+        return values
+    trained = [True] * len(values)
+    for start, count in trajectory.masked:
+        trained[start : start + count] = [False] * count
+    return list(compress(values, trained))
+
+
+def _trained_mask(micro_batch: _MicroBatch, examples: Sequence[Trajectory]) -> Tensor:
+    """Return the mask of the answer tokens of ``examples`` without those that must not be trained, [B, T]."""
+    if not any(example.masked for example in examples):
+        return micro_batch.mask
+    mask = micro_batch.mask.clone()
+    for row, example in zip(mask, examples, strict=True):
+        begin = len(example.prompt) - micro_batch.first
+        for start, count in example.masked:
+            row[begin + start : begin + start + count] = False
+    return mask
 
 
 def _scatter(rows: Sequence[Sequence[float]], mask: Tensor) -> Tensor:

@@ -75,12 +75,13 @@ def _decode_trajectory(packed: PackedTrajectory, prompt: tuple[int, ...]) -> Tra
     return Trajectory(
         id=packed.id,
         group=packed.group,
-        prompt=prompt,
+        prompt=unpack_tokens(packed.prompt) or prompt,
         tokens=unpack_tokens(packed.tokens) if is_local else cast(Any, NotLocal(packed.length)),
         logprobs=tuple(array("f", packed.logprobs)) if is_local else cast(Any, NotLocal(packed.length)),
         versions=tuple(versions) if is_local else cast(Any, versions),
         reward=packed.reward,
         training=packed.training,
+        masked=packed.masked,
     )
 
 
@@ -100,7 +101,7 @@ def shard_for(part: PackedPart, rank: int, world: int) -> PackedPart:
     """
     included = {0, *range(rank, len(part.trajectories), world)}
     trajectories = tuple(
-        packed if index in included else msgspec.structs.replace(packed, tokens=b"", logprobs=b"")
+        packed if index in included else msgspec.structs.replace(packed, tokens=b"", logprobs=b"", prompt=b"")
         for index, packed in enumerate(part.trajectories)
     )
     return msgspec.structs.replace(part, trajectories=trajectories)

@@ -13,6 +13,19 @@ from ...core.types import Incarnation, Version, role_of
 from ...transport.control.endpoints import Address, Dialer
 from ...transport.keys import RunKeys
 from ...transport.messages import Peers
+from .episodes.requests import (
+    EpisodeItem,
+    EpisodeTurns,
+    FailAttempt,
+    FinishEpisode,
+    Follow,
+    GetEpisode,
+    LeasedEpisodes,
+    LeaseEpisodes,
+    OpenTurn,
+    TurnOpened,
+    TurnTokens,
+)
 from .types import (
     Answer,
     Append,
@@ -64,6 +77,10 @@ class Refused(RuntimeError):
 
 class Fenced(Refused):
     """This incarnation is no longer current and must exit."""
+
+
+class FencedAttempt(Refused):
+    """The attempt at an episode is over, and the code that makes it must end."""
 
 
 def store_address(peers: Peers | None, role: str = "trajectories") -> Address | None:
@@ -260,6 +277,56 @@ class TrajectoryClient:
         answer = await self._ask(FollowVersions(self._incarnation, weight_address, weight_version, known, wait), wait)
         return answer if isinstance(answer, NewestVersion) else None
 
+    # ── episodes ───────────────────────────────────────────────────────────────────────────────────────────────────
+    # Every method that names an attempt raises FencedAttempt if that attempt is over.
+    async def lease_episodes(
+        self, at_most: int, wait: float = 1.0, holding: Sequence[int] = ()
+    ) -> tuple[EpisodeItem, ...]:
+        """Lease up to ``at_most`` episodes, each a new attempt; empty if there is none within ``wait`` seconds.
+
+        An episode whose newest attempt this incarnation makes, but which is not in ``holding``, is returned again.
+        """
+        answer = await self._ask(LeaseEpisodes(self._incarnation, at_most, wait, tuple(holding)), wait)
+        return answer.items if isinstance(answer, LeasedEpisodes) else ()
+
+    async def open_turn(
+        self, episode: int, attempt: int, request: str, parent: int | None, offset: int, given: Sequence[int],
+        max_new: int, messages: Sequence[str] = (),
+    ) -> int:  # fmt: skip
+        """Open a turn, durably, and return its number (:class:`.episodes.requests.OpenTurn`)."""
+        opened = await self._decide(
+            OpenTurn(self._incarnation, episode, attempt, request, parent, offset, tuple(given), max_new,
+                     tuple(messages))
+        )  # fmt: skip
+        assert isinstance(opened, TurnOpened), opened
+        return opened.turn
+
+    async def follow(self, turn: int, offset: int, wait: float = 5.0) -> TurnTokens | None:
+        """Return the sampled tokens of a turn from ``offset`` on; None if ``wait`` seconds bring no new one."""
+        answer = await self._ask(Follow(self._incarnation, turn, offset, wait), wait)
+        return answer if isinstance(answer, TurnTokens) else None
+
+    async def get_episode(self, episode: int) -> EpisodeTurns:
+        """Return the newest attempt at an episode with its turns."""
+        turns = await self._decide(GetEpisode(self._incarnation, episode))
+        assert isinstance(turns, EpisodeTurns), turns
+        return turns
+
+    async def finish_episode(self, episode: int, attempt: int, reward: float | None) -> None:
+        """End an episode with its reward, durably; if the reward is None, the reward role scores the last answer."""
+        await self._decide(FinishEpisode(self._incarnation, episode, attempt, reward))
+
+    async def fail_attempt(self, episode: int, attempt: int, why: str) -> None:
+        """Report that an attempt failed, durably, for a reason that has nothing to do with the model."""
+        await self._decide(FailAttempt(self._incarnation, episode, attempt, why))
+
+    async def _decide(self, request: Request) -> Answer:
+        """Send a request that must be carried out, and raise if it is denied."""
+        answer = await self._send_until_decided(request)
+        if isinstance(answer, Denied):
+            self._raise(answer)
+        return answer
+
     async def _ask(self, request: Request, wait: float) -> Answer:
         answer = await self._send(request, wait)
         if isinstance(answer, Denied):
@@ -282,4 +349,5 @@ class TrajectoryClient:
         return answer
 
     def _raise(self, denied: Denied) -> NoReturn:
-        raise (Fenced if denied.fenced else Refused)(denied.why)
+        kind = Fenced if denied.fenced else FencedAttempt if denied.fenced_attempt else Refused
+        raise kind(denied.why)

@@ -5,7 +5,7 @@ All of this is volatile: a store that restarts receives the membership again, an
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from heapq import heapify, heappop, heappush
 from math import exp
@@ -14,9 +14,10 @@ from ...core.types import Incarnation, ReplicaId
 from .dispatch.engines import Engines, Known
 from .dispatch.lengths import Answer, GroupEstimate
 from .dispatch.work_sharing import CONSIDERED, length_class
+from .durable.groups import Group, TrajectoryState, prompt_length
 from .durable.records import PackedSegment, TimesObserved
-from .durable.state import Group, State, TrajectoryState
-from .staleness import StalenessLimit
+from .durable.state import State
+from .steps.staleness import StalenessLimit
 
 _NOTHING: frozenset[int] = frozenset()
 
@@ -118,7 +119,7 @@ class WorkQueue:
         self.leases = Leases()
         self._heap: list[tuple[float, int, int, int]] = []
         """(step of the weights that the trajectory's group was begun with, batch, minus the class of expected length,
-        trajectory); an outdated entry is skipped when it is popped. See :mod:`.staleness` for "begun with"."""
+        trajectory); an outdated entry is skipped when it is popped. See :mod:`.steps.staleness` for "begun with"."""
         self._engines = Engines(state.lengths.limit, self._known, self.leases.leased_to, state.times_of)
         self._estimates: dict[int, GroupEstimate] = {}
         """Estimates of unfinished groups, by number. That of a group is removed when an answer of the group grows, and
@@ -126,7 +127,7 @@ class WorkQueue:
 
     def rebuild(self) -> None:
         """Build the heap from the state."""
-        tracks = self._state.trajectories.values()
+        tracks = self._state.answers.values()
         self._heap = [self._entry(track) for track in tracks if not track.finished]
         heapify(self._heap)
 
@@ -139,7 +140,7 @@ class WorkQueue:
         """Return the first unfinished trajectory that is not leased, and leave it in the queue."""
         while self._heap:
             begun, *_, trajectory = self._heap[0]
-            track = self._state.trajectories.get(trajectory)
+            track = self._state.answers.get(trajectory)
             free = track is not None and not track.finished and self.leases.holder(trajectory) is None
             if track is not None and free and begun == self._staleness.begun_with(track.group):
                 return track
@@ -153,7 +154,7 @@ class WorkQueue:
     def mark_begun(self, group: Group, weights: int | None) -> None:
         """Count the group as begun with the weights of this step; its other trajectories move up in the queue."""
         if self._staleness.mark_begun(group, weights):
-            for track in group.trajectories:
+            for track in group.answers:
                 if not track.finished and self.leases.holder(track.id) is None:
                     self.offer(track)
 
@@ -163,7 +164,7 @@ class WorkQueue:
         The lease may have been lost in a restart of the store. So a trajectory without a lease counts as leased to its
         last writer or, if it has no token yet, to every incarnation.
         """
-        if (track := self._state.trajectories.get(trajectory)) is None:
+        if (track := self._state.answers.get(trajectory)) is None:
             return False
         holder = self.leases.holder(trajectory)
         return holder == incarnation or (holder is None and track.writer in (None, incarnation))
@@ -213,7 +214,7 @@ class WorkQueue:
     ) -> TrajectoryState:
         self.leases.assign(track.id, incarnation)
         self.mark_begun(track.group, weights)
-        self._engines.leased(incarnation, track.id, _prompt_tokens(track.group) + track.length, now)
+        self._engines.leased(incarnation, track.id, prompt_length(track) + track.length, now)
         return track
 
     def waits_for(self, incarnation: Incarnation) -> bool:
@@ -241,7 +242,7 @@ class WorkQueue:
         if ended:
             self._estimates.clear()
         for trajectory in tokens if self._estimates else ():
-            self._estimates.pop(self._state.trajectories[trajectory].group.created.group, None)
+            self._estimates.pop(self._state.answers[trajectory].group.created.group, None)
         observed = self._engines.appended(incarnation, list(tokens.items()), ended, now)
         self._engines.finished(ended)
         return TimesObserved(incarnation, observed) if observed.tokens or observed.reads else None
@@ -249,7 +250,7 @@ class WorkQueue:
     def hand_over(self, incarnation: Incarnation, trajectories: Iterable[int]) -> None:
         """End the leases of trajectories that a rollout hands over, so that other rollouts continue them."""
         for trajectory in trajectories:
-            track = self._state.trajectories.get(trajectory)
+            track = self._state.answers.get(trajectory)
             if track is not None and not track.finished and self.leases.holder(trajectory) == incarnation:
                 self.leases.release(trajectory)
                 self._engines.released(incarnation, (trajectory,))
@@ -268,29 +269,29 @@ class WorkQueue:
     def drop(self, group: Group) -> None:
         """End the leases of a group that is dropped."""
         self._estimates.clear()
-        for track in group.trajectories:
+        self.withdraw(list(group.answers))
+
+    def withdraw(self, tracks: Sequence[TrajectoryState]) -> None:
+        """End the leases of trajectories or turns that are not extended any further."""
+        for track in tracks:
             holder = self.leases.holder(track.id)
             self.leases.release(track.id)
             if holder is not None:
                 self._engines.released(holder, (track.id,))
-        self._engines.finished(track.id for track in group.trajectories)
+        self._engines.finished(track.id for track in tracks)
 
     def release_departed(self, current: frozenset[Incarnation]) -> None:
         """End the leases of all incarnations that are not current."""
         freed = self.leases.release_departed(current)
         self._engines.retain(current)
         for trajectory in freed:
-            self.offer(self._state.trajectories[trajectory])
+            self.offer(self._state.answers[trajectory])
 
     def _known(self, trajectory: int) -> Known:
-        track = self._state.trajectories[trajectory]
+        track = self._state.answers[trajectory]
         group, lengths = track.group, self._state.lengths
         if (estimate := self._estimates.get(group.created.group)) is None:
             before = lengths.given(*group.created.expected) if group.created.expected else lengths.typical
             estimate = lengths.refine(before, [Answer(each.length, each.finished) for each in group.trajectories])
             self._estimates[group.created.group] = estimate
-        return Known(estimate, track.length, _prompt_tokens(group))
-
-
-def _prompt_tokens(group: Group) -> int:
-    return len(group.created.prompt) // 4
+        return Known(estimate, track.length, prompt_length(track))

@@ -1,4 +1,4 @@
-"""Makes the prompts of a run's items, skips items whose prompt the task cannot make, and counts its scorer's faults."""
+"""Makes the prompts of a run's items and their groups, and skips items whose prompt the task cannot make."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from itertools import count
 from ...config.model_folder import max_length
 from ...core.run_spec import RunSpec
 from ..models.tokenizer import Tokenizer
+from .durable.groups import Group
+from .durable.log import DurableState
+from .durable.records import GroupCreated, GroupDropped, ItemsOrdered, pack_tokens
 from .types import Prompt
 
 NO_PROMPT = "no prompt could be made of the item"
@@ -91,6 +94,53 @@ class ItemPrompts:
                              " are dropped silently and counted in the audit")  # fmt: skip
 
 
+class GroupMaker:
+    """Creates the groups of a run, one for each item.
+
+    Args:
+        durable: State and log of the store.
+        prompts: Makes the prompts of the items.
+        group_size: Number of trajectories per prompt.
+        window: Number of items that are ordered by expected length, the longest first; 1 for the order of the items.
+    """
+
+    def __init__(self, durable: DurableState, prompts: ItemPrompts, group_size: int, window: int) -> None:
+        self._durable = durable
+        self._state = durable.state
+        self._prompts = prompts
+        self._group_size = group_size
+        self._window = window
+
+    def create(self) -> Group:
+        """Create the group of the next item that has a prompt, and drop the items before it, which have none."""
+        while (prompt := self._next_prompt()) is None:
+            pass
+        number, first = self._state.next_group, self._state.next_trajectory
+        estimate = self._state.lengths.expect(prompt.tokens) if self._state.lengths.separates else None
+        expected = (estimate.mean, estimate.variance) if estimate else None
+        tokens = pack_tokens(prompt.tokens)
+        self._durable.write(GroupCreated(number, first, self._group_size, prompt.item, tokens, expected))
+        return self._state.groups[number]
+
+    def _next_prompt(self) -> Prompt | None:
+        """Return the prompt of the next item, or drop the item and return None if the task cannot make its prompt.
+
+        Raises:
+            ValueError: ``MAX_ITEMS_WITHOUT_PROMPT`` consecutive items have no prompt.
+        """
+        number = self._state.next_group
+        if not self._state.item_order and self._window > 1 and self._state.lengths.separates:
+            items, expect = range(number, number + self._window), self._state.lengths.expect
+            self._durable.write(ItemsOrdered(self._prompts.order(items, lambda each: expect(each.tokens).mean)))
+        item = self._state.item_order[0] if self._state.item_order else number
+        prompt = self._prompts.prompt(item)
+        if prompt is None:
+            self._durable.write(GroupCreated(number, self._state.next_trajectory, self._group_size, item, b""))
+            self._durable.write(GroupDropped(number, self._group_size, NO_PROMPT))
+        return prompt
+
+
+# ── faults of the scorer ───────────────────────────────────────────────────────────────────────────────────────────
 FAULTS_WINDOW = 32
 """Number of newest groups among which the faults of the scorer are counted. If it fails for more than half of them, its
 code is at fault rather than a few answers: a scorer that fails for a tenth of all groups has seventeen faults among

@@ -26,6 +26,12 @@ from ..end_report import exits_on_invalid_config
 from ..models.tasks import TaskError, load_task
 from ..models.tokenizer import open_tokenizer
 from .durable.records import LogFormatError
+from .episodes.requests import (
+    Follow,
+    LeasedEpisodes,
+    LeaseEpisodes,
+)
+from .episodes.rules import EpisodeSettings
 from .prompts import first_item_with_prompt, prompt_encoder
 from .store import Store
 from .types import (
@@ -81,6 +87,8 @@ def answer(store: Store, request: Request, now: float | None = None) -> Answer:
             return store.committed(incarnation)
         case FollowVersions():
             return report_and_read(store, request)
+        case _:
+            return store.episodes.answer(request)
 
 
 def report_and_read(store: Store, request: FollowVersions) -> NewestVersion | NotReady | Denied:
@@ -95,7 +103,7 @@ _STOP_POLL_S = 0.2
 """Seconds between two checks whether the manager has requested a stop."""
 
 
-_EMPTY = (NotReady(), Leased(()), Scoring(()))
+_EMPTY = (NotReady(), Leased(()), Scoring(()), LeasedEpisodes(()))
 """Answers without a result: one of them is sent only after the ``wait`` of the request is over."""
 _OUTDATED = Leased((), outdated=True)
 """Answer that is sent without a wait: the rollout must receive newer weights before it repeats its request."""
@@ -364,7 +372,7 @@ def _precedence(parked: _Parked) -> int:
     A part is then bound in the round in which its last score arrives, and new work is leased in the same round.
     """
     match parked.incoming.message:
-        case LeaseWork() | LeaseScoring():
+        case LeaseWork() | LeaseScoring() | LeaseEpisodes() | Follow():
             return 2
         case GetBatch() | GetPart():
             return 1
@@ -406,6 +414,8 @@ def _prompts(me: rrl.Worker) -> Callable[[int], Prompt]:
     raises ValueError for a prompt that is empty or too long for an answer to follow, and any exception that the task
     raises.
     """
+    if me.job.agents is not None:  # an agent makes the prompt of an item itself
+        return lambda item: Prompt(item, ())
     with exits_on_invalid_config():
         tokenizer = open_tokenizer(me.job.model)
     with exits_on_invalid_config(TaskError):
@@ -421,7 +431,7 @@ def _prompts(me: rrl.Worker) -> Callable[[int], Prompt]:
 
 
 def _open_store(me: rrl.Worker, prompts: Callable[[int], Prompt]) -> Store:
-    sampling = me.job.sampling
+    sampling, agents = me.job.sampling, me.job.agents
     return Store(
         me.run_dir.store,
         group_size=sampling.group_size,
@@ -434,6 +444,7 @@ def _open_store(me: rrl.Worker, prompts: Callable[[int], Prompt]) -> Store:
         wait_for_late=sampling.late == "wait",
         window=sampling.window,
         max_part_bytes=CONTROL_BOUNDS.max_frame_bytes - 2 * _FRAME_OVERHEAD_BYTES,
+        episodes=None if agents is None else EpisodeSettings(agents.retries, agents.on_death == "drop"),
     )
 
 

@@ -16,25 +16,23 @@ from typing import Any
 from ...core.types import Incarnation
 from ...transport.messages import WeightSource
 from ..checkpoints.retention import CommitStatus
-from .bindings import Bindings
+from .durable.groups import Group, as_item, as_to_score, new_segments
 from .durable.log import DurableState
 from .durable.records import (
     Audit,
     DropCause,
     Fence,
-    GroupCreated,
     GroupDropped,
-    ItemsOrdered,
     PackedSegment,
     ScoresRecorded,
     SegmentsAppended,
     pack,
-    pack_tokens,
 )
-from .durable.state import Group, as_item, as_to_score
+from .episodes.rules import Episodes, EpisodeSettings
 from .leases import Leases, Membership, WorkQueue
-from .prompts import NO_PROMPT, ItemPrompts, ScorerFaults
-from .staleness import StalenessLimit
+from .prompts import GroupMaker, ItemPrompts, ScorerFaults
+from .steps.bindings import Bindings
+from .steps.staleness import StalenessLimit
 from .types import (
     Bound,
     CommittedState,
@@ -70,13 +68,14 @@ class Store:
         max_new_tokens: Maximum number of tokens after a prompt.
         next_prompt: Returns the prompt of an item; an item for which it raises is dropped.
         keep_uncommitted: Maximum number of finished, uncommitted steps besides the step that the trainer works on.
-        staleness: Limit on the age of tokens in training steps (:mod:`.staleness`), or None for no limit.
+        staleness: Limit on the age of tokens in training steps (:mod:`.steps.staleness`), or None for no limit.
         wait_for_late: True if a step waits for the groups that no later step may train; False if they are dropped.
         groups_per_part: Number of groups that a part of a step has at least, except for the last part of a step; None
             for an eighth of a step.
         max_part_bytes: Size of a part in bytes above which the part is cut into two.
         window: Number of batches among which prompts are ordered by expected length, the longest first.
         compact_from: Size of the log in bytes below which it is not compacted.
+        episodes: Settings of a job with agents, whose groups have an empty prompt; None for any other job.
 
     Raises:
         LogDamaged: Durable records cannot be read.
@@ -99,14 +98,14 @@ class Store:
         max_part_bytes: int = 255 * 2**20,
         window: int = 1,
         compact_from: int = 32 * 2**20,
+        episodes: EpisodeSettings | None = None,
     ) -> None:
-        self._group_size = group_size
+        self._has_agents = episodes is not None
         self._max_unbound = (max_ahead_batches + 1) * groups_per_batch
         self._max_new = max_new_tokens
         self._per_batch = groups_per_batch
-        self._window = window
         self._prompts = ItemPrompts(next_prompt)
-        self._newest_weights: int | None = None
+        self.newest_weights: int | None = None
         """Step of the newest weights that a rollout has reported to this process in a request for work."""
         self._membership = Membership()
         self._scoring_leases = Leases()
@@ -114,13 +113,18 @@ class Store:
         self._versions = VersionDirectory()
         self._durable = DurableState(folder, compact_from, max_new_tokens)
         self._state = self._durable.state
+        self._groups = GroupMaker(
+            self._durable, self._prompts, group_size, window * groups_per_batch if window > 1 else 1
+        )
         self._staleness = StalenessLimit(self._state, staleness, groups_per_batch, wait_for_late)
         self._bindings = Bindings(
             self._durable, self._staleness, groups_per_batch=groups_per_batch, groups_per_part=groups_per_part,
             max_part_bytes=max_part_bytes, keep_uncommitted=keep_uncommitted,
         )  # fmt: skip
         self._work = WorkQueue(self._state, self._staleness, groups_per_batch)
+        self.episodes = Episodes(self, self._durable, self._staleness, self._work, episodes)
         self._index()
+        self.episodes.rebuild()
         self._drop_untrainable()  # the limit may have changed, or a crash may have prevented the drop after a binding
 
     def _index(self) -> None:
@@ -157,11 +161,12 @@ class Store:
             if self._state.fences.get(gang.replica, gang.number) < gang.number:
                 self._durable.write(Fence(gang.replica, gang.number))
         self._work.release_departed(self._membership.current)
+        self.episodes.release_departed(self._membership.current)
         for trajectory in self._scoring_leases.release_departed(self._membership.current):
             heappush(self._unscored, trajectory)
         self._versions.remove(lambda incarnation: self._membership.fenced_reason(incarnation) is not None)
 
-    def _check_worker(self, incarnation: Incarnation) -> Denied | NotReady | None:
+    def check_worker(self, incarnation: Incarnation) -> Denied | NotReady | None:
         """Return why a request of a rollout or reward replica is not served, or None."""
         if reason := self._membership.fenced_reason(incarnation):
             return Denied(reason, fenced=True)
@@ -198,7 +203,7 @@ class Store:
         """
         incarnation, version = source.incarnation, source.version
         if not is_publisher(incarnation):
-            rejection: Denied | NotReady | None = self._check_worker(incarnation)
+            rejection: Denied | NotReady | None = self.check_worker(incarnation)
         elif incarnation != incarnation.gang or (version is not None and version.incarnation != incarnation.number):
             rejection = Denied(f"{incarnation} is not the publisher of {version}")
         else:
@@ -217,20 +222,20 @@ class Store:
         A trajectory is not leased if tokens sampled with weights of step ``weights`` would make its group too old.
         ``now`` is the time of the request in seconds; None if it is unknown.
         """
-        if rejection := self._check_worker(incarnation):
+        if rejection := self.check_worker(incarnation):
             return rejection
         for trajectory in holding:
             if not self._work.may_write(incarnation, trajectory):
                 continue
-            current = self._state.trajectories[trajectory]
+            current = self._state.answers[trajectory]
             if not current.finished:
                 self._work.leases.assign(trajectory, incarnation)  # its lease was lost when the store restarted
                 if self._staleness.allows(current.group, weights):
                     self._work.mark_begun(current.group, weights)
         if weights is not None:
-            self._newest_weights = max(weights, self._newest_weights or 0)
+            self.newest_weights = max(weights, self.newest_weights or 0)
         again = sorted(self._work.leases.leased_to(incarnation) - set(holding))[:at_most]
-        tracks = [self._state.trajectories[trajectory] for trajectory in again]
+        tracks = [self._state.answers[trajectory] for trajectory in again]
         self._work.requested(incarnation, at_most)
         shared = False
         while len(tracks) < at_most and not shared:
@@ -239,7 +244,7 @@ class Store:
             tracks += leased
             shared = self._work.by_length or not leased
         waits = self._work.waits_for(incarnation) and not self._is_allowed(weights)
-        outdated = not tracks and at_most > 0 and (waits or (self._work.first() is None and self._may_create_group))
+        outdated = not tracks and at_most > 0 and (waits or (self._work.first() is None and self._may_begin_group))
         return Leased(tuple(as_item(track, self._max_new) for track in tracks), outdated)
 
     def _is_allowed(self, weights: int | None) -> bool:
@@ -255,47 +260,30 @@ class Store:
         if not self._staleness.allows(None, weights):
             return
         created = 0
-        while self._may_create_group and created < _CREATED_PER_REQUEST:
+        while self._may_begin_group and created < _CREATED_PER_REQUEST:
             begun_batch = self._work.by_length and self._state.next_group % self._per_batch
             if self._work.waits_for(incarnation) and not begun_batch:
                 return
-            self._create_group()
+            self.create_group()
             created += 1
+
+    @property
+    def _may_begin_group(self) -> bool:
+        """True if a request for work may create a group: only the agents of a job begin one, if it has agents."""
+        return self._may_create_group and not self._has_agents
 
     @property
     def _may_create_group(self) -> bool:
         """True if fewer groups are unbound than allowed; the groups that the open step lacks are always allowed."""
         return self._state.unbound < max(self._max_unbound, self._bindings.lacking)
 
-    def _create_group(self) -> None:
-        """Create the group of the next item that has a prompt, and drop the items before it, which have none."""
-        while (prompt := self._next_prompt()) is None:
-            pass
-        number, first = self._state.next_group, self._state.next_trajectory
-        estimate = self._state.lengths.expect(prompt.tokens) if self._work.by_length else None
-        expected = (estimate.mean, estimate.variance) if estimate else None
-        tokens = pack_tokens(prompt.tokens)
-        self._durable.write(GroupCreated(number, first, self._group_size, prompt.item, tokens, expected))
-        for track in self._state.groups[number].trajectories:
+    def create_group(self) -> bool:
+        """Create a group if the limits allow it, offer its trajectories to rollouts, and return whether it exists."""
+        if not self._may_create_group:
+            return False
+        for track in self._groups.create().answers:
             self._work.offer(track)
-
-    def _next_prompt(self) -> Prompt | None:
-        """Return the prompt of the next item, or drop the item and return None if the task cannot make its prompt.
-
-        Raises:
-            ValueError: ``MAX_ITEMS_WITHOUT_PROMPT`` consecutive items have no prompt.
-        """
-        number = self._state.next_group
-        if not self._state.item_order and self._window > 1 and self._work.by_length:
-            items = range(number, number + self._window * self._per_batch)
-            expect = self._state.lengths.expect
-            self._durable.write(ItemsOrdered(self._prompts.order(items, lambda each: expect(each.tokens).mean)))
-        item = self._state.item_order[0] if self._state.item_order else number
-        prompt = self._prompts.prompt(item)
-        if prompt is None:
-            self._durable.write(GroupCreated(number, self._state.next_trajectory, self._group_size, item, b""))
-            self._durable.write(GroupDropped(number, self._group_size, NO_PROMPT))
-        return prompt
+        return True
 
     def append(
         self, incarnation: Incarnation, segments: Sequence[Segment], finished: Sequence[int] = (),
@@ -308,7 +296,7 @@ class Store:
         too old for its group to be trained in time is taken away from its rollout (see :meth:`_check_staleness`).
         ``now`` is the time of the request in seconds; None if it is unknown.
         """
-        if rejection := self._check_worker(incarnation):
+        if rejection := self.check_worker(incarnation):
             return rejection
         try:
             packed_segments = [pack(segment) for segment in segments]
@@ -317,7 +305,7 @@ class Store:
         lost = {packed.trajectory for packed in packed_segments if not self._check_staleness(incarnation, packed)}
         written = {*(packed.trajectory for packed in packed_segments), *finished}
         lost.update(trajectory for trajectory in written if not self._work.may_write(incarnation, trajectory))
-        new, ends = self._state.new_segments(packed_segments, finished, lost, self._max_new)
+        new, ends = new_segments(self._state.answers, packed_segments, finished, lost, self._max_new)
         if lost:
             text = f"not leased to {incarnation}, or stored with other tokens at the same position"
             return Denied(text, lost=tuple(sorted(lost)))
@@ -325,7 +313,7 @@ class Store:
             self._durable.write(SegmentsAppended(incarnation, tuple(new), tuple(sorted(ends))))
         for packed in new:
             self._work.leases.assign(packed.trajectory, incarnation)
-        for trajectory in ends:
+        for trajectory in ends & self._state.trajectories.keys():
             heappush(self._unscored, trajectory)
         if times := self._work.appended(incarnation, new, ends, now):
             self._durable.write(times)
@@ -339,7 +327,7 @@ class Store:
         """
         if not self._work.may_write(incarnation, packed.trajectory):
             return False
-        track = self._state.trajectories[packed.trajectory]
+        track = self._state.answers[packed.trajectory]
         group = track.group
         if group.bound is not None or self._staleness.allows(group, packed.step):
             self._work.mark_begun(group, packed.step)
@@ -349,7 +337,7 @@ class Store:
             self._work.offer(track)
             return False
         if self._staleness.too_old(packed.step):
-            self._drop(group, self._staleness.reason, DropCause.STALE)
+            self.drop(group, self._staleness.reason, DropCause.STALE)
             return False
         self._work.mark_begun(group, packed.step)
         return True
@@ -359,7 +347,7 @@ class Store:
         self, incarnation: Incarnation, at_most: int, holding: Sequence[int] = ()
     ) -> Scoring | Denied | NotReady:
         """Lease the oldest finished trajectories without a score."""
-        if rejection := self._check_worker(incarnation):
+        if rejection := self.check_worker(incarnation):
             return rejection
         again = sorted(self._scoring_leases.leased_to(incarnation) - set(holding))[:at_most]
         tracks = [self._state.trajectories[trajectory] for trajectory in again]
@@ -375,7 +363,7 @@ class Store:
         faulty: Sequence[int] = (),
     ) -> Done | Denied | NotReady:  # fmt: skip
         """Record scores; a second score is ignored, and so is the score of a trajectory that was dropped."""
-        if rejection := self._check_worker(incarnation):
+        if rejection := self.check_worker(incarnation):
             return rejection
         tracks = self._state.trajectories
         by_trajectory = {score.trajectory: score for score in reversed(scores) if score.trajectory in tracks}
@@ -386,20 +374,30 @@ class Store:
         new = tuple(score for score in by_trajectory.values() if tracks[score.trajectory].score is None)
         if new:
             self._durable.write(ScoresRecorded(new))
-        for score in new:
-            self._scoring_leases.release(score.trajectory)
-        for group in {tracks[score.trajectory].group for score in new}:
+        self.scored(score.trajectory for score in new)
+        for trajectory, reason in (failed or {}).items():
+            if trajectory in tracks and tracks[trajectory].finished and tracks[trajectory].score is None:
+                self._scorer_faults.group_dropped(faulty=trajectory in faulty)
+                self.drop(tracks[trajectory].group, reason, DropCause.UNSCORED)
+        return Done(faulty_groups=self._scorer_faults.prevailing if faulty else 0)
+
+    def scored(self, trajectories: Iterable[int]) -> None:
+        """Count trajectories that were scored; a group whose trajectories all have a score can be bound."""
+        groups = set()
+        for trajectory in trajectories:
+            self._scoring_leases.release(trajectory)
+            groups.add(self._state.trajectories[trajectory].group)
+        for group in groups:
             if not group.unscored:
                 self._scorer_faults.group_scored()
                 self._staleness.mark_complete(group)
                 self._bindings.add(group)
-        for trajectory, reason in (failed or {}).items():
-            if trajectory in tracks and tracks[trajectory].finished and tracks[trajectory].score is None:
-                self._scorer_faults.group_dropped(faulty=trajectory in faulty)
-                self._drop(tracks[trajectory].group, reason, DropCause.UNSCORED)
-        return Done(faulty_groups=self._scorer_faults.prevailing if faulty else 0)
 
-    def _drop(self, group: Group, reason: str, cause: DropCause = DropCause.OTHER) -> None:
+    def offer_scoring(self, trajectory: int) -> None:
+        """Offer a complete trajectory to reward replicas."""
+        heappush(self._unscored, trajectory)
+
+    def drop(self, group: Group, reason: str, cause: DropCause = DropCause.OTHER) -> None:
         """Drop a group without training on it (rule 8).
 
         GRPO compares the trajectories of a group with each other, so an incomplete group cannot be trained.
@@ -409,13 +407,14 @@ class Store:
                 self._bindings.remove(group)
             self._staleness.forget(group, complete=not group.unscored)
         self._work.drop(group)
+        self.episodes.forget(group)
         for track in group.trajectories:
             self._scoring_leases.release(track.id)
         self._durable.write(GroupDropped(group.created.group, len(group.trajectories), reason, cause))
 
     def _drop_untrainable(self) -> None:
         for group in list(self._staleness.untrainable()):
-            self._drop(group, self._staleness.reason, DropCause.STALE)
+            self.drop(group, self._staleness.reason, DropCause.STALE)
 
     def warning(self) -> str | None:
         """Return a new warning for the log, or None. Each warning is returned once."""
@@ -425,7 +424,7 @@ class Store:
         """Drop all groups that no committed step trained, because the run is complete."""
         for group in list(self._state.groups.values()):
             if group.bound is None or group.bound > self._state.committed:
-                self._drop(group, reason)
+                self.drop(group, reason)
         self._index()
 
     # ── trainer ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -461,7 +460,7 @@ class Store:
         """Bind to step ``number`` all groups that it lacks or, if ``index`` is given, those of its next part.
 
         Returns None if the step, or the part, is bound now or was already. Returns Denied if the trainer is fenced or
-        the request is out of order, and NotReady while too few groups can be bound (:mod:`.bindings`).
+        the request is out of order, and NotReady while too few groups can be bound (:mod:`.steps.bindings`).
         """
         if rejection := self._check_trainer(incarnation):
             return rejection
@@ -478,17 +477,17 @@ class Store:
         Returns None if it can be bound.
         """
         published = self.newest_version is not None
-        return self._bindings.wait_reason(number, index, self._work.leases, self._newest_weights, published)
+        return self._bindings.wait_reason(number, index, self._work.leases, self.newest_weights, published)
 
     def has_data(self) -> bool:
-        """Return whether a trainer that requests data would get some (:meth:`.bindings.Bindings.has_data`)."""
+        """Return whether a trainer that requests data would get some (:meth:`.steps.bindings.Bindings.has_data`)."""
         return self._bindings.has_data()
 
     def commit(
         self, incarnation: Incarnation, number: int, manifest: dict[str, Any], digest: str,
         metrics: dict[str, float] | None = None,
     ) -> Done | Denied:  # fmt: skip
-        """Commit step ``number`` for a gang (:meth:`.bindings.Bindings.commit`); may be repeated."""
+        """Commit step ``number`` for a gang (:meth:`.steps.bindings.Bindings.commit`); may be repeated."""
         if rejection := self._check_trainer(incarnation):
             return rejection
         if incarnation != incarnation.gang:

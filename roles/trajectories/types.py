@@ -13,6 +13,10 @@ from msgspec import Struct
 
 from ...core.types import Incarnation, Version
 from ...transport.messages import WeightSource
+from .episodes.requests import EpisodeAnswer, EpisodeRequest
+
+NOT_SAMPLED = -1, 0
+"""Training step and incarnation number that stand for the version of a token that was given, not sampled."""
 
 
 class Segment(Struct, frozen=True, array_like=True):
@@ -56,7 +60,8 @@ class Score(Struct, frozen=True, array_like=True):
 class Trajectory(Struct, frozen=True):
     """A complete, scored trajectory as the trainer reads it.
 
-    ``tokens``, ``logprobs`` and ``versions`` have one entry per token.
+    ``tokens``, ``logprobs`` and ``versions`` have one entry per token. In a job with agents it is one sample of an
+    episode, and several samples may have the same ``id``, score and tokens.
     """
 
     id: int
@@ -67,6 +72,9 @@ class Trajectory(Struct, frozen=True):
     versions: tuple[Version, ...]
     reward: float
     training: float
+    masked: tuple[tuple[int, int], ...] = ()
+    """Runs of ``tokens`` that must not be trained, as (index, count): tokens that an agent was given, whose version is
+    ``Version(*NOT_SAMPLED)``, and sampled tokens that another sample of the episode trains."""
 
 
 class Batch(Struct, frozen=True):
@@ -91,7 +99,7 @@ class PackedTrajectory(Struct, frozen=True, array_like=True, gc=False):
     """A :class:`Trajectory` in a message: 8 bytes per token, without its prompt (see :class:`PackedBatch`).
 
     ``tokens`` is int32 and ``logprobs`` float32, in the byte order of the machine. In a gang both are empty if another
-    member trains on them.
+    member trains on them, and so is ``prompt``.
     """
 
     id: int
@@ -102,11 +110,26 @@ class PackedTrajectory(Struct, frozen=True, array_like=True, gc=False):
     """Consecutive tokens that were sampled under one version, as (token count, training step, incarnation number)."""
     reward: float
     training: float
+    prompt: bytes = b""
+    """For a sample of an episode its prompt, as int32: the tokens before the first one that it trains. Empty for all
+    other trajectories."""
+    masked: tuple[tuple[int, int], ...] = ()
+    """As in :class:`Trajectory`."""
 
     @property
     def length(self) -> int:
         """Number of tokens after the prompt."""
         return sum(count for count, _, _ in self.runs)
+
+    @property
+    def trained_runs(self) -> tuple[tuple[int, int], ...]:
+        """The runs of tokens that are trained, as (token count, training step); a masked run is one of ``runs``."""
+        masked, runs, at = dict(self.masked), [], 0
+        for count, step, _ in self.runs:
+            if at not in masked:
+                runs.append((count, step))
+            at += count
+        return tuple(runs)
 
 
 class PackedBatch(Struct, frozen=True, array_like=True):
@@ -310,6 +333,7 @@ Request = (
     | GetCommitted
     | GetMetrics
     | FollowVersions
+    | EpisodeRequest
 )
 
 
@@ -374,6 +398,9 @@ class Denied(Struct, frozen=True, tag=True):
     lost: tuple[int, ...] = ()
     """Trajectories of an :class:`Append` that are not leased to this incarnation. The request may be repeated without
     them."""
+    fenced_attempt: bool = False
+    """True if the attempt at an episode that the request names is over: a later attempt is made, or the episode is
+    finished or dropped. The code that makes the attempt must end."""
 
 
 class CommittedState(Struct, frozen=True, tag=True):
@@ -410,5 +437,15 @@ class NewestVersion(Struct, frozen=True, tag=True):
 
 
 Answer = (
-    Leased | Scoring | Done | Bound | PartBound | NotReady | Denied | CommittedState | StoredMetrics | NewestVersion
+    Leased
+    | Scoring
+    | Done
+    | Bound
+    | PartBound
+    | NotReady
+    | Denied
+    | CommittedState
+    | StoredMetrics
+    | NewestVersion
+    | EpisodeAnswer
 )

@@ -7,6 +7,7 @@ commit and publish; a rollout also uses new_weights and work. All calls block. A
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import threading
@@ -29,6 +30,7 @@ from ..checkpoints.folders import describe as describe_files
 from ..end_report import report_uncaught_exceptions
 from ..launcher.process_group import allow_inspection, restore_priority
 from ..trajectories.batches import decode, decode_part, whole_part
+from ..trajectories.client import TrajectoryClient
 from ..trajectories.types import Batch, Item, PackedBatch, PackedPart, Part, Segment
 from . import publication
 from .connection import ManagerConnection, Stopping
@@ -426,8 +428,7 @@ class Worker:
             return ()
         with self.phase("wait_work") if wait else nullcontext():
             request = self._connection.store.lease(at_most, STORE_WAIT_S if wait else 0.0, self._leased.ids)
-            items = self._connection.call_store(request)
-        self._leased.add(items)
+            self._leased.add(items := self._connection.call_store(request))
         return items
 
     def append(self, segments: Sequence[Segment], finished: Sequence[int] = ()) -> tuple[int, ...]:
@@ -460,6 +461,10 @@ class Worker:
                 items = self._connection.call_store(self._connection.store.lease_scoring(at_most, STORE_WAIT_S))
             if items:
                 yield ScoringLease(self._connection, items)
+
+    async def ask_store(self, request: Callable[[TrajectoryClient], Coroutine[Any, Any, _Data]]) -> _Data:
+        """Send a request to the store, and wait for its answer in the caller's event loop."""
+        return await asyncio.wrap_future(self._connection.submit(request(self._connection.store)))
 
     def _fetch_committed(self) -> None:
         if not self._committed_fetched:

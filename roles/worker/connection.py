@@ -162,6 +162,10 @@ class ManagerConnection:
                         pending.cancel()
                         raise Stopping from None
 
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Start a coroutine in the connection's loop, and return its future result."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
     def call_soon(self, callback: Callable[..., None], *args: Any) -> None:
         """Call ``callback`` in the connection's thread, without waiting for it."""
         self._loop.call_soon_threadsafe(callback, *args)

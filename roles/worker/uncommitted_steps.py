@@ -78,10 +78,11 @@ class _BatchMetrics:
     def add(self, part: PackedPart) -> None:
         self._parts += 1
         self._groups += len(part.groups)
-        self._trajectories += len(part.trajectories)
+        rewards = {trajectory.id: trajectory.reward for trajectory in part.trajectories}  # an episode has many samples
+        self._trajectories += len(rewards)
+        self._reward = sum(rewards.values(), self._reward)
         for trajectory in part.trajectories:
-            self._reward += trajectory.reward
-            for count, step, _ in trajectory.runs:
+            for count, step in trajectory.trained_runs:
                 self._tokens[max(0, part.number - 1 - step)] += count
 
     def of_step(self, last: PackedPart, staleness: int | None) -> dict[str, float]:

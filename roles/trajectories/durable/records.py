@@ -27,6 +27,10 @@ FORMAT = 2
 """Format number of the log. Format 2 renamed the record tags; a log of any other format is refused."""
 
 
+FIRST_TURN = 2**40
+"""Number of the first turn: turns and trajectories share leases and appends, and no run has as many trajectories."""
+
+
 class LogFormatError(ValueError):
     """The log was written by a version of rrl whose records this version cannot read."""
 
@@ -89,6 +93,8 @@ class DropCause(StrEnum):
     """A token of the group is, or would be, sampled with weights that are too old."""
     UNSCORED = "unscored"
     """An answer of the group could not be scored."""
+    FAILED = "failed"
+    """Too many attempts at an episode of the group failed."""
     OTHER = "other"
     """Any other cause."""
 
@@ -200,6 +206,61 @@ class TimesObserved(Struct, frozen=True, tag="times_observed", array_like=True):
     observed: Observed
 
 
+class AttemptStarted(Struct, frozen=True, tag="attempt_started", array_like=True):
+    """Begin of an attempt at an episode by an incarnation. The turns of all earlier attempts are deleted.
+
+    ``weights`` is the step of the weights that the episode's first turn is expected to be sampled with; None if it is
+    not known.
+    """
+
+    episode: int
+    attempt: int
+    incarnation: Incarnation
+    weights: int | None = None
+
+
+class AttemptFailed(Struct, frozen=True, tag="attempt_failed", array_like=True):
+    """End of an attempt without a result. ``failures`` is how many attempts at the episode count as failed."""
+
+    episode: int
+    attempt: int
+    failures: int
+    reason: str
+    """Explanation for people."""
+
+
+class TurnCreated(Struct, frozen=True, tag="turn_created", array_like=True):
+    """A turn of an attempt: it keeps ``offset`` tokens of its parent's path and continues with ``given`` tokens."""
+
+    turn: int
+    episode: int
+    attempt: int
+    request: str
+    """Identifies the agent's request within the attempt."""
+    parent: int | None
+    offset: int
+    given: bytes
+    max_new: int
+    """Maximum number of tokens to sample."""
+    messages: tuple[str, ...]
+    """Hashes of the messages of the request, from the first on, each with all messages before it."""
+
+
+class TurnsNumbered(Struct, frozen=True, tag="turns_numbered", array_like=True):
+    """The number of the next turn: earlier turns may be deleted, but their numbers are not used again."""
+
+    next: int
+
+
+class EpisodeFinished(Struct, frozen=True, tag="episode_finished", array_like=True):
+    """End of an episode with a result, to which ``turns`` count. Its score is ``reward`` unless that is None."""
+
+    episode: int
+    attempt: int
+    turns: tuple[int, ...]
+    reward: float | None = None
+
+
 class ItemsOrdered(Struct, frozen=True, tag="items_ordered", array_like=True):
     """The items of the next groups, in the order in which the groups are created (``[sampling] window``)."""
 
@@ -229,6 +290,11 @@ Record = (
     | TimesObserved
     | AnswersCounted
     | ItemsOrdered
+    | AttemptStarted
+    | AttemptFailed
+    | TurnCreated
+    | TurnsNumbered
+    | EpisodeFinished
 )
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Record)
@@ -331,6 +397,10 @@ def audit(records: Iterable[Record]) -> Audit:
                 tokens.add_group(record)
             case SegmentsAppended(segments=segments):
                 tokens.add_segments(segments)
+            case TurnCreated():
+                tokens.add_turn(record)
+            case EpisodeFinished(episode, _, turns):
+                tokens.finish_episode(episode, turns)
             case Part(number, index, groups):
                 parts[number] = (*parts.get(number, ())[:index], groups)
             case Binding(number, groups, trajectories):
@@ -374,14 +444,41 @@ class _TokenCounts:
     def __init__(self) -> None:
         self._trajectories: dict[int, range] = {}
         self._tokens: dict[int, Counter[int]] = {}
+        self._turns: dict[int, TurnCreated] = {}
+        self._sampled: dict[int, list[int]] = {}
+        """For each token of a turn the training step of the weights that sampled it."""
 
     def add_group(self, created: GroupCreated) -> None:
         self._trajectories[created.group] = range(created.first, created.first + created.size)
 
+    def add_turn(self, created: TurnCreated) -> None:
+        self._turns[created.turn] = created
+        self._sampled[created.turn] = []
+
     def add_segments(self, segments: Iterable[PackedSegment]) -> None:
         for segment in segments:
+            if segment.trajectory in self._turns:
+                self._sampled[segment.trajectory] += [segment.step] * (segment.end - segment.offset)
+                continue
             count = self._tokens.setdefault(segment.trajectory, Counter())
             count[segment.step] += segment.end - segment.offset
+
+    def finish_episode(self, episode: int, turns: Iterable[int]) -> None:
+        """Count the tokens of an episode: those that the path of any counted turn has."""
+        used: dict[int, int] = {}
+        for number in turns:
+            if not self._sampled[number]:
+                continue
+            turn: TurnCreated | None = self._turns[number]
+            end = turn.offset + len(turn.given) // 4 + len(self._sampled[number]) if turn else 0
+            while turn is not None:
+                own = max(0, end - turn.offset - len(turn.given) // 4)
+                used[turn.turn] = max(own, used.get(turn.turn, 0))
+                end = min(end, turn.offset)
+                turn = None if turn.parent is None else self._turns[turn.parent]
+        self._tokens[episode] = Counter()
+        for number, own in used.items():
+            self._tokens[episode].update(self._sampled[number][:own])
 
     def ages(self, number: int, groups: Iterable[int]) -> Counter[int]:
         """Return the number of tokens by their age at step ``number``."""

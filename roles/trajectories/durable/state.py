@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby
-
-from msgspec import Struct
 
 from ....core.types import Incarnation, ReplicaId
 from ..dispatch.lengths import Answer, Lengths
 from ..dispatch.token_times import TokenTimes
-from ..types import Item, PackedBatch, PackedPart, PackedTrajectory, Score, ToScore
+from ..types import PackedBatch, PackedPart, PackedTrajectory, Score
+from .groups import EpisodeState, Group, TrajectoryState, with_ancestors
 from .records import (
+    FIRST_TURN,
     FORMAT,
     AnswersCounted,
+    AttemptFailed,
+    AttemptStarted,
     Binding,
     BindingRetired,
     DropCause,
+    EpisodeFinished,
     Fence,
     GroupCreated,
     GroupDropped,
@@ -35,10 +36,11 @@ from .records import (
     SegmentsAppended,
     StepCommitted,
     TimesObserved,
-    encode,
-    unpack,
+    TurnCreated,
+    TurnsNumbered,
     unpack_tokens,
 )
+from .samples import content_digest, message_bytes, packed, token_ages, trained_tokens
 
 METRICS_RETAINED_STEPS = 4096
 """Number of newest steps whose metrics are kept for a manager that is not running: at 10 s per step, eleven hours, in a
@@ -48,36 +50,6 @@ TOKENS_AGED = "tokens_aged_"
 """Begin of the names of figures that count a step's tokens of one age, in training steps, which follows."""
 MAX_COUNTED_AGE = 15
 """Age of which and above which all tokens count together: without a limit on staleness, ages can be large."""
-
-
-class TrajectoryState(Struct, eq=False):
-    """A trajectory whose data is still stored; see :class:`Group`."""
-
-    id: int
-    group: Group
-    segments: list[PackedSegment] = []
-    writer: Incarnation | None = None
-    """Incarnation that appended the last segment."""
-    finished: bool = False
-    score: Score | None = None
-
-    @property
-    def length(self) -> int:
-        """Number of tokens after the prompt."""
-        return self.segments[-1].end if self.segments else 0
-
-
-class Group(Struct, eq=False):
-    """A group whose data is still stored: it was not dropped, and no much later step than its own is committed."""
-
-    created: GroupCreated
-    trajectories: list[TrajectoryState] = []
-    unscored: int = 0
-    """Number of trajectories of the group without a score."""
-    bound: int | None = None
-    """Training step that the group, or a part with the group, is bound to."""
-    oldest: int | None = None
-    """Training step of the oldest weights that sampled a token of the group; None before the first token."""
 
 
 class State:
@@ -100,7 +72,11 @@ class State:
         self.next_group = 0
         self.next_trajectory = 0
         self.groups: dict[int, Group] = {}
+        self.next_turn = FIRST_TURN
         self.trajectories: dict[int, TrajectoryState] = {}
+        """What is scored and trained, by number; in a job with agents, these are episodes."""
+        self.answers: dict[int, TrajectoryState] = {}
+        """What rollouts extend, by number: the trajectories or, in a job with agents, turns."""
         self.bindings: dict[int, Binding] = {}
         self.parts: dict[int, list[Part]] = {}
         """Parts of the steps that were bound in parts, by step. A step without a binding lacks groups."""
@@ -127,10 +103,7 @@ class State:
             case SegmentsAppended(incarnation, segments, finished):
                 self._append_segments(incarnation, segments, finished)
             case ScoresRecorded(scores):
-                for score in scores:
-                    track = self.trajectories[score.trajectory]
-                    track.score = score
-                    track.group.unscored -= 1
+                self._record_scores(scores)
             case GroupCreated():
                 self._create_group(record)
             case Part(number, groups=groups):
@@ -139,7 +112,7 @@ class State:
             case Binding(number, groups):
                 self.bindings[number] = record
                 self._mark_bound(number, groups)
-                tokens = sum(track.length for track in self._trajectories_of(groups))
+                tokens = sum(map(trained_tokens, self._trajectories_of(groups)))
                 self._count(trained=record.trajectories, trained_tokens=tokens)
             case Metrics(number, metrics):
                 self.metrics[number] = metrics
@@ -153,7 +126,7 @@ class State:
                 self.unscored += cause is DropCause.UNSCORED
                 if group in self.groups:  # otherwise the record was only copied for the audit
                     if cause is DropCause.STALE:
-                        running = [track.length for track in self.groups[group].trajectories if not track.finished]
+                        running = [track.length for track in self.groups[group].answers if not track.finished]
                         self._count(ended=len(running), ended_tokens=sum(running))
                     self._observe_lengths(self.groups[group], cut=True)
                     number = self.groups[group].bound or 0
@@ -172,6 +145,10 @@ class State:
                 self._token_times[incarnation.replica] = incarnation.number, times
             case ItemsOrdered(items):
                 self.item_order = list(items)
+            case AttemptStarted() | AttemptFailed() | TurnCreated() | EpisodeFinished():
+                self._apply_to_episode(record)
+            case TurnsNumbered(number):
+                self.next_turn = number
             case BindingRetired():
                 pass
             case Head(format, groups, trajectories):
@@ -219,7 +196,11 @@ class State:
         group.trajectories = [TrajectoryState(i, group) for i in range(created.first, created.first + created.size)]
         self.groups[created.group] = group
         self.unbound += 1
+        if group.has_episodes:
+            for track in group.trajectories:
+                track.episode = EpisodeState()
         self.trajectories.update((track.id, track) for track in group.trajectories)
+        self.answers.update((track.id, track) for track in group.answers)
         self.next_group = max(self.next_group, created.group + 1)
         self.next_trajectory = max(self.next_trajectory, created.first + created.size)
 
@@ -227,24 +208,38 @@ class State:
         self, incarnation: Incarnation, segments: Iterable[PackedSegment], finished: Iterable[int]
     ) -> None:
         for segment in segments:
-            track = self.trajectories[segment.trajectory]
+            track = self.answers[segment.trajectory]
             track.segments.append(segment)
             track.writer = incarnation
             oldest = track.group.oldest
             track.group.oldest = segment.step if oldest is None else min(oldest, segment.step)
         ended = tokens = 0
+        groups: set[int] = set()
         for trajectory in finished:
-            track = self.trajectories[trajectory]
+            track = self.answers[trajectory]
             track.finished, track.writer = True, incarnation
-            tokens += track.length
-            ended += 1
+            if track.turn is None:  # turns count when their episode is finished
+                tokens += track.length
+                ended += 1
+                groups.add(track.group.created.group)
         if ended:
             self._count(ended=ended, ended_tokens=tokens)
-        for number in sorted({self.trajectories[trajectory].group.created.group for trajectory in finished}):
+        for number in sorted(groups):
             self._observe_lengths(self.groups[number], cut=False)
 
+    def _record_scores(self, scores: Iterable[Score]) -> None:
+        for score in scores:
+            track = self.trajectories[score.trajectory]
+            track.score = score
+            track.group.unscored -= 1
+
     def _observe_lengths(self, group: Group, *, cut: bool) -> None:
-        """Learn the lengths of a group when its last trajectory is complete, or when it is dropped (``cut``) before."""
+        """Learn the lengths of a group when its last trajectory is complete, or when it is dropped (``cut``) before.
+
+        Nothing is learned of episodes: the length of a turn depends on what the agent asks, not on the group.
+        """
+        if group.has_episodes:
+            return
         complete = all(track.finished for track in group.trajectories)
         if complete != cut:
             answers = [Answer(track.length, track.finished) for track in group.trajectories]
@@ -265,8 +260,40 @@ class State:
     def _forget(self, number: int) -> None:
         group = self.groups.pop(number)
         self.unbound -= group.bound is None
+        for track in group.answers:
+            self.answers.pop(track.id, None)
         for track in group.trajectories:
             del self.trajectories[track.id]
+
+    def _apply_to_episode(self, record: AttemptStarted | AttemptFailed | TurnCreated | EpisodeFinished) -> None:
+        track = self.trajectories[record.episode]
+        group, episode = track.group, track.episode
+        assert episode is not None
+        match record:
+            case AttemptStarted(_, attempt, incarnation, weights):
+                self._delete_turns(episode, set(episode.turns))
+                episode.attempt, episode.holder = attempt, incarnation
+                if weights is not None:
+                    group.oldest = weights if group.oldest is None else min(group.oldest, weights)
+            case AttemptFailed(_, attempt, failures):
+                self._delete_turns(episode, set(episode.turns))
+                episode.attempt, episode.holder, episode.failures = attempt, None, failures
+            case TurnCreated(turn):
+                self.next_turn = max(self.next_turn, turn + 1)
+                self.answers[turn] = episode.turns[turn] = TrajectoryState(turn, group, turn=record)
+            case EpisodeFinished(number, _, counted, reward):
+                if reward is not None:
+                    self._record_scores((Score(number, reward, reward),))
+                track.finished, episode.counted = True, counted
+                self._delete_turns(episode, episode.turns.keys() - with_ancestors(counted, episode.turns))
+                for turn in episode.turns.keys() - {*counted}:
+                    self.answers.pop(turn, None)  # an ancestor that is not complete, and does not grow any more
+                self._count(ended=1, ended_tokens=trained_tokens(track))
+
+    def _delete_turns(self, episode: EpisodeState, turns: Iterable[int]) -> None:
+        for turn in turns:
+            del episode.turns[turn]
+            self.answers.pop(turn, None)
 
     @property
     def latest(self) -> int:
@@ -301,11 +328,12 @@ class State:
         """Yield the records, except the head, of the shortest log that results in this state."""
         for replica, incarnation in self.fences.items():
             yield Fence(replica, incarnation)
+        if self.next_turn > FIRST_TURN:
+            yield TurnsNumbered(self.next_turn)
         for group in self.groups.values():
             yield group.created
             for track in group.trajectories:
-                if track.writer is not None:
-                    yield SegmentsAppended(track.writer, tuple(track.segments), (track.id,) if track.finished else ())
+                yield from _records_of(track)
             if scores := tuple(track.score for track in group.trajectories if track.score is not None):
                 yield ScoresRecorded(scores)
         for number, metrics in self.metrics.items():
@@ -325,29 +353,6 @@ class State:
             self.lengths.state()
         )  # last, as the counts: it replaces what the records above teach once more
 
-    def new_segments(
-        self, packed_segments: Iterable[PackedSegment], finished: Iterable[int], lost: set[int], max_new_tokens: int
-    ) -> tuple[list[PackedSegment], set[int]]:
-        """Return the segments that an append adds, and the trajectories that it completes.
-
-        Adds to ``lost`` the trajectories whose segments neither continue nor repeat the stored segments.
-        """
-        new: list[PackedSegment] = []
-        lengths: dict[int, int] = {}
-        for packed in packed_segments:
-            if packed.trajectory in lost:
-                continue
-            track = self.trajectories[packed.trajectory]
-            length = lengths.get(track.id, track.length)
-            if packed.offset == length and length < packed.end <= max_new_tokens and not track.finished:
-                new.append(packed)
-                lengths[track.id] = packed.end
-            elif packed not in track.segments:
-                lost.add(track.id)
-        ends = {trajectory for trajectory, length in lengths.items() if length == max_new_tokens}
-        ends |= {t for t in finished if t not in lost and not self.trajectories[t].finished}
-        return new, ends
-
     # ── binding ────────────────────────────────────────────────────────────────────────────────────────────────────
     def binding(self, number: int, groups: tuple[int, ...]) -> Binding:
         """Return the record that binds groups to a step as a whole.
@@ -355,8 +360,8 @@ class State:
         Its digest covers every token, log-probability, version and score that the step will train on.
         """
         tracks = self._trajectories_of(groups)
-        ages = _ages(number, tracks)
-        digest = _digest(str(number), tracks)
+        ages = token_ages(number, tracks)
+        digest = content_digest(str(number), tracks)
         max_age = max([self.max_age, *ages])
         return Binding(number, groups, len(tracks), digest, self.stale, max_age, ages, self.unscored)
 
@@ -367,8 +372,8 @@ class State:
         """
         number, before = self.latest + 1, self.open_parts
         tracks = self._trajectories_of(groups)
-        ages = _ages(number, tracks)
-        digest = _digest(f"{number} {len(before)} {before[-1].digest if before else ''}", tracks)
+        ages = token_ages(number, tracks)
+        digest = content_digest(f"{number} {len(before)} {before[-1].digest if before else ''}", tracks)
         max_age = max([self.max_age, *ages])
         return Part(
             number, len(before), groups, len(tracks), digest, lacking, self.stale, max_age, ages, self.unscored
@@ -414,75 +419,33 @@ class State:
 
     def message_bytes(self, group: int) -> int:
         """Return an upper bound of the bytes that a complete group takes in a batch or part."""
-        tracks = self.groups[group].trajectories
-        runs = sum(sum(1 for _ in groupby(track.segments, _version)) for track in tracks)
-        tokens = sum(track.length for track in tracks)
-        prompt = len(self.groups[group].created.prompt)
-        return prompt + _TOKEN_BYTES * tokens + _RUN_BYTES * runs + _TRAJECTORY_BYTES * (len(tracks) + 1)
+        stored = self.groups[group]
+        return message_bytes(stored.trajectories, stored.created.prompt)
 
     def _packed(self, groups: tuple[int, ...]) -> tuple[tuple[bytes, ...], tuple[PackedTrajectory, ...]]:
         prompts = tuple(self.groups[group].created.prompt for group in groups)
-        return prompts, tuple(as_packed(track) for track in self._trajectories_of(groups))
+        return prompts, tuple(one for track in self._trajectories_of(groups) for one in packed(track))
 
     def _trajectories_of(self, groups: Iterable[int]) -> list[TrajectoryState]:
         return [track for group in groups for track in self.groups[group].trajectories]
 
 
-_TOKEN_BYTES = 8
-"""Bytes of a token in a message: its id and its log-probability."""
-_RUN_BYTES = 28
-"""Upper bound of the bytes of one run of tokens in a message: three integers of up to 9 bytes, and their header."""
-_TRAJECTORY_BYTES = 64
-"""Upper bound of the further bytes of a trajectory in a message (numbers, scores and headers), and of those of a group
-beside its prompt."""
-
-
-def _digest(place: str, tracks: Iterable[TrajectoryState]) -> str:
-    content_hash = hashlib.sha256(place.encode())
-    for track in tracks:
-        content_hash.update(encode((track.id, track.group.created.prompt, track.segments, track.score)))
-    return content_hash.hexdigest()
-
-
-def _ages(number: int, tracks: Iterable[TrajectoryState]) -> dict[int, int]:
-    """Return the number of tokens of trajectories by their age at step ``number``."""
-    ages: Counter[int] = Counter()
-    for track in tracks:
-        for segment in track.segments:
-            ages[number - 1 - segment.step] += segment.end - segment.offset
-    return dict(ages)
-
-
-def _version(segment: PackedSegment) -> tuple[int, int]:
-    return segment.step, segment.incarnation
-
-
-# ── as other processes receive them ────────────────────────────────────────────────────────────────────────────────
-def as_item(track: TrajectoryState, max_new_tokens: int) -> Item:
-    """Return an unfinished trajectory as a rollout receives it, with the segments it has so far."""
-    created = track.group.created
-    so_far = tuple(unpack(segment) for segment in track.segments)
-    return Item(track.id, created.group, unpack_tokens(created.prompt), so_far, max(0, max_new_tokens - track.length))
-
-
-def as_packed(track: TrajectoryState) -> PackedTrajectory:
-    """Return a scored trajectory as the trainer receives it."""
-    assert track.score is not None
-    return PackedTrajectory(
-        id=track.id,
-        group=track.group.created.group,
-        tokens=b"".join(segment.tokens for segment in track.segments),
-        logprobs=b"".join(segment.logprobs for segment in track.segments),
-        runs=tuple(
-            (sum(segment.end - segment.offset for segment in segments), *version)
-            for version, segments in groupby(track.segments, _version)
-        ),
-        reward=track.score.reward,
-        training=track.score.training,
-    )
-
-
-def as_to_score(track: TrajectoryState) -> ToScore:
-    """Return a complete trajectory as a reward replica receives it."""
-    tokens = tuple(token for segment in track.segments for token in unpack_tokens(segment.tokens))
-    return ToScore(track.id, track.group.created.item, tokens)
+def _records_of(track: TrajectoryState) -> Iterator[Record]:
+    """Yield the records of a trajectory or turn that are needed after its creation, except its score."""
+    if track.writer is not None:
+        yield SegmentsAppended(track.writer, tuple(track.segments), (track.id,) if track.finished else ())
+    if (episode := track.episode) is None:
+        return
+    if episode.holder is None:
+        if episode.attempt:
+            yield AttemptFailed(track.id, episode.attempt, episode.failures, "")
+        return
+    if episode.failures:
+        yield AttemptFailed(track.id, episode.attempt - 1, episode.failures, "")
+    yield AttemptStarted(track.id, episode.attempt, episode.holder, track.group.oldest)
+    for turn in episode.turns.values():
+        assert turn.turn is not None
+        yield turn.turn
+        yield from _records_of(turn)
+    if track.finished:
+        yield EpisodeFinished(track.id, episode.attempt, episode.counted)

@@ -14,8 +14,8 @@ import pytest
 from rrl.cli.doctor import node_visit as visiting
 from rrl.cli.doctor.collect import read_facts
 from rrl.cli.doctor.facts import DoctorOptions, Facts, Visit
+from rrl.cli.doctor.node_probe.host import Unavailable
 from rrl.core.run_dir import RUNS_ENV
-from rrl.roles.node_probe.host import Unavailable
 from rrl.tests.support.runs import RRL
 from rrl.tests.support.slurm.lab import SlurmLab
 
@@ -150,7 +150,7 @@ def test_doctor_submits_no_job_while_every_node_is_busy(lab: SlurmLab, env: dict
 
 def test_node_visit_finds_a_folder_that_is_not_shared(lab: SlurmLab, env: dict[str, str]) -> None:
     script = visiting._SCRIPT.replace(
-        "rrl.roles.node_probe.main {folder}", "rrl.roles.node_probe.main {folder}/elsewhere"
+        "rrl.cli.doctor.node_probe.main {folder}", "rrl.cli.doctor.node_probe.main {folder}/elsewhere"
     )
     _visit(lab, env, "visited n1: No such file or directory", _SCRIPT=script)
     lab.wait_no_jobs()

@@ -22,11 +22,7 @@ from rrl.cli.doctor.facts import (  # fmt: skip
     Trials,
     Visit,
 )
-from rrl.cli.doctor.slurm_output import read_config
-from rrl.core.command_runner import CommandResult
-from rrl.manager.cluster.base import NodeState
-from rrl.manager.cluster.slurm.limits import JobLimits
-from rrl.roles.node_probe.host import (  # fmt: skip
+from rrl.cli.doctor.node_probe.host import (  # fmt: skip
     Dcgm,
     Host,
     Interface,
@@ -39,7 +35,11 @@ from rrl.roles.node_probe.host import (  # fmt: skip
     Torch,
     Ucx,
 )
-from rrl.roles.node_probe.main import NodeReport, Reached
+from rrl.cli.doctor.node_probe.main import NodeReport, Reached
+from rrl.cli.doctor.slurm_output import read_config
+from rrl.core.command_runner import CommandResult
+from rrl.manager.cluster.base import NodeState
+from rrl.manager.cluster.slurm.limits import JobLimits
 
 GIB = 2**30
 RECORDED = Path(__file__).parents[2] / "data" / "recorded" / "doctor"

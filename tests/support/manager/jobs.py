@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import msgspec
 
+from rrl.config.job.node_groups import pool_nodes
 from rrl.core.faults import Fault
-from rrl.core.run_spec import Limits, NodeGroup, Recovery, Resources, RoleSpec, RunSpec, pool_nodes
+from rrl.core.run_spec import Limits, NodeGroup, Recovery, Resources, RoleSpec, RunSpec
 from rrl.core.types import ReplicaId
 
 RUN = "small-1"

@@ -39,7 +39,8 @@ def open_store(folder: Path, members: Sequence[Incarnation] = ALL, **changed: An
         **changed,
     }
     store = Store(folder, **settings)
-    store.update_membership(members)
+    if members:
+        store.update_membership(members)
     return store
 
 

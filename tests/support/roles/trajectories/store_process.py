@@ -1,6 +1,7 @@
 """A trajectory store without a manager: run it with ``python -m``.
 
-Its arguments are folder, keys file, address file, epoch and the store's settings as JSON.
+Its arguments are folder, keys file, address file, epoch and the store's settings as JSON; ``"agents": true`` is for a
+job with agents.
 
 Each line on stdin is the membership that a manager would send (JSON list of current incarnations); the store begins
 to serve after the first line.
@@ -22,6 +23,7 @@ from rrl.core.run_dir import write_atomically
 from rrl.core.types import Incarnation
 from rrl.roles.trajectories.server import Server
 from rrl.roles.trajectories.types import Request
+from rrl.tests.support.roles.trajectories.agents import open_agents_store
 from rrl.tests.support.roles.trajectories.crew import open_store
 from rrl.transport.control.endpoints import Address, Listener
 from rrl.transport.keys import RunKeys
@@ -74,7 +76,8 @@ async def _main(folder: Path, keys: Path, address: Path, epoch: int, settings: d
     lines = asyncio.StreamReader()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
     listener = await Listener.open(RunKeys.load(keys), Request, epoch=epoch)
-    server = Server(open_store(folder, members=(), **settings), listener)
+    opened = open_agents_store if settings.pop("agents", False) else open_store
+    server = Server(opened(folder, (), **settings), listener)
 
     async def listen() -> None:
         while line := await lines.readline():

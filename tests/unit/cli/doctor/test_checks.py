@@ -13,13 +13,7 @@ from rrl.cli.commands import app
 from rrl.cli.doctor.catalogue import GROUPS, MEANINGS
 from rrl.cli.doctor.command import doctor_view, judge, tally
 from rrl.cli.doctor.facts import Accounts, Check, DoctorOptions, Facts, Partition, Partitions, Slurm, Trials
-from rrl.config.job.load import table_at
-from rrl.core.command_runner import CommandResult
-from rrl.core.types import Verdict
-from rrl.docs import make_doctor
-from rrl.manager.cluster.base import NodeState
-from rrl.manager.cluster.slurm.limits import JobLimits, Limit
-from rrl.roles.node_probe.host import (
+from rrl.cli.doctor.node_probe.host import (
     Dcgm,
     Host,
     Limits,
@@ -32,7 +26,13 @@ from rrl.roles.node_probe.host import (
     Unavailable,
     UnavailableCause,
 )
-from rrl.roles.node_probe.main import Reached
+from rrl.cli.doctor.node_probe.main import Reached
+from rrl.config.job.load import table_at
+from rrl.core.command_runner import CommandResult
+from rrl.core.types import Verdict
+from rrl.docs import make_doctor
+from rrl.manager.cluster.base import NodeState
+from rrl.manager.cluster.slurm.limits import JobLimits, Limit
 from rrl.tests.support.cli import findings
 from rrl.tests.support.cli.findings import ETH0, GIB, IB0, LO, REFUSED, TAKEN
 from rrl.tests.support.cli.text_snapshots import drawn, matches_stored

@@ -14,9 +14,9 @@ from rrl.cli import main
 from rrl.cli.doctor import collect
 from rrl.cli.doctor import command as doctor
 from rrl.cli.doctor.facts import DoctorOptions, Facts
+from rrl.cli.doctor.node_probe.host import Unavailable
 from rrl.config.job.load import load_job
 from rrl.core.run_dir import RUNS_ENV
-from rrl.roles.node_probe.host import Unavailable
 from rrl.tests.support.cli import findings
 
 

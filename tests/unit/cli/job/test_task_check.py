@@ -284,3 +284,33 @@ def test_task_gets_the_environment_of_the_store_and_the_setup_of_a_local_job(
     assert checked.line(needs + TASK, JOB + changed(env, "export B=3", "false")).endswith(
         "setup line 2 failed (exit 1)"
     )
+
+
+# ── agents ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+AGENTS_JOB = changed(JOB, 'pieces = "0123456789"', 'pieces = "01"\nchat = { user = "{content}" }') + (
+    '\n[roles.agents]\nfunction = "player:run"\n'
+)
+PLAYER = "async def run(item, base_url, api_key):\n    return 1.0\n"
+
+
+def test_agents_are_imported_and_shown_two_items_that_need_not_be_text_of_the_vocabulary(checked: Checked) -> None:
+    (checked.folder / "player.py").write_text(PLAYER)
+    assert checked.run(job=AGENTS_JOB) == 0, checked.err
+    assert checked.err == ""
+    assert "item 0  0\nitem 1  1\n" in checked.out
+
+
+@pytest.mark.parametrize(
+    ("player", "line"),
+    [
+        (PLAYER.replace("async ", ""), '"player:run" is not async; write async def run(item, base_url, api_key)'),
+        (PLAYER.replace("run", "play"), 'has no function run'),
+        ("import no_such_package\n" + PLAYER, '"player:run" imports no_such_package, which'),
+        ("1 / 0\n" + PLAYER, "importing it raised ZeroDivisionError: division by zero (player.py:1)"),
+    ],
+)  # fmt: skip
+def test_an_agent_that_cannot_run_is_one_line_at_its_key(checked: Checked, player: str, line: str) -> None:
+    (checked.folder / "player.py").write_text(player)
+    refused = checked.line(job=AGENTS_JOB)
+    assert refused.startswith("21: roles.agents.function: ")
+    assert line in refused

@@ -328,6 +328,19 @@ WRONG: list[tuple[str, str, str]] = [
      " one line"),
     ('at = "step=5"\n', "at = [", 'job.toml:23: not valid TOML: invalid value: strings need quotes ("..."),'
      " booleans are true or false, up to the end of the file"),
+    ("[roles.rollout]", '[roles.agents]\nfunction = "m:f"\n[roles.rollout]',
+     'job.toml:9: model.tokenizer.chat: missing; agents hold conversations: write a piece of text for each role, for'
+     ' example chat = { user = "{content}=", assistant = "{content}" }'),
+    ("[roles.rollout]", '[roles.agents]\n[roles.rollout]', "job.toml:16: roles.agents.function: missing; add function ="
+     " ... in [roles.agents] (module:function, importable from the folder of job.toml: async def run(item, base_url,"
+     " api_key), which returns the episode's reward, or None)"),
+    ("[roles.rollout]", '[roles.agents]\nfunction = "m:f"\non_death = "replay"\n[roles.rollout]',
+     'job.toml:18: roles.agents.on_death: "replay" is not available yet; write "again", which begins the episode again,'
+     ' or "drop"'),
+    ('[model.tokenizer]\npieces = "0123456789+= "\n', '[model]\npath = "m"\n[roles.agents]\nfunction = "m:f"\n',
+     "job.toml:9: model.chat: agents hold conversations, which need a chat template; write chat = true"),
+    ('pieces = "0123456789+= "\n', 'pieces = "01"\nchat = { user = "hello" }\n', "job.toml:11:"
+     " model.tokenizer.chat: the piece of 'user' is 'hello'; write {content} in it once: \"{content}=\""),
 ]  # fmt: skip
 
 

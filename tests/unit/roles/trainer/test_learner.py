@@ -447,3 +447,57 @@ def test_a_part_whose_answers_have_no_tokens_counts_for_nothing() -> None:
     expected.add(msgspec.structs.replace(second, index=0))
     assert metrics["tokens"] == expected.close()["tokens"]
     assert _distance(student, expected) < 1e-5
+
+
+def _episode(*samples: tuple[tuple[int, ...], tuple[int, ...], tuple[tuple[int, int], ...]]) -> list[Trajectory]:
+    """Samples (prompt, tokens, masked runs) of episode 0, and an episode of one sample, both of group 0."""
+    version = Version(0, 1)
+    made = [
+        Trajectory(0, 0, prompt, tokens, (-1.0,) * len(tokens), (version,) * len(tokens), 1.0, 1.0, masked)
+        for prompt, tokens, masked in samples
+    ]
+    return [*made, Trajectory(1, 0, (2, 3), (4, 1), (-2.0, -1.0), (version,) * 2, 0.0, 0.0)]
+
+
+def _learned(*trajectories: Trajectory) -> tuple[Learner, dict[str, float]]:
+    student = harness.learner()
+    return student, student.step(Batch(1, (0,), "", trajectories))
+
+
+def test_masked_tokens_are_context_whatever_is_recorded_for_them() -> None:
+    one, metrics = _learned(*_episode(((2,), (3, 5, 6, 1), ((1, 2),))))
+    plain = _episode(((2,), (3, 5, 6, 1), ((1, 2),)))
+    other = msgspec.structs.replace(
+        plain[0],
+        logprobs=(-1.0, 0.0, -9.0, -1.0),
+        versions=(Version(0, 1), Version(-1, 0), Version(-1, 0), Version(0, 1)),
+    )
+    second, again = _learned(other, plain[1])
+    assert _same(one.weights(), second.weights())
+    assert metrics == again
+    assert (metrics["tokens"], metrics["staleness"]) == (4.0, 0.0)
+
+
+def test_masked_tokens_at_the_begin_teach_what_they_would_teach_as_the_prompt() -> None:
+    one, metrics = _learned(*_episode(((2,), (3, 5, 6, 1), ((0, 2),))))
+    other, again = _learned(*_episode(((2, 3, 5), (6, 1), ())))
+    assert metrics == pytest.approx(again, rel=1e-5)
+    for name, tensor in one.weights().items():
+        assert torch.allclose(tensor, other.weights()[name], rtol=1e-5, atol=1e-6), name
+
+
+def test_masked_tokens_change_what_is_learned() -> None:
+    one, _ = _learned(*_episode(((2,), (3, 5, 6, 1), ((1, 2),))))
+    other, _ = _learned(*_episode(((2,), (3, 5, 6, 1), ())))
+    assert not _same(one.weights(), other.weights())
+
+
+def test_samples_of_an_episode_share_its_advantage_and_count_as_one_reward() -> None:
+    branches = _episode(((2,), (3, 5), ()), ((2, 3, 5), (6, 1), ()))
+    joined = _episode(((2,), (3, 5, 6, 1), ()))
+    one, metrics = _learned(*branches)
+    other, again = _learned(*joined)
+    assert metrics["reward"] == 0.5
+    assert metrics == pytest.approx(again, rel=1e-5)
+    for name, tensor in one.weights().items():
+        assert torch.allclose(tensor, other.weights()[name], rtol=1e-5, atol=1e-6), name

@@ -1,15 +1,19 @@
 from __future__ import annotations
 
+from itertools import count
+
 import msgspec
 import pytest
 
 from rrl.roles.trajectories.types import PackedPart, PackedTrajectory
 from rrl.roles.worker.uncommitted_steps import UncommittedSteps
 
+_ids = count()
+
 
 def _trajectory(reward: float, *runs: tuple[int, int]) -> PackedTrajectory:
     """A trajectory; ``runs``: numbers of tokens and the steps of the weights that sampled them."""
-    return PackedTrajectory(0, 0, b"", b"", tuple((count, step, 1) for count, step in runs), reward, reward)
+    return PackedTrajectory(next(_ids), 0, b"", b"", tuple((length, step, 1) for length, step in runs), reward, reward)
 
 
 FIRST = PackedPart(9, 0, (4,), "first", (b"",), (_trajectory(1.0, (3, 8)), _trajectory(0.0, (2, 8))), False, 0, 2)
@@ -31,6 +35,17 @@ def test_metrics_of_a_step_are_those_of_all_its_parts() -> None:
     every = FIRST.trajectories + SECOND.trajectories
     whole.add(msgspec.structs.replace(SECOND, index=0, groups=(4, 2, 3), trajectories=every))
     assert whole.get(9).metrics == {**step.metrics, "parts": 1.0}
+
+
+def test_samples_of_an_episode_count_its_reward_once_and_each_trained_token_once() -> None:
+    given = (2, -1)
+    first = msgspec.structs.replace(_trajectory(1.0, (3, 8), given, (1, 7)), masked=((3, 2),))
+    second = msgspec.structs.replace(_trajectory(1.0, given, (4, 6)), id=first.id, masked=((0, 2),))
+    steps = UncommittedSteps(None)
+    steps.add(PackedPart(9, 0, (4,), "", (b"",), (first, second, _trajectory(0.0, (1, 8))), True))
+    metrics = steps.get(9).metrics
+    assert (metrics["reward"], metrics["token_age_p50"], metrics["token_age_max"]) == (0.5, 1.0, 2.0)
+    assert first.trained_runs == ((3, 8), (1, 7))
 
 
 def test_groups_without_a_score_are_metrics_of_the_step_if_there_are_any() -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from rrl.config.job.node_groups import pool_nodes
 from rrl.core.launch import tag_of
-from rrl.core.run_spec import Recovery, RunSpec, pool_nodes
+from rrl.core.run_spec import Recovery, RunSpec
 from rrl.core.types import Incarnation, NodeName, Outcome, ReplicaId, replica_id, standby_id, standby_role_of
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Fence, Launch, Request, Rung, StopStep

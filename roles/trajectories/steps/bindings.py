@@ -12,14 +12,14 @@ from heapq import heapify, heappop, heappush
 from math import ceil
 from typing import Any
 
-from ...core.types import TRAINER, Incarnation
-from ..checkpoints.retention import CommitStatus
-from .durable.log import DurableState
-from .durable.records import Metrics, StepCommitted
-from .durable.state import Group
-from .leases import Leases
+from ....core.types import TRAINER, Incarnation
+from ...checkpoints.retention import CommitStatus
+from ..durable.groups import Group
+from ..durable.log import DurableState
+from ..durable.records import Metrics, StepCommitted
+from ..leases import Leases
+from ..types import CommittedState, Denied, Done, NotReady, StepMetrics, StoredMetrics
 from .staleness import StalenessLimit
-from .types import CommittedState, Denied, Done, NotReady, StepMetrics, StoredMetrics
 
 PARTS_PER_STEP = 8
 """Number of parts that a step is cut into at most, unless the size of a part is set or messages are too small."""

@@ -1,4 +1,4 @@
-"""Probes a compute node for ``rrl doctor``: ``python -m rrl.roles.node_probe.main FOLDER ADDRESS...``.
+"""Probes a compute node for ``rrl doctor``: ``python -m rrl.cli.doctor.node_probe.main FOLDER ADDRESS...``.
 
 ``rrl doctor`` submits this program as a job if its user consents. The probe checks that the login node wrote the nonce
 file in FOLDER for this probe. It reads the machine, and connects to the login node at each ADDRESS (``host:port``). It
@@ -30,9 +30,9 @@ from msgspec import Struct
 
 import rrl
 
-from ...core.command_runner import CommandResult, run
-from ...core.run_dir import write_atomically
-from ...core.text import exit_invalid_config
+from ....core.command_runner import CommandResult, run
+from ....core.run_dir import write_atomically
+from ....core.text import exit_invalid_config
 from .host import Host, Torch, Unavailable, read_host, read_torch, run_readers
 
 PROBE_TIMEOUT_S = 10.0
@@ -87,7 +87,7 @@ def nonce_proof(nonce: str) -> str:
 def main(argv: Sequence[str]) -> int:
     """Probe this node; return 0 if the report was written to the folder or sent over a connection, else 1."""
     if not argv or NONCE_ENV not in os.environ:
-        exit_invalid_config(f"usage: {NONCE_ENV}=... python -m rrl.roles.node_probe.main FOLDER ADDRESS...")
+        exit_invalid_config(f"usage: {NONCE_ENV}=... python -m rrl.cli.doctor.node_probe.main FOLDER ADDRESS...")
     signal.setitimer(signal.ITIMER_REAL, PROBE_TIMEOUT_S)  # SIGALRM ends the process even if a reader hangs
     folder, nonce = Path(argv[0]), os.environ[NONCE_ENV]
     results = run_readers(

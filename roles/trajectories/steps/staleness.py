@@ -50,8 +50,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from math import inf
 
-from ...core.types import Incarnation
-from .durable.state import Group, State
+from ....core.types import Incarnation
+from ..durable.groups import Group
+from ..durable.state import State
 
 _WARNING_WINDOW_BATCHES = 10
 """Number of batches' worth of groups, trained or dropped, after which the share of dropped groups is evaluated."""

@@ -1,6 +1,6 @@
 """Reads what a machine offers to roles: limits, network, Python packages, UCX, NVML, DCGM and scratch space.
 
-``rrl doctor`` reads it on the login node, and :mod:`rrl.roles.node_probe.main` on a compute node, with the same readers
+``rrl doctor`` reads it on the login node, and :mod:`.main` on a compute node, with the same readers
 so that the results can be compared. Every reader has a deadline; a value that cannot be read is :class:`Unavailable`
 with the reason. Versions come from the metadata of the installed packages. Libraries (NVML, UCX, torch) are loaded only
 in child processes, which can be killed.
@@ -30,9 +30,9 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from ...core.command_runner import run
-from ...transport.address import NETWORK_ENV, interfaces, own_address
-from ...transport.tcp_inspection import try_packet_filter
+from ....core.command_runner import run
+from ....transport.address import NETWORK_ENV, interfaces, own_address
+from ....transport.tcp_inspection import try_packet_filter
 
 DCGM_PORT = 9400
 """Default port of dcgm-exporter (README of github.com/NVIDIA/dcgm-exporter)."""
@@ -359,7 +359,8 @@ def parse_ucx(text: str, source: str = "") -> Ucx:
 
 def _nvml(within: float) -> Nvml:
     """Query NVML in a child process, because a hung GPU hangs every process that queries it."""
-    result = run([sys.executable, "-P", "-c", "from rrl.roles.node_probe.host import print_nvml; print_nvml()"], within)
+    program = "from rrl.cli.doctor.node_probe.host import print_nvml; print_nvml()"
+    result = run([sys.executable, "-P", "-c", program], within)
     if result.code == _NVML_ERROR_EXIT_CODE:
         raise ReadError(result.message.rpartition(" / ")[2], UnavailableCause.NVML)
     if result.code:

@@ -15,12 +15,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from rrl.cli.doctor.node_probe.host import Unavailable
+from rrl.cli.doctor.node_probe.main import NONCE_ENV, NONCE_FILE, REPORT, NodeReport, connect_login_node, nonce_proof
 from rrl.cli.doctor.node_visit import ReportListener
-from rrl.roles.node_probe.host import Unavailable
-from rrl.roles.node_probe.main import NONCE_ENV, NONCE_FILE, REPORT, NodeReport, connect_login_node, nonce_proof
 
 TIMEOUT_S = 60.0
-PROBE = (sys.executable, "-P", "-m", "rrl.roles.node_probe.main")
+PROBE = (sys.executable, "-P", "-m", "rrl.cli.doctor.node_probe.main")
 TORCH = """
 __version__ = "9.9"
 class cuda:
@@ -78,7 +78,7 @@ def test_node_reports_in_the_folder_and_on_the_connection_with_its_clock(login: 
     assert report == written(folder)
     assert (report.node, report.folder) == ("n7", "")
     assert {one.address: one.trouble for one in report.reached} == {good: "", dead: "Connection refused"}
-    assert Path(report.rrl) == Path(__file__).parents[4]
+    assert Path(report.rrl) == Path(__file__).parents[5]
     assert not isinstance(report.host.python, Unavailable)
     assert not isinstance(report.torch, Unavailable)
     assert (report.torch.version, report.torch.gpus) == ("9.9", 0)

@@ -10,9 +10,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rrl.core.command_runner import CommandResult, run
-from rrl.roles.node_probe import host
-from rrl.roles.node_probe.host import (
+from rrl.cli.doctor.node_probe import host
+from rrl.cli.doctor.node_probe.host import (
     Host,
     Interface,
     Ucx,
@@ -23,6 +22,7 @@ from rrl.roles.node_probe.host import (
     read_host,
     run_readers,
 )
+from rrl.core.command_runner import CommandResult, run
 
 UCX_INFO = """\
 # Library version: 1.21.0
@@ -107,7 +107,7 @@ def test_unwritable_tmp_is_reported_with_the_reason(tmp_path: Path, monkeypatch:
 
 def test_reading_a_host_imports_no_heavy_library() -> None:
     code = (
-        "import sys; from rrl.roles.node_probe.host import read_host; read_host(30);"
+        "import sys; from rrl.cli.doctor.node_probe.host import read_host; read_host(30);"
         " print(*{'torch', 'ucxx', 'vllm', 'pynvml', 'transformers'} & set(sys.modules))"
     )
     assert run([sys.executable, "-P", "-c", code], 60.0) == CommandResult(0, "\n", "")

@@ -1,0 +1,177 @@
+"""The attempts at episodes that a process makes at the same time: each runs the user's agent once.
+
+An attempt ends with the reward that the agent returns, or fails: by an exception, by the timeout, or by a result that
+is not a reward. A failed attempt says nothing about the model, so it is reported with its reason and never scored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from msgspec import Struct
+
+from ...core.run_spec import AgentsSettings
+from ...core.text import shortened
+from ...core.units import duration_text
+from ..end_report import described
+from ..trajectories.client import FencedAttempt
+from ..trajectories.episodes.requests import EpisodeItem
+from .endpoint.key import EpisodeKey, encode_key
+from .user_function import Agent
+
+_log = logging.getLogger("rrl.agents")
+
+FAULTS_WINDOW = 32
+"""Number of newest attempts among which the faults of the agent's own code are counted. If more than half of them
+failed so, the code is at fault rather than a few episodes, and this process ends with the exception."""
+
+
+class AttemptsStore(Protocol):
+    """What attempts ask of the store."""
+
+    async def finish_episode(self, episode: int, attempt: int, reward: float | None) -> None:
+        """End an episode with its reward, durably."""
+        ...
+
+    async def fail_attempt(self, episode: int, attempt: int, why: str) -> None:
+        """Report that an attempt failed, durably."""
+        ...
+
+
+class AgentContext(Struct, frozen=True):
+    """What every attempt of this process has in common."""
+
+    agent: Agent
+    settings: AgentsSettings
+    item_text: Callable[[int], str]
+    """Returns the text of an item of the task."""
+    folder: Path
+    """Folder of job.toml, relative to which files are named."""
+    run: str
+    """Name of the run directory."""
+    secret: bytes
+    base_url: str = ""
+
+
+class _Failure(Exception):
+    """The attempt failed; the text is the reason."""
+
+
+class Attempts:
+    """The attempts that this process makes now. It belongs to the event loop in which it is used.
+
+    Args:
+        context: What they have in common.
+        store: Where their results go.
+        on_change: Called whenever an attempt has ended.
+    """
+
+    def __init__(self, context: AgentContext, store: AttemptsStore, on_change: Callable[[], None]) -> None:
+        self._context, self._store, self._on_change = context, store, on_change
+        self._running: dict[int, asyncio.Task[None]] = {}
+        self._faults: deque[bool] = deque(maxlen=FAULTS_WINDOW)
+        self._reported: set[str] = set()
+        self.ended = 0
+        """Number of attempts that have ended."""
+        self.note = ""
+        """A text for people about the newest failure; empty if there was none."""
+        self.error: BaseException | None = None
+        """Why this process must end: the newest exception of an agent whose code fails most of the time, or an error
+        of rrl itself."""
+
+    @property
+    def episodes(self) -> tuple[int, ...]:
+        """The episodes at work."""
+        return tuple(self._running)
+
+    def start(self, item: EpisodeItem) -> None:
+        """Begin an attempt, unless it is made already."""
+        if item.episode not in self._running:
+            task = asyncio.get_running_loop().create_task(self._make(item))
+            self._running[item.episode] = task
+            task.add_done_callback(lambda task: self._remove(item.episode, task))
+
+    async def cancel(self) -> None:
+        """Cancel all attempts, whose episodes others then attempt again."""
+        tasks = list(self._running.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _remove(self, episode: int, task: asyncio.Task[None]) -> None:
+        del self._running[episode]
+        self.ended += 1
+        if not task.cancelled() and task.exception() is not None:
+            self.error = task.exception()
+        self._on_change()
+
+    async def _make(self, item: EpisodeItem) -> None:
+        try:
+            try:
+                reward = await self._run(item)
+            except _Failure as failure:
+                await self._store.fail_attempt(item.episode, item.attempt, str(failure))
+            else:
+                self._faults.append(False)
+                await self._store.finish_episode(item.episode, item.attempt, reward)
+        except FencedAttempt as error:
+            _log.info("episode %d: %s", item.episode, error)
+
+    async def _run(self, item: EpisodeItem) -> float | None:
+        """Run the agent, and return the reward. Raises _Failure with the reason if it fails."""
+        context = self._context
+        key = encode_key(EpisodeKey(context.run, item.episode, item.attempt), context.secret)
+        limit = asyncio.timeout(context.settings.timeout)
+        try:
+            async with limit:
+                returned = await context.agent(context.item_text(item.item), context.base_url, key)
+        except (Exception, asyncio.CancelledError, SystemExit) as error:
+            task = asyncio.current_task()
+            if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+                raise
+            if limit.expired():
+                self._faults.append(False)
+                raise self._failure(
+                    f"the agent did not return within {duration_text(context.settings.timeout)}", item, None
+                ) from None
+            if not isinstance(error, Exception):  # a cancellation within the agent, or sys.exit()
+                error = RuntimeError(f"the agent raised {type(error).__name__}").with_traceback(error.__traceback__)
+            raised = described(error, context.folder)
+            self._faults.append(not raised.environmental)
+            if 2 * sum(self._faults) > FAULTS_WINDOW:
+                self.error = error
+            raise self._failure(f"the agent raised {raised}", item, error) from None
+        return self._reward(returned, item)
+
+    def _reward(self, returned: Any, item: EpisodeItem) -> float | None:
+        if returned is None:
+            return None
+        try:
+            reward = float(returned)
+        except (TypeError, ValueError, OverflowError):
+            reward = math.nan
+        if math.isfinite(reward):
+            return reward
+        self._faults.append(True)
+        problem = f"the agent returned {shortened(returned)}; return the reward, a finite number, or None"
+        if 2 * sum(self._faults) > FAULTS_WINDOW:
+            self.error = ValueError(problem)
+        raise self._failure(problem, item, None)
+
+    def _failure(self, why: str, item: EpisodeItem, error: BaseException | None) -> _Failure:
+        """Log the first failure of its kind, renew the note, and return the failure."""
+        self.note = f"the newest failed attempt: {why}"
+        kind = why if error is None else type(error).__name__
+        if kind not in self._reported:
+            self._reported.add(kind)
+            _log.warning(
+                "attempt %d at an episode of item %d failed: %s; further ones of this kind cause no warning",
+                item.attempt, item.item, why, exc_info=error,
+            )  # fmt: skip
+        return _Failure(why)

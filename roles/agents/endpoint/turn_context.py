@@ -1,0 +1,149 @@
+"""The context of an answer in tokens, made of a request's messages and of the turns that the episode has already.
+
+Tokens that were sampled are never made of text again: decoding and encoding changes a good part of all answers, and a
+model would then be trained on tokens that it has not sampled. So where a recorded answer stands at the end of a
+beginning of the conversation, the path of its turn is the context, and only the messages after it are encoded. A
+conversation without a recorded answer (edited history, a sub-agent's prompt, an answer that the agent has changed) is
+encoded as a whole, and branches off the turn with which it shares the most tokens. Its text is then context, and is
+not trained.
+
+Messages are compared by rolling hashes from the front, as the turns record them. Everything here is pure.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+
+import msgspec
+from msgspec import Struct
+
+from ...models.chat import ASSISTANT, Chat, Message
+from ...models.tokenizer import Tokenizer
+from ...trajectories.episodes.requests import Turn
+
+_HASH_CHARS = 32
+"""Hexadecimal digits of a hash (128 bits): two conversations of an episode never have the same one by chance."""
+
+
+class Context(Struct, frozen=True):
+    """Where a new turn begins."""
+
+    parent: int | None
+    """Turn whose path the context begins with; None if it has nothing in common with any."""
+    offset: int
+    """Number of tokens of the parent's path that the context keeps."""
+    given: tuple[int, ...]
+    """Tokens that follow them."""
+    messages: tuple[str, ...]
+    """Rolling hashes of the messages."""
+    length: int
+    """Number of tokens of the whole context."""
+
+
+class Paths:
+    """The paths of an episode's turns, each computed once.
+
+    Args:
+        turns: The turns, in which every parent is contained.
+    """
+
+    def __init__(self, turns: Sequence[Turn]) -> None:
+        self._turns: Mapping[int, Turn] = {turn.id: turn for turn in turns}
+        self._paths: dict[int, tuple[int, ...]] = {}
+
+    def path(self, turn: int) -> tuple[int, ...]:
+        """Return the tokens from the beginning of the conversation to the newest sampled token of a turn."""
+        missing: list[Turn] = []
+        parent: int | None = turn
+        while parent is not None and parent not in self._paths:
+            missing.append(self._turns[parent])
+            parent = missing[-1].parent
+        for step in reversed(missing):
+            before = () if step.parent is None else self._paths[step.parent][: step.offset]
+            self._paths[step.id] = before + step.given + step.sampled
+        return self._paths[turn]
+
+    def context(self, turn: int) -> tuple[int, ...]:
+        """Return the tokens after which a turn was sampled."""
+        sampled = len(self._turns[turn].sampled)
+        path = self.path(turn)
+        return path[: len(path) - sampled]
+
+
+def rolling_hashes(messages: Sequence[Message]) -> tuple[str, ...]:
+    """Return for each message the hash of the conversation from the front up to this message."""
+    hashes: list[str] = []
+    for message in messages:
+        hashes.append(_next_hash(hashes[-1] if hashes else "", message))
+    return tuple(hashes)
+
+
+def _next_hash(before: str, message: Message) -> str:
+    encoded = before.encode() + msgspec.json.encode(message)
+    return hashlib.sha256(encoded).hexdigest()[:_HASH_CHARS]
+
+
+def chat_context(messages: Sequence[Message], turns: Sequence[Turn], chat: Chat) -> Context:
+    """Return the context of an answer to a conversation.
+
+    Args:
+        messages: The conversation.
+        turns: Turns of the attempt.
+        chat: Tokenizer and chat template.
+
+    Raises:
+        ValueError: The conversation cannot be encoded.
+    """
+    hashes = rolling_hashes(messages)
+    paths = Paths(turns)
+    answered, turn = _newest_answer(hashes, turns, chat.tokenizer)
+    if turn is not None:
+        rest = chat.continuation(messages, answered)
+        if rest is not None:
+            path = paths.path(turn.id)
+            ended = bool(turn.sampled) and turn.sampled[-1] in chat.tokenizer.stop_tokens
+            given = rest[1:] if ended else rest  # an answer that was cut by its length gets its end
+            return Context(turn.id, len(path), given, hashes, len(path) + len(given))
+    return _branch(chat.prompt(messages), turns, paths, hashes)
+
+
+def plain_context(tokens: Sequence[int], turns: Sequence[Turn]) -> Context:
+    """Return the context of a completion of ``tokens``, which are a prompt without messages."""
+    return _branch(tuple(tokens), turns, Paths(turns), ())
+
+
+def _newest_answer(hashes: Sequence[str], turns: Sequence[Turn], tokenizer: Tokenizer) -> tuple[int, Turn | None]:
+    """Find the recorded answer after which the fewest messages follow.
+
+    Two answers with the same text in the same conversation are the same for the agent; the first of them counts.
+
+    Returns:
+        Number of messages up to the answer, and its turn; (0, None) if the conversation has no recorded answer.
+    """
+    known = {prefix: count for count, prefix in enumerate(hashes, start=1)}
+    answered, found = 0, None
+    for turn in sorted(turns, key=lambda turn: turn.id):
+        if not turn.finished or not turn.messages or known.get(turn.messages[-1]) != len(turn.messages):
+            continue
+        answer = Message(ASSISTANT, tokenizer.decode(turn.sampled))
+        count = known.get(_next_hash(turn.messages[-1], answer), 0)
+        if count > answered:
+            answered, found = count, turn
+    return answered, found
+
+
+def _branch(tokens: tuple[int, ...], turns: Sequence[Turn], paths: Paths, hashes: tuple[str, ...]) -> Context:
+    """Return the context ``tokens`` as a branch off the turn whose path begins with the most of them."""
+    parent, offset = None, 0
+    for turn in sorted(turns, key=lambda turn: turn.id):
+        common = _common_length(tokens, paths.path(turn.id))
+        if common > offset:
+            parent, offset = turn.id, common
+    return Context(parent, offset, tokens[offset:], hashes, len(tokens))
+
+
+def _common_length(first: Sequence[int], second: Sequence[int]) -> int:
+    """Return the number of tokens with which both sequences begin."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((index for index, (a, b) in pairs if a != b), min(len(first), len(second)))

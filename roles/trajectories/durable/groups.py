@@ -1,0 +1,205 @@
+"""Groups and trajectories whose data is stored, and how rollouts and reward replicas receive them.
+
+In a job with agents, a trajectory is an *episode*: it has no tokens of its own, but turns. A *turn* is one sampled
+answer: it keeps the first ``offset`` tokens of the path of its parent turn, then come tokens that it was given, then
+the tokens that were sampled. These tokens together are the *path* of the turn. Turns are numbered apart from
+trajectories, from :data:`..records.FIRST_TURN` on, and rollouts extend them as they extend trajectories.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from msgspec import Struct
+
+from ....core.types import Incarnation
+from ..types import Item, Score, ToScore
+from .records import GroupCreated, PackedSegment, TurnCreated, unpack, unpack_tokens
+
+_TOKEN_BYTES = 4
+"""Bytes of a packed token."""
+
+
+class TrajectoryState(Struct, eq=False):
+    """A trajectory or turn whose data is still stored; see :class:`Group`."""
+
+    id: int
+    group: Group
+    segments: list[PackedSegment] = []
+    writer: Incarnation | None = None
+    """Incarnation that appended the last segment."""
+    finished: bool = False
+    score: Score | None = None
+    turn: TurnCreated | None = None
+    """For a turn: how it continues its episode."""
+    episode: EpisodeState | None = None
+    """For an episode: its attempts and turns."""
+
+    @property
+    def length(self) -> int:
+        """Number of tokens after the prompt or, of a turn, after the tokens that it was given; 0 for an episode."""
+        return self.segments[-1].end if self.segments else 0
+
+
+class EpisodeState(Struct, eq=False):
+    """The attempts of an episode, and the turns of its newest attempt."""
+
+    attempt: int = 0
+    """Number of the newest attempt; 0 before the first."""
+    holder: Incarnation | None = None
+    """Incarnation that makes the newest attempt, or has finished the episode with it; None if the attempt failed."""
+    failures: int = 0
+    """Number of attempts that count as failed."""
+    turns: dict[int, TrajectoryState] = {}
+    """Turns of the newest attempt; once the episode is finished, only those that count and their ancestors."""
+    counted: tuple[int, ...] = ()
+    """Turns that count; empty until the episode is finished."""
+
+
+class Group(Struct, eq=False):
+    """A group whose data is still stored: it was not dropped, and no much later step than its own is committed."""
+
+    created: GroupCreated
+    trajectories: list[TrajectoryState] = []
+    unscored: int = 0
+    """Number of trajectories of the group without a score."""
+    bound: int | None = None
+    """Training step that the group, or a part with the group, is bound to."""
+    oldest: int | None = None
+    """Training step of the oldest weights that sampled a token of the group, or with which one of its episodes was
+    begun; None before the first token or episode."""
+
+    @property
+    def has_episodes(self) -> bool:
+        """True if agents work on the group. Its prompt is empty, because agents write their own."""
+        return not self.created.prompt
+
+    @property
+    def answers(self) -> Iterator[TrajectoryState]:
+        """What rollouts extend: the trajectories of the group, or the turns of its episodes."""
+        for track in self.trajectories:
+            if track.episode is None:
+                yield track
+            else:
+                yield from track.episode.turns.values()
+
+
+def own_length(turn: TrajectoryState) -> int:
+    """Return the number of tokens that a turn adds to the path of its parent: given and sampled ones."""
+    assert turn.turn is not None
+    return given_length(turn.turn) + turn.length
+
+
+def path_length(turn: TrajectoryState) -> int:
+    """Return the number of tokens of the path of a turn."""
+    return prompt_length(turn) + turn.length
+
+
+def prompt_length(track: TrajectoryState) -> int:
+    """Return the number of tokens before the sampled tokens of a trajectory or turn."""
+    if track.turn is None:
+        return len(track.group.created.prompt) // _TOKEN_BYTES
+    return track.turn.offset + given_length(track.turn)
+
+
+def given_length(turn: TurnCreated) -> int:
+    """Return the number of tokens that a turn was given."""
+    return len(turn.given) // _TOKEN_BYTES
+
+
+def ancestry(turn: TrajectoryState, turns: dict[int, TrajectoryState]) -> list[tuple[TrajectoryState, int]]:
+    """Return the turns that the path of a turn leads through, from the first to the turn itself.
+
+    Each comes with the number of its own tokens, given and sampled, that the path has. Turns without a token in the
+    path are missing.
+    """
+    end = path_length(turn)
+    path: list[tuple[TrajectoryState, int]] = []
+    current: TrajectoryState | None = turn
+    while current is not None and current.turn is not None:
+        if end > current.turn.offset:
+            path.append((current, end - current.turn.offset))
+            end = current.turn.offset
+        current = None if current.turn.parent is None else turns[current.turn.parent]
+    return path[::-1]
+
+
+def with_ancestors(turns: Iterable[int], known: dict[int, TrajectoryState]) -> set[int]:
+    """Return these turns and all that they continue, including those without a token in their paths."""
+    result: set[int] = set()
+    for number in turns:
+        current: int | None = number
+        while current is not None and current not in result:
+            result.add(current)
+            created = known[current].turn
+            current = None if created is None else created.parent
+    return result
+
+
+def sampled_tokens(track: TrajectoryState) -> tuple[int, ...]:
+    """Return the sampled tokens of a trajectory or turn."""
+    return tuple(token for segment in track.segments for token in unpack_tokens(segment.tokens))
+
+
+def _path_before(turn: TrajectoryState, turns: dict[int, TrajectoryState]) -> tuple[int, ...]:
+    """Return the tokens of the path of a turn before its sampled tokens."""
+    tokens: list[int] = []
+    for each, count in ancestry(turn, turns):
+        assert each.turn is not None
+        own = unpack_tokens(each.turn.given) + sampled_tokens(each)
+        tokens += own[:count]
+    return tuple(tokens[: prompt_length(turn)])
+
+
+# ── as other processes receive them ────────────────────────────────────────────────────────────────────────────────
+def as_item(track: TrajectoryState, max_new_tokens: int) -> Item:
+    """Return an unfinished trajectory or turn as a rollout receives it, with the segments it has so far."""
+    created = track.group.created
+    so_far = tuple(unpack(segment) for segment in track.segments)
+    if track.turn is None:
+        prompt, limit = unpack_tokens(created.prompt), max_new_tokens
+    else:
+        prompt, limit = _path_before(track, _episode_of(track).turns), track.turn.max_new
+    return Item(track.id, created.group, prompt, so_far, max(0, limit - track.length))
+
+
+def as_to_score(track: TrajectoryState) -> ToScore:
+    """Return a complete trajectory as a reward replica receives it: of an episode, the answer of its last turn."""
+    last = track if track.episode is None else track.episode.turns[max(track.episode.counted)]
+    return ToScore(track.id, track.group.created.item, sampled_tokens(last))
+
+
+def new_segments(
+    answers: dict[int, TrajectoryState], packed_segments: Iterable[PackedSegment], finished: Iterable[int],
+    lost: set[int], max_new_tokens: int,
+) -> tuple[list[PackedSegment], set[int]]:  # fmt: skip
+    """Return the segments that an append adds to ``answers``, and the answers that it completes.
+
+    Adds to ``lost`` the answers whose segments neither continue nor repeat the stored segments.
+    """
+    new: list[PackedSegment] = []
+    lengths: dict[int, int] = {}
+    limits: dict[int, int] = {}
+    for packed in packed_segments:
+        if packed.trajectory in lost:
+            continue
+        track = answers[packed.trajectory]
+        limits[track.id] = max_new_tokens if track.turn is None else track.turn.max_new
+        length = lengths.get(track.id, track.length)
+        if packed.offset == length and length < packed.end <= limits[track.id] and not track.finished:
+            new.append(packed)
+            lengths[track.id] = packed.end
+        elif packed not in track.segments:
+            lost.add(track.id)
+    ends = {trajectory for trajectory, length in lengths.items() if length == limits[trajectory]}
+    ends |= {t for t in finished if t not in lost and not answers[t].finished}
+    return new, ends
+
+
+def _episode_of(turn: TrajectoryState) -> EpisodeState:
+    """Return the episode of a turn."""
+    assert turn.turn is not None
+    created = turn.group.created
+    episode = turn.group.trajectories[turn.turn.episode - created.first].episode
+    assert episode is not None
+    return episode

@@ -1,0 +1,185 @@
+"""What the trainer reads of a group: the samples of its trajectories, their digest, and the ages of their tokens.
+
+A trajectory of a job without agents is one sample. An episode has a sample for each leaf of the tree of its counted
+turns: a turn with tokens whose whole path is not the beginning of another counted turn's. A sample consists of the path
+of its leaf. A sampled token counts in one sample only: the first that has it, in the order of the turns. Given tokens
+never count.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+
+from msgspec import Struct
+
+from ..types import NOT_SAMPLED, PackedTrajectory
+from .groups import TrajectoryState, ancestry, given_length, own_length
+from .records import PackedSegment, encode
+
+_TOKEN_BYTES = 8
+"""Bytes of a token in a message: its id and its log-probability."""
+_RUN_BYTES = 28
+"""Upper bound of the bytes of one run of tokens in a message: three integers of up to 9 bytes, and their header."""
+_TRAJECTORY_BYTES = 64
+"""Upper bound of the further bytes of a trajectory in a message (numbers, scores and headers), and of those of a group
+beside its prompt."""
+
+
+class _Run(Struct, frozen=True):
+    """Consecutive tokens of a sample that were all given, or all sampled under one version.
+
+    ``tokens`` is int32 and ``logprobs`` float32. ``counts`` says whether they are trained in this sample.
+    """
+
+    tokens: bytes
+    logprobs: bytes
+    version: tuple[int, int]
+    counts: bool
+
+    @property
+    def length(self) -> int:
+        """Number of tokens."""
+        return len(self.tokens) // 4
+
+
+def packed(track: TrajectoryState) -> list[PackedTrajectory]:
+    """Return the samples of a scored trajectory as the trainer receives them."""
+    assert track.score is not None
+    if track.episode is not None:
+        return [_packed_sample(track, runs) for runs in _samples(track)]
+    return [
+        PackedTrajectory(
+            id=track.id,
+            group=track.group.created.group,
+            tokens=b"".join(segment.tokens for segment in track.segments),
+            logprobs=b"".join(segment.logprobs for segment in track.segments),
+            runs=tuple(
+                (sum(segment.end - segment.offset for segment in segments), *version)
+                for version, segments in groupby(track.segments, _version)
+            ),
+            reward=track.score.reward,
+            training=track.score.training,
+        )
+    ]
+
+
+def content_digest(place: str, tracks: Iterable[TrajectoryState]) -> str:
+    """Return the digest of ``place`` and of everything that a step trains of the trajectories."""
+    content_hash = hashlib.sha256(place.encode())
+    for track in tracks:
+        content: object = (track.id, track.group.created.prompt, track.segments, track.score)
+        content_hash.update(encode(content if track.episode is None else packed(track)))
+    return content_hash.hexdigest()
+
+
+def token_ages(number: int, tracks: Iterable[TrajectoryState]) -> dict[int, int]:
+    """Return the number of trained tokens of trajectories by their age at step ``number``."""
+    counts: Counter[int] = Counter()
+    for track in tracks:
+        for step, tokens in _trained(track):
+            counts[number - 1 - step] += tokens
+    return dict(counts)
+
+
+def trained_tokens(track: TrajectoryState) -> int:
+    """Return the number of trained tokens of a trajectory."""
+    return sum(tokens for _, tokens in _trained(track))
+
+
+def message_bytes(tracks: Iterable[TrajectoryState], prompt: bytes) -> int:
+    """Return an upper bound of the bytes that a complete group with this prompt takes in a batch or part."""
+    size = len(prompt) + _TRAJECTORY_BYTES
+    for track in tracks:
+        if track.episode is None:
+            runs = sum(1 for _ in groupby(track.segments, _version))
+            size += _TOKEN_BYTES * track.length + _RUN_BYTES * runs + _TRAJECTORY_BYTES
+        else:
+            for sample in _samples(track):  # a run that does not count is listed twice
+                size += _TOKEN_BYTES * sum(run.length for run in sample) + 2 * _RUN_BYTES * len(sample)
+                size += _TRAJECTORY_BYTES
+    return size
+
+
+def _trained(track: TrajectoryState) -> Iterator[tuple[int, int]]:
+    """Yield (step of the weights, number of tokens) of runs of trained tokens."""
+    if track.episode is None:
+        for segment in track.segments:
+            yield segment.step, segment.end - segment.offset
+    else:
+        for sample in _samples(track):
+            for run in sample:
+                if run.counts:
+                    yield run.version[0], run.length
+
+
+def _packed_sample(track: TrajectoryState, runs: list[_Run]) -> PackedTrajectory:
+    assert track.score is not None
+    first = next(index for index, run in enumerate(runs) if run.counts)
+    prompt, rest = runs[:first], runs[first:]
+    masked: list[tuple[int, int]] = []
+    at = 0
+    for run in rest:
+        if not run.counts:
+            masked.append((at, run.length))
+        at += run.length
+    return PackedTrajectory(
+        id=track.id,
+        group=track.group.created.group,
+        tokens=b"".join(run.tokens for run in rest),
+        logprobs=b"".join(run.logprobs for run in rest),
+        runs=tuple((run.length, *run.version) for run in rest),
+        reward=track.score.reward,
+        training=track.score.training,
+        prompt=b"".join(run.tokens for run in prompt),
+        masked=tuple(masked),
+    )
+
+
+def leaves(track: TrajectoryState) -> list[TrajectoryState]:
+    """Return the leaves among the counted turns of an episode, in the order of their numbers."""
+    episode = track.episode
+    assert episode is not None
+    sampled = [turn for number in sorted(episode.counted) if (turn := episode.turns[number]).length]
+    continued = {
+        before.id
+        for turn in sampled
+        for before, own in ancestry(turn, episode.turns)
+        if before is not turn and own == own_length(before)
+    }
+    return [turn for turn in sampled if turn.id not in continued]
+
+
+def _samples(track: TrajectoryState) -> Iterator[list[_Run]]:
+    """Yield the samples of a finished episode, each as its runs of tokens in order."""
+    assert track.episode is not None
+    counted: Counter[int] = Counter()
+    """Number of sampled tokens of each turn that an earlier sample has."""
+    for leaf in leaves(track):
+        runs: list[_Run] = []
+        for turn, own in ancestry(leaf, track.episode.turns):
+            assert turn.turn is not None
+            given = turn.turn.given[: 4 * own]
+            if given:
+                runs.append(_Run(given, bytes(len(given)), NOT_SAMPLED, False))
+            end = max(0, own - given_length(turn.turn))
+            before = counted[turn.id]
+            runs += _runs(turn.segments, 0, min(before, end), counts=False)
+            runs += _runs(turn.segments, before, end, counts=True)
+            counted[turn.id] = max(before, end)
+        yield runs
+
+
+def _runs(segments: Iterable[PackedSegment], start: int, end: int, *, counts: bool) -> Iterator[_Run]:
+    """Yield the sampled tokens from ``start`` to ``end`` as one run for each segment."""
+    for segment in segments:
+        first, last = max(start, segment.offset), min(end, segment.end)
+        if first < last:
+            cut = slice(4 * (first - segment.offset), 4 * (last - segment.offset))
+            yield _Run(segment.tokens[cut], segment.logprobs[cut], _version(segment), counts)
+
+
+def _version(segment: PackedSegment) -> tuple[int, int]:
+    return segment.step, segment.incarnation

@@ -1,0 +1,1 @@
+"""Episodes of agents: their attempts, their turns, and the requests about them."""

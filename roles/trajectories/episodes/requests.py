@@ -1,0 +1,154 @@
+"""The messages between the agents role and the trajectory store about episodes and their turns.
+
+An *episode* is one trajectory of a group in a job with agents. An *attempt* is one execution of the agent's code for an
+episode, numbered from 1. A *turn* is one sampled answer within an attempt. Requests are idempotent, and name the
+attempt: once a later attempt has begun, or the episode has ended, those of the older one are answered with
+:class:`..types.Denied` whose ``fenced_attempt`` is set.
+"""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from ....core.types import Incarnation, Version
+
+
+# ── requests ───────────────────────────────────────────────────────────────────────────────────────────────────────
+class LeaseEpisodes(Struct, frozen=True, tag=True):
+    """Request of an agents replica for up to ``at_most`` episodes, each a new attempt.
+
+    Answered with :class:`LeasedEpisodes`, which is empty if there is none within ``wait`` seconds. ``holding`` lists
+    the episodes that the replica works on already; any other episode whose newest attempt this incarnation makes is
+    sent again, with the same attempt, because the answer that contained it was lost.
+    """
+
+    incarnation: Incarnation
+    at_most: int
+    wait: float = 1.0
+    holding: tuple[int, ...] = ()
+
+
+class OpenTurn(Struct, frozen=True, tag=True):
+    """Request to sample an answer. It is durable once it is answered with :class:`TurnOpened`.
+
+    The tokens before the answer are the first ``offset`` tokens of the path of turn ``parent`` (of none: 0), and then
+    ``given``. ``request`` identifies the agent's call: if it is repeated within the attempt, the answer names the same
+    turn.
+    """
+
+    incarnation: Incarnation
+    episode: int
+    attempt: int
+    request: str
+    parent: int | None
+    offset: int
+    given: tuple[int, ...]
+    max_new: int
+    """Maximum number of tokens to sample."""
+    messages: tuple[str, ...] = ()
+    """Hashes of the messages of the request, from the first on, each with all messages before it. The store only keeps
+    them, for :class:`GetEpisode`."""
+
+
+class Follow(Struct, frozen=True, tag=True):
+    """Request for the sampled tokens of a turn from ``offset`` on.
+
+    Answered with :class:`TurnTokens` as soon as there is a durable one or the turn is finished, and otherwise with
+    :class:`..types.NotReady` after ``wait`` seconds.
+    """
+
+    incarnation: Incarnation
+    turn: int
+    offset: int
+    wait: float = 5.0
+
+
+class GetEpisode(Struct, frozen=True, tag=True):
+    """Request for the newest attempt at an episode with its turns. Answered with :class:`EpisodeTurns`."""
+
+    incarnation: Incarnation
+    episode: int
+
+
+class FinishEpisode(Struct, frozen=True, tag=True):
+    """Request to end an episode with a result; turns that are not complete by then are not sampled any further.
+
+    If ``reward`` is None, a reward replica scores the last answer. An attempt that ends without any answer counts as
+    failed.
+    """
+
+    incarnation: Incarnation
+    episode: int
+    attempt: int
+    reward: float | None = None
+
+
+class FailAttempt(Struct, frozen=True, tag=True):
+    """Report that an attempt failed, for a reason that has nothing to do with the model.
+
+    The episode is attempted again by any agents replica or, after too many failures, dropped together with its group.
+    """
+
+    incarnation: Incarnation
+    episode: int
+    attempt: int
+    why: str
+
+
+EpisodeRequest = LeaseEpisodes | OpenTurn | Follow | GetEpisode | FinishEpisode | FailAttempt
+
+
+# ── answers ────────────────────────────────────────────────────────────────────────────────────────────────────────
+class EpisodeItem(Struct, frozen=True):
+    """An episode leased to an agents replica. ``item`` is the index of its prompt in the task."""
+
+    episode: int
+    group: int
+    item: int
+    attempt: int
+
+
+class LeasedEpisodes(Struct, frozen=True, tag=True):
+    """Answer to :class:`LeaseEpisodes`."""
+
+    items: tuple[EpisodeItem, ...]
+
+
+class TurnOpened(Struct, frozen=True, tag=True):
+    """Answer to :class:`OpenTurn`: the number of the turn."""
+
+    turn: int
+
+
+class TurnTokens(Struct, frozen=True, tag=True):
+    """Answer to :class:`Follow`: sampled tokens, all durable, with one log-probability and version each."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[Version, ...]
+    finished: bool
+    """True if no token follows these."""
+
+
+class Turn(Struct, frozen=True):
+    """A turn of an episode; the fields are those of :class:`OpenTurn`."""
+
+    id: int
+    parent: int | None
+    offset: int
+    given: tuple[int, ...]
+    sampled: tuple[int, ...]
+    finished: bool
+    messages: tuple[str, ...]
+    attempt: int
+    request: str
+
+
+class EpisodeTurns(Struct, frozen=True, tag=True):
+    """Answer to :class:`GetEpisode`: number of the newest attempt, and its turns in the order in which they began."""
+
+    attempt: int
+    turns: tuple[Turn, ...]
+
+
+EpisodeAnswer = LeasedEpisodes | TurnOpened | TurnTokens | EpisodeTurns

@@ -1,0 +1,1 @@
+"""Which groups a step trains, and until which step a group can be trained."""

@@ -1,0 +1,98 @@
+"""Agents, reduced to a few functions, for a store in this process: what they lease, ask and finish."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rrl.core.types import Incarnation
+from rrl.roles.trajectories.episodes.requests import (
+    EpisodeItem,
+    EpisodeTurns,
+    FailAttempt,
+    FinishEpisode,
+    Follow,
+    GetEpisode,
+    LeasedEpisodes,
+    LeaseEpisodes,
+    OpenTurn,
+    TurnOpened,
+    TurnTokens,
+)
+from rrl.roles.trajectories.episodes.rules import EpisodeSettings
+from rrl.roles.trajectories.server import answer
+from rrl.roles.trajectories.store import Store
+from rrl.roles.trajectories.types import Denied, Done, Prompt
+from rrl.tests.support.roles.trajectories.crew import ALL, ROLLOUT, incarnation_of, lease, open_store, segment
+
+AGENTS, OTHER_AGENTS = incarnation_of("agents/0"), incarnation_of("agents/1")
+CREW = (*ALL, AGENTS, OTHER_AGENTS)
+
+
+def open_agents_store(folder: Path, members: Sequence[Incarnation] = CREW, **changed: Any) -> Store:
+    settings = {"episodes": EpisodeSettings(), "next_prompt": lambda item: Prompt(item * 10, ()), **changed}
+    return open_store(folder, members, **settings)
+
+
+def episodes(
+    store: Store, at_most: int = 1000, who: Incarnation = AGENTS, holding: Sequence[int] = ()
+) -> list[EpisodeItem]:
+    leased = answer(store, LeaseEpisodes(who, at_most, holding=tuple(holding)))
+    assert isinstance(leased, LeasedEpisodes), leased
+    return list(leased.items)
+
+
+def ask(
+    store: Store, item: EpisodeItem, request: str = "1", given: Sequence[int] = (2, 3), parent: int | None = None,
+    offset: int = 0, max_new: int = 4, who: Incarnation = AGENTS,
+) -> int:  # fmt: skip
+    """Open a turn and return its number."""
+    opened = answer(
+        store,
+        OpenTurn(who, item.episode, item.attempt, request, parent, offset, tuple(given), max_new, (f"hash {request}",)),
+    )
+    assert isinstance(opened, TurnOpened), opened
+    return opened.turn
+
+
+def sample(store: Store, turn: int, tokens: Sequence[int], step: int = 0, who: Incarnation = ROLLOUT) -> None:
+    """Lease all work, and complete a turn with ``tokens`` sampled with the weights of a step."""
+    lease(store, who)
+    assert store.append(who, [segment(turn, 0, tokens, step)], (turn,)) == Done()
+
+
+def turn(
+    store: Store, item: EpisodeItem, given: Sequence[int], tokens: Sequence[int], parent: int | None = None,
+    offset: int = 0, step: int = 0,
+) -> int:  # fmt: skip
+    """Open and complete a turn, and return its number."""
+    request = f"{given} {parent} {offset}"
+    number = ask(store, item, request, given, parent, offset)
+    sample(store, number, tokens, step)
+    return number
+
+
+def finish(store: Store, item: EpisodeItem, reward: float | None = 1.0, who: Incarnation = AGENTS) -> None:
+    assert answer(store, FinishEpisode(who, item.episode, item.attempt, reward)) == Done()
+
+
+def fail(store: Store, item: EpisodeItem, why: str = "broken tool", who: Incarnation = AGENTS) -> None:
+    assert answer(store, FailAttempt(who, item.episode, item.attempt, why)) == Done()
+
+
+def follow(store: Store, number: int, offset: int = 0) -> TurnTokens:
+    tokens = answer(store, Follow(AGENTS, number, offset))
+    assert isinstance(tokens, TurnTokens), tokens
+    return tokens
+
+
+def turns_of(store: Store, episode: int) -> EpisodeTurns:
+    turns = answer(store, GetEpisode(AGENTS, episode))
+    assert isinstance(turns, EpisodeTurns), turns
+    return turns
+
+
+def is_over(given: object) -> bool:
+    """Whether an answer says that the attempt is over."""
+    return isinstance(given, Denied) and given.fenced_attempt and not given.fenced

@@ -1,0 +1,175 @@
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rrl.core.run_spec import AgentsSettings
+from rrl.roles.agents.attempts import FAULTS_WINDOW, AgentContext, Attempts
+from rrl.roles.agents.endpoint.key import EpisodeKey, decode_key
+from rrl.roles.trajectories.client import FencedAttempt
+from rrl.roles.trajectories.episodes.requests import EpisodeItem
+
+SECRET = bytes(32)
+DEADLINE_S = 60.0
+"""s after which a test gives up; nothing takes so long unless it is broken"""
+HERE = Path(__file__)
+
+
+class RecordedResults:
+    """A stand-in for the store that records how attempts end."""
+
+    def __init__(self) -> None:
+        self.finished: list[tuple[int, int, float | None]] = []
+        self.failed: list[tuple[int, int, str]] = []
+        self.fenced = False
+
+    async def finish_episode(self, episode: int, attempt: int, reward: float | None) -> None:
+        if self.fenced:
+            raise FencedAttempt("a later attempt is made")
+        self.finished.append((episode, attempt, reward))
+
+    async def fail_attempt(self, episode: int, attempt: int, why: str) -> None:
+        self.failed.append((episode, attempt, why))
+
+
+def play(
+    agent: Callable[[str, str, str], Awaitable[Any]], store: RecordedResults, episodes: int = 1, timeout: float = 1e3
+) -> Attempts:
+    """Make the first attempt at some episodes, one after the other, and return when all have ended."""
+    context = AgentContext(
+        agent, AgentsSettings("m:f", timeout=timeout), lambda i: f"item {i}", HERE.parent, "run-1", SECRET, "http://b/v1"
+    )  # fmt: skip
+
+    async def main() -> Attempts:
+        changed = asyncio.Event()
+        attempts = Attempts(context, store, changed.set)
+        for episode in range(episodes):
+            attempts.start(EpisodeItem(episode, 0, 5, 1))
+            attempts.start(EpisodeItem(episode, 0, 5, 1))  # sent again, because an answer was lost
+            async with asyncio.timeout(DEADLINE_S):
+                while attempts.episodes:
+                    await changed.wait()
+                    changed.clear()
+        return attempts
+
+    return asyncio.run(main())
+
+
+def test_an_agent_gets_item_url_and_key_and_its_reward_is_recorded_once() -> None:
+    given: list[tuple[str, str, EpisodeKey | None]] = []
+
+    async def agent(item: str, base_url: str, api_key: str) -> float:
+        given.append((item, base_url, decode_key(api_key, "run-1", SECRET)))
+        return 0.5
+
+    store = RecordedResults()
+    attempts = play(agent, store)
+    assert given == [("item 5", "http://b/v1", EpisodeKey("run-1", 0, 1))]
+    assert (store.finished, store.failed, attempts.ended) == ([(0, 1, 0.5)], [], 1)
+
+
+@pytest.mark.parametrize(("returned", "reward"), [(None, None), (True, 1.0), (2, 2.0)])
+def test_a_number_is_a_reward_and_none_leaves_it_to_the_task(returned: object, reward: float | None) -> None:
+    async def agent(*_: str) -> object:
+        return returned
+
+    store = RecordedResults()
+    play(agent, store)
+    assert store.finished == [(0, 1, reward)]
+
+
+@pytest.mark.parametrize("returned", ["much", math.nan, math.inf, [1]])
+def test_any_other_result_is_a_failed_attempt(returned: object) -> None:
+    async def agent(*_: str) -> object:
+        return returned
+
+    store = RecordedResults()
+    play(agent, store)
+    assert store.finished == []
+    assert "return the reward, a finite number, or None" in store.failed[0][2]
+
+
+def test_an_exception_is_a_failed_attempt_with_its_place_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    async def agent(*_: str) -> None:
+        raise KeyError("tool")
+
+    line = agent.__code__.co_firstlineno + 1
+    store = RecordedResults()
+    with caplog.at_level(logging.WARNING):
+        attempts = play(agent, store, episodes=3)
+    assert [why for _, _, why in store.failed] == [f"the agent raised KeyError: 'tool' ({HERE.name}:{line})"] * 3
+    assert len(caplog.records) == 1
+    assert "KeyError" in attempts.note
+    assert attempts.error is None
+
+
+def test_an_agent_that_does_not_return_in_time_has_failed_and_its_own_timeouts_are_exceptions() -> None:
+    async def endless(*_: str) -> None:
+        await asyncio.Event().wait()
+
+    async def own(*_: str) -> None:
+        raise TimeoutError("the tool is slow")
+
+    store = RecordedResults()
+    play(endless, store, timeout=0.01)
+    play(own, store)
+    assert "did not return within" in store.failed[0][2]
+    assert "the agent raised TimeoutError: the tool is slow" in store.failed[1][2]
+
+
+def test_an_agent_that_exits_or_cancels_itself_fails_its_attempt_alone() -> None:
+    async def exits(*_: str) -> None:
+        raise SystemExit(3)
+
+    async def cancels(*_: str) -> None:
+        raise asyncio.CancelledError
+
+    store = RecordedResults()
+    for agent in (exits, cancels):
+        play(agent, store)
+    assert ["SystemExit" in store.failed[0][2], "CancelledError" in store.failed[1][2]] == [True, True]
+
+
+def test_an_older_attempt_ends_without_a_word() -> None:
+    async def agent(*_: str) -> float:
+        return 1.0
+
+    store = RecordedResults()
+    store.fenced = True
+    attempts = play(agent, store)
+    assert (attempts.error, attempts.ended, store.failed) == (None, 1, [])
+
+
+@pytest.mark.parametrize(("error", "ends"), [(KeyError("x"), True), (ConnectionError("gone"), False)])
+def test_the_process_ends_with_an_exception_that_most_attempts_raise_if_the_code_is_at_fault(
+    error: Exception, ends: bool
+) -> None:
+    async def agent(*_: str) -> None:
+        raise error
+
+    attempts = play(agent, RecordedResults(), episodes=FAULTS_WINDOW)
+    assert attempts.error is (error if ends else None)
+
+
+def test_cancelled_attempts_are_reported_nowhere() -> None:
+    store = RecordedResults()
+
+    async def agent(*_: str) -> None:
+        await asyncio.Event().wait()
+
+    async def main() -> Attempts:
+        context = AgentContext(agent, AgentsSettings("m:f"), str, HERE.parent, "run-1", SECRET)
+        attempts = Attempts(context, store, lambda: None)
+        attempts.start(EpisodeItem(0, 0, 0, 1))
+        await asyncio.sleep(0)
+        await attempts.cancel()
+        return attempts
+
+    attempts = asyncio.run(main())
+    assert (store.finished, store.failed, attempts.episodes, attempts.error) == ([], [], (), None)

@@ -1,0 +1,104 @@
+"""The store dies at any call of its disk while agents work: every acknowledged turn and attempt is there, the same
+requests get the same answers, and no episode is trained twice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import pytest
+
+from rrl.roles.trajectories.durable.log import read_frames
+from rrl.roles.trajectories.durable.records import (
+    AttemptFailed,
+    AttemptStarted,
+    EpisodeFinished,
+    Record,
+    TurnCreated,
+    TurnsNumbered,
+    decode,
+)
+from rrl.tests.support.fake_disk import FakeDisk
+from rrl.tests.support.roles.trajectories.agents_script import AgentsScript, check
+
+COMPACTS = 1500
+"""Bytes of log from which it is compacted: several times within the script."""
+STEPS = 6
+"""The script has two less; what is left of any crash is brought to so many."""
+STALENESS = 2
+Recorded = tuple[AgentsScript, FakeDisk]
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
+    """The whole script on a disk that does not fail, and every moment of it."""
+    folder = tmp_path_factory.mktemp("store")
+    with pytest.MonkeyPatch.context() as patch:
+        disk = FakeDisk(folder, patch)
+        script = AgentsScript(
+            folder, lambda number: setattr(disk, "note", number), compact_from=COMPACTS, staleness=STALENESS
+        )
+        script.run(STEPS - 2)
+        disk.recording = False
+        script.store.close()
+    return script, disk
+
+
+@pytest.fixture(autouse=True)
+def _quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Skip syncs: what a power cut would leave is computed, so nothing has to reach the real disk."""
+    for name in ("fsync", "fdatasync"):
+        monkeypatch.setattr(os, name, lambda fd: None)
+
+
+def test_script_writes_every_kind_of_record_of_episodes_and_compacts_them(recorded: Recorded, tmp_path: Path) -> None:
+    script, disk = recorded
+    kinds: set[type[Record]] = set()
+    for number, data in enumerate({image for moment in disk.moments for image in moment.now.values() if image}):
+        path = tmp_path / str(number)
+        path.write_bytes(data)
+        kinds |= {type(decode(payload)) for payload in read_frames(path)}
+    assert kinds >= {AttemptStarted, AttemptFailed, TurnCreated, TurnsNumbered, EpisodeFinished}
+    assert script.views[-1].audit.dropped
+    assert sum(call.startswith("replace") for call in disk.calls) >= 3, "it was opened, and compacted twice"
+
+
+def _crash_everywhere(recorded: Recorded, tmp_path: Path, cuts: Callable[[int, int], Iterable[int]]) -> int:
+    """Open and continue every folder that a crash could leave; return how many there are."""
+    script, disk = recorded
+    observed: set[bytes] = set()
+    for moment in disk.moments:
+        for image in moment.images(cuts):
+            mark = hashlib.sha256(repr((sorted(image.items()), moment.note)).encode()).digest()
+            if mark in observed:
+                continue
+            observed.add(mark)
+            folder = tmp_path / str(len(observed))
+            folder.mkdir()
+            for name, data in image.items():
+                (folder / name).write_bytes(data)
+            note = moment.note
+            again = script.calls[max(0, note - 1) : note + 1]
+            try:
+                check(
+                    folder, script.views[note : note + 2], script.members[note], STEPS,
+                    again, staleness=STALENESS,
+                )  # fmt: skip
+            except BaseException as error:
+                error.add_note(
+                    f"{moment.number}: {moment.call}; note {note}: {script.calls[max(0, note - 1) : note + 1]}"
+                )
+                raise
+    return len(observed)
+
+
+def test_crash_at_any_call_keeps_episodes_and_requests_can_be_repeated(recorded: Recorded, tmp_path: Path) -> None:
+    assert _crash_everywhere(recorded, tmp_path, lambda start, end: (start + 1, end - 1)) > 200
+
+
+@pytest.mark.long
+def test_crash_at_every_byte_of_every_write_keeps_episodes(recorded: Recorded, tmp_path: Path) -> None:
+    assert _crash_everywhere(recorded, tmp_path, range) > 2000

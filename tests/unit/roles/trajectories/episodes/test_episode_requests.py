@@ -1,0 +1,174 @@
+"""Agents, rollouts and a trainer at a store behind a socket, which is killed while they work."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from rrl.core.types import Incarnation
+from rrl.roles.trajectories.batches import decode
+from rrl.roles.trajectories.client import FencedAttempt, Refused, TrajectoryClient
+from rrl.roles.trajectories.episodes.requests import EpisodeItem
+from rrl.tests.support.roles.trajectories.agents import AGENTS, CREW, OTHER_AGENTS, open_agents_store
+from rrl.tests.support.roles.trajectories.crew import BATCH, GROUP, ROLLOUT, TRAINER, incarnation_of, manifest, segment
+from rrl.tests.support.roles.trajectories.store_process import StoreProcess
+
+DEADLINE_S = 60.0
+STEPS = 30
+
+
+@pytest.fixture
+def process(tmp_path: Path) -> Iterator[StoreProcess]:
+    process = StoreProcess(tmp_path, agents=True)
+    yield process
+    process.kill()
+
+
+@asynccontextmanager
+async def _clients(process: StoreProcess, *incarnations: Incarnation) -> AsyncIterator[list[TrajectoryClient]]:
+    made = [TrajectoryClient(process.keys, each, process.find, timeout=DEADLINE_S) for each in incarnations]
+    running = [asyncio.create_task(client.run()) for client in made]
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            yield made
+    finally:
+        for client in made:
+            await client.close()
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+
+async def _ask(
+    client: TrajectoryClient, item: EpisodeItem, request: str, parent: int | None, offset: int
+) -> tuple[int, tuple[int, ...]]:
+    """Open a turn and follow it to its end; return its number and its tokens."""
+    turn = await client.open_turn(item.episode, item.attempt, request, parent, offset, (2, 3), 4, ("hash",))
+    tokens: tuple[int, ...] = ()
+    while True:
+        new = await client.follow(turn, len(tokens), wait=0.5)
+        if new is not None:
+            tokens += new.tokens
+            if new.finished:
+                return turn, tokens
+
+
+class _Run:
+    """A run, which remembers what agents have read. A rollout samples a turn's number, and then how often it did."""
+
+    def __init__(self) -> None:
+        self.read: dict[tuple[int, int], list[tuple[int, ...]]] = {}
+        """Answers that an agent has read, by episode and attempt."""
+        self.trained: dict[int, tuple[int, ...]] = {}
+        self.step = 0
+        self.done = asyncio.Event()
+        self.advanced = asyncio.Condition()
+
+    async def act(self, client: TrajectoryClient) -> None:
+        """Make up to four attempts at a time, each of two turns, until the run is done."""
+        ended = asyncio.create_task(self.done.wait())
+        working: dict[asyncio.Task[None], int] = {}
+        while not self.done.is_set():
+            if len(working) < 4:
+                for item in await client.lease_episodes(4 - len(working), 0.2, sorted(working.values())):
+                    working[asyncio.create_task(self._attempt(client, item))] = item.episode
+            else:
+                await asyncio.wait([*working, ended], return_when=asyncio.FIRST_COMPLETED)
+            for task in [each for each in working if each.done()]:
+                task.result()
+                del working[task]
+        for task in working:
+            task.cancel()
+
+    async def _attempt(self, client: TrajectoryClient, item: EpisodeItem) -> None:
+        answers = self.read.setdefault((item.episode, item.attempt), [])
+        first, tokens = await _ask(client, item, "first", None, 0)
+        answers.append(tokens)
+        answers.append((await _ask(client, item, "second", first, 2 + len(tokens)))[1])
+        await client.finish_episode(item.episode, item.attempt, 1.0)
+
+    async def roll(self, client: TrajectoryClient) -> None:
+        while not self.done.is_set():
+            items = await client.lease(9, wait=0.2)
+            for place in range(2):
+                segments = [segment(item.trajectory, place, (item.trajectory % 2**30 + place,)) for item in items
+                            if len(item.so_far) <= place]  # fmt: skip
+                lost = await client.append(segments, [item.trajectory for item in items] if place else [])
+                items = tuple(item for item in items if item.trajectory not in lost)
+
+    async def train(self, client: TrajectoryClient) -> None:
+        for number in range(1, STEPS + 1):
+            while (batch := await client.batch(number, wait=0.5)) is None:
+                pass
+            for one in decode(batch).trajectories:
+                self.trained[one.id] = one.tokens
+            await client.commit(number, manifest(number), batch.digest)
+            async with self.advanced:
+                self.step = number
+                self.advanced.notify_all()
+        self.done.set()
+
+    async def at(self, step: int) -> None:
+        async with self.advanced:
+            await self.advanced.wait_for(lambda: self.step >= step)
+
+
+def test_what_agents_have_read_is_trained_token_for_token_while_the_store_is_killed_again_and_again(
+    process: StoreProcess,
+) -> None:
+    async def main() -> _Run:
+        run = _Run()
+        process.start(CREW)
+        async with (
+            _clients(process, AGENTS, OTHER_AGENTS, ROLLOUT, TRAINER) as (one, other, rollout, trainer),
+            asyncio.TaskGroup() as group,
+        ):
+            for work in (run.act(one), run.act(other), run.roll(rollout), run.train(trainer)):
+                group.create_task(work)
+            for step in (3, 8, 9, 20):
+                await run.at(step)
+                process.kill()
+                await asyncio.to_thread(process.start, CREW)
+        return run
+
+    run = asyncio.run(main())
+    process.kill()
+    audit = open_agents_store(process.folder).audit()
+    assert audit.trained == STEPS * BATCH * GROUP
+    assert audit.dropped == {}
+    assert {attempt for _, attempt in run.read} == {1}, "the store's death ends no attempt"
+    for episode, tokens in run.trained.items():
+        first, second = run.read[episode, 1]
+        assert tokens == (*first, 2, 3, *second)
+
+
+def test_agent_of_an_older_attempt_learns_that_it_is_over_and_a_mistake_does_not_end_it(process: StoreProcess) -> None:
+    async def main() -> None:
+        process.start(CREW)
+        async with _clients(process, AGENTS, OTHER_AGENTS) as (old, new):
+            (item,) = await old.lease_episodes(1)
+            with pytest.raises(Refused, match="max_new is 99") as refused:
+                await old.open_turn(item.episode, item.attempt, "x", None, 0, (2,), 99)
+            assert not isinstance(refused.value, FencedAttempt)
+            turn = await old.open_turn(item.episode, item.attempt, "x", None, 0, (2,), 4)
+            waiting = asyncio.create_task(old.follow(turn, 0, wait=DEADLINE_S))
+            await old.fail_attempt(item.episode, item.attempt, "no sandbox")
+            with pytest.raises(FencedAttempt, match="is over"):
+                await waiting
+            (again,) = await new.lease_episodes(1)
+            assert (again.episode, again.attempt) == (item.episode, 2)
+            for call in (
+                old.open_turn(item.episode, 1, "y", None, 0, (2,), 4), old.finish_episode(item.episode, 1, 1.0),
+                old.fail_attempt(item.episode, 1, "late"),
+            ):  # fmt: skip
+                with pytest.raises(FencedAttempt, match="was succeeded by attempt 2"):
+                    await call
+            assert (await new.get_episode(item.episode)).attempt == 2
+            assert await new.follow(await new.open_turn(item.episode, 2, "x", None, 0, (2,), 4), 0, wait=0.0) is None
+            process.set_membership([*(each for each in CREW if each != OTHER_AGENTS), incarnation_of("agents/1", 2)])
+
+    asyncio.run(main())
