@@ -35,10 +35,11 @@ from .episodes.requests import (
     LeaseEpisodes,
     OpenTurn,
 )
+from .episodes.requests import StoreAnswer as Answer
+from .episodes.requests import StoreRequest as Request
 from .prompts import first_item_with_prompt, prompt_encoder
 from .store import Store
 from .types import (
-    Answer,
     Append,
     Commit,
     Denied,
@@ -55,7 +56,6 @@ from .types import (
     PartBound,
     PostScores,
     Prompt,
-    Request,
     Scoring,
 )
 
