@@ -35,11 +35,12 @@ from .episodes.requests import (
     LeaseEpisodes,
     OpenTurn,
 )
+from .episodes.requests import StoreAnswer as Answer
+from .episodes.requests import StoreRequest as Request
 from .episodes.rules import EpisodeSettings
 from .prompts import first_item_with_prompt, prompt_encoder
 from .store import Store
 from .types import (
-    Answer,
     Append,
     Commit,
     Denied,
@@ -56,7 +57,6 @@ from .types import (
     PartBound,
     PostScores,
     Prompt,
-    Request,
     Scoring,
 )
 

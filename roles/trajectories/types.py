@@ -13,7 +13,6 @@ from msgspec import Struct
 
 from ...core.types import Incarnation, Version
 from ...transport.messages import WeightSource
-from .episodes.requests import EpisodeAnswer, EpisodeRequest
 
 NOT_SAMPLED = -1, 0
 """Training step and incarnation number that stand for the version of a token that was given, not sampled."""
@@ -331,7 +330,6 @@ Request = (
     | GetCommitted
     | GetMetrics
     | FollowVersions
-    | EpisodeRequest
 )
 
 
@@ -433,15 +431,5 @@ class NewestVersion(Struct, frozen=True, tag=True):
 
 
 Answer = (
-    Leased
-    | Scoring
-    | Done
-    | Bound
-    | PartBound
-    | NotReady
-    | Denied
-    | CommittedState
-    | StoredMetrics
-    | NewestVersion
-    | EpisodeAnswer
+    Leased | Scoring | Done | Bound | PartBound | NotReady | Denied | CommittedState | StoredMetrics | NewestVersion
 )
