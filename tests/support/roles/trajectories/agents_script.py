@@ -29,7 +29,6 @@ from rrl.roles.trajectories.episodes.rules import EpisodeSettings
 from rrl.roles.trajectories.server import answer
 from rrl.roles.trajectories.store import Store
 from rrl.roles.trajectories.types import (
-
     Append,
     Bound,
     Commit,
@@ -39,7 +38,6 @@ from rrl.roles.trajectories.types import (
     LeaseWork,
     NotReady,
     PostScores,
-
     Score,
     Scoring,
 )
