@@ -9,7 +9,14 @@ from typing import Any
 from msgspec import Struct
 
 from rrl.core.types import Incarnation
-from rrl.roles.trajectories.durable.records import Audit
+from rrl.roles.trajectories.durable.records import (
+    AttemptFailed,
+    AttemptStarted,
+    Audit,
+    EpisodeFinished,
+    TurnCreated,
+    TurnsNumbered,
+)
 from rrl.roles.trajectories.episodes.requests import (
     EpisodeItem,
     EpisodeTurns,
@@ -65,6 +72,8 @@ from rrl.tests.support.roles.trajectories.crew import (
     segment,
 )
 
+EPISODE_RECORDS = {AttemptStarted, AttemptFailed, TurnCreated, TurnsNumbered, EpisodeFinished}
+"""Kinds of records that only a job with agents has."""
 NEXT_AGENTS = incarnation_of("agents/0", 2)
 _SETTINGS = EpisodeSettings(retries=1)
 
