@@ -26,8 +26,9 @@ from .episodes.requests import (
     TurnOpened,
     TurnTokens,
 )
+from .episodes.requests import StoreAnswer as Answer
+from .episodes.requests import StoreRequest as Request
 from .types import (
-    Answer,
     Append,
     Bound,
     Commit,
@@ -49,7 +50,6 @@ from .types import (
     PackedPart,
     PartBound,
     PostScores,
-    Request,
     Score,
     Scoring,
     Segment,

@@ -31,11 +31,12 @@ from .episodes.requests import (
     LeasedEpisodes,
     LeaseEpisodes,
 )
+from .episodes.requests import StoreAnswer as Answer
+from .episodes.requests import StoreRequest as Request
 from .episodes.rules import EpisodeSettings
 from .prompts import first_item_with_prompt, prompt_encoder
 from .store import Store
 from .types import (
-    Answer,
     Append,
     Commit,
     Denied,
@@ -53,7 +54,6 @@ from .types import (
     PartBound,
     PostScores,
     Prompt,
-    Request,
     Scoring,
 )
 

@@ -477,7 +477,7 @@ class Store:
         Returns None if it can be bound.
         """
         published = self.newest_version is not None
-        return self._bindings.wait_reason(number, index, self._work.leases, self.newest_weights, published)
+        return self._bindings.wait_reason(number, index, self._work.leases.holder, self.newest_weights, published)
 
     def has_data(self) -> bool:
         """Return whether a trainer that requests data would get some (:meth:`.steps.bindings.Bindings.has_data`)."""

@@ -13,7 +13,6 @@ from msgspec import Struct
 
 from ...core.types import Incarnation, Version
 from ...transport.messages import WeightSource
-from .episodes.requests import EpisodeAnswer, EpisodeRequest
 
 NOT_SAMPLED = -1, 0
 """Training step and incarnation number that stand for the version of a token that was given, not sampled."""
@@ -333,7 +332,6 @@ Request = (
     | GetCommitted
     | GetMetrics
     | FollowVersions
-    | EpisodeRequest
 )
 
 
@@ -437,15 +435,5 @@ class NewestVersion(Struct, frozen=True, tag=True):
 
 
 Answer = (
-    Leased
-    | Scoring
-    | Done
-    | Bound
-    | PartBound
-    | NotReady
-    | Denied
-    | CommittedState
-    | StoredMetrics
-    | NewestVersion
-    | EpisodeAnswer
+    Leased | Scoring | Done | Bound | PartBound | NotReady | Denied | CommittedState | StoredMetrics | NewestVersion
 )

@@ -55,6 +55,7 @@ REPEATED_NAMES = {
     "reader": "of DCGM, of NVML",
     "records": "of heartbeats, of history files, of the trajectory log",
     "render": "of a job.toml, of a Slurm template",
+    "requests": "to Slurm's commands, of agents to the trajectory store",
     "server": "of snapshots, of trajectories",
     "site": "the site's tables of job.toml, the site's report",
     "state": "of a run, of the trajectory store",

@@ -40,7 +40,7 @@ from .records import (
     TurnsNumbered,
     unpack_tokens,
 )
-from .samples import content_digest, message_bytes, packed, token_ages, trained_tokens
+from .trained_samples import content_digest, message_bytes, packed, token_ages, trained_tokens
 
 METRICS_RETAINED_STEPS = 4096
 """Number of newest steps whose metrics are kept for a manager that is not running: at 10 s per step, eleven hours, in a

@@ -11,6 +11,7 @@ from __future__ import annotations
 from msgspec import Struct
 
 from ....core.types import Incarnation, Version
+from ..types import Answer, Request
 
 
 # ── requests ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -96,6 +97,8 @@ class FailAttempt(Struct, frozen=True, tag=True):
 
 
 EpisodeRequest = LeaseEpisodes | OpenTurn | Follow | GetEpisode | FinishEpisode | FailAttempt
+StoreRequest = Request | EpisodeRequest
+"""Every request that the store serves."""
 
 
 # ── answers ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -152,3 +155,5 @@ class EpisodeTurns(Struct, frozen=True, tag=True):
 
 
 EpisodeAnswer = LeasedEpisodes | TurnOpened | TurnTokens | EpisodeTurns
+StoreAnswer = Answer | EpisodeAnswer
+"""Every answer of the store."""

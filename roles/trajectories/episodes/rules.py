@@ -34,8 +34,9 @@ from ..durable.records import (
 )
 from ..leases import Leases, WorkQueue
 from ..steps.staleness import StalenessLimit
-from ..types import Answer, Denied, Done, NotReady
+from ..types import Denied, Done, NotReady
 from .requests import (
+    EpisodeAnswer,
     EpisodeItem,
     EpisodeRequest,
     EpisodeTurns,
@@ -161,7 +162,7 @@ class Episodes:
         for track in group.trajectories:
             self._leases.release(track.id)
 
-    def answer(self, request: EpisodeRequest) -> Answer:
+    def answer(self, request: EpisodeRequest) -> EpisodeAnswer | Done | NotReady | Denied:
         """Evaluate a request and return its answer, which may be sent after the next flush."""
         if rejection := self._rules.check_worker(request.incarnation):
             return rejection

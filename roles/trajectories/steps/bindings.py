@@ -8,6 +8,7 @@ determines where a step is cut. A part never changes, and neither does the numbe
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from heapq import heapify, heappop, heappush
 from math import ceil
 from typing import Any
@@ -17,7 +18,6 @@ from ...checkpoints.retention import CommitStatus
 from ..durable.groups import Group
 from ..durable.log import DurableState
 from ..durable.records import Metrics, StepCommitted
-from ..leases import Leases
 from ..types import CommittedState, Denied, Done, NotReady, StepMetrics, StoredMetrics
 from .staleness import StalenessLimit
 
@@ -164,14 +164,15 @@ class Bindings:
             self._durable.write(self._state.binding_of_parts())
 
     def wait_reason(
-        self, number: int, index: int | None, holders: Leases, newest_weights: int | None, published: bool
+        self, number: int, index: int | None, holder: Callable[[int], Incarnation | None], newest_weights: int | None,
+        published: bool,
     ) -> str | None:  # fmt: skip
         """Return a text for people that says why batch ``number`` cannot be bound yet, or None if it can be bound.
 
         Args:
             number: Step that the trainer requested.
             index: Part of the step that the trainer requested; None for the batch.
-            holders: The leases of the rollouts.
+            holder: Returns the rollout that a trajectory is leased to, or None.
             newest_weights: Step of the newest weights that a rollout has; None if it is not known.
             published: Whether a weight version is known that the trainer has published.
         """
@@ -193,7 +194,7 @@ class Bindings:
         if (weights := self._staleness.blocking_weights(least)) is not None:
             is_any_welcome = index is not None and missing > 0
             if not is_any_welcome or len(self._staleness.incomplete(weights)) <= self.lacking:
-                return f"the trainer waits for {self._staleness.describe(weights, holders.holder)}"
+                return f"the trainer waits for {self._staleness.describe(weights, holder)}"
         elif missing <= 0:
             return None
         oldest = self._staleness.oldest_allowed

@@ -64,11 +64,10 @@ def sample(store: Store, turn: int, tokens: Sequence[int], step: int = 0, who: I
 
 def turn(
     store: Store, item: EpisodeItem, given: Sequence[int], tokens: Sequence[int], parent: int | None = None,
-    offset: int = 0, step: int = 0,
+    offset: int = 0, step: int = 0, who: Incarnation = AGENTS,
 ) -> int:  # fmt: skip
     """Open and complete a turn, and return its number."""
-    request = f"{given} {parent} {offset}"
-    number = ask(store, item, request, given, parent, offset)
+    number = ask(store, item, f"{given} {parent} {offset}", given, parent, offset, who=who)
     sample(store, number, tokens, step)
     return number
 

@@ -21,8 +21,8 @@ import msgspec
 
 from rrl.core.run_dir import write_atomically
 from rrl.core.types import Incarnation
+from rrl.roles.trajectories.episodes.requests import StoreRequest
 from rrl.roles.trajectories.server import Server
-from rrl.roles.trajectories.types import Request
 from rrl.tests.support.roles.trajectories.agents import open_agents_store
 from rrl.tests.support.roles.trajectories.crew import open_store
 from rrl.transport.control.endpoints import Address, Listener
@@ -75,7 +75,7 @@ async def _main(folder: Path, keys: Path, address: Path, epoch: int, settings: d
     loop = asyncio.get_running_loop()
     lines = asyncio.StreamReader()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
-    listener = await Listener.open(RunKeys.load(keys), Request, epoch=epoch)
+    listener = await Listener.open(RunKeys.load(keys), StoreRequest, epoch=epoch)
     opened = open_agents_store if settings.pop("agents", False) else open_store
     server = Server(opened(folder, (), **settings), listener)
 

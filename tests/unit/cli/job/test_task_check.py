@@ -312,5 +312,5 @@ def test_agents_are_imported_and_shown_two_items_that_need_not_be_text_of_the_vo
 def test_an_agent_that_cannot_run_is_one_line_at_its_key(checked: Checked, player: str, line: str) -> None:
     (checked.folder / "player.py").write_text(player)
     refused = checked.line(job=AGENTS_JOB)
-    assert refused.startswith("21: roles.agents.function: ")
+    assert refused.startswith("20: roles.agents.function: ")
     assert line in refused

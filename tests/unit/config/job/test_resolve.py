@@ -13,6 +13,7 @@ from rrl.config.job.resolve import resolve
 from rrl.config.job.roles import RewardRole, RolloutRole, TrainerRole
 from rrl.config.job.schema import Job, ModelTable, SamplingTable, TaskTable, TransportTable
 from rrl.core import run_spec
+from rrl.core.phases import PHASES
 from rrl.core.run_spec import RunSpec, TokenizerSpec
 from rrl.tests.support.job_toml import JOB
 
@@ -120,3 +121,22 @@ def test_worker_api_is_imported_without_pydantic() -> None:
 def test_score_by_code_of_the_user_has_time_for_a_rate_limit(changes: dict[str, Any], shortest: float) -> None:
     job = Job.model_validate(tomllib.loads(JOB) | changes)
     assert resolve(job, "python").limits.phase("score").shortest == shortest
+
+
+def test_agents_are_a_role_with_settings_and_may_act_for_as_long_as_an_attempt_may_last() -> None:
+    plain = spec()
+    assert plain.agents is None
+    assert "agents" not in [role.name for role in plain.roles]
+    assert plain.limits.phase("act") == PHASES["act"]
+
+    pieces = 'pieces = "0123456789+= "'
+    job = JOB.replace(pieces, f'{pieces}\nchat = {{ user = "{{content}}=" }}')
+    job += '[roles.agents]\nfunction = "m:f"\ntimeout = "2h"\nreplicas = 3\n'
+    made = resolve(Job.model_validate(tomllib.loads(job)), "python")
+    assert made.agents == run_spec.AgentsSettings("m:f", timeout=7200.0)
+    assert made.model.tokenizer is not None
+    assert made.model.tokenizer.chat == {"user": "{content}="}
+    role = made.role("agents")
+    assert (role.replicas, role.min_replicas, role.argv) == (3, 1, ("python", "-m", "rrl.roles.agents.main"))
+    act = made.limits.phase("act")
+    assert (act.shortest, act.longest) == (7500.0, 7500.0)

@@ -40,7 +40,7 @@ def test_an_async_function_of_the_jobs_folder_is_loaded(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "problem"),
     [
         ("agent_of_test:blocking", "is not async; write async def run"),
         ("agent_of_test:two", "cannot be called with item, base_url and api_key"),
@@ -49,8 +49,8 @@ def test_an_async_function_of_the_jobs_folder_is_loaded(folder: Path) -> None:
     ],
 )
 def test_a_function_that_cannot_be_an_agent_is_named_with_what_would_be_right(
-    folder: Path, name: str, said: str
+    folder: Path, name: str, problem: str
 ) -> None:
     with pytest.raises(AgentError, match=r"^\[roles\.agents\] function: ") as raised:
         load_agent(name, folder)
-    assert said in raised.value.problem
+    assert problem in raised.value.problem

@@ -23,10 +23,10 @@ from rrl.roles.trajectories import server as server_module
 from rrl.roles.trajectories.batches import decode
 from rrl.roles.trajectories.client import Fenced, Refused, TrajectoryClient, store_address
 from rrl.roles.trajectories.durable.state import State
+from rrl.roles.trajectories.episodes.requests import StoreAnswer as Answer
 from rrl.roles.trajectories.server import REQUESTS_CAUSE, Server, answer
 from rrl.roles.trajectories.store import Store
 from rrl.roles.trajectories.types import (
-    Answer,
     Append,
     CommittedState,
     Denied,

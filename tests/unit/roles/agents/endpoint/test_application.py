@@ -292,15 +292,15 @@ def test_values_that_say_what_happens_anyway_are_accepted(scene: Scene) -> None:
 
 
 def test_text_that_cannot_be_encoded_and_unknown_roles_are_refused(scene: Scene) -> None:
-    for message, said in (
+    for message, problem in (
         ({"role": "user", "content": "hello"}, "pieces"),
         ({"role": "system", "content": "1"}, "role"),
     ):
-        with pytest.raises(openai.BadRequestError, match=said):
+        with pytest.raises(openai.BadRequestError, match=problem):
             create(scene, [message])
 
 
-def test_a_context_without_room_for_an_answer_is_refused_as_agents_expect_it(scene: Scene) -> None:
+def test_a_context_that_leaves_no_tokens_for_an_answer_is_refused_as_agents_expect_it(scene: Scene) -> None:
     scene.answers("1")
     fits = "1" * (MAX_LENGTH - 3)
     create(scene, [{"role": "user", "content": fits}])

@@ -12,17 +12,9 @@ from pathlib import Path
 import pytest
 
 from rrl.roles.trajectories.durable.log import read_frames
-from rrl.roles.trajectories.durable.records import (
-    AttemptFailed,
-    AttemptStarted,
-    EpisodeFinished,
-    Record,
-    TurnCreated,
-    TurnsNumbered,
-    decode,
-)
+from rrl.roles.trajectories.durable.records import Record, decode
 from rrl.tests.support.fake_disk import FakeDisk
-from rrl.tests.support.roles.trajectories.agents_script import AgentsScript, check
+from rrl.tests.support.roles.trajectories.agents_script import EPISODE_RECORDS, AgentsScript, check
 
 COMPACTS = 1500
 """Bytes of log from which it is compacted: several times within the script."""
@@ -61,7 +53,7 @@ def test_script_writes_every_kind_of_record_of_episodes_and_compacts_them(record
         path = tmp_path / str(number)
         path.write_bytes(data)
         kinds |= {type(decode(payload)) for payload in read_frames(path)}
-    assert kinds >= {AttemptStarted, AttemptFailed, TurnCreated, TurnsNumbered, EpisodeFinished}
+    assert kinds >= EPISODE_RECORDS
     assert script.views[-1].audit.dropped
     assert sum(call.startswith("replace") for call in disk.calls) >= 3, "it was opened, and compacted twice"
 

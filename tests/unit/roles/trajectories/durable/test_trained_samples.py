@@ -11,7 +11,7 @@ import pytest
 
 from rrl.core.types import Version
 from rrl.roles.trajectories.batches import decode, decode_part, shard_for, whole_part
-from rrl.roles.trajectories.durable.samples import message_bytes
+from rrl.roles.trajectories.durable.trained_samples import message_bytes
 from rrl.roles.trajectories.episodes.requests import EpisodeItem
 from rrl.roles.trajectories.store import Store
 from rrl.roles.trajectories.types import NOT_SAMPLED, Bound, Done, Trajectory
