@@ -109,8 +109,8 @@ class LeasedTrajectories:
                 )
             if length + count > leased.limit:
                 raise Misuse(
-                    f"{name}: its {count} tokens exceed the {leased.limit - length} that may still be appended"
-                    " (item.max_new, less what was appended since)"
+                    f"{name}: it has {count} tokens, but only {leased.limit - length} may still be appended"
+                    " (item.max_new less the tokens appended since the lease)"
                 )
             lengths[segment.trajectory] = length + count
         for trajectory in finished:

@@ -39,8 +39,8 @@ def test_segments_that_continue_their_trajectories_are_accepted(leased: LeasedTr
          " that the trajectory has: those of item.so_far, and those appended since"),
         (segment(7, 0, 3), [], "segment of trajectory 7 (group 2): its offset is 0, expected 2, the number of tokens"
          " that the trajectory has: those of item.so_far, and those appended since"),
-        (segment(7, 2, 2, 2, 2, 2), [], "segment of trajectory 7 (group 2): its 4 tokens exceed the 3 that may still be"
-         " appended (item.max_new, less what was appended since)"),
+        (segment(7, 2, 2, 2, 2, 2), [], "segment of trajectory 7 (group 2): it has 4 tokens, but only 3 may still be"
+         " appended (item.max_new less the tokens appended since the lease)"),
         (segment(4, 0), [], "segment of trajectory 4 (group 1): it has no tokens"),
         (segment(1, 0, 2), [], "a segment: 1 is not the id of a trajectory that was leased to this process"
          " (item.trajectory); leased are 4, 7"),
