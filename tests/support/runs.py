@@ -197,6 +197,19 @@ def current_incarnations(state: State) -> Incarnations:
     return {r.id: (r.incarnation, r.pid, r.node) for r in present}
 
 
+def joined_incarnations(run: TestRun) -> Incarnations:
+    """Wait for step 3 and for every worker and agent to join; return them as :func:`current_incarnations` does.
+
+    On a busy machine the agent of a spare node joins later than the trainer trains.
+    """
+
+    def joined(state: State) -> bool:
+        pids = [pid for _, pid, _ in current_incarnations(state).values()]
+        return state.step >= 3 and all_work(state) and None not in pids
+
+    return current_incarnations(run.wait(joined))
+
+
 def processes_of(run: RunDir) -> Iterator[tuple[int, str]]:
     """Yield pid and command line of each process with the run in its environment or command line."""
     for entry in Path("/proc").iterdir():

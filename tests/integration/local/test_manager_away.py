@@ -19,6 +19,7 @@ from rrl.tests.support.runs import (
     TestRun,
     check_sound,
     current_incarnations,
+    joined_incarnations,
     light_job,
     submit_here,
     submit_on,
@@ -74,7 +75,7 @@ def _frozen(pid: int) -> Iterator[None]:
 
 def test_rollouts_receive_new_versions_while_the_manager_is_frozen(tmp_path: Path) -> None:
     run = submit_here(tmp_path, light_job("local", 100_000))
-    before = current_incarnations(run.wait_steps(3))
+    before = joined_incarnations(run)
     with _frozen(_manager_pid(run)):
         begun = _newest(run)
         _wait_trained(run, begun + STEPS_AWAY)

@@ -11,7 +11,14 @@ from rrl.core.types import AGENT, STANDBY_ROLE, Cause, NodeName, ReplicaId, Verd
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Exclude, Launch
 from rrl.tests.support.nvml.driver import FakeDriver
-from rrl.tests.support.runs import Incarnations, TestRun, check_sound, current_incarnations, light_job, submit_here
+from rrl.tests.support.runs import (
+    Incarnations,
+    TestRun,
+    check_sound,
+    joined_incarnations,
+    light_job,
+    submit_here,
+)
 
 VICTIM = ReplicaId("rollout/1")
 AS_PYTHON = """#!/bin/sh
@@ -75,7 +82,7 @@ def test_broken_gpus_cost_their_nodes_and_only_the_role_on_them_moves(tmp_path: 
     state = run.wait(lambda state: broken in state.nodes and state.nodes[broken].excluded is not None)
     assert any(one.node == broken and one.verdict is Verdict.FAIL for one in state.findings.values())
 
-    before = current_incarnations(run.wait_steps(3))
+    before = joined_incarnations(run)
     first_node = _node_of_victim(before)
     gpus.of[first_node].xid(1, 79)
     before = run.wait_back_alone(before, VICTIM, *(ReplicaId(f"{AGENT}/{name}") for name in gpus.of))

@@ -25,6 +25,7 @@ from rrl.tests.support.runs import (
     TestRun,
     check_sound,
     current_incarnations,
+    joined_incarnations,
     light_job,
     submit_here,
     wait_for_run,
@@ -44,7 +45,7 @@ def _end_well(run: TestRun) -> None:
 
 def test_a_killed_rollout_alone_comes_back_and_its_unfinished_prompts_go_on_from_their_prefix(tmp_path: Path) -> None:
     run = submit_here(tmp_path, light_job("local", 25))
-    before = current_incarnations(run.wait_steps(3))
+    before = joined_incarnations(run)
     pid = before[VICTIM][1]
     assert pid is not None
     run.hold_in_the_middle(1)
@@ -65,7 +66,7 @@ def test_killed_store_trainer_and_launcher_each_come_back_alone(tmp_path: Path) 
     """
     run = submit_here(tmp_path, light_job("local", 40))
     for replica in (ReplicaId("trajectories/0"), ReplicaId("trainer/0")):
-        before = current_incarnations(run.wait_steps(3))
+        before = joined_incarnations(run)
         pid = before[replica][1]
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
@@ -113,7 +114,7 @@ def test_a_crashed_node_is_excluded_and_its_rollout_moves_to_the_spare(tmp_path:
 )
 def test_next_manager_adopts_the_running_steps(tmp_path: Path, end: signal.Signals) -> None:
     run = submit_here(tmp_path, light_job("local", 60))
-    before = current_incarnations(run.wait_steps(3))
+    before = joined_incarnations(run)
     holder = json.loads((run.run.epochs / "000001").read_text())
     os.kill(holder["pid"], end)
     step = run.state().step
@@ -193,7 +194,7 @@ def test_configuration_that_a_role_finds_invalid_rejects_the_run_at_its_first_st
 def test_no_replica_has_two_current_incarnations(tmp_path: Path) -> None:
     """A frozen rollout is replaced; thawed, it is told that it is fenced, and leaves."""
     run = submit_here(tmp_path, light_job("local", 100_000))
-    before = current_incarnations(run.wait_steps(3))
+    before = joined_incarnations(run)
     pid = before[VICTIM][1]
     assert pid is not None
     os.killpg(os.getpgid(pid), signal.SIGSTOP)

@@ -15,7 +15,15 @@ from rrl.core.types import ReplicaId
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Fence
 from rrl.manager.model.state import State
-from rrl.tests.support.runs import TestRun, all_work, check_sound, current_incarnations, light_job, submit_here
+from rrl.tests.support.runs import (
+    TestRun,
+    all_work,
+    check_sound,
+    current_incarnations,
+    joined_incarnations,
+    light_job,
+    submit_here,
+)
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 STORE, REWARD = ReplicaId("trajectories/0"), ReplicaId("reward/0")
@@ -65,7 +73,7 @@ def test_one_that_stands_still_for_longer_than_the_trainers_deadlines_is_not_the
 ) -> None:
     toml = light_job("local", 60, extra=HASTY + OFTEN).replace('silence = "4s"', 'silence = "12s"')
     run = submit_here(tmp_path, toml)
-    before = current_incarnations(run.wait_steps(3))
+    before = joined_incarnations(run)
     pid = before[victim][1]
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)

@@ -14,7 +14,15 @@ from rrl.manager.model import events as ev
 from rrl.manager.model.actions import StopStep
 from rrl.manager.storage.lease import holder
 from rrl.roles.worker.connection import FENCED_EXIT
-from rrl.tests.support.runs import TestRun, check_sound, current_incarnations, light_job, submit_on, without_replicas
+from rrl.tests.support.runs import (
+    TestRun,
+    check_sound,
+    current_incarnations,
+    joined_incarnations,
+    light_job,
+    submit_on,
+    without_replicas,
+)
 from rrl.tests.support.slurm.lab import SlurmLab
 
 pytestmark = pytest.mark.long  # and part of make test-slurm-versions
@@ -26,7 +34,7 @@ def test_delayed_rollout_is_kept_and_a_cut_off_one_is_replaced_and_stopped_later
     isolated_lab: SlurmLab,
 ) -> None:
     run = submit_on(isolated_lab, "cut", light_job("slurm", 100_000, spares=1))
-    before = current_incarnations(run.wait_steps(3))
+    before = joined_incarnations(run)
     manager = holder(run.run)
     assert manager is not None
     victim = next(rollout for rollout in ROLLOUTS if before[rollout][2] != manager.host)

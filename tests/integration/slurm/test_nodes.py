@@ -15,6 +15,7 @@ from rrl.tests.support.runs import (
     all_work,
     check_sound,
     current_incarnations,
+    joined_incarnations,
     light_job,
     submit_on,
     without_replicas,
@@ -61,7 +62,7 @@ def end(run: TestRun) -> None:
 
 def test_plain_user_can_exclude_a_node_which_the_run_gives_back(slurm_lab: SlurmLab) -> None:
     run = submit_on(slurm_lab, "leave", light_job("slurm", 100_000, spares=1))
-    before = current_incarnations(run.wait_steps(3))
+    before = joined_incarnations(run)
     node = node_of(run, R0)
     out = output_of(run, "drain", node, "--reason", "fan is loud")
     try:

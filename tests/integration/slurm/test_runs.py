@@ -15,6 +15,7 @@ from rrl.tests.support.runs import (
     all_work,
     check_sound,
     current_incarnations,
+    joined_incarnations,
     light_job,
     submit_on,
     without_replicas,
@@ -49,7 +50,7 @@ def test_killed_rollout_alone_restarts_and_its_prompts_continue_from_their_prefi
     slurm_lab: SlurmLab,
 ) -> None:
     run = submit_on(slurm_lab, "kill-role", light_job("slurm", 30, spares=0))
-    before = current_incarnations(run.wait_steps(3))
+    before = joined_incarnations(run)
     pid = before[VICTIM][1]
     assert pid is not None
     run.hold_in_the_middle(1)
@@ -63,7 +64,7 @@ def test_killed_rollout_alone_restarts_and_its_prompts_continue_from_their_prefi
 @pytest.mark.long
 def test_killed_slurmstepd_restarts_only_its_own_replica(slurm_lab: SlurmLab) -> None:
     run = submit_on(slurm_lab, "kill-stepd", light_job("slurm", 40, spares=0))
-    before = current_incarnations(run.wait_steps(3))
+    before = joined_incarnations(run)
     step = run.state().replica(VICTIM).step
     assert step is not None
     ids = slurm_lab.slurm("squeue", "-h", "-s", "-o", "%j %i").splitlines()
@@ -74,7 +75,7 @@ def test_killed_slurmstepd_restarts_only_its_own_replica(slurm_lab: SlurmLab) ->
 
 def test_crashed_node_is_excluded_and_its_rollout_moves_to_the_spare(slurm_lab: SlurmLab) -> None:
     run = submit_on(slurm_lab, "crash", light_job("slurm", 100, spares=1))
-    before = current_incarnations(run.wait_steps(3))
+    before = joined_incarnations(run)
     node = before[VICTIM][2]
     assert node is not None
     slurm_lab.crash(node)
@@ -107,7 +108,7 @@ def _running_manager(lab: SlurmLab, run: TestRun) -> str:
 def test_pending_manager_takes_over_from_a_cancelled_one_with_a_hetjob(slurm_lab: SlurmLab) -> None:
     toml = _form("hetjob", 60, rollouts=2).replace("[task]", "one_node_components = true\n[task]", 1)
     run = submit_on(slurm_lab, "hetjob", toml)
-    before = current_incarnations(run.wait_steps(3))
+    before = joined_incarnations(run)
     assert {line.split()[0].partition("+")[2] for line in slurm_lab.jobs()} == {"", "0", "1", "2"}
     slurm_lab.run_as_user(["scancel", _running_manager(slurm_lab, run)])
     step = run.state().step
@@ -123,7 +124,7 @@ def test_replica_of_a_crashed_node_gets_a_new_job_from_the_next_manager(
 ) -> None:
     victim = ReplicaId("rollout/0")
     run = submit_on(slurm_lab, "replica", _form("replica", 80, rollouts=1))
-    before = current_incarnations(run.wait_steps(3))
+    before = joined_incarnations(run)
     node = before[victim][2]
     assert node is not None
     slurm_lab.run_as_user(["scancel", "--signal=USR2", _running_manager(slurm_lab, run)])  # as Slurm does before it
@@ -150,7 +151,7 @@ def test_killed_manager_in_the_pool_is_restarted_there(
     slurm_lab: SlurmLab,
 ) -> None:
     run = submit_on(slurm_lab, "within", light_job("slurm", 60, spares=0, extra='[manager]\nwhere = "pool"\n'))
-    before = current_incarnations(run.wait_steps(3))
+    before = joined_incarnations(run)
     assert [line.split()[1:] for line in slurm_lab.jobs()] == [[f"{run.run.id}.pool", "RUNNING"]]
     managing = [pid for pid, command in run.processes().items() if "run_manager" in command]
     os.kill(managing[0], signal.SIGKILL)

@@ -20,6 +20,7 @@ from rrl.tests.support.runs import (
     all_work,
     check_sound,
     current_incarnations,
+    joined_incarnations,
     light_job,
     submit_on,
     without_replicas,
@@ -84,7 +85,7 @@ def test_outage_of_slurmctld_is_waited_out_while_roles_keep_running(lab: SlurmLa
     fake = FakeSlurm(lab, f"away-{how}")
     toml = light_job("slurm", 100_000, spares=1, extra="").replace('poll = "1s"', 'poll = "5s"')
     run = submit_on(lab, f"away-{how}", toml, fake.shell)
-    before = current_incarnations(run.wait_steps(3))
+    before = joined_incarnations(run)
     calm = time.time()
     time.sleep(OUTAGE_S / 2)
     calm_calls = len([at for at in fake.calls("squeue") if at > calm])
@@ -108,7 +109,7 @@ def test_outage_of_slurmctld_is_waited_out_while_roles_keep_running(lab: SlurmLa
 def test_slow_slurm_commands_start_nothing_twice(lab: SlurmLab) -> None:
     fake = FakeSlurm(lab, "slow")
     run = submit_on(lab, "slow", light_job("slurm", 100_000, spares=1), fake.shell)
-    before = current_incarnations(run.wait_steps(3))
+    before = joined_incarnations(run)
     with fake.doing("delay 30", "sbatch", "salloc", "srun", "scancel", "scontrol", "squeue"):
         kill(run, VICTIM)
         step = run.state().step
@@ -129,7 +130,7 @@ def test_failing_slurm_commands_count_neither_as_done_nor_as_refused(lab: SlurmL
     name = f"fails-{len(fault)}"
     fake = FakeSlurm(lab, name)
     run = submit_on(lab, name, light_job("slurm", 100_000, spares=1), fake.shell)
-    before = current_incarnations(run.wait_steps(3))
+    before = joined_incarnations(run)
     with fake.doing(fault, "sbatch", "salloc", "srun", "scancel", "scontrol", "squeue"):
         kill(run, VICTIM)
         step = run.state().step
@@ -180,7 +181,7 @@ def test_incomplete_or_stale_squeue_output_changes_nothing(lab: SlurmLab, fault:
     name = f"squeue-{fault.split()[0]}-{fault.split()[1].strip('.')}"
     fake = FakeSlurm(lab, name)
     run = submit_on(lab, name, light_job("slurm", 100_000, spares=1), fake.shell)
-    before = current_incarnations(run.wait_steps(3))
+    before = joined_incarnations(run)
     for _ in range(3):
         with fake.doing(fault, "squeue"):
             time.sleep(6.0)  # several polls, less than limits.quiet

@@ -21,6 +21,7 @@ from rrl.tests.support.runs import (
     all_work,
     check_sound,
     current_incarnations,
+    joined_incarnations,
     light_job,
     submit_on,
     without_replicas,
@@ -76,7 +77,7 @@ def test_preempted_rollout_exits_within_its_grace_and_returns_with_a_new_node(
     """With ``per_replica = 0`` a single restart that is charged would end the run."""
     toml = replicas(100_000, partition, "[recovery]\nper_replica = 0\n", rollouts=3)  # no node of the lab stays free
     run = submit_on(lab, f"preempted-{partition}", toml)
-    before = current_incarnations(run.wait_steps(3))
+    before = joined_incarnations(run)
     for incarnation in range(2, 2 + times):
         node = run.state().replica(VICTIM).node
         assert node is not None
@@ -107,7 +108,7 @@ def test_preempted_rollout_exits_within_its_grace_and_returns_with_a_new_node(
 @pytest.mark.long
 def test_suspended_rollout_and_trainer_are_waited_for_and_not_fenced(lab: SlurmLab) -> None:
     run = submit_on(lab, "suspended", replicas(100_000, "main"))
-    before = current_incarnations(run.wait_steps(3))
+    before = joined_incarnations(run)
     for replica in (VICTIM, TRAINER):
         job = job_of(run.state(), replica)
         tag = run.state().replica(replica).allocation or ""
@@ -128,7 +129,7 @@ def test_suspended_rollout_and_trainer_are_waited_for_and_not_fenced(lab: SlurmL
 def test_jobs_that_take_turns_on_a_node_are_not_failures(lab: SlurmLab) -> None:
     """Gang scheduling suspends the job every five seconds, whether or not the manager polls at that moment."""
     run = submit_on(lab, "turns", replicas(100_000, "timeslice"))
-    before = current_incarnations(run.wait_steps(3))
+    before = joined_incarnations(run)
     node = run.state().replica(VICTIM).node
     other = ["sbatch", "-p", "timeslice", "-w", str(node), "-c8", "--mem=100", "-o/dev/null", "--wrap=sleep 600"]
     lab.run_as_user(other)
@@ -187,7 +188,7 @@ def test_pool_cancelled_by_an_administrator_is_requested_once_more(lab: SlurmLab
 @pytest.mark.long
 def test_held_replacement_job_is_waited_for_until_it_is_released(lab: SlurmLab) -> None:
     run = submit_on(lab, "held", replicas(100_000, "low", rollouts=3))
-    before = current_incarnations(run.wait_steps(3))
+    before = joined_incarnations(run)
     wanted = preempt(lab, str(before[VICTIM][2]))
     run.wait(is_waiting)
     asked = run.wait(lambda s: any(a.pending and a.status is not None for a in s.allocations.values()))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar, NoReturn
 
 import msgspec
@@ -417,7 +418,8 @@ def test_answer_outside_the_vocabulary_ends_the_warm_start_with_exit_code_2(
 class _RolloutWorker(_Worker):
     """Leases, one after another, before each of which a version may have come; then it is asked to stop.
 
-    ``segments`` and ``finished``: what was handed over of each; ``lost``: what the first answer takes away."""
+    ``segments`` and ``finished``: what was handed over of each; ``appends``: the segments of each append; ``lost``:
+    what the first answer takes away."""
 
     def __init__(
         self, run_dir: RunDir, leases: Sequence[tuple[_Version | None, tuple[Item, ...]]], lost: tuple[int, ...] = ()
@@ -428,6 +430,7 @@ class _RolloutWorker(_Worker):
         self._new: _Version | None = None
         self.segments: list[list[Segment]] = []
         self.finished: list[list[int]] = []
+        self.appends: list[Sequence[Segment]] = []
 
     def on_probe(self, handler: Callable[[], object]) -> None:
         """Nobody suspects it."""
@@ -443,11 +446,13 @@ class _RolloutWorker(_Worker):
         self.finished.append([])
         return items
 
-    def append(self, segments: Sequence[Segment], finished: Sequence[int] = ()) -> tuple[int, ...]:
+    def start_append(self, segments: Sequence[Segment], finished: Sequence[int], lease: int) -> SimpleNamespace:
+        assert lease <= self.job.rollout.lease
         self.segments[-1] += segments
         self.finished[-1] += finished
+        self.appends.append(segments)
         lost, self._lost = self._lost, ()
-        return lost
+        return SimpleNamespace(answered=True, finish=lambda: (lost, ()))
 
     def new_weights(self) -> _Version | None:
         new, self._new = self._new, None
@@ -479,6 +484,8 @@ def test_a_rollout_stops_working_on_what_is_no_longer_its_own(monkeypatch: pytes
     worker = _RolloutWorker(run_dir, [(trainer.published[0], items)], lost=tuple(range(19)))
     monkeypatch.setattr(rrl, "join", lambda: worker, raising=False)
     rollout_main.main()
-    (segments,), (finished,) = worker.segments, worker.finished
-    assert max(segment.offset for segment in segments if segment.trajectory != 19) == 0
+    (finished,) = worker.finished
+    assert {segment.trajectory for segment in worker.appends[0]} == set(range(20))
+    later = {segment.trajectory for segments in worker.appends[1:] for segment in segments}
+    assert later <= {19}, "it appends to what the first answer took away"
     assert 19 in finished
