@@ -104,15 +104,11 @@ class EngineLoad:
 
     def add(self, curve: Curve) -> None:
         """Add an answer."""
-        goes_on, ended = curve
-        self._expected = [a + b for a, b in zip(self._expected, goes_on, strict=True)]
-        self._none = [a + b for a, b in zip(self._none, ended, strict=True)]
+        self._expected, self._none = self._with(curve)
 
     def remove(self, curve: Curve) -> None:
         """Remove one of the answers."""
-        goes_on, ended = curve
-        self._expected = [max(0.0, a - b) for a, b in zip(self._expected, goes_on, strict=True)]
-        self._none = [min(0.0, a - b) for a, b in zip(self._none, ended, strict=True)]
+        self._expected, self._none = self._without(curve)
 
     def copy(self) -> EngineLoad:
         """Return a load that can be changed independently."""
