@@ -110,7 +110,8 @@ class _Appends:
         """Append what was added, after the answer to the append before."""
         self.receive()
         if self._segments or self._finished:
-            self._open = self._me.start_append(self._segments, self._finished, self._engine.free_slots)
+            lease = 0 if self._me.stopping.is_set() else self._engine.free_slots
+            self._open = self._me.start_append(self._segments, self._finished, lease)
             self._segments, self._finished = [], []
             self._sent_at = time.monotonic()
 

@@ -265,6 +265,12 @@ def test_a_rollout_asked_to_stop_waits_until_all_tokens_are_durable(monkeypatch:
     assert me.waited_at == [1, 2]
 
 
+def test_a_rollout_asked_to_stop_leases_no_more_work() -> None:
+    me = _Worker(_items(9))
+    _roll(me, _Engine(2, on_step=lambda number: me.stopping.set() if number == 3 else None))
+    assert me.leased == [(2, True, "between"), (1, False, "generate"), (1, False, "generate")]
+
+
 def test_a_probe_makes_the_engine_work_once_it_has_weights() -> None:
     me, probe_texts = _Worker(_items(2)), []
     me.new = []
