@@ -160,8 +160,8 @@ class Endpoint:
         number = self._joined(key, call, earlier) if repeated else None
         if number is not None:
             first = next(turn for turn in earlier if _number(turn) == number)
-            length = len(Paths(turns).context(first.id))
-            context = Context(first.parent, first.offset, first.given, first.messages, length)
+            tokens = Paths(turns).context(first.id)
+            context = Context(first.parent, first.offset, first.given, first.messages, tokens)
         else:
             number = 1 + max((_number(turn) for turn in earlier), default=0)
             context = self._context(call, turns)
@@ -180,8 +180,7 @@ class Endpoint:
             )
             for name in names
         ]
-        before = () if context.parent is None else Paths(turns).path(context.parent)[: context.offset]
-        return _Opened(before + context.given, names, tuple(opened))
+        return _Opened(context.tokens, names, tuple(opened))
 
     def _context(self, call: Call, turns: Sequence[Turn]) -> Context:
         try:

@@ -37,8 +37,13 @@ class Context(Struct, frozen=True):
     """Tokens that follow them."""
     messages: tuple[str, ...]
     """Rolling hashes of the messages."""
-    length: int
-    """Number of tokens of the whole context."""
+    tokens: tuple[int, ...]
+    """The whole context: what it keeps of the parent's path, and the given tokens."""
+
+    @property
+    def length(self) -> int:
+        """Number of tokens of the whole context."""
+        return len(self.tokens)
 
 
 class Paths:
@@ -104,7 +109,7 @@ def chat_context(messages: Sequence[Message], turns: Sequence[Turn], chat: Chat)
             path = paths.path(turn.id)
             ended = bool(turn.sampled) and turn.sampled[-1] in chat.tokenizer.stop_tokens
             given = rest[1:] if ended else rest  # an answer that was cut by its length gets its end
-            return Context(turn.id, len(path), given, hashes, len(path) + len(given))
+            return Context(turn.id, len(path), given, hashes, path + given)
     return _branch(chat.prompt(messages), turns, paths, hashes)
 
 
@@ -140,7 +145,7 @@ def _branch(tokens: tuple[int, ...], turns: Sequence[Turn], paths: Paths, hashes
         common = _common_length(tokens, paths.path(turn.id))
         if common > offset:
             parent, offset = turn.id, common
-    return Context(parent, offset, tokens[offset:], hashes, len(tokens))
+    return Context(parent, offset, tokens[offset:], hashes, tokens)
 
 
 def _common_length(first: Sequence[int], second: Sequence[int]) -> int:

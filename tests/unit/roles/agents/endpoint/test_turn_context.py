@@ -46,7 +46,7 @@ def record(turns: list[Turn], context: Context, sampled: tuple[int, ...]) -> Tur
 def whole(context: Context, turns: list[Turn]) -> tuple[int, ...]:
     before = () if context.parent is None else Paths(turns).path(context.parent)[: context.offset]
     tokens = before + context.given
-    assert len(tokens) == context.length
+    assert tokens == context.tokens
     return tokens
 
 
@@ -136,7 +136,7 @@ def test_a_completion_of_tokens_has_exactly_these_tokens_as_context(prompts: lis
 def test_a_completion_that_continues_a_path_in_tokens_keeps_it() -> None:
     turns: list[Turn] = []
     made = record(turns, plain_context([5, 6], turns), (7, 8, EOS))
-    assert plain_context([5, 6, 7, 8, EOS, 9], turns) == Context(made.id, 5, (9,), (), 6)
+    assert plain_context([5, 6, 7, 8, EOS, 9], turns) == Context(made.id, 5, (9,), (), (5, 6, 7, 8, EOS, 9))
 
 
 # ── a chat template of a folder ──────────────────────────────────────────────────────────────────────────────────────
