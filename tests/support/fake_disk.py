@@ -8,6 +8,7 @@ call can be made to fail instead. The files are real; only files directly in the
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -88,6 +89,26 @@ class FakeDisk:
         """Inodes by name, as of the last sync of the folder."""
         for name, needs_space in _CALLS.items():
             patch.setattr(os, name, self._replacement(name, getattr(os, name), needs_space))
+
+    def crash_folders(
+        self, parent: Path, cuts: Callable[[int, int], Iterable[int]]
+    ) -> Iterator[tuple[Moment, Image, Path]]:
+        """Write every different content that a crash at any moment may leave into a folder of its own in ``parent``.
+
+        Contents are the same only if :attr:`note` is, too. ``cuts`` as in :meth:`Moment.images`.
+        """
+        observed: set[bytes] = set()
+        for moment in self.moments:
+            for image in moment.images(cuts):
+                mark = hashlib.sha256(repr((sorted(image.items()), moment.note)).encode()).digest()
+                if mark in observed:
+                    continue
+                observed.add(mark)
+                folder = parent / str(len(observed))
+                folder.mkdir()
+                for name, data in image.items():
+                    (folder / name).write_bytes(data)
+                yield moment, image, folder
 
     def _replacement(self, name: str, real: Callable[..., Any], needs_space: bool) -> Callable[..., Any]:
         def call(what: Any, *args: Any, **more: Any) -> Any:

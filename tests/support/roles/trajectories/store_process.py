@@ -13,7 +13,8 @@ import asyncio
 import json
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import msgspec
 
 from rrl.core.run_dir import write_atomically
 from rrl.core.types import Incarnation
+from rrl.roles.trajectories.client import TrajectoryClient
 from rrl.roles.trajectories.episodes.requests import StoreRequest
 from rrl.roles.trajectories.server import Server
 from rrl.tests.support.roles.trajectories.agents import open_agents_store
@@ -69,6 +71,24 @@ class StoreProcess:
             return msgspec.json.decode(self._address.read_bytes(), type=Address)
         except FileNotFoundError:
             return None
+
+
+@asynccontextmanager
+async def open_clients(
+    deadline_s: float, process: StoreProcess, *incarnations: Incarnation
+) -> AsyncIterator[list[TrajectoryClient]]:
+    """Connect a client for each incarnation; the block and each request must end within ``deadline_s``."""
+    made = [TrajectoryClient(process.keys, each, process.find, timeout=deadline_s) for each in incarnations]
+    running = [asyncio.create_task(client.run()) for client in made]
+    try:
+        async with asyncio.timeout(deadline_s):
+            yield made
+    finally:
+        for client in made:
+            await client.close()
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
 
 
 async def _main(folder: Path, keys: Path, address: Path, epoch: int, settings: dict[str, Any]) -> None:

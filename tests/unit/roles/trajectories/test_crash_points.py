@@ -5,7 +5,6 @@ the same words get the same answers, and nothing is trained twice. Or that call 
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -15,7 +14,7 @@ import pytest
 
 from rrl.roles.trajectories.durable.log import read_frames
 from rrl.roles.trajectories.durable.records import ItemsOrdered, Record, TimesObserved, decode
-from rrl.tests.support.fake_disk import FakeDisk, Image
+from rrl.tests.support.fake_disk import FakeDisk
 from rrl.tests.support.roles.trajectories.agents_script import EPISODE_RECORDS
 from rrl.tests.support.roles.trajectories.crew import open_store
 from rrl.tests.support.roles.trajectories.script import Script, check
@@ -63,13 +62,6 @@ def _quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(os, name, lambda fd: None)
 
 
-def _laid_out(folder: Path, image: Image) -> Path:
-    folder.mkdir()
-    for name, data in image.items():
-        (folder / name).write_bytes(data)
-    return folder
-
-
 def test_the_script_meets_every_kind_of_record_and_of_call(lived: Recorded) -> None:
     kinds: set[type[Record]] = set()
     for data in {image for moment in lived[1].moments for image in moment.now.values() if image}:
@@ -87,23 +79,16 @@ def test_the_script_meets_every_kind_of_record_and_of_call(lived: Recorded) -> N
 def _crash_everywhere(recorded: Recorded, tmp_path: Path, cuts: Callable[[int, int], Iterable[int]]) -> int:
     """How many different folders a crash could leave; every one of them is opened and gone on with."""
     script, disk = recorded
-    observed: set[bytes] = set()
-    for moment in disk.moments:
-        for image in moment.images(cuts):
-            mark = hashlib.sha256(repr((sorted(image.items()), moment.note)).encode()).digest()
-            if mark in observed:
-                continue
-            observed.add(mark)
-            again = script.calls[max(0, moment.note - 1) : moment.note + 1]
-            try:
-                folder = _laid_out(tmp_path / str(len(observed)), image)
-                check(folder, script.promised[moment.note], STEPS, again, staleness=STALENESS, wait_for_late=False)
-            except BaseException as error:
-                error.add_note(
-                    f"{moment.number}: {moment.call}; { ({name: len(data) for name, data in image.items()}) }"
-                )
-                raise
-    return len(observed)
+    count = 0
+    for moment, image, folder in disk.crash_folders(tmp_path, cuts):
+        count += 1
+        again = script.calls[max(0, moment.note - 1) : moment.note + 1]
+        try:
+            check(folder, script.promised[moment.note], STEPS, again, staleness=STALENESS, wait_for_late=False)
+        except BaseException as error:
+            error.add_note(f"{moment.number}: {moment.call}; { ({name: len(data) for name, data in image.items()}) }")
+            raise
+    return count
 
 
 def test_crash_at_any_call_keeps_answers_and_requests_can_be_repeated(lived: Recorded, tmp_path: Path) -> None:

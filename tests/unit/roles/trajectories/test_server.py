@@ -4,8 +4,8 @@ import asyncio
 import math
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager, nullcontext
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ import pytest
 
 from rrl.config.job.resolve import resolve
 from rrl.config.job.schema import Job
-from rrl.core.types import Incarnation, ProbeResult, Version, member_id
+from rrl.core.types import ProbeResult, Version, member_id
 from rrl.roles.checkpoints.retention import CommitStatus
 from rrl.roles.trajectories import client as client_module
 from rrl.roles.trajectories import server as server_module
@@ -67,13 +67,14 @@ from rrl.tests.support.roles.trajectories.crew import (
     segment,
     train,
 )
-from rrl.tests.support.roles.trajectories.store_process import StoreProcess
+from rrl.tests.support.roles.trajectories.store_process import StoreProcess, open_clients
 from rrl.transport.control.endpoints import Dialer, Incoming, Listener
 from rrl.transport.control.sockets import Bounds
 from rrl.transport.keys import RunKeys
 from rrl.transport.messages import Peer, Peers, Probe, ProbeReply, WeightSource
 
 DEADLINE = 60.0
+clients = partial(open_clients, DEADLINE)
 
 
 @pytest.fixture
@@ -81,21 +82,6 @@ def process(tmp_path: Path) -> Iterator[StoreProcess]:
     process = StoreProcess(tmp_path)
     yield process
     process.kill()
-
-
-@asynccontextmanager
-async def clients(process: StoreProcess, *incarnations: Incarnation) -> AsyncIterator[list[TrajectoryClient]]:
-    made = [TrajectoryClient(process.keys, each, process.find, timeout=DEADLINE) for each in incarnations]
-    running = [asyncio.create_task(client.run()) for client in made]
-    try:
-        async with asyncio.timeout(DEADLINE):
-            yield made
-    finally:
-        for client in made:
-            await client.close()
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
 
 
 class Crew:

@@ -6,14 +6,13 @@ The store is a process of its own, and is killed by SIGKILL.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rrl.core.types import Incarnation
 from rrl.roles.trajectories.client import Fenced, TrajectoryClient
 from rrl.roles.trajectories.dispatch.lengths import Answer
 from rrl.roles.trajectories.dispatch.token_times import Observed
@@ -30,30 +29,16 @@ from rrl.tests.support.roles.trajectories.crew import (
     open_store,
     segment,
 )
-from rrl.tests.support.roles.trajectories.store_process import StoreProcess
+from rrl.tests.support.roles.trajectories.store_process import StoreProcess, open_clients
 
 DEADLINE_S = 120.0
+clients = partial(open_clients, DEADLINE_S)
 SUCCESSOR = incarnation_of("rollout/0", 2)
 SEGMENT = 20
 LIMIT = 400
 PLACES = 4
 CROWD: dict[str, Any] = {"group_size": 2, "groups_per_batch": 4, "max_ahead_batches": 0, "max_new_tokens": LIMIT}
 """A batch of eight answers, all of which the first rollout leases."""
-
-
-@asynccontextmanager
-async def clients(process: StoreProcess, *incarnations: Incarnation) -> AsyncIterator[list[TrajectoryClient]]:
-    made = [TrajectoryClient(process.keys, each, process.find, timeout=DEADLINE_S) for each in incarnations]
-    running = [asyncio.create_task(client.run()) for client in made]
-    try:
-        async with asyncio.timeout(DEADLINE_S):
-            yield made
-    finally:
-        for client in made:
-            await client.close()
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ requests get the same answers, and no episode is trained twice.
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -61,30 +60,19 @@ def test_script_writes_every_kind_of_record_of_episodes_and_compacts_them(record
 def _crash_everywhere(recorded: Recorded, tmp_path: Path, cuts: Callable[[int, int], Iterable[int]]) -> int:
     """Open and continue every folder that a crash could leave; return how many there are."""
     script, disk = recorded
-    observed: set[bytes] = set()
-    for moment in disk.moments:
-        for image in moment.images(cuts):
-            mark = hashlib.sha256(repr((sorted(image.items()), moment.note)).encode()).digest()
-            if mark in observed:
-                continue
-            observed.add(mark)
-            folder = tmp_path / str(len(observed))
-            folder.mkdir()
-            for name, data in image.items():
-                (folder / name).write_bytes(data)
-            note = moment.note
-            again = script.calls[max(0, note - 1) : note + 1]
-            try:
-                check(
-                    folder, script.views[note : note + 2], script.members[note], STEPS,
-                    again, staleness=STALENESS,
-                )  # fmt: skip
-            except BaseException as error:
-                error.add_note(
-                    f"{moment.number}: {moment.call}; note {note}: {script.calls[max(0, note - 1) : note + 1]}"
-                )
-                raise
-    return len(observed)
+    count = 0
+    for moment, _, folder in disk.crash_folders(tmp_path, cuts):
+        count += 1
+        note = moment.note
+        again = script.calls[max(0, note - 1) : note + 1]
+        try:
+            check(
+                folder, script.views[note : note + 2], script.members[note], STEPS, again, staleness=STALENESS
+            )  # fmt: skip
+        except BaseException as error:
+            error.add_note(f"{moment.number}: {moment.call}; note {note}: {again}")
+            raise
+    return count
 
 
 def test_crash_at_any_call_keeps_episodes_and_requests_can_be_repeated(recorded: Recorded, tmp_path: Path) -> None:

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from rrl.core.types import Incarnation
 from rrl.roles.trajectories.batches import decode
 from rrl.roles.trajectories.client import FencedAttempt, Refused, TrajectoryClient
 from rrl.roles.trajectories.episodes.requests import EpisodeItem
 from rrl.tests.support.roles.trajectories.agents import AGENTS, CREW, OTHER_AGENTS, open_agents_store
 from rrl.tests.support.roles.trajectories.crew import BATCH, GROUP, ROLLOUT, TRAINER, incarnation_of, manifest, segment
-from rrl.tests.support.roles.trajectories.store_process import StoreProcess
+from rrl.tests.support.roles.trajectories.store_process import StoreProcess, open_clients
 
 DEADLINE_S = 60.0
+_clients = partial(open_clients, DEADLINE_S)
 STEPS = 30
 
 
@@ -26,21 +26,6 @@ def process(tmp_path: Path) -> Iterator[StoreProcess]:
     process = StoreProcess(tmp_path, agents=True)
     yield process
     process.kill()
-
-
-@asynccontextmanager
-async def _clients(process: StoreProcess, *incarnations: Incarnation) -> AsyncIterator[list[TrajectoryClient]]:
-    made = [TrajectoryClient(process.keys, each, process.find, timeout=DEADLINE_S) for each in incarnations]
-    running = [asyncio.create_task(client.run()) for client in made]
-    try:
-        async with asyncio.timeout(DEADLINE_S):
-            yield made
-    finally:
-        for client in made:
-            await client.close()
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
 
 
 async def _ask(
