@@ -223,9 +223,7 @@ class TrajectoryClient:
             The number of groups that faults of the scorer dropped, if they are so many that the role must end; else 0.
         """
         request = PostScores(self._incarnation, tuple(scores), failed or {}, tuple(faulty))
-        answer = await self._send_until_decided(request)
-        if isinstance(answer, Denied):
-            self._raise(answer)
+        answer = await self._decide(request)
         return answer.faulty_groups if isinstance(answer, Done) else 0
 
     async def batch(self, number: int, wait: float = 5.0) -> PackedBatch | None:

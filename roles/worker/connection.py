@@ -133,18 +133,14 @@ class ManagerConnection:
 
     def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine in the connection's loop and return its result."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+        return self.submit(coroutine).result()
 
     def call_store(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a store request like :meth:`call`, and wait for it as :meth:`await_store` does."""
-        return self.await_store(self.start_store_call(coroutine))
-
-    def start_store_call(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Start a store request whose result :meth:`await_store` returns; this thread works on meanwhile."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        return self.await_store(self.submit(coroutine))
 
     def await_store(self, pending: Future[T]) -> T:
-        """Return the result of a store request; until it is answered, heartbeats report a wait for the store.
+        """Return the result of a submitted store request; until then, heartbeats report a wait for the store.
 
         Raises Stopping if a stop was requested and the store, which may have stopped already, does not answer.
         """

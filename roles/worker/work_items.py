@@ -170,11 +170,7 @@ class WorkLease:
             ValueError: a segment is malformed, or its offset is not the number of tokens that its trajectory has;
                 a trajectory was never leased to this process.
         """
-        self._leased.check(segments, finished)
-        lost = self._connection.call_store(self._connection.store.append(segments, finished))
-        self._leased.appended(segments, finished, lost)
-        self._connection.progress(sum(len(segment.tokens) for segment in segments))
-        return lost
+        return PendingAppend(self._connection, self._leased, segments, finished, 0).finish().lost
 
 
 class PendingAppend:
@@ -196,7 +192,7 @@ class PendingAppend:
         self._connection, self._leased = connection, leased
         self._tokens = sum(len(segment.tokens) for segment in segments)
         request = connection.store.append_and_lease(segments, finished, at_most, leased.ids)
-        self._answer = connection.start_store_call(request)
+        self._answer = connection.submit(request)
 
     @property
     def answered(self) -> bool:
