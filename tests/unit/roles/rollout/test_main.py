@@ -268,7 +268,8 @@ def test_a_rollout_asked_to_stop_waits_until_all_tokens_are_durable(monkeypatch:
 def test_a_rollout_asked_to_stop_leases_no_more_work() -> None:
     me = _Worker(_items(9))
     _roll(me, _Engine(2, on_step=lambda number: me.stopping.set() if number == 3 else None))
-    assert me.leased == [(2, True, "between"), (1, False, "generate"), (1, False, "generate")]
+    assert me.appended == [([0, 0], [], "generate"), ([0], [], "between")]
+    assert me.leased == [(2, True, "between"), (1, False, "generate")], "none with the append after the stop"
 
 
 def test_a_probe_makes_the_engine_work_once_it_has_weights() -> None:
