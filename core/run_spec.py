@@ -398,12 +398,19 @@ class RewardSettings(Struct, frozen=True):
 class AgentsSettings(Struct, frozen=True):
     """The settings of the agents' program (:class:`rrl.config.job.roles.AgentsRole`)."""
 
-    function: str
+    function: str | None = None
+    """``module:function`` of the agent; None if it is a command."""
+    command: tuple[str, ...] | None = None
+    """The agent's program; None if it is a function."""
+    per: Literal["attempt", "replica"] = "attempt"
+    """``attempt``: a process of ``command`` makes one attempt; ``replica``: it is the process of the replica."""
     concurrency: int = 16
     timeout: float = 1200.0
     """Longest time (s) of one attempt at an episode."""
+    reward_timeout: float | None = None
+    """Time (s) that an episode without a reward waits for one from outside; None: the task scores it at once."""
     retries: int = 2
-    on_death: Literal["again", "drop"] = "again"
+    on_death: Literal["replay", "again", "drop"] = "replay"
 
 
 class RunSpec(Struct, frozen=True):

@@ -82,7 +82,7 @@ def _work(job: Job) -> None:
         return
     if job.run.steps is None:
         raise mistake(("run", "steps"), "missing; add steps = ... in [run] (optimizer steps of a complete run)")
-    built_in = [name for name, role in job.roles.named().items() if role.command is None]
+    built_in = [name for name, role in job.roles.named().items() if role.program is None]
     if job.model is None and built_in:
         needs = f"the built-in role {built_in[0]} needs path in [model], or [model.tokenizer] with pieces"
         raise mistake(("model",), f"missing; {needs}; or set command in [roles.{built_in[0]}]")
@@ -114,12 +114,17 @@ def _model(job: Job) -> None:
 
 
 def _agents(job: Job) -> None:
-    """Check that agents have a chat template, and are given as a function."""
+    """Check that agents have a chat template, and are given as a function or as a command."""
     agents, model = job.roles.agents, job.model
     if agents is None:
         return
-    if agents.command is not None:
-        raise mistake(("roles", "agents", "command"), "programs as agents are not available yet; write function")
+    at = ("roles", "agents")
+    if agents.function is None and agents.command is None:
+        raise mistake(at, 'needs function = "module:function" or command = ["program", "argument", ...]')
+    if agents.function is not None and agents.command is not None:
+        raise mistake((*at, "command"), "an agent is a function or a command; remove this key, or remove function")
+    if agents.function is not None and "per" in agents.model_fields_set:
+        raise mistake((*at, "per"), "says what a process of command is for; remove this key, or write command")
     if model is None:
         raise mistake(("model",), "missing; agents need path in [model], or [model.tokenizer] with pieces and chat")
     if model.path is not None and not model.chat:
@@ -230,7 +235,7 @@ def _gang(at: tuple[str, str], role: Role) -> None:
         return
     if isinstance(role, TrajectoriesRole):
         raise mistake((*at, "ranks"), "the store is one process; remove this key")
-    if role.command is None and not isinstance(role, TrainerRole):
+    if role.program is None and not isinstance(role, TrainerRole):
         message = f"the built-in {at[1]} is one process; write replicas = ..., or set a command that supports ranks"
         raise mistake((*at, "ranks"), message)
     if isinstance(role, CommandRole) and role.watch != "api":

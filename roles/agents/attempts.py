@@ -24,6 +24,7 @@ from ..trajectories.client import FencedAttempt
 from ..trajectories.episodes.requests import EpisodeItem
 from .endpoint.key import EpisodeKey, encode_key
 from .user_function import Agent
+from .user_program import ProgramFailed
 
 _log = logging.getLogger("rrl.agents")
 
@@ -142,11 +143,15 @@ class Attempts:
                 ) from None
             if not isinstance(error, Exception):  # a cancellation within the agent, or sys.exit()
                 error = RuntimeError(f"the agent raised {type(error).__name__}").with_traceback(error.__traceback__)
-            raised = described(error, context.folder)
-            self._faults.append(not raised.environmental)
+            if isinstance(error, ProgramFailed):
+                why, environmental = str(error), error.environmental
+            else:
+                raised = described(error, context.folder)
+                why, environmental = f"the agent raised {raised}", raised.environmental
+            self._faults.append(not environmental)
             if 2 * sum(self._faults) > FAULTS_WINDOW:
                 self.error = error
-            raise self._failure(f"the agent raised {raised}", item, error) from None
+            raise self._failure(why, item, error) from None
         return self._reward(returned, item)
 
     def _reward(self, returned: Any, item: EpisodeItem) -> float | None:
@@ -172,6 +177,6 @@ class Attempts:
             self._reported.add(kind)
             _log.warning(
                 "attempt %d at an episode of item %d failed: %s; further ones of this kind cause no warning",
-                item.attempt, item.item, why, exc_info=error,
+                item.attempt, item.item, why, exc_info=None if isinstance(error, ProgramFailed) else error,
             )  # fmt: skip
         return _Failure(why)

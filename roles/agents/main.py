@@ -24,6 +24,7 @@ from .attempts import AgentContext, Attempts
 from .endpoint.application import Endpoint, EndpointSettings
 from .endpoint.http_server import EndpointServer
 from .user_function import AgentError, load_agent
+from .user_program import program_agent
 
 LEASE_WAIT_S = 1.0
 """Seconds that a request for episodes waits at the store before it is repeated."""
@@ -153,8 +154,12 @@ def main() -> None:
         chat = open_chat(job.model)
     with exits_on_invalid_config(TaskError):
         task = load_task(job.task, job.seed, chat.tokenizer, folder)
-    with exits_on_invalid_config(AgentError):
-        agent = load_agent(job.agents.function, folder)
+    if job.agents.function is not None:
+        with exits_on_invalid_config(AgentError):
+            agent = load_agent(job.agents.function, folder)
+    else:
+        assert job.agents.command is not None
+        agent = program_agent(job.agents.command, folder)
     with me:
         context = AgentContext(agent, job.agents, task.prompt, folder, me.run_dir.id, me.keys.secret)
         asyncio.run(serve(me, context, chat))
