@@ -29,6 +29,23 @@ class Segment(Struct, frozen=True, array_like=True):
     version: Version
 
 
+class Sampling(Struct, frozen=True, omit_defaults=True):
+    """How one turn is sampled, where that differs from the job; each field has the meaning that it has for vLLM.
+
+    A field that is None is as in the job: its temperature, and no other change of the model's distribution.
+    """
+
+    temperature: float | None = None
+    """0 to take the most likely token."""
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+
+
 class Item(Struct, frozen=True):
     """A trajectory leased to a rollout: its prompt, and the segments that earlier incarnations appended."""
 
@@ -38,6 +55,8 @@ class Item(Struct, frozen=True):
     so_far: tuple[Segment, ...] = ()
     max_new: int = 0
     """Number of tokens that may still be appended."""
+    sampling: Sampling | None = None
+    """How to sample it; None as the job says."""
 
 
 class ToScore(Struct, frozen=True):

@@ -157,10 +157,11 @@ def as_item(track: TrajectoryState, max_new_tokens: int) -> Item:
     created = track.group.created
     so_far = tuple(unpack(segment) for segment in track.segments)
     if track.turn is None:
-        prompt, limit = unpack_tokens(created.prompt), max_new_tokens
+        prompt, limit, sampling = unpack_tokens(created.prompt), max_new_tokens, None
     else:
         prompt, limit = _path_before(track, _episode_of(track).turns), track.turn.max_new
-    return Item(track.id, created.group, prompt, so_far, max(0, limit - track.length))
+        sampling = track.turn.sampling
+    return Item(track.id, created.group, prompt, so_far, max(0, limit - track.length), sampling)
 
 
 def as_to_score(track: TrajectoryState) -> ToScore:

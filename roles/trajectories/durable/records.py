@@ -21,7 +21,7 @@ from msgspec import Struct
 from ....core.types import Incarnation, ReplicaId, Version
 from ..dispatch.lengths import LengthState
 from ..dispatch.token_times import Observed
-from ..types import Score, Segment
+from ..types import Sampling, Score, Segment
 
 FORMAT = 2
 """Format number of the log. Format 2 renamed the record tags; a log of any other format is refused."""
@@ -244,6 +244,10 @@ class TurnCreated(Struct, frozen=True, tag="turn_created", array_like=True):
     """Maximum number of tokens to sample."""
     messages: tuple[str, ...]
     """Hashes of the messages of the request, from the first on, each with all messages before it."""
+    options: str = ""
+    """Text of the endpoint, which the store only keeps."""
+    sampling: Sampling | None = None
+    """How to sample a turn that is not trained; None for any other turn."""
 
 
 class TurnsNumbered(Struct, frozen=True, tag="turns_numbered", array_like=True):

@@ -36,6 +36,7 @@ from ..leases import Leases, WorkQueue
 from ..steps.staleness import StalenessLimit
 from ..types import Denied, Done, NotReady
 from .requests import (
+    EndTurn,
     EpisodeAnswer,
     EpisodeItem,
     EpisodeRequest,
@@ -46,7 +47,9 @@ from .requests import (
     GetEpisode,
     LeasedEpisodes,
     LeaseEpisodes,
+    OpenEpisode,
     OpenTurn,
+    PostReward,
     Turn,
     TurnOpened,
     TurnTokens,
@@ -173,10 +176,12 @@ class Episodes:
                 return self._open_turn(request)
             case Follow(_, turn, offset):
                 return self._follow(turn, offset)
-            case GetEpisode(_, episode):
-                return self._turns(episode)
+            case GetEpisode(_, episode, holding):
+                return self._turns(episode, frozenset(holding))
             case FinishEpisode(_, episode, attempt, reward):
                 return self._finish(episode, attempt, reward)
+            case EndTurn() | OpenEpisode() | PostReward():
+                return Denied("this store does not serve such a request")
             case FailAttempt(_, episode, attempt, why):
                 return self._fail(episode, attempt, why)
 
@@ -308,10 +313,10 @@ class Episodes:
             given = pack_tokens(request.given)
         except (OverflowError, TypeError) as error:
             return Denied(f"malformed tokens: {error}")
+        wanted = request.parent, request.offset, given, request.max_new, request.options, request.sampling
         for known in turns.values():
             if known.turn is not None and known.turn.request == request.request:
-                before = known.turn.parent, known.turn.offset, known.turn.given, known.turn.max_new
-                if before == (request.parent, request.offset, given, request.max_new):
+                if _content(known.turn) == wanted:
                     return TurnOpened(known.id)
                 return Denied(f"the request of turn {known.id} was repeated with other tokens")
         if problem := _problem(request, turns):
@@ -321,7 +326,7 @@ class Episodes:
         number = self._state.next_turn
         self._durable.write(
             TurnCreated(number, request.episode, request.attempt, request.request, request.parent, request.offset,
-                        given, request.max_new, request.messages)
+                        given, request.max_new, request.messages, request.options, request.sampling)
         )  # fmt: skip
         self._work.offer(turns[number])
         return TurnOpened(number)
@@ -346,12 +351,14 @@ class Episodes:
                 versions += [segment.version] * len(segment.tokens[new])
         return TurnTokens(tuple(tokens), tuple(logprobs), tuple(versions), turn.finished)
 
-    def _turns(self, number: int) -> EpisodeTurns | Denied:
+    def _turns(self, number: int, holding: frozenset[int]) -> EpisodeTurns | Denied:
         track = self._state.trajectories.get(number)
         if track is None or track.episode is None:
             return Denied(f"episode {number} is not stored: it was dropped or trained", fenced_attempt=True)
         episode = track.episode
-        return EpisodeTurns(episode.attempt, tuple(_shown(turn) for turn in episode.turns.values()))
+        return EpisodeTurns(
+            episode.attempt, tuple(_shown(turn) for turn in episode.turns.values() if turn.id not in holding)
+        )
 
 
 def _problem(request: OpenTurn, turns: dict[int, TrajectoryState]) -> str | None:
@@ -373,8 +380,13 @@ def _shown(turn: TrajectoryState) -> Turn:
     assert created is not None
     return Turn(
         turn.id, created.parent, created.offset, unpack_tokens(created.given), sampled_tokens(turn), turn.finished,
-        created.messages, created.attempt, created.request,
+        created.messages, created.attempt, created.request, created.options, created.sampling,
     )  # fmt: skip
+
+
+def _content(created: TurnCreated) -> tuple[object, ...]:
+    """Return what an agent's request determines of a turn beside the name of the request."""
+    return created.parent, created.offset, created.given, created.max_new, created.options, created.sampling
 
 
 def _episode(track: TrajectoryState) -> EpisodeState:
