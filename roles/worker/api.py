@@ -34,10 +34,10 @@ from ..trajectories.client import TrajectoryClient
 from ..trajectories.types import Batch, Item, PackedBatch, PackedPart, Part, Segment
 from . import publication
 from .connection import ManagerConnection, Stopping
-from .external_waits import waiting
+from .status.external_waits import waiting
+from .status.work_status import CurrentPhase, entered_phase
 from .uncommitted_steps import UncommittedSteps
 from .work_items import LeasedTrajectories, NewWeights, PendingAppend, ScoringLease, WorkLease
-from .work_status import CurrentPhase, entered_phase
 
 STORE_WAIT_S = 1.0
 """Seconds that one request waits at the store before it is repeated, so that the worker notices a stop request."""

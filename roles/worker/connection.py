@@ -44,8 +44,8 @@ from ..trajectories.versions import is_publisher
 from .commit_reports import CommitReports
 from .event_loop import die_on_error, open_loop
 from .main_thread import ProbeResponder, SelfFaults
+from .status.work_status import WorkStatus
 from .weight_sources import Superseded, WeightSources, unless_set
-from .work_status import WorkStatus
 
 _log = logging.getLogger("rrl.worker")
 

@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from math import inf
 from typing import NamedTuple
 
-from ...core.phases import ClockReading, idle_cause, phase
-from ...core.run_spec import RunSpec
-from ...core.types import Incarnation, ReplicaId, replica_id
-from ...transport.messages import Heartbeat
+from ....core.phases import ClockReading, idle_cause, phase
+from ....core.run_spec import RunSpec
+from ....core.types import Incarnation, ReplicaId, replica_id
+from ....transport.messages import Heartbeat
 from . import external_waits
 from .clocks import PhaseClock
 
