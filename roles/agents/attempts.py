@@ -20,9 +20,9 @@ from ...core.run_spec import AgentsSettings
 from ...core.text import shortened
 from ...core.units import duration_text
 from ..end_report import described
+from ..endpoint.key import EpisodeKey, encode_key
 from ..trajectories.client import FencedAttempt
 from ..trajectories.episodes.requests import EpisodeItem
-from .endpoint.key import EpisodeKey, encode_key
 from .user_function import Agent
 
 _log = logging.getLogger("rrl.agents")

@@ -17,12 +17,12 @@ import rrl
 
 from ...config.model_folder import max_length
 from ..end_report import exits_on_invalid_config
+from ..endpoint.application import Endpoint, EndpointSettings
+from ..endpoint.http_server import EndpointServer
 from ..models.chat import Chat, open_chat
 from ..models.tasks import TaskError, load_task
 from ..trajectories.episodes.requests import EpisodeItem, EpisodeTurns, TurnTokens
 from .attempts import AgentContext, Attempts
-from .endpoint.application import Endpoint, EndpointSettings
-from .endpoint.http_server import EndpointServer
 from .user_function import AgentError, load_agent
 
 LEASE_WAIT_S = 1.0
@@ -46,20 +46,20 @@ class StoreRequests:
         return await self._me.ask_store(lambda store: store.lease_episodes(at_most, LEASE_WAIT_S, holding))
 
     async def get_episode(self, episode: int) -> EpisodeTurns:
-        """See :class:`.endpoint.turns.Turns`."""
+        """See :class:`..endpoint.turns.Turns`."""
         return await self._me.ask_store(lambda store: store.get_episode(episode))
 
     async def open_turn(
         self, episode: int, attempt: int, request: str, parent: int | None, offset: int, given: tuple[int, ...],
         max_new: int, messages: tuple[str, ...],
     ) -> int:  # fmt: skip
-        """See :class:`.endpoint.turns.Turns`."""
+        """See :class:`..endpoint.turns.Turns`."""
         return await self._me.ask_store(
             lambda store: store.open_turn(episode, attempt, request, parent, offset, given, max_new, messages)
         )
 
     async def follow(self, turn: int, offset: int, wait: float) -> TurnTokens | None:
-        """See :class:`.endpoint.turns.Turns`."""
+        """See :class:`..endpoint.turns.Turns`."""
         return await self._me.ask_store(lambda store: store.follow(turn, offset, wait))
 
     async def finish_episode(self, episode: int, attempt: int, reward: float | None) -> None:

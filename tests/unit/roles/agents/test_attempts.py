@@ -11,7 +11,7 @@ import pytest
 
 from rrl.core.run_spec import AgentsSettings
 from rrl.roles.agents.attempts import FAULTS_WINDOW, AgentContext, Attempts
-from rrl.roles.agents.endpoint.key import EpisodeKey, decode_key
+from rrl.roles.endpoint.key import EpisodeKey, decode_key
 from rrl.roles.trajectories.client import FencedAttempt
 from rrl.roles.trajectories.episodes.requests import EpisodeItem
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from ...trajectories.episodes.requests import EpisodeTurns, TurnTokens
+from ..trajectories.episodes.requests import EpisodeTurns, TurnTokens
 
 
 class Turns(Protocol):
