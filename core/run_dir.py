@@ -70,7 +70,7 @@ class RunDir:
         """``host:port`` at which the current manager serves metrics; the file exists only while they are served."""
         self.endpoints = path / "endpoints"
         """``<replica>.json``: the address of each replica of the endpoint
-        (:class:`rrl.roles.endpoint.address.EndpointAddress`). The first writer creates the folder."""
+        (:class:`rrl.roles.endpoint.addresses.EndpointAddress`). The first writer creates the folder."""
         self.metrics_failure = path / "metrics.failed"
         """Why the current manager serves no metrics, in one line; the file exists only if it should serve them."""
         self.submit = path / "submit"
