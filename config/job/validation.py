@@ -53,6 +53,7 @@ def check(job: Job) -> None:
     _batch(job)
     _form(job)
     _agents(job)
+    _endpoint(job)
     for name, phase in job.phases.items():
         _phase(job, name, phase)
     for name, role in job.every_role().items():
@@ -114,11 +115,11 @@ def _model(job: Job) -> None:
 
 
 def _agents(job: Job) -> None:
-    """Check that agents have a chat template, and are given as a function."""
-    agents, model = job.roles.agents, job.model
-    if agents is None:
+    """Check that agents, of the job or outside of it, have a chat template, and are given as a function."""
+    agents, endpoint, model = job.roles.agents, job.roles.endpoint, job.model
+    if agents is None and endpoint is None:
         return
-    if agents.command is not None:
+    if agents is not None and agents.command is not None:
         raise mistake(("roles", "agents", "command"), "programs as agents are not available yet; write function")
     if model is None:
         raise mistake(("model",), "missing; agents need path in [model], or [model.tokenizer] with pieces and chat")
@@ -134,6 +135,25 @@ def _agents(job: Job) -> None:
         raise mistake(
             ("roles", "trainer", "warm_start_steps"),
             "trains on the task's answers to its prompts, which agents do not send; remove this key",
+        )
+
+
+def _endpoint(job: Job) -> None:
+    """Check that no key of the endpoint is without effect, and that replicas on one machine do not want one port."""
+    endpoint, at = job.roles.endpoint, ("roles", "endpoint")
+    if endpoint is None:
+        return
+    if job.roles.agents is not None:
+        for key in ("timeout", "retries", "reward_timeout"):
+            if getattr(endpoint, key) is not None:
+                raise mistake(
+                    (*at, key), f"is that of the agents in this job; remove this key, or set {key} in [roles.agents]"
+                )
+    if endpoint.port and endpoint.replicas > 1 and (not endpoint.exclusive or job.cluster.kind == "local"):
+        raise mistake(
+            (*at, "port"),
+            f"{endpoint.replicas} replicas may share a machine, where only one of them can listen on port"
+            f" {endpoint.port}; write port = 0, or replicas = 1",
         )
 
 
