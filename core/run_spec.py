@@ -39,7 +39,8 @@ class RoleSpec(Struct, frozen=True):
 
     name: str
     kind: str
-    """``trainer``, ``rollout``, ``trajectories``, ``reward``, ``agents`` or ``command`` (defined by the user)."""
+    """``trainer``, ``rollout``, ``trajectories``, ``reward``, ``agents``, ``endpoint`` or ``command`` (defined by the
+    user)."""
     replicas: int
     min_replicas: int
     per_member: Resources
@@ -413,6 +414,25 @@ class AgentsSettings(Struct, frozen=True):
     on_death: Literal["replay", "again", "drop"] = "replay"
 
 
+class EndpointSettings(Struct, frozen=True):
+    """The settings of the endpoint for agents outside of the run (:class:`rrl.config.job.roles.EndpointRole`).
+
+    ``timeout``, ``retries`` and ``reward_timeout`` are those of its episodes in a job without agents of its own. If the
+    job has agents, theirs apply to all episodes.
+    """
+
+    port: int = 0
+    """TCP port on which each replica listens; 0: any free port."""
+    foreign: Literal["refuse", "context"] = "refuse"
+    """What happens to a call that would sample from another policy than the job's: it is refused, or its answer is
+    context."""
+    timeout: float = 1200.0
+    """Longest time (s) of one attempt at an episode."""
+    retries: int = 2
+    reward_timeout: float | None = None
+    """Longest time (s) from the end of an episode without reward to its reward; None: the task scores it at once."""
+
+
 class RunSpec(Struct, frozen=True):
     """A whole job with every default filled in.
 
@@ -447,7 +467,10 @@ class RunSpec(Struct, frozen=True):
     rollout: RolloutSettings = RolloutSettings()
     reward: RewardSettings = RewardSettings()
     agents: AgentsSettings | None = None
-    """None: the job has no agents, and each trajectory is one answer to a prompt of the task."""
+    """None: the job has no agents of its own. If it has no endpoint either, each trajectory is one answer to a prompt
+    of the task."""
+    endpoint: EndpointSettings | None = None
+    """None: agents outside of the run cannot take part."""
     transport: TransportSpec = TransportSpec()
     manager: ManagerSpec = ManagerSpec()
     limits: Limits = Limits()

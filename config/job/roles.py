@@ -13,6 +13,7 @@ from .base import Count, OptionalTime, SbatchOptions, Strings, Table, Time, envi
 _TRAINER = run_spec.TrainerSettings()
 _ROLLOUT = run_spec.RolloutSettings()
 _REWARD = run_spec.RewardSettings()
+_ENDPOINT = run_spec.EndpointSettings()
 
 POOL, SHARED = "pool", "shared"
 RESERVED_GROUPS = (POOL, SHARED)
@@ -181,6 +182,31 @@ class AgentsRole(Role):
         return self.command if self.per == "replica" else None
 
 
+class EndpointRole(Role):
+    """Serves the OpenAI endpoint to agents outside of the run (docs/agents.md, agents outside of the run).
+
+    Each replica serves every episode; ``rrl endpoint RUN`` prints their addresses. A job may have agents of its own
+    (``[roles.agents]``) beside it.
+    """
+
+    port: Annotated[int, Field(ge=0, le=65535)] = _ENDPOINT.port
+    """TCP port on which each replica listens, at its node's address on the network of the run; 0: any free port, which
+    changes with each restart."""
+    foreign: Literal["refuse", "context"] = _ENDPOINT.foreign
+    """What happens to a call that would sample from another policy than the job's (its temperature, penalties, seed,
+    ...). refuse: it gets 400 that names the key. context: it is served, and its answer is context that is never
+    trained."""
+    timeout: OptionalTime = None
+    """Longest time of one attempt at an episode; a longer one has failed. Default: 20 min. With [roles.agents], write
+    it there."""
+    retries: Annotated[int, Field(ge=0)] | None = None
+    """Number of further attempts at an episode after a failed one, before its group is dropped. Default: 2. With
+    [roles.agents], write it there."""
+    reward_timeout: OptionalTime = None
+    """Longest time from the end of an episode to its reward, if the agent ends it without one; then its group is
+    dropped. Default: the task scores such an episode at once. With [roles.agents], write it there."""
+
+
 class CommandRole(Role):
     """A role that you define under a name of your choice: any program."""
 
@@ -206,13 +232,18 @@ class Roles(Table):
     trajectories: TrajectoriesRole = TrajectoriesRole()
     reward: RewardRole = RewardRole()
     agents: AgentsRole | None = None
+    endpoint: EndpointRole | None = None
 
     def named(self) -> dict[str, Role]:
-        """Return the built-in roles by name, in the order in which they are placed; the agents only if they are set."""
+        """Return the built-in roles by name, in the order in which they are placed.
+
+        The agents and the endpoint are among them only if they are set.
+        """
         return {
             "trajectories": self.trajectories,
             "reward": self.reward,
             **({"agents": self.agents} if self.agents is not None else {}),
+            **({"endpoint": self.endpoint} if self.endpoint is not None else {}),
             "trainer": self.trainer,
             "rollout": self.rollout,
         }
