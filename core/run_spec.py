@@ -397,19 +397,14 @@ class RewardSettings(Struct, frozen=True):
 
 
 class AgentsSettings(Struct, frozen=True):
-    """The settings of the agents' program (:class:`rrl.config.job.roles.AgentsRole`)."""
+    """The settings of the agents' program (:class:`rrl.config.job.roles.AgentsRole`); times are in seconds."""
 
     function: str | None = None
-    """``module:function`` of the agent; None if it is a command."""
     command: tuple[str, ...] | None = None
-    """The agent's program; None if it is a function."""
     per: Literal["attempt", "replica"] = "attempt"
-    """``attempt``: a process of ``command`` makes one attempt; ``replica``: it is the process of the replica."""
     concurrency: int = 16
     timeout: float = 1200.0
-    """Longest time (s) of one attempt at an episode."""
     reward_timeout: float | None = None
-    """Time (s) that an episode without a reward waits for one from outside; None: the task scores it at once."""
     retries: int = 2
     on_death: Literal["replay", "again", "drop"] = "replay"
 
@@ -417,20 +412,15 @@ class AgentsSettings(Struct, frozen=True):
 class EndpointSettings(Struct, frozen=True):
     """The settings of the endpoint for agents outside of the run (:class:`rrl.config.job.roles.EndpointRole`).
 
-    ``timeout``, ``retries`` and ``reward_timeout`` are those of its episodes in a job without agents of its own. If the
-    job has agents, theirs apply to all episodes.
+    ``timeout``, ``retries`` and ``reward_timeout`` (s) are those of its episodes in a job without agents of its own. If
+    the job has agents, theirs apply to all episodes.
     """
 
     port: int = 0
-    """TCP port on which each replica listens; 0: any free port."""
     foreign: Literal["refuse", "context"] = "refuse"
-    """What happens to a call that would sample from another policy than the job's: it is refused, or its answer is
-    context."""
     timeout: float = 1200.0
-    """Longest time (s) of one attempt at an episode."""
     retries: int = 2
     reward_timeout: float | None = None
-    """Longest time (s) from the end of an episode without reward to its reward; None: the task scores it at once."""
 
 
 class RunSpec(Struct, frozen=True):
