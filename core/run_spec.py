@@ -39,8 +39,7 @@ class RoleSpec(Struct, frozen=True):
 
     name: str
     kind: str
-    """``trainer``, ``rollout``, ``trajectories``, ``reward``, ``agents``, ``endpoint`` or ``command`` (defined by the
-    user)."""
+    """``trainer``, ``rollout``, ``trajectories``, ``reward``, ``agents``, ``endpoint`` or ``command`` (the user's)."""
     replicas: int
     min_replicas: int
     per_member: Resources
@@ -351,7 +350,6 @@ class TransportSpec(Struct, frozen=True):
     weights: WeightsSetting = "auto"
     trusted_network: bool = False
     chunk: int = 8 * 2**20
-    """Size of a chunk of weights in bytes."""
     network: str = ""
     """Name of an interface, or a CIDR, that all processes listen on; empty: each process chooses on its node."""
     chunk_deadline: float = 5.0
@@ -412,8 +410,7 @@ class AgentsSettings(Struct, frozen=True):
 class EndpointSettings(Struct, frozen=True):
     """The settings of the endpoint for agents outside of the run (:class:`rrl.config.job.roles.EndpointRole`).
 
-    ``timeout``, ``retries`` and ``reward_timeout`` (s) are those of its episodes in a job without agents of its own. If
-    the job has agents, theirs apply to all episodes.
+    The times (s) and ``retries`` are for jobs without agents of their own, whose settings otherwise apply.
     """
 
     port: int = 0
