@@ -149,17 +149,14 @@ class _Trial:
         self._check_rewards(samples)
         return samples
 
-    def _try_agent(self, function: str) -> tuple[Sample, ...]:
-        """Import the agent, and make the items that it gets; they need not be text of the model's vocabulary."""
-        key = ("roles", "agents", "function")
+    def _try_agent(self, function: str | None) -> tuple[Sample, ...]:
+        """Import the agent, and make the items that it gets; they need not be text of the model's vocabulary.
+
+        ``function`` is None for an agent that is a command: it is not started.
+        """
         tokenizer = self._open_chat().tokenizer
-        self._doing = f"importing {function}"
-        try:
-            load_agent(function, self._folder)
-        except AgentError as error:
-            raise _Failed(TaskProblem(key, error.problem, error.missing_package)) from error
-        except (Exception, SystemExit) as error:  # user code may raise anything
-            raise _Failed(TaskProblem(key, f"importing it raised {self._described(error)}")) from error
+        if function is not None:
+            self._import_agent(function)
         task = self._build(tokenizer)
         samples: list[Sample] = []
         for number in range(SAMPLES):
@@ -168,6 +165,16 @@ class _Trial:
             except Exception as error:  # user code may raise anything
                 self._fail(f"prompt({number}) raised {self._described(error)}", error)
         return tuple(samples)
+
+    def _import_agent(self, function: str) -> None:
+        key = ("roles", "agents", "function")
+        self._doing = f"importing {function}"
+        try:
+            load_agent(function, self._folder)
+        except AgentError as error:
+            raise _Failed(TaskProblem(key, error.problem, error.missing_package)) from error
+        except (Exception, SystemExit) as error:  # user code may raise anything
+            raise _Failed(TaskProblem(key, f"importing it raised {self._described(error)}")) from error
 
     def _open_chat(self) -> Chat:
         try:

@@ -1,7 +1,7 @@
 """Conversations as tokens: the chat template of a model's folder, or the pieces of ``[model.tokenizer] chat``.
 
 A conversation is encoded as a whole only where nothing of it was sampled. What follows a sampled answer is encoded by
-itself, so that the answer's own tokens remain (:mod:`rrl.roles.agents.endpoint.turn_context`).
+itself, so that the answer's own tokens remain (:mod:`rrl.roles.endpoint.turn_context`).
 """
 
 from __future__ import annotations

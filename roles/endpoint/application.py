@@ -24,9 +24,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from ...models.chat import Chat
-from ...trajectories.client import FencedAttempt
-from ...trajectories.episodes.requests import Turn, TurnTokens
+from ..models.chat import Chat
+from ..trajectories.client import FencedAttempt
+from ..trajectories.episodes.requests import Turn, TurnTokens
 from .answer import SampledAnswer, usage
 from .call import ApiError, Call, parse_chat, parse_completion
 from .key import EpisodeKey, decode_key

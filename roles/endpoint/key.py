@@ -33,7 +33,7 @@ class EpisodeKey(Struct, frozen=True):
     """Name of the run directory."""
     episode: int
     attempt: int
-    """Number of the execution of the agent's code, from 1."""
+    """Number of the execution of the agent's code, from 1; 0 in the key of the run, which names no episode."""
 
 
 def encode_key(key: EpisodeKey, secret: bytes) -> str:
@@ -46,6 +46,16 @@ def encode_key(key: EpisodeKey, secret: bytes) -> str:
     content = _NUMBERS.pack(key.episode, key.attempt) + key.run.encode()
     signed = _signature(content, secret) + content
     return PREFIX + base64.urlsafe_b64encode(signed).decode().rstrip("=")
+
+
+def run_key(run: str, secret: bytes) -> str:
+    """Return the key with which an agent outside of the run opens episodes: it names the run, and no episode of it.
+
+    Args:
+        run: Name of the run directory.
+        secret: The secret of the run.
+    """
+    return encode_key(EpisodeKey(run, 0, 0), secret)
 
 
 def decode_key(sent: str, run: str, secret: bytes) -> EpisodeKey | None:

@@ -15,15 +15,15 @@ from typing import Any
 import pytest
 
 from rrl.core.run_spec import ModelSpec, TokenizerSpec
-from rrl.roles.agents.endpoint import application
-from rrl.roles.agents.endpoint.application import Endpoint, EndpointSettings
-from rrl.roles.agents.endpoint.http_server import EndpointServer
-from rrl.roles.agents.endpoint.key import EpisodeKey, encode_key
-from rrl.roles.agents.endpoint.turn_context import Paths
+from rrl.roles.endpoint import application
+from rrl.roles.endpoint.application import Endpoint, EndpointSettings
+from rrl.roles.endpoint.http_server import EndpointServer
+from rrl.roles.endpoint.key import EpisodeKey, encode_key
+from rrl.roles.endpoint.turn_context import Paths
 from rrl.roles.models.chat import open_chat
 from rrl.roles.models.tokenizer import EOS
 from rrl.roles.trajectories.episodes.requests import Turn
-from rrl.tests.support.roles.agents.fake_turns import FakeTurns
+from rrl.tests.support.roles.endpoint.fake_turns import FakeTurns
 
 openai = pytest.importorskip("openai")
 

@@ -18,9 +18,9 @@ from collections.abc import Mapping, Sequence
 import msgspec
 from msgspec import Struct
 
-from ...models.chat import ASSISTANT, Chat, Message
-from ...models.tokenizer import Tokenizer
-from ...trajectories.episodes.requests import Turn
+from ..models.chat import ASSISTANT, Chat, Message
+from ..models.tokenizer import Tokenizer
+from ..trajectories.episodes.requests import Turn
 
 _HASH_CHARS = 32
 """Hexadecimal digits of a hash (128 bits): two conversations of an episode never have the same one by chance."""

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from ...models.chat import Message
+from ..models.chat import Message
 
 MAX_CHOICES = 128
 """Greatest number of answers to one request, as OpenAI's."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ...models.tokenizer import Tokenizer
+from ..models.tokenizer import Tokenizer
 from .call import Call
 
 _INCOMPLETE = "\ufffd"

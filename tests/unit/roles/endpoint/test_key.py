@@ -5,7 +5,7 @@ import base64
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rrl.roles.agents.endpoint.key import EpisodeKey, decode_key, encode_key
+from rrl.roles.endpoint.key import EpisodeKey, decode_key, encode_key, run_key
 
 SECRET = bytes(range(32))
 KEY = EpisodeKey("guess-1", 7, 2)
@@ -31,6 +31,11 @@ def test_a_key_of_another_run_or_secret_is_not_valid() -> None:
     text = encode_key(KEY, SECRET)
     assert decode_key(text, "guess-2", SECRET) is None
     assert decode_key(text, "guess-1", bytes(32)) is None
+
+
+def test_the_key_of_the_run_names_the_run_and_no_attempt() -> None:
+    assert decode_key(run_key("guess-1", SECRET), "guess-1", SECRET) == EpisodeKey("guess-1", 0, 0)
+    assert decode_key(run_key("guess-1", SECRET), "guess-2", SECRET) is None
 
 
 @given(st.data())
