@@ -336,6 +336,27 @@ def endpoint(run: Run = None, json: Json = False) -> None:
     raise typer.Exit(command.endpoint(run, json=json))
 
 
+@app.command(short_help="Hold the calls of an outside agent while a run's endpoint restarts.")
+def relay(
+    run: Run = None,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port on 127.0.0.1; 0: any free one, which is printed.")
+    ] = 8000,
+) -> None:
+    """Serve a relay beside an agent outside of a run; the agent uses it as its base URL.
+
+    The relay passes every call to the endpoint of the run, and holds it while the endpoint restarts: the agent sees a
+    slower answer, and a stream goes on at the token that the agent has. Listens on 127.0.0.1 until Ctrl-C.
+
+    \b
+    rrl relay quick               base URL http://127.0.0.1:8000/v1
+    rrl relay quick --port 8123
+    """
+    from .agents import relay as command
+
+    raise typer.Exit(command.relay(run, port))
+
+
 @app.command(short_help="Check a job spec; show what would be submitted.")
 def check(
     job: JobFile,

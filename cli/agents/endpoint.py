@@ -103,9 +103,7 @@ def _has_joined(state: State | None, replica: ReplicaId) -> bool:
 
 def _text(access: EndpointAccess) -> str:
     waiting = "   (being started again)"
-    lines = [
-        f"{one.replica}  {escaped(one.base_url)}{'' if one.joined else waiting}" for one in access.replicas
-    ]
+    lines = [f"{one.replica}  {escaped(one.base_url)}{'' if one.joined else waiting}" for one in access.replicas]
     root = escaped(access.replicas[0].base_url).removesuffix("/v1")
     return "\n".join([
         *lines,
@@ -117,5 +115,5 @@ def _text(access: EndpointAccess) -> str:
         "# end it with its reward (API_KEY: the api_key of the episode)",
         f'curl -sX POST {root}/rrl/v1/episodes/finish -H "Authorization: Bearer $API_KEY" -d \'{{"reward": 1.0}}\'',
         "",
-        f"An agent whose calls must outlive a restart of the endpoint uses a relay beside it: {program()} relay {access.run}",
+        f"# hold the calls of an agent while the endpoint restarts: {program()} relay {access.run}, on its machine",
     ]) + "\n"  # fmt: skip
