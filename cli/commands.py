@@ -325,6 +325,25 @@ def list_runs(json: Json = False) -> None:
     raise typer.Exit(command.list_runs(json=json))
 
 
+@app.command(short_help="List the episodes of a run's agents, or show one as a tree.")
+def episodes(
+    run: Run = None,
+    episode: Annotated[
+        int | None, typer.Argument(metavar="EPISODE", help="Number of one episode.", show_default=False)
+    ] = None,
+    json: Json = False,
+) -> None:
+    """List the episodes of a run's agents that its store has, or show one as a tree of its turns.
+
+    \b
+    rrl episodes quick       state, attempt, turns, branches, tokens, versions and reward of each
+    rrl episodes quick 118   its turns: what was given and sampled, by which weights, and what is trained
+    """
+    from .agents import episodes as command
+
+    raise typer.Exit(command.episodes(run, episode, json=json))
+
+
 @app.command(short_help="Show how agents outside of a run reach it.")
 def endpoint(run: Run = None, json: Json = False) -> None:
     """Show where agents outside of a run reach its endpoint, and how they open an episode.

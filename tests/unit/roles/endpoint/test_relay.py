@@ -10,7 +10,7 @@ import http.client
 import json
 import socket
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -67,10 +67,10 @@ class Scene:
     def create(self, **more: Any) -> Any:
         return self.client(max_retries=0).chat.completions.create(model="m", messages=USER, **more)
 
-    def post(self, path: str, content: bytes = b"{}", **headers: str) -> tuple[int, Any]:
+    def post(self, path: str, headers: Mapping[str, str] = {}, content: bytes = b"{}") -> tuple[int, Any]:
         host = self.server.base_url.removeprefix("http://").removesuffix("/v1")
         connection = http.client.HTTPConnection(host, timeout=DEADLINE_S)
-        connection.request("POST", path, content, headers)
+        connection.request("POST", path, content, dict(headers))
         got = connection.getresponse()
         return got.status, json.loads(got.read())
 
@@ -197,14 +197,14 @@ def test_calls_of_an_episode_go_to_one_replica_and_to_another_one_when_it_is_gon
 def test_an_opened_episode_gets_the_relay_as_its_base_url_and_is_opened_once(scene: Scene) -> None:
     opened = {"episode": 4, "attempt": 1, "item": "7", "api_key": "rrl-x", "base_url": "http://10.0.0.4:4001/v1"}
     replica = scene.serves(breaks(b"{"), replies(opened))
-    status, got = scene.post("/rrl/v1/episodes", Authorization="Bearer rrl-run")
+    status, got = scene.post("/rrl/v1/episodes", {"Authorization": "Bearer rrl-run"})
     assert (status, got) == (200, opened | {"base_url": scene.server.base_url})
     keys = [headers["idempotency-key"] for _, headers, _ in replica.requests]
     assert len(keys) == 2
     assert len({*keys}) == 1
-    scene.post("/rrl/v1/episodes", Authorization="Bearer rrl-run")
+    scene.post("/rrl/v1/episodes", {"Authorization": "Bearer rrl-run"})
     assert headers_of(replica, 2)["idempotency-key"] not in keys, "another call is another episode"
-    scene.post("/rrl/v1/episodes", **{"Idempotency-Key": "mine"})
+    scene.post("/rrl/v1/episodes", {"Idempotency-Key": "mine"})
     assert headers_of(replica, 3)["idempotency-key"] == "mine"
 
 
@@ -273,11 +273,11 @@ def test_a_reader_that_stops_reading_stops_the_replica_too(scene: Scene) -> None
 def test_bodies_are_bounded_one_by_one_and_all_together(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     replica = scene.serves()
     monkeypatch.setattr(relay, "MAX_BODY_BYTES", 1000)
-    assert scene.post("/v1/chat/completions", b"x" * 1001)[0] == 413
+    assert scene.post("/v1/chat/completions", content=b"x" * 1001)[0] == 413
     monkeypatch.setattr(relay, "MAX_MEMORY_BYTES", 500)
-    status, got = scene.post("/v1/chat/completions", b"x" * 501)
+    status, got = scene.post("/v1/chat/completions", content=b"x" * 501)
     assert (status, got["error"]["code"]) == (503, "relay_busy")
     monkeypatch.setattr(relay, "MAX_MEMORY_BYTES", 1000)
     for _ in range(5):  # what a call has kept is given back
-        assert scene.post("/v1/chat/completions", b"x" * 600)[0] == 200
+        assert scene.post("/v1/chat/completions", content=b"x" * 600)[0] == 200
     assert len(replica.requests) == 5
