@@ -9,10 +9,10 @@ from typing import Any
 from msgspec import Struct
 
 from rrl.core.types import Incarnation
+from rrl.roles.trajectories.durable.audit import Audit
 from rrl.roles.trajectories.durable.records import (
     AttemptFailed,
     AttemptStarted,
-    Audit,
     EpisodeFinished,
     TurnCreated,
     TurnsNumbered,
