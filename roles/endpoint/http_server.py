@@ -1,4 +1,4 @@
-"""Serves the endpoint on the loopback address of this node, in a thread with an event loop of its own.
+"""Serves an application at an address of this node, in a thread with an event loop of its own.
 
 So code of the agents that blocks their event loop delays only themselves, and never an answer.
 """
@@ -12,7 +12,7 @@ import threading
 import uvicorn
 from starlette.applications import Starlette
 
-_HOST = "127.0.0.1"
+LOOPBACK = "127.0.0.1"
 _MAX_CONNECTIONS = 8192
 """Connections at once; further ones get 503. An agent has one or two for each of its calls."""
 _MAX_HEADER_BYTES = 64 * 2**10
@@ -24,18 +24,20 @@ _STOP_TIMEOUT_S = 5.0
 
 
 class EndpointServer:
-    """A server of the application, on a free port.
+    """A server of the application.
 
     Args:
         application: The application.
+        host: Address of this node to listen at.
+        port: Port to listen on; 0: any free one.
 
     Raises:
-        OSError: No port can be bound.
+        OSError: The port cannot be bound.
     """
 
-    def __init__(self, application: Starlette) -> None:
-        self._socket = socket.create_server((_HOST, 0), backlog=1024)
-        self.base_url = f"http://{_HOST}:{self._socket.getsockname()[1]}/v1"
+    def __init__(self, application: Starlette, host: str = LOOPBACK, port: int = 0) -> None:
+        self._socket = socket.create_server((host, port), backlog=1024)
+        self.base_url = f"http://{host}:{self._socket.getsockname()[1]}/v1"
         """Base URL for OpenAI's clients."""
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # the application logs what matters of it
         self._server = uvicorn.Server(
