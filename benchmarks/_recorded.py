@@ -236,6 +236,11 @@ def drift(folder: Path) -> tuple[int, int]:
     return differing, count
 
 
+def answers_of_several_versions(folder: Path) -> int:
+    """Return the number of answers whose tokens an engine sampled under more than one version."""
+    return sum(len({version for _, _, version in answer if version is not None}) > 1 for _, answer in _answers(folder))
+
+
 def text_changes(folder: Path, tokenizer: Tokenizer) -> tuple[int, int]:
     """Return how many answers have other tokens after they were decoded and encoded again, and how many there are."""
     longest: dict[tuple[tuple[int, ...], tuple[int, ...]], None] = {}
