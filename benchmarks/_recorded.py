@@ -236,6 +236,11 @@ def drift(folder: Path) -> tuple[int, int]:
     return differing, count
 
 
+def answers(folder: Path) -> set[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Return context and tokens of every answer that an engine had when it stopped to extend it."""
+    return {(context, tuple(token for token, _, _ in answer)) for context, answer in _answers(folder)}
+
+
 def answers_of_several_versions(folder: Path) -> int:
     """Return the number of answers whose tokens an engine sampled under more than one version."""
     return sum(len({version for _, _, version in answer if version is not None}) > 1 for _, answer in _answers(folder))
