@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -24,7 +25,7 @@ class HeldEpisode(Struct, frozen=True):
 async def run(item: str, base_url: str, api_key: str) -> float:
     """Leave the key in the folder, and wait until the benchmark writes a file ``end`` there."""
     folder = Path(os.environ[FOLDER_ENV])
-    name = folder / f"{item}-{api_key[-12:]}"
+    name = folder / hashlib.sha256(api_key.encode()).hexdigest()
     name.with_suffix(".new").write_text(json.dumps({"base_url": base_url, "api_key": api_key}))
     name.with_suffix(".new").rename(name.with_suffix(".json"))
     while not (folder / "end").exists():
