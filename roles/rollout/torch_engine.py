@@ -128,7 +128,9 @@ class TorchEngine:
 
         A row that ends early is filled up with further tokens, which the caller cuts off.
         """
-        sampling, tokens, logprobs = self._sampling, [], []
+        sampling = self._sampling
+        tokens: list[Tensor] = []
+        logprobs: list[Tensor] = []
         remaining = torch.tensor([row.remaining for row in rows], device=self._device)
         foreign = [(index, row, row.sampling) for index, row in enumerate(rows) if row.sampling is not None]
         done = torch.zeros(len(remaining), dtype=torch.bool, device=self._device)

@@ -6,15 +6,18 @@ a recorded turn itself: agents that run at the same time may ask in another orde
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable
 from collections.abc import Set as AbstractSet
+
+from msgspec.structs import asdict
 
 from ....core.types import Version
 from ..durable.groups import EpisodeState, TrajectoryState, path_length, sampled_tokens
 from ..durable.log import DurableState
 from ..durable.records import TurnCreated, TurnEnded, TurnTaken, pack_tokens, unpack, unpack_tokens
 from ..leases import WorkQueue
-from ..types import Denied, Done, NotReady
+from ..types import Denied, Done, NotReady, Sampling
 from .requests import EndTurn, EpisodeTurns, OpenTurn, Turn, TurnOpened, TurnTokens
 
 
@@ -51,7 +54,7 @@ class TurnRules:
             if recorded is not None and _content(recorded) == wanted:
                 self._durable.write(TurnTaken(number, request.episode))
                 return TurnOpened(number)
-        if problem := _problem(request, episode):
+        if problem := _problem(request, episode) or sampling_problem(request.sampling):
             return Denied(problem)
         if not 1 <= request.max_new <= self._state.lengths.limit:
             return Denied(f"max_new is {request.max_new}; it must be 1 to {self._state.lengths.limit}")
@@ -136,6 +139,29 @@ def _content(created: TurnCreated) -> tuple[object, ...]:
         created.request, created.parent, created.offset, created.given, created.max_new, created.options,
         created.sampling,
     )  # fmt: skip
+
+
+def sampling_problem(sampling: Sampling | None) -> str | None:
+    """Return which field of a turn's sampling no engine accepts, and what would be right; None if all are right."""
+    for name, value in ({} if sampling is None else asdict(sampling)).items():
+        accepts, words = _ACCEPTED[name]
+        if value is not None and not (math.isfinite(value) and accepts(value)):
+            return f"{name} is {value}; it must be {words}"
+    return None
+
+
+_PENALTY: tuple[Callable[[float], bool], str] = (lambda value: -2 <= value <= 2, "-2 to 2")
+_ACCEPTED: dict[str, tuple[Callable[[float], bool], str]] = {
+    "temperature": (lambda value: value >= 0, "at least 0"),
+    "top_p": (lambda value: 0 < value <= 1, "more than 0 and at most 1"),
+    "top_k": (lambda value: value >= -1, "-1 or 0 for all tokens, or their number"),
+    "min_p": (lambda value: 0 <= value <= 1, "0 to 1"),
+    "presence_penalty": _PENALTY,
+    "frequency_penalty": _PENALTY,
+    "repetition_penalty": (lambda value: value > 0, "more than 0"),
+    "seed": (lambda value: -(2**63) <= value < 2**63, "an integer of 64 bits"),
+}
+"""For each field of :class:`..types.Sampling` what vLLM accepts, which raises an error for any other value."""
 
 
 def _problem(request: OpenTurn, episode: EpisodeState) -> str | None:
