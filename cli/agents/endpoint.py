@@ -103,9 +103,7 @@ def _has_joined(state: State | None, replica: ReplicaId) -> bool:
 
 def _text(access: EndpointAccess) -> str:
     waiting = "   (being started again)"
-    lines = [
-        f"{one.replica}  {escaped(one.base_url)}{'' if one.joined else waiting}" for one in access.replicas
-    ]
+    lines = [f"{one.replica}  {escaped(one.base_url)}{'' if one.joined else waiting}" for one in access.replicas]
     root = escaped(access.replicas[0].base_url).removesuffix("/v1")
     return "\n".join([
         *lines,

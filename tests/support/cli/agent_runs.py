@@ -15,7 +15,9 @@ from rrl.tests.support.job_toml import JOB
 from rrl.transport.keys import RunKeys
 
 _PIECES = 'pieces = "0123456789+= "'
-ENDPOINT_JOB = JOB.replace(_PIECES, f'{_PIECES}\nchat = {{ user = "{{content}}=" }}') + "[roles.endpoint]\nreplicas = 2\n"
+ENDPOINT_JOB = (
+    JOB.replace(_PIECES, f'{_PIECES}\nchat = {{ user = "{{content}}=" }}') + "[roles.endpoint]\nreplicas = 2\n"
+)
 
 
 def endpoint_job() -> RunSpec:
