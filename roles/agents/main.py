@@ -15,13 +15,13 @@ import msgspec
 
 import rrl
 
-from ...config.model_folder import max_length
 from ..end_report import exits_on_invalid_config
-from ..endpoint.application import Endpoint, EndpointSettings
+from ..endpoint.application import Endpoint, served_run
 from ..endpoint.http_server import EndpointServer
-from ..models.chat import Chat, open_chat
+from ..endpoint.turns.store_turns import StoreTurns
+from ..models.chat import ModelChat, open_chat
 from ..models.tasks import TaskError, load_task
-from ..trajectories.episodes.requests import EpisodeItem, EpisodeTurns, TurnTokens
+from ..trajectories.episodes.requests import EpisodeItem
 from .attempts import AgentContext, Attempts
 from .user_function import AgentError, load_agent
 
@@ -45,23 +45,6 @@ class StoreRequests:
         """Lease episodes; empty if there is none within :data:`LEASE_WAIT_S`."""
         return await self._me.ask_store(lambda store: store.lease_episodes(at_most, LEASE_WAIT_S, holding))
 
-    async def get_episode(self, episode: int) -> EpisodeTurns:
-        """See :class:`..endpoint.turns.Turns`."""
-        return await self._me.ask_store(lambda store: store.get_episode(episode))
-
-    async def open_turn(
-        self, episode: int, attempt: int, request: str, parent: int | None, offset: int, given: tuple[int, ...],
-        max_new: int, messages: tuple[str, ...],
-    ) -> int:  # fmt: skip
-        """See :class:`..endpoint.turns.Turns`."""
-        return await self._me.ask_store(
-            lambda store: store.open_turn(episode, attempt, request, parent, offset, given, max_new, messages)
-        )
-
-    async def follow(self, turn: int, offset: int, wait: float) -> TurnTokens | None:
-        """See :class:`..endpoint.turns.Turns`."""
-        return await self._me.ask_store(lambda store: store.follow(turn, offset, wait))
-
     async def finish_episode(self, episode: int, attempt: int, reward: float | None) -> None:
         """See :class:`.attempts.AttemptsStore`."""
         await self._me.ask_store(lambda store: store.finish_episode(episode, attempt, reward))
@@ -71,7 +54,7 @@ class StoreRequests:
         await self._me.ask_store(lambda store: store.fail_attempt(episode, attempt, why))
 
 
-async def serve(me: rrl.Worker, agent: AgentContext, chat: Chat) -> None:
+async def serve(me: rrl.Worker, agent: AgentContext, chat: ModelChat) -> None:
     """Serve the endpoint, and keep as many attempts at work as the job allows, until a stop is requested.
 
     Args:
@@ -82,17 +65,13 @@ async def serve(me: rrl.Worker, agent: AgentContext, chat: Chat) -> None:
     Raises:
         Exception: What the agent raises most of the time.
     """
-    changed, loop, job = asyncio.Event(), asyncio.get_running_loop(), me.job
-    settings = EndpointSettings(
-        agent.run, agent.secret, job.sampling.temperature, job.sampling.max_new_tokens,
-        max_length(job.model.path, job.model.max_length),
-    )  # fmt: skip
+    changed, loop = asyncio.Event(), asyncio.get_running_loop()
 
     def on_change() -> None:
         with suppress(RuntimeError):  # the loop has ended
             loop.call_soon_threadsafe(changed.set)
 
-    endpoint = Endpoint(settings, chat, StoreRequests(me), on_change)
+    endpoint = Endpoint(served_run(me), chat, StoreTurns(me), on_change)
     server = EndpointServer(endpoint.application)
     server.start()
     try:
