@@ -14,6 +14,7 @@ from ...roles.trajectories.durable.groups import (
     TrajectoryState,
     ancestry,
     given_length,
+    is_foreign,
     path_length,
 )
 from ...roles.trajectories.durable.state import State
@@ -54,13 +55,16 @@ class Episode(Struct, frozen=True):
     group: int
     item: int
     state: str
-    """``waiting`` (for an agent), ``at work``, ``unrewarded`` (finished, its reward is to come), ``scored``, or
-    ``trained``."""
+    """``waiting`` (for an agent), ``at work``, ``unscored`` (finished, and about to be scored), ``awaits reward`` (from
+    the agent), ``scored``, or ``trained``."""
     attempt: int
     failures: int
     """Number of attempts that count as failed."""
     holder: str | None
-    """Incarnation that makes the newest attempt, or has made it."""
+    """Incarnation that makes the newest attempt, or has made it; of an agent outside of the run, that of the replica of
+    the endpoint that has opened it."""
+    outside: bool
+    """True if an agent outside of the run makes the newest attempt."""
     step: int | None
     """Training step that its group is bound to."""
     reward: float | None
@@ -94,6 +98,7 @@ def _episode(state: State, group: Group, track: TrajectoryState, episode: Episod
         attempt=episode.attempt,
         failures=episode.failures,
         holder=None if episode.holder is None else str(episode.holder),
+        outside=episode.request is not None,
         step=group.bound,
         reward=None if track.score is None else track.score.reward,
         branches=len(_leaves(track, episode)),
@@ -108,9 +113,9 @@ def _episode(state: State, group: Group, track: TrajectoryState, episode: Episod
 def _state_of(state: State, group: Group, track: TrajectoryState, episode: EpisodeState) -> str:
     if track.finished:
         if track.score is None:
-            return "unrewarded"
+            return "awaits reward" if episode.awaits_reward else "unscored"
         return "trained" if group.bound is not None and group.bound <= state.committed else "scored"
-    return "waiting" if episode.holder is None else "at work"
+    return "at work" if track.is_at_work else "waiting"
 
 
 def _turns(track: TrajectoryState, episode: EpisodeState) -> tuple[TurnNode, ...]:
@@ -134,17 +139,17 @@ def _turn(
         given=given_length(created),
         sampled=turn.length,
         finished=turn.finished,
-        foreign=created.sampling is not None,
-        recorded=False,
+        foreign=is_foreign(turn),
+        recorded=turn.id in episode.recorded,
         versions=_versions([turn]),
         trained=None if trained is None else trained[turn.id],
     )
 
 
 def _leaves(track: TrajectoryState, episode: EpisodeState) -> list[TrajectoryState]:
-    """Return the leaves of an episode; while it is not finished, as if all its turns counted."""
+    """Return the leaves of an episode; while it is not finished, as if all turns of its newest attempt counted."""
     if not track.finished:
-        episode = msgspec.structs.replace(episode, counted=tuple(episode.turns))
+        episode = msgspec.structs.replace(episode, counted=tuple(turn.id for turn in episode.made))
     return leaves(msgspec.structs.replace(track, episode=episode))
 
 
@@ -154,7 +159,7 @@ def _trained(track: TrajectoryState, episode: EpisodeState) -> Counter[int]:
     for leaf in leaves(track):
         for turn, own in ancestry(leaf, episode.turns):
             assert turn.turn is not None
-            if turn.turn.sampling is not None:
+            if is_foreign(turn):
                 continue
             trained[turn.id] = max(trained[turn.id], own - given_length(turn.turn))
     return trained

@@ -14,7 +14,7 @@ from rich.tree import Tree
 from ..agents.episode_trees import Episode, TurnNode
 from .formatting import number
 
-_COLOUR = {"at work": "cyan", "unrewarded": "yellow", "scored": "green", "trained": "green"}
+_COLOUR = {"at work": "cyan", "unscored": "yellow", "awaits reward": "yellow", "scored": "green", "trained": "green"}
 _GUIDE = "bright_black"
 
 
@@ -74,7 +74,7 @@ def _attempt(episode: Episode) -> str:
     if not episode.attempt:
         return "no attempt yet"
     failed = f", {episode.failures} failed" if episode.failures else ""
-    by = f" by {episode.holder}" if episode.holder is not None else ""
+    by = "" if episode.holder is None else f" by {'an outside agent, opened at ' * episode.outside}{episode.holder}"
     return f"attempt {episode.attempt}{by}{failed}"
 
 
@@ -82,7 +82,8 @@ def _turn(turn: TurnNode) -> Text:
     text = Text(f"turn {turn.number}", "cyan")
     if turn.parent is not None and turn.offset < turn.parent_length:
         text.append(f"  leaves turn {turn.parent} after {turn.offset} of its {turn.parent_length} tokens", "yellow")
-    text.append(f"  given {turn.given}, sampled {turn.sampled} by {versions_text(turn.versions)}", "none")
+    by = f" by {versions_text(turn.versions)}" if turn.sampled else ""
+    text.append(f"  given {turn.given}, sampled {turn.sampled}{by}", "none")
     if not turn.finished:
         text.append(" so far", "none")
     text.append(*_use(turn))
@@ -94,7 +95,7 @@ def _use(turn: TurnNode) -> tuple[str, str]:
     if turn.foreign:
         return "  context: sampled from another policy", "yellow"
     if turn.recorded:
-        return "  recorded by an earlier attempt", "yellow"
+        return "  of an earlier attempt, not replayed yet", "yellow"
     if turn.trained is None:
         return "", "none"
     if turn.trained == turn.sampled:

@@ -16,11 +16,17 @@ from rrl.cli.agents.episode_trees import Episode, episodes_of
 from rrl.cli.agents.store_log import read_store
 from rrl.cli.views.episodes import episode_view, episodes_view
 from rrl.core.run_dir import RUNS_ENV, RunDir
+from rrl.roles.trajectories.episodes.requests import FinishEpisode, LeasedEpisodes, OpenEpisode, OpenTurn, TurnOpened
+from rrl.roles.trajectories.server import answer
 from rrl.roles.trajectories.store import Store
+from rrl.roles.trajectories.types import Done, Sampling
 from rrl.tests.support.cli.agent_runs import endpoint_job
 from rrl.tests.support.cli.story import Story
 from rrl.tests.support.cli.text_snapshots import drawn, matches_stored
 from rrl.tests.support.roles.trajectories.agents import (
+    AGENTS,
+    CREW,
+    OTHER_AGENTS,
     ask,
     episodes,
     fail,
@@ -29,7 +35,7 @@ from rrl.tests.support.roles.trajectories.agents import (
     sample,
     turn,
 )
-from rrl.tests.support.roles.trajectories.crew import ROLLOUT, bind, commit, lease, segment
+from rrl.tests.support.roles.trajectories.crew import ROLLOUT, bind, commit, incarnation_of, lease, segment
 
 RUN = "small-7"
 
@@ -102,6 +108,58 @@ def test_a_trained_episode_says_in_which_step(run: RunDir, store: Store) -> None
     commit(store, batch)
     store.flush()
     assert {one.state for one in read(run)} == {"trained"}
+
+
+def test_turns_of_a_dead_process_wait_for_their_replay(run: RunDir, store: Store) -> None:
+    (item,) = episodes(store, 1)
+    first = turn(store, item, (2, 3), (5, 1))
+    ask(store, item, "2", (7,), first, 4)
+    store.update_membership([each for each in CREW if each != AGENTS])
+    store.flush()
+    one = read(run)[0]
+    assert (one.state, one.attempt, one.holder, one.branches) == ("waiting", 1, None, 0)
+    assert [(each.parent, each.recorded, each.finished) for each in one.turns] == [(None, True, True), (1, True, False)]
+    matches_stored("episode_recorded", drawn(episode_view(one), 100))
+
+
+def test_an_answer_of_another_policy_is_context(run: RunDir, store: Store) -> None:
+    (item,) = episodes(store, 1)
+    greedy = Sampling(temperature=0.0)
+    opened = answer(store, OpenTurn(AGENTS, item.episode, 1, "1", None, 0, (2, 3), 4, ("h",), "", greedy))
+    assert isinstance(opened, TurnOpened)
+    sample(store, opened.turn, (5, 6))
+    turn(store, item, (7,), (8, 1), opened.turn, 4)
+    finish(store, item)
+    store.flush()
+    one = read(run)[0]
+    assert [(each.foreign, each.sampled, each.trained) for each in one.turns] == [(True, 2, 0), (False, 2, 2)]
+    assert (one.trained, one.branches) == (2, 1)
+
+
+def test_an_episode_of_an_outside_agent_may_await_its_reward(run: RunDir, store: Store) -> None:
+    replica = incarnation_of("endpoint/0")
+    store.update_membership([*CREW, replica])
+    opened = answer(store, OpenEpisode(replica, "mine\x1b[2J"))
+    assert isinstance(opened, LeasedEpisodes)
+    (item,) = opened.items
+    turn(store, item, (2, 3), (5, 1))
+    store.flush()
+    assert [(each.state, each.outside, each.holder) for each in read(run)[:1]] == [("at work", True, "endpoint/0#1")]
+    assert "by an outside agent, opened at endpoint/0#1" in drawn(episode_view(read(run)[0]), 100)
+    assert answer(store, FinishEpisode(replica, item.episode, 1, None, True)) == Done()
+    store.flush()
+    assert read(run)[0].state == "awaits reward"
+
+
+def test_figures_of_a_step_have_the_episodes_that_are_at_work(store: Store) -> None:
+    trained, at_work = episodes(store, 4), episodes(store, 1, OTHER_AGENTS)
+    for item in trained:
+        turn(store, item, (2, 3), (5, 1))
+        finish(store, item)
+    batch = bind(store, 1)
+    figures = store._durable.state.figures(batch.number)
+    assert len(at_work) == 1
+    assert (figures["episodes_at_work"], figures["episodes_finished"]) == (1.0, 4.0)
 
 
 def test_the_list_and_the_tree_are_drawn(run: RunDir, store: Store) -> None:
