@@ -311,6 +311,9 @@ class ModelSpec(Struct, frozen=True):
     initializer_range: float = 0.05
     tokenizer: TokenizerSpec | None = None
     """Tokenizer of a model that rrl builds; None if ``path`` is set, since that folder has its own tokenizer."""
+    tool_parser: Literal["qwen3", "qwen3.5", "glm", "deepseek-v3"] | None = None
+    """How the model of ``path`` writes calls of tools, as the library renderers names it; None: found from its chat
+    template."""
 
 
 class TaskSpec(Struct, frozen=True):

@@ -15,7 +15,7 @@ import rrl
 
 from ..end_report import exits_on_invalid_config
 from ..endpoint.loopback import LoopbackEndpoint
-from ..models.chat import Chat, open_chat
+from ..models.chat import ModelChat, open_chat
 from ..models.tasks import TaskError, load_task
 from ..trajectories.episodes.requests import EpisodeItem
 from .attempts import AgentContext, Attempts
@@ -51,7 +51,7 @@ class StoreRequests:
         await self._me.ask_store(lambda store: store.fail_attempt(episode, attempt, why))
 
 
-async def serve(me: rrl.Worker, agent: AgentContext, chat: Chat) -> None:
+async def serve(me: rrl.Worker, agent: AgentContext, chat: ModelChat) -> None:
     """Serve the endpoint, and keep as many attempts at work as the job allows, until a stop is requested.
 
     Args:

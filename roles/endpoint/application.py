@@ -2,95 +2,107 @@
 
 A call opens one turn for each answer and follows it until its last token is durable. A call that was repeated because
 its connection broke is joined to its turns; so is one whose server was restarted, because everything that this process
-knows can be read from the store again. Every wait ends with tokens, however long the store or the rollouts are away:
-until then the agent gets white space before the JSON, or comments in a stream, so that its read timeout does not pass.
+knows can be read from the store again. A call of an attempt that replays an earlier one takes over the turns that were
+recorded for the same call. Every wait ends with tokens, however long the store or the rollouts are away: until then the
+agent gets white space before the JSON, or comments in a stream, so that its read timeout does not pass.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 from weakref import WeakValueDictionary
 
 import msgspec
 from msgspec import Struct
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from ..models.chat import Chat
+from ...config.model_folder import max_length
+from ...core.run_spec import RunSpec
+from ..models.chat import Chat, ModelChat, ToolsUnsupported
 from ..trajectories.client import FencedAttempt
-from ..trajectories.episodes.requests import Turn, TurnTokens
-from .answer import SampledAnswer, usage
-from .call import ApiError, Call, parse_chat, parse_completion
-from .key import EpisodeKey, decode_key
-from .turn_context import Context, Paths, chat_context, plain_context
-from .turns import Turns
+from ..trajectories.episodes.requests import EpisodeTurns, Turn
+from .calls.call import Call, Policy, parse_chat, parse_completion
+from .calls.errors import ApiError
+from .http_messages import EXCEPTION_HANDLERS, Abandoned, bearer_key, read_body
+from .key import EpisodeKey
+from .replies import reply as replies
+from .replies.answer import SampledAnswer, answer_format
+from .replies.reply import OpenedTurns, Reply
+from .turns.known_turns import KnownTurns
+from .turns.store_turns import Turns
+from .turns.turn_context import Context, Paths, chat_context, plain_context
 
-_log = logging.getLogger("rrl.endpoint")
-
-MAX_BODY_BYTES = 16 * 2**20
-"""Bytes of the largest body: a conversation of 1 M tokens has about 4 MB of text."""
-BODY_TIMEOUT_S = 60.0
-"""Seconds in which a body must arrive, so that slow senders do not occupy memory for ever."""
-KEEP_ALIVE_S = 0.5
-"""Seconds between two signs of life of a waiting answer: a client's read timeout may be as short as 1 s."""
 FOLLOW_WAIT_S = 5.0
 """Seconds after which a request for further tokens is repeated."""
 MODEL = "policy"
 """Name under which the model is listed; requests may use any name."""
 _RETRY_HEADER = "x-stainless-retry-count"
 """Header in which OpenAI's clients count the repetitions of a request."""
-_SERVED = "served here are POST /v1/chat/completions, POST /v1/completions and GET /v1/models"
+_RELAY_HEADER = "x-rrl-relay"
+"""Header of a relay, which gets the position of a stream after each event."""
+_CALL_HEADER, _SENT_HEADER = "x-rrl-call", "x-rrl-sent"
+"""Headers with which a relay repeats a call: the position that it was told last."""
 
 
-class EndpointSettings(Struct, frozen=True):
+class ServedRun(Struct, frozen=True):
     """What the endpoint must know of the run."""
 
     run: str
     """Name of the run directory."""
     secret: bytes
-    temperature: float
+    policy: Policy
     max_new: int
     """Greatest number of tokens of an answer."""
     max_length: float
     """Greatest number of tokens of context and answer together."""
 
 
-class _Abandoned(Exception):
-    """A reply that has begun cannot be completed: its connection is closed, so that the agent repeats the call."""
+def served_run(job: RunSpec, run: str, secret: bytes) -> ServedRun:
+    """Return what the endpoint in a process of a run must know.
+
+    Args:
+        job: The job.
+        run: Name of the run directory.
+        secret: The secret of the run.
+    """
+    foreign = "refuse" if job.endpoint is None else job.endpoint.foreign
+    longest = max_length(job.model.path, job.model.max_length)
+    return ServedRun(run, secret, Policy(job.sampling.temperature, foreign), job.sampling.max_new_tokens, longest)
 
 
-class _Opened(Struct):
-    """The turns of a call."""
+class _Repeated(Struct, frozen=True):
+    """What a request says about its earlier tries."""
 
-    prompt: tuple[int, ...]
-    """All tokens of the context."""
-    requests: tuple[str, ...]
-    turns: tuple[int, ...]
+    repeated: bool = False
+    number: int | None = None
+    """Number of the call among equal ones, if the client knows it."""
+    sent: str = ""
+    """Position of the stream that broke."""
 
 
 class Endpoint:
     """The application and the calls that it serves now.
 
     Args:
-        settings: What it must know of the run.
+        run: What it must know of the run.
         chat: Tokenizer and chat template of the model.
         turns: The turns in the store.
         on_change: Called whenever ``waiting`` or ``answered`` changes.
+        routes: Further routes.
     """
 
     def __init__(
-        self, settings: EndpointSettings, chat: Chat, turns: Turns, on_change: Callable[[], None] = lambda: None
-    ) -> None:
-        self._settings, self._chat, self._turns = settings, chat, turns
+        self, run: ServedRun, chat: ModelChat, turns: Turns, on_change: Callable[[], None] = lambda: None,
+        routes: Sequence[Route] = (),
+    ) -> None:  # fmt: skip
+        self._run, self._chat, self._turns = run, chat, turns
         self._on_change = on_change
+        self._known = KnownTurns(turns, chat.tokenizer)
         self._locks: WeakValueDictionary[int, asyncio.Lock] = WeakValueDictionary()
         """For each episode the lock under which its turns are opened, so that equal calls at once get turns of their
         own."""
@@ -105,17 +117,13 @@ class Endpoint:
                 Route("/v1/chat/completions", self._chat_completions, methods=["POST"]),
                 Route("/v1/completions", self._completions, methods=["POST"]),
                 Route("/v1/models", self._models, methods=["GET"]),
+                *routes,
             ],
-            exception_handlers={
-                ApiError: _error,
-                HTTPException: _http_error,
-                ClientDisconnect: _disconnected,
-                Exception: _unexpected,
-            },
+            exception_handlers=EXCEPTION_HANDLERS,
         )
 
     async def _models(self, request: Request) -> Response:
-        self._key(request)
+        bearer_key(request, self._run.run, self._run.secret)
         listed = [{"id": MODEL, "object": "model", "created": 0, "owned_by": "rrl"}]
         return JSONResponse({"object": "list", "data": listed})
 
@@ -125,122 +133,121 @@ class Endpoint:
     async def _completions(self, request: Request) -> Response:
         return await self._answer(request, parse_completion)
 
-    async def _answer(self, request: Request, parse: Callable[[bytes, float], Call]) -> Response:
-        key = self._key(request)
-        call = parse(await _body(request), self._settings.temperature)
-        repeated = request.headers.get(_RETRY_HEADER, "0") != "0"
-        try:
-            async with self._locks.setdefault(key.episode, asyncio.Lock()):
-                opened = await self._open(key, call, repeated)
-                served = {(key.episode, name) for name in opened.requests}
-                self._served |= served
-        except FencedAttempt as error:
-            raise _old_attempt(error) from None
-        reply = _Reply(call, opened, self._chat, self._follow)
+    async def _answer(self, request: Request, parse: Callable[[bytes, Policy], Call]) -> Response:
+        key = bearer_key(request, self._run.run, self._run.secret)
+        if not key.attempt:
+            message = "this is the key of the run; POST /rrl/v1/episodes opens an episode, whose api_key serves calls"
+            raise ApiError(403, message, "permission_error", "episode_key_needed")
+        call = parse(await read_body(request), self._run.policy)
+        repeated = _repeated(request)
+        chat = await self._chat_of(call)
+        async with self._locks.setdefault(key.episode, asyncio.Lock()):
+            opened = await self._open(key, call, chat, repeated)
+            served = {(key.episode, name) for name in opened.requests}
+            self._served |= served
+        reply = Reply(call, opened, self._grow, _RELAY_HEADER in request.headers, repeated.sent)
         if call.stream:
             return StreamingResponse(self._serving(served, reply.events()), media_type="text/event-stream")
         return await self._whole(reply, served)
 
-    def _key(self, request: Request) -> EpisodeKey:
-        scheme, _, text = request.headers.get("authorization", "").partition(" ")
-        key = decode_key(text.strip(), self._settings.run, self._settings.secret) if scheme == "Bearer" else None
-        if key is None:
-            message = "the API key is not one of an episode of this run; use the api_key that the agent was given"
-            raise ApiError(401, message, code="invalid_api_key")
-        return key
+    async def _chat_of(self, call: Call) -> Chat:
+        """Return the format of a conversation, with the tools of the call."""
+        if not call.tools:
+            return self._chat
+        try:
+            return await asyncio.to_thread(self._chat.with_tools, call.tools)
+        except ToolsUnsupported as error:
+            raise ApiError(400, f"tools: {error}", code="unsupported_value", param="tools") from None
+        except ValueError as error:
+            raise ApiError(400, f"tools: {error}", code="invalid_value", param="tools") from None
 
     # ── turns ──────────────────────────────────────────────────────────────────────────────────────────────────────
-    async def _open(self, key: EpisodeKey, call: Call, repeated: bool) -> _Opened:
-        """Open the turns of a call, or find those that an earlier try of it has opened."""
-        episode = await self._turns.get_episode(key.episode)
+    async def _open(self, key: EpisodeKey, call: Call, chat: Chat, repeated: _Repeated) -> OpenedTurns:
+        """Open the turns of a call, or find those that an earlier try of it or a recorded attempt has opened."""
+        episode = await self._known.read(key.episode)
         if episode.attempt != key.attempt:
             raise FencedAttempt(f"attempt {key.attempt} of this episode is over: the newest is {episode.attempt}")
-        turns = [turn for turn in episode.turns if turn.attempt == key.attempt]
-        earlier = [turn for turn in turns if turn.request.startswith(f"{call.digest}/")]
-        number = self._joined(key, call, earlier) if repeated else None
-        if number is not None:
-            first = next(turn for turn in earlier if _number(turn) == number)
-            tokens = Paths(turns).context(first.id)
-            context = Context(first.parent, first.offset, first.given, first.messages, tokens)
-        else:
+        earlier = [turn for turn in episode.turns if turn.request.startswith(f"{call.digest}/")]
+        number = self._joined(key, call, earlier, repeated.number) if repeated.repeated else None
+        if number is None:
             number = 1 + max((_number(turn) for turn in earlier), default=0)
-            context = self._context(call, turns)
-        left = self._settings.max_length - context.length
+        names = tuple(f"{call.digest}/{number}/{choice}" for choice in range(call.choices))
+        context = _known_context(names, episode) or self._context(call, episode.turns, chat)
+        left = self._run.max_length - context.length
         if left < 1:
             raise ApiError(
-                400, f"this model's maximum context length is {self._settings.max_length:g} tokens; the request has"
+                400, f"this model's maximum context length is {self._run.max_length:g} tokens; the request has"
                 f" {context.length}, and an answer needs at least one more", code="context_length_exceeded",
                 param="messages" if call.messages is not None else "prompt",
             )  # fmt: skip
-        max_new = int(min(self._settings.max_new, left, call.max_new or left))
-        names = tuple(f"{call.digest}/{number}/{choice}" for choice in range(call.choices))
+        max_new = int(min(self._run.max_new, left, call.max_new or left))
         opened = [
             await self._turns.open_turn(
-                key.episode, key.attempt, name, context.parent, context.offset, context.given, max_new, context.messages
+                key.episode, key.attempt, name, context.parent, context.offset, context.given, max_new,
+                context.messages, answer_format(call).encode(), call.sampling,
             )
             for name in names
-        ]
-        return _Opened(context.tokens, names, tuple(opened))
+        ]  # fmt: skip
+        return OpenedTurns(number, context.tokens, names, tuple(opened), chat)
 
-    def _context(self, call: Call, turns: Sequence[Turn]) -> Context:
+    def _context(self, call: Call, turns: Sequence[Turn], chat: Chat) -> Context:
         try:
             if call.messages is not None:
-                return chat_context(call.messages, turns, self._chat)
-            prompt = self._chat.tokenizer.encode(call.prompt) if isinstance(call.prompt, str) else call.prompt
+                return chat_context(call.messages, turns, chat, call.tools)
+            prompt = chat.tokenizer.encode(call.prompt) if isinstance(call.prompt, str) else call.prompt
         except ValueError as error:
             raise ApiError(400, str(error), code="invalid_value", param="messages") from None
-        if any(token >= self._chat.tokenizer.size for token in prompt):
+        if any(token >= chat.tokenizer.size for token in prompt):
             raise ApiError(400, "prompt: a token id is beyond the vocabulary", code="invalid_value", param="prompt")
         return plain_context(prompt, turns)
 
-    def _joined(self, key: EpisodeKey, call: Call, earlier: Sequence[Turn]) -> int | None:
+    def _joined(self, key: EpisodeKey, call: Call, earlier: Sequence[Turn], number: int | None) -> int | None:
         """Return the number of the call that a repeated request continues; None if no turn of it was opened.
 
-        Of several equal calls it is the newest one that no connection waits for.
+        Of several equal calls it is the one that the client names, else the newest one that no connection waits for.
         """
         numbers = sorted({_number(turn) for turn in earlier}, reverse=True)
+        if number in numbers:
+            return number
         free = [number for number in numbers if (key.episode, f"{call.digest}/{number}/0") not in self._served]
         return next(iter(free or numbers), None)
 
-    async def _follow(self, turn: int) -> AsyncIterator[TurnTokens]:
-        """Yield the tokens of a turn as they become durable."""
+    async def _grow(self, turn: int, answer: SampledAnswer) -> AsyncIterator[None]:
+        """Add the tokens of a turn to an answer as they become durable, and yield after each addition."""
         offset = 0
-        while True:
+        while not answer.finished:
             tokens = await self._turns.follow(turn, offset, FOLLOW_WAIT_S)
             if tokens is None:
                 continue
             offset += len(tokens.tokens)
-            yield tokens
-            if tokens.finished:
-                self.answered += 1
-                self._on_change()
-                return
+            if answer.grow(tokens.tokens, tokens.logprobs, tokens.finished):
+                await self._turns.end_turn(turn, answer.length)
+            yield
+        self.answered += 1
+        self._on_change()
 
     # ── replies ────────────────────────────────────────────────────────────────────────────────────────────────────
-    async def _whole(self, reply: _Reply, served: set[tuple[int, str]]) -> Response:
+    async def _whole(self, reply: Reply, served: set[tuple[int, str]]) -> Response:
         """Return a reply without a stream: as a whole if it is soon complete, and otherwise after white space."""
         content = asyncio.ensure_future(self._complete(reply, served))
-        await asyncio.wait([content], timeout=KEEP_ALIVE_S)
+        await asyncio.wait([content], timeout=replies.KEEP_ALIVE_S)
         if content.done():
-            try:
-                return Response(content.result(), media_type="application/json")
-            except FencedAttempt as error:
-                raise _old_attempt(error) from None
+            return Response(content.result(), media_type="application/json")
 
         async def padded() -> AsyncIterator[bytes]:
             try:
                 while not content.done():
                     yield b" "
-                    await asyncio.wait([content], timeout=KEEP_ALIVE_S)
+                    await asyncio.wait([content], timeout=replies.KEEP_ALIVE_S)
                 yield content.result()
             except FencedAttempt as error:
-                raise _Abandoned(str(error)) from None
+                raise Abandoned(str(error)) from None
             finally:
                 content.cancel()
 
         return StreamingResponse(padded(), media_type="application/json")
 
-    async def _complete(self, reply: _Reply, served: set[tuple[int, str]]) -> bytes:
+    async def _complete(self, reply: Reply, served: set[tuple[int, str]]) -> bytes:
         with self._waits(served):
             return msgspec.json.encode(await reply.complete())
 
@@ -250,7 +257,7 @@ class Endpoint:
                 async for event in events:
                     yield event
             except FencedAttempt as error:
-                raise _Abandoned(str(error)) from None
+                raise Abandoned(str(error)) from None
 
     @contextmanager
     def _waits(self, served: set[tuple[int, str]]) -> Iterator[None]:
@@ -265,79 +272,14 @@ class Endpoint:
             self._on_change()
 
 
-class _Reply:
-    """The reply to a call: its answers grow as their turns do."""
-
-    def __init__(
-        self, call: Call, opened: _Opened, chat: Chat, follow: Callable[[int], AsyncIterator[TurnTokens]]
-    ) -> None:
-        self._call, self._opened, self._follow = call, opened, follow
-        self._answers = [SampledAnswer(call, index, chat.tokenizer) for index in range(call.choices)]
-        kind = "text_completion" if call.messages is None else "chat.completion"
-        self._head = {
-            "id": f"{'cmpl' if call.messages is None else 'chatcmpl'}-{opened.turns[0]:x}",
-            "object": f"{kind}.chunk" if call.stream and call.messages is not None else kind,
-            "created": int(time.time()),
-            "model": call.model,
-        }
-
-    async def complete(self) -> dict[str, Any]:
-        """Wait for all answers, and return the reply."""
-        await _all(self._grow(index) for index in range(len(self._answers)))
-        return {
-            **self._head,
-            "choices": [answer.choice() for answer in self._answers],
-            "usage": usage(len(self._opened.prompt), self._answers),
-            **self._prompt_tokens(),
-        }
-
-    async def _grow(self, index: int) -> None:
-        async for tokens in self._follow(self._opened.turns[index]):
-            self._answers[index].grow(tokens.tokens, tokens.logprobs, tokens.finished)
-
-    async def events(self) -> AsyncIterator[bytes]:
-        """Yield the events of a stream, and a comment whenever there is none for :data:`KEEP_ALIVE_S`."""
-        changed: asyncio.Queue[tuple[int, TurnTokens] | None] = asyncio.Queue(maxsize=1)
-
-        async def watch(index: int) -> None:
-            async for tokens in self._follow(self._opened.turns[index]):
-                await changed.put((index, tokens))
-
-        async def watch_all() -> None:
-            await _all(watch(index) for index in range(len(self._answers)))
-            await changed.put(None)
-
-        watching = asyncio.ensure_future(watch_all())
-        first = self._prompt_tokens()
-        try:
-            while True:
-                taking = asyncio.ensure_future(changed.get())
-                while not taking.done():
-                    await asyncio.wait([taking, watching], timeout=KEEP_ALIVE_S, return_when=asyncio.FIRST_COMPLETED)
-                    if watching.done() and watching.exception() is not None:
-                        taking.cancel()
-                        watching.result()
-                    if not taking.done():
-                        yield b": waiting\n\n"
-                if (change := taking.result()) is None:
-                    break
-                index, tokens = change
-                answer = self._answers[index]
-                since = answer.length
-                answer.grow(tokens.tokens, tokens.logprobs, tokens.finished)
-                yield self._event([answer.delta(since)], first)
-                first = {}
-        finally:
-            watching.cancel()
-        if self._call.include_usage:
-            yield self._event([], {"usage": usage(len(self._opened.prompt), self._answers)})
-        yield b"data: [DONE]\n\n"
-
-    def _event(self, choices: list[dict[str, Any]], more: dict[str, Any]) -> bytes:
-        return b"data: " + msgspec.json.encode({**self._head, "choices": choices, **more}) + b"\n\n"
-
-    def _prompt_tokens(self) -> dict[str, Any]:
-        return {"prompt_token_ids": list(self._opened.prompt)} if self._call.return_token_ids else {}
+def _known_context(names: Sequence[str], episode: EpisodeTurns) -> Context | None:
+    """Return the context of a call of which a turn exists, in this attempt or recorded in an earlier one."""
+    current = {turn.id for turn in episode.turns}
+    for turn in (*episode.turns, *episode.recorded):
+        if turn.request in names and (turn.parent is None or turn.parent in current):
+            tokens = Paths(episode.turns).before(turn.parent, turn.offset, turn.given)
+            return Context(turn.parent, turn.offset, turn.given, turn.messages, tokens)
+    return None
 
 
 def _number(turn: Turn) -> int:
@@ -345,53 +287,11 @@ def _number(turn: Turn) -> int:
     return int(turn.request.split("/")[1])
 
 
-async def _all(coroutines: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Run coroutines at once; the first exception ends all of them."""
-    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-
-
-async def _body(request: Request) -> bytes:
-    """Return the body of a request, which is bounded in size and time."""
-    body = bytearray()
-    try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
-            async for piece in request.stream():
-                body += piece
-                if len(body) > MAX_BODY_BYTES:
-                    raise ApiError(413, f"the body has more than {MAX_BODY_BYTES >> 20} MiB", code="request_too_large")
-    except TimeoutError:
-        raise ApiError(408, f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from None
-    return bytes(body)
-
-
-def _old_attempt(error: FencedAttempt) -> ApiError:
-    return ApiError(403, str(error), "permission_error", "attempt_over")
-
-
-# ── errors ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-async def _error(_: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    return JSONResponse(error.body, error.status)
-
-
-async def _http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.url.path}: {error.detail}; {_SERVED}"
-    return JSONResponse(ApiError(error.status_code, message, code="not_served").body, error.status_code)
-
-
-async def _disconnected(_: Request, error: Exception) -> Response:
-    return Response(status_code=400)  # nobody receives it
-
-
-async def _unexpected(request: Request, error: Exception) -> Response:
-    if isinstance(error, _Abandoned):
-        _log.info("%s ended without an answer: %s", request.url.path, error)
-        return Response(status_code=403)  # is not sent
-    _log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    return JSONResponse(ApiError(500, "the endpoint failed; its log has more", "server_error").body, 500)
+def _repeated(request: Request) -> _Repeated:
+    number = request.headers.get(_CALL_HEADER, "")
+    known = number.isascii() and number.isdecimal() and len(number) < 10
+    return _Repeated(
+        request.headers.get(_RETRY_HEADER, "0") != "0" or known,
+        int(number) if known else None,
+        request.headers.get(_SENT_HEADER, "") if known else "",
+    )

@@ -21,7 +21,7 @@ from ...core.text import on_one_line, shortened
 from ...core.units import duration_text
 from ..end_report import Misuse, exits_on_invalid_config
 from ..endpoint.loopback import LoopbackEndpoint
-from ..endpoint.turns import AskStore
+from ..endpoint.turns.store_turns import AskStore
 from ..models.chat import open_chat
 from ..models.tasks import TaskError, load_task
 from ..trajectories.client import FencedAttempt, TrajectoryClient

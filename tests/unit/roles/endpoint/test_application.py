@@ -15,11 +15,13 @@ from typing import Any
 import pytest
 
 from rrl.core.run_spec import ModelSpec, TokenizerSpec
-from rrl.roles.endpoint import application
-from rrl.roles.endpoint.application import Endpoint, EndpointSettings
+from rrl.roles.endpoint import http_messages
+from rrl.roles.endpoint.application import Endpoint, ServedRun
+from rrl.roles.endpoint.calls.call import Policy
 from rrl.roles.endpoint.http_server import EndpointServer
 from rrl.roles.endpoint.key import EpisodeKey, encode_key
-from rrl.roles.endpoint.turn_context import Paths
+from rrl.roles.endpoint.replies import reply as replies
+from rrl.roles.endpoint.turns.turn_context import Paths
 from rrl.roles.models.chat import open_chat
 from rrl.roles.models.tokenizer import EOS
 from rrl.roles.trajectories.episodes.requests import Turn
@@ -46,7 +48,7 @@ class Scene:
         self.policy: Callable[[Turn], None] | None = None
         """what samples a turn once it is opened; None: the test does it"""
         self._changed = threading.Condition()
-        settings = EndpointSettings("guess-1", SECRET, temperature=1.0, max_new=4, max_length=MAX_LENGTH)
+        settings = ServedRun("guess-1", SECRET, Policy(1.0), max_new=4, max_length=MAX_LENGTH)
         self.endpoint = Endpoint(settings, CHAT, self.turns)
         self.server = EndpointServer(self.endpoint.application)
         self.server.start()
@@ -152,7 +154,7 @@ def test_a_stream_sends_tokens_as_they_become_durable_and_then_the_end(scene: Sc
 def test_a_call_that_waits_longer_than_the_read_timeout_is_not_given_up(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
-    monkeypatch.setattr(application, "KEEP_ALIVE_S", 0.1)
+    monkeypatch.setattr(replies, "KEEP_ALIVE_S", 0.1)
     read_timeout_s = 1.0
     scene.policy = lambda turn: threading.Timer(
         2 * read_timeout_s, scene.turns.sample, (turn.id, *CHAT.tokenizer.encode("8"), EOS), {"finished": True}
@@ -256,7 +258,7 @@ def test_a_key_of_an_older_attempt_is_refused_at_once_and_in_the_middle_of_a_cal
 def test_a_call_whose_attempt_ends_after_its_reply_has_begun_is_broken_off_and_refused_when_repeated(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, stream: bool
 ) -> None:
-    monkeypatch.setattr(application, "KEEP_ALIVE_S", 0.05)
+    monkeypatch.setattr(replies, "KEEP_ALIVE_S", 0.05)
     scene.policy = lambda turn: threading.Timer(1.0, scene.turns.begin_attempt, (0, 2)).start()
     expected = openai.APIConnectionError if stream else openai.PermissionDeniedError  # a stream is not repeated
     with pytest.raises(expected):
@@ -269,7 +271,7 @@ def test_a_call_whose_attempt_ends_after_its_reply_has_begun_is_broken_off_and_r
     ("key", "value"),
     [
         ("temperature", 0.5), ("top_p", 0.9), ("presence_penalty", 1), ("frequency_penalty", 0.1), ("seed", 1),
-        ("stop", ["x"]), ("tools", [{"type": "function", "function": {"name": "f"}}]), ("logit_bias", {"1": 5}),
+        ("stop", [1]), ("stop", ""), ("tool_choice", "required"), ("tools", [{"type": "function", "function": {"name": "f"}}]), ("logit_bias", {"1": 5}),
         ("response_format", {"type": "json_object"}), ("top_logprobs", 3), ("min_p", 0.1), ("guided_json", {}),
         ("reasoning_effort", "low"), ("n", 0), ("n", 1000), ("max_tokens", 0), ("stream", 1), ("messages", []),
         ("messages", [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]),
@@ -336,7 +338,7 @@ def test_models_are_listed_and_other_paths_name_what_is_served(scene: Scene) -> 
 def test_garbage_and_too_large_bodies_get_an_error_and_the_server_goes_on(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(application, "MAX_BODY_BYTES", 1000)
+    monkeypatch.setattr(http_messages, "MAX_BODY_BYTES", 1000)
     host = scene.server.base_url.removeprefix("http://").partition("/")[0]
     headers = {"authorization": f"Bearer {scene.key()}"}
     for body, status in ((b"\xff\x00", 400), (b"[1]", 400), (b"[" * 900, 400), (b" " * 2000, 413)):

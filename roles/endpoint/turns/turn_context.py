@@ -18,9 +18,10 @@ from collections.abc import Mapping, Sequence
 import msgspec
 from msgspec import Struct
 
-from ..models.chat import ASSISTANT, Chat, Message
-from ..models.tokenizer import Tokenizer
-from ..trajectories.episodes.requests import Turn
+from ...models.chat import Chat, Message
+from ...trajectories.episodes.requests import Turn
+from ..calls.messages import canonical_arguments
+from .shown_answer import AnswerFormat, shown_answer
 
 _HASH_CHARS = 32
 """Hexadecimal digits of a hash (128 bits): two conversations of an episode never have the same one by chance."""
@@ -71,45 +72,62 @@ class Paths:
 
     def context(self, turn: int) -> tuple[int, ...]:
         """Return the tokens after which a turn was sampled."""
-        sampled = len(self._turns[turn].sampled)
-        path = self.path(turn)
-        return path[: len(path) - sampled]
+        begun = self._turns[turn]
+        return self.before(begun.parent, begun.offset, begun.given)
+
+    def before(self, parent: int | None, offset: int, given: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the tokens of a context from its parts."""
+        return given if parent is None else self.path(parent)[:offset] + given
 
 
-def rolling_hashes(messages: Sequence[Message]) -> tuple[str, ...]:
-    """Return for each message the hash of the conversation from the front up to this message."""
+def rolling_hashes(messages: Sequence[Message], tools: str = "") -> tuple[str, ...]:
+    """Return for each message the hash of the conversation from the front up to this message.
+
+    Args:
+        messages: The conversation.
+        tools: OpenAI's list of tools as JSON, with which it begins.
+    """
     hashes: list[str] = []
+    before = _hash(tools.encode()) if tools else ""
     for message in messages:
-        hashes.append(_next_hash(hashes[-1] if hashes else "", message))
+        hashes.append(_next_hash(hashes[-1] if hashes else before, message))
     return tuple(hashes)
 
 
 def _next_hash(before: str, message: Message) -> str:
-    encoded = before.encode() + msgspec.json.encode(message)
-    return hashlib.sha256(encoded).hexdigest()[:_HASH_CHARS]
+    if message.tool_calls:  # an agent may decode the arguments of a call, and encode them in another way
+        calls = tuple(
+            msgspec.structs.replace(call, arguments=canonical_arguments(call.arguments)) for call in message.tool_calls
+        )
+        message = msgspec.structs.replace(message, tool_calls=calls)
+    return _hash(before.encode() + msgspec.json.encode(message))
 
 
-def chat_context(messages: Sequence[Message], turns: Sequence[Turn], chat: Chat) -> Context:
+def _hash(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:_HASH_CHARS]
+
+
+def chat_context(messages: Sequence[Message], turns: Sequence[Turn], chat: Chat, tools: str = "") -> Context:
     """Return the context of an answer to a conversation.
 
     Args:
         messages: The conversation.
         turns: Turns of the attempt.
-        chat: Tokenizer and chat template.
+        chat: Format of the conversation, with its tools.
+        tools: OpenAI's list of tools as JSON; empty if there is none.
 
     Raises:
         ValueError: The conversation cannot be encoded.
     """
-    hashes = rolling_hashes(messages)
+    hashes = rolling_hashes(messages, tools)
     paths = Paths(turns)
-    answered, turn = _newest_answer(hashes, turns, chat.tokenizer)
+    answered, turn = _newest_answer(hashes, turns, paths, chat)
     if turn is not None:
-        rest = chat.continuation(messages, answered)
-        if rest is not None:
+        tokens = chat.extend(paths.context(turn.id), turn.sampled, messages, answered)
+        if tokens is not None:
             path = paths.path(turn.id)
-            ended = bool(turn.sampled) and turn.sampled[-1] in chat.tokenizer.stop_tokens
-            given = rest[1:] if ended else rest  # an answer that was cut by its length gets its end
-            return Context(turn.id, len(path), given, hashes, path + given)
+            offset = len(path) if tokens[: len(path)] == path else _common_length(tokens, path)
+            return Context(turn.id, offset, tokens[offset:], hashes, tokens)
     return _branch(chat.prompt(messages), turns, paths, hashes)
 
 
@@ -118,10 +136,11 @@ def plain_context(tokens: Sequence[int], turns: Sequence[Turn]) -> Context:
     return _branch(tuple(tokens), turns, Paths(turns), ())
 
 
-def _newest_answer(hashes: Sequence[str], turns: Sequence[Turn], tokenizer: Tokenizer) -> tuple[int, Turn | None]:
+def _newest_answer(hashes: Sequence[str], turns: Sequence[Turn], paths: Paths, chat: Chat) -> tuple[int, Turn | None]:
     """Find the recorded answer after which the fewest messages follow.
 
-    Two answers with the same text in the same conversation are the same for the agent; the first of them counts.
+    Two answers that say the same in the same conversation are the same for the agent; the first of them counts. An
+    agent may leave out the reasoning of an answer.
 
     Returns:
         Number of messages up to the answer, and its turn; (0, None) if the conversation has no recorded answer.
@@ -131,8 +150,12 @@ def _newest_answer(hashes: Sequence[str], turns: Sequence[Turn], tokenizer: Toke
     for turn in sorted(turns, key=lambda turn: turn.id):
         if not turn.finished or not turn.messages or known.get(turn.messages[-1]) != len(turn.messages):
             continue
-        answer = Message(ASSISTANT, tokenizer.decode(turn.sampled))
-        count = known.get(_next_hash(turn.messages[-1], answer), 0)
+        if len(turn.messages) + 1 <= answered:
+            continue
+        form = AnswerFormat.decode(turn.options)
+        shown = shown_answer(turn.id, paths.context(turn.id), turn.sampled, form, chat)
+        forms = {shown, msgspec.structs.replace(shown, reasoning="")}
+        count = max(known.get(_next_hash(turn.messages[-1], form), 0) for form in forms)
         if count > answered:
             answered, found = count, turn
     return answered, found
