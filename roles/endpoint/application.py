@@ -10,6 +10,7 @@ agent gets white space before the JSON, or comments in a stream, so that its rea
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from weakref import WeakValueDictionary
@@ -24,7 +25,7 @@ from starlette.routing import Route
 from ...config.model_folder import max_length
 from ...core.run_spec import RunSpec
 from ..models.chat import Chat, ModelChat, ToolsUnsupported
-from ..trajectories.client import FencedAttempt
+from ..trajectories.client import FencedAttempt, Refused
 from ..trajectories.episodes.requests import EpisodeTurns, Turn
 from .calls.call import Call, Policy, parse_chat, parse_completion
 from .calls.errors import ApiError
@@ -36,6 +37,8 @@ from .replies.reply import OpenedTurns, Reply
 from .turns.known_turns import KnownTurns
 from .turns.store_turns import Turns
 from .turns.turn_context import Context, Paths, chat_context, plain_context
+
+_log = logging.getLogger("rrl.endpoint")
 
 FOLLOW_WAIT_S = 5.0
 """Seconds after which a request for further tokens is repeated."""
@@ -171,8 +174,18 @@ class Endpoint:
         number = self._joined(key, call, earlier, repeated.number) if repeated.repeated else None
         if number is None:
             number = 1 + max((_number(turn) for turn in earlier), default=0)
-        names = tuple(f"{call.digest}/{number}/{choice}" for choice in range(call.choices))
-        context = _known_context(names, episode) or self._context(call, episode.turns, chat)
+        names = _names(call, number)
+        if (known := _known_context(names, episode)) is not None:
+            try:
+                return await self._open_turns(key, call, chat, number, known)
+            except FencedAttempt:
+                raise
+            except Refused as error:  # such as a limit that has changed since the recorded attempt
+                _log.info("a recorded turn is not taken over: %s", error)
+        return await self._open_turns(key, call, chat, number, self._context(call, episode.turns, chat))
+
+    async def _open_turns(self, key: EpisodeKey, call: Call, chat: Chat, number: int, context: Context) -> OpenedTurns:
+        """Open a turn for each answer to a call."""
         left = self._run.max_length - context.length
         if left < 1:
             raise ApiError(
@@ -181,6 +194,7 @@ class Endpoint:
                 param="messages" if call.messages is not None else "prompt",
             )  # fmt: skip
         max_new = int(min(self._run.max_new, left, call.max_new or left))
+        names = _names(call, number)
         opened = [
             await self._turns.open_turn(
                 key.episode, key.attempt, name, context.parent, context.offset, context.given, max_new,
@@ -191,12 +205,13 @@ class Endpoint:
         return OpenedTurns(number, context.tokens, names, tuple(opened), chat)
 
     def _context(self, call: Call, turns: Sequence[Turn], chat: Chat) -> Context:
+        param = "messages" if call.messages is not None else "prompt"
         try:
             if call.messages is not None:
                 return chat_context(call.messages, turns, chat, call.tools)
             prompt = chat.tokenizer.encode(call.prompt) if isinstance(call.prompt, str) else call.prompt
         except ValueError as error:
-            raise ApiError(400, str(error), code="invalid_value", param="messages") from None
+            raise ApiError(400, f"{param}: {error}", code="invalid_value", param=param) from None
         if any(token >= chat.tokenizer.size for token in prompt):
             raise ApiError(400, "prompt: a token id is beyond the vocabulary", code="invalid_value", param="prompt")
         return plain_context(prompt, turns)
@@ -274,12 +289,17 @@ class Endpoint:
 
 def _known_context(names: Sequence[str], episode: EpisodeTurns) -> Context | None:
     """Return the context of a call of which a turn exists, in this attempt or recorded in an earlier one."""
-    current = {turn.id for turn in episode.turns}
-    for turn in (*episode.turns, *episode.recorded):
-        if turn.request in names and (turn.parent is None or turn.parent in current):
-            tokens = Paths(episode.turns).before(turn.parent, turn.offset, turn.given)
+    turns = *episode.turns, *episode.recorded
+    for turn in turns:
+        if turn.request in names:
+            tokens = Paths(turns).before(turn.parent, turn.offset, turn.given)
             return Context(turn.parent, turn.offset, turn.given, turn.messages, tokens)
     return None
+
+
+def _names(call: Call, number: int) -> tuple[str, ...]:
+    """Return the request of the turn of each answer to a call."""
+    return tuple(f"{call.digest}/{number}/{choice}" for choice in range(call.choices))
 
 
 def _number(turn: Turn) -> int:

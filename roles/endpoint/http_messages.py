@@ -10,7 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
-from ..trajectories.client import FencedAttempt
+from ..trajectories.client import Fenced, FencedAttempt, Refused
 from .calls.errors import ApiError
 from .key import EpisodeKey, decode_key
 
@@ -64,11 +64,6 @@ async def read_body(request: Request) -> bytes:
     return bytes(body)
 
 
-def old_attempt(error: FencedAttempt) -> ApiError:
-    """Return the error for a key whose attempt is over."""
-    return ApiError(403, str(error), "permission_error", "attempt_over")
-
-
 async def _error(_: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     return JSONResponse(error.body, error.status, error.headers)
@@ -84,9 +79,17 @@ async def _disconnected(_: Request, error: Exception) -> Response:
     return Response(status_code=400)  # nobody receives it
 
 
-async def _fenced(_: Request, error: Exception) -> Response:
-    assert isinstance(error, FencedAttempt)
-    return await _error(_, old_attempt(error))
+async def _attempt_over(request: Request, error: Exception) -> Response:
+    return await _error(request, ApiError(403, str(error), "permission_error", "attempt_over"))
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    return await _error(request, ApiError(400, str(error), code="refused"))
+
+
+async def _superseded(request: Request, error: Exception) -> Response:
+    message = "this endpoint is being replaced; repeat the request"
+    return await _error(request, ApiError(503, message, "server_error", "endpoint_replaced"))
 
 
 async def _unexpected(request: Request, error: Exception) -> Response:
@@ -99,7 +102,9 @@ async def _unexpected(request: Request, error: Exception) -> Response:
 
 EXCEPTION_HANDLERS: dict[Any, Any] = {
     ApiError: _error,
-    FencedAttempt: _fenced,
+    FencedAttempt: _attempt_over,
+    Fenced: _superseded,
+    Refused: _refused,
     HTTPException: _http_error,
     ClientDisconnect: _disconnected,
     Exception: _unexpected,

@@ -1,7 +1,7 @@
 """Serves the endpoint in a thread with an event loop of its own.
 
 So code of the agents that blocks their event loop delays only themselves, and never an answer. What strangers send to
-the port is bounded: in the number of connections, in the bytes of a request's head, and in the time until it is complete.
+the port is bounded: the number of connections, the bytes of a request's head, and the time until it is complete.
 """
 
 from __future__ import annotations

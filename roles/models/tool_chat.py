@@ -78,8 +78,8 @@ def open_tool_format(tokenizer: TemplateTokenizer, parser: str | None) -> ToolFo
             _log.info("tools are offered in the format of the family %s", name)
             return FamilyTools(tokenizer, renderer)
     names = ", ".join(sorted(parsers.TOOL_PARSERS))
-    raise ToolsUnsupported(f"no parser for tool calls is known for the chat template of this model; set [model] tool_parser"
-                           f" ({names}), or call without tools")  # fmt: skip
+    raise ToolsUnsupported(f"no parser for tool calls is known for the chat template of this model; set [model]"
+                           f" tool_parser ({names}), or call without tools")  # fmt: skip
 
 
 def _candidates(tokenizer: TemplateTokenizer) -> Iterator[str]:
@@ -177,8 +177,8 @@ class TemplateTools:
         asked = [as_template_message(Message("user", "a"))]
         shown = tokenizer.render(asked, answer_begins=True, tools=[_PROBE_TOOL])
         if _PROBE_TOOL["function"]["name"] not in shown:  # type: ignore[index]
-            raise ToolsUnsupported("[model] tool_parser: the chat template of the folder does not show tools to the model;"
-                                   " add a chat_template.jinja that does, or remove the key")  # fmt: skip
+            raise ToolsUnsupported("[model] tool_parser: the chat template of the folder does not show tools to the"
+                                   " model; add a chat_template.jinja that does, or remove the key")  # fmt: skip
 
     def bind(self, tools: str) -> Chat:
         """See :class:`.chat.ToolFormat`."""

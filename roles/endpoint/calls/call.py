@@ -146,7 +146,7 @@ def _stop(given: dict[str, Any]) -> tuple[str, ...]:
     texts = [] if stop is None else stop if isinstance(stop, list) else [stop]
     if len(texts) > _MAX_STOPS or not all(isinstance(text, str) and 0 < len(text) <= _MAX_STOP_CHARS for text in texts):
         raise wrong(
-            "stop", f"must be a text, or a list of at most {_MAX_STOPS} texts of 1 to {_MAX_STOP_CHARS} characters"
+            "stop", f"must be a text, or a list of at most {_MAX_STOPS} texts of 1 to {_MAX_STOP_CHARS} letters"
         )
     return tuple(texts)
 

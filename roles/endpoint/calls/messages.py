@@ -74,10 +74,8 @@ def _tool_calls(given: Any, where: str) -> tuple[ToolCall, ...]:
             function = msgspec.convert(call["function"], _Function)
             made.append(ToolCall(msgspec.convert(call["id"], str), function.name, function.arguments))
         except (msgspec.ValidationError, KeyError, TypeError):
-            raise wrong(
-                f"{where}.tool_calls",
-                'must be a list of {"id": "...", "type": "function", "function": {"name": "...", "arguments": "{...}"}}',
-            ) from None
+            shape = '{"id": "...", "type": "function", "function": {"name": "...", "arguments": "{...}"}}'
+            raise wrong(f"{where}.tool_calls", f"must be a list of {shape}") from None
     return tuple(made)
 
 

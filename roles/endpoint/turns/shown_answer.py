@@ -1,7 +1,7 @@
 """How an agent sees an answer: as text, cut before a stop text, with the calls of tools in it.
 
-It follows from the sampled tokens and from what the turn keeps as ``options``, so that an answer is the same whenever it
-is shown, and can be recognised in a later request. Everything here is pure.
+It follows from the sampled tokens and from what the turn keeps as ``options``, so that an answer is the same whenever
+it is shown, and can be recognised in a later request. Everything here is pure.
 """
 
 from __future__ import annotations

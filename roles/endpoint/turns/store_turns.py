@@ -1,5 +1,6 @@
-"""What the endpoint asks of the trajectory store: the interfaces, which tests can implement without a store, and the
-requests of a process of the run.
+"""What the endpoint asks of the trajectory store.
+
+Tests can implement the interfaces without a store; a process of a run sends requests.
 """
 
 from __future__ import annotations

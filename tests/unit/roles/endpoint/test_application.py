@@ -8,83 +8,19 @@ import json
 import logging
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
+import openai
 import pytest
 
-from rrl.core.run_spec import ModelSpec, TokenizerSpec
 from rrl.roles.endpoint import http_messages
-from rrl.roles.endpoint.application import Endpoint, ServedRun
-from rrl.roles.endpoint.calls.call import Policy
-from rrl.roles.endpoint.http_server import EndpointServer
 from rrl.roles.endpoint.key import EpisodeKey, encode_key
 from rrl.roles.endpoint.replies import reply as replies
-from rrl.roles.endpoint.turns.turn_context import Paths
-from rrl.roles.models.chat import open_chat
 from rrl.roles.models.tokenizer import EOS
 from rrl.roles.trajectories.episodes.requests import Turn
-from rrl.tests.support.roles.endpoint.fake_turns import FakeTurns
-
-openai = pytest.importorskip("openai")
-
-SECRET = bytes(range(32))
-CHAT = open_chat(ModelSpec(tokenizer=TokenizerSpec((*"0123456789", "12", "<", ">", "=", "?"), chat={
-    "user": "?{content}=", "assistant": "{content}"
-})))  # fmt: skip
-MAX_LENGTH = 24
-DEADLINE_S = 30.0
-"""s after which a test gives up; nothing takes so long unless it is broken"""
-USER: list[Any] = [{"role": "user", "content": "7"}]
-
-
-class Scene:
-    """A served endpoint over a stand-in for the store."""
-
-    def __init__(self) -> None:
-        self.turns = FakeTurns(self._opened)
-        self.opened: list[Turn] = []
-        self.policy: Callable[[Turn], None] | None = None
-        """what samples a turn once it is opened; None: the test does it"""
-        self._changed = threading.Condition()
-        settings = ServedRun("guess-1", SECRET, Policy(1.0), max_new=4, max_length=MAX_LENGTH)
-        self.endpoint = Endpoint(settings, CHAT, self.turns)
-        self.server = EndpointServer(self.endpoint.application)
-        self.server.start()
-
-    def _opened(self, turn: Turn) -> None:
-        with self._changed:
-            self.opened.append(turn)
-            self._changed.notify_all()
-        if self.policy is not None:
-            self.policy(turn)
-
-    def answers(self, *texts: str, end: int | None = EOS) -> None:
-        """Let each new turn be answered with the next of these texts, the last one for ever."""
-        waiting = [list(CHAT.tokenizer.encode(text)) for text in texts]
-
-        def sample(turn: Turn) -> None:
-            tokens = waiting.pop(0) if len(waiting) > 1 else list(waiting[0])
-            self.turns.sample(turn.id, *tokens, *([] if end is None else [end]), finished=True)
-
-        self.policy = sample
-
-    def wait_opened(self, count: int) -> Turn:
-        """Wait until so many turns are opened, and return the newest."""
-        with self._changed:
-            assert self._changed.wait_for(lambda: len(self.opened) >= count, DEADLINE_S)
-            return self.opened[count - 1]
-
-    def key(self, episode: int = 0, attempt: int = 1, secret: bytes = SECRET) -> str:
-        return encode_key(EpisodeKey("guess-1", episode, attempt), secret)
-
-    def client(self, **more: Any) -> Any:
-        options: dict[str, Any] = {"base_url": self.server.base_url, "api_key": self.key(), "timeout": DEADLINE_S}
-        return openai.OpenAI(**options | more)
-
-    def paths(self) -> Paths:
-        return Paths(tuple(self.turns.turns.values()))
+from rrl.tests.support.roles.endpoint.served import CHAT, DEADLINE_S, MAX_LENGTH, SECRET, USER, Scene
 
 
 @pytest.fixture
@@ -95,7 +31,7 @@ def scene() -> Iterator[Scene]:
 
 
 def create(scene: Scene, messages: list[Any] = USER, **more: Any) -> Any:
-    return scene.client().chat.completions.create(model="any", messages=messages, **more)
+    return scene.create(messages, **more)
 
 
 def test_a_conversation_over_several_calls_keeps_the_sampled_tokens(scene: Scene) -> None:
@@ -271,7 +207,8 @@ def test_a_call_whose_attempt_ends_after_its_reply_has_begun_is_broken_off_and_r
     ("key", "value"),
     [
         ("temperature", 0.5), ("top_p", 0.9), ("presence_penalty", 1), ("frequency_penalty", 0.1), ("seed", 1),
-        ("stop", [1]), ("stop", ""), ("tool_choice", "required"), ("tools", [{"type": "function", "function": {"name": "f"}}]), ("logit_bias", {"1": 5}),
+        ("stop", [1]), ("stop", ""), ("tool_choice", "required"), ("tools", [{"type": "function"}]),
+        ("tools", [{"type": "function", "function": {"name": "f"}}]), ("logit_bias", {"1": 5}),
         ("response_format", {"type": "json_object"}), ("top_logprobs", 3), ("min_p", 0.1), ("guided_json", {}),
         ("reasoning_effort", "low"), ("n", 0), ("n", 1000), ("max_tokens", 0), ("stream", 1), ("messages", []),
         ("messages", [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]),
