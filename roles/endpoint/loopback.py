@@ -43,6 +43,10 @@ class LoopbackEndpoint:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Close all connections, which breaks the calls that wait; may be called again, in any thread but its own."""
         self._server.stop()
 
     @property
