@@ -138,8 +138,8 @@ class _Trial:
         return TaskTrial(None, samples, tuple(self._warnings))
 
     def _try(self) -> tuple[Sample, ...]:
-        if self._job.agents is not None:
-            return self._try_agent(self._job.agents.function)
+        if (agents := self._job.agents) is not None or self._job.endpoint is not None:
+            return self._try_agent(agents.function if agents is not None else None)
         tokenizer = self._open_tokenizer()
         task = self._build(tokenizer)
         items = self._make_items(task, tokenizer)

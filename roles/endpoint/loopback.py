@@ -8,14 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from types import TracebackType
 
-from ...config.model_folder import max_length
 from ...core.run_spec import RunSpec
-from ..models.chat import Chat
+from ..models.chat import ModelChat
 from ..trajectories.episodes.requests import EpisodeItem
-from .application import Endpoint, EndpointSettings
+from .application import Endpoint, served_run
 from .http_server import EndpointServer
 from .key import EpisodeKey, encode_key
-from .turns import AskStore, StoreTurns
+from .turns.store_turns import AskStore, StoreTurns
 
 
 class LoopbackEndpoint:
@@ -31,12 +30,10 @@ class LoopbackEndpoint:
     """
 
     def __init__(
-        self, job: RunSpec, run: str, secret: bytes, chat: Chat, ask: AskStore, on_change: Callable[[], None]
+        self, job: RunSpec, run: str, secret: bytes, chat: ModelChat, ask: AskStore, on_change: Callable[[], None]
     ) -> None:
         self._run, self._secret = run, secret
-        longest = max_length(job.model.path, job.model.max_length)
-        settings = EndpointSettings(run, secret, job.sampling.temperature, job.sampling.max_new_tokens, longest)
-        self._endpoint = Endpoint(settings, chat, StoreTurns(ask), on_change)
+        self._endpoint = Endpoint(served_run(job, run, secret), chat, StoreTurns(ask), on_change)
         self._server = EndpointServer(self._endpoint.application)
 
     def __enter__(self) -> LoopbackEndpoint:
@@ -46,6 +43,10 @@ class LoopbackEndpoint:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Close all connections, which breaks the calls that wait; may be called again, in any thread but its own."""
         self._server.stop()
 
     @property

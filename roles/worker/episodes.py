@@ -21,7 +21,7 @@ from ...core.text import on_one_line, shortened
 from ...core.units import duration_text
 from ..end_report import Misuse, exits_on_invalid_config
 from ..endpoint.loopback import LoopbackEndpoint
-from ..endpoint.turns import AskStore
+from ..endpoint.turns.store_turns import AskStore
 from ..models.chat import open_chat
 from ..models.tasks import TaskError, load_task
 from ..trajectories.client import FencedAttempt, TrajectoryClient
@@ -98,7 +98,7 @@ class Episode:
             why: The reason, which ``rrl status`` shows.
 
         Returns:
-            False if the attempt is over already.
+            False if the attempt is over already, or if a stop of this process is requested: then it did not fail.
 
         Raises:
             ValueError: The attempt was ended before.
@@ -143,6 +143,7 @@ class EpisodeWork:
     def lease(self) -> Iterator[Episode]:
         """Yield episodes; while ``at_most`` are at work, wait until one of them has ended."""
         store, stopping = self._connection.store, self._connection.stopping
+        threading.Thread(target=self._break_calls_on_stop, name="episodes-stop", daemon=True).start()
         with self._endpoint:
             try:
                 while not stopping.is_set():
@@ -170,9 +171,16 @@ class EpisodeWork:
 
     def fail(self, attempt: _Attempt, why: str) -> bool:
         """End an attempt; see :meth:`Episode.fail`."""
+        if self._connection.stopping.is_set():  # then its calls fail; others make the next attempt
+            return False
         self._connection.status.note = f"the newest failed attempt: {why}"
         of = attempt.leased
         return self._end(attempt, lambda store: store.fail_attempt(of.episode, of.attempt, why))
+
+    def _break_calls_on_stop(self) -> None:
+        """Close the endpoint once a stop is requested, so that code which waits for an answer comes to its end."""
+        self._connection.stopping.wait()
+        self._endpoint.stop()
 
     def _begin(self, leased: EpisodeItem) -> Episode:
         attempt = _Attempt(leased, time.monotonic() + self._settings.timeout)
