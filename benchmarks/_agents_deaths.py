@@ -32,6 +32,7 @@ from rrl.benchmarks._agents_learning import MANAGER, kill
 from rrl.benchmarks._agents_watched import FOLDER_ENV, MODEL, TOOL_GONE, WatchedCall, read_calls
 from rrl.benchmarks._stream_replay import keep_logs
 from rrl.benchmarks._vllm_servers import free_port
+from rrl.core.run_dir import RUNS_ENV
 from rrl.core.types import TRAINER, ReplicaId
 from rrl.roles.endpoint.key import EpisodeKey, decode_key, run_key
 from rrl.roles.trajectories.durable.log import read_frames
@@ -226,7 +227,7 @@ def _agents_outside(run: TestRun, folder: Path) -> Iterator[None]:
     run.wait(lambda _: any(_base_urls(run)), WAIT_TIMEOUT_S)
     key = run_key(run.run.id, RunKeys.load(run.run.keys).secret)
     port, direct = free_port(), next(iter(_base_urls(run)))
-    env = {**os.environ, "RRL_RUNS": str(run.run.path.parent)}
+    env = {**os.environ, RUNS_ENV: str(run.run.path.parent)}
     programs = [subprocess.Popen([RRL, "relay", run.run.id, "--port", str(port)], env=env)]
     for name, url, options in (
         ("relay", f"http://127.0.0.1:{port}/v1", ["--streams"]),
