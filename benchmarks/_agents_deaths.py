@@ -38,6 +38,7 @@ from rrl.roles.endpoint.key import EpisodeKey, decode_key, run_key
 from rrl.roles.trajectories.durable.log import read_frames
 from rrl.roles.trajectories.durable.records import (
     AttemptFailed,
+    EpisodeFinished,
     Record,
     SegmentsAppended,
     TurnCreated,
@@ -88,7 +89,7 @@ class Deaths(Struct, frozen=True):
     changed_tokens: int
     """Tokens that an agent received and that no engine has recorded as the answer in this context."""
     recorded_turns: int
-    """Turns of attempts whose process died."""
+    """Turns of attempts whose process died, in episodes that another attempt has finished."""
     replayed_share: float
     """Share of them that the next attempt has taken over."""
     episodes: int
@@ -212,8 +213,12 @@ def _key(run: TestRun, call: WatchedCall) -> EpisodeKey | None:
 
 def _wait_finished(run: TestRun, calls: Path) -> None:
     """Wait until the agents have made some more calls after the last death."""
-    before = len(read_calls(calls))
-    run.wait(lambda _: len(read_calls(calls)) > before + 4 * AT_ONCE, WAIT_TIMEOUT_S)
+
+    def made() -> int:
+        return sum(path.read_bytes().count(b"\n") for path in calls.glob("calls-*.jsonl"))
+
+    before = made()
+    run.wait(lambda _: made() > before + 4 * AT_ONCE, WAIT_TIMEOUT_S)
 
 
 @contextmanager
@@ -273,12 +278,13 @@ def _read(run: TestRun, folder: Path, times: dict[str, int], refused: int, load:
     calls = read_calls(folder / "calls")
     failed = [call for call in calls if call.error]
     log = StoreLog.read(folder / "logs")
+    replayed = log.replayed_turns()
     known = _recorded.answers(folder / "record")
     changed = sum(len(call.tokens) for call in calls if (call.prompt, call.tokens) not in known and not call.error)
     return Deaths(
         times, len(calls), len(failed), sorted({call.error for call in failed}), refused,
         sum("ToolGone" in reason for reason in log.failures.values()), log.resampled_tokens(), changed,
-        len(log.orphaned), round(log.replayed_share(), 4), len({call.api_key for call in calls}),
+        len(replayed), round(sum(replayed) / max(1, len(replayed)), 4), len({call.api_key for call in calls}),
         (round(load, 1), round(os.getloadavg()[0], 1)),
     )  # fmt: skip
 
@@ -293,6 +299,8 @@ class StoreLog:
         self.orphaned: set[int] = set()
         """Turns with tokens of attempts whose process died before they were finished."""
         self.taken: set[int] = set()
+        self.finished: dict[int, int] = {}
+        """The attempt that finished, by episode."""
         self.failures: dict[tuple[int, int], str] = {}
         """Reason by episode and attempt, without deaths."""
 
@@ -317,6 +325,8 @@ class StoreLog:
                                   if created.episode == episode and self.lengths[turn]}  # fmt: skip
             case AttemptFailed(episode, attempt, _, reason):
                 self.failures[episode, attempt] = reason
+            case EpisodeFinished(episode, attempt):
+                self.finished[episode] = attempt
             case TurnTaken(turn):
                 self.taken.add(turn)
             case _:
@@ -332,6 +342,10 @@ class StoreLog:
             if (before := had.get((created.episode, created.request), turn)) != turn and turn > before
         )
 
-    def replayed_share(self) -> float:
-        """Return the share of orphaned turns that a later attempt has taken over."""
-        return len(self.orphaned & self.taken) / max(1, len(self.orphaned))
+    def replayed_turns(self) -> list[bool]:
+        """Return for each orphaned turn of an episode that a later attempt has finished whether it was taken over.
+
+        The run is cancelled while agents are at work, so some episodes are not finished.
+        """
+        return [turn in self.taken for turn in sorted(self.orphaned)
+                if self.finished.get(self.turns[turn].episode, 0) > self.turns[turn].attempt]  # fmt: skip
