@@ -31,8 +31,11 @@ KILLS = (
     (MANAGER, 0.75),
 )
 """What is killed by SIGKILL, and the share of the steps after which it is."""
-RUN_TIMEOUT_S = 3600.0
-"""Seconds; on two quiet cores a run takes a tenth of it."""
+RUN_TIMEOUT_S = 7200.0
+"""Seconds for each wait: on a machine with a load of 30 a run took 45 min."""
+STEP_GRACE_S = 60
+"""Seconds from the request to a process to stop to SIGKILL. The store writes its audit then, which takes 2 s of
+processor time after 400 steps."""
 
 
 class Learned(Struct, frozen=True):
@@ -96,6 +99,7 @@ def job(seed: int, steps: int, record: Path) -> str:
     for role in ("trainer", "rollout"):
         command = json.dumps([sys.executable, "-m", "rrl.benchmarks._recorded", role, "--record", str(record)])
         lines.insert(lines.index(f"[roles.{role}]") + 1, f"command = {command}")
+    lines.insert(lines.index("[limits]") + 1, f'step_grace = "{STEP_GRACE_S}s"')
     return "\n".join(lines) + '\n[recovery]\nbackoff = "0s"\n'
 
 

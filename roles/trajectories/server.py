@@ -441,7 +441,7 @@ def main() -> None:
         with CheckpointCleaner(me.run_dir.checkpoints, me.job.trainer.keep_checkpoints) as cleaner:
             with me.phase("serve"):
                 asyncio.run(_serve(me, store, cleaner))
-            if store.audit().committed >= me.job.steps:
+            if store.commit_status.committed >= me.job.steps:  # an audit reads the whole log
                 store.drop_uncommitted("the run is complete")
             write_atomically(me.run_dir.audit, msgspec.json.encode(store.audit()))
             store.close()
