@@ -57,7 +57,7 @@ def test_trained_tokens_of_a_tool_a_second_conversation_and_a_condensed_context_
 ) -> None:
     from rrl.benchmarks import _agents_drift
 
-    drift = _agents_drift.measure(folder, steps=3)
+    drift = _agents_drift.measure(folder, steps=5)  # rollouts are up to three steps ahead of the first new weights
     print(drift)
     assert drift.token_drift == 0
     assert drift.max_logprob_error < ATOL
