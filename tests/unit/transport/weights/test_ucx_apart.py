@@ -20,8 +20,8 @@ from rrl.transport.weights.base import installed_package
 HERE = Path(__file__).parent
 MODULES = ("test_ucx.py", "test_pull.py", "test_seam.py", "test_swarm.py", "test_torture.py")
 REPRESENTATIVE = (
-    "a_pull_brings_every_byte", "a_late_joiner_pulls", "source_killed_in_mid_pull", "receiver_that_dies_while_it_is_sent",
-    "a_lying_source_is_refused", "not_written_to_after_its_fetch_was_given_up", "chunks_pass_down_the_chain",
+    "a_pull_brings_every_byte", "a_late_joiner_pulls", "source_killed_in_mid_pull", "a_lying_source_is_refused",
+    "receiver_that_dies_while_it_is_sent", "not_written_to_after_its_fetch_was_given_up", "chunks_pass_down_the_chain",
     "receiver_skips_a_dead_or_hung_neighbour",
 )  # fmt: skip
 """Parts of the names of tests that make test also runs over UCX: transfers, deaths, late joiners and relays."""
