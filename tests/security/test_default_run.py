@@ -18,6 +18,7 @@ import pytest
 
 from rrl.core.run_dir import RUNS_ENV
 from rrl.core.types import ReplicaId
+from rrl.manager.model.state import Status
 from rrl.tests.support.plain_user import PlainUser
 from rrl.tests.support.runs import RRL, TestRun, all_work, current_incarnations, light_job, submitted, write_job
 from rrl.tests.support.security.assault import RECOVERY_TIMEOUT_S
@@ -126,6 +127,9 @@ def test_ucx_of_another_user_reaches_nothing_at_any_port_of_a_run(
 def test_garbage_of_another_user_leaves_no_descriptor_open_in_a_run(
     run: TestRun, owner: PlainUser, attacker: PlainUser
 ) -> None:
+    run.wait(
+        lambda state: all(r.status is Status.JOINED for r in state.replicas.values() if r.is_current)
+    )  # standbys, too
     before, began = current_incarnations(run.wait(all_work)), run.state().step
     ports = sorted(listening_ports(owner))
     listeners = {pid: Footprint.of(pid).descriptors for pid in run.processes() if ports_of(pid)}
