@@ -258,7 +258,7 @@ class Relay:
         if opening.done() and opening.result().status_code != 200:
             answer = await self._fetch(call, take, opening.result())
             return Response(answer.content, answer.status, answer.headers)
-        return StreamingResponse(_with_signs_of_life(self._events(call, opening, take)), media_type=_EVENT_STREAM)
+        return StreamingResponse(_with_comments(self._events(call, opening, take)), media_type=_EVENT_STREAM)
 
     async def _events(self, call: _Call, opening: asyncio.Future[httpx2.Response], take: Take) -> AsyncGenerator[bytes]:
         """Yield the events of a stream up to its end, whichever replicas it comes from."""
@@ -341,7 +341,7 @@ class Relay:
 
 
 # ── streams ────────────────────────────────────────────────────────────────────────────────────────────────────────
-async def _with_signs_of_life(events: AsyncGenerator[bytes]) -> AsyncIterator[bytes]:
+async def _with_comments(events: AsyncGenerator[bytes]) -> AsyncIterator[bytes]:
     """Yield events, and a comment whenever there is none for :data:`KEEP_ALIVE_S`."""
     async with aclosing(events):
         while True:

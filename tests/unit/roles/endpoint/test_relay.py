@@ -130,7 +130,7 @@ def test_a_plain_answer_that_breaks_off_is_repeated_as_joined_and_arrives_once(s
     assert other.requests[0][2] == broken.requests[0][2]
 
 
-def test_a_call_that_no_replica_has_seen_is_not_repeated_as_joined(scene: Scene) -> None:
+def test_a_call_that_no_replica_has_received_is_not_repeated_as_joined(scene: Scene) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         gone = f"http://127.0.0.1:{taken.getsockname()[1]}/v1"  # refuses connections once it is closed
     scene.addresses = [gone]
