@@ -325,6 +325,17 @@ def list_runs(json: Json = False) -> None:
     raise typer.Exit(command.list_runs(json=json))
 
 
+@app.command(short_help="Show how agents outside of a run reach it.")
+def endpoint(run: Run = None, json: Json = False) -> None:
+    """Show where agents outside of a run reach its endpoint, and how they open an episode.
+
+    The job must have a table [roles.endpoint]. Prints a key with which episodes of the run are opened: keep it secret.
+    """
+    from .agents import endpoint as command
+
+    raise typer.Exit(command.endpoint(run, json=json))
+
+
 @app.command(short_help="Check a job spec; show what would be submitted.")
 def check(
     job: JobFile,
