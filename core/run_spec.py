@@ -39,8 +39,7 @@ class RoleSpec(Struct, frozen=True):
 
     name: str
     kind: str
-    """``trainer``, ``rollout``, ``trajectories``, ``reward``, ``agents``, ``endpoint`` or ``command`` (defined by the
-    user)."""
+    """``trainer``, ``rollout``, ``trajectories``, ``reward``, ``agents``, ``endpoint`` or ``command`` (the user's)."""
     replicas: int
     min_replicas: int
     per_member: Resources
@@ -354,7 +353,6 @@ class TransportSpec(Struct, frozen=True):
     weights: WeightsSetting = "auto"
     trusted_network: bool = False
     chunk: int = 8 * 2**20
-    """Size of a chunk of weights in bytes."""
     network: str = ""
     """Name of an interface, or a CIDR, that all processes listen on; empty: each process chooses on its node."""
     chunk_deadline: float = 5.0
@@ -400,33 +398,29 @@ class RewardSettings(Struct, frozen=True):
 
 
 class AgentsSettings(Struct, frozen=True):
-    """The settings of the agents' program (:class:`rrl.config.job.roles.AgentsRole`)."""
+    """The settings of the agents' program (:class:`rrl.config.job.roles.AgentsRole`); times are in seconds."""
 
-    function: str
+    function: str | None = None
+    command: tuple[str, ...] | None = None
+    per: Literal["attempt", "replica"] = "attempt"
     concurrency: int = 16
     timeout: float = 1200.0
-    """Longest time (s) of one attempt at an episode."""
+    reward_timeout: float | None = None
     retries: int = 2
-    on_death: Literal["again", "drop"] = "again"
+    on_death: Literal["replay", "again", "drop"] = "replay"
 
 
 class EndpointSettings(Struct, frozen=True):
     """The settings of the endpoint for agents outside of the run (:class:`rrl.config.job.roles.EndpointRole`).
 
-    ``timeout``, ``retries`` and ``reward_timeout`` are those of its episodes in a job without agents of its own. If the
-    job has agents, theirs apply to all episodes.
+    The times (s) and ``retries`` are for jobs without agents of their own, whose settings otherwise apply.
     """
 
     port: int = 0
-    """TCP port on which each replica listens; 0: any free port."""
     foreign: Literal["refuse", "context"] = "refuse"
-    """What happens to a call that would sample from another policy than the job's: it is refused, or its answer is
-    context."""
     timeout: float = 1200.0
-    """Longest time (s) of one attempt at an episode."""
     retries: int = 2
     reward_timeout: float | None = None
-    """Longest time (s) from the end of an episode without reward to its reward; None: the task scores it at once."""
 
 
 class RunSpec(Struct, frozen=True):

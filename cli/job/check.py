@@ -186,7 +186,7 @@ def _check_manager_host(spec: RunSpec, path: Path) -> list[str]:
 def _python_mismatch(job: Job) -> list[str]:
     """Return a warning if [env] activates a Python with which the built-in roles do not run."""
     active = "venv" if job.env.venv else "conda" if job.env.conda else ""
-    built_in = any(role.command is None for role in job.every_role().values())
+    built_in = any(role.program is None for role in job.every_role().values())
     if not active or job.env.python or not built_in:
         return []
     return [f"env.{active} is there for commands of your own; the built-in roles run with {sys.executable}: write"

@@ -185,7 +185,7 @@ def _role(name: str, role: Role, python: str, image: str | None, donor_rollouts:
         min_replicas=min_replicas_of(name, role),
         per_member=Resources(cpus=role.cpus, gpus=role.gpus, mem=role.mem),
         exclusive=role.exclusive,
-        argv=role.command or (python, "-m", _BUILT_IN[name]),
+        argv=role.program or (python, "-m", _BUILT_IN[name]),
         env=role.env,
         launcher=role.launcher,
         image="" if role.launcher == "direct" else role.image or image or "",
@@ -195,6 +195,6 @@ def _role(name: str, role: Role, python: str, image: str | None, donor_rollouts:
         per_node=role.ranks_per_node,
         warm=isinstance(role, TrainerRole | RolloutRole) and role.warm,
         donor_rollouts=donor_rollouts,
-        built_in=role.command is None,
+        built_in=role.program is None,
         options=role.options if isinstance(role, CommandRole) else {},
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, Field
 
 from ...core import run_spec
 from ...core.units import Size
@@ -55,6 +55,11 @@ class Role(Table):
     run; not in form "pool"."""
     command: Strings | None = None
     """Your own program, which calls rrl.join(); it replaces the built-in program."""
+
+    @property
+    def program(self) -> tuple[str, ...] | None:
+        """The command that each replica runs; None if it runs the built-in program."""
+        return self.command
 
 
 class TrainerRole(Role):
@@ -140,12 +145,6 @@ class RewardRole(Role):
     """Trajectories leased at a time."""
 
 
-def _no_replay(value: object) -> object:
-    if value == "replay":
-        raise ValueError('"replay" is not available yet; write "again", which begins the episode again, or "drop"')
-    return value
-
-
 class AgentsRole(Role):
     """Runs agents of yours, each for an episode, and serves them an OpenAI endpoint (docs/agents.md).
 
@@ -153,18 +152,34 @@ class AgentsRole(Role):
     returns no reward, the score of its last answer.
     """
 
-    function: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_]*$")]
+    function: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_]*$")] | None = None
     """module:function, importable from the folder of job.toml: async def run(item, base_url, api_key), which returns
     the episode's reward, or None."""
+    command: Strings | None = None
+    """Instead of function: an unmodified program, of which one process is started for each attempt. It gets
+    OPENAI_BASE_URL, OPENAI_API_KEY and RRL_ITEM; the last line that it prints is the reward if it is a number."""
+    per: Literal["attempt", "replica"] = "attempt"
+    """With command. attempt: one process for each attempt; replica: one for each replica, which calls rrl.join() and
+    me.episodes()."""
     concurrency: Annotated[int, Field(ge=1, le=4096)] = 16
     """Episodes at work at once in each replica."""
     timeout: Time = 1200.0
     """Longest time of one attempt at an episode; a longer one has failed."""
+    reward_timeout: OptionalTime = None
+    """How long an episode that ended without a reward waits for one from outside. Then its group is dropped. Default:
+    it does not wait, and [task] scores the last answer."""
     retries: Annotated[int, Field(ge=0)] = 2
     """Number of further attempts at an episode whose agent failed (an exception, or the timeout). Then its group is
     dropped with the reason; a failed attempt is never scored zero."""
-    on_death: Annotated[Literal["again", "drop"], BeforeValidator(_no_replay)] = "again"
-    """What happens to the episodes of a replica that dies. again: they begin again; drop: their groups are dropped."""
+    on_death: Literal["replay", "again", "drop"] = "replay"
+    """What happens to the episodes of a replica that dies. replay: the code runs again, and each call that equals a
+    recorded one gets the recorded answer; again: they begin again without the old answers; drop: their groups are
+    dropped."""
+
+    @property
+    def program(self) -> tuple[str, ...] | None:
+        """The command that each replica runs; None if it runs the built-in program."""
+        return self.command if self.per == "replica" else None
 
 
 class EndpointRole(Role):

@@ -23,7 +23,7 @@ from ..vllm_arguments import RESERVED_ARGUMENTS, TENSOR_PARALLEL_SIZE
 from .base import mistake
 from .faults import values_for_kind
 from .resolve import node_groups
-from .roles import CommandRole, Role, TrainerRole, TrajectoriesRole
+from .roles import AgentsRole, CommandRole, Role, TrainerRole, TrajectoriesRole
 
 if TYPE_CHECKING:
     from .schema import Job, PhaseTable
@@ -83,7 +83,7 @@ def _work(job: Job) -> None:
         return
     if job.run.steps is None:
         raise mistake(("run", "steps"), "missing; add steps = ... in [run] (optimizer steps of a complete run)")
-    built_in = [name for name, role in job.roles.named().items() if role.command is None]
+    built_in = [name for name, role in job.roles.named().items() if role.program is None]
     if job.model is None and built_in:
         needs = f"the built-in role {built_in[0]} needs path in [model], or [model.tokenizer] with pieces"
         raise mistake(("model",), f"missing; {needs}; or set command in [roles.{built_in[0]}]")
@@ -118,12 +118,12 @@ def _model(job: Job) -> None:
 
 
 def _agents(job: Job) -> None:
-    """Check that agents, of the job or outside of it, have a chat template, and are given as a function."""
+    """Check that agents, of the job or outside of it, have a chat template, and how those of the job are given."""
     agents, endpoint, model = job.roles.agents, job.roles.endpoint, job.model
     if agents is None and endpoint is None:
         return
-    if agents is not None and agents.command is not None:
-        raise mistake(("roles", "agents", "command"), "programs as agents are not available yet; write function")
+    if agents is not None:
+        _agent_program(agents)
     if model is None:
         raise mistake(("model",), "missing; agents need path in [model], or [model.tokenizer] with pieces and chat")
     if model.path is not None and not model.chat:
@@ -139,6 +139,17 @@ def _agents(job: Job) -> None:
             ("roles", "trainer", "warm_start_steps"),
             "trains on the task's answers to its prompts, which agents do not send; remove this key",
         )
+
+
+def _agent_program(agents: AgentsRole) -> None:
+    """Check that agents are given as a function or as a command."""
+    at = ("roles", "agents")
+    if agents.function is None and agents.command is None:
+        raise mistake(at, 'needs function = "module:function" or command = ["program", "argument", ...]')
+    if agents.function is not None and agents.command is not None:
+        raise mistake((*at, "command"), "an agent is a function or a command; remove this key, or remove function")
+    if agents.function is not None and "per" in agents.model_fields_set:
+        raise mistake((*at, "per"), "says what a process of command is for; remove this key, or write command")
 
 
 def _endpoint(job: Job) -> None:
@@ -253,7 +264,7 @@ def _gang(at: tuple[str, str], role: Role) -> None:
         return
     if isinstance(role, TrajectoriesRole):
         raise mistake((*at, "ranks"), "the store is one process; remove this key")
-    if role.command is None and not isinstance(role, TrainerRole):
+    if role.program is None and not isinstance(role, TrainerRole):
         message = f"the built-in {at[1]} is one process; write replicas = ..., or set a command that supports ranks"
         raise mistake((*at, "ranks"), message)
     if isinstance(role, CommandRole) and role.watch != "api":

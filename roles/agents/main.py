@@ -11,19 +11,16 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-import msgspec
-
 import rrl
 
 from ..end_report import exits_on_invalid_config
-from ..endpoint.application import Endpoint, served_run
-from ..endpoint.http_server import EndpointServer
-from ..endpoint.turns.store_turns import StoreTurns
+from ..endpoint.loopback import LoopbackEndpoint
 from ..models.chat import ModelChat, open_chat
 from ..models.tasks import TaskError, load_task
 from ..trajectories.episodes.requests import EpisodeItem
 from .attempts import AgentContext, Attempts
 from .user_function import AgentError, load_agent
+from .user_program import program_agent
 
 LEASE_WAIT_S = 1.0
 """Seconds that a request for episodes waits at the store before it is repeated."""
@@ -32,7 +29,7 @@ _POLL_S = 0.2
 
 
 class StoreRequests:
-    """Requests to the store, each awaited in the event loop of the caller.
+    """Requests to the store about attempts, each awaited in the event loop of the caller.
 
     Args:
         me: This process.
@@ -45,9 +42,9 @@ class StoreRequests:
         """Lease episodes; empty if there is none within :data:`LEASE_WAIT_S`."""
         return await self._me.ask_store(lambda store: store.lease_episodes(at_most, LEASE_WAIT_S, holding))
 
-    async def finish_episode(self, episode: int, attempt: int, reward: float | None) -> None:
+    async def finish_episode(self, episode: int, attempt: int, reward: float | None, later: bool) -> None:
         """See :class:`.attempts.AttemptsStore`."""
-        await self._me.ask_store(lambda store: store.finish_episode(episode, attempt, reward))
+        await self._me.ask_store(lambda store: store.finish_episode(episode, attempt, reward, later))
 
     async def fail_attempt(self, episode: int, attempt: int, why: str) -> None:
         """See :class:`.attempts.AttemptsStore`."""
@@ -59,7 +56,7 @@ async def serve(me: rrl.Worker, agent: AgentContext, chat: ModelChat) -> None:
 
     Args:
         me: This process.
-        agent: What all attempts have in common; the base URL is not set yet.
+        agent: What all attempts have in common.
         chat: Tokenizer and chat template.
 
     Raises:
@@ -71,19 +68,14 @@ async def serve(me: rrl.Worker, agent: AgentContext, chat: ModelChat) -> None:
         with suppress(RuntimeError):  # the loop has ended
             loop.call_soon_threadsafe(changed.set)
 
-    endpoint = Endpoint(served_run(me), chat, StoreTurns(me), on_change)
-    server = EndpointServer(endpoint.application)
-    server.start()
-    try:
-        await _run(me, msgspec.structs.replace(agent, base_url=server.base_url), endpoint, changed)
-    finally:
-        server.stop()
+    with LoopbackEndpoint(me.job, me.run_dir.id, me.keys.secret, chat, me.ask_store, on_change) as endpoint:
+        await _run(me, agent, endpoint, changed)
 
 
-async def _run(me: rrl.Worker, context: AgentContext, endpoint: Endpoint, changed: asyncio.Event) -> None:
+async def _run(me: rrl.Worker, context: AgentContext, endpoint: LoopbackEndpoint, changed: asyncio.Event) -> None:
     """Make attempts; ``changed`` is set whenever a call of an agent begins to wait or has ended."""
     store = StoreRequests(me)
-    attempts = Attempts(context, store, changed.set)
+    attempts = Attempts(context, endpoint, store, changed.set)
     leasing: asyncio.Task[tuple[EpisodeItem, ...]] | None = None
     reported = 0
     with ExitStack() as phase:
@@ -116,7 +108,7 @@ async def _run(me: rrl.Worker, context: AgentContext, endpoint: Endpoint, change
         raise attempts.error
 
 
-def _phase(attempts: Attempts, endpoint: Endpoint) -> str:
+def _phase(attempts: Attempts, endpoint: LoopbackEndpoint) -> str:
     """Return the phase: agents wait for tokens, or act by themselves, or there is no episode."""
     if not attempts.episodes:
         return "wait_work"
@@ -132,10 +124,14 @@ def main() -> None:
         chat = open_chat(job.model)
     with exits_on_invalid_config(TaskError):
         task = load_task(job.task, job.seed, chat.tokenizer, folder)
-    with exits_on_invalid_config(AgentError):
-        agent = load_agent(job.agents.function, folder)
+    if job.agents.function is not None:
+        with exits_on_invalid_config(AgentError):
+            agent = load_agent(job.agents.function, folder)
+    else:
+        assert job.agents.command is not None
+        agent = program_agent(job.agents.command, folder)
     with me:
-        context = AgentContext(agent, job.agents, task.prompt, folder, me.run_dir.id, me.keys.secret)
+        context = AgentContext(agent, job.agents, task.prompt, folder)
         asyncio.run(serve(me, context, chat))
 
 

@@ -23,10 +23,10 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from ...config.model_folder import max_length
+from ...core.run_spec import RunSpec
 from ..models.chat import Chat, ModelChat, ToolsUnsupported
 from ..trajectories.client import FencedAttempt, Refused
 from ..trajectories.episodes.requests import EpisodeTurns, Turn
-from ..worker.api import Worker
 from .calls.call import Call, Policy, parse_chat, parse_completion
 from .calls.errors import ApiError
 from .http_messages import EXCEPTION_HANDLERS, Abandoned, bearer_key, read_body
@@ -65,14 +65,17 @@ class ServedRun(Struct, frozen=True):
     """Greatest number of tokens of context and answer together."""
 
 
-def served_run(me: Worker) -> ServedRun:
-    """Return what the endpoint in a process of the run must know."""
-    job = me.job
+def served_run(job: RunSpec, run: str, secret: bytes) -> ServedRun:
+    """Return what the endpoint in a process of a run must know.
+
+    Args:
+        job: The job.
+        run: Name of the run directory.
+        secret: The secret of the run.
+    """
     foreign = "refuse" if job.endpoint is None else job.endpoint.foreign
-    return ServedRun(
-        me.run_dir.id, me.keys.secret, Policy(job.sampling.temperature, foreign), job.sampling.max_new_tokens,
-        max_length(job.model.path, job.model.max_length),
-    )  # fmt: skip
+    longest = max_length(job.model.path, job.model.max_length)
+    return ServedRun(run, secret, Policy(job.sampling.temperature, foreign), job.sampling.max_new_tokens, longest)
 
 
 class _Repeated(Struct, frozen=True):

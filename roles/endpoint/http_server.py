@@ -1,4 +1,4 @@
-"""Serves the endpoint in a thread with an event loop of its own.
+"""Serves an application in a thread with an event loop of its own.
 
 So code of the agents that blocks their event loop delays only themselves, and never an answer. What strangers send to
 the port is bounded: the number of connections, the bytes of a request's head, and the time until it is complete.

@@ -42,7 +42,8 @@ def serve(me: rrl.Worker, chat: ModelChat, routes: EpisodeRoutes, host: str, por
         OSError: The port cannot be bound, or the run directory cannot be written.
     """
     changed = threading.Event()
-    endpoint = Endpoint(served_run(me), chat, StoreTurns(me), changed.set, routes.routes())
+    served = served_run(me.job, me.run_dir.id, me.keys.secret)
+    endpoint = Endpoint(served, chat, StoreTurns(me.ask_store), changed.set, routes.routes())
     server = EndpointServer(endpoint.application, host, port)
     server.start()
     try:
@@ -79,7 +80,7 @@ def main() -> None:
     with exits_on_invalid_config(TaskError):
         task = load_task(job.task, job.seed, chat.tokenizer, Path(me.launch.cwd))
     with me:
-        routes = EpisodeRoutes(StoreEpisodes(me), me.run_dir.id, me.keys.secret, task.prompt)
+        routes = EpisodeRoutes(StoreEpisodes(me.ask_store), me.run_dir.id, me.keys.secret, task.prompt)
         serve(me, chat, routes, os.environ.get(ADDRESS_ENV, LOOPBACK), job.endpoint.port)
 
 

@@ -17,6 +17,7 @@ import msgspec
 import rrl
 
 from ...core.run_dir import write_atomically
+from ...core.run_spec import RunSpec
 from ...core.types import Incarnation
 from ...transport.control.endpoints import Incoming, Listener
 from ...transport.control.sockets import CONTROL_BOUNDS, STORE_BOUNDS
@@ -352,7 +353,7 @@ def _prompts(me: rrl.Worker) -> Callable[[int], Prompt]:
     raises ValueError for a prompt that is empty or too long for an answer to follow, and any exception that the task
     raises.
     """
-    if me.job.agents is not None:  # an agent makes the prompt of an item itself
+    if _episode_settings(me.job) is not None:  # an agent makes the prompt of an item itself
         return lambda item: Prompt(item, ())
     with exits_on_invalid_config():
         tokenizer = open_tokenizer(me.job.model)
@@ -369,7 +370,7 @@ def _prompts(me: rrl.Worker) -> Callable[[int], Prompt]:
 
 
 def _open_store(me: rrl.Worker, prompts: Callable[[int], Prompt]) -> Store:
-    sampling, agents = me.job.sampling, me.job.agents
+    sampling = me.job.sampling
     return Store(
         me.run_dir.store,
         group_size=sampling.group_size,
@@ -382,8 +383,21 @@ def _open_store(me: rrl.Worker, prompts: Callable[[int], Prompt]) -> Store:
         wait_for_late=sampling.late == "wait",
         window=sampling.window,
         max_part_bytes=CONTROL_BOUNDS.max_frame_bytes - 2 * _FRAME_OVERHEAD_BYTES,
-        episodes=None if agents is None else EpisodeSettings(agents.retries, agents.on_death),
+        episodes=_episode_settings(me.job),
     )
+
+
+def _episode_settings(job: RunSpec) -> EpisodeSettings | None:
+    """Return the settings of episodes: those of the job's agents, else of its endpoint; None if it has neither."""
+    settings = job.agents or job.endpoint
+    if settings is None:
+        return None
+    episodes = EpisodeSettings(
+        settings.retries, "replay" if job.agents is None else job.agents.on_death, settings.timeout
+    )
+    if settings.reward_timeout is None:
+        return episodes
+    return msgspec.structs.replace(episodes, reward_timeout=settings.reward_timeout)
 
 
 async def _serve(me: rrl.Worker, store: Store, cleaner: CheckpointCleaner) -> None:
@@ -429,7 +443,7 @@ def main() -> None:
                 asyncio.run(_serve(me, store, cleaner))
             if store.audit().committed >= me.job.steps:
                 store.drop_uncommitted("the run is complete")
-            write_atomically(me.run_dir.store / "audit.json", msgspec.json.encode(store.audit()))
+            write_atomically(me.run_dir.audit, msgspec.json.encode(store.audit()))
             store.close()
 
 

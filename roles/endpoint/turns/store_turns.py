@@ -5,12 +5,14 @@ Tests can implement the interfaces without a store; a process of a run sends req
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Protocol, TypeVar
 
+from ...trajectories.client import Fenced, FencedAttempt, TrajectoryClient
 from ...trajectories.episodes.requests import EpisodeItem, EpisodeTurns, TurnTokens
 from ...trajectories.types import Sampling
-from ...worker.api import Worker
+
+_Answer = TypeVar("_Answer")
 
 
 class Turns(Protocol):
@@ -59,26 +61,47 @@ class Episodes(Protocol):
         ...
 
 
+class AskStore(Protocol):
+    """Sends a request to the store, and returns its answer to the event loop of the caller."""
+
+    async def __call__(self, request: Callable[[TrajectoryClient], Coroutine[Any, Any, _Answer]]) -> _Answer:
+        """Send the request that ``request`` makes."""
+        ...
+
+
+class _Asking:
+    """Sends the requests of this process; once the process itself is fenced, each attempt is over for it."""
+
+    def __init__(self, ask: AskStore) -> None:
+        self._send = ask
+
+    async def __call__(self, request: Callable[[TrajectoryClient], Coroutine[Any, Any, _Answer]]) -> _Answer:
+        try:
+            return await self._send(request)
+        except Fenced as error:
+            raise FencedAttempt(str(error)) from error
+
+
 class StoreTurns:
     """Requests to the store of the run, each awaited in the event loop of the caller; see :class:`Turns`.
 
     Args:
-        me: This process.
+        ask: How requests are sent: :meth:`rrl.Worker.ask_store`.
     """
 
-    def __init__(self, me: Worker) -> None:
-        self._me = me
+    def __init__(self, ask: AskStore) -> None:
+        self._ask = _Asking(ask)
 
     async def get_episode(self, episode: int, holding: Sequence[int] = ()) -> EpisodeTurns:
         """See :class:`Turns`."""
-        return await self._me.ask_store(lambda store: store.get_episode(episode, holding))
+        return await self._ask(lambda store: store.get_episode(episode, holding))
 
     async def open_turn(
         self, episode: int, attempt: int, request: str, parent: int | None, offset: int, given: tuple[int, ...],
         max_new: int, messages: tuple[str, ...], options: str, sampling: Sampling | None,
     ) -> int:  # fmt: skip
         """See :class:`Turns`."""
-        return await self._me.ask_store(
+        return await self._ask(
             lambda store: store.open_turn(
                 episode, attempt, request, parent, offset, given, max_new, messages, options, sampling
             )
@@ -86,35 +109,35 @@ class StoreTurns:
 
     async def follow(self, turn: int, offset: int, wait: float) -> TurnTokens | None:
         """See :class:`Turns`."""
-        return await self._me.ask_store(lambda store: store.follow(turn, offset, wait))
+        return await self._ask(lambda store: store.follow(turn, offset, wait))
 
     async def end_turn(self, turn: int, length: int) -> None:
         """See :class:`Turns`."""
-        await self._me.ask_store(lambda store: store.end_turn(turn, length))
+        await self._ask(lambda store: store.end_turn(turn, length))
 
 
 class StoreEpisodes:
     """Requests to the store of the run about whole episodes; see :class:`Episodes`.
 
     Args:
-        me: This process.
+        ask: How requests are sent: :meth:`rrl.Worker.ask_store`.
     """
 
-    def __init__(self, me: Worker) -> None:
-        self._me = me
+    def __init__(self, ask: AskStore) -> None:
+        self._ask = _Asking(ask)
 
     async def open_episode(self, request: str, wait: float) -> EpisodeItem | None:
         """See :class:`Episodes`."""
-        return await self._me.ask_store(lambda store: store.open_episode(request, wait))
+        return await self._ask(lambda store: store.open_episode(request, wait))
 
     async def finish_episode(self, episode: int, attempt: int, reward: float | None, later: bool) -> None:
         """See :class:`Episodes`."""
-        await self._me.ask_store(lambda store: store.finish_episode(episode, attempt, reward, later))
+        await self._ask(lambda store: store.finish_episode(episode, attempt, reward, later))
 
     async def post_reward(self, episode: int, attempt: int, reward: float) -> None:
         """See :class:`Episodes`."""
-        await self._me.ask_store(lambda store: store.post_reward(episode, attempt, reward))
+        await self._ask(lambda store: store.post_reward(episode, attempt, reward))
 
     async def fail_attempt(self, episode: int, attempt: int, why: str) -> None:
         """See :class:`Episodes`."""
-        await self._me.ask_store(lambda store: store.fail_attempt(episode, attempt, why))
+        await self._ask(lambda store: store.fail_attempt(episode, attempt, why))

@@ -331,12 +331,14 @@ WRONG: list[tuple[str, str, str]] = [
     ("[roles.rollout]", '[roles.agents]\nfunction = "m:f"\n[roles.rollout]',
      'job.toml:9: model.tokenizer.chat: missing; agents hold conversations: write a piece of text for each role, for'
      ' example chat = { user = "{content}=", assistant = "{content}" }'),
-    ("[roles.rollout]", '[roles.agents]\n[roles.rollout]', "job.toml:16: roles.agents.function: missing; add function ="
-     " ... in [roles.agents] (module:function, importable from the folder of job.toml: async def run(item, base_url,"
-     " api_key), which returns the episode's reward, or None)"),
-    ("[roles.rollout]", '[roles.agents]\nfunction = "m:f"\non_death = "replay"\n[roles.rollout]',
-     'job.toml:18: roles.agents.on_death: "replay" is not available yet; write "again", which begins the episode again,'
-     ' or "drop"'),
+    ("[roles.rollout]", '[roles.agents]\n[roles.rollout]', 'job.toml:16: roles.agents: needs function ='
+     ' "module:function" or command = ["program", "argument", ...]'),
+    ("[roles.rollout]", '[roles.agents]\nfunction = "m:f"\ncommand = ["python", "m.py"]\n[roles.rollout]',
+     "job.toml:18: roles.agents.command: an agent is a function or a command; remove this key, or remove function"),
+    ("[roles.rollout]", '[roles.agents]\nfunction = "m:f"\nper = "replica"\n[roles.rollout]',
+     "job.toml:18: roles.agents.per: says what a process of command is for; remove this key, or write command"),
+    ("[roles.rollout]", '[roles.agents]\nfunction = "m:f"\non_death = "reply"\n[roles.rollout]',
+     'job.toml:18: roles.agents.on_death: must be "replay", "again" or "drop", not "reply"; did you mean "replay"?'),
     ('[model.tokenizer]\npieces = "0123456789+= "\n', '[model]\npath = "m"\n[roles.agents]\nfunction = "m:f"\n',
      "job.toml:9: model.chat: agents hold conversations, which need a chat template; write chat = true"),
     ("[roles.rollout]", "[roles.endpoint]\n[roles.rollout]",

@@ -141,6 +141,14 @@ def test_agents_are_a_role_with_settings_and_may_act_for_as_long_as_an_attempt_m
     act = made.limits.phase("act")
     assert (act.shortest, act.longest) == (7500.0, 7500.0)
 
+    job = job.replace('function = "m:f"', 'command = ["./play", "-v"]\nreward_timeout = "1h"')
+    made = resolve(Job.model_validate(tomllib.loads(job)), "python")
+    assert made.agents == run_spec.AgentsSettings(command=("./play", "-v"), timeout=7200.0, reward_timeout=3600.0)
+    assert (made.role("agents").argv, made.role("agents").built_in) == (role.argv, True)
+
+    made = resolve(Job.model_validate(tomllib.loads(job + 'per = "replica"\n')), "python")
+    assert (made.role("agents").argv, made.role("agents").built_in) == (("./play", "-v"), False)
+
 
 def test_an_endpoint_is_a_role_whose_settings_are_those_written_and_the_defaults() -> None:
     assert spec().endpoint is None

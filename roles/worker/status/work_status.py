@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from math import inf
 from typing import NamedTuple
 
-from ...core.phases import ClockReading, idle_cause, phase
-from ...core.run_spec import RunSpec
-from ...core.types import Incarnation, ReplicaId, replica_id
-from ...transport.messages import Heartbeat
+from ....core.phases import ClockReading, idle_cause, phase
+from ....core.run_spec import RunSpec
+from ....core.types import Incarnation, ReplicaId, replica_id
+from ....transport.messages import Heartbeat
 from . import external_waits
 from .clocks import PhaseClock
 
@@ -65,7 +65,8 @@ class WorkStatus:
         """Monotonic time (s) at which untaken data were last confirmed."""
         self._store_calls = 0
         """Number of threads that wait for the store; a trainer may have two, because it commits in a second thread."""
-        self._store_calls_lock = threading.Lock()
+        self._lock = threading.Lock()
+        """Held while ``done`` or the number of waiting threads changes."""
 
     def restart(self, name: str) -> None:
         """Begin in phase ``name`` as another incarnation, whose clock starts now."""
@@ -80,14 +81,21 @@ class WorkStatus:
     @contextmanager
     def store_call(self) -> Iterator[None]:
         """Report inside the block a wait for the store, and count it as idle (:meth:`PhaseClock.idle`)."""
-        with self._store_calls_lock:
+        with self._lock:
             self._store_calls += 1
         try:
             with self.clock.idle(STORE_CAUSE):
                 yield
         finally:
-            with self._store_calls_lock:
+            with self._lock:
                 self._store_calls -= 1
+
+    def add_done(self, units: int) -> bool:
+        """Add units of work, and return whether they are the first."""
+        with self._lock:
+            first = self.done == 0 and units > 0
+            self.done += units
+        return first
 
     def confirm_untaken_data(self) -> None:
         """Report for the next ``UNTAKEN_CONFIRMED_WITHIN_S`` that this store has data which the trainer does not take.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from rrl.core.types import Incarnation, ReplicaId
-from rrl.roles.worker import work_status
-from rrl.roles.worker.work_status import WorkStatus
+from rrl.roles.worker.status import work_status
+from rrl.roles.worker.status.work_status import WorkStatus
 
 STORE = Incarnation(ReplicaId("trajectories/0"), 1)
 

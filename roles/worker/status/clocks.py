@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from ...core.phases import MAX_CLOCK_ENTRIES, OTHER_PHASE, WAIT_EXTERNAL, ClockReading, PhaseTime, phase
+from ....core.phases import MAX_CLOCK_ENTRIES, OTHER_PHASE, WAIT_EXTERNAL, ClockReading, PhaseTime, phase
 
 
 def boot_time_ns() -> int:

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 import rrl
 from rrl.core.phases import MAX_CLOCK_ENTRIES, WAIT_EXTERNAL, PhaseTime, idle_cause
 from rrl.core.types import ReplicaId
-from rrl.roles.worker import external_waits
-from rrl.roles.worker.clocks import PhaseClock, boot_time_ns
-from rrl.roles.worker.work_status import CurrentPhase, entered_phase
+from rrl.roles.worker.status import external_waits
+from rrl.roles.worker.status.clocks import PhaseClock, boot_time_ns
+from rrl.roles.worker.status.work_status import CurrentPhase, entered_phase
 from rrl.tests.support.listening_manager import TIMEOUT_S
 from rrl.tests.support.roles.worker_scene import JOB
 
