@@ -31,18 +31,15 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Mount
 from starlette.types import Receive, Scope, Send
 
-from .call import ApiError
+from .calls.errors import ApiError
+from .http_messages import EXCEPTION_HANDLERS, Abandoned, read_body
 
 _log = logging.getLogger("rrl.relay")
 
-MAX_BODY_BYTES = 16 * 2**20
-"""Bytes of the largest body, as at the endpoint."""
 MAX_EVENT_BYTES = 16 * 2**20
 """Bytes of the largest event of a stream: one event has at most the tokens of a prompt and of a segment."""
 MAX_MEMORY_BYTES = 512 * 2**20
 """Bytes that all calls together may keep; a call that needs more gets 503, which clients repeat later."""
-BODY_TIMEOUT_S = 60.0
-"""Seconds in which a body must arrive, as at the endpoint."""
 KEEP_ALIVE_S = 0.5
 """Seconds between two signs of life of a waiting answer, as at the endpoint."""
 SILENCE_S = 15.0
@@ -69,10 +66,6 @@ _POSITION = b": rrl "
 T = TypeVar("T")
 Take = Callable[[int], None]
 """Takes further bytes of the relay's memory for a call. Raises ApiError if there are too few."""
-
-
-class _Abandoned(Exception):
-    """A reply that has begun cannot be completed: its connection is closed, and the agent's client repeats the call."""
 
 
 class _Streamed(Struct):
@@ -200,7 +193,7 @@ class Relay:
         self._client = httpx2.AsyncClient(limits=httpx2.Limits(), trust_env=False)
         self.application = Starlette(
             routes=[Mount("/", app=self._serve)],
-            exception_handlers={ApiError: _error, ClientDisconnect: _disconnected, Exception: _unexpected},
+            exception_handlers=EXCEPTION_HANDLERS | {Exception: _unexpected},
         )
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -211,7 +204,7 @@ class Relay:
         if request.url.query:
             target += f"?{request.url.query}"
         with self._memory.share() as take:
-            call = _Call(request, target, await _body(request, take))
+            call = _Call(request, target, await read_body(request, take))
             try:
                 if call.is_stream:
                     response = await self._stream(call, take)
@@ -251,9 +244,9 @@ class Relay:
                     await asyncio.wait([fetching], timeout=KEEP_ALIVE_S)
                 answer = fetching.result()
             except ApiError as error:
-                raise _Abandoned(str(error)) from None
+                raise Abandoned(str(error)) from None
             if answer.status != 200:  # the client repeats the call and then gets the status
-                raise _Abandoned(f"the endpoint has answered {answer.status}")
+                raise Abandoned(f"the endpoint has answered {answer.status}")
             yield answer.content
 
         return StreamingResponse(padded(), media_type="application/json")
@@ -281,7 +274,7 @@ class Relay:
                             if event.startswith(_DONE):
                                 return
                 if begun and call.position is None:
-                    raise _Abandoned("the endpoint did not say which tokens the agent has")
+                    raise Abandoned("the endpoint did not say which tokens the agent has")
                 upstream = await self._open_again(call)
             refused = await self._fetch(call, take, upstream)
             yield b"data: " + refused.content.replace(b"\n", b" ") + b"\n\n"  # the endpoint's error object
@@ -402,27 +395,12 @@ async def _blocks(upstream: httpx2.Response, take: Take) -> AsyncGenerator[bytes
                 yield bytes(buffered[:end])
                 del buffered[: end + 2]
             if len(buffered) > MAX_EVENT_BYTES:
-                raise _Abandoned(f"an event of the endpoint has more than {MAX_EVENT_BYTES >> 20} MiB")
+                raise Abandoned(f"an event of the endpoint has more than {MAX_EVENT_BYTES >> 20} MiB")
     finally:
         await upstream.aclose()
 
 
 # ── bodies and contents ────────────────────────────────────────────────────────────────────────────────────────────
-async def _body(request: Request, take: Take) -> bytes:
-    """Return the body of a request, which is bounded in size and time."""
-    body = bytearray()
-    try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
-            async for piece in request.stream():
-                take(len(piece))
-                body += piece
-                if len(body) > MAX_BODY_BYTES:
-                    raise ApiError(413, f"the body has more than {MAX_BODY_BYTES >> 20} MiB", code="request_too_large")
-    except TimeoutError:
-        raise ApiError(408, f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from None
-    return bytes(body)
-
-
 async def _content(upstream: httpx2.Response, take: Take) -> bytes:
     """Return the content of an upstream without the white space before it.
 
@@ -462,17 +440,8 @@ def _passed_headers(upstream: httpx2.Response) -> dict[str, str]:
 
 
 # ── errors ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-async def _error(_: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    return JSONResponse(error.body, error.status)
-
-
-async def _disconnected(_: Request, error: Exception) -> Response:
-    return Response(status_code=400)  # nobody receives it
-
-
 async def _unexpected(request: Request, error: Exception) -> Response:
-    if isinstance(error, _Abandoned):
+    if isinstance(error, Abandoned):
         _log.info("%s ended without an answer: %s", request.url.path, error)
         return Response(status_code=502)  # is not sent
     _log.error("%s %s failed", request.method, request.url.path, exc_info=error)

@@ -17,7 +17,7 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from rrl.roles.endpoint import relay
+from rrl.roles.endpoint import http_messages, relay
 from rrl.roles.endpoint.http_server import EndpointServer
 from rrl.roles.endpoint.relay import Relay
 from rrl.tests.support.roles.endpoint.fake_endpoint import (
@@ -135,9 +135,9 @@ def test_a_call_that_no_replica_has_seen_is_not_repeated_as_joined(scene: Scene)
         gone = f"http://127.0.0.1:{taken.getsockname()[1]}/v1"  # refuses connections once it is closed
     scene.addresses = [gone]
     replica = scene.replica()
-    threading.Timer(1.5, lambda: setattr(scene, "addresses", [replica.base_url])).start()
+    threading.Timer(5.0, lambda: setattr(scene, "addresses", [replica.base_url])).start()
     # a read timeout that is shorter than the outage passes only without signs of life
-    assert scene.client(max_retries=0, timeout=1.0).chat.completions.create(model="m", messages=USER).choices
+    assert scene.client(max_retries=0, timeout=3.0).chat.completions.create(model="m", messages=USER).choices
     assert headers_of(replica)["x-stainless-retry-count"] == "0"
 
 
@@ -272,7 +272,7 @@ def test_a_reader_that_stops_reading_stops_the_replica_too(scene: Scene) -> None
 
 def test_bodies_are_bounded_one_by_one_and_all_together(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     replica = scene.serves()
-    monkeypatch.setattr(relay, "MAX_BODY_BYTES", 1000)
+    monkeypatch.setattr(http_messages, "MAX_BODY_BYTES", 1000)
     assert scene.post("/v1/chat/completions", content=b"x" * 1001)[0] == 413
     monkeypatch.setattr(relay, "MAX_MEMORY_BYTES", 500)
     status, got = scene.post("/v1/chat/completions", content=b"x" * 501)
