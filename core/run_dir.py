@@ -64,6 +64,8 @@ class RunDir:
         self.stacks = path / "stacks"
         """``<incarnation>-<epoch>.<n>.txt``, mode 0600: stacks of the processes of a suspect and of its gang."""
         self.store = path / "trajectories"
+        self.audit = self.store / "audit.json"
+        """The fate of every trajectory, which the store writes when it is stopped."""
         self.checkpoints = path / "checkpoints"
         self.summary = path / "summary.json"
         self.metrics = path / "metrics"

@@ -115,5 +115,5 @@ def _text(access: EndpointAccess) -> str:
         "# end it with its reward (API_KEY: the api_key of the episode)",
         f'curl -sX POST {root}/rrl/v1/episodes/finish -H "Authorization: Bearer $API_KEY" -d \'{{"reward": 1.0}}\'',
         "",
-        f"An agent whose calls must outlive a restart of the endpoint uses a relay beside it: {program()} relay {access.run}",
+        f"# hold the calls of an agent while the endpoint restarts: {program()} relay {access.run}, on its machine",
     ]) + "\n"  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -46,8 +47,12 @@ def bearer_key(request: Request, run: str, secret: bytes) -> EpisodeKey:
     return key
 
 
-async def read_body(request: Request) -> bytes:
+async def read_body(request: Request, take: Callable[[int], None] = lambda count: None) -> bytes:
     """Return the body of a request, which is bounded in size and time.
+
+    Args:
+        request: The request.
+        take: Called with the number of bytes of each piece, before the piece is kept.
 
     Raises:
         ApiError: It is too large or too slow.
@@ -56,6 +61,7 @@ async def read_body(request: Request) -> bytes:
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
             async for piece in request.stream():
+                take(len(piece))
                 body += piece
                 if len(body) > MAX_BODY_BYTES:
                     raise ApiError(413, f"the body has more than {MAX_BODY_BYTES >> 20} MiB", code="request_too_large")

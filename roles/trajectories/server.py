@@ -443,7 +443,7 @@ def main() -> None:
                 asyncio.run(_serve(me, store, cleaner))
             if store.audit().committed >= me.job.steps:
                 store.drop_uncommitted("the run is complete")
-            write_atomically(me.run_dir.store / "audit.json", msgspec.json.encode(store.audit()))
+            write_atomically(me.run_dir.audit, msgspec.json.encode(store.audit()))
             store.close()
 
 

@@ -40,6 +40,11 @@ class TrajectoryState(Struct, eq=False):
         """Number of tokens after the prompt or, of a turn, after the tokens that it was given; 0 for an episode."""
         return self.segments[-1].end if self.segments else 0
 
+    @property
+    def is_at_work(self) -> bool:
+        """True for an episode whose newest attempt is being made."""
+        return self.episode is not None and self.episode.holder is not None and not self.finished
+
 
 class Run(Struct, frozen=True, gc=False):
     """Consecutive tokens of a sample that were all given, or all sampled under one version.

@@ -52,6 +52,8 @@ few MB."""
 
 TOKENS_AGED = "tokens_aged_"
 """Begin of the names of figures that count a step's tokens of one age, in training steps, which follows."""
+EPISODES_AT_WORK = "episodes_at_work"
+"""Name of the figure that counts the episodes whose newest attempt is being made."""
 MAX_COUNTED_AGE = 15
 """Age of which and above which all tokens count together: without a limit on staleness, ages can be large."""
 
@@ -189,6 +191,9 @@ class State:
             means = [group.created.expected[0] for group in waiting if group.created.expected is not None]
             figures["long_groups"] = float(sum(mean > typical + math.log(2) for mean in means))
             figures["longest_expected"] = min(math.exp(max(means)), self.lengths.limit) if means else 0.0
+        at_work = sum(track.is_at_work for track in self.trajectories.values())
+        if at_work or self.episode_records.figures():
+            figures[EPISODES_AT_WORK] = float(at_work)
         return figures | self.episode_records.figures()
 
     def times_of(self, incarnation: Incarnation) -> TokenTimes:

@@ -15,9 +15,8 @@ from rrl.tests.support.job_toml import JOB
 from rrl.transport.keys import RunKeys
 
 _PIECES = 'pieces = "0123456789+= "'
-ENDPOINT_JOB = (
-    JOB.replace(_PIECES, f'{_PIECES}\nchat = {{ user = "{{content}}=" }}') + "[roles.endpoint]\nreplicas = 2\n"
-)
+_CHAT_JOB = JOB.replace(_PIECES, f'{_PIECES}\nchat = {{ user = "{{content}}=" }}')
+ENDPOINT_JOB = f"{_CHAT_JOB}[roles.endpoint]\nreplicas = 2\n"
 
 
 def endpoint_job() -> RunSpec:
