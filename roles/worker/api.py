@@ -34,6 +34,7 @@ from ..trajectories.client import TrajectoryClient
 from ..trajectories.types import Batch, Item, PackedPart, Part, Segment
 from . import publication
 from .connection import ManagerConnection, Stopping
+from .status.episode_status import EpisodeStatus
 from .status.external_waits import waiting
 from .status.work_status import CurrentPhase, entered_phase
 from .step_data import StepData
@@ -450,7 +451,11 @@ class Worker:
         """
         from .episodes import EpisodeWork  # imported here: the packages of the endpoint are optional
 
-        return EpisodeWork(self._connection, self.job, self.ask_store, at_most).lease()
+        return EpisodeWork(self._connection, self.job, self.episode_status(), self.ask_store, at_most).lease()
+
+    def episode_status(self) -> EpisodeStatus:
+        """Return the report of phase and progress of a program that makes attempts at episodes in its own way."""
+        return EpisodeStatus(self.job, self._connection.set_phase, self._connection.count)
 
     async def ask_store(self, request: Callable[[TrajectoryClient], Coroutine[Any, Any, _Data]]) -> _Data:
         """Send a request to the store, and wait for its answer in the caller's event loop."""
