@@ -43,7 +43,8 @@ def test_model_path_is_relative_to_the_job_or_the_given_folder(
         assert job.model.path == os.path.normpath(folder / found)
         spec = resolved(job)["model"]
         assert spec == {
-            "path": job.model.path, "dtype": "float32", "chat": False, "max_length": None, "tokenizer": None
+            "path": job.model.path, "dtype": "float32", "chat": False, "max_length": None, "tokenizer": None,
+            "tool_parser": None,
         }  # fmt: skip
         path.write_text(as_toml(job))
         assert load_job(path).model == job.model  # what is written can be read again, from anywhere
