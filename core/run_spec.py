@@ -312,8 +312,7 @@ class ModelSpec(Struct, frozen=True):
     tokenizer: TokenizerSpec | None = None
     """Tokenizer of a model that rrl builds; None if ``path`` is set, since that folder has its own tokenizer."""
     tool_parser: Literal["qwen3", "qwen3.5", "glm", "deepseek-v3"] | None = None
-    """How the model of ``path`` writes calls of tools, as the library renderers names it; None: found from its chat
-    template."""
+    """How the model of ``path`` writes calls of tools; None: found from its chat template."""
 
 
 class TaskSpec(Struct, frozen=True):
@@ -411,10 +410,7 @@ class AgentsSettings(Struct, frozen=True):
 
 
 class EndpointSettings(Struct, frozen=True):
-    """The settings of the endpoint for agents outside of the run (:class:`rrl.config.job.roles.EndpointRole`).
-
-    The times (s) and ``retries`` are for jobs without agents of their own, whose settings otherwise apply.
-    """
+    """The settings of ``[roles.endpoint]``; the times (s) and ``retries`` are for jobs without agents of their own."""
 
     port: int = 0
     foreign: Literal["refuse", "context"] = "refuse"

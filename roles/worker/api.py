@@ -27,7 +27,7 @@ from ...transport.keys import RunKeys
 from ...transport.messages import Goodbye, Peers
 from ..checkpoints.folders import Digest, as_paths, fresh_folder, make_durable, verified
 from ..checkpoints.folders import describe as describe_files
-from ..end_report import report_uncaught_exceptions
+from ..launcher.end_report import report_uncaught_exceptions
 from ..launcher.process_group import allow_inspection, restore_priority
 from ..trajectories.batches import decode, decode_part
 from ..trajectories.client import TrajectoryClient

@@ -16,7 +16,7 @@ from rrl.config.job.resolve import resolve
 from rrl.config.job.schema import Job
 from rrl.core.run_dir import write_atomically
 from rrl.core.run_spec import RunSpec
-from rrl.roles.end_report import Misuse
+from rrl.roles.launcher.end_report import Misuse
 from rrl.roles.trajectories.client import Fenced
 from rrl.roles.trajectories.durable.log import read_frames
 from rrl.roles.trajectories.durable.records import AttemptFailed, EpisodeFinished, decode
