@@ -411,10 +411,7 @@ class AgentsSettings(Struct, frozen=True):
 
 
 class EndpointSettings(Struct, frozen=True):
-    """The settings of the endpoint for agents outside of the run (:class:`rrl.config.job.roles.EndpointRole`).
-
-    The times (s) and ``retries`` are for jobs without agents of their own, whose settings otherwise apply.
-    """
+    """The settings of the endpoint (:class:`rrl.config.job.roles.EndpointRole`); times in s, if the job has no agents."""
 
     port: int = 0
     foreign: Literal["refuse", "context"] = "refuse"
@@ -457,8 +454,7 @@ class RunSpec(Struct, frozen=True):
     rollout: RolloutSettings = RolloutSettings()
     reward: RewardSettings = RewardSettings()
     agents: AgentsSettings | None = None
-    """None: the job has no agents of its own. If it has no endpoint either, each trajectory is one answer to a prompt
-    of the task."""
+    """None: no agents of the job's own. Without an endpoint, too, each trajectory is one answer to a prompt."""
     endpoint: EndpointSettings | None = None
     """None: agents outside of the run cannot take part."""
     transport: TransportSpec = TransportSpec()
