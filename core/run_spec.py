@@ -411,7 +411,7 @@ class AgentsSettings(Struct, frozen=True):
 
 
 class EndpointSettings(Struct, frozen=True):
-    """The settings of the endpoint (:class:`rrl.config.job.roles.EndpointRole`); times in s, if the job has no agents."""
+    """The settings of the endpoint (:class:`rrl.config.job.roles.EndpointRole`), with times in s."""
 
     port: int = 0
     foreign: Literal["refuse", "context"] = "refuse"
