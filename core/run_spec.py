@@ -312,7 +312,8 @@ class ModelSpec(Struct, frozen=True):
     tokenizer: TokenizerSpec | None = None
     """Tokenizer of a model that rrl builds; None if ``path`` is set, since that folder has its own tokenizer."""
     tool_parser: Literal["qwen3", "qwen3.5", "glm", "deepseek-v3"] | None = None
-    """How the model of ``path`` writes calls of tools; None: found from its chat template."""
+    """How the model of ``path`` writes calls of tools, as the library renderers names it; None: found from its chat
+    template."""
 
 
 class TaskSpec(Struct, frozen=True):
@@ -410,7 +411,7 @@ class AgentsSettings(Struct, frozen=True):
 
 
 class EndpointSettings(Struct, frozen=True):
-    """The settings of ``[roles.endpoint]``; the times (s) and ``retries`` are for jobs without agents of their own."""
+    """The settings of the endpoint (:class:`rrl.config.job.roles.EndpointRole`), with times in s."""
 
     port: int = 0
     foreign: Literal["refuse", "context"] = "refuse"
@@ -453,8 +454,7 @@ class RunSpec(Struct, frozen=True):
     rollout: RolloutSettings = RolloutSettings()
     reward: RewardSettings = RewardSettings()
     agents: AgentsSettings | None = None
-    """None: the job has no agents of its own. If it has no endpoint either, each trajectory is one answer to a prompt
-    of the task."""
+    """None: no agents of the job's own. Without an endpoint, too, each trajectory is one answer to a prompt."""
     endpoint: EndpointSettings | None = None
     """None: agents outside of the run cannot take part."""
     transport: TransportSpec = TransportSpec()

@@ -270,6 +270,30 @@ def test_a_reader_that_stops_reading_stops_the_replica_too(scene: Scene) -> None
     assert stopped.wait(DEADLINE_S), "an agent that is gone ends its call at the replica"
 
 
+def test_a_plain_call_whose_agent_is_gone_ends_at_the_replica(scene: Scene) -> None:
+    ended = threading.Event()
+
+    async def waits(request: Request) -> Response:
+        async def content() -> AsyncIterator[bytes]:
+            try:
+                while True:
+                    yield b" "
+                    await asyncio.sleep(0.1)
+            finally:
+                ended.set()
+
+        return StreamingResponse(content(), media_type="application/json")
+
+    replica = scene.serves(waits)
+    host = scene.server.base_url.removeprefix("http://").removesuffix("/v1")
+    connection = http.client.HTTPConnection(host, timeout=DEADLINE_S)
+    connection.request("POST", "/v1/chat/completions", b"{}")
+    replica.wait_requests(1, DEADLINE_S)
+    assert not ended.is_set()
+    connection.close()
+    assert ended.wait(DEADLINE_S)
+
+
 def test_bodies_are_bounded_one_by_one_and_all_together(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     replica = scene.serves()
     monkeypatch.setattr(http_messages, "MAX_BODY_BYTES", 1000)
