@@ -411,10 +411,7 @@ class AgentsSettings(Struct, frozen=True):
 
 
 class EndpointSettings(Struct, frozen=True):
-    """The settings of the endpoint for agents outside of the run (:class:`rrl.config.job.roles.EndpointRole`).
-
-    The times (s) and ``retries`` are for jobs without agents of their own, whose settings otherwise apply.
-    """
+    """The settings of :class:`rrl.config.job.roles.EndpointRole`; times (s) and retries are for jobs without agents."""
 
     port: int = 0
     foreign: Literal["refuse", "context"] = "refuse"
