@@ -91,7 +91,7 @@ def test_an_agent_sees_no_error_while_a_rollout_and_the_store_die_and_every_epis
 
 def test_episodes_of_agents_that_die_begin_again(tmp_path: Path) -> None:
     steps = 8
-    run = submit(tmp_path, steps, ("function =", 'on_death = "again"\nfunction ='))
+    run = submit(tmp_path, steps, ('function = "guess_task:run"', 'function = "guess_task:run"\non_death = "again"'))
     run.wait(lambda state: state.step >= 2, TIMEOUT_S)
     kill(run, AGENTS)
     wait_completed(run, steps)
