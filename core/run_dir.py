@@ -64,10 +64,15 @@ class RunDir:
         self.stacks = path / "stacks"
         """``<incarnation>-<epoch>.<n>.txt``, mode 0600: stacks of the processes of a suspect and of its gang."""
         self.store = path / "trajectories"
+        self.audit = self.store / "audit.json"
+        """The fate of every trajectory, which the store writes when it is stopped."""
         self.checkpoints = path / "checkpoints"
         self.summary = path / "summary.json"
         self.metrics = path / "metrics"
         """``host:port`` at which the current manager serves metrics; the file exists only while they are served."""
+        self.endpoints = path / "endpoints"
+        """``<replica>.json``: the address of each replica of the endpoint
+        (:class:`rrl.roles.endpoint.addresses.EndpointAddress`). The first writer creates the folder."""
         self.metrics_failure = path / "metrics.failed"
         """Why the current manager serves no metrics, in one line; the file exists only if it should serve them."""
         self.submit = path / "submit"
@@ -117,6 +122,10 @@ class RunDir:
     def hardware_file(self, node: str) -> Path:
         """Return the path of the hardware record of a node."""
         return self.hardware / f"{node}.json"
+
+    def endpoint_file(self, replica: int) -> Path:
+        """Return the path of the address of a replica of the endpoint, from its index."""
+        return self.endpoints / f"{replica}.json"
 
     def log_file(self, tag: str) -> Path:
         """Return the path of the log of a step."""

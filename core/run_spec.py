@@ -39,7 +39,7 @@ class RoleSpec(Struct, frozen=True):
 
     name: str
     kind: str
-    """``trainer``, ``rollout``, ``trajectories``, ``reward``, ``agents`` or ``command`` (defined by the user)."""
+    """``trainer``, ``rollout``, ``trajectories``, ``reward``, ``agents``, ``endpoint`` or ``command`` (the user's)."""
     replicas: int
     min_replicas: int
     per_member: Resources
@@ -311,6 +311,9 @@ class ModelSpec(Struct, frozen=True):
     initializer_range: float = 0.05
     tokenizer: TokenizerSpec | None = None
     """Tokenizer of a model that rrl builds; None if ``path`` is set, since that folder has its own tokenizer."""
+    tool_parser: Literal["qwen3", "qwen3.5", "glm", "deepseek-v3"] | None = None
+    """How the model of ``path`` writes calls of tools, as the library renderers names it; None: found from its chat
+    template."""
 
 
 class TaskSpec(Struct, frozen=True):
@@ -350,7 +353,6 @@ class TransportSpec(Struct, frozen=True):
     weights: WeightsSetting = "auto"
     trusted_network: bool = False
     chunk: int = 8 * 2**20
-    """Size of a chunk of weights in bytes."""
     network: str = ""
     """Name of an interface, or a CIDR, that all processes listen on; empty: each process chooses on its node."""
     chunk_deadline: float = 5.0
@@ -396,14 +398,26 @@ class RewardSettings(Struct, frozen=True):
 
 
 class AgentsSettings(Struct, frozen=True):
-    """The settings of the agents' program (:class:`rrl.config.job.roles.AgentsRole`)."""
+    """The settings of the agents' program (:class:`rrl.config.job.roles.AgentsRole`); times are in seconds."""
 
-    function: str
+    function: str | None = None
+    command: tuple[str, ...] | None = None
+    per: Literal["attempt", "replica"] = "attempt"
     concurrency: int = 16
     timeout: float = 1200.0
-    """Longest time (s) of one attempt at an episode."""
+    reward_timeout: float | None = None
     retries: int = 2
-    on_death: Literal["again", "drop"] = "again"
+    on_death: Literal["replay", "again", "drop"] = "replay"
+
+
+class EndpointSettings(Struct, frozen=True):
+    """The settings of :class:`rrl.config.job.roles.EndpointRole`; times (s) and retries are for jobs without agents."""
+
+    port: int = 0
+    foreign: Literal["refuse", "context"] = "refuse"
+    timeout: float = 1200.0
+    retries: int = 2
+    reward_timeout: float | None = None
 
 
 class RunSpec(Struct, frozen=True):
@@ -440,7 +454,10 @@ class RunSpec(Struct, frozen=True):
     rollout: RolloutSettings = RolloutSettings()
     reward: RewardSettings = RewardSettings()
     agents: AgentsSettings | None = None
-    """None: the job has no agents, and each trajectory is one answer to a prompt of the task."""
+    """None: the job has no agents of its own. If it has no endpoint either, each trajectory is one answer to a prompt
+    of the task."""
+    endpoint: EndpointSettings | None = None
+    """None: agents outside of the run cannot take part."""
     transport: TransportSpec = TransportSpec()
     manager: ManagerSpec = ManagerSpec()
     limits: Limits = Limits()

@@ -29,7 +29,7 @@ from ...transport.weights.select import UntrustedNetwork, detect_capabilities, s
 from ..common.output import print_json
 from ..common.runs import UsageError
 from .local_machine import size_problem, this_machine
-from .manager_host import metrics_problem, network_problem
+from .manager_host import listens_on_loopback, metrics_problem, network_problem
 from .role_commands import command_problems
 from .task_check import TaskReport, try_task
 
@@ -62,6 +62,7 @@ def preflight(job: Job, spec: RunSpec, path: Path, foreground: bool = False) -> 
         *_check_transport_installed(job, path),
         *_check_engine_installed(job, path),
         *_check_endpoint_installed(job, path),
+        *_check_endpoint_route(job),
         *_check_model(job, path),
         *_check_stream(job),
     ]
@@ -185,7 +186,7 @@ def _check_manager_host(spec: RunSpec, path: Path) -> list[str]:
 def _python_mismatch(job: Job) -> list[str]:
     """Return a warning if [env] activates a Python with which the built-in roles do not run."""
     active = "venv" if job.env.venv else "conda" if job.env.conda else ""
-    built_in = any(role.command is None for role in job.every_role().values())
+    built_in = any(role.program is None for role in job.every_role().values())
     if not active or job.env.python or not built_in:
         return []
     return [f"env.{active} is there for commands of your own; the built-in roles run with {sys.executable}: write"
@@ -260,18 +261,32 @@ def _check_engine_installed(job: Job, path: Path) -> list[str]:
 
 
 def _check_endpoint_installed(job: Job, path: Path) -> list[str]:
-    """Return a warning if agents need the endpoint's packages and one is missing here.
+    """Return a warning for each role that serves the endpoint if a package for it is missing here.
 
-    Raises UsageError instead if the agents run in this environment.
+    Raises UsageError instead if the role runs in this environment.
     """
-    agents = job.roles.agents
     missing = [name for name in ENDPOINT_PACKAGES if find_spec(name) is None]
-    if agents is None or not missing:
+    serving = {name: role for name, role in job.roles.named().items() if name in ("agents", "endpoint")}
+    if not serving or not missing:
         return []
-    if job.cluster.kind != "local" or job.env.python or agents.launcher != "direct":
-        return [f"roles.agents: {missing[0]} is not installed on this machine; it must be on the nodes"]
-    text = f"{missing[0]} is not installed; pip install '.[endpoint]' in rrl's clone"
-    raise UsageError(_with_location(path, Problem(("roles", "agents"), text)))
+    for name, role in serving.items():
+        if job.cluster.kind == "local" and not job.env.python and role.launcher == "direct":
+            text = f"{missing[0]} is not installed; pip install '.[endpoint]' in rrl's clone"
+            raise UsageError(_with_location(path, Problem(("roles", name), text)))
+    return [f"roles.{name}: {missing[0]} is not installed on this machine; it must be on the nodes" for name in serving]
+
+
+def _check_endpoint_route(job: Job) -> list[str]:
+    """Return a warning if the endpoint listens on a loopback address, which no other machine reaches.
+
+    Whether other machines reach the address of a node is not known here.
+    """
+    network = job.transport.network
+    if job.roles.endpoint is None or not listens_on_loopback(job.cluster.kind, network):
+        return []
+    reason = f'[transport] network = "{network}"' if network else 'without [transport] network, kind = "local"'
+    return [f"roles.endpoint: {reason} is the loopback of a machine: agents on other machines cannot reach the"
+            " endpoint; set `network` to an interface that they reach"]  # fmt: skip
 
 
 def _check_model(job: Job, path: Path) -> list[str]:

@@ -21,8 +21,9 @@ from msgspec import Struct
 from ...core.run_spec import RunSpec
 from ...core.text import shortened
 from ...roles.agents.user_function import AgentError, load_agent
-from ...roles.end_report import described, place_of
-from ...roles.models.chat import Chat, open_chat
+from ...roles.launcher.end_report import described, place_of
+from ...roles.models.chat import open_chat
+from ...roles.models.conversation import Chat
 from ...roles.models.tasks import Task, TaskError, load_task
 from ...roles.models.tokenizer import Tokenizer, UnencodableText, open_tokenizer
 from ...roles.trajectories.prompts import MAX_ITEMS_WITHOUT_PROMPT, UnfitPrompt, prompt_encoder
@@ -138,8 +139,8 @@ class _Trial:
         return TaskTrial(None, samples, tuple(self._warnings))
 
     def _try(self) -> tuple[Sample, ...]:
-        if self._job.agents is not None:
-            return self._try_agent(self._job.agents.function)
+        if (agents := self._job.agents) is not None or self._job.endpoint is not None:
+            return self._try_agent(agents.function if agents is not None else None)
         tokenizer = self._open_tokenizer()
         task = self._build(tokenizer)
         items = self._make_items(task, tokenizer)
@@ -149,17 +150,14 @@ class _Trial:
         self._check_rewards(samples)
         return samples
 
-    def _try_agent(self, function: str) -> tuple[Sample, ...]:
-        """Import the agent, and make the items that it gets; they need not be text of the model's vocabulary."""
-        key = ("roles", "agents", "function")
+    def _try_agent(self, function: str | None) -> tuple[Sample, ...]:
+        """Import the agent, and make the items that it gets; they need not be text of the model's vocabulary.
+
+        ``function`` is None for an agent that is a command: it is not started.
+        """
         tokenizer = self._open_chat().tokenizer
-        self._doing = f"importing {function}"
-        try:
-            load_agent(function, self._folder)
-        except AgentError as error:
-            raise _Failed(TaskProblem(key, error.problem, error.missing_package)) from error
-        except (Exception, SystemExit) as error:  # user code may raise anything
-            raise _Failed(TaskProblem(key, f"importing it raised {self._described(error)}")) from error
+        if function is not None:
+            self._import_agent(function)
         task = self._build(tokenizer)
         samples: list[Sample] = []
         for number in range(SAMPLES):
@@ -168,6 +166,16 @@ class _Trial:
             except Exception as error:  # user code may raise anything
                 self._fail(f"prompt({number}) raised {self._described(error)}", error)
         return tuple(samples)
+
+    def _import_agent(self, function: str) -> None:
+        key = ("roles", "agents", "function")
+        self._doing = f"importing {function}"
+        try:
+            load_agent(function, self._folder)
+        except AgentError as error:
+            raise _Failed(TaskProblem(key, error.problem, error.missing_package)) from error
+        except (Exception, SystemExit) as error:  # user code may raise anything
+            raise _Failed(TaskProblem(key, f"importing it raised {self._described(error)}")) from error
 
     def _open_chat(self) -> Chat:
         try:

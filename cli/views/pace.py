@@ -1,4 +1,4 @@
-"""How fast a run works, as text: idle shares of the roles, and tokens per second. Pure."""
+"""How fast a run works, as text: idle shares of the roles, tokens per second, episodes of agents. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rich.text import Text
 from ...core.run_spec import RoleSpec
 from ...manager.model.idle_times import START, RolePoint, idle_shares, rate
 from ...manager.model.state import State
-from ...manager.model.stream_figures import StreamFigures
+from ...manager.model.stream_figures import EpisodeFigures, StreamFigures
 
 _SEPARATOR = " · "
 _IDLE_CAUSES = {"store": "the store", "external": "external services"}
@@ -72,6 +72,24 @@ def length_figures(figures: StreamFigures) -> list[Text]:
         found.append(Text(f"{figures.long_groups} long {groups}, {text}" if figures.long_groups else text))
         if figures.recall20 is not None:
             found.append(Text(f"{percent(figures.recall20)} of the longest foreseen"))
+    return found
+
+
+def agent_figures(figures: EpisodeFigures, ended: bool) -> list[Text]:
+    """Return how many episodes there are, and their turns, as of the newest step; empty in a run without agents."""
+    if figures == EpisodeFigures():
+        return []
+    counts = [(figures.finished, "finished") if ended else (figures.at_work, "at work")]
+    counts += [(figures.replayed, "replayed"), (figures.retried, "begun again"), (figures.dropped, "dropped")]
+    texts = [f"{count:,} {word}" for index, (count, word) in enumerate(counts) if count or not index]
+    found = [Text(", ".join(texts)), Text(f"turns {figures.turns:,}")]
+    if figures.finished:
+        branches = f"{figures.branches_each:.3g}"
+        found.append(Text(f"{branches} {'branch' if branches == '1' else 'branches'} each"))
+    if figures.untrained_turns:
+        found.append(Text(f"{figures.untrained_turns:,} turns not trained", "yellow"))
+    if figures.token_drift:
+        found.append(Text(f"{figures.token_drift:,} tokens trained in a wrong context: a bug of rrl", "red"))
     return found
 
 

@@ -24,9 +24,9 @@ from ...manager.model import token_ages
 from ...manager.model.queries import progress, workers
 from ...manager.model.reduce_nodes import DRAIN
 from ...manager.model.state import Allocation, Node, Replica, State, Status
-from ...manager.model.stream_figures import SHOWN_METRICS, TOKENS_AGED, as_count
+from ...manager.model.stream_figures import EPISODE_METRICS, SHOWN_METRICS, TOKENS_AGED, as_count
 from .formatting import bar, curve, folded, number, span
-from .pace import idle_shares_of_roles, length_figures, packed, token_rates
+from .pace import agent_figures, idle_shares_of_roles, length_figures, packed, token_rates
 from .summary import MAX_STALE_SHARE, unscored_text
 
 NARROW_COLUMNS = 95
@@ -155,7 +155,10 @@ def _facts(state: State, now: float, width: int, notes: Sequence[str]) -> Render
     ages = [_token_ages(state)] if state.token_ages.steps else []
     free = width - _LABEL_COLUMNS
     tokens = [*token_rates(state), *ages]
-    rows = ("time", idle_shares_of_roles(state)), ("tokens", tokens), ("lengths", length_figures(state.stream_figures))
+    rows = (
+        ("time", idle_shares_of_roles(state)), ("tokens", tokens), ("lengths", length_figures(state.stream_figures)),
+        ("agents", agent_figures(state.episode_figures, state.outcome is not None)),
+    )  # fmt: skip
     for row in (row for label, parts in rows for row in packed(label, parts, free)):
         facts.add_row(*row)
     if (share := state.metrics.get("stale_share", 0.0)) > MAX_STALE_SHARE:
@@ -223,7 +226,7 @@ def retained_jobs(state: State) -> str:
 
 def _metrics(state: State, width: int) -> str:
     """Return as many metrics of the trainer's newest step as fit in ``width`` columns; no number is cut off."""
-    text, separate = "", (*_SEPARATE_METRICS, *SHOWN_METRICS)
+    text, separate = "", (*_SEPARATE_METRICS, *SHOWN_METRICS, *EPISODE_METRICS)
     for name, value in sorted(state.metrics.items()):
         figure = f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
         longer = f"{text}  {name} {figure}".lstrip()

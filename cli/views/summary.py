@@ -16,6 +16,8 @@ from .pace import idle_text
 _OUTCOME_COLOUR = {"completed": "green", "cancelled": "yellow", "failed": "red", "rejected": "red"}
 MAX_STALE_SHARE = 0.5
 """Share of the generated groups that may be dropped for their age; beyond it the view warns."""
+MAX_DROP_REASONS = 3
+"""Reasons for dropped episodes that the view lists, the most frequent first."""
 _TIMED_ROLES = ("trainer", "rollout")
 """Roles whose idle shares are shown, as far as the run has them."""
 _STAGES = ("detect_s", "decide_s", "start_s", "weights_s", "first_work_s", "total_s")
@@ -45,6 +47,8 @@ def summary_view(summary: dict[str, Any]) -> RenderableType:
     idle = (summary.get("stream") or {}).get("idle") or {}
     for label, role in zip(("time", ""), (role for role in _TIMED_ROLES if role in idle), strict=False):
         facts.add_row(label, idle_text(role, idle[role]))
+    if agents := _agents(summary):
+        facts.add_row("agents", agents)
     if (age := summary.get("max_age")) is not None:
         facts.add_row("tokens", f"at most {age} training steps old when they were trained on")
     facts.add_row("faults", _faults(summary.get("faults") or 0, recoveries, summary.get("unprovoked")))
@@ -60,6 +64,23 @@ def summary_view(summary: dict[str, Any]) -> RenderableType:
         facts.add_row("dropped", Text(unscored_text(unscored, summary.get("unscored_share") or 0.0), "yellow"))
     facts.add_row("folder", Text(str(summary.get("run_dir", ""))))
     return Group(title, facts, *([Text(), recoveries_view(recoveries)] if recoveries else []))
+
+
+def _agents(summary: dict[str, Any]) -> Text | None:
+    """Return the numbers of episodes and turns, and why episodes were dropped; None in a run without agents."""
+    counts = summary.get("episodes") or {}
+    if not counts.get("finished") and not counts.get("dropped"):
+        return None
+    shown = [f"{counts[name]:,} {name}" for name in ("finished", "retried", "replayed", "dropped") if counts.get(name)]
+    text = Text(f"episodes {', '.join(shown)} · turns {summary.get('turns') or 0:,}")
+    reasons = sorted((counts.get("dropped_by_reason") or {}).items(), key=lambda reason: -reason[1])
+    for reason, count in reasons[:MAX_DROP_REASONS]:
+        text.append(f"\ndropped {count:,}: {reason}", "yellow")
+    if len(reasons) > MAX_DROP_REASONS:
+        text.append(f"\nand {len(reasons) - MAX_DROP_REASONS} more (summary.json)", "yellow")
+    if drift := summary.get("token_drift"):
+        text.append(f"\n{drift:,} tokens were trained in a wrong context: a bug of rrl", "red")
+    return text
 
 
 def unscored_text(groups: int, share: float) -> str:

@@ -138,6 +138,9 @@ class ModelTable(Table):
     """Standard deviation of the initial weights (docs/sources.md, the task)."""
     tokenizer: TokenizerTable | None = None
     """Tokenizer of a model that rrl builds, which needs one; a model in ``path`` has its own."""
+    tool_parser: Literal["qwen3", "qwen3.5", "glm", "deepseek-v3"] | None = None
+    """How the model writes calls of tools, where its chat template is not one that the endpoint knows
+    (docs/agents.md)."""
 
 
 class TaskTable(Table):

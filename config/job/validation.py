@@ -23,7 +23,7 @@ from ..vllm_arguments import RESERVED_ARGUMENTS, TENSOR_PARALLEL_SIZE
 from .base import mistake
 from .faults import values_for_kind
 from .resolve import node_groups
-from .roles import CommandRole, Role, TrainerRole, TrajectoriesRole
+from .roles import AgentsRole, CommandRole, Role, TrainerRole, TrajectoriesRole
 
 if TYPE_CHECKING:
     from .schema import Job, PhaseTable
@@ -53,6 +53,7 @@ def check(job: Job) -> None:
     _batch(job)
     _form(job)
     _agents(job)
+    _endpoint(job)
     for name, phase in job.phases.items():
         _phase(job, name, phase)
     for name, role in job.every_role().items():
@@ -82,7 +83,7 @@ def _work(job: Job) -> None:
         return
     if job.run.steps is None:
         raise mistake(("run", "steps"), "missing; add steps = ... in [run] (optimizer steps of a complete run)")
-    built_in = [name for name, role in job.roles.named().items() if role.command is None]
+    built_in = [name for name, role in job.roles.named().items() if role.program is None]
     if job.model is None and built_in:
         needs = f"the built-in role {built_in[0]} needs path in [model], or [model.tokenizer] with pieces"
         raise mistake(("model",), f"missing; {needs}; or set command in [roles.{built_in[0]}]")
@@ -102,6 +103,9 @@ def _model(job: Job) -> None:
         raise mistake(("model", "tokenizer"), message)
     elif model.chat:
         raise mistake(("model", "chat"), "needs path: a model that rrl builds has no chat template; remove this key")
+    if model.tool_parser is not None and not model.chat:
+        message = "needs the chat template of the folder in path; write chat = true, or remove this key"
+        raise mistake(("model", "tool_parser"), message)
     if model.heads % model.kv_heads:
         raise mistake(("model", "kv_heads"), f"{model.kv_heads} does not divide heads = {model.heads}; use a divisor")
     max_length = BUILT_MAX_LENGTH if model.max_length is None and model.path is None else model.max_length
@@ -114,12 +118,12 @@ def _model(job: Job) -> None:
 
 
 def _agents(job: Job) -> None:
-    """Check that agents have a chat template, and are given as a function."""
-    agents, model = job.roles.agents, job.model
-    if agents is None:
+    """Check that agents, of the job or outside of it, have a chat template, and how those of the job are given."""
+    agents, endpoint, model = job.roles.agents, job.roles.endpoint, job.model
+    if agents is None and endpoint is None:
         return
-    if agents.command is not None:
-        raise mistake(("roles", "agents", "command"), "programs as agents are not available yet; write function")
+    if agents is not None:
+        _agent_program(agents)
     if model is None:
         raise mistake(("model",), "missing; agents need path in [model], or [model.tokenizer] with pieces and chat")
     if model.path is not None and not model.chat:
@@ -134,6 +138,36 @@ def _agents(job: Job) -> None:
         raise mistake(
             ("roles", "trainer", "warm_start_steps"),
             "trains on the task's answers to its prompts, which agents do not send; remove this key",
+        )
+
+
+def _agent_program(agents: AgentsRole) -> None:
+    """Check that agents are given as a function or as a command."""
+    at = ("roles", "agents")
+    if agents.function is None and agents.command is None:
+        raise mistake(at, 'needs function = "module:function" or command = ["program", "argument", ...]')
+    if agents.function is not None and agents.command is not None:
+        raise mistake((*at, "command"), "an agent is a function or a command; remove this key, or remove function")
+    if agents.function is not None and "per" in agents.model_fields_set:
+        raise mistake((*at, "per"), "says what a process of command is for; remove this key, or write command")
+
+
+def _endpoint(job: Job) -> None:
+    """Check that no key of the endpoint is without effect, and that replicas on one machine do not want one port."""
+    endpoint, at = job.roles.endpoint, ("roles", "endpoint")
+    if endpoint is None:
+        return
+    if job.roles.agents is not None:
+        for key in ("timeout", "retries", "reward_timeout"):
+            if getattr(endpoint, key) is not None:
+                raise mistake(
+                    (*at, key), f"is that of the agents in this job; remove this key, or set {key} in [roles.agents]"
+                )
+    if endpoint.port and endpoint.replicas > 1 and (not endpoint.exclusive or job.cluster.kind == "local"):
+        raise mistake(
+            (*at, "port"),
+            f"{endpoint.replicas} replicas may share a machine, where only one of them can listen on port"
+            f" {endpoint.port}; write port = 0, or replicas = 1",
         )
 
 
@@ -230,7 +264,7 @@ def _gang(at: tuple[str, str], role: Role) -> None:
         return
     if isinstance(role, TrajectoriesRole):
         raise mistake((*at, "ranks"), "the store is one process; remove this key")
-    if role.command is None and not isinstance(role, TrainerRole):
+    if role.program is None and not isinstance(role, TrainerRole):
         message = f"the built-in {at[1]} is one process; write replicas = ..., or set a command that supports ranks"
         raise mistake((*at, "ranks"), message)
     if isinstance(role, CommandRole) and role.watch != "api":

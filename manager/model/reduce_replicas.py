@@ -362,6 +362,7 @@ def on_step_committed(state: State, at: float, event: ev.StepCommitted) -> State
         rewards=add_step(state.rewards, event.step, event.metrics.get("reward")),
         idle_times=idle_times.with_step(state.idle_times, event.metrics),
         stream_figures=stream_figures.with_step(state.stream_figures, event.metrics),
+        episode_figures=stream_figures.with_episode_counts(state.episode_figures, event.metrics),
         token_ages=with_step(state.token_ages, event.step, event.metrics, at, state.job.sampling.ahead),
     )
 

@@ -29,7 +29,7 @@ from ..cluster.base import AllocationRequest, AllocationState, AllocationStatus,
 from .actions import ExternalAction, Finish
 from .idle_times import IdleTimes
 from .reward_curve import Rewards
-from .stream_figures import StreamFigures
+from .stream_figures import EpisodeFigures, StreamFigures
 from .token_ages import TokenAges
 
 NEVER_APPEARED = "its step never appeared"
@@ -345,6 +345,7 @@ class State(Struct, frozen=True):
     token_ages: TokenAges = TokenAges()
     idle_times: IdleTimes = IdleTimes()
     stream_figures: StreamFigures = StreamFigures()
+    episode_figures: EpisodeFigures = EpisodeFigures()
     replicas: dict[ReplicaId, Replica] = {}
     nodes: dict[NodeName, Node] = {}
     allocations: dict[str, Allocation] = {}

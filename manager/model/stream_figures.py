@@ -1,6 +1,7 @@
-"""Figures on how a run trains while answers are still being generated, from the metrics of its committed steps. Pure.
+"""Figures on how a run trains while answers are still generated, and on the episodes of agents. Pure.
 
-The store computes most of them and adds them to a step's metrics when the step is committed (docs/stream.md).
+They come from the metrics of committed steps. The store computes most of them and adds them to a step's metrics when
+the step is committed (docs/stream.md, docs/agents.md).
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from msgspec import Struct
+from msgspec.structs import asdict
 
 TOKENS_AGED = "tokens_aged_"
 """Begin of the names of the metrics that count a step's tokens of one age; the age in training steps follows."""
@@ -17,6 +19,19 @@ MAX_COUNT = 2**40
 """Largest count that a metric may report: sums over millions of steps then fit into the 64 bits of the journal."""
 _AGE_DIGITS = 3
 SHOWN_METRICS = (LENGTH_BIAS, RECALL, LONG_GROUPS, LONGEST_EXPECTED)
+"""Metrics that views show in a row of their own."""
+
+
+AT_WORK = "episodes_at_work"
+_METRICS = {
+    "finished": "episodes_finished",
+    "retried": "episodes_retried",
+    "replayed": "episodes_replayed",
+    "dropped": "episodes_dropped",
+    **{name: name for name in ("turns", "branches", "given_tokens", "untrained_turns", "token_drift")},
+}
+"""Name of the metric of each field that counts over the run."""
+EPISODE_METRICS = (AT_WORK, *_METRICS.values())
 """Metrics that views show in a row of their own."""
 
 
@@ -49,6 +64,41 @@ def with_step(figures: StreamFigures, metrics: Mapping[str, float]) -> StreamFig
         metrics.get(LENGTH_BIAS, figures.length_bias), metrics.get(RECALL, figures.recall20),
         as_count(metrics.get(LONG_GROUPS, 0.0)), as_count(metrics.get(LONGEST_EXPECTED, 0.0)),
     )  # fmt: skip
+
+
+class EpisodeFigures(Struct, frozen=True):
+    """Counts over the run as of its newest step. Turns and what follows count in finished episodes."""
+
+    at_work: int = 0
+    """Episodes whose newest attempt was being made when the newest step was committed."""
+    finished: int = 0
+    retried: int = 0
+    """Attempts that began an episode again from its beginning."""
+    replayed: int = 0
+    """Attempts that began with the turns of an earlier one whose process had died."""
+    dropped: int = 0
+    turns: int = 0
+    branches: int = 0
+    """Samples: paths that are not the beginning of another one."""
+    given_tokens: int = 0
+    untrained_turns: int = 0
+    """Turns that were sampled from another policy than the one that is trained."""
+    token_drift: int = 0
+    """Trained tokens whose context, as the trainer read it, is not what the engine had: 0, or rrl has a bug."""
+
+    @property
+    def branches_each(self) -> float:
+        """Return the mean number of branches of a finished episode."""
+        return self.branches / max(1, self.finished)
+
+
+def with_episode_counts(figures: EpisodeFigures, metrics: Mapping[str, float]) -> EpisodeFigures:
+    """Return the figures after one more committed step. The steps may come in any order, and counts never fall."""
+    if not any(name in metrics for name in EPISODE_METRICS):
+        return figures
+    before = asdict(figures)
+    counts = {field: max(before[field], as_count(metrics.get(name, 0.0))) for field, name in _METRICS.items()}
+    return EpisodeFigures(as_count(metrics.get(AT_WORK, 0.0)), **counts)
 
 
 def as_count(metric: float) -> int:

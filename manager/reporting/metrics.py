@@ -23,7 +23,7 @@ from ..model.actions import Exclude
 from ..model.idle_times import IdleTimes, idle_shares
 from ..model.queries import weights_lag_steps, workers
 from ..model.state import State, Status
-from ..model.stream_figures import StreamFigures
+from ..model.stream_figures import EpisodeFigures, StreamFigures
 from .effective_time import EffectiveSeconds, effective_share
 from .failure_records import Changes
 from .failure_timeline import FailureTimeline, fences
@@ -144,6 +144,8 @@ def _of_roles(state: State, counters: RunCounters, facts: Facts) -> Iterator[Met
     down = Counter(role_of(outage.replica) for outage in list(counters.timeline.outages.values()))
     yield from _of_clocks(state.idle_times)
     yield from _of_stream(state.stream_figures)
+    if state.episode_figures != EpisodeFigures():
+        yield from _of_episodes(state.episode_figures)
     if (lag := weights_lag_steps(state)) is not None:
         yield _labelled("rrl_weights_lag_steps", "Training steps by which weights of rollouts are behind the trainer.",
                         ("rollout",), {("first",): float(lag[0]), ("last",): float(lag[1])})  # fmt: skip
@@ -181,6 +183,22 @@ def _of_stream(figures: StreamFigures) -> Iterator[Metric]:
                      figures.recall20)  # fmt: skip
     yield _gauge("rrl_long_groups", "Groups that are expected to be more than twice as long as usual.",
                  figures.long_groups)  # fmt: skip
+
+
+def _of_episodes(figures: EpisodeFigures) -> Iterator[Metric]:
+    """Yield the numbers of episodes and turns of a run with agents."""
+    yield _gauge("rrl_episodes_at_work", "Episodes whose attempt was being made at the newest commit.", figures.at_work)
+    ends = {"finished": figures.finished, "retried": figures.retried, "replayed": figures.replayed,
+            "dropped": figures.dropped}  # fmt: skip
+    yield _counted("rrl_episodes", "Episodes finished and dropped, and attempts that began again or by a replay.",
+                   ("what",), {(what,): float(count) for what, count in ends.items()})  # fmt: skip
+    yield _counter("rrl_turns", "Turns of finished episodes.", figures.turns)
+    yield _counter("rrl_branches", "Samples of finished episodes.", figures.branches)
+    yield _counter("rrl_given_tokens", "Tokens that turns of finished episodes were given.", figures.given_tokens)
+    yield _counter("rrl_untrained_turns", "Turns sampled from another policy than the trained one.",
+                   figures.untrained_turns)  # fmt: skip
+    yield _counter("rrl_token_drift", "Trained tokens in another context than they were sampled in; must be 0.",
+                   figures.token_drift)  # fmt: skip
 
 
 def _of_nodes(state: State, counters: RunCounters) -> Iterator[Metric]:

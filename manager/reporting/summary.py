@@ -22,7 +22,7 @@ from ..model import events as ev
 from ..model import idle_times, stream_figures, token_ages
 from ..model.actions import Drain, Exclude, Readmit
 from ..model.idle_times import START, IdleTimes, idle_shares, phase_times
-from ..model.stream_figures import StreamFigures, as_count
+from ..model.stream_figures import EpisodeFigures, StreamFigures, as_count
 from ..storage.journal import replay
 from .effective_time import WorkIntervals
 from .failure_records import Failure
@@ -149,6 +149,24 @@ def stream_summary(times: IdleTimes, figures: StreamFigures) -> StreamSummary:
     )  # fmt: skip
 
 
+class EpisodeCounts(Struct, frozen=True):
+    """The section ``episodes`` of ``summary.json`` and ``rrl status --json``; all 0 in a run without agents."""
+
+    finished: int = 0
+    retried: int = 0
+    """Attempts that began an episode again from its beginning."""
+    replayed: int = 0
+    """Attempts that began with the turns of an earlier one whose process had died."""
+    dropped: int = 0
+    dropped_by_reason: dict[str, int] = {}
+    """Number of dropped episodes by the reason of the drop; empty before the store has ended."""
+
+
+def episode_counts(figures: EpisodeFigures, reasons: dict[str, int] | None = None) -> EpisodeCounts:
+    """Return the section ``episodes`` of a run."""
+    return EpisodeCounts(figures.finished, figures.retried, figures.replayed, figures.dropped, reasons or {})
+
+
 def _round(share: float | None) -> float | None:
     return None if share is None else round(share, 4)
 
@@ -199,6 +217,17 @@ class Summary(Struct, frozen=True):
     unscored_share: float = 0.0
     """Share of these dropped groups among all groups that were trained or dropped for this reason."""
     stream: StreamSummary = StreamSummary()
+    episodes: EpisodeCounts = EpisodeCounts()
+    turns: int = 0
+    """Turns of the finished episodes."""
+    branches: int = 0
+    """Samples of the finished episodes."""
+    given_tokens: int = 0
+    """Tokens of these turns that were given, not sampled."""
+    untrained_turns: int = 0
+    """Turns that were sampled from another policy than the one that is trained."""
+    token_drift: int = 0
+    """Trained tokens whose context is not what the engine had when it sampled them; must be 0."""
     drain_requests: list[DrainRequest] = []
     """Nodes that an administrator should drain because the cluster did not let the run drain them."""
 
@@ -219,11 +248,31 @@ def _escaped(value: Any) -> Any:
 
 
 def write_summary(run: RunDir) -> Summary:
-    """Replay the run's journal, write ``summary.json`` and return the summary."""
+    """Replay the run's journal, write ``summary.json`` and return the summary.
+
+    Only the reasons for dropped episodes come from the store's audit.
+    """
     summary = summarize(replay(run), str(run.path))
+    if summary.episodes.dropped:
+        episodes = msgspec.structs.replace(summary.episodes, dropped_by_reason=_drop_reasons(run))
+        summary = msgspec.structs.replace(summary, episodes=episodes)
     document = _escaped(msgspec.to_builtins(summary))
     write_atomically(run.summary, msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n")
     return summary
+
+
+class _Audit(Struct, frozen=True):
+    """The part of the store's audit that the summary contains."""
+
+    dropped: dict[str, int] = {}
+
+
+def _drop_reasons(run: RunDir) -> dict[str, int]:
+    """Return the number of dropped episodes by reason; empty if the store has left no audit."""
+    try:
+        return msgspec.json.decode(run.audit.read_bytes(), type=_Audit).dropped
+    except (OSError, msgspec.MsgspecError):
+        return {}
 
 
 def summarize(events: Iterable[ev.Stamped], run_dir: str = "") -> Summary:
@@ -259,6 +308,7 @@ class _SummaryBuilder:
         self.outage_tokens = 0
         self.idle_times = IdleTimes()
         self.stream_figures = StreamFigures()
+        self.episode_figures = EpisodeFigures()
         self.max_age: float | None = None
         self.stale = 0, 0.0
         """Groups dropped as stale, and their share, as of the newest step that reported them."""
@@ -289,6 +339,7 @@ class _SummaryBuilder:
 
     def _committed(self, event: ev.StepCommitted, at: float) -> None:
         self.stream_figures = stream_figures.with_step(self.stream_figures, event.metrics)
+        self.episode_figures = stream_figures.with_episode_counts(self.episode_figures, event.metrics)
         if "stale_groups" in event.metrics and event.step >= self.step:
             self.stale = as_count(event.metrics["stale_groups"]), round(event.metrics.get("stale_share", 0.0), 4)
         if "unscored_groups" in event.metrics and event.step >= self.step:
@@ -338,6 +389,12 @@ class _SummaryBuilder:
             unscored_groups=self.unscored[0],
             unscored_share=self.unscored[1],
             stream=stream_summary(self.idle_times, self.stream_figures),
+            episodes=episode_counts(self.episode_figures),
+            turns=self.episode_figures.turns,
+            branches=self.episode_figures.branches,
+            given_tokens=self.episode_figures.given_tokens,
+            untrained_turns=self.episode_figures.untrained_turns,
+            token_drift=self.episode_figures.token_drift,
             drain_requests=self.drain_requests.requests,
         )
 

@@ -92,13 +92,14 @@ class FolderTokenizer:
             return tuple(self._tokenizer.encode(text).ids)
         return self.encode(self.render([{"role": "user", "content": text}], answer_begins=True))
 
-    def render(self, messages: Sequence[Mapping[str, str]], *, answer_begins: bool) -> str:
-        """See :class:`.chat.TemplateTokenizer`."""
+    def render(self, messages: Sequence[Mapping[str, Any]], *, answer_begins: bool, tools: Sequence[Any] = ()) -> str:
+        """See :class:`.conversation.TemplateTokenizer`."""
         if self._chat is None:
             raise ValueError("[model] chat: write chat = true, so that conversations get the folder's chat template")
         try:
-            return self._chat(messages=messages, add_generation_prompt=answer_begins, **self._special)
-        except TemplateError as error:
+            offered = {"tools": tools} if tools else {}
+            return self._chat(messages=messages, add_generation_prompt=answer_begins, **offered, **self._special)
+        except (TemplateError, TypeError) as error:  # a template that adds a number or an object to a text
             last = messages[-1]["content"] if messages else ""
             raise ValueError(
                 f"[model] chat: the chat template cannot be applied to the prompt {last[:100]!r}: {error}"
@@ -107,6 +108,16 @@ class FolderTokenizer:
     def encode(self, text: str) -> tuple[int, ...]:
         """See :class:`.tokenizer.Tokenizer`."""
         return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def token_id(self, text: str) -> int | None:
+        """See :class:`.conversation.TemplateTokenizer`."""
+        number: int | None = self._tokenizer.token_to_id(text)
+        return number
+
+    def decode_all(self, tokens: Sequence[int]) -> str:
+        """See :class:`.conversation.TemplateTokenizer`."""
+        text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=False)
+        return text
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text up to the end of the sequence, without special tokens; unknown ids are skipped."""

@@ -333,3 +333,27 @@ def test_stream_with_a_trainer_of_ones_own_is_a_warning(
         " unless it calls me.parts() (docs/bring-your-own.md)\n"
     )
     assert (text in capsys.readouterr().err) == warned
+
+
+@pytest.mark.parametrize(
+    ("kind", "network", "warning"),
+    [
+        ("local", "", 'roles.endpoint: without [transport] network, kind = "local" is the loopback of a machine: agents'
+         " on other machines cannot reach the endpoint; set `network` to an interface that they reach"),
+        ("local", "lo", 'roles.endpoint: [transport] network = "lo" is the loopback'),
+        ("slurm", "127.0.0.0/8", 'roles.endpoint: [transport] network = "127.0.0.0/8" is the loopback'),
+        ("slurm", "10.0.0.0/8", ""),
+        ("slurm", "ib0", ""),
+        ("slurm", "", ""),
+    ],
+)  # fmt: skip
+def test_an_endpoint_on_the_loopback_is_warned_of(
+    site: Site, capsys: pytest.CaptureFixture[str], kind: str, network: str, warning: str
+) -> None:
+    pieces = 'pieces = "0123456789+= "'
+    text = JOB.replace(pieces, f'{pieces}\nchat = {{ user = "{{content}}" }}').replace('"local"', f'"{kind}"')
+    site.job.write_text(f'{text}[roles.endpoint]\n[transport]\nnetwork = "{network}"\n')
+    assert main.run(["check", "--no-task", str(site.slurm().job)]) == 0
+    reported = capsys.readouterr().err
+    assert warning in reported
+    assert bool(warning) == ("loopback" in reported)
