@@ -184,8 +184,8 @@ def _do(row: str, run: TestRun, calls: Path) -> int:
 
 def _use_old_key(run: TestRun, calls: Path) -> int:
     """Call with the key of an attempt that is over; return 1 if it is refused by 403."""
-    seen = [call for call in read_calls(calls) if not call.error]
-    attempts = {(key.episode, key.attempt): call for call in seen if (key := _key(run, call)) is not None}
+    answered = [call for call in read_calls(calls) if not call.error]
+    attempts = {(key.episode, key.attempt): call for call in answered if (key := _key(run, call)) is not None}
     newest = max((episode for episode, attempt in attempts if attempt > 1), default=None)
     if newest is None:
         return 0

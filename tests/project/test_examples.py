@@ -43,6 +43,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(home))
     fake_vllm(tmp_path / "site-packages", monkeypatch)  # what make test-vllm has
     model_folders.make(make_model.FOLDER.expanduser())
+    make_model.with_tools(make_model.FOLDER.expanduser())
 
 
 @pytest.mark.usefixtures("site")
