@@ -5,8 +5,8 @@ BIN := .venv/bin
 EXTRAS := dev,torch,ucx,nixl,endpoint
 # Wheels of torch without CUDA: 190 MB instead of 3 GB. Other wheels: make setup TORCH_INDEX=https://pypi.org/simple
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
-# Number of pytest processes: one more than the two cores of CI, because tests of whole runs mostly wait.
-WORKERS ?= 3
+# Number of pytest processes on the two cores of CI: whole runs, and even more the tests of Slurm, mostly wait.
+WORKERS ?= 5
 # The tests of one file stay in one process. tests/conftest.py starts the files that take longest first.
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 PIP_FLAGS := --use-pep517 --disable-pip-version-check
@@ -117,10 +117,10 @@ test-slurm-versions: setup
 	-@$(BIN)/python -m rrl.tests.support.slurm.lab install --accounting
 	$(BIN)/python -m rrl.tests.support.slurm.versions
 
-# Tests that take long: half an hour and more.
+# Tests that take long, and all property tests with many examples: an hour and more.
 test-long: setup
 	-@$(BIN)/python -m rrl.tests.support.slurm.lab install --accounting
-	$(BIN)/python -m pytest -m long
+	RRL_TEST_EXAMPLES=many $(BIN)/python -m pytest -m 'long or hypothesis'
 
 # Random faults on whole runs, and every invariant; half an hour at most. One JSON object is its last line.
 soak: setup

@@ -139,6 +139,7 @@ def test_ctrl_c_in_the_foreground_cancels_the_run_and_leaves_nothing(tmp_path: P
     run.wait_gone()
 
 
+@pytest.mark.long  # a rollout that never joins rejects its job in test_user_code.py
 def test_a_role_that_has_never_worked_rejects_the_job_with_its_reason_and_leaves_nothing(tmp_path: Path) -> None:
     toml = light_job("local", 10, extra='[recovery]\nfirst_start = 2\nbackoff = "100ms"\n')
     toml = toml.replace("[roles.reward]", '[roles.reward]\ncommand = ["false"]')

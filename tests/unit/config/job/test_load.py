@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rrl.config.job.load import SpecError, load_job, resolved
@@ -16,6 +16,7 @@ from rrl.config.job.resolve import resolve
 from rrl.config.job.schema import Job
 from rrl.core.phases import PHASES
 from rrl.core.run_spec import Limits
+from rrl.tests.support.examples import examples
 from rrl.tests.support.job_toml import JOB
 from rrl.tests.support.plain_user import call_as
 
@@ -588,7 +589,7 @@ _PIECES = st.one_of(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@examples(100, many=2000)
 @given(st.data())
 def test_no_mutation_of_a_valid_file_gives_anything_but_a_job_or_lines(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
@@ -607,7 +608,7 @@ def test_no_mutation_of_a_valid_file_gives_anything_but_a_job_or_lines(
     assert all(line.isprintable() for line in lines.split("\n"))
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300, many=2000)
 @given(st.binary(max_size=200))
 def test_no_bytes_at_all_give_a_traceback(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
     path = tmp_path_factory.getbasetemp() / "bytes.toml"
