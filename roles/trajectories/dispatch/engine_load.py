@@ -19,7 +19,7 @@ import math
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
-from .lengths import GroupEstimate, partial_mean, survival
+from .lengths import GroupEstimate, partial_means, survival
 
 FIRST_CELL_TOKENS = 32
 """Tokens of the first range: half a segment. What happens within fewer tokens cannot be decided any more."""
@@ -75,13 +75,12 @@ class CurveTable:
         if alive < 1e-9:  # far longer than expected: now it may be as long again
             estimate = GroupEstimate(math.log(2 * progress), 0.0, 0.25)
             alive = survival(estimate, progress)
-        before = partial_mean(estimate.mean, estimate.deviation, progress)
-        goes_on: list[float] = []
-        for edge, width in zip(self._edges[1:], self.widths, strict=True):
-            reached = min(self._limit, progress + edge)
-            until = partial_mean(estimate.mean, estimate.deviation, reached)
-            goes_on.append(min(1.0 - _CERTAIN, max(0.0, (until - before) / (alive * width))))
-            before = until
+        reached = [min(self._limit, progress + edge) for edge in self._edges]
+        means = partial_means(estimate.mean, estimate.deviation, reached)
+        goes_on = [
+            min(1.0 - _CERTAIN, max(0.0, (until - before) / (alive * width)))
+            for (before, until), width in zip(pairwise(means), self.widths, strict=True)
+        ]
         return tuple(goes_on), tuple(math.log1p(-p) for p in goes_on)
 
 
