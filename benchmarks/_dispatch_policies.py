@@ -143,14 +143,14 @@ class Product(FirstCome):
 
     def _loaded(self, world: World, engine: Engine) -> tuple[int, EngineLoad, float]:
         known = self._loads.get(engine.number)
-        if known is None or known[0] != engine.changes:
+        times = self._times.get(engine.number) or TokenTimes()
+        if known is None or known[0] != engine.changes or not times.observed:
             on_the_way = [number for number, target in world.reserved.items() if target == engine.number]
             here = [number for number in engine.running if number not in engine.requested_back]
             numbers = {*here, *(number for _, number in engine.reading), *on_the_way}
-            times = self._times.get(engine.number) or TokenTimes()
             load = EngineLoad(
                 _CURVES.widths,
-                times.table,
+                times.table_among(self._times.values()),
                 [self.curve(world, world.answers[number]) for number in sorted(numbers)],
             )
             known = self._loads[engine.number] = engine.changes, load, load.finish()

@@ -76,6 +76,21 @@ class TokenTimes:
         self._table = None
 
     @property
+    def observed(self) -> bool:
+        """True if τ was observed with any number of running answers."""
+        return bool(self._ranges)
+
+    def table_among(self, others: Iterable[TokenTimes]) -> Sequence[float]:
+        """Return :attr:`table`, or the median table of other engines if nothing was observed of this one.
+
+        Engines of a run are alike more often than not, and the default may be wrong by a factor of ten: next to engines
+        whose times are known, a new engine would get far too little or too much work.
+        """
+        if self.observed or not (known := sorted(other.table for other in others if other.observed)):
+            return self.table
+        return known[len(known) // 2]
+
+    @property
     def read(self) -> float:
         """Seconds to read one token of a prefix: the median of the last observations."""
         first = self.table[1]
