@@ -106,8 +106,8 @@ def test_a_slow_engine_gets_less() -> None:
 
 
 def test_many_alike_answers_even_out_what_engines_run_although_one_has_more_free_places() -> None:
-    given_to = share(waiting(*[500.0] * 200), engine("idle", 192), [engine("busy", 412, *[500.0] * 100)])
-    assert len(given_to) == pytest.approx((200 + 100) / 2, abs=5), "both run 150 then"
+    given_to = share(waiting(*[500.0] * 120), engine("idle", 128), [engine("busy", 452, *[500.0] * 60)])
+    assert len(given_to) == pytest.approx((120 + 60) / 2, abs=5), "both run 90 then"
 
 
 def test_an_engine_with_work_leaves_the_last_answer_to_an_idle_one() -> None:
