@@ -49,8 +49,7 @@ class StandbyPromoter:
             self._standbys.pop(standby, None)
 
     async def promote(self, action: Launch) -> None:
-        """Send Promote to the launch's standby process. Raise Refused if it is not connected or has too few free
-        GPUs."""
+        """Send Promote to the launch's standby process. Raise Refused if it is not connected or its GPUs are in use."""
         standby = action.standby
         assert standby is not None
         loop = asyncio.get_running_loop()

@@ -37,8 +37,8 @@ class StreamFigures(Struct, frozen=True):
 
 
 def with_step(figures: StreamFigures, metrics: Mapping[str, float]) -> StreamFigures:
-    """Return the figures with one more committed step; ``long_groups`` and ``longest_expected`` are 0 if it lacks
-    them."""
+    """Return the figures with one more committed step, whose ``long_groups`` and ``longest_expected`` replace the
+    old."""
     parts = as_count(metrics.get(PARTS, 0.0))
     ages = dict(figures.ages)
     for name, tokens in metrics.items():
