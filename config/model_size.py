@@ -38,7 +38,8 @@ def weight_count(model: ModelSpec) -> int:
 
 
 def largest_key(model: ModelSpec) -> str:
-    """Return the key of ``[model]`` to lower if the model is too large: the one that contributes most to its size."""
+    """Return the key of ``[model]`` that contributes most to the model's size, to be lowered if the model is too
+    large."""
     if model.path is not None:
         return "path"
     default = ModelSpec()

@@ -64,8 +64,7 @@ class Failure(Struct, eq=False):
 
     @property
     def recovered_at(self) -> float | None:
-        """Return the time (s) of the successor's first work; without first work, of its join if
-        ``works_by_joining``."""
+        """Return the time (s) of the successor's first work, else, with ``works_by_joining``, of its join."""
         return self.joined_at if self.worked_at is None and self.works_by_joining else self.worked_at
 
 
