@@ -1,2 +1,1 @@
-"""Read files that people write: job.toml (:mod:`.job`), the site's health rules, and Hugging Face model folders.
-"""
+"""Read files that people write: job.toml (:mod:`.job`), the site's health rules, Hugging Face folders."""

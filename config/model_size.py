@@ -38,8 +38,7 @@ def weight_count(model: ModelSpec) -> int:
 
 
 def largest_key(model: ModelSpec) -> str:
-    """Return the key of ``[model]`` that contributes most to the model's size, to be lowered if the model is too
-    large."""
+    """Return the key of ``[model]`` that contributes most to the model's size, and should be lowered first."""
     if model.path is not None:
         return "path"
     default = ModelSpec()

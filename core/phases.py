@@ -123,8 +123,7 @@ class PhaseTime(Struct, frozen=True, array_like=True):
 
 
 class ClockReading(Struct, frozen=True, array_like=True):
-    """The time of one process since it joined the run, by phase and idle cause. The times add up to its lifetime so
-    far."""
+    """The time of one process since it joined, by phase and idle cause. The times add up to its lifetime so far."""
 
     began: int
     """Time (ns since the node's boot) at which the process joined, which distinguishes the processes of one

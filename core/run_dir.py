@@ -133,8 +133,7 @@ def sync(path: Path) -> None:
 
 
 def write_atomically(path: Path, data: bytes, mode: int = 0o600) -> None:
-    """Replace the content of ``path`` by ``data`` atomically: a reader sees the old or the new bytes. Durable on
-    return.
+    """Replace the content of ``path`` by ``data`` atomically: a reader sees all old or all new bytes. Durable.
 
     Raises:
         OSError: The file could not be written (no space, over quota). The old content is unchanged and no temporary

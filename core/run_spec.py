@@ -162,8 +162,7 @@ class NodeGroup(Struct, frozen=True):
 
 
 class PhaseSpec(Struct, frozen=True):
-    """The settings of a phase in job.toml. None keeps the value in :mod:`rrl.core.phases`, or the default of
-    ``Phase``."""
+    """The settings of a phase in job.toml; None keeps the value in :mod:`rrl.core.phases`, else of ``Phase``."""
 
     shortest: float | None = None
     longest: float | None = None

@@ -106,8 +106,7 @@ class Incarnation(Struct, frozen=True, order=True):
 
     @property
     def gang(self) -> Incarnation:
-        """Return the incarnation of the gang, which has the same number, since all members are launched and fenced
-        together."""
+        """Return the incarnation of the gang. It has the same number, since all members are launched together."""
         return Incarnation(gang_of(self.replica), self.number)
 
 

@@ -212,8 +212,7 @@ class Manager:
         self._wake.set()
 
     def _stopped_by_others(self, event: ev.Event) -> bool:
-        """Return whether a step that is still wanted was stopped, but not by the manager (by a preemption, for
-        example)."""
+        """Return whether a step that is still wanted was stopped by something other than the manager (preemption)."""
         if not isinstance(event, ev.StepEnded) or event.reason is not ExitReason.STOPPED:
             return False
         return self.state.is_current(event.incarnation)

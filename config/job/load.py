@@ -47,8 +47,7 @@ _RENAMED_KEYS = {
 
 
 class SpecError(Exception):
-    """The job spec is invalid. The text has one line per mistake: file, line, key, what is wrong, what would be
-    right."""
+    """The job spec is invalid. The text has a line per mistake: file, line, key, what is wrong, what would be right."""
 
 
 def load_job(path: Path, folder: Path | None = None) -> Job:
@@ -145,8 +144,7 @@ _PLAIN_MESSAGES = {
 
 
 def _unsupported_values(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, str]]:
-    """Yield (key, message) for each value that is valid TOML but not valid in the journal, in JSON or on a command
-    line."""
+    """Yield (key, message) for each value that is valid TOML but not allowed in the journal, JSON or command lines."""
     if len(path) > _MAX_DEPTH:
         yield path[:2], f"is nested more than {_MAX_DEPTH} levels deep"
     elif isinstance(value, dict):

@@ -5,9 +5,10 @@ step, or a second restart that fails. A failure with another explanation does no
 
 * an injected failure: it shows how the trainer is recovered, and two of them in one step say nothing about the step; *
 a failure on an excluded or lost node: other rungs of the ladder handle it; * a failure at about the same time as many
-failures of other roles: the cause is storage, fabric or site; * a launch that the cluster refused: the software never
-ran; * an exception that ends the trainer again and again before it has done any work (``repeated_end``); * an exit with
-code 0 soon after the start: the trainer's program returned, and would return again.
+failures of other roles: the cause is storage, fabric or site. The next failure does not count either, since failures of
+other roles may still follow it; * a launch that the cluster refused: the software never ran; * an exception that ends
+the trainer again and again before it has done any work (``repeated_end``); * an exit with code 0 soon after the start:
+the trainer's program returned, and would return again.
 """
 
 from __future__ import annotations
