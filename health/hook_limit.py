@@ -42,5 +42,5 @@ def over_limit(own: HookDrain, drains: Collection[HookDrain], nodes: int, rules:
     if lately >= max(1, int(rules.share * nodes)):
         return f"hooks have drained {lately} of {nodes} nodes within {rules.window:g} s (hooks.share)"
     if before >= max(1, int(rules.standing * nodes)):
-        return f"{before} of {nodes} nodes stand drained by hooks (hooks.standing)"
+        return f"{before} of {nodes} nodes are still drained by hooks (hooks.standing)"
     return ""

@@ -94,7 +94,7 @@ def parse_time(text: str, now: float | None = None) -> float:
         at = -1.0
     if at < 0:
         examples = '"90s", "10m", "2h", "1d" (ago) or a time like "2026-11-20T09:00" (yours; with Z: UTC)'
-        raise UsageError(f'--since "{text}" is no time; write for example {examples}')
+        raise UsageError(f'--since "{text}" is not a time; write for example {examples}')
     return at
 
 

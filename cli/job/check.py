@@ -154,7 +154,7 @@ def _missing_paths(job: Job, path: Path) -> list[str]:
     if job.cluster.kind == "local" and missing:
         key, where = next(iter(missing.items()))
         raise UsageError(_with_location(path, Problem(("env", key), f"{where!r} does not exist; name one that does")))
-    return [f"env.{key} = {where!r} does not exist on this machine; it must on the nodes"
+    return [f"env.{key} = {where!r} does not exist on this machine; the nodes need it"
             for key, where in missing.items()]  # fmt: skip
 
 
@@ -166,7 +166,7 @@ def _check_commands(job: Job, spec: RunSpec, path: Path) -> list[str]:
     problems = command_problems(job, spec, path.absolute().parent)
     if certain := [_with_location(path, problem) for problem in problems if problem.certain]:
         raise UsageError("\n".join(certain))
-    return [f"{'.'.join(problem.key)}: {problem.text} on this machine; it must on the nodes" for problem in problems]
+    return [f"{'.'.join(problem.key)}: {problem.text} on this machine; the nodes need it" for problem in problems]
 
 
 def _check_manager_host(spec: RunSpec, path: Path) -> list[str]:
@@ -212,7 +212,7 @@ def _check_trusted_network(job: Job, path: Path) -> list[str]:
     except UntrustedNetwork as error:
         if job.cluster.kind == "local":
             raise UsageError(_with_location(path, Problem(("transport", "weights"), str(error)))) from None
-        return [f'transport.weights = "{kind}": there is no active RDMA port on this machine; it must on the nodes,'
+        return [f'transport.weights = "{kind}": there is no active RDMA port on this machine; the nodes need one,'
                 " or trusted_network = true (docs/sites.md)"]  # fmt: skip
     return []
 
@@ -255,7 +255,9 @@ def _check_engine_installed(job: Job, path: Path) -> list[str]:
     ]
     if known and wrong and not elsewhere:
         raise UsageError(_with_location(path, Problem((*table, wrong[0][0]), wrong[0][1])))
-    return [f"{'.'.join(table)}.{name}: {reported}; that of the nodes must" for name, reported in wrong if known]
+    return [
+        f"{'.'.join(table)}.{name}: {reported}; the vLLM of the nodes needs it" for name, reported in wrong if known
+    ]
 
 
 def _check_endpoint_installed(job: Job, path: Path) -> list[str]:
@@ -285,7 +287,7 @@ def _check_model(job: Job, path: Path) -> list[str]:
     if not folder.exists():
         runs_here = job.cluster.kind == "local" and all(role.launcher == "direct" for role in job.every_role().values())
         if not runs_here:
-            return [f"model.path = {model.path!r} does not exist on this machine; it must on the nodes"]
+            return [f"model.path = {model.path!r} does not exist on this machine; the nodes need it"]
         problem = Problem(("model", "path"), f"{model.path!r} does not exist; name a folder with config.json"
                         " (of a model on a hub: download it first)")  # fmt: skip
     elif wrong_model := validate(folder, model.chat, model.max_length):

@@ -267,7 +267,8 @@ class _Trial:
         if long:
             self._warnings.append(
                 f"the right answers of {len(long)} of {len(items)} items of [task] do not fit into [sampling]"
-                f" max_new_tokens = {limit}: that of item {long[0].number} has {len(long[0].answer_tokens)} tokens"
+                f" max_new_tokens = {limit}: the right answer of item {long[0].number} has"
+                f" {len(long[0].answer_tokens)} tokens"
             )
 
     def _check_repeatable(self, task: Task, items: list[_Item]) -> None:

@@ -71,7 +71,7 @@ def length_figures(figures: StreamFigures) -> list[Text]:
         groups = "group" if figures.long_groups == 1 else "groups"
         found.append(Text(f"{figures.long_groups} long {groups}, {text}" if figures.long_groups else text))
         if figures.recall20 is not None:
-            found.append(Text(f"{percent(figures.recall20)} of the longest foreseen"))
+            found.append(Text(f"{percent(figures.recall20)} of the longest fifth foreseen"))
     return found
 
 

@@ -336,7 +336,7 @@ def _role(job: Job, name: str, role: Role) -> None:
         raise mistake(
             (*at, "walltime"),
             f'"{duration_text(role.walltime)}" is more than [cluster] walltime ='
-            f' "{duration_text(job.cluster.walltime)}"; lower it or raise that of the run',
+            f' "{duration_text(job.cluster.walltime)}"; lower it or raise the walltime of the run',
         )
     if role.launcher != "direct" and not (role.image or job.container.image):
         raise mistake((*at, "launcher"), f'"{role.launcher}" needs an image; set [container] image')
@@ -358,7 +358,7 @@ def _fits_a_node(job: Job, name: str, role: Role) -> None:
             raise mistake(
                 (*job.table_of(name), resource),
                 f"{amount} is more than a node has ([cluster.node] {resource} = {_amount(resource, has)}); {fix} or"
-                " raise that of the node",
+                f" raise {resource} of the node",
             )
 
 

@@ -38,7 +38,7 @@ def _down(gpu: Gpu, state: NodeState, rules: Rules) -> Iterator[Problem]:
     active = _active(gpu)
     max_active = max((_active(other) for other in present(state) if other.name == gpu.name), default=0)
     if active < max_active and gpu.nvlinks and (active or is_wired(gpu)):
-        text = f"GPU {gpu.index} has fewer active NVLinks than another one of its kind"
+        text = f"GPU {gpu.index} has fewer active NVLinks than another GPU of its kind"
         yield warn(Cause.GPU, Remedy.SUPPORT, text, component=gpu.uuid)
 
 

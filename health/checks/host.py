@@ -116,7 +116,7 @@ def _stuck(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
             yield fail(
                 Cause.NODE,
                 Remedy.REBOOT,
-                f"{_process_text(process)} is still in state D after our kill",
+                f"{_process_text(process)} is still in state D after SIGKILL by rrl",
                 component=f"pid {process.pid}",
             )
         elif process.seconds >= rules.host.stuck:

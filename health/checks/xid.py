@@ -79,7 +79,7 @@ class _Gpu:
         if self._nvml_contradicts(event):
             return "only the kernel log reports it, and NVML reports that the GPU works"
         if self._awaits_nvml(event):
-            return "only the kernel log reports it, and NVML was not read since"
+            return "only the kernel log reports it, and NVML has not been read since then"
         return ""
 
     def _nvml_contradicts(self, event: XidEvent) -> bool:

@@ -183,7 +183,7 @@ def fill_disk(run: RunDir) -> str:
         if free > MAX_FILL_BYTES:
             raise Refused(
                 f"cannot fill the file system of {run.path}: {free / 2**30:.1f} GiB are free, and rrl fills at most"
-                f" {MAX_FILL_BYTES / 2**30:g} GiB, because others use it too"
+                f" {MAX_FILL_BYTES / 2**30:g} GiB, because others use this file system too"
             )
         fd = os.open(run.disk_filler, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     except OSError as error:

@@ -131,7 +131,7 @@ def rejection(fault: Fault, job: RunSpec, state: State | None) -> InvalidFault |
             )
         if job.role(role).watch != "api" and not FAULT_TRAITS[fault.kind].by_signals:
             return InvalidFault(
-                FaultProblem.OTHER, f"{fault.target} does not use the worker API: {fault.kind} needs its help"
+                FaultProblem.OTHER, f"{fault.kind} needs the worker API, but {fault.target} does not use it"
             )
     return None
 

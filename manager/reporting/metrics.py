@@ -170,14 +170,14 @@ def _of_clocks(times: IdleTimes) -> Iterator[Metric]:
 def _of_stream(figures: StreamFigures) -> Iterator[Metric]:
     """Yield the metrics of :class:`StreamFigures`; values that no step has reported are left out."""
     if figures.steps:
-        yield _gauge("rrl_parts_per_step", "Mean number of parts in which a step came.", figures.parts / figures.steps)
+        yield _gauge("rrl_parts_per_step", "Mean number of parts of a training step.", figures.parts / figures.steps)
     yield _counted("rrl_tokens_trained_by_age", "Trained tokens by age in training steps (15: 15 or more).", ("age",),
                    {(str(age),): float(tokens) for age, tokens in figures.ages.items()})  # fmt: skip
     if figures.length_bias is not None:
         yield _gauge("rrl_length_bias", "Mean length of trained answers over that of all finished answers.",
                      figures.length_bias)  # fmt: skip
     if figures.recall20 is not None:
-        yield _gauge("rrl_length_recall", "Share of the longest fifth of recent groups that was expected to be so.",
+        yield _gauge("rrl_length_recall", "Share of the longest fifth of recent groups that was expected to be long.",
                      figures.recall20)  # fmt: skip
     yield _gauge("rrl_long_groups", "Groups that are expected to be more than twice as long as usual.",
                  figures.long_groups)  # fmt: skip
@@ -188,7 +188,7 @@ def _of_nodes(state: State, counters: RunCounters) -> Iterator[Metric]:
         "excluded" if node.excluded is not None else node.status.state.value if node.status is not None else "unknown"
         for node in state.nodes.values()
     )
-    yield _labelled("rrl_nodes", "Nodes of the run by state; the run no longer uses excluded ones.", ("state",),
+    yield _labelled("rrl_nodes", "Nodes of the run by state; the run no longer uses excluded nodes.", ("state",),
                     {(name,): float(nodes[name]) for name in (*NodeState, "excluded")})  # fmt: skip
     yield _labelled("rrl_findings", "Standing findings about nodes and replicas.", ("verdict", "detector", "node"),
                     _findings(state))  # fmt: skip

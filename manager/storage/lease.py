@@ -209,7 +209,7 @@ async def _wait_until_still(run: RunDir, epoch: int, timeout_s: float) -> None:
             if str(error) != logged_error:
                 logged_error = str(error)
                 _log.warning(
-                    "cannot read whether another manager of %s is running, waiting until it can be read: %s",
+                    "cannot read the lease of %s, so another manager may be running; trying again: %s",
                     run.id,
                     logged_error,
                 )

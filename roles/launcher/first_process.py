@@ -142,7 +142,9 @@ class StepSupervisor:
         """
         launch = self.launch
         if self._is_duplicate:
-            _log.error("this process exits (%s), and the other one with its tag continues", exit_text(reason, detail))
+            _log.error(
+                "this process exits (%s), and the other process with the same tag continues", exit_text(reason, detail)
+            )
             return
         _write_record(launch, ExitRecord(
             launch.tag, launch.incarnation, self.node, code, number, reason, time.time(), last_line, detail,

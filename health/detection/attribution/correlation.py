@@ -362,9 +362,9 @@ def _run_wide(kind: SharedCauseKind, names: AbstractSet[str], now: float, most: 
     if kind == _STALL:
         text = f"all rollouts stall at once: {_few(names)}; suspected: storage, fabric or a service that they wait for"
     elif kind == _SILENCE:
-        text = f"workers silent at once, but not their nodes: {_few(names)}; suspected: the network or this manager"
+        text = f"workers, but not nodes, are silent at once: {_few(names)}; suspected: the network or this manager"
     elif kind == _LOST:
-        text = f"nodes silent at once: {_few(names)}; suspected: the network between them and this manager"
+        text = f"nodes are silent at once: {_few(names)}; suspected: the network between them and this manager"
     else:
         text = f"{detector}{f' of {component}' if component else ''}"
         text += f" on {'most' if most else 'many'} nodes at once: {_few(names)}"

@@ -82,5 +82,5 @@ def _evidence(view: ReplicaView, untaken_since: float, confirmed_at: float) -> l
     if confirmed_at - since < limit_s or view.heartbeats < MIN_HEARTBEATS:
         return None
     lines = [Evidence("agent", f"neither its CPU nor its GPU has worked for {limit_s:g} s", since)] if idle else []
-    text = f"it has had data for {view.incarnation.gang.replica} for {limit_s:g} s, and gets no request for them"
+    text = f"{view.incarnation.gang.replica} has not requested its data for {limit_s:g} s, although they are ready"
     return [*lines, Evidence("store", text, since)]

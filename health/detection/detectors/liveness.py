@@ -118,7 +118,7 @@ def worker_silence(view: ReplicaView, limits: Limits, now: float) -> Result:
         return None, due
     text = f"no heartbeat for {longest:g} s, in phase {view.phase}"
     if view.loads.stopped:
-        text += "; a process of it is stopped (SIGSTOP, or a tracer)"
+        text += "; one of its processes is stopped (SIGSTOP, or a tracer)"
     return _silence_finding(view, limits, "worker_silence", view.last_message_at, text), inf
 
 

@@ -59,7 +59,9 @@ def node_lost(view: NodeView, limits: Limits, now: float) -> Result:
             and not view.suspension_checked(limits)
             and now < lost_at + _SUSPEND_CHECK_TIMEOUT_S
         ):
-            evidence.append(Evidence("manager", "waiting for the cluster to report whether it is suspended", lost_at))
+            evidence.append(
+                Evidence("manager", "waiting for the cluster to report whether the node is suspended", lost_at)
+            )
             return _node_finding(
                 view, "node_lost", Verdict.WARN, Remedy.NONE, since, tuple(evidence)
             ), lost_at + _SUSPEND_CHECK_TIMEOUT_S
@@ -95,7 +97,7 @@ def node_flaps(view: NodeView, limits: Limits, now: float) -> Result:
     if now >= ends_at:
         return NO_FINDING
     since = view.flaps[0]
-    text = f"it lost the state up {len(view.flaps)} times within {view.flaps[-1] - since:.0f} s"
+    text = f'it lost the state "up" {len(view.flaps)} times within {view.flaps[-1] - since:.0f} s'
     evidence = (Evidence("cluster", text, view.flaps[-1]),)
     return _node_finding(view, "node_flaps", Verdict.FAIL, Remedy.EXCLUDE, since, evidence), ends_at
 

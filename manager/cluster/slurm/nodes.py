@@ -63,7 +63,7 @@ class SlurmNodes:
             self.drained.add(node)
             return
         if before.set_aside:
-            raise Refused(f"{node} is {before.description}: set by somebody else")
+            raise Refused(f"{node} is {before.description}: this run did not set this state")
         if self._no_rights:
             raise Refused(self._no_rights)
         await self._update(node, "State=DRAIN", f"Reason={reason}")
