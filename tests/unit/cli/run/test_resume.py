@@ -192,7 +192,7 @@ def test_a_walltime_that_a_role_does_not_fit_into_is_refused(ended: Ended, capsy
     ended.run.job_toml.write_text(spec.replace("replicas = 2", 'replicas = 2\nwalltime = "2h"'))
     assert ended.refuses(capsys, "--walltime", "1h") == (
         'rrl: --walltime 1h does not fit the rest of the job: roles.rollout.walltime: "2h" is more than [cluster]'
-        ' walltime = "1h"; lower it or raise that of the run\n'
+        ' walltime = "1h"; lower it or raise the walltime of the run\n'
     )
 
 

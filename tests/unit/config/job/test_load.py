@@ -168,9 +168,9 @@ WRONG: list[tuple[str, str, str]] = [
     ("replicas = 2", "min_replicas = 2", "job.toml:17: roles.rollout.min_replicas: 2 is more than replicas = 1;"
      " lower it or raise replicas"),
     ("replicas = 2", "replicas = 2\ncpus = 8", "job.toml:18: roles.rollout.cpus: 8 is more than a node has"
-     " ([cluster.node] cpus = 4); lower it or raise that of the node"),
+     " ([cluster.node] cpus = 4); lower it or raise cpus of the node"),
     ("replicas = 2", 'replicas = 2\nmem = "8GiB"', 'job.toml:18: roles.rollout.mem: "8192MiB" is more than a node'
-     ' has ([cluster.node] mem = "4096MiB"); lower it or raise that of the node'),
+     ' has ([cluster.node] mem = "4096MiB"); lower it or raise mem of the node'),
     ("rollout/0", "rollout/7", 'job.toml:22: faults.planned[0].target: no replica "rollout/7"; role rollout has 2,'
      ' the last is "rollout/1"'),
     ("rollout/0", "judge/0", 'job.toml:22: faults.planned[0].target: no role "judge";'
@@ -278,10 +278,10 @@ WRONG: list[tuple[str, str, str]] = [
      " more than ranks = 2; lower it or raise ranks"),
     ("[task]", "[roles.trainer]\nranks = 8\nranks_per_node = 8\n[task]", "job.toml:12: roles.trainer.cpus: 8 ranks"
      " on a node need 8, which is more than a node has ([cluster.node] cpus = 4); lower it, lower ranks_per_node"
-     " or raise that of the node"),
+     " or raise cpus of the node"),
     ("[task]", '[roles.trainer]\nranks = 4\nranks_per_node = 2\nmem = "3GiB"\n[task]', "job.toml:15:"
      ' roles.trainer.mem: 2 ranks on a node need "6144MiB", which is more than a node has ([cluster.node] mem ='
-     ' "4096MiB"); lower it, lower ranks_per_node or raise that of the node'),
+     ' "4096MiB"); lower it, lower ranks_per_node or raise mem of the node'),
     ("[task]", "[roles.trajectories]\nranks = 2\n[task]", "job.toml:13: roles.trajectories.ranks: the store is one process;"
      " remove this key"),
     ("replicas = 2", "ranks = 2", "job.toml:17: roles.rollout.ranks: the built-in rollout is one process; write"
