@@ -411,7 +411,7 @@ class AgentsSettings(Struct, frozen=True):
 
 
 class EndpointSettings(Struct, frozen=True):
-    """The settings of the endpoint (:class:`rrl.config.job.roles.EndpointRole`), with times in s."""
+    """The settings of :class:`rrl.config.job.roles.EndpointRole`; times (s) and retries are for jobs without agents."""
 
     port: int = 0
     foreign: Literal["refuse", "context"] = "refuse"
@@ -454,7 +454,8 @@ class RunSpec(Struct, frozen=True):
     rollout: RolloutSettings = RolloutSettings()
     reward: RewardSettings = RewardSettings()
     agents: AgentsSettings | None = None
-    """None: no agents of the job's own. Without an endpoint, too, each trajectory is one answer to a prompt."""
+    """None: the job has no agents of its own. If it has no endpoint either, each trajectory is one answer to a prompt
+    of the task."""
     endpoint: EndpointSettings | None = None
     """None: agents outside of the run cannot take part."""
     transport: TransportSpec = TransportSpec()

@@ -14,7 +14,7 @@ import rrl
 
 from ..core.text import shortened
 from ..core.types import RaisedException
-from .end_report import ScorerFails, described, exits_on_invalid_config, users_place
+from .launcher.end_report import ScorerFails, described, exits_on_invalid_config, users_place
 from .models.tasks import Task, TaskError, load_task
 from .models.tokenizer import Tokenizer, open_tokenizer
 from .trajectories.types import Score, ToScore

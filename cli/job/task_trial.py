@@ -21,8 +21,9 @@ from msgspec import Struct
 from ...core.run_spec import RunSpec
 from ...core.text import shortened
 from ...roles.agents.user_function import AgentError, load_agent
-from ...roles.end_report import described, place_of
-from ...roles.models.chat import Chat, open_chat
+from ...roles.launcher.end_report import described, place_of
+from ...roles.models.chat import open_chat
+from ...roles.models.conversation import Chat
 from ...roles.models.tasks import Task, TaskError, load_task
 from ...roles.models.tokenizer import Tokenizer, UnencodableText, open_tokenizer
 from ...roles.trajectories.prompts import MAX_ITEMS_WITHOUT_PROMPT, UnfitPrompt, prompt_encoder

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import rrl
 
-from ..end_report import exits_on_invalid_config
 from ..endpoint.loopback import LoopbackEndpoint
-from ..models.chat import ModelChat, open_chat
+from ..launcher.end_report import exits_on_invalid_config
+from ..models.chat import open_chat
+from ..models.conversation import ModelChat
 from ..models.tasks import TaskError, load_task
 from ..trajectories.episodes.requests import EpisodeItem
 from ..worker.status.episode_status import EpisodeStatus

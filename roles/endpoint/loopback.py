@@ -9,7 +9,7 @@ from collections.abc import Callable
 from types import TracebackType
 
 from ...core.run_spec import RunSpec
-from ..models.chat import ModelChat
+from ..models.conversation import ModelChat
 from ..trajectories.episodes.requests import EpisodeItem
 from .application import Endpoint, served_run
 from .http_server import EndpointServer

@@ -93,7 +93,7 @@ class FolderTokenizer:
         return self.encode(self.render([{"role": "user", "content": text}], answer_begins=True))
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, answer_begins: bool, tools: Sequence[Any] = ()) -> str:
-        """See :class:`.chat.TemplateTokenizer`."""
+        """See :class:`.conversation.TemplateTokenizer`."""
         if self._chat is None:
             raise ValueError("[model] chat: write chat = true, so that conversations get the folder's chat template")
         try:
@@ -110,12 +110,12 @@ class FolderTokenizer:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def token_id(self, text: str) -> int | None:
-        """See :class:`.chat.TemplateTokenizer`."""
+        """See :class:`.conversation.TemplateTokenizer`."""
         number: int | None = self._tokenizer.token_to_id(text)
         return number
 
     def decode_all(self, tokens: Sequence[int]) -> str:
-        """See :class:`.chat.TemplateTokenizer`."""
+        """See :class:`.conversation.TemplateTokenizer`."""
         text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=False)
         return text
 

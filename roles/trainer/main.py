@@ -30,7 +30,7 @@ import rrl
 
 from ...core.run_spec import ModelSpec
 from ...core.types import NodeName
-from ..end_report import exits_on_invalid_config
+from ..launcher.end_report import exits_on_invalid_config
 from ..models.policy import build_model, compute_dtype, load_initial, materialise, skeleton
 from ..models.tasks import TaskError, load_task
 from ..models.tokenizer import Tokenizer, open_tokenizer

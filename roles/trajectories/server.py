@@ -23,7 +23,7 @@ from ...transport.control.endpoints import Incoming, Listener
 from ...transport.control.sockets import CONTROL_BOUNDS, STORE_BOUNDS
 from ...transport.messages import Peers
 from ..checkpoints.retention import CheckpointCleaner, CommitStatus
-from ..end_report import exits_on_invalid_config
+from ..launcher.end_report import exits_on_invalid_config
 from ..models.tasks import TaskError, load_task
 from ..models.tokenizer import open_tokenizer
 from .durable.records import LogFormatError

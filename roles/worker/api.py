@@ -27,7 +27,7 @@ from ...transport.keys import RunKeys
 from ...transport.messages import Goodbye, Peers
 from ..checkpoints.folders import Digest, as_paths, fresh_folder, make_durable, verified
 from ..checkpoints.folders import describe as describe_files
-from ..end_report import report_uncaught_exceptions
+from ..launcher.end_report import report_uncaught_exceptions
 from ..launcher.process_group import allow_inspection, restore_priority
 from ..trajectories.batches import decode, decode_part
 from ..trajectories.client import TrajectoryClient
@@ -41,7 +41,7 @@ from .step_data import StepData
 from .work_items import LeasedTrajectories, NewWeights, PendingAppend, ScoringLease, WorkLease
 
 if TYPE_CHECKING:
-    from .episodes import Episode
+    from .episode_work import Episode
 
 STORE_WAIT_S = 1.0
 """Seconds that one request waits at the store before it is repeated, so that the worker notices a stop request."""
@@ -449,7 +449,7 @@ class Worker:
         Args:
             at_most: Number of episodes at the same time; None: ``concurrency`` of the job.
         """
-        from .episodes import EpisodeWork  # imported here: the packages of the endpoint are optional
+        from .episode_work import EpisodeWork  # imported here: the packages of the endpoint are optional
 
         return EpisodeWork(self._connection, self.job, self.episode_status(), self.ask_store, at_most).lease()
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from ...models.chat import ASSISTANT, Message, ToolCall
+from ...models.conversation import ASSISTANT, Message, ToolCall
 from .errors import unsupported, wrong
 
 _EMPTY_KEYS = frozenset({"refusal", "function_call", "audio", "annotations", "tool_calls"})

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 from msgspec import Struct
 
-from ...models.chat import Chat, Message
+from ...models.conversation import Chat, Message
 from ...trajectories.episodes.requests import Turn
 from ..calls.messages import canonical_arguments
 from .shown_answer import AnswerFormat, shown_answer

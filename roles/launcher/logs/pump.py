@@ -22,7 +22,7 @@ from ....core.text import last_lines
 from ....transport.control.endpoints import Address
 from ....transport.control.log_messages import Backlog
 from ....transport.keys import RunKeys
-from ...end_report import users_place
+from ..end_report import users_place
 from .files import LineTimestamper, RateLimiter, RotatingLog
 from .shipper import Shipper
 

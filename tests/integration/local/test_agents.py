@@ -47,7 +47,7 @@ pytestmark = pytest.mark.torch
 def submit(folder: Path, steps: int, *changes: tuple[str, str]) -> TestRun:
     """Submit the example without its own fault, with steps of 64 episodes, and with further changes of job.toml."""
     toml = (EXAMPLES / "agents.toml").read_text().partition("[[faults.planned]]")[0]
-    for old, new in (("steps = 200", f"steps = {steps}"), ("prompts_per_step = 8", "prompts_per_step = 4"), *changes):
+    for old, new in (("steps = 150", f"steps = {steps}"), ("prompts_per_step = 16", "prompts_per_step = 4"), *changes):
         assert toml.count(old) == 1, old
         toml = toml.replace(old, new)
     (folder / "guess_task.py").write_text((EXAMPLES / "guess_task.py").read_text())
@@ -91,7 +91,7 @@ def test_an_agent_sees_no_error_while_a_rollout_and_the_store_die_and_every_epis
 
 def test_episodes_of_agents_that_die_begin_again(tmp_path: Path) -> None:
     steps = 8
-    run = submit(tmp_path, steps, ("function =", 'on_death = "again"\nfunction ='))
+    run = submit(tmp_path, steps, ('function = "guess_task:run"', 'function = "guess_task:run"\non_death = "again"'))
     run.wait(lambda state: state.step >= 2, TIMEOUT_S)
     kill(run, AGENTS)
     wait_completed(run, steps)
@@ -131,7 +131,7 @@ def test_agents_that_are_killed_in_the_middle_of_their_turns_are_replayed_and_no
 ) -> None:
     steps, at_once = 3, 8
     (tmp_path / "replayed.py").write_text(REPLAYED)
-    agent = ('function = "guess_task:run"\nconcurrency = 64', f"{key}\nconcurrency = {at_once}")
+    agent = ('function = "guess_task:run"\nconcurrency = 128', f"{key}\nconcurrency = {at_once}")
     run = submit(tmp_path, steps, *FEW, agent)
     shown, go = tmp_path / "turns.jsonl", tmp_path / "go"
     run.wait(lambda _: shown.exists() and len(shown.read_text().splitlines()) >= 2 * at_once, TIMEOUT_S)
@@ -188,7 +188,7 @@ def sampled_turns(run: TestRun) -> dict[int, list[tuple[str, list[int]]]]:
 
 def test_a_program_for_each_attempt_is_the_one_of_the_page(tmp_path: Path) -> None:
     (tmp_path / "guess.py").write_text(program_of_the_page("guess.py"))
-    command = ('function = "guess_task:run"\nconcurrency = 64', 'command = ["python", "guess.py"]\nconcurrency = 4')
+    command = ('function = "guess_task:run"\nconcurrency = 128', 'command = ["python", "guess.py"]\nconcurrency = 4')
     run = submit(tmp_path, 3, *FEW, command)
     wait_completed(run, 3, 4)
 

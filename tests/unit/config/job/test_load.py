@@ -43,7 +43,8 @@ def test_model_path_is_relative_to_the_job_or_the_given_folder(
         assert job.model.path == os.path.normpath(folder / found)
         spec = resolved(job)["model"]
         assert spec == {
-            "path": job.model.path, "dtype": "float32", "chat": False, "max_length": None, "tokenizer": None
+            "path": job.model.path, "dtype": "float32", "chat": False, "max_length": None, "tokenizer": None,
+            "tool_parser": None,
         }  # fmt: skip
         path.write_text(as_toml(job))
         assert load_job(path).model == job.model  # what is written can be read again, from anywhere
@@ -120,6 +121,8 @@ WRONG: list[tuple[str, str, str]] = [
      "job.toml:11: model.tokenizer: comes from the folder in path; remove this key, or remove path"),
     ("[model.tokenizer]", "[model]\nchat = true\n[model.tokenizer]",
      "job.toml:10: model.chat: needs path: a model that rrl builds has no chat template; remove this key"),
+    ("[model.tokenizer]", '[model]\ntool_parser = "qwen3"\n[model.tokenizer]',
+     "job.toml:10: model.tool_parser: needs the chat template of the folder in path; write chat = true, or remove this key"),
     ('[model.tokenizer]\npieces = "0123456789+= "\n', '[model]\npath = "m"\nmax_length = 5\n',
      "job.toml: sampling.max_new_tokens: 5 leaves no space for a prompt in [model] max_length = 5; lower it or"
       " raise max_length"),

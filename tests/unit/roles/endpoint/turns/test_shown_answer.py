@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from rrl.core.run_spec import ModelSpec
 from rrl.roles.endpoint.turns.shown_answer import AnswerFormat, end_at_stop, shown_answer, stable_text
-from rrl.roles.models.chat import ModelChat, open_chat
+from rrl.roles.models.chat import open_chat
+from rrl.roles.models.conversation import ModelChat
 from rrl.tests.support.roles.endpoint.tool_folders import make
 
 

@@ -20,7 +20,7 @@ A, B, C = (incarnation_of(f"rollout/{index}") for index in range(3))
 ENGINES = (A, B, C)
 
 
-def test_engine_gets_what_it_has_and_what_no_engine_that_asks_has() -> None:
+def test_engine_gets_what_it_has_and_what_no_other_engine_has() -> None:
     waiting = [(1, None), (2, A), (3, B), (4, C)]
     assert deal(waiting, A, 4, {B: 1}) == [2, 1, 4]
     assert deal(waiting, B, 4, {A: 1}) == [3, 1, 4]

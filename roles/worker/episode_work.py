@@ -19,9 +19,9 @@ from msgspec import Struct
 from ...core.run_spec import RunSpec
 from ...core.text import on_one_line, shortened
 from ...core.units import duration_text
-from ..end_report import Misuse, exits_on_invalid_config
 from ..endpoint.loopback import LoopbackEndpoint
 from ..endpoint.turns.store_turns import AskStore
+from ..launcher.end_report import Misuse, exits_on_invalid_config
 from ..models.chat import open_chat
 from ..models.tasks import TaskError, load_task
 from ..trajectories.client import FencedAttempt, TrajectoryClient

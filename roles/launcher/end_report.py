@@ -22,10 +22,10 @@ from types import TracebackType
 
 import msgspec
 
-from ..core.launch import LAUNCH_ENV, EndReport, InvalidConfig, Launch, Raised, read_launch
-from ..core.run_dir import RunDir, write_atomically
-from ..core.text import exit_invalid_config, on_one_line
-from ..core.types import RaisedException
+from ...core.launch import LAUNCH_ENV, EndReport, InvalidConfig, Launch, Raised, read_launch
+from ...core.run_dir import RunDir, write_atomically
+from ...core.text import exit_invalid_config, on_one_line
+from ...core.types import RaisedException
 
 _log = logging.getLogger("rrl.worker")
 
@@ -33,7 +33,7 @@ _WRITE_TIMEOUT_S = 2.0
 """Seconds to write the report: a process that ends must not wait for storage that hangs."""
 _MAX_MESSAGE_CHARS = 400
 """Characters of a message that are reported, as of a last line of output; the log has all of it."""
-_RRL = Path(__file__).parents[1]
+_RRL = Path(__file__).parents[2]
 _PACKAGE_FOLDERS = frozenset({"site-packages", "dist-packages"})
 """Names of the folders that contain installed packages."""
 _DETERMINISTIC_OS_ERRORS = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
