@@ -6,18 +6,23 @@ import asyncio
 import json
 import os
 import random
+import re
 import signal
 import socket
+import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
+from rrl.cli import main
 from rrl.core.types import ReplicaId
 from rrl.roles.endpoint.addresses import read_addresses
 from rrl.roles.endpoint.key import run_key
@@ -33,10 +38,8 @@ STEPS, PROMPTS, GROUP = 8, 2, 8
 pytestmark = pytest.mark.torch
 
 
-def submit(folder: Path) -> TestRun:
-    """Submit the example of agents with an endpoint instead of agents of its own, at a port that a restart keeps."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+def submit(folder: Path, port: int) -> TestRun:
+    """Submit the example of agents with an endpoint instead of agents of its own."""
     toml = (EXAMPLES / "agents.toml").read_text().partition("[[faults.planned]]")[0]
     for old, new in (
         ("steps = 200", f"steps = {STEPS}"), ("prompts_per_step = 8", f"prompts_per_step = {PROMPTS}"),
@@ -50,10 +53,13 @@ def submit(folder: Path) -> TestRun:
 
 
 class Player:
-    """Agents that play episodes until the run has none."""
+    """Agents that play episodes until the run has none; their clients repeat a call so many times."""
 
-    def __init__(self, base_url: str, key: str) -> None:
+    def __init__(self, base_url: str, key: str, retries: int) -> None:
         self._root, self._key = base_url.removesuffix("/v1"), key
+        self._client = openai.AsyncOpenAI(api_key=key, max_retries=retries, timeout=TIMEOUT_S)
+        self.errors: list[OSError] = []
+        """Connections that broke or were refused."""
         self.finished: set[int] = set()
         """Episodes that were finished."""
         self.ended = asyncio.Event()
@@ -70,7 +76,7 @@ class Player:
                 played += 1
 
     async def _episode(self, opened: Any) -> None:
-        client = openai.AsyncOpenAI(base_url=opened["base_url"], api_key=opened["api_key"], max_retries=20)
+        client = self._client.with_options(base_url=opened["base_url"], api_key=opened["api_key"])
         messages: list[Any] = [{"role": "user", "content": "?"}]
         for _ in range(random.randrange(1, 3)):
             reply = await client.chat.completions.create(model="policy", messages=messages)
@@ -78,7 +84,6 @@ class Player:
             if not answer.content.isdigit() or reply.choices[0].finish_reason != "stop":
                 break
             messages += [answer, {"role": "user", "content": "<"}]
-        await client.close()
         if await self._post("/finish", opened["api_key"], {"reward": random.random()}) is not None:
             self.finished.add(opened["episode"])
 
@@ -90,9 +95,12 @@ class Player:
             try:
                 return await asyncio.to_thread(_send, request)
             except urllib.error.HTTPError as error:
+                if error.code == 410:  # of the relay: the run has ended
+                    break
                 if error.code != 503:
                     raise
-            except OSError:
+            except OSError as error:
+                self.errors.append(error)
                 await asyncio.sleep(0.2)
         return None
 
@@ -102,9 +110,9 @@ def _send(request: urllib.request.Request) -> Any:
         return json.loads(reply.read())
 
 
-async def play(run: TestRun) -> Player:
+async def play(run: TestRun, base_url: str, retries: int) -> Player:
     """Play until the run has ended, and kill the endpoint in the middle."""
-    player = Player(read_addresses(run.run)[0], run_key(run.run.id, RunKeys.load(run.run.keys).secret))
+    player = Player(base_url, run_key(run.run.id, RunKeys.load(run.run.keys).secret), retries)
     playing = asyncio.create_task(player.play())
     deadline = time.monotonic() + TIMEOUT_S
     killed = False
@@ -125,10 +133,21 @@ async def play(run: TestRun) -> Player:
     return player
 
 
-def test_agents_outside_of_the_run_train_the_model_and_outlive_the_endpoint(tmp_path: Path) -> None:
-    run = submit(tmp_path)
-    run.wait(lambda state: all_work(state) and bool(read_addresses(run.run)), TIMEOUT_S)
-    player = asyncio.run(play(run))
+@contextmanager
+def relay_of(run: TestRun) -> Iterator[str]:
+    """Start ``rrl relay``; yields its base URL."""
+    program = ("-c", "from rrl.cli.main import main; main()")
+    command = [sys.executable, *program, "relay", str(run.run.path), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield process.stdout.readline().split("base URL ")[1].split(";")[0]
+        finally:
+            process.terminate()
+
+
+def check_trained(run: TestRun, player: Player) -> None:
+    """Check that the run has trained on episodes of the player alone, although its endpoint was started again."""
     state = run.state()
     assert (state.outcome, state.step) == ("completed", STEPS), state.why
     assert state.replica(ENDPOINT).incarnation_number == 2
@@ -137,3 +156,39 @@ def test_agents_outside_of_the_run_train_the_model_and_outlive_the_endpoint(tmp_
     audit = json.loads((run.run.store / "audit.json").read_text())
     assert audit["trained"] == STEPS * PROMPTS * GROUP <= len(player.finished)
     assert set(audit["dropped"]) <= {"the run is complete"}, "no attempt has failed"
+
+
+def test_agents_outside_of_the_run_train_the_model_and_outlive_the_endpoint(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]  # a port that a restart keeps
+    run = submit(tmp_path, port)
+    run.wait(lambda state: all_work(state) and bool(read_addresses(run.run)), TIMEOUT_S)
+    check_trained(run, asyncio.run(play(run, read_addresses(run.run)[0], retries=20)))
+
+
+def test_agents_behind_a_relay_notice_nothing_of_an_endpoint_that_moves(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = submit(tmp_path, 0)
+    run.wait(lambda state: all_work(state) and bool(read_addresses(run.run)), TIMEOUT_S)
+    before = read_addresses(run.run)
+    with relay_of(run) as base_url:
+        player = asyncio.run(play(run, base_url, retries=0))
+    assert player.errors == []
+    check_trained(run, player)
+    assert read_addresses(run.run) != before
+
+    name = str(run.run.path)
+    assert main.run(["status", name]) == 0
+    assert re.search(r"^agents +[\d,]+ finished .* turns [\d,]+ .* branch(es)? each$", capsys.readouterr().out, re.M)
+    summary = json.loads(run.run.summary.read_text())
+    assert summary["episodes"]["finished"] >= STEPS * PROMPTS * GROUP
+    assert summary["branches"] >= summary["episodes"]["finished"]
+    assert (summary["token_drift"], summary["untrained_turns"]) == (0, 0)
+    assert main.run(["episodes", name, "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    trained = next(one for one in listed if one["state"] == "trained")
+    assert trained["outside"]
+    assert trained["trained"] == trained["sampled"]
+    assert main.run(["endpoint", name]) == 1
+    assert "has ended (completed), and its endpoint with it" in capsys.readouterr().err

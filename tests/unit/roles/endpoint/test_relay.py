@@ -27,6 +27,7 @@ from rrl.tests.support.roles.endpoint.fake_endpoint import (
     breaks,
     completion,
     event,
+    plain,
     replies,
     streams,
 )
@@ -180,6 +181,18 @@ def test_a_plain_answer_whose_attempt_is_over_meanwhile_becomes_the_refusal(scen
     scene.serves(breaks(b" "), replies(FENCED, 403))
     with pytest.raises(openai.PermissionDeniedError):
         scene.client().chat.completions.create(model="m", messages=USER)  # its client repeats the broken call
+
+
+def test_a_call_that_a_stopped_replica_interrupts_is_repeated(scene: Scene) -> None:
+    failed = {"error": {"message": "the endpoint failed", "type": "server_error", "param": None, "code": None}}
+    acts = [plain(503, "full"), plain(500, "interrupted"), replies(completion("5")), replies(failed, 500)]
+    replica = scene.serves(*acts)
+    assert scene.create().choices[0].message.content == "5"
+    counts = [headers["x-stainless-retry-count"] for _, headers, _ in replica.requests]
+    assert counts == ["0", "0", "1"], "a replica that has too many connections has not begun"
+    with pytest.raises(openai.InternalServerError, match="the endpoint failed"):
+        scene.create()
+    assert len(replica.requests) == 4
 
 
 def test_calls_of_an_episode_go_to_one_replica_and_to_another_one_when_it_is_gone(scene: Scene) -> None:
