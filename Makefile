@@ -65,11 +65,11 @@ uninstall-slurm: setup
 demo-slurm: slurm
 	@$(BIN)/python -m rrl.tests.support.demo
 
-# Slurm is installed where that is possible; its tests skip where it is not, or fail if RRL_REQUIRE_SLURM is set.
+# Slurm is installed where that is possible; its tests skip where it is not, or fail if RRL_REQUIRE_SLURM is set. They mostly
+# wait, so they run beside the others.
 test: setup
 	-@$(BIN)/python -m rrl.tests.support.slurm.lab install --accounting
-	$(PYTEST) -m 'not slurm and not long and not vllm'
-	$(PYTEST) -m 'slurm and not long'
+	$(PYTEST) -m 'not long and not vllm'
 
 # For the inner loop, under a minute on two cores: tests of pure functions, and others that start no process. They play no
 # scenario and start no run.

@@ -22,6 +22,7 @@ from rrl.tests.support.plain_user import PlainUser
 from rrl.tests.support.runs import RRL, TestRun, all_work, current_incarnations, light_job, submitted, write_job
 from rrl.tests.support.security.assault import RECOVERY_TIMEOUT_S
 from rrl.tests.support.security.attacks import Footprint, barrage, ports_of
+from rrl.tests.support.supervisor import end_runs_with_caller
 from rrl.transport.keys import RunKeys
 
 GARBAGE = 1500
@@ -40,6 +41,7 @@ def run(owner: PlainUser) -> Iterator[TestRun]:
     def call(*argv: str, **_: object) -> subprocess.Popen[str]:
         return owner.popen(RRL, *argv, **{RUNS_ENV: str(owner.home / "runs")})
 
+    end_runs_with_caller(owner.home / "runs")
     run = submitted(write_job(owner.home, toml), owner.home / "runs", call)
     run.wait_steps(3)
     yield run

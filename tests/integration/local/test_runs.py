@@ -44,7 +44,7 @@ def _end_well(run: TestRun) -> None:
 
 
 def test_a_killed_rollout_alone_comes_back_and_its_unfinished_prompts_go_on_from_their_prefix(tmp_path: Path) -> None:
-    run = submit_here(tmp_path, light_job("local", 25))
+    run = submit_here(tmp_path, light_job("local", 60))
     before = joined_incarnations(run)
     pid = before[VICTIM][1]
     assert pid is not None
