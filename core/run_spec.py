@@ -113,8 +113,7 @@ class EnvSpec(Struct, frozen=True):
     python: str = ""
     """The interpreter on the nodes that has rrl installed."""
     probe_python: str = "python"
-    """The interpreter that must import the probe's modules: [env] python, or the interpreter of the venv or conda
-    environment."""
+    """The interpreter that must import the probe's modules: [env] python, or that of the venv or conda environment."""
 
 
 class ContainerSpec(Struct, frozen=True):
@@ -323,8 +322,7 @@ class TaskSpec(Struct, frozen=True):
     """The source of prompts and rewards (:class:`rrl.config.job.schema.TaskTable`): a dataset or a function."""
 
     dataset: str | None = None
-    args: dict[str, Any] = {}
-    """The user's values, which only the dataset or the function reads."""
+    args: dict[str, Any] = {}  # read by the dataset or the function only
     function: str | None = None
     prompt: str = "{question}"
     size: int = 200_000
@@ -387,8 +385,7 @@ class RolloutSettings(Struct, frozen=True):
     """The settings of the rollouts' program (:class:`rrl.config.job.roles.RolloutRole`)."""
 
     engine: Literal["torch", "vllm"] = "torch"
-    vllm: dict[str, Any] = {}
-    """The user's own arguments of vLLM's engine."""
+    vllm: dict[str, Any] = {}  # the user's own arguments of vLLM's engine
     threads: int = 1
     lease: int = 64
     segment_tokens: int = 64

@@ -1,6 +1,7 @@
-"""Figures on parts, token ages, answer lengths and episodes, collected from the metrics of a run's committed steps. Pure.
+"""Figures on parts, token ages, answer lengths and episodes, collected from metrics of committed steps. Pure.
 
-The store computes most of these metrics and adds them to a step's metrics at the commit (docs/stream.md, docs/agents.md).
+The store computes most of these metrics and adds them to a step's metrics at the commit (docs/stream.md,
+docs/agents.md).
 """
 
 from __future__ import annotations

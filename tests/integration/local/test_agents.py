@@ -53,8 +53,13 @@ def submit(folder: Path, steps: int, *changes: tuple[str, str]) -> TestRun:
     It has no spare node and no standby of the trainer, which loads torch and is not needed here.
     """
     toml = (EXAMPLES / "agents.toml").read_text().partition("[[faults.planned]]")[0]
-    for old, new in (("steps = 150", f"steps = {steps}"), ("prompts_per_step = 16", "prompts_per_step = 4"),
-                     ("spares = 1", "spares = 0"), ("entropy = 0.01", "entropy = 0.01\ndonor_rollouts = 0"), *changes):  # fmt: skip
+    smaller = (
+        ("steps = 150", f"steps = {steps}"),
+        ("prompts_per_step = 16", "prompts_per_step = 4"),
+        ("spares = 1", "spares = 0"),
+        ("entropy = 0.01", "entropy = 0.01\ndonor_rollouts = 0"),
+    )
+    for old, new in (*smaller, *changes):
         assert toml.count(old) == 1, old
         toml = toml.replace(old, new)
     (folder / "guess_task.py").write_text((EXAMPLES / "guess_task.py").read_text())
@@ -114,8 +119,8 @@ def test_an_agent_sees_no_error_while_a_rollout_and_the_store_die(killed: TestRu
 def test_episodes_of_agents_that_die_begin_again(killed: TestRun) -> None:
     records = [record.event for record in killed.events()]
     second = Incarnation(AGENTS, 2)
-    back = records.index(next(event for event in records if isinstance(event, ev.Joined) and event.incarnation == second))
-    steps = [event.step for event in records[back:] if isinstance(event, ev.StepCommitted)]
+    joined = next(event for event in records if isinstance(event, ev.Joined) and event.incarnation == second)
+    steps = [event.step for event in records[records.index(joined) :] if isinstance(event, ev.StepCommitted)]
     assert steps[-1:] == [STEPS], "no step was trained after the agents had died"
 
 
