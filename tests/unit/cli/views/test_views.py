@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rrl.cli.common.runs import summary_of
@@ -356,6 +356,7 @@ METRICS = ("reward", "loss", "unscored_groups", "unscored_share", "stale_share",
            "episodes_finished", "branches", "token_drift")  # fmt: skip
 
 
+@settings(deadline=None)
 @given(st.lists(st.dictionaries(st.sampled_from(METRICS), st.floats()), max_size=3))
 def test_status_is_shown_whatever_a_trainer_reports_as_metrics(metrics: list[dict[str, float]]) -> None:
     story = Story().works()
