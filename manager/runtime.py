@@ -73,7 +73,7 @@ from .storage.space_reserve import write_from_reserve
 _log = logging.getLogger("rrl.manager")
 
 MAX_RENEWALS_WITHOUT_RUN_DIR = 10
-"""Number of consecutive lease renewals (two lease periods) without a run directory after which it counts as removed."""
+"""The run directory counts as removed after so many consecutive lease renewals (two lease periods) do not find it."""
 COMMAND_POLL_S = 0.5
 """Seconds between two checks of the mailbox for user commands."""
 FLUSH_INTERVAL_S = 0.5

@@ -175,7 +175,7 @@ def _facts(state: State, now: float, width: int, notes: Sequence[str]) -> Render
         ):
             listed = " and ".join([*([", ".join(transports[:-1])] if len(transports) > 1 else []), transports[-1]])
             mixed = len(transports) > 1 and not INTEROPERABLE_TRANSPORTS.issuperset(transports)
-            apart = "; not all of these can pull weights from one another" if mixed else ""
+            apart = "; not all of these can exchange weights" if mixed else ""
             facts.add_row("weights", Text(f"over {listed}{apart}", "red" if apart else ""))
         manager = f"epoch {state.epoch} on {state.host or '?'}, last record {span(now - state.at)} ago"
         for label, line in zip(("manager", ""), notes or (manager,), strict=False):

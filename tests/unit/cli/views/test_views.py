@@ -331,7 +331,7 @@ def test_status_says_which_pipe_weights_move_over_and_when_they_cannot() -> None
     assert "weights  over ucx" in serves("trainer/0", "ucx://10.0.0.2:7001")
     assert "over tcp and ucx" in (mixed := serves("rollout/0", "tcp://10.0.0.3:7001"))
     assert "cannot pull" not in mixed
-    assert "over nixl, tcp and ucx; not all of these can pull weights from one another" in serves(
+    assert "over nixl, tcp and ucx; not all of these can exchange weights" in serves(
         "rollout/1", "nixl://10.0.0.4:7001"
     )
 

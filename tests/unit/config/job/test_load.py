@@ -262,7 +262,7 @@ WRONG: list[tuple[str, str, str]] = [
      ' allocation for all roles; write it under [slurm] or [cluster], or set [cluster] form = "replica"'),
     ('kind = "local"\n', 'kind = "slurm"\nform = "replica"\nwalltime = "1h"\n[roles.trainer]\nwalltime = "2h"\n[cluster.node]'
      "\n#", 'job.toml:10: roles.trainer.walltime: "2h" is more than [cluster] walltime = "1h"; lower it or raise'
-      " that of the run"),
+      " the walltime of the run"),
     ("[cluster]", '[manager]\nwhere = "pool"\n[cluster]\njob_walltime = "1h"', "job.toml:8: cluster.job_walltime: a"
      " manager that runs in the pool ends with the pool's first job;"
      ' write where = "job" in [manager], or remove this key'),
