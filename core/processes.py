@@ -86,7 +86,7 @@ def read_process(pid: int) -> Process | None:
 
 
 def with_marks(process: Process) -> Process:
-    """Return the process with its marks; without marks if its environment cannot be read or the process is gone."""
+    """Return the process with the rrl variables of its environment; without them if the environment cannot be read."""
     deadline = time.monotonic() + _EXEC_TIMEOUT_S
     try:
         while True:

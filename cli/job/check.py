@@ -160,7 +160,7 @@ def _missing_paths(job: Job, path: Path) -> list[str]:
 
 
 def _check_commands(job: Job, spec: RunSpec, path: Path) -> list[str]:
-    """Return a warning for each role's command that this machine lacks, since the nodes may have it.
+    """Return a warning for each command of a role that is not found on this machine; the nodes may have it.
 
     Raises UsageError instead if the roles run on this machine.
     """

@@ -127,7 +127,7 @@ class Tail:
 
 
 class LogTail:
-    """Reads one log together with its copies; yields every line once, in order."""
+    """Reads a log and the copies of its lines that the manager received; yields every line once, in order."""
 
     def __init__(self, log: Log, wanted: LineFilter) -> None:
         self.log = log

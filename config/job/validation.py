@@ -194,7 +194,7 @@ def _ahead(job: Job) -> None:
 def _batch(job: Job) -> None:
     """Check that a batch fits into one message from the store to the trainer; a larger batch would never arrive.
 
-    With ``stream = true`` the store sends parts, which have at least one group.
+    With ``stream = true`` only a single group must fit, because the store sends parts of one group or more.
     """
     if job.task is None:
         return

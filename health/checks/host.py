@@ -33,7 +33,7 @@ def _host(state: NodeState) -> HostData:
 
 
 def _mounts(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
-    """Fail the node if a mount does not answer; one run suffices if the hang is long and other mounts answer."""
+    """Fail the node if a mount does not answer; one probe suffices if it hangs for long while other mounts answer."""
     probed = set()
     mounts = _host(state).mounts
     node_runs = any(mount.answers for mount in mounts)

@@ -65,7 +65,7 @@ class _Round:
 
 
 class ThroughputRounds:
-    """The rounds in progress: one for each role that makes tokens, and one for each gang in training.
+    """The rounds in which replicas are compared by throughput: one per role that makes tokens, one per training gang.
 
     ``add`` and ``on_pass`` return the incarnations that detectors must evaluate again.
     """

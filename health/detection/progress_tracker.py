@@ -76,7 +76,7 @@ class ProgressTracker:
 
     # ── clocks ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def restore_passed_phases(self, view: ReplicaView, phases: Collection[str]) -> None:
-        """Mark phases that the incarnation completed under an earlier manager: its next pass is not its first pass.
+        """Mark the phases that the incarnation completed under an earlier manager, so that their first pass is over.
 
         A phase that counts progress is left out: its first reported count shows whether the first pass is over.
         """

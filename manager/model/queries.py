@@ -83,7 +83,7 @@ def failed_first_starts(state: State, replica: Replica) -> int:
 
 
 def starts_ended_by(exception: RaisedException, replica: Replica) -> int:
-    """Return how many consecutive incarnations of the replica this exception ended before their first unit of work.
+    """Return how many incarnations of the replica in a row were ended by this exception before their first work.
 
     The exception is the same if it has the same type and was raised at the same place.
     """

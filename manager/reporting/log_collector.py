@@ -75,7 +75,7 @@ class LogCollector:
         await opened
 
     def on_event(self, event: ev.Event) -> None:
-        """Schedule the buffers of incarnations that ended or were fenced to be written."""
+        """Schedule the writing of the buffers of an incarnation that has ended or was fenced."""
         if isinstance(event, ev.StepEnded):
             self._call_in_thread(self._write_later, self._log_owner(event.incarnation))
         elif isinstance(event, ev.Decided) and isinstance(event.action, Fence | RestartAll):

@@ -81,7 +81,7 @@ def _already(run: RunDir, before: ResumeRequest | None) -> AlreadyRequested:
 
 
 def read_pending(run: RunDir) -> ResumeRequest | None:
-    """Return the request that is not installed yet; None if there is none. Raises OSError if it cannot be read.
+    """Return the request that no manager has carried out yet, or None. Raises OSError if it cannot be read.
 
     A request that cannot be decoded is removed.
     """

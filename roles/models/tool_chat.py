@@ -66,7 +66,8 @@ def open_tool_format(tokenizer: TemplateTokenizer, parser: str | None) -> ToolFo
 
     Args:
         tokenizer: Tokenizer of the model's folder.
-        parser: Name of a parser of the library, for which the folder's template renders; None: that of a family.
+        parser: Name of a parser of the library ``renderers`` that reads what the folder's template writes; None: the
+            parser of the model's family.
 
     Raises:
         ToolsUnsupported: Tools cannot be offered to this model.

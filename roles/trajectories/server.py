@@ -59,7 +59,10 @@ _log = logging.getLogger("rrl.trajectories")
 
 
 def answer(store: Store, request: Request, now: float | None = None, until: float = -math.inf) -> Answer:
-    """Pass a request, which is evaluated at ``now`` and waits ``until`` a time (s), to the store; return its answer."""
+    """Pass a request to the store, and return its answer.
+
+    It is evaluated at ``now`` (s), and may wait until ``until`` (s).
+    """
     match request:
         case LeaseWork(incarnation, at_most, _, holding, weights):
             return store.lease(incarnation, at_most, holding, weights, now, until)

@@ -475,7 +475,8 @@ def join() -> Worker:
 
     Use the result as a context manager::
 
-        with rrl.join() as me:
+        me = rrl.join()
+        with me:
             ...
 
     With ``warm = true`` in job.toml, a standby process of a trainer or rollout is started before it is needed and waits

@@ -380,6 +380,6 @@ class _SourceProgress:
         self._last = 0.0
 
     def on_chunk(self, requested: float, now: float) -> float:
-        """Return the seconds from a chunk's request, or from the previous chunk's arrival if that was later."""
+        """Return the time (s) of a chunk until ``now``, from its request or, if later, the previous chunk's arrival."""
         since, self._last = max(requested, self._last), now
         return now - since

@@ -237,8 +237,8 @@ def _blame_order(
 ) -> list[ReplicaId]:
     """Return the ``waiting`` replicas in the order of their likelihood to be the cause, most likely first.
 
-    ``stalled`` are all replicas that wait or idle; the number of a role's replicas is counted from them (a gang as
-    one).
+    ``stalled`` are all replicas that wait or idle. A role with few replicas among them (a gang counts as one) is a more
+    likely cause than a role with many.
     """
     gangs_of_role = Counter(role_of(gang) for gang in {gang_of(replica) for replica in stalled})
 

@@ -243,7 +243,9 @@ def test_a_run_that_lost_its_job_spec_goes_on_with_the_one_that_is_named(
     ended: Ended, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ended.run.job_toml.unlink()
-    assert ended.refuses(capsys).endswith("no such file; name the job spec that it was a copy of with --job\n")
+    assert ended.refuses(capsys).endswith(
+        "no such file; it was a copy of your job spec: name the original with --job\n"
+    )
     assert main.run(["resume", RUN, "--job", str(ended.job)]) == 0
     assert (ended.run.job_toml.read_bytes(), ended.started) == (ended.job.read_bytes(), 1)
 
