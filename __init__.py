@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from rrl.roles.trajectories.types import Trajectory as Trajectory
     from rrl.roles.worker.api import Worker as Worker
     from rrl.roles.worker.api import join as join
-    from rrl.roles.worker.external_waits import waiting as waiting
+    from rrl.roles.worker.episode_work import Episode as Episode
+    from rrl.roles.worker.status.external_waits import waiting as waiting
     from rrl.roles.worker.work_items import NewWeights as NewWeights
     from rrl.roles.worker.work_items import ScoringLease as ScoringLease
     from rrl.roles.worker.work_items import WorkLease as WorkLease
@@ -38,7 +39,7 @@ _HOMES = {
     "Version": "rrl.core.types",
     "pack": "rrl.roles.models.tensors",
     "unpack": "rrl.roles.models.tensors",
-    "waiting": "rrl.roles.worker.external_waits",
+    "waiting": "rrl.roles.worker.status.external_waits",
     "Batch": "rrl.roles.trajectories.types",
     "Item": "rrl.roles.trajectories.types",
     "Part": "rrl.roles.trajectories.types",
@@ -48,13 +49,14 @@ _HOMES = {
     "Trajectory": "rrl.roles.trajectories.types",
     "Worker": "rrl.roles.worker.api",
     "join": "rrl.roles.worker.api",
+    "Episode": "rrl.roles.worker.episode_work",
     "NewWeights": "rrl.roles.worker.work_items",
     "ScoringLease": "rrl.roles.worker.work_items",
     "WorkLease": "rrl.roles.worker.work_items",
 }
 __all__ = [
-    "Batch", "Item", "NewWeights", "Part", "Score", "ScoringLease", "Segment", "ToScore", "Trajectory", "Version",
-    "WorkLease", "Worker", "join", "pack", "unpack", "waiting",
+    "Batch", "Episode", "Item", "NewWeights", "Part", "Score", "ScoringLease", "Segment", "ToScore", "Trajectory",
+    "Version", "WorkLease", "Worker", "join", "pack", "unpack", "waiting",
 ]  # fmt: skip
 
 

@@ -23,10 +23,12 @@ class Need(StrEnum):
     UCX = "UCX"
     NAMESPACES = "network namespaces"
     VLLM = "vLLM"
+    OPENAI = "OpenAI's client"
 
 
 NEEDS: Mapping[str, tuple[Need, ...]] = {
     "agent_cost": (),
+    "agents": (Need.TORCH, Need.OPENAI),
     "checkpoint": (Need.TORCH,),
     "cli_startup": (),
     "detection": (),
@@ -42,6 +44,7 @@ NEEDS: Mapping[str, tuple[Need, ...]] = {
 }
 """Needs of each benchmark that is run without options, as ``make bench`` does."""
 PARTS: Mapping[str, tuple[Need, ...]] = {
+    "agents": (Need.VLLM,),
     "dispatch": (Need.VLLM,),
     "hostile_ports": (Need.UCX,),
     "weights": (Need.NAMESPACES,),
@@ -86,6 +89,7 @@ _MISSING: Mapping[Need, Callable[[], str | None]] = {
     Need.UCX: lambda: _module("ucxx", "ucx"),
     Need.NAMESPACES: _namespaces,
     Need.VLLM: _vllm,
+    Need.OPENAI: lambda: _module("openai", "dev"),
 }
 
 

@@ -1,11 +1,15 @@
-"""Check what a manager that runs on this machine needs of it: the network, and the port of its metrics."""
+"""Check the network and the metrics' port for a manager that is to run on this machine."""
 
 from __future__ import annotations
 
 import errno
+import ipaddress
 import socket
 
 from ...transport.address import NoAddress, interface_on, resolve
+
+LOOPBACK_INTERFACE = "lo"
+"""Linux's name of the loopback interface, on every machine."""
 
 
 def network_problem(network: str) -> str:
@@ -17,6 +21,21 @@ def network_problem(network: str) -> str:
     except NoAddress as error:
         return str(error)
     return ""
+
+
+def listens_on_loopback(cluster: str, network: str) -> bool:
+    """Return whether the processes of a run listen on loopback addresses, as far as this machine can tell.
+
+    Args:
+        cluster: ``[cluster] kind``.
+        network: ``[transport] network``; without one the local cluster stays on this machine.
+    """
+    if not network:
+        return cluster == "local"
+    try:
+        return ipaddress.ip_network(network, strict=False).is_loopback
+    except ValueError:
+        return network == LOOPBACK_INTERFACE
 
 
 def metrics_problem(address: str) -> str:

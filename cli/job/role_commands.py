@@ -1,4 +1,4 @@
-"""Find the command of each role on this machine, as its launcher will, so that a missing one is reported at once."""
+"""Find the command of each role on this machine, as its launcher will, so that a missing command is reported early."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ...config.job.schema import Job
@@ -18,13 +18,15 @@ from ...manager.execute.launch import environment
 
 _INTERPRETER = re.compile(r"(python|python\d+(\.\d+)?|bash|sh)")
 """Commands whose first argument is a file, unless it is an option."""
+_PYTHON_KEY = ("env", "python")
+"""Key of the interpreter with which the built-in roles run."""
 
 
 def command_problems(job: Job, spec: RunSpec, folder: Path) -> list[Problem]:
     """Return which commands of roles, or scripts that they run, are missing or cannot be executed on this machine.
 
-    Commands in containers are not looked for. On a Slurm cluster only files are, since PATH may be another one on the
-    nodes; a problem is ``certain`` if the roles run on this machine.
+    Commands in containers are not checked. On a Slurm cluster only paths of files are checked, since PATH may differ on
+    the nodes. A problem is ``certain`` if the roles run on this machine.
 
     Args:
         job: The job, from which the key of a problem is found.
@@ -38,18 +40,21 @@ def command_problems(job: Job, spec: RunSpec, folder: Path) -> list[Problem]:
     for role in spec.roles:
         if role.launcher != "direct":
             continue
-        key = ("env", "python") if role.built_in else (*job.table_of(role.name), "command")
-        texts = (_program(job, spec, role, folder), _script(role, folder))
-        problems += [Problem(key, text, certain=job.cluster.kind == "local") for text in texts if text]
+        commands = {_PYTHON_KEY if role.built_in else (*job.table_of(role.name), "command"): role.argv}
+        if role.built_in and role.kind == "agents" and spec.agents is not None and spec.agents.command is not None:
+            commands["roles", "agents", "command"] = spec.agents.command
+        for key, argv in commands.items():
+            texts = (_program(job, spec, role, key, argv, folder), _script(argv, folder))
+            problems += [Problem(key, text, certain=job.cluster.kind == "local") for text in texts if text]
     first_of_each = {problem.key: problem for problem in reversed(problems)}  # built-in roles have one interpreter
     return list(first_of_each.values())[::-1]
 
 
-def _program(job: Job, spec: RunSpec, role: RoleSpec, folder: Path) -> str:
-    """Return why the program of a role cannot be started; empty if it can, or if only the nodes know."""
-    name = role.argv[0]
+def _program(job: Job, spec: RunSpec, role: RoleSpec, key: tuple[str, ...], argv: Sequence[str], folder: Path) -> str:
+    """Return why the program of a role cannot be started; empty if it can, or if only a node can check it."""
+    name = argv[0]
     if "/" in name:
-        path = folder / Path(name).expanduser() if role.built_in else folder / name
+        path = folder / Path(name).expanduser() if key == _PYTHON_KEY else folder / name
         if not path.exists():
             return _missing(name, folder)
         if path.is_dir():
@@ -67,11 +72,11 @@ def _program(job: Job, spec: RunSpec, role: RoleSpec, folder: Path) -> str:
     return f"there is no command {json.dumps(name)} in PATH{hint}"
 
 
-def _script(role: RoleSpec, folder: Path) -> str:
-    """Return that the script, which is the first argument of an interpreter, does not exist; empty if it does."""
-    if len(role.argv) < 2 or not _INTERPRETER.fullmatch(Path(role.argv[0]).name):
+def _script(argv: Sequence[str], folder: Path) -> str:
+    """Return a text if the script, the first argument of an interpreter, does not exist; empty if it exists."""
+    if len(argv) < 2 or not _INTERPRETER.fullmatch(Path(argv[0]).name):
         return ""
-    script = role.argv[1]
+    script = argv[1]
     if script.startswith("-") or (folder / script).exists():
         return ""
     return _missing(script, folder)

@@ -82,7 +82,7 @@ def _current_liveness(run: RunDir, state: State) -> Liveness:
 
 def _as_json(run: RunDir, state: State) -> dict[str, Any]:
     """Return the state, with the run's standing by its journal, its manager and its jobs."""
-    from ...manager.reporting.summary import stream_summary
+    from ...manager.reporting.summary import episode_counts, stream_summary
 
     judged = _current_liveness(run, state)
     standing_keys = {"standing": judged.standing or standing(state)[0], "note": str(judged)}
@@ -90,7 +90,12 @@ def _as_json(run: RunDir, state: State) -> dict[str, Any]:
         standing_keys["metrics_failure"] = failure
     decoded: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(state))
     stream = stream_summary(state.idle_times, state.stream_figures)
-    return decoded | standing_keys | {"stream": msgspec.to_builtins(stream, str_keys=True)}
+    figures = decoded["episode_figures"]
+    turns = {name: figures[name] for name in ("turns", "branches", "given_tokens", "untrained_turns", "token_drift")}
+    sections = {"stream": stream, "episodes": episode_counts(state.episode_figures)}
+    return decoded | standing_keys | turns | {
+        name: msgspec.to_builtins(section, str_keys=True) for name, section in sections.items()
+    }  # fmt: skip
 
 
 def picture(run: RunDir, state: State, width: int, manager_liveness: Liveness = Liveness()) -> RenderableType:

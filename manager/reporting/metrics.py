@@ -1,8 +1,8 @@
 """Compute the Prometheus metrics of a run: restarts, findings, steps, tokens, lost GPU time, effective training time.
 
 The manager serves them if ``[health] metrics`` is set. :func:`samples` is pure: it computes metrics from the state, the
-timeline of failures and :class:`RunCounters`, which counts from the start of each manager, as Prometheus' counters may.
-Effective time is not corrected by the first symptoms of failures, as it is in ``summary.json`` (``effective_time``).
+timeline of failures and :class:`RunCounters`, which start at 0 with each manager, as Prometheus permits for counters.
+Unlike in ``summary.json``, effective time is not corrected by the first symptoms of failures (``effective_time``).
 Names, alerts and a dashboard: docs/alerts.yml, docs/grafana.json.
 """
 
@@ -23,7 +23,7 @@ from ..model.actions import Exclude
 from ..model.idle_times import IdleTimes, idle_shares
 from ..model.queries import weights_lag_steps, workers
 from ..model.state import State, Status
-from ..model.stream_figures import StreamFigures
+from ..model.stream_figures import EpisodeFigures, StreamFigures
 from .effective_time import EffectiveSeconds, effective_share
 from .failure_records import Changes
 from .failure_timeline import FailureTimeline, fences
@@ -43,7 +43,7 @@ class RunCounters:
         self.failures: Counter[tuple[str, ...]] = Counter()
         """Findings that became FAIL, by detector and cause."""
         self.exclusions: Counter[str] = Counter()
-        """Nodes excluded, by cause; cause ``person`` for those that a user excluded."""
+        """Excluded nodes, by cause; the cause is ``person`` for nodes that a user excluded."""
         self.steps = 0
         self.effective = EffectiveSeconds(at)
         if state is not None:
@@ -74,14 +74,14 @@ class RunCounters:
 
 
 MAX_FINDING_SERIES = 500
-"""Maximum number of series of findings; further findings are counted without their node, which limits the load on
-Prometheus."""
+"""Maximum number of series of findings, which limits the load on Prometheus. Further findings are counted without their
+node."""
 RUN_STATES = ("waiting", "running", "ending", *(outcome.value for outcome in Outcome))
 """Values of the label ``state`` of rrl_run_state."""
 
 
 class Facts(Struct, frozen=True):
-    """Values that are not part of the state."""
+    """Inputs of :func:`samples` that are not part of the state."""
 
     now: float
     """Manager's time (s)."""
@@ -144,6 +144,8 @@ def _of_roles(state: State, counters: RunCounters, facts: Facts) -> Iterator[Met
     down = Counter(role_of(outage.replica) for outage in list(counters.timeline.outages.values()))
     yield from _of_clocks(state.idle_times)
     yield from _of_stream(state.stream_figures)
+    if state.episode_figures != EpisodeFigures():
+        yield from _of_episodes(state.episode_figures)
     if (lag := weights_lag_steps(state)) is not None:
         yield _labelled("rrl_weights_lag_steps", "Training steps by which weights of rollouts are behind the trainer.",
                         ("rollout",), {("first",): float(lag[0]), ("last",): float(lag[1])})  # fmt: skip
@@ -152,7 +154,7 @@ def _of_roles(state: State, counters: RunCounters, facts: Facts) -> Iterator[Met
 
 
 def _of_clocks(times: IdleTimes) -> Iterator[Metric]:
-    """Yield where the time of the roles' processes went; the label ``cause`` is ``none`` for time at work."""
+    """Yield the seconds of the roles' processes by phase and idle cause; ``cause`` is ``none`` for time at work."""
     now, before = times.now, times.before
     seconds: dict[tuple[str, ...], float] = {
         (role, cause or "none"): ns / 1e9 for role, point in now.roles.items() for cause, ns in point.ns.items()
@@ -168,19 +170,35 @@ def _of_clocks(times: IdleTimes) -> Iterator[Metric]:
 
 
 def _of_stream(figures: StreamFigures) -> Iterator[Metric]:
-    """Yield how steps came about; values that no step has reported are left out."""
+    """Yield the metrics of :class:`StreamFigures`; values that no step has reported are left out."""
     if figures.steps:
-        yield _gauge("rrl_parts_per_step", "Mean number of parts in which a step came.", figures.parts / figures.steps)
+        yield _gauge("rrl_parts_per_step", "Mean number of parts of a training step.", figures.parts / figures.steps)
     yield _counted("rrl_tokens_trained_by_age", "Trained tokens by age in training steps (15: 15 or more).", ("age",),
                    {(str(age),): float(tokens) for age, tokens in figures.ages.items()})  # fmt: skip
     if figures.length_bias is not None:
         yield _gauge("rrl_length_bias", "Mean length of trained answers over that of all finished answers.",
                      figures.length_bias)  # fmt: skip
     if figures.recall20 is not None:
-        yield _gauge("rrl_length_recall", "Share of the longest fifth of recent groups that was expected to be so.",
+        yield _gauge("rrl_length_recall", "Share of the longest fifth of recent groups that was expected to be long.",
                      figures.recall20)  # fmt: skip
     yield _gauge("rrl_long_groups", "Groups that are expected to be more than twice as long as usual.",
                  figures.long_groups)  # fmt: skip
+
+
+def _of_episodes(figures: EpisodeFigures) -> Iterator[Metric]:
+    """Yield the numbers of episodes and turns of a run with agents."""
+    yield _gauge("rrl_episodes_at_work", "Episodes whose attempt was being made at the newest commit.", figures.at_work)
+    ends = {"finished": figures.finished, "retried": figures.retried, "replayed": figures.replayed,
+            "dropped": figures.dropped}  # fmt: skip
+    yield _counted("rrl_episodes", "Episodes finished and dropped, and attempts that began again or by a replay.",
+                   ("what",), {(what,): float(count) for what, count in ends.items()})  # fmt: skip
+    yield _counter("rrl_turns", "Turns of finished episodes.", figures.turns)
+    yield _counter("rrl_branches", "Samples of finished episodes.", figures.branches)
+    yield _counter("rrl_given_tokens", "Tokens that turns of finished episodes were given.", figures.given_tokens)
+    yield _counter("rrl_untrained_turns", "Turns sampled from another policy than the trained one.",
+                   figures.untrained_turns)  # fmt: skip
+    yield _counter("rrl_token_drift", "Trained tokens in another context than they were sampled in; must be 0.",
+                   figures.token_drift)  # fmt: skip
 
 
 def _of_nodes(state: State, counters: RunCounters) -> Iterator[Metric]:
@@ -188,7 +206,7 @@ def _of_nodes(state: State, counters: RunCounters) -> Iterator[Metric]:
         "excluded" if node.excluded is not None else node.status.state.value if node.status is not None else "unknown"
         for node in state.nodes.values()
     )
-    yield _labelled("rrl_nodes", "Nodes of the run by state; the run no longer uses excluded ones.", ("state",),
+    yield _labelled("rrl_nodes", "Nodes of the run by state; the run no longer uses excluded nodes.", ("state",),
                     {(name,): float(nodes[name]) for name in (*NodeState, "excluded")})  # fmt: skip
     yield _labelled("rrl_findings", "Standing findings about nodes and replicas.", ("verdict", "detector", "node"),
                     _findings(state))  # fmt: skip
@@ -224,7 +242,7 @@ def _run_state(state: State) -> str:
 def _findings(state: State) -> dict[tuple[str, ...], float]:
     """Count the findings by verdict, detector and node (for a finding about a replica, the replica's node).
 
-    FAILs are counted first: if there are more than MAX_FINDING_SERIES series, only later findings lose their node.
+    FAIL findings are counted first, so that they keep their node if there are more than MAX_FINDING_SERIES series.
     """
     counts: Counter[tuple[str, ...]] = Counter()
     failures_first = sorted(

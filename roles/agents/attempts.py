@@ -19,11 +19,11 @@ from msgspec import Struct
 from ...core.run_spec import AgentsSettings
 from ...core.text import shortened
 from ...core.units import duration_text
-from ..end_report import described
+from ..launcher.end_report import described
 from ..trajectories.client import FencedAttempt
 from ..trajectories.episodes.requests import EpisodeItem
-from .endpoint.key import EpisodeKey, encode_key
 from .user_function import Agent
+from .user_program import ProgramFailed
 
 _log = logging.getLogger("rrl.agents")
 
@@ -35,12 +35,25 @@ failed so, the code is at fault rather than a few episodes, and this process end
 class AttemptsStore(Protocol):
     """What attempts ask of the store."""
 
-    async def finish_episode(self, episode: int, attempt: int, reward: float | None) -> None:
-        """End an episode with its reward, durably."""
+    async def finish_episode(self, episode: int, attempt: int, reward: float | None, later: bool) -> None:
+        """End an episode with its reward, durably; with ``later`` the reward comes from outside."""
         ...
 
     async def fail_attempt(self, episode: int, attempt: int, why: str) -> None:
         """Report that an attempt failed, durably."""
+        ...
+
+
+class AgentEndpoint(Protocol):
+    """Where the agents of this process reach the model."""
+
+    @property
+    def base_url(self) -> str:
+        """Base URL for OpenAI's clients."""
+        ...
+
+    def api_key(self, item: EpisodeItem) -> str:
+        """Return the key of an attempt."""
         ...
 
 
@@ -53,10 +66,6 @@ class AgentContext(Struct, frozen=True):
     """Returns the text of an item of the task."""
     folder: Path
     """Folder of job.toml, relative to which files are named."""
-    run: str
-    """Name of the run directory."""
-    secret: bytes
-    base_url: str = ""
 
 
 class _Failure(Exception):
@@ -68,12 +77,15 @@ class Attempts:
 
     Args:
         context: What they have in common.
+        endpoint: Where the agents reach the model.
         store: Where their results go.
         on_change: Called whenever an attempt has ended.
     """
 
-    def __init__(self, context: AgentContext, store: AttemptsStore, on_change: Callable[[], None]) -> None:
-        self._context, self._store, self._on_change = context, store, on_change
+    def __init__(
+        self, context: AgentContext, endpoint: AgentEndpoint, store: AttemptsStore, on_change: Callable[[], None]
+    ) -> None:
+        self._context, self._endpoint, self._store, self._on_change = context, endpoint, store, on_change
         self._running: dict[int, asyncio.Task[None]] = {}
         self._faults: deque[bool] = deque(maxlen=FAULTS_WINDOW)
         self._reported: set[str] = set()
@@ -119,18 +131,20 @@ class Attempts:
                 await self._store.fail_attempt(item.episode, item.attempt, str(failure))
             else:
                 self._faults.append(False)
-                await self._store.finish_episode(item.episode, item.attempt, reward)
+                later = reward is None and self._context.settings.reward_timeout is not None
+                await self._store.finish_episode(item.episode, item.attempt, reward, later)
         except FencedAttempt as error:
             _log.info("episode %d: %s", item.episode, error)
 
     async def _run(self, item: EpisodeItem) -> float | None:
         """Run the agent, and return the reward. Raises _Failure with the reason if it fails."""
         context = self._context
-        key = encode_key(EpisodeKey(context.run, item.episode, item.attempt), context.secret)
         limit = asyncio.timeout(context.settings.timeout)
         try:
             async with limit:
-                returned = await context.agent(context.item_text(item.item), context.base_url, key)
+                returned = await context.agent(
+                    context.item_text(item.item), self._endpoint.base_url, self._endpoint.api_key(item)
+                )
         except (Exception, asyncio.CancelledError, SystemExit) as error:
             task = asyncio.current_task()
             if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
@@ -142,11 +156,15 @@ class Attempts:
                 ) from None
             if not isinstance(error, Exception):  # a cancellation within the agent, or sys.exit()
                 error = RuntimeError(f"the agent raised {type(error).__name__}").with_traceback(error.__traceback__)
-            raised = described(error, context.folder)
-            self._faults.append(not raised.environmental)
+            if isinstance(error, ProgramFailed):
+                why, environmental = str(error), error.environmental
+            else:
+                raised = described(error, context.folder)
+                why, environmental = f"the agent raised {raised}", raised.environmental
+            self._faults.append(not environmental)
             if 2 * sum(self._faults) > FAULTS_WINDOW:
                 self.error = error
-            raise self._failure(f"the agent raised {raised}", item, error) from None
+            raise self._failure(why, item, error) from None
         return self._reward(returned, item)
 
     def _reward(self, returned: Any, item: EpisodeItem) -> float | None:
@@ -172,6 +190,6 @@ class Attempts:
             self._reported.add(kind)
             _log.warning(
                 "attempt %d at an episode of item %d failed: %s; further ones of this kind cause no warning",
-                item.attempt, item.item, why, exc_info=error,
+                item.attempt, item.item, why, exc_info=None if isinstance(error, ProgramFailed) else error,
             )  # fmt: skip
         return _Failure(why)

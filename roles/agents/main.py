@@ -8,22 +8,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
-
-import msgspec
 
 import rrl
 
-from ...config.model_folder import max_length
-from ..end_report import exits_on_invalid_config
-from ..models.chat import Chat, open_chat
+from ..endpoint.loopback import LoopbackEndpoint
+from ..launcher.end_report import exits_on_invalid_config
+from ..models.chat import open_chat
+from ..models.conversation import ModelChat
 from ..models.tasks import TaskError, load_task
-from ..trajectories.episodes.requests import EpisodeItem, EpisodeTurns, TurnTokens
+from ..trajectories.episodes.requests import EpisodeItem
+from ..worker.status.episode_status import EpisodeStatus
 from .attempts import AgentContext, Attempts
-from .endpoint.application import Endpoint, EndpointSettings
-from .endpoint.http_server import EndpointServer
 from .user_function import AgentError, load_agent
+from .user_program import program_agent
 
 LEASE_WAIT_S = 1.0
 """Seconds that a request for episodes waits at the store before it is repeated."""
@@ -32,7 +31,7 @@ _POLL_S = 0.2
 
 
 class StoreRequests:
-    """Requests to the store, each awaited in the event loop of the caller.
+    """Requests to the store about attempts, each awaited in the event loop of the caller.
 
     Args:
         me: This process.
@@ -45,103 +44,60 @@ class StoreRequests:
         """Lease episodes; empty if there is none within :data:`LEASE_WAIT_S`."""
         return await self._me.ask_store(lambda store: store.lease_episodes(at_most, LEASE_WAIT_S, holding))
 
-    async def get_episode(self, episode: int) -> EpisodeTurns:
-        """See :class:`.endpoint.turns.Turns`."""
-        return await self._me.ask_store(lambda store: store.get_episode(episode))
-
-    async def open_turn(
-        self, episode: int, attempt: int, request: str, parent: int | None, offset: int, given: tuple[int, ...],
-        max_new: int, messages: tuple[str, ...],
-    ) -> int:  # fmt: skip
-        """See :class:`.endpoint.turns.Turns`."""
-        return await self._me.ask_store(
-            lambda store: store.open_turn(episode, attempt, request, parent, offset, given, max_new, messages)
-        )
-
-    async def follow(self, turn: int, offset: int, wait: float) -> TurnTokens | None:
-        """See :class:`.endpoint.turns.Turns`."""
-        return await self._me.ask_store(lambda store: store.follow(turn, offset, wait))
-
-    async def finish_episode(self, episode: int, attempt: int, reward: float | None) -> None:
+    async def finish_episode(self, episode: int, attempt: int, reward: float | None, later: bool) -> None:
         """See :class:`.attempts.AttemptsStore`."""
-        await self._me.ask_store(lambda store: store.finish_episode(episode, attempt, reward))
+        await self._me.ask_store(lambda store: store.finish_episode(episode, attempt, reward, later))
 
     async def fail_attempt(self, episode: int, attempt: int, why: str) -> None:
         """See :class:`.attempts.AttemptsStore`."""
         await self._me.ask_store(lambda store: store.fail_attempt(episode, attempt, why))
 
 
-async def serve(me: rrl.Worker, agent: AgentContext, chat: Chat) -> None:
+async def serve(me: rrl.Worker, agent: AgentContext, chat: ModelChat) -> None:
     """Serve the endpoint, and keep as many attempts at work as the job allows, until a stop is requested.
 
     Args:
         me: This process.
-        agent: What all attempts have in common; the base URL is not set yet.
+        agent: What all attempts have in common.
         chat: Tokenizer and chat template.
 
     Raises:
         Exception: What the agent raises most of the time.
     """
-    changed, loop, job = asyncio.Event(), asyncio.get_running_loop(), me.job
-    settings = EndpointSettings(
-        agent.run, agent.secret, job.sampling.temperature, job.sampling.max_new_tokens,
-        max_length(job.model.path, job.model.max_length),
-    )  # fmt: skip
-
-    def on_change() -> None:
-        with suppress(RuntimeError):  # the loop has ended
-            loop.call_soon_threadsafe(changed.set)
-
-    endpoint = Endpoint(settings, chat, StoreRequests(me), on_change)
-    server = EndpointServer(endpoint.application)
-    server.start()
-    try:
-        await _run(me, msgspec.structs.replace(agent, base_url=server.base_url), endpoint, changed)
-    finally:
-        server.stop()
+    with me.episode_status() as status:
+        reported = status.endpoint_changed
+        with LoopbackEndpoint(me.job, me.run_dir.id, me.keys.secret, chat, me.ask_store, reported) as endpoint:
+            await _run(me, agent, endpoint, status)
 
 
-async def _run(me: rrl.Worker, context: AgentContext, endpoint: Endpoint, changed: asyncio.Event) -> None:
-    """Make attempts; ``changed`` is set whenever a call of an agent begins to wait or has ended."""
-    store = StoreRequests(me)
-    attempts = Attempts(context, store, changed.set)
+async def _run(me: rrl.Worker, context: AgentContext, endpoint: LoopbackEndpoint, status: EpisodeStatus) -> None:
+    store, changed = StoreRequests(me), asyncio.Event()
+    attempts = Attempts(context, endpoint, store, changed.set)
     leasing: asyncio.Task[tuple[EpisodeItem, ...]] | None = None
     reported = 0
-    with ExitStack() as phase:
-        name = ""
-        while not me.stopping.is_set() and attempts.error is None:
-            if leasing is not None and leasing.done():
-                for item in leasing.result():
-                    attempts.start(item)
-                leasing = None
-            free = context.settings.concurrency - len(attempts.episodes)
-            if leasing is None and free:
-                leasing = asyncio.create_task(store.lease_episodes(free, attempts.episodes))
-                leasing.add_done_callback(lambda _: changed.set())
-            if (now := _phase(attempts, endpoint)) != name:
-                name = now
-                phase.close()
-                phase.enter_context(me.phase(name))
-            if (done := endpoint.answered + attempts.ended) > reported:
-                me.progress(done - reported)
-                reported = done
-            me.note(attempts.note)
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_POLL_S):
-                    await changed.wait()
-            changed.clear()
+    while not me.stopping.is_set() and attempts.error is None:
+        if leasing is not None and leasing.done():
+            for item in leasing.result():
+                attempts.start(item)
+            leasing = None
+        status.attempts_changed(len(attempts.episodes))
+        free = context.settings.concurrency - len(attempts.episodes)
+        if leasing is None and free:
+            leasing = asyncio.create_task(store.lease_episodes(free, attempts.episodes))
+            leasing.add_done_callback(lambda _: changed.set())
+        if attempts.ended > reported:
+            me.progress(attempts.ended - reported)
+            reported = attempts.ended
+        me.note(attempts.note)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_POLL_S):
+                await changed.wait()
+        changed.clear()
     if leasing is not None:
         leasing.cancel()
     await attempts.cancel()
     if attempts.error is not None:
         raise attempts.error
-
-
-def _phase(attempts: Attempts, endpoint: Endpoint) -> str:
-    """Return the phase: agents wait for tokens, or act by themselves, or there is no episode."""
-    if not attempts.episodes:
-        return "wait_work"
-    return "wait_turn" if endpoint.waiting else "act"
 
 
 def main() -> None:
@@ -153,10 +109,14 @@ def main() -> None:
         chat = open_chat(job.model)
     with exits_on_invalid_config(TaskError):
         task = load_task(job.task, job.seed, chat.tokenizer, folder)
-    with exits_on_invalid_config(AgentError):
-        agent = load_agent(job.agents.function, folder)
+    if job.agents.function is not None:
+        with exits_on_invalid_config(AgentError):
+            agent = load_agent(job.agents.function, folder)
+    else:
+        assert job.agents.command is not None
+        agent = program_agent(job.agents.command, folder)
     with me:
-        context = AgentContext(agent, job.agents, task.prompt, folder, me.run_dir.id, me.keys.secret)
+        context = AgentContext(agent, job.agents, task.prompt, folder)
         asyncio.run(serve(me, context, chat))
 
 

@@ -1,77 +1,42 @@
 """Conversations as tokens: the chat template of a model's folder, or the pieces of ``[model.tokenizer] chat``.
 
 A conversation is encoded as a whole only where nothing of it was sampled. What follows a sampled answer is encoded by
-itself, so that the answer's own tokens remain (:mod:`rrl.roles.agents.endpoint.turn_context`).
+itself, so that the answer's own tokens remain (:mod:`rrl.roles.endpoint.turns.turn_context`).
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
-from typing import Protocol
-
-from msgspec import Struct
 
 from ...core.run_spec import ModelSpec
+from .conversation import (
+    ASSISTANT,
+    AnswerContent,
+    Chat,
+    Message,
+    ModelChat,
+    TemplateTokenizer,
+    ToolFormat,
+    ToolsUnsupported,
+    ended,
+)
+from .template_chat import TemplateChat
 from .tokenizer import Tokenizer, open_tokenizer
 
-ASSISTANT = "assistant"
-"""Role of the messages that the model answers with."""
 CONTENT = "{content}"
 """Place of a message's text in a piece of ``[model.tokenizer] chat``."""
-
-
-class Message(Struct, frozen=True, omit_defaults=True):
-    """A message of a conversation."""
-
-    role: str
-    content: str
-    name: str = ""
 
 
 class UnknownRole(ValueError):
     """``[model.tokenizer] chat`` has no piece for the role of a message."""
 
 
-class Chat(Protocol):
-    """Converts conversations to tokens."""
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The tokenizer of the model."""
-        ...
-
-    def prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """Return the tokens of a conversation, at whose end the model's answer begins.
-
-        Raises:
-            ValueError: The conversation cannot be encoded.
-        """
-        ...
-
-    def continuation(self, messages: Sequence[Message], answered: int) -> tuple[int, ...] | None:
-        """Return the tokens between the end of an answer's text and the beginning of the next answer.
-
-        The first of them is the token that ends the answer.
-
-        Args:
-            messages: A conversation.
-            answered: Number of its messages up to the answer, which is the last of them.
-
-        Returns:
-            The tokens; None if the template writes the beginning of the conversation differently because of what
-                follows.
-
-        Raises:
-            ValueError: The messages cannot be encoded.
-        """
-        ...
-
-
-def open_chat(model: ModelSpec) -> Chat:
+def open_chat(model: ModelSpec) -> ModelChat:
     """Open tokenizer and chat template of a model.
 
     Raises:
-        ValueError: The tokenizer is unusable, or there is no chat template.
+        ValueError: The tokenizer is unusable, there is no chat template, or ``[model] tool_parser`` cannot be used.
     """
     if model.path is None:
         if model.tokenizer is None or model.tokenizer.chat is None:
@@ -81,7 +46,10 @@ def open_chat(model: ModelSpec) -> Chat:
 
     tokenizer = open_tokenizer(model)
     assert isinstance(tokenizer, FolderTokenizer)
-    return TemplateChat(tokenizer)
+    chat = FolderChat(tokenizer, model.tool_parser)
+    if model.tool_parser is not None:
+        chat.open_tools()
+    return chat
 
 
 class PieceChat:
@@ -104,13 +72,24 @@ class PieceChat:
         self._answer_ends = (tokenizer.eos, *tokenizer.encode(after))
 
     def prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """See :class:`Chat`."""
+        """See :class:`.conversation.Chat`."""
         tokens = [token for message in messages for token in self._encode(message)]
         return (*tokens, *self._answer_begins)
 
-    def continuation(self, messages: Sequence[Message], answered: int) -> tuple[int, ...] | None:
-        """See :class:`Chat`."""
-        return (*self._answer_ends, *self.prompt(messages[answered:]))
+    def extend(
+        self, context: tuple[int, ...], sampled: tuple[int, ...], messages: Sequence[Message], answered: int
+    ) -> tuple[int, ...] | None:
+        """See :class:`.conversation.Chat`."""
+        end = self._answer_ends[1:] if ended(sampled, self.tokenizer) else self._answer_ends
+        return (*context, *sampled, *end, *self.prompt(messages[answered:]))
+
+    def read(self, context: tuple[int, ...], sampled: tuple[int, ...]) -> AnswerContent:
+        """See :class:`.conversation.Chat`."""
+        return AnswerContent(self.tokenizer.decode(sampled))
+
+    def with_tools(self, tools: str) -> Chat:
+        """See :class:`.conversation.Chat`."""
+        raise ToolsUnsupported("a model that rrl builds cannot be offered tools; remove the key")
 
     def _encode(self, message: Message) -> tuple[int, ...]:
         if message.role == ASSISTANT:
@@ -121,61 +100,41 @@ class PieceChat:
         return self.tokenizer.encode(piece.replace(CONTENT, message.content))
 
 
-class TemplateTokenizer(Tokenizer, Protocol):
-    """The tokenizer of a folder that has a chat template."""
-
-    def render(self, messages: Sequence[Mapping[str, str]], *, answer_begins: bool) -> str:
-        """Return a conversation as text, at whose end the model's answer begins if ``answer_begins``.
-
-        Raises:
-            ValueError: The folder has no chat template, or the template refuses the conversation.
-        """
-        ...
-
-
-class TemplateChat:
-    """The chat template of a model's folder.
+class FolderChat:
+    """The chat of a model's folder.
 
     Args:
         tokenizer: Tokenizer of the folder.
+        tool_parser: Name of the parser of tool calls; None: that of the model's family.
 
     Raises:
         ValueError: The folder has no chat template, or the template refuses a question and its answer.
     """
 
-    def __init__(self, tokenizer: TemplateTokenizer) -> None:
+    def __init__(self, tokenizer: TemplateTokenizer, tool_parser: str | None) -> None:
         self.tokenizer: Tokenizer = tokenizer
-        self._render = tokenizer.render
-        self._answer_ends = self._find_end()
+        self._folder_tokenizer = tokenizer
+        self._tool_parser = tool_parser
+        self._tool_format: ToolFormat | None = None
+        self._opening = threading.Lock()
+        template = TemplateChat(tokenizer)
+        self.prompt = template.prompt
+        self.extend = template.extend
+        self.read = template.read
 
-    def prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """See :class:`Chat`."""
-        return self.tokenizer.encode(self._render(_plain(messages), answer_begins=True))
+    def with_tools(self, tools: str) -> Chat:
+        """See :class:`.conversation.ModelChat`."""
+        return self.open_tools().bind(tools)
 
-    def continuation(self, messages: Sequence[Message], answered: int) -> tuple[int, ...] | None:
-        """See :class:`Chat`."""
-        if self._answer_ends is None:
-            return None
-        before = self._render(_plain(messages[:answered]), answer_begins=False)
-        whole = self._render(_plain(messages), answer_begins=True)
-        if not whole.startswith(before):
-            return None
-        tokens = self.tokenizer.encode(self._answer_ends + whole.removeprefix(before))
-        ends = bool(tokens) and tokens[0] in self.tokenizer.stop_tokens
-        return tokens if ends else (self.tokenizer.eos, *tokens)
+    def open_tools(self) -> ToolFormat:
+        """Return the format of tools, which is found once.
 
-    def _find_end(self) -> str | None:
-        """Return what the template writes after the text of an answer; None if it rewrites what precedes the answer."""
-        asked, answer = Message("user", "a"), Message(ASSISTANT, "b")
-        before = self._render(_plain([asked]), answer_begins=True)
-        whole = self._render(_plain([asked, answer]), answer_begins=False)
-        start = before + answer.content
-        return whole.removeprefix(start) if whole.startswith(start) else None
+        Raises:
+            ToolsUnsupported: Tools cannot be offered to this model.
+        """
+        from .tool_chat import open_tool_format  # imported here: most jobs have no tools, and it imports renderers
 
-
-def _plain(messages: Sequence[Message]) -> list[dict[str, str]]:
-    """Return messages as chat templates expect them."""
-    return [
-        {"role": message.role, "content": message.content} | ({"name": message.name} if message.name else {})
-        for message in messages
-    ]
+        with self._opening:
+            if self._tool_format is None:
+                self._tool_format = open_tool_format(self._folder_tokenizer, self._tool_parser)
+            return self._tool_format

@@ -16,8 +16,9 @@ from transformers.cache_utils import DynamicCache
 
 from ...core.types import Incarnation, Version
 from ..models.policy import load_weights, log_probs
-from ..trajectories.types import Item, Segment
+from ..trajectories.types import Item, PathDigest, Segment
 from .engine import Sampling, StepOutput
+from .foreign_sampling import next_token
 
 
 def seed_of(run_seed: int, incarnation: Incarnation) -> int:
@@ -115,28 +116,40 @@ class TorchEngine:
             self._batch = None
 
     def _generate(self, batch: _RowBatch, rows: Sequence[_Row]) -> list[Segment]:
-        tokens, logprobs = self._decode(batch, torch.tensor([row.remaining for row in rows], device=self._device))
+        tokens, logprobs = self._decode(batch, rows)
         return [
             row.append(row_tokens, row_logprobs, batch.version, self._stop_tokens)
             for row, row_tokens, row_logprobs in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True)
         ]
 
     @torch.inference_mode()
-    def _decode(self, batch: _RowBatch, remaining: Tensor) -> tuple[Tensor, Tensor]:
+    def _decode(self, batch: _RowBatch, rows: Sequence[_Row]) -> tuple[Tensor, Tensor]:
         """Return the next tokens of every row and their log-probabilities, both [B, n].
 
         A row that ends early is filled up with further tokens, which the caller cuts off.
         """
-        sampling, tokens, logprobs = self._sampling, [], []
+        sampling = self._sampling
+        tokens: list[Tensor] = []
+        logprobs: list[Tensor] = []
+        remaining = torch.tensor([row.remaining for row in rows], device=self._device)
+        foreign = [(index, row, row.sampling) for index, row in enumerate(rows) if row.sampling is not None]
         done = torch.zeros(len(remaining), dtype=torch.bool, device=self._device)
         for count in range(1, sampling.segment_tokens + 1):
-            log_probabilities = log_probs(batch.read(self._model), sampling.temperature)
+            logits = batch.read(self._model)
+            log_probabilities = log_probs(logits, sampling.temperature)
             if sampling.greedy:
                 chosen = log_probabilities.argmax(-1)
             else:
                 chosen = torch.multinomial(log_probabilities.exp(), 1, generator=self._generator)[:, 0]
+            chosen_logprobs = log_probabilities.gather(1, chosen[:, None])[:, 0]
+            for index, row, how in foreign:
+                sampled = [*row.sampled, *(int(step[index]) for step in tokens)]
+                token, logprob = next_token(
+                    logits[index], how, sampling.temperature, row.prompt, sampled, self._generator
+                )
+                chosen[index], chosen_logprobs[index] = token, logprob
             tokens.append(chosen)
-            logprobs.append(log_probabilities.gather(1, chosen[:, None])[:, 0])
+            logprobs.append(chosen_logprobs)
             batch.unread = chosen[:, None]
             done |= torch.isin(chosen, self._stop_token_tensor) | (remaining <= count)
             if done.all():
@@ -175,8 +188,17 @@ class _Row:
         generated = [token for segment in item.so_far for token in segment.tokens]
         self.trajectory = item.trajectory
         self.tokens = [*item.prompt, *generated]
+        self.prompt = item.prompt
+        self.sampling = item.sampling
         self.offset = len(generated)
         self.remaining = item.max_new
+        self._path = PathDigest()
+        self._path.add(self.tokens)
+
+    @property
+    def sampled(self) -> list[int]:
+        """The tokens after the prompt."""
+        return self.tokens[len(self.prompt) :]
 
     def is_complete(self, stop_tokens: frozenset[int]) -> bool:
         """Return whether the trajectory has ended."""
@@ -188,7 +210,10 @@ class _Row:
         """Append tokens up to the end of sequence or the maximum length, and return them as a segment."""
         end = next((index + 1 for index, token in enumerate(tokens) if token in stop_tokens), len(tokens))
         end = min(end, self.remaining)
-        segment = Segment(self.trajectory, self.offset, tuple(tokens[:end]), tuple(logprobs[:end]), version)
+        self._path.add(tokens[:end])
+        segment = Segment(
+            self.trajectory, self.offset, tuple(tokens[:end]), tuple(logprobs[:end]), version, self._path.value()
+        )
         self.tokens += tokens[:end]
         self.offset += end
         self.remaining -= end

@@ -14,6 +14,7 @@ from ...transport.control.endpoints import Address, Dialer
 from ...transport.keys import RunKeys
 from ...transport.messages import Peers
 from .episodes.requests import (
+    EndTurn,
     EpisodeItem,
     EpisodeTurns,
     FailAttempt,
@@ -22,7 +23,9 @@ from .episodes.requests import (
     GetEpisode,
     LeasedEpisodes,
     LeaseEpisodes,
+    OpenEpisode,
     OpenTurn,
+    PostReward,
     TurnOpened,
     TurnTokens,
 )
@@ -50,6 +53,7 @@ from .types import (
     PackedPart,
     PartBound,
     PostScores,
+    Sampling,
     Score,
     Scoring,
     Segment,
@@ -289,30 +293,52 @@ class TrajectoryClient:
 
     async def open_turn(
         self, episode: int, attempt: int, request: str, parent: int | None, offset: int, given: Sequence[int],
-        max_new: int, messages: Sequence[str] = (),
+        max_new: int, messages: Sequence[str] = (), options: str = "", sampling: Sampling | None = None,
     ) -> int:  # fmt: skip
-        """Open a turn, durably, and return its number (:class:`.episodes.requests.OpenTurn`)."""
+        """Open a turn, or take over a recorded one, durably, and return its number.
+
+        The arguments are the fields of :class:`.episodes.requests.OpenTurn`.
+        """
         opened = await self._decide(
             OpenTurn(self._incarnation, episode, attempt, request, parent, offset, tuple(given), max_new,
-                     tuple(messages))
+                     tuple(messages), options, sampling)
         )  # fmt: skip
         assert isinstance(opened, TurnOpened), opened
         return opened.turn
+
+    async def end_turn(self, turn: int, length: int) -> None:
+        """End the answer of a turn after ``length`` sampled tokens, durably; what follows them is discarded."""
+        await self._decide(EndTurn(self._incarnation, turn, length))
 
     async def follow(self, turn: int, offset: int, wait: float = 5.0) -> TurnTokens | None:
         """Return the sampled tokens of a turn from ``offset`` on; None if ``wait`` seconds bring no new one."""
         answer = await self._ask(Follow(self._incarnation, turn, offset, wait), wait)
         return answer if isinstance(answer, TurnTokens) else None
 
-    async def get_episode(self, episode: int) -> EpisodeTurns:
-        """Return the newest attempt at an episode with its turns."""
-        turns = await self._decide(GetEpisode(self._incarnation, episode))
+    async def get_episode(self, episode: int, holding: Sequence[int] = ()) -> EpisodeTurns:
+        """Return the newest attempt at an episode with its turns, except those in ``holding``."""
+        turns = await self._decide(GetEpisode(self._incarnation, episode, tuple(holding)))
         assert isinstance(turns, EpisodeTurns), turns
         return turns
 
-    async def finish_episode(self, episode: int, attempt: int, reward: float | None) -> None:
-        """End an episode with its reward, durably; if the reward is None, the reward role scores the last answer."""
-        await self._decide(FinishEpisode(self._incarnation, episode, attempt, reward))
+    async def finish_episode(self, episode: int, attempt: int, reward: float | None, later: bool = False) -> None:
+        """End an episode with its reward, durably.
+
+        If the reward is None, the reward role scores the last answer or, with ``later``, :meth:`post_reward` follows.
+        """
+        await self._decide(FinishEpisode(self._incarnation, episode, attempt, reward, later))
+
+    async def post_reward(self, episode: int, attempt: int, reward: float) -> None:
+        """Post the reward of an episode that was finished with ``later``, durably."""
+        await self._decide(PostReward(self._incarnation, episode, attempt, reward))
+
+    async def open_episode(self, request: str, wait: float = 1.0) -> EpisodeItem | None:
+        """Lease an episode for an agent outside of the run; None if there is none within ``wait`` seconds.
+
+        The same ``request`` gets the same episode as long as its attempt lasts.
+        """
+        answer = await self._ask(OpenEpisode(self._incarnation, request, wait), wait)
+        return answer.items[0] if isinstance(answer, LeasedEpisodes) and answer.items else None
 
     async def fail_attempt(self, episode: int, attempt: int, why: str) -> None:
         """Report that an attempt failed, durably, for a reason that has nothing to do with the model."""

@@ -5,7 +5,7 @@ All of this is volatile: a store that restarts receives the membership again, an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from heapq import heapify, heappop, heappush
 from math import exp
@@ -13,8 +13,9 @@ from math import exp
 from ...core.types import Incarnation, ReplicaId
 from .dispatch.engines import Engines, Known
 from .dispatch.lengths import Answer, GroupEstimate
+from .dispatch.prefix_cache import deal
 from .dispatch.work_sharing import CONSIDERED, length_class
-from .durable.groups import Group, TrajectoryState, prompt_length
+from .durable.groups import Group, TrajectoryState, parent_of, prompt_length
 from .durable.records import PackedSegment, TimesObserved
 from .durable.state import State
 from .steps.staleness import StalenessLimit
@@ -98,6 +99,53 @@ class Leases:
         return freed
 
 
+class ScoringQueue:
+    """The complete trajectories without a score: their leases to reward replicas, the oldest first.
+
+    Args:
+        trajectories: All trajectories by number, which this class only reads.
+    """
+
+    def __init__(self, trajectories: Mapping[int, TrajectoryState]) -> None:
+        self._trajectories = trajectories
+        self._leases = Leases()
+        self._heap: list[int] = []
+
+    def rebuild(self) -> None:
+        """Build the queue from the trajectories."""
+        self._heap = [number for number, track in self._trajectories.items() if _needs_score(track)]
+        heapify(self._heap)
+
+    def offer(self, trajectory: int) -> None:
+        """Add a complete trajectory."""
+        heappush(self._heap, trajectory)
+
+    def lease(self, incarnation: Incarnation, at_most: int, holding: Iterable[int]) -> list[TrajectoryState]:
+        """Lease trajectories, first those that were leased to this incarnation and are not in ``holding``."""
+        again = sorted(self._leases.leased_to(incarnation) - {*holding})[:at_most]
+        tracks = [self._trajectories[trajectory] for trajectory in again]
+        while len(tracks) < at_most and self._heap:
+            track = self._trajectories.get(heappop(self._heap))
+            if track is not None and track.score is None and self._leases.holder(track.id) is None:
+                self._leases.assign(track.id, incarnation)
+                tracks.append(track)
+        return tracks
+
+    def release(self, trajectory: int) -> None:
+        """End the lease of a trajectory, if there is one."""
+        self._leases.release(trajectory)
+
+    def release_departed(self, current: frozenset[Incarnation]) -> None:
+        """End the leases of all incarnations that are not current."""
+        for trajectory in self._leases.release_departed(current):
+            heappush(self._heap, trajectory)
+
+
+def _needs_score(track: TrajectoryState) -> bool:
+    later = track.episode is not None and track.episode.awaits_reward
+    return track.finished and track.score is None and not later
+
+
 class WorkQueue:
     """The unfinished trajectories of a store: their leases to rollouts, and which trajectory is leased next.
 
@@ -175,39 +223,56 @@ class WorkQueue:
         """True if lengths are expected to differ: otherwise trajectories are leased one by one in their order."""
         return self._state.lengths.separates
 
-    def requested(self, incarnation: Incarnation, free: int) -> None:
-        """Record that a rollout requests work for ``free`` places."""
-        self._engines.requested(incarnation, free)
+    def requested(self, incarnation: Incarnation, free: int, weights: int | None, open_until: float) -> None:
+        """Record that a rollout with weights of a step requests work for ``free`` places, until a time in seconds."""
+        self._engines.requested(incarnation, free, weights, open_until)
 
     def lease(
         self, incarnation: Incarnation, at_most: int, weights: int | None, now: float | None
     ) -> list[TrajectoryState]:
         """Lease to a rollout its share of what waits: what comes first if lengths are not expected to differ.
 
-        No trajectory is leased after the first one that a rollout with these weights may not work on.
+        No trajectory is leased after the first one that a rollout with these weights may not work on. A turn is left to
+        the rollout that has its prefix, if that rollout requests work, too (:mod:`.dispatch.prefix_cache`).
         """
         popped: list[tuple[float, int, int, int]] = []
         leased: list[TrajectoryState] = []
         candidates: dict[int, TrajectoryState] = {}
         by_length = self.by_length
+        others = {} if by_length else self._engines.open_places(incarnation, now)
+        considered = CONSIDERED if by_length else min(CONSIDERED, at_most + sum(others.values())) if others else 0
         while (track := self.first()) is not None and (
-            len(candidates) < CONSIDERED if by_length else len(leased) < at_most
+            len(candidates) < considered if considered else len(leased) < at_most
         ):
             if track.id not in candidates and not self._engines.withheld(track.id, incarnation):
                 if not self._staleness.allows(track.group, weights):
                     break
-                if not by_length:
+                if not considered:
                     leased.append(self._lease(incarnation, track, weights, now))
                     continue
                 candidates[track.id] = track
             popped.append(heappop(self._heap))
         for entry in popped:
             heappush(self._heap, entry)
-        for trajectory in self._engines.share(incarnation, list(candidates), at_most):
+        if by_length:
+            chosen = self._engines.share(incarnation, list(candidates), at_most)
+        else:
+            waiting = [(number, self._has_prefix(track)) for number, track in candidates.items()]
+            chosen = deal(waiting, incarnation, at_most, others)
+        for trajectory in chosen:
             track = candidates[trajectory]
             if self._staleness.allows(track.group, weights):  # the leases before may have taken the last places
                 leased.append(self._lease(incarnation, track, weights, now))
         return leased
+
+    def _has_prefix(self, track: TrajectoryState) -> Incarnation | None:
+        """Return the rollout that has computed the prefix of a turn with its present weights, or None."""
+        if track.turn is None or track.turn.parent is None:
+            return None
+        parent = parent_of(track)
+        if parent.writer is None or not parent.segments:
+            return None
+        return parent.writer if self._engines.has_weights(parent.writer, parent.segments[-1].step) else None
 
     def _lease(
         self, incarnation: Incarnation, track: TrajectoryState, weights: int | None, now: float | None

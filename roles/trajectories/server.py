@@ -17,20 +17,18 @@ import msgspec
 import rrl
 
 from ...core.run_dir import write_atomically
+from ...core.run_spec import RunSpec
 from ...core.types import Incarnation
 from ...transport.control.endpoints import Incoming, Listener
 from ...transport.control.sockets import CONTROL_BOUNDS, STORE_BOUNDS
-from ...transport.messages import Peers, WeightSource
+from ...transport.messages import Peers
 from ..checkpoints.retention import CheckpointCleaner, CommitStatus
-from ..end_report import exits_on_invalid_config
+from ..launcher.end_report import exits_on_invalid_config
 from ..models.tasks import TaskError, load_task
 from ..models.tokenizer import open_tokenizer
 from .durable.records import LogFormatError
-from .episodes.requests import (
-    Follow,
-    LeasedEpisodes,
-    LeaseEpisodes,
-)
+from .episodes.followers import TurnFollowers
+from .episodes.requests import Follow, LeasedEpisodes, LeaseEpisodes, OpenEpisode
 from .episodes.requests import StoreAnswer as Answer
 from .episodes.requests import StoreRequest as Request
 from .episodes.rules import EpisodeSettings
@@ -49,22 +47,25 @@ from .types import (
     Leased,
     LeaseScoring,
     LeaseWork,
-    NewestVersion,
     NotReady,
     PartBound,
     PostScores,
     Prompt,
     Scoring,
 )
+from .versions import Followers, report_and_read
 
 _log = logging.getLogger("rrl.trajectories")
 
 
-def answer(store: Store, request: Request, now: float | None = None) -> Answer:
-    """Pass a request, which arrived at ``now`` (s), to the store and return its answer."""
+def answer(store: Store, request: Request, now: float | None = None, until: float = -math.inf) -> Answer:
+    """Pass a request to the store, and return its answer.
+
+    It is evaluated at ``now`` (s), and may wait until ``until`` (s).
+    """
     match request:
         case LeaseWork(incarnation, at_most, _, holding, weights):
-            return store.lease(incarnation, at_most, holding, weights, now)
+            return store.lease(incarnation, at_most, holding, weights, now, until)
         case Append(incarnation, segments, finished, handed_over, lease):
             done = store.append(incarnation, segments, finished, handed_over, now)
             leased = answer(store, lease, now) if lease is not None and isinstance(done, Done) else None
@@ -89,14 +90,6 @@ def answer(store: Store, request: Request, now: float | None = None) -> Answer:
             return report_and_read(store, request)
         case _:
             return store.episodes.answer(request)
-
-
-def report_and_read(store: Store, request: FollowVersions) -> NewestVersion | NotReady | Denied:
-    """Report the version that the sender serves, and return the newest known version."""
-    source = WeightSource(
-        request.incarnation, request.weight_address or "", request.weight_version if request.weight_address else None
-    )
-    return store.report_version(source) or store.newest_version or NotReady()
 
 
 _STOP_POLL_S = 0.2
@@ -135,65 +128,6 @@ class _Parked(msgspec.Struct):
     until: float
 
 
-class _Following(msgspec.Struct):
-    """An open request for a version newer than the sender knows, and the loop time (s) until which it waits."""
-
-    incoming: Incoming
-    until: float
-
-
-class Followers:
-    """The open ``FollowVersions`` requests at ``store``: nearly always one request of each trainer and rollout.
-
-    They are stored apart from requests for work or batches, which are evaluated in every round of the server.
-    ``FollowVersions`` requests are evaluated only when they arrive, when the newest version or the membership has
-    changed, or when a wait is over. ``now`` is the time of the server's loop in seconds.
-    """
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self._waiting: dict[Incarnation, _Following] = {}
-        self._arrived: set[Incarnation] = set()
-        self._answered_version: NewestVersion | None = None
-        """Newest version when all requests were last evaluated."""
-        self._evaluate_all = False
-
-    def add(self, incoming: Incoming, now: float) -> None:
-        """Add a request. Drop an earlier request of the same incarnation: its sender waits only for the new one."""
-        incarnation = incoming.message.incarnation
-        self._waiting[incarnation] = _Following(incoming, now + incoming.message.wait)
-        self._arrived.add(incarnation)
-
-    def membership_changed(self) -> None:
-        """Evaluate every request again in the next round, because its sender may have become current or fenced."""
-        self._evaluate_all = True
-
-    @property
-    def due(self) -> float:
-        """Loop time (s) at which the first wait is over; inf without requests."""
-        return min((waiting.until for waiting in self._waiting.values()), default=math.inf)
-
-    def answers(self, now: float) -> list[tuple[Incoming, Answer]]:
-        """Return the answers that can be given now, and remove their requests."""
-        for incarnation in self._arrived:
-            report_and_read(self._store, self._waiting[incarnation].incoming.message)
-        changed = self._store.newest_version is not self._answered_version
-        self._answered_version = self._store.newest_version
-        incarnations = list(self._waiting) if changed or self._evaluate_all or self.due <= now else list(self._arrived)
-        self._evaluate_all = False
-        self._arrived.clear()
-        answers: list[tuple[Incoming, Answer]] = []
-        for incarnation in incarnations:
-            waiting = self._waiting[incarnation]
-            answer = report_and_read(self._store, waiting.incoming.message)
-            known = waiting.incoming.message.known
-            is_news = isinstance(answer, Denied) or (isinstance(answer, NewestVersion) and answer.version != known)
-            if is_news or waiting.until <= now:
-                answers.append((waiting.incoming, answer))
-                del self._waiting[incarnation]
-        return answers
-
-
 class Server:
     """Serves ``store`` at ``listener``. All methods must be called in one asyncio loop.
 
@@ -229,6 +163,7 @@ class Server:
         self._arrived: list[Incoming] = []
         self._parked: list[_Parked] = []
         self._followers = Followers(store)
+        self._turn_followers = TurnFollowers(store.episodes, store.changed_turns)
         self._woken = asyncio.Event()
         self._stopping = False
         self._data_requested_at = -math.inf
@@ -240,6 +175,7 @@ class Server:
         """Replace the current incarnations; the change is durable before any later answer is sent."""
         self._store.update_membership(current)
         self._followers.membership_changed()
+        self._turn_followers.membership_changed()
         self._woken.set()
 
     def stop(self) -> None:
@@ -278,7 +214,8 @@ class Server:
     async def _wait(self, reading: asyncio.Task[None]) -> None:
         now = asyncio.get_running_loop().time()
         due = min((parked.until for parked in self._parked), default=math.inf)
-        left = max(0.0, min(due, self._followers.due) - now)
+        due = min(due, self._followers.due, self._turn_followers.due, self._store.episodes.due)
+        left = max(0.0, due - now)
         with contextlib.suppress(TimeoutError), self._idle(REQUESTS_CAUSE):
             async with asyncio.timeout(left if left < math.inf else None):
                 await self._woken.wait()
@@ -290,21 +227,25 @@ class Server:
     async def _round(self) -> None:
         """Evaluate all requests, make the answers durable with one flush, and only then send them."""
         now = asyncio.get_running_loop().time()
+        self._store.episodes.expire(now)
         waiting = self._parked
         for incoming in self._arrived:
             if isinstance(incoming.message, FollowVersions):
                 self._followers.add(incoming, now)
+            elif isinstance(incoming.message, Follow):
+                self._turn_followers.add(incoming, now)
             else:
                 waiting.append(_Parked(incoming, now + getattr(incoming.message, "wait", 0.0)))
         self._arrived, self._parked = [], []
         answers: list[tuple[Incoming, Answer | msgspec.Raw]] = []
         encoded: dict[tuple[int, int | None], msgspec.Raw | Denied] = {}
         for parked in _once(sorted(waiting, key=_precedence)):
-            reply = self._answer(parked.incoming.message, encoded, now)
+            reply = self._answer(parked, encoded, now)
             if now < parked.until and reply in _EMPTY:
                 self._parked.append(parked)
             else:
                 answers.append((parked.incoming, reply))
+        answers += self._turn_followers.answers(now)
         version_answers = self._followers.answers(now)  # not counted as served: answers about versions are not progress
         self._store.flush()
         self._on_durable(self._store.commit_status)
@@ -318,14 +259,15 @@ class Server:
             _log.warning("%s", warning)
 
     def _answer(
-        self, request: Request, encoded: dict[tuple[int, int | None], msgspec.Raw | Denied], now: float
+        self, parked: _Parked, encoded: dict[tuple[int, int | None], msgspec.Raw | Denied], now: float
     ) -> Answer | msgspec.Raw:  # fmt: skip
         """Return the answer to a request.
 
         Each member of a gang requests the batch or part, so it is built and encoded only once per round.
         """
+        request: Request = parked.incoming.message
         if not isinstance(request, GetBatch | GetPart):
-            return answer(self._store, request, now)
+            return answer(self._store, request, now, parked.until)
         wanted = request.number, request.index if isinstance(request, GetPart) else None
         rejection = self._store.bind(request.incarnation, *wanted)
         if not isinstance(rejection, Denied):
@@ -372,7 +314,7 @@ def _precedence(parked: _Parked) -> int:
     A part is then bound in the round in which its last score arrives, and new work is leased in the same round.
     """
     match parked.incoming.message:
-        case LeaseWork() | LeaseScoring() | LeaseEpisodes() | Follow():
+        case LeaseWork() | LeaseScoring() | LeaseEpisodes() | OpenEpisode():
             return 2
         case GetBatch() | GetPart():
             return 1
@@ -414,7 +356,7 @@ def _prompts(me: rrl.Worker) -> Callable[[int], Prompt]:
     raises ValueError for a prompt that is empty or too long for an answer to follow, and any exception that the task
     raises.
     """
-    if me.job.agents is not None:  # an agent makes the prompt of an item itself
+    if _episode_settings(me.job) is not None:  # an agent makes the prompt of an item itself
         return lambda item: Prompt(item, ())
     with exits_on_invalid_config():
         tokenizer = open_tokenizer(me.job.model)
@@ -431,7 +373,7 @@ def _prompts(me: rrl.Worker) -> Callable[[int], Prompt]:
 
 
 def _open_store(me: rrl.Worker, prompts: Callable[[int], Prompt]) -> Store:
-    sampling, agents = me.job.sampling, me.job.agents
+    sampling = me.job.sampling
     return Store(
         me.run_dir.store,
         group_size=sampling.group_size,
@@ -444,8 +386,21 @@ def _open_store(me: rrl.Worker, prompts: Callable[[int], Prompt]) -> Store:
         wait_for_late=sampling.late == "wait",
         window=sampling.window,
         max_part_bytes=CONTROL_BOUNDS.max_frame_bytes - 2 * _FRAME_OVERHEAD_BYTES,
-        episodes=None if agents is None else EpisodeSettings(agents.retries, agents.on_death == "drop"),
+        episodes=_episode_settings(me.job),
     )
+
+
+def _episode_settings(job: RunSpec) -> EpisodeSettings | None:
+    """Return the settings of episodes: those of the job's agents, else of its endpoint; None if it has neither."""
+    settings = job.agents or job.endpoint
+    if settings is None:
+        return None
+    episodes = EpisodeSettings(
+        settings.retries, "replay" if job.agents is None else job.agents.on_death, settings.timeout
+    )
+    if settings.reward_timeout is None:
+        return episodes
+    return msgspec.structs.replace(episodes, reward_timeout=settings.reward_timeout)
 
 
 async def _serve(me: rrl.Worker, store: Store, cleaner: CheckpointCleaner) -> None:
@@ -491,7 +446,7 @@ def main() -> None:
                 asyncio.run(_serve(me, store, cleaner))
             if store.audit().committed >= me.job.steps:
                 store.drop_uncommitted("the run is complete")
-            write_atomically(me.run_dir.store / "audit.json", msgspec.json.encode(store.audit()))
+            write_atomically(me.run_dir.audit, msgspec.json.encode(store.audit()))
             store.close()
 
 

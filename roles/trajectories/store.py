@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from heapq import heapify, heappop, heappush
 from pathlib import Path
 from typing import Any
 
 from ...core.types import Incarnation
 from ...transport.messages import WeightSource
 from ..checkpoints.retention import CommitStatus
+from .durable.audit import Audit
 from .durable.groups import Group, as_item, as_to_score, new_segments
 from .durable.log import DurableState
 from .durable.records import (
-    Audit,
     DropCause,
     Fence,
     GroupDropped,
@@ -29,7 +28,7 @@ from .durable.records import (
     pack,
 )
 from .episodes.rules import Episodes, EpisodeSettings
-from .leases import Leases, Membership, WorkQueue
+from .leases import Membership, ScoringQueue, WorkQueue
 from .prompts import GroupMaker, ItemPrompts, ScorerFaults
 from .steps.bindings import Bindings
 from .steps.staleness import StalenessLimit
@@ -108,11 +107,11 @@ class Store:
         self.newest_weights: int | None = None
         """Step of the newest weights that a rollout has reported to this process in a request for work."""
         self._membership = Membership()
-        self._scoring_leases = Leases()
         self._scorer_faults = ScorerFaults()
         self._versions = VersionDirectory()
         self._durable = DurableState(folder, compact_from, max_new_tokens)
         self._state = self._durable.state
+        self._scoring = ScoringQueue(self._state.trajectories)
         self._groups = GroupMaker(
             self._durable, self._prompts, group_size, window * groups_per_batch if window > 1 else 1
         )
@@ -129,9 +128,7 @@ class Store:
 
     def _index(self) -> None:
         """Build the queues from the state: trajectories to extend, trajectories to score, complete groups to bind."""
-        tracks = self._state.trajectories.values()
-        self._unscored = [track.id for track in tracks if track.finished and track.score is None]
-        heapify(self._unscored)
+        self._scoring.rebuild()
         self._work.rebuild()
         self._bindings.rebuild()
 
@@ -141,6 +138,11 @@ class Store:
         After OSError or Superseded this store is unusable, and none of these answers may be sent.
         """
         self._durable.flush()
+
+    @property
+    def changed_turns(self) -> set[int]:
+        """The turns that have changed (:attr:`.durable.episode_records.EpisodeRecords.changed`)."""
+        return self._state.episode_records.changed
 
     def audit(self) -> Audit:
         """Compute the fate of every trajectory from the durable records."""
@@ -162,8 +164,7 @@ class Store:
                 self._durable.write(Fence(gang.replica, gang.number))
         self._work.release_departed(self._membership.current)
         self.episodes.release_departed(self._membership.current)
-        for trajectory in self._scoring_leases.release_departed(self._membership.current):
-            heappush(self._unscored, trajectory)
+        self._scoring.release_departed(self._membership.current)
         self._versions.remove(lambda incarnation: self._membership.fenced_reason(incarnation) is not None)
 
     def check_worker(self, incarnation: Incarnation) -> Denied | NotReady | None:
@@ -215,12 +216,13 @@ class Store:
     # ── rollouts ───────────────────────────────────────────────────────────────────────────────────────────────────
     def lease(
         self, incarnation: Incarnation, at_most: int, holding: Sequence[int] = (), weights: int | None = None,
-        now: float | None = None,
+        now: float | None = None, open_until: float = -math.inf,
     ) -> Leased | Denied | NotReady:  # fmt: skip
         """Lease unfinished trajectories, in the order of the last steps that may train their groups.
 
         A trajectory is not leased if tokens sampled with weights of step ``weights`` would make its group too old.
-        ``now`` is the time of the request in seconds; None if it is unknown.
+        ``now`` is the time of the request in seconds, None if it is unknown; without work the request stays open until
+        ``open_until``.
         """
         if rejection := self.check_worker(incarnation):
             return rejection
@@ -236,7 +238,7 @@ class Store:
             self.newest_weights = max(weights, self.newest_weights or 0)
         again = sorted(self._work.leases.leased_to(incarnation) - set(holding))[:at_most]
         tracks = [self._state.answers[trajectory] for trajectory in again]
-        self._work.requested(incarnation, at_most)
+        self._work.requested(incarnation, at_most, weights, open_until)
         shared = False
         while len(tracks) < at_most and not shared:
             self._create_groups(incarnation, weights)
@@ -314,7 +316,7 @@ class Store:
         for packed in new:
             self._work.leases.assign(packed.trajectory, incarnation)
         for trajectory in ends & self._state.trajectories.keys():
-            heappush(self._unscored, trajectory)
+            self._scoring.offer(trajectory)
         if times := self._work.appended(incarnation, new, ends, now):
             self._durable.write(times)
         self._work.hand_over(incarnation, handed_over)
@@ -349,14 +351,7 @@ class Store:
         """Lease the oldest finished trajectories without a score."""
         if rejection := self.check_worker(incarnation):
             return rejection
-        again = sorted(self._scoring_leases.leased_to(incarnation) - set(holding))[:at_most]
-        tracks = [self._state.trajectories[trajectory] for trajectory in again]
-        while len(tracks) < at_most and self._unscored:
-            track = self._state.trajectories.get(heappop(self._unscored))
-            if track is not None and track.score is None and self._scoring_leases.holder(track.id) is None:
-                self._scoring_leases.assign(track.id, incarnation)
-                tracks.append(track)
-        return Scoring(tuple(as_to_score(track) for track in tracks))
+        return Scoring(tuple(as_to_score(track) for track in self._scoring.lease(incarnation, at_most, holding)))
 
     def post_scores(
         self, incarnation: Incarnation, scores: Sequence[Score], failed: Mapping[int, str] | None = None,
@@ -385,7 +380,7 @@ class Store:
         """Count trajectories that were scored; a group whose trajectories all have a score can be bound."""
         groups = set()
         for trajectory in trajectories:
-            self._scoring_leases.release(trajectory)
+            self._scoring.release(trajectory)
             groups.add(self._state.trajectories[trajectory].group)
         for group in groups:
             if not group.unscored:
@@ -395,7 +390,7 @@ class Store:
 
     def offer_scoring(self, trajectory: int) -> None:
         """Offer a complete trajectory to reward replicas."""
-        heappush(self._unscored, trajectory)
+        self._scoring.offer(trajectory)
 
     def drop(self, group: Group, reason: str, cause: DropCause = DropCause.OTHER) -> None:
         """Drop a group without training on it (rule 8).
@@ -409,7 +404,7 @@ class Store:
         self._work.drop(group)
         self.episodes.forget(group)
         for track in group.trajectories:
-            self._scoring_leases.release(track.id)
+            self._scoring.release(track.id)
         self._durable.write(GroupDropped(group.created.group, len(group.trajectories), reason, cause))
 
     def _drop_untrainable(self) -> None:

@@ -7,6 +7,9 @@ that receives no answer sends the same request again.
 
 from __future__ import annotations
 
+import hashlib
+from array import array
+from collections.abc import Iterable
 from typing import Any
 
 from msgspec import Struct
@@ -18,6 +21,25 @@ NOT_SAMPLED = -1, 0
 """Training step and incarnation number that stand for the version of a token that was given, not sampled."""
 
 
+class PathDigest:
+    """Digest of the tokens of a trajectory from its beginning on, which grows with them."""
+
+    def __init__(self) -> None:
+        self._hash = hashlib.blake2b(digest_size=8)
+
+    def add(self, tokens: Iterable[int]) -> None:
+        """Add tokens, each of which fits into an int32."""
+        self.add_packed(array("i", tokens))
+
+    def add_packed(self, tokens: bytes | array[int]) -> None:
+        """Add tokens that are packed as int32."""
+        self._hash.update(tokens)
+
+    def value(self) -> bytes:
+        """Return the digest (8 bytes) of all tokens so far."""
+        return self._hash.digest()
+
+
 class Segment(Struct, frozen=True, array_like=True):
     """Tokens of one trajectory, sampled under one weight version, starting ``offset`` tokens after the prompt."""
 
@@ -27,6 +49,26 @@ class Segment(Struct, frozen=True, array_like=True):
     logprobs: tuple[float, ...]
     """Log-probabilities of ``tokens`` under the policy that sampled them, stored as float32; as long as ``tokens``."""
     version: Version
+    digest: bytes = b""
+    """:class:`PathDigest` of all tokens of the trajectory, with its prompt, up to the end of this segment, as the
+    engine had them: the store compares it with what the trainer reads. Empty if the engine does not compute it."""
+
+
+class Sampling(Struct, frozen=True, omit_defaults=True):
+    """How one turn is sampled, where that differs from the job; each field has the meaning that it has for vLLM.
+
+    A field that is None is as in the job: its temperature, and no other change of the model's distribution.
+    """
+
+    temperature: float | None = None
+    """0 to take the most likely token."""
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
 
 
 class Item(Struct, frozen=True):
@@ -38,6 +80,8 @@ class Item(Struct, frozen=True):
     so_far: tuple[Segment, ...] = ()
     max_new: int = 0
     """Number of tokens that may still be appended."""
+    sampling: Sampling | None = None
+    """How to sample it; None as the job says."""
 
 
 class ToScore(Struct, frozen=True):
@@ -95,10 +139,10 @@ class Batch(Struct, frozen=True):
 
 
 class PackedTrajectory(Struct, frozen=True, array_like=True, gc=False):
-    """A :class:`Trajectory` in a message: 8 bytes per token, without its prompt (see :class:`PackedBatch`).
+    """A :class:`Trajectory` in a message: 8 bytes per token. The prompt of its group is in :class:`PackedBatch`.
 
-    ``tokens`` is int32 and ``logprobs`` float32, in the byte order of the machine. In a gang both are empty if another
-    member trains on them, and so is ``prompt``.
+    ``tokens`` is int32 and ``logprobs`` float32, in the byte order of the machine. In a gang ``tokens``, ``logprobs``
+    and ``prompt`` are empty if another member trains on them.
     """
 
     id: int

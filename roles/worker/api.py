@@ -15,7 +15,7 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Se
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ...core.launch import HEARTBEAT_INTERVAL_ENV, LAUNCH_ENV, Launch, read_launch
 from ...core.log_lines import start_logging
@@ -27,17 +27,21 @@ from ...transport.keys import RunKeys
 from ...transport.messages import Goodbye, Peers
 from ..checkpoints.folders import Digest, as_paths, fresh_folder, make_durable, verified
 from ..checkpoints.folders import describe as describe_files
-from ..end_report import report_uncaught_exceptions
+from ..launcher.end_report import report_uncaught_exceptions
 from ..launcher.process_group import allow_inspection, restore_priority
-from ..trajectories.batches import decode, decode_part, whole_part
+from ..trajectories.batches import decode, decode_part
 from ..trajectories.client import TrajectoryClient
-from ..trajectories.types import Batch, Item, PackedBatch, PackedPart, Part, Segment
+from ..trajectories.types import Batch, Item, PackedPart, Part, Segment
 from . import publication
 from .connection import ManagerConnection, Stopping
-from .external_waits import waiting
-from .uncommitted_steps import UncommittedSteps
+from .status.episode_status import EpisodeStatus
+from .status.external_waits import waiting
+from .status.work_status import CurrentPhase, entered_phase
+from .step_data import StepData
 from .work_items import LeasedTrajectories, NewWeights, PendingAppend, ScoringLease, WorkLease
-from .work_status import CurrentPhase, entered_phase
+
+if TYPE_CHECKING:
+    from .episode_work import Episode
 
 STORE_WAIT_S = 1.0
 """Seconds that one request waits at the store before it is repeated, so that the worker notices a stop request."""
@@ -60,8 +64,7 @@ class Worker:
         self._connection = ManagerConnection(
             launch, run, keys, float(os.environ.get(HEARTBEAT_INTERVAL_ENV, "1")), self.job.transport
         )
-        self._uncommitted = UncommittedSteps(self.job.sampling.staleness)
-        """Steps returned by :meth:`batches` or :meth:`parts` and not committed yet."""
+        self._data = StepData(self._connection, self.job.sampling, lambda: self.phase("wait_data"))
         self._loaded: Version | None = None
         self._leased = LeasedTrajectories()
         """Trajectories returned by :meth:`work` or :meth:`lease`."""
@@ -249,7 +252,7 @@ class Worker:
         last step or when a stop is requested.
         """
         for number in range((after or 0) + 1, self.job.steps + 1):
-            packed = self._packed_batch(number)
+            packed = self._data.batch(number)
             if packed is None:
                 return
             batch = decode(packed)
@@ -282,34 +285,7 @@ class Worker:
 
         Returns None when a stop is requested.
         """
-        if not self.job.sampling.stream:
-            batch = self._packed_batch(number)
-            return None if batch is None else whole_part(batch)
-        store = self._connection.store
-        part = self._wait_for_data(lambda: store.part(number, index, STORE_WAIT_S))
-        if part is not None:
-            self._uncommitted.add(part)
-        return part
-
-    def _packed_batch(self, number: int) -> PackedBatch | None:
-        """Return the batch of one step in its encoded form, or None when a stop is requested."""
-        store = self._connection.store
-        batch = self._wait_for_data(lambda: store.batch(number, STORE_WAIT_S))
-        if batch is not None:
-            self._uncommitted.add(whole_part(batch))
-        return batch
-
-    def _wait_for_data(self, request: Callable[[], Coroutine[Any, Any, _Data | None]]) -> _Data | None:
-        """Repeat a request to the store until it has a result, and return it; None when a stop is requested."""
-        with self.phase("wait_data"):
-            while not self.stopping.is_set():
-                try:
-                    result = self._connection.call_store(request())
-                except Stopping:  # the caller may still have finished steps to commit
-                    return None
-                if result is not None:
-                    return result
-        return None
+        return self._data.part(number, index)
 
     def checkpoint_dir(self, number: int) -> Path:
         """Create a new folder for this attempt at step ``number``; no other attempt writes into it."""
@@ -337,7 +313,7 @@ class Worker:
             Fenced: a newer incarnation has taken over.
         """
         self._connection.faults.trigger(working=True)
-        uncommitted, files = self._uncommitted.get(number), as_paths(files)
+        uncommitted, files = self._data.uncommitted.get(number), as_paths(files)
         known = digests or {}
         make_durable([path for path in files if path.name not in known])
         manifest = describe_files(self.run_dir.path, files, known)
@@ -346,7 +322,7 @@ class Worker:
             self._connection.store.commit(number, manifest, uncommitted.digest, reported_metrics)
         )
         self._committed, self._manifest = number, manifest
-        self._uncommitted.remove_through(number)
+        self._data.uncommitted.remove_through(number)
         self._connection.on_commit(number, reported_metrics)
 
     def publish(self, number: int, tensors: Sequence[tuple[str, str, tuple[int, ...], memoryview]]) -> None:
@@ -462,6 +438,25 @@ class Worker:
             if items:
                 yield ScoringLease(self._connection, items)
 
+    # ── agents ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    def episodes(self, at_most: int | None = None) -> Iterator[Episode]:
+        """Yield episodes for agents of this process until a stop is requested.
+
+        Each has ``item``, ``base_url``, ``api_key`` and ``attempt``, and must be ended by its ``finish(reward)`` or
+        ``fail(why)``, which any thread may call. While ``at_most`` are not ended, the iteration waits. Phases and
+        progress are reported meanwhile. In a job with ``[roles.agents] per = "replica"``.
+
+        Args:
+            at_most: Number of episodes at the same time; None: ``concurrency`` of the job.
+        """
+        from .episode_work import EpisodeWork  # imported here: the packages of the endpoint are optional
+
+        return EpisodeWork(self._connection, self.job, self.episode_status(), self.ask_store, at_most).lease()
+
+    def episode_status(self) -> EpisodeStatus:
+        """Return the report of phase and progress of a program that makes attempts at episodes in its own way."""
+        return EpisodeStatus(self.job, self._connection.set_phase, self._connection.count)
+
     async def ask_store(self, request: Callable[[TrajectoryClient], Coroutine[Any, Any, _Data]]) -> _Data:
         """Send a request to the store, and wait for its answer in the caller's event loop."""
         return await asyncio.wrap_future(self._connection.submit(request(self._connection.store)))
@@ -480,7 +475,8 @@ def join() -> Worker:
 
     Use the result as a context manager::
 
-        with rrl.join() as me:
+        me = rrl.join()
+        with me:
             ...
 
     With ``warm = true`` in job.toml, a standby process of a trainer or rollout is started before it is needed and waits

@@ -44,8 +44,8 @@ from ..trajectories.versions import is_publisher
 from .commit_reports import CommitReports
 from .event_loop import die_on_error, open_loop
 from .main_thread import ProbeResponder, SelfFaults
+from .status.work_status import WorkStatus
 from .weight_sources import Superseded, WeightSources, unless_set
-from .work_status import WorkStatus
 
 _log = logging.getLogger("rrl.worker")
 
@@ -96,7 +96,6 @@ class ManagerConnection:
         self.status = WorkStatus(STANDBY if launch.standby else "starting")
         self._reported_phase = ""
         self._clock_sent_at = -inf
-        self._first_work_done = False
         self._listen_address: str | None = None
         self._weight_address: str | None = None
         self._peers_callbacks: list[Callable[[msg.Peers], None]] = []
@@ -175,9 +174,11 @@ class ManagerConnection:
         """Add ``units`` of finished work, and report the first one to the manager at once."""
         self.faults.trigger(working=True)
         self.probes.answer()
-        self.status.done += units
-        if not self._first_work_done and units > 0:
-            self._first_work_done = True
+        self.count(units)
+
+    def count(self, units: int) -> None:
+        """Add ``units`` of finished work, as :meth:`progress`, in a thread that is not the role's."""
+        if self.status.add_done(units):
             self.send(msg.FirstWorkDone(self.launch.incarnation))
 
     def send(self, message: Any) -> None:
@@ -394,7 +395,7 @@ class ManagerConnection:
             callback(peers)
 
     async def _heartbeat_loop(self) -> None:
-        """Send heartbeats, but only while connected: buffered heartbeats would hide how long a phase lasted."""
+        """Send heartbeats while connected. Heartbeats that arrive late would give phases a wrong duration."""
         while True:
             if self._dialer.connected:
                 heartbeat = self.status.heartbeat(self.launch.incarnation)

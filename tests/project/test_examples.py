@@ -24,7 +24,7 @@ SLURM = {
     "sacctmgr": "exit 1",
 }
 """What the login node of the cluster of the example says that is for one."""
-NOT_HERE = "on this machine; it must on the nodes"
+NOT_HERE = "on this machine; the nodes need"
 
 
 def test_there_are_examples() -> None:
@@ -43,6 +43,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(home))
     fake_vllm(tmp_path / "site-packages", monkeypatch)  # what make test-vllm has
     model_folders.make(make_model.FOLDER.expanduser())
+    make_model.with_tools(make_model.FOLDER.expanduser())
 
 
 @pytest.mark.usefixtures("site")

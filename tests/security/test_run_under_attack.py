@@ -63,5 +63,5 @@ def _second_process(run: TestRun, replica: ReplicaId) -> None:
     file = str(run.run.launch_file(tag))
     argv = [sys.executable, "-P", "-m", "rrl.roles.launcher.step", file]
     second = subprocess.run(argv, env={**os.environ, LAUNCH_ENV: file}, capture_output=True, text=True, timeout=120)
-    assert "the other one with its tag continues" in second.stderr, second.stderr
+    assert "the other process with the same tag continues" in second.stderr, second.stderr
     assert not run.run.exit_file(tag).exists(), "its record would be taken for the first one's"

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from msgspec.structs import asdict
 from torch import Tensor, nn
 from vllm import SamplingParams
 from vllm.inputs.engine import tokens_input
@@ -19,8 +20,9 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from ....core.types import Version
 from ...models.policy import fitting
-from ...trajectories.types import Item, Segment
+from ...trajectories.types import Item, PathDigest, Segment
 from ..engine import Sampling, StepOutput
+from ..foreign_sampling import seed_at
 from .weight_transfer import BUCKET_BYTES, buckets, shared_bucket
 
 HAND_OVER_INTERVAL_S = 0.1
@@ -84,11 +86,12 @@ class VllmEngine:
                 self._finished.append(item.trajectory)
                 continue
             self._running[item.trajectory] = _RunningTrajectory(item.trajectory, len(generated))
-            self._submit(str(item.trajectory), tokens, remaining)
+            self._submit(str(item.trajectory), tokens, remaining, _overrides(item, len(generated)))
 
-    def _submit(self, name: str, tokens: list[int], max_new: int) -> None:
+    def _submit(self, name: str, tokens: list[int], max_new: int, overrides: dict[str, Any] | None = None) -> None:
+        job = {"temperature": 0.0 if self._sampling.greedy else self._sampling.temperature}
         params = SamplingParams(
-            temperature=0.0 if self._sampling.greedy else self._sampling.temperature,
+            **(job | (overrides or {})),
             max_tokens=max_new,
             stop_token_ids=self._stop_tokens,
             logprobs=0,  # only of the sampled token
@@ -140,8 +143,7 @@ class VllmEngine:
                     )
                 self._tokens += 1
                 if (running := self._running.get(_trajectory(output.request_id))) is not None:
-                    running.tokens.append(token)
-                    running.logprobs.append(logprob)
+                    running.add(token, logprob, output.prompt_token_ids)
             if output.finished:
                 self._on_finished(_trajectory(output.request_id), completion.finish_reason)
 
@@ -157,7 +159,11 @@ class VllmEngine:
         if trajectory.tokens:
             assert self._version is not None
             tokens, logprobs = tuple(trajectory.tokens), tuple(trajectory.logprobs)
-            self._segments.append(Segment(trajectory.trajectory, trajectory.offset, tokens, logprobs, self._version))
+            trajectory.path.add(tokens)
+            digest = trajectory.path.value()
+            self._segments.append(
+                Segment(trajectory.trajectory, trajectory.offset, tokens, logprobs, self._version, digest)
+            )
             trajectory.offset += len(tokens)
             trajectory.tokens, trajectory.logprobs = [], []
 
@@ -215,6 +221,24 @@ class _RunningTrajectory:
         self.trajectory, self.offset = trajectory, offset
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
+        self.path = PathDigest()
+        self._has_prompt = False
+
+    def add(self, token: int, logprob: float, prompt: Sequence[int]) -> None:
+        """Add a sampled token. ``prompt`` is what vLLM has before the first token that it sampled."""
+        if not self._has_prompt:
+            self._has_prompt = True
+            self.path.add(prompt)
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+
+
+def _overrides(item: Item, position: int) -> dict[str, Any]:
+    """Return the parameters of vLLM in which a trajectory differs from the job, if sampling begins at ``position``."""
+    given = {} if item.sampling is None else {k: v for k, v in asdict(item.sampling).items() if v is not None}
+    if "seed" in given:
+        given["seed"] = seed_at(given["seed"], position)
+    return given
 
 
 def _trajectory(request: str) -> int:

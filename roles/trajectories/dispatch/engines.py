@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
+from math import inf
 
 from msgspec import Struct, field
 
@@ -40,6 +41,10 @@ class _Engine(Struct):
     """What it runs and what is on its way to it; None if that has changed."""
     tokens: int = 0
     """Number of tokens that it appended since its moves were chosen."""
+    weights: int | None = None
+    """Step of its weights, by its last request."""
+    open_until: float = -inf
+    """Time (s) until which a request of it for work is open."""
 
 
 class Engines:
@@ -67,9 +72,24 @@ class Engines:
         """The engine on which a trajectory should continue that its engine was requested to hand over."""
 
     # ── what happens ───────────────────────────────────────────────────────────────────────────────────────────────
-    def requested(self, engine: Incarnation, free: int) -> None:
-        """Record that an engine requests work for ``free`` places."""
-        self._engine(engine).places = len(self._running(engine)) + free
+    def requested(self, engine: Incarnation, free: int, weights: int | None = None, open_until: float = -inf) -> None:
+        """Record that an engine with weights of a step requests work for ``free`` places, until a time in seconds."""
+        entry = self._engine(engine)
+        entry.places = len(self._running(engine)) + free
+        entry.weights, entry.open_until = weights, open_until
+
+    def open_places(self, without: Incarnation, now: float | None) -> dict[Incarnation, int]:
+        """Return the free places of all other engines whose requests for work are open."""
+        return {
+            engine: free
+            for engine, entry in self._engines.items()
+            if engine != without and now is not None and entry.open_until > now and (free := self._free(engine)) > 0
+        }
+
+    def has_weights(self, engine: Incarnation, step: int) -> bool:
+        """Return whether an engine has the weights of a step, by its last request."""
+        entry = self._engines.get(engine)
+        return entry is not None and entry.weights == step
 
     def leased(self, engine: Incarnation, trajectory: int, prefix: int, now: float | None) -> None:
         """Record that a trajectory was leased to an engine, at a time in seconds if it is known.
@@ -77,7 +97,7 @@ class Engines:
         The engine must read ``prefix`` tokens before it continues the trajectory.
         """
         entry = self._engine(engine)
-        entry.load = None
+        entry.load, entry.open_until = None, -inf  # its request is answered
         if self._forget_reservation(trajectory):
             self._read_before[trajectory] = prefix
         if now is not None:
@@ -202,7 +222,9 @@ class Engines:
     def _view(self, engine: Incarnation) -> EngineView:
         entry, running = self._engine(engine), self._running(engine)
         coming = sorted(each for each, target in self.reserved.items() if target == engine)
-        if entry.load is None:
+        times = self._times(engine)
+        if entry.load is None or not times.observed:  # what is assumed changes with what is learned of other engines
             here = sorted({*(running - entry.requested_back), *coming})
-            entry.load = EngineLoad(self._curves.widths, self._times(engine).table, map(self._curve, here))
+            table = times.table_among(map(self._times, self._engines))
+            entry.load = EngineLoad(self._curves.widths, table, map(self._curve, here))
         return EngineView(str(engine), entry.load, len(running), entry.places - len(running) - len(coming))

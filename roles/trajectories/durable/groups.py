@@ -40,20 +40,57 @@ class TrajectoryState(Struct, eq=False):
         """Number of tokens after the prompt or, of a turn, after the tokens that it was given; 0 for an episode."""
         return self.segments[-1].end if self.segments else 0
 
+    @property
+    def is_at_work(self) -> bool:
+        """True for an episode whose newest attempt is being made."""
+        return self.episode is not None and self.episode.holder is not None and not self.finished
+
+
+class Run(Struct, frozen=True, gc=False):
+    """Consecutive tokens of a sample that were all given, or all sampled under one version.
+
+    ``tokens`` is int32 and ``logprobs`` float32. ``counts`` says whether they are trained in this sample.
+    """
+
+    tokens: bytes
+    logprobs: bytes
+    version: tuple[int, int]
+    counts: bool
+
+    @property
+    def length(self) -> int:
+        """Number of tokens."""
+        return len(self.tokens) // _TOKEN_BYTES
+
 
 class EpisodeState(Struct, eq=False):
-    """The attempts of an episode, and the turns of its newest attempt."""
+    """The attempts of an episode, and the turns of the newest one and of those that it may replay."""
 
     attempt: int = 0
     """Number of the newest attempt; 0 before the first."""
     holder: Incarnation | None = None
-    """Incarnation that makes the newest attempt, or has finished the episode with it; None if the attempt failed."""
+    """Incarnation that makes the newest attempt, or has finished the episode with it; None if the attempt failed. The
+    incarnation that asked for it, if an agent outside of the run makes it."""
+    request: str | None = None
+    """Request of the agent outside of the run that makes the newest attempt; None if an agents replica makes it."""
     failures: int = 0
     """Number of attempts that count as failed."""
     turns: dict[int, TrajectoryState] = {}
-    """Turns of the newest attempt; once the episode is finished, only those that count and their ancestors."""
+    """Turns of the newest attempt, and recorded ones; once the episode is finished, only those that count and their
+    ancestors."""
+    recorded: set[int] = set()
+    """Turns of earlier attempts, whose process died, that the newest attempt has not taken over."""
     counted: tuple[int, ...] = ()
-    """Turns that count; empty until the episode is finished."""
+    """Turns that count, in the order in which the attempt asked for them; empty until the episode is finished."""
+    awaits_reward: bool = False
+    """True if the episode is finished and its reward comes later."""
+    samples: list[list[Run]] = []
+    """What the trainer reads of the finished episode (:mod:`.trained_samples`), which never changes."""
+
+    @property
+    def made(self) -> list[TrajectoryState]:
+        """The turns that the newest attempt has made or taken over."""
+        return [turn for number, turn in self.turns.items() if number not in self.recorded]
 
 
 class Group(Struct, eq=False):
@@ -141,6 +178,18 @@ def sampled_tokens(track: TrajectoryState) -> tuple[int, ...]:
     return tuple(token for segment in track.segments for token in unpack_tokens(segment.tokens))
 
 
+def is_foreign(turn: TrajectoryState) -> bool:
+    """Return whether a turn is sampled from another policy than the one that is trained."""
+    return turn.turn is not None and turn.turn.sampling is not None
+
+
+def parent_of(turn: TrajectoryState) -> TrajectoryState:
+    """Return the turn that a turn continues; there must be one."""
+    assert turn.turn is not None
+    assert turn.turn.parent is not None
+    return _episode_of(turn).turns[turn.turn.parent]
+
+
 def _path_before(turn: TrajectoryState, turns: dict[int, TrajectoryState]) -> tuple[int, ...]:
     """Return the tokens of the path of a turn before its sampled tokens."""
     tokens: list[int] = []
@@ -157,15 +206,16 @@ def as_item(track: TrajectoryState, max_new_tokens: int) -> Item:
     created = track.group.created
     so_far = tuple(unpack(segment) for segment in track.segments)
     if track.turn is None:
-        prompt, limit = unpack_tokens(created.prompt), max_new_tokens
+        prompt, limit, sampling = unpack_tokens(created.prompt), max_new_tokens, None
     else:
         prompt, limit = _path_before(track, _episode_of(track).turns), track.turn.max_new
-    return Item(track.id, created.group, prompt, so_far, max(0, limit - track.length))
+        sampling = track.turn.sampling
+    return Item(track.id, created.group, prompt, so_far, max(0, limit - track.length), sampling)
 
 
 def as_to_score(track: TrajectoryState) -> ToScore:
-    """Return a complete trajectory as a reward replica receives it: of an episode, the answer of its last turn."""
-    last = track if track.episode is None else track.episode.turns[max(track.episode.counted)]
+    """Return what a reward replica receives to score: a complete trajectory, or the last answer of an episode."""
+    last = track if track.episode is None else track.episode.turns[track.episode.counted[-1]]
     return ToScore(track.id, track.group.created.item, sampled_tokens(last))
 
 

@@ -21,16 +21,17 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+import msgspec
+
 from ....core.run_dir import sync
+from .audit import Audit, audit
 from .records import (
-    Audit,
     Binding,
     BindingRetired,
     GroupDropped,
     LogFormatError,
     Part,
     Record,
-    audit,
     decode,
     encode,
 )
@@ -296,9 +297,10 @@ class DurableState:
                     yield BindingRetired(number, groups, trajectories, record.ages, parts.get(number, ()))
 
     def audit(self) -> Audit:
-        """Compute the audit from the durable records."""
+        """Compute the audit from the durable records, with the state's counts of episodes."""
         self.flush()
-        return audit(map(decode, self._log.scan()))
+        audited = audit(map(decode, self._log.scan()))
+        return msgspec.structs.replace(audited, episodes=self.state.episode_records.figures())
 
     def close(self) -> None:
         """Close the log."""

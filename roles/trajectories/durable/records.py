@@ -1,18 +1,15 @@
-"""Record types of the trajectory store's log, and an audit that computes the fate of every trajectory from them.
+"""Record types of the trajectory store's log.
 
 A log is read completely or not at all: a record of an unknown kind is an error. Tokens are packed as int32 and
-log-probabilities as float32, which takes 8 bytes per token in memory and on disk. The audit does not use the store's
-own state, so that it can find errors in that state.
+log-probabilities as float32, which takes 8 bytes per token in memory and on disk. A field that a record did not always
+have has a default, so that the logs of older versions of rrl are still read.
 """
 
 from __future__ import annotations
 
 import math
 from array import array
-from collections import Counter
-from collections.abc import Iterable, Mapping
 from enum import StrEnum
-from itertools import islice
 from typing import Any
 
 import msgspec
@@ -21,7 +18,7 @@ from msgspec import Struct
 from ....core.types import Incarnation, ReplicaId, Version
 from ..dispatch.lengths import LengthState
 from ..dispatch.token_times import Observed
-from ..types import Score, Segment
+from ..types import Sampling, Score, Segment
 
 FORMAT = 2
 """Format number of the log. Format 2 renamed the record tags; a log of any other format is refused."""
@@ -44,6 +41,7 @@ class PackedSegment(Struct, frozen=True, array_like=True, gc=False):
     logprobs: bytes
     step: int
     incarnation: int
+    digest: bytes = b""
 
     @property
     def end(self) -> int:
@@ -207,7 +205,7 @@ class TimesObserved(Struct, frozen=True, tag="times_observed", array_like=True):
 
 
 class AttemptStarted(Struct, frozen=True, tag="attempt_started", array_like=True):
-    """Begin of an attempt at an episode by an incarnation. The turns of all earlier attempts are deleted.
+    """Begin of an attempt at an episode by an incarnation.
 
     ``weights`` is the step of the weights that the episode's first turn is expected to be sampled with; None if it is
     not known.
@@ -217,6 +215,9 @@ class AttemptStarted(Struct, frozen=True, tag="attempt_started", array_like=True
     attempt: int
     incarnation: Incarnation
     weights: int | None = None
+    request: str | None = None
+    """For an agent outside of the run the request by which it got the episode. The attempt then does not end with the
+    incarnation."""
 
 
 class AttemptFailed(Struct, frozen=True, tag="attempt_failed", array_like=True):
@@ -227,6 +228,8 @@ class AttemptFailed(Struct, frozen=True, tag="attempt_failed", array_like=True):
     failures: int
     reason: str
     """Explanation for people."""
+    replay: bool = False
+    """True if the turns become recorded ones, which the next attempt may take over; otherwise they are deleted."""
 
 
 class TurnCreated(Struct, frozen=True, tag="turn_created", array_like=True):
@@ -244,6 +247,25 @@ class TurnCreated(Struct, frozen=True, tag="turn_created", array_like=True):
     """Maximum number of tokens to sample."""
     messages: tuple[str, ...]
     """Hashes of the messages of the request, from the first on, each with all messages before it."""
+    options: str = ""
+    """Text of the endpoint, which the store only keeps."""
+    sampling: Sampling | None = None
+    """How to sample a turn that is not trained; None for any other turn."""
+
+
+class TurnTaken(Struct, frozen=True, tag="turn_taken", array_like=True):
+    """The newest attempt at an episode has taken over a recorded turn."""
+
+    turn: int
+    episode: int
+
+
+class TurnEnded(Struct, frozen=True, tag="turn_ended", array_like=True):
+    """End of the answer of a turn after ``length`` sampled tokens; what was sampled after them is discarded."""
+
+    turn: int
+    episode: int
+    length: int
 
 
 class TurnsNumbered(Struct, frozen=True, tag="turns_numbered", array_like=True):
@@ -259,6 +281,29 @@ class EpisodeFinished(Struct, frozen=True, tag="episode_finished", array_like=Tr
     attempt: int
     turns: tuple[int, ...]
     reward: float | None = None
+    later: bool = False
+    """True if no reward replica scores it, because its reward comes later."""
+
+
+class EpisodesCounted(Struct, frozen=True, tag="episodes_counted", array_like=True):
+    """Numbers of the run's episodes and turns up to this record, whose own records may be deleted."""
+
+    finished: int = 0
+    retried: int = 0
+    """Attempts that began an episode again from its beginning."""
+    replayed: int = 0
+    """Attempts that could take over turns of an earlier one."""
+    dropped: int = 0
+    turns: int = 0
+    """Complete turns of the finished attempts."""
+    branches: int = 0
+    """Samples of the finished episodes: leaves of their trees of turns."""
+    given_tokens: int = 0
+    """Tokens that agents gave to these turns."""
+    untrained_turns: int = 0
+    """Those of the turns that were sampled from another policy than the one that is trained."""
+    token_drift: int = 0
+    """Trained tokens that differ, or whose context differs, from what the engine had. It must be 0."""
 
 
 class ItemsOrdered(Struct, frozen=True, tag="items_ordered", array_like=True):
@@ -293,8 +338,11 @@ Record = (
     | AttemptStarted
     | AttemptFailed
     | TurnCreated
+    | TurnTaken
+    | TurnEnded
     | TurnsNumbered
     | EpisodeFinished
+    | EpisodesCounted
 )
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Record)
@@ -328,7 +376,9 @@ def pack(segment: Segment) -> PackedSegment:
         raise ValueError("a log-probability is not finite")
     tokens, logprobs = pack_tokens(segment.tokens), array("f", segment.logprobs).tobytes()
     version = segment.version
-    return PackedSegment(segment.trajectory, segment.offset, tokens, logprobs, version.step, version.incarnation)
+    return PackedSegment(
+        segment.trajectory, segment.offset, tokens, logprobs, version.step, version.incarnation, segment.digest
+    )  # fmt: skip
 
 
 def pack_tokens(tokens: tuple[int, ...]) -> bytes:
@@ -344,147 +394,5 @@ def unpack_tokens(packed: bytes) -> tuple[int, ...]:
 def unpack(packed: PackedSegment) -> Segment:
     """Unpack a segment."""
     tokens, logprobs = unpack_tokens(packed.tokens), tuple(array("f", packed.logprobs))
-    return Segment(packed.trajectory, packed.offset, tokens, logprobs, Version(packed.step, packed.incarnation))
-
-
-class Audit(Struct, frozen=True):
-    """The number of trajectories for each fate: trained, dropped or still open.
-
-    The store is consistent if ``made == trained + sum(dropped.values()) + open``, no group is in two steps, and the
-    groups of a step that was bound in parts are those of its parts.
-    """
-
-    made: int
-    trained: int
-    """Number of trajectories in committed steps."""
-    dropped: dict[str, int]
-    """Number of dropped trajectories by the reason of the drop."""
-    stale: int
-    """Number of dropped trajectories whose tokens were too old."""
-    open: int
-    """Number of trajectories that are neither trained nor dropped, including those of uncommitted steps."""
-    committed: int
-    """Newest committed step; 0 before the first commit."""
-    steps: dict[int, tuple[int, ...]]
-    """Groups of every step that was ever bound completely, including uncommitted steps."""
-    max_age: int = 0
-    """Age, in training steps, of the oldest token in committed steps."""
-    parts: dict[int, tuple[tuple[int, ...], ...]] = {}
-    """Groups of each part, of every step that was ever bound in parts; the newest step may lack groups."""
-    ages: dict[int, int] = {}
-    """Number of tokens in committed steps by their age in training steps. Steps whose tokens were deleted by a version
-    of rrl that did not count them are missing."""
-
-
-def audit(records: Iterable[Record]) -> Audit:
-    """Compute the audit from the records of a log."""
-    made = committed = stale = 0
-    sizes: dict[int, int] = {}
-    steps: dict[int, tuple[int, ...]] = {}
-    parts: dict[int, tuple[tuple[int, ...], ...]] = {}
-    tokens = _TokenCounts()
-    ages: dict[int, Mapping[int, int]] = {}
-    max_ages: dict[int, int] = {}
-    in_step: Counter[int] = Counter()
-    dropped: Counter[str] = Counter()
-    for record in records:
-        match record:
-            case Head(trajectories=trajectory_count):
-                made = trajectory_count
-            case GroupCreated(group, first, size):
-                sizes[group] = size
-                made = max(made, first + size)
-                tokens.add_group(record)
-            case SegmentsAppended(segments=segments):
-                tokens.add_segments(segments)
-            case TurnCreated():
-                tokens.add_turn(record)
-            case EpisodeFinished(episode, _, turns):
-                tokens.finish_episode(episode, turns)
-            case Part(number, index, groups):
-                parts[number] = (*parts.get(number, ())[:index], groups)
-            case Binding(number, groups, trajectories):
-                steps[number], in_step[number] = groups, trajectories
-                ages[number], max_ages[number] = tokens.ages(number, groups), record.max_age
-            case BindingRetired(number, groups, trajectories, recorded_ages, part_sizes):
-                steps[number], in_step[number], ages[number] = groups, trajectories, recorded_ages
-                if part_sizes:
-                    left = iter(groups)
-                    parts[number] = tuple(tuple(islice(left, size)) for size in part_sizes)
-                committed = max(committed, number)
-            case StepCommitted(number):
-                committed = max(committed, number)
-            case GroupDropped(group, trajectories, reason, cause):
-                sizes.pop(group, None)
-                dropped[reason] += trajectories
-                stale += trajectories if cause is DropCause.STALE else 0
-                for number in [n for n in steps if n > committed and group in steps[n]]:
-                    del steps[number]
-                for number in [n for n in parts if n > committed and any(group in part for part in parts[n])]:
-                    del parts[number]
-            case _:
-                pass
-    for number, groups in steps.items():
-        if number <= committed:
-            for group in groups:
-                sizes.pop(group, None)
-    trained = sum(count for number, count in in_step.items() if number <= committed)
-    trained_ages: Counter[int] = Counter()
-    for number, counts in ages.items():
-        if number <= committed:
-            trained_ages.update(counts)
-    max_age = max([*trained_ages, *(age for number, age in max_ages.items() if number <= committed)], default=0)
-    return Audit(made, trained, dict(dropped), stale, sum(sizes.values()), committed, steps, max_age, parts,
-                 dict(sorted(trained_ages.items())))  # fmt: skip
-
-
-class _TokenCounts:
-    """Counts the tokens of each trajectory by the training step of the weights that sampled them."""
-
-    def __init__(self) -> None:
-        self._trajectories: dict[int, range] = {}
-        self._tokens: dict[int, Counter[int]] = {}
-        self._turns: dict[int, TurnCreated] = {}
-        self._sampled: dict[int, list[int]] = {}
-        """For each token of a turn the training step of the weights that sampled it."""
-
-    def add_group(self, created: GroupCreated) -> None:
-        self._trajectories[created.group] = range(created.first, created.first + created.size)
-
-    def add_turn(self, created: TurnCreated) -> None:
-        self._turns[created.turn] = created
-        self._sampled[created.turn] = []
-
-    def add_segments(self, segments: Iterable[PackedSegment]) -> None:
-        for segment in segments:
-            if segment.trajectory in self._turns:
-                self._sampled[segment.trajectory] += [segment.step] * (segment.end - segment.offset)
-                continue
-            count = self._tokens.setdefault(segment.trajectory, Counter())
-            count[segment.step] += segment.end - segment.offset
-
-    def finish_episode(self, episode: int, turns: Iterable[int]) -> None:
-        """Count the tokens of an episode: those that the path of any counted turn has."""
-        used: dict[int, int] = {}
-        for number in turns:
-            if not self._sampled[number]:
-                continue
-            turn: TurnCreated | None = self._turns[number]
-            end = turn.offset + len(turn.given) // 4 + len(self._sampled[number]) if turn else 0
-            while turn is not None:
-                own = max(0, end - turn.offset - len(turn.given) // 4)
-                used[turn.turn] = max(own, used.get(turn.turn, 0))
-                end = min(end, turn.offset)
-                turn = None if turn.parent is None else self._turns[turn.parent]
-        self._tokens[episode] = Counter()
-        for number, own in used.items():
-            self._tokens[episode].update(self._sampled[number][:own])
-
-    def ages(self, number: int, groups: Iterable[int]) -> Counter[int]:
-        """Return the number of tokens by their age at step ``number``."""
-        ages: Counter[int] = Counter()
-        for group in groups:
-            for trajectory in self._trajectories[group]:
-                for step, count in self._tokens.get(trajectory, {}).items():
-                    ages[number - 1 - step] += count
-        return ages
+    version = Version(packed.step, packed.incarnation)
+    return Segment(packed.trajectory, packed.offset, tokens, logprobs, version, packed.digest)

@@ -10,7 +10,8 @@ from ....core.types import Incarnation, ReplicaId
 from ..dispatch.lengths import Answer, Lengths
 from ..dispatch.token_times import TokenTimes
 from ..types import PackedBatch, PackedPart, PackedTrajectory, Score
-from .groups import EpisodeState, Group, TrajectoryState, with_ancestors
+from .episode_records import EpisodeRecord, EpisodeRecords, records_of
+from .groups import EpisodeState, Group, TrajectoryState
 from .records import (
     FIRST_TURN,
     FORMAT,
@@ -21,6 +22,7 @@ from .records import (
     BindingRetired,
     DropCause,
     EpisodeFinished,
+    EpisodesCounted,
     Fence,
     GroupCreated,
     GroupDropped,
@@ -37,7 +39,9 @@ from .records import (
     StepCommitted,
     TimesObserved,
     TurnCreated,
+    TurnEnded,
     TurnsNumbered,
+    TurnTaken,
     unpack_tokens,
 )
 from .trained_samples import content_digest, message_bytes, packed, token_ages, trained_tokens
@@ -48,6 +52,8 @@ few MB."""
 
 TOKENS_AGED = "tokens_aged_"
 """Begin of the names of figures that count a step's tokens of one age, in training steps, which follows."""
+EPISODES_AT_WORK = "episodes_at_work"
+"""Name of the figure that counts the episodes whose newest attempt is being made."""
 MAX_COUNTED_AGE = 15
 """Age of which and above which all tokens count together: without a limit on staleness, ages can be large."""
 
@@ -77,6 +83,7 @@ class State:
         """What is scored and trained, by number; in a job with agents, these are episodes."""
         self.answers: dict[int, TrajectoryState] = {}
         """What rollouts extend, by number: the trajectories or, in a job with agents, turns."""
+        self.episode_records = EpisodeRecords(self.answers)
         self.bindings: dict[int, Binding] = {}
         self.parts: dict[int, list[Part]] = {}
         """Parts of the steps that were bound in parts, by step. A step without a binding lacks groups."""
@@ -132,7 +139,7 @@ class State:
                     number = self.groups[group].bound or 0
                     self.bindings.pop(number, None)
                     self.parts.pop(number, None)
-                    self._forget(group)
+                    self._forget(group, dropped=True)
             case Fence(replica, oldest_allowed):
                 self.fences[replica] = oldest_allowed
             case LengthsLearned(learned):
@@ -145,8 +152,10 @@ class State:
                 self._token_times[incarnation.replica] = incarnation.number, times
             case ItemsOrdered(items):
                 self.item_order = list(items)
-            case AttemptStarted() | AttemptFailed() | TurnCreated() | EpisodeFinished():
+            case AttemptStarted() | AttemptFailed() | TurnCreated() | TurnTaken() | TurnEnded() | EpisodeFinished():
                 self._apply_to_episode(record)
+            case EpisodesCounted():
+                self.episode_records.counted = record
             case TurnsNumbered(number):
                 self.next_turn = number
             case BindingRetired():
@@ -182,7 +191,10 @@ class State:
             means = [group.created.expected[0] for group in waiting if group.created.expected is not None]
             figures["long_groups"] = float(sum(mean > typical + math.log(2) for mean in means))
             figures["longest_expected"] = min(math.exp(max(means)), self.lengths.limit) if means else 0.0
-        return figures
+        at_work = sum(track.is_at_work for track in self.trajectories.values())
+        if at_work or self.episode_records.figures():
+            figures[EPISODES_AT_WORK] = float(at_work)
+        return figures | self.episode_records.figures()
 
     def times_of(self, incarnation: Incarnation) -> TokenTimes:
         """Return the times of a rollout's engine; new ones if nothing was observed of this incarnation."""
@@ -213,15 +225,19 @@ class State:
             track.writer = incarnation
             oldest = track.group.oldest
             track.group.oldest = segment.step if oldest is None else min(oldest, segment.step)
+            if track.turn is not None:
+                self.episode_records.grown(track)
         ended = tokens = 0
         groups: set[int] = set()
         for trajectory in finished:
             track = self.answers[trajectory]
             track.finished, track.writer = True, incarnation
-            if track.turn is None:  # turns count when their episode is finished
-                tokens += track.length
-                ended += 1
-                groups.add(track.group.created.group)
+            if track.turn is not None:  # turns count when their episode is finished
+                self.episode_records.grown(track)
+                continue
+            tokens += track.length
+            ended += 1
+            groups.add(track.group.created.group)
         if ended:
             self._count(ended=ended, ended_tokens=tokens)
         for number in sorted(groups):
@@ -248,7 +264,7 @@ class State:
     def _retire(self, number: int) -> None:
         for old in [n for n in self.bindings if n <= number]:
             for group in self.bindings.pop(old).groups:
-                self._forget(group)
+                self._forget(group, dropped=False)
             self.commitments.pop(old, None)
             self.parts.pop(old, None)
 
@@ -257,43 +273,26 @@ class State:
             self.unbound -= self.groups[group].bound is None
             self.groups[group].bound = number
 
-    def _forget(self, number: int) -> None:
+    def _forget(self, number: int, *, dropped: bool) -> None:
         group = self.groups.pop(number)
+        if group.has_episodes:
+            self.episode_records.forget(group, dropped=dropped)
         self.unbound -= group.bound is None
         for track in group.answers:
             self.answers.pop(track.id, None)
         for track in group.trajectories:
             del self.trajectories[track.id]
 
-    def _apply_to_episode(self, record: AttemptStarted | AttemptFailed | TurnCreated | EpisodeFinished) -> None:
+    def _apply_to_episode(self, record: EpisodeRecord) -> None:
         track = self.trajectories[record.episode]
-        group, episode = track.group, track.episode
-        assert episode is not None
+        self.episode_records.apply(record, track)
         match record:
-            case AttemptStarted(_, attempt, incarnation, weights):
-                self._delete_turns(episode, set(episode.turns))
-                episode.attempt, episode.holder = attempt, incarnation
-                if weights is not None:
-                    group.oldest = weights if group.oldest is None else min(group.oldest, weights)
-            case AttemptFailed(_, attempt, failures):
-                self._delete_turns(episode, set(episode.turns))
-                episode.attempt, episode.holder, episode.failures = attempt, None, failures
             case TurnCreated(turn):
                 self.next_turn = max(self.next_turn, turn + 1)
-                self.answers[turn] = episode.turns[turn] = TrajectoryState(turn, group, turn=record)
-            case EpisodeFinished(number, _, counted, reward):
+            case EpisodeFinished(number, _, _, reward):
                 if reward is not None:
                     self._record_scores((Score(number, reward, reward),))
-                track.finished, episode.counted = True, counted
-                self._delete_turns(episode, episode.turns.keys() - with_ancestors(counted, episode.turns))
-                for turn in episode.turns.keys() - {*counted}:
-                    self.answers.pop(turn, None)  # an ancestor that is not complete, and does not grow any more
                 self._count(ended=1, ended_tokens=trained_tokens(track))
-
-    def _delete_turns(self, episode: EpisodeState, turns: Iterable[int]) -> None:
-        for turn in turns:
-            del episode.turns[turn]
-            self.answers.pop(turn, None)
 
     @property
     def latest(self) -> int:
@@ -333,7 +332,7 @@ class State:
         for group in self.groups.values():
             yield group.created
             for track in group.trajectories:
-                yield from _records_of(track)
+                yield from records_of(track)
             if scores := tuple(track.score for track in group.trajectories if track.score is not None):
                 yield ScoresRecorded(scores)
         for number, metrics in self.metrics.items():
@@ -348,6 +347,8 @@ class State:
             yield TimesObserved(Incarnation(id, number), times.observations())
         if self.item_order:
             yield ItemsOrdered(tuple(self.item_order))
+        if self.episode_records.counted != EpisodesCounted():
+            yield self.episode_records.counted
         yield self._counted
         yield LengthsLearned(
             self.lengths.state()
@@ -428,24 +429,3 @@ class State:
 
     def _trajectories_of(self, groups: Iterable[int]) -> list[TrajectoryState]:
         return [track for group in groups for track in self.groups[group].trajectories]
-
-
-def _records_of(track: TrajectoryState) -> Iterator[Record]:
-    """Yield the records of a trajectory or turn that are needed after its creation, except its score."""
-    if track.writer is not None:
-        yield SegmentsAppended(track.writer, tuple(track.segments), (track.id,) if track.finished else ())
-    if (episode := track.episode) is None:
-        return
-    if episode.holder is None:
-        if episode.attempt:
-            yield AttemptFailed(track.id, episode.attempt, episode.failures, "")
-        return
-    if episode.failures:
-        yield AttemptFailed(track.id, episode.attempt - 1, episode.failures, "")
-    yield AttemptStarted(track.id, episode.attempt, episode.holder, track.group.oldest)
-    for turn in episode.turns.values():
-        assert turn.turn is not None
-        yield turn.turn
-        yield from _records_of(turn)
-    if track.finished:
-        yield EpisodeFinished(track.id, episode.attempt, episode.counted)

@@ -3,7 +3,7 @@
 A trajectory of a job without agents is one sample. An episode has a sample for each leaf of the tree of its counted
 turns: a turn with tokens whose whole path is not the beginning of another counted turn's. A sample consists of the path
 of its leaf. A sampled token counts in one sample only: the first that has it, in the order of the turns. Given tokens
-never count.
+never count, and the answers of foreign turns are given tokens.
 """
 
 from __future__ import annotations
@@ -13,10 +13,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 
-from msgspec import Struct
-
-from ..types import NOT_SAMPLED, PackedTrajectory
-from .groups import TrajectoryState, ancestry, given_length, own_length
+from ..types import NOT_SAMPLED, PackedTrajectory, PathDigest
+from .groups import Run, TrajectoryState, ancestry, given_length, is_foreign, own_length
 from .records import PackedSegment, encode
 
 _TOKEN_BYTES = 8
@@ -28,28 +26,11 @@ _TRAJECTORY_BYTES = 64
 beside its prompt."""
 
 
-class _Run(Struct, frozen=True):
-    """Consecutive tokens of a sample that were all given, or all sampled under one version.
-
-    ``tokens`` is int32 and ``logprobs`` float32. ``counts`` says whether they are trained in this sample.
-    """
-
-    tokens: bytes
-    logprobs: bytes
-    version: tuple[int, int]
-    counts: bool
-
-    @property
-    def length(self) -> int:
-        """Number of tokens."""
-        return len(self.tokens) // 4
-
-
 def packed(track: TrajectoryState) -> list[PackedTrajectory]:
     """Return the samples of a scored trajectory as the trainer receives them."""
     assert track.score is not None
     if track.episode is not None:
-        return [_packed_sample(track, runs) for runs in _samples(track)]
+        return [_packed_sample(track, runs) for runs in track.episode.samples]
     return [
         PackedTrajectory(
             id=track.id,
@@ -97,7 +78,7 @@ def message_bytes(tracks: Iterable[TrajectoryState], prompt: bytes) -> int:
             runs = sum(1 for _ in groupby(track.segments, _version))
             size += _TOKEN_BYTES * track.length + _RUN_BYTES * runs + _TRAJECTORY_BYTES
         else:
-            for sample in _samples(track):  # a run that does not count is listed twice
+            for sample in track.episode.samples:  # a run that does not count is listed twice
                 size += _TOKEN_BYTES * sum(run.length for run in sample) + 2 * _RUN_BYTES * len(sample)
                 size += _TRAJECTORY_BYTES
     return size
@@ -109,13 +90,13 @@ def _trained(track: TrajectoryState) -> Iterator[tuple[int, int]]:
         for segment in track.segments:
             yield segment.step, segment.end - segment.offset
     else:
-        for sample in _samples(track):
+        for sample in track.episode.samples:
             for run in sample:
                 if run.counts:
                     yield run.version[0], run.length
 
 
-def _packed_sample(track: TrajectoryState, runs: list[_Run]) -> PackedTrajectory:
+def _packed_sample(track: TrajectoryState, runs: list[Run]) -> PackedTrajectory:
     assert track.score is not None
     first = next(index for index, run in enumerate(runs) if run.counts)
     prompt, rest = runs[:first], runs[first:]
@@ -142,7 +123,8 @@ def leaves(track: TrajectoryState) -> list[TrajectoryState]:
     """Return the leaves among the counted turns of an episode, in the order of their numbers."""
     episode = track.episode
     assert episode is not None
-    sampled = [turn for number in sorted(episode.counted) if (turn := episode.turns[number]).length]
+    counted = [episode.turns[number] for number in sorted(episode.counted)]
+    sampled = [turn for turn in counted if turn.length and not is_foreign(turn)]
     continued = {
         before.id
         for turn in sampled
@@ -152,33 +134,56 @@ def leaves(track: TrajectoryState) -> list[TrajectoryState]:
     return [turn for turn in sampled if turn.id not in continued]
 
 
-def _samples(track: TrajectoryState) -> Iterator[list[_Run]]:
-    """Yield the samples of a finished episode, each as its runs of tokens in order."""
+def samples(track: TrajectoryState) -> tuple[list[list[Run]], int]:
+    """Return the samples of a finished episode, each as its runs of tokens in order, and the drift of tokens.
+
+    The drift is the number of trained tokens in segments whose path, as the trainer reads it, is not what the engine
+    had.
+    """
     assert track.episode is not None
+    result: list[list[Run]] = []
     counted: Counter[int] = Counter()
     """Number of sampled tokens of each turn that an earlier sample has."""
+    differing: dict[tuple[int, int], int] = {}
+    """For each segment (turn and end) whose digest was compared, the number of its tokens if it differs, else 0."""
     for leaf in leaves(track):
-        runs: list[_Run] = []
+        runs: list[Run] = []
+        path = PathDigest()
         for turn, own in ancestry(leaf, track.episode.turns):
             assert turn.turn is not None
-            given = turn.turn.given[: 4 * own]
-            if given:
-                runs.append(_Run(given, bytes(len(given)), NOT_SAMPLED, False))
+            first = len(runs)
+            if given := turn.turn.given[: 4 * own]:
+                runs.append(_given(given))
             end = max(0, own - given_length(turn.turn))
-            before = counted[turn.id]
-            runs += _runs(turn.segments, 0, min(before, end), counts=False)
-            runs += _runs(turn.segments, before, end, counts=True)
-            counted[turn.id] = max(before, end)
-        yield runs
+            if is_foreign(turn):
+                runs += [_given(run.tokens) for run in _runs(turn.segments, 0, end, counts=False)]
+            else:
+                before = counted[turn.id]
+                runs += _runs(turn.segments, 0, min(before, end), counts=False)
+                runs += _runs(turn.segments, before, end, counts=True)
+                counted[turn.id] = max(before, end)
+            segments = {segment.end: segment for segment in turn.segments if segment.digest and not is_foreign(turn)}
+            at = -min(own, given_length(turn.turn))
+            for run in runs[first:]:
+                path.add_packed(run.tokens)
+                at += run.length
+                if (segment := segments.get(at)) is not None:
+                    differing[turn.id, at] = 0 if path.value() == segment.digest else at - segment.offset
+        result.append(runs)
+    return result, sum(differing.values())
 
 
-def _runs(segments: Iterable[PackedSegment], start: int, end: int, *, counts: bool) -> Iterator[_Run]:
+def _given(tokens: bytes) -> Run:
+    return Run(tokens, bytes(len(tokens)), NOT_SAMPLED, False)
+
+
+def _runs(segments: Iterable[PackedSegment], start: int, end: int, *, counts: bool) -> Iterator[Run]:
     """Yield the sampled tokens from ``start`` to ``end`` as one run for each segment."""
     for segment in segments:
         first, last = max(start, segment.offset), min(end, segment.end)
         if first < last:
             cut = slice(4 * (first - segment.offset), 4 * (last - segment.offset))
-            yield _Run(segment.tokens[cut], segment.logprobs[cut], _version(segment), counts)
+            yield Run(segment.tokens[cut], segment.logprobs[cut], _version(segment), counts)
 
 
 def _version(segment: PackedSegment) -> tuple[int, int]:

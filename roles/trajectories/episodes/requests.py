@@ -11,7 +11,7 @@ from __future__ import annotations
 from msgspec import Struct
 
 from ....core.types import Incarnation, Version
-from ..types import Answer, Request
+from ..types import Answer, Request, Sampling
 
 
 # ── requests ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -49,6 +49,24 @@ class OpenTurn(Struct, frozen=True, tag=True):
     messages: tuple[str, ...] = ()
     """Hashes of the messages of the request, from the first on, each with all messages before it. The store only keeps
     them, for :class:`GetEpisode`."""
+    options: str = ""
+    """What the endpoint needs to show the answer again exactly as the agent saw it (stop texts, tools). The store only
+    keeps it, for :class:`GetEpisode`."""
+    sampling: Sampling | None = None
+    """Not None for a *foreign* turn: it is sampled so, from another policy than the one that is trained. Its answer
+    counts as given tokens and is never trained."""
+
+
+class EndTurn(Struct, frozen=True, tag=True):
+    """Request to end an answer after its first ``length`` sampled tokens, because they contain a stop text.
+
+    What was sampled after them is discarded. The end is durable once it is answered with :class:`..types.Done`; the
+    rollout learns of it with its next append.
+    """
+
+    incarnation: Incarnation
+    turn: int
+    length: int
 
 
 class Follow(Struct, frozen=True, tag=True):
@@ -69,6 +87,9 @@ class GetEpisode(Struct, frozen=True, tag=True):
 
     incarnation: Incarnation
     episode: int
+    holding: tuple[int, ...] = ()
+    """Turns that the sender has complete: the answer leaves them out, so that the answers about a long episode do not
+    grow with the square of its length."""
 
 
 class FinishEpisode(Struct, frozen=True, tag=True):
@@ -82,6 +103,30 @@ class FinishEpisode(Struct, frozen=True, tag=True):
     episode: int
     attempt: int
     reward: float | None = None
+    later: bool = False
+    """True if the reward comes with a :class:`PostReward`. If it does not come in time, the group is dropped."""
+
+
+class PostReward(Struct, frozen=True, tag=True):
+    """The reward of an episode that was finished with ``later``. The first reward is final; it may be repeated."""
+
+    incarnation: Incarnation
+    episode: int
+    attempt: int
+    reward: float
+
+
+class OpenEpisode(Struct, frozen=True, tag=True):
+    """Request for an episode for an agent outside of the run.
+
+    Answered with :class:`LeasedEpisodes` of one episode, or of none if there is none within ``wait`` seconds. The same
+    ``request`` gets the same episode as long as that attempt lasts. The attempt outlives the incarnation that sent the
+    request, and fails if it takes longer than the job's timeout.
+    """
+
+    incarnation: Incarnation
+    request: str
+    wait: float = 1.0
 
 
 class FailAttempt(Struct, frozen=True, tag=True):
@@ -96,14 +141,19 @@ class FailAttempt(Struct, frozen=True, tag=True):
     why: str
 
 
-EpisodeRequest = LeaseEpisodes | OpenTurn | Follow | GetEpisode | FinishEpisode | FailAttempt
+EpisodeRequest = (
+    LeaseEpisodes | OpenEpisode | OpenTurn | EndTurn | Follow | GetEpisode | FinishEpisode | PostReward | FailAttempt
+)
 StoreRequest = Request | EpisodeRequest
 """Every request that the store serves."""
 
 
 # ── answers ────────────────────────────────────────────────────────────────────────────────────────────────────────
 class EpisodeItem(Struct, frozen=True):
-    """An episode leased to an agents replica. ``item`` is the index of its prompt in the task."""
+    """An episode leased to an agents replica, or for an agent outside of the run.
+
+    ``item`` is the index of its prompt in the task.
+    """
 
     episode: int
     group: int
@@ -112,7 +162,7 @@ class EpisodeItem(Struct, frozen=True):
 
 
 class LeasedEpisodes(Struct, frozen=True, tag=True):
-    """Answer to :class:`LeaseEpisodes`."""
+    """Answer to :class:`LeaseEpisodes` and :class:`OpenEpisode`."""
 
     items: tuple[EpisodeItem, ...]
 
@@ -144,14 +194,22 @@ class Turn(Struct, frozen=True):
     finished: bool
     messages: tuple[str, ...]
     attempt: int
+    """Attempt that opened the turn; a later one may have taken it over."""
     request: str
+    options: str = ""
+    sampling: Sampling | None = None
 
 
 class EpisodeTurns(Struct, frozen=True, tag=True):
-    """Answer to :class:`GetEpisode`: number of the newest attempt, and its turns in the order in which they began."""
+    """Answer to :class:`GetEpisode`: number of the newest attempt, and its turns in the order of their numbers.
+
+    ``recorded`` are the turns of earlier attempts whose process died, in the same order. If the newest attempt repeats
+    the request of one of them, with equal parent, tokens, options and sampling, it takes the turn over.
+    """
 
     attempt: int
     turns: tuple[Turn, ...]
+    recorded: tuple[Turn, ...] = ()
 
 
 EpisodeAnswer = LeasedEpisodes | TurnOpened | TurnTokens | EpisodeTurns

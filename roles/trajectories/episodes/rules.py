@@ -1,4 +1,4 @@
-"""The rules of episodes: how the store leases, retries, finishes and drops them, and opens and shows their turns.
+"""The rules of episodes: how the store leases, retries, finishes and drops them (those of turns: :mod:`.turn_rules`).
 
 Evaluates one request at a time, as :class:`..store.Store` does, whose records, leases and queues it shares. Which
 incarnation makes an attempt is durable, so that a restart of the store ends no attempt.
@@ -14,28 +14,21 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from heapq import heappop, heappush, heapreplace
-from typing import Protocol
+from typing import Literal, Protocol
 
 from msgspec import Struct
 
 from ....core.text import on_one_line
-from ....core.types import Incarnation, Version
-from ..durable.groups import EpisodeState, Group, TrajectoryState, path_length, sampled_tokens
+from ....core.types import Incarnation
+from ....core.units import duration_text
+from ..durable.groups import EpisodeState, Group, TrajectoryState, is_foreign
 from ..durable.log import DurableState
-from ..durable.records import (
-    AttemptFailed,
-    AttemptStarted,
-    DropCause,
-    EpisodeFinished,
-    TurnCreated,
-    pack_tokens,
-    unpack,
-    unpack_tokens,
-)
+from ..durable.records import AttemptFailed, AttemptStarted, DropCause, EpisodeFinished, ScoresRecorded
 from ..leases import Leases, WorkQueue
 from ..steps.staleness import StalenessLimit
-from ..types import Denied, Done, NotReady
+from ..types import Denied, Done, NotReady, Score
 from .requests import (
+    EndTurn,
     EpisodeAnswer,
     EpisodeItem,
     EpisodeRequest,
@@ -46,16 +39,19 @@ from .requests import (
     GetEpisode,
     LeasedEpisodes,
     LeaseEpisodes,
+    OpenEpisode,
     OpenTurn,
-    Turn,
-    TurnOpened,
-    TurnTokens,
+    PostReward,
 )
+from .time_limits import TimeLimits
+from .turn_rules import TurnRules, shown_turns
 
 REPLICA_ENDED = "the agents replica that made the attempt has ended"
 """Reason for the end of an attempt whose incarnation is no longer current."""
 NO_ANSWER = "the agent ended without a complete answer of the model"
 """Reason for the failure of an attempt that has nothing to train."""
+_NO_EPISODES = "the job has no agents"
+"""Why an episode is refused in a job without them."""
 NO_AGENTS = "the job has no agents any more"
 """Reason for dropping the groups of agents in a job without them."""
 
@@ -65,16 +61,17 @@ counts the dropped trajectories by reason."""
 
 
 class EpisodeSettings(Struct, frozen=True):
-    """Settings of the episodes of a job.
-
-    Attributes:
-        retries: Number of failed attempts at an episode after which another failure drops its group.
-        drop_on_death: True if the group is dropped when the process dies that makes an attempt; otherwise the episode
-            is attempted again, and the attempt does not count as failed.
-    """
+    """Settings of the episodes of a job; the durations are in seconds."""
 
     retries: int = 2
-    drop_on_death: bool = False
+    """Number of failed attempts at an episode after which another failure drops its group."""
+    on_death: Literal["replay", "again", "drop"] = "replay"
+    """What becomes of an episode when the process dies that makes an attempt at it: the next attempt takes over the
+    turns that it repeats; it begins from the beginning; or the group is dropped. The attempt never counts as failed."""
+    timeout: float = 1200.0
+    """Duration after which an attempt of an agent outside of the run counts as failed."""
+    reward_timeout: float = 3600.0
+    """Duration after which a group is dropped if the reward of a finished episode has not come."""
 
 
 class StoreRules(Protocol):
@@ -107,7 +104,7 @@ class Episodes:
     """The episodes of a store.
 
     Args:
-        rules: The other rules of the store.
+        rules: The rules that hold for all jobs, with or without agents.
         durable: State and log of the store.
         staleness: Limit on the age of tokens.
         work: The queue of what rollouts extend.
@@ -123,8 +120,13 @@ class Episodes:
         self._state = durable.state
         self._staleness = staleness
         self._work = work
-        self._settings = settings
+        self._has_agents = settings is not None
+        self._settings = settings or EpisodeSettings()
+        self._turns = TurnRules(durable, work)
         self._leases = Leases()
+        self._requests: dict[str, int] = {}
+        """Episode of each request of an agent outside of the run whose attempt goes on."""
+        self._limits = TimeLimits()
         self._heap: list[tuple[float, int]] = []
         """(step of the weights that the episode's group was begun with, episode) of every episode without an attempt.
         An entry of an episode that is not free is skipped when it is popped, and one with an outdated step is replaced.
@@ -132,19 +134,39 @@ class Episodes:
 
     def rebuild(self) -> None:
         """Build leases and queue from the state; in a job without agents, drop the groups that only agents complete."""
-        for group in list(self._state.groups.values()):
-            if group.has_episodes and self._settings is None and group.unscored:
+        for group in [group for group in self._state.groups.values() if group.has_episodes]:
+            if not self._has_agents and group.unscored:
                 self._rules.drop(group, NO_AGENTS, DropCause.OTHER)
-            elif group.has_episodes:
-                self._add(group)
+                continue
+            self._queue(group)
+            for track in group.trajectories:
+                self._resume(track, _episode(track))
 
-    def _add(self, group: Group) -> None:
+    def _queue(self, group: Group) -> None:
         for track in group.trajectories:
-            holder = _episode(track).holder
-            if holder is None:
+            if _episode(track).holder is None:
                 heappush(self._heap, (self._staleness.begun_with(group), track.id))
-            elif not track.finished:
-                self._leases.assign(track.id, holder)
+
+    def _resume(self, track: TrajectoryState, episode: EpisodeState) -> None:
+        """Go on with what a store before this one began."""
+        if track.finished:
+            if episode.awaits_reward and track.score is None:
+                self._limits.begin(track.id, episode.attempt, self._settings.reward_timeout)
+        elif episode.holder is not None:
+            self._assign(track, episode.holder)
+
+    def _assign(self, track: TrajectoryState, holder: Incarnation) -> None:
+        episode = _episode(track)
+        if episode.request is None:
+            self._leases.assign(track.id, holder)
+        else:
+            self._requests[episode.request] = track.id
+            self._limits.begin(track.id, episode.attempt, self._settings.timeout)
+
+    def _release(self, track: TrajectoryState) -> None:
+        self._leases.release(track.id)
+        if (request := _episode(track).request) is not None:
+            self._requests.pop(request, None)
 
     def release_departed(self, current: frozenset[Incarnation]) -> None:
         """End the attempts of all incarnations that are not current."""
@@ -152,15 +174,17 @@ class Episodes:
             track = self._state.trajectories.get(number)
             if track is None:
                 continue  # its group was dropped together with an episode before
-            if self._settings is not None and self._settings.drop_on_death:
+            if self._settings.on_death == "drop":
                 self._rules.drop(track.group, REPLICA_ENDED, DropCause.FAILED)
             else:
-                self._end_attempt(track, REPLICA_ENDED, _episode(track).failures)
+                replay = self._settings.on_death == "replay"
+                self._end_attempt(track, REPLICA_ENDED, _episode(track).failures, replay=replay)
 
     def forget(self, group: Group) -> None:
         """End the leases of a group that is dropped."""
         for track in group.trajectories:
-            self._leases.release(track.id)
+            if track.episode is not None:
+                self._release(track)
 
     def answer(self, request: EpisodeRequest) -> EpisodeAnswer | Done | NotReady | Denied:
         """Evaluate a request and return its answer, which may be sent after the next flush."""
@@ -169,40 +193,62 @@ class Episodes:
         match request:
             case LeaseEpisodes(incarnation, at_most, _, holding):
                 return self._lease(incarnation, at_most, holding)
-            case OpenTurn():
-                return self._open_turn(request)
+            case OpenEpisode():
+                return self._open(request)
+            case OpenTurn(_, episode, attempt):
+                current = self._current(episode, attempt)
+                return current if isinstance(current, Denied) else self._turns.open(request, _episode(current))
+            case EndTurn():
+                return self._turns.end(request)
             case Follow(_, turn, offset):
-                return self._follow(turn, offset)
-            case GetEpisode(_, episode):
-                return self._turns(episode)
-            case FinishEpisode(_, episode, attempt, reward):
-                return self._finish(episode, attempt, reward)
+                return self._turns.follow(turn, offset)
+            case GetEpisode(_, episode, holding):
+                return self._shown(episode, holding)
+            case FinishEpisode():
+                return self._finish(request)
+            case PostReward(_, episode, attempt, reward):
+                return self._post_reward(episode, attempt, reward)
             case FailAttempt(_, episode, attempt, why):
                 return self._fail(episode, attempt, why)
 
     # ── attempts ───────────────────────────────────────────────────────────────────────────────────────────────────
     def _lease(self, incarnation: Incarnation, at_most: int, holding: Iterable[int]) -> LeasedEpisodes | Denied:
-        if self._settings is None:
-            return Denied("the job has no agents")
+        if not self._has_agents:
+            return Denied(_NO_EPISODES)
         leased = sorted(self._leases.leased_to(incarnation) - {*holding})[:at_most]
+        while len(leased) < at_most and (track := self._begin(incarnation, None)) is not None:
+            leased.append(track.id)
+        return LeasedEpisodes(tuple(self._item(self._state.trajectories[number]) for number in leased))
+
+    def _open(self, request: OpenEpisode) -> LeasedEpisodes | Denied:
+        """Lease an episode for an agent outside of the run."""
+        if not self._has_agents:
+            return Denied(_NO_EPISODES)
+        number = self._requests.get(request.request)
+        track = (
+            self._begin(request.incarnation, request.request) if number is None else self._state.trajectories[number]
+        )
+        return LeasedEpisodes(() if track is None else (self._item(track),))
+
+    def _begin(self, incarnation: Incarnation, request: str | None) -> TrajectoryState | None:
+        """Begin an attempt at the next episode; None if there is none, or none that may begin now."""
         weights = self._state.committed if self._rules.newest_weights is None else self._rules.newest_weights
-        while len(leased) < at_most:
+        while True:
             track = self._first()
             if not self._staleness.allows(track.group if track else None, weights):
-                break
+                return None
             if track is not None:
                 heappop(self._heap)
-                self._start(track, incarnation, weights)
-                leased.append(track.id)
-            elif not self._create():
-                break
-        return LeasedEpisodes(tuple(self._item(self._state.trajectories[number]) for number in leased))
+                self._start(track, incarnation, weights, request)
+                return track
+            if not self._create():
+                return None
 
     def _create(self) -> bool:
         number = self._state.next_group
         if not self._rules.create_group():
             return False
-        self._add(self._state.groups[number])
+        self._queue(self._state.groups[number])
         return True
 
     def _first(self) -> TrajectoryState | None:
@@ -218,24 +264,28 @@ class Episodes:
                 heapreplace(self._heap, (now, number))
         return None
 
-    def _start(self, track: TrajectoryState, incarnation: Incarnation, weights: int) -> None:
-        self._durable.write(AttemptStarted(track.id, _episode(track).attempt + 1, incarnation, weights))
-        self._leases.assign(track.id, incarnation)
+    def _start(self, track: TrajectoryState, incarnation: Incarnation, weights: int, request: str | None) -> None:
+        self._durable.write(AttemptStarted(track.id, _episode(track).attempt + 1, incarnation, weights, request))
+        self._assign(track, incarnation)
         before = self._staleness.begun_with(track.group)
         self._work.mark_begun(track.group, weights)
         if self._staleness.begun_with(track.group) != before:
-            self._add(track.group)  # its other episodes move up in the queue
+            self._queue(track.group)  # its other episodes move up in the queue
 
     def _item(self, track: TrajectoryState) -> EpisodeItem:
         created = track.group.created
         return EpisodeItem(track.id, created.group, created.item, _episode(track).attempt)
 
-    def _end_attempt(self, track: TrajectoryState, reason: str, failures: int) -> None:
-        """End an attempt without a result, so that another replica may begin the next one."""
+    def _end_attempt(self, track: TrajectoryState, reason: str, failures: int, *, replay: bool = False) -> None:
+        """End an attempt without a result, so that another replica may begin the next one.
+
+        With ``replay`` rollouts go on extending its turns, for the next attempt to take over.
+        """
         episode = _episode(track)
-        self._work.withdraw(list(episode.turns.values()))
-        self._leases.release(track.id)
-        self._durable.write(AttemptFailed(track.id, episode.attempt, failures, reason))
+        if not replay:
+            self._work.withdraw(list(episode.turns.values()))
+        self._release(track)
+        self._durable.write(AttemptFailed(track.id, episode.attempt, failures, reason, replay))
         heappush(self._heap, (self._staleness.begun_with(track.group), track.id))
 
     def _fail(self, number: int, attempt: int, why: str) -> Done | Denied:
@@ -252,12 +302,13 @@ class Episodes:
 
     def _count_failure(self, track: TrajectoryState, why: str) -> None:
         failures, reason = _episode(track).failures + 1, on_one_line(why)[:_MAX_REASON_CHARS]
-        if failures > (self._settings or EpisodeSettings()).retries:
+        if failures > self._settings.retries:
             self._rules.drop(track.group, reason, DropCause.FAILED)
         else:
             self._end_attempt(track, reason, failures)
 
-    def _finish(self, number: int, attempt: int, reward: float | None) -> Done | Denied:
+    def _finish(self, request: FinishEpisode) -> Done | Denied:
+        number, attempt, reward = request.episode, request.attempt, request.reward
         track = self._state.trajectories.get(number)
         if track is not None and track.finished and track.episode is not None and track.episode.attempt == attempt:
             return Done()  # repeated
@@ -266,20 +317,23 @@ class Episodes:
             return current
         if reward is not None and not math.isfinite(reward):
             return Denied(f"the reward of episode {number} is {reward}; it must be a finite number")
-        turns = _episode(current).turns
-        counted = tuple(sorted(turn.id for turn in turns.values() if turn.finished))
-        if not any(turns[turn].length for turn in counted):
+        episode = _episode(current)
+        complete = [turn for turn in episode.made if turn.finished]
+        if not any(turn.length and not is_foreign(turn) for turn in complete):
             self._count_failure(current, NO_ANSWER)
             return Done()
-        self._work.withdraw([turn for turn in turns.values() if not turn.finished])
-        self._leases.release(number)
+        self._work.withdraw([turn for turn in episode.turns.values() if not turn.finished])
+        self._release(current)
+        counted = tuple(turn.id for turn in complete)
         self._durable.write(
-            EpisodeFinished(number, attempt, counted, reward)
+            EpisodeFinished(number, attempt, counted, reward, request.later)
         )  # one record: a crash may come between two
-        if reward is None:
-            self._rules.offer_scoring(number)
-        else:
+        if reward is not None:
             self._rules.scored((number,))
+        elif request.later:
+            self._limits.begin(number, attempt, self._settings.reward_timeout)
+        else:
+            self._rules.offer_scoring(number)
         return Done()
 
     def _current(self, number: int, attempt: int) -> TrajectoryState | Denied:
@@ -298,83 +352,47 @@ class Episodes:
             return Denied(f"attempt {attempt} at episode {number} has {ended}", fenced_attempt=True)
         return track
 
-    # ── turns ──────────────────────────────────────────────────────────────────────────────────────────────────────
-    def _open_turn(self, request: OpenTurn) -> TurnOpened | Denied:
-        track = self._current(request.episode, request.attempt)
-        if isinstance(track, Denied):
-            return track
-        turns = _episode(track).turns
-        try:
-            given = pack_tokens(request.given)
-        except (OverflowError, TypeError) as error:
-            return Denied(f"malformed tokens: {error}")
-        for known in turns.values():
-            if known.turn is not None and known.turn.request == request.request:
-                before = known.turn.parent, known.turn.offset, known.turn.given, known.turn.max_new
-                if before == (request.parent, request.offset, given, request.max_new):
-                    return TurnOpened(known.id)
-                return Denied(f"the request of turn {known.id} was repeated with other tokens")
-        if problem := _problem(request, turns):
-            return Denied(problem)
-        if not 1 <= request.max_new <= self._state.lengths.limit:
-            return Denied(f"max_new is {request.max_new}; it must be 1 to {self._state.lengths.limit}")
-        number = self._state.next_turn
-        self._durable.write(
-            TurnCreated(number, request.episode, request.attempt, request.request, request.parent, request.offset,
-                        given, request.max_new, request.messages)
-        )  # fmt: skip
-        self._work.offer(turns[number])
-        return TurnOpened(number)
-
-    def _follow(self, number: int, offset: int) -> TurnTokens | NotReady | Denied:
-        turn = self._state.answers.get(number)
-        if turn is None or turn.turn is None:
-            return Denied(f"turn {number} is not stored: its attempt is over", fenced_attempt=True)
-        if not 0 <= offset <= turn.length:
-            return Denied(f"turn {number} has {turn.length} sampled tokens, so none from {offset} on")
-        if offset == turn.length and not turn.finished:
-            return NotReady()
-        tokens: list[int] = []
-        logprobs: list[float] = []
-        versions: list[Version] = []
-        for packed in turn.segments:
-            if packed.end > offset:
-                segment = unpack(packed)
-                new = slice(max(0, offset - segment.offset), None)
-                tokens += segment.tokens[new]
-                logprobs += segment.logprobs[new]
-                versions += [segment.version] * len(segment.tokens[new])
-        return TurnTokens(tuple(tokens), tuple(logprobs), tuple(versions), turn.finished)
-
-    def _turns(self, number: int) -> EpisodeTurns | Denied:
+    def _shown(self, number: int, holding: Iterable[int]) -> EpisodeTurns | Denied:
         track = self._state.trajectories.get(number)
         if track is None or track.episode is None:
             return Denied(f"episode {number} is not stored: it was dropped or trained", fenced_attempt=True)
-        episode = track.episode
-        return EpisodeTurns(episode.attempt, tuple(_shown(turn) for turn in episode.turns.values()))
+        return shown_turns(track.episode, frozenset(holding))
 
+    # ── rewards that come later ────────────────────────────────────────────────────────────────────────────────────
+    def _post_reward(self, number: int, attempt: int, reward: float) -> Done | Denied:
+        track = self._state.trajectories.get(number)
+        if track is None or track.episode is None:
+            return Denied(f"episode {number} is not stored: it was dropped or trained", fenced_attempt=True)
+        if not track.finished or not track.episode.awaits_reward or attempt != track.episode.attempt:
+            current = self._current(number, attempt)
+            return current if isinstance(current, Denied) else Denied(f"episode {number} is not finished yet")
+        if not math.isfinite(reward):
+            return Denied(f"the reward of episode {number} is {reward}; it must be a finite number")
+        if track.score is not None:
+            known = track.score.reward
+            return Done() if known == reward else Denied(f"episode {number} has the reward {known} already")
+        self._durable.write(ScoresRecorded((Score(number, reward, reward),)))
+        self._rules.scored((number,))
+        return Done()
 
-def _problem(request: OpenTurn, turns: dict[int, TrajectoryState]) -> str | None:
-    """Return why the tokens before a turn are invalid, or None."""
-    longest = 0
-    if request.parent is not None:
-        if request.parent not in turns:
-            return f"turn {request.parent} is not one of attempt {request.attempt} at episode {request.episode}"
-        longest = path_length(turns[request.parent])
-    if not 0 <= request.offset <= longest:
-        return f"offset is {request.offset}; the path of the parent has {longest} tokens"
-    if not request.offset and not request.given:
-        return "a turn needs at least one token before its answer"
-    return None
+    # ── time limits ────────────────────────────────────────────────────────────────────────────────────────────────
+    @property
+    def due(self) -> float:
+        """The time (s) at which :meth:`expire` is to be called; inf if nothing has a time limit."""
+        return self._limits.due
 
-
-def _shown(turn: TrajectoryState) -> Turn:
-    created = turn.turn
-    assert created is not None
-    return Turn(
-        turn.id, created.parent, created.offset, unpack_tokens(created.given), sampled_tokens(turn), turn.finished,
-        created.messages, created.attempt, created.request,
-    )  # fmt: skip
+    def expire(self, now: float) -> None:
+        """Fail the attempts of outside agents that take too long, and drop groups whose rewards do not come in time."""
+        for number, attempt in self._limits.expired(now):
+            track = self._state.trajectories.get(number)
+            if track is None or _episode(track).attempt != attempt:
+                continue
+            episode = _episode(track)
+            if not track.finished and episode.request is not None:
+                self._count_failure(track, f"the agent did not finish within {duration_text(self._settings.timeout)}")
+            elif track.finished and episode.awaits_reward and track.score is None:
+                text = f"no reward within {duration_text(self._settings.reward_timeout)}"
+                self._rules.drop(track.group, text, DropCause.UNSCORED)
 
 
 def _episode(track: TrajectoryState) -> EpisodeState:

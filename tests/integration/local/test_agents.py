@@ -1,13 +1,10 @@
-"""``[roles.agents]`` in a whole run: the shipped example with its real agent, roles and client of OpenAI.
-
-First a rollout and the store are killed, then the process of the agents. The tests read the journal and the files of
-that one run.
-"""
+"""``[roles.agents]`` in whole runs: the shipped example with its real agent, roles and client of OpenAI."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -15,14 +12,17 @@ import pytest
 
 from rrl.core.types import Incarnation, ReplicaId
 from rrl.manager.model import events as ev
+from rrl.roles.endpoint.key import decode_key
+from rrl.roles.trajectories.durable.log import read_frames
+from rrl.roles.trajectories.durable.records import SegmentsAppended, TurnCreated, decode, unpack
 from rrl.tests.support.runs import TestRun, all_work, check_sound, submit_here
+from rrl.transport.keys import RunKeys
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 AGENTS, ROLLOUT, STORE = ReplicaId("agents/0"), ReplicaId("rollout/1"), ReplicaId("trajectories/0")
-AGENTS_2 = Incarnation(AGENTS, 2)
+TIMEOUT_S = 240.0
 STEPS = 40
 """More than are trained while the rollout is away; without the store or the agents no step is trained."""
-TIMEOUT_S = 240.0
 WATCHED = """
 import guess_task
 from guess_task import Digits
@@ -39,7 +39,32 @@ async def run(item, base_url, api_key):
 """
 """The agent of the example, which records every error that it sees."""
 
+WATCHED_AGENT = ("guess_task:run", "watched_task:run")
+PAGE = Path(__file__).parents[3] / "docs" / "agents.md"
+FEW = (("prompts_per_step = 4", "prompts_per_step = 1"), ("group_size = 16", "group_size = 4"))
+"""steps of 4 episodes, each with a process of its own"""
+
 pytestmark = pytest.mark.torch
+
+
+def submit(folder: Path, steps: int, *changes: tuple[str, str]) -> TestRun:
+    """Submit the example without its own fault, with steps of 64 episodes, and with further changes of job.toml.
+
+    It has no spare node and no standby of the trainer, which loads torch and is not needed here.
+    """
+    toml = (EXAMPLES / "agents.toml").read_text().partition("[[faults.planned]]")[0]
+    smaller = (
+        ("steps = 150", f"steps = {steps}"),
+        ("prompts_per_step = 16", "prompts_per_step = 4"),
+        ("spares = 1", "spares = 0"),
+        ("entropy = 0.01", "entropy = 0.01\ndonor_rollouts = 0"),
+    )
+    for old, new in (*smaller, *changes):
+        assert toml.count(old) == 1, old
+        toml = toml.replace(old, new)
+    (folder / "guess_task.py").write_text((EXAMPLES / "guess_task.py").read_text())
+    (folder / "watched_task.py").write_text(WATCHED)
+    return submit_here(folder, toml)
 
 
 def kill(run: TestRun, replica: ReplicaId) -> None:
@@ -49,56 +74,156 @@ def kill(run: TestRun, replica: ReplicaId) -> None:
     run.wait(lambda state: state.replica(replica).incarnation_number == 2 and all_work(state), TIMEOUT_S)
 
 
+def program_of_the_page(name: str) -> str:
+    found = re.search(rf"^`{re.escape(name)}`:\n```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    assert found is not None
+    return found[1]
+
+
+def wait_completed(run: TestRun, steps: int, episodes_per_step: int = 64) -> None:
+    state = run.wait_end(TIMEOUT_S)
+    assert (state.outcome, state.step) == ("completed", steps), state.why
+    run.wait_gone()
+    check_sound(run.run)
+    audit = json.loads((run.run.store / "audit.json").read_text())
+    assert set(audit["dropped"]) <= {"the run is complete"}
+    assert audit["trained"] == steps * episodes_per_step
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of the job, in which the agents record their errors."""
+    """Return the folder of the job that :func:`killed` plays, in which its agents record their errors."""
     return tmp_path_factory.mktemp("agents")
 
 
 @pytest.fixture(scope="module")
-def run(folder: Path) -> TestRun:
-    """Play the example without its own fault, with three kills, until it is complete."""
-    toml = (EXAMPLES / "agents.toml").read_text().partition("[[faults.planned]]")[0]
-    for old, new in (
-        ("steps = 200", f"steps = {STEPS}"), ("prompts_per_step = 8", "prompts_per_step = 4"),
-        ("guess_task:run", "watched_task:run"), ("guess_task:Digits", "watched_task:Digits"),
-        # Each standby of the trainer loads torch, and none is needed.
-        ("spares = 1", "spares = 0"), ("entropy = 0.01", "entropy = 0.01\ndonor_rollouts = 0"),
-    ):  # fmt: skip
-        assert toml.count(old) == 1
-        toml = toml.replace(old, new)
-    (folder / "guess_task.py").write_text((EXAMPLES / "guess_task.py").read_text())
-    (folder / "watched_task.py").write_text(WATCHED)
-    run = submit_here(folder, toml)
-
+def killed(folder: Path) -> TestRun:
+    """Play the example while a rollout and the store, and then the process of the agents, are killed."""
+    run = submit(folder, STEPS, WATCHED_AGENT, ("[roles.trainer]", 'on_death = "again"\n\n[roles.trainer]'))
     run.wait(lambda state: state.step >= 2, TIMEOUT_S)
     kill(run, ROLLOUT)
     kill(run, STORE)
     assert run.state().replica(AGENTS).incarnation_number == 1, "the agents were restarted, too"
     kill(run, AGENTS)
-    run.wait_end(TIMEOUT_S)
-    run.wait_gone()
-    check_sound(run.run)
+    wait_completed(run, STEPS)
     return run
 
 
-def test_every_episode_is_trained_though_a_rollout_the_store_and_the_agents_die(run: TestRun) -> None:
-    state = run.state()
-    assert (state.outcome, state.step) == ("completed", STEPS), state.why
-    audit = json.loads((run.run.store / "audit.json").read_text())
-    assert set(audit["dropped"]) <= {"the run is complete"}
-    assert audit["trained"] == STEPS * 4 * 16
-
-
-def test_an_agent_sees_no_error_while_a_rollout_and_the_store_die(run: TestRun, folder: Path) -> None:
+def test_an_agent_sees_no_error_while_a_rollout_and_the_store_die(killed: TestRun, folder: Path) -> None:
     errors = folder / "errors.txt"
     assert not errors.exists(), errors.read_text()
-    ended = {event.event.incarnation for event in run.events() if isinstance(event.event, ev.StepEnded)}
+    ended = {event.event.incarnation for event in killed.events() if isinstance(event.event, ev.StepEnded)}
     assert {Incarnation(ROLLOUT, 1), Incarnation(STORE, 1)} <= ended
 
 
-def test_episodes_of_agents_that_die_begin_again(run: TestRun) -> None:
-    records = [record.event for record in run.events()]
-    back = records.index(next(one for one in records if isinstance(one, ev.Joined) and one.incarnation == AGENTS_2))
-    steps = [one.step for one in records[back:] if isinstance(one, ev.StepCommitted)]
+def test_episodes_of_agents_that_die_begin_again(killed: TestRun) -> None:
+    records = [record.event for record in killed.events()]
+    second = Incarnation(AGENTS, 2)
+    joined = next(event for event in records if isinstance(event, ev.Joined) and event.incarnation == second)
+    steps = [event.step for event in records[records.index(joined) :] if isinstance(event, ev.StepCommitted)]
     assert steps[-1:] == [STEPS], "no step was trained after the agents had died"
+
+
+REPLAYED = """
+import asyncio, json, os, sys
+import openai
+
+async def run(item, base_url, api_key):
+    client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+    secret, messages, reward = int(item), [{"role": "user", "content": "?"}], 0.0
+    for turn in range(3):
+        reply = await client.chat.completions.create(
+            model="policy", messages=messages, extra_body={"return_token_ids": True}
+        )
+        with open("turns.jsonl", "a") as file:  # one write of a short line is not mixed with others
+            file.write(json.dumps([api_key, turn, reply.choices[0].token_ids]) + "\\n")
+        answer = reply.choices[0].message
+        guess = int(answer.content) if len(answer.content) == 1 and answer.content.isdigit() else -1
+        if guess == secret:
+            reward = 1.0 - 0.1 * turn
+        messages += [answer, {"role": "user", "content": "<" if secret < guess else ">"}]
+        while turn == 1 and not os.path.exists("go"):  # in the middle of its turns
+            await asyncio.sleep(0.02)
+    return reward
+
+if __name__ == "__main__":
+    print(asyncio.run(run(*(os.environ[name] for name in ("RRL_ITEM", "OPENAI_BASE_URL", "OPENAI_API_KEY")))))
+"""
+"""An agent that always has three turns, and waits after the second one until the test lets it go on."""
+
+
+@pytest.mark.parametrize("key", ['function = "replayed:run"', 'command = ["python", "replayed.py"]'])
+def test_agents_that_are_killed_in_the_middle_of_their_turns_are_replayed_and_nothing_is_sampled_twice(
+    tmp_path: Path, key: str
+) -> None:
+    steps, at_once = 3, 8
+    (tmp_path / "replayed.py").write_text(REPLAYED)
+    agent = ('function = "guess_task:run"\nconcurrency = 128', f"{key}\nconcurrency = {at_once}")
+    run = submit(tmp_path, steps, *FEW, agent)
+    shown, go = tmp_path / "turns.jsonl", tmp_path / "go"
+    run.wait(lambda _: shown.exists() and len(shown.read_text().splitlines()) >= 2 * at_once, TIMEOUT_S)
+    kill(run, AGENTS)
+    run.wait(lambda _: len(shown.read_text().splitlines()) >= 4 * at_once, TIMEOUT_S)
+    go.touch()
+    wait_completed(run, steps, 4)
+    answers = shown_answers(run, shown)
+    again = {episode for episode, attempt, _ in answers if attempt == 2}
+    assert len(again) == at_once
+    for episode in again:  # the agent saw the very same tokens, in order
+        for turn in (0, 1):
+            assert answers[episode, 1, turn] == answers[episode, 2, turn]
+    sampled = sampled_turns(run)
+    assert again <= sampled.keys()
+    for episode, turns in sampled.items():
+        assert len(turns) == len({request for request, _ in turns}), f"a turn of episode {episode} was sampled twice"
+    for episode in again:
+        shown_tokens = [answers[episode, 2, turn] for turn in range(3)]
+        assert [tokens for _, tokens in sampled[episode]] == shown_tokens
+
+
+def shown_answers(run: TestRun, path: Path) -> dict[tuple[int, int, int], list[int]]:
+    """Return the tokens that agents saw, by episode, attempt and turn."""
+    secret = RunKeys.load(run.run.keys).secret
+    answers: dict[tuple[int, int, int], list[int]] = {}
+    for line in path.read_text().splitlines():
+        text, turn, tokens = json.loads(line)
+        key = decode_key(text, run.run.id, secret)
+        assert key is not None
+        assert answers.setdefault((key.episode, key.attempt, turn), tokens) == tokens
+    return answers
+
+
+def sampled_turns(run: TestRun) -> dict[int, list[tuple[str, list[int]]]]:
+    """Return request and sampled tokens of each turn in the store's log, in order, by episode."""
+    turns: dict[int, TurnCreated] = {}
+    tokens: dict[int, list[int]] = {}
+    for payload in read_frames(max(run.run.store.glob("log.*"))):
+        record = decode(payload)
+        if isinstance(record, TurnCreated):
+            turns[record.turn], tokens[record.turn] = record, []
+        elif isinstance(record, SegmentsAppended):
+            for packed in record.segments:
+                segment = unpack(packed)
+                if segment.trajectory in turns:
+                    assert segment.offset == len(tokens[segment.trajectory]), "tokens were sampled twice"
+                    tokens[segment.trajectory] += segment.tokens
+    episodes: dict[int, list[tuple[str, list[int]]]] = {}
+    for number, created in turns.items():
+        episodes.setdefault(created.episode, []).append((created.request, tokens[number]))
+    return episodes
+
+
+def test_a_program_for_each_attempt_is_the_one_of_the_page(tmp_path: Path) -> None:
+    (tmp_path / "guess.py").write_text(program_of_the_page("guess.py"))
+    command = ('function = "guess_task:run"\nconcurrency = 128', 'command = ["python", "guess.py"]\nconcurrency = 4')
+    run = submit(tmp_path, 3, *FEW, command)
+    wait_completed(run, 3, 4)
+
+
+def test_a_program_that_plays_many_episodes_is_the_one_of_the_page_and_goes_on_after_its_death(tmp_path: Path) -> None:
+    steps = 8
+    (tmp_path / "player.py").write_text(program_of_the_page("player.py"))
+    run = submit(tmp_path, steps, ('function = "guess_task:run"', 'command = ["python", "player.py"]\nper = "replica"'))
+    run.wait(lambda state: state.step >= 2, TIMEOUT_S)
+    kill(run, AGENTS)
+    wait_completed(run, steps)

@@ -17,9 +17,9 @@ from rrl.config.job.schema import Job
 from rrl.core.launch import LAUNCH_ENV, Launch
 from rrl.core.run_dir import write_atomically
 from rrl.core.types import Incarnation
+from rrl.roles.trajectories.episodes.requests import StoreRequest as Request
 from rrl.roles.trajectories.server import Server
 from rrl.roles.trajectories.store import Store
-from rrl.roles.trajectories.types import Request
 from rrl.roles.worker.api import Worker
 from rrl.tests.support.listening_manager import TIMEOUT_S, Lab
 from rrl.tests.support.listening_manager import Manager as FirstManager

@@ -19,12 +19,26 @@ from rrl.core.run_dir import RUNS_ENV, RunDir
 from rrl.core.run_spec import ManagerSpec, RunSpec
 from rrl.core.types import Outcome
 from rrl.manager.bootstrap import start as starting
+from rrl.manager.model.events import StepCommitted
 from rrl.manager.model.state import State
 from rrl.manager.reporting.summary import write_summary
 from rrl.tests.support.cli.story import Story, completed, job_view
 from rrl.tests.support.job_toml import JOB
 
-COMMANDS = ("submit", "status", "logs", "cancel", "list", "check", "doctor", "init", "manage")
+COMMANDS = (
+    "submit",
+    "status",
+    "logs",
+    "cancel",
+    "list",
+    "check",
+    "doctor",
+    "init",
+    "manage",
+    "episodes",
+    "endpoint",
+    "relay",
+)
 
 
 @pytest.fixture
@@ -166,6 +180,19 @@ def test_status_as_json_is_the_state_itself(root: Path, capsys: pytest.CaptureFi
     story.written(root)
     assert main.run(["status", "--json"]) == 0
     assert msgspec.json.decode(capsys.readouterr().out, type=State) == story.recorded()
+
+
+def test_status_as_json_has_the_sections_of_the_summary(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    story = Story().works()
+    counts = {"episodes_at_work": 2.0, "episodes_finished": 9.0, "episodes_dropped": 4.0, "turns": 18.0}
+    story.record(StepCommitted(story.incarnation("trainer/0"), 13, counts)).written(root)
+    assert main.run(["status", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["turns"], shown["branches"], shown["token_drift"]) == (18, 0, 0)
+    assert shown["episodes"] == {
+        "finished": 9, "retried": 0, "replayed": 0, "dropped": 4, "dropped_by_reason": {}
+    }  # fmt: skip
+    assert shown["stream"]["parts"] is None
 
 
 @pytest.mark.parametrize(("where", "queued"), [("job", "manager"), ("pool", "pool")])

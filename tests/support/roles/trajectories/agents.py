@@ -80,14 +80,14 @@ def fail(store: Store, item: EpisodeItem, why: str = "broken tool", who: Incarna
     assert answer(store, FailAttempt(who, item.episode, item.attempt, why)) == Done()
 
 
-def follow(store: Store, number: int, offset: int = 0) -> TurnTokens:
-    tokens = answer(store, Follow(AGENTS, number, offset))
+def follow(store: Store, number: int, offset: int = 0, who: Incarnation = AGENTS) -> TurnTokens:
+    tokens = answer(store, Follow(who, number, offset))
     assert isinstance(tokens, TurnTokens), tokens
     return tokens
 
 
-def turns_of(store: Store, episode: int) -> EpisodeTurns:
-    turns = answer(store, GetEpisode(AGENTS, episode))
+def turns_of(store: Store, episode: int, who: Incarnation = AGENTS, holding: Sequence[int] = ()) -> EpisodeTurns:
+    turns = answer(store, GetEpisode(who, episode, tuple(holding)))
     assert isinstance(turns, EpisodeTurns), turns
     return turns
 

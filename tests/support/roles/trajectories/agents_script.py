@@ -9,15 +9,19 @@ from typing import Any
 from msgspec import Struct
 
 from rrl.core.types import Incarnation
+from rrl.roles.trajectories.durable.audit import Audit
 from rrl.roles.trajectories.durable.records import (
     AttemptFailed,
     AttemptStarted,
-    Audit,
     EpisodeFinished,
+    EpisodesCounted,
     TurnCreated,
+    TurnEnded,
     TurnsNumbered,
+    TurnTaken,
 )
 from rrl.roles.trajectories.episodes.requests import (
+    EndTurn,
     EpisodeItem,
     EpisodeTurns,
     FailAttempt,
@@ -26,7 +30,9 @@ from rrl.roles.trajectories.episodes.requests import (
     GetEpisode,
     LeasedEpisodes,
     LeaseEpisodes,
+    OpenEpisode,
     OpenTurn,
+    PostReward,
     StoreAnswer,
     StoreRequest,
     TurnOpened,
@@ -45,6 +51,7 @@ from rrl.roles.trajectories.types import (
     LeaseWork,
     NotReady,
     PostScores,
+    Sampling,
     Score,
     Scoring,
 )
@@ -72,8 +79,12 @@ from rrl.tests.support.roles.trajectories.crew import (
     segment,
 )
 
-EPISODE_RECORDS = {AttemptStarted, AttemptFailed, TurnCreated, TurnsNumbered, EpisodeFinished}
+EPISODE_RECORDS = {
+    AttemptStarted, AttemptFailed, TurnCreated, TurnTaken, TurnEnded, TurnsNumbered, EpisodeFinished, EpisodesCounted
+}  # fmt: skip
 """Kinds of records that only a job with agents has."""
+OUTSIDE = "outside"
+"""Request of the agent outside of the run."""
 NEXT_AGENTS = incarnation_of("agents/0", 2)
 _SETTINGS = EpisodeSettings(retries=1)
 
@@ -130,6 +141,7 @@ class AgentsScript:
             pending[0] = self._lease(OTHER_AGENTS, 1)[0]
         if number == 2:  # a replica ends in the middle of its attempts
             self._turns(pending[0], number)
+            self._turns(pending[1], number)
             members = (*(each for each in CREW if each != AGENTS), NEXT_AGENTS)
             self.store.update_membership(members)
             self._note(None, members)
@@ -142,9 +154,18 @@ class AgentsScript:
                 leased = self._lease(self._agents, 1)
                 pending[0] = leased[0]
             pending = [item for item in pending if item.group != group] + self._lease(OTHER_AGENTS, GROUP - 1)
+        if number == 4:  # an agent outside of the run, whose reward comes later
+            self._fail(pending[0])
+            leased = self._call(OpenEpisode(OTHER_AGENTS, OUTSIDE))
+            assert isinstance(leased, LeasedEpisodes)
+            pending[0] = leased.items[0]
         for place, item in enumerate(pending):
             self._turns(item, number)
-            self._call(FinishEpisode(self._of(item), item.episode, item.attempt, None if not place else number / 8))
+            later = number == 4 and place == 0
+            reward = None if not place else number / 8
+            self._call(FinishEpisode(self._of(item), item.episode, item.attempt, reward, later))
+            if later:
+                self._call(PostReward(OTHER_AGENTS, item.episode, item.attempt, 0.75))
         self._score()
         bound = self._call(GetBatch(TRAINER, number))
         assert isinstance(bound, Bound)
@@ -167,21 +188,26 @@ class AgentsScript:
         self._call(FailAttempt(self._of(item), item.episode, item.attempt, "broken tool"))
 
     def _turns(self, item: EpisodeItem, step: int) -> None:
-        """Two turns and a branch; another that is never complete."""
+        """Two turns and a branch; another that is never complete, one that is cut, and one that is not trained."""
         first = self._turn(item, "first", None, 0, (5, 6), step)
         self._turn(item, "second", first, 4, (8,), step)
         if item.episode % 2:
             self._turn(item, "branch", first, 3, (9, 1), step)
             self._turn(item, "left", first, 4, (9,), step, ends=False)
+            if item.attempt == 1:
+                cut = self._turn(item, "cut", first, 4, (9, 5, 6), step, ends=False)
+                self._call(EndTurn(self._of(item), cut, 2))
+            self._turn(item, "foreign", first, 4, (4, 1), step, sampling=Sampling(temperature=0.5))
 
     def _turn(
         self, item: EpisodeItem, request: str, parent: int | None, offset: int, tokens: tuple[int, ...], step: int,
-        ends: bool = True,
+        ends: bool = True, sampling: Sampling | None = None,
     ) -> int:  # fmt: skip
         who = self._of(item)
         opened = self._call(
-            OpenTurn(who, item.episode, item.attempt, request, parent, offset, (2, 3), 4, (request, "hash"))
-        )
+            OpenTurn(who, item.episode, item.attempt, request, parent, offset, (2, 3), 4, (request, "hash"), "{}",
+                     sampling)
+        )  # fmt: skip
         assert isinstance(opened, TurnOpened)
         rollout = OTHER if item.episode % 2 else ROLLOUT
         answer(self.store, LeaseWork(rollout, 9))
@@ -211,6 +237,9 @@ def check(
     store = open_agents_store(folder, members, episodes=_SETTINGS, **changed)
     view = view_of(store)
     assert view.committed in [each.committed for each in views]
+    least, most = views[0].audit.episodes, views[-1].audit.episodes
+    assert all(least.get(name, 0) <= count <= most.get(name, 0) for name, count in view.audit.episodes.items())
+    assert view.audit.episodes.get("token_drift", 0) == 0
     assert len(view.episodes) in range(len(views[0].episodes), len(views[-1].episodes) + 1)
     for number, shown in enumerate(view.episodes):
         new = [EpisodeTurns(0, ())] if number >= len(views[0].episodes) else []
@@ -224,7 +253,8 @@ def check(
         again = answer(store, request)
         if isinstance(again, Denied) and (again.fenced_attempt or again.lost):  # the attempt is over
             last = repeated[-1]
-            assert last is None or isinstance(request, FailAttempt) or isinstance(last[0], FailAttempt | FinishEpisode)
+            ends = FailAttempt | FinishEpisode | EndTurn
+            assert last is None or isinstance(request, FailAttempt) or isinstance(last[0], ends)
             continue
         fenced = isinstance(again, Denied) and again.fenced and request.incarnation not in members
         assert again == given or fenced, (request, again)
@@ -232,9 +262,14 @@ def check(
     assert isinstance(start, CommittedState)
     for number in range((start.number or 0) + 1, to + 1):
         for who in (each for each in members if each.replica.startswith("agents/")):
-            for item in episodes(store, 9, who):
+            outside = answer(store, OpenEpisode(who, OUTSIDE))
+            assert isinstance(outside, LeasedEpisodes)
+            for item in (*outside.items, *episodes(store, 9, who)):
                 turn(store, item, (7,), (5, 1), step=number - 1, who=who)
                 finish(store, item, -1.0, who)
+        for track in list(store._state.trajectories.values()):
+            if track.episode is not None and track.episode.awaits_reward and track.score is None:
+                answer(store, PostReward(OTHER_AGENTS, track.id, track.episode.attempt, 0.75))
         score(store)
         commit(store, bind(store, number))
     audit = store.audit()

@@ -202,7 +202,7 @@ def test_items_that_would_be_dropped_and_answers_that_do_not_fit_are_warnings(ch
         "rrl: warning: 10 of the first 100 items of [task] are dropped: prompt(90) raised IndexError: list index out of"
         " range (doubling.py:3)",
         "rrl: warning: the right answers of 85 of 90 items of [task] do not fit into [sampling] max_new_tokens = 1:"
-        " that of item 5 has 2 tokens",
+        " the right answer of item 5 has 2 tokens",
     ]
 
 
@@ -291,6 +291,15 @@ AGENTS_JOB = changed(JOB, 'pieces = "0123456789"', 'pieces = "01"\nchat = { user
     '\n[roles.agents]\nfunction = "player:run"\n'
 )
 PLAYER = "async def run(item, base_url, api_key):\n    return 1.0\n"
+
+
+def test_agents_that_are_programs_are_looked_for_and_not_started(checked: Checked) -> None:
+    job = AGENTS_JOB.replace('function = "player:run"', 'command = ["python", "player.py"]')
+    assert '"player.py" does not exist in' in (missing := checked.line(job=job))
+    assert missing.startswith("20: roles.agents.command: ")
+    (checked.folder / "player.py").write_text("raise SystemExit('it was started')\n")
+    assert checked.run(job=job) == 0, checked.err
+    assert "item 0  0\nitem 1  1\n" in checked.out
 
 
 def test_agents_are_imported_and_shown_two_items_that_need_not_be_text_of_the_vocabulary(checked: Checked) -> None:

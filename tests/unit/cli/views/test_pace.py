@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from rich.text import Text
 
-from rrl.cli.views.pace import idle_text, length_figures, packed, token_rate
+from rrl.cli.views.pace import agent_figures, idle_text, length_figures, packed, token_rate
 from rrl.cli.views.status import status_view
 from rrl.manager.model import events as ev
-from rrl.manager.model.stream_figures import StreamFigures, with_step
+from rrl.manager.model.stream_figures import EpisodeFigures, StreamFigures, with_episode_counts, with_step
 from rrl.tests.support.cli.story import Story
-from rrl.tests.support.cli.text_snapshots import drawn
+from rrl.tests.support.cli.text_snapshots import drawn, matches_stored
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_run_without_readings_shows_no_idle_share() -> None:
             [
                 "trained answers 1.00 of the mean",
                 "3 long groups, longest expected 1900 tokens",
-                "78 % of the longest foreseen",
+                "78 % of the longest fifth foreseen",
             ],
         ),
         ({"long_groups": 1.0, "longest_expected": 12.0}, ["1 long group, longest expected 12 tokens"]),
@@ -71,6 +71,48 @@ def test_run_without_readings_shows_no_idle_share() -> None:
 )
 def test_lengths_are_shown_as_far_as_they_are_known(metrics: dict[str, float], expected: list[str]) -> None:
     assert [text.plain for text in length_figures(with_step(StreamFigures(), metrics))] == expected
+
+
+EPISODES = {
+    "episodes_at_work": 118.0, "episodes_finished": 1205.0, "episodes_replayed": 3.0, "turns": 2410.0,
+    "branches": 2410.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "ended", "expected"),
+    [
+        ({}, False, "118 at work, 3 replayed · turns 2,410 · 2 branches each"),
+        ({}, True, "1,205 finished, 3 replayed · turns 2,410 · 2 branches each"),
+        ({"branches": 1205.0, "episodes_replayed": 0.0}, False, "118 at work · turns 2,410 · 1 branch each"),
+        (
+            {"episodes_retried": 2.0, "episodes_dropped": 16.0, "branches": 1500.0}, False,
+            "118 at work, 3 replayed, 2 begun again, 16 dropped · turns 2,410 · 1.24 branches each",
+        ),
+        (
+            {"untrained_turns": 4.0, "token_drift": 12.0}, False,
+            "118 at work, 3 replayed · turns 2,410 · 2 branches each · 4 turns not trained"
+            " · 12 tokens trained in a wrong context: a bug of rrl",
+        ),
+    ],
+)  # fmt: skip
+def test_agents_have_a_row_of_their_own(changes: dict[str, float], ended: bool, expected: str) -> None:
+    figures = with_episode_counts(EpisodeFigures(), EPISODES | changes)
+    assert " · ".join(text.plain for text in agent_figures(figures, ended)) == expected
+
+
+def test_a_run_that_has_finished_no_episode_yet_shows_those_at_work() -> None:
+    figures = with_episode_counts(EpisodeFigures(), {"episodes_at_work": 4.0})
+    assert [text.plain for text in agent_figures(figures, False)] == ["4 at work", "turns 0"]
+    assert agent_figures(EpisodeFigures(), False) == []
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_status_of_a_run_with_agents_looks_as_kept(width: int) -> None:
+    story = Story().works()
+    reported = {"loss": 0.5, "token_drift": 0.0, **EPISODES}
+    story.record(ev.StepCommitted(story.incarnation("trainer/0"), 13, reported))
+    matches_stored(f"status_agents_{width}", drawn(status_view(story.recorded(), story.now, width), width))
 
 
 def test_figures_of_lengths_have_a_row_of_their_own_and_are_not_repeated_among_the_metrics() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rrl.cli.common.runs import summary_of
@@ -261,6 +261,14 @@ def test_the_summary_says_how_much_of_its_time_the_trainer_was_idle(tmp_path: Pa
     assert shown[row + 1] == "          rollout 4 % idle (waits for weights)"
 
 
+def test_the_summary_of_a_run_with_agents_says_why_episodes_were_dropped() -> None:
+    reasons = {"broken tool": 1, "no reward within 1h": 9, "timeout": 4, "other": 2}
+    counts = {"finished": 1205, "retried": 3, "replayed": 0, "dropped": 16, "dropped_by_reason": reasons}
+    summary = {"run": "x", "outcome": "completed", "episodes": counts, "turns": 2410, "token_drift": 2}
+    matches_stored("summary_agents", drawn(summary_view(summary), 100))
+    assert "agents" not in drawn(summary_view(summary | {"episodes": {"finished": 0, "dropped": 0}}), 100)
+
+
 @pytest.mark.parametrize(
     ("outcome", "commands"),
     [
@@ -323,7 +331,9 @@ def test_status_says_which_pipe_weights_move_over_and_when_they_cannot() -> None
     assert "weights  over ucx" in serves("trainer/0", "ucx://10.0.0.2:7001")
     assert "over tcp and ucx" in (mixed := serves("rollout/0", "tcp://10.0.0.3:7001"))
     assert "cannot pull" not in mixed
-    assert "over nixl, tcp and ucx; pulls between these are impossible" in serves("rollout/1", "nixl://10.0.0.4:7001")
+    assert "over nixl, tcp and ucx; not all of these can exchange weights" in serves(
+        "rollout/1", "nixl://10.0.0.4:7001"
+    )
 
 
 def test_status_and_summary_tell_how_many_groups_could_not_be_scored_where_there_are_any() -> None:
@@ -342,9 +352,11 @@ def test_status_and_summary_tell_how_many_groups_could_not_be_scored_where_there
 
 
 METRICS = ("reward", "loss", "unscored_groups", "unscored_share", "stale_share", "tokens", "longest_expected",
-           "long_groups", "recall20", "length_bias", "token_age_p50", "token_age_max")  # fmt: skip
+           "long_groups", "recall20", "length_bias", "token_age_p50", "token_age_max", "episodes_at_work",
+           "episodes_finished", "branches", "token_drift")  # fmt: skip
 
 
+@settings(deadline=None)
 @given(st.lists(st.dictionaries(st.sampled_from(METRICS), st.floats()), max_size=3))
 def test_status_is_shown_whatever_a_trainer_reports_as_metrics(metrics: list[dict[str, float]]) -> None:
     story = Story().works()

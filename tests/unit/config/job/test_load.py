@@ -44,7 +44,8 @@ def test_model_path_is_relative_to_the_job_or_the_given_folder(
         assert job.model.path == os.path.normpath(folder / found)
         spec = resolved(job)["model"]
         assert spec == {
-            "path": job.model.path, "dtype": "float32", "chat": False, "max_length": None, "tokenizer": None
+            "path": job.model.path, "dtype": "float32", "chat": False, "max_length": None, "tokenizer": None,
+            "tool_parser": None,
         }  # fmt: skip
         path.write_text(as_toml(job))
         assert load_job(path).model == job.model  # what is written can be read again, from anywhere
@@ -121,6 +122,8 @@ WRONG: list[tuple[str, str, str]] = [
      "job.toml:11: model.tokenizer: comes from the folder in path; remove this key, or remove path"),
     ("[model.tokenizer]", "[model]\nchat = true\n[model.tokenizer]",
      "job.toml:10: model.chat: needs path: a model that rrl builds has no chat template; remove this key"),
+    ("[model.tokenizer]", '[model]\ntool_parser = "qwen3"\n[model.tokenizer]',
+     "job.toml:10: model.tool_parser: needs the chat template of the folder in path; write chat = true, or remove this key"),
     ('[model.tokenizer]\npieces = "0123456789+= "\n', '[model]\npath = "m"\nmax_length = 5\n',
      "job.toml: sampling.max_new_tokens: 5 leaves no space for a prompt in [model] max_length = 5; lower it or"
       " raise max_length"),
@@ -165,9 +168,9 @@ WRONG: list[tuple[str, str, str]] = [
     ("replicas = 2", "min_replicas = 2", "job.toml:17: roles.rollout.min_replicas: 2 is more than replicas = 1;"
      " lower it or raise replicas"),
     ("replicas = 2", "replicas = 2\ncpus = 8", "job.toml:18: roles.rollout.cpus: 8 is more than a node has"
-     " ([cluster.node] cpus = 4); lower it or raise that of the node"),
+     " ([cluster.node] cpus = 4); lower it or raise cpus of the node"),
     ("replicas = 2", 'replicas = 2\nmem = "8GiB"', 'job.toml:18: roles.rollout.mem: "8192MiB" is more than a node'
-     ' has ([cluster.node] mem = "4096MiB"); lower it or raise that of the node'),
+     ' has ([cluster.node] mem = "4096MiB"); lower it or raise mem of the node'),
     ("rollout/0", "rollout/7", 'job.toml:22: faults.planned[0].target: no replica "rollout/7"; role rollout has 2,'
      ' the last is "rollout/1"'),
     ("rollout/0", "judge/0", 'job.toml:22: faults.planned[0].target: no role "judge";'
@@ -259,7 +262,7 @@ WRONG: list[tuple[str, str, str]] = [
      ' allocation for all roles; write it under [slurm] or [cluster], or set [cluster] form = "replica"'),
     ('kind = "local"\n', 'kind = "slurm"\nform = "replica"\nwalltime = "1h"\n[roles.trainer]\nwalltime = "2h"\n[cluster.node]'
      "\n#", 'job.toml:10: roles.trainer.walltime: "2h" is more than [cluster] walltime = "1h"; lower it or raise'
-      " that of the run"),
+      " the walltime of the run"),
     ("[cluster]", '[manager]\nwhere = "pool"\n[cluster]\njob_walltime = "1h"', "job.toml:8: cluster.job_walltime: a"
      " manager that runs in the pool ends with the pool's first job;"
      ' write where = "job" in [manager], or remove this key'),
@@ -275,10 +278,10 @@ WRONG: list[tuple[str, str, str]] = [
      " more than ranks = 2; lower it or raise ranks"),
     ("[task]", "[roles.trainer]\nranks = 8\nranks_per_node = 8\n[task]", "job.toml:12: roles.trainer.cpus: 8 ranks"
      " on a node need 8, which is more than a node has ([cluster.node] cpus = 4); lower it, lower ranks_per_node"
-     " or raise that of the node"),
+     " or raise cpus of the node"),
     ("[task]", '[roles.trainer]\nranks = 4\nranks_per_node = 2\nmem = "3GiB"\n[task]', "job.toml:15:"
      ' roles.trainer.mem: 2 ranks on a node need "6144MiB", which is more than a node has ([cluster.node] mem ='
-     ' "4096MiB"); lower it, lower ranks_per_node or raise that of the node'),
+     ' "4096MiB"); lower it, lower ranks_per_node or raise mem of the node'),
     ("[task]", "[roles.trajectories]\nranks = 2\n[task]", "job.toml:13: roles.trajectories.ranks: the store is one process;"
      " remove this key"),
     ("replicas = 2", "ranks = 2", "job.toml:17: roles.rollout.ranks: the built-in rollout is one process; write"
@@ -332,14 +335,29 @@ WRONG: list[tuple[str, str, str]] = [
     ("[roles.rollout]", '[roles.agents]\nfunction = "m:f"\n[roles.rollout]',
      'job.toml:9: model.tokenizer.chat: missing; agents hold conversations: write a piece of text for each role, for'
      ' example chat = { user = "{content}=", assistant = "{content}" }'),
-    ("[roles.rollout]", '[roles.agents]\n[roles.rollout]', "job.toml:16: roles.agents.function: missing; add function ="
-     " ... in [roles.agents] (module:function, importable from the folder of job.toml: async def run(item, base_url,"
-     " api_key), which returns the episode's reward, or None)"),
-    ("[roles.rollout]", '[roles.agents]\nfunction = "m:f"\non_death = "replay"\n[roles.rollout]',
-     'job.toml:18: roles.agents.on_death: "replay" is not available yet; write "again", which begins the episode again,'
-     ' or "drop"'),
+    ("[roles.rollout]", '[roles.agents]\n[roles.rollout]', 'job.toml:16: roles.agents: needs function ='
+     ' "module:function" or command = ["program", "argument", ...]'),
+    ("[roles.rollout]", '[roles.agents]\nfunction = "m:f"\ncommand = ["python", "m.py"]\n[roles.rollout]',
+     "job.toml:18: roles.agents.command: an agent is a function or a command; remove this key, or remove function"),
+    ("[roles.rollout]", '[roles.agents]\nfunction = "m:f"\nper = "replica"\n[roles.rollout]',
+     "job.toml:18: roles.agents.per: says what a process of command is for; remove this key, or write command"),
+    ("[roles.rollout]", '[roles.agents]\nfunction = "m:f"\non_death = "reply"\n[roles.rollout]',
+     'job.toml:18: roles.agents.on_death: must be "replay", "again" or "drop", not "reply"; did you mean "replay"?'),
     ('[model.tokenizer]\npieces = "0123456789+= "\n', '[model]\npath = "m"\n[roles.agents]\nfunction = "m:f"\n',
      "job.toml:9: model.chat: agents hold conversations, which need a chat template; write chat = true"),
+    ("[roles.rollout]", "[roles.endpoint]\n[roles.rollout]",
+     'job.toml:9: model.tokenizer.chat: missing; agents hold conversations: write a piece of text for each role, for'
+     ' example chat = { user = "{content}=", assistant = "{content}" }'),
+    ("[roles.rollout]", '[roles.endpoint]\nforeign = "contxt"\n[roles.rollout]', 'job.toml:17: roles.endpoint.foreign:'
+     ' must be "refuse" or "context", not "contxt"; did you mean "context"?'),
+    ("[roles.rollout]", "[roles.endpoint]\nport = 65536\n[roles.rollout]",
+     "job.toml:17: roles.endpoint.port: must be at most 65535, not 65536"),
+    ('pieces = "0123456789+= "\n', 'pieces = "01"\nchat = { user = "{content}" }\n[roles.endpoint]\nport = 80\nreplicas'
+     " = 2\n", "job.toml:13: roles.endpoint.port: 2 replicas may share a machine, where only one of them can listen on"
+     " port 80; write port = 0, or replicas = 1"),
+    ('pieces = "0123456789+= "\n', 'pieces = "01"\nchat = { user = "{content}" }\n[roles.agents]\nfunction = "m:f"\n'
+     '[roles.endpoint]\nretries = 0\n', "job.toml:15: roles.endpoint.retries: is that of the agents in this job; remove"
+     " this key, or set retries in [roles.agents]"),
     ('pieces = "0123456789+= "\n', 'pieces = "01"\nchat = { user = "hello" }\n', "job.toml:11:"
      " model.tokenizer.chat: the piece of 'user' is 'hello'; write {content} in it once: \"{content}=\""),
 ]  # fmt: skip

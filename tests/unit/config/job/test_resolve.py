@@ -140,3 +140,23 @@ def test_agents_are_a_role_with_settings_and_may_act_for_as_long_as_an_attempt_m
     assert (role.replicas, role.min_replicas, role.argv) == (3, 1, ("python", "-m", "rrl.roles.agents.main"))
     act = made.limits.phase("act")
     assert (act.shortest, act.longest) == (7500.0, 7500.0)
+
+    job = job.replace('function = "m:f"', 'command = ["./play", "-v"]\nreward_timeout = "1h"')
+    made = resolve(Job.model_validate(tomllib.loads(job)), "python")
+    assert made.agents == run_spec.AgentsSettings(command=("./play", "-v"), timeout=7200.0, reward_timeout=3600.0)
+    assert (made.role("agents").argv, made.role("agents").built_in) == (role.argv, True)
+
+    made = resolve(Job.model_validate(tomllib.loads(job + 'per = "replica"\n')), "python")
+    assert (made.role("agents").argv, made.role("agents").built_in) == (("./play", "-v"), False)
+
+
+def test_an_endpoint_is_a_role_whose_settings_are_those_written_and_the_defaults() -> None:
+    assert spec().endpoint is None
+    pieces = 'pieces = "0123456789+= "'
+    job = JOB.replace(pieces, f'{pieces}\nchat = {{ user = "{{content}}=" }}')
+    table = '[roles.endpoint]\nreplicas = 2\nforeign = "context"\ntimeout = "2h"\nreward_timeout = "1h"\n'
+    made = resolve(Job.model_validate(tomllib.loads(job + table)), "python")
+    assert made.endpoint == run_spec.EndpointSettings(foreign="context", timeout=7200.0, reward_timeout=3600.0)
+    assert made.agents is None
+    role = made.role("endpoint")
+    assert (role.replicas, role.min_replicas, role.argv) == (2, 1, ("python", "-m", "rrl.roles.endpoint.main"))

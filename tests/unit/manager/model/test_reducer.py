@@ -728,6 +728,7 @@ def test_every_event_survives_the_journal_encoding(event: ev.Event) -> None:
 METRICS = (
     "reward", "loss", "tokens", "parts", "length_bias", "recall20", "long_groups", "longest_expected", "tokens_aged_0",
     "tokens_aged_" + "9" * 30, "token_age_p50", "token_age_max", "token_age_run_max", "stale_groups", "unscored_groups",
+    "episodes_at_work", "episodes_finished", "episodes_dropped", "turns", "branches", "token_drift",
 )  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Exclude, Fence, Finish, InjectFault, Launch, Rung, Why
 from rrl.manager.model.reducer import fold
 from rrl.manager.reporting.summary import (
+    EpisodeCounts,
     Recovery,
     StreamSummary,
     Summary,
@@ -43,6 +44,7 @@ FAULT = Fault("f0", FaultKind.KILL, R0, faults.FaultTrigger(step=1))
 METRICS = (
     "reward", "tokens", "parts", "length_bias", "recall20", "long_groups", "longest_expected", "tokens_aged_3",
     "token_age_max", "token_age_run_max", "stale_groups", "stale_share", "unscored_groups", "unscored_share",
+    "episodes_at_work", "episodes_finished", "episodes_dropped", "turns", "branches", "token_drift",
 )  # fmt: skip
 
 
@@ -169,6 +171,50 @@ def test_stream_has_the_figures_of_the_committed_steps_as_the_state_has_them() -
     for seq, (at, event) in enumerate(events, 2):
         state = fold(state, ev.Stamped(seq, at, 1, event))
     assert stream_summary(state.idle_times, state.stream_figures) == got
+
+
+EPISODES = {
+    "episodes_at_work": 5.0, "episodes_finished": 40.0, "episodes_retried": 3.0, "episodes_replayed": 2.0,
+    "episodes_dropped": 4.0, "turns": 120.0, "branches": 60.0, "given_tokens": 900.0, "untrained_turns": 1.0,
+    "token_drift": 7.0,
+}  # fmt: skip
+
+
+def test_episodes_are_counted_as_of_the_newest_step_however_late_an_older_one_is_reported() -> None:
+    older = {name: count / 2 for name, count in EPISODES.items()}
+    steps = ((2, EPISODES), (1, older), (3, {"loss": 1.0}))
+    commits = [(30.0, ev.StepCommitted(Incarnation(TRAINER, 1), step, metrics)) for step, metrics in steps]
+    got = summary([*started(20.0), *commits])
+    assert got.episodes == EpisodeCounts(finished=40, retried=3, replayed=2, dropped=4)
+    assert (got.turns, got.branches, got.given_tokens, got.untrained_turns, got.token_drift) == (120, 60, 900, 1, 7)
+
+
+@pytest.mark.parametrize(
+    ("audit", "reasons"),
+    [
+        (b'{"made": 9, "dropped": {"no reward within 1h": 3, "broken tool": 1}}',
+         {"no reward within 1h": 3, "broken tool": 1}),
+        (None, {}),
+        (b"half", {}),
+    ],
+)  # fmt: skip
+def test_summary_file_has_the_reasons_for_dropped_episodes_that_the_store_has_left(
+    tmp_path: Path, audit: bytes | None, reasons: dict[str, int]
+) -> None:
+    run = RunDir(tmp_path / RUN)
+    run.create()
+    journal = Journal(run, 1)
+    events = [*started(20.0), (30.0, ev.StepCommitted(Incarnation(TRAINER, 1), 1, EPISODES))]
+    journal.append(ev.Stamped(1, 0.0, 1, ev.RunStarted(RUN, job())))
+    for seq, (at, event) in enumerate(events, 2):
+        journal.append(ev.Stamped(seq, at, 1, event))
+    journal.flush()
+    journal.close()
+    if audit is not None:
+        run.audit.write_bytes(audit)
+    write_summary(run)
+    written = msgspec.json.decode(run.summary.read_bytes(), type=Summary)
+    assert written.episodes == EpisodeCounts(40, 3, 2, 4, reasons)
 
 
 def test_run_without_readings_has_an_empty_stream() -> None:

@@ -11,14 +11,22 @@ import pytest
 
 from rrl.core.run_spec import AgentsSettings
 from rrl.roles.agents.attempts import FAULTS_WINDOW, AgentContext, Attempts
-from rrl.roles.agents.endpoint.key import EpisodeKey, decode_key
+from rrl.roles.agents.user_program import ProgramFailed
 from rrl.roles.trajectories.client import FencedAttempt
 from rrl.roles.trajectories.episodes.requests import EpisodeItem
 
-SECRET = bytes(32)
 DEADLINE_S = 60.0
 """s after which a test gives up; nothing takes so long unless it is broken"""
 HERE = Path(__file__)
+
+
+class FakeEndpoint:
+    """An endpoint that nothing serves."""
+
+    base_url = "http://b/v1"
+
+    def api_key(self, item: EpisodeItem) -> str:
+        return f"key of attempt {item.attempt} at episode {item.episode}"
 
 
 class RecordedResults:
@@ -26,29 +34,31 @@ class RecordedResults:
 
     def __init__(self) -> None:
         self.finished: list[tuple[int, int, float | None]] = []
+        self.later: list[bool] = []
         self.failed: list[tuple[int, int, str]] = []
         self.fenced = False
 
-    async def finish_episode(self, episode: int, attempt: int, reward: float | None) -> None:
+    async def finish_episode(self, episode: int, attempt: int, reward: float | None, later: bool) -> None:
         if self.fenced:
             raise FencedAttempt("a later attempt is made")
         self.finished.append((episode, attempt, reward))
+        self.later.append(later)
 
     async def fail_attempt(self, episode: int, attempt: int, why: str) -> None:
         self.failed.append((episode, attempt, why))
 
 
 def play(
-    agent: Callable[[str, str, str], Awaitable[Any]], store: RecordedResults, episodes: int = 1, timeout: float = 1e3
-) -> Attempts:
+    agent: Callable[[str, str, str], Awaitable[Any]], store: RecordedResults, episodes: int = 1, timeout: float = 1e3,
+    reward_timeout: float | None = None,
+) -> Attempts:  # fmt: skip
     """Make the first attempt at some episodes, one after the other, and return when all have ended."""
-    context = AgentContext(
-        agent, AgentsSettings("m:f", timeout=timeout), lambda i: f"item {i}", HERE.parent, "run-1", SECRET, "http://b/v1"
-    )  # fmt: skip
+    settings = AgentsSettings("m:f", timeout=timeout, reward_timeout=reward_timeout)
+    context = AgentContext(agent, settings, lambda i: f"item {i}", HERE.parent)
 
     async def main() -> Attempts:
         changed = asyncio.Event()
-        attempts = Attempts(context, store, changed.set)
+        attempts = Attempts(context, FakeEndpoint(), store, changed.set)
         for episode in range(episodes):
             attempts.start(EpisodeItem(episode, 0, 5, 1))
             attempts.start(EpisodeItem(episode, 0, 5, 1))  # sent again, because an answer was lost
@@ -62,15 +72,15 @@ def play(
 
 
 def test_an_agent_gets_item_url_and_key_and_its_reward_is_recorded_once() -> None:
-    given: list[tuple[str, str, EpisodeKey | None]] = []
+    given: list[tuple[str, str, str]] = []
 
     async def agent(item: str, base_url: str, api_key: str) -> float:
-        given.append((item, base_url, decode_key(api_key, "run-1", SECRET)))
+        given.append((item, base_url, api_key))
         return 0.5
 
     store = RecordedResults()
     attempts = play(agent, store)
-    assert given == [("item 5", "http://b/v1", EpisodeKey("run-1", 0, 1))]
+    assert given == [("item 5", "http://b/v1", "key of attempt 1 at episode 0")]
     assert (store.finished, store.failed, attempts.ended) == ([(0, 1, 0.5)], [], 1)
 
 
@@ -82,6 +92,17 @@ def test_a_number_is_a_reward_and_none_leaves_it_to_the_task(returned: object, r
     store = RecordedResults()
     play(agent, store)
     assert store.finished == [(0, 1, reward)]
+
+
+@pytest.mark.parametrize("returned", [None, 0.5])
+def test_an_episode_without_a_reward_waits_for_one_if_the_job_gives_it_time(returned: float | None) -> None:
+    async def agent(*_: str) -> object:
+        return returned
+
+    scored, waits = RecordedResults(), RecordedResults()
+    play(agent, scored)
+    play(agent, waits, reward_timeout=60.0)
+    assert (scored.later, waits.later) == ([False], [returned is None])
 
 
 @pytest.mark.parametrize("returned", ["much", math.nan, math.inf, [1]])
@@ -146,7 +167,15 @@ def test_an_older_attempt_ends_without_a_word() -> None:
     assert (attempts.error, attempts.ended, store.failed) == (None, 1, [])
 
 
-@pytest.mark.parametrize(("error", "ends"), [(KeyError("x"), True), (ConnectionError("gone"), False)])
+@pytest.mark.parametrize(
+    ("error", "ends"),
+    [
+        (KeyError("x"), True),
+        (ConnectionError("gone"), False),
+        (ProgramFailed("no", environmental=False), True),
+        (ProgramFailed("gone", environmental=True), False),
+    ],
+)
 def test_the_process_ends_with_an_exception_that_most_attempts_raise_if_the_code_is_at_fault(
     error: Exception, ends: bool
 ) -> None:
@@ -164,8 +193,8 @@ def test_cancelled_attempts_are_reported_nowhere() -> None:
         await asyncio.Event().wait()
 
     async def main() -> Attempts:
-        context = AgentContext(agent, AgentsSettings("m:f"), str, HERE.parent, "run-1", SECRET)
-        attempts = Attempts(context, store, lambda: None)
+        context = AgentContext(agent, AgentsSettings("m:f"), str, HERE.parent)
+        attempts = Attempts(context, FakeEndpoint(), store, lambda: None)
         attempts.start(EpisodeItem(0, 0, 0, 1))
         await asyncio.sleep(0)
         await attempts.cancel()

@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 
 from rrl.core.run_spec import ModelSpec, TokenizerSpec
-from rrl.roles.models.chat import Chat, Message, UnknownRole, open_chat
+from rrl.roles.models.chat import UnknownRole, open_chat
+from rrl.roles.models.conversation import Chat, Message
 from rrl.roles.models.tokenizer import EOS
 
 ASKED, ANSWERED, HINT = Message("user", "7"), Message("assistant", "12"), Message("tool", "<")
@@ -18,15 +19,15 @@ def test_a_message_is_the_piece_of_its_role_and_an_answer_ends_with_the_end_of_s
     encode = made.tokenizer.encode
     assert made.prompt([ASKED]) == encode("7=")
     assert made.prompt([ASKED, ANSWERED, HINT]) == (*encode("7=12"), EOS, *encode("|<"))
-    assert made.continuation([ASKED, ANSWERED, HINT], 2) == (EOS, *encode("|<"))
-    assert made.continuation([ASKED, ANSWERED], 2) == (EOS,)
+    assert made.extend((5,), (6,), [ASKED, ANSWERED, HINT], 2) == (5, 6, EOS, *encode("|<"))
+    assert made.extend((5,), (6, EOS), [ASKED, ANSWERED], 2) == (5, 6, EOS)
 
 
 def test_what_surrounds_an_answer_in_its_piece_surrounds_the_sampled_one() -> None:
     made = chat({"user": "{content}", "tool": "{content}", "assistant": "={content}!"})
     encode = made.tokenizer.encode
     assert made.prompt([ASKED]) == encode("7=")
-    assert made.continuation([ASKED, ANSWERED, HINT], 2) == (EOS, *encode("!<="))
+    assert made.extend((5,), (6,), [ASKED, ANSWERED, HINT], 2) == (5, 6, EOS, *encode("!<="))
     assert made.prompt([ASKED, ANSWERED, HINT]) == (*encode("7=12"), EOS, *encode("!<="))
 
 

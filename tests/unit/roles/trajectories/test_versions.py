@@ -9,10 +9,9 @@ import pytest
 
 from rrl.core.types import Incarnation, Version, member_id
 from rrl.roles.trajectories.episodes.requests import StoreAnswer as Answer
-from rrl.roles.trajectories.server import Followers
 from rrl.roles.trajectories.store import Store
 from rrl.roles.trajectories.types import Denied, FollowVersions, NewestVersion, NotReady
-from rrl.roles.trajectories.versions import MAX_SOURCES
+from rrl.roles.trajectories.versions import MAX_SOURCES, Followers
 from rrl.tests.support.roles.trajectories.crew import ALL, OTHER, REWARD, ROLLOUT, TRAINER, incarnation_of, open_store
 from rrl.transport.control.endpoints import Incoming
 from rrl.transport.messages import WeightSource

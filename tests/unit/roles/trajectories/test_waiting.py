@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rrl.core.types import Version
-from rrl.roles.trajectories.durable.records import Audit
+from rrl.roles.trajectories.durable.audit import Audit
 from rrl.roles.trajectories.types import Denied, Done, NotReady
 from rrl.tests.support.examples import examples
 from rrl.tests.support.roles.trajectories.crew import (

@@ -23,10 +23,11 @@ from rrl.core.phases import WAIT_EXTERNAL
 from rrl.core.types import Incarnation, ReplicaId, Version
 from rrl.roles import reward
 from rrl.roles.trajectories.types import CommittedState, Done, Item, Scoring
-from rrl.roles.worker import connection, external_waits, publication
+from rrl.roles.worker import connection, publication
 from rrl.roles.worker.api import Worker
-from rrl.roles.worker.clocks import boot_time_ns
 from rrl.roles.worker.connection import FENCED_EXIT
+from rrl.roles.worker.status import external_waits
+from rrl.roles.worker.status.clocks import boot_time_ns
 from rrl.tests.support.listening_manager import TIMEOUT_S, eventually
 from rrl.tests.support.roles.trajectories import crew
 from rrl.tests.support.roles.worker_scene import HEARTBEAT_S, JOB, STORE, Manager, Role, Scene, play

@@ -130,7 +130,7 @@ def test_death_of_the_agents_replica_begins_another_attempt_that_does_not_count_
 
 
 def test_death_of_the_agents_replica_drops_the_group_if_the_job_says_so(tmp_path: Path) -> None:
-    store = open_agents_store(tmp_path, episodes=EpisodeSettings(drop_on_death=True))
+    store = open_agents_store(tmp_path, episodes=EpisodeSettings(on_death="drop"))
     episodes(store, GROUP)
     assert episodes(store, 1, OTHER_AGENTS)[0].group == 1
     store.update_membership([each for each in CREW if each != AGENTS])

@@ -1,0 +1,351 @@
+"""Whole runs in which 32 agents are at work while each kind of process dies, several times, in turn.
+
+The model is tiny and built by rrl, because nothing here depends on what it says; agents, client, endpoint, store and
+roles are real. Rows of the issue's table:
+
+- ``rollout``, ``store``, ``trainer``, ``manager``: killed; new weights arrive at every step anyway.
+- ``agents``: the step of the agents is killed, and its episodes are replayed.
+- ``endpoint``: the endpoint of the run is killed, while some agents call it from outside through the relay, with
+  streams, and others without one, whose client repeats a call as often as it takes (:data:`OUTSIDE_RETRIES`).
+- ``tool``: the tool of an agent is gone; its attempt fails and is made again.
+- ``old key``: the key of an attempt whose process has died is used again, as an agent would that was frozen and thaws.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import openai
+from msgspec import Struct
+
+from rrl.benchmarks import _recorded
+from rrl.benchmarks._agents_learning import MANAGER, kill
+from rrl.benchmarks._agents_watched import FOLDER_ENV, MODEL, TOOL_GONE, WatchedCall, read_calls
+from rrl.benchmarks._stream_replay import keep_logs
+from rrl.benchmarks._vllm_servers import free_port
+from rrl.core.run_dir import RUNS_ENV
+from rrl.core.types import TRAINER, ReplicaId
+from rrl.roles.endpoint.key import EpisodeKey, decode_key, run_key
+from rrl.roles.trajectories.durable.log import read_frames
+from rrl.roles.trajectories.durable.records import (
+    AttemptFailed,
+    EpisodeFinished,
+    Record,
+    SegmentsAppended,
+    TurnCreated,
+    TurnTaken,
+    decode,
+)
+from rrl.tests.support.runs import RRL, TestRun, all_work, submit_here
+from rrl.tests.support.soak import ManagerRestarter
+from rrl.transport.keys import RunKeys
+
+AT_ONCE = 32
+OUTSIDE_AT_ONCE = 8
+"""Episodes at once of the agents outside: through the relay, and as many without it."""
+OUTSIDE_RETRIES = 20
+"""Repetitions by the client of an agent without a relay, 8 s apart at most. The client's default, 2, covers 2 s; the
+endpoint may need longer to start again on a busy machine."""
+TIMES = 10
+WAIT_TIMEOUT_S = 600.0
+ROWS = {
+    "rollout": ReplicaId("rollout/0"),
+    "store": ReplicaId("trajectories/0"),
+    "trainer": TRAINER,
+    "manager": MANAGER,
+    "agents": ReplicaId("agents/0"),
+    "endpoint": ReplicaId("endpoint/0"),
+    "tool": None,
+    "old key": None,
+}
+"""What is killed in each row; None if the row kills nothing."""
+_PIECES = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
+
+
+class Deaths(Struct, frozen=True):
+    """What the agents have seen, and what the store has recorded."""
+
+    times: dict[str, int]
+    """How often each row was done."""
+    calls: int
+    client_errors: int
+    """Calls that an agent's client gave up."""
+    errors: list[str]
+    old_keys_refused: int
+    """Calls with the key of a dead attempt that got 403."""
+    tool_failures: int
+    """Attempts that failed because the tool was gone."""
+    resampled_tokens: int
+    """Tokens that were sampled although an equal call of the attempt before had them already."""
+    changed_tokens: int
+    """Tokens that an agent received and that no engine has recorded as the answer in this context."""
+    recorded_turns: int
+    """Turns of attempts whose process died, in episodes that another attempt has finished."""
+    replayed_share: float
+    """Share of them that the next attempt has taken over."""
+    episodes: int
+    load: tuple[float, float]
+
+
+def measure(folder: Path, times: int = TIMES, rows: Sequence[str] = tuple(ROWS)) -> Deaths:
+    """Do each row so many times, in turn, while agents are at work."""
+    load = os.getloadavg()[0]
+    for name in ("record", "calls", "logs"):
+        (folder / name).mkdir(parents=True)
+    outside = "endpoint" in rows
+    run = submit_here(folder, job(folder, outside=outside))
+    run.wait(all_work, WAIT_TIMEOUT_S)
+    restarter, done = ManagerRestarter(run), Counter[str]()
+    refused = 0
+    with _keeping_logs(run, folder / "logs"):
+        try:
+            with _agents_outside(run, folder) if outside else _nobody():
+                for _ in range(times):
+                    for row in rows:
+                        refused += _do(row, run, folder / "calls")
+                        done[row] += 1
+                        run.wait(all_work, WAIT_TIMEOUT_S)
+                _wait_finished(run, folder / "calls")
+        finally:
+            restarter.close()
+            with run.call("cancel", run.run.id) as process:
+                process.wait(120)
+            run.wait_gone(120)
+    return _read(run, folder, dict(done), refused, load)
+
+
+def job(folder: Path, *, outside: bool) -> str:
+    """Return the job.toml."""
+
+    def command(role: str) -> str:
+        return json.dumps([sys.executable, "-m", "rrl.benchmarks._recorded", role, "--record", str(folder / "record")])
+
+    endpoint = f"[roles.endpoint]\nport = {free_port()}\n" if outside else ""
+    return f"""
+[run]
+name = "deaths"
+steps = 1_000_000
+[cluster]
+kind = "local"
+spares = 1
+node = {{ cpus = 4, mem = "4GiB" }}
+[model]
+max_length = 512
+tokenizer = {{ pieces = "{_PIECES}", chat = {{ user = "{{content}}" }} }}
+[task]
+function = "rrl.benchmarks._agents_hold:make"
+[sampling]
+prompts_per_step = 8
+group_size = 4
+max_new_tokens = 64
+[roles.agents]
+function = "rrl.benchmarks._agents_watched:run"
+concurrency = {AT_ONCE}
+env = {{ {FOLDER_ENV} = "{folder / "calls"}" }}
+{endpoint}
+[roles.trainer]
+command = {command("trainer")}
+[roles.rollout]
+command = {command("rollout")}
+replicas = 2
+lease = {AT_ONCE}
+segment_tokens = 4
+[limits]
+silence = "30s"
+[recovery]
+backoff = "0s"
+per_node = 1000
+per_replica = 1000
+"""
+
+
+def _do(row: str, run: TestRun, calls: Path) -> int:
+    """Do a row once; return how many old keys were refused."""
+    if row == "tool":
+        (calls / TOOL_GONE).touch()
+        run.wait(lambda _: not (calls / TOOL_GONE).exists(), WAIT_TIMEOUT_S)
+        return 0
+    if row == "old key":
+        return _use_old_key(run, calls)
+    target = ROWS[row]
+    assert target is not None
+    kill(run, target, 0)
+    return 0
+
+
+def _use_old_key(run: TestRun, calls: Path) -> int:
+    """Call with the key of an attempt that is over; return 1 if it is refused by 403."""
+    answered = [call for call in read_calls(calls) if not call.error]
+    attempts = {(key.episode, key.attempt): call for call in answered if (key := _key(run, call)) is not None}
+    newest = max((episode for episode, attempt in attempts if attempt > 1), default=None)
+    if newest is None:
+        return 0
+    old = attempts.get((newest, 1))
+    address = next(iter(_base_urls(run)), None)
+    if old is None or address is None:
+        return 0
+    try:
+        openai.OpenAI(base_url=address, api_key=old.api_key).chat.completions.create(
+            model=MODEL, messages=[{"role": "user", "content": "0"}]
+        )
+    except openai.PermissionDeniedError:
+        return 1
+    return 0
+
+
+def _base_urls(run: TestRun) -> Iterator[str]:
+    for path in sorted((run.run.path / "endpoints").glob("*.json")):
+        yield json.loads(path.read_text())["base_url"]
+
+
+def _key(run: TestRun, call: WatchedCall) -> EpisodeKey | None:
+    return decode_key(call.api_key, run.run.id, RunKeys.load(run.run.keys).secret)
+
+
+def _wait_finished(run: TestRun, calls: Path) -> None:
+    """Wait until the agents have made some more calls after the last death."""
+
+    def made() -> int:
+        return sum(path.read_bytes().count(b"\n") for path in calls.glob("calls-*.jsonl"))
+
+    before = made()
+    run.wait(lambda _: made() > before + 4 * AT_ONCE, WAIT_TIMEOUT_S)
+
+
+@contextmanager
+def _nobody() -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def _agents_outside(run: TestRun, folder: Path) -> Iterator[None]:
+    """Let agents outside of the run work, some through a relay and some without."""
+    run.wait(lambda _: any(_base_urls(run)), WAIT_TIMEOUT_S)
+    key = run_key(run.run.id, RunKeys.load(run.run.keys).secret)
+    port, direct = free_port(), next(iter(_base_urls(run)))
+    env = {**os.environ, RUNS_ENV: str(run.run.path.parent)}
+    programs = [subprocess.Popen([RRL, "relay", run.run.id, "--port", str(port)], env=env)]
+    for name, url, options in (
+        ("relay", f"http://127.0.0.1:{port}/v1", ["--streams"]),
+        ("direct", direct, ["--retries", str(OUTSIDE_RETRIES)]),
+    ):
+        programs.append(
+            subprocess.Popen([
+                sys.executable, "-m", "rrl.benchmarks._agents_watched", url, key, *options,
+                "--count", str(OUTSIDE_AT_ONCE), "--log", str(folder / "calls" / f"calls-{name}.jsonl"),
+            ])
+        )  # fmt: skip
+    try:
+        run.wait(lambda _: len(list((folder / "calls").glob("calls-*.jsonl"))) >= 3, WAIT_TIMEOUT_S)
+        yield
+        assert all(program.poll() is None for program in programs), "a program outside of the run has ended by itself"
+    finally:
+        for program in programs[::-1]:
+            program.send_signal(signal.SIGKILL)
+            program.wait()
+
+
+@contextmanager
+def _keeping_logs(run: TestRun, folder: Path) -> Iterator[None]:
+    """Keep the files of the store's log, which a restarted store replaces."""
+    over = threading.Event()
+
+    def keep() -> None:
+        while not over.wait(0.1):
+            keep_logs(run.run, folder)
+
+    thread = threading.Thread(target=keep, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+        keep_logs(run.run, folder)
+
+
+# ── reading ────────────────────────────────────────────────────────────────────────────────────────────────────────
+def _read(run: TestRun, folder: Path, times: dict[str, int], refused: int, load: float) -> Deaths:
+    calls = read_calls(folder / "calls")
+    failed = [call for call in calls if call.error]
+    log = StoreLog.read(folder / "logs")
+    replayed = log.replayed_turns()
+    known = _recorded.answers(folder / "record")
+    changed = sum(len(call.tokens) for call in calls if (call.prompt, call.tokens) not in known and not call.error)
+    return Deaths(
+        times, len(calls), len(failed), sorted({call.error for call in failed}), refused,
+        sum("ToolGone" in reason for reason in log.failures.values()), log.resampled_tokens(), changed,
+        len(replayed), round(sum(replayed) / max(1, len(replayed)), 4), len({call.api_key for call in calls}),
+        (round(load, 1), round(os.getloadavg()[0], 1)),
+    )  # fmt: skip
+
+
+class StoreLog:
+    """What the kept files of the store's log say of turns and attempts."""
+
+    def __init__(self) -> None:
+        self.turns: dict[int, TurnCreated] = {}
+        self.lengths: Counter[int] = Counter()
+        """Number of sampled tokens by turn."""
+        self.orphaned: set[int] = set()
+        """Turns with tokens of attempts whose process died before they were finished."""
+        self.taken: set[int] = set()
+        self.finished: dict[int, int] = {}
+        """The attempt that finished, by episode."""
+        self.failures: dict[tuple[int, int], str] = {}
+        """Reason by episode and attempt, without deaths."""
+
+    @classmethod
+    def read(cls, folder: Path) -> StoreLog:
+        """Read all files; a turn that several files have counts once."""
+        log = cls()
+        for path in sorted(folder.iterdir(), key=lambda path: int(path.name.partition(".")[2])):
+            for payload in read_frames(path):
+                log._add(decode(payload))
+        return log
+
+    def _add(self, record: Record) -> None:
+        match record:
+            case TurnCreated():
+                self.turns[record.turn] = record
+            case SegmentsAppended(segments=segments):
+                for segment in segments:
+                    self.lengths[segment.trajectory] = max(self.lengths[segment.trajectory], segment.end)
+            case AttemptFailed(episode, attempt, replay=True):
+                self.orphaned |= {turn for turn, created in self.turns.items()
+                                  if created.episode == episode and self.lengths[turn]}  # fmt: skip
+            case AttemptFailed(episode, attempt, _, reason):
+                self.failures[episode, attempt] = reason
+            case EpisodeFinished(episode, attempt):
+                self.finished[episode] = attempt
+            case TurnTaken(turn):
+                self.taken.add(turn)
+            case _:
+                pass
+
+    def resampled_tokens(self) -> int:
+        """Return the tokens of turns that ask the same as an orphaned turn of their episode, in a later attempt."""
+        had = {(created.episode, created.request): turn
+               for turn in self.orphaned if (created := self.turns[turn]) is not None}  # fmt: skip
+        return sum(
+            min(self.lengths[turn], self.lengths[before])
+            for turn, created in self.turns.items()
+            if (before := had.get((created.episode, created.request), turn)) != turn and turn > before
+        )
+
+    def replayed_turns(self) -> list[bool]:
+        """Return for each orphaned turn of an episode that a later attempt has finished whether it was taken over.
+
+        The run is cancelled while agents are at work, so some episodes are not finished.
+        """
+        return [turn in self.taken for turn in sorted(self.orphaned)
+                if self.finished.get(self.turns[turn].episode, 0) > self.turns[turn].attempt]  # fmt: skip

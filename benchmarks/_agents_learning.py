@@ -1,0 +1,146 @@
+"""Whole runs of examples/agents.toml, in which every kind of process is killed once while the model learns."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from rrl.benchmarks import _recorded
+from rrl.core.types import TRAINER, Outcome, ReplicaId
+from rrl.manager.model.state import State, Status
+from rrl.manager.storage.lease import holder
+from rrl.tests.support.runs import TestRun, check_sound, submit_here
+from rrl.tests.support.soak import ManagerRestarter
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+STEPS = 400
+MANAGER = "manager"
+KILLS = (
+    (ReplicaId("rollout/1"), 0.15),
+    (ReplicaId("trajectories/0"), 0.3),
+    (TRAINER, 0.45),
+    (ReplicaId("agents/0"), 0.6),
+    (MANAGER, 0.75),
+)
+"""What is killed by SIGKILL, and the share of the steps after which it is."""
+RUN_TIMEOUT_S = 3600.0
+"""Seconds; on two quiet cores a run takes a tenth of it."""
+
+
+class Learned(Struct, frozen=True):
+    """What a run of the example has shown."""
+
+    seed: int
+    steps: int
+    found: list[float]
+    """Share of the episodes of each step whose agent found the digit."""
+    token_drift: int
+    """Trained tokens that no engine sampled in their context."""
+    trained_tokens: int
+    run_s: float
+    incarnations: dict[str, int]
+    """Number of the last incarnation of each replica that was killed; of the manager, its epoch."""
+    episodes: dict[str, int]
+    """Episodes of the run: trained, and dropped."""
+    load: tuple[float, float]
+    """Load of this machine (1 minute) at the start and the end of the run."""
+
+    @property
+    def last10(self) -> float:
+        """Return the mean share of the last ten steps."""
+        return statistics.mean(self.found[-10:])
+
+    @property
+    def first10(self) -> float:
+        """Return the mean share of the first ten steps."""
+        return statistics.mean(self.found[:10])
+
+
+def learn(folder: Path, seed: int, steps: int = STEPS, *, kills: bool = True) -> Learned:
+    """Run the example with a seed in ``folder``, and read what it has shown."""
+    record = folder / "record"
+    record.mkdir(parents=True)
+    (folder / "guess_task.py").write_text((EXAMPLES / "guess_task.py").read_text())
+    load, started = os.getloadavg()[0], time.monotonic()
+    run = submit_here(folder, job(seed, steps, record))
+    run.wait(lambda _: True, RUN_TIMEOUT_S)  # the manager has started
+    restarter = ManagerRestarter(run)
+    try:
+        for target, share in KILLS if kills else ():
+            kill(run, target, int(share * steps))
+        state = run.wait_end(RUN_TIMEOUT_S)
+    finally:
+        restarter.close()
+    assert (state.outcome, state.step) == (Outcome.COMPLETED, steps), f"{state.outcome} at {state.step}: {state.why}"
+    run_s = time.monotonic() - started
+    run.wait_gone()
+    check_sound(run.run)
+    return _read(seed, run, record, run_s, load)
+
+
+def job(seed: int, steps: int, record: Path) -> str:
+    """Return the job.toml of the example with another seed and length, without its own fault."""
+    toml = (EXAMPLES / "agents.toml").read_text().partition("[[faults.planned]]")[0]
+    lines = toml.splitlines()
+    assert "seed = 0" in lines
+    lines[lines.index("seed = 0")] = f"seed = {seed}"
+    lines = [f"steps = {steps}" if line.startswith("steps = ") else line for line in lines]
+    for role in ("trainer", "rollout"):
+        command = json.dumps([sys.executable, "-m", "rrl.benchmarks._recorded", role, "--record", str(record)])
+        lines.insert(lines.index(f"[roles.{role}]") + 1, f"command = {command}")
+    return "\n".join(lines) + '\n[recovery]\nbackoff = "0s"\n'
+
+
+def kill(run: TestRun, target: ReplicaId | str, step: int) -> None:
+    """Kill a replica or the manager when this step is committed, and wait until its next incarnation works."""
+
+    def works(state: State) -> bool:
+        return state.step >= step and (target == MANAGER or state.replica(ReplicaId(target)).status is Status.JOINED)
+
+    state = run.wait(works, RUN_TIMEOUT_S)
+    if target == MANAGER:
+        held = holder(run.run)
+        assert held is not None, "no manager holds the run"
+        os.kill(held.pid, signal.SIGKILL)
+        run.wait(lambda state: (now := holder(run.run)) is not None and now.pid != held.pid, RUN_TIMEOUT_S)
+        return
+    replica = state.replica(ReplicaId(target))
+    assert replica.pid is not None
+    os.kill(replica.pid, signal.SIGKILL)
+    following = replica.incarnation_number + 1
+    run.wait(lambda state: _joined(state, ReplicaId(target), following), RUN_TIMEOUT_S)
+
+
+def _joined(state: State, target: ReplicaId, number: int) -> bool:
+    replica = state.replica(target)
+    return replica.incarnation_number >= number and replica.status is Status.JOINED
+
+
+def _read(seed: int, run: TestRun, record: Path, run_s: float, load: float) -> Learned:
+    state = run.state()
+    audit = msgspec.json.decode((run.run.store / "audit.json").read_bytes())
+    held = sorted(int(path.name) for path in run.run.epochs.iterdir() if path.name.isdigit())
+    incarnations = {str(target): state.replica(ReplicaId(target)).incarnation_number
+                    for target, _ in KILLS if target != MANAGER}  # fmt: skip
+    differing, tokens = _recorded.drift(record)
+    return Learned(
+        seed, state.step, _found(record), differing, tokens, round(run_s, 1), {**incarnations, MANAGER: held[-1]},
+        {"trained": audit["trained"], "dropped": sum(audit["dropped"].values())},
+        (round(load, 1), round(os.getloadavg()[0], 1)),
+    )  # fmt: skip
+
+
+def _found(record: Path) -> list[float]:
+    """Return for each step the share of its episodes that found the digit: only they have a reward."""
+    rewards: dict[int, dict[int, float]] = {}
+    for sample in _recorded.trained(record):
+        rewards.setdefault(sample.step, {})[sample.episode] = sample.reward
+    return [round(statistics.mean(reward > 0 for reward in rewards[step].values()), 4) for step in sorted(rewards)]

@@ -1,0 +1,182 @@
+"""Measures what agents learn, whether their tokens stay exact, what the endpoint costs, and what they see of deaths.
+
+Everything is real: the openai client, the endpoint, the store, the roles, vLLM and its own server. Parts:
+
+- ``learning``: examples/agents.toml (guess a digit) from random weights, with rollout, store, trainer, agents and
+  manager killed once each in the middle (benchmarks/_agents_learning.py). Who ignores the hints finds at most 0.3.
+- ``drift``: examples/agents_smollm2.toml, SmolLM2 on vLLM with a tool, a second conversation and a condensed context,
+  while its weights change. Tokens and contexts are compared with what the engines recorded at their own interface,
+  log-probabilities with torch under the versions that the tokens name (benchmarks/_agents_drift.py).
+- ``overhead``: the same 64-token turns to the endpoint of a run and to vLLM's own server, 1 and 32 at once, in
+  alternating rounds (benchmarks/_agents_overhead.py). Inside the clock is all that the client waits for.
+- ``deaths``: 32 agents at work while each kind of process dies, several times (benchmarks/_agents_deaths.py); beside it
+  the same agents behind a plain round-robin proxy over two of vLLM's servers, one of which is killed
+  (benchmarks/_agents_proxy.py).
+
+Chosen before the first figure: ``found_last10`` is the smallest mean share of found digits over the last ten steps,
+among the seeds (bar: 0.5). ``token_drift`` counts the trained tokens of the parts ``learning`` and ``drift`` that no
+engine sampled in this context with this log-probability and version (bar: 0). ``max_logprob_error`` is the largest
+difference from torch (bar: 1e-3). ``text_would_change`` is the share of SmolLM2's complete answers that have other
+tokens after they were decoded and encoded again. ``added_p50_share_1`` and ``_32`` are the ratio of the medians, minus
+1, of the turns that have all 64 tokens (bar: 0.05); ``throughput_over_direct`` is the ratio of tokens per second at 32
+at once, all rounds together (bar: 0.9). ``client_errors`` counts the calls that a client gave up (bar: 0), and
+``resampled_tokens`` the tokens of calls whose dead attempt had got them already, and the tokens that agents received
+and no engine has recorded in this context (bar: 0). ``replayed_share`` is the share of the turns of dead attempts that
+the next attempt took over. ``proxy_client_errors`` and ``proxy_lost_tokens`` are calls that failed behind the proxy,
+and the tokens that they had received.
+
+Prints tables, and one JSON object with all samples as its last line. A part that was not run has null. All parts but
+``learning`` need vLLM: ``.venv-vllm/bin/python benchmarks/agents.py``, after ``make smollm2``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import torch
+from msgspec import Struct
+
+from rrl.benchmarks import _agents_deaths, _agents_learning, _agents_overhead
+from rrl.benchmarks._agents_deaths import Deaths
+from rrl.benchmarks._agents_learning import Learned
+from rrl.benchmarks._agents_overhead import AT_ONCE, DIRECT, RRL, Overhead
+from rrl.benchmarks._requirements import Need, check_requirements, missing
+from rrl.benchmarks._table import print_table
+from rrl.tests.support.supervisor import temporary_runs_folder
+
+SEEDS = 3
+PARTS = ("learning", "drift", "overhead", "deaths")
+MIN_FOUND = 0.5
+MAX_LOGPROB_ERROR = 1e-3
+MAX_ADDED_P50_SHARE = 0.05
+MIN_THROUGHPUT = 0.9
+
+
+class Results(Struct):
+    """What the parts have shown; None or empty for a part that was not run."""
+
+    learned: list[Learned] = []
+    drift: Any = None
+    """:class:`._agents_drift.Drift`."""
+    overhead: Overhead | None = None
+    deaths: Deaths | None = None
+    proxied: Any = None
+    """:class:`._agents_proxy.Proxied`."""
+
+
+def measure(parts: Sequence[str], seeds: Sequence[int], steps: int, rounds: int, times: int) -> Results:
+    """Run the parts, and print a table after each."""
+    results = Results()
+    with temporary_runs_folder() as folder:
+        for seed in seeds if "learning" in parts else ():
+            results.learned.append(_agents_learning.learn(folder / f"learning-{seed}", seed, steps))
+            _print_learned(results.learned[-1])
+        if "drift" in parts:
+            from rrl.benchmarks import _agents_drift  # imported here: not every part needs it
+
+            results.drift = _agents_drift.measure(folder / "drift")
+            print_table(("drift", ""), [[name, str(value)] for name, value in _fields(results.drift)])
+        if "overhead" in parts:
+            results.overhead = _agents_overhead.measure(folder / "overhead", rounds)
+            _print_overhead(results.overhead)
+        if "deaths" in parts:
+            results.deaths = _agents_deaths.measure(folder / "deaths", times)
+            print_table(("deaths", ""), [[name, str(value)] for name, value in _fields(results.deaths)])
+            if missing(Need.VLLM) is None:
+                from rrl.benchmarks import _agents_proxy
+
+                results.proxied = _agents_proxy.measure(folder / "proxy")
+                print_table(("proxy", ""), [[name, str(value)] for name, value in _fields(results.proxied)])
+        sys.stdout.flush()
+    return results
+
+
+def _fields(value: Any) -> list[tuple[str, Any]]:
+    return list(msgspec.to_builtins(value).items())
+
+
+def _print_learned(each: Learned) -> None:
+    heads = ("seed", "steps", "first 10", "last 10", "drift", "tokens", "run s", "load", "incarnations")
+    print_table(heads, [
+        [str(each.seed), str(each.steps), f"{each.first10:.3f}", f"{each.last10:.3f}", str(each.token_drift),
+         str(each.trained_tokens), f"{each.run_s:.0f}", f"{each.load[0]} to {each.load[1]}",
+         " ".join(f"{name} {number}" for name, number in each.incarnations.items())]
+    ])  # fmt: skip
+    sys.stdout.flush()
+
+
+def _print_overhead(each: Overhead) -> None:
+    print_table(("arm", "p50 s, 1 at once", "p50 s, 32 at once", "tokens/s"), [
+        [arm, f"{each.p50(arm, 1):.3f}", f"{each.p50(arm, AT_ONCE):.3f}", f"{each.throughput(arm):.1f}"]
+        for arm in _agents_overhead.ARMS
+    ])  # fmt: skip
+    print(f"load {each.load[0]} to {each.load[1]}", flush=True)
+
+
+def figures(results: Results) -> dict[str, Any]:
+    """Return the figures that were chosen before; None where a part was not run."""
+    learned, drift, overhead, deaths, proxied = (
+        results.learned, results.drift, results.overhead, results.deaths, results.proxied,
+    )  # fmt: skip
+    drifts = [each.token_drift for each in learned] + ([drift.token_drift] if drift else [])
+    return {
+        "found_last10": min((round(each.last10, 4) for each in learned), default=None),
+        "token_drift": sum(drifts) if drifts else None,
+        "max_logprob_error": drift and drift.max_logprob_error,
+        "text_would_change": drift and drift.text_would_change,
+        "added_p50_share_1": overhead and round(overhead.added(1), 4),
+        "added_p50_share_32": overhead and round(overhead.added(AT_ONCE), 4),
+        "throughput_over_direct": overhead and round(overhead.throughput(RRL) / overhead.throughput(DIRECT), 4),
+        "client_errors": deaths and deaths.client_errors,
+        "resampled_tokens": deaths and deaths.resampled_tokens + deaths.changed_tokens,
+        "replayed_share": deaths and deaths.replayed_share,
+        "proxy_client_errors": proxied and proxied.client_errors,
+        "proxy_lost_tokens": proxied and proxied.lost_tokens,
+    }
+
+
+def _print_bars(of: dict[str, Any]) -> None:
+    """Print for each bar whether it is met; nothing where its part was not run."""
+    bars: tuple[tuple[str, Callable[[float], bool]], ...] = (
+        ("found_last10", lambda value: value >= MIN_FOUND),
+        ("token_drift", lambda value: value == 0),
+        ("max_logprob_error", lambda value: value <= MAX_LOGPROB_ERROR),
+        ("added_p50_share_1", lambda value: value <= MAX_ADDED_P50_SHARE),
+        ("added_p50_share_32", lambda value: value <= MAX_ADDED_P50_SHARE),
+        ("throughput_over_direct", lambda value: value >= MIN_THROUGHPUT),
+        ("client_errors", lambda value: value == 0),
+        ("resampled_tokens", lambda value: value == 0),
+    )
+    for name, met in bars:
+        if of[name] is not None:
+            print(f"{name} {of[name]:g}: {'met' if met(of[name]) else 'MISSED'}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--part", choices=PARTS, action="append", help="only this part; may be repeated")
+    parser.add_argument("--seed", type=int, action="append", help="only this seed of learning; may be repeated")
+    parser.add_argument("--steps", type=int, default=_agents_learning.STEPS, help="steps of learning")
+    parser.add_argument("--rounds", type=int, default=_agents_overhead.ROUNDS, help="rounds of overhead")
+    parser.add_argument("--times", type=int, default=_agents_deaths.TIMES, help="deaths of each kind")
+    given = parser.parse_args()
+    check_requirements("agents")
+    without_vllm = ("learning", "deaths")
+    parts = given.part or (PARTS if missing(Need.VLLM) is None else without_vllm)
+    if any(part not in without_vllm for part in parts) and (why := missing(Need.VLLM)):
+        parser.exit(2, f"benchmarks/agents.py: {why}\n")
+    torch.set_num_threads(1)
+    results = measure(parts, given.seed or range(SEEDS), given.steps, given.rounds, given.times)
+    of = figures(results)
+    _print_bars(of)
+    print(json.dumps({**of, "samples": msgspec.to_builtins(results), "cores": os.cpu_count()}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""``rrl endpoint``: where agents outside of a run reach its endpoint, and how they open an episode."""
+
+from __future__ import annotations
+
+import sys
+
+from msgspec import Struct
+
+from ...core.run_dir import RunDir
+from ...core.text import escaped
+from ...core.types import ReplicaId
+from ...manager.model.state import State, Status
+from ...roles.endpoint.addresses import read_addresses
+from ...roles.endpoint.key import run_key
+from ...transport.keys import RunKeys
+from ..common.output import print_json, program
+from ..common.runs import OperationFailed, UsageError, find_run, job_of, read_state
+
+ROLE = "endpoint"
+_SECRET = "secret: whoever has this key can open episodes of the run and set their rewards"
+
+
+class ServingReplica(Struct, frozen=True):
+    """A replica of the endpoint that has written its address."""
+
+    replica: str
+    base_url: str
+    """Base URL for OpenAI's clients."""
+    joined: bool
+    """False while the replica is being started again: its address may then be that of an earlier process."""
+
+
+class EndpointAccess(Struct, frozen=True):
+    """What an agent outside of the run needs: the content of ``rrl endpoint --json``."""
+
+    run: str
+    replicas: tuple[ServingReplica, ...]
+    run_key: str
+    """Key with which episodes are opened. Secret."""
+
+
+def endpoint(name: str | None, *, json: bool) -> int:
+    """Print the addresses of the endpoint of a run and how to open an episode; returns exit code 0.
+
+    Raises:
+        UsageError: The job of the run has no endpoint.
+        OperationFailed: The endpoint has not started yet, or the run has ended.
+    """
+    access = endpoint_access(find_run(name))
+    if json:
+        print_json(access)
+    else:
+        sys.stdout.write(_text(access))
+    return 0
+
+
+def endpoint_access(run: RunDir) -> EndpointAccess:
+    """Return where the endpoint of a run is, and the key of the run.
+
+    Raises:
+        UsageError: The job of the run has no endpoint.
+        OperationFailed: The endpoint has not started yet, the run has ended, or its files cannot be read.
+    """
+    check_serves(run)
+    state = read_state(run)
+    try:
+        addresses = read_addresses(run)
+        keys = RunKeys.load(run.keys)
+    except OSError as error:
+        raise OperationFailed(str(error)) from None
+    replicas = tuple(
+        ServingReplica(f"{ROLE}/{index}", base_url, _has_joined(state, ReplicaId(f"{ROLE}/{index}")))
+        for index, base_url in addresses.items()
+    )
+    if not replicas:
+        raise OperationFailed(f"the endpoint of {run.id} has not started yet; see: {program()} status {run.id}")
+    return EndpointAccess(run.id, replicas, run_key(run.id, keys.secret))
+
+
+def check_serves(run: RunDir) -> None:
+    """Check that a run has an endpoint and has not ended.
+
+    Raises:
+        UsageError: The job of the run has no endpoint.
+        OperationFailed: The run has ended, or its run spec cannot be read.
+    """
+    job = job_of(run)
+    if job is None:
+        raise OperationFailed(f"{run.run_spec} cannot be read; without it nothing is known of the endpoint")
+    if job.endpoint is None:
+        raise UsageError(
+            f"{run.id} has no endpoint for agents outside of the run; its job needs a table [roles.endpoint]"
+        )
+    state = read_state(run)
+    if state is not None and state.outcome is not None:
+        raise OperationFailed(f"{run.id} has ended ({state.outcome.value}), and its endpoint with it")
+
+
+def _has_joined(state: State | None, replica: ReplicaId) -> bool:
+    held = None if state is None else state.replicas.get(replica)
+    return held is not None and held.status is Status.JOINED
+
+
+def _text(access: EndpointAccess) -> str:
+    waiting = "   (being started again)"
+    lines = [f"{one.replica}  {escaped(one.base_url)}{'' if one.joined else waiting}" for one in access.replicas]
+    root = escaped(access.replicas[0].base_url).removesuffix("/v1")
+    return "\n".join([
+        *lines,
+        "",
+        f"# {_SECRET}",
+        f"export RRL_RUN_KEY={access.run_key}",
+        "# open an episode: the reply has its item, and the api_key and base_url for the OpenAI client of the agent",
+        f'curl -sX POST {root}/rrl/v1/episodes -H "Authorization: Bearer $RRL_RUN_KEY"',
+        "# end it with its reward (API_KEY: the api_key of the episode)",
+        f'curl -sX POST {root}/rrl/v1/episodes/finish -H "Authorization: Bearer $API_KEY" -d \'{{"reward": 1.0}}\'',
+        "",
+        f"# hold the calls of an agent while the endpoint restarts: {program()} relay {access.run}, on its machine",
+    ]) + "\n"  # fmt: skip

@@ -1,0 +1,62 @@
+"""``rrl episodes``: the episodes of a run's agents, or one of them as a tree."""
+
+from __future__ import annotations
+
+import msgspec
+
+from ...core.run_dir import RunDir
+from ..common.output import print_json, print_line, program, show
+from ..common.runs import OperationFailed, UsageError, find_run, job_of
+from ..views.episode_trees import Episode, episodes_of
+from ..views.episodes import episode_view, episodes_view
+from .store_log import read_store
+
+
+def episodes(name: str | None, number: int | None, *, json: bool) -> int:
+    """Print the episodes that the store of a run has, or one of them with its turns; returns exit code 0.
+
+    Raises:
+        UsageError: The job of the run has no agents, or the store does not have the episode.
+        OperationFailed: The log of the store cannot be read.
+    """
+    run = find_run(name)
+    found = _read(run)
+    if number is not None:
+        one = next((episode for episode in found if episode.episode == number), None)
+        if one is None:
+            raise UsageError(_unknown(run, number, found))
+        if json:
+            print_json(one)
+        else:
+            show(episode_view(one))
+    elif json:
+        print_json([_without_turns(episode) for episode in found])
+    elif found:
+        show(episodes_view(found))
+    else:
+        print_line(f"{run.id}: no episodes yet")
+    return 0
+
+
+def _read(run: RunDir) -> list[Episode]:
+    job = job_of(run)
+    if job is None:
+        raise OperationFailed(f"{run.run_spec} cannot be read; without it nothing is known of the run's episodes")
+    if job.agents is None and job.endpoint is None:
+        raise UsageError(f"{run.id} has no episodes: its job has neither [roles.agents] nor [roles.endpoint]")
+    state = read_store(run, job)
+    return [] if state is None else episodes_of(state)
+
+
+def _without_turns(episode: Episode) -> dict[str, object]:
+    fields = msgspec.structs.asdict(episode)
+    return fields | {"turns": len(episode.turns)}
+
+
+def _unknown(run: RunDir, number: int, found: list[Episode]) -> str:
+    if not found:
+        return f"{run.id} has no episode {number}: it has no episodes yet"
+    return (
+        f"the store of {run.id} has no episode {number}; list those that it has: {program()} episodes {run.id}"
+        " (older ones are deleted once they are trained or dropped)"
+    )

@@ -1,0 +1,61 @@
+"""``rrl relay``: an HTTP proxy beside an agent outside of a run, which holds its calls while the endpoint restarts."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from importlib.util import find_spec
+
+from ...core.run_dir import RunDir
+from ...roles.endpoint.addresses import read_addresses
+from ..common.output import print_line
+from ..common.runs import OperationFailed, StateReader, UsageError, find_run
+from .endpoint import check_serves
+
+PACKAGES = ("starlette", "uvicorn", "httpx2")
+"""Packages of the extra ``endpoint``, which serve the relay and connect it."""
+
+
+def relay(name: str | None, port: int) -> int:
+    """Serve the relay of a run until Ctrl-C or SIGTERM, then return exit code 0.
+
+    Raises:
+        UsageError: The job of the run has no endpoint, or a package is missing.
+        OperationFailed: The run has ended, or the port cannot be bound.
+    """
+    run = find_run(name)
+    check_serves(run)
+    if missing := [package for package in PACKAGES if find_spec(package) is None]:
+        raise UsageError(
+            f"the relay needs {missing[0]}, which is not installed; pip install '.[endpoint]' in rrl's clone"
+        )
+    from ...roles.endpoint.http_server import LOOPBACK, EndpointServer
+    from ...roles.endpoint.relay import Relay
+
+    try:
+        server = EndpointServer(Relay(_Look(run)).application, port=port)
+    except OSError as error:
+        raise OperationFailed(f"{LOOPBACK}:{port}: {error.strerror}; choose another port: --port 0") from None
+    ends = (signal.SIGINT, signal.SIGTERM)
+    signal.pthread_sigmask(signal.SIG_BLOCK, ends)  # before the threads, which inherit it
+    server.start()
+    print_line(f"the relay of {run.id} listens: base URL {server.base_url}; Ctrl-C ends it")
+    signal.sigwait(ends)
+    server.stop()
+    return 0
+
+
+class _Look:
+    """Looks for the addresses of a run's endpoint, and whether the run has ended."""
+
+    def __init__(self, run: RunDir) -> None:
+        self._run, self._reader = run, StateReader(run)
+        self._addresses: tuple[str, ...] = ()
+
+    def __call__(self) -> tuple[Sequence[str], bool]:
+        try:
+            state = self._reader.state()
+            self._addresses = tuple(read_addresses(self._run).values())
+        except (OSError, OperationFailed, UsageError):  # the storage is away: the last addresses may still be right
+            return self._addresses, self._run.removed()
+        return self._addresses, state is not None and state.outcome is not None

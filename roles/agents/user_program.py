@@ -1,0 +1,142 @@
+"""The user's agent as a program: ``[roles.agents] command``, of which one process is started for each attempt.
+
+The program knows nothing of rrl: it finds its endpoint, its key and its item in environment variables that OpenAI's
+clients read anyway, and prints the reward.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import IO
+
+from ...core.text import on_one_line
+from .user_function import Agent
+
+ITEM_ENV = "RRL_ITEM"
+"""Environment variable with the text of the item."""
+TEMPORARY_FAILURE = os.EX_TEMPFAIL
+"""Exit code with which a program says that something outside of it has failed (sysexits.h)."""
+_TAIL_BYTES = 4096
+"""Bytes of the end of each output that are kept: the reward or the reason is in the last line."""
+_LAST_READS = 16
+"""Number of reads of 64 KiB after the end: a pipe holds that much once, unless another process still writes to it."""
+_MAX_REASON_CHARS = 300
+
+
+class ProgramFailed(Exception):
+    """A process of the agent's program has ended without a result.
+
+    Args:
+        why: What happened to it, and the last line that it wrote to stderr.
+        environmental: True if something outside of the program may be the cause.
+    """
+
+    def __init__(self, why: str, environmental: bool) -> None:
+        super().__init__(why)
+        self.environmental = environmental
+
+
+def program_agent(command: Sequence[str], folder: Path) -> Agent:
+    """Return an agent that starts a command for each attempt, and kills its process group when the attempt is over.
+
+    The agent raises :class:`ProgramFailed` for an exit code other than 0, and returns the last line of stdout as a
+    number, or None if it is none.
+
+    Args:
+        command: The program and its arguments.
+        folder: Folder of job.toml, in which it runs.
+    """
+
+    async def run(item: str, base_url: str, api_key: str) -> float | None:
+        process = _start(command, folder, {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, ITEM_ENV: item})
+        assert process.stdout is not None
+        assert process.stderr is not None
+        output, errors = _Tail(process.stdout), _Tail(process.stderr)
+        try:
+            await _ended(process.pid)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # its id is not reused before the process is reaped below
+            try:
+                await _ended(process.pid)
+            finally:
+                printed, reason, code = output.close(), errors.close(), process.poll()
+        if code:
+            how = f"exit code {code}" if code > 0 else f"signal {-code} ({signal.strsignal(-code)})"
+            why = f"{command[0]} ended with {how}{': ' if reason else ''}{reason}"
+            raise ProgramFailed(why, environmental=code < 0 or code == TEMPORARY_FAILURE)
+        return _number(printed)
+
+    return run
+
+
+def _start(command: Sequence[str], folder: Path, given: dict[str, str]) -> subprocess.Popen[bytes]:
+    try:
+        return subprocess.Popen(
+            command, cwd=folder, env=os.environ | given, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, start_new_session=True,
+        )  # fmt: skip
+    except (OSError, ValueError) as error:
+        environmental = isinstance(error, OSError) and not isinstance(error, FileNotFoundError | PermissionError)
+        raise ProgramFailed(f"{command[0]} cannot be started: {error}", environmental) from None
+
+
+class _Tail:
+    """The end of what a process writes to a pipe, read as it comes so that the process never waits."""
+
+    def __init__(self, pipe: IO[bytes]) -> None:
+        self._pipe, self._content, self._loop = pipe, b"", asyncio.get_running_loop()
+        os.set_blocking(pipe.fileno(), False)
+        self._loop.add_reader(pipe.fileno(), self._read)
+
+    def close(self) -> str:
+        """Close the pipe, and return the last line that is not empty."""
+        for _ in range(_LAST_READS):
+            if not self._read():
+                break
+        self._loop.remove_reader(self._pipe.fileno())
+        self._pipe.close()
+        lines = [line for line in self._content.decode(errors="replace").splitlines() if line.strip()]
+        return on_one_line(lines[-1]).strip()[:_MAX_REASON_CHARS] if lines else ""
+
+    def _read(self) -> bool:
+        """Read what is there, and return whether there may be more."""
+        try:
+            read = os.read(self._pipe.fileno(), 2**16)
+        except BlockingIOError:
+            return False
+        if not read:
+            self._loop.remove_reader(self._pipe.fileno())
+        self._content = (self._content + read)[-_TAIL_BYTES:]
+        return bool(read)
+
+
+async def _ended(pid: int) -> None:
+    """Return when a child process has ended; it is not reaped."""
+    loop, descriptor = asyncio.get_running_loop(), os.pidfd_open(pid)
+    ended: asyncio.Future[None] = loop.create_future()
+
+    def on_end() -> None:
+        loop.remove_reader(descriptor)
+        if not ended.done():
+            ended.set_result(None)
+
+    loop.add_reader(descriptor, on_end)
+    try:
+        await ended
+    finally:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
+
+
+def _number(line: str) -> float | None:
+    try:
+        return float(line)
+    except ValueError:
+        return None

@@ -1,0 +1,317 @@
+"""The HTTP application: OpenAI's chat completions, completions and models over the turns of the trajectory store.
+
+A call opens one turn for each answer and follows it until its last token is durable. A call that was repeated because
+its connection broke is joined to its turns; so is one whose server was restarted, because everything that this process
+knows can be read from the store again. A call of an attempt that replays an earlier one takes over the turns that were
+recorded for the same call. Every wait ends with tokens, however long the store or the rollouts are away: until then the
+agent gets white space before the JSON, or comments in a stream, so that its read timeout does not pass.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from weakref import WeakValueDictionary
+
+import msgspec
+from msgspec import Struct
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from ...config.model_folder import max_length
+from ...core.run_spec import RunSpec
+from ..models.conversation import Chat, ModelChat, ToolsUnsupported
+from ..trajectories.client import FencedAttempt, Refused
+from ..trajectories.episodes.requests import EpisodeTurns, Turn
+from .calls.call import Call, Policy, parse_chat, parse_completion
+from .calls.errors import ApiError
+from .http_messages import EXCEPTION_HANDLERS, Abandoned, bearer_key, read_body
+from .key import EpisodeKey
+from .replies import reply as replies
+from .replies.answer import SampledAnswer, answer_format
+from .replies.reply import OpenedTurns, Reply
+from .turns.known_turns import KnownTurns
+from .turns.store_turns import Turns
+from .turns.turn_context import Context, Paths, chat_context, plain_context
+
+_log = logging.getLogger("rrl.endpoint")
+
+FOLLOW_WAIT_S = 5.0
+"""Seconds after which a request for further tokens is repeated."""
+MODEL = "policy"
+"""Name under which the model is listed; requests may use any name."""
+_RETRY_HEADER = "x-stainless-retry-count"
+"""Header in which OpenAI's clients count the repetitions of a request."""
+_RELAY_HEADER = "x-rrl-relay"
+"""Header of a relay, which gets the position of a stream after each event."""
+_CALL_HEADER, _SENT_HEADER = "x-rrl-call", "x-rrl-sent"
+"""Headers with which a relay repeats a call: the position that it was told last."""
+
+
+class ServedRun(Struct, frozen=True):
+    """What the endpoint must know of the run."""
+
+    run: str
+    """Name of the run directory."""
+    secret: bytes
+    policy: Policy
+    max_new: int
+    """Greatest number of tokens of an answer."""
+    max_length: float
+    """Greatest number of tokens of context and answer together."""
+
+
+def served_run(job: RunSpec, run: str, secret: bytes) -> ServedRun:
+    """Return what the endpoint in a process of a run must know.
+
+    Args:
+        job: The job.
+        run: Name of the run directory.
+        secret: The secret of the run.
+    """
+    foreign = "refuse" if job.endpoint is None else job.endpoint.foreign
+    longest = max_length(job.model.path, job.model.max_length)
+    return ServedRun(run, secret, Policy(job.sampling.temperature, foreign), job.sampling.max_new_tokens, longest)
+
+
+class _Repeated(Struct, frozen=True):
+    """What a request says about its earlier tries."""
+
+    repeated: bool = False
+    number: int | None = None
+    """Number of the call among equal ones, if the client knows it."""
+    sent: str = ""
+    """Position of the stream that broke."""
+
+
+class Endpoint:
+    """The application and the calls that it serves now.
+
+    Args:
+        run: What it must know of the run.
+        chat: Tokenizer and chat template of the model.
+        turns: The turns in the store.
+        on_change: Called whenever ``waiting`` or ``answered`` changes.
+        routes: Further routes.
+    """
+
+    def __init__(
+        self, run: ServedRun, chat: ModelChat, turns: Turns, on_change: Callable[[], None] = lambda: None,
+        routes: Sequence[Route] = (),
+    ) -> None:  # fmt: skip
+        self._run, self._chat, self._turns = run, chat, turns
+        self._on_change = on_change
+        self._known = KnownTurns(turns, chat.tokenizer)
+        self._locks: WeakValueDictionary[int, asyncio.Lock] = WeakValueDictionary()
+        """For each episode the lock under which its turns are opened, so that equal calls at once get turns of their
+        own."""
+        self._served: set[tuple[int, str]] = set()
+        """Episode and request of each turn that a connection waits for."""
+        self.waiting = 0
+        """Number of calls that wait for tokens."""
+        self.answered = 0
+        """Number of answers that were completed."""
+        self.application = Starlette(
+            routes=[
+                Route("/v1/chat/completions", self._chat_completions, methods=["POST"]),
+                Route("/v1/completions", self._completions, methods=["POST"]),
+                Route("/v1/models", self._models, methods=["GET"]),
+                *routes,
+            ],
+            exception_handlers=EXCEPTION_HANDLERS,
+        )
+
+    async def _models(self, request: Request) -> Response:
+        bearer_key(request, self._run.run, self._run.secret)
+        listed = [{"id": MODEL, "object": "model", "created": 0, "owned_by": "rrl"}]
+        return JSONResponse({"object": "list", "data": listed})
+
+    async def _chat_completions(self, request: Request) -> Response:
+        return await self._answer(request, parse_chat)
+
+    async def _completions(self, request: Request) -> Response:
+        return await self._answer(request, parse_completion)
+
+    async def _answer(self, request: Request, parse: Callable[[bytes, Policy], Call]) -> Response:
+        key = bearer_key(request, self._run.run, self._run.secret)
+        if not key.attempt:
+            message = "this is the key of the run; POST /rrl/v1/episodes opens an episode, whose api_key serves calls"
+            raise ApiError(403, message, "permission_error", "episode_key_needed")
+        call = parse(await read_body(request), self._run.policy)
+        repeated = _repeated(request)
+        chat = await self._chat_of(call)
+        async with self._locks.setdefault(key.episode, asyncio.Lock()):
+            opened = await self._open(key, call, chat, repeated)
+            served = {(key.episode, name) for name in opened.requests}
+            self._served |= served
+        reply = Reply(call, opened, self._grow, _RELAY_HEADER in request.headers, repeated.sent)
+        if call.stream:
+            return StreamingResponse(self._serving(served, reply.events()), media_type="text/event-stream")
+        return await self._whole(reply, served)
+
+    async def _chat_of(self, call: Call) -> Chat:
+        """Return the format of a conversation, with the tools of the call."""
+        if not call.tools:
+            return self._chat
+        try:
+            return await asyncio.to_thread(self._chat.with_tools, call.tools)
+        except ToolsUnsupported as error:
+            raise ApiError(400, f"tools: {error}", code="unsupported_value", param="tools") from None
+        except ValueError as error:
+            raise ApiError(400, f"tools: {error}", code="invalid_value", param="tools") from None
+
+    # ── turns ──────────────────────────────────────────────────────────────────────────────────────────────────────
+    async def _open(self, key: EpisodeKey, call: Call, chat: Chat, repeated: _Repeated) -> OpenedTurns:
+        """Open the turns of a call, or find those that an earlier try of it or a recorded attempt has opened."""
+        episode = await self._known.read(key.episode)
+        if episode.attempt != key.attempt:
+            raise FencedAttempt(f"attempt {key.attempt} of this episode is over: the newest is {episode.attempt}")
+        earlier = [turn for turn in episode.turns if turn.request.startswith(f"{call.digest}/")]
+        number = self._joined(key, call, earlier, repeated.number) if repeated.repeated else None
+        if number is None:
+            number = 1 + max((_number(turn) for turn in earlier), default=0)
+        names = _names(call, number)
+        if (known := _known_context(names, episode)) is not None:
+            try:
+                return await self._open_turns(key, call, chat, number, known)
+            except FencedAttempt:
+                raise
+            except Refused as error:  # such as a limit that has changed since the recorded attempt
+                _log.info("a recorded turn is not taken over: %s", error)
+        return await self._open_turns(key, call, chat, number, self._context(call, episode.turns, chat))
+
+    async def _open_turns(self, key: EpisodeKey, call: Call, chat: Chat, number: int, context: Context) -> OpenedTurns:
+        """Open a turn for each answer to a call."""
+        left = self._run.max_length - context.length
+        if left < 1:
+            raise ApiError(
+                400, f"this model's maximum context length is {self._run.max_length:g} tokens; the request has"
+                f" {context.length}, and an answer needs at least one more", code="context_length_exceeded",
+                param="messages" if call.messages is not None else "prompt",
+            )  # fmt: skip
+        max_new = int(min(self._run.max_new, left, call.max_new or left))
+        names = _names(call, number)
+        opened = [
+            await self._turns.open_turn(
+                key.episode, key.attempt, name, context.parent, context.offset, context.given, max_new,
+                context.messages, answer_format(call).encode(), call.sampling,
+            )
+            for name in names
+        ]  # fmt: skip
+        return OpenedTurns(number, context.tokens, names, tuple(opened), chat)
+
+    def _context(self, call: Call, turns: Sequence[Turn], chat: Chat) -> Context:
+        param = "messages" if call.messages is not None else "prompt"
+        try:
+            if call.messages is not None:
+                return chat_context(call.messages, turns, chat, call.tools)
+            prompt = chat.tokenizer.encode(call.prompt) if isinstance(call.prompt, str) else call.prompt
+        except ValueError as error:
+            raise ApiError(400, f"{param}: {error}", code="invalid_value", param=param) from None
+        if any(token >= chat.tokenizer.size for token in prompt):
+            raise ApiError(400, "prompt: a token id is beyond the vocabulary", code="invalid_value", param="prompt")
+        return plain_context(prompt, turns)
+
+    def _joined(self, key: EpisodeKey, call: Call, earlier: Sequence[Turn], number: int | None) -> int | None:
+        """Return the number of the call that a repeated request continues; None if no turn of it was opened.
+
+        Of several equal calls it is the one that the client names, else the newest one that no connection waits for.
+        """
+        numbers = sorted({_number(turn) for turn in earlier}, reverse=True)
+        if number in numbers:
+            return number
+        free = [number for number in numbers if (key.episode, f"{call.digest}/{number}/0") not in self._served]
+        return next(iter(free or numbers), None)
+
+    async def _grow(self, turn: int, answer: SampledAnswer) -> AsyncIterator[None]:
+        """Add the tokens of a turn to an answer as they become durable, and yield after each addition."""
+        offset = 0
+        while not answer.finished:
+            tokens = await self._turns.follow(turn, offset, FOLLOW_WAIT_S)
+            if tokens is None:
+                continue
+            offset += len(tokens.tokens)
+            if answer.grow(tokens.tokens, tokens.logprobs, tokens.finished):
+                await self._turns.end_turn(turn, answer.length)
+            yield
+        self.answered += 1
+        self._on_change()
+
+    # ── replies ────────────────────────────────────────────────────────────────────────────────────────────────────
+    async def _whole(self, reply: Reply, served: set[tuple[int, str]]) -> Response:
+        """Return a reply without a stream: as a whole if it is soon complete, and otherwise after white space."""
+        content = asyncio.ensure_future(self._complete(reply, served))
+        await asyncio.wait([content], timeout=replies.KEEP_ALIVE_S)
+        if content.done():
+            return Response(content.result(), media_type="application/json")
+
+        async def padded() -> AsyncIterator[bytes]:
+            try:
+                while not content.done():
+                    yield b" "
+                    await asyncio.wait([content], timeout=replies.KEEP_ALIVE_S)
+                yield content.result()
+            except FencedAttempt as error:
+                raise Abandoned(str(error)) from None
+            finally:
+                content.cancel()
+
+        return StreamingResponse(padded(), media_type="application/json")
+
+    async def _complete(self, reply: Reply, served: set[tuple[int, str]]) -> bytes:
+        with self._waits(served):
+            return msgspec.json.encode(await reply.complete())
+
+    async def _serving(self, served: set[tuple[int, str]], events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        with self._waits(served):
+            try:
+                async for event in events:
+                    yield event
+            except FencedAttempt as error:
+                raise Abandoned(str(error)) from None
+
+    @contextmanager
+    def _waits(self, served: set[tuple[int, str]]) -> Iterator[None]:
+        """Count a call that waits for tokens inside the block."""
+        self.waiting += 1
+        self._on_change()
+        try:
+            yield
+        finally:
+            self._served -= served
+            self.waiting -= 1
+            self._on_change()
+
+
+def _known_context(names: Sequence[str], episode: EpisodeTurns) -> Context | None:
+    """Return the context of a call of which a turn exists, in this attempt or recorded in an earlier one."""
+    turns = *episode.turns, *episode.recorded
+    for turn in turns:
+        if turn.request in names:
+            tokens = Paths(turns).before(turn.parent, turn.offset, turn.given)
+            return Context(turn.parent, turn.offset, turn.given, turn.messages, tokens)
+    return None
+
+
+def _names(call: Call, number: int) -> tuple[str, ...]:
+    """Return the request of the turn of each answer to a call."""
+    return tuple(f"{call.digest}/{number}/{choice}" for choice in range(call.choices))
+
+
+def _number(turn: Turn) -> int:
+    """Return the number of the call that opened a turn among the calls with the same body."""
+    return int(turn.request.split("/")[1])
+
+
+def _repeated(request: Request) -> _Repeated:
+    number = request.headers.get(_CALL_HEADER, "")
+    known = number.isascii() and number.isdecimal() and len(number) < 10
+    return _Repeated(
+        request.headers.get(_RETRY_HEADER, "0") != "0" or known,
+        int(number) if known else None,
+        request.headers.get(_SENT_HEADER, "") if known else "",
+    )

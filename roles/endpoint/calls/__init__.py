@@ -1,0 +1,1 @@
+"""Requests to the endpoint as checked values, and the errors that it answers with."""

@@ -1,0 +1,120 @@
+"""The messages and tools in the body of a chat request as checked values."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+
+from ...models.conversation import ASSISTANT, Message, ToolCall
+from .errors import unsupported, wrong
+
+_EMPTY_KEYS = frozenset({"refusal", "function_call", "audio", "annotations", "tool_calls"})
+"""Keys of an answer's message, which a client may send back without a value."""
+_MAX_TOOLS = 128
+"""Greatest number of tools, as OpenAI's."""
+
+
+class _Function(msgspec.Struct, frozen=True):
+    """The function of a tool call, as OpenAI's clients send it."""
+
+    name: str
+    arguments: str
+
+
+def parse_message(given: Any, index: int) -> Message:
+    """Return a message.
+
+    Args:
+        given: The message as it was sent.
+        index: Its number in the conversation, for the text of an error.
+
+    Raises:
+        ApiError: The message is invalid.
+    """
+    where = f"messages[{index}]"
+    if not isinstance(given, dict) or not isinstance(given.get("role"), str):
+        raise wrong(where, 'must have a role and a content: {"role": "user", "content": "..."}')
+    role, texts = given["role"], {"name": "", "tool_call_id": "", "reasoning_content": ""}
+    calls: tuple[ToolCall, ...] = ()
+    for key, value in given.items():
+        if key in ("role", "content") or (value in (None, []) and (key in _EMPTY_KEYS or key in texts)):
+            continue
+        if key in texts and isinstance(value, str) and (key != "reasoning_content" or role == ASSISTANT):
+            texts[key] = value
+        elif key == "reasoning" and (value is None or value == given.get("reasoning_content")):
+            continue
+        elif key == "tool_calls" and role == ASSISTANT:
+            calls = _tool_calls(value, where)
+        else:
+            problem = "is not supported; a message has role, content, name, tool_calls and tool_call_id"
+            raise wrong(f"{where}.{key}", problem)
+    return Message(
+        role, _content(given.get("content"), where), texts["name"], calls, texts["tool_call_id"],
+        texts["reasoning_content"],
+    )  # fmt: skip
+
+
+def _content(content: Any, where: str) -> str:
+    """Return the text of a message: a text, or a list of pieces of text."""
+    pieces = content if isinstance(content, list) else [] if content is None else [content]
+    texts = [
+        piece.get("text") if isinstance(piece, dict) and piece.get("type") == "text" else piece for piece in pieces
+    ]
+    if not all(isinstance(text, str) for text in texts):
+        raise wrong(f"{where}.content", 'must be a text, or a list of {"type": "text", "text": "..."}')
+    return "".join(map(str, texts))
+
+
+def _tool_calls(given: Any, where: str) -> tuple[ToolCall, ...]:
+    made: list[ToolCall] = []
+    calls: list[Any] = given if isinstance(given, list) else [given]
+    for call in calls:
+        try:
+            function = msgspec.convert(call["function"], _Function)
+            made.append(ToolCall(msgspec.convert(call["id"], str), function.name, function.arguments))
+        except (msgspec.ValidationError, KeyError, TypeError):
+            shape = '{"id": "...", "type": "function", "function": {"name": "...", "arguments": "{...}"}}'
+            raise wrong(f"{where}.tool_calls", f"must be a list of {shape}") from None
+    return tuple(made)
+
+
+def take_tools(given: dict[str, Any]) -> tuple[str, bool]:
+    """Remove the keys about tools from a body.
+
+    Returns:
+        OpenAI's list of tools as JSON, empty if there is none; and whether answers may call them.
+
+    Raises:
+        ApiError: A key is invalid, or asks for what would be another policy.
+    """
+    tools, choice = given.pop("tools", None) or [], given.pop("tool_choice", None)
+    if choice not in (None, "none", "auto"):
+        problem = 'a forced call would be another policy than the one that is trained; write "auto" or "none"'
+        raise unsupported("tool_choice", choice, problem)
+    if not isinstance(tools, list) or len(tools) > _MAX_TOOLS or not all(map(_is_tool, tools)):
+        raise wrong(
+            "tools",
+            f'must be a list of at most {_MAX_TOOLS} {{"type": "function", "function": {{"name": "...",'
+            ' "description": "...", "parameters": {...}}}',
+        )
+    if not tools:
+        return "", False
+    return msgspec.json.encode(tools).decode(), choice != "none"
+
+
+def _is_tool(tool: Any) -> bool:
+    if not isinstance(tool, dict) or tool.get("type") != "function" or not isinstance(tool.get("function"), dict):
+        return False
+    function = tool["function"]
+    name, parameters = function.get("name"), function.get("parameters")
+    return isinstance(name, str) and bool(name) and (parameters is None or isinstance(parameters, dict))
+
+
+def canonical_arguments(arguments: str) -> str:
+    """Return the arguments of a call in a form in which equal objects are equal texts, however an agent wrote them."""
+    try:
+        return json.dumps(json.loads(arguments), sort_keys=True)
+    except (ValueError, RecursionError):
+        return arguments

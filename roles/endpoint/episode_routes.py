@@ -1,0 +1,122 @@
+"""The routes with which agents outside of the run open episodes and end them.
+
+``POST /rrl/v1/episodes`` with the key of the run opens an episode, and returns its key. With that key, the paths
+``finish``, ``reward`` and ``fail`` below it end the episode. Opening may be repeated with the same ``Idempotency-Key``,
+and each of the others with the same body.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from .calls.errors import ApiError, wrong
+from .http_messages import bearer_key, read_body
+from .key import EpisodeKey, encode_key
+from .turns.store_turns import Episodes
+
+OPEN_TIMEOUT_S = 30.0
+"""Seconds that a request for an episode waits for one."""
+_OPEN_WAIT_S = 5.0
+"""Seconds that a request to the store waits for an episode before it is repeated."""
+_RETRY_AFTER_S = 5.0
+"""Seconds after which a client should ask again for an episode."""
+_MAX_REQUEST_CHARS = 200
+"""Characters of the longest ``Idempotency-Key``."""
+_MAX_REASON_CHARS = 2000
+"""Characters of the longest reason for a failure that is passed on."""
+
+
+class EpisodeRoutes(Struct, frozen=True):
+    """The routes of episodes."""
+
+    store: Episodes
+    run: str
+    """Name of the run directory."""
+    secret: bytes
+    item_text: Callable[[int], str]
+    """Returns the text of an item of the task."""
+
+    def routes(self) -> list[Route]:
+        """Return the routes of the application."""
+        return [
+            Route("/rrl/v1/episodes", self._open, methods=["POST"]),
+            Route("/rrl/v1/episodes/finish", self._finish, methods=["POST"]),
+            Route("/rrl/v1/episodes/reward", self._reward, methods=["POST"]),
+            Route("/rrl/v1/episodes/fail", self._fail, methods=["POST"]),
+        ]
+
+    async def _open(self, request: Request) -> Response:
+        if bearer_key(request, self.run, self.secret).attempt:
+            message = "this key is that of an episode; open episodes with the key of the run (rrl endpoint RUN)"
+            raise ApiError(403, message, "permission_error", "run_key_needed")
+        name = request.headers.get("idempotency-key", "") or secrets.token_hex(16)
+        if len(name) > _MAX_REQUEST_CHARS:
+            raise wrong("Idempotency-Key", f"must have at most {_MAX_REQUEST_CHARS} characters")
+        loop = asyncio.get_running_loop()
+        until = loop.time() + OPEN_TIMEOUT_S
+        while (left := until - loop.time()) > 0:
+            if (item := await self.store.open_episode(name, min(_OPEN_WAIT_S, left))) is not None:
+                key = encode_key(EpisodeKey(self.run, item.episode, item.attempt), self.secret)
+                opened = {
+                    "episode": item.episode, "attempt": item.attempt, "item": self.item_text(item.item), "api_key": key,
+                    "base_url": f"{request.url.scheme}://{request.headers.get('host', '')}/v1",
+                }  # fmt: skip
+                return JSONResponse(opened)
+        raise ApiError(
+            503, f"the run has no episode to give out within {OPEN_TIMEOUT_S:g} s; ask again", "server_error",
+            "no_episode", retry_after=_RETRY_AFTER_S,
+        )  # fmt: skip
+
+    async def _finish(self, request: Request) -> Response:
+        key, given = await self._read(request, {"reward", "later"})
+        later, reward = given.get("later", False), given.get("reward")
+        if not isinstance(later, bool) or (later and reward is not None):
+            raise wrong("later", "must be true, without a reward, if the reward comes later; otherwise false")
+        if reward is not None:
+            reward = _reward(reward)
+        await self.store.finish_episode(key.episode, key.attempt, reward, later)
+        return JSONResponse({})
+
+    async def _reward(self, request: Request) -> Response:
+        key, given = await self._read(request, {"reward"})
+        await self.store.post_reward(key.episode, key.attempt, _reward(given.get("reward")))
+        return JSONResponse({})
+
+    async def _fail(self, request: Request) -> Response:
+        key, given = await self._read(request, {"why"})
+        why = given.get("why")
+        if not isinstance(why, str) or not why:
+            raise wrong("why", "must be a text that says why the attempt failed")
+        await self.store.fail_attempt(key.episode, key.attempt, why[:_MAX_REASON_CHARS])
+        return JSONResponse({})
+
+    async def _read(self, request: Request, keys: set[str]) -> tuple[EpisodeKey, dict[str, Any]]:
+        """Return the key of the episode and the checked keys of the body."""
+        key = bearer_key(request, self.run, self.secret)
+        if not key.attempt:
+            message = "this is the key of the run; use the api_key with which the episode was opened"
+            raise ApiError(403, message, "permission_error", "episode_key_needed")
+        body = await read_body(request)
+        try:
+            given = msgspec.json.decode(body or b"{}", type=dict[str, Any])
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            raise ApiError(400, "the body must be a JSON object") from None
+        if unknown := sorted(given.keys() - keys):
+            raise wrong(unknown[0], f"is unknown; the body has {', '.join(sorted(keys))}")
+        return key, given
+
+
+def _reward(given: Any) -> float:
+    if type(given) not in (int, float) or not math.isfinite(given):
+        raise wrong("reward", "must be a finite number")
+    return float(given)

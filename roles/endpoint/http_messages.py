@@ -1,0 +1,118 @@
+"""What all routes of the endpoint have in common: keys and bodies of requests, and errors as replies."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+
+from ..trajectories.client import Fenced, FencedAttempt, Refused
+from .calls.errors import ApiError
+from .key import EpisodeKey, decode_key
+
+_log = logging.getLogger("rrl.endpoint")
+
+MAX_BODY_BYTES = 16 * 2**20
+"""Bytes of the largest body: a conversation of 1 M tokens has about 4 MB of text."""
+BODY_TIMEOUT_S = 60.0
+"""Seconds in which a body must arrive, so that slow senders do not occupy memory for ever."""
+_SERVED = "served here are POST /v1/chat/completions, POST /v1/completions, GET /v1/models and POST /rrl/v1/episodes"
+
+
+class Abandoned(Exception):
+    """A reply that has begun cannot be completed: its connection is closed, so that the agent repeats the call."""
+
+
+def bearer_key(request: Request, run: str, secret: bytes) -> EpisodeKey:
+    """Return what the key of a request names.
+
+    Args:
+        request: The request.
+        run: Name of the run directory.
+        secret: The secret of the run.
+
+    Raises:
+        ApiError: This run has not made the key.
+    """
+    scheme, _, text = request.headers.get("authorization", "").partition(" ")
+    key = decode_key(text.strip(), run, secret) if scheme == "Bearer" else None
+    if key is None:
+        message = "the API key is not one of this run; use the api_key that the agent was given"
+        raise ApiError(401, message, code="invalid_api_key")
+    return key
+
+
+async def read_body(request: Request, take: Callable[[int], None] = lambda count: None) -> bytes:
+    """Return the body of a request, which is bounded in size and time.
+
+    Args:
+        request: The request.
+        take: Called with the number of bytes of each piece, before the piece is kept.
+
+    Raises:
+        ApiError: It is too large or too slow.
+    """
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            async for piece in request.stream():
+                take(len(piece))
+                body += piece
+                if len(body) > MAX_BODY_BYTES:
+                    raise ApiError(413, f"the body has more than {MAX_BODY_BYTES >> 20} MiB", code="request_too_large")
+    except TimeoutError:
+        raise ApiError(408, f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from None
+    return bytes(body)
+
+
+async def _error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return JSONResponse(error.body, error.status, error.headers)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = f"{request.method} {request.url.path}: {error.detail}; {_SERVED}"
+    return JSONResponse(ApiError(error.status_code, message, code="not_served").body, error.status_code)
+
+
+async def _disconnected(_: Request, error: Exception) -> Response:
+    return Response(status_code=400)  # nobody receives it
+
+
+async def _attempt_over(request: Request, error: Exception) -> Response:
+    return await _error(request, ApiError(403, str(error), "permission_error", "attempt_over"))
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    return await _error(request, ApiError(400, str(error), code="refused"))
+
+
+async def _superseded(request: Request, error: Exception) -> Response:
+    message = "this endpoint is being replaced; repeat the request"
+    return await _error(request, ApiError(503, message, "server_error", "endpoint_replaced"))
+
+
+async def _unexpected(request: Request, error: Exception) -> Response:
+    if isinstance(error, Abandoned):
+        _log.info("%s ended without an answer: %s", request.url.path, error)
+        return Response(status_code=403)  # is not sent
+    _log.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    return JSONResponse(ApiError(500, "the endpoint failed; its log has more", "server_error").body, 500)
+
+
+EXCEPTION_HANDLERS: dict[Any, Any] = {
+    ApiError: _error,
+    FencedAttempt: _attempt_over,
+    Fenced: _superseded,
+    Refused: _refused,
+    HTTPException: _http_error,
+    ClientDisconnect: _disconnected,
+    Exception: _unexpected,
+}
+"""Makes the reply to a request of its exception."""

@@ -1,0 +1,113 @@
+"""Serves an application in a thread with an event loop of its own.
+
+So code of the agents that blocks their event loop delays only themselves, and never an answer. What strangers send to
+the port is bounded: the number of connections, the bytes of a request's head, and the time until it is complete.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import threading
+
+import uvicorn
+from starlette.applications import Starlette
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+LOOPBACK = "127.0.0.1"
+HEAD_TIMEOUT_S = 20.0
+"""Seconds in which a new connection must send the head of its first request."""
+_MAX_CONNECTIONS = 8192
+"""Connections at once; further ones get 503. An agent has one or two for each of its calls."""
+_MAX_HEADER_BYTES = 64 * 2**10
+"""Bytes of the largest header that is buffered."""
+IDLE_S = 75.0
+"""Seconds in which a connection must send the next request: longer than clients keep theirs, so that none breaks in
+use."""
+_SEND_BUFFER_BYTES = 128 * 2**10
+"""Bytes that the kernel holds for a reader that does not read, instead of megabytes; a stream has hundreds a second."""
+_STOP_TIMEOUT_S = 5.0
+"""Seconds for open calls to end once the server is stopped."""
+
+
+class EndpointServer:
+    """A server of the application.
+
+    Args:
+        application: The application.
+        host: Address at which it listens.
+        port: Its port; 0: any free one.
+
+    Raises:
+        OSError: The port cannot be bound.
+    """
+
+    def __init__(self, application: Starlette, host: str = LOOPBACK, port: int = 0) -> None:
+        self._socket = socket.create_server((host, port), backlog=1024)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)  # also of its connections
+        self.base_url = f"http://{host}:{self._socket.getsockname()[1]}/v1"
+        """Base URL for OpenAI's clients."""
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # the application logs what matters of it
+        self._server = uvicorn.Server(
+            uvicorn.Config(
+                application, log_config=None, access_log=False, lifespan="off", ws="none", http=_BoundedProtocol,
+                loop="asyncio", proxy_headers=False, server_header=False, limit_concurrency=_MAX_CONNECTIONS,
+                h11_max_incomplete_event_size=_MAX_HEADER_BYTES, timeout_keep_alive=int(IDLE_S),
+                timeout_graceful_shutdown=1,
+            )
+        )  # fmt: skip
+        self._thread = threading.Thread(target=self._server.run, args=([self._socket],), name="endpoint", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread. Connections are accepted from now on, and served as soon as the loop runs."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Close all connections and end the thread."""
+        self._server.should_exit = self._server.force_exit = True
+        self._thread.join(_STOP_TIMEOUT_S)
+        self._socket.close()
+
+
+class _BoundedProtocol(H11Protocol):
+    """A connection that is closed if the head of a request does not arrive in time.
+
+    uvicorn itself has no deadline for the first request, and ends that of a later one with its first byte.
+    """
+
+    _head_deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begin to wait for the first request."""
+        super().connection_made(transport)
+        self._wait_for_head(HEAD_TIMEOUT_S)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the deadline."""
+        self._head_arrived()
+        super().connection_lost(exc)
+
+    def handle_events(self) -> None:
+        """Look for the end of a head in what has arrived."""
+        super().handle_events()
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._head_arrived()
+
+    def on_response_complete(self) -> None:
+        """Begin to wait for the next request, unless its head is here already."""
+        self._wait_for_head(IDLE_S)
+        super().on_response_complete()
+
+    def _wait_for_head(self, timeout: float) -> None:
+        self._head_arrived()
+        self._head_deadline = self.loop.call_later(timeout, self._cut_off)
+
+    def _head_arrived(self) -> None:
+        if self._head_deadline is not None:
+            self._head_deadline.cancel()
+            self._head_deadline = None
+
+    def _cut_off(self) -> None:
+        if not self.transport.is_closing():
+            self.transport.abort()

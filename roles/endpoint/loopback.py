@@ -1,0 +1,64 @@
+"""The endpoint for the agents of one process, on the loopback address and in a thread of that process.
+
+Agents and endpoint share their fate, so no address ever changes under an agent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+
+from ...core.run_spec import RunSpec
+from ..models.conversation import ModelChat
+from ..trajectories.episodes.requests import EpisodeItem
+from .application import Endpoint, served_run
+from .http_server import EndpointServer
+from .key import EpisodeKey, encode_key
+from .turns.store_turns import AskStore, StoreTurns
+
+
+class LoopbackEndpoint:
+    """An endpoint of this process; to be used as a context manager, in which it serves.
+
+    Args:
+        job: The job.
+        run: Name of the run directory.
+        secret: The secret of the run.
+        chat: Tokenizer and chat template.
+        ask: How requests to the store are sent.
+        on_change: Called in the thread of the endpoint with the number of calls that wait for tokens, and of those that
+            were answered so far, whenever one of them has changed.
+    """
+
+    def __init__(
+        self, job: RunSpec, run: str, secret: bytes, chat: ModelChat, ask: AskStore,
+        on_change: Callable[[int, int], None],
+    ) -> None:  # fmt: skip
+        self._run, self._secret, self._on_change = run, secret, on_change
+        self._endpoint = Endpoint(served_run(job, run, secret), chat, StoreTurns(ask), self._changed)
+        self._server = EndpointServer(self._endpoint.application)
+
+    def __enter__(self) -> LoopbackEndpoint:
+        self._server.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Close all connections, which breaks the calls that wait; may be called again, in any thread but its own."""
+        self._server.stop()
+
+    @property
+    def base_url(self) -> str:
+        """Base URL for OpenAI's clients."""
+        return self._server.base_url
+
+    def api_key(self, item: EpisodeItem) -> str:
+        """Return the key of an attempt."""
+        return encode_key(EpisodeKey(self._run, item.episode, item.attempt), self._secret)
+
+    def _changed(self) -> None:
+        self._on_change(self._endpoint.waiting, self._endpoint.answered)

@@ -1,0 +1,458 @@
+"""The relay: an HTTP proxy beside an agent outside of the run, which holds its calls while the endpoint restarts.
+
+It passes every call to a replica of the endpoint. If that replica is lost, the relay looks for the address again and
+repeats the call, which the endpoint joins to the turn that the call has opened. Meanwhile it sends white space before a
+JSON answer, and comments in a stream, so that no read timeout of the agent passes. It knows nothing of tokens: after
+each event of a stream the endpoint tells it the number of the call and how many tokens the agent has by then
+(``: rrl CALL SENT``), and the relay names both when it repeats the call.
+
+A relay keeps the body of each call, one event of each stream and each answer without a stream until it is complete, all
+within :data:`MAX_MEMORY_BYTES`. An agent that reads slowly makes its own answer slow, back to the endpoint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+import uuid
+import zlib
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from contextlib import aclosing, contextmanager, suppress
+from typing import Any, TypeVar
+
+import httpx2
+import msgspec
+from msgspec import Struct
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Mount
+from starlette.types import Receive, Scope, Send
+
+from .calls.errors import ApiError
+from .http_messages import EXCEPTION_HANDLERS, Abandoned, read_body
+
+_log = logging.getLogger("rrl.relay")
+
+MAX_EVENT_BYTES = 16 * 2**20
+"""Bytes of the largest event of a stream: one event has at most the tokens of a prompt and of a segment."""
+MAX_MEMORY_BYTES = 512 * 2**20
+"""Bytes that all calls together may keep; a call that needs more gets 503, which clients repeat later."""
+KEEP_ALIVE_S = 0.5
+"""Seconds between two signs of life of a waiting answer, as at the endpoint."""
+SILENCE_S = 15.0
+"""Seconds without a byte of an answer after which the replica counts as lost: it sends a byte twice a second."""
+OPENING_SILENCE_S = 60.0
+"""The same for other requests, which send no signs of life: opening an episode may take 30 s."""
+CONNECT_TIMEOUT_S = 5.0
+"""Seconds for a TCP connection to a replica; a node that is gone does not refuse connections."""
+RETRY_S = 0.3
+"""Seconds between two looks for the endpoint while it is away."""
+LOOK_INTERVAL_S = 1.0
+"""Seconds between two looks into the run directory for the addresses of the endpoint."""
+_COMPLETIONS = ("/v1/chat/completions", "/v1/completions")
+_EPISODES = "/rrl/v1/episodes"
+_RETRY_HEADER = "x-stainless-retry-count"
+_NOT_PASSED = frozenset({
+    "connection", "content-length", "date", "expect", "host", "keep-alive", "proxy-authenticate", "proxy-authorization",
+    "proxy-connection", "server", "te", "trailer", "transfer-encoding", "upgrade", "accept-encoding",
+})  # fmt: skip
+"""Headers of one connection, which the relay does not pass on; answers are not compressed."""
+_EVENT_STREAM = "text/event-stream"
+_DONE = b"data: [DONE]"
+_POSITION = b": rrl "
+T = TypeVar("T")
+Take = Callable[[int], None]
+"""Takes further bytes of the relay's memory for a call. Raises ApiError if there are too few."""
+
+
+class _Streamed(Struct):
+    """The part of a body that says whether the answer is a stream."""
+
+    stream: bool | None = False
+
+
+class _Answer(Struct, frozen=True):
+    """A complete answer of the endpoint."""
+
+    status: int
+    headers: dict[str, str]
+    content: bytes
+
+
+class _Memory:
+    """Counts the bytes that all calls keep."""
+
+    def __init__(self) -> None:
+        self._taken = 0
+
+    @contextmanager
+    def share(self) -> Iterator[Take]:
+        """Give a function that takes further bytes; all of them are given back at the end of the block.
+
+        The function raises ApiError if all calls together would keep too much.
+        """
+        mine = 0
+
+        def take(count: int) -> None:
+            nonlocal mine
+            if self._taken + count > MAX_MEMORY_BYTES:
+                raise ApiError(503, "the relay keeps too many bytes of other calls; repeat the call later",
+                               "server_error", "relay_busy")  # fmt: skip
+            mine += count
+            self._taken += count
+
+        try:
+            yield take
+        finally:
+            self._taken -= mine
+
+
+class _Call:
+    """A call of an agent, as it is sent to the endpoint."""
+
+    def __init__(self, request: Request, target: str, body: bytes) -> None:
+        self.method, self.target, self.body = request.method, target, body
+        self.path = target.partition("?")[0]
+        passed = {name: value for name, value in request.headers.items() if name not in _NOT_PASSED}
+        self._headers = {name: value for name, value in passed.items() if not name.startswith("x-rrl-")}
+        self._headers |= {"x-rrl-relay": "1", "accept-encoding": "identity"}
+        if self.opens_episode:  # a repeated request must not open another one
+            self._headers.setdefault("idempotency-key", uuid.uuid4().hex)
+        self.repeated = False
+        """True if a replica may have begun to work on the call."""
+        self.position: tuple[str, str] | None = None
+        """Number of the call, and numbers of tokens that the agent has, as the endpoint wrote them."""
+        self.upstream: httpx2.Response | None = None
+        """The newest answer of a replica."""
+        self._task: asyncio.Future[Any] | None = None
+
+    @property
+    def owner(self) -> int:
+        """A number of the API key: all calls of an episode go to the same replica while it lives."""
+        return zlib.crc32(self._headers.get("authorization", "").encode())
+
+    @property
+    def opens_episode(self) -> bool:
+        """True if the agent asks for an episode."""
+        return self.method == "POST" and self.path == _EPISODES
+
+    @property
+    def is_completion(self) -> bool:
+        """True if the answer comes with signs of life, and is joined when the call is repeated."""
+        return self.method == "POST" and self.path in _COMPLETIONS
+
+    @property
+    def is_stream(self) -> bool:
+        """True if the agent asks for a stream."""
+        try:
+            return self.is_completion and bool(msgspec.json.decode(self.body, type=_Streamed).stream)
+        except msgspec.MsgspecError:
+            return False  # the endpoint refuses it
+
+    def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
+        """Begin the work on the call, which ends with the call."""
+        self._task = task = asyncio.ensure_future(work)
+        return task
+
+    async def close(self) -> None:
+        """End the work on the call, and its connection to a replica."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+        if self.upstream is not None:
+            await self.upstream.aclose()
+
+    def headers(self) -> dict[str, str]:
+        """Return the headers of the next try."""
+        headers = dict(self._headers)
+        if self.repeated and headers.get(_RETRY_HEADER, "0") == "0":
+            headers[_RETRY_HEADER] = "1"
+        if self.position is not None:
+            headers["x-rrl-call"], headers["x-rrl-sent"] = self.position
+        return headers
+
+
+class Relay:
+    """The application of the relay. It belongs to the event loop that serves it.
+
+    Args:
+        look: Returns the base URLs of the endpoint's replicas, as far as they are known now, and whether the run has
+            ended. It may block; it is called in threads, and never twice at once.
+    """
+
+    def __init__(self, look: Callable[[], tuple[Sequence[str], bool]]) -> None:
+        self._look = look
+        self._addresses: Sequence[str] = ()
+        self._over = False
+        self._looking = asyncio.Lock()
+        self._looked_at = -math.inf
+        self._memory = _Memory()
+        self._client = httpx2.AsyncClient(limits=httpx2.Limits(), trust_env=False)
+        self.application = Starlette(
+            routes=[Mount("/", app=self._serve)],
+            exception_handlers=EXCEPTION_HANDLERS | {Exception: _unexpected},
+        )
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        target = scope["raw_path"].decode("ascii")
+        if not target.startswith("/"):
+            raise ApiError(400, f"{target!r} is not a path of this server", code="invalid_value")
+        if request.url.query:
+            target += f"?{request.url.query}"
+        with self._memory.share() as take:
+            call = _Call(request, target, await read_body(request, take))
+            try:
+                if call.is_stream:
+                    response = await self._stream(call, take)
+                elif call.is_completion:
+                    response = await self._padded(call, take)
+                else:
+                    response = await self._held(call, request, take)
+                await response(scope, receive, send)
+            finally:
+                await call.close()
+
+    # ── replies ────────────────────────────────────────────────────────────────────────────────────────────────────
+    async def _held(self, call: _Call, request: Request, take: Take) -> Response:
+        """Return the answer to a call that is no completion, once there is one, however long the agent waits."""
+        fetching = call.start(self._fetch(call, take))
+        while not fetching.done():
+            await asyncio.wait([fetching], timeout=KEEP_ALIVE_S)
+            if not fetching.done() and await request.is_disconnected():
+                raise ClientDisconnect()
+        answer = fetching.result()
+        if call.opens_episode and answer.status == 200:
+            answer = _with_base_url(answer, f"http://{request.headers.get('host', '')}/v1")
+        return Response(answer.content, answer.status, answer.headers)
+
+    async def _padded(self, call: _Call, take: Take) -> Response:
+        """Return the answer to a completion: as a whole if it is soon complete, and otherwise after white space."""
+        fetching = call.start(self._fetch(call, take))
+        await asyncio.wait([fetching], timeout=KEEP_ALIVE_S)
+        if fetching.done():
+            answer = fetching.result()
+            return Response(answer.content, answer.status, answer.headers)
+
+        async def padded() -> AsyncIterator[bytes]:
+            try:
+                while not fetching.done():
+                    yield b" "
+                    await asyncio.wait([fetching], timeout=KEEP_ALIVE_S)
+                answer = fetching.result()
+            except ApiError as error:
+                raise Abandoned(str(error)) from None
+            if answer.status != 200:  # the client repeats the call and then gets the status
+                raise Abandoned(f"the endpoint has answered {answer.status}")
+            yield answer.content
+
+        return StreamingResponse(padded(), media_type="application/json")
+
+    async def _stream(self, call: _Call, take: Take) -> Response:
+        """Return the answer to a completion that is a stream; from its begin on, every error is an event of it."""
+        opening = call.start(self._open(call))
+        await asyncio.wait([opening], timeout=KEEP_ALIVE_S)
+        if opening.done() and opening.result().status_code != 200:
+            answer = await self._fetch(call, take, opening.result())
+            return Response(answer.content, answer.status, answer.headers)
+        return StreamingResponse(_with_comments(self._events(call, opening, take)), media_type=_EVENT_STREAM)
+
+    async def _events(self, call: _Call, opening: asyncio.Future[httpx2.Response], take: Take) -> AsyncGenerator[bytes]:
+        """Yield the events of a stream up to its end, whichever replicas it comes from."""
+        begun = False
+        try:
+            upstream = await opening
+            while upstream.status_code == 200:
+                with suppress(httpx2.TransportError):
+                    async with aclosing(_tracked_events(call, upstream, take)) as events:
+                        async for event in events:
+                            begun = True
+                            yield event
+                            if event.startswith(_DONE):
+                                return
+                if begun and call.position is None:
+                    raise Abandoned("the endpoint did not say which tokens the agent has")
+                upstream = await self._open_again(call)
+            refused = await self._fetch(call, take, upstream)
+            yield b"data: " + refused.content.replace(b"\n", b" ") + b"\n\n"  # the endpoint's error object
+        except ApiError as error:
+            yield b"data: " + msgspec.json.encode(error.body) + b"\n\n"
+
+    # ── the endpoint ───────────────────────────────────────────────────────────────────────────────────────────────
+    async def _fetch(self, call: _Call, take: Take, upstream: httpx2.Response | None = None) -> _Answer:
+        """Return the complete answer to a call, which ``upstream`` may have begun; repeat it until it is complete."""
+        if upstream is None:
+            upstream = await self._open(call)
+        while True:
+            try:
+                content = await _content(upstream, take)
+            except httpx2.TransportError:
+                upstream = await self._open_again(call)
+            else:
+                return _Answer(upstream.status_code, _passed_headers(upstream), content)
+
+    async def _open_again(self, call: _Call) -> httpx2.Response:
+        """Repeat a call whose replica was lost in the middle of its answer."""
+        _log.info("%s: a replica was lost in the middle of its answer; the call is repeated", call.path)
+        call.repeated = True
+        await asyncio.sleep(RETRY_S)
+        return await self._open(call)
+
+    async def _open(self, call: _Call) -> httpx2.Response:
+        """Send a call until a replica answers it, and return the answer, whose content is not read yet.
+
+        Raises:
+            ApiError: The run has ended.
+        """
+        timeout = httpx2.Timeout(CONNECT_TIMEOUT_S, read=SILENCE_S if call.is_completion else OPENING_SILENCE_S,
+                                 write=SILENCE_S, pool=None)  # fmt: skip
+        while True:
+            for root in await self._roots(call.owner):
+                request = self._client.build_request(
+                    call.method, root + call.target, headers=call.headers(), content=call.body, timeout=timeout
+                )
+                try:
+                    upstream = await self._client.send(request, stream=True)
+                except (httpx2.ConnectError, httpx2.ConnectTimeout):
+                    continue  # it has not seen the call
+                except httpx2.TransportError:
+                    call.repeated = True
+                    continue
+                call.upstream = upstream
+                if not _is_unavailable(upstream):
+                    return upstream
+                call.repeated |= upstream.status_code != 503 or _is_json(upstream)  # else it has too many connections
+                await upstream.aclose()
+            if self._over:
+                raise ApiError(410, "the run has ended", code="run_ended")
+            await asyncio.sleep(RETRY_S)
+
+    async def _roots(self, owner: int) -> Sequence[str]:
+        """Return the addresses of the replicas without path, that of the owner's first."""
+        async with self._looking:
+            if time.monotonic() - self._looked_at >= LOOK_INTERVAL_S:
+                self._addresses, self._over = await asyncio.to_thread(self._look)
+                self._looked_at = time.monotonic()
+        roots = [address.removesuffix("/v1") for address in self._addresses]
+        first = owner % len(roots) if roots else 0
+        return roots[first:] + roots[:first]
+
+
+# ── streams ────────────────────────────────────────────────────────────────────────────────────────────────────────
+async def _with_comments(events: AsyncGenerator[bytes]) -> AsyncIterator[bytes]:
+    """Yield events, and a comment whenever there is none for :data:`KEEP_ALIVE_S`."""
+    async with aclosing(events):
+        while True:
+            taking = asyncio.ensure_future(anext(events, None))
+            try:
+                while not taking.done():
+                    await asyncio.wait([taking], timeout=KEEP_ALIVE_S)
+                    if not taking.done():
+                        yield b": waiting\n\n"
+            finally:
+                if not taking.done():
+                    taking.cancel()
+                    await asyncio.wait([taking])
+            if (event := taking.result()) is None:
+                return
+            yield event
+
+
+async def _tracked_events(call: _Call, upstream: httpx2.Response, take: Take) -> AsyncGenerator[bytes]:
+    """Yield the events of an upstream without its comments, each once the position after it is known.
+
+    An event without a position is yielded with the next one. What the upstream has sent behind the last position when
+    it is lost is not yielded: it sends that again.
+    """
+    held: list[bytes] = []
+    async with aclosing(_blocks(upstream, take)) as blocks:
+        async for block in blocks:
+            lines = block.split(b"\n")
+            if event := b"\n".join(line for line in lines if not line.startswith(b":")):
+                held.append(event + b"\n\n")
+            position = next((line for line in lines if line.startswith(_POSITION)), None)
+            if position is not None:
+                number, _, sent = position.removeprefix(_POSITION).decode("ascii", "replace").partition(" ")
+                call.position = number, sent
+            if position is not None or event.startswith(_DONE) or len(held) > 1:
+                for one in held:
+                    yield one
+                held = []
+
+
+async def _blocks(upstream: httpx2.Response, take: Take) -> AsyncGenerator[bytes]:
+    """Yield what stands between the blank lines of an upstream's stream."""
+    buffered, taken = bytearray(), 0
+    try:
+        async for piece in upstream.aiter_raw():
+            buffered += piece
+            if len(buffered) > taken:
+                take(len(buffered) - taken)
+                taken = len(buffered)
+            while (end := buffered.find(b"\n\n")) >= 0:
+                yield bytes(buffered[:end])
+                del buffered[: end + 2]
+            if len(buffered) > MAX_EVENT_BYTES:
+                raise Abandoned(f"an event of the endpoint has more than {MAX_EVENT_BYTES >> 20} MiB")
+    finally:
+        await upstream.aclose()
+
+
+# ── bodies and contents ────────────────────────────────────────────────────────────────────────────────────────────
+async def _content(upstream: httpx2.Response, take: Take) -> bytes:
+    """Return the content of an upstream without the white space before it.
+
+    Raises:
+        httpx2.TransportError: The upstream was lost before the end.
+    """
+    content = bytearray()
+    try:
+        async for piece in upstream.aiter_raw():
+            added = piece if content else piece.lstrip(b" ")
+            take(len(added))
+            content += added
+    finally:
+        await upstream.aclose()
+    return bytes(content)
+
+
+def _is_unavailable(upstream: httpx2.Response) -> bool:
+    """Return whether a replica could not take a call, or was stopped before it has begun its answer.
+
+    A 503 of the endpoint that says when to come again is an answer (no episode is free), and so is a 500 with an error
+    object. The server itself sends 500 without one to the calls that it interrupts when it is stopped.
+    """
+    if upstream.status_code == 503:
+        return "retry-after" not in upstream.headers
+    return upstream.status_code == 502 or (upstream.status_code >= 500 and not _is_json(upstream))
+
+
+def _is_json(upstream: httpx2.Response) -> bool:
+    """Return whether the application itself has answered; its server answers with plain text."""
+    content_type: str = upstream.headers.get("content-type", "")
+    return content_type.startswith("application/json")
+
+
+def _with_base_url(answer: _Answer, base_url: str) -> _Answer:
+    """Return the answer that opens an episode, with the relay as the base URL of its agent."""
+    try:
+        opened = msgspec.json.decode(answer.content, type=dict[str, Any])
+    except msgspec.MsgspecError:
+        return answer
+    return _Answer(answer.status, answer.headers, msgspec.json.encode(opened | {"base_url": base_url}))
+
+
+def _passed_headers(upstream: httpx2.Response) -> dict[str, str]:
+    return {name: value for name, value in upstream.headers.items() if name not in _NOT_PASSED}
+
+
+# ── errors ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+async def _unexpected(request: Request, error: Exception) -> Response:
+    if isinstance(error, Abandoned):
+        _log.info("%s ended without an answer: %s", request.url.path, error)
+        return Response(status_code=502)  # is not sent
+    _log.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    return JSONResponse(ApiError(500, "the relay failed; its output has more", "server_error").body, 500)

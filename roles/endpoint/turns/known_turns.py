@@ -1,0 +1,95 @@
+"""The turns of an episode, of which complete ones are fetched from the store once.
+
+What is kept here only saves work: everything can be read from the store again. It is bounded in size, and belongs to
+one attempt of an episode, because in the next attempt other turns count.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Protocol
+
+from msgspec import Struct
+
+from ...models.tokenizer import Tokenizer
+from ...trajectories.episodes.requests import EpisodeTurns, Turn
+from .shown_answer import AnswerFormat, end_at_stop
+
+MAX_WEIGHT = 2**20
+"""Bound of :func:`_weight` over all turns that are kept. A token takes up to 40 bytes, so this is 40 MB."""
+_HASH_WEIGHT = 4
+"""Weight of a hash of a message, in tokens."""
+
+
+class EpisodeReader(Protocol):
+    """What is asked of the store."""
+
+    async def get_episode(self, episode: int, holding: Sequence[int] = ()) -> EpisodeTurns:
+        """Return the newest attempt at an episode, and its turns without those that the caller has (``holding``)."""
+        ...
+
+
+class _Kept(Struct):
+    attempt: int
+    turns: dict[int, Turn]
+    weight: int = 0
+
+
+class KnownTurns:
+    """Reads the turns of episodes, and caches the complete turns of the episodes that were read most recently.
+
+    Args:
+        store: Where the turns are read.
+        tokenizer: Tokenizer of the model.
+        max_weight: Bound of what is kept.
+    """
+
+    def __init__(self, store: EpisodeReader, tokenizer: Tokenizer, max_weight: int = MAX_WEIGHT) -> None:
+        self._store, self._tokenizer, self._max_weight = store, tokenizer, max_weight
+        self._kept: OrderedDict[int, _Kept] = OrderedDict()
+        self.weight = 0
+        """Weight of all turns that are kept."""
+
+    async def read(self, episode: int) -> EpisodeTurns:
+        """Return the newest attempt at an episode with all of its turns.
+
+        Raises:
+            FencedAttempt: The episode is over.
+        """
+        kept = self._kept.get(episode)
+        read = await self._store.get_episode(episode, tuple(kept.turns) if kept is not None else ())
+        if kept is not None and read.attempt != kept.attempt:
+            self._forget(episode)
+            kept = None
+            read = await self._store.get_episode(episode)
+        turns = {} if kept is None else dict(kept.turns)
+        self._keep(episode, read)
+        turns |= {turn.id: turn for turn in read.turns}
+        return EpisodeTurns(read.attempt, tuple(turns[number] for number in sorted(turns)), read.recorded)
+
+    def _keep(self, episode: int, read: EpisodeTurns) -> None:
+        """Keep the complete ones of the turns that were read."""
+        kept = self._kept.setdefault(episode, _Kept(read.attempt, {}))
+        self._kept.move_to_end(episode)
+        for turn in filter(self._is_complete, read.turns):
+            if turn.id not in kept.turns:
+                kept.turns[turn.id] = turn
+                kept.weight += _weight(turn)
+                self.weight += _weight(turn)
+        while self.weight > self._max_weight:
+            self._forget(next(iter(self._kept)))
+
+    def _forget(self, episode: int) -> None:
+        if (kept := self._kept.pop(episode, None)) is not None:
+            self.weight -= kept.weight
+
+    def _is_complete(self, turn: Turn) -> bool:
+        """Return whether nothing of a turn can change: a stop text in it is at its end."""
+        end = end_at_stop(turn.sampled, AnswerFormat.decode(turn.options).stop, self._tokenizer)
+        return turn.finished and (end is None or end.length == len(turn.sampled))
+
+
+def _weight(turn: Turn) -> int:
+    """Return about how much memory a turn takes, in tokens."""
+    return 16 + len(turn.given) + len(turn.sampled) + _HASH_WEIGHT * len(turn.messages)

@@ -1,0 +1,113 @@
+"""How an agent sees an answer: as text, cut before a stop text, with the calls of tools in it.
+
+It follows from the sampled tokens and from what the turn keeps as ``options``, so that an answer is the same whenever
+it is shown, and can be recognised in a later request. Everything here is pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+from msgspec import Struct
+
+from ...models.conversation import ASSISTANT, Chat, Message, ToolCall
+from ...models.tokenizer import Tokenizer
+
+INCOMPLETE = "\ufffd"
+"""Character that stands for bytes which are not yet a character: the next token may complete them."""
+
+
+class AnswerFormat(Struct, frozen=True, omit_defaults=True):
+    """What the request for an answer said about how it is shown."""
+
+    stop: tuple[str, ...] = ()
+    calls: bool = False
+    """True if calls of tools are shown as such."""
+
+    def encode(self) -> str:
+        """Return the options of a turn."""
+        return "" if self == AnswerFormat() else msgspec.json.encode(self).decode()
+
+    @staticmethod
+    def decode(options: str) -> AnswerFormat:
+        """Return the format in the options of a turn."""
+        return msgspec.json.decode(options, type=AnswerFormat) if options else AnswerFormat()
+
+
+class StopEnd(Struct, frozen=True):
+    """The end of an answer at a stop text."""
+
+    length: int
+    """Number of tokens up to the one with which the stop text is complete."""
+    text: str
+    """Text before the stop text."""
+
+
+def end_at_stop(tokens: Sequence[int], stop: Sequence[str], tokenizer: Tokenizer) -> StopEnd | None:
+    """Return where an answer ends because of the first stop text in it; None if it contains none."""
+    if not stop or (cut := _first_stop(tokenizer.decode(tokens), stop)) is None:
+        return None
+    low, high = 0, len(tokens)  # without a stop text; with one
+    while high - low > 1:
+        middle = (low + high) // 2
+        found = _first_stop(_stable(tokenizer.decode(tokens[:middle])), stop)
+        low, high = (middle, high) if found is None else (low, middle)
+    text = tokenizer.decode(tokens[:high])
+    first = _first_stop(text, stop)
+    return StopEnd(high, text[: cut if first is None else first])
+
+
+def _first_stop(text: str, stop: Sequence[str]) -> int | None:
+    places = [place for place in map(text.find, stop) if place >= 0]
+    return min(places, default=None)
+
+
+def _stable(text: str) -> str:
+    """Return the text without characters that the next token may change."""
+    return text.rstrip(INCOMPLETE)
+
+
+def stable_text(tokens: Sequence[int], stop: Sequence[str], tokenizer: Tokenizer) -> str:
+    """Return the text of an unfinished answer that no further token changes, and that no stop text cuts off."""
+    text = _stable(tokenizer.decode(tokens))
+    held = max((_overlap(text, end) for end in stop), default=0)
+    return text[: len(text) - held]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Return the number of characters at the end of a text with which a stop text may begin."""
+    return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text[-size:] == stop[:size]), 0)
+
+
+def shown_answer(
+    turn: int, context: tuple[int, ...], sampled: Sequence[int], form: AnswerFormat, chat: Chat
+) -> Message:
+    """Return a complete answer as the agent sees it.
+
+    Args:
+        turn: Number of the turn, of which the ids of calls are made.
+        context: The tokens before the answer.
+        sampled: The tokens of the answer, up to a stop text.
+        form: How it is shown.
+        chat: Format of the conversation, with the tools that were offered.
+    """
+    end = end_at_stop(sampled, form.stop, chat.tokenizer)
+    text = chat.tokenizer.decode(sampled) if end is None else end.text
+    if not form.calls:
+        return Message(ASSISTANT, text)
+    kept = tuple(sampled) if end is None else _tokens_of(text, sampled, chat.tokenizer)
+    read = chat.read(context, kept)
+    calls = tuple(
+        ToolCall(f"call_{turn:x}_{index}", name, arguments) for index, (name, arguments) in enumerate(read.calls)
+    )
+    rest = "" if end is None or calls else text[len(chat.tokenizer.decode(kept)) :]
+    return Message(ASSISTANT, read.content + rest, tool_calls=calls, reasoning=read.reasoning)
+
+
+def _tokens_of(text: str, sampled: Sequence[int], tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Return the most tokens whose text is within ``text``, which the sampled ones begin with."""
+    length = len(sampled)
+    while length and (part := tokenizer.decode(sampled[:length])) != text[: len(part)]:
+        length -= 1
+    return tuple(sampled[:length])

@@ -1,0 +1,177 @@
+"""The context of an answer in tokens, made of a request's messages and of the turns that the episode has already.
+
+Tokens that were sampled are never made of text again: decoding and encoding changes a good part of all answers, and a
+model would then be trained on tokens that it has not sampled. So where a recorded answer stands at the end of a
+beginning of the conversation, the path of its turn is the context, and only the messages after it are encoded. A
+conversation without a recorded answer (edited history, a sub-agent's prompt, an answer that the agent has changed) is
+encoded as a whole, and branches off the turn with which it shares the most tokens. Its text is then context, and is
+not trained.
+
+Messages are compared by rolling hashes from the front, as the turns record them. Everything here is pure.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+
+import msgspec
+from msgspec import Struct
+
+from ...models.conversation import Chat, Message
+from ...trajectories.episodes.requests import Turn
+from ..calls.messages import canonical_arguments
+from .shown_answer import AnswerFormat, shown_answer
+
+_HASH_CHARS = 32
+"""Hexadecimal digits of a hash (128 bits): two conversations of an episode never have the same one by chance."""
+
+
+class Context(Struct, frozen=True):
+    """Where a new turn begins."""
+
+    parent: int | None
+    """Turn whose path the context begins with; None if it has nothing in common with any."""
+    offset: int
+    """Number of tokens of the parent's path that the context keeps."""
+    given: tuple[int, ...]
+    """Tokens that follow them."""
+    messages: tuple[str, ...]
+    """Rolling hashes of the messages."""
+    tokens: tuple[int, ...]
+    """The whole context: what it keeps of the parent's path, and the given tokens."""
+
+    @property
+    def length(self) -> int:
+        """Number of tokens of the whole context."""
+        return len(self.tokens)
+
+
+class Paths:
+    """The paths of an episode's turns, each computed once.
+
+    Args:
+        turns: The turns, in which every parent is contained.
+    """
+
+    def __init__(self, turns: Sequence[Turn]) -> None:
+        self._turns: Mapping[int, Turn] = {turn.id: turn for turn in turns}
+        self._paths: dict[int, tuple[int, ...]] = {}
+
+    def path(self, turn: int) -> tuple[int, ...]:
+        """Return the tokens from the beginning of the conversation to the newest sampled token of a turn."""
+        missing: list[Turn] = []
+        parent: int | None = turn
+        while parent is not None and parent not in self._paths:
+            missing.append(self._turns[parent])
+            parent = missing[-1].parent
+        for step in reversed(missing):
+            before = () if step.parent is None else self._paths[step.parent][: step.offset]
+            self._paths[step.id] = before + step.given + step.sampled
+        return self._paths[turn]
+
+    def context(self, turn: int) -> tuple[int, ...]:
+        """Return the tokens after which a turn was sampled."""
+        begun = self._turns[turn]
+        return self.before(begun.parent, begun.offset, begun.given)
+
+    def before(self, parent: int | None, offset: int, given: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the tokens of a context from its parts."""
+        return given if parent is None else self.path(parent)[:offset] + given
+
+
+def rolling_hashes(messages: Sequence[Message], tools: str = "") -> tuple[str, ...]:
+    """Return for each message the hash of the conversation from the front up to this message.
+
+    Args:
+        messages: The conversation.
+        tools: OpenAI's list of tools as JSON, with which it begins.
+    """
+    hashes: list[str] = []
+    before = _hash(tools.encode()) if tools else ""
+    for message in messages:
+        hashes.append(_next_hash(hashes[-1] if hashes else before, message))
+    return tuple(hashes)
+
+
+def _next_hash(before: str, message: Message) -> str:
+    if message.tool_calls:  # an agent may decode the arguments of a call, and encode them in another way
+        calls = tuple(
+            msgspec.structs.replace(call, arguments=canonical_arguments(call.arguments)) for call in message.tool_calls
+        )
+        message = msgspec.structs.replace(message, tool_calls=calls)
+    return _hash(before.encode() + msgspec.json.encode(message))
+
+
+def _hash(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:_HASH_CHARS]
+
+
+def chat_context(messages: Sequence[Message], turns: Sequence[Turn], chat: Chat, tools: str = "") -> Context:
+    """Return the context of an answer to a conversation.
+
+    Args:
+        messages: The conversation.
+        turns: Turns of the attempt.
+        chat: The chat format, which already contains the tools.
+        tools: The same tools as OpenAI's JSON, from which conversations with other tools are told apart; may be empty.
+
+    Raises:
+        ValueError: The conversation cannot be encoded.
+    """
+    hashes = rolling_hashes(messages, tools)
+    paths = Paths(turns)
+    answered, turn = _newest_answer(hashes, turns, paths, chat)
+    if turn is not None:
+        tokens = chat.extend(paths.context(turn.id), turn.sampled, messages, answered)
+        if tokens is not None:
+            path = paths.path(turn.id)
+            offset = len(path) if tokens[: len(path)] == path else _common_length(tokens, path)
+            return Context(turn.id, offset, tokens[offset:], hashes, tokens)
+    return _branch(chat.prompt(messages), turns, paths, hashes)
+
+
+def plain_context(tokens: Sequence[int], turns: Sequence[Turn]) -> Context:
+    """Return the context of a completion of ``tokens``, which are a prompt without messages."""
+    return _branch(tuple(tokens), turns, Paths(turns), ())
+
+
+def _newest_answer(hashes: Sequence[str], turns: Sequence[Turn], paths: Paths, chat: Chat) -> tuple[int, Turn | None]:
+    """Find the recorded answer after which the fewest messages follow.
+
+    Two answers that say the same in the same conversation are the same for the agent; the first of them counts. An
+    agent may leave out the reasoning of an answer.
+
+    Returns:
+        Number of messages up to the answer, and its turn; (0, None) if the conversation has no recorded answer.
+    """
+    known = {prefix: count for count, prefix in enumerate(hashes, start=1)}
+    answered, found = 0, None
+    for turn in sorted(turns, key=lambda turn: turn.id):
+        if not turn.finished or not turn.messages or known.get(turn.messages[-1]) != len(turn.messages):
+            continue
+        if len(turn.messages) + 1 <= answered:
+            continue
+        form = AnswerFormat.decode(turn.options)
+        shown = shown_answer(turn.id, paths.context(turn.id), turn.sampled, form, chat)
+        forms = {shown, msgspec.structs.replace(shown, reasoning="")}
+        count = max(known.get(_next_hash(turn.messages[-1], form), 0) for form in forms)
+        if count > answered:
+            answered, found = count, turn
+    return answered, found
+
+
+def _branch(tokens: tuple[int, ...], turns: Sequence[Turn], paths: Paths, hashes: tuple[str, ...]) -> Context:
+    """Return the context ``tokens`` as a branch off the turn whose path begins with the most of them."""
+    parent, offset = None, 0
+    for turn in sorted(turns, key=lambda turn: turn.id):
+        common = _common_length(tokens, paths.path(turn.id))
+        if common > offset:
+            parent, offset = turn.id, common
+    return Context(parent, offset, tokens[offset:], hashes, tokens)
+
+
+def _common_length(first: Sequence[int], second: Sequence[int]) -> int:
+    """Return the number of tokens with which both sequences begin."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((index for index, (a, b) in pairs if a != b), min(len(first), len(second)))

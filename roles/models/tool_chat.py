@@ -1,0 +1,292 @@
+"""Conversations in which the model is offered tools, by the library renderers.
+
+The library knows the formats of some families of models: it renders their conversations, continues a sampled answer
+without encoding it again, and reads the calls in an answer. Whether a folder is of a family is not asked of its name:
+the family's renderer must write the same tokens as the folder's own chat template for some conversations. For any other
+folder, ``[model] tool_parser`` names a parser of the library, and the folder's template renders the conversations.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from .conversation import (
+    ASSISTANT,
+    AnswerContent,
+    Chat,
+    Message,
+    TemplateTokenizer,
+    ToolCall,
+    ToolFormat,
+    ToolsUnsupported,
+    as_template_message,
+)
+from .template_chat import TemplateChat
+from .tokenizer import Tokenizer
+
+try:
+    import renderers
+    from renderers import base as library
+    from renderers import parsers
+except ImportError as error:
+    raise ToolsUnsupported(f"tools need the packages of rrl's extra endpoint: {error}") from None
+
+_log = logging.getLogger("rrl.endpoint")
+
+_PROBE_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look_up",
+        "description": "Looks up a word.",
+        "parameters": {"type": "object", "properties": {"word": {"type": "string"}}, "required": ["word"]},
+    },
+}
+_PROBE_CALL = Message(ASSISTANT, "", tool_calls=(ToolCall("call_1", "look_up", '{"word": "heat"}'),))
+_PROBES = (
+    (Message("system", "Be brief."), Message("user", "What is heat?")),
+    (Message("user", "What is heat?"), _PROBE_CALL, Message("tool", "energy", "look_up", tool_call_id="call_1")),
+    (Message("user", "a"), Message(ASSISTANT, "b"), Message("user", "c")),
+)
+"""Conversations that a family's renderer and the folder's template must encode alike."""
+_NEEDED_TOKENS = {"gpt-oss": "<|channel|>"}
+"""A token without which a renderer is not tried: that of gpt-oss downloads a vocabulary when it is opened."""
+_FIRST_TAG = 0x110000
+"""Number above those of all characters."""
+_REASONING_END = "</think>"
+"""End of reasoning, in which nothing is a call."""
+
+
+def open_tool_format(tokenizer: TemplateTokenizer, parser: str | None) -> ToolFormat:
+    """Find out how a model is offered tools.
+
+    Args:
+        tokenizer: Tokenizer of the model's folder.
+        parser: Name of a parser of the library ``renderers`` that reads what the folder's template writes; None: the
+            parser of the model's family.
+
+    Raises:
+        ToolsUnsupported: Tools cannot be offered to this model.
+    """
+    if parser is not None:
+        return TemplateTools(tokenizer, parser)
+    for name in _candidates(tokenizer):
+        if (renderer := _family_renderer(name, tokenizer)) is not None:
+            _log.info("tools are offered in the format of the family %s", name)
+            return FamilyTools(tokenizer, renderer)
+    names = ", ".join(sorted(parsers.TOOL_PARSERS))
+    raise ToolsUnsupported(f"no parser for tool calls is known for the chat template of this model; set [model]"
+                           f" tool_parser ({names}), or call without tools")  # fmt: skip
+
+
+def _candidates(tokenizer: TemplateTokenizer) -> Iterator[str]:
+    """Yield the names of the families that the model may be of."""
+    for name in dict.fromkeys(library.MODEL_RENDERER_MAP.values()):
+        needed = _NEEDED_TOKENS.get(name)
+        if needed is None or tokenizer.token_id(needed) is not None:
+            yield name
+
+
+def _family_renderer(name: str, tokenizer: TemplateTokenizer) -> Any:
+    """Return the renderer of a family if it writes what the folder's template writes; otherwise None."""
+    given = _LibraryTokenizer(tokenizer)
+    template = TemplateChat(tokenizer, tools=[_PROBE_TOOL])
+    config = renderers.config_from_name(name)
+    thinking = [{"enable_thinking": value} for value in (True, False) if "enable_thinking" in type(config).model_fields]
+    for changes in ({}, *thinking):
+        try:
+            renderer = renderers.create_renderer(given, type(config)(**changes))
+            if all(FamilyChat(tokenizer, renderer, [_PROBE_TOOL]).prompt(probe) == template.prompt(probe)
+                   for probe in _PROBES):  # fmt: skip
+                return renderer
+        except Exception:  # of another family: it lacks tokens, or its template refuses a conversation
+            _log.debug("tools are not in the format of the family %s", name, exc_info=True)
+    return None
+
+
+class FamilyTools:
+    """Tools of a model whose family the library knows.
+
+    Args:
+        tokenizer: Tokenizer of the model's folder.
+        renderer: The library's renderer of the family.
+    """
+
+    def __init__(self, tokenizer: TemplateTokenizer, renderer: Any) -> None:
+        self._tokenizer, self._renderer = tokenizer, renderer
+
+    def bind(self, tools: str) -> Chat:
+        """See :class:`.conversation.ToolFormat`."""
+        return FamilyChat(self._tokenizer, self._renderer, msgspec.json.decode(tools))
+
+
+class FamilyChat:
+    """The chat of a family with tools; arguments as of :class:`FamilyTools`, and the decoded list of tools."""
+
+    def __init__(self, tokenizer: TemplateTokenizer, renderer: Any, tools: Sequence[Any]) -> None:
+        self.tokenizer: Tokenizer = tokenizer
+        self._renderer, self._tools = renderer, list(tools)
+
+    def prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """See :class:`.conversation.Chat`."""
+        given = [as_template_message(message) for message in messages]
+        try:
+            return tuple(self._renderer.render_ids(given, tools=self._tools, add_generation_prompt=True))
+        except Exception as error:  # the library raises many kinds
+            raise ValueError(f"the conversation cannot be encoded with tools: {error}") from None
+
+    def extend(
+        self, context: tuple[int, ...], sampled: tuple[int, ...], messages: Sequence[Message], answered: int
+    ) -> tuple[int, ...] | None:
+        """See :class:`.conversation.Chat`."""
+        added = [as_template_message(message) for message in messages[answered:]]
+        try:
+            bridged = self._renderer.bridge_to_next_turn(list(context), list(sampled), added, tools=self._tools)
+        except Exception as error:  # as above
+            raise ValueError(f"the messages cannot be encoded with tools: {error}") from None
+        return None if bridged is None else tuple(bridged.token_ids)
+
+    def read(self, context: tuple[int, ...], sampled: tuple[int, ...]) -> AnswerContent:
+        """See :class:`.conversation.Chat`."""
+        try:
+            parsed = self._renderer.parse_response(list(sampled), tools=self._tools, prompt_ids=list(context))
+            calls = _usable(parsed.tool_calls)
+        except Exception:  # a model writes anything, and a parser may fail on it in any way
+            calls = None
+        if calls is None:
+            return AnswerContent(self.tokenizer.decode(sampled))
+        return AnswerContent(parsed.content or "", calls, parsed.reasoning_content or "")
+
+
+class TemplateTools:
+    """Tools that the template of the model's folder shows, and whose calls a parser of the library reads.
+
+    Args:
+        tokenizer: Tokenizer of the folder.
+        parser: Name of the parser.
+
+    Raises:
+        ToolsUnsupported: The template does not show tools.
+    """
+
+    def __init__(self, tokenizer: TemplateTokenizer, parser: str) -> None:
+        self._tokenizer, self._parser = tokenizer, parser
+        asked = [as_template_message(Message("user", "a"))]
+        shown = tokenizer.render(asked, answer_begins=True, tools=[_PROBE_TOOL])
+        if _PROBE_TOOL["function"]["name"] not in shown:  # type: ignore[index]
+            raise ToolsUnsupported("[model] tool_parser: the chat template of the folder does not show tools to the"
+                                   " model; add a chat_template.jinja that does, or remove the key")  # fmt: skip
+
+    def bind(self, tools: str) -> Chat:
+        """See :class:`.conversation.ToolFormat`."""
+        return ParsedChat(
+            TemplateChat(self._tokenizer, tools=msgspec.json.decode(tools)), self._tokenizer, self._parser
+        )
+
+
+class ParsedChat:
+    """The template of a folder with tools, whose calls are read from the text of an answer.
+
+    Args:
+        chat: The template with its tools.
+        tokenizer: Tokenizer of the folder.
+        parser: Name of the library's parser.
+    """
+
+    def __init__(self, chat: TemplateChat, tokenizer: TemplateTokenizer, parser: str) -> None:
+        self.tokenizer: Tokenizer = tokenizer
+        self.prompt = chat.prompt
+        self.extend = chat.extend
+        self._folder_tokenizer = tokenizer
+        self._text = _TextTokenizer()
+        self._parser = parsers.get_tool_parser(parser, self._text)
+
+    def read(self, context: tuple[int, ...], sampled: tuple[int, ...]) -> AnswerContent:
+        """See :class:`.conversation.Chat`."""
+        stops = self.tokenizer.stop_tokens
+        end = next((index for index, token in enumerate(sampled) if token in stops), len(sampled))
+        reasoning, mark, rest = self._folder_tokenizer.decode_all(sampled[:end]).rpartition(_REASONING_END)
+        try:
+            before, attempts = self._parser.extract(self._text.encode(rest))
+            calls = _usable(attempts)
+        except Exception:  # as above
+            calls = None
+        if not calls:
+            return AnswerContent(self.tokenizer.decode(sampled))
+        return AnswerContent(reasoning + mark + self._text.decode(before), calls)
+
+
+def _usable(attempts: Sequence[Any]) -> tuple[tuple[str, str], ...] | None:
+    """Return name and arguments of the calls in an answer; None if any of them cannot be used.
+
+    Then the agent gets the answer as text, so that it sees what the model wrote.
+    """
+    if not all(attempt.name and isinstance(attempt.name, str) and isinstance(attempt.arguments, dict)
+               for attempt in attempts):  # fmt: skip
+        return None
+    return tuple((attempt.name, msgspec.json.encode(attempt.arguments).decode()) for attempt in attempts)
+
+
+class _TextTokenizer:
+    """Text as tokens for a parser of the library: one for each tag that the parser knows, one for each other character.
+
+    So calls are read from the text of an answer, whether the model's vocabulary has a token for a tag or not.
+    """
+
+    unk_token_id = None
+
+    def __init__(self) -> None:
+        self._tags: list[str] = []
+
+    def convert_tokens_to_ids(self, tag: str) -> int:
+        """Return the token of a tag; the parser asks for all of its tags when it is made."""
+        if tag not in self._tags:
+            self._tags.append(tag)
+        return _FIRST_TAG + self._tags.index(tag)
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a text."""
+        pieces = re.split(f"({'|'.join(map(re.escape, self._tags))})", text)
+        return [
+            token
+            for index, piece in enumerate(pieces)
+            for token in ([self.convert_tokens_to_ids(piece)] if index % 2 else map(ord, piece))
+        ]
+
+    def decode(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
+        """Return the text of tokens."""
+        return "".join(self._tags[token - _FIRST_TAG] if token >= _FIRST_TAG else chr(token) for token in tokens)
+
+
+class _LibraryTokenizer:
+    """The tokenizer of a folder, as the library's renderers use one.
+
+    Args:
+        tokenizer: Tokenizer of the folder.
+    """
+
+    name_or_path = ""
+    unk_token_id = None
+    all_special_tokens: tuple[str, ...] = ()
+
+    def __init__(self, tokenizer: TemplateTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.eos_token_id = tokenizer.eos
+
+    def encode(self, text: str, **_: Any) -> list[int]:
+        """Return the tokens of a text, with nothing added."""
+        return list(self._tokenizer.encode(text))
+
+    def decode(self, tokens: int | Sequence[int], **_: Any) -> str:
+        """Return the text of tokens, with that of special tokens."""
+        return self._tokenizer.decode_all([tokens] if isinstance(tokens, int) else tokens)
+
+    def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> Any:
+        """Return the ids of tokens; None for one that the vocabulary does not have."""
+        if isinstance(tokens, str):
+            return self._tokenizer.token_id(tokens)
+        return [self._tokenizer.token_id(token) for token in tokens]

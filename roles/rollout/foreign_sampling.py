@@ -1,0 +1,78 @@
+"""Sampling in plain torch of turns that are sampled otherwise than the job says, as vLLM would sample them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..models.policy import log_probs
+from ..trajectories.types import Sampling
+
+_SEEDS = 2**31
+"""Number of seeds of a token; vLLM passes them to numpy, too, which accepts 32 bits."""
+
+
+def seed_at(seed: int, position: int) -> int:
+    """Return the seed with which sampling begins after ``position`` sampled tokens.
+
+    It depends on the position, so that an answer which moves to another rollout does not repeat random numbers.
+    """
+    return (seed + position) % _SEEDS
+
+
+def next_token(
+    logits: Tensor, sampling: Sampling, temperature: float, prompt: Sequence[int], sampled: Sequence[int],
+    generator: torch.Generator,
+) -> tuple[int, float]:  # fmt: skip
+    """Sample the next token of a turn.
+
+    Args:
+        logits: Logits of the next token: [vocabulary].
+        sampling: What differs from the job.
+        temperature: Temperature of the job.
+        prompt: Tokens before the answer.
+        sampled: Tokens of the answer so far.
+        generator: Generator of the engine, for a turn without a seed.
+
+    Returns:
+        The token, and its log-probability in the distribution from which it was sampled or, at temperature 0, in that
+        of the model after penalties.
+    """
+    temperature = temperature if sampling.temperature is None else sampling.temperature
+    penalised = _penalised(logits.float(), sampling, prompt, sampled)
+    if temperature == 0:
+        logprobs = log_probs(penalised, 1.0)
+        token = int(logprobs.argmax())
+        return token, float(logprobs[token])
+    logprobs = _truncated(log_probs(penalised, temperature), sampling)
+    if sampling.seed is not None:
+        generator = torch.Generator(logits.device).manual_seed(seed_at(sampling.seed, len(sampled)))
+    token = int(torch.multinomial(logprobs.exp(), 1, generator=generator))
+    return token, float(logprobs[token])
+
+
+def _penalised(logits: Tensor, sampling: Sampling, prompt: Sequence[int], sampled: Sequence[int]) -> Tensor:
+    """Return the logits after the penalties: that on repetition counts the prompt, too, the others only the answer."""
+    vocabulary = logits.shape[-1]
+    counts = torch.bincount(torch.tensor(sampled, dtype=torch.long, device=logits.device), minlength=vocabulary)
+    if (penalty := sampling.repetition_penalty) is not None:
+        known = torch.tensor(sorted({*prompt, *sampled}), dtype=torch.long, device=logits.device)
+        logits = logits.clone()
+        logits[known] = torch.where(logits[known] > 0, logits[known] / penalty, logits[known] * penalty)
+    return logits - (sampling.frequency_penalty or 0.0) * counts - (sampling.presence_penalty or 0.0) * (counts > 0)
+
+
+def _truncated(logprobs: Tensor, sampling: Sampling) -> Tensor:
+    """Return the log-probabilities after min_p, top_k and top_p have removed tokens, and the rest was normalised."""
+    kept = torch.ones_like(logprobs, dtype=torch.bool)
+    if sampling.min_p:
+        kept &= logprobs >= logprobs.max() + torch.log(torch.tensor(sampling.min_p))
+    if sampling.top_k is not None and 0 < sampling.top_k < len(logprobs):
+        kept &= logprobs >= logprobs.masked_fill(~kept, -torch.inf).topk(sampling.top_k).values[-1]
+    if sampling.top_p is not None and sampling.top_p < 1:
+        ordered, order = torch.log_softmax(logprobs.masked_fill(~kept, -torch.inf), -1).sort(descending=True)
+        before = ordered.exp().cumsum(-1) - ordered.exp()
+        kept &= torch.zeros_like(kept).scatter(0, order, before < sampling.top_p)
+    return torch.log_softmax(logprobs.masked_fill(~kept, -torch.inf), -1)

@@ -1,0 +1,180 @@
+"""The audit of a log: it computes the fate of every trajectory from the records.
+
+It does not use the store's own state, so that it can find errors in that state.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from itertools import islice
+
+from msgspec import Struct
+
+from .records import (
+    Binding,
+    BindingRetired,
+    DropCause,
+    EpisodeFinished,
+    GroupCreated,
+    GroupDropped,
+    Head,
+    PackedSegment,
+    Part,
+    Record,
+    SegmentsAppended,
+    StepCommitted,
+    TurnCreated,
+    TurnEnded,
+)
+
+
+class Audit(Struct, frozen=True):
+    """The number of trajectories for each fate: trained, dropped or still open.
+
+    The store is consistent if ``made == trained + sum(dropped.values()) + open``, no group is in two steps, and the
+    groups of a step that was bound in parts are those of its parts.
+    """
+
+    made: int
+    trained: int
+    """Number of trajectories in committed steps."""
+    dropped: dict[str, int]
+    """Number of dropped trajectories by the reason of the drop."""
+    stale: int
+    """Number of dropped trajectories whose tokens were too old."""
+    open: int
+    """Number of trajectories that are neither trained nor dropped, including those of uncommitted steps."""
+    committed: int
+    """Newest committed step; 0 before the first commit."""
+    steps: dict[int, tuple[int, ...]]
+    """Groups of every step that was ever bound completely, including uncommitted steps."""
+    max_age: int = 0
+    """Age, in training steps, of the oldest token in committed steps."""
+    parts: dict[int, tuple[tuple[int, ...], ...]] = {}
+    """Groups of each part, of every step that was ever bound in parts; the newest step may lack groups."""
+    ages: dict[int, int] = {}
+    """Number of tokens in committed steps by their age in training steps. Steps whose tokens were deleted by a version
+    of rrl that did not count them are missing."""
+    episodes: dict[str, float] = {}
+    """Numbers of episodes and turns by name (:class:`.records.EpisodesCounted`), as the store itself counts them; empty
+    in a job without agents, and in an audit that was computed from the records alone."""
+
+
+def audit(records: Iterable[Record]) -> Audit:
+    """Compute the audit from the records of a log."""
+    made = committed = stale = 0
+    sizes: dict[int, int] = {}
+    steps: dict[int, tuple[int, ...]] = {}
+    parts: dict[int, tuple[tuple[int, ...], ...]] = {}
+    tokens = _TokenCounts()
+    ages: dict[int, Mapping[int, int]] = {}
+    max_ages: dict[int, int] = {}
+    in_step: Counter[int] = Counter()
+    dropped: Counter[str] = Counter()
+    for record in records:
+        match record:
+            case Head(trajectories=trajectory_count):
+                made = trajectory_count
+            case GroupCreated(group, first, size):
+                sizes[group] = size
+                made = max(made, first + size)
+                tokens.add_group(record)
+            case SegmentsAppended(segments=segments):
+                tokens.add_segments(segments)
+            case TurnCreated():
+                tokens.add_turn(record)
+            case TurnEnded(turn, _, length):
+                tokens.end_turn(turn, length)
+            case EpisodeFinished(episode, _, turns):
+                tokens.finish_episode(episode, turns)
+            case Part(number, index, groups):
+                parts[number] = (*parts.get(number, ())[:index], groups)
+            case Binding(number, groups, trajectories):
+                steps[number], in_step[number] = groups, trajectories
+                ages[number], max_ages[number] = tokens.ages(number, groups), record.max_age
+            case BindingRetired(number, groups, trajectories, recorded_ages, part_sizes):
+                steps[number], in_step[number], ages[number] = groups, trajectories, recorded_ages
+                if part_sizes:
+                    left = iter(groups)
+                    parts[number] = tuple(tuple(islice(left, size)) for size in part_sizes)
+                committed = max(committed, number)
+            case StepCommitted(number):
+                committed = max(committed, number)
+            case GroupDropped(group, trajectories, reason, cause):
+                sizes.pop(group, None)
+                dropped[reason] += trajectories
+                stale += trajectories if cause is DropCause.STALE else 0
+                for number in [n for n in steps if n > committed and group in steps[n]]:
+                    del steps[number]
+                for number in [n for n in parts if n > committed and any(group in part for part in parts[n])]:
+                    del parts[number]
+            case _:
+                pass
+    for number, groups in steps.items():
+        if number <= committed:
+            for group in groups:
+                sizes.pop(group, None)
+    trained = sum(count for number, count in in_step.items() if number <= committed)
+    trained_ages: Counter[int] = Counter()
+    for number, counts in ages.items():
+        if number <= committed:
+            trained_ages.update(counts)
+    max_age = max([*trained_ages, *(age for number, age in max_ages.items() if number <= committed)], default=0)
+    return Audit(made, trained, dict(dropped), stale, sum(sizes.values()), committed, steps, max_age, parts,
+                 dict(sorted(trained_ages.items())))  # fmt: skip
+
+
+class _TokenCounts:
+    """Counts the tokens of each trajectory by the training step of the weights that sampled them."""
+
+    def __init__(self) -> None:
+        self._trajectories: dict[int, range] = {}
+        self._tokens: dict[int, Counter[int]] = {}
+        self._turns: dict[int, TurnCreated] = {}
+        self._sampled: dict[int, list[int]] = {}
+        """For each token of a turn the training step of the weights that sampled it."""
+
+    def add_group(self, created: GroupCreated) -> None:
+        self._trajectories[created.group] = range(created.first, created.first + created.size)
+
+    def add_turn(self, created: TurnCreated) -> None:
+        self._turns[created.turn] = created
+        self._sampled[created.turn] = []
+
+    def end_turn(self, turn: int, length: int) -> None:
+        del self._sampled[turn][length:]
+
+    def add_segments(self, segments: Iterable[PackedSegment]) -> None:
+        for segment in segments:
+            if segment.trajectory in self._turns:
+                self._sampled[segment.trajectory] += [segment.step] * (segment.end - segment.offset)
+                continue
+            count = self._tokens.setdefault(segment.trajectory, Counter())
+            count[segment.step] += segment.end - segment.offset
+
+    def finish_episode(self, episode: int, turns: Iterable[int]) -> None:
+        """Count the tokens of an episode: those that the path of any counted turn has, without foreign ones."""
+        used: dict[int, int] = {}
+        for number in turns:
+            if not self._sampled[number] or self._turns[number].sampling is not None:
+                continue
+            turn: TurnCreated | None = self._turns[number]
+            end = turn.offset + len(turn.given) // 4 + len(self._sampled[number]) if turn else 0
+            while turn is not None:
+                own = max(0, end - turn.offset - len(turn.given) // 4) if turn.sampling is None else 0
+                used[turn.turn] = max(own, used.get(turn.turn, 0))
+                end = min(end, turn.offset)
+                turn = None if turn.parent is None else self._turns[turn.parent]
+        self._tokens[episode] = Counter()
+        for number, own in used.items():
+            self._tokens[episode].update(self._sampled[number][:own])
+
+    def ages(self, number: int, groups: Iterable[int]) -> Counter[int]:
+        """Return the number of tokens by their age at step ``number``."""
+        ages: Counter[int] = Counter()
+        for group in groups:
+            for trajectory in self._trajectories[group]:
+                for step, count in self._tokens.get(trajectory, {}).items():
+                    ages[number - 1 - step] += count
+        return ages

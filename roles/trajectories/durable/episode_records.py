@@ -1,0 +1,184 @@
+"""What the records of episodes change in the store's state, what they count, and which of them a rewritten log needs.
+
+If the process dies that makes an attempt, its turns become *recorded* ones (unless the job begins episodes again). They
+stay where they are, and rollouts go on extending those that are not complete. The next attempt takes over each of them
+that it asks for again; what it has not taken over when it finishes is deleted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from msgspec.structs import asdict, replace
+
+from .groups import (
+    EpisodeState,
+    Group,
+    TrajectoryState,
+    prompt_length,
+    sampled_tokens,
+    with_ancestors,
+)
+from .records import (
+    AttemptFailed,
+    AttemptStarted,
+    EpisodeFinished,
+    EpisodesCounted,
+    PackedSegment,
+    Record,
+    SegmentsAppended,
+    TurnCreated,
+    TurnEnded,
+    TurnTaken,
+    pack_tokens,
+)
+from .trained_samples import samples
+
+EpisodeRecord = AttemptStarted | AttemptFailed | TurnCreated | TurnTaken | TurnEnded | EpisodeFinished
+"""The records that change one episode."""
+FIGURES = {name: f"episodes_{name}" for name in ("finished", "retried", "replayed", "dropped")}
+"""Names of the counts of episodes among the figures of a step; those of turns have the same name there."""
+
+
+class EpisodeRecords:
+    """The fold over the records of episodes.
+
+    Args:
+        answers: What rollouts extend, by number; this class adds and removes turns.
+    """
+
+    def __init__(self, answers: dict[int, TrajectoryState]) -> None:
+        self._answers = answers
+        self.counted = EpisodesCounted()
+        self.changed: set[int] = set()
+        """Turns that have grown, ended or been deleted since whoever follows turns has cleared this set."""
+
+    def figures(self) -> dict[str, float]:
+        """Return the counts of episodes and turns by metric name; empty until an episode is finished or dropped."""
+        if self.counted == EpisodesCounted():
+            return {}
+        return {FIGURES.get(name, name): float(count) for name, count in asdict(self.counted).items()}
+
+    def apply(self, record: EpisodeRecord, track: TrajectoryState) -> None:
+        """Apply a record to its episode."""
+        episode = _episode(track)
+        match record:
+            case AttemptStarted():
+                self._start(record, track.group, episode)
+            case AttemptFailed(_, attempt, failures, _, replay):
+                episode.attempt, episode.holder, episode.request, episode.failures = attempt, None, None, failures
+                if replay:
+                    episode.recorded = set(episode.turns)
+                    self.changed |= episode.recorded
+                else:
+                    self._delete(episode, set(episode.turns))
+            case TurnCreated(turn):
+                self._answers[turn] = episode.turns[turn] = TrajectoryState(turn, track.group, turn=record)
+                if record.attempt < episode.attempt or episode.holder is None:  # a rewritten log has its later takeover
+                    episode.recorded.add(turn)
+            case TurnTaken(turn):
+                episode.recorded.discard(turn)
+                episode.turns[turn] = episode.turns.pop(turn)  # in the order in which this attempt has asked for them
+            case TurnEnded(turn, _, length):
+                self._end_turn(episode, episode.turns[turn], length)
+            case EpisodeFinished(_, _, counted, reward, later):
+                track.finished, episode.counted, episode.awaits_reward = True, counted, later and reward is None
+                self._delete(episode, episode.turns.keys() - with_ancestors(counted, episode.turns))
+                for number in episode.turns.keys() - {*counted}:
+                    self._answers.pop(number, None)  # an ancestor that is not complete, and does not grow any more
+                    self.changed.add(number)
+                self._count_finished(track, episode)
+
+    def grown(self, turn: TrajectoryState) -> None:
+        """Note that segments were added to a turn, or that it is complete."""
+        self.changed.add(turn.id)
+
+    def forget(self, group: Group, *, dropped: bool) -> None:
+        """Note that a group of episodes is deleted; ``dropped`` unless it was trained."""
+        self.changed.update(turn.id for turn in group.answers)
+        if dropped:
+            self.counted = replace(self.counted, dropped=self.counted.dropped + len(group.trajectories))
+
+    def _start(self, record: AttemptStarted, group: Group, episode: EpisodeState) -> None:
+        if episode.recorded:
+            self.counted = replace(self.counted, replayed=self.counted.replayed + 1)
+        elif episode.attempt:
+            self.counted = replace(self.counted, retried=self.counted.retried + 1)
+        episode.attempt, episode.holder, episode.request = record.attempt, record.incarnation, record.request
+        if record.weights is not None:
+            group.oldest = record.weights if group.oldest is None else min(group.oldest, record.weights)
+
+    def _end_turn(self, episode: EpisodeState, turn: TrajectoryState, length: int) -> None:
+        """Discard what was sampled after ``length`` tokens. A turn that continues from there has it as given tokens."""
+        assert turn.turn is not None
+        whole, end = sampled_tokens(turn), prompt_length(turn) + length
+        for other in episode.turns.values():
+            created = other.turn
+            if created is not None and created.parent == turn.id and created.offset > end:
+                given = pack_tokens(whole[length : length + created.offset - end]) + created.given
+                other.turn = replace(created, offset=end, given=given)
+        turn.segments = list(_first(turn.segments, length))
+        turn.finished = True
+        self.changed.add(turn.id)
+
+    def _count_finished(self, track: TrajectoryState, episode: EpisodeState) -> None:
+        episode.samples, drift = samples(track)
+        turns = [created for number in episode.counted if (created := episode.turns[number].turn) is not None]
+        before = self.counted
+        self.counted = replace(
+            before,
+            finished=before.finished + 1,
+            turns=before.turns + len(turns),
+            branches=before.branches + len(episode.samples),
+            given_tokens=before.given_tokens + sum(len(turn.given) // 4 for turn in turns),
+            untrained_turns=before.untrained_turns + sum(turn.sampling is not None for turn in turns),
+            token_drift=before.token_drift + drift,
+        )
+
+    def _delete(self, episode: EpisodeState, turns: Iterable[int]) -> None:
+        for number in turns:
+            del episode.turns[number]
+            episode.recorded.discard(number)
+            self._answers.pop(number, None)
+            self.changed.add(number)
+
+
+def records_of(track: TrajectoryState) -> Iterator[Record]:
+    """Yield the records of a trajectory or turn that are needed after its creation, except its score."""
+    if track.writer is not None:
+        yield SegmentsAppended(track.writer, tuple(track.segments), (track.id,) if track.finished else ())
+    if (episode := track.episode) is None:
+        return
+    if episode.holder is None:
+        if episode.attempt:
+            yield AttemptFailed(track.id, episode.attempt, episode.failures, "", bool(episode.recorded))
+    else:
+        if episode.failures:
+            yield AttemptFailed(track.id, episode.attempt - 1, episode.failures, "")
+        yield AttemptStarted(track.id, episode.attempt, episode.holder, track.group.oldest, episode.request)
+    for number, turn in episode.turns.items():
+        assert turn.turn is not None
+        yield turn.turn
+        if number not in episode.recorded and turn.turn.attempt < episode.attempt:
+            yield TurnTaken(number, track.id)
+        yield from records_of(turn)
+    if track.finished:
+        yield EpisodeFinished(track.id, episode.attempt, episode.counted, None, episode.awaits_reward)
+
+
+def _first(segments: Iterable[PackedSegment], length: int) -> Iterator[PackedSegment]:
+    """Yield the segments of the first ``length`` sampled tokens."""
+    for segment in segments:
+        if segment.offset < length:
+            size = 4 * (length - segment.offset)
+            whole = segment.end <= length
+            yield (
+                segment
+                if whole
+                else replace(segment, tokens=segment.tokens[:size], logprobs=segment.logprobs[:size], digest=b"")
+            )
+
+
+def _episode(track: TrajectoryState) -> EpisodeState:
+    assert track.episode is not None
+    return track.episode

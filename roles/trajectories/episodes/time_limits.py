@@ -1,0 +1,39 @@
+"""When attempts of agents outside of the run, and rewards that come later, count as missing.
+
+Nothing of it is durable: after a restart of the store every limit begins anew. The caller checks what expires, so that
+nothing has to be removed when an attempt ends or a reward arrives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from heapq import heappop, heappush
+from math import inf
+
+
+class TimeLimits:
+    """The time limits of episodes. Times are in seconds of the clock of whoever calls :meth:`expired`."""
+
+    def __init__(self) -> None:
+        self._new: list[tuple[float, int, int]] = []
+        """(seconds, episode, attempt) of the limits that begin with the next call of :meth:`expired`."""
+        self._heap: list[tuple[float, int, int]] = []
+        """(time, episode, attempt) of all other limits."""
+
+    def begin(self, episode: int, attempt: int, seconds: float) -> None:
+        """Begin a time limit of an attempt."""
+        self._new.append((seconds, episode, attempt))
+
+    @property
+    def due(self) -> float:
+        """The time at which :meth:`expired` is to be called; inf if there are no limits."""
+        return -inf if self._new else self._heap[0][0] if self._heap else inf
+
+    def expired(self, now: float) -> Iterator[tuple[int, int]]:
+        """Yield episode and attempt of each limit that is over, once."""
+        for seconds, episode, attempt in self._new:
+            heappush(self._heap, (now + seconds, episode, attempt))
+        self._new.clear()
+        while self._heap and self._heap[0][0] <= now:
+            _, episode, attempt = heappop(self._heap)
+            yield episode, attempt

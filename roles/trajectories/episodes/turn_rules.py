@@ -1,0 +1,178 @@
+"""The rules of turns: how they are opened, taken over from a recorded attempt, ended, followed and shown.
+
+A turn that an earlier attempt recorded is taken over by a request that equals the one that opened it. Its parent may be
+a recorded turn itself: agents that run at the same time may ask in another order than before.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from collections.abc import Set as AbstractSet
+
+from msgspec.structs import asdict
+
+from ....core.types import Version
+from ..durable.groups import EpisodeState, TrajectoryState, path_length, sampled_tokens
+from ..durable.log import DurableState
+from ..durable.records import TurnCreated, TurnEnded, TurnTaken, pack_tokens, unpack, unpack_tokens
+from ..leases import WorkQueue
+from ..types import Denied, Done, NotReady, Sampling
+from .requests import EndTurn, EpisodeTurns, OpenTurn, Turn, TurnOpened, TurnTokens
+
+
+class TurnRules:
+    """The turns of a store's episodes.
+
+    Args:
+        durable: State and log of the store.
+        work: The queue of what rollouts extend.
+    """
+
+    def __init__(self, durable: DurableState, work: WorkQueue) -> None:
+        self._durable = durable
+        self._state = durable.state
+        self._work = work
+
+    def open(self, request: OpenTurn, episode: EpisodeState) -> TurnOpened | Denied:
+        """Open a turn of the newest attempt at an episode, or take over the recorded turn that the request repeats."""
+        try:
+            given = pack_tokens(request.given)
+        except (OverflowError, TypeError) as error:
+            return Denied(f"malformed tokens: {error}")
+        wanted = (
+            request.request, request.parent, request.offset, given, request.max_new, request.options, request.sampling
+        )  # fmt: skip
+        for known in episode.made:
+            assert known.turn is not None
+            if known.turn.request == request.request:
+                if _content(known.turn) == wanted:
+                    return TurnOpened(known.id)
+                return Denied(f"the request of turn {known.id} was repeated with other tokens")
+        for number in sorted(episode.recorded, reverse=True):
+            recorded = episode.turns[number].turn
+            if recorded is not None and _content(recorded) == wanted:
+                self._durable.write(TurnTaken(number, request.episode))
+                return TurnOpened(number)
+        if problem := _problem(request, episode) or sampling_problem(request.sampling):
+            return Denied(problem)
+        if not 1 <= request.max_new <= self._state.lengths.limit:
+            return Denied(f"max_new is {request.max_new}; it must be 1 to {self._state.lengths.limit}")
+        number = self._state.next_turn
+        self._durable.write(
+            TurnCreated(number, request.episode, request.attempt, request.request, request.parent, request.offset,
+                        given, request.max_new, request.messages, request.options, request.sampling)
+        )  # fmt: skip
+        self._work.offer(episode.turns[number])
+        return TurnOpened(number)
+
+    def end(self, request: EndTurn) -> Done | Denied:
+        """End an answer after some of its tokens, and take it from its rollout."""
+        turn = self._current(request.turn)
+        if isinstance(turn, Denied):
+            return turn
+        if not 1 <= request.length <= turn.length:
+            return Denied(f"turn {turn.id} has {turn.length} sampled tokens; it cannot end after {request.length}")
+        if turn.finished and request.length == turn.length:
+            return Done()  # repeated, or it ends there anyway
+        assert turn.turn is not None
+        if self._state.trajectories[turn.turn.episode].finished:
+            return Denied(f"turn {turn.id} is complete, and its episode is finished", fenced_attempt=True)
+        self._work.withdraw([turn])
+        self._durable.write(TurnEnded(turn.id, turn.turn.episode, request.length))
+        return Done()
+
+    def follow(self, number: int, offset: int) -> TurnTokens | NotReady | Denied:
+        """Return the sampled tokens of a turn from ``offset`` on; NotReady while there are none."""
+        turn = self._current(number)
+        if isinstance(turn, Denied):
+            return turn
+        if not 0 <= offset <= turn.length:
+            return Denied(f"turn {number} has {turn.length} sampled tokens, so none from {offset} on")
+        if offset == turn.length and not turn.finished:
+            return NotReady()
+        tokens: list[int] = []
+        logprobs: list[float] = []
+        versions: list[Version] = []
+        for packed in turn.segments:
+            if packed.end > offset:
+                segment = unpack(packed)
+                new = slice(max(0, offset - segment.offset), None)
+                tokens += segment.tokens[new]
+                logprobs += segment.logprobs[new]
+                versions += [segment.version] * len(segment.tokens[new])
+        return TurnTokens(tuple(tokens), tuple(logprobs), tuple(versions), turn.finished)
+
+    def _current(self, number: int) -> TrajectoryState | Denied:
+        """Return a turn of the newest attempt at its episode, or the refusal of the request."""
+        turn = self._state.answers.get(number)
+        if turn is None or turn.turn is None:
+            return Denied(f"turn {number} is not stored: its attempt is over", fenced_attempt=True)
+        episode = self._state.trajectories[turn.turn.episode].episode
+        if episode is not None and number in episode.recorded:
+            text = f"turn {number} is of an attempt that is over, and the newest one has not asked for it"
+            return Denied(text, fenced_attempt=True)
+        return turn
+
+
+def shown_turns(episode: EpisodeState, without: AbstractSet[int]) -> EpisodeTurns:
+    """Return the newest attempt at an episode, its turns and the recorded ones, except those in ``without``."""
+    recorded = [episode.turns[number] for number in sorted(episode.recorded)]
+    made = sorted(episode.made, key=lambda turn: turn.id)
+    return EpisodeTurns(episode.attempt, _shown(made, without), _shown(recorded, without))
+
+
+def _shown(turns: Iterable[TrajectoryState], without: AbstractSet[int]) -> tuple[Turn, ...]:
+    return tuple(
+        Turn(
+            turn.id, created.parent, created.offset, unpack_tokens(created.given), sampled_tokens(turn), turn.finished,
+            created.messages, created.attempt, created.request, created.options, created.sampling,
+        )
+        for turn in turns
+        if turn.id not in without and (created := turn.turn) is not None
+    )  # fmt: skip
+
+
+def _content(created: TurnCreated) -> tuple[object, ...]:
+    """Return what a repeated request has in common with the one that opened a turn."""
+    return (
+        created.request, created.parent, created.offset, created.given, created.max_new, created.options,
+        created.sampling,
+    )  # fmt: skip
+
+
+def sampling_problem(sampling: Sampling | None) -> str | None:
+    """Return which field of a turn's sampling no engine accepts, and what would be right; None if all are right."""
+    for name, value in ({} if sampling is None else asdict(sampling)).items():
+        accepts, words = _ACCEPTED[name]
+        if value is not None and not (math.isfinite(value) and accepts(value)):
+            return f"{name} is {value}; it must be {words}"
+    return None
+
+
+_PENALTY: tuple[Callable[[float], bool], str] = (lambda value: -2 <= value <= 2, "-2 to 2")
+_ACCEPTED: dict[str, tuple[Callable[[float], bool], str]] = {
+    "temperature": (lambda value: value >= 0, "at least 0"),
+    "top_p": (lambda value: 0 < value <= 1, "more than 0 and at most 1"),
+    "top_k": (lambda value: value >= -1, "-1 or 0 for all tokens, or their number"),
+    "min_p": (lambda value: 0 <= value <= 1, "0 to 1"),
+    "presence_penalty": _PENALTY,
+    "frequency_penalty": _PENALTY,
+    "repetition_penalty": (lambda value: value > 0, "more than 0"),
+    "seed": (lambda value: -(2**63) <= value < 2**63, "an integer of 64 bits"),
+}
+"""For each field of :class:`..types.Sampling` what vLLM accepts, which raises an error for any other value."""
+
+
+def _problem(request: OpenTurn, episode: EpisodeState) -> str | None:
+    """Return why the tokens before a turn are invalid, or None."""
+    longest = 0
+    if request.parent is not None:
+        if request.parent not in episode.turns or request.parent in episode.recorded:
+            return f"turn {request.parent} is not one of attempt {request.attempt} at episode {request.episode}"
+        longest = path_length(episode.turns[request.parent])
+    if not 0 <= request.offset <= longest:
+        return f"offset is {request.offset}; the path of the parent has {longest} tokens"
+    if not request.offset and not request.given:
+        return "a turn needs at least one token before its answer"
+    return None

@@ -1,0 +1,221 @@
+"""The episodes that a program of the user's own plays: ``for episode in me.episodes(): ...``.
+
+The endpoint for them is served by a thread of this process (:mod:`rrl.roles.endpoint.loopback`), so that answers keep
+coming and phases are reported while the program's own code runs.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+
+from ...core.run_spec import RunSpec
+from ...core.text import on_one_line, shortened
+from ...core.units import duration_text
+from ..endpoint.loopback import LoopbackEndpoint
+from ..endpoint.turns.store_turns import AskStore
+from ..launcher.end_report import Misuse, exits_on_invalid_config
+from ..models.chat import open_chat
+from ..models.tasks import TaskError, load_task
+from ..trajectories.client import FencedAttempt, TrajectoryClient
+from ..trajectories.episodes.requests import EpisodeItem
+from .connection import ManagerConnection
+from .status.episode_status import EpisodeStatus
+
+_log = logging.getLogger("rrl.worker")
+
+_LEASE_WAIT_S = 1.0
+"""Seconds that a request for an episode waits at the store before it is repeated."""
+_POLL_S = 0.2
+"""Seconds between two checks for a stop request and for attempts that take too long, while all places are taken."""
+_Request = Callable[[TrajectoryClient], Coroutine[Any, Any, None]]
+
+
+class _Attempt(Struct, eq=False):
+    """An attempt that this process makes."""
+
+    leased: EpisodeItem
+    deadline: float
+    """Monotonic time (s) at which it has lasted too long."""
+    ended: bool = False
+    """True once its end is being reported."""
+    overdue: bool = False
+    """True if it ended because it lasted too long."""
+
+
+class Episode:
+    """One attempt at an episode, to be ended by :meth:`finish` or :meth:`fail`, once and in any thread."""
+
+    def __init__(self, work: EpisodeWork, attempt: _Attempt, item: str, base_url: str, api_key: str) -> None:
+        self._work, self._attempt = work, attempt
+        self.item = item
+        """The text that ``prompt(i)`` of the task returns for the item."""
+        self.base_url = base_url
+        """Base URL for OpenAI's clients."""
+        self.api_key = api_key
+        """The key of this attempt; give it to whatever works for the episode."""
+        self.attempt = attempt.leased.attempt
+        """Number of the attempt, from 1."""
+
+    def finish(self, reward: float | None = None, later: bool = False) -> bool:
+        """End the episode, durably.
+
+        Args:
+            reward: The episode's reward. None: it comes from outside if the job has a ``reward_timeout``, and otherwise
+                [task] scores the last answer.
+            later: True if the reward comes from outside in any case.
+
+        Returns:
+            False if the attempt is over already, because it took too long or another one replaced it.
+
+        Raises:
+            ValueError: The reward is not a finite number, or the attempt was ended before.
+        """
+        if reward is not None:
+            if later:
+                raise Misuse("finish(): give a reward, or later=True for one that comes from outside")
+            try:
+                reward = float(reward)
+            except (TypeError, ValueError, OverflowError):
+                raise Misuse(f"finish(): the reward is {shortened(reward)}; give a finite number, or None") from None
+            if not math.isfinite(reward):
+                raise Misuse(f"finish(): the reward is {reward}; give a finite number, or None")
+        return self._work.finish(self._attempt, reward, later)
+
+    def fail(self, why: str) -> bool:
+        """Report that this attempt failed for a reason that says nothing about the model.
+
+        Another attempt is made, or after too many failures the group is dropped. Nothing is scored zero.
+
+        Args:
+            why: The reason, which ``rrl status`` shows.
+
+        Returns:
+            False if the attempt is over already, or if a stop of this process is requested: then it did not fail.
+
+        Raises:
+            ValueError: The attempt was ended before.
+        """
+        return self._work.fail(self._attempt, on_one_line(why))
+
+
+class EpisodeWork:
+    """Leases episodes to this process until a stop is requested, and reports phases and progress meanwhile.
+
+    Args:
+        connection: Connection to the manager and the store.
+        job: The job.
+        status: Where phase and progress are reported.
+        ask: How the endpoint sends requests to the store.
+        at_most: Number of attempts at the same time; None: ``[roles.agents] concurrency``.
+
+    Raises:
+        ValueError: The job has no agents, or ``at_most`` is less than 1.
+    """
+
+    def __init__(
+        self, connection: ManagerConnection, job: RunSpec, status: EpisodeStatus, ask: AskStore, at_most: int | None
+    ) -> None:
+        if job.agents is None:
+            raise Misuse("me.episodes(): job.toml has no agents; add [roles.agents]")
+        if at_most is not None and at_most < 1:
+            raise Misuse(f"me.episodes(): at_most is {at_most}; it must be 1 or more")
+        self._connection, self._status, self._settings = connection, status, job.agents
+        self._at_most = job.agents.concurrency if at_most is None else at_most
+        with exits_on_invalid_config():
+            chat = open_chat(job.model)
+        with exits_on_invalid_config(TaskError):
+            self._task = load_task(job.task, job.seed, chat.tokenizer, Path(connection.launch.cwd))
+        self._endpoint = LoopbackEndpoint(
+            job, connection.run.id, connection.keys.secret, chat, ask, status.endpoint_changed
+        )
+        self._lock = threading.Lock()
+        self._changed = threading.Event()
+        """Set when an attempt has ended."""
+        self._attempts: dict[int, _Attempt] = {}
+        """The attempts of which the store does not know the end yet, by episode."""
+
+    def lease(self) -> Iterator[Episode]:
+        """Yield episodes; while ``at_most`` are at work, wait until one of them has ended."""
+        store, stopping = self._connection.store, self._connection.stopping
+        threading.Thread(target=self._break_calls_on_stop, name="episodes-stop", daemon=True).start()
+        with self._status, self._endpoint:
+            while not stopping.is_set():
+                self._connection.faults.trigger()
+                self._connection.probes.answer()
+                self._fail_overdue()
+                if len(self._attempts) >= self._at_most:
+                    self._changed.wait(_POLL_S)
+                    self._changed.clear()
+                    continue
+                holding = tuple(self._attempts)
+                for leased in self._connection.call_store(store.lease_episodes(1, _LEASE_WAIT_S, holding)):
+                    yield self._begin(leased)
+
+    def finish(self, attempt: _Attempt, reward: float | None, later: bool) -> bool:
+        """End an episode; see :meth:`Episode.finish`."""
+        if time.monotonic() > attempt.deadline and not attempt.ended:
+            self._end_overdue(attempt)
+        later = later or (reward is None and self._settings.reward_timeout is not None)
+        of = attempt.leased
+        return self._end(attempt, lambda store: store.finish_episode(of.episode, of.attempt, reward, later))
+
+    def fail(self, attempt: _Attempt, why: str) -> bool:
+        """End an attempt; see :meth:`Episode.fail`."""
+        if self._connection.stopping.is_set():  # then its calls fail; others make the next attempt
+            return False
+        self._connection.status.note = f"the newest failed attempt: {why}"
+        of = attempt.leased
+        return self._end(attempt, lambda store: store.fail_attempt(of.episode, of.attempt, why))
+
+    def _break_calls_on_stop(self) -> None:
+        """Close the endpoint once a stop is requested, so that code which waits for an answer comes to its end."""
+        self._connection.stopping.wait()
+        self._endpoint.stop()
+
+    def _begin(self, leased: EpisodeItem) -> Episode:
+        attempt = _Attempt(leased, time.monotonic() + self._settings.timeout)
+        with self._lock:
+            self._attempts[leased.episode] = attempt
+            self._status.attempts_changed(len(self._attempts))
+        item = self._task.prompt(leased.item)
+        return Episode(self, attempt, item, self._endpoint.base_url, self._endpoint.api_key(leased))
+
+    def _fail_overdue(self) -> None:
+        now = time.monotonic()
+        for attempt in list(self._attempts.values()):
+            if now > attempt.deadline and not attempt.ended:
+                self._end_overdue(attempt)
+
+    def _end_overdue(self, attempt: _Attempt) -> None:
+        attempt.overdue = True
+        self.fail(attempt, f"the program did not end the episode within {duration_text(self._settings.timeout)}")
+
+    def _end(self, attempt: _Attempt, request: _Request) -> bool:
+        """Report the end of an attempt, and return whether it was not over yet."""
+        of = attempt.leased
+        with self._lock:
+            if attempt.ended:
+                if attempt.overdue:
+                    return False
+                raise Misuse(f"attempt {of.attempt} at episode {of.episode} was finished or failed before")
+            attempt.ended = True
+        try:
+            self._connection.call_store(request(self._connection.store))
+        except FencedAttempt as error:
+            _log.info("episode %d: %s", of.episode, error)
+            return False
+        finally:
+            with self._lock:
+                del self._attempts[of.episode]  # only now: until the store has answered, it counts as held
+                self._status.attempts_changed(len(self._attempts))
+            self._changed.set()
+        self._connection.progress(1)
+        return True

@@ -1,0 +1,79 @@
+"""Waits of this process for services that are not part of the run, such as a judge model behind an HTTP interface.
+
+A service that limits the rate of its clients (HTTP 429) makes them wait for a quarter of an hour. A role that waits in
+such a back-off looks like one that hangs. Therefore it reports the wait as a phase of its own
+(:data:`rrl.core.phases.WAIT_EXTERNAL`), which may last much longer than the phase in which the role calls the service.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ....core.phases import WAIT_EXTERNAL
+from ....core.types import ReplicaId
+from ...launcher.end_report import mark_environmental
+from .clocks import boot_time_ns
+
+REPORTED_AFTER_S = 5.0
+"""Seconds that a wait must last before it is reported. An ordinary call of a service is shorter, and a role may make
+many of them: each report is an event in the run's journal."""
+_services = Counter[str]()
+"""Number of threads that wait, by service. It is a single table, because a process is a single member of a run."""
+_waiting_since = 0.0
+"""Time (s, monotonic clock) since which at least one thread has waited."""
+_began_ns, _waited_ns = 0, 0
+"""Start (ns, :func:`rrl.roles.worker.clocks.boot_time_ns`) of the present wait, and duration of all earlier ones: of
+the time in which at least one thread waited."""
+_lock = threading.Lock()
+
+
+@contextmanager
+def waiting(service: str) -> Iterator[None]:
+    """Report inside the block that this process waits for ``service``, which is not part of the run.
+
+    Any thread may use this, also several at a time. Outside of a run it has no effect, so that a task's scorer can use
+    it everywhere. An exception that leaves the block counts as caused by the service, not by the code.
+    """
+    global _waiting_since, _began_ns, _waited_ns
+    with _lock:
+        if not _services:
+            _waiting_since, _began_ns = time.monotonic(), boot_time_ns()
+        _services[service] += 1
+    try:
+        yield
+    except BaseException as error:
+        mark_environmental(error)  # the service, not the code, may be at fault
+        raise
+    finally:
+        with _lock:
+            _services[service] -= 1
+            if not _services[service]:
+                del _services[service]
+            if not _services:
+                _waited_ns += boot_time_ns() - _began_ns
+
+
+def awaited_service() -> str:
+    """Return the service that threads of this process have waited for; empty if there is no wait to report."""
+    with _lock:
+        if time.monotonic() < _waiting_since + REPORTED_AFTER_S:
+            return ""
+        return next(iter(_services), "")
+
+
+def waited_ns(now: int) -> int:
+    """Return for how long (ns) until ``now`` (:func:`boot_time_ns`) at least one thread of this process has waited.
+
+    Also waits that are too short to be reported count.
+    """
+    with _lock:
+        return _waited_ns + (max(0, now - _began_ns) if _services else 0)
+
+
+def reported_phase(phase: tuple[str, ReplicaId | None]) -> tuple[str, ReplicaId | None]:
+    """Return the phase to report, and the replica that it waits for, for a process that is in ``phase``."""
+    return (WAIT_EXTERNAL, None) if awaited_service() else phase

@@ -1,0 +1,121 @@
+"""What this process does now: its phase, what it waits for, its progress and its clock.
+
+The worker's threads change it, the thread of the connection reports it. It decides nothing: the manager does.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import inf
+from typing import NamedTuple
+
+from ....core.phases import ClockReading, idle_cause, phase
+from ....core.run_spec import RunSpec
+from ....core.types import Incarnation, ReplicaId, replica_id
+from ....transport.messages import Heartbeat
+from . import external_waits
+from .clocks import PhaseClock
+
+STORE_REPLICA = ReplicaId("trajectories/0")
+STORE_CAUSE = "store"
+"""Idle cause of a thread that waits for an answer of the trajectory store."""
+UNTAKEN_CONFIRMED_WITHIN_S = 5.0
+"""Age (s) up to which :meth:`WorkStatus.confirm_untaken_data` counts. The store confirms it several times a second in
+the loop that serves requests: if that loop hangs, the trainer cannot take its data."""
+
+
+class CurrentPhase(NamedTuple):
+    """A phase, the replica that it waits for, and the idle cause under which its time counts."""
+
+    name: str
+    waits_for: ReplicaId | None = None
+    idle_cause: str = ""
+
+
+def entered_phase(job: RunSpec, name: str, waits_for: str | None) -> CurrentPhase:
+    """Return phase ``name``, in which a process waits for a role or replica; None: for what the phase declares.
+
+    The replica of a role is named only if the role has no other.
+    """
+    target = waits_for or phase(name).waits_for
+    cause = idle_cause(name, target)
+    if target is None or "/" in target:
+        return CurrentPhase(name, None if target is None else ReplicaId(target), cause)
+    replicas = next((role.replicas for role in job.roles if role.name == target), None)
+    return CurrentPhase(name, replica_id(target, 0) if replicas == 1 else None, cause)
+
+
+class WorkStatus:
+    """The status of one process, which begins in phase ``name``. All methods may be called in any thread."""
+
+    def __init__(self, name: str) -> None:
+        self.phase = CurrentPhase(name)
+        """The current phase in one value, so that no heartbeat mixes two phases."""
+        self.clock = PhaseClock(name, external=external_waits.waited_ns)
+        self.blocked_on: ReplicaId | None = None
+        """The replica that this process waits for in any phase; if None, heartbeats name the replica of the phase."""
+        self.note = ""
+        """The text shown beside this replica in `rrl status`; empty for none."""
+        self.done = 0
+        """Units of work that this process reported as progress."""
+        self._untaken_at = -inf
+        """Monotonic time (s) at which untaken data were last confirmed."""
+        self._store_calls = 0
+        """Number of threads that wait for the store; a trainer may have two, because it commits in a second thread."""
+        self._lock = threading.Lock()
+        """Held while ``done`` or the number of waiting threads changes."""
+
+    def restart(self, name: str) -> None:
+        """Begin in phase ``name`` as another incarnation, whose clock starts now."""
+        self.phase = CurrentPhase(name)
+        self.clock.restart(name)
+
+    def enter(self, name: str, waits_for: ReplicaId | None, cause: str | None = None) -> None:
+        """Enter a phase that waits for a replica; ``cause`` is its idle cause, None for that of phase and replica."""
+        self.phase = CurrentPhase(name, waits_for, idle_cause(name, waits_for) if cause is None else cause)
+        self.clock.enter(name, self.phase.idle_cause)
+
+    @contextmanager
+    def store_call(self) -> Iterator[None]:
+        """Report inside the block a wait for the store, and count it as idle (:meth:`PhaseClock.idle`)."""
+        with self._lock:
+            self._store_calls += 1
+        try:
+            with self.clock.idle(STORE_CAUSE):
+                yield
+        finally:
+            with self._lock:
+                self._store_calls -= 1
+
+    def add_done(self, units: int) -> bool:
+        """Add units of work, and return whether they are the first."""
+        with self._lock:
+            first = self.done == 0 and units > 0
+            self.done += units
+        return first
+
+    def confirm_untaken_data(self) -> None:
+        """Report for the next ``UNTAKEN_CONFIRMED_WITHIN_S`` that this store has data which the trainer does not take.
+
+        See :attr:`rrl.transport.messages.Heartbeat.data_untaken`.
+        """
+        self._untaken_at = time.monotonic()
+
+    def reported_phase(self) -> tuple[str, ReplicaId | None]:
+        """Return the phase to report now, and the replica that it waits for."""
+        return external_waits.reported_phase(self.phase[:2])
+
+    def heartbeat(self, incarnation: Incarnation) -> Heartbeat:
+        """Return the heartbeat to send now."""
+        name, waits_for = self.reported_phase()
+        blocked_by = STORE_REPLICA if self._store_calls else self.blocked_on or waits_for
+        note = f"waits for {service}" if (service := external_waits.awaited_service()) else self.note
+        untaken = time.monotonic() - self._untaken_at < UNTAKEN_CONFIRMED_WITHIN_S
+        return Heartbeat(incarnation, name, self.done, blocked_by, note, untaken)
+
+    def read_clock(self) -> ClockReading:
+        """Return where the time of this process went until now."""
+        return self.clock.read(self.done)

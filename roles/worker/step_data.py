@@ -1,0 +1,66 @@
+"""What a trainer gets of the store: the parts or the whole batches of steps, in their encoded form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
+
+from ...core.run_spec import SamplingSpec
+from ..trajectories.batches import whole_part
+from ..trajectories.types import PackedBatch, PackedPart
+from .connection import ManagerConnection, Stopping
+from .uncommitted_steps import UncommittedSteps
+
+_WAIT_S = 1.0
+"""Seconds that one request waits at the store before it is repeated, so that the worker notices a stop request."""
+_Data = TypeVar("_Data")
+
+
+class StepData:
+    """The data of steps, requested one after the other; what is returned counts as uncommitted.
+
+    Args:
+        connection: Connection to the store.
+        sampling: ``[sampling]`` of the job.
+        wait_data: Returns a context manager for the phase in which data are awaited.
+    """
+
+    def __init__(
+        self,
+        connection: ManagerConnection,
+        sampling: SamplingSpec,
+        wait_data: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._connection, self._stream, self._wait_data = connection, sampling.stream, wait_data
+        self.uncommitted = UncommittedSteps(sampling.staleness)
+        """The steps of which data were returned and that are not committed yet."""
+
+    def part(self, number: int, index: int) -> PackedPart | None:
+        """Return one part of a step, which is the whole step without ``stream``; None when a stop is requested."""
+        if not self._stream:
+            batch = self.batch(number)
+            return None if batch is None else whole_part(batch)
+        part = self._wait(lambda: self._connection.store.part(number, index, _WAIT_S))
+        if part is not None:
+            self.uncommitted.add(part)
+        return part
+
+    def batch(self, number: int) -> PackedBatch | None:
+        """Return the batch of one step, or None when a stop is requested."""
+        batch = self._wait(lambda: self._connection.store.batch(number, _WAIT_S))
+        if batch is not None:
+            self.uncommitted.add(whole_part(batch))
+        return batch
+
+    def _wait(self, request: Callable[[], Coroutine[Any, Any, _Data | None]]) -> _Data | None:
+        """Repeat a request to the store until it has a result, and return it; None when a stop is requested."""
+        with self._wait_data():
+            while not self._connection.stopping.is_set():
+                try:
+                    result = self._connection.call_store(request())
+                except Stopping:  # the caller may still have finished steps to commit
+                    return None
+                if result is not None:
+                    return result
+        return None

@@ -1,0 +1,73 @@
+"""Agents in whole runs with vLLM: the shipped example, and an agent that others wrote, unchanged."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rrl.examples.smollm2 import make_model
+from rrl.roles.trajectories.durable.log import read_frames
+from rrl.roles.trajectories.durable.records import TurnCreated, decode
+from rrl.tests.support.engine.engines import ATOL
+from rrl.tests.support.runs import TestRun, check_sound, submit_here
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(3000)]
+
+THIRD_PARTY = Path(__file__).parents[2] / "examples" / "third_party_agent"
+TIMEOUT_S = 2400.0
+"""Seconds; the runs take three minutes on two quiet cores."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def smollm2() -> None:
+    """Make the model's folders once on a machine, as make smollm2 does."""
+    subprocess.run([sys.executable, make_model.__file__], check=True)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """Remove the folder, of which pytest keeps three: each step of SmolLM2 leaves 1.6 GB of checkpoint."""
+    yield tmp_path
+    shutil.rmtree(tmp_path)
+
+
+def test_an_agent_that_others_wrote_runs_unchanged_and_its_turns_are_trained(folder: Path) -> None:
+    shutil.copy(THIRD_PARTY / "agent.py", folder)
+    run = submit_here(folder, (THIRD_PARTY / "job.toml").read_text())
+    state = run.wait_end(TIMEOUT_S)
+    assert (state.outcome, state.step) == ("completed", 2), state.why
+    run.wait_gone(120)
+    check_sound(run.run)
+    audit = json.loads((run.run.store / "audit.json").read_text())
+    assert audit["trained"] == 2 * 2
+    assert set(audit["dropped"]) <= {"the run is complete"}, "an agent failed"
+    turns = turns_by_episode(run)
+    assert max(turns.values()) > 1, "the agent made no second call"
+
+
+def test_trained_tokens_of_a_tool_a_second_conversation_and_a_condensed_context_are_those_that_vllm_sampled(
+    folder: Path,
+) -> None:
+    from rrl.benchmarks import _agents_drift
+
+    drift = _agents_drift.measure(folder, steps=3)
+    print(drift)
+    assert drift.token_drift == 0
+    assert drift.max_logprob_error < ATOL
+    assert drift.trained_tokens > 500
+    assert drift.turns > 2 * drift.episodes, "an episode has no second turn"
+    assert drift.samples > drift.episodes, "no episode has a branch"
+    assert drift.versions > 1, "no new weights came"
+
+
+def turns_by_episode(run: TestRun) -> Counter[int]:
+    """Return how many turns of each episode the store's log has."""
+    log = max(run.run.store.glob("log.*[0-9]"), key=lambda path: int(path.suffix[1:]))
+    return Counter(each.episode for each in map(decode, read_frames(log)) if isinstance(each, TurnCreated))

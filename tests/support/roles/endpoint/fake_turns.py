@@ -1,0 +1,92 @@
+"""An in-memory stand-in for the turns of the trajectory store; the test decides what is sampled, and when."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from rrl.core.types import Version
+from rrl.roles.trajectories.client import FencedAttempt
+from rrl.roles.trajectories.episodes.requests import EpisodeTurns, Turn, TurnTokens
+from rrl.roles.trajectories.types import Sampling
+
+VERSION = Version(3, 1)
+
+
+class FakeTurns:
+    """Episodes 0, 1, ... at attempt 1. ``on_open`` is called with each new turn, in the thread of the endpoint."""
+
+    def __init__(self, on_open: Callable[[Turn], None] = lambda turn: None) -> None:
+        self.on_open = on_open
+        self.attempts: dict[int, int] = {}
+        self.turns: dict[int, Turn] = {}
+        self.max_new: dict[int, int] = {}
+        self.recorded: list[Turn] = []
+        """turns of an earlier attempt, as the store would tell them"""
+        self.holding: tuple[int, ...] = ()
+        """what the newest request said that it has"""
+        self._episode_of: dict[int, int] = {}
+        self._lock = threading.Lock()
+
+    async def get_episode(self, episode: int, holding: Sequence[int] = ()) -> EpisodeTurns:
+        with self._lock:
+            attempt = self.attempts.get(episode, 1)
+            turns = tuple(
+                turn
+                for turn in self.turns.values()
+                if self._episode_of[turn.id] == episode and turn.attempt == attempt and turn.id not in holding
+            )
+            self.holding = tuple(holding)
+            return EpisodeTurns(attempt, turns, tuple(self.recorded))
+
+    async def open_turn(
+        self, episode: int, attempt: int, request: str, parent: int | None, offset: int, given: tuple[int, ...],
+        max_new: int, messages: tuple[str, ...], options: str = "", sampling: Sampling | None = None,
+    ) -> int:  # fmt: skip
+        with self._lock:
+            self._check(episode, attempt)
+            for turn in self.turns.values():
+                if (self._episode_of[turn.id], turn.attempt, turn.request) == (episode, attempt, request):
+                    return turn.id
+            made = Turn(
+                2**40 + len(self.turns), parent, offset, given, (), False, messages, attempt, request, options, sampling
+            )
+            self.turns[made.id], self._episode_of[made.id] = made, episode
+            self.max_new[made.id] = max_new
+        self.on_open(made)
+        return made.id
+
+    async def follow(self, turn: int, offset: int, wait: float) -> TurnTokens | None:
+        loop = asyncio.get_running_loop()
+        until = loop.time() + wait
+        while loop.time() < until:
+            with self._lock:
+                now = self.turns[turn]
+                self._check(self._episode_of[turn], now.attempt)
+            tokens = now.sampled[offset:]
+            if tokens or now.finished:
+                return TurnTokens(tokens, tuple(-0.5 for _ in tokens), tuple(VERSION for _ in tokens), now.finished)
+            await asyncio.sleep(0.005)
+        return None
+
+    async def end_turn(self, turn: int, length: int) -> None:
+        with self._lock:
+            now = self.turns[turn]
+            self.turns[turn] = msgspec.structs.replace(now, sampled=now.sampled[:length], finished=True)
+
+    def sample(self, turn: int, *tokens: int, finished: bool = False) -> None:
+        """Add durable tokens to a turn."""
+        with self._lock:
+            now = self.turns[turn]
+            self.turns[turn] = msgspec.structs.replace(now, sampled=now.sampled + tokens, finished=finished)
+
+    def begin_attempt(self, episode: int, attempt: int) -> None:
+        with self._lock:
+            self.attempts[episode] = attempt
+
+    def _check(self, episode: int, attempt: int) -> None:
+        if self.attempts.get(episode, 1) != attempt:
+            raise FencedAttempt(f"attempt {attempt} of this episode is over")

@@ -1,0 +1,98 @@
+"""A frozen process of the role ``agents`` that thaws, against a manager that only listens and a real store."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from rrl.config.job.resolve import resolve
+from rrl.config.job.schema import Job
+from rrl.core.run_dir import write_atomically
+from rrl.tests.support.listening_manager import eventually, lab
+from rrl.tests.support.roles.trajectories.agents import AGENTS, CREW, open_agents_store, sample
+from rrl.tests.support.roles.trajectories.crew import ROLLOUT, incarnation_of, lease
+from rrl.tests.support.roles.worker_scene import Scene, play
+
+pytest.importorskip("openai")
+
+SUCCESSOR = incarnation_of("agents/0", 2)
+AGENT = """
+import os
+from pathlib import Path
+import openai
+
+class Task:
+    def __init__(self, seed):
+        pass
+
+    def prompt(self, i):
+        return str(Path(__file__).with_name("notes"))
+
+    def answer(self, i):
+        return ""
+
+    def score(self, i, text):
+        return 0.0, 0.0
+
+async def run(notes, base_url, api_key):
+    def note(text):
+        with open(notes, "a") as file:
+            file.write(f"{os.getpid()} {text}\\n")
+
+    note("asks")
+    client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key)
+    try:
+        reply = await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "?"}])
+    except Exception as error:
+        note(type(error).__name__)
+        raise
+    note(reply.choices[0].message.content)
+    return 1.0
+"""
+JOB = resolve(
+    Job.model_validate({
+        "run": {"name": "test", "steps": 1},
+        "task": {"function": "noting_agent:Task"},
+        "model": {"tokenizer": {"pieces": "0123456789?", "chat": {"user": "{content}"}}},
+        "sampling": {"max_new_tokens": 4},
+        "roles": {"agents": {"function": "noting_agent:run", "concurrency": 1}},
+        "transport": {"weights": "tcp"},
+    }),
+    "python",
+)  # fmt: skip
+
+
+def test_a_frozen_process_that_thaws_after_its_replacement_gets_403_and_ends(tmp_path: Path) -> None:
+    with lab(tmp_path) as at:
+        scene, notes = Scene(at), at.run.path / "notes"
+        write_atomically(at.run.run_spec, msgspec.json.encode(JOB))
+        (at.run.path / "noting_agent.py").write_text(AGENT)
+
+        def noted() -> list[list[str]]:
+            return [line.split() for line in notes.read_text().splitlines()] if notes.exists() else []
+
+        async def story() -> None:
+            store = open_agents_store(at.run.store)
+            async with scene.serve(store) as endpoint, scene.manager() as manager:
+                manager.store_is(endpoint)
+                frozen = at.start(scene.launch(AGENTS), "agents.main")
+                (turn,) = await eventually(lambda: lease(store, ROLLOUT), "a turn of the first process")
+                os.kill(frozen.pid, signal.SIGSTOP)
+                store.update_membership([SUCCESSOR if member == AGENTS else member for member in CREW])
+                successor = at.start(scene.launch(SUCCESSOR), "agents.main")
+                await eventually(lambda: [str(successor.pid), "asks"] in noted(), "the next attempt")
+                os.kill(frozen.pid, signal.SIGCONT)
+                await eventually(lambda: [str(frozen.pid), "PermissionDeniedError"] in noted(), "the refusal")
+                assert await at.end_of(frozen) != 0
+                sample(store, turn.trajectory, [5, 1])  # the next attempt has taken over the turn of the first one
+                await eventually(lambda: [str(successor.pid), "3"] in noted(), "the answer")
+                assert [line for line in noted() if line[0] == str(frozen.pid)] == [
+                    [str(frozen.pid), "asks"],
+                    [str(frozen.pid), "PermissionDeniedError"],
+                ]
+
+        play(story)

@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rrl.roles.agents.user_program import ProgramFailed, program_agent
+
+DEADLINE_S = 60.0
+"""s after which a test gives up; nothing takes so long unless it is broken"""
+
+
+def run(folder: Path, source: str, item: str = "an item") -> float | None:
+    """Run a Python program once as an agent, and return its reward."""
+    (folder / "program.py").write_text(source)
+
+    async def main() -> float | None:
+        agent = program_agent([sys.executable, "program.py"], folder)
+        async with asyncio.timeout(DEADLINE_S):
+            result: float | None = await agent(item, "http://b/v1", "key")
+            return result
+
+    return asyncio.run(main())
+
+
+def test_a_program_finds_item_url_and_key_in_its_environment_and_its_folder_is_that_of_the_job(tmp_path: Path) -> None:
+    names = ["OPENAI_BASE_URL", "OPENAI_API_KEY", "RRL_ITEM"]
+    source = f"import json, os\njson.dump([os.environ[name] for name in {names}], open('given.json', 'w'))\n"
+    run(tmp_path, source, "several\nlines")
+    assert json.loads((tmp_path / "given.json").read_text()) == ["http://b/v1", "key", "several\nlines"]
+
+
+@pytest.mark.parametrize(
+    ("source", "reward"),
+    [
+        ("print('a log line')\nprint(0.25)", 0.25),
+        ("print('1')\nprint()\nprint('  ')", 1.0),
+        ("print('0.5 points')", None),
+        ("", None),
+        ("import sys\nprint(0.5)\nprint(0.75, file=sys.stderr)", 0.5),
+        ("print('x' * 10**6)\nprint(-2)", -2.0),
+    ],
+)
+def test_the_last_line_of_stdout_is_the_reward_if_it_is_a_number(
+    tmp_path: Path, source: str, reward: float | None
+) -> None:
+    assert run(tmp_path, source) == reward
+
+
+@pytest.mark.parametrize(
+    ("source", "why", "environmental"),
+    [
+        ("print(1.0)\nraise KeyError('tool')", "ended with exit code 1: KeyError: 'tool'", False),
+        ("import sys\nsys.exit(3)", "ended with exit code 3", False),
+        ("import os, sys\nsys.exit(os.EX_TEMPFAIL)", "ended with exit code 75", True),
+        ("import os\nos.kill(os.getpid(), 9)", "ended with signal 9 (Killed)", True),
+    ],
+)
+def test_any_other_exit_is_a_failure_with_the_last_line_of_stderr(
+    tmp_path: Path, source: str, why: str, environmental: bool
+) -> None:
+    with pytest.raises(ProgramFailed) as raised:
+        run(tmp_path, source)
+    assert str(raised.value) == f"{sys.executable} {why}"
+    assert raised.value.environmental is environmental
+
+
+def test_a_program_that_cannot_be_started_is_a_failure_of_its_own(tmp_path: Path) -> None:
+    with pytest.raises(ProgramFailed, match="no-such-program cannot be started: ") as raised:
+        asyncio.run(program_agent(["no-such-program"], tmp_path)("i", "u", "k"))  # type: ignore[arg-type]
+    assert not raised.value.environmental
+    with pytest.raises(ProgramFailed, match=r"cannot be started: .*null byte"):
+        run(tmp_path, "", "\0")
+
+
+ENDLESS = """
+import os, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+open("pids.new", "w").write(f"{os.getpid()} {child.pid}")
+os.rename("pids.new", "pids")
+time.sleep(600)
+"""
+"""A program with a child; both sleep for longer than the test waits."""
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def test_a_cancelled_attempt_ends_the_program_and_what_it_has_started(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(ENDLESS)
+    pids = tmp_path / "pids"
+
+    async def main() -> None:
+        agent = program_agent([sys.executable, "program.py"], tmp_path)
+        attempt = asyncio.ensure_future(agent("i", "u", "k"))
+        async with asyncio.timeout(DEADLINE_S):
+            while not pids.exists():
+                await asyncio.sleep(0.01)
+            attempt.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await attempt
+
+    asyncio.run(main())
+    program, child = map(int, pids.read_text().split())
+    assert not Path(f"/proc/{program}").exists()  # it is reaped
+    deadline = time.monotonic() + DEADLINE_S
+    while not is_gone(child) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert is_gone(child)
+
+
+def test_a_child_that_goes_on_in_a_session_of_its_own_does_not_delay_the_end(tmp_path: Path) -> None:
+    source = ENDLESS.replace('600)"]', '600)"], start_new_session=True').replace("\ntime.sleep(600)", "\nprint(1.5)")
+    assert run(tmp_path, source) == 1.5
+    os.kill(int((tmp_path / "pids").read_text().split()[1]), 9)

@@ -1,0 +1,149 @@
+"""Episodes of agents outside of the run: opened, ended and rewarded over HTTP, over the real store."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from rrl.roles.endpoint import episode_routes
+from rrl.roles.endpoint.application import Endpoint, ServedRun
+from rrl.roles.endpoint.calls.call import Policy
+from rrl.roles.endpoint.episode_routes import EpisodeRoutes
+from rrl.roles.endpoint.http_server import EndpointServer
+from rrl.roles.endpoint.key import decode_key, run_key
+from rrl.roles.models.tokenizer import EOS
+from rrl.roles.trajectories.episodes.rules import EpisodeSettings
+from rrl.tests.support.roles.endpoint.served import CHAT, DEADLINE_S, RUN, SECRET, USER
+from rrl.tests.support.roles.endpoint.store_turns import StoreInProcess
+from rrl.tests.support.roles.trajectories.agents import AGENTS, open_agents_store, sample
+from rrl.tests.support.roles.trajectories.crew import lease
+
+RUN_KEY = run_key(RUN, SECRET)
+
+
+class Outside:
+    """An endpoint for agents outside of the run, over a real store."""
+
+    def __init__(self, folder: Path) -> None:
+        self.store = open_agents_store(folder, episodes=EpisodeSettings(retries=0), max_new_tokens=8)
+        self.served = StoreInProcess(self.store, AGENTS)
+        routes = EpisodeRoutes(self.served, RUN, SECRET, lambda item: f"item {item}")
+        run = ServedRun(RUN, SECRET, Policy(1.0), max_new=8, max_length=60)
+        self.server = EndpointServer(Endpoint(run, CHAT, self.served, routes=routes.routes()).application)
+        self.server.start()
+
+    def post(self, path: str, key: str, body: Any = None, **headers: str) -> tuple[int, Any]:
+        host = self.server.base_url.removeprefix("http://").partition("/")[0]
+        connection = http.client.HTTPConnection(host, timeout=DEADLINE_S)
+        content = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
+        connection.request("POST", path, content, {"authorization": f"Bearer {key}", **headers})
+        reply = connection.getresponse()
+        status, replied = reply.status, json.loads(reply.read())
+        connection.close()
+        return status, replied
+
+    def open(self, **headers: str) -> Any:
+        status, opened = self.post("/rrl/v1/episodes", RUN_KEY, **headers)
+        assert status == 200, opened
+        return opened
+
+    def answer(self, opened: Any) -> None:
+        """Ask for one answer in an opened episode, which a rollout samples."""
+        client = openai.OpenAI(base_url=opened["base_url"], api_key=opened["api_key"], timeout=DEADLINE_S)
+        stream = client.chat.completions.create(model="any", messages=USER, stream=True)
+        with self.served.lock:
+            (item,) = lease(self.store)
+            sample(self.store, item.trajectory, (2, EOS))
+            self.store.flush()
+        assert [chunk.choices[0].finish_reason for chunk in stream][-1] == "stop"
+
+    def end(self, opened: Any, how: str, body: Any) -> int:
+        return self.post(f"/rrl/v1/episodes/{how}", opened["api_key"], body)[0]
+
+
+@pytest.fixture
+def outside(tmp_path: Path) -> Iterator[Outside]:
+    made = Outside(tmp_path)
+    yield made
+    made.server.stop()
+    made.store.close()
+
+
+def test_an_episode_is_opened_played_and_finished_with_a_reward(outside: Outside) -> None:
+    opened = outside.open()
+    key = decode_key(opened["api_key"], RUN, SECRET)
+    assert key is not None
+    assert (opened["episode"], opened["attempt"]) == (key.episode, key.attempt)
+    assert opened["item"].startswith("item ")
+    assert opened["base_url"] == outside.server.base_url
+    outside.answer(opened)
+    assert outside.end(opened, "finish", {"reward": 0.5}) == 200
+    assert outside.end(opened, "finish", {"reward": 0.5}) == 200, "a repeated request is answered again"
+    client = openai.OpenAI(base_url=opened["base_url"], api_key=opened["api_key"], timeout=DEADLINE_S)
+    with pytest.raises(openai.PermissionDeniedError):
+        client.chat.completions.create(model="any", messages=USER)
+
+
+def test_a_repeated_request_for_an_episode_gets_the_same_one(outside: Outside) -> None:
+    first, again = (outside.open(**{"Idempotency-Key": "a"}) for _ in range(2))
+    assert first == again
+    assert outside.open(**{"Idempotency-Key": "b"})["episode"] != first["episode"]
+    assert outside.open()["api_key"] != outside.open()["api_key"]
+
+
+def test_a_reward_may_come_after_the_end(outside: Outside) -> None:
+    opened = outside.open()
+    outside.answer(opened)
+    assert outside.end(opened, "finish", {"later": True}) == 200
+    assert outside.end(opened, "reward", {"reward": 1}) == 200
+    assert outside.end(opened, "reward", {"reward": 1}) == 200
+
+
+def test_a_failed_attempt_ends_the_episode_and_its_key(outside: Outside) -> None:
+    opened = outside.open()
+    outside.answer(opened)
+    assert outside.end(opened, "fail", {"why": "the sandbox is gone"}) == 200
+    assert outside.end(opened, "finish", {"reward": 1.0}) == 403
+
+
+def test_no_episode_within_the_time_is_answered_with_when_to_ask_again(
+    outside: Outside, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(episode_routes, "OPEN_TIMEOUT_S", 0.3)
+    while (reply := outside.post("/rrl/v1/episodes", RUN_KEY))[0] == 200:
+        pass
+    assert (reply[0], reply[1]["error"]["code"]) == (503, "no_episode")
+
+
+@pytest.mark.parametrize(
+    ("how", "body", "param"),
+    [
+        ("finish", {"reward": "1"}, "reward"), ("finish", {"reward": True}, "reward"),
+        ("finish", {"later": 1}, "later"), ("finish", {"later": True, "reward": 1.0}, "later"),
+        ("finish", {"rewards": 1.0}, "rewards"), ("reward", {}, "reward"), ("fail", {}, "why"),
+        ("fail", {"why": 3}, "why"), ("finish", b"[1]", None), ("finish", b"\xff", None),
+        ("reward", b'{"reward": 1e999}', None),
+    ],
+)  # fmt: skip
+def test_a_body_that_is_wrong_names_the_key(outside: Outside, how: str, body: Any, param: str | None) -> None:
+    opened = outside.open()
+    status, replied = outside.post(f"/rrl/v1/episodes/{how}", opened["api_key"], body)
+    assert status == 400
+    assert replied["error"]["param"] == param
+
+
+def test_each_key_serves_its_own_purpose_only(outside: Outside) -> None:
+    opened = outside.open()
+    assert outside.post("/rrl/v1/episodes", opened["api_key"])[1]["error"]["code"] == "run_key_needed"
+    refused = outside.post("/rrl/v1/episodes/finish", RUN_KEY, {"reward": 1.0})
+    assert (refused[0], refused[1]["error"]["code"]) == (403, "episode_key_needed")
+    body = {"model": "any", "messages": USER}
+    assert outside.post("/v1/chat/completions", RUN_KEY, body)[1]["error"]["code"] == "episode_key_needed"
+    assert outside.post("/rrl/v1/episodes", "sk-other")[0] == 401
+    assert outside.post("/rrl/v1/episodes", run_key("other", SECRET))[0] == 401

@@ -1,0 +1,320 @@
+"""The relay between the real client of OpenAI and stand-ins for replicas of the endpoint that break off.
+
+``test_relay_processes.py`` has the same with the real endpoint in processes that are killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import socket
+import threading
+from collections.abc import AsyncIterator, Iterator, Mapping
+from typing import Any
+
+import pytest
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from rrl.roles.endpoint import http_messages, relay
+from rrl.roles.endpoint.http_server import EndpointServer
+from rrl.roles.endpoint.relay import Relay
+from rrl.tests.support.roles.endpoint.fake_endpoint import (
+    DONE,
+    Act,
+    FakeEndpoint,
+    breaks,
+    completion,
+    event,
+    plain,
+    replies,
+    streams,
+)
+
+openai = pytest.importorskip("openai")
+
+DEADLINE_S = 60.0
+"""s after which a test gives up; nothing takes so long unless it is broken"""
+USER: list[Any] = [{"role": "user", "content": "7"}]
+FENCED = {"error": {"message": "attempt 1 is over", "type": "permission_error", "param": None, "code": "attempt_over"}}
+
+
+class Scene:
+    """A relay, and the replicas that it can find now."""
+
+    def __init__(self) -> None:
+        self.replicas: list[FakeEndpoint] = []
+        self.addresses: list[str] = []
+        self.over = False
+        self.server = EndpointServer(Relay(lambda: (tuple(self.addresses), self.over)).application)
+        self.server.start()
+
+    def replica(self, *acts: Act) -> FakeEndpoint:
+        """Start a replica that the relay does not find yet."""
+        self.replicas.append(FakeEndpoint(*acts))
+        return self.replicas[-1]
+
+    def serves(self, *acts: Act) -> FakeEndpoint:
+        """Start a replica, the only one that the relay finds."""
+        made = self.replica(*acts)
+        self.addresses = [made.base_url]
+        return made
+
+    def client(self, **more: Any) -> Any:
+        options: dict[str, Any] = {"base_url": self.server.base_url, "api_key": "rrl-k", "timeout": DEADLINE_S}
+        return openai.OpenAI(**options | more)
+
+    def create(self, **more: Any) -> Any:
+        return self.client(max_retries=0).chat.completions.create(model="m", messages=USER, **more)
+
+    def post(self, path: str, headers: Mapping[str, str] = {}, content: bytes = b"{}") -> tuple[int, Any]:
+        host = self.server.base_url.removeprefix("http://").removesuffix("/v1")
+        connection = http.client.HTTPConnection(host, timeout=DEADLINE_S)
+        connection.request("POST", path, content, dict(headers))
+        got = connection.getresponse()
+        return got.status, json.loads(got.read())
+
+
+@pytest.fixture
+def scene() -> Iterator[Scene]:
+    made = Scene()
+    yield made
+    made.server.stop()
+    for replica in made.replicas:
+        replica.stop()
+
+
+def headers_of(replica: FakeEndpoint, number: int = 0) -> dict[str, str]:
+    return replica.requests[number][1]
+
+
+def texts(stream: Any) -> list[str]:
+    return [chunk.choices[0].delta.content for chunk in stream]
+
+
+def test_a_call_and_its_answer_pass_unchanged(scene: Scene) -> None:
+    replica = scene.serves()
+    got = scene.create(extra_headers={"x-rrl-sent": "9", "x-mine": "1"})
+    assert got.choices[0].message.content == "5"
+    path, headers, body = replica.requests[0]
+    assert (path, json.loads(body)) == ("/v1/chat/completions", {"model": "m", "messages": USER})
+    assert (headers["authorization"], headers["x-mine"], headers["x-rrl-relay"]) == ("Bearer rrl-k", "1", "1")
+    assert headers["x-stainless-retry-count"] == "0"
+    assert "x-rrl-sent" not in headers, "an agent cannot say what it has"
+    assert scene.client().models.with_raw_response.list().http_response.status_code == 200
+    assert replica.requests[1][0] == "/v1/models"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_refusal_of_the_endpoint_keeps_its_status_and_object(scene: Scene, stream: bool) -> None:
+    scene.serves(replies(FENCED, 403))
+    with pytest.raises(openai.PermissionDeniedError) as refused:
+        scene.create(stream=stream)
+    assert refused.value.body["code"] == "attempt_over"
+
+
+def test_a_plain_answer_that_breaks_off_is_repeated_as_joined_and_arrives_once(scene: Scene) -> None:
+    broken = scene.serves(breaks(b"  ", json.dumps(completion("4")).encode()[:40]))
+    other = scene.replica(replies(completion("5")))
+
+    def moves() -> None:
+        broken.wait_requests(1, DEADLINE_S)
+        broken.stop()
+        scene.addresses = [other.base_url]
+
+    mover = threading.Thread(target=moves)
+    mover.start()
+    assert scene.create().choices[0].message.content == "5"
+    mover.join()
+    assert headers_of(other)["x-stainless-retry-count"] == "1", "the endpoint joins it to the turn"
+    assert other.requests[0][2] == broken.requests[0][2]
+
+
+def test_a_call_that_no_replica_has_received_is_not_repeated_as_joined(scene: Scene) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        gone = f"http://127.0.0.1:{taken.getsockname()[1]}/v1"  # refuses connections once it is closed
+    scene.addresses = [gone]
+    replica = scene.replica()
+    threading.Timer(5.0, lambda: setattr(scene, "addresses", [replica.base_url])).start()
+    # a read timeout that is shorter than the outage passes only without signs of life
+    assert scene.client(max_retries=0, timeout=3.0).chat.completions.create(model="m", messages=USER).choices
+    assert headers_of(replica)["x-stainless-retry-count"] == "0"
+
+
+def test_a_stream_goes_on_behind_the_tokens_that_the_agent_has(scene: Scene) -> None:
+    begun = (event("1", 3, "2"), b": waiting\n\n", event("2", 3, "5"), event("lost")[:-1])
+    first = scene.serves(breaks(*begun, media_type="text/event-stream"))
+    second = scene.replica(streams(event("3", 3, "6"), event("4", 3, "9"), DONE))
+    stream = scene.create(stream=True)
+    got = [next(stream).choices[0].delta.content]
+    first.stop()
+    scene.addresses = [second.base_url]
+    assert [*got, *texts(stream)] == ["1", "2", "3", "4"]
+    repeated = headers_of(second)
+    assert (repeated["x-stainless-retry-count"], repeated["x-rrl-call"], repeated["x-rrl-sent"]) == ("1", "3", "5")
+    assert "x-rrl-call" not in headers_of(first)
+
+
+def test_an_event_whose_position_was_lost_is_not_sent_twice(scene: Scene) -> None:
+    scene.serves(
+        breaks(event("1", 1, "1"), event("2"), media_type="text/event-stream"), streams(event("2", 1, "2"), DONE)
+    )
+    assert texts(scene.create(stream=True)) == ["1", "2"]
+
+
+def test_a_stream_that_ends_without_its_last_event_is_repeated(scene: Scene) -> None:
+    replica = scene.serves(streams(event("1", 1, "1")), streams(event("2", 1, "2"), DONE))
+    assert texts(scene.create(stream=True)) == ["1", "2"]
+    assert headers_of(replica, 1)["x-rrl-sent"] == "1"
+
+
+def test_a_stream_whose_attempt_is_over_meanwhile_ends_with_the_error(scene: Scene) -> None:
+    scene.serves(breaks(event("1", 1, "1"), media_type="text/event-stream"), replies(FENCED, 403))
+    stream = scene.create(stream=True)
+    assert next(stream).choices[0].delta.content == "1"
+    with pytest.raises(openai.APIError, match="attempt 1 is over"):
+        next(stream)
+
+
+def test_a_plain_answer_whose_attempt_is_over_meanwhile_becomes_the_refusal(scene: Scene) -> None:
+    scene.serves(breaks(b" "), replies(FENCED, 403))
+    with pytest.raises(openai.PermissionDeniedError):
+        scene.client().chat.completions.create(model="m", messages=USER)  # its client repeats the broken call
+
+
+def test_a_call_that_a_stopped_replica_interrupts_is_repeated(scene: Scene) -> None:
+    failed = {"error": {"message": "the endpoint failed", "type": "server_error", "param": None, "code": None}}
+    acts = [plain(503, "full"), plain(500, "interrupted"), replies(completion("5")), replies(failed, 500)]
+    replica = scene.serves(*acts)
+    assert scene.create().choices[0].message.content == "5"
+    counts = [headers["x-stainless-retry-count"] for _, headers, _ in replica.requests]
+    assert counts == ["0", "0", "1"], "a replica that has too many connections has not begun"
+    with pytest.raises(openai.InternalServerError, match="the endpoint failed"):
+        scene.create()
+    assert len(replica.requests) == 4
+
+
+def test_calls_of_an_episode_go_to_one_replica_and_to_another_one_when_it_is_gone(scene: Scene) -> None:
+    one, two = scene.replica(), scene.replica()
+    scene.addresses = [one.base_url, two.base_url]
+    for _ in range(4):
+        scene.create()
+    first, second = (one, two) if one.requests else (two, one)
+    assert (len(first.requests), len(second.requests)) == (4, 0)
+    first.stop()
+    scene.create()
+    assert len(second.requests) == 1
+
+
+def test_an_opened_episode_gets_the_relay_as_its_base_url_and_is_opened_once(scene: Scene) -> None:
+    opened = {"episode": 4, "attempt": 1, "item": "7", "api_key": "rrl-x", "base_url": "http://10.0.0.4:4001/v1"}
+    replica = scene.serves(breaks(b"{"), replies(opened))
+    status, got = scene.post("/rrl/v1/episodes", {"Authorization": "Bearer rrl-run"})
+    assert (status, got) == (200, opened | {"base_url": scene.server.base_url})
+    keys = [headers["idempotency-key"] for _, headers, _ in replica.requests]
+    assert len(keys) == 2
+    assert len({*keys}) == 1
+    scene.post("/rrl/v1/episodes", {"Authorization": "Bearer rrl-run"})
+    assert headers_of(replica, 2)["idempotency-key"] not in keys, "another call is another episode"
+    scene.post("/rrl/v1/episodes", {"Idempotency-Key": "mine"})
+    assert headers_of(replica, 3)["idempotency-key"] == "mine"
+
+
+def test_no_free_episode_is_an_answer_and_a_full_replica_is_not(scene: Scene) -> None:
+    none = {"error": {"message": "no episode", "type": "server_error", "param": None, "code": "no_episode"}}
+    replica = scene.serves(
+        replies("busy", 503), replies("bad gateway", 502), replies(none, 503, **{"retry-after": "1"})
+    )
+    assert scene.post("/rrl/v1/episodes") == (503, none)
+    assert len(replica.requests) == 3
+
+
+def test_a_call_of_an_ended_run_is_refused(scene: Scene) -> None:
+    scene.over = True
+    with pytest.raises(openai.APIStatusError) as plain:
+        scene.create()
+    assert (plain.value.status_code, plain.value.body["code"]) == (410, "run_ended")
+
+
+def test_a_stream_of_a_run_that_ends_meanwhile_ends_with_the_error(scene: Scene) -> None:
+    replica = scene.serves(breaks(event("1", 1, "1"), media_type="text/event-stream"))
+    stream = scene.create(stream=True)
+    assert next(stream).choices
+    scene.addresses, scene.over = [], True
+    replica.stop()
+    with pytest.raises(openai.APIError, match="the run has ended"):
+        next(stream)
+
+
+def test_a_reader_that_stops_reading_stops_the_replica_too(scene: Scene) -> None:
+    piece, sent, stopped = event("x" * 2**16, 1, "1"), 0, threading.Event()
+
+    async def flood(request: Request) -> Response:
+        async def content() -> AsyncIterator[bytes]:
+            nonlocal sent
+            try:
+                for _ in range(2000):
+                    yield piece
+                    sent += len(piece)
+            finally:
+                stopped.set()
+
+        return StreamingResponse(content(), media_type="text/event-stream")
+
+    scene.serves(flood)
+    host = scene.server.base_url.removeprefix("http://").removesuffix("/v1")
+    connection = http.client.HTTPConnection(host, timeout=DEADLINE_S)
+    connection.request("POST", "/v1/chat/completions", b'{"stream": true}')
+    response = connection.getresponse()
+    assert response.read(10)
+
+    async def still() -> int:
+        before = -1
+        while sent != before:  # the kernel's buffers of two connections fill up, and then nothing moves
+            before = sent
+            await asyncio.sleep(1.0)
+        return sent
+
+    assert asyncio.run(asyncio.wait_for(still(), DEADLINE_S)) < 32 * 2**20
+    assert not stopped.is_set()
+    connection.close()
+    response.close()
+    assert stopped.wait(DEADLINE_S), "an agent that is gone ends its call at the replica"
+
+
+def test_a_plain_call_whose_agent_is_gone_ends_at_the_replica(scene: Scene) -> None:
+    ended = threading.Event()
+
+    async def waits(request: Request) -> Response:
+        async def content() -> AsyncIterator[bytes]:
+            try:
+                while True:
+                    yield b" "
+                    await asyncio.sleep(0.1)
+            finally:
+                ended.set()
+
+        return StreamingResponse(content(), media_type="application/json")
+
+    replica = scene.serves(waits)
+    host = scene.server.base_url.removeprefix("http://").removesuffix("/v1")
+    connection = http.client.HTTPConnection(host, timeout=DEADLINE_S)
+    connection.request("POST", "/v1/chat/completions", b"{}")
+    replica.wait_requests(1, DEADLINE_S)
+    assert not ended.is_set()
+    connection.close()
+    assert ended.wait(DEADLINE_S)
+
+
+def test_bodies_are_bounded_one_by_one_and_all_together(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    replica = scene.serves()
+    monkeypatch.setattr(http_messages, "MAX_BODY_BYTES", 1000)
+    assert scene.post("/v1/chat/completions", content=b"x" * 1001)[0] == 413
+    monkeypatch.setattr(relay, "MAX_MEMORY_BYTES", 500)
+    status, got = scene.post("/v1/chat/completions", content=b"x" * 501)
+    assert (status, got["error"]["code"]) == (503, "relay_busy")
+    monkeypatch.setattr(relay, "MAX_MEMORY_BYTES", 1000)
+    for _ in range(5):  # what a call has kept is given back
+        assert scene.post("/v1/chat/completions", content=b"x" * 600)[0] == 200
+    assert len(replica.requests) == 5

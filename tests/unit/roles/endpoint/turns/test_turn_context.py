@@ -1,0 +1,198 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rrl.core.run_spec import ModelSpec, TokenizerSpec
+from rrl.roles.endpoint.turns.turn_context import Context, Paths, chat_context, plain_context, rolling_hashes
+from rrl.roles.models.chat import open_chat
+from rrl.roles.models.conversation import Chat, Message
+from rrl.roles.models.tokenizer import EOS
+from rrl.roles.trajectories.episodes.requests import Turn
+
+PIECES = (*"0123456789", "12", "<", ">", "=", "?", "|")
+SPEC = TokenizerSpec(PIECES, chat={"user": "?{content}=", "assistant": "{content}|"})
+CHAT = open_chat(ModelSpec(tokenizer=SPEC))
+LAST = CHAT.tokenizer.size - 1
+CHATML = (
+    "{%- for message in messages %}{{- '<start>' + message['role'] + '\\n' + message['content'] | trim + '<turn>\\n' }}"
+    "{%- endfor %}{%- if add_generation_prompt %}{{- '<start>assistant\\n' }}{%- endif %}"
+)
+"""A template of the most common family, in the special tokens of the test folder."""
+
+answers = st.lists(st.integers(2, LAST), max_size=4).map(tuple)
+texts = st.text(st.sampled_from("0123456789<>="), max_size=3)
+
+
+def ask(chat: Chat, messages: list[Message], turns: list[Turn]) -> tuple[Context, Paths]:
+    context = chat_context(messages, turns, chat)
+    hashes = rolling_hashes(messages)
+    assert context.messages == hashes
+    return context, Paths(turns)
+
+
+def record(turns: list[Turn], context: Context, sampled: tuple[int, ...]) -> Turn:
+    """Add the turn that was sampled in a context."""
+    made = Turn(
+        2**40 + len(turns), context.parent, context.offset, context.given, sampled, True, context.messages, 1,
+        f"r{len(turns)}",
+    )  # fmt: skip
+    turns.append(made)
+    return made
+
+
+def whole(context: Context, turns: list[Turn]) -> tuple[int, ...]:
+    before = () if context.parent is None else Paths(turns).path(context.parent)[: context.offset]
+    tokens = before + context.given
+    assert tokens == context.tokens
+    return tokens
+
+
+@given(st.lists(st.tuples(texts, answers, st.booleans()), min_size=1, max_size=5), texts)
+def test_a_conversation_that_goes_on_keeps_every_sampled_token_as_it_was_sampled(
+    exchange: list[tuple[str, tuple[int, ...], bool]], last: str
+) -> None:
+    turns: list[Turn] = []
+    messages: list[Message] = []
+    expected: tuple[int, ...] = ()
+    for question, tokens, ended in exchange:
+        messages.append(Message("user", question))
+        context, _ = ask(CHAT, messages, turns)
+        expected += CHAT.tokenizer.encode(f"?{question}=")
+        assert whole(context, turns) == expected
+        sampled = (*tokens, EOS) if ended else (*tokens, LAST)
+        made = record(turns, context, sampled)
+        messages.append(Message("assistant", CHAT.tokenizer.decode(sampled)))
+        expected += sampled if ended else (*sampled, EOS)  # an answer that was cut gets its end
+        expected += CHAT.tokenizer.encode("|")
+        assert Paths(turns).path(made.id) == whole(context, turns) + sampled
+    context, _ = ask(CHAT, [*messages, Message("user", last)], turns)
+    assert whole(context, turns) == expected + CHAT.tokenizer.encode(f"?{last}=")
+    assert context.parent is not None
+
+
+def test_an_answer_whose_text_encodes_differently_stays_as_sampled() -> None:
+    one, two = CHAT.tokenizer.encode("1") + CHAT.tokenizer.encode("2"), CHAT.tokenizer.encode("12")
+    assert one != two
+    turns: list[Turn] = []
+    asked = [Message("user", "0")]
+    made = record(turns, ask(CHAT, asked, turns)[0], (*one, EOS))
+    context, paths = ask(CHAT, [*asked, Message("assistant", "12"), Message("user", "<")], turns)
+    assert (context.parent, context.offset) == (made.id, len(paths.path(made.id)))
+    assert context.given == CHAT.tokenizer.encode("|?<=")
+
+
+def test_an_answer_that_the_agent_changed_is_context_of_a_branch() -> None:
+    turns: list[Turn] = []
+    asked = [Message("user", "0")]
+    first, _ = ask(CHAT, asked, turns)
+    made = record(turns, first, (*CHAT.tokenizer.encode("5"), EOS))
+    context, _ = ask(CHAT, [*asked, Message("assistant", "6"), Message("user", "<")], turns)
+    assert (context.parent, context.offset) == (made.id, first.length)
+    assert context.given == (*CHAT.tokenizer.encode("6"), EOS, *CHAT.tokenizer.encode("|?<="))
+
+
+def test_another_conversation_of_the_episode_has_no_parent_unless_it_begins_alike() -> None:
+    turns: list[Turn] = []
+    record(turns, ask(CHAT, [Message("user", "0")], turns)[0], (EOS,))
+    context, _ = ask(CHAT, [Message("assistant", "7"), Message("user", "8")], turns)
+    assert (context.parent, context.offset) == (None, 0)
+    context, _ = ask(CHAT, [Message("user", "09")], turns)
+    assert (context.parent, context.offset) == (turns[0].id, 2)
+
+
+def test_the_same_request_again_is_a_second_answer_in_the_same_context() -> None:
+    turns: list[Turn] = []
+    asked = [Message("user", "0")]
+    first, _ = ask(CHAT, asked, turns)
+    record(turns, first, (*CHAT.tokenizer.encode("5"), EOS))
+    second, _ = ask(CHAT, asked, turns)
+    assert (second.offset, second.given, second.length) == (first.length, (), first.length)
+
+
+def test_the_newest_recorded_answer_counts_and_unfinished_ones_do_not() -> None:
+    turns: list[Turn] = []
+    messages = [Message("user", "0")]
+    for guess in "56":
+        record(turns, ask(CHAT, messages, turns)[0], (*CHAT.tokenizer.encode(guess), EOS))
+        messages += [Message("assistant", guess), Message("user", "<")]
+    context, paths = ask(CHAT, messages, turns)
+    assert (context.parent, context.offset) == (turns[1].id, len(paths.path(turns[1].id)))
+    pending = Turn(2**41, None, 0, (), CHAT.tokenizer.encode("6"), False, rolling_hashes(messages[:3]), 1, "pending")
+    assert ask(CHAT, messages, [turns[0], pending])[0].parent == turns[0].id
+
+
+@given(st.lists(st.lists(st.integers(2, LAST), max_size=6), min_size=1, max_size=4))
+def test_a_completion_of_tokens_has_exactly_these_tokens_as_context(prompts: list[list[int]]) -> None:
+    turns: list[Turn] = []
+    for prompt in prompts:
+        context = plain_context(prompt, turns)
+        assert whole(context, turns) == tuple(prompt)
+        record(turns, context, (2, EOS))
+
+
+def test_a_completion_that_continues_a_path_in_tokens_keeps_it() -> None:
+    turns: list[Turn] = []
+    made = record(turns, plain_context([5, 6], turns), (7, 8, EOS))
+    assert plain_context([5, 6, 7, 8, EOS, 9], turns) == Context(made.id, 5, (9,), (), (5, 6, 7, 8, EOS, 9))
+
+
+# ── a chat template of a folder ──────────────────────────────────────────────────────────────────────────────────────
+@pytest.fixture(scope="module")
+def folder_chat(tmp_path_factory: pytest.TempPathFactory) -> Chat:
+    pytest.importorskip("torch")
+    from rrl.tests.support.roles import folders
+
+    folder = tmp_path_factory.mktemp("model")
+    folders.tokenizer(folder)
+    Path(folder / "chat_template.jinja").write_text(CHATML)
+    folders.rewrite(folder / "generation_config.json", eos_token_id=[folders.TURN])
+    return open_chat(ModelSpec(str(folder), chat=True))
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(st.tuples(st.text(max_size=5), st.lists(st.integers(4, 259), max_size=6), st.booleans()), max_size=4),
+    st.text(max_size=5),
+)
+@pytest.mark.torch
+def test_with_a_template_that_keeps_prefixes_every_sampled_token_stays(
+    folder_chat: Chat, exchange: list[tuple[str, list[int], bool]], last: str
+) -> None:
+    """Random bytes are often not valid text, which decoding and encoding would change."""
+    from rrl.tests.support.roles import folders
+
+    turns: list[Turn] = []
+    messages: list[Message] = []
+    path: tuple[int, ...] = ()
+    for question, tokens, ended in exchange:
+        messages.append(Message("user", question))
+        context, _ = ask(folder_chat, messages, turns)
+        assert whole(context, turns)[: len(path)] == path
+        sampled = (*tokens, folders.TURN) if ended else tuple(tokens)
+        path = whole(context, turns) + sampled
+        record(turns, context, sampled)
+        messages.append(Message("assistant", folder_chat.tokenizer.decode(sampled)))
+    context, _ = ask(folder_chat, [*messages, Message("user", last)], turns)
+    assert whole(context, turns)[: len(path)] == path
+    assert (context.parent is None) == (not exchange)
+    if exchange and not exchange[-1][2]:
+        assert context.given[0] == folders.TURN
+
+
+@pytest.mark.torch
+def test_a_template_that_writes_an_answer_otherwise_than_it_begins_makes_branches(tmp_path: Path) -> None:
+    from rrl.tests.support.roles import folders
+
+    folders.tokenizer(tmp_path)
+    chat = open_chat(ModelSpec(str(tmp_path), chat=True))
+    turns: list[Turn] = []
+    asked = [Message("user", "a")]
+    first, _ = ask(chat, asked, turns)
+    record(turns, first, (*chat.tokenizer.encode("b"), folders.END))
+    context, _ = ask(chat, [*asked, Message("assistant", "b"), Message("user", "c")], turns)
+    assert context.offset < first.length
+    assert whole(context, turns) == chat.prompt([*asked, Message("assistant", "b"), Message("user", "c")])

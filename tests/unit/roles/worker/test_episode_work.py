@@ -1,0 +1,216 @@
+"""``me.episodes()``: a program's own episodes, leased from a real store, in a thread of the test."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+import pytest
+
+from rrl.config.job.resolve import resolve
+from rrl.config.job.schema import Job
+from rrl.core.run_dir import write_atomically
+from rrl.core.run_spec import RunSpec
+from rrl.roles.launcher.end_report import Misuse
+from rrl.roles.trajectories.client import Fenced
+from rrl.roles.trajectories.durable.log import read_frames
+from rrl.roles.trajectories.durable.records import AttemptFailed, EpisodeFinished, decode
+from rrl.roles.trajectories.store import Store
+from rrl.roles.worker.api import Worker
+from rrl.roles.worker.episode_work import Episode
+from rrl.tests.support.listening_manager import TIMEOUT_S, eventually, lab
+from rrl.tests.support.roles.trajectories.agents import AGENTS, CREW, open_agents_store, sample
+from rrl.tests.support.roles.trajectories.crew import ROLLOUT, incarnation_of, lease
+from rrl.tests.support.roles.worker_scene import Manager, Scene, play
+from rrl.transport.messages import Heartbeat
+
+openai = pytest.importorskip("openai")
+
+TASK = """
+class Task:
+    def __init__(self, seed):
+        pass
+
+    def prompt(self, i):
+        return f"item {i}"
+
+    def answer(self, i):
+        return ""
+
+    def score(self, i, text):
+        return 0.0, 0.0
+"""
+
+
+def job(**agents: object) -> RunSpec:
+    return resolve(
+        Job.model_validate({
+            "run": {"name": "test", "steps": 1},
+            "task": {"function": "task_of_test_episodes:Task"},
+            "model": {"tokenizer": {"pieces": "0123456789?", "chat": {"user": "{content}"}}},
+            "sampling": {"max_new_tokens": 4},
+            "roles": {"agents": {"command": ["python", "player.py"], "per": "replica", **agents}},
+            "transport": {"weights": "tcp"},
+        }),
+        "python",
+    )  # fmt: skip
+
+
+@pytest.fixture
+def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
+    monkeypatch.setenv("RRL_HEARTBEAT_INTERVAL", "0.02")
+    with lab(tmp_path) as at:
+        (at.run.path / "task_of_test_episodes.py").write_text(TASK)
+        yield Scene(at)
+
+
+SUCCESSOR = incarnation_of("agents/0", 2)
+_Record = TypeVar("_Record")
+Program = Callable[[Worker, "queue.Queue[object]"], None]
+
+
+class Played:
+    """A program that plays episodes, as the test sees it: its store, and what it tells."""
+
+    def __init__(self, store: Store, manager: Manager) -> None:
+        self.store, self._manager = store, manager
+        self.reported: queue.Queue[object] = queue.Queue()
+
+    async def tells(self) -> object:
+        return await asyncio.to_thread(self.reported.get, timeout=TIMEOUT_S)
+
+    @property
+    def heartbeats(self) -> list[Heartbeat]:
+        return [message for message in self._manager.received if isinstance(message, Heartbeat)]
+
+    async def in_phase(self, name: str) -> None:
+        await eventually(lambda: any(one.phase == name for one in self.heartbeats), f"phase {name}")
+
+
+def play_program(scene: Scene, program: Program, then: Callable[[Played], Awaitable[None]], **agents: object) -> None:
+    """Run a program as agents/0 until ``then`` has returned; then request its stop."""
+    write_atomically(scene.at.run.run_spec, msgspec.json.encode(job(**agents)))
+
+    async def story() -> None:
+        store = open_agents_store(scene.at.run.store)
+        async with scene.serve(store) as endpoint, scene.manager() as manager:
+            manager.store_is(endpoint)
+            played, me = Played(store, manager), scene.worker(AGENTS)
+            role = scene.start(me, lambda: program(me, played.reported))
+            await then(played)
+            await manager.stop(AGENTS)
+            await role.end()
+
+    play(story)
+
+
+def records(scene: Scene, kind: type[_Record]) -> list[_Record]:
+    """Return the records of a kind in the store's log."""
+    log = max(scene.at.run.store.glob("log.*"))
+    return [record for record in map(decode, read_frames(log)) if isinstance(record, kind)]
+
+
+def test_an_episode_has_what_a_client_needs_and_its_reward_is_recorded(scene: Scene) -> None:
+    def program(me: Worker, reported: queue.Queue[object]) -> None:
+        for episode in me.episodes(at_most=1):
+            client = openai.OpenAI(base_url=episode.base_url, api_key=episode.api_key, max_retries=0)
+            try:
+                reply = client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "?"}])
+            except openai.APIConnectionError:  # of the second episode, when a stop is requested
+                reported.put(episode.fail("no answer"))
+                continue
+            reported.put((episode.item, episode.attempt, reply.choices[0].message.content, episode.finish(0.5)))
+            with pytest.raises(Misuse) as refused:
+                episode.finish(0.5)
+            reported.put(str(refused.value))
+
+    async def then(played: Played) -> None:
+        (turn,) = await eventually(lambda: lease(played.store, ROLLOUT), "a turn")
+        await played.in_phase("wait_turn")
+        sample(played.store, turn.trajectory, [5, 1])
+        assert await played.tells() == ("item 0", 1, "3", True)
+        assert await played.tells() == "attempt 1 at episode 0 was finished or failed before"
+        await eventually(lambda: played.heartbeats[-1].done >= 2, "progress: the turn, and the end of the episode")
+
+    play_program(scene, program, then)
+    assert not records(scene, AttemptFailed)
+    assert [(one.episode, one.attempt, one.reward) for one in records(scene, EpisodeFinished)] == [(0, 1, 0.5)]
+
+
+def test_at_most_so_many_episodes_are_at_work_and_a_failed_one_gives_its_place_back(scene: Scene) -> None:
+    def program(me: Worker, reported: queue.Queue[object]) -> None:
+        held: list[Episode] = []
+        for episode in me.episodes(at_most=2):
+            held.append(episode)
+            reported.put([episode.attempt for episode in held])
+            if len(held) == 2:
+                reported.put(held[0].fail("the browser\ncrashed"))
+
+    async def then(played: Played) -> None:
+        assert [await played.tells() for _ in range(4)] == [[1], [1, 1], True, [1, 1, 2]]
+
+    play_program(scene, program, then)
+    (failed,) = records(scene, AttemptFailed)
+    assert (failed.attempt, failed.failures, failed.reason) == (1, 1, "the browser crashed")
+
+
+def test_an_attempt_that_lasts_too_long_is_failed_and_its_end_counts_no_more(scene: Scene) -> None:
+    def program(me: Worker, reported: queue.Queue[object]) -> None:
+        held: list[Episode] = []
+        for episode in me.episodes(at_most=1):  # it comes again once the first attempt has lasted too long
+            held.append(episode)
+            if len(held) == 2:
+                reported.put([held[0].finish(1.0), held[1].attempt])
+
+    async def then(played: Played) -> None:
+        assert await played.tells() == [False, 2]
+
+    play_program(scene, program, then, timeout="300ms")
+
+
+def test_a_process_that_was_replaced_can_end_nothing(scene: Scene) -> None:
+    replaced = threading.Event()
+
+    def program(me: Worker, reported: queue.Queue[object]) -> None:
+        for episode in me.episodes(at_most=1):
+            reported.put("begun")
+            assert replaced.wait(TIMEOUT_S)
+            with pytest.raises(Fenced):
+                episode.finish(1.0)
+            reported.put("fenced")
+            return
+
+    async def then(played: Played) -> None:
+        assert await played.tells() == "begun"
+        played.store.update_membership([SUCCESSOR if member == AGENTS else member for member in CREW])
+        replaced.set()
+        assert await played.tells() == "fenced"
+
+    play_program(scene, program, then)
+    assert not records(scene, EpisodeFinished)
+
+
+@pytest.mark.parametrize(
+    ("reward", "later", "problem"),
+    [
+        (float("nan"), False, "the reward is nan; give a finite number, or None"),
+        ("much", False, "the reward is 'much'; give a finite number, or None"),
+        (1.0, True, "give a reward, or later=True for one that comes from outside"),
+    ],
+)
+def test_a_mistake_in_a_reward_is_one_line(scene: Scene, reward: float, later: bool, problem: str) -> None:
+    def program(me: Worker, reported: queue.Queue[object]) -> None:
+        for episode in me.episodes(at_most=1):
+            with pytest.raises(Misuse) as refused:
+                episode.finish(reward, later)
+            reported.put(str(refused.value))
+
+    async def then(played: Played) -> None:
+        assert await played.tells() == f"finish(): {problem}"
+
+    play_program(scene, program, then)
