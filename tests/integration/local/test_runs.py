@@ -113,14 +113,14 @@ def test_a_crashed_node_is_excluded_and_its_rollout_moves_to_the_spare(tmp_path:
     ids=["killed", "warned of its walltime"],
 )
 def test_next_manager_adopts_the_running_steps(tmp_path: Path, end: signal.Signals) -> None:
-    run = submit_here(tmp_path, light_job("local", 60))
+    run = submit_here(tmp_path, light_job("local", 150))
     before = joined_incarnations(run)
     holder = json.loads((run.run.epochs / "000001").read_text())
     os.kill(holder["pid"], end)
     step = run.state().step
     with run.call("manage", run.run.id):
-        run.wait(lambda s: s.epoch == 2 and s.step > step + 3)
-        kept, now = without_replicas(before, current_incarnations(run.state()), [])
+        adopted = run.wait(lambda s: s.epoch == 2 and s.step > step + 3)
+        kept, now = without_replicas(before, current_incarnations(adopted), [])
         assert now == kept, "the roles noticed"
         _end_well(run)
     assert run.summary()["recoveries"] == []
