@@ -5,8 +5,8 @@ BIN := .venv/bin
 EXTRAS := dev,torch,ucx,nixl,endpoint
 # Wheels of torch without CUDA: 190 MB instead of 3 GB. Other wheels: make setup TORCH_INDEX=https://pypi.org/simple
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
-# Number of pytest processes: one more than the two cores of CI, because tests of whole runs mostly wait.
-WORKERS ?= 3
+# Number of pytest processes on the two cores of CI: whole runs, and even more the tests of Slurm, mostly wait.
+WORKERS ?= 5
 # The tests of one file stay in one process. tests/conftest.py starts the files that take longest first.
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 PIP_FLAGS := --use-pep517 --disable-pip-version-check
@@ -65,11 +65,11 @@ uninstall-slurm: setup
 demo-slurm: slurm
 	@$(BIN)/python -m rrl.tests.support.demo
 
-# Slurm is installed where that is possible; its tests skip where it is not, or fail if RRL_REQUIRE_SLURM is set.
+# Slurm is installed where that is possible; its tests skip where it is not, or fail if RRL_REQUIRE_SLURM is set. They mostly
+# wait, so they run beside the others.
 test: setup
 	-@$(BIN)/python -m rrl.tests.support.slurm.lab install --accounting
-	$(PYTEST) -m 'not slurm and not long and not vllm'
-	$(PYTEST) -m 'slurm and not long'
+	$(PYTEST) -m 'not long and not vllm'
 
 # For the inner loop, under a minute on two cores: tests of pure functions, and others that start no process. They play no
 # scenario and start no run.
@@ -117,10 +117,10 @@ test-slurm-versions: setup
 	-@$(BIN)/python -m rrl.tests.support.slurm.lab install --accounting
 	$(BIN)/python -m rrl.tests.support.slurm.versions
 
-# Tests that take long: half an hour and more.
+# Tests that take long, and all property tests with many examples: an hour and more.
 test-long: setup
 	-@$(BIN)/python -m rrl.tests.support.slurm.lab install --accounting
-	$(BIN)/python -m pytest -m long
+	RRL_TEST_EXAMPLES=many $(BIN)/python -m pytest -m 'long or hypothesis'
 
 # Random faults on whole runs, and every invariant; half an hour at most. One JSON object is its last line.
 soak: setup

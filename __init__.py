@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from rrl.roles.trajectories.types import Trajectory as Trajectory
     from rrl.roles.worker.api import Worker as Worker
     from rrl.roles.worker.api import join as join
-    from rrl.roles.worker.episodes import Episode as Episode
+    from rrl.roles.worker.episode_work import Episode as Episode
     from rrl.roles.worker.status.external_waits import waiting as waiting
     from rrl.roles.worker.work_items import NewWeights as NewWeights
     from rrl.roles.worker.work_items import ScoringLease as ScoringLease
@@ -49,7 +49,7 @@ _HOMES = {
     "Trajectory": "rrl.roles.trajectories.types",
     "Worker": "rrl.roles.worker.api",
     "join": "rrl.roles.worker.api",
-    "Episode": "rrl.roles.worker.episodes",
+    "Episode": "rrl.roles.worker.episode_work",
     "NewWeights": "rrl.roles.worker.work_items",
     "ScoringLease": "rrl.roles.worker.work_items",
     "WorkLease": "rrl.roles.worker.work_items",

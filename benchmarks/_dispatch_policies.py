@@ -21,6 +21,8 @@ from rrl.roles.trajectories.dispatch.work_sharing import (
     share,
 )
 
+_CURVES = CurveTable(LIMIT)
+"""Curves of all arms: they depend only on estimate and progress, and computing them is most of a simulation's time."""
 _TAIL = 0.2
 """Share of the answers that StreamRL's dispatcher treats as long."""
 
@@ -69,7 +71,6 @@ class Product(FirstCome):
         self._lengths = lengths
         self._separates = separates
         self._informed = informed
-        self._curves = CurveTable(LIMIT)
         self._groups: dict[int, GroupEstimate] = {}
         self._loads: dict[int, tuple[int, EngineLoad, float]] = {}
         self._times = times
@@ -88,7 +89,7 @@ class Product(FirstCome):
         return known
 
     def curve(self, world: World, answer: Answer) -> Curve:
-        return self._curves.curve(self.estimate(world, answer), world.progress(answer))
+        return _CURVES.curve(self.estimate(world, answer), world.progress(answer))
 
     def choose(self, world: World, engine: Engine) -> list[Answer]:
         own = [number for number, target in world.reserved.items() if target == engine.number]
@@ -142,14 +143,14 @@ class Product(FirstCome):
 
     def _loaded(self, world: World, engine: Engine) -> tuple[int, EngineLoad, float]:
         known = self._loads.get(engine.number)
-        if known is None or known[0] != engine.changes:
+        times = self._times.get(engine.number) or TokenTimes()
+        if known is None or known[0] != engine.changes or not times.observed:
             on_the_way = [number for number, target in world.reserved.items() if target == engine.number]
             here = [number for number in engine.running if number not in engine.requested_back]
             numbers = {*here, *(number for _, number in engine.reading), *on_the_way}
-            times = self._times.get(engine.number) or TokenTimes()
             load = EngineLoad(
-                self._curves.widths,
-                times.table,
+                _CURVES.widths,
+                times.table_among(self._times.values()),
                 [self.curve(world, world.answers[number]) for number in sorted(numbers)],
             )
             known = self._loads[engine.number] = engine.changes, load, load.finish()

@@ -1,4 +1,1 @@
-"""Read what people write: job.toml (:mod:`.job`), the site's health rules, and Hugging Face model folders.
-
-This package exports nothing itself; import its modules.
-"""
+"""Read files that people write: job.toml (:mod:`.job`), the site's health rules, Hugging Face folders."""

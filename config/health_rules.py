@@ -10,7 +10,7 @@ A site's own rules are in a TOML file, which :mod:`rrl.config.health_rules_file`
     gpu_throttle = "off"
 
 The classes are plain msgspec, since ``rrl health check`` runs before each job and must not wait for pydantic. Names in
-brackets and parentheses are the sources in docs/sources.md; "ours" marks a value of rrl's own.
+brackets and parentheses are the sources in docs/sources.md; "ours" marks a value that rrl chose.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ XidClass = Literal["node_out", "gpu_reset", "nvlink", "app", "ignore", "service"
 
 
 class Expect(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What is known about the node beforehand. A field that is not set is not checked."""
+    """The expected hardware and settings of a node. A field that is not set is not checked."""
 
     gpus: int | None = None
-    """GPUs that NVML must list (gcm: 8)."""
+    """Number of GPUs that NVML must list (gcm: 8)."""
     hcas: int | None = None
-    """InfiniBand or RoCE devices (gcm's example: 9)."""
+    """Number of InfiniBand or RoCE devices (gcm's example: 9)."""
     ports: tuple[str, ...] = ()
     """Ports that must be ACTIVE: ``mlx5_0/1``; if empty, the ports that were ACTIVE at the first sample."""
     mounts: tuple[str, ...] = ()
@@ -39,8 +39,7 @@ class Expect(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True
     vbios: str = ""
     """Version of every GPU's VBIOS in the fleet."""
     sm_clock: int | None = None
-    """Lowest maximum of the SM clock, in MHz, that a GPU may have (gcm, when it used A100s: 1155). Set the value of
-    your GPUs."""
+    """Minimum value (MHz) of a GPU's maximum SM clock (gcm, for A100s: 1155). It depends on the model of the GPUs."""
     memory: int | None = None
     """Bytes of main memory."""
     governor: str = ""
@@ -103,17 +102,17 @@ class LinkRules(Struct, frozen=True, forbid_unknown_fields=True):
     """Thresholds of the NVLink and PCIe checks."""
 
     window: float = 60.0
-    """Seconds of one window of NVLink errors (NVRx)."""
+    """Length (s) of one window in which NVLink errors are counted (NVRx)."""
     windows: int = 30
-    """Windows that are stored (NVRx)."""
+    """Number of windows that are stored (NVRx)."""
     flagged: int = 15
-    """Windows with errors above which a link fails (NVRx)."""
+    """Number of windows with errors above which a link fails (NVRx)."""
     crc: float = 100.0
     """CRC errors per second at which a link fails (DCGM)."""
     pcie_replays: tuple[float, ...] = (0.15, 0.3, 0.48, 0.96, 1.92, 3.84)
     """Usual replays per minute and lane, for PCIe generations 1 to 6 (DCGM)."""
     fabric_registers: float = 120.0
-    """Seconds that a GPU may take to register with the NVLink fabric after a boot or a reset (ours: the fabric manager
+    """Seconds within which a GPU must register with the NVLink fabric after a boot or a reset (ours: the fabric manager
     trains all links first)."""
 
 
@@ -121,26 +120,28 @@ class XidRules(Struct, frozen=True, forbid_unknown_fields=True):
     """Windows, counts and classes by which Xid errors are judged."""
 
     burst: float = 180.0
-    """Seconds in which one Xid on one GPU counts as one event, whichever source reports it (docs/sources.md, Xids)."""
+    """Seconds within which all reports of one Xid on one GPU, from any source, count as one event (docs/sources.md,
+    Xids)."""
     day: float = 86400.0
-    """Seconds in which repeated Xids are counted (docs/sources.md, Xids)."""
+    """Seconds within which repeated Xids are counted (docs/sources.md, Xids)."""
     repeats: int = 2
     """Number of application or NVLink Xids on one GPU, within ``day``, that makes the hardware suspect
     (docs/sources.md, Xids)."""
     support: int = 5
-    """Fatal Xids on one GPU within ``day`` from which the remedy is the vendor's support (docs/sources.md, Xids)."""
+    """Number of fatal Xids on one GPU within ``day`` from which the remedy is the vendor's support (docs/sources.md,
+    Xids)."""
     kill: float = 60.0
     """Seconds after rrl's own kill of a step in which only Xids of the two most severe classes count (docs/sources.md,
     Xids)."""
     kill_lead: float = 10.0
-    """Seconds before the reported end of a kill in which an Xid still counts as its effect: killing all processes takes
-    up to that long (ours). Others use 60 s. Then the Xid of a crash would be ignored, if rrl kills the processes left
-    behind by the crash soon afterwards."""
+    """Seconds before the reported end of a kill in which an Xid counts as an effect of the kill, which can take so long
+    (ours). With 60 s, as others use, the Xid of a crash would be ignored if rrl kills the remaining processes soon
+    afterwards."""
     died: float = 60.0
     """Seconds between a role's death and a rare Xid on its GPU. If more time has passed, the Xid does not count as the
     cause of the death (docs/sources.md, Xids)."""
     classes: dict[str, XidClass] = {}
-    """Class by Xid code, where a site disagrees with the catalogue (109, 43, 44, 68, 94, 62 and 137 are disputed)."""
+    """Class by Xid code, to override the catalogue (the classes of 109, 43, 44, 68, 94, 62 and 137 are disputed)."""
 
 
 class KernelRules(Struct, frozen=True, forbid_unknown_fields=True):
@@ -157,8 +158,7 @@ class KernelRules(Struct, frozen=True, forbid_unknown_fields=True):
     stall_window: float = 1800.0
     """Seconds for which storage counts as stalled after the newest line of the kernel log about an unresponsive network
     file system or a task that waits for storage. A later line that storage is back ends this time. (Ours: the kernel
-    writes such a line about each request that waits for minutes. No new line in this time means that storage
-    answers.)"""
+    writes a line about each request that waits for minutes, so without a new line storage answers.)"""
     quiet_devices: tuple[str, ...] = ("sr", "fd", "loop")
     """Devices whose errors, and those of their file systems, are ignored: virtual CDs and floppies, and images of
     users' containers (ours)."""
@@ -168,24 +168,24 @@ class FabricRules(Struct, frozen=True, forbid_unknown_fields=True):
     """Thresholds of the InfiniBand and RoCE counters."""
 
     link_downs: int = 2
-    """Increments of link_downed within an hour from which a port fails (ours; NVSentinel: any. Programs survive a short
-    interruption, and a link that stays down is reported by its state)."""
+    """Number of increments of link_downed within an hour from which a port fails (ours; NVSentinel: any increment).
+    Programs survive a short interruption, and a link that stays down is reported by its state."""
     symbol_errors_hour: int = 120
     """Symbol errors per hour above which a port fails (NVSentinel)."""
     symbol_errors: float = 10.0
     """Symbol errors per second above which the check warns, like all thresholds below (NVSentinel)."""
     recoveries: float = 5.0
-    """link_error_recovery per minute."""
+    """Rate of link_error_recovery, per minute."""
     receive_errors: float = 10.0
-    """port_rcv_errors per second."""
+    """Rate of port_rcv_errors, per second."""
     ack_timeouts: float = 1.0
-    """local_ack_timeout_err per second."""
+    """Rate of local_ack_timeout_err, per second."""
     discards: float = 100.0
-    """port_xmit_discards per second."""
+    """Rate of port_xmit_discards, per second."""
     slow_restarts: float = 10.0
-    """roce_slow_restart per second."""
+    """Rate of roce_slow_restart, per second."""
     carrier_changes: int = 2
-    """Changes of the carrier within an hour."""
+    """Number of carrier changes within an hour."""
 
 
 class HostRules(Struct, frozen=True, forbid_unknown_fields=True):
@@ -194,24 +194,25 @@ class HostRules(Struct, frozen=True, forbid_unknown_fields=True):
     disk: float = 0.80
     """Share of bytes or inodes in use above which the check warns (gcm)."""
     disk_full: float = 0.95
-    """Share in use above which a file system of the node itself fails (ours; gcm is critical at 0.85, where a run still
-    has space). A shared file system is never the node's fault."""
+    """Share in use above which a node fails for a file system of its own (ours; gcm is critical at 0.85, where a run
+    still has space). A full shared file system never fails a node."""
     memory: float = 0.05
-    """Share of memory: at least so much must be available, and the total may differ from the expected size by so much
-    (NHC)."""
+    """Minimum share of memory that must be available, and maximum relative difference of the total from the expected
+    size (NHC)."""
     stuck: float = 300.0
     """Seconds in state D from which the check warns (gcm)."""
     stuck_after_kill: float = 60.0
-    """Seconds after rrl's own kill that a process may still be in state D; then the node fails (ours)."""
+    """Seconds after rrl's SIGKILL for which a process may still be in state D before the node fails (ours)."""
     mount_hung: float = 15.0
     """Seconds after which a path fails in a single sample, if it has not responded to any of three processes that were
     started one after another. Other paths must have responded in that time; otherwise the whole node may be stalled.
     (Ours: longer than a path may take in any other sample, and short enough for a prolog.)"""
     zombies: int = 50
-    """Largest number of zombies, each older than 300 s, without a warning. (Meta's gcm warns of any; here some are
-    allowed, because the first process of a container often reaps no children.)"""
+    """Maximum number of zombies, each older than 300 s, without a warning. (Meta's gcm warns of any zombie. Some are
+    allowed here, because the first process of a container often reaps no children.)"""
     clock_sources: tuple[str, ...] = ("hpet", "acpi_pm", "jiffies", "refined-jiffies")
-    """Slow clock sources. A kernel that uses one of them has given up a better one, so the check warns (ours)."""
+    """Slow clock sources, of which the check warns. A kernel uses them only if it has found a better source unreliable
+    (ours)."""
 
 
 class ReaderRules(Struct, frozen=True, forbid_unknown_fields=True):
@@ -222,14 +223,14 @@ class ReaderRules(Struct, frozen=True, forbid_unknown_fields=True):
     of another user's GPU holds the driver's lock for about 40 s. A stalled NVML fails the node if a second witness
     shows that the driver hangs: a stalled DCGM, or a process that is stuck in the driver."""
     dcgm_user: str = ""
-    """User besides root who runs dcgm-exporter and DCGM's host engine here, and who may own ``dcgmi``; the output of
-    other users' programs is ignored."""
+    """User besides root who runs dcgm-exporter and DCGM's host engine on this node, and who may own ``dcgmi``. The
+    output of other users' programs is ignored."""
 
 
 class HookRules(Struct, frozen=True, forbid_unknown_fields=True):
     """How many nodes the prolog and the HealthCheckProgram may drain.
 
-    Many nodes that fail together share a cause that draining does not repair, or are the victims of a forged finding.
+    If many nodes fail together, they share a cause that a drain does not repair, or the findings are forged.
     """
 
     share: float = 0.2

@@ -24,13 +24,13 @@ from .toml_positions import lines_of, nearest_line
 CONFIG_ENV = "RRL_HEALTH_CONFIG"
 DEFAULT_CONFIG_PATH = Path("/etc/rrl/health.toml")
 MAX_FILE_BYTES = 2**20
-"""Largest accepted file in bytes; a usual file is a page long."""
+"""Maximum size of the file in bytes; a usual file is a page long."""
 MAX_MESSAGE_CHARS = 400
-"""Longest error message in characters; a longer value is truncated."""
+"""Maximum length of an error message in characters; a longer value is truncated."""
 
 
 class RulesError(Exception):
-    """The site's rules are wrong. The text is one line: file, line, key, what is wrong, what would be right."""
+    """The site's rules are invalid. The text is one line: file, line, key, what is wrong, what would be right."""
 
 
 def load_rules(path: Path | None = None) -> Rules:
@@ -39,7 +39,7 @@ def load_rules(path: Path | None = None) -> Rules:
     Return the defaults if neither a path nor the variable is given and :data:`DEFAULT_CONFIG_PATH` does not exist.
 
     Raises:
-        RulesError: The file cannot be read or is wrong, or a file that was named does not exist. Nothing else is
+        RulesError: The file cannot be read or is invalid, or a file that was named does not exist. Nothing else is
             raised.
     """
     named = path or (Path(given) if (given := os.environ.get(CONFIG_ENV)) else None)
@@ -83,7 +83,7 @@ def parse_rules(text: str, name: str = "health.toml") -> Rules:
 
 
 def _unknown(table: type[Struct], data: dict[str, Any], at: KeyPath) -> tuple[KeyPath, str] | None:
-    """Return the first unknown key, and a text that suggests the nearest known one."""
+    """Return the first unknown key, and a text that suggests the nearest known key."""
     fields = {field.name: field.type for field in msgspec.structs.fields(table)}
     for key, value in data.items():
         if key not in fields:

@@ -1,7 +1,7 @@
 """Check on a login node whether a Hugging Face folder can be ``[model] path``, without torch or transformers.
 
-transformers itself may still refuse a folder that passes here. The roles that only handle tokens read the tokenizer's
-properties through the same functions.
+transformers itself may still refuse a folder that passes these checks. Roles that only handle tokens read the
+tokenizer's properties through the same functions.
 """
 
 from __future__ import annotations
@@ -80,9 +80,9 @@ def read_json(path: Path) -> dict[str, Any]:
 
 _EXPERT_COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _UNSUPPORTED_TYPES = {"gpt_neox": "its weights are arranged differently from the names in its files"}
-"""model_type → reason why models of this type cannot be trained."""
+"""Reason why models of a type cannot be trained, by ``model_type``."""
 MAX_HEADER_BYTES = 100 * 2**20
-"""Largest header of a safetensors file in bytes; the limit of safetensors itself."""
+"""Maximum size of the header of a safetensors file in bytes, as in safetensors itself."""
 
 
 class ModelFolderProblem(Struct, frozen=True):
@@ -166,7 +166,7 @@ def _weights(folder: Path) -> Iterator[str]:
 
 
 def _damage(path: Path) -> str:
-    """Return what is wrong with a safetensors file, judged by its header and size; empty if nothing is.
+    """Return what is wrong with a safetensors file according to its header and size; empty if nothing.
 
     The header is its length (8 bytes, little-endian), then JSON with the offset at which each tensor ends.
     """
@@ -185,7 +185,7 @@ def _damage(path: Path) -> str:
 
 
 def _tokens(folder: Path, settings: dict[str, Any]) -> Iterator[str]:
-    """Yield what is wrong with the tokenizer: tokens that the model does not embed, or no end of sequence."""
+    """Yield the problems of the tokenizer: tokens that the model does not embed, or no end of sequence."""
     path = folder / TOKENIZER
     tokenizer = read_json(path)
     model = tokenizer.get("model")

@@ -38,7 +38,7 @@ def weight_count(model: ModelSpec) -> int:
 
 
 def largest_key(model: ModelSpec) -> str:
-    """Return the key of ``[model]`` to lower if the model is too large: the one that contributes most to its size."""
+    """Return the key of ``[model]`` that contributes most to the model's size, and should be lowered first."""
     if model.path is not None:
         return "path"
     default = ModelSpec()

@@ -1,7 +1,7 @@
 """Find the line of each key of a TOML document that tomllib has already accepted.
 
-No TOML library for Python reports these lines: neither tomlkit, which keeps every byte, nor tomllib. Since the text is
-known to be valid, a scanner that only finds where keys, values and headers begin is sufficient.
+No TOML library for Python reports these lines, neither tomlkit, which keeps every byte, nor tomllib. Since the text is
+valid, a scanner only has to find where keys, values and headers begin.
 """
 
 from __future__ import annotations

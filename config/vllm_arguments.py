@@ -1,6 +1,6 @@
 """Which arguments of vLLM's engine (EngineArgs) a job may set in ``[roles.rollout] vllm``.
 
-rrl refuses the arguments that it sets itself, and those that would make a rollout record other tokens or
+rrl refuses arguments that it sets itself, and arguments with which a rollout would record other tokens or
 log-probabilities than it sampled. The list was made from the source of vLLM 0.32, and partly tried (docs/sources.md,
 vLLM). This module does not import vLLM.
 """
@@ -93,7 +93,7 @@ def installed_arguments() -> frozenset[str]:
 
 
 def unknown_argument_text(name: str, known: Collection[str], owner: str) -> str:
-    """Return the message about an argument that is not in ``known``, with the nearest known one.
+    """Return the message about an argument that is not in ``known``, with the nearest known argument.
 
     Args:
         name: The argument.

@@ -1,7 +1,7 @@
 """Run a command to its end, with a deadline and a limit on its output: :func:`run` blocks, :func:`run_async` does not.
 
-A command gets a session of its own, so that it can be ended together with its children. Processes that outlive the call
-that started them (the command of a role, a reader of a node's health, an srun) are started elsewhere.
+A command gets a session of its own, so that it can be ended together with its children. This module does not start
+processes that outlive the call (the command of a role, a health reader, an srun).
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ if TYPE_CHECKING:
     import asyncio
 
 MAX_OUTPUT_BYTES = 64 * 2**20
-"""Default limit on the bytes of stdout and of stderr that are returned: 300,000 lines of 200 bytes. A list of all jobs
-needs far less, since Slurm holds 10,000 jobs by default (slurm.conf(5), MaxJobCount)."""
+"""Default maximum number of bytes that are returned of stdout, and of stderr: 300,000 lines of 200 bytes. A list of all
+jobs is far shorter, since Slurm holds 10,000 jobs by default (slurm.conf(5), MaxJobCount)."""
 KILL_TIMEOUT_S = 0.5
-"""Seconds that a command has to end after SIGKILL. A command in uninterruptible sleep may end later, and is not waited
-for."""
+"""Seconds to wait for the end of a command after SIGKILL. A command in uninterruptible sleep may end later."""
 _CHUNK_BYTES = 2**16
 
 
@@ -61,9 +60,9 @@ def run(
         argv: the command and its arguments; it is not run by a shell.
         timeout_s: seconds until the command and its children are ended.
         env: the environment; None: the environment of this process.
-        cwd: the working directory; None: that of this process.
+        cwd: the working directory; None: the working directory of this process.
         stdin_text: the content of the command's stdin.
-        max_output_bytes: bytes of stdout and of stderr to keep; further output is read and dropped.
+        max_output_bytes: maximum number of bytes kept of stdout, and of stderr; further output is read and dropped.
         term_grace_s: seconds from SIGTERM to SIGKILL when the command is ended; 0: SIGKILL at once.
         preexec_fn: called in the child before the command; only allowed in a process with one thread.
 
@@ -153,7 +152,7 @@ def _signal_session(leader: int, number: signal.Signals) -> None:
 def _stdin_file(text: str) -> Iterator[int]:
     """Open a file that contains ``text``, and yield its descriptor.
 
-    A file needs no writer; a pipe would have to be written to while the command runs.
+    Unlike a pipe, a file needs no writer while the command runs.
     """
     fd = os.memfd_create("stdin") if text else os.open(os.devnull, os.O_RDONLY)
     try:
@@ -219,7 +218,7 @@ async def _end_async(process: asyncio.subprocess.Process, term_grace_s: float) -
     async def wait(timeout_s: float) -> bool:
         """Wait until the command has ended, and return whether it ended in time.
 
-        The command's output is read meanwhile, since a full pipe would block the command.
+        Meanwhile the command's output is read, since a full pipe would block the command.
         """
         assert process.stdout is not None and process.stderr is not None  # noqa: PT018
         with suppress(TimeoutError):

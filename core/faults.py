@@ -1,6 +1,6 @@
 """Faults that can be injected: their kinds, effects, permitted targets and triggers.
 
-The simulator and the scoring of detectors use the effect; ``rrl inject`` and ``[faults]`` of job.toml use the rest.
+The simulator and the scoring of detectors use the effects; ``rrl inject`` and ``[faults]`` of job.toml use all else.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ thread, within milliseconds."""
 
 
 class Effect(StrEnum):
-    """What a fault looks like from outside."""
+    """The effect of a fault, as an observer outside of the target sees it."""
 
     DIES = "dies"
     HANGS = "hangs"
@@ -67,19 +67,19 @@ class FaultKind(StrEnum):
 
 
 class TargetKind(StrEnum):
-    """What kind of thing a fault is aimed at."""
+    """The kind of a fault's target."""
 
     REPLICA = "replica"
     """``role/index``, or one rank of a gang (``role/index.rank``). If the fault kind allows it, also an agent
     (``agent/<node>``), a standby process (``standby/<node>``) or the manager (``manager``)."""
     NODE = "node"
-    """A node's name, or a replica, which stands for the node that it runs on."""
+    """A node, given by its name or by a replica that runs on it."""
     RUN = "run"
     """The run directory or the cluster: the fault takes no target."""
 
 
 class FaultTraits(Struct, frozen=True):
-    """What a kind of fault does, what it may be aimed at, and which parameters it takes."""
+    """The traits of a kind of fault: effect, kind of target, and parameters."""
 
     effect: Effect
     target_kind: TargetKind
@@ -87,11 +87,11 @@ class FaultTraits(Struct, frozen=True):
     """True if signals cause the fault from outside, so that agents and programs without the worker API can be targets
     too."""
     takes_seconds: bool = False
-    """True if ``seconds`` may be given: the fault then ends by itself after that time."""
+    """True if ``seconds`` may be given, after which the fault ends by itself."""
     needs_seconds: bool = False
     """True if ``seconds`` is required."""
     amount: str = ""
-    """Meaning of ``amount``, which is then required; empty: the fault takes no amount."""
+    """Meaning of ``amount``, which is required; empty if the fault takes no amount."""
 
 
 FAULT_TRAITS: dict[FaultKind, FaultTraits] = {
@@ -115,13 +115,13 @@ FAULT_TRAITS: dict[FaultKind, FaultTraits] = {
 MANAGER = "manager"
 """Target that stands for the run's manager, which can only be killed."""
 SUPPORT_ROLE_KINDS = (FaultKind.KILL, FaultKind.FREEZE, FaultKind.SLOW)
-"""Kinds of faults that can be aimed at an agent or a standby process."""
+"""Kinds of faults whose target can be an agent or a standby process."""
 MAX_EXIT_CODE = 255
 """Largest exit code that a process can have."""
 
 
 class FaultTrigger(Struct, frozen=True, omit_defaults=True):
-    """The condition under which a fault is injected; with no field set, it is injected once its target has joined."""
+    """The condition under which a fault is injected. Without any field: once its target has joined."""
 
     step: int | None = None
     """The training step whose commit triggers the fault."""

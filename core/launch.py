@@ -1,7 +1,7 @@
 """The files through which the manager and the processes of a step communicate: launch file, end report, exit record.
 
-They are in the run directory, so that they survive the end of each process. The launch file (mode 0600) carries the
-environment: no variable is passed on a command line or through Slurm. The command itself may leave an end report, which
+The files are in the run directory, so that they survive the end of each process. The launch file (mode 0600) contains
+the environment: no variable is passed on a command line or through Slurm. The command may leave an end report, which
 the first process of the step copies into the exit record.
 """
 
@@ -18,19 +18,19 @@ from .types import Incarnation, NodeName, RaisedException, role_of, standby_role
 HEARTBEAT_INTERVAL_ENV = "RRL_HEARTBEAT_INTERVAL"
 """Environment variable in the launch file: seconds between two heartbeats of a worker, a launcher or an agent."""
 LAUNCH_ENV = "RRL_LAUNCH"
-"""Environment variable of every process of a step: the path of its launch file. Sweeps find the processes of a run by
-it."""
+"""Environment variable of every process of a step with the path of the launch file, by which sweeps find the
+processes."""
 
 
 class ExitReason(StrEnum):
-    """Why a step ended. The values are also the text that people read (:func:`exit_text`)."""
+    """Why a step ended. Each value is also the text for people (:func:`exit_text`)."""
 
     EXITED = "exited"
     """The command ended by itself, with any exit code."""
     SIGNALED = "signalled"
     """A signal that rrl did not send ended the command."""
     STOPPED = "stopped on request"
-    """The step was asked to end: by the manager, or by a SIGTERM of any sender."""
+    """The manager, or a SIGTERM from any sender, requested that the step ends."""
     NOT_ADMITTED = "not admitted"
     """The manager refused the step, for example because another step with its tag runs; or no manager replied."""
     FENCED = "fenced"
@@ -38,17 +38,17 @@ class ExitReason(StrEnum):
     LAUNCHER_DIED = "launcher died"
     """The parent of the first process (slurmstepd) is gone."""
     NOT_STARTED = "not started"
-    """The command could not be started at all, which proves that it is missing."""
+    """The command could not be started at all, because it is missing or not executable."""
     INVALID_CONFIG = "invalid configuration"
-    """A role of rrl found the job's configuration invalid and reported so; another start would find the same."""
+    """A built-in role reported that the job's configuration is invalid, so that another start would fail too."""
     GPUS_OCCUPIED = "no room on its GPUs"
     """Other processes occupy memory of the step's GPUs. The command may be able to start on another node, or later."""
     LOST = "vanished"
-    """The first process is gone and left no exit record."""
+    """The first process ended without an exit record."""
 
 
 def exit_text(reason: ExitReason, detail: str = "") -> str:
-    """Return the text that people read about the end of a step; no decision depends on it."""
+    """Return the text for people about the end of a step."""
     return f"{reason.value}: {detail}" if detail else reason.value
 
 
@@ -60,10 +60,10 @@ class Launch(Struct, frozen=True):
     run_dir: str
     incarnation: Incarnation
     node: NodeName
-    """The node that the manager chose; the step reports the node that it runs on."""
+    """The node that the manager chose. The step itself reports the node on which it runs."""
     argv: tuple[str, ...]
     env: dict[str, str]
-    """The complete environment: nothing else is inherited."""
+    """The complete environment of the command, which inherits no other variable."""
     cwd: str
     grace: float
     """Seconds between SIGTERM and SIGKILL of the role's process group."""
@@ -74,17 +74,18 @@ class Launch(Struct, frozen=True):
     """True for a standby process: the command waits in :func:`rrl.join` until it is promoted to an incarnation of a
     role."""
     watch: str = "api"
-    """``api``: the command joins by itself; ``activity``: its launcher reports in its place."""
+    """``api``: the command joins through the worker API; ``activity``: its launcher joins and reports for it."""
     setup: str = ""
     """Bash (:mod:`rrl.core.role_environment`) that sets up the node for the command; empty: nothing to set up."""
     network: str = ""
     """Interface or CIDR to listen on; empty: the step chooses an address of its node."""
     gpus: int = 0
-    """GPUs that the step was given."""
+    """Number of GPUs of the step."""
     in_image: bool = False
     """True if the first process itself runs in a container: the command then inherits the environment of the image."""
     probe: tuple[str, ...] = ()
-    """Command that an agent runs after ``setup`` to find out whether roles can run on the node; empty: no probe."""
+    """Command that an agent runs after ``setup`` to find out whether roles can run on the node; empty if there is
+    none."""
     probe_timeout: float = 60.0
     """Seconds that the probe may take."""
     readers: tuple[str, ...] = ()
@@ -100,22 +101,22 @@ class Launch(Struct, frozen=True):
 
 
 class InvalidConfig(Struct, frozen=True, tag=True):
-    """End report of a role of rrl that exits with :data:`INVALID_CONFIG_CODE`."""
+    """End report of a built-in role that exits with :data:`INVALID_CONFIG_CODE`."""
 
     message: str
 
 
 class Raised(Struct, frozen=True, tag=True):
-    """End report of a process that an uncaught exception ends."""
+    """End report of a process that ends because of an uncaught exception."""
 
     exception: RaisedException
 
 
 EndReport = InvalidConfig | Raised
-"""Why a Python process that uses rrl ends, written by rrl's own code in that process. A command that merely exits with
-the same code leaves no end report."""
+"""Report of why a Python process ends, written by rrl's code in the process. A command that only exits with the same
+code leaves no end report."""
 INVALID_CONFIG_CODE = 2
-"""Exit code of a role of rrl that found the job's configuration invalid."""
+"""Exit code of a built-in role that found the job's configuration invalid."""
 
 
 class ExitRecord(Struct, frozen=True):
@@ -156,7 +157,7 @@ def read_launch(path: Path) -> Launch:
 def read_exit(path: Path) -> ExitRecord | None:
     """Return the exit record at ``path``, or None if it does not exist (yet) or is damaged.
 
-    A damaged file is treated as missing, since it must not end the process that reads it.
+    A damaged file counts as missing, because it must not end the process that reads it.
     """
     try:
         return msgspec.json.decode(path.read_bytes(), type=ExitRecord)

@@ -1,8 +1,8 @@
 """Write and parse the log lines of replicas and of rrl's own processes.
 
 A line is ``2026-11-20T09:00:00.123456Z text``: RFC 3339, UTC, from the clock of the node. Clocks of nodes differ, so
-times serve for order and display, never for a decision. Within one incarnation the times strictly increase, so that a
-time identifies a line, and copies of one log can be merged by time.
+times are used only for order and display. Within one incarnation the times strictly increase, so that a time identifies
+a line, and copies of one log can be merged by time.
 
 The processes of rrl log through ``logging.getLogger("rrl.<process>")``, in lines of the same form with level and logger
 before the text. Each process calls :func:`start_logging` first in its ``main``.
@@ -26,7 +26,7 @@ LOG_LEVEL_ENV = "RRL_LOG_LEVEL"
 """Environment variable with the :data:`LogLevel` of a process and of the processes that it starts. ``rrl --verbose``
 sets it, and it takes precedence over ``[manager] log_level``; the manager passes it on in the launch files."""
 STAMP_BYTES = 27
-"""Bytes of a time stamp; a space follows."""
+"""Length of a time stamp in bytes, without the space after it."""
 _MICROS = 1_000_000
 _NOTICE = b"[rrl: "
 _STAMPED = re.compile(rb"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z ")
@@ -69,10 +69,10 @@ def seconds_of(stamp_text: bytes) -> float:
 
 
 def missing_notice(count: int) -> bytes:
-    """Return the text of the line that stands in for ``count`` missing bytes.
+    """Return the text of the line that replaces ``count`` missing bytes.
 
-    If the notice replaces lines, the caller gives it the time stamp of the last of these lines. When copies of the log
-    are merged, a copy that has that line then takes precedence over the notice.
+    The caller stamps the notice with the time of the last missing line. When copies of the log are merged, a copy with
+    this line takes precedence over the notice.
     """
     return b"%s%d bytes of this log are missing here]" % (_NOTICE, count)
 
@@ -87,7 +87,7 @@ def start_logging(level: str = DEFAULT_LOG_LEVEL, *, stamped: bool = True) -> No
 
     Args:
         level: The lowest :data:`LogLevel` that is written, unless :data:`LOG_LEVEL_ENV` names another.
-        stamped: Begin each line with the time. A role's process leaves that to its launcher, which stamps every line.
+        stamped: Begin each line with the time. False in a role's process, whose launcher stamps every line.
     """
     logger = logging.getLogger("rrl")
     chosen = os.environ.get(LOG_LEVEL_ENV) or level
@@ -102,8 +102,8 @@ def start_logging(level: str = DEFAULT_LOG_LEVEL, *, stamped: bool = True) -> No
 class _StderrHandler(logging.Handler):
     """Writes to the current ``sys.stderr``, which rich replaces while ``rrl submit --foreground`` draws its view.
 
-    It writes nothing while the root logger has handlers: a program that configures logging itself, for example a user's
-    role, gets each message once, in its own format.
+    It writes nothing while the root logger has handlers. A program that configures logging itself, for example a user's
+    role, then gets each message once, in its own format.
     """
 
     def __init__(self, stamped: bool) -> None:

@@ -1,13 +1,12 @@
-"""Declare every phase: what a replica reports that it is doing, and what missing progress means during that phase.
+"""Declare every phase: what a replica reports that it is doing, and what missing progress means during the phase.
 
-The worker sends the name, detectors read the traits, views read the colour. A job may change the bounds of a phase
-(``[phases.<name>]``, :meth:`rrl.core.run_spec.Limits.phase`). A role may report phases of its own: they are shown, and
-a replica that stops sending heartbeats in them is lost as in any other phase. A replica that stays in such a phase for
-long only gets a warning, unless ``[phases.<name>]`` says how long the phase may last.
+The worker sends the name, detectors use the traits, and views use the colour. A job may change the bounds of a phase
+(``[phases.<name>]``, :meth:`rrl.core.run_spec.Limits.phase`). A role may report other phases. A replica that stays in
+such a phase for long only gets a warning, unless ``[phases.<name>]`` says how long the phase may last.
 
-The bounds are wide because the two errors have different costs. A deadline that is too short restarts a healthy replica
-at the same place again and again. A deadline that is too long only delays the detection of a hang. NVRx waits 3600 s
-for the first heartbeat and 2700 s for each further one (docs/sources.md).
+The bounds are wide, because a deadline that is too short restarts a healthy replica again and again, while a deadline
+that is too long only delays the detection of a hang. NVRx waits 3600 s for the first heartbeat and 2700 s for each
+further heartbeat (docs/sources.md).
 """
 
 from __future__ import annotations
@@ -32,16 +31,16 @@ class Phase(Struct, frozen=True):
     waits_for: str | None = None
     """Role that the phase waits for: a stall is attributed to the end of the chain of waiting replicas."""
     idle_cause: str = ""
-    """Name, for people, of what a replica in this phase waits for; its time in the phase counts as idle. Empty: the
-    replica works in this phase, unless it reports itself what it waits for."""
+    """Name, for people, of what a replica in this phase waits for; time in the phase counts as idle. If empty, the
+    replica counts as working, unless it reports another replica or role for which it waits."""
     own_work: bool = False
-    """True if a replica may also do work of its own in this phase, although the phase waits for a role. Missing
-    progress then proves nothing before the deadline."""
+    """True if a replica may also work itself in this phase, although the phase waits for a role. Missing progress is
+    then no evidence before the deadline."""
     uses_storage: bool = False
     """True if the replica reads or writes files during the phase, so that it may have to wait for storage."""
     calls_services: bool = False
-    """True if code of the user runs during the phase that may call services outside of the run, such as a judge: a
-    replica that does not use its CPU may then wait for one without reporting it."""
+    """True if the user's code runs during the phase and may call services outside of the run, such as a judge. A
+    replica that does not use its CPU may then be waiting for such a service."""
     useful: bool = False
     """True if the phase counts as effective training time (RobustRL's ETTR counts both rollout and actor update)."""
     shortest: float = 60.0
@@ -102,7 +101,8 @@ def phase(name: str) -> Phase:
 def idle_cause(name: str, waits_for: str | None) -> str:
     """Return the name, for people, of what a replica in phase ``name`` waits for; empty if it works.
 
-    ``waits_for`` is the role or replica for which the replica itself reports to wait; None: it reports none.
+    ``waits_for`` is the role or replica for which the replica waits according to its own report; None if it reports
+    none.
     """
     return phase(name).idle_cause or (waits_for or "").partition("/")[0]
 
@@ -110,7 +110,7 @@ def idle_cause(name: str, waits_for: str | None) -> str:
 OTHER_PHASE = "other"
 """Name under which a clock counts the phases beyond :data:`MAX_CLOCK_ENTRIES`."""
 MAX_CLOCK_ENTRIES = 32
-"""Greatest number of entries in the reading of a clock. A role may make up phase names; rrl's own roles use seven."""
+"""Maximum number of entries in the reading of a clock. A role may use any phase names; rrl's own roles use seven."""
 
 
 class PhaseTime(Struct, frozen=True, array_like=True):
@@ -123,11 +123,11 @@ class PhaseTime(Struct, frozen=True, array_like=True):
 
 
 class ClockReading(Struct, frozen=True, array_like=True):
-    """Where the time of one process went since it joined the run. The times add up to its lifetime so far."""
+    """The time of one process since it joined, by phase and idle cause. The times add up to its lifetime so far."""
 
     began: int
-    """Time (ns, clock of the node since its boot) at which the process joined: it tells the processes of one
-    incarnation apart."""
+    """Time (ns since the node's boot) at which the process joined, which distinguishes the processes of one
+    incarnation."""
     done: int
-    """Units of work that the process reported as progress until now."""
+    """Number of units of work that the process has reported as progress."""
     times: tuple[PhaseTime, ...]

@@ -1,10 +1,9 @@
-"""Find the processes of a run on a node, end exactly those, and raise the limit on open files.
+"""Find and end the processes of a run on a node, and raise the limit on open files.
 
 Every process of a step carries two marks in its environment, which its children inherit: the path of the launch file,
 and the name of the step's first process. A process is identified by its pid *and* its start time. It is signalled
-through a pidfd that was opened before the start time was compared. So a process with a reused pid is never signalled.
-Only processes of the current user are considered. The agent and the launcher (roles) and the local cluster (manager)
-use this module.
+through a pidfd that was opened before the start time was compared, so a process with a reused pid is never signalled.
+Only processes of the current user are considered.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ the limit, and with 2**30 a program that closes all descriptors when it starts t
 STEP_MODULE = "rrl.roles.launcher.step"
 AGENT_MODULE = "rrl.roles.agent.main"
 _EXEC_TIMEOUT_S = 0.05
-"""Seconds to wait for a process within execve: /proc then shows neither its environment nor its arguments (observed:
-Popen returns before they are visible)."""
+"""Seconds to wait for a process within execve. Until its end, /proc shows neither environment nor arguments of the
+process (observed: Popen returns earlier)."""
 _SCAN_TIMEOUT_S = 2.0
 """Seconds that one scan of /proc may take. A scan usually takes some ms, but would never end if processes started
 faster than the scan reads them."""
@@ -87,7 +86,7 @@ def read_process(pid: int) -> Process | None:
 
 
 def with_marks(process: Process) -> Process:
-    """Return the process with its marks, or without them if its environment cannot be read or the process is gone."""
+    """Return the process with the rrl variables of its environment; without them if the environment cannot be read."""
     deadline = time.monotonic() + _EXEC_TIMEOUT_S
     try:
         while True:
@@ -189,7 +188,7 @@ def send_signal(process: Process, number: signal.Signals) -> bool:
 
 
 def kill_and_wait(victims: Iterable[Process], timeout: float) -> list[Process]:
-    """Kill the processes and wait at most ``timeout`` s until they have ended. Return those that remain."""
+    """Kill the processes, wait at most ``timeout`` s for their ends, and return the processes that remain."""
     fds: dict[int, Process] = {}
     refused: list[Process] = []
     poll = select.poll()

@@ -1,10 +1,10 @@
 """Set up the environment of a role's command: turn ``[env]`` into a bash script, and select environment variables.
 
 The script runs as ``bash -c SCRIPT rrl-env MESSAGES REPORT COMMAND...``. MESSAGES and REPORT are file descriptors that
-COMMAND does not inherit: MESSAGES receives stderr during the setup, REPORT receives the name of the part that failed,
-or :data:`STARTED`. Each line of ``setup`` is evaluated by itself (``eval``), so that a syntax error in one line does
-not affect the next. A line fails if its last command fails. The script does not use ``set -e``, under which scripts of
-sites and of conda do not work.
+COMMAND does not inherit. MESSAGES receives stderr during the setup; REPORT receives the name of the part that failed,
+or :data:`STARTED`. Each line of ``setup`` is evaluated separately (``eval``), so that a syntax error affects only its
+own line. A line fails if its last command fails. The script does not use ``set -e``, with which scripts of sites and of
+conda do not work.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ INHERITED_VARIABLES = (
     "PATH", "HOME", "USER", "LOGNAME", "LANG", "LC_ALL", "TZ", "TMPDIR", "SHELL", "LD_LIBRARY_PATH", "VIRTUAL_ENV",
     "CONDA_EXE", "TORCHINDUCTOR_CACHE_DIR", "MPLCONFIGDIR",
 )  # fmt: skip
-"""Variables of the manager's environment that roles inherit; no others are passed on. The last two are the folders that
-torch and matplotlib (a requirement of reasoning-gym) otherwise create in /tmp and in the home directory."""
+"""The only variables of the manager's environment that roles inherit. The last two name folders that torch and
+matplotlib (a requirement of reasoning-gym) would otherwise create in /tmp and in the home directory."""
 HOST_ONLY_VARIABLES = (
     "PATH", "HOME", "TMPDIR", "SHELL", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_EXE", "TORCHINDUCTOR_CACHE_DIR",
     "MPLCONFIGDIR",
@@ -122,8 +122,9 @@ HOST_ONLY_VARIABLES = (
 _LAUNCHER_PREFIXES = frozenset((
     "SLURM", "SLURMD", "SBATCH", "SRUN", "SALLOC", "SPANK", "PMI", "PMI2", "PMIX", "OMPI", "ORTE", "PRTE", "RRL",
 ))  # fmt: skip
-"""Text before the first ``_`` in names of launchers' variables. torch, Hugging Face and mpi4py misread them
-(docs/sources.md, sites), so they are never passed on, even if requested. rrl sets its own variables for each role."""
+"""Text before the first ``_`` in the names of launchers' variables. torch, Hugging Face and mpi4py misread such
+variables (docs/sources.md, sites), so they are never passed on, even if the job requests it. rrl sets its own variables
+for each role."""
 
 
 def is_launcher_variable(name: str) -> bool:

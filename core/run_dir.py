@@ -1,4 +1,4 @@
-"""Define every path of a run directory; no other module defines any.
+"""Define every path in a run directory. No other module defines such paths.
 
 The run directory is on storage that the login node, the manager and every node share. It has mode 0700 and belongs to
 the run's user. Nothing of a run is stored elsewhere, except sockets and shared memory whose names carry the run id.
@@ -16,7 +16,7 @@ HISTORY_ENV = "RRL_HISTORY"
 """Environment variable: the site's folder for the history across runs and users, for jobs without ``[health]
 history``."""
 STORAGE_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
-"""Error numbers of full storage (no space, over quota), on which removing a file makes room."""
+"""Error numbers of full storage (no space, over quota), where the removal of a file frees space."""
 
 
 def runs_root() -> Path:
@@ -51,12 +51,12 @@ class RunDir:
         self.mailbox = path / "mailbox"
         """User commands, one file each."""
         self.resume = path / "resume"
-        """Request to resume a run that has ended: a folder with everything that is needed to resume it."""
+        """Request to resume a run that has ended: a folder with all files that the resume needs."""
         self.resume_claimed = path / "resuming"
         """The ``resume`` folder after a manager has claimed the request."""
         self.steps = path / "steps"
-        """``<tag>.launch`` (what to start), ``<tag>.end`` (why the command ended, if it reported a reason) and
-        ``<tag>.exit`` (how the step ended)."""
+        """Files of steps: ``<tag>.launch`` (launch file), ``<tag>.end`` (end report, if the command left one) and
+        ``<tag>.exit`` (exit record)."""
         self.hardware = path / "hardware"
         """``<node>.json``: the hardware that an agent observed on its node, for the next agent there. The first writer
         creates the folder."""
@@ -133,7 +133,7 @@ class RunDir:
 
 
 def sync(path: Path) -> None:
-    """Fsync a file, or the names in a folder; another process may have written them. Raises OSError."""
+    """Fsync a file or a folder, which another process may have written. Raises OSError."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -142,7 +142,7 @@ def sync(path: Path) -> None:
 
 
 def write_atomically(path: Path, data: bytes, mode: int = 0o600) -> None:
-    """Replace the content of ``path`` by ``data``: a reader sees the old bytes or the new ones. Durable on return.
+    """Replace the content of ``path`` by ``data`` atomically: a reader sees all old or all new bytes. Durable.
 
     Raises:
         OSError: The file could not be written (no space, over quota). The old content is unchanged and no temporary

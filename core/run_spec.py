@@ -1,7 +1,7 @@
 """The run spec: the settings of a job as plain values, which the manager and the roles read.
 
-``job.toml`` is read once, by pydantic (:mod:`rrl.config.job.schema`), at submission. From then on only the run spec is
-used. It is part of the journal, so that ``rrl status`` needs neither pydantic nor ``job.toml``.
+``job.toml`` is read once, by pydantic (:mod:`rrl.config.job.schema`), at submission. Afterwards only the run spec is
+used. The journal contains it, so that ``rrl status`` needs neither pydantic nor ``job.toml``.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ WeightTransportName = Literal["ucx", "tcp", "nixl"]
 WeightsSetting = Literal["auto", WeightTransportName]
 """Values of ``[transport] weights``. With ``auto`` each machine selects its transport."""
 INTEROPERABLE_TRANSPORTS: frozenset[WeightTransportName] = frozenset({"tcp", "ucx"})
-"""Transports that can pull from each other's addresses. Any other transport can pull only from addresses of its own
-kind."""
+"""Transports that can pull from each other. Any other transport can pull only from addresses of its own kind."""
 
 
 class Resources(Struct, frozen=True):
@@ -35,7 +34,7 @@ class Resources(Struct, frozen=True):
 
 
 class RoleSpec(Struct, frozen=True):
-    """One role. Replicas of an ``exclusive`` role have nodes of their own; those of other roles share nodes."""
+    """One role. Replicas of an ``exclusive`` role have nodes of their own; replicas of other roles share nodes."""
 
     name: str
     kind: str
@@ -49,7 +48,7 @@ class RoleSpec(Struct, frozen=True):
     launcher: str = "direct"
     """``direct``, ``apptainer`` or ``pyxis``."""
     image: str = ""
-    """Container image, if the launcher uses one."""
+    """Container image; empty with the launcher ``direct``."""
     watch: str = "api"
     """``api``: the command calls :func:`rrl.join`; ``activity``: its launcher watches its CPU, GPU and output
     instead."""
@@ -61,21 +60,22 @@ class RoleSpec(Struct, frozen=True):
     per_node: int = 1
     """Largest number of members of a replica that share a node."""
     warm: bool = False
-    """True if nodes keep standby processes of the role: its command, started and waiting in :func:`rrl.join`."""
+    """True if nodes keep standby processes of the role, which wait in :func:`rrl.join`."""
     donor_rollouts: int = 0
     """Number of rollouts whose nodes also keep a standby process of the trainer, which takes over the rollout's node
     when it is promoted."""
     built_in: bool = False
-    """True if rrl's own program plays the role; False if a command of the job does."""
+    """True if the role runs rrl's own program; False if it runs a command of the job."""
     options: dict[str, Any] = {}
-    """``[commands.NAME] options``: the user's own values, which only the user's program reads."""
+    """``[commands.NAME] options``: the user's values, which only the user's program reads."""
 
     @property
     def standby_shares_node(self) -> bool:
         """Return whether standby processes of this role wait on nodes where other roles work.
 
-        Standby processes of the trainer do, and use no resources of the node until they are promoted. Standby processes
-        of other roles hold the resources of a full member, GPUs included, and therefore wait on spare nodes only.
+        Standby processes of the trainer share nodes, and use no resources of the node until they are promoted. Standby
+        processes of other roles hold the resources of a full member, including GPUs, and therefore wait only on spare
+        nodes.
         """
         return self.kind == "trainer"
 
@@ -91,7 +91,7 @@ class RoleSpec(Struct, frozen=True):
         return Resources(self.per_member.cpus * n, self.per_member.gpus * n, self.per_member.mem * n)
 
     def replicas_fitting(self, node: Resources) -> int:
-        """Return how many replicas of this role fit on an empty node if each replica has one process."""
+        """Return how many replicas of this role, with one process each, fit on an empty node."""
         if self.exclusive:
             return 1
         pairs = ((node.cpus, self.per_member.cpus), (node.gpus, self.per_member.gpus), (node.mem, self.per_member.mem))
@@ -99,7 +99,7 @@ class RoleSpec(Struct, frozen=True):
 
 
 class EnvSpec(Struct, frozen=True):
-    """What is set up on a node before a process of a role starts there."""
+    """The setup of a node before a process of a role starts there."""
 
     setup: tuple[str, ...] = ()
     """Lines of bash."""
@@ -117,7 +117,7 @@ class EnvSpec(Struct, frozen=True):
 
 
 class ContainerSpec(Struct, frozen=True):
-    """The container of roles whose launcher uses one."""
+    """The container of roles whose launcher is apptainer or pyxis."""
 
     mounts: tuple[str, ...] = ()
     """``source:target[:ro]``, in addition to the run directory and the job's folder."""
@@ -143,7 +143,7 @@ class ManagerSpec(Struct, frozen=True):
 
 
 class NodeGroup(Struct, frozen=True):
-    """Nodes of one shape that carry some of the roles: the whole pool, or in other forms the nodes of one role."""
+    """Nodes with the same resources that serve some roles: the whole pool, or in other forms the nodes of one role."""
 
     name: str
     """``pool``, the name of a role, or ``shared`` (the roles that share nodes)."""
@@ -151,7 +151,7 @@ class NodeGroup(Struct, frozen=True):
     nodes: int
     node: Resources
     walltime: float = 86400.0
-    """Time limit of its allocations (s)."""
+    """Time limit (s) of the group's allocations."""
     sbatch: dict[str, str] = {}
     """Further sbatch options, names without dashes; an empty value is a flag."""
     separate_jobs: bool = False
@@ -161,7 +161,7 @@ class NodeGroup(Struct, frozen=True):
 
 
 class PhaseSpec(Struct, frozen=True):
-    """The settings of a phase in job.toml; None keeps the value in :mod:`rrl.core.phases`, or that of ``Phase``."""
+    """The settings of a phase in job.toml; None keeps the value in :mod:`rrl.core.phases`, else of ``Phase``."""
 
     shortest: float | None = None
     longest: float | None = None
@@ -186,33 +186,33 @@ class Limits(Struct, frozen=True):
     """Time (s) to wait for replacement nodes before the next rung of the repair ladder. The first allocation has no
     such limit."""
     quiet: float = 60.0
-    """Time (s) for which an intent without a reply stays open: an sbatch that timed out can still take effect later
+    """Time (s) for which an intent without a reply stays open, since an sbatch that timed out can take effect later
     (measured)."""
     poll: float = 30.0
-    """Time (s) between two polls of the cluster (sites ask for 60 to 120 s between squeue calls); failures of processes
+    """Time (s) between two polls of the cluster (sites ask for 60 to 120 s between squeue calls). Failures of processes
     are detected without polls."""
     rotate: float = 600.0
-    """Time (s) before the end of an allocation at which its successor is requested, if the run continues after that
-    end."""
+    """Time (s) before the end of an allocation at which its successor is requested, if the run outlasts the
+    allocation."""
     lease: float = 10.0
     """Time (s) without renewal after which a manager's lease is free."""
     adaptive: float = 5.0
-    """Factor: the no-progress deadline is so many times the usual duration of the phase (NVRx: 5), within the phase's
+    """The no-progress deadline as a multiple of the usual duration of the phase (NVRx: 5), within the phase's
     bounds."""
     first_pass: float = 1800.0
     """Time (s) added to the deadline of an incarnation's first pass of a phase (compilation, warm-up; NVRx allows 1 h
     for a start)."""
     suspect: float = 60.0
     """Time (s) without a token after which a generating rollout is suspected and probed (RobustRL 1.2: 60 s). If the
-    usual gap between tokens, times ``adaptive``, is longer, that time applies instead."""
+    usual gap between tokens, times ``adaptive``, is longer, it applies instead."""
     probe: float = 30.0
     """Time (s) within which a suspect must reply to a probe; RobustRL does not publish its value."""
     idle: float = 60.0
     """Time (s) without CPU or GPU work after which a replica in a computing phase is suspected."""
     stragglers: str = "report"
-    """What happens to persistently slow replicas: a copy of ``HealthSpec.stragglers``."""
+    """What is done about stragglers: a copy of ``HealthSpec.stragglers``."""
     phases: dict[str, PhaseSpec] = {}
-    """Bounds of phases that the job changes, and phases of its own, by name."""
+    """Bounds of phases that the job changes or adds, by name."""
 
     def phase(self, name: str) -> Phase:
         """Return a phase with the bounds that apply in this job."""
@@ -233,16 +233,17 @@ class Recovery(Struct, frozen=True):
     window: float = 600.0
     """Length (s) of the sliding window in which restarts are counted."""
     per_node: int = 2
-    """Times within the window that a replica is restarted in place on one node; after these, the replica moves to
-    another node."""
+    """Number of restarts of a replica on the same node within the window; the next failure moves the replica to another
+    node."""
     per_replica: int = 10
-    """Restarts of one replica within the window; then the run continues without it for one window, or ends."""
+    """Number of restarts of one replica within the window; after the next failure the run continues without the replica
+    for one window, or ends."""
     backoff: float = 1.0
     """Time (s) before the second restart within the window; doubles with each further restart, up to 60 s."""
     first_start: int = 3
-    """Number of failed starts of a replica that has never joined, after which the job spec counts as the cause instead
-    of a node. The run also fails if so many starts in a row end with the same exception before the role has done any
-    work, or with exit code 0 within ``window`` of the replica's join: the cause is then the role's code."""
+    """Number of failed starts of a replica that has never joined after which the job spec, not a node, counts as the
+    cause. The run also fails if so many consecutive starts end with the same exception before the role has done any
+    work, or with exit code 0 within ``window`` of the replica's join: the role's code is then the cause."""
     breaker: float = 0.2
     """Share of the nodes that may be excluded within the window, but at least one node, and at least two if the run has
     five or more (docs/sources.md, guard rails)."""
@@ -253,11 +254,12 @@ class Recovery(Struct, frozen=True):
     """Time (s) within which a standby process must join as the promoted incarnation. If it does not, the next
     candidate is promoted."""
     full_restarts: int = 2
-    """Restarts of the whole run within the window, after which the run ends; 0: the whole run is never restarted."""
+    """Number of restarts of the whole run within the window; the next failure ends the run. 0: the whole run is never
+    restarted."""
     drain: bool = True
     """Drain nodes with a hardware fault if Slurm permits it; otherwise only request their drain."""
     exclusion: float = 3600.0
-    """Time (s) after which a node that was excluded without proof may be used again; doubles each time."""
+    """Time (s) after which a node that was excluded without proof may be used again; doubles with each exclusion."""
     failure_rate: float = 0.0
     """Probability that a node fails on a given day (Meta's RSC-1: 0.0065), for donor_rollouts = "auto"; 0: unknown."""
 
@@ -270,7 +272,7 @@ class HealthSpec(Struct, frozen=True):
     checks: dict[str, str] = {}
     """By detector or check: ``act``, ``observe`` (report as WARN, without consequences) or ``off``."""
     admission: bool = True
-    """Check a node before the first role starts there, and do not use it if it fails."""
+    """Check a node before the first role starts there, and do not use a node that fails."""
     stragglers: str = "report"
     """``report``, or ``exclude``: replace the node of a persistently slow replica by a spare, if there is one."""
     history: str = ""
@@ -306,8 +308,8 @@ class ModelSpec(Struct, frozen=True):
     kv_heads: int = 4
     head_dim: int = 16
     max_length: int | None = None
-    """Most tokens of prompt and answer together; None: the limit in the config.json of ``path``, which is read on the
-    nodes."""
+    """Maximum number of tokens of prompt and answer together; None: the limit in the config.json of ``path``, which is
+    read on the nodes."""
     initializer_range: float = 0.05
     tokenizer: TokenizerSpec | None = None
     """Tokenizer of a model that rrl builds; None if ``path`` is set, since that folder has its own tokenizer."""
@@ -320,8 +322,7 @@ class TaskSpec(Struct, frozen=True):
     """The source of prompts and rewards (:class:`rrl.config.job.schema.TaskTable`): a dataset or a function."""
 
     dataset: str | None = None
-    args: dict[str, Any] = {}
-    """The user's own values, which only the dataset or the function reads."""
+    args: dict[str, Any] = {}  # read by the dataset or the function only
     function: str | None = None
     prompt: str = "{question}"
     size: int = 200_000
@@ -341,7 +342,7 @@ class SamplingSpec(Struct, frozen=True):
     temperature: float = 1.0
     ahead: int = 1
     staleness: int | None = DEFAULT_STALENESS
-    """Greatest age of a token that is trained on, in training steps; None: no limit."""
+    """Maximum age, in training steps, of a token that is trained on; None: no limit."""
     late: Literal["wait", "drop"] = "wait"
     stream: bool = False
     window: int = 1
@@ -384,8 +385,7 @@ class RolloutSettings(Struct, frozen=True):
     """The settings of the rollouts' program (:class:`rrl.config.job.roles.RolloutRole`)."""
 
     engine: Literal["torch", "vllm"] = "torch"
-    vllm: dict[str, Any] = {}
-    """The user's own arguments of vLLM's engine."""
+    vllm: dict[str, Any] = {}  # the user's own arguments of vLLM's engine
     threads: int = 1
     lease: int = 64
     segment_tokens: int = 64
@@ -411,10 +411,7 @@ class AgentsSettings(Struct, frozen=True):
 
 
 class EndpointSettings(Struct, frozen=True):
-    """The settings of the endpoint for agents outside of the run (:class:`rrl.config.job.roles.EndpointRole`).
-
-    The times (s) and ``retries`` are for jobs without agents of their own, whose settings otherwise apply.
-    """
+    """The settings of :class:`rrl.config.job.roles.EndpointRole`; times (s) and retries are for jobs without agents."""
 
     port: int = 0
     foreign: Literal["refuse", "context"] = "refuse"
@@ -444,8 +441,8 @@ class RunSpec(Struct, frozen=True):
     form: str = "pool"
     """``pool``, ``replica`` or ``hetjob`` (docs/architecture.md)."""
     start_within: float = 3600.0
-    """Time (s) from the first request until the run ends and gives its nodes back, if it still lacks nodes without
-    which it cannot start."""
+    """Time (s) from the first request after which the run ends and gives its nodes back if it still has too few nodes
+    to start."""
     env: EnvSpec = EnvSpec()
     container: ContainerSpec = ContainerSpec()
     seed: int = 0

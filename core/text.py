@@ -1,8 +1,8 @@
 """Make text safe and short for people: one line, without characters that control a terminal.
 
-A terminal obeys control characters (C0 and C1: cursor, colours, title, clipboard, input to the shell). It also reorders
-text by directional characters, so that a line may show something else than it contains. :func:`escaped` and its
-variants make text of roles, nodes and users safe to print.
+Control characters (C0 and C1) command a terminal: cursor, colours, title, clipboard, input to the shell. Directional
+characters reorder text, so that a line may look different from its content. :func:`escaped` and its variants make text
+of roles, nodes and users safe to print.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def escaped_lines(text: str) -> str:
 def escaped_json(document: str) -> str:
     r"""Return a JSON document with control characters as JSON escapes (``\u001b``), which leaves its value unchanged.
 
-    Outside of its strings a JSON document has no control characters except line breaks, which stay.
+    Line breaks outside of strings stay. A JSON document has no other control characters outside of its strings.
     """
     return "\n".join(
         _CONTROL_CHARS.sub(lambda match: f"\\u{ord(match[0]):04x}", line) for line in document.split("\n")
@@ -86,7 +86,7 @@ def exit_invalid_config(reason: object) -> NoReturn:
     """End the process with exit code 2 and the reason in one line on stderr.
 
     The line is not a log message: the launcher reports the last line of a role's command as the reason of its failure,
-    and the user of any command reads it at the terminal.
+    and a user reads it at the terminal.
     """
     sys.stderr.write(f"rrl: {' '.join(str(reason).split())}\n")
     sys.stderr.flush()

@@ -1,6 +1,6 @@
 """The vocabulary of docs/glossary.md as value types: frozen, comparable, decodable.
 
-Every module may import this module, which imports only msgspec. The types have no behaviour beyond naming and ordering.
+Every module may import this module, which imports only msgspec. The types only name and order things.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ STANDBY_ROLE = "standby"
 
 
 _NAME_CACHE_SIZE = 65536
-"""Most names whose parsed form each cache keeps: a plan for a thousand nodes parses some ten thousand names."""
+"""Maximum number of parsed names in each cache. A plan for a thousand nodes parses some ten thousand names."""
 
 
 def replica_id(role: str, index: int | str) -> ReplicaId:
@@ -50,7 +50,7 @@ def gang_of(member: ReplicaId) -> ReplicaId:
 
 
 def is_support(replica: ReplicaId) -> bool:
-    """Return whether a replica only supports the roles of the job: an agent or a standby process."""
+    """Return whether the replica is an agent or a standby process, which only support the roles of the job."""
     return role_of(replica) in (AGENT, STANDBY_ROLE)
 
 
@@ -106,7 +106,7 @@ class Incarnation(Struct, frozen=True, order=True):
 
     @property
     def gang(self) -> Incarnation:
-        """Return the incarnation of the gang: all members are launched with the same number, and fenced together."""
+        """Return the incarnation of the gang. It has the same number, since all members are launched together."""
         return Incarnation(gang_of(self.replica), self.number)
 
 
@@ -189,15 +189,15 @@ class Flag(StrEnum):
     HELD_BACK = "held_back"
     """The finding was downgraded, because a cause shared by several nodes is more likely."""
     UNAVAILABLE = "unavailable"
-    """The result is unknown because the node lacks what the check needs to read."""
+    """The result is unknown because the node lacks the source that the check reads."""
     INVALID_CONFIG = "invalid_config"
-    """A role of rrl found the job's configuration invalid; the first evidence is its message."""
+    """A built-in role found the job's configuration invalid; the first evidence is the role's message."""
     ON_MOST_NODES = "on_most_nodes"
     """Most nodes of the run had the same finding at nearly the same time."""
     CLEAN_EXIT = "clean_exit"
     """A process exited with code 0 without a stop request: its program returned although the run was not complete."""
     STORAGE_STALLS = "storage_stalls"
-    """Storage does not answer the node now: a replica there that reads or writes files may have to wait."""
+    """Storage does not answer on the node now, so that a replica there may have to wait for files."""
 
 
 class ProbeResult(StrEnum):
@@ -225,7 +225,7 @@ class Evidence(Struct, frozen=True):
 class RaisedException(Struct, frozen=True):
     """The uncaught exception that ended a Python process which uses the worker API, as the process itself reports it.
 
-    ``fingerprint`` identifies where and with which type it was raised. The message is not part of it, since a message
+    ``fingerprint`` identifies the type of the exception and where it was raised. It does not include the message, which
     may contain an address or a number that differs each time.
     """
 
@@ -236,12 +236,12 @@ class RaisedException(Struct, frozen=True):
     """``file:line`` of the innermost frame in the user's own code; the file is relative to the job's folder."""
     fingerprint: str
     environmental: bool = False
-    """True if storage, network or memory may have caused it, so that a later start may succeed."""
+    """True if storage, network or memory may have caused the exception, so that a later start may succeed."""
     dropped_groups: int = 0
-    """Number of groups that it, and similar exceptions of the scorer, have dropped, if they were so many that the
-    process ended for it: the code is wrong, and a restart would not help. 0 for any other exception."""
+    """Number of groups that were dropped because of this and similar exceptions of the scorer, if the process ended
+    because there were so many. A restart would not help. 0 for any other exception."""
     misuse: bool = False
-    """True if rrl raised it because the role's code breaks a rule of the worker API."""
+    """True if rrl raised the exception because the role's code breaks a rule of the worker API."""
 
     def __str__(self) -> str:
         return f"{self.type}: {self.message} ({self.place})" if self.message else f"{self.type} ({self.place})"
@@ -265,7 +265,8 @@ class Finding(Struct, frozen=True):
     component: str = ""
     """Component of the node: a GPU's UUID, a port (``mlx5_0/1``) or a path; empty: the whole node."""
     flags: tuple[Flag, ...] = ()
-    """Properties that decisions depend on, beside verdict, cause and remedy; the text of the evidence never decides."""
+    """Properties that decisions depend on, beside verdict, cause and remedy. No decision depends on the text of the
+    evidence."""
     shared: tuple[Cause, str, str] | None = None
     """Cause, detector and component that the findings of several nodes or replicas have in common; only set in a
     finding about the run."""

@@ -14,7 +14,7 @@ _BYTES = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "KB": 
 def seconds(text: str) -> float:
     """Return the seconds of a duration: ``"500ms"``, ``"90s"``, ``"2h"``, or Slurm's ``"1-12:00:00"`` or ``"30:00"``.
 
-    A number without a unit is refused, since its unit would be a guess.
+    A number without a unit is rejected.
 
     Raises:
         ValueError: ``text`` is not a duration; the message has examples of valid durations.

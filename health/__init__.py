@@ -1,6 +1,6 @@
 """Health of nodes and replicas: detection in the manager, checks on the nodes, and history across runs.
 
 ``detection`` runs in the manager and finds failures from heartbeats and load samples. ``readers`` sample a node, and
-``checks`` find its problems from the samples. ``history`` stores findings of all runs, and ``report`` evaluates them.
-Nothing is exported here: import from the sub-packages.
+``checks`` derive the node's problems from the samples. ``history`` stores findings of all runs, and ``report``
+evaluates them.
 """

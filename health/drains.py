@@ -1,4 +1,4 @@
-"""Tell apart who drained a Slurm node: a run of rrl, a site hook of rrl, or somebody else.
+"""Find out who drained a Slurm node: a run of rrl, a site hook of rrl, or somebody else.
 
 Slurm stores only the reason of a drain, so rrl marks its own drains at the beginning of that text. Only this module
 writes and parses the mark; all other code uses :class:`DrainOwner`.

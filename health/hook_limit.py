@@ -1,14 +1,14 @@
-"""Limits how many nodes Slurm's hooks (the prolog and the HealthCheckProgram) may drain. Pure: runs no command.
+"""Limit how many nodes Slurm's hooks (the prolog and the HealthCheckProgram) may drain. Pure: runs no command.
 
-No file records the drains by hooks, because Slurm does: such a drain is a node in state DRAIN whose reason begins with
+Slurm records the drains by hooks: such a drain is a node in state DRAIN whose reason begins with
 :data:`~rrl.health.drains.HOOK_PREFIX`. Only root, SlurmUser and administrators can set the state and the reason. So no
-user can forge a drain by a hook, and a user can exhaust the limit only by making that many nodes fail their check.
+user can forge a drain by a hook, and a user can exhaust the limit only by making so many nodes fail their check.
 
 Hooks run on all nodes at the same time and do not communicate. Each hook drains its own node first, and waits until
-Slurm's clock has passed the second of that drain. Then it ranks all drains by hooks in the order of (time, node name).
+Slurm's clock has passed the second of this drain. Then it ranks all drains by hooks in the order of (time, node name).
 A hook whose drain ranks beyond the limit removes its drain. When a hook reads the list of drains, the list contains all
-drains that rank before the hook's own. So exactly as many drains remain as the limit permits, in whatever order hooks
-read.
+drains that rank before the hook's own drain. So exactly as many drains remain as the limit permits, regardless of the
+order in which hooks read the list.
 """
 
 from __future__ import annotations
@@ -42,5 +42,5 @@ def over_limit(own: HookDrain, drains: Collection[HookDrain], nodes: int, rules:
     if lately >= max(1, int(rules.share * nodes)):
         return f"hooks have drained {lately} of {nodes} nodes within {rules.window:g} s (hooks.share)"
     if before >= max(1, int(rules.standing * nodes)):
-        return f"{before} of {nodes} nodes stand drained by hooks (hooks.standing)"
+        return f"{before} of {nodes} nodes are still drained by hooks (hooks.standing)"
     return ""

@@ -1,8 +1,8 @@
-"""Checks this node now and returns its findings and their verdict, for ``rrl health check`` and for admission.
+"""Check this node now and return its findings and their verdict, for ``rrl health check`` and for admission.
 
 Usually one sample of each reader suffices. If a check finds a failure without proof, its readers are read again until
-enough samples in a row confirm the failure, or until a sample does not show it. If the time does not suffice for that,
-the failure remains a WARN.
+enough consecutive samples confirm the failure, or a sample does not show it. If the time is too short, the failure
+remains a WARN.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from .readers.isolation.client import read_all
 from .readers.samples import READERS, Reading
 
 RECHECK_INTERVAL_S = 1.0
-"""Seconds between two samples if a failure without proof is to be confirmed."""
+"""Seconds between two samples that confirm or refute a failure without proof."""
 RATE_INTERVAL_S = 2.0
 """Seconds between the two samples from which the increases of counters are computed."""
 _REST_OF_HOST_S = 5.0
-"""Seconds of a check's time that starting the host reader's process and reading its other values may take. The rest of
-the time is for mounts that hang."""
+"""Seconds of a check's time for starting the host reader's process and reading its other values. The rest of the time
+is for mounts that hang."""
 EXIT_CODES = {Verdict.OK: 0, Verdict.WARN: 1, Verdict.FAIL: 2, Verdict.UNKNOWN: 3}
 """Exit codes of ``rrl health check``, by verdict."""
 
@@ -47,7 +47,7 @@ def check_node(
 ) -> list[Finding]:
     """Return all findings about this node, including those with verdict OK or UNKNOWN.
 
-    Blocks for about ``timeout_s`` at most, and some seconds more to end readers that hang.
+    Blocks for at most about ``timeout_s``, plus some seconds to end readers that hang.
 
     Args:
         rules: Rules of the checks.
@@ -93,9 +93,8 @@ def mount_timeout_s(rules: Rules, timeout_s: float) -> float:
 def overall(findings: Collection[Finding]) -> Verdict:
     """Return the verdict on the node: the most severe of its findings.
 
-    UNKNOWN is returned only if there is no more severe finding and one of these is true: something that the rules
-    expect could not be read, a reader hung, or a reader failed. Readers that are not installed or not permitted say
-    nothing about the node.
+    UNKNOWN is returned only without a more severe finding, and only if a reader hung or failed, or could not read
+    something that the rules expect. Readers that are not installed or not permitted do not affect the verdict.
     """
     found = {finding.verdict for finding in findings if not is_uninformative(finding)}
     return next((verdict for verdict in WORST_FIRST if verdict in found), Verdict.OK)

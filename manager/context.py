@@ -25,9 +25,9 @@ class PeerConnections:
 
 @dataclass(frozen=True, slots=True)
 class RunContext:
-    """The parts of a manager that its components share: data of the run, functions to record events and send messages.
+    """What the components of a manager share: data of the run, and functions that record events and send messages.
 
-    The manager creates the context when it opens the run, and passes it to each component instead of single functions.
+    The manager creates the context when it opens the run, and passes it to each component.
     """
 
     run_dir: RunDir
@@ -37,9 +37,9 @@ class RunContext:
     state: Callable[[], State]
     """Returns the newest state."""
     record: Callable[[Event], None]
-    """Journals an event and applies it to the state; the event is durable after the next flush."""
+    """Appends an event to the journal and applies it to the state; the event is durable after the next flush."""
     send: Send
-    """Sends a message to a connection, as a reply to a request id or unsolicited (None)."""
+    """Sends a message to a connection: as the reply to a request id, or as a message of its own if the id is None."""
     now: Callable[[], float]
     """Returns the manager's time (s), which never goes back."""
     connections: PeerConnections = field(default_factory=PeerConnections)

@@ -73,11 +73,11 @@ from .storage.space_reserve import write_from_reserve
 _log = logging.getLogger("rrl.manager")
 
 MAX_RENEWALS_WITHOUT_RUN_DIR = 10
-"""Consecutive lease renewals, over two lease periods, that find no run directory before it counts as removed."""
+"""The run directory counts as removed after so many consecutive lease renewals (two lease periods) do not find it."""
 COMMAND_POLL_S = 0.5
 """Seconds between two checks of the mailbox for user commands."""
 FLUSH_INTERVAL_S = 0.5
-"""Longest time in seconds for which an event stays unwritten if no action waits for it."""
+"""Maximum seconds for which an event stays unwritten if no action waits for it."""
 
 
 class Manager:
@@ -93,7 +93,7 @@ class Manager:
         self._state: State | None = None
         self._epoch_began, self._wall = time.monotonic(), time.time()
         self._last_turn_at = self._wall
-        """Manager's time (s) of the last turn of the loop, by which a stall of this process is detected."""
+        """Manager's time (s) of the last turn of the loop, from which a stall of this process is detected."""
         self._flushed_at, self._cancelled_early = 0.0, ""
         self._background_tasks: list[asyncio.Task[None]] = []
         self._intended_actions: list[ExternalAction] = []
@@ -211,7 +211,7 @@ class Manager:
         self._wake.set()
 
     def _stopped_by_others(self, event: ev.Event) -> bool:
-        """Return whether a step that is still wanted was stopped by something else than the manager (preemption)."""
+        """Return whether a step that is still wanted was stopped by something other than the manager (preemption)."""
         if not isinstance(event, ev.StepEnded) or event.reason is not ExitReason.STOPPED:
             return False
         return self.state.is_current(event.incarnation)
@@ -246,7 +246,7 @@ class Manager:
     def _detect_own_stall(self) -> None:
         """Restart the monitor's deadlines if this manager was stalled, and clear nodes that the run no longer uses.
 
-        A manager that did not run for a while cannot tell whether heartbeats are missing or only were not received.
+        After a stall, missing heartbeats may only not have been received.
         """
         now = self.now()
         if now - self._last_turn_at > self.state.job.limits.silence / 2:
@@ -275,7 +275,7 @@ class Manager:
     def _was_responsive(self, node: NodeName) -> bool:
         """Return whether no detector of the manager reports this node as silent or down.
 
-        A responsive node that is excluded, for example because of a broken GPU, is expected to fall silent. This
+        The agent of an excluded node is stopped, so a node that was responsive is silent after its exclusion. This
         silence is no evidence that the node is down.
         """
         return all(finding.node != node or from_agent(finding) for finding in self.state.findings.values())
@@ -392,7 +392,7 @@ class Manager:
     async def _abandon(self) -> None:
         """Release all allocations and leave: without its run directory the run cannot be managed.
 
-        Steps in an allocation that cannot be released are ended by their agents.
+        If an allocation cannot be released, the agents end the steps in it.
         """
         for tag in reversed(self.state.allocations):  # the first component of a heterogeneous job ends all others
             try:

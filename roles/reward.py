@@ -1,4 +1,4 @@
-"""The reward role (``python -m rrl.roles.reward``): leases complete trajectories, scores them, posts the scores."""
+"""The reward role (``python -m rrl.roles.reward``): lease complete trajectories, score them, and post the scores."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import rrl
 
 from ..core.text import shortened
 from ..core.types import RaisedException
-from .end_report import ScorerFails, described, exits_on_invalid_config, users_place
+from .launcher.end_report import ScorerFails, described, exits_on_invalid_config, users_place
 from .models.tasks import Task, TaskError, load_task
 from .models.tokenizer import Tokenizer, open_tokenizer
 from .trajectories.types import Score, ToScore
@@ -22,7 +22,8 @@ from .trajectories.types import Score, ToScore
 _log = logging.getLogger("rrl.reward")
 
 _NOTE_FACTOR = 2
-"""Factor by which the number of failures grows between two notes, because each note is a record in the journal."""
+"""Factor by which the number of failures must grow before the next note, because each note is a record in the
+journal."""
 
 
 class _InvalidScore(ValueError):
@@ -34,9 +35,9 @@ class ScoredItems(Struct, frozen=True):
 
     scores: list[Score] = []
     failed: dict[int, str] = {}
-    """Each trajectory that could not be scored, and the reason."""
+    """Reason for each trajectory that could not be scored, by trajectory."""
     faulty: list[int] = []
-    """Trajectories in ``failed`` for which the scorer's own code is at fault."""
+    """Trajectories in ``failed`` whose failure is a fault of the scorer's code."""
 
 
 class Scorer:
@@ -44,8 +45,8 @@ class Scorer:
 
     Args:
         task: The task.
-        tokenizer: Turns tokens into the text to score.
-        folder: The job's folder, relative to which files are named.
+        tokenizer: Converts tokens to the text that is scored.
+        folder: The job's folder; file names in messages are relative to it.
     """
 
     def __init__(self, task: Task, tokenizer: Tokenizer, folder: Path) -> None:
@@ -55,9 +56,9 @@ class Scorer:
         self._reported: set[str] = set()
         self._failures, self._noted = 0, 0
         self.newest_fault: tuple[Exception, RaisedException] | None = None
-        """Newest exception that is a fault of the scorer's own code, and its description."""
+        """Newest exception that is a fault of the scorer's code, and its description."""
         self.note = ""
-        """A text for people about the answers that could not be scored; empty if all could."""
+        """Text for people about the answers that could not be scored; empty if all could be scored."""
 
     def score(self, items: Sequence[ToScore], on_scored: Callable[[], None] = lambda: None) -> ScoredItems:
         """Score complete trajectories.
@@ -99,7 +100,7 @@ class Scorer:
     def _described(self, error: Exception) -> RaisedException:
         """Return an exception as a value.
 
-        If a score was invalid, it names the file and line in which the scoring function is defined.
+        For an invalid score, the place is the definition of the scoring function.
         """
         raised = described(error, self._folder)
         code = getattr(self._task.score, "__code__", None)  # a callable object has none
@@ -109,7 +110,7 @@ class Scorer:
         return msgspec.structs.replace(raised, type="ValueError", place=place)
 
     def _report(self, raised: RaisedException, error: Exception, item: ToScore) -> str:
-        """Log the first exception of its kind, renew the note, and return the reason for dropping the group."""
+        """Log the first exception of its kind, update the note, and return the reason for dropping the group."""
         why = f"the scorer raised {raised.type} ({raised.place})"
         if why not in self._reported:
             self._reported.add(why)

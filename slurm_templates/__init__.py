@@ -1,1 +1,1 @@
-"""The template of an allocation's batch script, and :mod:`.render`, which fills it in."""
+"""The template of an allocation's batch script, and the module :mod:`.render` that fills in its values."""

@@ -1,7 +1,7 @@
 """Render the options and the batch script of an allocation of any form: #SBATCH lines and one exec line.
 
-An allocation is a ``--no-kill`` job over nodes of one shape, or several such components of a heterogeneous job. An
-allocation is never requeued, since the requeued job would start about two minutes later, without any steps. Nodes are
+An allocation is a ``--no-kill`` job over nodes with the same resources, or several such components of a heterogeneous
+job. It is never requeued, since the requeued job would start about two minutes later, without any steps. Nodes are
 requested by the resources that each node must provide, with one task per node. ``--exclusive`` is not set, so that a
 small job, such as the manager's own, may share a larger node. A user who wants whole nodes adds the sbatch option
 ``exclusive``.
@@ -25,12 +25,12 @@ RESERVED_OPTIONS = frozenset({
     "no-requeue", "export-file", "get-user-env", "array", "wrap", "wait", "parsable", "test-only", "no-shell",
     "overcommit", "job", "jobid",
 })  # fmt: skip
-"""Options that a user cannot pass on: rrl sets them, finds its jobs by them, or could not work with them."""
+"""Options that a user cannot set, because rrl sets them, finds its jobs by them, or does not work with them."""
 
 _BATCH_SCRIPT_OPTIONS = ("--no-requeue", "--chdir=/", "--output=/dev/null")
-"""Options of the batch script, which belongs to the first component only. ``--export`` is omitted, because its default
-passes the environment on. NONE would start a login shell to create an environment (sbatch(1)), and NIL does not exist
-in Slurm 22.05."""
+"""Options of the batch script, which only the first component has. ``--export`` is omitted: its default passes the
+environment on, NONE would start a login shell to create an environment (sbatch(1)), and NIL does not exist in Slurm
+22.05."""
 _HOLD_COMMENT = (
     "This script only holds the nodes. The manager, outside of this job, starts every step in it.",
     "Where Slurm's InactiveLimit is 0, `salloc --no-shell` holds them instead, with the options above.",
@@ -52,7 +52,7 @@ def allocation_options(
         walltime: Time limit (s).
         exclude: Nodes that must not be allocated.
         extra: The user's options, names without dashes; an empty value is a flag. They come last. A ``gres`` replaces
-            rrl's own (for typed GPUs); nodes in the user's ``exclude`` are excluded in addition.
+            rrl's option (for typed GPUs); nodes in the user's ``exclude`` are excluded too.
 
     Raises:
         ValueError: An option cannot be passed on, or a name or value does not fit into an ``#SBATCH`` line.

@@ -22,17 +22,20 @@ _NETWORK_FILES = ["integration/slurm/lab/test_isolated_nodes.py", "integration/s
 collect_ignore = [] if netns.possible() else _NETWORK_FILES
 """Nodes with a network of their own need root: where there is none, their tests are not there either."""
 LONG_FILES = (
-    "integration/local/test_runs.py", "integration/local/test_quickstart.py",
-    "unit/transport/weights/test_ucx_apart.py", "integration/local/test_resume.py", "integration/local/test_faults.py",
-    "integration/local/test_bring_your_own.py", "security/test_listening_sockets.py",
+    "integration/local/test_runs.py", "integration/local/test_quickstart.py", "integration/local/test_faults.py",
+    "integration/local/test_agents.py", "unit/transport/weights/test_ucx_apart.py",
     "integration/slurm/test_runs.py", "integration/slurm/cluster/test_cluster.py",
-    "integration/local/test_node_health.py",
-    "integration/local/test_manager_away.py", "unit/roles/agent/test_node_monitor.py",
-    "integration/local/test_standby.py", "unit/roles/trainer/test_gang.py", "security/test_run_under_attack.py",
-    "unit/manager/test_crash_points.py", "unit/roles/trainer/test_folder_gang.py",
-    "unit/health/detection/test_scenarios.py",
+    "integration/local/test_stream.py", "integration/local/test_resume.py", "integration/local/test_bring_your_own.py",
+    "unit/roles/trainer/test_gang.py", "unit/roles/agent/test_node_monitor.py", "security/test_run_under_attack.py",
+    "security/test_listening_sockets.py", "integration/local/test_manager_away.py",
+    "integration/local/test_standby.py", "integration/local/test_user_code.py",
+    "unit/health/readers/test_dcgm.py", "integration/local/test_node_health.py", "security/test_default_run.py",
+    "integration/slurm/test_doctor.py", "unit/cli/health/test_report.py", "integration/slurm/test_all_cancelled.py",
+    "unit/manager/cluster/test_local.py", "integration/local/test_environment.py",
+    "integration/local/test_idle_shares.py", "unit/manager/test_crash_points.py",
+    "unit/roles/trainer/test_folder_gang.py", "unit/health/detection/test_scenarios.py",
 )  # fmt: skip
-"""Files that took more than 25 s on two cores, the longest first. They start first: pytest-xdist gives a whole file to
+"""Files that take longest on two cores, the longest first. They start first: pytest-xdist gives a whole file to
 one worker, and a long file that starts last leaves the other workers without work."""
 
 

@@ -13,14 +13,14 @@ from typing import Any
 from msgspec import Struct
 
 NETWORK_ENV = "RRL_NETWORK"
-"""Environment variable: an interface (``ib0``) or a network in CIDR form (``10.1.0.0/16``) to listen on, if the job
+"""Environment variable with an interface (``ib0``) or a network in CIDR form (``10.1.0.0/16``) to listen on, if the job
 spec names none."""
 _SIOCGIFCONF = 0x8912
 """Request number of ioctl (netdevice(7)): all addresses of all interfaces."""
 _IFREQ_BYTES = 40
 """Bytes of a struct ifreq: 16 of the name, then a struct sockaddr_in (two of family, two of port, the address)."""
 _MAX_ADDRESSES = 256
-"""Most addresses that are read; nodes with bridges and virtual functions have some dozens."""
+"""Maximum number of addresses that are read; nodes with bridges and virtual functions have some dozens."""
 
 
 class NoAddress(OSError):
@@ -41,7 +41,7 @@ class ListenAddress(Struct, frozen=True):
     """The host as it was given, without brackets: a name or an address."""
     family: socket.AddressFamily
     socket_address: tuple[Any, ...]
-    """Address to bind a socket of this family to."""
+    """Address to which a socket of this family is bound."""
 
 
 def resolve(address: str) -> ListenAddress:
@@ -61,12 +61,12 @@ def own_address(network: str = "") -> str:
     """Return the IPv4 address of this host that other nodes of the run can reach.
 
     If ``network`` (see :func:`interface_on`) or ``$RRL_NETWORK`` is set, return the address on that network. Otherwise
-    return the address that the host name resolves to, or else the address of the default route, or else the only
-    address of the host. Candidates that no interface of this host has, and loopback addresses, are skipped: on Debian
-    the host name may resolve to 127.0.1.1.
+    return the address of the host name, else the address of the default route, else the only address of the host.
+    Loopback addresses and addresses that no interface of this host has are skipped: on Debian the host name may resolve
+    to 127.0.1.1.
 
     Raises:
-        NoAddress: There is no such address, or there are several and no default route. A loopback address is only used
+        NoAddress: There is no such address, or there are several and no default route. A loopback address is used only
             if ``network`` or ``$RRL_NETWORK`` names it.
     """
     if network_name := network or os.environ.get(NETWORK_ENV, ""):

@@ -1,8 +1,8 @@
 """The keys by which a run's processes authenticate each other.
 
-CURVE key pairs protect the control plane, an HMAC secret the connections that carry weights and snapshots. They are
-generated once per run and stored in one file of the run directory that only the run's user can read (0600). A process
-that can read it belongs to the run; messages of any other process are never accepted.
+CURVE key pairs protect the control plane; an HMAC secret protects the connections that carry weights and snapshots. All
+keys are generated once per run and stored in one file of the run directory that only the run's user can read (0600). A
+process that can read the file counts as a process of the run; messages of other processes are never accepted.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from msgspec import Struct
 from ..core.run_dir import write_atomically
 
 _SECRET_BYTES = 32
-"""Bytes of the HMAC secret, as many as SHA-256 returns."""
+"""Length of the HMAC secret in bytes, equal to the length of a SHA-256 digest."""
 
 
 class RunKeys(Struct, frozen=True):

@@ -1,8 +1,8 @@
 """The messages between the manager and the agents, launchers and workers: one tagged union per direction, versioned.
 
-Messages to the manager have no reply unless stated: a heartbeat is not acknowledged. Information for workers is pushed
-when it changes, and repeated in ``Welcome``. A worker that loses the manager sends ``Hello`` to the next manager. A
-``Hello`` contains everything that this manager needs to know, so that the manager does not rely on earlier messages.
+Messages to the manager have no reply unless the class says so; a heartbeat has none. The manager pushes information to
+workers when it changes, and repeats it in ``Welcome``. A worker that loses the manager sends ``Hello`` to the next
+manager. A ``Hello`` contains everything that the next manager needs to know about the worker.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PROTOCOL_VERSION = 3
 
 # ── to the manager ─────────────────────────────────────────────────────────────────────────────────────────────────
 class AdmissionRequest(Struct, frozen=True, tag=True):
-    """Sent by every step before it starts its command, to ask whether it (still) may. The reply is ``Admitted``."""
+    """Sent by every step to ask whether it may (still) start its command. The reply is ``Admitted``."""
 
     incarnation: Incarnation
     tag: str
@@ -55,13 +55,13 @@ class Heartbeat(Struct, frozen=True, tag=True):
     note: str = ""
     """Text that `rrl status` shows beside the replica, for people only."""
     data_untaken: bool = False
-    """Whether the trajectory store holds data that the trainer could train on, and the trainer requests none."""
+    """In the store's heartbeat: whether the store holds data for the trainer and the trainer requests none."""
 
 
 class ClockReport(Struct, frozen=True, tag=True):
-    """Sent by a worker after some of its heartbeats, before each commit, and when it leaves; for people only.
+    """Sent by a worker after some heartbeats, before each commit, and when it leaves: its clock reading, for views.
 
-    It is a message of its own, so that heartbeats stay small and no detector depends on it.
+    It is not part of the heartbeat, so that heartbeats stay small and no detector depends on the reading.
     """
 
     incarnation: Incarnation
@@ -120,7 +120,7 @@ class StepExit(Struct, frozen=True, tag=True):
 class AgentHello(Struct, frozen=True, tag=True):
     """Sent by an agent that joins, or joins again after losing the manager.
 
-    The reply is ``Fenced`` if the agent must exit; otherwise there is none.
+    The reply is ``Fenced`` if the agent must exit; otherwise there is no reply.
     """
 
     incarnation: Incarnation
@@ -131,11 +131,11 @@ class AgentHello(Struct, frozen=True, tag=True):
     boot: str
     """Boot id of the node, which tells a reboot from a network failure."""
     probe: str = ""
-    """Requirements of roles that the node does not meet ([env] probe, the network to listen on); empty: none."""
+    """What roles need and the node lacks ([env] probe, the network to listen on), as text; empty if nothing."""
     memlock: int = -1
     """Bytes that a role on this node may lock into memory, as RDMA does with registered memory; -1: no limit."""
     nofile: int = -1
-    """Files that a role on this node may have open; -1: no limit."""
+    """Number of files that a role on this node may have open; -1: no limit."""
     rdma: tuple[str, ...] = ()
     """Names of the node's RDMA devices."""
     snapshot_address: str = ""
@@ -153,9 +153,9 @@ class Load(Struct, frozen=True):
     cpu: float
     """CPU time per second, in cores."""
     gpu: float | None = None
-    """Share of the time (0 to 1) in which a kernel ran on the busiest of its GPUs; None: unknown."""
+    """Share of the time (0 to 1) in which a kernel ran on the busiest GPU of the step; None: unknown."""
     tensor: float | None = None
-    """Share of the time in which tensor cores worked, on the GPU where they worked most; None: unknown."""
+    """Share of the time (0 to 1) in which tensor cores worked, on the GPU where they worked most; None: unknown."""
     stopped: bool = False
     """Whether a process of the step was stopped (state T or t in /proc) when the load was measured: by SIGSTOP, a
     debugger or a profiler."""
@@ -169,7 +169,7 @@ class AgentHeartbeat(Struct, frozen=True, tag=True):
     alive: tuple[str, ...] = ()
     """Tags of the steps whose first process runs on this node."""
     loads: tuple[Load, ...] = ()
-    """Loads of those steps, in every few heartbeats; empty if none were sampled since the last heartbeat with loads."""
+    """Loads of the steps in ``alive``. Only some heartbeats contain loads."""
 
 
 class StepVanished(Struct, frozen=True, tag=True):
@@ -195,17 +195,17 @@ class FindingReport(Struct, frozen=True, tag=True):
 
 
 class ProbeReply(Struct, frozen=True, tag=True):
-    """Sent by a worker: the reply to ``Probe``."""
+    """The reply of a worker to ``Probe``."""
 
     incarnation: Incarnation
     id: int
     result: ProbeResult
     detail: str = ""
-    """What the probe handler did, or why it failed; for people."""
+    """Text about what the probe handler did, or why it failed."""
 
 
 class Stacks(Struct, frozen=True, tag=True):
-    """Sent by an agent: the reply to ``DumpStacks``. ``dumps`` maps process ids to the output of py-spy for each."""
+    """The reply of an agent to ``DumpStacks``. ``dumps`` maps each process id to the output of py-spy."""
 
     incarnation: Incarnation
     """The incarnation of the agent."""
@@ -223,7 +223,7 @@ class Injected(Struct, frozen=True, tag=True):
     ok: bool
     detail: str = ""
     incarnation: Incarnation | None = None
-    """The incarnation into which the fault was injected; None: no incarnation was found."""
+    """The incarnation into which the fault was injected; None if no incarnation was found."""
     node: NodeName = NodeName("")
     ended: bool = False
     """True if the fault was injected before and has now ended."""
@@ -248,8 +248,8 @@ class WeightSource(Struct, frozen=True):
     incarnation: Incarnation
     address: str
     version: Version | None = None
-    """Newest complete version of the source. The source may also have an older version, and be receiving a newer
-    one."""
+    """Newest complete version of the source. The source may also have an older version, or be receiving a newer
+    version."""
 
 
 class Peer(Struct, frozen=True):
@@ -272,8 +272,7 @@ class Peers(Struct, frozen=True, tag=True):
     newest: Version | None = None
     weight_sources: tuple[WeightSource, ...] = ()
     snapshot_servers: dict[NodeName, str] = {}
-    """Addresses at which snapshots can be stored, by node; for the nodes of the trainer and those of its standby
-    processes."""
+    """Addresses of the snapshot servers on the nodes of the trainer and of its standby processes, by node."""
 
 
 class Admitted(Struct, frozen=True, tag=True):
@@ -283,8 +282,8 @@ class Admitted(Struct, frozen=True, tag=True):
     ok: bool
     reason: str = ""
     duplicate: bool = False
-    """True if another process runs with this tag: the receiver must not leave an exit record, which would be attributed
-    to that process."""
+    """True if another process runs with this tag. The receiver must then leave no exit record, which would be
+    attributed to the other process."""
 
 
 class Welcome(Struct, frozen=True, tag=True):
@@ -298,7 +297,7 @@ class Welcome(Struct, frozen=True, tag=True):
     rank: int = 0
     world: int = 1
     step: int = 0
-    """Newest committed step that this manager knows: the trainer reports only the steps after this one."""
+    """Newest committed step that this manager knows. The trainer reports only later steps."""
 
 
 class Promote(Struct, frozen=True, tag=True):
@@ -311,7 +310,7 @@ class Promote(Struct, frozen=True, tag=True):
     incarnation: Incarnation
     tag: str
     gpus: tuple[str, ...] = ()
-    """GPUs of the node that the process uses from now on, named as in its ``Hello``; empty: all GPUs that it has."""
+    """GPUs of the node that the process must use, named as in its ``Hello``; empty: all GPUs that it has."""
 
 
 class Fenced(Struct, frozen=True, tag=True):
@@ -320,8 +319,8 @@ class Fenced(Struct, frozen=True, tag=True):
     incarnation: Incarnation
     reason: str
     tag: str = ""
-    """Tag of the incarnation's step, which may have started as a standby process; set if the message is sent to the
-    step's launcher or to the node's agent."""
+    """Tag of the incarnation's step, which may have started as a standby process. Set only in messages to the step's
+    launcher or to the node's agent."""
 
 
 class Stop(Struct, frozen=True, tag=True):
@@ -335,7 +334,7 @@ class Stop(Struct, frozen=True, tag=True):
 
 
 class Inject(Struct, frozen=True, tag=True):
-    """Sent to the agent on the target's node or to the target itself: inject this fault into the step ``tag``."""
+    """Sent to the agent on the target's node, or to the target: it must inject this fault into the step ``tag``."""
 
     fault: Fault
     tag: str

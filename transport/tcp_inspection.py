@@ -24,7 +24,7 @@ def listening_addresses() -> frozenset[tuple[str, int]]:
 
 
 def try_packet_filter() -> str:
-    """Return the reason why this user cannot attach a packet filter to sockets; empty if the user can."""
+    """Return why this user cannot attach a packet filter to sockets; empty if it works."""
     with socket.socket() as sock:
         try:
             _drop_everything(sock)
@@ -71,7 +71,7 @@ def bytes_received(fd: int) -> int | None:
 
 
 def shut_down(fd: int, port: int) -> bool:
-    """Shut down a connection, so that the library that owns it notices and closes it. Return False if it is gone.
+    """Shut down a connection, so that its library notices and closes it. Return False if the connection is gone.
 
     Only a connection at this process's ``port`` is shut down, since the descriptor may have been reused.
     """

@@ -7,8 +7,8 @@ import msgspec
 from ...core.run_dir import RunDir
 from ..common.output import print_json, print_line, program, show
 from ..common.runs import OperationFailed, UsageError, find_run, job_of
+from ..views.episode_trees import Episode, episodes_of
 from ..views.episodes import episode_view, episodes_view
-from .episode_trees import Episode, episodes_of
 from .store_log import read_store
 
 

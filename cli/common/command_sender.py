@@ -23,8 +23,8 @@ POLL_INTERVAL_S = 0.2
 def send(run: RunDir, command: Command) -> str:
     """Write a user command into the run's mailbox and return the name of its file.
 
-    A cancellation takes its space from the run's reserve if the file system is full: ending a run makes room, while
-    its manager carries out nothing else on a full file system.
+    If the file system is full, a cancellation takes space from the run's reserve. The manager carries out no other
+    command on a full file system.
 
     Raises OperationFailed if the run directory cannot be written.
     """
@@ -56,7 +56,7 @@ class ManagerPresence:
         return time.monotonic() - self._renewed_at > self._timeout_s
 
     def absent_message(self, action: str) -> str:
-        """Return a message that no manager is there to carry out ``action``, and how to start a manager."""
+        """Return a message that no manager runs that could carry out ``action``, and how to start a manager."""
         waiting = ""
         if self._job is not None and self._job.cluster == "slurm":
             from ...manager.bootstrap.manager_job import job_name
@@ -72,8 +72,8 @@ class ManagerPresence:
 def wait_until_taken(run: RunDir, name: str, action: str) -> None:
     """Wait until the manager has taken the command file ``name``.
 
-    Raises OperationFailed, naming ``action``, when the manager's lease is no longer renewed: then no manager is there
-    to carry it out.
+    Raises OperationFailed, which names ``action``, if the manager's lease is no longer renewed, since no manager runs
+    then.
     """
     manager = ManagerPresence(run)
     while (run.mailbox / name).exists():

@@ -19,7 +19,7 @@ from ...core.text import escaped, escaped_json, escaped_lines
 from .runs import UsageError
 
 PLAIN_WIDTH = 100
-"""Width (columns) of output that does not go to a terminal, so that it is the same wherever it is piped."""
+"""Width (columns) of output that does not go to a terminal."""
 
 
 def console() -> Console:
@@ -33,7 +33,7 @@ def console() -> Console:
 
 
 class Escaped:
-    """A view whose text is escaped as it is drawn, after the layout: hostile text can shift only its own columns."""
+    """A view whose text is escaped after the layout, so that hostile text can shift only its own columns."""
 
     def __init__(self, view: RenderableType) -> None:
         self._view = view
@@ -44,9 +44,9 @@ class Escaped:
 
 
 def program() -> str:
-    """Return how the user can start this program again: ``rrl`` if that is on PATH, else its path.
+    """Return how the user can start this program: ``rrl`` if it is on PATH, else its path.
 
-    After ``make demo`` it is only in ``.venv/bin``.
+    After ``make demo`` the program is only in ``.venv/bin``.
     """
     started = Path(sys.argv[0])
     found = shutil.which("rrl")
@@ -82,7 +82,7 @@ _UNITS = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def parse_time(text: str, now: float | None = None) -> float:
-    """Return the time that the user wrote for ``--since``, in s since the epoch.
+    """Return the time of the option ``--since`` in s since the epoch.
 
     ``text`` is a span before ``now`` (``10m``) or a date and time. Raises UsageError for anything else.
     """
@@ -94,7 +94,7 @@ def parse_time(text: str, now: float | None = None) -> float:
         at = -1.0
     if at < 0:
         examples = '"90s", "10m", "2h", "1d" (ago) or a time like "2026-11-20T09:00" (yours; with Z: UTC)'
-        raise UsageError(f'--since "{text}" is no time; write for example {examples}')
+        raise UsageError(f'--since "{text}" is not a time; write for example {examples}')
     return at
 
 

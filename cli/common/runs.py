@@ -1,4 +1,4 @@
-"""Finds the run that the user names and reads its files. Only the run directory is read: no manager needs to run."""
+"""Find the run that the user names and read its files. Only the run directory is read, so no manager needs to run."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _resolve(name: str | None) -> RunDir:
 
 
 def read_state(run: RunDir) -> State | None:
-    """Return the state that the journal of ``run`` gives; None before its manager has written anything.
+    """Return the state from the journal of ``run``; None if the journal has no record yet.
 
     Raises UsageError if the journal is damaged, OperationFailed if its folder cannot be read.
     """
@@ -153,7 +153,7 @@ def check_manageable(run: RunDir) -> None:
 
 
 def _is_run(run: RunDir) -> bool:
-    """Return whether the folder holds a run; also True if its permissions do not let this user see that."""
+    """Return whether the folder contains a run; also True if this user has no permission to look into the folder."""
     try:
         return run.journal.is_dir()
     except PermissionError:
@@ -180,7 +180,8 @@ def _no_access_message(run: RunDir) -> str:
 def submit_time(run: RunDir) -> float:
     """Return when the run was submitted or last resumed (s since the epoch, the file server's clock); 0 if unreadable.
 
-    This is the modification time of resolved.json, which only submitting and resuming write, else of the run directory.
+    It is the modification time of resolved.json, which is written only at a submission or resume, else of the run
+    directory.
     """
     for path in (run.resolved, run.path):
         try:

@@ -1,1 +1,1 @@
-"""``rrl doctor``: collects facts about host, Slurm and a compute node, and judges them."""
+"""``rrl doctor``: collect facts about the host, Slurm and a compute node, and judge them."""

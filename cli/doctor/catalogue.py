@@ -15,7 +15,7 @@ from .node_probe.host import Unavailable
 class Meaning(Struct, frozen=True):
     """The question of a check, and its usual ``fix``: a command, a key of job.toml, or a person to ask.
 
-    A check may give a better fix for what it found.
+    A check may replace the fix by a better one.
     """
 
     question: str
@@ -28,7 +28,7 @@ GROUPS = {
     "slurm": "Slurm",
     "node": "A compute node, checked by a job of 10 s with your consent",
 }
-"""First part of a check's name → title."""
+"""Title of a group of checks, by the first part of their names."""
 
 _ADMIN = "ask the admin of the cluster"
 _RDMA = (
@@ -246,7 +246,7 @@ def fail(name: str, found: str, fix: str | None = None) -> Check:
 
 
 def unknown(name: str, why: Unavailable | str, fix: str = "") -> Check:
-    """Return a check with the verdict UNKNOWN: it is not known whether the answer is good or bad."""
+    """Return a check with the verdict UNKNOWN and the reason ``why`` its question could not be answered."""
     return Check(name, Verdict.UNKNOWN, why.why if isinstance(why, Unavailable) else why, fix)
 
 

@@ -1,4 +1,4 @@
-"""Reads Slurm and the file system for ``rrl doctor``.
+"""Read Slurm and the file system for ``rrl doctor``.
 
 The host itself is read by :mod:`.node_probe.host`, a compute node by :mod:`.node_visit`. The
 readers run concurrently, each with a deadline. They change nothing, except that they create and remove one small file
@@ -62,7 +62,7 @@ _NO_ANSWER_PATTERN = re.compile(
     r"Protocol authentication",
     re.IGNORECASE,
 )
-"""Matches the error messages which mean that slurmctld did not answer. Any other error counts as a refusal.
+"""Pattern of error messages that mean that slurmctld did not answer. Any other error counts as a refusal.
 
 For example "Unspecified error", which a site's submit filter returns, is a refusal.
 """
@@ -167,9 +167,9 @@ def _cgroups(config: Config | Unavailable) -> CgroupConf:
 
 
 def would_take(options: Sequence[str], script: str) -> CommandResult | Unavailable:
-    """Return Slurm's answer to ``sbatch --test-only`` for this job; Unavailable if Slurm does not answer.
+    """Return the result of ``sbatch --test-only`` for this job, or Unavailable if Slurm does not answer.
 
-    Nothing is submitted.
+    The job is not submitted.
     """
     try:
         ended = run_slurm("sbatch", "--test-only", *options, stdin=script, timeout_s=SLURM_TIMEOUT_S / 2)
@@ -212,7 +212,7 @@ def _manager(wanted: DoctorOptions, candidates: Sequence[str]) -> dict[str, Comm
 
 # ── the folder of all runs ─────────────────────────────────────────────────────────────────────────────────────────
 def read_storage(root: Path) -> Storage:
-    """Return the state of the folder of all runs. Raises OSError if even its file system cannot be queried."""
+    """Return the state of the folder of all runs. Raises OSError if its file system cannot be queried."""
     existing = root
     while not existing.is_dir() and existing != existing.parent:
         existing = existing.parent
@@ -229,7 +229,7 @@ def read_storage(root: Path) -> Storage:
 def _probe_write(path: Path) -> tuple[bool, float]:
     """Create a file as the journal does, write and sync it, and remove it.
 
-    Returns whether a second creator of the file is refused, and how long the write with fsync takes (s).
+    Returns (whether a second process could not create the file, duration of the write with fsync in s).
     """
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:

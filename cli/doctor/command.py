@@ -1,6 +1,7 @@
-"""``rrl doctor``: shows which parts of rrl work here, which do not, and how to fix them.
+"""``rrl doctor``: show which parts of rrl work here, which do not, and how to fix them.
 
-Reads the facts, judges them by all checks in the order in which they are shown, and draws the results.
+The command reads the facts, judges them by all checks in the order in which the checks are shown, and draws the
+results.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from .node_probe.main import NodeReport
 class Check(Struct, frozen=True):
     """One line of the result.
 
-    ``found`` says what was found, ``fix`` is a command, a key of job.toml, or a person to ask.
+    ``found`` is the observation; ``fix`` is a command, a key of job.toml, or a person to ask.
     """
 
     name: str
@@ -30,7 +30,7 @@ class Check(Struct, frozen=True):
 
 
 class DoctorOptions(Struct, frozen=True):
-    """Slurm options with which the user's jobs must be submitted; an empty option leaves the choice to Slurm."""
+    """Slurm options with which the user's jobs must be submitted. For an empty option, Slurm chooses."""
 
     partition: str = ""
     account: str = ""
@@ -44,7 +44,7 @@ class DoctorOptions(Struct, frozen=True):
 
 # ── Slurm ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 class Config(Struct, frozen=True, tag=True):
-    """The result of ``scontrol show config``: name → value. ``seconds`` is the time until the answer of slurmctld."""
+    """The result of ``scontrol show config``, by name. ``seconds`` is the time until slurmctld answered."""
 
     values: dict[str, str]
     seconds: float
@@ -134,7 +134,7 @@ class Slurm(Struct, frozen=True):
 class Storage(Struct, frozen=True, tag=True):
     """The state of the folder of all runs.
 
-    ``root`` is that folder. ``at`` is the folder that was examined: ``root``, or its nearest parent that exists.
+    ``root`` is the folder of all runs. ``at`` is the examined folder: ``root``, or its nearest existing parent.
 
     ``kind`` is the type of the file system. ``free`` are its free bytes, ``inodes`` its free inodes (-1 if it does not
     count them). ``fsync`` is the time (s) of a small write with fsync. ``trouble`` says why nothing can be written at
@@ -156,8 +156,9 @@ class Visit(Struct, frozen=True, tag=True):
     """The report of the job on a compute node.
 
     ``visible_after_s`` is the time (s) from the end of the job, or from the arrival of its report by TCP, until the
-    login node saw the file that the job wrote; None if it never did. ``skew`` is how far (s) the node's clock is ahead,
-    with an error of at most ``bound`` (s); None if there was no connection over which it could be measured.
+    login node saw the file that the job wrote; None if it never saw the file. ``skew`` is the time (s) by which the
+    node's clock is ahead, with an error of at most ``bound`` (s); None if no connection was available for the
+    measurement.
     """
 
     report: NodeReport

@@ -1,4 +1,4 @@
-"""Judges this machine and the folder of all runs. Pure: facts in, checks out. Some checks also serve for a node."""
+"""Judge this machine and the folder of all runs. Pure: facts in, checks out. Some checks also judge a node."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ from .node_probe.host import (
 )
 
 MIN_LOCAL_MEMORY_BYTES = 4 * 2**30
-"""Memory for a local run of the quickstart (four virtual nodes; each torch process takes about 0.4 GiB)."""
+"""Minimum memory in bytes for a local run of the quickstart (four virtual nodes; each torch process takes about 0.4
+GiB)."""
 MIN_OPEN_FILES = 4096
-"""Number of open files that suffices. The manager and the store have some sockets open for each replica, and UCX has
-some for each connection."""
+"""Minimum limit on open files. The manager and the store have some sockets open for each replica, and UCX has some for
+each connection."""
 MAX_TMPDIR_LENGTH = 60
-"""Number of characters that TMPDIR may have; the name of a Unix socket may have 107 in all (unix(7))."""
+"""Maximum number of characters of TMPDIR. The name of a Unix socket may have 107 characters (unix(7))."""
 LOW_FREE_BYTES, MIN_FREE_BYTES = 10 * 2**30, 64 * 2**20
-"""Free bytes in the folder of all runs below which its check warns or fails.
+"""Free bytes in the folder of all runs below which the check warns or fails.
 
-Checkpoints of a small model take some MiB, those of a large model many GiB.
+Checkpoints of a small model take some MiB, checkpoints of a large model many GiB.
 """
 MIN_FREE_INODES = 10_000
 """Free inodes in the folder of all runs below which its check warns.
@@ -40,7 +41,7 @@ A run of a thousand incarnations creates about this number of small files.
 SLOW_FSYNC_S = 0.5
 """Time (s) above which a small write with fsync is slow. Every external action of a manager waits for such a write."""
 LOCAL_FILE_SYSTEMS = ("tmpfs", "ramfs", "overlay", "ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs")
-"""File systems that only one machine sees, unless it exports them."""
+"""Types of file systems that only one machine can access, unless it exports them."""
 NETWORK_FILE_SYSTEMS = (
     "nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "fuse.ceph", "panfs", "wekafs", "cifs", "9p", "virtiofs",
 )  # fmt: skip
@@ -214,7 +215,7 @@ def rdma_transports(ucx_info: Ucx) -> list[str]:
 
 
 def candidate_networks(network: Network) -> dict[str, str]:
-    """Return the networks that other machines may be on, as CIDR → interface.
+    """Return the networks on which other machines may be, as {CIDR: interface}.
 
     Loopback, unconfigured links (169.254/16) and bridges of containers are left out.
     """

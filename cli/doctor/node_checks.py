@@ -1,4 +1,4 @@
-"""Judges what a job on a compute node reported, compared with this machine. Pure: facts in, checks out."""
+"""Judge the report of the job on a compute node, compared with this machine. Pure: facts in, checks out."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NAMES = tuple(name for name in MEANINGS if name.startswith("node."))
 def node_checks(facts: Facts) -> list[Check]:
     """Return the checks of a compute node; none without a cluster.
 
-    All of them are UNKNOWN if no job could report on a node, or none was allowed.
+    All checks are UNKNOWN if no job reported from a node, or the user allowed no job.
     """
     visit = facts.node
     if visit is None:
@@ -52,7 +52,7 @@ def node_checks(facts: Facts) -> list[Check]:
 
 
 def common_networks(one: Host, other: Host) -> dict[str, str]:
-    """Return the networks in which both machines have an address: CIDR → interface of ``one``."""
+    """Return the networks in which both machines have an address, as {CIDR: interface of ``one``}."""
     if isinstance(one.network, Unavailable) or isinstance(other.network, Unavailable):
         return {}
     return {

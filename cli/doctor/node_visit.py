@@ -1,8 +1,8 @@
-"""Runs one small job on a compute node, with the user's consent, to learn what the node is like and what it can reach.
+"""Run one small job on a compute node, with the user's consent, to read the node's properties and test its network.
 
-The job is :mod:`.node_probe.main`, run by the same interpreter path as this process. It takes 10 s, and is
-cancelled if it has not begun :data:`MAX_QUEUE_S` s after its submission. Its files are in a temporary folder, which is
-created in the folder of all runs and removed afterwards.
+The job runs :mod:`.node_probe.main` with the same interpreter path as this process. It takes 10 s, and is cancelled if
+it has not begun :data:`MAX_QUEUE_S` s after its submission. Its files are in a temporary folder within the folder of
+all runs, which is removed afterwards.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ MAX_QUEUE_S = 60.0
 FILE_TIMEOUT_S = 35.0
 """Time (s) for the node's file to become visible here: NFS caches a folder's listing for 30 s (nfs(5), acdirmin)."""
 _POLL_INTERVAL_S = 0.25
-"""Interval (s) of reading the folder."""
+"""Seconds between two reads of the folder."""
 _SLURM_POLL_INTERVAL_S = 2.0
-"""Interval (s) of querying Slurm."""
+"""Seconds between two queries of Slurm."""
 _JOB_SLACK_S = 10.0
-"""Time (s) beyond the probe's own limit for Slurm to start the job and to report its end."""
+"""Time (s), in addition to the probe's own limit, in which Slurm starts the job and reports its end."""
 _ACTIVE_STATES = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "?")
 _MAX_LINE_BYTES = 2**20
-"""Limit on the bytes of one line on a connection: a report has a few thousand."""
+"""Maximum length in bytes of a line on a connection; a report has a few thousand bytes."""
 _CLOCK_SAMPLES = 5
-"""Number of times that the node's clock is read; the reading with the quickest answer is used."""
+"""Number of times that the node's clock is read. The reading with the shortest delay is used."""
 _MAX_CONNECTIONS = 16
 """Maximum number of connections at a time."""
 _JOB_OPTIONS = (
@@ -120,7 +120,7 @@ def _seconds_until(start: str) -> float:
 
 
 def _addresses(facts: Facts, port: int) -> tuple[str, ...]:
-    """Return every address at which this host could be reached; the one that rrl would use comes first."""
+    """Return every address at which this host may be reachable, first the address that rrl would use."""
     network = facts.host.network
     if not isinstance(network, Network):
         return ()
@@ -191,8 +191,8 @@ class _VisitJob:
     def _read_report(self) -> NodeReport | None:
         """Read the report file of the job; return None if it is not there or not complete.
 
-        The folder is listed first, since that makes NFS query its server again; a lookup alone may return a cached "not
-        there".
+        The folder is listed first, because a listing makes NFS query its server again; a lookup may return a cached
+        "not found".
         """
         try:
             if REPORT not in os.listdir(self._folder):
@@ -202,7 +202,7 @@ class _VisitJob:
             return None
 
     def _state(self) -> str:
-        """Return the job's ``STATE Reason exit:signal``; a text that begins with ``?`` if Slurm does not say."""
+        """Return the job's ``STATE Reason exit:signal``; a text that begins with ``?`` if Slurm gives no state."""
         try:
             ended = run_slurm("scontrol", "show", "job", "-o", self._id)
         except OSError:
@@ -226,9 +226,9 @@ class _VisitJob:
 
 
 class ReportListener:
-    """Listens for the report of the node's job: on any address, at a free port, while the job exists.
+    """Listens for the report of the node's job on all addresses, at a free port, while the job exists.
 
-    A connection that does not present the nonce is closed, and nothing that it sent is used.
+    A connection that does not present the nonce is closed, and its data is ignored.
     """
 
     def __init__(self) -> None:
@@ -258,8 +258,8 @@ class ReportListener:
     def finish(self) -> None:
         """Wait until a connection that is sending its report has delivered it or is closed.
 
-        The job also writes the report to a file, which can be visible here before the connection has delivered it.
-        Waits for ``_SLURM_POLL_INTERVAL_S`` at most.
+        The job also writes the report to a file, which may become visible here before the connection has delivered the
+        report. Waits for ``_SLURM_POLL_INTERVAL_S`` at most.
         """
         with self._changed:
             self._changed.wait_for(

@@ -1,4 +1,4 @@
-"""Judges a Slurm cluster. Pure: facts in, checks out."""
+"""Judge a Slurm cluster. Pure: facts in, checks out."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAX_POOL_JOBS = 3
 DEFAULT_KILL_WAIT_S = 30
 """Slurm's default of KillWait (s)."""
 MIN_STEP_LIMIT = 1000
-"""MaxStepCount below which the check warns: all agents and, over days, all incarnations are steps of one job."""
+"""MaxStepCount below which the check warns, since all agents and, over days, all incarnations are steps of one job."""
 _NO_ACCOUNT = "ask the admin of the cluster for an account"
 _NO_HOLD = "nohold_on_prolog_fail"
 DEFAULT_WALLTIME_S = 86400.0
@@ -58,7 +58,7 @@ def slurm_checks(facts: Facts) -> list[Check]:
 
 
 def chosen_partition(slurm: Slurm, wanted: DoctorOptions) -> Partition | Unavailable:
-    """Return the partition that jobs would go to: the one that the user named, else Slurm's default."""
+    """Return the partition for the user's jobs: the partition that the user named, else Slurm's default partition."""
     if isinstance(slurm.partitions, Unavailable):
         return slurm.partitions
     for one in slurm.partitions.partitions:
@@ -70,7 +70,7 @@ def chosen_partition(slurm: Slurm, wanted: DoctorOptions) -> Partition | Unavail
 
 
 def gpu_shapes(nodes: tuple[Node, ...]) -> str:
-    """Describe the GPUs of the nodes, equal nodes together: ``16 nodes with 8 h100``."""
+    """Return a text about the GPUs of the nodes: ``16 nodes with 8 h100``."""
     kinds = Counter(" + ".join(f"{count} {kind or 'GPU'}" for kind, count in sorted(one.gpus.items())) for one in nodes)
     return ", ".join(f"{count} node{'s' * (count > 1)} with {kind}" for kind, count in sorted(kinds.items()) if kind)
 
@@ -394,7 +394,7 @@ _CONFIGURED: dict[str, Callable[[Config], Check]] = {
 
 
 def usable_nodes(slurm: Slurm, wanted: DoctorOptions) -> tuple[Node, ...]:
-    """Return the nodes that could run a job now, in the partition that jobs would go to."""
+    """Return the nodes that could run a job now, in the partition from :func:`chosen_partition`."""
     partition = chosen_partition(slurm, wanted)
     if isinstance(partition, Unavailable) or not isinstance(slurm.nodes, Nodes):
         return ()

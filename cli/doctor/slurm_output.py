@@ -1,4 +1,4 @@
-"""Parses the output of Slurm's commands, in text forms that all versions share. Pure.
+"""Parse the output of Slurm's commands in text forms that all versions share. Pure.
 
 Raises :class:`rrl.manager.cluster.slurm.parsing.Unreadable` for other output.
 """
@@ -17,7 +17,7 @@ _NO_LIMIT_VALUES = ("UNLIMITED", "INFINITE", "NONE", "N/A", "")
 
 
 def read_config(text: str) -> dict[str, str]:
-    """Parse ``scontrol show config`` into name → value, with its ``Cgroup Support Configuration`` if present.
+    """Parse ``scontrol show config`` into {name: value}, with its ``Cgroup Support Configuration`` if present.
 
     Raises Unreadable if the output is not a configuration.
     """

@@ -1,7 +1,7 @@
-"""``rrl health check``: judges whether this node is fit now.
+"""``rrl health check``: judge whether this node is fit now.
 
-A prolog and Slurm's HealthCheckProgram run it too. It therefore needs no run, no home and no shared file system, and an
-error of the tool itself never looks like a failed node.
+A prolog and Slurm's HealthCheckProgram run it too. So it needs no run, no home directory and no shared file system, and
+an error of the tool itself never looks like a failed node.
 
 Exit codes as in Nagios: 0 OK, 1 WARN, 2 FAIL, 3 UNKNOWN or an error of the check itself. With ``--prolog``: 2 for FAIL,
 else 0.
@@ -28,16 +28,16 @@ from ...health.node_check import EXIT_CODES, check_node, overall
 from ..common.runs import UsageError
 
 _MAX_TIMEOUT_S = 3600.0
-"""Greatest time limit (s) of a check; a prolog has minutes."""
+"""Maximum time limit (s) that a check may be given; a prolog has minutes."""
 _MAX_REASON_LENGTH = 150
-"""Maximum number of characters of a hook's text that a drain's reason contains."""
+"""Maximum number of characters of a hook's text in a drain's reason."""
 
 
 def check(
     *, json: bool, prolog: bool, time_limit: str, config: Path | None, only: str | None, mounts: Sequence[str],
     rates: bool,
 ) -> int:  # fmt: skip
-    """Check this node, print one line with the verdict and then the findings, the most severe first.
+    """Check this node; print one line with the verdict, then the findings, the most severe first.
 
     Returns the exit code. Raises UsageError.
     """
@@ -127,10 +127,10 @@ def _no_check(name: str) -> str:
 
 
 def _job_gpus(text: str) -> tuple[str, ...]:
-    """Return the GPUs of a job as slurmd passes them to its prolog: ``0,2-3``.
+    """Return the GPU indices in a list such as ``0,2-3``, in which slurmd passes the job's GPUs to its prolog.
 
-    The result is empty if the job has none, or if slurmd uses an unknown notation. GPUs are then not checked, since
-    other jobs may be using them.
+    The result is empty if the job has no GPUs, or if slurmd uses an unknown notation. The use of GPUs is then not
+    checked, since other jobs may be using them.
     """
     found: list[str] = []
     for item in filter(None, text.split(",")):

@@ -1,4 +1,4 @@
-"""``rrl health drain-requests``: lists nodes that runs want drained but may not drain; for administrators."""
+"""``rrl health drain-requests``: list nodes that runs want drained but may not drain; for administrators."""
 
 from __future__ import annotations
 
@@ -92,8 +92,8 @@ def _users(one: DrainRequest) -> str:
 def _scontrol(one: DrainRequest, state: DrainState) -> str:
     """Return an ``scontrol`` command that drains the node, for an administrator to paste.
 
-    The command is empty if the node is drained already, if it was booted since the request, or if the records of only
-    one user, not root, request the drain.
+    The command is empty if the node is already drained, if it was booted since the request, or if only one user other
+    than root requests the drain.
     """
     wanted = one.accused and not state.drained and state.booted <= one.at
     return drain_line(one.node, one.reason) if wanted else ""

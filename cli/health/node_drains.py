@@ -1,4 +1,4 @@
-"""Reads which nodes the cluster has drained, and drains nodes for an administrator or a hook. Blocking."""
+"""Read which nodes the cluster has drained, and drain nodes for an administrator or a hook. Blocking."""
 
 from __future__ import annotations
 
@@ -25,16 +25,17 @@ from ...manager.cluster.slurm.nodes import NOT_RESPONDING_SUFFIX, SlurmNodes
 from ...manager.cluster.slurm.requests import gpus_by_type
 
 MAX_NODES_PER_QUERY = 500
-"""Maximum number of nodes that a query names. For more nodes, all nodes of the cluster are queried."""
+"""Maximum number of nodes in a query by name. For more nodes, all nodes of the cluster are queried."""
 MAX_DRAINED_FRACTION = 0.1
-"""Greatest share of the cluster's nodes (but at least one node) that one command drains.
+"""Maximum share of the cluster's nodes (but at least one node) that one command drains.
 
 Many requests can be wrong for the same reason.
 """
 MAX_UNAVAILABLE_FRACTION = 0.25
-"""No node is drained while more than this share of them is down or drained (docs/sources.md, guard rails)."""
+"""Share of the cluster's nodes. While a larger share is down or drained, no node is drained (docs/sources.md, guard
+rails)."""
 DRAIN_SETTLE_S = 2.0
-"""Time (s) to wait after a drain, until slurmctld's clock has passed the whole second that it reports for the drain."""
+"""Time (s) to wait after a drain until slurmctld's clock has passed the second that is recorded for the drain."""
 _LIMITS = SlurmLimits()
 
 
@@ -43,15 +44,15 @@ class SlurmUnavailable(Exception):
 
 
 def drain_states(nodes: Iterable[str]) -> dict[str, DrainState]:
-    """Return the drain state of those of the nodes that Slurm knows. Raises SlurmUnavailable."""
+    """Return the drain state of each node that Slurm knows. Raises SlurmUnavailable."""
     return asyncio.run(_drain_states(sorted(nodes)))
 
 
 def drain(wanted: Iterable[tuple[str, str]]) -> list[tuple[str, bool, str]]:
     """Drain nodes, given as (node, reason). Returns (node, whether this call drained it, outcome text) for each.
 
-    A call drains at most ``MAX_DRAINED_FRACTION`` of the cluster's nodes (but at least one node), and no node while
-    more than ``MAX_UNAVAILABLE_FRACTION`` of them are down or drained. Raises SlurmUnavailable.
+    ``MAX_DRAINED_FRACTION`` limits the nodes that a call drains, and ``MAX_UNAVAILABLE_FRACTION`` can prevent all
+    drains. Raises SlurmUnavailable.
     """
     return asyncio.run(_drain(list(wanted)))
 
@@ -94,9 +95,9 @@ class _HookDrains(Struct):
     """The drains of the cluster, by node."""
 
     drained: dict[str, bool] = {}
-    """Whether each node of the cluster is drained, no matter who drained it."""
+    """Whether each node of the cluster is drained, by anyone."""
     by_hooks: dict[str, HookDrain] = {}
-    """The present drains that were made by hooks."""
+    """The present drains by hooks, by node."""
     reasons: dict[str, str] = {}
     """The reasons of the drains in ``by_hooks``, by node."""
 
@@ -217,7 +218,7 @@ async def _write(argv: tuple[str, ...]) -> CommandResult:
 async def _run(argv: tuple[str, ...], timeout_s: float) -> CommandResult:
     """Run a Slurm command. Raises SlurmUnavailable if there is no Slurm or it does not answer.
 
-    Raises Unanswered instead if an update was not answered, since it may have been done.
+    If Slurm did not answer an update, which may have been done, raises Unanswered instead.
     """
     try:
         return await execute(argv, timeout_s)
@@ -239,7 +240,7 @@ def _folded(nodes: list[str]) -> str:
 def _error_line(ended: CommandResult) -> str:
     """Return why a command failed, in one line: the last line of its stderr, else its exit code.
 
-    Earlier lines are what Slurm's clients report about their attempts.
+    Earlier lines are reports of Slurm's clients about their attempts.
     """
     lines = [line.strip() for line in ended.err.splitlines() if line.strip()]
     return re.sub(r"^\w+: (?:fatal|error): ", "", lines[-1]) if lines else f"exit code {ended.code}"

@@ -1,7 +1,7 @@
-"""Runs ``rrl health check`` on other nodes now, as a small job of this user on each. Blocking.
+"""Run ``rrl health check`` on other nodes now, as a small job of this user on each node. Blocking.
 
-The job first requests all GPUs of the node, because Slurm may hide the other GPUs from a job. If a GPU is in use, a
-second job requests one CPU only; this job still sees the kernel log, the fabric and the mounts.
+The job first requests all GPUs of the node, because Slurm may hide GPUs that a job has not requested. If a GPU is in
+use, a second job requests only a CPU; it can still check the kernel log, the fabric and the mounts.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from ...manager.cluster.base import Refused, Unanswered
 from ...manager.cluster.slurm.commands import execute
 
 MAX_NODES = 32
-"""Maximum number of nodes that one command checks; each check takes some seconds of a node."""
+"""Maximum number of nodes that one command checks. A check occupies a node for some seconds."""
 MAX_CONCURRENT_CHECKS = 8
 """Maximum number of checks at a time. Each check is one srun, whose load on slurmctld is small."""
 START_S = 10
-"""Time (s) that a job may wait for its node: short, because a node in use is not checked."""
+"""Maximum time (s) for which a job waits for its node. It is short, because a node in use is not checked."""
 CHECK_S = 20
 """Time limit (s) of the check itself, as in the prolog of examples/health."""
 _SRUN_SLACK_S = 20.0
 """Time (s), beyond ``START_S`` and ``CHECK_S``, for srun to start and to end."""
 _MAX_OUTPUT_CHARACTERS = 4 * 2**20
-"""Limit on the characters of a check's JSON; 64 components of a node make some 100,000."""
+"""Maximum number of characters of a check's JSON. A node with 64 components gives about 100,000."""
 _CHECK = "from rrl.cli.main import main; main()"
 
 
@@ -40,7 +40,7 @@ class NotChecked(Struct, frozen=True):
 
 
 class _Checked(Struct, frozen=True):
-    """The part of the check's JSON that is read."""
+    """The fields of the check's JSON that are used."""
 
     node: str
     findings: tuple[Finding, ...]

@@ -39,7 +39,7 @@ NO_HISTORY_MESSAGE = (
 
 
 def read_records(folders: Sequence[Path], since: float) -> tuple[list[SourcedRecord], Sources]:
-    """Return the records since ``since`` (s since 1970) and a summary of what was read.
+    """Return the records from ``since`` (s since 1970) on, and counts of the files and records that were read.
 
     Raises UsageError if there is no history or it cannot be read.
     """
@@ -77,7 +77,7 @@ def without_implausible(
 
 
 def warn(sources: Sources) -> None:
-    """Print to stderr that files were not read, records left out or lines skipped: one line for each of these."""
+    """Print a line to stderr for each rejected file, each group of left-out records, and the skipped lines."""
     for what, lines in (("not read", sources.refused), ("left out", sources.left_out)):
         if lines:
             more = f" (and {len(lines) - 1} more; --format json shows all)" if len(lines) > 1 else ""
@@ -88,7 +88,7 @@ def warn(sources: Sources) -> None:
 
 FORMATS = ("table", "json", "html")
 MAX_LISTED_NODES = 100_000
-"""Number of nodes that a list given by the user may name."""
+"""Maximum number of nodes in a list given by the user."""
 _now = time.time
 REPORT_FILE_MODE = 0o644
 """Mode of the report file: readable by all, since a report is made to be passed on."""
@@ -104,7 +104,7 @@ class Document(Struct, frozen=True):
 
 
 def report(since: str, nodes: str | None, format: str, history: Sequence[Path], output: Path | None) -> int:
-    """Print the health report, or write it to ``output``. Returns exit code 0, whatever the report says.
+    """Print the health report, or write it to ``output``. Always returns exit code 0.
 
     Raises UsageError if there is no history, or an argument is not valid.
     """
@@ -153,7 +153,7 @@ def _selected_nodes(nodes: str | None) -> frozenset[str] | None:
 
 
 def _write(document: Document, format: str, output: Path | None) -> None:
-    """Write the report to ``output``, or print it; a table that is printed is as wide as the terminal."""
+    """Write the report to ``output``, or print it; a printed table is as wide as the terminal."""
     if format == "table" and output is None:
         show(report_view(document.report, document.sources, document.drains_unknown))
         sys.stdout.write(to_paste(document.report))

@@ -1,6 +1,6 @@
-"""``rrl check``: validates a job spec, shows it with every default, and shows what would be submitted.
+"""``rrl check``: validate a job spec, show it with every default, and show what would be submitted.
 
-The task is tried on this machine, and Slurm tests the jobs that would be submitted. Nothing of the run is started.
+The task is tried on this machine, and Slurm tests the jobs that would be submitted. No part of the run is started.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ENDPOINT_PACKAGES = ("starlette", "uvicorn")
 
 
 def preview_or_fail(spec: RunSpec, path: Path) -> list[tuple[str, str]]:
-    """Return what would be submitted, as (title, text).
+    """Return (title, text) of each part of the run that would be submitted.
 
     Raises UsageError for an option that cannot be passed on to Slurm.
     """
@@ -49,10 +49,9 @@ def preview_or_fail(spec: RunSpec, path: Path) -> list[tuple[str, str]]:
 
 
 def preflight(job: Job, spec: RunSpec, path: Path, foreground: bool = False) -> tuple[list[str], str]:
-    """Compare the job with this machine, and have Slurm test it. Returns warnings, one line each, and its peak size.
+    """Compare the job with this machine, and have Slurm test it. Returns one-line warnings, and the run's peak size.
 
-    Raises UsageError, with the key to change, for a job that could never start. With ``foreground`` no manager job is
-    tested.
+    Raises UsageError, with the key to change, if the job can never start. With ``foreground`` no manager job is tested.
     """
     warnings = [
         *_missing_paths(job, path),
@@ -143,7 +142,7 @@ def _with_location(path: Path, problem: Problem) -> str:
 
 
 def _missing_paths(job: Job, path: Path) -> list[str]:
-    """Return a warning for each folder of [env] that this machine does not have; the nodes may have it.
+    """Return a warning for each folder of [env] that this machine lacks, since the nodes may have it.
 
     Raises UsageError instead if the roles run on this machine.
     """
@@ -156,19 +155,19 @@ def _missing_paths(job: Job, path: Path) -> list[str]:
     if job.cluster.kind == "local" and missing:
         key, where = next(iter(missing.items()))
         raise UsageError(_with_location(path, Problem(("env", key), f"{where!r} does not exist; name one that does")))
-    return [f"env.{key} = {where!r} does not exist on this machine; it must on the nodes"
+    return [f"env.{key} = {where!r} does not exist on this machine; the nodes need it"
             for key, where in missing.items()]  # fmt: skip
 
 
 def _check_commands(job: Job, spec: RunSpec, path: Path) -> list[str]:
-    """Return a warning for each command of a role that this machine does not have; the nodes may have it.
+    """Return a warning for each command of a role that is not found on this machine; the nodes may have it.
 
     Raises UsageError instead if the roles run on this machine.
     """
     problems = command_problems(job, spec, path.absolute().parent)
     if certain := [_with_location(path, problem) for problem in problems if problem.certain]:
         raise UsageError("\n".join(certain))
-    return [f"{'.'.join(problem.key)}: {problem.text} on this machine; it must on the nodes" for problem in problems]
+    return [f"{'.'.join(problem.key)}: {problem.text} on this machine; the nodes need it" for problem in problems]
 
 
 def _check_manager_host(spec: RunSpec, path: Path) -> list[str]:
@@ -194,7 +193,7 @@ def _python_mismatch(job: Job) -> list[str]:
 
 
 def _transport_text(job: Job) -> str:
-    """Return which transport the weights would use if all machines were like this one."""
+    """Return a text about the weight transport that machines like this one would select."""
     try:
         choice = select_transport(job.transport.weights, detect_capabilities(), job.transport.trusted_network)
     except UntrustedNetwork as error:
@@ -214,7 +213,7 @@ def _check_trusted_network(job: Job, path: Path) -> list[str]:
     except UntrustedNetwork as error:
         if job.cluster.kind == "local":
             raise UsageError(_with_location(path, Problem(("transport", "weights"), str(error)))) from None
-        return [f'transport.weights = "{kind}": there is no active RDMA port on this machine; it must on the nodes,'
+        return [f'transport.weights = "{kind}": there is no active RDMA port on this machine; the nodes need one,'
                 " or trusted_network = true (docs/sites.md)"]  # fmt: skip
     return []
 
@@ -257,7 +256,9 @@ def _check_engine_installed(job: Job, path: Path) -> list[str]:
     ]
     if known and wrong and not elsewhere:
         raise UsageError(_with_location(path, Problem((*table, wrong[0][0]), wrong[0][1])))
-    return [f"{'.'.join(table)}.{name}: {reported}; that of the nodes must" for name, reported in wrong if known]
+    return [
+        f"{'.'.join(table)}.{name}: {reported}; the vLLM of the nodes needs it" for name, reported in wrong if known
+    ]
 
 
 def _check_endpoint_installed(job: Job, path: Path) -> list[str]:
@@ -292,8 +293,7 @@ def _check_endpoint_route(job: Job) -> list[str]:
 def _check_model(job: Job, path: Path) -> list[str]:
     """Check the folder of [model] path. Raises UsageError for a model that cannot be used.
 
-    A model that only the nodes have (on their own disks, or in a container) cannot be read here: a warning says that
-    this machine does not have it.
+    Returns a warning if this machine does not have the model, which may be on the nodes' disks or in a container.
     """
     model = job.model
     if model is None or model.path is None:
@@ -302,7 +302,7 @@ def _check_model(job: Job, path: Path) -> list[str]:
     if not folder.exists():
         runs_here = job.cluster.kind == "local" and all(role.launcher == "direct" for role in job.every_role().values())
         if not runs_here:
-            return [f"model.path = {model.path!r} does not exist on this machine; it must on the nodes"]
+            return [f"model.path = {model.path!r} does not exist on this machine; the nodes need it"]
         problem = Problem(("model", "path"), f"{model.path!r} does not exist; name a folder with config.json"
                         " (of a model on a hub: download it first)")  # fmt: skip
     elif wrong_model := validate(folder, model.chat, model.max_length):
@@ -316,7 +316,7 @@ def _check_model(job: Job, path: Path) -> list[str]:
 
 
 def _check_stream(job: Job) -> list[str]:
-    """Return a warning if only a program of the user's decides whether the trainer takes parts of batches."""
+    """Return a warning if the trainer is the user's own program, which may not take parts of batches."""
     if job.task is None or not job.sampling.stream or job.roles.trainer.command is None:
         return []
     return ["sampling.stream = true: a trainer of your own (roles.trainer.command) waits for whole batches unless it"
@@ -324,7 +324,7 @@ def _check_stream(job: Job) -> list[str]:
 
 
 def _exceeded_limits(worst: WorstCase, observed: JobLimits) -> list[Problem]:
-    """Return the limits that the run could reach; a problem is ``certain`` if the run could not even start."""
+    """Return a problem for each limit that the run could reach; ``certain`` if the run could not even start."""
     problems = []
     for limit in observed.limits:
         if worst.jobs_to_start > limit.max_jobs:

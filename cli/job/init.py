@@ -1,4 +1,4 @@
-"""``rrl init``: a commented job.toml that fits what the doctor found."""
+"""``rrl init``: write a commented job.toml that fits the cluster as ``rrl doctor`` found it."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from ..doctor.slurm_checks import account_for, chosen_partition, gpu_shapes, usa
 from ..views.formatting import size
 
 DEFAULT_WALLTIME_S = 3600.0
-"""Walltime (s) to request if the partition allows it; the job takes minutes, and short jobs start sooner."""
+"""Walltime (s) to request if the partition permits it. The job takes minutes, and short jobs start sooner."""
 _GIB = 2**30
 
 
 class JobShape(Struct, frozen=True):
-    """How the job's roles are distributed over nodes, and the cores and memory that each node must have.
+    """The distribution of the job's roles over nodes, and the cores and memory that each node must have.
 
-    ``exclusive`` says whether the trainer and each rollout have a node of their own, ``fits`` whether the nodes that
-    are up suffice.
+    ``exclusive``: whether the trainer and each rollout have a node of their own. ``fits``: whether the nodes that are
+    up suffice.
     """
 
     rollouts: int
@@ -50,7 +50,7 @@ _SEPARATE_SHAPES = (JobShape(2, 1, True, 2, "3GiB"), JobShape(2, 0, True, 2, "3G
 _SHARED_SHAPES = (JobShape(2, 1, False, 6, "6GiB"), JobShape(2, 0, False, 6, "6GiB"), JobShape(1, 0, False, 4, "4GiB"))
 """Shapes in the order in which they are tried, best first.
 
-In a separate shape, store and reward share a node, and the trainer and each rollout have a node of their own. In a
+In an exclusive shape, store and reward share a node, and the trainer and each rollout have nodes of their own. In a
 shared shape, all roles are on one node. Each role takes 1 core and 1 GiB (config/job/roles.py).
 """
 
@@ -112,7 +112,7 @@ def choose_shape(slurm: Slurm, wanted: DoctorOptions) -> JobShape:
 
 
 def _why_local(slurm: Slurm, wanted: DoctorOptions) -> str:
-    """Return why the job spec is for the local cluster although Slurm is here; empty if it is for Slurm."""
+    """Return why the job spec is for the local cluster although this machine has Slurm; empty if it is for Slurm."""
     answer = slurm.trials if isinstance(slurm.trials, Unavailable) else slurm.trials.forms["pool"]
     if isinstance(answer, Unavailable):
         return _comment(f"Slurm does not answer: {answer.why}")
@@ -123,7 +123,7 @@ def _why_local(slurm: Slurm, wanted: DoctorOptions) -> str:
 
 
 def _slurm(slurm: Slurm, facts: Facts) -> dict[str, Any]:
-    """Return the template's values for a cluster; strings are encoded as TOML already."""
+    """Return the template's values for a Slurm cluster; strings are already encoded as TOML."""
     partition, wanted = chosen_partition(slurm, facts.wanted), facts.wanted
     assert not isinstance(partition, Unavailable)
     nodes, config = usable_nodes(slurm, wanted), slurm.config.values if isinstance(slurm.config, Config) else {}
@@ -163,10 +163,10 @@ def _smallest(nodes: Sequence[Node], partition: str, job_shape: JobShape) -> str
 
 
 def _manager(slurm: Slurm) -> str | None:
-    """Return the partition to name for the manager's job: the first one that accepts it.
+    """Return the partition to name for the manager's job: the first partition that accepts it.
 
-    Returns an empty string if no partition accepts the manager's job. Returns None if no partition has to be named: the
-    partition of the run accepts the job, or Slurm did not say.
+    Returns an empty string if no partition accepts the manager's job. Returns None if no partition has to be named,
+    because the partition of the run accepts the job or Slurm did not answer.
     """
     if isinstance(slurm.trials, Unavailable):
         return None
@@ -178,10 +178,10 @@ def _manager(slurm: Slurm) -> str | None:
 
 
 def _networks(facts: Facts) -> dict[str, Any]:
-    """Return the template's values for [transport] network; empty ones if there is nothing to choose.
+    """Return the template's values for [transport] network; empty values if there is no choice.
 
-    There is a choice only if this machine is on several networks and the environment does not name one. If
-    exactly one network is shared with the visited node, it is proposed.
+    There is a choice only if this machine is on several networks and the environment names none of them. If the visited
+    node shares exactly one network with this machine, it is proposed.
     """
     network = facts.host.network
     if isinstance(network, Unavailable) or network.requested or len(candidate_networks(network)) < 2:

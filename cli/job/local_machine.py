@@ -1,7 +1,7 @@
 """Compare a job for the local cluster with this machine: its memory, its processes and its model.
 
-Virtual nodes do not limit what a role uses, so a job may name more cores than there are. It is refused only if it
-certainly cannot run here.
+Virtual nodes do not limit the resources of a role, so a job may request more cores than the machine has. A job is
+refused only if it certainly cannot run here.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from ...core.units import size_text
 from ...manager.bootstrap.preflight import Problem
 
 _LAUNCHER_BYTES = 15 * 2**20
-"""Memory of the launcher of each rank, and of the agent of each node, that it shares with no other process (measured
-on the quickstart: 15 and 16 MiB)."""
+"""Private memory (bytes) of the launcher of each rank, and of the agent of each node (measured in the quickstart: 15
+and 16 MiB)."""
 _TORCH_BYTES = 250 * 2**20
-"""Memory of a built-in trainer or rollout besides its model that it shares with no other process (measured on the
-quickstart: 346 and 260 MiB, with a model of 0.4 MiB)."""
+"""Private memory (bytes) of a built-in trainer or rollout without its model (measured in the quickstart: 346 and 260
+MiB, with a model of 0.4 MiB)."""
 _FLOAT32_BYTES = 4
 _OPTIMIZER_BYTES = 12
 """Bytes for each weight in a trainer: the float32 weight, and the two moments of AdamW."""
@@ -29,7 +29,7 @@ _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 class Machine(Struct, frozen=True):
-    """What a machine has."""
+    """The cores and the memory of a machine."""
 
     cores: int
     memory: int
@@ -60,7 +60,7 @@ def size_problem(job: Job, spec: RunSpec, machine: Machine) -> Problem | None:
 
 
 def _process_bytes(spec: RunSpec) -> int:
-    """Return the memory that all processes of the run need at least, without the model."""
+    """Return the minimum memory (bytes) of all processes of the run, without the model."""
     ranks = sum(role.replicas * role.ranks for role in spec.roles)
     nodes = sum(group.nodes for group in spec.node_groups)
     with_torch = sum(role.replicas * role.ranks for role in spec.roles if _computes(role))
@@ -68,9 +68,10 @@ def _process_bytes(spec: RunSpec) -> int:
 
 
 def _model_bytes(spec: RunSpec) -> int:
-    """Return the memory that the model needs at least in all built-in trainers and rollouts.
+    """Return the minimum memory (bytes) of the model in all built-in trainers and rollouts.
 
-    A trainer with GPUs builds the initial weights in the memory of the machine; a rollout with GPUs needs none of it.
+    A trainer with GPUs builds the initial weights in the machine's memory; a rollout with GPUs needs none of this
+    memory.
     """
     per_weight = 0
     for role in filter(_computes, spec.roles):

@@ -1,4 +1,4 @@
-"""Check what a manager that runs on this machine needs of it: the network, and the port of its metrics."""
+"""Check the network and the metrics' port for a manager that is to run on this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Find the command of each role on this machine, as its launcher will, so that a missing one is reported at once."""
+"""Find the command of each role on this machine, as its launcher will, so that a missing command is reported early."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _PYTHON_KEY = ("env", "python")
 def command_problems(job: Job, spec: RunSpec, folder: Path) -> list[Problem]:
     """Return which commands of roles, or scripts that they run, are missing or cannot be executed on this machine.
 
-    Commands in containers are not looked for. On a Slurm cluster only files are, since PATH may be another one on the
-    nodes; a problem is ``certain`` if the roles run on this machine.
+    Commands in containers are not checked. On a Slurm cluster only paths of files are checked, since PATH may differ on
+    the nodes. A problem is ``certain`` if the roles run on this machine.
 
     Args:
         job: The job, from which the key of a problem is found.
@@ -51,7 +51,7 @@ def command_problems(job: Job, spec: RunSpec, folder: Path) -> list[Problem]:
 
 
 def _program(job: Job, spec: RunSpec, role: RoleSpec, key: tuple[str, ...], argv: Sequence[str], folder: Path) -> str:
-    """Return why the program of a role cannot be started; empty if it can, or if only the nodes know."""
+    """Return why the program of a role cannot be started; empty if it can, or if only a node can check it."""
     name = argv[0]
     if "/" in name:
         path = folder / Path(name).expanduser() if key == _PYTHON_KEY else folder / name
@@ -73,7 +73,7 @@ def _program(job: Job, spec: RunSpec, role: RoleSpec, key: tuple[str, ...], argv
 
 
 def _script(argv: Sequence[str], folder: Path) -> str:
-    """Return that the script, which is the first argument of an interpreter, does not exist; empty if it does."""
+    """Return a text if the script, the first argument of an interpreter, does not exist; empty if it exists."""
     if len(argv) < 2 or not _INTERPRETER.fullmatch(Path(argv[0]).name):
         return ""
     script = argv[1]

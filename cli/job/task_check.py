@@ -24,22 +24,22 @@ from ...manager.execute.launch import environment
 from .task_trial import Sample, TaskTrial, TrialRequest, source_key
 
 DEADLINE_S = 60.0
-"""Seconds for building and trying the task. Importing a large package from a busy network file system takes about 30 s;
-a download takes longer, and must not happen in a run, which may not reach the internet."""
+"""Timeout (s) for building and trying the task. Importing a large package from a busy network file system takes about
+30 s. A download takes longer, but a run must not download, since it may not reach the internet."""
 _KILL_MARGIN_S = 15.0
-"""Seconds after the deadline, for the start of the child process and its report of where the task was."""
+"""Seconds after the deadline for the start of the child process and its report of the current activity."""
 _MAX_SHOWN_CHARS = 1000
-"""Characters of a prompt or an answer that are shown."""
+"""Maximum number of characters shown of a prompt or an answer."""
 _TRIAL_MODULE = "rrl.cli.job.task_trial"
 
 
 class TaskReport(Struct, frozen=True):
-    """What is known about the task of a job."""
+    """The result of trying the task of a job."""
 
     problem: Problem | None = None
     """Why a run with this task cannot work."""
     not_tried: str = ""
-    """Why the task was not tried; empty if it was, or if there is no task."""
+    """Why the task was not tried; empty if it was tried, or if there is no task."""
     samples: tuple[Sample, ...] = ()
     warnings: tuple[str, ...] = ()
 
@@ -89,7 +89,7 @@ def try_task(job: Job, spec: RunSpec, path: Path) -> TaskReport:
 
 
 def _death_text(ended: CommandResult) -> str:
-    """Return how a child process ended that reported no result."""
+    """Return a text about the end of a child process that reported no result."""
     cause = f"signal {signal.Signals(-ended.code).name}" if ended.code < 0 else f"exit code {ended.code}"
     output = on_one_line(last_lines(ended.err))
     return f"the process in which the task was tried ended with {cause}{': ' if output else ''}{output}"
@@ -112,7 +112,7 @@ def _sample_text(sample: Sample) -> str:
 
 
 def _shown(text: str) -> str:
-    """Return a text without control characters, its further lines indented."""
+    """Return the text without control characters; all lines but the first are indented."""
     shown = text if len(text) <= _MAX_SHOWN_CHARS else f"{text[:_MAX_SHOWN_CHARS]}... ({len(text)} characters)"
     return escaped_lines(shown).replace("\n", "\n" + " " * 16)
 

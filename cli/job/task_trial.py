@@ -1,8 +1,8 @@
 """Try the task of a job: build it, make and tokenise the prompts of 100 items, and score a few answers.
 
 ``rrl check`` runs this module in a child process (``python -m rrl.cli.job.task_trial``), because the user's code may
-crash, hang, print, or import what the command line does not need. The request is read from stdin and the result is
-written to stdout, both as JSON; what the user's code prints goes to stderr.
+crash, hang, print, or import packages that the command line does not need. The request is read from stdin and the
+result is written to stdout, both as JSON; output of the user's code goes to stderr.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from msgspec import Struct
 from ...core.run_spec import RunSpec
 from ...core.text import shortened
 from ...roles.agents.user_function import AgentError, load_agent
-from ...roles.end_report import described, place_of
-from ...roles.models.chat import Chat, open_chat
+from ...roles.launcher.end_report import described, place_of
+from ...roles.models.chat import open_chat
+from ...roles.models.conversation import Chat
 from ...roles.models.tasks import Task, TaskError, load_task
 from ...roles.models.tokenizer import Tokenizer, UnencodableText, open_tokenizer
 from ...roles.trajectories.prompts import MAX_ITEMS_WITHOUT_PROMPT, UnfitPrompt, prompt_encoder
 
 ITEMS = 100
-"""Number of items whose prompts and answers are made: enough to meet each character of a small vocabulary."""
+"""Number of items whose prompts and answers are made: enough to use each character of a small vocabulary."""
 SAMPLES = 2
 """Number of items that are shown, with the rewards of their answers."""
 _PIECES = ("model", "tokenizer", "pieces")
@@ -46,7 +47,7 @@ class TrialRequest(Struct, frozen=True):
     folder: str
     """Folder of job.toml."""
     deadline_s: float
-    """Seconds after which the trial ends and reports where the task was."""
+    """Seconds after which the trial ends and reports its current activity."""
 
 
 class TaskProblem(Struct, frozen=True):
@@ -56,26 +57,26 @@ class TaskProblem(Struct, frozen=True):
     """Key of job.toml to change."""
     text: str
     missing_package: str = ""
-    """A package that the task needs and this Python does not have; empty if that is not the problem."""
+    """Package that the task needs and this Python lacks; empty for any other problem."""
 
 
 class Sample(Struct, frozen=True):
-    """One item of the task: its prompt, its right answer, and the rewards of that answer."""
+    """One item of the task: prompt, right answer, and rewards of the right answer and of a wrong one."""
 
     item: int
     prompt: str
     prompt_tokens: int
     answer: str
-    """The right answer as the task gives it; empty if the task gives none."""
+    """The right answer according to the task; empty if the task has none."""
     answer_tokens: int
     scored: str
-    """The answer after it was tokenised and converted back, as it would be scored if the model gave it."""
+    """The right answer after it was tokenised and converted back to text, as the scorer would get it from the model."""
     rewards: tuple[float, float] | None = None
-    """The reported and the trained reward of ``scored``; None if a reward role of the user's own computes them."""
+    """The reported and the trained reward of ``scored``; None if the user's own reward role computes them."""
     wrong: str = ""
-    """A wrong answer: that of another item, or an empty one."""
+    """A wrong answer: the answer of another item, or an empty answer."""
     wrong_rewards: tuple[float, float] | None = None
-    """None: the wrong answer was not or could not be scored."""
+    """The reported and the trained reward of ``wrong``; None if it was not or could not be scored."""
 
 
 class TaskTrial(Struct, frozen=True):
@@ -87,7 +88,7 @@ class TaskTrial(Struct, frozen=True):
 
 
 class _Failed(BaseException):
-    """The trial has found a problem. Not an Exception, so that it is not taken for one of the user's code."""
+    """The trial has found a problem. Not an Exception, so that it differs from exceptions of the user's code."""
 
     def __init__(self, problem: TaskProblem) -> None:
         super().__init__(problem.text)
@@ -95,7 +96,7 @@ class _Failed(BaseException):
 
 
 class _DeadlineExceeded(BaseException):
-    """The trial takes too long. Not an Exception, so that the user's code does not catch it."""
+    """The trial takes too long. Not an Exception, so that ``except Exception`` in the user's code does not catch it."""
 
 
 class _Item(Struct, frozen=True):
@@ -105,7 +106,7 @@ class _Item(Struct, frozen=True):
     prompt: str
     prompt_tokens: int
     answer: str | None
-    """None: the task has no right answers."""
+    """The right answer; None if the task has no right answers."""
     answer_tokens: tuple[int, ...] = ()
 
 
@@ -150,7 +151,7 @@ class _Trial:
         return samples
 
     def _try_agent(self, function: str | None) -> tuple[Sample, ...]:
-        """Import the agent, and make the items that it gets; they need not be text of the model's vocabulary.
+        """Import the agent, and make its items, which need not be text of the model's vocabulary.
 
         ``function`` is None for an agent that is a command: it is not started.
         """
@@ -203,7 +204,7 @@ class _Trial:
             self._fail(f"building the task raised {self._described(error)}", error)
 
     def _make_items(self, task: Task, tokenizer: Tokenizer) -> list[_Item]:
-        """Make the prompts and answers of the first items, and report those that the store would drop."""
+        """Make the prompts and answers of the first items, and report items that the store would drop."""
         encode = prompt_encoder(self._job, tokenizer)
         items: list[_Item] = []
         texts: list[str] = []
@@ -274,11 +275,12 @@ class _Trial:
         if long:
             self._warnings.append(
                 f"the right answers of {len(long)} of {len(items)} items of [task] do not fit into [sampling]"
-                f" max_new_tokens = {limit}: that of item {long[0].number} has {len(long[0].answer_tokens)} tokens"
+                f" max_new_tokens = {limit}: the right answer of item {long[0].number} has"
+                f" {len(long[0].answer_tokens)} tokens"
             )
 
     def _check_repeatable(self, task: Task, items: list[_Item]) -> None:
-        """Warn of an item that changes between two calls: the store and the reward role would not have the same one."""
+        """Warn of an item that changes between two calls: the store and the reward role would have different items."""
         for item in items[:SAMPLES]:
             for method, name, before in ((task.prompt, "prompt", item.prompt), (task.answer, "answer", item.answer)):
                 if before is not None and self._text(method, name, item.number) != before:
@@ -290,7 +292,7 @@ class _Trial:
                     return
 
     def _check_rewards(self, samples: tuple[Sample, ...]) -> None:
-        """Warn of a scorer that does not tell right answers from wrong ones: nothing can be learned from it."""
+        """Warn of a scorer that gives right and wrong answers equal rewards, from which nothing can be learned."""
         pairs = [(one.rewards[0], one.wrong_rewards[0]) for one in samples if one.rewards and one.wrong_rewards]
         if pairs and all(right <= wrong for right, wrong in pairs):
             self._warnings.append(
@@ -299,10 +301,10 @@ class _Trial:
             )
 
     def _score(self, task: Task, tokenizer: Tokenizer, items: list[_Item], index: int) -> Sample:
-        """Score the right answer of an item, a wrong one and an empty one: a scorer must take whatever a model answers.
+        """Score the right answer of an item, a wrong answer and an empty answer.
 
-        An exception for the wrong answer is a problem, because at first most answers of a model are wrong; one for an
-        empty answer, which may be rare, is a warning.
+        An exception for the wrong answer is a problem, because at first most answers of a model are wrong. An exception
+        for an empty answer, which may be rare, is a warning.
         """
         item, other = items[index], items[(index + 1) % len(items)]
         right, wrong = tokenizer.decode(item.answer_tokens), tokenizer.decode(other.answer_tokens)

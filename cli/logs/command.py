@@ -1,7 +1,7 @@
-"""``rrl logs``: prints the logs of a run's processes, merged by time.
+"""``rrl logs``: print the logs of a run's processes, merged by time.
 
-It prints the ends of the logs, follows them over rotations and into new incarnations, or prints the lines before each
-failure.
+The command prints the ends of the logs, follows the logs over rotations and into new incarnations, or prints the lines
+before each failure.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .printer import Printer
 POLL_INTERVAL_S = 0.4
 """Interval (s) between two checks for new lines of the followed logs."""
 DEFAULT_LINES = 20
-"""Number of lines of each log if the user gives none."""
+"""Default number of lines that are printed of each log."""
 
 
 def logs(

@@ -20,7 +20,8 @@ from .merge import Line, LineFilter, LogTail
 from .printer import Printer
 
 CLOCK_SLACK_S = 1.0
-"""Assumed difference (s) of nodes' clocks: lines up to this time after a failure still count as before the failure."""
+"""Assumed difference (s) of nodes' clocks. Lines that are later than a failure by at most this time count as before
+it."""
 
 
 def show_failures(run: RunDir, selector: str | None, wanted: LineFilter, newest: int, printer: Printer) -> int:
@@ -94,7 +95,7 @@ def _text(report: FailureReport, lines: list[tuple[Log, Line]], printer: Printer
 
 
 def _recovery_text(failure: Failure) -> str:
-    """Return which incarnation took over, and when (s after the failure); empty while none has joined."""
+    """Return a text about the incarnation that took over and the time until then (s); empty while none has joined."""
     if failure.recovered_at is not None:
         return f"; {failure.successor} was working {failure.recovered_at - failure.recorded_at:.1f} s later"
     if failure.joined_at is not None:

@@ -13,7 +13,7 @@ from ...manager.reporting.failure_records import Failure
 from ...manager.reporting.failure_timeline import FailureTimeline, fences
 
 STACKS_WINDOW_S = 60.0
-"""Greatest time (s) between a failure and the stack traces (stacks) that are shown with it."""
+"""Maximum time (s) between a failure and the stack traces (stacks) that are shown with it."""
 
 
 class FailureReport(NamedTuple):
@@ -28,9 +28,9 @@ def failures(events: Iterable[ev.Stamped]) -> list[FailureReport]:
     timeline = FailureTimeline()
     evidence: dict[Incarnation | NodeName, dict[str, None]] = {}
     with_stacks: set[Incarnation | None] = set()
-    """Incarnations with a finding whose evidence contains stacks already."""
+    """Incarnations with a finding whose evidence already contains stacks."""
     stacks: dict[Incarnation, tuple[float, ev.StacksCollected]] = {}
-    """The newest stacks of each incarnation, and when they were collected."""
+    """The time (s) and the newest stacks of each incarnation."""
     for stamped in events:
         event = stamped.event
         for failure in timeline.apply(stamped).failures:
@@ -86,7 +86,7 @@ def _signal(number: int) -> str:
 
 
 def concerns(selector: str | None, failure: Failure) -> bool:
-    """Return whether the failure is of the selected role, replica or incarnation; True without a selector."""
+    """Return whether the failure concerns the selected role, replica or incarnation; True without a selector."""
     incarnation = failure.incarnation
     if selector is None or incarnation is None:
         return selector is None

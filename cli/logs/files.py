@@ -1,11 +1,11 @@
-"""Finds the logs of a run by the names of their files.
+"""Find the logs of a run by the names of their files.
 
 ``logs/<run>.<role>-<index>.<incarnation>.log`` is the log of that incarnation, rotated to ``.log.1`` and ``.log.2``.
 ``...shipped-<epoch>.log`` contains lines of this log that a manager copied. ``...step.log``, ``...step.log.0`` and
 ``...step.log.srun`` contain the output of the launcher of the incarnation's step.
 
 If an incarnation began as a standby process, a link with the name of the incarnation's log points to the standby
-process's log. All of that log counts as the incarnation's log, even lines from before the promotion.
+process's log. The whole log counts as the incarnation's log, even lines from before the promotion.
 
 ``logs/manager.<epoch>.log`` is the log of a manager. Further output of managers is in submitit's folder.
 """
@@ -48,7 +48,7 @@ class Log(Struct, frozen=True, order=True):
 
     @property
     def owner(self) -> str:
-        """Return whose log this is: an incarnation such as ``rollout/0#1``, or ``manager``."""
+        """Return the owner of the log: an incarnation such as ``rollout/0#1``, or ``manager``."""
         return "manager" if self.kind == "manager" else f"{self.replica}#{self.incarnation}"
 
     def belongs_to(self, selector: str) -> bool:
@@ -129,7 +129,7 @@ def _incarnation_of_log(run: RunDir, name: str) -> Incarnation | None:
 
 
 def rotated_files(path: Path) -> list[Path]:
-    """Return the names of a log's files, oldest first; not all of them need exist."""
+    """Return the paths that a log's files can have, oldest first; some may not exist."""
     return [*(path.with_name(f"{path.name}.{n}") for n in range(FILES - 1, 0, -1)), path]
 
 

@@ -1,8 +1,7 @@
-"""Reads the lines of logs: from the end backwards to the first selected line, then forwards, merged by time.
+"""Read the lines of logs backwards from the end to the first selected line, then forwards, merged by time.
 
-Only one block of each file is held in memory, since logs may have GiB. A line is ordered by its time. A line without
-a time is ordered by the time of the line before it. If there is none, it is ordered by the time when the file was last
-written.
+Only one block of each file is held in memory, since logs may have GiB. A line is ordered by its time. A line without a
+time gets the time of the line before it, or for the first line, the time when the file was last written.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from .files import Log, rotated_files
 
 _BLOCK_BYTES = 64 * 2**10
 _MAX_LINE_BYTES = 64 * 2**10
-"""Limit on the bytes of a line; a longer one is shown in pieces."""
+"""Maximum length of a line in bytes; a longer line is shown in pieces."""
 
 
 class Line(NamedTuple):
     """A line of a log, with the key that orders it among the lines of other logs."""
 
     order: bytes
-    """The time in the format of :mod:`rrl.core.log_lines`; for a line without one, the time of a line near it."""
+    """The time in the format of :mod:`rrl.core.log_lines`; for a line without a time, the time of a nearby line."""
     stamp: bytes
     """The line's own time; ``b""`` if it has none."""
     text: bytes
@@ -39,8 +38,8 @@ class Line(NamedTuple):
 class LineFilter(NamedTuple):
     """Selects the newest lines that match a pattern and are within a time range.
 
-    ``newest`` is their number, or None for all lines. ``match`` searches a line's text for the pattern. ``since`` and
-    ``until`` are times in the format of ``Line.order``; ``b""`` sets no limit.
+    ``newest`` is the maximum number of lines, or None for all lines. ``match`` searches a line's text for the pattern.
+    ``since`` and ``until`` are times in the format of ``Line.order``; ``b""`` sets no limit.
     """
 
     newest: int | None = None
@@ -56,7 +55,7 @@ class LineFilter(NamedTuple):
 
 
 class Tail:
-    """Reads one file and the files it was rotated to, from the first line selected by ``wanted`` on.
+    """Reads one file and its rotated files, from the first line selected by ``wanted`` on.
 
     An open file is read to its end before its successor is opened.
     """
@@ -128,7 +127,7 @@ class Tail:
 
 
 class LogTail:
-    """Reads one log together with its copies: every line once, in order."""
+    """Reads a log and the copies of its lines that the manager received; yields every line once, in order."""
 
     def __init__(self, log: Log, wanted: LineFilter) -> None:
         self.log = log
@@ -138,7 +137,7 @@ class LogTail:
         self._newest = b""
         """Time of the newest line that was read from the log itself."""
         self._shown: set[bytes] = set()
-        """Times of the lines that were read from a copy only: at most as many as the copies have lines."""
+        """Times of the lines that were read only from a copy."""
 
     def first_lines(self) -> Iterator[Line]:
         """Yield the selected lines that exist already."""
@@ -150,7 +149,7 @@ class LogTail:
         yield from islice(self.new_lines(), max(0, count - self._wanted.newest), None)
 
     def new_lines(self, copies: tuple[Path, ...] = ()) -> Iterator[Line]:
-        """Yield the lines written since the last call; ``copies`` are the paths of all copies that exist by now."""
+        """Yield the lines written since the last call; ``copies`` are the paths of all existing copies."""
         for path in copies:
             if path not in self._copies:
                 self._copies[path] = Tail(path, LineFilter(None, b"", self._wanted.match), True)
@@ -231,7 +230,7 @@ def _open(path: Path) -> BinaryIO | None:
 
 
 def _successor(file: BinaryIO, path: Path) -> BinaryIO | None:
-    """Return the next newer file of the log after ``file``; ``file`` may have been rotated more than once."""
+    """Return the next newer file of the log after ``file``, which may have been rotated more than once."""
     names = rotated_files(path)
     after = next((n + 1 for n, name in enumerate(names) if _is_same_file(file, name)), 0)
     return next((found for name in names[after:] if (found := _open(name)) is not None), None)

@@ -21,8 +21,7 @@ _COLOURS = (36, 33, 32, 35, 34, 31)
 class Printer:
     """Writes log lines to standard output, as text with times and labels, or as JSON with one object a line.
 
-    Lines are labelled if they may come from several logs. With ``raw``, control characters, which could command the
-    terminal, are not escaped.
+    Lines are labelled if they may come from several logs. With ``raw``, control characters are not escaped.
     """
 
     def __init__(self, json: bool, raw: bool) -> None:

@@ -68,7 +68,7 @@ def _job(run: RunDir, changed: Path | None, steps: int | None, walltime: str | N
     """Return the job to resume with, its text and its path, whose folder is the roles' working folder."""
     source = changed or Path(str(msgspec.json.decode(run.resolved.read_bytes())["source"]))
     if changed is None and not run.job_toml.exists():
-        raise UsageError(f"{run.job_toml}: no such file; name the job spec that it was a copy of with --job")
+        raise UsageError(f"{run.job_toml}: no such file; it was a copy of your job spec: name the original with --job")
     path = changed or run.job_toml
     job, text = load_job(path, source.parent), path.read_bytes()
     if steps is None and walltime is None:

@@ -1,1 +1,1 @@
-"""Views: state and results as text, tables and HTML. They read nothing and decide nothing."""
+"""Views: state and results as text, tables and HTML. Views do no I/O and make no decisions."""

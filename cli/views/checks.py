@@ -1,4 +1,4 @@
-"""Render what node checks and ``rrl doctor`` found, and the drains that runs request. Pure."""
+"""Render the results of node checks and ``rrl doctor``, and the drains that runs request. Pure."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _REMEDY_TEXT = {
 
 
 def headline(verdict: Verdict, findings: Sequence[Finding]) -> str:
-    """Return one line for a drain's reason: the verdict and the first finding with it.
+    """Return one line for a drain's reason: the verdict and the first finding with this verdict.
 
     If there is no such finding, or the verdict is OK, the line gives the verdict and the number of checks.
     """
@@ -39,7 +39,7 @@ def headline(verdict: Verdict, findings: Sequence[Finding]) -> str:
 def health_check_view(findings: Sequence[Finding]) -> RenderableType:
     """Return one line for each finding, the most severe first.
 
-    Passed checks share a line, and so do checks that are unknown for the same reason.
+    Passed checks share a line, and so do checks with the verdict UNKNOWN and the same reason.
     """
     table = Table.grid(padding=(0, 1), expand=True)
     table.add_column(width=7, no_wrap=True)

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from ..agents.episode_trees import Episode, TurnNode
+from .episode_trees import Episode, TurnNode
 from .formatting import number
 
 _COLOUR = {"at work": "cyan", "unscored": "yellow", "awaits reward": "yellow", "scored": "green", "trained": "green"}

@@ -1,4 +1,4 @@
-"""Small figures as text: spans of time, sizes, a curve, a bar, folded node names."""
+"""Format values as text: spans of time, sizes, a curve, a bar, folded node names."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def size(nbytes: int) -> str:
 
 
 def curve(values: Sequence[float], width: int) -> str:
-    """Draw the newest ``width`` values as blocks, scaled to 0..1 if all lie within it, else to their own range.
+    """Draw the newest ``width`` values as blocks, scaled to 0..1 if they are in this range, else to their own range.
 
     Values that are not finite are left blank.
     """

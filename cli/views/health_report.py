@@ -22,7 +22,7 @@ BAR_COLUMNS = 24
 
 
 def report_view(report: Report, sources: Sources, drains_unknown: str) -> RenderableType:
-    """Return the view: totals of the site, causes of failures, notable nodes in detail, a summary of the others."""
+    """Return the view: totals of the site, causes of failures, notable nodes in detail, and a summary of the rest."""
     shown = [one for one in report.nodes if is_notable(one)]
     quiet = [one.node for one in report.nodes if not is_notable(one)]
     parts: list[RenderableType] = [_site(report.site, sources)]
@@ -83,7 +83,7 @@ def interval(rate: Rate, unit: str = "") -> str:
 
 
 def is_notable(one: NodeReport) -> bool:
-    """Return whether there is anything to report of the node, such as incidents, a drain or actions."""
+    """Return whether the report about the node contains anything, such as incidents, a drain or actions."""
     return bool(
         one.verdict != "OK" or one.lemon.lemon or one.incidents or one.injected or one.drain.drained or one.actions
         or one.count

@@ -1,4 +1,4 @@
-"""How fast a run works, as text: idle shares of the roles, tokens per second, episodes of agents. Pure."""
+"""The pace of a run as text: idle shares of the roles, tokens per second, and episodes of agents. Pure."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ...manager.model.stream_figures import EpisodeFigures, StreamFigures
 
 _SEPARATOR = " · "
 _IDLE_CAUSES = {"store": "the store", "external": "external services"}
-"""Idle causes whose text differs from their name."""
+"""Texts of idle causes, if they differ from the cause's name."""
 
 
 def idle_text(name: str, shares: Mapping[str, float]) -> str:
-    """Return how much of its time a role was idle and what it waited for; ``shares`` are by cause, largest first.
+    """Return a text about a role's idle share and idle causes; ``shares`` are by cause, largest first.
 
     Causes below half a percent are left out; shares of single causes are named if there are several.
     """
@@ -40,7 +40,7 @@ def token_rate(per_second: float) -> str:
 
 
 def idle_shares_of_roles(state: State) -> list[Text]:
-    """Return how much of the last minutes trainer and rollouts were idle; of an ended run, how much of its time."""
+    """Return the idle shares of trainer and rollouts over the last minutes, or over the whole of an ended run."""
     times = state.idle_times
     before = times.before if state.outcome is None else START
     found = ((role, idle_shares(times.now, before, role.name)) for role in _timed_roles(state))
@@ -62,7 +62,7 @@ def token_rates(state: State) -> list[Text]:
 
 
 def length_figures(figures: StreamFigures) -> list[Text]:
-    """Return what is known of the lengths of answers as of the newest step."""
+    """Return texts about the lengths of answers as of the newest step."""
     found: list[Text] = []
     if figures.length_bias is not None:
         found.append(Text(f"trained answers {figures.length_bias:.2f} of the mean"))
@@ -71,7 +71,7 @@ def length_figures(figures: StreamFigures) -> list[Text]:
         groups = "group" if figures.long_groups == 1 else "groups"
         found.append(Text(f"{figures.long_groups} long {groups}, {text}" if figures.long_groups else text))
         if figures.recall20 is not None:
-            found.append(Text(f"{percent(figures.recall20)} of the longest foreseen"))
+            found.append(Text(f"{percent(figures.recall20)} of the longest fifth foreseen"))
     return found
 
 
@@ -94,7 +94,7 @@ def agent_figures(figures: EpisodeFigures, ended: bool) -> list[Text]:
 
 
 def _timed_roles(state: State) -> list[RoleSpec]:
-    """Return the roles whose pace is that of the run: trainer and rollouts."""
+    """Return the roles that determine the pace of the run: trainer and rollouts."""
     return [role for role in state.job.roles if role.kind in ("trainer", "rollout")]
 
 
@@ -103,7 +103,7 @@ def _plural(role: RoleSpec) -> str:
 
 
 def packed(label: str, parts: Sequence[Text], width: int) -> Iterator[tuple[str, Text]]:
-    """Yield rows (label, text) with as many parts in each as fit ``width``; only the first row has the label."""
+    """Yield rows (label, text), each with as many parts as fit ``width``; only the first row has the label."""
     row: Text | None = None
     for part in parts:
         if row is not None and len(row) + len(_SEPARATOR) + len(part) <= width:

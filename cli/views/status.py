@@ -1,7 +1,7 @@
 """Render ``State`` for a terminal. Pure: the same state and time give the same view.
 
-Every line is built to fit 80 columns, and more columns show more. Only reasons wrap, since their ends are what the
-reader needs: of the newest finding and restart, of a missing manager, of nodes that are not used, and of the run's end.
+Every line fits 80 columns; wider terminals show more details. Only reasons wrap, because their ends matter: the reasons
+of the newest finding and restart, of a missing manager, of unused nodes, and of the run's end.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from .summary import MAX_STALE_SHARE, unscored_text
 NARROW_COLUMNS = 95
 """Number of columns below which less important details are left out."""
 MAX_LISTED = 12
-"""Greatest number of replicas that are listed for a role.
+"""Maximum number of replicas that are listed for a role.
 
 If a role has more replicas, only replicas with a finding, an earlier failure or an unusual status are listed.
 """
 RECENT_FAILURE_S = 600.0
-"""Time (s) for which a failure or restart stays in the view."""
+"""Time (s) for which a failure or restart is shown."""
 MAX_RESTARTS = 5
-"""Greatest number of failures and restarts in the view."""
+"""Maximum number of failures and restarts in the view."""
 MAX_NODES_LEFT = 3
-"""Greatest number of nodes of which the view says why they were left, newest first."""
+"""Maximum number of left nodes that are shown with the reason, newest first."""
 _LABEL_COLUMNS = 11
-"""Columns that the labels of the rows take, with their padding, in the widest case."""
+"""Maximum number of columns of a row's label, including padding."""
 MAX_TEXT = 300
-"""Greatest number of characters of a text that wraps: four to six lines at 80 columns."""
+"""Maximum number of characters of a text that wraps: four to six lines at 80 columns."""
 
 _OUTCOME = {
     Outcome.COMPLETED: "green", Outcome.CANCELLED: "yellow", Outcome.FAILED: "red", Outcome.REJECTED: "red",
@@ -58,9 +58,9 @@ _SEPARATE_METRICS = (
     "reward", token_ages.P50_METRIC, token_ages.MAX_METRIC, token_ages.RUN_MAX_METRIC, "unscored_groups",
     "unscored_share",
 )  # fmt: skip
-"""Metrics that have a row of their own."""
+"""Metrics that are shown in a separate row."""
 _NORMAL_STATUSES = (Status.JOINED, Status.COMPLETED)
-"""Statuses of replicas of which nothing needs to be reported."""
+"""Statuses of replicas that need no attention."""
 _VERDICT = {Verdict.FAIL: "red", Verdict.WARN: "yellow"}
 
 
@@ -69,8 +69,8 @@ def status_view(
 ) -> RenderableType:
     """Return the status view of a run.
 
-    ``now`` is the wall clock (s). ``notes`` are lines about the run's manager; they replace what the journal says about
-    it. ``known_standing`` replaces the standing of the run (:func:`standing`) if more is known than its journal says.
+    ``now`` is the wall clock (s). ``notes`` are lines about the run's manager, which replace the information in the
+    journal. ``known_standing`` replaces the standing from the journal (:func:`standing`) if more is known.
     """
     until = now if state.ended is None else state.ended
     title = Text.assemble(*_title(state, until, width, known_standing), overflow="ellipsis", no_wrap=True)
@@ -137,7 +137,7 @@ def standing(state: State) -> tuple[str, str]:
 
 
 def _is_on_excluded_node(state: State, finding: Finding) -> bool:
-    """Return whether the finding is about a node that the run no longer uses: nothing is to be recovered there."""
+    """Return whether the finding is about a node that the run no longer uses, so that no recovery is needed there."""
     node = state.nodes.get(finding.node) if finding.node is not None else None
     return node is not None and node.excluded is not None
 
@@ -175,7 +175,7 @@ def _facts(state: State, now: float, width: int, notes: Sequence[str]) -> Render
         ):
             listed = " and ".join([*([", ".join(transports[:-1])] if len(transports) > 1 else []), transports[-1]])
             mixed = len(transports) > 1 and not INTEROPERABLE_TRANSPORTS.issuperset(transports)
-            apart = "; pulls between these are impossible" if mixed else ""
+            apart = "; not all of these can exchange weights" if mixed else ""
             facts.add_row("weights", Text(f"over {listed}{apart}", "red" if apart else ""))
         manager = f"epoch {state.epoch} on {state.host or '?'}, last record {span(now - state.at)} ago"
         for label, line in zip(("manager", ""), notes or (manager,), strict=False):
@@ -194,7 +194,7 @@ def _facts(state: State, now: float, width: int, notes: Sequence[str]) -> Render
 
 
 def _held_back_nodes(state: State, now: float) -> Iterator[str]:
-    """Yield a line for each failed node that the circuit breaker keeps in use: for how long, why, and the evidence."""
+    """Yield a line for each failed node that the circuit breaker keeps in use, with duration, reason and evidence."""
     node_failed = any(one.verdict is Verdict.FAIL and one.node is not None for one in state.findings.values())
     if state.finish is not None or not node_failed:
         return
@@ -225,7 +225,7 @@ def retained_jobs(state: State) -> str:
 
 
 def _metrics(state: State, width: int) -> str:
-    """Return as many metrics of the trainer's newest step as fit in ``width`` columns; no number is cut off."""
+    """Return as many whole metrics of the trainer's newest step as fit in ``width`` columns."""
     text, separate = "", (*_SEPARATE_METRICS, *SHOWN_METRICS, *EPISODE_METRICS)
     for name, value in sorted(state.metrics.items()):
         figure = f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
@@ -236,9 +236,10 @@ def _metrics(state: State, width: int) -> str:
 
 
 def _nodes(state: State) -> Text:
-    """Return which nodes are in use, spare or warm, and which are not usable and why.
+    """Return a text about the nodes: in use, spare, warm, and not usable with the reason.
 
-    While the run has no nodes, say how many it wants. Nodes whose agent has not started are listed separately.
+    While the run has no nodes, the text gives the number of requested nodes. Nodes whose agent has not started are
+    listed separately.
     """
     if not state.nodes:
         pending = [a.status.detail for a in state.allocations.values() if a.status is not None and a.status.detail]
@@ -267,7 +268,7 @@ def _nodes(state: State) -> Text:
 
 
 def _nodes_left(state: State, now: float) -> Iterator[tuple[str, str]]:
-    """Yield (label, text) for each node that is to be drained, or that was left for a reason no open finding states."""
+    """Yield (label, text) for each node that a user drains, or that was left for a reason without an open finding."""
     for name, (command, by) in list(state.node_commands.items())[:MAX_LISTED]:
         if command == DRAIN:
             yield "drain", f"{name}, requested by {by}"
@@ -278,7 +279,7 @@ def _nodes_left(state: State, now: float) -> Iterator[tuple[str, str]]:
 
 
 def _allocation_trouble(allocation: Allocation) -> str:
-    """Return how the cluster impairs the allocation, for example by suspending it; empty if it does not."""
+    """Return a text if the cluster impairs the allocation, for example by suspending it; else an empty text."""
     if allocation.status is None or allocation.releasing or allocation.orphan:
         return ""
     nodes = folded(allocation.status.nodes)
@@ -368,7 +369,7 @@ def _remark(state: State, replica: Replica, now: float) -> Text:
 
 # ── findings and restarts ────────────────────────────────────────────────────────────────────────────────────────────
 def _findings(state: State, now: float) -> RenderableType | None:
-    """Return a table of the open findings, newest first; None if there are none. The newest wraps."""
+    """Return a table of the open findings, newest first; None if there are none. Only the newest finding wraps."""
     if not state.findings:
         return None
     grid = Table.grid(padding=(0, 2), expand=True)
@@ -394,10 +395,10 @@ def _wrapped(text: str, style: str = "") -> Text:
 
 
 def _restarts(state: State, now: float) -> RenderableType | None:
-    """Return the recent failures and restarts, newest first, and how far the newest replacements are.
+    """Return the recent failures and restarts, newest first, and the progress of the newest replacements.
 
-    The newest restart wraps. Only the newest one of a replica names the replica's present incarnation, which
-    did not replace the earlier ones.
+    Only the newest restart wraps. Only the newest restart of a replica names the present incarnation, which did not
+    replace the earlier incarnations.
     """
     recent = sorted(
         (stop for stop in _stops(state, now) if now - stop.at < RECENT_FAILURE_S), key=lambda stop: -stop.at
@@ -423,13 +424,13 @@ class _Stop(NamedTuple):
     at: float
     replica: Replica
     failed: bool
-    """False if the replica was stopped for another reason than its own failure."""
+    """False if the replica was stopped for a reason other than its own failure."""
     why: str
     text: str
 
 
 def _stops(state: State, now: float) -> Iterator[_Stop]:
-    """Yield the failures of all replicas, and the newest other restart of each."""
+    """Yield the failures of all replicas, and the newest restart without a failure of each replica."""
     for replica in workers(state):
         for failure in replica.failures:
             ago = f"failed on {failure.node} {span(now - failure.at)} ago" if failure.node else "failed"
@@ -442,7 +443,7 @@ def _stops(state: State, now: float) -> Iterator[_Stop]:
 
 
 def _replacement(state: State, replica: Replica) -> str:
-    """Return what has replaced the stopped incarnation; empty if the replica was stopped with the run."""
+    """Return a text about the replacement of the stopped incarnation; empty if the replica was stopped with the run."""
     if replica.status is Status.JOINED:
         return f"#{replica.incarnation_number} works on {replica.node}"
     if replica.status is Status.WANTED:

@@ -15,11 +15,11 @@ from .pace import idle_text
 
 _OUTCOME_COLOUR = {"completed": "green", "cancelled": "yellow", "failed": "red", "rejected": "red"}
 MAX_STALE_SHARE = 0.5
-"""Share of the generated groups that may be dropped for their age; beyond it the view warns."""
+"""Share of groups dropped for their age (among trained and dropped groups) above which the view warns."""
 MAX_DROP_REASONS = 3
 """Reasons for dropped episodes that the view lists, the most frequent first."""
 _TIMED_ROLES = ("trainer", "rollout")
-"""Roles whose idle shares are shown, as far as the run has them."""
+"""Roles whose idle shares are shown."""
 _STAGES = ("detect_s", "decide_s", "start_s", "weights_s", "first_work_s", "total_s")
 
 
@@ -84,7 +84,7 @@ def _agents(summary: dict[str, Any]) -> Text | None:
 
 
 def unscored_text(groups: int, share: float) -> str:
-    """Return how many groups, and which share of all, were dropped because an answer could not be scored."""
+    """Return a text with the number and share of groups that were dropped because an answer could not be scored."""
     count = "1 group was" if groups == 1 else f"{groups} groups were"
     return f"{count} dropped ({_share(share)}): an answer could not be scored, see the log of the reward role"
 
@@ -92,7 +92,7 @@ def unscored_text(groups: int, share: float) -> str:
 def next_steps_view(
     summary: dict[str, Any], job_steps: int, has_checkpoints: bool, program: str = "rrl"
 ) -> RenderableType:  # fmt: skip
-    """Return where the weights are, and what a user may do after a run: a line for each.
+    """Return a line with the path of the weights, and a line for each command that is useful after a run.
 
     ``job_steps`` is the number of training steps of the job, 0 for commands alone; ``program`` is how the user starts
     rrl.
@@ -122,7 +122,7 @@ def next_steps_view(
 def recoveries_view(recoveries: list[dict[str, Any]]) -> RenderableType:
     """Return the stage times of the recovery from each failure and, below them, the cause.
 
-    A failure names the incarnation that failed, and the one that joined in its place if one did.
+    Each failure is shown with the failed incarnation and, if it has joined, the replacement.
     """
     table = Table(
         box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False, show_edge=False,
@@ -144,7 +144,7 @@ def recoveries_view(recoveries: list[dict[str, Any]]) -> RenderableType:
 
 
 def _recovery_text(one: dict[str, Any], joined: bool) -> str:
-    """Return the repair, the nodes and the cause; without ``joined``, nothing is known to work on the later node."""
+    """Return a text with the repair, the nodes and the cause; ``joined`` is True if the replacement has joined."""
     before, after = one.get("node_before") or "?", one.get("node_after") or "?"
     where = f"on {before}" if before == after or not joined else f"{before} → {after}"
     return f"{one.get('rung', '')} {where}; {'injected; ' if one.get('injected') else ''}{one.get('cause', '')}"
@@ -199,5 +199,5 @@ def runs_view(rows: Sequence[dict[str, Any]], now: float) -> RenderableType:
 
 
 def _steps(step: int, steps: int | None) -> str:
-    """Return the steps done of all, as ``3/20``; a dash for a run of user commands alone, which has no steps."""
+    """Return done and total steps as ``3/20``; a dash for a run of only user commands, which has no steps."""
     return "–" if steps == 0 else f"{step}/{'?' if steps is None else steps}"

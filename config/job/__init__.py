@@ -1,4 +1,4 @@
-"""job.toml: its tables and their checks, and the run spec that is made of it.
+"""job.toml: its tables and their checks, and the run spec that is made from it.
 
 :mod:`.load` reads a file, :mod:`.schema` declares it, :mod:`.resolve` makes the run spec, :mod:`.render` writes TOML.
 """

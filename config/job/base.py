@@ -1,4 +1,4 @@
-"""The base class of the tables of job.toml, types that several tables share, and errors that concern several keys."""
+"""The base class of job.toml's tables, types that several tables share, and errors about several keys."""
 
 from __future__ import annotations
 

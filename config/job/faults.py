@@ -13,8 +13,8 @@ from ...core.units import Duration
 from .base import Table, Time
 
 MAX_RANDOM_FAULTS = 1000
-"""Largest number of faults from one entry of [[faults.random]]: run_spec.json and the journal store them, 80 bytes
-each."""
+"""Maximum number of faults from one entry of [[faults.random]]. run_spec.json and the journal store each fault in 80
+bytes."""
 
 
 def _check_trigger(text: str) -> str:
@@ -26,7 +26,7 @@ class PlannedFault(Table):
     """A fault that the run injects itself: for demonstrations and tests."""
 
     kind: Annotated[FaultKind, Field(strict=False)]
-    """Kind of the fault; docs/faults.md describes each."""
+    """Kind of the fault (docs/faults.md)."""
     target: str = ""
     """A replica ("rollout/0"), a role (one of its replicas, drawn by the seed), "manager", "agent/NODE" or a node."""
     at: Annotated[str, AfterValidator(_check_trigger)]
@@ -42,7 +42,7 @@ class RandomFaults(Table):
     """Faults at random times, drawn from the seed: the same job always has the same faults."""
 
     kinds: Annotated[tuple[Annotated[FaultKind, Field(strict=False)], ...], Field(strict=False, min_length=1)]
-    """Kinds of faults; the kind of each fault is drawn from these."""
+    """Kinds of faults, from which the kind of each fault is drawn."""
     target: str = ""
     """Target as for a planned fault; empty: any replica of any role."""
     every: Time
@@ -100,7 +100,7 @@ def plan_faults(table: FaultsTable, replicas: Mapping[str, int], horizon: float)
 def values_for_kind(kind: FaultKind, entry: RandomFaults) -> tuple[float, float]:
     """Return (seconds, amount) for a fault of ``kind`` that ``entry`` plans; 0 for a value that the kind does not take.
 
-    An entry that lists several kinds may set values that only some of these kinds take.
+    An entry with several kinds may set values that only some of the kinds take.
     """
     traits = FAULT_TRAITS[kind]
     return entry.seconds if traits.takes_seconds else 0.0, entry.amount if traits.amount else 0.0

@@ -4,7 +4,7 @@ A report lists all mistakes at once, one line each: the place, what is wrong, an
 
     job.toml:12: roles.rollout.replica: unknown key; did you mean "replicas"?
 
-Whatever the file contains, only SpecError is raised.
+No file content raises any exception but SpecError.
 """
 
 from __future__ import annotations
@@ -31,22 +31,23 @@ from .resolve import min_replicas_of
 from .schema import Job
 
 _MAX_FILE_BYTES = 2**20
-"""Largest accepted file in bytes: far more than a job.toml needs. The path may be an endless device like /dev/zero."""
+"""Maximum size of the file in bytes: far more than a job.toml needs. The limit is for endless devices like
+/dev/zero."""
 _MAX_DEPTH = 50
-"""Deepest accepted nesting of tables and arrays."""
+"""Maximum depth of nested tables and arrays."""
 _MAX_SHOWN_CHARS = 60
-"""Characters of a wrong value that a message quotes."""
+"""Maximum number of characters of a wrong value that a message quotes."""
 _RENAMED_KEYS = {
     ("limits", "beat"): "heartbeat",
     ("recovery", "adopt"): "promote",
     ("recovery", "whole"): "full_restarts",
     ("roles", "trainer", "standbys"): "donor_rollouts",
 }
-"""New name of each key that an earlier version of rrl had under another name."""
+"""New names of renamed keys, by the old key."""
 
 
 class SpecError(Exception):
-    """The job spec is wrong. The text has one line per mistake: file, line, key, what is wrong, what would be right."""
+    """The job spec is invalid. The text has a line per mistake: file, line, key, what is wrong, what would be right."""
 
 
 def load_job(path: Path, folder: Path | None = None) -> Job:
@@ -54,7 +55,7 @@ def load_job(path: Path, folder: Path | None = None) -> Job:
 
     Args:
         path: The file.
-        folder: Folder at which a relative model path starts, like those of commands; default: the folder of the file.
+        folder: Folder to which a relative model path refers; default: the folder of the file.
 
     Raises:
         SpecError: The file cannot be read or is wrong. Nothing else is raised.
@@ -139,11 +140,11 @@ _PLAIN_MESSAGES = {
     "Invalid initial character for a key part": "expected a key; an inline table {...} must be on one line",
     "Expected newline or end of document after a statement": "expected the end of the line after the value",
 }
-"""Plainer texts for messages of tomllib that a newcomer would not understand."""
+"""Plainer texts for messages of tomllib, by the beginning of the message."""
 
 
 def _unsupported_values(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, str]]:
-    """Yield (key, message) for each value that TOML allows but the journal, JSON or a command line cannot contain."""
+    """Yield (key, message) for each value that is valid TOML but not allowed in the journal, JSON or command lines."""
     if len(path) > _MAX_DEPTH:
         yield path[:2], f"is nested more than {_MAX_DEPTH} levels deep"
     elif isinstance(value, dict):
@@ -166,7 +167,7 @@ def _unsupported_values(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, st
 
 # ── pydantic's errors in plain words ───────────────────────────────────────────────────────────────────────────────
 def _translate_errors(error: ValidationError, data: dict[str, Any]) -> Iterator[tuple[KeyPath, str]]:
-    """Yield (key, message) once per mistake: errors of a union's alternatives concern the same key and are joined."""
+    """Yield (key, message) for each mistake. Errors of a union's alternatives about the same key are joined."""
     wrong_values: dict[KeyPath, list[ErrorDetails]] = {}
     for pydantic_error in error.errors(include_url=False):
         if at := pydantic_error.get("ctx", {}).get("at"):
@@ -191,7 +192,7 @@ def _translate_errors(error: ValidationError, data: dict[str, Any]) -> Iterator[
 
 
 def _existing(loc: KeyPath, data: Any) -> KeyPath:
-    """Return the part of ``loc`` that exists in the document; pydantic inserts the names of a union's alternatives."""
+    """Return ``loc`` without the names of a union's alternatives, which pydantic inserts."""
     path: KeyPath = ()
     for part in loc:
         exists = part in data if isinstance(data, dict) else isinstance(data, list) and part in range(len(data))
@@ -309,7 +310,7 @@ def _required(model: type[BaseModel], path: KeyPath) -> Iterator[KeyPath]:
 
 
 def _model_in(annotation: Any) -> type[BaseModel] | None:
-    """Return the model in ``M``, ``M | None``, ``tuple[M, ...]`` or ``dict[str, M]``; None if there is none."""
+    """Return the model ``M`` in ``M``, ``M | None``, ``tuple[M, ...]`` or ``dict[str, M]``; None if there is none."""
     candidates = (annotation, *get_args(annotation))
     return next((model for model in candidates if isinstance(model, type) and issubclass(model, BaseModel)), None)
 

@@ -1,4 +1,4 @@
-"""The node groups of a job: which roles share nodes, how many nodes they take, and their sbatch options."""
+"""Build the node groups of a job: which roles share nodes, the numbers of nodes, and their sbatch options."""
 
 from __future__ import annotations
 

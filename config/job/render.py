@@ -1,4 +1,4 @@
-"""Write a job as job.toml with every default filled in: the result is a valid job.toml of the same job."""
+"""Write a job as a valid job.toml with every default filled in."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .schema import Job
 def as_toml(job: Job) -> str:
     """Return the TOML text of a job; loading it gives an equal job.
 
-    Two values may differ: ``min_replicas`` has its default written out, and ``spares`` is 0 if there is no pool.
+    Two values may differ: a default ``min_replicas`` is written as a number, and ``spares`` is 0 without a pool.
     """
     roles = {
         name: role.model_copy(update={"min_replicas": min_replicas_of(name, role)})

@@ -92,7 +92,7 @@ def resolve_for_submission(job: Job) -> run_spec.RunSpec:
 
 
 def node_groups(job: Job) -> tuple[NodeGroup, ...]:
-    """Return the node groups of a job, so that their sizes can be checked; the rest of the job need not be valid."""
+    """Return the node groups of a job, whose other tables need not be valid, for a check of their sizes."""
     return build_node_groups(job, _roles(job, "python"))
 
 
@@ -144,15 +144,15 @@ def _donor_rollouts(job: Job, role: Role) -> int:
 
 
 def concurrent_failures(nodes: int, rate: float, quantile: float = 0.99) -> int:
-    """Return how many nodes, at least 1, must be expected to fail on the same day.
+    """Return the number of nodes (at least 1) that must be expected to fail on the same day.
 
-    The number of nodes that fail on one day is taken as binomial (ByteRobust; docs/sources.md). On a share ``quantile``
-    of all days it is not larger than the result.
+    The number of failures on one day has a binomial distribution (ByteRobust; docs/sources.md); the result is its
+    quantile.
 
     Args:
         nodes: Number of nodes.
         rate: Probability that a node fails on a given day.
-        quantile: Share of the days that the result covers.
+        quantile: Share of the days on which no more nodes fail than the result.
     """
     chance = cumulated = (1 - rate) ** nodes
     failing = 0

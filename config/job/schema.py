@@ -27,11 +27,11 @@ from .site import ClusterTable, ContainerTable, EnvTable, ManagerTable, Network
 from .validation import check
 
 OWN_SCORE_SHORTEST_S = 1800.0
-"""Lower bound (s) of the deadline of ``score`` if code of the user scores and ``[phases.score]`` sets no bound. The
-code may call a judge over the network, and look hung while the judge limits its rate (up to 14 min were observed)."""
+"""Lower bound (s) of the deadline of ``score`` if the user's code scores and ``[phases.score]`` sets no bound. The code
+may call a judge over the network, and seem hung while the judge limits its rate (up to 14 min were observed)."""
 ACT_MARGIN_S = 300.0
-"""Time (s) beyond the timeout of an attempt before agents without progress count as hung: the timeout itself is
-progress, unless the agents' code blocks the process."""
+"""Time (s) after the timeout of an attempt before agents without progress count as hung. The end of an attempt at its
+timeout counts as progress, unless the agents' code blocks the process."""
 _LIMITS = run_spec.Limits()
 _RECOVERY = run_spec.Recovery()
 _HEALTH = run_spec.HealthSpec()
@@ -87,8 +87,8 @@ class RunTable(Table):
     name: Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]{0,30}$")]
     """A letter, then up to 30 lower-case letters, digits and dashes; part of the names of Slurm jobs."""
     steps: Annotated[int, Field(ge=1)] | None = None
-    """Optimizer steps after which the run is complete. A run without [task] is complete when all its [commands.*]
-    are."""
+    """Optimizer steps after which the run is complete. A run without [task] is complete when all its [commands.*] are
+    complete."""
     seed: int = 0
     """Seed of the initial weights, the task's items and the sampling; at least 0 for a reasoning-gym dataset."""
 
@@ -103,8 +103,8 @@ class TokenizerTable(Table):
     ignore: str = ""
     """Characters of a prompt that are dropped."""
     chat: Annotated[dict[str, str], AfterValidator(_chat_pieces)] | None = None
-    """A piece of text for the messages of each role, with {content} in place of the message:
-    ``{ user = "{content}=" }``. Only for agents; each message of the model ends with the end of sequence."""
+    """Text for the messages of each role, in which {content} stands for the message: ``{ user = "{content}=" }``. Only
+    for agents. Each message of the model ends with the end of sequence."""
 
 
 class ModelTable(Table):
@@ -241,14 +241,14 @@ class PhaseTable(Table):
     """
 
     shortest: OptionalTime = None
-    """Lower bound of the deadline, however short the phase usually is."""
+    """Lower bound of the deadline."""
     longest: OptionalTime = None
-    """Upper bound of the deadline, however long the phase usually is; required for a phase of your own."""
+    """Upper bound of the deadline; required for a phase of your own."""
     progresses: bool | None = None
-    """true: each ``me.progress()`` restarts the deadline, and the usual duration is the time between two calls. Only
-    for a phase of your own, which must set it."""
+    """true: each ``me.progress()`` restarts the deadline, and the usual duration is the time between two calls.
+    Required for a phase of your own, and only allowed there."""
     waits_for: str | None = None
-    """Role that the phase waits for, to which a stall is attributed; for a phase of your own."""
+    """Role for which the phase waits, and to which a stall is attributed. Only for a phase of your own."""
 
 
 class RecoveryTable(Table):
@@ -271,7 +271,7 @@ class RecoveryTable(Table):
 class HealthTable(Table):
     """How the nodes are monitored, and what happens on findings of detectors and checks.
 
-    The thresholds of the checks are the site's (docs/health.md).
+    The thresholds of the checks are set by the site (docs/health.md).
     """
 
     observe_only: bool = _HEALTH.observe_only
@@ -295,15 +295,15 @@ class TransportTable(Table):
     """Let ucx and nixl use TCP: every user who can reach the network, or this run's machines, can then read and write
     the memory of trainer and rollouts (docs/sites.md)."""
     chunk: Annotated[Size, Field(ge=64 * 2**10, le=2**30)] = _TRANSPORT.chunk
-    """Size of a chunk, which is requested, verified and, if necessary, fetched again as a unit."""
+    """Size of a chunk, the unit in which weights are requested, verified and, if necessary, fetched again."""
     network: Network = _TRANSPORT.network
     """Network to listen on: name of an interface ("ib0") or network ("10.4.0.0/16"); empty: chosen on each node."""
     chunk_deadline: Time = _TRANSPORT.chunk_deadline
-    """Longest deadline for one chunk: UCX does not notice a hung peer (measured), so each chunk has a deadline of its
-    own."""
+    """Maximum deadline for one chunk. UCX does not notice a hung peer (measured), so each chunk has its own
+    deadline."""
     chain: Annotated[int, Field(ge=1)] = _TRANSPORT.chain
-    """Number of receivers of a new version in one chain. Each receiver passes the chunks that it already has to the
-    next one; the trainer sends each version once to each of at most two chains."""
+    """Number of receivers of a new version in one chain. Each receiver passes its chunks to the next receiver; the
+    trainer sends each version once to each of at most two chains."""
 
 
 class Job(Table):

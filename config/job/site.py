@@ -56,7 +56,7 @@ Network = Annotated[str, AfterValidator(_network)]
 
 
 class NodeTable(Table):
-    """What rrl uses of each node: in form "pool" of every node, else of each node that several roles share."""
+    """Resources that rrl uses on each node: with form "pool" on every node, else on nodes that several roles share."""
 
     cpus: Annotated[int, Field(ge=1)] = 4
     """Cores."""
@@ -75,7 +75,7 @@ class ClusterTable(Table):
     """pool: one allocation over all nodes and spares; replica: one job for each node of the exclusive roles, and one
     for all other roles; hetjob: one heterogeneous job with a component for each role (docs/architecture.md)."""
     spares: Annotated[int, Field(ge=0, le=4096)] = 1
-    """Nodes kept ready in addition to those that the roles need; form "pool" only."""
+    """Number of nodes kept ready in addition to the nodes that the roles need; form "pool" only."""
     node: NodeTable = NodeTable()
     walltime: Time = 86400.0
     """Time limit of the run, and of its allocations."""
@@ -86,8 +86,8 @@ class ClusterTable(Table):
     """With form "replica": time from the first request until the run gives its nodes back and ends, if the trainer or
     min_replicas of a role still lack nodes."""
     one_node_components: bool = False
-    """With form "hetjob": consent to components of one node. When a node of another component fails, Slurm kills them
-    too (measured on 22.05, 24.11 and 26.05)."""
+    """With form "hetjob": allow components of one node. Slurm kills such a component when a node of another component
+    fails (measured on 22.05, 24.11 and 26.05)."""
 
 
 class ManagerTable(Table):
@@ -103,7 +103,7 @@ class ManagerTable(Table):
 
 
 class EnvTable(Table):
-    """What is set up on a node, in this order, before each role's command."""
+    """The setup of a node before each role's command, in this order."""
 
     setup: Annotated[tuple[str, ...], Field(strict=False), AfterValidator(_lines)] = ()
     """Lines of bash; a role does not start if one of them fails."""

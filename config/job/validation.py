@@ -30,10 +30,11 @@ if TYPE_CHECKING:
 
 
 MAX_BATCH_BYTES = 256 * 2**20
-"""Largest batch in bytes, since a batch is one message (:data:`rrl.transport.control.sockets.CONTROL_BOUNDS`)."""
+"""Maximum size of a batch in bytes, since a batch is one message
+(:data:`rrl.transport.control.sockets.CONTROL_BOUNDS`)."""
 _PROMPTS_BYTES = 32 * 2**20
-"""Bytes of this message that are reserved for the prompts, because their lengths are not known yet: one prompt per
-group, 4 bytes per token."""
+"""Bytes of the message that are reserved for the prompts, whose lengths are not known yet: one prompt per group, 4
+bytes per token."""
 _TOKEN_BYTES = 8
 """Bytes of a sampled token: its id and its log-probability."""
 _TRAJECTORY_BYTES = 1024
@@ -41,7 +42,7 @@ _TRAJECTORY_BYTES = 1024
 
 
 def check(job: Job) -> None:
-    """Check the rules between several tables of a job, whose tables are each valid by themselves.
+    """Check the rules between the tables of a job. Each table must already be valid.
 
     Raises:
         PydanticCustomError: The first mistake, with the key at which it is reported.
@@ -181,7 +182,7 @@ def _late(job: Job) -> None:
 
 
 def _ahead(job: Job) -> None:
-    """Reject ``ahead`` if ``staleness`` is 0: no token may then be of older weights, so no rollout may work ahead."""
+    """Reject ``ahead`` if ``staleness`` is 0, because rollouts cannot work ahead without tokens of older weights."""
     sampling = job.sampling
     if sampling.staleness == 0 and sampling.ahead > 0 and "ahead" in sampling.model_fields_set:
         raise mistake(
@@ -193,7 +194,7 @@ def _ahead(job: Job) -> None:
 def _batch(job: Job) -> None:
     """Check that a batch fits into one message from the store to the trainer; a larger batch would never arrive.
 
-    With ``stream = true`` the store sends parts, which have at least one group.
+    With ``stream = true`` only a single group must fit, because the store sends parts of one group or more.
     """
     if job.task is None:
         return
@@ -310,7 +311,7 @@ def _warm_rollouts(job: Job) -> None:
 
 
 def _one_gpu(job: Job) -> None:
-    """Check that roles that compute in torch have at most one GPU per process: they would leave further GPUs idle."""
+    """Check that roles that compute in torch have at most one GPU per process, since they leave further GPUs idle."""
     trainer, rollout = job.roles.trainer, job.roles.rollout
     if trainer.command is None and trainer.gpus > 1:
         raise mistake(
@@ -369,7 +370,7 @@ def _role(job: Job, name: str, role: Role) -> None:
         raise mistake(
             (*at, "walltime"),
             f'"{duration_text(role.walltime)}" is more than [cluster] walltime ='
-            f' "{duration_text(job.cluster.walltime)}"; lower it or raise that of the run',
+            f' "{duration_text(job.cluster.walltime)}"; lower it or raise the walltime of the run',
         )
     if role.launcher != "direct" and not (role.image or job.container.image):
         raise mistake((*at, "launcher"), f'"{role.launcher}" needs an image; set [container] image')
@@ -380,7 +381,7 @@ def _role(job: Job, name: str, role: Role) -> None:
 
 
 def _fits_a_node(job: Job, name: str, role: Role) -> None:
-    """Check that one rank of a role that shares nodes fits on a node, or all ranks of an exclusive role on one."""
+    """Check that a rank of a role that shares nodes fits on a node, or for an exclusive role, that its ranks fit."""
     ranks = role.ranks_per_node if role.exclusive else 1
     for resource in ("cpus", "gpus", "mem"):
         wanted, has = ranks * getattr(role, resource), getattr(job.cluster.node, resource)
@@ -391,7 +392,7 @@ def _fits_a_node(job: Job, name: str, role: Role) -> None:
             raise mistake(
                 (*job.table_of(name), resource),
                 f"{amount} is more than a node has ([cluster.node] {resource} = {_amount(resource, has)}); {fix} or"
-                " raise that of the node",
+                f" raise {resource} of the node",
             )
 
 
@@ -417,7 +418,7 @@ def _key(invalid: InvalidFault, default: str) -> str:
 
 
 def _check_needs_worker_api(job: Job, kind: FaultKind, target: str, at: tuple[str | int, ...]) -> None:
-    """Check that a role that must cause a fault itself uses the worker API, through which rrl requests the fault."""
+    """Check that a role uses the worker API if it must inject the fault itself."""
     role = job.every_role().get(target.partition("/")[0])
     traits = FAULT_TRAITS[kind]
     if (
@@ -432,8 +433,8 @@ def _check_needs_worker_api(job: Job, kind: FaultKind, target: str, at: tuple[st
 def _phase(job: Job, name: str, table: PhaseTable) -> None:
     """Check one ``[phases.NAME]`` table.
 
-    A name that is not a phase of rrl defines a new phase. A new phase has required keys, so that a mistyped name of a
-    phase of rrl is reported instead of defining a new phase.
+    A name that is not a phase of rrl defines a new phase, which has required keys. So a mistyped name of an rrl phase
+    is reported.
     """
     at, declared = ("phases", name), PHASES.get(name)
     if declared is None and (table.progresses is None or table.longest is None):

@@ -15,7 +15,9 @@ def main() -> None:
             while count < worker.options["until"] and not worker.stopping.is_set():
                 time.sleep(0.2)
                 count += 1
-                checkpoint.write_text(str(count))
+                new = checkpoint.with_suffix(".new")
+                new.write_text(str(count))
+                new.rename(checkpoint)  # at once: a file that a kill has left half written could not be read
                 worker.progress()
         print(f"counted to {count}", flush=True)
 

@@ -27,9 +27,9 @@ class Problem(Struct, frozen=True):
     text: tuple[str, ...]
     """Evidence lines."""
     component: str = ""
-    """Part of the node that is concerned, such as a GPU's UUID or a port; empty for the whole node."""
+    """Part of the node that has the problem, such as a GPU's UUID or a port; empty for the whole node."""
     proof: bool = False
-    """Whether this single run suffices for a FAIL, without confirmation by further runs."""
+    """Whether a single run that finds the problem suffices for a FAIL."""
     failures_to_raise: int | None = None
     """Number of runs in a row that must find the problem before its finding has this verdict. If None, the number is
     ``rules.hysteresis.bad`` for FAIL and 1 for WARN."""
@@ -37,7 +37,7 @@ class Problem(Struct, frozen=True):
     """Number of runs in a row without the problem that clear the finding. If None, the number is
     ``rules.hysteresis.good``."""
     at: float | None = None
-    """Time (s) at which the problem began; None if the sample does not contain that time."""
+    """Time (s) at which the problem began; None if the sample does not contain this time."""
     source: str = ""
     """Reader that the evidence names as its source; if empty, the check's first reader."""
     flags: tuple[Flag, ...] = ()
@@ -50,9 +50,9 @@ class Unknown(Struct, frozen=True):
     reason: str
     """Why the node or the components could not be judged."""
     makes_node_unknown: bool = False
-    """Whether the node becomes UNKNOWN too, if no check finds anything worse."""
+    """Whether the node's overall verdict becomes UNKNOWN too, unless a check finds something worse."""
     components: tuple[str, ...] = ()
-    """Components that were not judged; earlier results about them remain valid."""
+    """Components that were not judged; their earlier results remain valid."""
 
 
 class Passed(Struct, frozen=True):
@@ -77,7 +77,7 @@ class Check(Struct, frozen=True):
     description: str
     """What the check examines, in one line."""
     failure_description: str
-    """When the result is WARN or FAIL, and what is then done."""
+    """Conditions for WARN and FAIL, and the action that follows."""
     threshold_source: str
     """Project or document that the thresholds come from."""
     any_reader: bool = False

@@ -1,4 +1,4 @@
-"""Checks of DCGM's own results: the remedy follows from the incident code (NVSentinel's table, condensed)."""
+"""Checks of DCGM's own results. The code of an incident determines the remedy (condensed from NVSentinel's table)."""
 
 from __future__ import annotations
 
@@ -27,20 +27,21 @@ _WARNING_CODES = (
     "GPU_EXPECTED_NVLINKS_UP", "NVSWITCH_EXPECTED_NVLINKS_UP", "NVSWITCH_NVLINK_DOWN", "FABRIC_MANAGER_TRAINING_ERROR",
     "CLOCKS_EVENT_THERMAL", "TEMP_VIOLATION", "THERMAL_VIOLATIONS",
 )  # fmt: skip
-"""Prefixes of codes that only warn. They concern the fabric manager's configuration, or heat, for which rrl has checks
-of its own."""
+"""Prefixes of error codes that only warn. They concern the fabric manager's configuration, or heat, which other checks
+of rrl judge."""
 _IGNORED_CODES = (
     "VOLATILE_SBE", "CLOCK_THROTTLE_POWER", "CLOCK_THROTTLE_THERMAL", "CLOCKS_EVENT_POWER", "CLOCKS_POWER",
     "UNCORRECTABLE_ROW_REMAP", "NVSWITCH_NON_FATAL", "NVLINK_ERROR_THRESHOLD", "PENDING_PAGE_RETIREMENTS",
     "TEST_SKIPPED", "TEST_DISABLED", "ABORTED", "TARGET_POWER", "XID_ERROR", "ERROR_SENTINEL", "NO_GRAPHICS_CLOCKS",
 )  # fmt: skip
-"""Prefixes of codes that are ignored: other checks report them better (Xids), or they have no consequence."""
+"""Prefixes of error codes that are ignored, because other checks report the fault in more detail (Xids) or it is
+harmless."""
 _SKIPPED_TESTS = ("blacklist", "denylist", "inforom")
 """Prefixes of the names of tests of ``dcgmi diag`` that are ignored; Meta's gcm ignores them too."""
 _LINK_DOWN_CODE = "NVLINK_DOWN"
 _PENDING_REMAP_CODE = "PENDING_ROW_REMAP"
-"""Code of a pending row remap. As in the check ``gpu_row_remap``, the GPU stays in use until the next occasion for a
-reset."""
+"""Error code of a pending row remap. As in the check ``gpu_row_remap``, the GPU stays in use until the next opportunity
+for a reset."""
 
 
 def _health(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
@@ -71,7 +72,7 @@ def _diag(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
 
 
 def _exporter(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
-    """Report memory errors that dcgm-exporter publishes, for users who may not query NVML."""
+    """Report memory errors that dcgm-exporter publishes, in case this user may not query NVML."""
     data = state.data("dcgm")
     for gpu in data.gpus:
         name = f"GPU {gpu.index if gpu.index is not None else gpu.uuid}"
@@ -92,7 +93,8 @@ def _known(code: str) -> bool:
 def _unbridged(state: NodeState) -> set[str]:
     """Return the UUIDs and indices of the GPUs whose inactive NVLinks may simply be unconnected.
 
-    These are GPUs that need a bridge for their links (not :func:`.gpu_links.is_wired`), and of which no link went down.
+    These are GPUs that need a bridge for their links (not :func:`.gpu_links.is_wired`), and none of whose links has
+    gone down.
     """
     data = state.data("nvml")
     gpus = data.gpus if isinstance(data, NvmlData) else ()

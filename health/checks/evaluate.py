@@ -1,19 +1,19 @@
-"""Runs all node checks on a node's state and turns their results into findings.
+"""Run all node checks on a node's state and turn their results into findings.
 
 Pure: takes a `NodeState` and returns findings; hysteresis and earlier findings are stored in `NodeState.memo`.
 
-A check gives one finding for each component with a problem, else one finding for the whole check: OK, or UNKNOWN with
-the reason. A finding that is no longer returned has cleared. A FAIL needs proof, or several failing runs in a row
-(``rules.hysteresis``); until then the problem is reported as a WARN that says so. A missing sample changes nothing: it
-neither clears a FAIL nor causes one. An unchanged situation gives an equal finding, including its times.
+A check gives one finding for each component with a problem. If there is no problem, it gives one finding for the whole
+check: OK, or UNKNOWN with the reason. A finding that is no longer returned has cleared. A FAIL needs proof, or several
+failing runs in a row (``rules.hysteresis``); until then the problem is reported as a WARN with this explanation. A
+missing sample neither clears nor causes a FAIL. An unchanged situation gives an equal finding, including its times.
 
-The check "readers" reports readers that hang or fail. It is in this module because every other check also depends on
-whether its readers work. A reader that hangs makes the node UNKNOWN at first: the machine may be under load, or another
-process may hold the driver's lock for a moment. A hung NVML reader fails the node if the hang lasts
-(``rules.readers.stall``) and a second observation shows that the driver hangs; without one the check gives a warning.
-There are three such observations: DCGM's reader has been hung for as long; a process is in state D inside the driver;
-or the kernel reports a process of the driver as hung. DCGM's hang does not count if all readers hang or fail: the cause
-is then the machine, or the storage from which it starts programs, and not the driver.
+The check "readers" reports readers that hang or fail. It is in this module because every other check depends on its
+readers. A reader that hangs makes the node UNKNOWN at first: the machine may be under load, or another process may hold
+the driver's lock for a moment. A hung NVML reader fails the node if the hang lasts (``rules.readers.stall``) and a
+second observation shows that the driver hangs; without a second observation the check gives a warning. There are three
+such observations: DCGM's reader has been hung for the same time; a process is in state D inside the driver; or the
+kernel reports a process of the driver as hung. DCGM's hang does not count if all readers hang or fail, because the
+cause is then the machine or its storage.
 
 Call `evaluate` after each `NodeState.add`: a check runs at most once per call, however many samples were added before.
 """
@@ -38,8 +38,8 @@ _SEVERITY = {Verdict.WARN: 1, Verdict.FAIL: 2}
 _DRIVER_FUNCTIONS = ("nv", "uvm", "rm_", "os_acquire")
 """Prefixes of the kernel functions in which a process waits for NVIDIA's driver."""
 _DRIVER_PROCESSES = ("nvidia", "nv-", "nv_queue")
-"""Prefixes of the names of processes that belong to NVIDIA's driver or only serve to use it. Only processes of root
-count, because users can choose any name for their own processes."""
+"""Prefixes of the names of processes that belong to NVIDIA's driver or serve it. Only processes of root count, because
+users can choose any name for their own processes."""
 _ROOT = 0
 _HUNG_TASK = re.compile(r"INFO: task (?P<name>.+):\d+ blocked ")
 _FAILED_STATES = ("hung", "broken")
@@ -84,8 +84,8 @@ def _check_readers(state: NodeState, rules: Rules, now: float) -> Iterator[Check
 def _hangs_for_long(reader: str, state: NodeState, rules: Rules, now: float) -> bool:
     """Return whether the reader has been hung for ``rules.readers.stall`` s.
 
-    The duration of the hang counts, not the number of samples: while a process that hangs in the kernel survives
-    SIGKILL, its reader gives no further samples.
+    The duration of the hang counts, not the number of samples: a reader whose process hangs in the kernel gives no
+    further samples.
     """
     since = state.hung_since.get(reader)
     return since is not None and now - since >= rules.readers.stall
@@ -178,11 +178,11 @@ class _Memo:
     rules: Rules
     node: NodeName
     hysteresis: dict[str, dict[str, CheckHysteresis]] = field(default_factory=dict)
-    """By check and component."""
+    """Hysteresis by check and component."""
     last_counts: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """By check: the sample counts of its last run."""
+    """Sample counts at the last run of each check."""
     findings: dict[str, list[Finding]] = field(default_factory=dict)
-    """By check: the findings of its last run."""
+    """Findings of the last run of each check."""
 
 
 def evaluate(state: NodeState, node: NodeName, rules: Rules, now: float) -> list[Finding]:
@@ -209,9 +209,9 @@ def evaluate(state: NodeState, node: NodeName, rules: Rules, now: float) -> list
 
 
 def pending(state: NodeState) -> set[str]:
-    """Return the names of the readers whose next sample confirms or clears a failure that is not raised yet.
+    """Return the names of the readers whose next samples can confirm or clear a failure that is not raised yet.
 
-    Such a failure was found without proof, and in fewer samples in a row than its check requires.
+    Such a failure was found without proof, and in fewer consecutive samples than its check requires.
     """
     if not isinstance(state.memo, _Memo):
         return set()
@@ -227,7 +227,7 @@ def pending(state: NodeState) -> set[str]:
 def is_uninformative(finding: Finding) -> bool:
     """Return whether the finding is an UNKNOWN about something that this node is not expected to report.
 
-    Such an UNKNOWN is no sign of a problem.
+    Such an UNKNOWN does not indicate a problem.
     """
     return finding.verdict is Verdict.UNKNOWN and Flag.UNAVAILABLE in finding.flags
 
@@ -281,8 +281,8 @@ def _update_hysteresis(
 ) -> None:
     """Update the hysteresis of all components that this run judged.
 
-    A component was judged if this run found a problem of it. A component with an earlier problem was also judged,
-    unless this run reports the component in an `Unknown`.
+    A component was judged if this run found a problem of it. A component with an earlier problem was judged too, unless
+    this run reports it in an `Unknown`.
     """
     problems: dict[str, Problem] = {}
     for result in results:

@@ -12,12 +12,12 @@ from .node_state import NodeState
 
 _HOUR_S, _MINUTE_S, _RATE_WINDOW_S = 3600.0, 60.0, 30.0
 """Windows in seconds. A limit per second applies to the average over `_RATE_WINDOW_S`, so that a short burst does not
-exceed it."""
+exceed the limit."""
 _LINK_DOWNED = "link_downed"
 _FATAL_COUNTERS = ("excessive_buffer_overrun_errors", "local_link_integrity_errors")
-"""Counters of which any increase is fatal (according to NVSentinel). Two further counters are fatal for NVSentinel but
-missing here. link_downed has a limit of its own (``rules.fabric.link_downs``). rnr_nak_retry_err is not checked,
-because programs cause it: it counts receivers that were not ready and answered the retry."""
+"""Counters of which any increase is fatal according to NVSentinel. Two further counters of NVSentinel are left out:
+link_downed has its own limit (``rules.fabric.link_downs``), and rnr_nak_retry_err increases whenever a program is not
+ready to receive."""
 
 
 def _data(state: NodeState) -> FabricData:
@@ -28,7 +28,7 @@ def _data(state: NodeState) -> FabricData:
 def _used(state: NodeState, rules: Rules) -> set[str]:
     """Return the ports to check: the expected ports, and the ports that were ACTIVE at some time.
 
-    Cables of other ports may be plugged in and out.
+    Other ports are not checked, because their cables may be plugged in and out.
     """
     return set(rules.expect.ports) | state.ports_up
 

@@ -21,19 +21,19 @@ _RECOVERY_REMEDIES = {
 """Remedies by recovery action, for the actions that concern one GPU or one node. ``recover_imex_domain`` is missing: an
 IMEX domain (GPUs that share memory over NVLink) contains many nodes."""
 _UNKNOWN_ERROR = "Unknown Error"
-"""NVML's error for a call that fails for no known reason; ``GPU is lost`` and others name the failure."""
+"""NVML's error for a call that fails for an unknown reason. Other errors, such as ``GPU is lost``, name the failure."""
 _MPS = "nvidia-cuda-mps"
 """Prefix of the names of the server processes of CUDA's multi-process service. The site runs them, so they are not
-foreign processes. NVML lists the clients of the service as processes of their own."""
+foreign processes. NVML lists the clients of the service separately."""
 _MINUTE_S, _HOUR_S = 60.0, 3600.0
 _MAX_GPUS_NAMED = 3
-"""GPUs that one evidence line names."""
+"""Maximum number of GPUs that one evidence line names."""
 
 
 def for_each_gpu(
     fields: tuple[str, ...], check: Callable[[Gpu, NodeState, Rules], Iterable[Problem]]
 ) -> Callable[..., Iterator[CheckResult]]:
-    """Return a check function that runs ``check`` on every GPU that answers.
+    """Return a check function that runs ``check`` on every GPU that answers NVML.
 
     For GPUs of which none of ``fields`` could be read, the check function yields an `Unknown` instead.
     """
@@ -70,7 +70,8 @@ def present(state: NodeState) -> Iterator[Gpu]:
 def _count(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
     """Compare the number of GPUs with the number that the rules expect and with the largest number ever listed.
 
-    If Slurm gave the job only some of the node's GPUs, NVML may list only these, and that is then not a problem.
+    A smaller number is not a problem if Slurm gave the job only some of the node's GPUs, because NVML may list only
+    these.
     """
     data, wanted = state.data("nvml"), rules.expect.gpus
     count, least = len(data.gpus), min(wanted or 0, data.granted) if data.withheld else wanted or 0
@@ -242,8 +243,8 @@ def _clock(gpu: Gpu, state: NodeState, rules: Rules) -> Iterator[Problem]:
 def _is_expected_free(gpu: Gpu, state: NodeState) -> bool:
     """Return whether this GPU must be free because a role is about to start.
 
-    A GPU in MIG mode need not be free, because jobs share it. On a node with such a GPU, Slurm's GPU numbers are those
-    of MIG instances, so numbers are ignored there.
+    A GPU in MIG mode need not be free, because jobs share it. On a node with such a GPU, Slurm's numbers denote MIG
+    instances, so GPU numbers are ignored there.
     """
     if gpu.mig:
         return False

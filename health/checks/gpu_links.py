@@ -14,8 +14,7 @@ from .node_state import REGISTERING_STATES, NodeState
 
 _MINUTE_S = 60.0
 _CRC_WINDOW_S = 60.0
-"""Window (s) over which a rate per second is measured: several samples of the NVLink counters, which NVML's reader
-takes every 20 s."""
+"""Window (s) over which a rate per second is measured. NVML's reader samples the NVLink counters every 20 s."""
 _ON_BOARD = ("SXM", "HBM3")
 """Substrings of the names of GPUs whose links are wired on their board."""
 _ON_BASEBOARD = ("NVIDIA H200", "NVIDIA B200")
@@ -39,7 +38,7 @@ def _down(gpu: Gpu, state: NodeState, rules: Rules) -> Iterator[Problem]:
     active = _active(gpu)
     max_active = max((_active(other) for other in present(state) if other.name == gpu.name), default=0)
     if active < max_active and gpu.nvlinks and (active or is_wired(gpu)):
-        text = f"GPU {gpu.index} has fewer active NVLinks than another one of its kind"
+        text = f"GPU {gpu.index} has fewer active NVLinks than another GPU of its kind"
         yield warn(Cause.GPU, Remedy.SUPPORT, text, component=gpu.uuid)
 
 

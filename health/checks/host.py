@@ -15,7 +15,7 @@ _SHARED_FILESYSTEMS = (
     "nfs", "lustre", "gpfs", "beegfs", "ceph", "wekafs", "panfs", "smb", "cifs", "fuse", "9p", "virtiofs", "pvfs",
     "afs", "orangefs", "gfs2", "ocfs2",
 )  # fmt: skip
-"""Prefixes of the names of shared file systems: if one is full, that is not the node's fault."""
+"""Prefixes of the names of shared file systems. If a shared file system is full, the node is not at fault."""
 _IMAGE_FILESYSTEMS = ("squashfs", "iso9660", "erofs", "cramfs", "romfs")
 """Read-only image file systems, which are always full: nodes without a disk boot from them."""
 _ROOT = 0
@@ -33,7 +33,7 @@ def _host(state: NodeState) -> HostData:
 
 
 def _mounts(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
-    """Fail the node if a mount does not answer; one run suffices if the hang is long and other mounts answer."""
+    """Fail the node if a mount does not answer; one probe suffices if it hangs for long while other mounts answer."""
     probed = set()
     mounts = _host(state).mounts
     node_runs = any(mount.answers for mount in mounts)
@@ -103,9 +103,9 @@ def _clock(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
 
 
 def _stuck(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
-    """Warn of processes in state D, and fail the node if such a process survives our kill.
+    """Warn of processes in state D, and fail the node if such a process survives rrl's SIGKILL.
 
-    A process that survives our kill keeps its resources, so the node cannot be used.
+    A process that survives SIGKILL keeps its resources, so the node cannot be used.
     """
     at, host = state.reading_at("host"), _host(state)
     for process in host.stuck:
@@ -116,7 +116,7 @@ def _stuck(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
             yield fail(
                 Cause.NODE,
                 Remedy.REBOOT,
-                f"{_process_text(process)} is still in state D after our kill",
+                f"{_process_text(process)} is still in state D after SIGKILL by rrl",
                 component=f"pid {process.pid}",
             )
         elif process.seconds >= rules.host.stuck:

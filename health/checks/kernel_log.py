@@ -17,11 +17,11 @@ from .xid_events import is_fatal
 _LOST_WRITES = re.compile(
     r"remount\w* .*read-only|EXT4-fs error|XFS .*(corruption|shut ?down)|BTRFS.*error|I/O error", re.I
 )
-"""Messages of a local file system that gave up; network file systems (NFS, Lustre) only wait, and the check ``mounts``
-detects whether they hang."""
+"""Messages of a local file system that has lost writes. Network file systems (NFS, Lustre) wait instead; the check
+``mounts`` detects whether they hang."""
 _NOTHING_LOST = re.compile(r"op 0x[359]:\((?:DISCARD|SECURE_ERASE|WRITE_ZEROES)\)")
-"""Requests that a disk may refuse without loss of data: discards by fstrim, and requests to write zeros, which the file
-system then writes itself."""
+"""Requests that a disk may refuse without loss of data: discards by fstrim, and requests to write zeros (the file
+system then writes the zeros itself)."""
 _POLLED = re.compile(r"timeout, completion polled")
 """Message about a missed interrupt (linux drivers/nvme/host/pci.c); the request was completed."""
 _UNCORRECTED = re.compile(
@@ -93,7 +93,7 @@ def _filesystems(state: NodeState, rules: Rules, now: float) -> Iterator[CheckRe
 
 
 def _is_recent(lines: list[LogLine], rules: Rules, now: float) -> bool:
-    """Return whether the newest line is so recent that storage probably still stalls."""
+    """Return whether the newest line is recent enough that storage probably still stalls."""
     return lines[-1].at > now - rules.kernel.stall_window
 
 

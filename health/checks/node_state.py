@@ -1,8 +1,8 @@
 """The recorded state of one node: the newest samples, counter histories, kernel messages and rrl's own actions.
 
-The checks draw the conclusions from this state. All times are in seconds of the node's monotonic clock, as in the
-samples. The increase of a counter is measured from the first value that was read. The agent stores which hardware was
-present (`HardwareInventory`), so that a restarted agent notices hardware that failed while no agent was running.
+The checks judge the node from this state. All times are in seconds of the node's monotonic clock, as in the samples.
+The increase of a counter is measured from the first value that was read. The agent stores which hardware was present
+(`HardwareInventory`), so that a restarted agent notices hardware that failed while no agent was running.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ from ..readers.samples import (
 from .xid_events import XidEvent, XidEvents
 
 _MERGE_INTERVAL_S = 5.0
-"""Increases that are closer together than this (s) count as one."""
+"""Increases of a counter within this time (s) count as a single increase."""
 _MISREAD_WINDOW_S = 300.0
 """Time (s) after a decrease within which a counter that returns to its old total counts as misread (our choice)."""
 _BeforeFall = tuple[float, float, int, int, list[tuple[float, int]], int]
 """Time of the decrease, and the values of ``start``, ``first``, ``_before``, ``_rises`` and ``last`` before it."""
 _HISTORY_S = 7200.0
-"""History that is kept (s): longer than the window of any rule except "within a day", which uses the total increase."""
+"""Time (s) for which the history is kept: longer than the window of any rule except "within a day", which uses the
+total increase."""
 
 
 class CounterHistory:
@@ -52,9 +53,9 @@ class CounterHistory:
     def __init__(self, at: float, total: int) -> None:
         self.start, self.first, self.last, self._before = at, total, total, total
         self._rises: list[tuple[float, int]] = []
-        """(time, total from then on), oldest first."""
+        """(time in s, total from then on) of each increase, oldest first."""
         self._fallen: _BeforeFall | None = None
-        """Values before the last decrease, until the counter increases again."""
+        """Values before the last decrease; None once the counter has increased again."""
 
     def add(self, at: float, total: int) -> None:
         """Add the total that was read at time ``at`` (s)."""
@@ -111,9 +112,9 @@ REGISTERING_STATES: Final = ("not_started", "in_progress")
 ALL_GPUS: Final = "every"
 """Name that stands for all GPUs of the node in `NodeState.set_expected_free`."""
 _MAX_LOG_LINES = 500
-"""Lines of the kernel log that are kept."""
+"""Maximum number of kernel log lines that are kept."""
 _MAX_KILLS = 50
-"""Kills of our own steps, and deaths of roles, that are kept."""
+"""Maximum number of rrl's kills of steps, and of ends of roles, that are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,19 +141,19 @@ class NodeState:
         self.last_data: dict[str, Data] = {}
         """Newest data of each reader, however old."""
         self.reading_counts: dict[str, int] = {}
-        """Samples of each reader so far; under :data:`HEALTH_RUNS`, runs of ``dcgmi health``."""
+        """Number of samples of each reader; under :data:`HEALTH_RUNS`, number of runs of ``dcgmi health``."""
         self.external_updates = 0
-        """Events so far that are not samples: our own kills, deaths of roles, and GPUs that are to be free."""
+        """Number of events that are not samples: rrl's kills, ends of roles, and changes of ``expected_free``."""
         self.hung_since: dict[str, float] = {}
-        """By reader: time (s) since which each of its samples was hung."""
+        """By reader: time (s) since which all its samples have been hung."""
         self.started_at: float | None = None
         """Time of the first sample (s)."""
         self.counters: dict[tuple[str, str, str], CounterHistory] = {}
-        """By kind, device and name of the counter."""
+        """History of each counter, by kind, device and name of the counter."""
         self.xids = XidEvents(burst)
         self.log: deque[LogLine] = deque(maxlen=_MAX_LOG_LINES)
         self.max_gpus = 0
-        """Most GPUs that NVML ever listed."""
+        """Largest number of GPUs that NVML has listed."""
         self.hot_since: dict[str, float] = {}
         """By GPU: time since which it has been at or above one of its temperature limits (s)."""
         self.fabric_registering_since: dict[str, float] = {}
@@ -168,14 +169,14 @@ class NodeState:
         self.boot_id = ""
         """The node's boot id."""
         self.gpu_labels: dict[str, str] = {}
-        """By GPU's UUID: one line with model, serial number and versions, as last read, for administrators and the
-        vendor."""
+        """By GPU's UUID: one line with its model, serial number and versions, for administrators and the vendor."""
         self.own_uid: int | None = None
-        """User id of our processes. If None, the id is unknown: any process of a user other than root may be ours."""
+        """User id of the run's processes. If it is unknown (None), any process of a user other than root may belong to
+        the run."""
         self.our_kills: deque[float] = deque(maxlen=_MAX_KILLS)
-        """Times at which we killed a step of ours (s)."""
+        """Times (s) at which rrl killed a step of the run."""
         self.role_deaths: deque[tuple[float, frozenset[str]]] = deque(maxlen=_MAX_KILLS)
-        """Times at which a role ended without being killed by us (s), each with the role's GPUs."""
+        """Times (s) at which a role ended without being killed by rrl, each with the role's GPUs."""
         self.expected_free: frozenset[str] = frozenset()
         """GPUs that are to be free because a role is about to start; see `set_expected_free`."""
         self._tenants: dict[str, tuple[str, str]] = {}
@@ -222,7 +223,7 @@ class NodeState:
                 self._count("host", "", "oom_kills", reading.data.oom_kills, reading.at)
 
     def _of_known_gpus(self, data: DcgmData) -> DcgmData:
-        """Return the data without GPUs that neither NVML nor the driver lists."""
+        """Return DCGM's data without GPUs that neither NVML nor the driver lists."""
         nvml = self.last_data.get("nvml")
         known = {gpu.uuid for gpu in nvml.gpus} if isinstance(nvml, NvmlData) else set()
         known |= set(data.driver_gpus)
@@ -330,7 +331,7 @@ class NodeState:
 
     # ── our own actions ───────────────────────────────────────────────────────────────────────────────────────────────
     def on_our_kill(self, now: float) -> None:
-        """Record that rrl killed a step on this node: Xids around that time follow from the kill."""
+        """Record that rrl killed a step on this node, because a kill can cause Xids."""
         self.our_kills.append(now)
         self.external_updates += 1
 
@@ -369,14 +370,14 @@ def _is_hot(gpu: Gpu) -> bool:
 
 
 class HardwareInventory(Struct, frozen=True):
-    """Hardware that was present on a node during one boot, as the agent stores it for its successor."""
+    """Hardware that was present on a node since its boot, which an agent stores for its successor."""
 
     boot_id: str
-    """Id of the boot: after another boot the node may have other hardware."""
+    """Id of the boot. After another boot the node may have other hardware."""
     job: str = ""
-    """Cluster job under which the run held the node: another job may be given other GPUs of the node."""
+    """Cluster job that held the node. Another job may get other GPUs of the node."""
     gpus: int = 0
-    """Most GPUs that were listed."""
+    """Largest number of GPUs that were listed."""
     hcas: tuple[str, ...] = ()
     ports_up: tuple[str, ...] = ()
     links_up: dict[str, tuple[int, ...]] = {}
@@ -392,7 +393,7 @@ def hardware_inventory(state: NodeState, job: str = "") -> HardwareInventory:
 
 
 def restore_inventory(state: NodeState, inventory: HardwareInventory, job: str = "") -> None:
-    """Add the inventory to the state if it is of the same boot and job; otherwise ignore it."""
+    """Add the inventory to the state if it was stored in the same boot and job; otherwise ignore it."""
     if not state.boot_id or (inventory.boot_id, inventory.job) != (state.boot_id, job):
         return
     state.max_gpus = max(state.max_gpus, inventory.gpus)

@@ -1,18 +1,18 @@
 """The checks of Xids and SXids: at most one finding per GPU, from all its events within a day.
 
-An Xid is an error code that NVIDIA's driver reports for a GPU, an SXid one for an NVSwitch. The meaning and the class
-of each Xid are in ``xids.csv``; this module contains the rules that use them:
+An Xid is an error code that NVIDIA's driver reports for a GPU; an SXid is an error code for an NVSwitch. The meaning
+and the class of each Xid are in ``xids.csv``; this module contains the rules that use them:
 
 - Xid 154 states the action that the driver requires and overrides every other Xid. Xid 45 is never a cause.
-- An Xid of the application alone never fails a node. If it recurs on one GPU and on no other, the GPU is suspect;
-  if that happened under different roles, the GPU fails.
+- Xids of class ``app`` never fail a node. If such an Xid recurs on one GPU and on no other, the GPU gets a warning; if
+  it recurs there under different roles, the GPU fails.
 - A rare or unknown code gives a warning; it fails the GPU only if a role on that GPU died at about the same time.
 - Shortly before and after rrl kills a step, an Xid counts only if its class is ``node_out`` or ``gpu_reset``. Other
   classes count only if a role on the same GPU died at about the same time without being killed by rrl.
-- A reset may have cured an Xid that is older than the first sample. The driver decides: such an Xid does not count if
-  the recovery action is "none" or, with an older driver, if the lasting effect of the Xid is gone.
-- An Xid that only the kernel log reports must name a GPU of this node. If NVML can contradict it (79: the GPU
-  answers; 154: the driver requires no action), the check waits for the next NVML sample and follows it.
+- A reset may have cured an Xid that is older than the first sample. Such an Xid does not count if the driver's recovery
+  action is "none" or, with an older driver, if the lasting effect of the Xid is gone.
+- An Xid that only the kernel log reports must name a GPU of this node. If NVML can contradict the Xid (79: the GPU
+  answers; 154: the driver requires no action), the check waits for the next NVML sample, which decides.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from .node_state import NodeState
 from .xid_events import FATAL_CLASSES, RECOVERY_ACTION_XID, Xid, XidEvent, is_fatal, parse_recovery_action, xid
 
 _MAX_EVIDENCE_LINES = 5
-"""Lines of evidence in one finding."""
+"""Maximum number of evidence lines in one finding."""
 _LASTING_FIELDS = {
     48: "ecc_volatile_uncorrected", 95: "ecc_volatile_uncorrected", 140: "ecc_volatile_uncorrected", 64: "remap_failed",
 }  # fmt: skip
-"""By code: the field that NVML reports as set until the GPU is reset."""
+"""NVML's field that stays set until the GPU is reset, by Xid code."""
 _OFF_THE_BUS = 79
 _NVML_CAN_CONTRADICT = (_OFF_THE_BUS, RECOVERY_ACTION_XID)
 _NVML_SETTLE_S = 2.0
-"""Seconds from an Xid to the end of the first NVML sample that certainly began after the Xid: NVML is sampled once a
+"""Seconds after an Xid by which an NVML sample ends that certainly began after the Xid, since NVML is sampled once a
 second."""
 _NVML_WAIT_S = 15.0
-"""Seconds for which the check waits for an NVML sample that began after an Xid: longer than the 10 s that a sample may
-take before it counts as hung."""
+"""Seconds for which the check waits for an NVML sample that began after an Xid. A sample that takes 10 s counts as
+hung."""
 _DRIVER_DECIDES = (160, 162)
-"""Codes for which NVIDIA's catalogue requires no action, while NVSentinel excludes the node or GPU. Such an Xid does
-not count if the driver states that no action is needed."""
+"""Xids for which NVIDIA's catalogue requires no action, while NVSentinel excludes the node or GPU. They do not count if
+the driver states that no action is needed."""
 
 
 class _Gpu:
@@ -52,14 +52,14 @@ class _Gpu:
         self.name, self.state, self.rules, self.now = name, state, rules, now
         self.stated_action = _stated_action(events)
         self.cleared_at = self.stated_action[0] if self.stated_action and self.stated_action[1] is None else None
-        """Time (s) at which the driver stated that no action is needed; None if its newest statement is another one."""
+        """Time (s) of the newest Xid 154 if it states that no action is needed; otherwise None."""
         self.events = [(event, xid(event.code, rules.xid)) for event in events]
         self.gpu: Gpu | None = next((g for g in _gpus(state) if name in (g.uuid, g.pci)), None)
 
     def acting_events(self, *kinds: str) -> list[tuple[XidEvent, Xid]]:
         """Return the events of these classes that count.
 
-        Events that follow from our own kill, that are resolved or that are in doubt do not count.
+        Events that rrl's kill caused, resolved events and doubtful events do not count.
         """
         return [
             (e, x)
@@ -71,7 +71,7 @@ class _Gpu:
         ]
 
     def doubt_reason(self, event: XidEvent) -> str:
-        """Return why an event that only the kernel log reports does not count (yet); empty if it counts."""
+        """Return why an event that only the kernel log reports is doubtful and not counted; empty if it counts."""
         if event.sources != {"kernel"}:
             return ""
         if self.gpu is None:
@@ -79,7 +79,7 @@ class _Gpu:
         if self._nvml_contradicts(event):
             return "only the kernel log reports it, and NVML reports that the GPU works"
         if self._awaits_nvml(event):
-            return "only the kernel log reports it, and NVML was not read since"
+            return "only the kernel log reports it, and NVML has not been read since then"
         return ""
 
     def _nvml_contradicts(self, event: XidEvent) -> bool:
@@ -89,14 +89,14 @@ class _Gpu:
         return read and event.code in _NVML_CAN_CONTRADICT and self._looks_healthy(event.code)
 
     def _awaits_nvml(self, event: XidEvent) -> bool:
-        """Return whether the event must wait for the next NVML sample, because the last one showed a healthy GPU."""
+        """Return whether the event must wait for the next NVML sample, because the last sample showed a healthy GPU."""
         newest = self.state.newest.get("nvml")
         due = newest is not None and newest.state == "read" and newest.at < event.last_reported_at + _NVML_SETTLE_S
         fresh = self.now < event.last_reported_at + _NVML_WAIT_S
         return due and fresh and event.code in _NVML_CAN_CONTRADICT and self._looks_healthy(event.code)
 
     def _is_our_kill(self, event: XidEvent, entry: Xid) -> bool:
-        """Return whether the event follows from our own kill of a step."""
+        """Return whether rrl's kill of a step caused the event."""
         before, after = self.rules.xid.kill_lead, self.rules.xid.kill
         near_our_kill = any(-before <= event.at - kill <= after for kill in self.state.our_kills)
         return near_our_kill and entry.kind not in FATAL_CLASSES and not self.role_died_near(event)
@@ -123,7 +123,7 @@ class _Gpu:
         return code in _LASTING_FIELDS and getattr(gpu, _LASTING_FIELDS[code]) in (0, False)
 
     def role_died_near(self, event: XidEvent) -> bool:
-        """Return whether a role on the event's GPU ended within ``rules.xid.died`` s of the event, not killed by us."""
+        """Return whether a role on the event's GPU ended by itself within ``rules.xid.died`` s of the event."""
         around = self.rules.xid.died
         return any(abs(event.at - at) <= around and event.gpu in gpus for at, gpus in self.state.role_deaths)
 
@@ -143,7 +143,7 @@ def _check_xids(state: NodeState, rules: Rules, now: float) -> Iterator[CheckRes
 
 
 def _xids_readable(state: NodeState) -> bool:
-    """Return whether at least one reader can read Xids on this node, whether or not there are any."""
+    """Return whether at least one reader could report Xids on this node."""
     data = state.data("nvml")
     return state.data("kernel") is not None or state.data("dcgm") is not None or (data and not data.xid_events)
 
@@ -199,7 +199,7 @@ def _fatal(gpu: _Gpu, gpus: list[_Gpu]) -> Problem | None:
 
 
 def _nvlink(gpu: _Gpu, gpus: list[_Gpu]) -> Problem | None:
-    """Fail a GPU with a fatal or repeated NVLink error; warn of a single one that is not fatal."""
+    """Fail a GPU with a fatal or repeated NVLink error; warn of a single error that is not fatal."""
     if not (found := gpu.acting_events("nvlink")):
         return None
     repeated_code = next((x.code for _, x in found if _occurrences(found, x.code) >= gpu.rules.xid.repeats), None)
@@ -220,7 +220,7 @@ def _nvlink(gpu: _Gpu, gpus: list[_Gpu]) -> Problem | None:
 
 
 def _rare(gpu: _Gpu, gpus: list[_Gpu]) -> Problem | None:
-    """Fail a GPU with a rare Xid if a role on the GPU died at about the same time: the Xid is taken for the cause."""
+    """Fail a GPU with a rare Xid if a role on the GPU ended at about the same time, probably because of the Xid."""
     if not (found := [(e, x) for e, x in gpu.acting_events("rest") if gpu.role_died_near(e)]):
         return None
     why = "a role on this GPU died at about the same time"
@@ -268,8 +268,8 @@ def _application(gpu: _Gpu, gpus: list[_Gpu]) -> Problem | None:
 def _remaining(gpu: _Gpu, gpus: list[_Gpu]) -> Problem | None:
     """Warn of the Xids to which no earlier rule applies.
 
-    The remedy is support for the classes ``service`` and ``rest``. It is none for ``app``, because an application
-    restarts by itself, and for events of a fatal class that are resolved.
+    The remedy is SUPPORT for the classes ``service`` and ``rest``. There is no remedy for class ``app``, because the
+    application is restarted anyway, and for resolved events of a fatal class.
     """
     if service := gpu.acting_events("service"):
         return warn(Cause.GPU, Remedy.SUPPORT, *_evidence(gpu, "", service), component=gpu.name, at=service[0][0].at)
@@ -288,7 +288,7 @@ def _remaining(gpu: _Gpu, gpus: list[_Gpu]) -> Problem | None:
 
 
 def _doubtful(gpu: _Gpu, gpus: list[_Gpu]) -> Problem | None:
-    """Warn of Xids that would fail the GPU if they were not in doubt."""
+    """Warn of doubtful Xids that would otherwise fail the GPU."""
     wants_action = gpu.stated_action is not None and gpu.stated_action[1] is not None
     found = [
         (e, x)
@@ -329,7 +329,7 @@ def _evidence(gpu: _Gpu, reason: str, events: list[tuple[XidEvent, Xid]]) -> lis
 
 
 def _check_nvswitch(state: NodeState, rules: Rules, now: float) -> Iterator[CheckResult]:
-    """Report the SXids of NVSwitch; their severity is in the text."""
+    """Report the SXids of NVSwitches; the text of an SXid states its severity."""
     for logged in state.log:
         if logged.event.kind != "sxid" or logged.at <= now - rules.xid.day:
             continue

@@ -1,12 +1,12 @@
 """Xid events of one node, each counted once, and the catalogue of Xids.
 
 An Xid is an error code that NVIDIA's driver reports for a GPU. Reports come from the kernel log, NVML's events and
-DCGM's counts. All reports of one Xid on one GPU within ``rules.xid.burst`` s are one event, whichever source they come
-from. The kernel log names a GPU by its PCI address. NVML and DCGM name it by its UUID, and NVML sometimes does not name
-it at all. Reports about one GPU are joined once its address and its UUID are known.
+DCGM's counts. All reports of one Xid on one GPU within ``rules.xid.burst`` s are one event, from whatever source. The
+kernel log names a GPU by its PCI address. NVML and DCGM name it by its UUID; NVML sometimes omits the name. Reports
+about one GPU are joined once its address and its UUID are known.
 
-``xids.csv`` contains for each Xid its meaning, its class and the party at fault; :mod:`rrl.health.checks.xid` decides
-what follows. Classes: ``node_out``, ``gpu_reset``, ``nvlink``, ``app``, ``ignore``, ``service``, ``rest``
+``xids.csv`` contains for each Xid its meaning, its class and the party at fault; :mod:`rrl.health.checks.xid` derives
+the verdict from them. Classes: ``node_out``, ``gpu_reset``, ``nvlink``, ``app``, ``ignore``, ``service``, ``rest``
 (docs/health.md). The meanings follow NVIDIA's "Analyzing Xid Errors with the Xid Catalog" and nverror.h. The classes
 are the union of the tables of NVSentinel, DCGM and gcm (source ``peers``: docs/sources.md, Xids). A site can change the
 class of an Xid in its rules ([xid.classes]).
@@ -29,7 +29,7 @@ from ...core.types import Remedy
 RECOVERY_ACTION_XID = 154
 """Xid with which the driver states the recovery action that a GPU needs."""
 FATAL_CLASSES: frozenset[XidClass] = frozenset(("node_out", "gpu_reset"))
-"""Classes of Xids that count even shortly before and after our own kill of a step."""
+"""Classes of Xids that count even shortly before and after rrl kills a step."""
 
 _ACTIONS = {
     "none": None,
@@ -87,7 +87,7 @@ def parse_recovery_action(text: str) -> tuple[bool, Remedy | None]:
 
 
 _PROCESS_NAME = re.compile(r"\bname=(?:\\x[0-9a-f]{2}|[^\\]){0,15}(?:, |$)")
-"""The process name in an Xid's text: chosen by the user, at most 15 bytes, and possibly with commas."""
+"""Pattern of the process name in an Xid's text. The user chooses the name: at most 15 bytes, possibly with commas."""
 
 
 def is_fatal(text: str) -> bool:
@@ -100,7 +100,7 @@ def is_fatal(text: str) -> bool:
 
 
 _MAX_EVENTS = 500
-"""Events that are kept."""
+"""Maximum number of events that are kept."""
 _RETENTION_S = 2 * 86400.0
 """Age up to which events are kept (s)."""
 
@@ -119,8 +119,8 @@ class XidEvent:
     text_at: float = 0.0
     """Time (s) of the report that contained ``text``."""
     last_reported_at: float = 0.0
-    """Time (s) of the newest occurrence of the Xid: of the newest report by a source that had reported it before. The
-    first report by a further source is about the same occurrence, so it does not count."""
+    """Time (s) of the newest occurrence of the Xid. A repeated report by the same source is a new occurrence; the first
+    report by another source is not."""
     fatal: bool = False
     """Whether a report calls the event fatal."""
     before_start: bool = False
@@ -135,13 +135,13 @@ class XidEvent:
 
 
 class XidEvents:
-    """The Xid events of one node, each once, however many sources report it."""
+    """The Xid events of one node. An event that several sources report is contained once."""
 
     def __init__(self, burst: float) -> None:
         self._burst = burst
         self._uuids: dict[str, str] = {}
         self.events: list[XidEvent] = []
-        """Oldest first."""
+        """Events, oldest first."""
 
     def add(self, event: XidEvent) -> None:
         """Add a report: merge it into the event that it belongs to, or add a new event."""

@@ -1,11 +1,11 @@
-"""What is usual in a run: durations of phases, times between signs of progress, and throughput relative to peers.
+"""Learn what is usual in a run: durations of phases, times between signs of progress, and throughput of peers.
 
 :class:`PhaseDurations` keeps durations per role and phase. :class:`ThroughputRounds` compares the replicas of a role at
 the end of each *round* (a minute for rollouts, a training pass for members of a gang). It stores the result with each
-replica, so that a detector needs only the view of that replica. For rollouts it compares tokens per second while they
+replica, so that a detector needs only the view of this replica. For rollouts it compares tokens per second while they
 generate and are not idle (waiting for a tool is not slowness). For members of a gang it compares the time from the
-start of a training pass to its last sign of progress or, without such signs, to its end; members in lockstep cannot be
-told apart, and none is called slow. Thresholds: docs/sources.md (NVRx: < 0.75). Baselines are journaled, so that the
+start of a training pass to its last sign of progress or, without such signs, to its end. Members in lockstep have equal
+times, so none of them counts as slow. Thresholds: docs/sources.md (NVRx: < 0.75). Baselines are journaled, so that the
 next manager does not have to learn them again.
 """
 
@@ -21,22 +21,23 @@ from msgspec import Struct
 from ...core.types import Incarnation
 
 THROUGHPUT_WINDOW_S = 60.0
-"""Length of a round of a role that makes tokens."""
+"""Length (s) of a round of a role that generates tokens."""
 SLOW_ROLLOUT_SHARE = 0.5
-"""Share of its peers' median rate below which a rollout is slow. NVRx uses 0.75 for ranks with equal work; rollouts
-have unequal work: fewer concurrent answers give fewer tokens."""
+"""A rollout is slow if its rate is below this share of the median rate of the other rollouts. NVRx uses 0.75 for ranks
+with equal work. Rollouts have unequal work: fewer concurrent answers give fewer tokens per second."""
 SLOW_RANK_SHARE = 0.75
 """A rank is slow if the median pass time of the other ranks is below this share of its own pass time (NVRx)."""
 STRAGGLER_ROUNDS = 5
-"""Consecutive slow rounds from which a replica is a straggler."""
+"""Number of consecutive slow rounds that make a replica a straggler."""
 _MIN_ACTIVE_SHARE = 0.5
-"""Share of a round that a rollout must have spent generating to be compared."""
+"""Minimum share of a round that a rollout must have spent generating to be compared."""
 _MIN_MEDIAN_WORK = 64
-"""Median work (tokens) per round below which the rollouts do too little to be compared."""
+"""Minimum median work (tokens) per round for which rollouts are compared."""
 _MIN_PEERS = 2
-"""Other rollouts that a comparison needs."""
+"""Minimum number of other rollouts for a comparison."""
 _MIN_SLOWER_BY_S = 2.0
-"""Time by which a slow rank must exceed the others' median: heartbeats date its progress only to the second."""
+"""Minimum time (s) by which a slow rank exceeds the median of the other ranks. Heartbeats show progress only to the
+second."""
 
 
 @dataclass(slots=True)
@@ -48,13 +49,13 @@ class Throughput:
     seconds: float = 0.0
     """Time (s) spent working in this round."""
     last_added_at: float | None = None
-    """Time of the last addition."""
+    """Time (s) of the last call of ``add`` for this incarnation."""
     slow_rounds: int = 0
     """Consecutive rounds in which the incarnation was slow."""
     slow_since: float = 0.0
-    """End of the first of the ``slow_rounds``."""
+    """Time (s) at which the first of the ``slow_rounds`` ended."""
     by_tokens: bool = True
-    """Whether the incarnation is compared by tokens per second; otherwise by the training passes of its gang."""
+    """True if the incarnation is compared by tokens per second, False if by training passes within its gang."""
 
 
 @dataclass(slots=True)
@@ -64,7 +65,7 @@ class _Round:
 
 
 class ThroughputRounds:
-    """The rounds in progress: one for each role that makes tokens, and one for each gang in training.
+    """The rounds in which replicas are compared by throughput: one per role that makes tokens, one per training gang.
 
     ``add`` and ``on_pass`` return the incarnations that detectors must evaluate again.
     """
@@ -167,7 +168,7 @@ def _compare_ranks(members: Mapping[Incarnation, tuple[Throughput, float]], now:
 
 
 def _median_without(ordered: list[float], value: float) -> float:
-    """Return the median of ``ordered`` (ascending) without one ``value`` in it; of two middle values, the upper."""
+    """Return the median of ``ordered`` (ascending) after one ``value`` is removed; of two middle values, the larger."""
     middle = (len(ordered) - 1) // 2
     return ordered[middle + 1] if value <= ordered[middle] else ordered[middle]
 
@@ -182,28 +183,28 @@ def _update_slow_rounds(throughput: Throughput, slow: bool, now: float) -> bool:
 
 
 _MAX_DURATIONS = 32
-"""Durations kept per role and phase."""
+"""Maximum number of durations kept per role and phase."""
 _MIN_DURATIONS = 3
 """Number of measured durations that make a usual duration known (docs/sources.md, guard rails: three in a row)."""
 
 
 class DurationStats(Struct, frozen=True):
-    """A summary of durations: their count, their median (s) and the longest of them (s); first passes are apart."""
+    """A summary of a phase's durations: count, median (s) and longest (s), and separately the longest first pass."""
 
     count: int
     median: float
     longest: float
     longest_first_pass: float = 0.0
-    """Longest first pass (s) of an incarnation; 0: no first pass is known."""
+    """Longest first pass (s) of any incarnation; 0 if none is known."""
 
 
 class TypicalDuration(Struct, frozen=True):
-    """What is known about the duration of a phase."""
+    """The known durations of a phase."""
 
     median: float | None = None
     """Usual duration (s); None if fewer than ``_MIN_DURATIONS`` are known."""
     longest: float = 0.0
-    """Longest of the durations (s) behind ``median``."""
+    """Longest (s) of the durations from which ``median`` is computed."""
     longest_pass: float | None = None
     """Longest completed pass (s), first passes included; None if no pass is known."""
 
@@ -211,13 +212,13 @@ class TypicalDuration(Struct, frozen=True):
 class PhaseDurations:
     """Durations of phases over all replicas of a role.
 
-    They also apply to a replica that was replaced, and a single outlier does not change the median.
+    A replacement replica uses the durations of its predecessors. A single outlier does not change the median.
     """
 
     def __init__(self) -> None:
         self._durations: dict[tuple[str, str], deque[float]] = {}
         self._first_passes: dict[tuple[str, str], float] = {}
-        """Longest first pass."""
+        """Longest first pass (s), by role and phase."""
         self._typical: dict[tuple[str, str], TypicalDuration] = {}
 
     def add(self, role: str, phase: str, seconds: float) -> None:
@@ -227,13 +228,13 @@ class PhaseDurations:
         self._typical.pop(key, None)
 
     def add_first_pass(self, role: str, phase: str, seconds: float) -> None:
-        """Add the duration of a first pass: it may include compilation, so it is no usual duration, but bounds one."""
+        """Add the duration of a first pass, which may include compilation and only bounds the usual duration."""
         key = role, phase
         self._first_passes[key] = max(seconds, self._first_passes.get(key, 0.0))
         self._typical.pop(key, None)
 
     def restore(self, role: str, phase: str, stats: DurationStats) -> None:
-        """Start with an earlier manager's summary; its longest duration counts as the newest and is dropped last."""
+        """Start with an earlier manager's summary; its longest duration counts as the newest, so it is dropped last."""
         key, count = (role, phase), min(stats.count, _MAX_DURATIONS)
         if count:
             self._durations[key] = deque([stats.median] * (count - 1) + [stats.longest], maxlen=_MAX_DURATIONS)
@@ -255,7 +256,7 @@ class PhaseDurations:
         return known
 
     def typical(self, role: str, phase: str) -> TypicalDuration:
-        """Return what is usual for a phase of a role; it is computed again only after a duration was added."""
+        """Return the typical duration of a phase of a role; it is computed again only after a duration was added."""
         key = role, phase
         if (known := self._typical.get(key)) is None:
             durations = sorted(self._durations.get(key, ()))
@@ -275,27 +276,27 @@ def _upper_median(ordered: list[float]) -> float:
 
 
 MIN_CHANGE_SHARE = 0.2
-"""Share by which a duration must change to be recorded. Our choice: small against the factor ``adaptive`` (5) of the
-deadlines."""
+"""Minimum relative change of a duration that is recorded. Our choice: small compared with the factor ``adaptive`` (5)
+of the deadlines."""
 MIN_CHANGE_S = 1.0
-"""Time by which a duration must also change: smaller changes do not matter to any deadline."""
+"""Minimum change (s) of a duration that is recorded; smaller changes affect no deadline."""
 
 
 class RoleBaseline(Struct, frozen=True):
-    """What was learned about one role, as the journal keeps it for the next manager."""
+    """The baselines of one role, which the journal keeps for the next manager."""
 
     phases: dict[str, DurationStats] = {}
     """Durations by phase."""
     uses_tensor_cores: bool = False
-    """Whether tensor cores were observed at work, so that their idleness is evidence."""
+    """True if tensor cores were observed at work, so that idle tensor cores are evidence."""
     answers_probes: bool = False
-    """Whether its replicas answer probes while they wait."""
+    """True if replicas of the role answer probes while they wait."""
     slowest_load: float = 0.0
     """Longest recent time (s) to load weights."""
 
 
 def changed_noticeably(before: Mapping[str, RoleBaseline], after: Mapping[str, RoleBaseline]) -> bool:
-    """Return whether a deadline differs noticeably between the two, or rests on at least twice as many durations."""
+    """Return whether a duration differs noticeably in ``after``, or is based on at least twice as many measurements."""
     return before.keys() != after.keys() or any(_differs(before[role], baseline) for role, baseline in after.items())
 
 

@@ -1,8 +1,8 @@
-"""``detect``: runs the detectors over the observation table and the first stages of the pipeline over their findings.
+"""Run the detectors over the observation table and the first stages of the pipeline over their findings.
 
-``detect`` keeps its conclusions per node (in ``HealthMonitor.memo``), so that the cost of a call depends on what was
-observed or became due since the last call and not on the size of the run. The result is the same as that of a full
-evaluation, which a test checks.
+``detect`` keeps its results per node (in ``HealthMonitor.memo``). It evaluates only nodes with new observations or
+passed deadlines, so the cost of a call does not grow with the size of the run. A test checks that the result equals
+that of a full evaluation.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class _Memo:
     limits: Limits
     now: float
     raw: dict[NodeName, list[Finding]] = field(default_factory=dict)
-    """Findings of the detectors, before attribution, of each node that has some."""
+    """Findings of the detectors before attribution, for each node with findings."""
     next_evaluation: dict[NodeName, float] = field(default_factory=dict)
-    """Time at which the findings of each node may change without a new observation."""
+    """Time (s) at which the findings of each node may change without a new observation."""
     queue: list[tuple[float, NodeName]] = field(default_factory=list)
-    """Heap of (time, node), with the time at or before the node's ``next_evaluation``. A heartbeat moves only
-    ``next_evaluation``; the entry is corrected when it reaches the head of the heap."""
+    """Heap of (time, node); the time is at or before the node's ``next_evaluation``. A heartbeat changes only
+    ``next_evaluation``; the heap entry is corrected when it reaches the head."""
     queued: dict[NodeName, float] = field(default_factory=dict)
     """Time of each node's valid entry in ``queue``; later entries of the node are obsolete."""
     findings: list[Finding] = field(default_factory=list)
@@ -69,7 +69,7 @@ def detect(monitor: HealthMonitor, limits: Limits, now: float) -> tuple[list[Fin
 
 
 def _evaluate_node(monitor: HealthMonitor, memo: _Memo, node: NodeName) -> None:
-    """Run the detectors on a node and on all replicas on it, because each of them may be a witness for the others."""
+    """Run the detectors on a node and on all its replicas, because each replica may be a witness for the others."""
     node_view = monitor.nodes.get(node)
     if node_view is None:  # removed
         memo.raw.pop(node, None)

@@ -18,7 +18,7 @@ from .progress_tracker import ProgressTracker, restart_clocks, set_blocked_by
 from .records import NodeView, ReplicaView, StepEnd, StorageStall, is_polling
 
 _IGNORED_REASONS = frozenset({ExitReason.NOT_ADMITTED, ExitReason.FENCED})
-"""Exit reasons of steps that never became the incarnation, or that no longer belong to a current incarnation."""
+"""Exit reasons of steps that never were the incarnation, or whose incarnation was fenced."""
 
 
 class HealthMonitor:
@@ -31,7 +31,7 @@ class HealthMonitor:
         self.replicas: dict[ReplicaId, ReplicaView] = {}
         self.nodes: dict[NodeName, NodeView] = {}
         self.dirty: set[NodeName] = set()
-        """Nodes with an observation since the last ``detect``, which empties the set."""
+        """Nodes with an observation since the last ``detect``; ``detect`` empties the set."""
         self.probes_due: dict[NodeName, float] = {}
         """Time of the next probe on each node (``probing.due_probes``); written by ``detect``."""
         self.memo: object = None
@@ -44,19 +44,19 @@ class HealthMonitor:
         self._suspended: set[ReplicaId] = set()
         """Gangs with a member on a suspended node."""
         self._storage_stalls: dict[ReplicaId, StorageStall] = {}
-        """By gang: the storage stall of its members' nodes; gangs without one are left out."""
+        """Storage stall of the nodes of a gang's members, by gang; gangs without a stall are left out."""
 
     def set_limits(self, limits: Limits) -> None:
-        """Judge phases by this job's limits. ``detect`` calls it; durations learned earlier are kept."""
+        """Set the job's limits, by which phases are judged. Called by ``detect``; learned durations are kept."""
         self._progress.set_limits(limits)
 
     # ── baselines for the next manager ───────────────────────────────────────────────────────────────────────────────
     def baselines(self) -> dict[str, RoleBaseline]:
-        """Return what was learned about each role."""
+        """Return the baselines of each role."""
         return self._progress.baselines()
 
     def restore_baselines(self, baselines: Mapping[str, RoleBaseline]) -> None:
-        """Take over the baselines of an earlier manager; call it before the first observation."""
+        """Set the baselines of an earlier manager. Must be called before the first observation."""
         self._progress.restore_baselines(baselines)
 
     # ── decisions of the manager ─────────────────────────────────────────────────────────────────────────────────────
@@ -93,7 +93,7 @@ class HealthMonitor:
             view.launched_at = now
 
     def on_stop_requested(self, incarnation: Incarnation, now: float) -> None:
-        """Record that the manager requested the incarnation to stop: its end is then expected."""
+        """Record that the manager requested the incarnation to stop, so that its end is expected."""
         if (view := self._view_of(incarnation)) and view.stop_requested_at is None:
             view.stop_requested_at = now
 
@@ -124,7 +124,7 @@ class HealthMonitor:
     def restart(self, now: float) -> None:
         """Restart all deadlines at ``now``, as if all incarnations had just been launched.
 
-        A new manager calls this, and a manager that was itself stopped for a while. Earlier silence is ignored. Proof
+        Called by a new manager, and by a manager that was itself stopped for a while. Earlier silence is ignored. Proof
         (exit records, witnessed ends) and baselines are kept.
         """
         self._progress.reset_throughput()
@@ -140,7 +140,7 @@ class HealthMonitor:
 
     # ── messages of replicas ─────────────────────────────────────────────────────────────────────────────────────────
     def on_hello(self, incarnation: Incarnation, node: NodeName, phase: str, now: float) -> None:
-        """Take a Hello, first or repeated; it names the node on which the incarnation really runs."""
+        """Record a first or repeated Hello, which names the node on which the incarnation actually runs."""
         if (view := self._ensure_view(incarnation, node, now)) is None:
             return
         if view.node != node and not view.is_agent:
@@ -157,9 +157,9 @@ class HealthMonitor:
         self, incarnation: Incarnation, phase: str, done: int, waits_for: ReplicaId | None, now: float,
         data_untaken: bool = False,
     ) -> None:  # fmt: skip
-        """Take a heartbeat. If the message that announced its phase was lost, the phase begins now.
+        """Record a heartbeat. If the message that announced its phase was lost, the phase begins now.
 
-        ``data_untaken``: whether the replica, the store, has data for the trainer, which requests none.
+        ``data_untaken``: for the store, whether it has data for the trainer and the trainer requests none.
         """
         if view := self._view_of(incarnation):
             self._on_message(view, "heartbeat", now)
@@ -194,7 +194,7 @@ class HealthMonitor:
         self, incarnation: Incarnation, cpu: float, gpu: float | None, now: float, tensor: float | None = None,
         stopped: bool = False,
     ) -> None:  # fmt: skip
-        """Take the load that the node's agent measured.
+        """Record the load that the node's agent measured.
 
         Args:
             incarnation: The incarnation whose processes were measured.
@@ -220,17 +220,16 @@ class HealthMonitor:
             view.role.probes_sent += not view.role.answers_probes and is_polling(view)
 
     def on_probe_answered(self, incarnation: Incarnation, result: ProbeResult, detail: str, now: float) -> None:
-        """Take the answer to a probe; ``detail`` is for people."""
+        """Record the answer to a probe; ``detail`` is a text for people."""
         if view := self._view_of(incarnation):
             if result is ProbeResult.WORKS and view.probe.pending_since is not None and is_polling(view):
                 self._progress.mark_answers_probes(view.role)
             view.probe.answered(result, detail, now)
 
     def on_stacks(self, gang: Incarnation, stack: str | None, now: float) -> None:
-        """Take a sample of the stacks of a gang (:func:`.detectors.stack_samples.due_stack_samples`).
+        """Record a sample of the stacks of a gang (:func:`.detectors.stack_samples.due_stack_samples`).
 
-        ``stack``: what the stacks of all members have in common, with line numbers; None if they differ, or if a
-        member's is not known.
+        ``stack``: the stack of all members, with line numbers; None if their stacks differ, or if one is not known.
         """
         for view in self.replicas.values():
             if view.incarnation.gang == gang:
@@ -241,10 +240,10 @@ class HealthMonitor:
         self, incarnation: Incarnation, code: int | None, signal: int | None, reason: ExitReason, now: float,
         last_line: str = "", detail: str = "", exception: RaisedException | None = None,
     ) -> None:  # fmt: skip
-        """Take the exit record of a step; only the first record of an incarnation counts.
+        """Record the exit record of a step; only the first record of an incarnation counts.
 
-        The record of a step that was not admitted or was fenced is ignored: it may be from a second step with the same
-        tag.
+        The record of a step that was not admitted or was fenced is ignored, because it may come from a second step with
+        the same tag.
         """
         if (view := self._view_of(incarnation)) and view.exit is None and reason not in _IGNORED_REASONS:
             view.exit = StepEnd(code, signal, reason, now, last_line, detail, exception)
@@ -261,15 +260,15 @@ class HealthMonitor:
 
     # ── reports about nodes ──────────────────────────────────────────────────────────────────────────────────────────
     def on_agent_message(self, node: NodeName, incarnation: Incarnation, now: float, boot_id: str = "") -> None:
-        """Take a Hello (with the node's boot id) or a heartbeat of the node's agent."""
+        """Record a Hello (with the node's boot id) or a heartbeat of the node's agent."""
         if view := self._ensure_view(incarnation, node, now):
             self._on_message(view, "agent", now)
             view.node_view.boot_id = boot_id or view.node_view.boot_id
 
     def on_job_status(self, node: NodeName, suspended: bool, polled_at: float, now: float) -> None:
-        """Take from the cluster whether the job that holds this node is suspended, as of ``polled_at`` (s).
+        """Record whether the cluster reported at ``polled_at`` (s) that the job of this node is suspended.
 
-        While the job is suspended, no deadline on the node runs; when the job resumes, all of these deadlines restart.
+        While the job is suspended, no deadline on the node runs; when the job resumes, all these deadlines restart.
         """
         node_view = self._node(node)
         node_view.suspension_checked_at = polled_at
@@ -282,7 +281,7 @@ class HealthMonitor:
             self._update_suspended_gangs(now)
 
     def on_storage_report(self, node: NodeName, stalled: bool, now: float) -> None:
-        """Take from the findings of the node's agent whether the node's storage does not answer."""
+        """Record whether the findings of the node's agent report stalled storage."""
         before = self.nodes[node].storage_stall if node in self.nodes else StorageStall()
         if stalled != before.stalled:
             self._node(node).storage_stall = StorageStall(stalled, before.ended_at if stalled else now)
@@ -304,14 +303,14 @@ class HealthMonitor:
         )
 
     def on_node_status(self, node: NodeName, state: str, detail: str, now: float, isolated: bool = True) -> None:
-        """Take one reading of the cluster about a node.
+        """Record the state of a node in one poll of the cluster.
 
         Args:
             node: The node.
             state: ``up``, ``draining``, ``down`` or ``unknown``. ``unknown`` alone means neither healthy nor failed.
-            detail: The cluster's reason, for people.
+            detail: The cluster's reason, a text for people.
             now: Manager's clock (s).
-            isolated: Whether most other nodes kept their state. Only then the loss of the state ``up`` is counted as a
+            isolated: Whether most other nodes kept their state. Only then does the loss of the state ``up`` count as a
                 flap of this node.
         """
         node_view = self._node(node)
@@ -330,7 +329,7 @@ class HealthMonitor:
 
     # ── queries ──────────────────────────────────────────────────────────────────────────────────────────────────────
     def workers(self) -> Iterator[ReplicaView]:
-        """Return all replicas except agents and standby processes, because no replica waits for an agent or standby."""
+        """Return all replicas except agents and standby processes, for which no replica waits."""
         return (view for view in self.replicas.values() if not is_support(view.incarnation.replica))
 
     def incarnations_on(self, node: NodeName) -> list[Incarnation]:
@@ -387,7 +386,7 @@ class HealthMonitor:
         view.in_gang = gang in self._gangs
 
     def _resume_node(self, node_view: NodeView, now: float) -> None:
-        """End the suspension of a node, if there is one: all deadlines on it start again."""
+        """End the suspension of a node, if it is suspended, and restart all deadlines on it."""
         if node_view.suspended_at is None:
             return
         node_view.suspended_at, node_view.last_message_at = None, None
@@ -397,7 +396,7 @@ class HealthMonitor:
         self._update_suspended_gangs(now)
 
     def _update_suspended_gangs(self, now: float) -> None:
-        """Mark the members of gangs with a suspended member: none of them can make progress."""
+        """Mark all members of gangs with a suspended member, since none of them can make progress."""
         suspended = [node_view for node_view in self.nodes.values() if node_view.suspended_at is not None]
         self.dirty.update(node_view.node for node_view in suspended)
         self._suspended = {
@@ -439,7 +438,7 @@ class HealthMonitor:
                 self.dirty.add(view.node)
 
     def _detach(self, view: ReplicaView) -> None:
-        """Move a view from its node's present replicas to those that departed."""
+        """Move a view from its node's present replicas to the node's departed replicas."""
         node_view = view.node_view
         self.dirty.add(node_view.node)
         if node_view.agent is view:

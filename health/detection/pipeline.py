@@ -1,21 +1,20 @@
-"""The findings pipeline: every stage that a finding passes from its detector or check to the journal, in order.
+"""The findings pipeline: the stages that a finding passes from its detector or check to the journal, in order.
 
-1. ``first_match``: for one replica or node, keep the finding with the best evidence.
-2. ``blame_gang_members``: for a stalled gang, keep the finding about the member that the others wait for.
-3. ``blame_trainer_for_untaken_data``: replace findings about the wait of a trainer for which the store has data.
-4. ``blame_ends_of_wait_chains``: replace findings about waiting replicas by one about the replica that they wait for.
-5. ``suppress_on_failed_nodes``: drop findings about the replicas of a node that failed itself.
-6. ``await_stacks``: downgrade a hang until its stacks are collected, then add them as evidence.
-7. ``apply_settings``: drop or downgrade findings that must have no consequence according to ``[health]`` of the job.
-8. ``correlate``: downgrade findings that many nodes or replicas have at once.
+1. ``first_match``: for one replica or node, keep the finding with the best evidence. 2. ``blame_gang_members``: for a
+stalled gang, keep the finding about the member that the others wait for. 3. ``blame_trainer_for_untaken_data``: blame a
+trainer that seems to wait although the store has data for it. 4. ``blame_ends_of_wait_chains``: replace findings about
+waiting replicas by one finding about the awaited replica. 5. ``suppress_on_failed_nodes``: drop findings about the
+replicas of a node that failed itself. 6. ``await_stacks``: downgrade a hang until its stacks are collected, then add
+them as evidence. 7. ``apply_settings``: drop or downgrade findings that must have no consequence according to the job's
+``[health]``. 8. ``correlate``: downgrade findings that many nodes or replicas have at once.
 
 :func:`rrl.health.detection.detect.detect` runs stages 1 to 5 over the findings of the manager's detectors. These stages
 read only the observation table, because their result is kept until an observation changes. Then the manager requests
 the stacks of hangs. Stages 6 to 8 run over the findings of detectors and agents together, before these are recorded.
 
-A stage that changes a verdict, or drops findings in favour of another finding, adds a line of evidence with the reason
-to the finding that remains. Two kinds of findings leave no trace when they are dropped: findings of a check that the
-job turned off, and findings that other replicas at work explain (stages 2 and 4).
+A stage that changes a verdict, or replaces findings by another finding, adds a line of evidence with the reason to the
+remaining finding. Two kinds of findings are dropped without a trace: findings of a check that the job turned off, and
+findings that working replicas explain (stages 2 and 4).
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from .health_monitor import HealthMonitor
 TERMINAL_DETECTORS = frozenset({"exit_record", "step_gone", "node_down"})
 """Detectors that prove the end of a process or node: no setting of the job can turn such a finding off."""
 NON_NODE_CAUSES = frozenset({Cause.USER, Cause.SOFTWARE, Cause.PROCESS, Cause.HANG})
-"""Causes that do not blame the node: a FAIL with one of them about a node is downgraded to WARN."""
+"""Causes that do not blame the node. A FAIL about a node with such a cause is downgraded to WARN."""
 
 View = TypeVar("View")
 
@@ -49,27 +48,27 @@ class HangStacks(Struct, frozen=True):
     """The stacks collected for one hang."""
 
     pending: bool
-    """Whether they are still being collected, within the time that a FAIL may wait for them."""
+    """Whether the stacks are still being collected and a FAIL must wait for them."""
     evidence: tuple[Evidence, ...] = ()
-    """Summary of the stacks; empty if there are none of this hang."""
+    """Summary of the stacks; empty if none were collected for this hang."""
 
 
 _NO_STACKS = HangStacks(pending=False)
 
 
 class PublicationContext(Struct, frozen=True):
-    """What stages 6 to 8 know beside the findings."""
+    """The input of stages 6 to 8 besides the findings."""
 
     now: float
     """Manager's clock (s)."""
     settings: HealthSpec = HealthSpec()
     """``[health]`` of the job."""
     stacks: Mapping[str, HangStacks] = {}
-    """Key of a finding that reports or suspects a hang → its stacks."""
+    """Stacks of each hang, by the key of the finding that reports or suspects the hang."""
     run: CorrelationContext = CorrelationContext(0)
     """The run's nodes and replicas."""
     correlation: CorrelationState = CorrelationState()
-    """What :func:`correlate` remembers of earlier publications."""
+    """State of :func:`correlate` after the previous publication."""
     next_check: float = inf
     """Time (s) at which the result may change without new findings (inf: never)."""
 
@@ -97,7 +96,7 @@ def first_match(
 
 
 def suppress_on_failed_nodes(findings: Sequence[Finding], monitor: HealthMonitor) -> list[Finding]:
-    """Drop findings about replicas on failed nodes unless they are proof: these replicas are replaced anyway.
+    """Drop findings without proof about replicas on failed nodes, which are replaced anyway.
 
     The finding about the node names the detectors of the warnings and failures that were dropped.
     """
@@ -114,7 +113,7 @@ def suppress_on_failed_nodes(findings: Sequence[Finding], monitor: HealthMonitor
 
 
 def _with_dropped(finding: Finding, detectors: Collection[str]) -> Finding:
-    """Return a failure of a node with a line that names the detectors whose findings were dropped for it."""
+    """Return a node's failure with a line that names the detectors whose findings were dropped because of it."""
     if not detectors or finding.verdict is not Verdict.FAIL:
         return finding
     listed = ", ".join(sorted(detectors))
@@ -153,7 +152,7 @@ def apply_settings(findings: Sequence[Finding], context: PublicationContext) -> 
 
 
 def is_off(finding: Finding, settings: HealthSpec) -> bool:
-    """Return whether the job turned off the check that made this finding; proof that something ended is never off."""
+    """Return whether the job turned off the check or detector of this finding. ``TERMINAL_DETECTORS`` are never off."""
     return not _proves_end(finding) and settings.checks.get(finding.detector) == "off"
 
 
@@ -181,7 +180,7 @@ def _downgraded(finding: Finding, settings: HealthSpec) -> Finding:
 def correlate(findings: Sequence[Finding], context: PublicationContext) -> Published:
     """Hold back findings that many nodes or replicas have at once, and add one finding about their shared cause.
 
-    This stage is the last because it compares the findings that would have consequences. It keeps a state between
+    This is the last stage because it compares the findings that would have consequences. It keeps a state between
     publications.
     """
     correlated, state, next_check = correlation.correlate(findings, context.run, context.correlation, context.now)
@@ -221,5 +220,5 @@ def _key(finding: Finding) -> str:
 
 
 def _with_note(finding: Finding, source: str, text: str) -> Finding:
-    """Return the finding with a line of evidence about what a stage did to it, dated to the start of the finding."""
+    """Return the finding with a further line of evidence, dated to the start of the finding."""
     return replace(finding, evidence=(*finding.evidence, Evidence(source, text, finding.since)))

@@ -1,4 +1,4 @@
-"""Follows phases and progress of replicas and learns from them how long each phase of a role usually takes.
+"""Follow phases and progress of replicas, and learn how long each phase of a role usually takes.
 
 :class:`ProgressTracker` updates the progress fields of a :class:`~.records.ReplicaView` when a phase begins or ``done``
 rises, and feeds the baselines of :mod:`rrl.health.detection.baselines`. A duration is learned only if its beginning was
@@ -17,8 +17,8 @@ from .baselines import PhaseDurations, RoleBaseline, ThroughputRounds
 from .records import ReplicaView, RoleView
 
 STARTING = "starting"
-"""Phase that a worker reports before its first own phase. Its duration is not learned: the next start may be on another
-node."""
+"""Phase that a worker reports before the first phase of its role. Its duration is not learned, because the next start
+may be on another node."""
 
 
 class ProgressTracker:
@@ -38,7 +38,7 @@ class ProgressTracker:
         self._roles: dict[str, RoleView] = {}
 
     def set_limits(self, limits: Limits) -> None:
-        """Use the phases that this job declares, also for the phases in which replicas are now."""
+        """Use the phases that this job declares, also for replicas that are in such a phase now."""
         self._limits = limits
         for view in self._replicas.values():
             if view.phase is not None:
@@ -46,7 +46,7 @@ class ProgressTracker:
 
     # ── baselines ────────────────────────────────────────────────────────────────────────────────────────────────────
     def baselines(self) -> dict[str, RoleBaseline]:
-        """Return what was learned, by role; roles of which nothing is known are left out."""
+        """Return the baselines by role; roles without baselines are left out."""
         stats = self._durations.stats()
         learned = {
             name: RoleBaseline(stats.get(name, {}), role.uses_tensor_cores, role.answers_probes, role.slowest_load)
@@ -55,7 +55,7 @@ class ProgressTracker:
         return {name: baseline for name, baseline in learned.items() if baseline != RoleBaseline()}
 
     def restore_baselines(self, baselines: Mapping[str, RoleBaseline]) -> None:
-        """Take over what an earlier manager learned."""
+        """Set the baselines of an earlier manager."""
         for name, baseline in baselines.items():
             role = self._roles.setdefault(name, RoleView())
             role.uses_tensor_cores = baseline.uses_tensor_cores
@@ -76,7 +76,7 @@ class ProgressTracker:
 
     # ── clocks ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def restore_passed_phases(self, view: ReplicaView, phases: Collection[str]) -> None:
-        """Mark phases that the incarnation completed under an earlier manager: its next pass is not its first pass.
+        """Mark the phases that the incarnation completed under an earlier manager, so that their first pass is over.
 
         A phase that counts progress is left out: its first reported count shows whether the first pass is over.
         """
@@ -101,9 +101,9 @@ class ProgressTracker:
         self._freeze_baseline(view)
 
     def advance(self, view: ReplicaView, done: int, now: float) -> None:
-        """Take the reported progress; a rise restarts the clock.
+        """Record the reported count ``done``; a rise restarts the clock.
 
-        The first reported count is only a starting point, because it is not known when the count rose to it.
+        The first reported count is only a starting point, because the time of its last rise is not known.
         """
         before, view.done = view.done, done if view.done is None else max(done, view.done)
         if before is None:
@@ -125,9 +125,9 @@ class ProgressTracker:
             view.probe.reset()
 
     def update_throughput(self, view: ReplicaView, done: int, now: float) -> None:
-        """Add the work of a replica that makes tokens to the round of its role (:class:`ThroughputRounds`).
+        """Add the work of a replica that generates tokens to the round of its role (:class:`ThroughputRounds`).
 
-        The time for which the replica is idle or blocked does not count: it waits for something, such as a tool.
+        Time in which the replica is idle or blocked does not count, since it waits (for a tool, for example).
         """
         if not (view.declared.progresses and view.declared.computes):
             return
@@ -137,7 +137,7 @@ class ProgressTracker:
         self._mark_dirty(self._throughput.add(role, view.incarnation, view.throughput, rise, working, now))
 
     def on_unblocked(self, view: ReplicaView, now: float) -> None:
-        """Restart the clock of a replica that another replica, mostly the store, no longer blocks.
+        """Restart the clock of a replica that is no longer blocked by another replica (usually the store).
 
         In a phase that declares a wait the clock continues: between two requests to the store, a replica in such a
         phase briefly reports that no replica blocks it.
@@ -156,13 +156,13 @@ class ProgressTracker:
 
     # ── internals ────────────────────────────────────────────────────────────────────────────────────────────────────
     def _freeze_baseline(self, view: ReplicaView) -> None:
-        """Copy the usual durations of the phase into the view, so that its deadline does not move while it runs."""
+        """Copy the usual durations of the phase into the view, so that a running deadline does not change."""
         typical = self._durations.typical(role_of(view.incarnation.replica), view.phase or "")
         view.usual_duration, view.slowest_duration = typical.median, typical.longest
         view.longest_pass = typical.longest_pass
 
     def _record_duration(self, view: ReplicaView, now: float) -> None:
-        """Learn how long a pass of the phase took or, where progress is counted, the time between two rises."""
+        """Learn the duration of a pass or, in a phase that counts progress, the time between two rises."""
         assert view.phase is not None
         if view.phase == STARTING or not view.start_observed:
             return

@@ -32,28 +32,27 @@ from ...core.types import (  # fmt: skip
 from .baselines import Throughput
 
 MAX_LOAD_GAP_S = 15.0
-"""Longest time between two loads that are continuous; nothing is known of the time in a longer gap. Agents send loads
-every 2 s."""
+"""Maximum time (s) between two continuous loads. Nothing is known about a longer gap. Agents send loads every 2 s."""
 IDLE_CPU_CORES = 0.05
-"""CPU cores below which a replica is idle. A process that only sends heartbeats uses less than 0.01 (measured), an idle
-engine of several processes 0.02 to 0.04."""
+"""Number of used CPU cores below which a replica is idle. A process that only sends heartbeats uses less than 0.01
+(measured); an idle engine of several processes uses 0.02 to 0.04."""
 IDLE_GPU_SHARE = 0.02
-"""Share of the time in which a kernel ran, below which a GPU is idle."""
+"""A GPU is idle if a kernel ran for less than this share of the time."""
 HOST_WORK_CPU_CORES = 0.5
-"""CPU cores from which a replica with an idle GPU counts as working on its CPU: an evaluation, advantages, batch
-preparation."""
+"""Number of used CPU cores from which a replica with an idle GPU counts as working on its CPU (evaluation, advantages,
+batch preparation)."""
 SPIN_GPU_SHARE = 0.9
-"""Share of the time with a running kernel from which a GPU may be spinning; an NCCL kernel that waits for a peer never
-returns."""
+"""A GPU may be spinning if a kernel ran for at least this share of the time: an NCCL kernel that waits for a peer does
+not return."""
 SPIN_TENSOR_SHARE = 0.01
-"""Share of the time in which tensor cores worked, below which they count as idle."""
+"""Tensor cores count as idle if they worked for less than this share of the time."""
 
 
 @dataclass(slots=True)
 class LoadHistory:
     """The CPU and GPU loads of one incarnation.
 
-    All times are times of loads, so that no interval grows while the agent is silent.
+    All times (s) are the times of loads, so that no interval grows while the agent is silent.
     """
 
     latest_at: float | None = None
@@ -61,14 +60,14 @@ class LoadHistory:
     idle_since: float | None = None
     """Time since which neither CPU nor GPU has worked, according to loads without a gap."""
     idle_loads: int = 0
-    """Consecutive loads that were idle."""
+    """Number of consecutive idle loads."""
     gpu_idle_since: float | None = None
-    """Time since which no kernel has run; without a GPU the same as ``idle_since``. Tokens that the replica reports
-    after that time are doubtful."""
+    """Time since which no kernel has run; without a GPU the same as ``idle_since``. Tokens reported later are
+    doubtful."""
     spinning_since: float | None = None
     """Time since which only kernels that compute nothing have occupied the GPU (busy-waiting collectives)."""
     spinning_loads: int = 0
-    """Consecutive loads that were spinning."""
+    """Number of consecutive spinning loads."""
     working: bool = False
     """Whether the newest load shows a running kernel; without a GPU, whether it shows a working CPU."""
     kernel_active: bool = False
@@ -76,9 +75,9 @@ class LoadHistory:
     cpu_bound: bool = False
     """Whether the newest load shows an idle GPU and a CPU at work (``HOST_WORK_CPU_CORES``)."""
     cpu_working_loads: int = 0
-    """Consecutive loads that show a CPU at work (``HOST_WORK_CPU_CORES``), whatever the GPU does."""
+    """Number of consecutive loads that show a CPU at work (``HOST_WORK_CPU_CORES``), with an idle or a busy GPU."""
     cpu_active: bool = False
-    """Whether the newest load shows CPU use at all. A stopped process has none, even if a kernel occupies its GPU."""
+    """Whether the newest load shows any CPU use. A stopped process uses no CPU, even if a kernel occupies its GPU."""
     stopped: bool = False
     """Whether the newest load shows a stopped process."""
     ran_kernel: bool = False
@@ -99,8 +98,8 @@ class LoadHistory:
             gpu: Share of the time (0 to 1) in which a kernel ran; None: not measurable.
             now: Manager's clock (s).
             tensor: Share of the time (0 to 1) in which tensor cores worked; None: not measurable.
-            needs_tensor_cores: Whether the role's work is known to need tensor cores, although this incarnation's have
-                not been observed at work yet.
+            needs_tensor_cores: Whether the role's work is known to use tensor cores. If so, idle tensor cores are
+                evidence even before this incarnation has used them.
             stopped: Whether one of the processes was stopped, by SIGSTOP or by a tracer.
         """
         if self.latest_at is None or now - self.latest_at > MAX_LOAD_GAP_S:
@@ -127,13 +126,13 @@ class LoadHistory:
         self.latest_at = now
 
     def reset(self) -> None:
-        """Discard the intervals and the newest load; what was ever observed of GPU and tensor cores is kept."""
+        """Discard the intervals and the newest load, but not whether kernels and tensor cores were ever at work."""
         self.latest_at = self.idle_since = self.gpu_idle_since = self.spinning_since = self.tensor_active_at = None
         self.idle_loads = self.spinning_loads = self.cpu_working_loads = 0
         self.working = self.kernel_active = self.cpu_bound = self.cpu_active = self.stopped = False
 
     def idle_for(self, since: float) -> float:
-        """Return for how long (s), at most from ``since`` on, CPU and GPU have been idle; negative if they are not."""
+        """Return for how many seconds CPU and GPU have been idle, counted from ``since`` on; negative if they work."""
         if self.latest_at is None or self.idle_since is None:
             return -1.0
         return self.latest_at - max(self.idle_since, since)
@@ -158,7 +157,7 @@ def _extend_run(condition: bool, since: float | None, loads: int, began: float) 
 
 
 MAX_WAIT_PROBES = 16
-"""Unanswered probes to waiting replicas of a role, after which the role counts as one that does not answer while it
+"""Number of unanswered probes to waiting replicas of a role after which the role is assumed not to answer while it
 waits."""
 
 
@@ -167,16 +166,16 @@ class ProbeState:
     """Probes of one replica since it last made progress; progress resets it."""
 
     pending_since: float | None = None
-    """Time of the first probe that is unanswered."""
+    """Time (s) of the first unanswered probe."""
     last_sent_at: float = 0.0
     heartbeats: int = 0
-    """Heartbeats received since ``pending_since``: the process runs and could have answered."""
+    """Number of heartbeats since ``pending_since``, which show that the process runs and could have answered."""
     answered_at: float | None = None
-    """Time of the last answer that the replica works."""
+    """Time (s) of the last successful answer."""
     answer_count: int = 0
-    """Consecutive answers that the replica works, since its last progress."""
+    """Number of consecutive successful answers since the last progress."""
     failed: tuple[float, str] | None = None
-    """Time and text of an answer that the replica does not work."""
+    """Time (s) and text of an answer that reported a failure."""
     no_probe_handler: bool = False
     """Whether the role has no probe handler, so that only deadlines apply to it."""
 
@@ -187,7 +186,7 @@ class ProbeState:
         self.last_sent_at = now
 
     def answered(self, result: ProbeResult, detail: str, now: float) -> None:
-        """Take an answer. An answer to a probe that is no longer open only shows whether the role has a handler."""
+        """Record an answer. An answer to a probe that is no longer open only shows whether the role has a handler."""
         if result is ProbeResult.NO_HANDLER:
             self.no_probe_handler = True
             self.reset()
@@ -207,7 +206,7 @@ class ProbeState:
 
 @dataclass(slots=True)
 class StackSamples:
-    """Samples of the Python stacks of a replica's gang, as far as they have been equal without a break."""
+    """The newest consecutive equal samples of the Python stacks of a replica's gang."""
 
     stack: str | None = None
     """Stack of every member in the newest sample, with line numbers; None if the members' stacks differ, or are not
@@ -220,7 +219,7 @@ class StackSamples:
     """Number of equal samples."""
 
     def add(self, stack: str | None, now: float) -> None:
-        """Take a sample."""
+        """Add a sample."""
         if stack is None or stack != self.stack:
             self.stack, self.since, self.count = stack, now, 0
         self.count += stack is not None
@@ -232,12 +231,13 @@ class StackSamples:
 
 
 SUSPEND_CHECK_HEARTBEATS = 4
-"""Missed heartbeats after which the cluster certainly reports a suspended job as suspended (measured: at once)."""
+"""Number of missed heartbeats after which the cluster certainly reports a suspended job as suspended (measured: at
+once)."""
 FLAP_COUNT = 4
-"""A node flaps if it loses the state ``up`` at least so many times within ``FLAP_WINDOW_S``. A restart of slurmd or
+"""Number of losses of the state ``up`` within ``FLAP_WINDOW_S`` from which a node flaps. A restart of slurmd or
 slurmctld causes one or two losses."""
 FLAP_WINDOW_S = 600.0
-"""Time within which flaps are counted; equal to the default of ``recovery.window``."""
+"""Time (s) within which flaps are counted; equal to the default of ``recovery.window``."""
 _NO_PHASE = Phase("")
 
 
@@ -245,7 +245,7 @@ class StorageStall(Struct, frozen=True):
     """Whether a node's agent reports that storage does not answer, according to ``Flag.STORAGE_STALLS``."""
 
     stalled: bool = False
-    """Whether a current finding says so."""
+    """Whether storage stalls now, according to a current finding."""
     ended_at: float = -inf
     """Time (s) at which the newest stall ended; -inf: there was none."""
 
@@ -254,7 +254,7 @@ _NO_STALL = StorageStall()
 
 
 class StepEnd(Struct, frozen=True):
-    """How the step of an incarnation ended; ``at`` is when the manager learned it."""
+    """The end of an incarnation's step; ``at`` is the time (s) at which the manager learned of it."""
 
     code: int | None
     signal: int | None
@@ -270,19 +270,19 @@ class StepEnd(Struct, frozen=True):
 
 @dataclass(slots=True, eq=False)
 class RoleView:
-    """What was learned from any replica of a role; all replicas of the role share it."""
+    """What is known about a role, learned from all its replicas and shared by them."""
 
     answers_probes: bool = False
-    """Whether the thread that waits for work also answers probes, proven by an answer. If a program waits in another
-    thread, a missing answer proves nothing."""
+    """True once a waiting replica has answered a probe, so that the waiting thread also answers probes. Otherwise a
+    missing answer proves nothing."""
     probes_sent: int = 0
-    """Probes sent to find out whether the role ``answers_probes`` (at most ``MAX_WAIT_PROBES``)."""
+    """Number of probes sent to learn whether the role ``answers_probes`` (at most ``MAX_WAIT_PROBES``)."""
     slowest_load: float = 0.0
-    """Longest recent duration (s) of a phase with work of its own (``Phase.own_work``), in which weights are loaded."""
+    """Longest recent duration (s) of a phase in which weights are loaded (``Phase.own_work``)."""
     uses_tensor_cores: bool = False
     """Whether tensor cores of any replica of the role have worked, so that the role's work needs them."""
     newest_load_began: float = -inf
-    """Start of the newest completed pass of a phase with work of its own."""
+    """Start (s) of the newest completed pass of such a phase."""
 
 
 @dataclass(slots=True, eq=False)
@@ -298,14 +298,14 @@ class ReplicaView:
     status: Literal["launched", "joined"] = "launched"
     joined_at: float | None = None
     standby: Incarnation | None = None
-    """Standby process that was promoted to this incarnation and has not sent a Hello as such."""
+    """Standby process that was promoted to this incarnation and has not sent a Hello under its new name."""
     join_timeout_s: float = 0.0
-    """Time (s) that the promoted standby process has for that Hello."""
+    """Time (s) within which the promoted standby process must send this Hello."""
     phase: str | None = None
     declared: Phase = _NO_PHASE
     """Traits of ``phase`` in this job."""
     phase_since: float = 0.0
-    """Start of the phase, or the time when another replica stopped blocking it if that is later."""
+    """Start of the phase, or the time at which another replica stopped blocking this replica if that is later."""
     done: int | None = None
     """Progress reported by the replica (tokens, samples or steps, by phase)."""
     done_changed_at: float = 0.0
@@ -317,15 +317,15 @@ class ReplicaView:
     blocked_since: float | None = None
     """Time since which ``waits_for`` has named a replica."""
     data_untaken_since: float | None = None
-    """Time since which the store's heartbeats report data for the trainer, which requests none; None: the newest one
-    does not."""
+    """Time since which the store's heartbeats report data that the trainer does not request; None if the newest
+    heartbeat does not."""
     worked_before: bool = False
-    """Whether its first report already showed progress, so that its first pass was under an earlier manager."""
+    """Whether the first report already showed progress, so that the first pass was under an earlier manager."""
     usual_duration: float | None = None
     """Usual duration (s) of this phase; None if unknown. It is fixed at ``last_change_at``, so that no running deadline
     moves."""
     slowest_duration: float = 0.0
-    """Longest of the durations (s) behind ``usual_duration``."""
+    """Longest (s) of the durations from which ``usual_duration`` is computed."""
     longest_pass: float | None = None
     """Longest completed pass (s) of this phase by any incarnation of the role, first passes included; None if no pass
     is known. Fixed like ``usual_duration``."""
@@ -334,27 +334,28 @@ class ReplicaView:
     start_observed: bool = False
     """Whether the start of the current pass was observed, so that its duration can be learned."""
     exit: StepEnd | None = None
-    """Exit record of its step."""
+    """Exit record of the incarnation's step."""
     gone_witnessed_at: float | None = None
     """Time when the agent found the step's first process gone, without an exit record."""
     step_alive_at: float | None = None
     """Time when the agent last found the step's first process running."""
     goodbye_at: float | None = None
-    """Time of its Goodbye. Silence is expected from then on, but an end without a stop request is a failure."""
+    """Time of the incarnation's Goodbye. Silence is then expected, but an end without a stop request is a failure."""
     stop_requested_at: float | None = None
-    """Time of the manager's stop request. Silence and the end of the process are expected from then on."""
+    """Time of the manager's stop request. Silence and the end of the process are then expected."""
     gang_suspended: bool = False
-    """Whether a member of its gang is suspended, so that no member can make progress."""
+    """Whether a member of the gang is suspended, so that no member can make progress."""
     in_gang: bool = False
-    """Whether its gang has other members."""
+    """Whether the replica's gang has other members."""
     storage_stall: StorageStall = _NO_STALL
-    """Storage stall of its node or, in a gang, of any member's node: the members wait for each other."""
+    """Storage stall of the replica's node or, in a gang, of any member's node, because the members wait for each
+    other."""
     loads: LoadHistory = field(default_factory=LoadHistory, repr=False)
     probe: ProbeState = field(default_factory=ProbeState, repr=False)
     stacks: StackSamples = field(default_factory=StackSamples, repr=False)
-    """Samples of its gang's stacks in this pass."""
+    """Samples of the gang's stacks in this pass."""
     role: RoleView = field(default_factory=RoleView, repr=False)
-    """What is known of its role; shared by all replicas of the role."""
+    """View of the role, shared by all its replicas."""
     throughput: Throughput = field(default_factory=Throughput, repr=False)
 
     @property
@@ -391,12 +392,12 @@ class ReplicaView:
 
     @property
     def first_pass(self) -> bool:
-        """Whether the incarnation is in its first pass of this phase: it has not completed the phase before."""
+        """Whether the incarnation is in its first pass of this phase."""
         return self.phase not in self.passed_phases and not (self.worked_before and self.declared.progresses)
 
 
 def is_polling(view: ReplicaView) -> bool:
-    """Return whether the replica only waits for others in this phase, polling whether they are ready."""
+    """Return whether the replica's phase only waits for other replicas and polls whether they are ready."""
     return view.declared.waits_for is not None and not view.declared.own_work
 
 
@@ -407,7 +408,7 @@ class NodeView:
     node: NodeName
     agent: ReplicaView | None = None
     former_agent: ReplicaView | None = field(default=None, repr=False)
-    """Agent that was removed since the last message from this node; see ``departed``."""
+    """Agent that was removed since the last message from this node, kept for the same reason as ``departed``."""
     boot_id: str = ""
     last_message_at: float | None = None
     """Time of the last message from the agent or any replica on it."""
@@ -422,19 +423,20 @@ class NodeView:
     since: float = 0.0
     """Time since which the cluster has reported this state."""
     observations: int = 0
-    """Consecutive readings with this state."""
+    """Number of consecutive polls with this state."""
     reported_down: tuple[float, str] | None = None
-    """Time since which the cluster reports the node as down, and the reason; cleared after two other readings."""
+    """Time since which the cluster reports the node as down, and the reason; cleared after two polls with another
+    state."""
     suspended_at: float | None = None
-    """Time of the poll that reported its job as suspended; cleared by any message from the node."""
+    """Time of the poll that reported the node's job as suspended; cleared by any message from the node."""
     suspension_checked_at: float | None = None
     """Time of the last poll that reported whether the job of the node is suspended; None if there was no such poll."""
     reported_up: bool = False
-    """Whether the last reading (other than one in which most nodes were lost at once) was ``up``."""
+    """Whether the node was ``up`` in the last poll, not counting polls in which most nodes were lost at once."""
     flaps: deque[float] = field(default_factory=lambda: deque(maxlen=FLAP_COUNT), repr=False)
     """Times of the last losses of the state ``up``."""
     storage_stall: StorageStall = _NO_STALL
-    """Storage stall that its agent reports."""
+    """Storage stall that the node's agent reports."""
 
     def all_replicas(self) -> list[ReplicaView]:
         """Return the views of all replicas on the node and of its agent."""

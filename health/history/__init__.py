@@ -1,1 +1,1 @@
-"""History of failures across runs: the files that runs write, a cache of them, and rates."""
+"""History of failures across runs: the files that runs write, a cache of these files, and failure rates."""

@@ -1,8 +1,8 @@
-"""An administrator's cache of history folders: an SQLite file of their own, updated with new records.
+"""An administrator's cache of history folders: a private SQLite file that is updated with new records.
 
-The cache is expendable: it is built again if it is damaged or has another version, and in memory if its file cannot be
-written. It uses a rollback journal and no WAL, because a home folder may be on NFS.
-:mod:`rrl.health.history.user_files` decides which files are read.
+The cache is rebuilt if it is damaged or has another version. If its file cannot be written, the cache is in memory. It
+uses a rollback journal and no WAL, because a home folder may be on NFS. :mod:`rrl.health.history.user_files` decides
+which files are read.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from .user_files import (
 VERSION = 3
 """Version of the tables and of the records in them."""
 TRUSTED_UIDS = frozenset({0})
-"""Users whose findings need no second witness: root can drain nodes anyway."""
+"""Uids whose findings need no second witness. root can drain nodes anyway."""
 _HEAD_BYTES = 512
-"""Bytes at the beginning of a file by which it is recognised."""
+"""Number of bytes at the beginning of a file that identify it."""
 _BUSY_TIMEOUT_S = 30.0
 """Seconds to wait for another report that uses the same cache."""
 _EXPOSURE_KINDS = ("run_started", "node_acquired", "node_released", "run_ended", "records_lost")
-"""Kinds of records that determine how long nodes were held; old records of these kinds are needed too."""
+"""Kinds of records that determine how long nodes were held. Old records of these kinds are read too."""
 _TABLES = """
 CREATE TABLE files (id INTEGER PRIMARY KEY, path TEXT UNIQUE, user TEXT, uid INTEGER, run TEXT, inode INTEGER,
                     head INTEGER, read INTEGER, kept INTEGER, skipped INTEGER, newest REAL);
@@ -60,21 +60,21 @@ CREATE INDEX by_time ON records (at);
 
 
 class Sources(Struct, frozen=True):
-    """Counts of what was read, and reasons for what was not."""
+    """Counts of the files and records that were read, and the reasons why others were not."""
 
     files: int
     records: int
     skipped: int
-    """Lines that are damaged, of an unknown kind, or name another user or run."""
+    """Number of lines that are damaged, have an unknown kind, or name another user or run."""
     refused: tuple[str, ...]
     """Files that are rejected or could not be read, each with the reason."""
     left_out: tuple[str, ...] = ()
-    """Texts of one line: a user, how many records of this user are implausible, and the reason
+    """One line for each user and reason: how many records of the user are implausible, and why
     (:mod:`rrl.health.history.plausibility`)."""
 
 
 class HistoryCache:
-    """Cache of the histories in some folders.
+    """Cache of the records in some history folders.
 
     ``path`` defaults to :func:`cache_path`.
     """

@@ -1,8 +1,8 @@
-"""Derives incidents from the records of all runs: what failed where, who was at fault, and the cost. Pure; times in s.
+"""Derive incidents from the records of all runs: what failed where, who was at fault, and the cost. Pure; times in s.
 
-Fault (Meta, docs/sources.md): a failure is *infrastructure's* if the cluster lost the node, or if hardware evidence
-against its node existed within the 10 min before it or the 5 min after. Any other failure is the user's or the
-software's, whatever it looks like: an NCCL timeout is a symptom.
+Rule of fault (Meta, docs/sources.md): *infrastructure* is at fault if the cluster lost the node, or if hardware
+evidence against the node existed in the 10 min before or the 5 min after the failure. Otherwise the user or the
+software is at fault. The symptom, such as an NCCL timeout, does not matter.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .records import (
 EVIDENCE_BEFORE_S, EVIDENCE_AFTER_S = 600.0, 300.0
 """Seconds before and after a failure in which evidence counts (Meta: the last 10 min of a job, or 5 min after)."""
 SAME_INCIDENT_S = 600.0
-"""Seconds within which failures of one node are one incident, and failures of several nodes are related (gcm,
+"""Seconds within which failures of one node count as one incident, and failures of several nodes as related (gcm,
 NVSentinel)."""
 HARDWARE_CAUSES = (Cause.NODE, Cause.GPU, Cause.FABRIC, Cause.STORAGE)
 
@@ -63,14 +63,15 @@ class Incident(Struct, frozen=True):
     """Other nodes with the same cause within 10 min, which suggests the fabric or storage."""
     evidence: tuple[str, ...] = ()
     witnesses: tuple[str, ...] = ()
-    """Users whose records alone show that infrastructure was at fault: both failure and hardware evidence, or the loss
-    of the node. A failure from one user with evidence from another counts for neither."""
+    """Users whose records suffice to show that infrastructure was at fault: they contain both failure and hardware
+    evidence, or the loss of the node. If the failure and the evidence come from different users, neither user is a
+    witness."""
     trusted: bool = False
     """Whether one of the witnesses is root."""
 
 
 class RaisedFinding(Struct, frozen=True):
-    """A finding against a node, from when it was raised until it cleared (inf: never)."""
+    """A finding against a node, with the times (s) at which it was raised and cleared (inf: never)."""
 
     at: float
     until: float
@@ -81,13 +82,13 @@ class RaisedFinding(Struct, frozen=True):
     observed_until: float
     """Time (s) until which the run held the node and wrote records, so that it could have cleared the finding."""
     trusted: bool = False
-    """Whether the record belongs to root."""
+    """Whether root owns the record."""
 
     @property
     def critical(self) -> bool:
         """Return whether the finding is evidence against the node.
 
-        A finding that was held back because most nodes have the same one does not count: the driver or a rule is wrong.
+        A finding that was held back because most nodes have it does not count: the driver or a rule is wrong.
         """
         flags = self.finding.flags
         observed = Flag.OBSERVED in flags
@@ -104,7 +105,7 @@ class RunHistory(Struct, frozen=True):
     run: str
     records: tuple[Record, ...]
     trusted: bool = False
-    """Whether the run belongs to root."""
+    """Whether root owns the run."""
 
     @property
     def end(self) -> float:
@@ -125,9 +126,9 @@ def by_run(sourced_records: Iterable[SourcedRecord]) -> list[RunHistory]:
 
 # ── held nodes ───────────────────────────────────────────────────────────────────────────────────────────────────────
 def node_intervals(history: RunHistory) -> dict[str, tuple[list[Span], int]]:
-    """Return by node the intervals in which the run held it, and the number of GPUs.
+    """Return for each node the intervals (s) in which the run held it, and the number of GPUs.
 
-    A new manager writes again which nodes are held; a node that it does not name was released without a record.
+    A new manager records all held nodes again. A node that it does not name was released without a record.
     """
     spans: dict[str, list[Span]] = defaultdict(list)
     gpus: dict[str, int] = defaultdict(int)
@@ -212,7 +213,7 @@ def incidents(histories: list[RunHistory]) -> list[Incident]:
 def costs(history: RunHistory) -> list[tuple[Failed, float]]:
     """Return each failure with the GPU-hours that it cost.
 
-    If a replica failed again before it worked, each failure is charged the time until the next.
+    If a replica failed again before it worked, each failure is charged for the time until the next failure.
     """
     failures = [record for record in history.records if isinstance(record, Failed)]
     failures_of: dict[str, list[int]] = defaultdict(list)
@@ -234,8 +235,8 @@ def costs(history: RunHistory) -> list[tuple[Failed, float]]:
 def _attributed(history: RunHistory, failed: Failed, cost: float, against: list[RaisedFinding]) -> Incident | None:
     """Return the incident that a failure belongs to; None for a lost node without evidence against it.
 
-    ``cost`` is what the failure cost (GPU-hours). ``against`` are the findings against the node of the failure; the
-    findings near the failure in time decide who was at fault.
+    ``cost`` is the cost of the failure in GPU-hours. ``against`` are the findings against the node of the failure;
+    findings close to the failure in time decide who was at fault.
     """
     near = [
         raised

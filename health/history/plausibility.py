@@ -1,7 +1,7 @@
-"""Removes records that cannot be true, or are too many, before a report uses them. Pure; times in s since 1970.
+"""Remove implausible or excess records before a report uses them. Pure; times in s since 1970.
 
-Users can write anything into their own history. These rules only remove what contradicts the clock, the run itself or
-the hardware; a plausible record is not necessarily true (:mod:`rrl.health.report.corroboration`).
+Users can write anything into their own history. These rules only remove records that contradict the clock, the run
+itself or the hardware. A plausible record is not necessarily true (:mod:`rrl.health.report.corroboration`).
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ CLOCK_SKEW_S = 300.0
 EARLIEST_TIME_S = 1_577_836_800.0
 """2020-01-01, before rrl existed (s since 1970)."""
 MAX_GPUS_PER_NODE = 16
-"""GPUs of a node for which Slurm does not report a number: the largest available nodes have 16 (DGX-2)."""
+"""Maximum number of GPUs of a node for which Slurm reports no number. The largest available nodes have 16 (DGX-2)."""
 MAX_OVERLAP_S, MAX_OVERLAP_SHARE = 600.0, 0.05
-"""Seconds, and fraction of the time, for which claims of one user on the same GPUs may overlap: a run notices late that
-it lost a node, and the next run may hold it by then."""
+"""Seconds, and fraction of the time, for which claims of one user on the same GPUs may overlap. They overlap because a
+run notices the loss of a node late, when the next run may already hold it."""
 ROUNDING_FACTOR = 1.01
 """Factor by which GPU-hours may exceed what the nodes could provide."""
 MAX_USER_RECORDS_OF_KIND: dict[type[Record], int] = {
     FindingRecord: 5000, Failed: 2000, RecoveryDone: 2000, ActionTaken: 2000, NodeAcquired: 20_000,
 }  # fmt: skip
-"""Largest number of records of each kind that a report uses of one user; it uses the newest records. Repeated findings
-with the same verdict do not count. A report compares failures with findings, so its duration grows with the product of
-their numbers: a user who reaches these limits costs it 5.5 s (measured)."""
+"""Maximum number of records of each kind that a report uses from one user; the newest records are used. Repeated
+findings with the same verdict do not count. The duration of a report grows with the product of the numbers of failures
+and findings: a user who reaches these limits adds 5.5 s (measured)."""
 
 
 class Implausible(Enum):
@@ -50,9 +50,9 @@ class Implausible(Enum):
 def plausible(
     records: Sequence[SourcedRecord], now: float, gpus_of: Mapping[str, int]
 ) -> tuple[list[SourcedRecord], tuple[str, ...]]:
-    """Return the plausible records, and a line for each user and reason with the number of those left out.
+    """Return the plausible records, and for each user and reason a line with the number of records left out.
 
-    ``gpus_of`` gives the GPUs of each node that Slurm knows; other nodes may have up to :data:`MAX_GPUS_PER_NODE`.
+    ``gpus_of`` is the number of GPUs of each node that Slurm knows. Other nodes have at most :data:`MAX_GPUS_PER_NODE`.
     """
     began = _run_starts(records)
     reasons = [_time_violation(sourced.record, began.get((sourced.user, sourced.run)), now) for sourced in records]

@@ -54,7 +54,7 @@ def rate_per(failures: int, exposure: float, unit: float = 1.0, confidence: floa
 
 
 def mtbf(failures: int, exposure: float, confidence: float = CONFIDENCE) -> Rate:
-    """Return the mean exposure between two failures; without a failure, only a lower bound is known."""
+    """Return the mean exposure between two failures; without a failure, only its lower bound is known."""
     if exposure <= 0:
         return Rate(failures, 0.0, None, None, None, confidence)
     low, high = poisson_interval(failures, confidence)
@@ -134,7 +134,7 @@ LEMON_WINDOW_S = 28 * DAY_S
 """Seconds of history that the lemon score uses (Meta: 28 days)."""
 LEMON_SCORE = 0.7
 UNLIKELY_PROBABILITY = 0.01
-"""A node's failures count as a signal if the probability of so many failures on an average node is below this value."""
+"""A node's failures are a signal if so many failures on an average node have a probability below this value."""
 
 WEIGHTS = {
     "node_failures_alone": 0.30,
@@ -145,15 +145,16 @@ WEIGHTS = {
     "excluded_by_users": 0.10,
     "node_failures_together": 0.05,
 }
-"""Weights of the signals. ``node_failures_alone``: incidents of infrastructure on no other node; ``failure_rate``: 1 if
-the node fails significantly more often than the site's nodes; ``out_of_service``: days on which it was drained or a
-drain was requested; ``hardware_findings``: days on which a check failed, with proof or on no other node; ``xids``:
-findings of Xids; ``excluded_by_users``: users whose runs excluded it (each user once: the weakest of Meta's signals);
-``node_failures_together``: incidents that other nodes had at the same time, so that the fabric is as likely."""
+"""Weights of the signals. ``node_failures_alone``: incidents of infrastructure on this node only; ``failure_rate``: 1
+if the node fails significantly more often than the site's nodes; ``out_of_service``: days on which the node was drained
+or a drain was requested; ``hardware_findings``: days on which a check failed with proof or on this node only; ``xids``:
+findings of Xids; ``excluded_by_users``: users whose runs excluded the node (each user counts once; the weakest of
+Meta's signals); ``node_failures_together``: incidents that other nodes had at the same time, perhaps because of the
+fabric."""
 
 
 class Signals(Struct, frozen=True):
-    """Counts of the signals within the window; ``days``: days with at least one of them."""
+    """Counts of the signals within the window; ``days`` is the number of days with at least one signal."""
 
     node_failures_alone: int = 0
     node_failures_together: int = 0
@@ -166,7 +167,7 @@ class Signals(Struct, frozen=True):
 
 
 class Lemon(Struct, frozen=True):
-    """A node's lemon score and what it is computed from."""
+    """A node's lemon score and the signals from which it is computed."""
 
     score: float
     lemon: bool
@@ -183,7 +184,7 @@ def score_lemon(signals: Signals, max_score: float = 1.0) -> Lemon:
 
 
 def fails_more_often(failures: int, held_s: float, site_failures: int, site_held_s: float) -> bool:
-    """Return whether a node's failures are significantly more than the rate of the other nodes predicts."""
+    """Return whether a node has significantly more failures than the rate of the other nodes predicts."""
     others, rest = site_failures - failures, site_held_s - held_s
     if failures < 2 or rest <= 0:
         return False

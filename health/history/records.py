@@ -18,15 +18,16 @@ from ...core.types import Cause, Flag, Remedy, Verdict
 SCHEMA = 2
 """Version of the format; a file of another version is rejected as a whole. 2: new names of kinds and fields."""
 MAX_EVIDENCE_LINES = 5
-"""Lines of evidence in one record: as many as a report should contain (docs/sources.md, NVSentinel and gcm)."""
+"""Maximum number of evidence lines in one record (docs/sources.md, NVSentinel and gcm)."""
 MAX_TEXT_CHARS = 300
-"""Characters of one line of evidence."""
+"""Maximum number of characters of one evidence line."""
 MAX_LINE_BYTES = 65536
-"""Largest size of one line in bytes; rrl writes no longer lines."""
+"""Maximum size of one line in bytes; rrl writes no longer lines."""
 MAX_FILE_RECORDS = 200_000
-"""Largest number of records in one file: a run that reports something new each second for two days is itself broken."""
+"""Maximum number of records in one file. Only a broken run reports something new each second for two days."""
 MAX_FILE_BYTES = 64 * 2**20
-"""Largest size of one file in bytes: MAX_FILE_RECORDS records of 300 bytes, the usual size. Writers keep this limit."""
+"""Maximum size of one file in bytes: about MAX_FILE_RECORDS records of 300 bytes, the usual size. Writers obey this
+limit."""
 
 
 class EvidenceLine(Struct, frozen=True):
@@ -67,7 +68,7 @@ class NodeReleased(Struct, frozen=True, tag_field="kind", tag="node_released"):
 
 
 class Checkpoint(Struct, frozen=True, tag_field="kind", tag="checkpoint"):
-    """The run still holds its nodes. If its records break off, the nodes count as held until the last record."""
+    """The run still holds its nodes. Without a RunEnded, the nodes count as held until the file's last record."""
 
     at: float
 
@@ -77,8 +78,8 @@ class FindingRecord(Struct, frozen=True, tag_field="kind", tag="finding"):
 
     at: float
     node: str
-    """Node that the finding is about, or node of the replica that it is about. Empty if the node is unknown, or if the
-    finding is about several nodes."""
+    """Node that the finding is about, or the node of the replica that it is about. Empty if the node is unknown, or if
+    the finding is about several nodes."""
     detector: str
     verdict: Verdict
     cause: Cause
@@ -90,10 +91,10 @@ class FindingRecord(Struct, frozen=True, tag_field="kind", tag="finding"):
     """Component of the node: a GPU's UUID, a port, a path."""
     proof: bool = False
     count: int = 1
-    """How often this manager has made the finding since it was raised; 0 if an earlier manager raised it."""
+    """How often this manager has recorded the finding since it was raised; 0 if an earlier manager raised it."""
     evidence: tuple[EvidenceLine, ...] = ()
     injected: bool = False
-    """Whether a fault was injected on the node, so that the finding does not count against it."""
+    """Whether a fault was injected on the node, so that the finding does not count against the node."""
     flags: tuple[Flag, ...] = ()
     """Flags of the finding, so that a report need not parse evidence."""
 
@@ -125,8 +126,8 @@ class Failed(Struct, frozen=True, tag_field="kind", tag="failed"):
     node: str
     incarnation: str = ""
     stalled_replicas: tuple[str, ...] = ()
-    """Replicas that stopped because of the failure, the failed one included. A :class:`RecoveryDone` reports for each
-    when it worked again."""
+    """Replicas that stopped because of the failure, including the failed replica. A :class:`RecoveryDone` for each of
+    them reports when it worked again."""
     cause: str = ""
     detector: str = ""
     remedy: str = ""
@@ -144,7 +145,7 @@ class Failed(Struct, frozen=True, tag_field="kind", tag="failed"):
 class RecoveryDone(Struct, frozen=True, tag_field="kind", tag="recovery_done"):
     """A replica works again or, if ``ok`` is false, the run ended first.
 
-    ``gpu_hours`` is the idle time of its GPUs from ``since`` to ``at``.
+    ``gpu_hours`` is the idle time of the replica's GPUs from ``since`` to ``at``.
     """
 
     at: float
@@ -191,7 +192,7 @@ class SourcedRecord(Struct, frozen=True):
     run: str
     record: Record
     trusted: bool = False
-    """Whether the file belongs to root: an administrator's own run, which needs no second witness."""
+    """Whether root owns the file. Root's records need no second witness."""
 
 
 class _Header(Struct, frozen=True):
@@ -204,9 +205,10 @@ _decode_header = msgspec.json.Decoder(_Header).decode
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(Record).decode
 _ESCAPED = re.compile(rb"\\(.)", re.DOTALL)
-"""Escaped characters of a line. rrl writes printable text, of which JSON escapes only quotes and backslashes."""
+"""Pattern of an escaped character in a line. rrl writes printable text, in which JSON escapes only quotes and
+backslashes."""
 _FILE = re.compile(r"(?P<run>[A-Za-z0-9][A-Za-z0-9._-]{0,200})\.(?P<epoch>[0-9]{6,18})\.jsonl")
-"""Names of history files. Users may give files any name, including one with a terminal's control sequences."""
+"""Pattern of the names of history files. Users may give files any name, even with control sequences for a terminal."""
 
 
 def encode_line(record: Record) -> bytes:
@@ -217,8 +219,8 @@ def encode_line(record: Record) -> bytes:
 def read_line(text: bytes) -> Record | None:
     """Return the record of a line, or None if it is torn, damaged or of an unknown kind.
 
-    Any user can write such a file. Therefore these count as damage, too: invalid times (not finite, negative, beyond
-    the year 9999), invalid names, and characters that would move a terminal's cursor.
+    Any user can write such a file. So invalid times (not finite, negative, beyond the year 9999), invalid names, and
+    characters that would move a terminal's cursor count as damage too.
     """
     text = text.strip()
     if not text or len(text) > MAX_LINE_BYTES or any(sign not in b'"\\/' for sign in _ESCAPED.findall(text)):
@@ -246,7 +248,7 @@ def parse_file_name(name: str) -> tuple[str, int] | None:
 def file_schema(first_line: bytes) -> int | None:
     """Return the schema that a file's first line states; None if the line is torn, damaged or states none.
 
-    It reads files of every version: all of them name the schema in their first line.
+    Files of every version name their schema in the first line.
     """
     try:
         return _decode_header(first_line).schema
@@ -255,7 +257,7 @@ def file_schema(first_line: bytes) -> int | None:
 
 
 def is_attributable(record: Record, user: str, run: str) -> bool:
-    """Return whether the file of this user and run may contain the record: a RunStarted must name the same ones."""
+    """Return whether a RunStarted names this user and run, which own the file; True for any other record."""
     return not isinstance(record, RunStarted) or (record.user == user and record.run == run)
 
 

@@ -1,7 +1,7 @@
-"""Selects the files of a history folder to read: regular files that belong to the folder's user, within limits.
+"""Select the files of a history folder that are read: regular files of the folder's user, within limits.
 
-Kind, owner, size and holes of an opened file are checked before anything is read, so that no user's file can block or
-fill an administrator's report. Every file that is left out is reported with the reason.
+Kind, owner, size and holes of an opened file are checked before it is read, so that no user's file can block or fill an
+administrator's report. Every file that is left out is reported with the reason.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from msgspec import Struct
 from .records import MAX_FILE_BYTES, MAX_FILE_RECORDS, MAX_LINE_BYTES, parse_file_name
 
 MAX_USER_ENTRIES = 50_000
-"""Entries of a user's folder that are examined: each costs a stat, 1 ms over NFS."""
+"""Maximum number of entries of a user's folder that are examined. Each entry costs a stat, 1 ms over NFS."""
 MAX_USER_FILES = 3000
-"""Files of a user that are read: a hundred runs a day for a month."""
+"""Maximum number of files of a user that are read: a hundred runs a day for a month."""
 MAX_USER_BYTES = 512 * 2**20
-"""Bytes of all files of a user: what a report reads in about 10 s."""
+"""Maximum number of bytes in all files of a user, which a report reads in about 10 s."""
 MAX_USER_RECORDS = 500_000
-"""Records of a user that are stored: a hundred runs at once, each with a checkpoint every half hour, for three months;
-in a report they take about 300 MB of memory."""
+"""Maximum number of stored records of a user: a hundred concurrent runs, each with a checkpoint every half hour, for
+three months. In a report they take about 300 MB of memory."""
 MAX_USER_REASONS = 5
-"""Rejected files of a user that are named with the reason; of further rejected files only the number is reported."""
+"""Maximum number of rejected files of a user that are named with the reason; further rejected files are counted."""
 _UID_DIGITS = 10
-"""Number of decimal digits of 2^32, the limit of uids."""
+"""Maximum number of decimal digits of a uid, which is below 2^32."""
 
 
 class RejectedFile(Exception):
-    """Raised instead of reading a file of a user's history; the text gives the reason."""
+    """A file of a user's history is not read; the text gives the reason."""
 
 
 class UserFolder(Struct, frozen=True):
@@ -42,7 +42,8 @@ class UserFolder(Struct, frozen=True):
 
     path: Path
     user: str
-    """Name of the user, or the uid if it has no name. Folders named after a user's name and uid belong to one user."""
+    """Name of the user, or the uid if it has no name. A folder named after the uid belongs to the same user as the
+    folder named after the name."""
     uid: int
 
 
@@ -87,7 +88,7 @@ class Rejections:
 
 
 def user_folders(folder: Path, rejections: Rejections) -> Iterator[UserFolder]:
-    """Yield the folders that belong to the user that they are named after, or that root created for that user.
+    """Yield the folders that are owned by the user in their name, or by root.
 
     Raises OSError if ``folder`` cannot be read.
     """
@@ -104,7 +105,7 @@ def user_folders(folder: Path, rejections: Rejections) -> Iterator[UserFolder]:
 
 
 def newest_files(folder: UserFolder, rejections: Rejections) -> Iterator[tuple[Path, str]]:
-    """Yield each history file and the run that it is named after, the file written last first. Raises OSError."""
+    """Yield each history file and the run in its name, newest file first. Raises OSError."""
     with os.scandir(folder.path) as entries:
         found = list(islice(entries, MAX_USER_ENTRIES + 1))
     if len(found) > MAX_USER_ENTRIES:
@@ -170,7 +171,7 @@ def _check_regular(about: os.stat_result) -> None:
 
 
 def _has_hole(fd: int, size: int) -> bool:
-    """Return whether a part of the file was never written; False where the file system cannot tell."""
+    """Return whether a part of the file was never written; False if the file system cannot report this."""
     try:
         return bool(size) and os.lseek(fd, 0, os.SEEK_HOLE) < size
     except OSError:

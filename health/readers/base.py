@@ -1,7 +1,7 @@
-"""The interface of readers: each reads one source on this node and returns what it read, without judging it.
+"""The interface of readers. A reader reads one source on this node and returns the data without judging it.
 
-A module of this package contains one class that implements :class:`Reader`. :mod:`rrl.health.readers.isolation.client`
-runs each reader in a process of its own with a deadline, because any of them may hang.
+Each reader is a class that implements :class:`Reader`. :mod:`rrl.health.readers.isolation.client` runs each reader in a
+process of its own with a deadline, because any reader may hang.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ START_TIMEOUT_S = 20.0
 
 
 class NotInstalled(Exception):
-    """The node lacks what the reader reads: a driver, device or service. The text names what is missing."""
+    """The node lacks the reader's source: a driver, device or service, which the text names."""
 
 
 class PermissionDenied(Exception):
@@ -29,7 +29,7 @@ class ReaderOptions(Struct, frozen=True, kw_only=True):
     """Sources that the readers read. The root folders differ from the defaults only in tests."""
 
     mounts: tuple[str, ...] = ("/", "/tmp")
-    """Paths that the node needs; the caller adds the run's folder and the home."""
+    """Paths that must answer; the caller adds the run's folder and the home directory."""
     mount_timeout_s: float = 10.0
     """Seconds within which each of ``mounts`` must answer (the same as in NVRx's storage check)."""
     exporter: str = "http://127.0.0.1:9400/metrics"
@@ -47,7 +47,7 @@ class ReaderOptions(Struct, frozen=True, kw_only=True):
 
 
 class Reader(Protocol):
-    """A reader of one source. It is created in the process that reads, so that no driver is opened earlier."""
+    """A reader of one source. It is created in the process that reads, so that no other process opens the driver."""
 
     name: str
     """Name of the reader, one of :data:`rrl.health.readers.samples.READERS`."""
@@ -80,4 +80,4 @@ READER_CLASSES = {
     "fabric": "rrl.health.readers.fabric:FabricReader",
     "host": "rrl.health.readers.host:HostReader",
 }
-"""Reader name → ``module:Class``; the class is imported only in the reader's own process."""
+"""``module:Class`` of each reader, by its name. The class is imported only in the reader's own process."""

@@ -1,7 +1,7 @@
 """Reader of InfiniBand and RoCE ports, from ``/sys/class/infiniband``.
 
 Source: linux Documentation/ABI/stable/sysfs-class-infiniband. A read of a port's ``counters`` makes the driver query
-the device. If the device has failed, the read may hang; that is why this reader has a process of its own.
+the device. The read may hang if the device has failed, so this reader has a process of its own.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ _NOT_SUPPORTED = "not supported"
 _CHAR_CLASSES = ("infiniband_verbs", "infiniband_mad")
 """Device classes of uverbs*, and of umad* and issm*."""
 _IGNORED_DEVICES = ("issm", "abi_version")
-"""Device files that may be missing: ``issm`` serves subnet managers, and many sites omit it (NVSentinel's check of it
-is off by default)."""
+"""Device files that may be missing. ``issm`` serves subnet managers, and many sites omit it (NVSentinel does not check
+it by default)."""
 
 
 class FabricReader:
@@ -51,7 +51,7 @@ class FabricReader:
         return FabricData(tuple(ports), tuple(self._missing()))
 
     def close(self) -> None:
-        """Do nothing: the reader keeps nothing open."""
+        """Do nothing, since the reader keeps nothing open."""
         pass
 
     def _missing(self) -> Iterator[str]:
@@ -93,7 +93,7 @@ def _port(root: str, device: str, port: int) -> FabricPort:
 def _carrier_changes(device: str, port: str, unread: dict[str, str]) -> int | None:
     """Return the carrier changes of the port's network interface; None if unknown.
 
-    For RoCE, ``gid_attrs/ndevs`` names the interface. For IPoIB, the device's interfaces with this port number count.
+    For RoCE, ``gid_attrs/ndevs`` names the interface. For IPoIB, the interface is found by the device and port number.
     """
     named = _text(f"{port}/gid_attrs/ndevs/0", "", {})
     number = os.path.basename(port)

@@ -15,17 +15,18 @@ from .mounts import Mounts
 from .samples import HostData, StuckProcess
 
 ZOMBIE_AGE_S = 300.0
-"""Age (s) from which a zombie counts; as in the zombie check of Meta's gcm."""
+"""Minimum age (s) of a zombie that is counted, as in the zombie check of Meta's gcm."""
 MAX_STUCK_PROCESSES = 50
-"""Maximum number of stuck processes in one sample, longest stuck first: a dead file system may block hundreds."""
+"""Maximum number of stuck processes in one sample, longest stuck first. A dead file system may block hundreds of
+processes."""
 SCAN_TIMEOUT_S = 5.0
 """Seconds that reading all of /proc may take."""
 _KERNEL_THREAD = 0x00200000
 """PF_KTHREAD (linux include/linux/sched.h): kernel threads are often in state D without a fault."""
 _KERNEL_REFRESH_READS = 30
-"""Reads after which the kernel threads are determined again: a pid may have been reused."""
+"""Number of reads after which the list of kernel threads is renewed, because a pid may have been reused."""
 _STAT_BYTES = 1024
-"""Bytes read of a stat file, which has about 300."""
+"""Maximum number of bytes read from a stat file, which has about 300 bytes."""
 _ObservedSince = dict[tuple[int, int], float]
 """(pid, start time) → time since which it has been observed (s, monotonic)."""
 
@@ -36,7 +37,8 @@ class HostReader:
     name = "host"
     interval_s = 10.0
     timeout_s = 30.0
-    """Longer than the mounts may take (:attr:`rrl.health.readers.base.ReaderOptions.mount_timeout_s`)."""
+    """Timeout (s) of a read, longer than the timeout of the mounts
+    (:attr:`rrl.health.readers.base.ReaderOptions.mount_timeout_s`)."""
 
     def __init__(self, options: ReaderOptions) -> None:
         self._proc, self._sysfs = options.proc, options.sysfs
@@ -99,7 +101,8 @@ class HostReader:
     def _state(self, pid: int) -> tuple[str, str, int]:
         """Return state, command name and start time (ticks) of a process in state ``D`` or ``Z``, else empty values.
 
-        Kernel threads give empty values too. They are remembered, because on a large node they are the majority.
+        Kernel threads give empty values too. Their pids are kept, because on a large node most processes are kernel
+        threads.
         """
         if pid in self._kernel:
             return "", "", 0
@@ -142,7 +145,8 @@ class HostReader:
     def _table(self, name: str, fields: dict[str, str], unread: dict[str, str]) -> dict[str, int]:
         """Read a file of ``key: value ...`` or ``key value`` lines.
 
-        ``fields`` maps the wanted keys to the field names under which missing ones are noted in ``unread``.
+        ``fields`` maps the wanted keys to field names. If a key is missing, the reason is stored in ``unread`` under
+        its field name.
         """
         found: dict[str, int] = {}
         why: dict[str, str] = {}

@@ -2,13 +2,12 @@
 
 Every process that reads ``/dev/kmsg`` receives every record, from the oldest that the kernel still holds. A record is
 ``priority,sequence,microseconds,flags;text`` (linux Documentation/ABI/testing/dev-kmsg), followed by property lines
-that begin with a blank. Its time is that of CLOCK_MONOTONIC. There is no way around a missing permission: the systemd
-journal requires a permission as well.
+that begin with a blank. Its time is from CLOCK_MONOTONIC. Without the permission to read ``/dev/kmsg`` there is no
+other source, since the systemd journal requires a permission as well.
 
-Only the kernel's own records count. ``priority >> 3`` is the facility: 0 is the kernel, which no program can use; a
-program that writes to /dev/kmsg gets 1 (user) or the value above 0 that it names (linux kernel/printk/printk.c,
-devkmsg_write). A record with the flag ``c`` or ``+`` is ignored: it continues another record, so its text may begin in
-the middle of a line.
+Only the kernel's own records count. ``priority >> 3`` is the facility. Facility 0 is the kernel; a program that writes
+to /dev/kmsg gets 1 (user) or a value above 0 that it names (linux kernel/printk/printk.c, devkmsg_write). A record with
+the flag ``c`` or ``+`` is ignored: it continues another record, so its text may begin in the middle of a line.
 
 The kernel prints names that users choose: a crashing program's ``comm`` and file name, or the prefix of a packet filter
 rule. No node may be drained because of such a name:
@@ -39,10 +38,10 @@ from .samples import KernelData, KernelEvent
 Kind = Literal["xid", "sxid", "mce", "oom", "nic", "io", "filesystem", "filesystem_back", "hung_task"]
 
 MAX_TEXT_CHARS = 300
-"""Characters of a line that are kept."""
+"""Maximum number of characters kept of a line."""
 
 OFF_THE_BUS = 79
-"""Xid of a GPU that has fallen off the bus; drivers also report this without a number."""
+"""Xid of a GPU that has fallen off the bus; drivers also report this fault without a number."""
 
 _PCI = rb"(?:PCI:)?(?P<pci>[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2})(?:\.\d)?"
 _BUS = rb"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-9a-f]"
@@ -66,8 +65,8 @@ _BEGINS_WITH_A_NAME = re.compile(
     rb"| in "
 )  # fmt: skip
 _PACKET_FILTER = re.compile(rb"IN=[\w.@-]* OUT=[\w.@-]* ")
-"""Part of each message of a packet filter (linux net/netfilter/nf_log_syslog.c). The text before this part is the
-prefix that the filter rule sets, of up to 127 bytes."""
+"""Part of each message of a packet filter (linux net/netfilter/nf_log_syslog.c). Before this part is a prefix of up to
+127 bytes that the filter rule sets."""
 
 _PATTERNS: tuple[tuple[Kind, bytes], ...] = (
     # NVIDIA, "Xid Errors": ``NVRM: Xid (PCI:0000:cb:00): 13, pid='<unknown>', name=<unknown>, Graphics SM Warp ...``;
@@ -152,7 +151,7 @@ def recognise(line: bytes, age: float) -> KernelEvent | None:
 
     Args:
         line: The text of the record, after its first semicolon, as /dev/kmsg escapes it.
-        age: Seconds since the kernel wrote it.
+        age: Seconds since the kernel wrote the record.
     """
     if _PREFILTER.search(line) is None or _BEGINS_WITH_A_NAME.match(line) or _PACKET_FILTER.search(line):
         return None
@@ -177,15 +176,15 @@ def _pci(text: bytes | None) -> str:
 
 
 MAX_EVENTS = 200
-"""Events in one sample; further ones count as dropped."""
+"""Maximum number of events in one sample; further events count as dropped."""
 _MAX_READ_S = 0.5
-"""Seconds for which one read takes lines. The next read takes the rest of a flood; lines that the kernel overwrites
-before that are counted as dropped."""
+"""Maximum seconds for which one read takes lines. The next read takes the rest of a flood; lines that the kernel
+overwrites meanwhile are counted as dropped."""
 _FACILITY_SHIFT = 3
 _KERNEL_FACILITY = 0
 _CONTINUATIONS = (b"c", b"+")
 _NVIDIA = "0x10de"
-"""PCI vendor id."""
+"""PCI vendor id of NVIDIA."""
 _MAX_RECORD_BYTES = 8192
 """Size in bytes of the read buffer: the kernel's CONSOLE_EXT_LOG_MAX, because the kernel rejects a read into a smaller
 buffer than the record needs."""
@@ -215,10 +214,10 @@ class KernelReader:
         self._options = options
         self._pci, self._driver = f"{options.sysfs}/bus/pci/devices", f"{options.proc}/driver/nvidia/gpus"
         self._devices = self._nvidia_devices()
-        """PCI addresses of all NVIDIA devices found so far: a GPU that falls off the bus may disappear from the
+        """PCI addresses of all NVIDIA devices found so far, because a GPU that falls off the bus may disappear from the
         lists."""
         self._listed = True
-        """Whether the devices have been listed during this read: a storm of Xids must list them only once."""
+        """Whether the devices have been listed during this read, so that a storm of Xids lists them only once."""
         self._partial_line = b""
         self._next_sequence: int | None = None
         """Sequence number of the next record."""
@@ -254,7 +253,7 @@ class KernelReader:
         os.close(self._fd)
 
     def _handle_line(self, line: bytes, now: float, events: list[KernelEvent]) -> int:
-        """Process one line and return how many records were lost before it."""
+        """Process one line and return how many records were lost before this line."""
         head, found, text = line.partition(b";")
         fields = head.split(b",")
         if not found or line.startswith(b" ") or len(fields) < 4 or not b"".join(fields[:3]).isdigit():
@@ -311,8 +310,8 @@ class KernelReader:
 def _most_relevant(events: list[KernelEvent], max_events: int) -> list[KernelEvent]:
     """Return at most ``max_events`` events, in their order.
 
-    The first event about a subject has priority over repetitions, and Xids over other kinds. So a flood of one message
-    hides no other message, and no flood hides a new Xid.
+    The first event about a subject has priority over repetitions, and Xids have priority over other kinds. So a flood
+    of one message hides no other message, and no flood hides a new Xid.
     """
     if len(events) <= max_events:
         return events

@@ -1,9 +1,9 @@
 """Probe paths whose file systems may hang, each in a short-lived process of its own.
 
-A process that does not return is left alone, and its path counts as unanswered until it returns. A single waiting
+A process that does not return is left running, and its path counts as unanswered until it returns. A single waiting
 process proves little, because its request may have been lost and the next request may be answered. So
 :data:`~rrl.health.readers.samples.MOUNT_ATTEMPTS` processes, started one after another, probe such a path within one
-read. The path answers if any of them returns.
+read. The path answers if any of these processes returns.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class _MountProbe(msgspec.Struct):
     began: float
     """Start time of the process (s, monotonic)."""
     needed: bool = True
-    """Whether the answer is still needed. If another process has answered for the path, this process was killed and
-    only has to be reaped."""
+    """Whether the answer is still needed. It is not if another process has answered for the path; this process was then
+    killed and only has to be reaped."""
 
 
 class Mounts:
@@ -62,7 +62,7 @@ class Mounts:
     def read(self) -> tuple[Mount, ...]:
         """Probe all paths and return the results.
 
-        Blocks for at most ``timeout_s``, and not at all for paths that did not answer before.
+        Blocks for at most ``timeout_s`` seconds, and not at all for paths that have not answered an earlier read.
         """
         self._gather((), 0.0)  # answers since the last read are outdated: these paths are probed again
         hanging = {look.path for look in self._probes.values() if look.needed}
@@ -91,9 +91,9 @@ class Mounts:
         self._probes[look.answer_fd] = look
 
     def _gather(self, waited: Collection[str], timeout_s: float) -> dict[str, _MountAnswer]:
-        """Return the answers by path: all that have arrived, and those for ``waited`` that arrive within ``timeout_s``.
+        """Wait up to ``timeout_s`` seconds for the answers of the paths ``waited``, and return all answers by path.
 
-        Kill the other probes of a path that has answered.
+        Kills the other probes of a path that has answered.
         """
         found: dict[str, _MountAnswer] = {}
         deadline = time.monotonic() + timeout_s

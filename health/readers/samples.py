@@ -2,9 +2,10 @@
 
 A value that could not be read is ``None`` (or an empty tuple for a tuple of devices), and ``unread`` of its struct
 gives the reason under the field's name: absent, not permitted, not supported. An unread value is neither OK nor FAIL.
-If a reader has no data at all or does not answer, the result is a :class:`Reading` without data.
+If a reader has no data or does not answer, the result is a :class:`Reading` without data.
 
-``at`` is the node's own monotonic clock (s): it orders the samples of one node and is comparable with no other clock.
+``at`` is a time of the node's own monotonic clock (s). It orders the samples of one node and cannot be compared with
+other clocks.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ READERS = ("nvml", "dcgm", "kernel", "fabric", "host")
 """Names of the readers; :data:`rrl.health.readers.base.READER_CLASSES` maps them to classes."""
 
 MOUNT_ATTEMPTS = 3
-"""Number of processes, started one after another, that probe a path that does not answer within one read."""
+"""Number of processes that probe an unanswered path within one read, started one after another."""
 
 UnreadReasons = dict[str, str]
-"""Field → why it could not be read: ``not supported``, ``not permitted``, ``no such function in this driver`` ..."""
+"""Reason why a field could not be read, by field: ``not supported``, ``not permitted``, ``no such function in this
+driver`` ..."""
 
 
 # ── NVML ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -59,24 +61,24 @@ class Gpu(Struct, frozen=True, kw_only=True):
     lost: str = ""
     """Driver's error (``GPU is lost``, ``Unknown Error``) if the GPU no longer answers; else empty."""
     recovery_action: str | None = None
-    """Recovery action that the driver states: ``none``, ``gpu_reset``, ``node_reboot``, ``drain_p2p``,
+    """Recovery action that the driver requires: ``none``, ``gpu_reset``, ``node_reboot``, ``drain_p2p``,
     ``drain_and_reset``, ``recover_imex_domain``, ``bus_reset``, ``system_reboot`` or ``unknown (N)``."""
     ecc_volatile_corrected: int | None = None
     ecc_volatile_uncorrected: int | None = None
     ecc_aggregate_corrected: int | None = None
     ecc_aggregate_uncorrected: int | None = None
     remapped_corrected: int | None = None
-    """Memory rows that were remapped because of correctable errors."""
+    """Number of memory rows that were remapped because of correctable errors."""
     remapped_uncorrected: int | None = None
     remap_pending: bool | None = None
     remap_failed: bool | None = None
     retired_corrected: int | None = None
-    """Pages retired for multiple single-bit errors, on GPUs before Ampere."""
+    """Number of pages retired for multiple single-bit errors, on GPUs before Ampere."""
     retired_uncorrected: int | None = None
-    """Pages retired for double-bit errors."""
+    """Number of pages retired for double-bit errors."""
     retired_pending: bool | None = None
     temperature: int | None = None
-    """Degrees Celsius, as all temperatures here."""
+    """Temperature in degrees Celsius, like all temperatures in this class."""
     temperature_slowdown: int | None = None
     """Temperature at which the device reduces its clocks."""
     temperature_shutdown: int | None = None
@@ -86,25 +88,25 @@ class Gpu(Struct, frozen=True, kw_only=True):
     """Clock event reasons in effect: ``gpu_idle``, ``applications_clocks``, ``sw_power_cap``, ``hw_slowdown``,
     ``sync_boost``, ``sw_thermal``, ``hw_thermal``, ``hw_power_brake``, ``display``."""
     clock_sm: int | None = None
-    """MHz."""
+    """Clock of the SMs in MHz."""
     clock_sm_max: int | None = None
     power: int | None = None
-    """mW."""
+    """Power draw in mW, like the limit below."""
     power_limit: int | None = None
     utilization: int | None = None
-    """Percent of the last sample period in which a kernel ran."""
+    """Percentage of the last sample period in which a kernel ran."""
     memory_used: int | None = None
     """Bytes."""
     memory_total: int | None = None
     processes: tuple[GpuProcess, ...] | None = None
     """Compute processes on the GPU."""
     pcie_replays: int | None = None
-    """PCIe replays since the driver was loaded."""
+    """Number of PCIe replays since the driver was loaded."""
     pcie_gen: int | None = None
     pcie_gen_max: int | None = None
-    """Highest generation that GPU and slot support together."""
+    """Highest PCIe generation that both GPU and slot support."""
     pcie_width: int | None = None
-    """Lanes in use."""
+    """Number of PCIe lanes in use."""
     pcie_width_max: int | None = None
     nvlinks: tuple[NvLink, ...] | None = None
     fabric_state: str | None = None
@@ -130,14 +132,15 @@ class NvmlData(Struct, frozen=True, tag="nvml"):
 
     driver: str
     gpus: tuple[Gpu, ...]
-    """All GPUs that NVML lists, lost ones included."""
+    """All GPUs that NVML lists, including lost GPUs."""
     xids: tuple[GpuXid, ...] = ()
     xid_events: str = ""
     """Why Xid events cannot be received; empty if they can."""
     granted: int = 0
-    """GPUs whose device files this process may open."""
+    """Number of GPUs whose device files this process may open."""
     withheld: int = 0
-    """GPUs that a device cgroup (Slurm's ConstrainDevices) withholds from this process: NVML may not list them."""
+    """Number of GPUs that a device cgroup (Slurm's ConstrainDevices) withholds from this process. NVML may not list
+    them."""
 
 
 # ── DCGM ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -174,10 +177,10 @@ class DcgmData(Struct, frozen=True, tag="dcgm"):
     gpus: tuple[DcgmGpu, ...] = ()
     incidents: tuple[DcgmIncident, ...] = ()
     unread: UnreadReasons = {}
-    """``exporter``, ``health``, ``diag`` → why it could not be read."""
+    """Why ``exporter``, ``health`` or ``diag`` could not be read, by name."""
     health_at: float | None = None
     """Time (s) of the run of ``dcgmi health`` that found the incidents; several samples may contain the same run. None
-    if ``dcgmi health`` was not run, or if each sample is a run of its own."""
+    if ``dcgmi health`` was not run, or if every sample is a new run."""
     driver_gpus: tuple[str, ...] = ()
     """UUIDs of the GPUs that the driver lists in /proc."""
 
@@ -187,7 +190,7 @@ class KernelEvent(Struct, frozen=True, kw_only=True):
     """One relevant line of the kernel log."""
 
     kind: Literal["xid", "sxid", "mce", "oom", "nic", "io", "filesystem", "filesystem_back", "hung_task"]
-    """``filesystem_back``: the server of a network file system answers again."""
+    """Kind of event; ``filesystem_back`` means that the server of a network file system answers again."""
     text: str
     """The line, at most 300 characters."""
     xid: int | None = None
@@ -202,8 +205,8 @@ class KernelEvent(Struct, frozen=True, kw_only=True):
     device: str = ""
     """Interface, disk or mount, if the line names one."""
     age: float = 0.0
-    """Seconds before the sample at which the kernel wrote the line. The first sample also contains the lines that are
-    older than the reader, so that admission knows the node's history."""
+    """Seconds between the line and the sample. The first sample also contains lines that are older than the reader, so
+    that admission knows the node's history."""
 
 
 class KernelData(Struct, frozen=True, tag="kernel"):
@@ -226,7 +229,7 @@ class FabricPort(Struct, frozen=True, kw_only=True):
     physical: str | None = None
     """Physical state: ``LinkUp``, ``Polling``, ``Disabled`` ..."""
     rate: float | None = None
-    """Gbit/s."""
+    """Rate in Gbit/s."""
     link_layer: str = ""
     """``InfiniBand`` or ``Ethernet``."""
     counters: dict[str, int] = {}
@@ -240,12 +243,12 @@ class FabricData(Struct, frozen=True, tag="fabric"):
 
     ports: tuple[FabricPort, ...] = ()
     missing_char_devices: tuple[str, ...] = ()
-    """Devices (``uverbs0``, ``umad1`` ...) that the kernel lists and ``/dev/infiniband`` lacks."""
+    """Devices (``uverbs0``, ``umad1`` ...) that the kernel lists but ``/dev/infiniband`` lacks."""
 
 
 # ── host ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 class Mount(Struct, frozen=True, kw_only=True):
-    """A path that the node needs, as probed by a process of its own because it may hang."""
+    """A path that the node needs, probed by a separate process because the path may hang."""
 
     path: str
     answers: bool
@@ -253,17 +256,17 @@ class Mount(Struct, frozen=True, kw_only=True):
     why: str = ""
     """Why the path does not answer: ``did not answer within 10 s``, or the system's error."""
     attempts: int = 0
-    """Number of processes, started one after another to probe the path, of which none has returned."""
+    """Number of processes that probed the path, one after another, without returning."""
     hung_for: float = 0.0
-    """Seconds since the first of these processes was started."""
+    """Seconds since the start of the first of these processes."""
     filesystem: str = ""
     used: float | None = None
-    """Fraction of the bytes available to users that is in use, 0 to 1."""
+    """Fraction (0 to 1) of the bytes available to users that is in use."""
     inodes_used: float | None = None
 
 
 class StuckProcess(Struct, frozen=True):
-    """A process in uninterruptible sleep (state D), observed there in every read for ``seconds``."""
+    """A process that was in uninterruptible sleep (state D) in every read for ``seconds``."""
 
     pid: int
     uid: int
@@ -279,7 +282,7 @@ class HostData(Struct, frozen=True, tag="host", kw_only=True):
     mounts: tuple[Mount, ...] = ()
     stuck: tuple[StuckProcess, ...] = ()
     zombies: int = 0
-    """Zombies older than 300 s."""
+    """Number of zombies older than 300 s."""
     memory_total: int | None = None
     """Bytes."""
     memory_available: int | None = None
@@ -290,7 +293,7 @@ class HostData(Struct, frozen=True, tag="host", kw_only=True):
     """Frequency governor of cpu0, if frequency scaling exists."""
     clock_source: str | None = None
     oom_kills: int | None = None
-    """Processes that the kernel killed because memory ran out: the total in /proc/vmstat."""
+    """Number of processes that the kernel killed because memory ran out: the total in /proc/vmstat."""
     unread: UnreadReasons = {}
 
 

@@ -1,7 +1,7 @@
 """Check that the source of a sample is trusted: the owner of a port on this machine, and of a program's file.
 
-Any user may listen on a free port, and create a program with any name in a folder of their own. The output of a port or
-program counts only if the port or program belongs to root, or to the user that the site's rules name.
+Any user may listen on a free port, and create a program with any name in their own folder. The output of a port or
+program is used only if the port or program belongs to root, or to the user that the site's rules name.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class NotTrusted(Exception):
 
 
 def trusted_uids(user: str) -> frozenset[int]:
-    """Return root's uid and that of ``user`` (empty: nobody else). Raises NotTrusted if there is no such user."""
+    """Return the uids of root and of ``user`` (empty: only root). Raises NotTrusted if there is no such user."""
     if not user:
         return frozenset({_ROOT})
     try:
@@ -39,8 +39,8 @@ def trusted_uids(user: str) -> frozenset[int]:
 def check_listener(proc: str, port: int, trusted: Collection[int]) -> None:
     """Raise NotTrusted unless trusted users, and no others, listen on ``port`` of 127.0.0.1.
 
-    ``proc`` is the root of procfs. The uid in its table is that of the process that created the listening socket (linux
-    Documentation/networking/proc_net_tcp.rst); the uid of an accepted connection would prove nothing.
+    ``proc`` is the root of procfs. The uid in its table belongs to the process that created the listening socket (linux
+    Documentation/networking/proc_net_tcp.rst).
     """
     owners = _listeners(proc, port)
     if not owners:
@@ -53,7 +53,7 @@ def check_listener(proc: str, port: int, trusted: Collection[int]) -> None:
 def check_program(path: str, trusted: Collection[int]) -> None:
     """Raise NotTrusted unless only trusted users can replace the file and every folder on its path.
 
-    Group permissions are not checked: a group that may write to /usr/local is the site's choice.
+    Group permissions are not checked: a site may let a group write to /usr/local.
     """
     for place in {os.path.abspath(path), os.path.realpath(path)}:
         while True:

@@ -1,1 +1,1 @@
-"""The health report of a site: what the histories of all runs say about each node."""
+"""The health report of a site, from the histories of all runs: verdict, evidence and advice for each node."""

@@ -1,8 +1,8 @@
-"""Decides whether a node is accused of a fault: whether the evidence of enough users is against it. Pure.
+"""Decide whether a node is accused of a fault, which needs evidence from enough users. Pure.
 
 A user can write any record, so the records of one user alone do not accuse a node. An accusation needs hardware
-evidence of the same cause from two users, or from one user and from the node's own record, which root writes: a history
-that belongs to root, or a drain by the site's HealthCheckProgram, which ran ``rrl health check`` on the node.
+evidence of the same cause from two users, or from one user and the node's own record. Only root writes the node's own
+record: a history that belongs to root, or a drain by the site's HealthCheckProgram after ``rrl health check``.
 """
 
 from __future__ import annotations
@@ -16,26 +16,27 @@ from ...core.types import Cause
 from ..history.incidents import HARDWARE_CAUSES, RaisedFinding
 
 MIN_WITNESSES = 2
-"""Users whose evidence is needed to accuse a node."""
+"""Minimum number of users whose evidence accuses a node."""
 MAX_SCORE_BY_ONE_USER = 0.5
-"""Highest lemon score from one user: below `rates.LEMON_SCORE` (0.7), which two users with that score exceed (0.75)."""
+"""Maximum lemon score from one user's signals. It is below `rates.LEMON_SCORE` (0.7); the signals of two users can
+exceed this limit (0.75)."""
 
 
 class Witnesses(Struct, frozen=True):
-    """Users who report that a node's hardware failed for one cause."""
+    """Users who report that a node's hardware failed, all for the same cause."""
 
     users: frozenset[str] = frozenset()
     trusted: bool = False
-    """Whether one of the users is root."""
+    """Whether root is among the users."""
 
 
 class Signal(Struct, frozen=True):
-    """One occurrence of a sign that a node is a lemon (fails again and again), with the users who report it."""
+    """One occurrence of a signal that a node is a lemon (fails again and again), with the users who report it."""
 
     weight: float
     witnesses: tuple[str, ...]
     trusted: bool
-    """Whether one of the witnesses is root."""
+    """Whether root is among the witnesses."""
     confirmed: bool = False
     """Whether the signal is proof of failed hardware, and the node's own record repeats it."""
 
@@ -43,7 +44,7 @@ class Signal(Struct, frozen=True):
 def witnesses_of(findings: Iterable[RaisedFinding]) -> dict[Cause, Witnesses]:
     """Return, for each cause, the users whose runs have uncleared hardware evidence against the node.
 
-    ``findings`` are all findings against that node.
+    ``findings`` are all findings against the node.
     """
     found: dict[Cause, Witnesses] = {}
     for raised in findings:
@@ -55,9 +56,9 @@ def witnesses_of(findings: Iterable[RaisedFinding]) -> dict[Cause, Witnesses]:
 
 
 def accused_by(raised: RaisedFinding, witnesses: Mapping[Cause, Witnesses], by_check: bool) -> frozenset[str]:
-    """Return the users whose evidence accuses the node of this finding; empty if they are not enough.
+    """Return the users whose evidence accuses the node of this finding; empty if there are too few.
 
-    ``by_check`` tells whether the site's own check of the node has drained it.
+    ``by_check`` is True if the site's own check has drained the node.
     """
     same_cause = witnesses.get(raised.finding.cause, Witnesses())
     users = same_cause.users | {raised.user}

@@ -1,4 +1,4 @@
-"""Determines the open drain requests from the records of all runs. Pure."""
+"""Determine the open drain requests from the records of all runs. Pure."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from .corroboration import MIN_WITNESSES
 from .node import RECOVERED_AFTER_S
 
 MAX_REASON_CHARS = 200
-"""Characters of a drain's reason."""
+"""Maximum number of characters of a drain's reason."""
 _CLOSING_ACTIONS = ("readmitted", "undrained", "drained")
 
 
 class DrainRequest(Struct, frozen=True):
-    """A node that at least one run requests to drain, with the values of the newest request."""
+    """A node whose drain at least one run requests, with the values of the newest request."""
 
     node: str
     reason: str
@@ -34,19 +34,21 @@ class DrainRequest(Struct, frozen=True):
     users: tuple[str, ...]
     runs: tuple[str, ...]
     by: str
-    """User who requested the drain; empty if a run did."""
+    """User who requested the drain; empty if a run decided it."""
     rejection: str
     """Why the run could not drain the node itself."""
     run: str
-    """Run with the newest request."""
+    """Run that made the newest request."""
     accused: bool
-    """Whether at least two users request it, or root does: one user's request alone does not lead to a drain."""
+    """Whether at least two users, or root, request the drain. The request of one other user does not lead to a
+    drain."""
 
 
 def confirmation(request: DrainRequest, findings: Iterable[Finding]) -> Finding | None:
-    """Return the finding of a check that confirms the request: failed hardware of the requested cause.
+    """Return the finding of a check that confirms the request, or None.
 
-    A user's request without a cause is confirmed by any failed hardware. Return None if the request is not confirmed.
+    The check must have found failed hardware of the requested cause, or any failed hardware for a user's request
+    without a cause.
     """
     failed = [finding for finding in findings if finding.verdict is Verdict.FAIL and finding.cause in HARDWARE_CAUSES]
     any_cause = bool(request.by) and not request.cause
@@ -63,8 +65,8 @@ def confirmed_reason(request: DrainRequest, finding: Finding) -> str:
 def open_requests(records: Iterable[SourcedRecord]) -> list[DrainRequest]:
     """Return the open requests, combined by node.
 
-    A request is closed if its run has readmitted, undrained or drained the node since the request. A request that no
-    person made is also closed if other runs have held the node for an hour in total since then, without a new finding.
+    A request is closed once its run has readmitted, undrained or drained the node. A request that no person made is
+    also closed once other runs have held the node for an hour in total without a new finding.
     """
     standing: dict[tuple[str, str, str, bool], ActionTaken] = {}
     records = sorted(records, key=lambda sourced: sourced.record.at)
@@ -89,7 +91,7 @@ def open_requests(records: Iterable[SourcedRecord]) -> list[DrainRequest]:
 
 
 class _NodeOutcomes:
-    """For each node, which runs held it and when a fault was last found."""
+    """The runs that held each node, and the times at which faults of the node were found."""
 
     def __init__(self, histories: list[RunHistory]) -> None:
         self._spans: dict[str, list[tuple[Span, tuple[str, str]]]] = defaultdict(list)

@@ -40,7 +40,8 @@ class RecordIndex:
         self._by_others: dict[tuple[str, tuple[str, str], float], float] = {}
         self.spans: dict[str, list[tuple[Span, RunHistory]]] = defaultdict(list)
         self.gpus: dict[str, list[tuple[Span, int]]] = defaultdict(list)
-        """Intervals in which runs held GPUs of a node; two runs on one node have an entry each."""
+        """Intervals (s) in which runs held GPUs of a node, with the number of GPUs. Two runs on one node have separate
+        entries."""
         for history in histories:
             for raised in raised_findings(history):
                 self.findings[raised.finding.node].append(raised)
@@ -59,7 +60,7 @@ class RecordIndex:
         self.lemon_held_s = sum(self.held_s(node, self.lemon_since) for node in self.spans)
 
     def nodes(self, only: frozenset[str] | None) -> list[str]:
-        """Return the nodes with anything to report in the window."""
+        """Return the nodes about which the window contains records."""
         named = {node for node in (*self.spans, *self.findings, *self.actions) if self._in_window(node)}
         named |= {incident.node for incident in self.incidents if incident.node and incident.at >= self.since}
         return sorted(named if only is None else named & only)
@@ -91,7 +92,7 @@ class RecordIndex:
         return incident.owner == INFRA and not incident.injected and incident.at >= self.lemon_since
 
     def nodes_with_same_cause(self, cause: Cause, at: float) -> set[str]:
-        """Return the nodes whose hardware failed a check for this cause within 10 min of ``at``."""
+        """Return the nodes on which a hardware check failed for this cause within 10 min of ``at`` (s)."""
         entries = self._hardware.get(cause, [])
         first, last = (
             bisect_left(entries, (at - SAME_INCIDENT_S, "")),

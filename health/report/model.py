@@ -1,4 +1,4 @@
-"""The values of a report, whose names are those of its JSON. Times are s since 1970."""
+"""The values of a report. Its JSON has the same names. Times are s since 1970."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ReportLine(Struct, frozen=True):
 
 
 class DrainState(Struct, frozen=True):
-    """The state of a node in the cluster now.
+    """The present state of a node in the cluster.
 
     ``owner`` is ``rrl``, ``foreign`` or empty; an empty ``state`` means that the cluster was not queried.
     """
@@ -33,19 +33,20 @@ class DrainState(Struct, frozen=True):
     booted: float = 0.0
     """Time of the boot (s since 1970); 0: unknown."""
     gpus: int | None = None
-    """GPUs that Slurm has configured; None: unknown."""
+    """Number of GPUs in Slurm's configuration; None: unknown."""
     partitions: tuple[str, ...] = ()
     """Partitions that contain the node."""
     by_check: bool = False
-    """Whether root's HealthCheckProgram drained it (``rrl:health:``). Such a drain counts as the node's own record."""
+    """Whether root's HealthCheckProgram drained the node (``rrl:health:``). Such a drain counts as the node's own
+    record."""
 
 
 class NodeReport(Struct, frozen=True):
-    """What the report says about one node."""
+    """The part of the report about one node."""
 
     node: str
     verdict: str
-    """Verdict according to the open findings; WARN instead of FAIL if only the records of one user support it."""
+    """Verdict from the open findings; WARN instead of FAIL if only the records of one user support a FAIL."""
     as_of: float
     """Time of the last record of a run that held the node."""
     cause: str
@@ -62,9 +63,9 @@ class NodeReport(Struct, frozen=True):
     facts: dict[str, str]
     """Serial number, boot id, driver and VBIOS, if evidence names them."""
     incidents: int
-    """Failures of infrastructure."""
+    """Number of failures of infrastructure."""
     other_failures: int
-    """Failures of software and users on this node."""
+    """Number of failures of software and users on this node."""
     injected: int
     gpu_hours_lost: float
     node_hours: float
@@ -72,9 +73,9 @@ class NodeReport(Struct, frozen=True):
     runs: list[str]
     users: list[str]
     witnesses: list[str]
-    """Users whose runs report failed hardware here; root's records suffice, otherwise at least two users are needed."""
+    """Users whose runs report failed hardware on this node. Root, or two users, suffice for an accusation."""
     accused: bool
-    """Whether there are enough witnesses for the verdict FAIL, a remedy, a drain or the term lemon."""
+    """Whether there are enough witnesses for the verdict FAIL, a remedy, a drain or the name lemon."""
     related_nodes: list[str]
     """Other nodes whose hardware failed for the same cause within 10 min of this node's failure."""
     actions: list[ReportLine]
@@ -103,7 +104,7 @@ class Day(Struct, frozen=True):
     at: float
     node_days: float
     failures: dict[str, int]
-    """Failures by cause; those of software and users are counted as ``software`` and ``user``."""
+    """Number of failures by cause. Failures of software and users are counted as ``software`` and ``user``."""
 
 
 class SiteReport(Struct, frozen=True):
@@ -118,7 +119,7 @@ class SiteReport(Struct, frozen=True):
     node_days: float
     gpu_days: float
     failures: int
-    """Failures of infrastructure, without injected ones."""
+    """Number of failures of infrastructure, without injected failures."""
     other_failures: int
     injected: int
     failures_per_1000_node_days: Rate
@@ -130,9 +131,9 @@ class SiteReport(Struct, frozen=True):
     lemons: list[str]
     days: list[Day]
     correlated: list[ReportLine]
-    """Findings on many nodes at once, which count against no node; the five newest."""
+    """The five newest findings on many nodes at once, which count against no node."""
     lines_lost: int
-    """Lines that runs could not write into their histories."""
+    """Number of lines that runs could not write into their histories."""
 
 
 class Report(Struct, frozen=True):

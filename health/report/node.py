@@ -19,8 +19,8 @@ from .model import DrainState, NodeReport, ReportLine
 
 MAX_EVIDENCE_LINES = 5
 RECOVERED_AFTER_S = 3600.0
-"""Seconds after which a finding that was never cleared counts as past: for so long other runs must have held the node
-without the same finding."""
+"""Seconds for which other runs must have held the node without the same finding, so that a finding that was never
+cleared counts as past."""
 ADVICE = {
     Remedy.NONE: "watch",
     Remedy.RESTART: "nothing: a restart of the application is enough",
@@ -107,7 +107,7 @@ def _is_open(index: RecordIndex, node: str, raised: RaisedFinding) -> bool:
     """Return whether the finding is open.
 
     A finding is open if it was never cleared, no later finding of the same detector replaces it, and other runs have
-    not yet held the node for ``RECOVERED_AFTER_S`` since.
+    not held the node for ``RECOVERED_AFTER_S`` since then.
     """
     if raised.until < inf:
         return False
@@ -161,7 +161,7 @@ def _report_line(raised: RaisedFinding, i: int) -> ReportLine:
 
 
 def _facts(findings: list[RaisedFinding]) -> dict[str, str]:
-    """Return serial numbers and versions that the evidence names; the newest value counts."""
+    """Return serial numbers and versions from the evidence; of several values, the newest."""
     facts: dict[str, str] = {}
     for raised in findings:
         if raised.finding.component.startswith("GPU-"):
@@ -192,8 +192,8 @@ def _remedy(accusing: list[RaisedFinding], infra: list[Incident]) -> Remedy:
 def _advice(verdict: str, remedy: Remedy, lemon: lemons.Lemon, drain: DrainState, alone: list[str]) -> str:
     """Return the recommended action.
 
-    ``alone`` names the users who report open findings about the node, if their records together are not enough to
-    accuse it (:mod:`.corroboration`).
+    ``alone`` names the users who report open findings about the node, if they are too few to accuse the node
+    (:mod:`.corroboration`).
     """
     if drain.owner == "foreign":
         return "none: it is already drained"
@@ -252,16 +252,16 @@ def _action(history: RunHistory, act: ActionTaken) -> ReportLine:
 
 
 def _is_shared(index: RecordIndex, raised: RaisedFinding) -> bool:
-    """Return whether the cause of a finding is probably not this node's own fault.
+    """Return whether the cause of a finding is probably shared with other nodes.
 
-    This is so if there is no proof against this node, and other nodes failed for the same cause at about the same time.
+    It is if there is no proof against this node, and other nodes failed for the same cause at about the same time.
     """
     doubtful = Flag.HELD_BACK in raised.finding.flags or not raised.finding.proof
     return doubtful and bool(index.nodes_with_same_cause(raised.finding.cause, raised.at) - {raised.finding.node})
 
 
 def _lemon(index: RecordIndex, name: str, by_check: bool) -> lemons.Lemon:
-    """Return the node's lemon score. ``by_check`` tells whether the site's own check of the node has drained it."""
+    """Return the node's lemon score. ``by_check`` is True if the site's own check has drained the node."""
     since = index.lemon_since
     incidents = [incident for incident in index.incidents_of.get(name, []) if index.counts_for_lemons(incident)]
     critical = [raised for raised in index.findings.get(name, []) if raised.at >= since and raised.critical]

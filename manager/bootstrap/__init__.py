@@ -1,1 +1,1 @@
-"""Start managers: create the run directory, submit the manager's jobs, and check beforehand what Slurm would accept."""
+"""Start managers: check a job spec with Slurm, create the run directory, and submit the manager's jobs."""

@@ -1,4 +1,4 @@
-"""The Slurm jobs of a run's managers: one runs, and the next is pending until the first has ended for any reason.
+"""The Slurm jobs of a run's managers: one job runs, and its successor is pending until the running job ends.
 
 Slurm's own requeue would start the same job again after about 120 s (measured). A successor with
 ``--dependency=singleton`` waits in the queue under the same name and starts within seconds. It is queued in advance:
@@ -6,7 +6,7 @@ Slurm's own requeue would start the same job again after about 120 s (measured).
 submit jobs; there the only successor is the one that ``rrl submit`` queued. At the end of the run the pending successor
 is cancelled.
 
-With ``[manager] where = "pool"`` there are no such jobs: the pool's own script keeps a manager running
+With ``[manager] where = "pool"`` the manager has no job of its own: the pool's batch script keeps a manager running
 (:mod:`rrl.manager.bootstrap.pool_supervisor`).
 """
 
@@ -80,7 +80,7 @@ def _flags(options: dict[str, str]) -> dict[str, str | bool]:
 
 
 def submit(run: RunDir, spec: RunSpec, manage: Callable[[RunDir], Any]) -> None:
-    """Submit a Slurm job that runs one manager. Its program, ``MANAGER_PROGRAM``, does what ``manage(run)`` does.
+    """Submit a Slurm job whose program ``MANAGER_PROGRAM`` runs one manager, as ``manage(run)`` would.
 
     Raises:
         RuntimeError: Slurm rejected the job; the text quotes Slurm.
@@ -145,7 +145,7 @@ def own_allocation_tag(run_id: str, spec: RunSpec) -> str:
 
 
 async def ensure_successor(run: RunDir, spec: RunSpec, manage: Callable[[RunDir], Any]) -> None:
-    """Queue the next manager's job, unless one is pending, once this manager has run for ``STABLE_AFTER_S`` seconds.
+    """Wait until this manager has run for ``STABLE_AFTER_S`` seconds, then queue its successor unless a job is pending.
 
     Does nothing outside of a manager's job. Retries while Slurm does not answer.
     """
@@ -168,7 +168,7 @@ async def ensure_successor(run: RunDir, spec: RunSpec, manage: Callable[[RunDir]
 
 
 async def is_queued(job: str, *options: str) -> bool:
-    """Return whether a job of that name is pending or running. Further squeue ``options`` narrow the search.
+    """Return whether a job with the name ``job`` is pending or running; ``options`` of squeue narrow the search.
 
     Raises:
         Refused, Unanswered: squeue failed.
@@ -182,7 +182,8 @@ async def is_queued(job: str, *options: str) -> bool:
 async def cancel_pending(run_id: str, spec: RunSpec) -> str:
     """Cancel pending manager jobs.
 
-    Returns an error text on failure (harmless: a late manager exits at once), else "".
+    Returns an error text on failure, else "". A failure is harmless: a manager that starts after the run's end exits at
+    once.
     """
     try:
         ended = await execute(
@@ -194,7 +195,7 @@ async def cancel_pending(run_id: str, spec: RunSpec) -> str:
 
 
 async def none_pending(run_id: str, spec: RunSpec) -> bool:
-    """Cancel pending manager jobs and return whether certainly no manager job of this run is pending or running."""
+    """Cancel pending manager jobs; return whether it is certain that no manager job is pending or running."""
     if await cancel_pending(run_id, spec):
         return False
     try:

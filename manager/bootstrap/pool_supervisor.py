@@ -25,10 +25,10 @@ RESTART_DELAY_S = 1.0
 """Seconds before a manager that died is restarted. Doubles with each manager that ran for less than
 ``STABLE_AFTER_S``."""
 MAX_RESTART_DELAY_S = 60.0
-"""Upper limit of that delay in seconds."""
+"""Upper limit of the restart delay in seconds."""
 STABLE_AFTER_S = 60.0
-"""Seconds after which a manager's start counts as successful: a cause that ends it earlier would also end the next.
-From then on the delay starts again at ``RESTART_DELAY_S``, and a manager in a job of its own queues its successor."""
+"""Seconds after which a manager's start counts as successful. After a successful start the restart delay is
+``RESTART_DELAY_S`` again, and a manager in a job of its own queues its successor."""
 MAX_FUTILE_STARTS = 5
 """Number of failed managers in a row after which the nodes are released. A manager counts if it ended while certainly
 no role ran on the nodes: the run directory was removed, or no manager had begun the run. The delays between the
@@ -65,8 +65,8 @@ def main() -> int:
 def _surely_ended(run: RunDir) -> bool:
     """Return whether the run has certainly ended.
 
-    Storage that is unavailable, or a journal that cannot be read, is no reason to release the nodes, because roles may
-    be running.
+    Returns False if the storage is unavailable or the journal cannot be read: roles may be running, so the nodes must
+    not be released.
     """
     try:
         return run_ended(run)
@@ -78,7 +78,7 @@ def _surely_ended(run: RunDir) -> bool:
 def _nothing_runs(run: RunDir) -> bool:
     """Return whether certainly no role runs on the nodes: the run was removed, or no manager has begun it.
 
-    A journal that cannot be read may belong to a run whose roles are running.
+    Returns False if the journal cannot be read, because roles may be running.
     """
     try:
         return run.removed() or awaits_manager(run, Follower(run).state())
@@ -87,7 +87,7 @@ def _nothing_runs(run: RunDir) -> bool:
 
 
 def awaits_manager(run: RunDir, state: State | None) -> bool:
-    """Return whether the run waits for a manager to begin it or to carry out a request to resume it.
+    """Return whether no manager has begun this run yet, or no manager has carried out the request to resume it.
 
     ``state`` is the state of the run's journal. Raises OSError.
     """
@@ -98,7 +98,7 @@ def run_ended(run: RunDir) -> bool:
     """Return whether the journal records the run's end and no request to resume it is pending.
 
     Raises:
-        JournalError, OSError: that cannot be read.
+        JournalError, OSError: the journal or the request cannot be read.
     """
     state = Follower(run).state()
     return state is not None and state.outcome is not None and read_pending(run) is None

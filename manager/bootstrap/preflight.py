@@ -1,9 +1,9 @@
 """Check before a submission whether Slurm would accept what a job spec requests, without starting anything.
 
 ``sbatch --test-only`` is not enough. It rejects correct jobs: if nodes are down or drained, it reports the same error
-as for an impossible size (measured on 22.05: "Requested node configuration is not available"). And it accepts wrong
+as for an impossible size (measured on 22.05: "Requested node configuration is not available"). It also accepts wrong
 jobs: if EnforcePartLimits is NO, a job with a walltime beyond the partition's limit is accepted and then stays pending
-forever. So the sizes are also compared with the partitions.
+forever. rrl therefore also compares the requested sizes with the partitions.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _KEYS = (
     (r"time limit", "walltime"), (r"memory", "mem"), (r"node name", "nodelist"),
     (r"node configuration|node count|processors", "cpus"),
 )  # fmt: skip
-"""Patterns in Slurm's messages, each with the key of job.toml that the message concerns: an sbatch option, or rrl's own
-key in its place. If the key is empty, the pattern captures the option."""
+"""Patterns of Slurm's messages, each with the sbatch option or the key of job.toml that the message concerns. If it is
+empty, the pattern captures the name of the option."""
 _PERHAPS_DOWN = re.compile(r"configuration (is )?not available|nodes are busy|node not available", re.IGNORECASE)
 """Messages that Slurm also gives if nodes are down or drained."""
 
@@ -57,15 +57,15 @@ class Problem(Struct, frozen=True):
     """Key of job.toml that has to change; empty if the problem concerns no key."""
     text: str
     certain: bool = True
-    """Whether it is certain that the run needs a change."""
+    """True if the job spec must be changed; False if the job may work as it is, or could not be checked."""
 
 
 async def check_with_slurm(job: Job, spec: RunSpec, foreground: bool = False) -> list[Problem]:
-    """Return what Slurm would not accept, or what could not be checked because Slurm did not answer.
+    """Return the problems for which Slurm would reject the job, or why they could not be determined.
 
     Args:
-        job: The job. Only it shows in which table of job.toml a value was written, and so the key of a problem.
-        spec: The run spec of this job: what would be requested.
+        job: The job spec, from which the key of a problem in job.toml is found.
+        spec: The run spec of this job, from which the requests are built.
         foreground: True if the manager is not a Slurm job.
 
     Raises:
@@ -112,9 +112,9 @@ async def _partitions() -> list[Partition]:
 
 
 def _check_sizes(job: Job, spec: RunSpec, request: AllocationRequest, partitions: list[Partition]) -> list[Problem]:
-    """Return the problems of requests that exceed the partitions, even if all nodes were up.
+    """Return a problem if the request exceeds every partition even when all nodes are up.
 
-    Slurm would reject them, or leave the job pending forever.
+    Slurm would reject such a job, or leave it pending forever.
     """
     allowed = eligible(partitions, request.sbatch)
     if not allowed or not any(partition.shapes for partition in allowed):
@@ -138,7 +138,7 @@ def _check_sizes(job: Job, spec: RunSpec, request: AllocationRequest, partitions
 
 
 def _partition_fits(request: AllocationRequest, partitions: list[Partition]) -> bool:
-    """Return whether enough nodes for each component are up, so that Slurm must have another reason for a rejection."""
+    """Return whether enough nodes are up for each component; if so, a rejection by Slurm has another reason."""
     return all(
         any(
             partition.fitting(required_resources(component), usable=True) >= component.count
@@ -151,7 +151,7 @@ def _partition_fits(request: AllocationRequest, partitions: list[Partition]) -> 
 async def _test_only(
     job: Job, spec: RunSpec, request: AllocationRequest | None, options: Sequence[str], text: str, nodes_suffice: bool
 ) -> list[Problem]:
-    """Return what ``sbatch --test-only`` reports; ``request`` is None for the manager's own job.
+    """Return the problem that ``sbatch --test-only`` reports, if any; ``request`` is None for the manager's own job.
 
     ``nodes_suffice``: enough nodes are up, so that a rejection is certain whatever Slurm's message says.
     """
@@ -211,7 +211,7 @@ def _key(job: Job, spec: RunSpec, request: AllocationRequest | None, name: str) 
 def _option_key(job: Job, spec: RunSpec, request: AllocationRequest, name: str) -> tuple[str, ...]:
     """Return the key under which the job spec sets the sbatch option ``name`` for this request; () if it does not.
 
-    For ``cpus``, the options that restrict the nodes count too.
+    For ``cpus``, options that restrict the nodes (``_NARROWING``) are searched too.
     """
     for component in (request, *request.further_components):
         own = {role: job.every_role()[role].slurm for role in spec.node_group(component.node_group).roles}

@@ -1,4 +1,4 @@
-"""Describe what ``rrl submit`` would start, and compute the most jobs and steps that a run can have. Pure."""
+"""Describe what ``rrl submit`` would start, and compute the maximum number of jobs and steps of a run. Pure."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ HOUR_S = 3600.0
 
 
 class WorstCase(Struct, frozen=True):
-    """The most jobs and steps of a run. Components of a heterogeneous job count as jobs, as for Slurm's limits."""
+    """The maximum number of jobs and steps of a run. Each component of a heterogeneous job counts as a job."""
 
     jobs_to_start: int
-    """Jobs without which the run does not start."""
+    """Number of jobs that must be running before the run starts."""
     jobs: int
-    """Jobs at the same time: the manager and its successor, every allocation, and a replacement or successor of
-    each."""
+    """Maximum number of jobs at the same time: the manager, its successor, all allocations, and a replacement for each
+    node."""
     jobs_per_hour: int
     steps: int
-    """Steps at the same time: one for each rank of each replica, an agent on each node, and the standby processes."""
+    """Maximum number of steps at the same time: all ranks of all replicas, an agent on each node, and the standby
+    processes."""
     steps_per_hour: int
 
 
 def worst_case(spec: RunSpec, foreground: bool = False) -> WorstCase:
-    """Return the most jobs and steps of a run; with ``foreground`` the manager is not a Slurm job."""
+    """Return the maximum number of jobs and steps of a run; with ``foreground`` the manager is not a Slurm job."""
     managers = 0 if foreground or spec.manager.where == "pool" else 2
     allocations = sum(_jobs(node_group) for node_group in spec.node_groups)
     start = sum(node_group.min_nodes if node_group.separate_jobs else 1 for node_group in spec.node_groups) + min(
@@ -55,15 +56,15 @@ def worst_case(spec: RunSpec, foreground: bool = False) -> WorstCase:
 
 
 def max_standbys(spec: RunSpec) -> int:
-    """Return the most standby processes that a run has at the same time."""
+    """Return the maximum number of standby processes that a run has at the same time."""
     return sum(max_standbys_of(spec, role) for role in spec.roles)
 
 
 def max_standbys_of(spec: RunSpec, role: RoleSpec) -> int:
-    """Return the most standby processes of a role.
+    """Return the maximum number of standby processes of a role.
 
-    For the trainer: one beside each rank, and on each spare node and each donor rollout's node as many as there are
-    ranks on a node of the trainer. For rollouts: on each spare node as many as the node can host.
+    The trainer has one beside each rank. Each spare node, and each node of a donor rollout, has as many as a node of
+    the trainer has ranks. For rollouts, each spare node has as many standby processes as it can host rollouts.
     """
     if not role.warm or spec.recovery.policy != "role":
         return 0
@@ -73,7 +74,7 @@ def max_standbys_of(spec: RunSpec, role: RoleSpec) -> int:
 
 
 def standby_nodes(spec: RunSpec, role: RoleSpec) -> tuple[int, int]:
-    """Return how many (spares, rollouts' nodes) run standby processes of this role, which must be ``warm``."""
+    """Return (spare nodes, rollouts' nodes) that run standby processes of this role, which must be ``warm``."""
     if not role.standby_shares_node:
         return min(spec.spares, role.replicas), 0
     rollouts = sum(rollout.replicas for rollout in spec.kind("rollout"))
@@ -85,12 +86,12 @@ def _jobs(node_group: NodeGroup) -> int:
 
 
 def _rotations(node_group: NodeGroup, spec: RunSpec) -> int:
-    """Return the requests per hour that are made because allocations end before the run does."""
+    """Return how many requests per hour replace allocations of this group that end before the run does."""
     return math.ceil(HOUR_S / node_group.walltime) * _jobs(node_group) if node_group.walltime < spec.walltime else 0
 
 
 def preview(spec: RunSpec) -> list[tuple[str, str]]:
-    """Return (title, text) of each thing that would be started.
+    """Return (title, text) for the manager, for each allocation, and for the steps that would be started.
 
     Raises:
         ValueError: an sbatch option cannot be passed on.
@@ -103,7 +104,7 @@ def preview(spec: RunSpec) -> list[tuple[str, str]]:
 
 
 def _steps(role: RoleSpec) -> str:
-    """Return a role's steps in one line."""
+    """Return one line that describes the steps of a role."""
     own = ", a node of its own" if role.exclusive else ""
     times = f"{role.replicas} x"
     if role.ranks > 1:
@@ -136,7 +137,7 @@ def _manager(spec: RunSpec) -> list[tuple[str, str]]:
 
 
 def allocations(spec: RunSpec) -> list[tuple[str, str]]:
-    """Return (title, batch script) of each allocation; only the first of those that differ only in their number."""
+    """Return (title, batch script) of each allocation; of equal allocations, only the first."""
     if spec.manager.where == "pool":
         return [
             (

@@ -1,6 +1,7 @@
 """Create a run and start its manager: on this machine, in a Slurm job of its own, or in the run's pool.
 
-On this machine and in a job of its own the manager is started with submitit, but its state is never read from submitit.
+On this machine, and in a job of its own, the manager is started with submitit. rrl never reads the manager's state from
+submitit.
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ from .start_failure import HOST_FILE
 _log = logging.getLogger("rrl.manager")
 
 MAX_RETRIES = 3
-"""Number of times that a manager is started again in the same process after an exception."""
+"""Maximum number of times that a manager is started again in the same process after an exception."""
 RETRY_DELAY_S = 5.0
-"""Seconds before each retry."""
+"""Seconds before a manager is started again after an exception."""
 UNWRITABLE_STORAGE_ERRNOS = (*STORAGE_FULL_ERRNOS, errno.EFBIG, errno.EROFS)
 """Error numbers of storage that cannot be written at present."""
 WALLTIME_REASON = "its walltime ends"
@@ -65,7 +66,7 @@ def create(job: Job, spec: RunSpec, source: Path) -> RunDir:
         source: The job.toml, a copy of which is kept.
 
     Raises:
-        OSError: the directory cannot be written (no permission, no space, over quota); nothing of it is left then.
+        OSError: the directory cannot be written (no permission, no space, over quota); it has been removed again.
     """
     # Slurm's jobs are found by the run's id, so its random part keeps runs of different folders apart.
     run = RunDir(runs_root() / f"{spec.name}-{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(2)}")
@@ -99,8 +100,8 @@ def start(run: RunDir, spec: RunSpec) -> str:
     """Start the manager of a new run in the background; return warnings.
 
     Raises:
-        OSError: the manager cannot be started; nothing of the run is left then.
-        RuntimeError: the same, reported by Slurm.
+        OSError: the manager cannot be started; the run directory has been removed again.
+        RuntimeError: Slurm rejected the manager's job; the run directory has been removed again.
     """
     try:
         return start_manager(run, spec)
@@ -113,8 +114,8 @@ def resume(run: RunDir, job: Job, spec: RunSpec, text: bytes, source: Path, end:
     """Resume a run that ended at ``end`` (manager's time) with this job and its run spec; return warnings.
 
     Raises:
-        OSError: no manager could be started; nothing of the run was changed.
-        RuntimeError: the same, reported by Slurm, or another user resumed the run first.
+        OSError: no manager could be started; the run is unchanged.
+        RuntimeError: Slurm rejected the manager's job, or another user resumed the run first; the run is unchanged.
     """
     request = ResumeRequest(getpass.getuser(), f"{time.time_ns()}-{os.getpid()}", spec, str(source.resolve()), end)
     write_request(run, request, lambda making: _write_spec(making, job, spec, text, source))
@@ -138,8 +139,8 @@ def start_manager(run: RunDir, spec: RunSpec) -> str:
     run's pool, or a process on this machine.
 
     Raises:
-        OSError: it could not be started.
-        RuntimeError: the same, reported by Slurm.
+        OSError: the manager could not be started.
+        RuntimeError: Slurm rejected the manager's job.
     """
     if spec.cluster == "slurm" and spec.manager.where == "pool":
         asyncio.run(manager_job.submit_pool(run, spec))
@@ -197,8 +198,8 @@ def run_manager(run: RunDir, foreground: bool = False, by_hand: bool = False) ->
     Args:
         run: the run's directory.
         foreground: whether SIGINT cancels the run.
-        by_hand: whether a person started it and waits: unwritable storage is then an OSError at once. An unattended
-            manager retries, because space may become free.
+        by_hand: whether a person started the manager and waits for it. If so, unwritable storage raises OSError at
+            once; an unattended manager retries, because space may become free.
 
     Returns:
         The outcome of the run, or None if the manager exited before the run had ended.

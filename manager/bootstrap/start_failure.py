@@ -1,7 +1,7 @@
 """Find out whether all managers that were submitted for a run have ended before any of them began to manage it.
 
-No event can report this: a new run has no journal yet, and that of a resumed run stops at its previous end. The
-evidence is in submitit's folder and in Slurm's queue.
+The journal cannot show this: a new run has no journal yet, and the journal of a resumed run stops at its previous end.
+The evidence is in submitit's folder and in Slurm's queue.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _submitted(run: RunDir) -> list[str]:
 
 
 def _any_alive(run: RunDir, spec: RunSpec, ids: list[str]) -> bool:
-    """Return whether any of these managers may be pending or running; if that is unknown, return True."""
+    """Return whether any of these managers may be pending or running. Return True if this is unknown."""
     if spec.cluster == "slurm":
         try:
             return asyncio.run(manager_job.is_queued(manager_job.job_name(run.id, spec)))
@@ -75,7 +75,7 @@ def _any_alive(run: RunDir, spec: RunSpec, ids: list[str]) -> bool:
 
 
 def _is_submitit_of(process: Path, run: RunDir) -> bool:
-    """Return whether submitit may have started this process for the run; a process with a reused pid is another one.
+    """Return whether submitit may have started this process for the run; False if another process now has its pid.
 
     During execve(2) a process has no command line for a moment, like a zombie (observed on a busy machine, right after
     Popen had returned).
@@ -95,7 +95,7 @@ def _is_submitit_of(process: Path, run: RunDir) -> bool:
 
 
 def _last_line(run: RunDir, ids: list[str]) -> str:
-    """Return the last log line of the newest manager that logged anything, else what Slurm or submitit logged last."""
+    """Return the last log line of the newest manager that logged anything, else the last line of Slurm or submitit."""
     logs = [*(run.submit / f"{id}_0_log.{kind}" for id in reversed(ids) for kind in ("err", "out")),
             run.submit / manager_job.POOL_LOG, run.controller_log]  # fmt: skip
     lines = [line for log in logs for line in reversed(_tail(log))]

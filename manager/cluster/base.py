@@ -1,8 +1,8 @@
 """Define the interface between the manager and a cluster, which ``local`` and ``slurm`` implement.
 
-Every request carries a tag, by which its result is found later. A call has one of three outcomes. It returns: the
-cluster accepted the request. It raises ``Refused``: the request was certainly not carried out. It raises
-``Unanswered``: nobody knows, and a later :meth:`Cluster.observe` settles the request by its tag.
+Every request carries a tag, by which its result is found later. A call that returns was accepted by the cluster. A call
+that raises ``Refused`` was certainly not carried out. After ``Unanswered`` the outcome is unknown, and a later
+:meth:`Cluster.observe` settles the request by its tag.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class RejectReason(StrEnum):
     NEVER_APPEARED = "never_appeared"
     """The cluster never listed the allocation or step."""
     NOT_STARTED = "not_started"
-    """The command could not be started at all, which proves that it does not exist on the node."""
+    """The command could not be started at all, because it does not exist on the node or is not executable."""
     EXITED_AT_ONCE = "exited_at_once"
     """The first process of the step ended before it reported anything."""
 
@@ -79,7 +79,7 @@ class Unanswered(Exception):
 
 
 class AllocationRequest(Struct, frozen=True):
-    """A request for ``count`` nodes of one shape under one tag."""
+    """A request for ``count`` nodes with the same resources, under one tag."""
 
     tag: str
     count: int
@@ -93,8 +93,8 @@ class AllocationRequest(Struct, frozen=True):
     node_group: str = "pool"
     """Name of the node group (:class:`rrl.core.run_spec.NodeGroup`) that these nodes are for."""
     may_reuse_own_nodes: bool = False
-    """Whether nodes that this run holds now may serve the request once they are free, because an allocation of the run
-    is about to end."""
+    """True if nodes that this run holds now may be granted again for this request, because their allocation is about to
+    end."""
     further_components: tuple[AllocationRequest, ...] = ()
     """Further components of the same heterogeneous job, each with its own tag. This request is the first component."""
 
@@ -118,7 +118,7 @@ class Step(Struct, frozen=True):
     container: tuple[str, ...] = ()
     """Further options of srun, which start the step in a container (pyxis)."""
     python: str = ""
-    """Python interpreter that runs the first process in that container; if empty, the cluster's default interpreter."""
+    """Python interpreter that runs the first process in the container; if empty, the cluster's default interpreter."""
 
 
 class NodeState(StrEnum):
@@ -147,10 +147,10 @@ class NodeStatus(Struct, frozen=True):
 
     state: NodeState
     detail: str = ""
-    """The cluster's own text: state with flags, and the reason."""
+    """State with flags, and the reason, in the cluster's own text."""
     reason: str = ""
-    """Reason that the author of the drain gave. If it equals the reason with which this run drains the node, this run
-    set the drain."""
+    """Reason text of the node's drain. If it equals the reason that this run gives for its drains, this run drained the
+    node."""
 
 
 class AllocationStatus(Struct, frozen=True):
@@ -163,21 +163,20 @@ class AllocationStatus(Struct, frozen=True):
     detail: str = ""
     """Pending reason or end state, in the cluster's own text."""
     unsatisfiable_reason: str = ""
-    """Reason, as the cluster names it, for which a pending allocation never starts by itself; empty if it may start."""
+    """Why a pending allocation can never start by itself, in the cluster's own text; empty if it may start."""
     time_left_s: float | None = None
     """Seconds until the cluster ends the allocation, as of this poll; None if the cluster does not say."""
     reclaimed: bool = False
-    """Whether the cluster takes the allocation back or has done so: by preemption, or because its time limit was
-    reached."""
+    """True if the cluster is ending or has ended the allocation by preemption or at its time limit."""
     cancelled: bool = False
-    """Whether the allocation ended because somebody cancelled it."""
+    """True if the allocation ended because a user or administrator cancelled it."""
 
 
 class ClusterSnapshot(Struct, frozen=True):
     """The result of one poll of the cluster.
 
-    A part that could not be read is None: its state is unknown, which means neither healthy nor gone. An allocation or
-    step that is absent from a part that *was* read is not, or no longer, listed by the cluster.
+    A part that could not be read is None: its state is unknown, neither healthy nor gone. The cluster does not list an
+    allocation or step that is absent from a part that *was* read.
     """
 
     nodes: dict[NodeName, NodeStatus] | None
@@ -188,14 +187,14 @@ class ClusterSnapshot(Struct, frozen=True):
     unknown: str = ""
     """Why parts are None; empty if all parts were read."""
     launchers_ended: frozenset[str] = frozenset()
-    """Tags of launches whose command (srun) failed before this poll began and before their step connected. Nothing can
-    start these steps any longer, so a step that is not listed will never appear."""
+    """Tags of launches whose srun failed before this poll began and before their step connected. If the cluster does
+    not list such a step, the step will never appear."""
 
 
 class Cluster(Protocol):
-    """What the manager requests from a cluster.
+    """The operations of a cluster that the manager uses.
 
-    All methods raise only Refused or Unanswered, and return within a deadline of their own.
+    All methods raise only Refused or Unanswered, and each returns within its own deadline.
     """
 
     async def request(self, request: AllocationRequest) -> None:
@@ -227,7 +226,7 @@ class Cluster(Protocol):
         """
 
     async def undrain(self, node: NodeName, reason: str) -> None:
-        """Remove a drain with exactly this reason. Does nothing if the node is not drained.
+        """Remove the drain of a node whose reason equals ``reason``. Does nothing if the node is not drained.
 
         Raises:
             Refused: the drain has another reason, so this run did not set it.
@@ -237,14 +236,14 @@ class Cluster(Protocol):
         """Give single nodes of a running allocation back.
 
         Raises:
-            Refused: this would affect the other nodes.
+            Refused: the release would affect the other nodes of the allocation.
         """
 
     async def inject_fault(self, fault: Fault) -> str:
-        """Inject a fault into a node or the cluster itself, end it after ``fault.seconds``, and return what was done.
+        """Inject a fault into a node or the cluster, end it after ``fault.seconds``, and return what was done as text.
 
         Raises:
-            Refused: this cluster does not permit it (Slurm permits it on a test cluster only).
+            Refused: this cluster does not permit fault injection (Slurm only on a test cluster).
         """
 
     async def observe(self) -> ClusterSnapshot:

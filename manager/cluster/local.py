@@ -1,6 +1,6 @@
 """The local cluster: virtual nodes on this machine. A node is only a name; a step is a process in its own session.
 
-All of its state is in ``run_dir/cluster``, so that the next manager finds it after a kill -9 of its predecessor.
+All state of the cluster is in ``run_dir/cluster``, where the next manager finds it after a kill -9 of its predecessor.
 ``<tag>.json`` is an allocation. ``steps/<tag>.json`` is a step, written before its launch and again after it.
 ``down/<node>`` marks a node that is down. If the second record of a step is missing, its first process is found by the
 launch file in the process's environment.
@@ -50,7 +50,7 @@ from .base import (  # fmt: skip
 )
 
 RELEASE_GRACE_S = 5.0
-"""Seconds for steps to end when their allocation is released. The manager normally stops them before."""
+"""Seconds for steps to end when their allocation is released. The manager normally stops the steps earlier."""
 SWEEP_TIMEOUT_S = 10.0
 """Seconds for processes to end after SIGKILL. A process that takes longer hangs in the kernel and may never end."""
 _INHERITED_ENV = ("PATH", "HOME", "USER", "LOGNAME", "LANG", "LC_ALL", "TZ", "TMPDIR", "LD_LIBRARY_PATH")
@@ -76,10 +76,10 @@ class _StepRecord(Struct, frozen=True):
 
 
 def down_mark(run_dir: RunDir, node: NodeName) -> Path:
-    """Return the path of the file that marks a virtual node as down while it exists.
+    """Return the path of the file that marks a virtual node as down while the file exists.
 
-    A node that is down is listed as such, and nothing is launched there. An empty file is in force until it is removed;
-    otherwise the file contains the wall-clock time (s) at which the node comes back.
+    Nothing is launched on a node that is down. An empty file is in force until it is removed; otherwise the file
+    contains the wall-clock time (s) at which the node is up again.
     """
     return run_dir.cluster / "down" / node
 
@@ -99,7 +99,7 @@ class LocalCluster:
         self._python = python
         self._steps = run_dir.cluster / "steps"
         self._children: dict[int, tuple[subprocess.Popen[bytes], asyncio.AbstractEventLoop]] = {}
-        """Child process and event loop by pidfd; each child is reaped when its pidfd becomes readable."""
+        """Child process and event loop, by pidfd. A child is reaped when its pidfd becomes readable."""
         for folder in (self._steps, run_dir.cluster / "down"):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
@@ -148,7 +148,7 @@ class LocalCluster:
         """Do nothing: a local launch needs no helper process."""
 
     async def stop(self, tag: str, grace: float) -> None:
-        """Send SIGTERM to the step's first process, wait, then kill what is left of the step."""
+        """Send SIGTERM to the step's first process, wait, then kill the processes of the step that remain."""
         launched = self._step_records().get(tag)
         if launched is None:
             return
@@ -257,7 +257,7 @@ class LocalCluster:
 
     # ── processes ──────────────────────────────────────────────────────────────────────────────────────────────────
     def _start(self, step: Step) -> Process | None:
-        """Start the first process of a step and return it; None if it has ended already."""
+        """Start the first process of a step and return it; return None if it has already ended."""
         module = AGENT_MODULE if step.agent else STEP_MODULE
         env = {LAUNCH_ENV: str(step.launch_file)}
         env |= {name: os.environ[name] for name in _INHERITED_ENV if name in os.environ}
@@ -311,7 +311,7 @@ def _records(folder: Path, kind: type[_Record]) -> dict[str, _Record]:
     """Read all records of a folder, by tag.
 
     Raises:
-        Refused: a record cannot be read; nothing may be done on incomplete records.
+        Refused: a record cannot be read, so the state of the cluster is not known completely.
     """
     try:
         return {path.stem: msgspec.json.decode(path.read_bytes(), type=kind)

@@ -1,4 +1,4 @@
-"""Send the peer directory to the workers of a run: which processes are live, and which of them serve which weights."""
+"""Send the peer directory to the workers of a run: the processes that run, and the weight versions that each serves."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from ..context import RunContext
 from ..planner.peer_directory import PeerDirectory, build_directory
 
 ANNOUNCE_INTERVAL_S = 0.05
-"""Minimum seconds between two announcements of the peer directory, each of which carries the whole directory to every
-worker."""
+"""Minimum seconds between two announcements. Each announcement carries the whole peer directory to every worker."""
 VERSION_ANNOUNCE_S_PER_WORKER = 0.008
-"""Minimum seconds per connected worker between two announcements if only the versions that receivers hold have changed.
-Without it, a new weight version would cause about a thousand announcements to 1,024 workers, of 172 MB each."""
+"""Minimum seconds per connected worker between two announcements if only the weight versions of receivers have changed.
+Without this minimum, a new version would cause about a thousand announcements to 1,024 workers, each of 172 MB in
+all."""
 
 
 class DirectoryAnnouncer:
-    """Announces the peer directory of one run to its workers whenever it changed.
+    """Announces the peer directory of one run to its workers whenever the directory changed.
 
     ``send_all`` pushes one message to many connections; ``wake`` makes the manager's loop call :meth:`announce` again.
     """
@@ -35,13 +35,13 @@ class DirectoryAnnouncer:
         self._context, self._send_all, self._wake = context, send_all, wake
         self._sent: PeerDirectory | None = None
         self._number = 0
-        """Number of the newest announcement, by which workers put announcements of one epoch in order."""
+        """Number of the newest announcement. Workers use it to ignore an older announcement of the same epoch."""
         self._announced_at = -inf
         self._timer: asyncio.TimerHandle | None = None
-        """Timer that wakes the loop for an announcement that was not yet due."""
+        """Timer that wakes the manager's loop when a delayed announcement is due."""
 
     async def announce(self) -> None:
-        """Send the peer directory to every worker if it changed. The announcement intervals limit how often."""
+        """Send the peer directory to every worker if it changed and the announcement interval has passed."""
         state, workers = self._context.state(), self._context.connections.workers
         directory = build_directory(state)
         if directory == self._sent:

@@ -1,9 +1,8 @@
 """Carry out planned and journaled actions: the only caller of the cluster's methods that change something.
 
-Every action was recorded as an intent and fsynced before. Its result is recorded as an ``IntentSettled`` event or, if
-nobody knows it (``Unanswered``), not at all: the next poll of the cluster then settles the intent by its tag. Work that
-an action needs besides the cluster is done here too: write launch files, send requests to steps and agents, and handle
-their answers.
+The intent of every action is journaled and fsynced first. The result of the action is recorded as an ``IntentSettled``
+event. If the result is unknown (``Unanswered``), nothing is recorded, and the next poll of the cluster settles the
+intent by its tag. This module also writes launch files, sends requests to steps and agents, and handles their answers.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ from .launch import job_dir_of, write_launch
 _log = logging.getLogger("rrl.manager")
 
 RETRY_INTERVAL_S = 5.0
-"""Seconds before an unanswered stop, release, drain, undrain or shrink is tried again; all of them may be repeated."""
+"""Seconds before an unanswered stop, release, drain, undrain or shrink is tried again; repeating it does no harm."""
 MAX_RETRY_INTERVAL_S = 60.0
 """Upper limit of the retry interval (s), which doubles with each attempt."""
 STEP_MARGIN_S = 3.0
-"""Seconds beyond a step's own grace before the cluster is requested to end it."""
+"""Seconds after the end of a step's grace before the cluster is requested to end the step."""
 
 
 class Executor:
@@ -40,7 +39,7 @@ class Executor:
         steps: prepares launches, and requests that steps stop.
         inject_fault: injects a fault and records the result.
         check_lease: raises LeaseLost if another manager has taken over.
-        promote: promotes a standby process; raises Refused if there is none.
+        promote: promotes a standby process; raises Refused if it cannot.
     """
 
     def __init__(
@@ -149,7 +148,7 @@ class Executor:
 
 
 class StepControl:
-    """Communicates with the steps of this run: prepares their launch, and requests that they stop.
+    """Prepares launches of this run's steps, and requests that steps stop.
 
     Args:
         context: the run, its newest state and the connections of its steps.
@@ -168,7 +167,7 @@ class StepControl:
             self._ended[event.step].set()
 
     def prepare_launch(self, action: Launch) -> Step:
-        """Write the launch file and return the step to launch. Blocks. Raises OSError or Refused."""
+        """Write the launch file and return the step to launch. Blocks on storage. Raises OSError or Refused."""
         return write_launch(self._context.run_dir, self._context.state(), action, job_dir_of(self._source))
 
     def on_step_admitted(self, tag: str) -> None:

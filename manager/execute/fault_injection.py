@@ -1,11 +1,12 @@
-"""Inject requested faults: through the agent of the target's node, the role itself, the cluster, or this manager.
+"""Inject requested and planned faults through the node's agent, the role itself, the cluster, or this manager.
 
 Each fault is recorded as one ``FaultInjected`` event that says whether it was injected; a fault with a duration gets a
-second event at its end. A fault is tried once; if the manager died in between, its result is recorded as unknown.
+second event at its end. A fault is tried only once. If the manager dies meanwhile, the next manager records the result
+as unknown.
 
-``disk_full`` writes a file that fills the run directory's file system (blocking). Because others use that file system
-too, it is done only if little space is left. If the manager is killed, the file is removed by the next manager, or
-by an agent that has lost its manager.
+``disk_full`` writes a file that fills the run directory's file system (blocking). Others use that file system too, so
+the fault is refused unless little space is left. If the manager is killed, the next manager removes the file, or an
+agent that has lost its manager.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ from ..model import events as ev
 from ..model.actions import InjectFault
 
 ANSWER_TIMEOUT_S = 20.0
-"""Seconds for the confirmation of a fault by an agent, or by a role if the role can inject the fault at once."""
+"""Seconds within which an agent confirms a fault, or a role confirms a fault that it can inject at once."""
 ANSWER_DELAY_S = 2.0
-"""Seconds by which a confirmation may arrive later than the report that the fault's target has ended, because the two
-arrive on different connections."""
+"""Seconds by which a confirmation may arrive after the report that the fault's target has ended: the two messages use
+different connections."""
 
 
 def injected_event(
     action: InjectFault, ok: bool, detail: str, *, ended: bool = False, unknown: bool = False
 ) -> ev.FaultInjected:
-    """Return the event that records the result of a fault, or with ``ended`` its end."""
+    """Return the event that records the result of a fault; with ``ended``, the event that records its end."""
     fault = action.fault
     return ev.FaultInjected(
         fault.id, action.incarnation, ok, detail, fault.kind, fault.target, action.node, ended=ended, unknown=unknown
@@ -62,9 +63,10 @@ class FaultInjector:
     def __init__(self, context: RunContext, cluster: Cluster) -> None:
         self._context, self._cluster = context, cluster
         self._pending: dict[str, tuple[InjectFault, asyncio.Event]] = {}
-        """Action and event by fault id. The event is set once the fault is confirmed, or its target has ended."""
+        """Action and asyncio event, by fault id. The asyncio event is set once the fault is confirmed or its target has
+        ended."""
         self._exit_codes: dict[str, int] = {}
-        """Exit code of a target that ended before its fault was confirmed, by step."""
+        """Exit code of each target that ended before its fault was confirmed, by the tag of the target's step."""
 
     def on_event(self, event: ev.Event) -> None:
         """Handle a recorded event: wake a fault that waits for its confirmation or for the end of its target."""
@@ -133,7 +135,7 @@ class FaultInjector:
                 await self._context.send(worker, msg.Inject(action.fault, action.step), None)
 
     async def _by_role(self, action: InjectFault) -> None:
-        """Make the role inject the fault: most faults take effect at its next call of the worker API, however late."""
+        """Ask the role to inject the fault; most faults take effect at the role's next call of the worker API."""
         assert action.incarnation is not None
         peer = self._context.connections.workers.get(action.incarnation)
         if peer is None or self._context.state().job.role(role_of(action.incarnation.replica)).watch != "api":
@@ -163,13 +165,14 @@ class FaultInjector:
 
 
 MAX_FILL_BYTES = 2**30
-"""Bytes of free space above which no disk is filled: it would take minutes, and other users count on the space."""
+"""Maximum free space in bytes of a file system that is filled. More would take minutes, and other users need the
+space."""
 _BLOCK_SIZES = (2**20, 2**12, 1)
-"""Bytes written at a time, smaller and smaller as the last of the space is used up."""
+"""Sizes of the blocks that are written, in bytes: a smaller block once a larger one no longer fits."""
 
 
 def fill_disk(run: RunDir) -> str:
-    """Write a file that uses up the free space of the run directory's file system; return its size in words. Blocks.
+    """Write a file that uses up the free space of the run directory's file system; return its size as text. Blocks.
 
     Raises:
         Refused: more than ``MAX_FILL_BYTES`` are free, or the file cannot be created.
@@ -180,7 +183,7 @@ def fill_disk(run: RunDir) -> str:
         if free > MAX_FILL_BYTES:
             raise Refused(
                 f"cannot fill the file system of {run.path}: {free / 2**30:.1f} GiB are free, and rrl fills at most"
-                f" {MAX_FILL_BYTES / 2**30:g} GiB, because others use it too"
+                f" {MAX_FILL_BYTES / 2**30:g} GiB, because others use this file system too"
             )
         fd = os.open(run.disk_filler, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     except OSError as error:

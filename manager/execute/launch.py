@@ -1,4 +1,4 @@
-"""Write what the first process of a step reads: its launch file, with the command line of a container if there is one.
+"""Write the launch file that the first process of a step reads, with the command line of its container if it has one.
 
 With apptainer the first process stays on the node and only the command runs in the image; with pyxis, a plugin of srun,
 the whole step runs in the image. Neither creates a process namespace, so the processes of a role are found and ended by
@@ -28,21 +28,21 @@ from ..model.state import State
 
 APPTAINER, PYXIS = "apptainer", "pyxis"
 _SHARED_MEMORY = "/dev/shm"
-"""Folder through which torch's data loaders and UCX share memory. A container of pyxis would otherwise
-have a separate folder."""
+"""Folder through which torch's data loaders and UCX share memory. It is mounted, because pyxis gives a container a
+folder of its own."""
 _IMAGE_SUFFIXES = (".sif", ".sqsh", ".squashfs", ".img")
-"""Suffixes of images that are files. Like every path in job.toml, the path of such an image is relative to the folder
-of job.toml. apptainer would resolve it the same way; pyxis takes a name without a slash for an image in a registry."""
+"""Suffixes of images that are files. rrl resolves the path of such an image relative to the folder of job.toml, as
+apptainer does. pyxis would look for a name without a slash in a registry."""
 NO_USER_SITE = {"PYTHONNOUSERSITE": "1"}
-"""Variables for every container. The host's ~/.local contains packages for the host's Python, which the container's
-Python must not import."""
+"""Variables for every container. They keep its Python from importing packages in ~/.local, which are for the host's
+Python."""
 
 
 def mounts(container: ContainerSpec, run_dir: str, job_dir: str) -> tuple[tuple[str, str, str], ...]:
     """Return (source, target, flag) of each mount; the flag is empty, ``ro`` or ``rw``.
 
-    These are the run directory, the job folder, shared memory, and the job's own mounts, which take precedence for the
-    same target.
+    The mounts are the run directory, the job folder, shared memory, and the mounts in job.toml. A mount in job.toml
+    replaces one of rrl's with the same target.
 
     Raises:
         NotStarted: the name of a folder has a character that a mount cannot express.
@@ -75,7 +75,8 @@ def apptainer(
 def pyxis(role: RoleSpec, container: ContainerSpec, run_dir: str, job_dir: str) -> tuple[str, ...]:
     """Return the options by which srun starts a step in the role's image.
 
-    The image's entry point and the home directory are switched off, because a site's enroot.conf may enable them.
+    The options disable the image's entry point and the mount of the home directory, which a site's enroot.conf may
+    enable.
     """
     listed = ",".join(":".join(filter(None, mount)) for mount in mounts(container, run_dir, job_dir))
     return (
@@ -94,15 +95,15 @@ AGENT_CPUS = 1
 """CPUs of an agent's step. It overlaps with other steps and takes no resources of its own, but sees all GPUs of its
 node."""
 PROBE_TIMEOUT_S = 180.0
-"""Seconds for ``[env] probe``. Importing torch takes a minute or two if a hundred nodes read it from a file server at
-once."""
+"""Timeout (s) of ``[env] probe``. Importing torch takes a minute or two if a hundred nodes read it from one file
+server."""
 PROBE_SHARE = 0.5
-"""Fraction of ``limits.join`` that the probe may take, because the agent joins only after it."""
+"""Maximum fraction of ``limits.join`` that the probe may take, because the agent joins only after the probe."""
 
 ADMISSION_TIMEOUT_S = 30.0
-"""Seconds for the agent's first samples from all readers (docs/health.md); each reader has its own deadline as well."""
+"""Timeout (s) of the agent's first samples from all readers (docs/health.md); each reader also has its own deadline."""
 ADMISSION_SHARE = 0.25
-"""Fraction of ``limits.join`` that these first samples may take, because the agent joins only after them."""
+"""Maximum fraction of ``limits.join`` that the first samples may take, because the agent joins only after them."""
 
 
 def write_launch(run: RunDir, state: State, action: LaunchAction, job_dir: str) -> Step:
@@ -110,7 +111,7 @@ def write_launch(run: RunDir, state: State, action: LaunchAction, job_dir: str) 
 
     Raises:
         OSError: the run directory cannot be read or written.
-        Refused: the step cannot be started in its container.
+        Refused: the mounts of the step's container cannot be expressed.
     """
     name = role_of(action.incarnation.replica)
     if name == AGENT:
@@ -140,12 +141,12 @@ def _role(run: RunDir, state: State, action: LaunchAction, job_dir: str, role: R
 
 
 def _standby(run: RunDir, state: State, action: LaunchAction, job_dir: str) -> tuple[Launch, Step]:
-    """Return the launch of a standby process, which runs the command of the role that it can be promoted to.
+    """Return the launch file and the step of a standby process, which runs the command of the role it may join.
 
-    A rollout standby has its engine running and takes the same resources as the rollout that it will become. A trainer
-    standby shares its node with other steps. Slurm assigns the first CPUs and GPUs of the node to every overlapping
-    step (measured). So the standby requests all CPUs and GPUs of the node; its promotion names the GPUs that it is to
-    use.
+    A rollout standby runs its engine and takes the same resources as the rollout that it will become. A trainer standby
+    shares its node with other steps. To every overlapping step Slurm assigns the first CPUs and GPUs of the node
+    (measured). So a trainer standby requests all CPUs and GPUs of the node, and the Promote message names the GPUs that
+    it must use.
     """
     role = state.job.role(standby_role_of(action.incarnation.replica))
     launch, step = _role(run, state, action, job_dir, role)
@@ -213,8 +214,8 @@ def _argv(role: RoleSpec, job: RunSpec, run_dir: str, job_dir: str) -> tuple[str
 def _probe(job: RunSpec, run_dir: str, job_dir: str) -> tuple[str, ...]:
     """Return the command that checks on a node whether the modules of ``[env] probe`` can be imported.
 
-    The command is empty if nothing is to be checked, or if all roles run in pyxis's container, where an agent cannot
-    start a process. The check runs on the host or, if no role runs there, in apptainer's container.
+    The command is empty if no modules are listed, or if all roles run in containers of pyxis, where an agent cannot
+    start a process. The probe runs on the host or, if no role runs there, in the container of apptainer.
     """
     modules = f"import {', '.join(job.env.probe)}"
     if not job.env.probe or all(role.launcher == PYXIS for role in job.roles):
@@ -233,7 +234,7 @@ def _role_environment(role: RoleSpec, job: RunSpec, job_dir: str, passed: dict[s
 
 
 def environment(job: RunSpec, resources: Resources, job_dir: str) -> dict[str, str]:
-    """Return a role's environment, without the variables of the submitting shell and of the role's own spec."""
+    """Return the environment that all roles with these resources share, without variables of the submitting shell."""
     inherited = {name: os.environ[name] for name in INHERITED_VARIABLES if name in os.environ}
     if folder := os.path.dirname(job.env.python):  # "python" in a command is the interpreter that has rrl
         inherited["PATH"] = os.pathsep.join((folder, inherited.get("PATH", os.defpath)))
@@ -251,7 +252,7 @@ def environment(job: RunSpec, resources: Resources, job_dir: str) -> dict[str, s
 def _load_passed_env(run: RunDir, job: RunSpec) -> dict[str, str]:
     """Read the variables that ``rrl submit`` saved from its shell.
 
-    They are read for each launch, so that neither the journal nor the manager's memory contains them.
+    The variables are read again for each launch, so that neither the journal nor the manager's memory contains them.
     """
     return msgspec.json.decode(run.passed_env.read_bytes(), type=dict[str, str]) if job.env.passed else {}
 
@@ -259,7 +260,7 @@ def _load_passed_env(run: RunDir, job: RunSpec) -> dict[str, str]:
 def save_passed_env(run: RunDir, job: RunSpec) -> None:
     """Save the variables of this shell that roles receive, with mode 0600.
 
-    They are saved because the manager may run on another host. Raises OSError.
+    They are saved in a file because the manager may run on another host. Raises OSError.
     """
     write_atomically(run.passed_env, msgspec.json.encode(select_variables(job.env.passed, os.environ)))
 

@@ -1,4 +1,4 @@
-"""Check what a node or a role reports when it joins: too little lockable memory, a GPU that another role uses."""
+"""Check the Hello of an agent for too little lockable memory, and the Hello of a role for a GPU that is in use."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from ...transport.messages import AgentHello, Hello
 from ..model.state import State
 
 MEMLOCK_DEFAULT = 8 * 2**20
-"""Default RLIMIT_MEMLOCK in bytes (Linux's MLOCK_LIMIT and systemd's default; 64 KiB before Linux 5.16). RDMA locks
-all memory that is registered with it, which for weights is gigabytes; Open MPI's FAQ recommends "unlimited"."""
+"""Default RLIMIT_MEMLOCK in bytes (Linux's MLOCK_LIMIT and systemd's default; 64 KiB before Linux 5.16). RDMA locks all
+registered memory, which for weights is gigabytes; Open MPI's FAQ recommends "unlimited"."""
 
 
 def check_memlock(hello: AgentHello, weights: str, now: float) -> Finding | None:
@@ -24,19 +24,19 @@ def check_memlock(hello: AgentHello, weights: str, now: float) -> Finding | None
 
 
 class GpuRegistry:
-    """The owner of each GPU of each node, according to what roles report when they join.
+    """Registry of the incarnation that uses each GPU of each node, as the roles report it when they join.
 
-    It is not journaled: a new manager learns the owners again from the Hello of each role.
+    The registry is not journaled: a new manager fills it again from the Hello of each role.
     """
 
     def __init__(self) -> None:
         self._owners: dict[tuple[NodeName, str], Incarnation] = {}
 
     def claim(self, hello: Hello, state: State, now: float) -> Finding | None:
-        """Register a joining role's GPUs; return a FAIL about the role if another current incarnation has one of them.
+        """Register a joining role's GPUs; return a FAIL about the role if another current incarnation uses one of them.
 
-        A step that overlaps others shares the first GPUs with them (measured, docs/architecture.md); both would run out
-        of memory.
+        Two overlapping steps share the first GPUs of their node (measured, docs/architecture.md), and both would run
+        out of memory.
         """
         incarnation, node = hello.incarnation, hello.node
         for gpu in hello.gpus:
@@ -62,7 +62,7 @@ class GpuRegistry:
     ) -> tuple[str, ...]:
         """Assign ``count`` of the GPUs that are ``visible`` on a node to an incarnation that will join there.
 
-        GPUs of other current incarnations are left out; repeated calls return the same GPUs. Returns () if too few are
+        Skips GPUs of other current incarnations. Repeated calls return the same GPUs. Returns () if too few GPUs are
         free.
         """
         holders = {gpu: self._owners.get((node, gpu)) for gpu in visible}

@@ -1,9 +1,9 @@
-"""Records what the workers' clocks report: rarely, since the readings are totals, and for people only.
+"""Record the readings of the workers' clocks rarely, since the readings are totals that only views show.
 
-Each record contains the newest reading of every process that has reported since the record before. It is written with a
-commit, at least :data:`COMMIT_RECORD_INTERVAL_S` after the record before, and without commits once a minute. What a
-process reported after the last record of a manager that dies is lost; while the process lives, its next report contains
-it.
+Each record contains the newest reading of every process that has reported since the previous record. A record is
+written with a commit, at least :data:`COMMIT_RECORD_INTERVAL_S` after the previous record, and without commits once a
+minute. If the manager dies, readings after its last record are lost, but the next reading of a running process contains
+them.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from ..model.events import ClocksRecorded
 RECORD_INTERVAL_S = 60.0
 """Seconds between two records without a commit."""
 COMMIT_RECORD_INTERVAL_S = 5.0
-"""Least number of seconds between two records with commits, as short as the interval of the reports."""
+"""Minimum seconds between two records with commits: as short as the interval of the workers' reports."""
 RECORD_INTERVAL_PER_REPLICA_S = 0.05
-"""Seconds by which each reading in a record delays the next record with a commit. A reading of ten
-entries takes 280 bytes, so that the records take less than 6 kB/s, however many replicas a run has."""
+"""Seconds by which each reading in a record delays the next record with a commit. A reading with ten entries takes 280
+bytes, so records take less than 6 kB/s for any number of replicas."""
 MAX_NAME_CHARS = 40
-"""Greatest number of characters that are kept of the name of a phase or of an idle cause."""
+"""Maximum number of characters kept of the name of a phase or of an idle cause."""
 
 
 class ClockRecorder:
@@ -39,7 +39,7 @@ class ClockRecorder:
         """Number of readings in the last record."""
 
     def on_report(self, incarnation: Incarnation, clock: ClockReading) -> None:
-        """Keep a reading of a role's process, and record it with all others if that is due."""
+        """Keep a reading of a role's process, and record all unrecorded readings if a record is due."""
         if is_support(incarnation.replica):
             return
         now = self._context.now()
@@ -50,7 +50,7 @@ class ClockRecorder:
             self.record()
 
     def on_commit(self) -> None:
-        """Record the readings beside a commit, unless the last record is too recent."""
+        """Record the unrecorded readings with a commit, unless the last record is too recent."""
         pause = max(COMMIT_RECORD_INTERVAL_S, self._recorded * RECORD_INTERVAL_PER_REPLICA_S)
         if self._context.now() - self._recorded_at >= pause:
             self.record()

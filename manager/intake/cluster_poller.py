@@ -32,11 +32,11 @@ class ClusterPoller:
         """Consecutive polls that failed."""
 
     def poll_soon(self) -> None:
-        """Poll without waiting for the interval: the cluster may report more about an event that was just recorded."""
+        """Poll without waiting for the interval, because the cluster may explain an event that was just recorded."""
         self._poll_requested.set()
 
     def check_suspensions(self) -> None:
-        """Request a poll before a silent node is treated as failed, because its allocation may be suspended."""
+        """Request a poll if a node is silent: the allocation may be suspended, which is not a failure of the node."""
         if self._context.monitor.needs_suspend_check(self._context.state().job.limits, self._context.now()):
             self._poll_requested.set()
 
@@ -88,7 +88,7 @@ class ClusterPoller:
             self._context.record(with_reason(self._context.run_dir, event))
 
     def _delay_join_deadlines(self, state: State, now: float) -> None:
-        """Delay the join deadline of open launches: a cluster that does not answer may still carry them out."""
+        """Delay the join deadline of open launches after a failed poll: the cluster may still carry them out."""
         for intent in state.intents.values():
             if isinstance(intent.action, Launch):
                 self._context.monitor.delay_join_deadline(intent.action.incarnation, now)
@@ -96,8 +96,8 @@ class ClusterPoller:
     def _on_node_statuses(self, statuses: Mapping[NodeName, NodeStatus], now: float) -> None:
         """Update the node states in the health monitor.
 
-        The monitor also receives whether only few nodes went down in this poll. If most did, slurmctld has probably
-        lost contact with them, and they have not all failed.
+        The monitor also receives whether only few nodes went down in this poll. If most nodes went down at once,
+        slurmctld has probably lost contact with them, and they have not all failed.
         """
         known = self._context.monitor.nodes
         gone = [name for name, status in statuses.items() if status.state in (NodeState.DOWN, NodeState.UNKNOWN)]

@@ -1,9 +1,9 @@
 """Record findings of the manager's detectors and of the node agents when they appear, change or clear.
 
-A report of an agent is accepted only from the node's current agent and only about its own node; its times are converted
+A reported finding is accepted only from the current agent of a node and only about this node; its times are converted
 to the manager's clock. Before findings are recorded they pass the last stages of the pipeline
-(:mod:`rrl.health.detection.pipeline`). This module also restores and records the baselines that a new manager takes
-from the journal.
+(:mod:`rrl.health.detection.pipeline`). This module also records the learned baselines, and restores them for a new
+manager from the journal.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ about 200."""
 
 
 def from_agent(finding: Finding) -> bool:
-    """Return whether an agent found this on its node."""
+    """Return whether the finding is about a node and was reported by an agent."""
     return finding.node is not None and finding.detector not in MANAGER_DETECTORS
 
 
@@ -74,8 +74,8 @@ class ReportedFindings:
     def on_agent_hello(self, hello: AgentHello, also: tuple[Finding, ...], now: float) -> None:
         """Replace the findings of a node by those in its agent's Hello.
 
-        An earlier finding that the agent cannot verify now (it reports UNKNOWN) is kept. ``also`` are findings that the
-        manager derived from other fields of the Hello.
+        An earlier finding is kept if the agent now reports UNKNOWN for it. ``also`` are findings that the manager
+        derived from other fields of the Hello.
         """
         self.changes += 1
         node = hello.node
@@ -104,7 +104,7 @@ class ReportedFindings:
     def on_report(self, message: FindingReport, now: float) -> None:
         """Store one finding that an agent reports as changed.
 
-        An UNKNOWN replaces no earlier verdict: a value that can no longer be read does not disprove what was read.
+        UNKNOWN does not replace an earlier verdict: a value that cannot be read now does not disprove an earlier value.
         """
         self.changes += 1
         finding = to_manager_time(message.finding, message.now, now)
@@ -191,8 +191,8 @@ class FindingGate:
     def restore(self) -> None:
         """Take over the findings recorded by earlier managers.
 
-        Findings without proof are cleared unless found again: those of the manager's detectors at once, those of an
-        agent with its next Hello. Correlations among the recorded findings remain in effect.
+        A finding without proof is cleared unless it is found again: at once by the manager's detectors, or in the
+        agent's next Hello. Correlations among the recorded findings remain in effect.
         """
         recorded = self._context.state().findings
         for key, finding in recorded.items():
@@ -214,7 +214,7 @@ class FindingGate:
             findings: Result of ``detect``, and findings about the run.
             silent: Result of :func:`rrl.health.detection.detectors.liveness.missing_heartbeats`.
             absent: Result of :func:`rrl.health.detection.detectors.node_liveness.silent_nodes`.
-            stacks: Stacks of the hangs among the findings, by key.
+            stacks: Stacks of hung processes, by the key of the finding about the hang.
 
         Returns:
             The time (s) at which the result may change without new findings.
@@ -252,14 +252,15 @@ class FindingGate:
         self._update_storage(node)
 
     def _update_storage(self, node: NodeName) -> None:
-        """Tell the detectors whether the agent reports that storage stalls: then replicas there may have to wait."""
+        """Inform the health monitor whether the node's agent reports stalled storage, on which replicas may wait."""
         stalled = self._reported.has_flag(node, Flag.STORAGE_STALLS)
         self._context.monitor.on_storage_report(node, stalled, self._context.now())
 
     def publish(self) -> float:
         """Record findings that changed, and clear recorded findings that are no longer found.
 
-        Return the time (s) at which to call this again; inf if only new findings can change the result.
+        Returns the time (s) at which :meth:`publish` must be called again; inf if only new findings can change the
+        result.
         """
         settings = self._context.state().job.health
         input_key = (self._detected, self._stacks, self._reported.changes, settings)
@@ -288,7 +289,7 @@ class FindingGate:
         return context.next_check
 
     def _correlation_context(self) -> CorrelationContext:
-        """Return what correlation needs to know of the run: nodes, rollouts, excluded nodes, missing heartbeats."""
+        """Return the facts of the run that correlation uses: nodes, rollouts, excluded nodes, missing heartbeats."""
         state = self._context.state()
         if not self._detected and not self._reported.nodes and not self._correlation_state.shared_causes:
             return CorrelationContext(0)
@@ -304,11 +305,12 @@ class FindingGate:
 
 
 BASELINE_CHECK_INTERVAL_S = 60.0
-"""Seconds between two checks for changed baselines; a new manager has to learn at most this much again."""
+"""Seconds between two checks for changed baselines. A new manager has to learn at most this time's observations
+again."""
 
 
 def restore_monitor(monitor: HealthMonitor, state: State, now: float) -> None:
-    """Restore the health monitor from the state: every current incarnation counts as running, with full grace from now.
+    """Restore the health monitor from the state; the timeouts of every current incarnation begin ``now``.
 
     Phases that an incarnation has passed through are restored, so that the next pass through them does not count as
     its first, which may take longer.

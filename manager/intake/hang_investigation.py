@@ -1,18 +1,18 @@
 """Investigate suspected hangs before they lead to a restart: probe the suspect, and collect its stacks.
 
-**Probes.** Each replica named by :func:`rrl.health.detection.detectors.probing.due_probes` is sent ``Probe``. The
-replica counts as probed even if it is not connected, since other detectors find a replica that cannot be reached. The
-detectors judge the reply.
+**Probes.** A ``Probe`` is sent to each replica named by :func:`rrl.health.detection.detectors.probing.due_probes`. A
+replica that is not connected counts as probed too, since other detectors find it. The detectors judge the reply.
 
 **Samples of stacks.** During long training passes that show no other sign of work than a busy GPU
-(:mod:`rrl.health.detection.detectors.stack_samples`), the stacks of all members are collected every few minutes, only
-to learn whether all of them stand at one line.
+(:mod:`rrl.health.detection.detectors.stack_samples`), the stacks of all members are collected every few minutes, to
+learn whether all members stand at the same line.
 
 **Stacks** are collected once for each suspected or found hang, from the suspect and from every member of its gang, and
 grouped (:mod:`rrl.health.detection.attribution.stack_groups`). A restart ends the processes, so their stacks are
 requested at the first WARN. The stage :func:`rrl.health.detection.pipeline.await_stacks` downgrades a FAIL without an
-earlier WARN until the stacks have arrived, for :data:`STACKS_TIMEOUT_S` at most; the FAIL is not delayed if no agent
-can be reached. A summary is added to the finding's evidence and to the journal; the complete dumps are saved to a file.
+earlier WARN until the stacks have arrived, for at most :data:`STACKS_TIMEOUT_S` seconds; the FAIL is not delayed if no
+agent can be reached. A summary of the stacks is added to the finding's evidence and to the journal; the complete dumps
+are saved to a file.
 """
 
 from __future__ import annotations
@@ -56,23 +56,24 @@ from ..model import events as ev
 _log = logging.getLogger("rrl.manager")
 
 STACKS_TIMEOUT_S = 7.0
-"""Seconds that collecting stacks may take, and that a FAIL without an earlier WARN is deferred for them. An agent
-replies within 2 + 4 s (rrl.roles.agent.stack_dumps), mostly within 1 s."""
+"""Timeout (s) for collecting stacks, and the longest time for which a FAIL without an earlier WARN waits for stacks. An
+agent replies within 2 + 4 s (rrl.roles.agent.stack_dumps), mostly within 1 s."""
 RECOLLECT_AFTER_S = 60.0
-"""Seconds before stacks of the same gang are collected again, if the suspicion ended and returned."""
+"""Minimum seconds between two collections for the same gang, if a suspicion ended and another one began."""
 MAX_CONCURRENT = 64
-"""Maximum number of concurrent stack collections. More hangs at once have a common cause, and no further stacks are
+"""Maximum number of concurrent stack collections. More hangs at once have a common cause, so their stacks are not
 collected."""
 MAX_DUMP_BYTES = 16 * 2**20
-"""Maximum size in bytes of the complete dumps of one gang; of further members only the main threads are kept."""
+"""Maximum size in bytes of the complete dumps of one gang. Beyond it, only the main threads of further members are
+kept."""
 _MAX_LINE_CHARS = 300
 """Maximum number of characters of one line of evidence."""
 _MAX_SHOWN_LINES = 3
-"""Maximum number of evidence lines added to a finding beside its own line and the file's name (five in all,
-docs/sources.md)."""
+"""Maximum number of lines about stacks in a finding's evidence. With the finding's own line and the file's name, the
+evidence has at most five lines (docs/sources.md)."""
 _ID_SPACE_PER_EPOCH = 2**20
-"""Size of each epoch's range of request ids, so that a reply to an earlier manager's request matches none of this
-manager's."""
+"""Number of request ids reserved for each epoch, so that a reply to an earlier manager never matches a request of this
+manager."""
 
 
 @dataclass(slots=True, eq=False)
@@ -93,14 +94,14 @@ class _StackCollection:
     incarnation: Incarnation
     id: int
     agents: dict[Incarnation, ReplicaId]
-    """Agent that was requested to dump the stacks, by incarnation."""
+    """Agent that was asked to dump the stacks of each incarnation."""
     dumps: dict[Incarnation, dict[int, str]] = field(default_factory=dict)
     errors: dict[Incarnation, str] = field(default_factory=dict)
     size: int = 0
     complete: asyncio.Event = field(default_factory=asyncio.Event)
 
     def add(self, answer: msg.Stacks) -> None:
-        """Add a reply; ignore it if it comes from another agent than was requested, or was received before."""
+        """Add a reply; ignore a repeated reply, and a reply from an agent that was not asked."""
         if self.agents.get(answer.target) != answer.incarnation.replica or answer.target in {*self.dumps, *self.errors}:
             return
         if answer.dumps:
@@ -120,7 +121,7 @@ class HangInvestigator:
         self._context = context
         self._last_id = 0
         self._incidents: dict[Incarnation, _Incident] = {}
-        """Open incidents by gang: if one member hangs, the others soon hang too."""
+        """Open incidents, by gang: if one member hangs, the other members soon hang too."""
         self._collections: dict[int, _StackCollection] = {}
         self._sampling: set[Incarnation] = set()
         """Gangs whose stacks are being sampled."""
@@ -133,8 +134,8 @@ class HangInvestigator:
             findings: Result of ``detect``.
 
         Returns:
-            The stacks of each hang that is investigated, by the finding's key, and the time (s) of the next necessary
-            call (inf: only with new findings).
+            The stacks of each investigated hang, by the finding's key; and the time (s) at which :meth:`investigate`
+            must be called again, inf if only for new findings.
         """
         now, settings = self._context.now(), self._context.state().job.health
         next_check = now if self._send_probes(now) else self._sample_stacks(now)
@@ -164,8 +165,8 @@ class HangInvestigator:
     def on_reply(self, answer: msg.ProbeReply | msg.Stacks) -> None:
         """Handle a reply from a current incarnation.
 
-        Stacks that are no longer awaited are ignored. A reply to any of this manager's probes counts, because it shows
-        the present state; replies to an earlier manager's probes are ignored.
+        Stacks that arrive too late are ignored. A reply to any probe of this manager counts, because it shows the
+        present state; replies to probes of an earlier manager are ignored.
         """
         if isinstance(answer, msg.Stacks):
             if (collection := self._collections.get(answer.id)) is not None:
@@ -202,7 +203,7 @@ class HangInvestigator:
         return then
 
     async def _sample(self, gang: Incarnation) -> None:
-        """Collect the stacks of a gang once, and report what they have in common to the health monitor."""
+        """Collect the stacks of a gang once, and report to the monitor whether all members stand at the same line."""
         context = self._context
         members = [view.incarnation for view in context.monitor.workers() if view.incarnation.gang == gang]
         requests = list(self._stack_requests(gang))
@@ -232,7 +233,7 @@ class HangInvestigator:
         return incident
 
     def _stack_requests(self, incarnation: Incarnation) -> Iterable[tuple[bytes, ReplicaId, Incarnation, str]]:
-        """Yield for each member of the gang: connection and name of its agent, its incarnation, and its step."""
+        """Yield (agent's connection, agent's name, incarnation, tag of the step) for each member of the gang."""
         state = self._context.state()
         gang = gang_of(incarnation.replica)
         for replica in state.replicas.values():
@@ -246,7 +247,7 @@ class HangInvestigator:
         self, collection: _StackCollection, requests: Sequence[tuple[bytes, ReplicaId, Incarnation, str]],
         timeout_s: float,
     ) -> bool:  # fmt: skip
-        """Request the stacks of a collection, which ends then; return whether all replies came within ``timeout_s``."""
+        """Request the stacks of a collection, then close it; return whether all replies came within ``timeout_s``."""
         try:
             for peer, _, of, tag in requests:
                 await self._context.send(peer, msg.DumpStacks(of, tag, collection.id), None)
@@ -277,7 +278,7 @@ class HangInvestigator:
     def _save(self, collection: _StackCollection) -> tuple[GroupedStacks, str]:
         """Group the stacks and save the dumps.
 
-        Return the groups, and the file relative to the run directory ('' if none).
+        Returns the groups, and the file's path relative to the run directory ('' if nothing was saved).
         """
         grouped = group(collection.dumps)
         if not collection.dumps:
@@ -312,10 +313,9 @@ class HangInvestigator:
 
 
 def _hang_of(finding: Finding) -> Incarnation | None:
-    """Return the incarnation whose hang this finding reports or suspects; None if it is about something else.
+    """Return the incarnation whose hang this finding reports or suspects; None if the finding is not about a hang.
 
-    A worker that is silent while its node sends heartbeats counts too: it may be stopped, or stuck while it holds the
-    interpreter's lock.
+    A silent worker whose node sends heartbeats counts as hung too: it may be stopped, or stuck while it holds the GIL.
     """
     about = finding.cause is Cause.HANG or finding.detector == worker_silence.__name__
     return finding.incarnation if about and finding.verdict in (Verdict.WARN, Verdict.FAIL) else None
@@ -338,5 +338,5 @@ def _dump_text(collection: _StackCollection, summary: Iterable[str]) -> Iterable
 
 
 def _one_line(text: str) -> str:
-    """Return the text as one printable line of limited length: function names may contain anything."""
+    """Return the text as one printable line of limited length, because names of functions may contain any character."""
     return "".join(character if character.isprintable() else " " for character in text)[:_MAX_LINE_CHARS]

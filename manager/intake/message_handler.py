@@ -1,7 +1,7 @@
 """Turn messages into events: check that the sender is a current incarnation, and record only changes.
 
-Nothing is decided here. A heartbeat only updates the health monitor: it causes no event and no write. If a step left no
-exit record, the output of its launcher and of its first process is attached to the event.
+The handler decides nothing. A heartbeat only updates the health monitor; it causes no event and no write. If a step
+left no exit record, the last output of its srun or first process is attached to the event.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _log = logging.getLogger("rrl.manager")
 def last_output(run: RunDir, tag: str) -> str:
     """Return the last lines of a step's own output, or '' if there is no output.
 
-    The step's output comes from its first process and from slurmstepd (which reports, for example, a missing
-    interpreter or exceeded memory); without it, the output of its ``srun`` is used.
+    The output comes from the step's first process and from slurmstepd (which reports, for example, a missing
+    interpreter or exceeded memory). If there is none, the output of the step's ``srun`` is returned.
     """
     log = run.log_file(f"{tag}.step")
     outputs = (last_lines_of(log.with_name(f"{log.name}{ending}")) for ending in (".0", "", ".srun"))
@@ -46,7 +46,7 @@ def last_output(run: RunDir, tag: str) -> str:
 
 
 def with_reason(run: RunDir, event: Event) -> Event:
-    """Return the event; if it says that a step never appeared, add the reason found in the step's output."""
+    """Return the event. If the event says that a step never appeared, add the last lines of the step's output to it."""
     if not isinstance(event, IntentSettled) or event.ok or event.reason is not RejectReason.NEVER_APPEARED:
         return event
     output = last_output(run, event.tag)
@@ -60,8 +60,8 @@ def with_reason(run: RunDir, event: Event) -> Event:
 MAX_NOTE_CHARS = 300
 """Maximum number of characters kept of a replica's note: two lines of a wide terminal."""
 EXIT_RECORD_READ_TIMEOUT_S = 1.0
-"""Seconds that handling of messages waits for an exit record in the run directory; shared storage answers within
-some 10 ms, or hangs."""
+"""Seconds for which the handler waits for an exit record in the run directory. Shared storage answers within some 10
+ms, or hangs."""
 
 
 class MessageHandler:
@@ -83,11 +83,11 @@ class MessageHandler:
         self.hang_investigator = HangInvestigator(context)
         self.standby_promoter = StandbyPromoter(context, self._gpus)
         self._connections: dict[Incarnation, tuple[bytes, ...]] = {}
-        """The last two connections on which each incarnation's process sent its Hello, newest first: messages sent
-        on the older one may still arrive."""
+        """The last two connections on which each incarnation's process sent its Hello, newest first. Messages that were
+        sent on the older connection may still arrive."""
         self.clock_recorder = ClockRecorder(context)
         self._departed: set[Incarnation] = set()
-        """Incarnations whose process sent Goodbye: their command may continue with another worker process."""
+        """Incarnations whose process sent Goodbye. Their command may go on and start another worker process."""
         self._exit_record_task: asyncio.Task[None] | None = None
         self._exit_lookups: set[asyncio.Task[None]] = set()
         """Running reads of the exit records of steps that vanished."""
@@ -151,9 +151,8 @@ class MessageHandler:
     async def fence(self, incarnation: Incarnation, why: str) -> None:
         """Notify the processes of a fenced incarnation that they must end at once.
 
-        The worker is notified first; in case it hangs, the first process of its step is notified too, or the node's
-        agent if that process is not connected. A command that does not use the worker API is stopped with its grace
-        period instead.
+        The worker is notified. In case the worker hangs, the first process of its step is notified too, or the node's
+        agent if the first process is not connected. A command that does not use the worker API gets its grace instead.
         """
         self.standby_promoter.forget(step_alias(self._context.state(), incarnation))
         worker = self._peers.workers.pop(incarnation, None)
@@ -169,10 +168,10 @@ class MessageHandler:
 
     # ── steps ──────────────────────────────────────────────────────────────────────────────────────────────────────
     async def _admission_request(self, incoming: Incoming, message: msg.AdmissionRequest) -> None:
-        """Answer whether a launched process may start its command; this makes a launch happen exactly once.
+        """Answer whether a launched process may start its command, so that each launch starts exactly one command.
 
-        A process that was admitted by an earlier manager and asks again while the run is ending is admitted and stopped
-        in order.
+        If a process that an earlier manager admitted asks again while the run is ending, it is admitted, and then
+        stopped in order.
         """
         state = self._context.state()
         incarnation = current_owner(state, message.incarnation, message.tag)
@@ -235,9 +234,9 @@ class MessageHandler:
         self._on_exit_record(message)
 
     async def _step_vanished(self, message: msg.StepVanished) -> None:
-        """Look for the exit record of a step that vanished, for at most EXIT_RECORD_READ_TIMEOUT_S.
+        """Look for the exit record of a step that vanished, for at most EXIT_RECORD_READ_TIMEOUT_S seconds.
 
-        If the run directory hangs, the lookup continues in the background and its result counts when it arrives.
+        If the run directory hangs, the lookup continues in the background, and its result is handled when it arrives.
         """
         lookup = asyncio.create_task(self._find_exit_record(message))
         self._exit_lookups.add(lookup)
@@ -261,7 +260,7 @@ class MessageHandler:
         self._record_end(_step_ended(incarnation, record))
 
     def _record_end(self, event: ev.StepEnded) -> None:
-        """Record the end of a step once, and only if the step is the incarnation's own or an orphan."""
+        """Record the end of a step once, and only if it is the step of the current incarnation or an orphan step."""
         state = self._context.state()
         current = state.is_current(event.incarnation) and state.replica(event.incarnation.replica).step == event.step
         if current or event.step in state.orphan_steps:
@@ -314,9 +313,8 @@ class MessageHandler:
     async def _greeting(self, incoming: Incoming, message: msg.Hello | msg.AgentHello) -> None:
         """Accept the Hello of an incarnation's process, or fence it if another process is that incarnation.
 
-        Exactly one process is the incarnation: the first one to send a Hello among the processes of the step that was
-        launched as, or promoted to, this incarnation. If two processes were accepted, messages of both would be handled
-        in turn.
+        An incarnation is exactly one process: the first that sends a Hello from the step that was launched as, or
+        promoted to, this incarnation. All other processes are fenced.
         """
         incarnation = message.incarnation
         known = self._context.state().replica(incarnation.replica)
@@ -339,7 +337,7 @@ class MessageHandler:
             self._from_current(message)
 
     async def _hello(self, incoming: Incoming, message: msg.Hello) -> None:
-        """Record that a worker or standby process has joined, unless another replica has its GPU."""
+        """Record that a worker or standby process has joined, unless another incarnation uses one of its GPUs."""
         incarnation, state, now = message.incarnation, self._context.state(), self._context.now()
         replica = state.replica(incarnation.replica)
         standby = role_of(incarnation.replica) == STANDBY_ROLE
@@ -377,14 +375,14 @@ class MessageHandler:
             self.clock_recorder.on_commit()
 
     def _may_exit(self, incarnation: Incarnation) -> bool:
-        """Return whether the incarnation may exit after its Goodbye: its role is a user command, not a service."""
+        """Return whether the incarnation may exit after its Goodbye, because its role is a user's command."""
         role = next(
             (role for role in self._context.state().job.roles if role.name == role_of(incarnation.replica)), None
         )
         return role is not None and not role.service
 
     def _from_current(self, message: Any) -> None:
-        """Record what a message from a current incarnation changes, and update the health monitor."""
+        """Record the changes that a message of a current incarnation reports, and update the health monitor."""
         incarnation, now, monitor = message.incarnation, self._context.now(), self._context.monitor
         if isinstance(message, msg.Heartbeat):
             monitor.on_heartbeat(incarnation, message.phase, message.done, message.waits_for, now, message.data_untaken)
@@ -437,13 +435,13 @@ class MessageHandler:
 
 
 def uses_worker_api(state: State, incarnation: Incarnation) -> bool:
-    """Return whether the incarnation uses the worker API, so that its worker receives the request to end."""
+    """Return whether the incarnation uses the worker API, so that a request to end can be sent to its worker."""
     name = role_of(incarnation.replica)
     return name == STANDBY_ROLE or any(role.name == name and role.watch == "api" for role in state.job.roles)
 
 
 def _step_ended(incarnation: Incarnation, record: ExitRecord | msg.StepExit) -> ev.StepEnded:
-    """Return the event for the end of this incarnation's step, from its exit record or from a copy of that."""
+    """Return the event for the end of this incarnation's step, from its exit record or from the StepExit message."""
     return ev.StepEnded(
         incarnation, record.tag, record.code, record.signal, record.reason, record.last_line, record.detail,
         record.exception,

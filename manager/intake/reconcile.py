@@ -1,10 +1,10 @@
 """Derive events from one poll of the cluster, for open intents and known allocations. Pure.
 
-An intent whose call got no reply is settled by its tag. If the tag is listed, the action was done. If it is not listed
-for a quiet period after the intent, the action was certainly not done: a timed-out sbatch can take effect late, so the
-period is long; a launch whose srun has ended cannot take effect late, and needs no such period. A squeue can omit a job
-once, and a site's cache can return an answer that is minutes old. A job, step or node therefore counts as gone, as
-never started or as queued again only if two polls in a row show that, and for as long as an answer may be old.
+An intent whose call got no reply is settled by its tag. If the tag is listed, the action was done. If the tag stays
+unlisted for a quiet period after the intent, the action was certainly not done. The period is long, because a timed-out
+sbatch can take effect late. A launch whose srun has ended cannot take effect late, so it needs no quiet period. squeue
+can omit a job once, and a site's cache can return an answer that is minutes old. So a job, step or node counts as gone,
+never started or queued again only after two polls in a row, and only once no answer can be that old.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from ..model.queries import open_requests
 from ..model.state import NEVER_APPEARED, Allocation, State
 
 FAST_POLL_AFTER_REQUEST_S = 60.0
-"""Seconds after its request during which a pending allocation is polled faster than the site's interval."""
+"""Seconds after a request during which rrl polls faster than the site's interval while the allocation is pending."""
 MIN_ABSENT_POLLS = 2
 """Consecutive polls that must miss an allocation before it counts as gone."""
 MIN_END_CHANGE_S = 30.0
-"""Seconds by which the end of an allocation must have moved to be recorded; each poll rounds the remaining time to
+"""Minimum change (s) of an allocation's end that is recorded. Smaller changes come from rounding the remaining time to
 seconds."""
 
 
 class AbsenceCounter:
-    """Counts in how many polls in a row, and since when, each allocation, launch or node of an allocation was missing.
+    """Counts for each allocation, launch or node in how many polls in a row it was missing, and since when.
 
-    The counts are not restored: a new manager begins again.
+    The counts are not journaled: a new manager begins with empty counts.
     """
 
     def __init__(self) -> None:
@@ -39,9 +39,9 @@ class AbsenceCounter:
         """Manager's time (s) of the last poll that was not answered."""
 
     def is_gone(self, tag: str, listed: bool, now: float = 0.0, min_absence_s: float = 0.0) -> bool:
-        """Count one poll in which the entry ``tag`` was listed or missing.
+        """Count one poll in which the entry ``tag`` was listed or missing, and return whether the entry is gone.
 
-        Return whether the entry was missing in this and the last poll, and for at least ``min_absence_s`` s.
+        It is gone if it was missing in this poll and in the previous one, and for at least ``min_absence_s`` seconds.
         """
         if listed:
             self._absent.pop(tag, None)
@@ -105,9 +105,9 @@ def reconcile(
 
 
 def _confirmed_by(action: ExternalAction, snapshot: ClusterSnapshot) -> bool:
-    """Return whether the cluster's list shows that an action on single nodes has taken effect.
+    """Return whether the snapshot shows that an action on single nodes has taken effect.
 
-    Such actions are repeated until they are confirmed, because replies can be lost.
+    Such an action is repeated until a snapshot confirms it, because replies can be lost.
     """
     if isinstance(action, Shrink):
         status = (snapshot.allocations or {}).get(action.allocation)
@@ -129,9 +129,9 @@ def _reconcile_allocation(
 ) -> AllocationStatus:  # fmt: skip
     """Return the status to accept for an allocation.
 
-    An answer may be old or incomplete if it says that a running allocation is pending again, or that the allocation has
-    lost a node that is not down. Such a change is accepted only after further polls; until then the earlier status, or
-    the lost node, is kept.
+    The cluster's answer may be old or incomplete if a running allocation is pending again, or has lost a node that is
+    not down. Such a change is accepted only after further polls. Until then the earlier status, or the missing node, is
+    kept.
     """
     before = allocation.status
     if status.state is AllocationState.ENDING and (allocation.releasing or allocation.orphan):
@@ -178,7 +178,8 @@ def _reconcile_requests(
 ) -> list[Event]:
     """Settle open allocation requests by their tags.
 
-    One listed component settles a heterogeneous job as a whole: Slurm accepts all of its components or none.
+    One listed component settles the request of a heterogeneous job, because Slurm accepts all of its components or
+    none.
     """
     events: list[Event] = []
     for tag, intent in state.intents.items():
@@ -193,14 +194,14 @@ def _reconcile_requests(
 
 
 def has_undecided_launch(state: State, snapshot: ClusterSnapshot) -> bool:
-    """Return whether a launch's command has ended while its intent is open: one more poll settles it."""
+    """Return whether the srun of a launch has ended while its intent is open, so that one more poll settles it."""
     return any(tag in state.intents for tag in snapshot.launchers_ended)
 
 
 def expects_change(state: State, now: float) -> bool:
     """Return whether the cluster's state is expected to change soon, so that it is polled faster.
 
-    A request that is pending in the queue counts only for a limited time, since it may wait for days.
+    A pending request counts only for ``FAST_POLL_AFTER_REQUEST_S`` seconds, since it may wait in the queue for days.
     """
     has_requests = any(isinstance(intent.action, Request) for intent in state.intents.values())
     allocations = state.allocations.values()

@@ -1,7 +1,7 @@
 """Promote standby processes, and repeat the Promote message to processes that have not received it.
 
-The intent is journaled before the message is sent, so a new manager sends the same message. The Hello of the promoted
-member settles the intent, not this module.
+The intent is journaled before the message is sent, so a new manager sends the same message. The intent is settled when
+the Hello of the promoted member arrives.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from .admission import GpuRegistry
 _log = logging.getLogger("rrl.manager")
 
 RECONNECT_TIMEOUT_S = 2.0
-"""Seconds to wait for a current standby process to connect: after its manager's death it connects to the next
-manager within 1 s."""
+"""Seconds to wait for a current standby process to connect. After a manager's death it connects to the next manager
+within 1 s."""
 _POLL_INTERVAL_S = 0.02
 """Seconds between two checks whether a standby process has connected."""
 
@@ -49,7 +49,7 @@ class StandbyPromoter:
             self._standbys.pop(standby, None)
 
     async def promote(self, action: Launch) -> None:
-        """Send Promote to the launch's standby. Raise Refused if it is not connected, or no visible GPU is free."""
+        """Send Promote to the launch's standby process. Raise Refused if it is not connected or its GPUs are in use."""
         standby = action.standby
         assert standby is not None
         loop = asyncio.get_running_loop()
@@ -65,7 +65,7 @@ class StandbyPromoter:
     async def send_promotion(self, standby: Incarnation) -> bool:
         """Send Promote to a standby process, with the member that it becomes according to the state.
 
-        Return False if its node has no free GPU for that member.
+        Return False if too few GPUs are free for this member on its node.
         """
         state = self._context.state()
         member = promoted_to(state, standby)

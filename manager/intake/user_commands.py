@@ -1,7 +1,7 @@
 """Read user commands from the run directory's mailbox, and turn them into events or reject them.
 
-A command is one file that only the run's owner can write. This works where no port can be reached, and while no manager
-runs: the next manager takes the pending commands.
+A command is a file that only the run's owner can write. A file needs no open port and no running manager: the next
+manager takes the pending commands.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from ..model.state import State
 _log = logging.getLogger("rrl.manager")
 
 _MAX_COMMAND_BYTES = 4 * 2**20
-"""Maximum number of bytes read of a command file; a command has some hundred."""
+"""Maximum number of bytes read of a command file; a command has some hundred bytes."""
 
 
 class Command(Struct, frozen=True):
     """One command: ``cancel``, ``restart``, ``drain``, ``undrain``, or ``inject`` with its fault.
 
-    ``id`` is the name of its file, by which it is handled only once.
+    ``id`` is the name of the command's file. A command whose id was handled before is ignored.
     """
 
     command: str
@@ -75,12 +75,12 @@ def _read(path: Path, owner: int) -> bytes:
 
 
 def acknowledge(run: RunDir, command: Command) -> None:
-    """Delete the file of a command that is durable in the journal."""
+    """Delete the file of a command whose events are durable in the journal."""
     (run.mailbox / f"{command.id}.json").unlink(missing_ok=True)
 
 
 def to_events(command: Command, state: State) -> list[ev.Event]:
-    """Return the events that record a command. A rejected fault is recorded too, with the reason."""
+    """Return the events that record a command. The rejection of a fault is recorded too, with the reason."""
     if command.fault is None:
         by = command.by or "somebody"
         return [
@@ -103,7 +103,7 @@ def known_fault_ids(state: State) -> set[str]:
 
 
 def rejection(fault: Fault, job: RunSpec, state: State | None) -> InvalidFault | None:
-    """Return why this run rejects the fault, or None if it accepts it. ``state`` is None before the first record."""
+    """Return why this run rejects the fault; None if the run accepts it. ``state`` is None before the first record."""
     if not job.faults_allowed:
         return InvalidFault(
             FaultProblem.OTHER,
@@ -131,7 +131,7 @@ def rejection(fault: Fault, job: RunSpec, state: State | None) -> InvalidFault |
             )
         if job.role(role).watch != "api" and not FAULT_TRAITS[fault.kind].by_signals:
             return InvalidFault(
-                FaultProblem.OTHER, f"{fault.target} does not use the worker API: {fault.kind} needs its help"
+                FaultProblem.OTHER, f"{fault.kind} needs the worker API, but {fault.target} does not use it"
             )
     return None
 
@@ -148,9 +148,9 @@ def _no_node(node: str, state: State | None) -> str:
 
 
 def _no_standby(target: str, state: State | None) -> str:
-    """Return why a fault cannot hit this standby process (``standby/<node>``), or '' if it runs now.
+    """Return why a fault cannot hit this standby process (``standby/<node>``), or '' if the process runs now.
 
-    Standby processes are started and stopped during a run, and a fault can only hit one that runs.
+    Standby processes are started and stopped during a run, and a fault can only hit a running process.
     """
     standbys = (
         [replica.id for replica in state.replicas.values() if replica.role == STANDBY_ROLE and replica.is_current]

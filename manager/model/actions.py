@@ -62,7 +62,7 @@ class Release(Struct, frozen=True, tag=True):
 
 
 class Launch(Struct, frozen=True, tag=True):
-    """Start an incarnation of a replica, an agent or a standby process on a node."""
+    """Start an incarnation (of a role, an agent or a standby process) on a node."""
 
     incarnation: Incarnation
     step: str
@@ -80,7 +80,7 @@ class Launch(Struct, frozen=True, tag=True):
 
 
 class StopStep(Struct, frozen=True, tag=True):
-    """End a step, whichever incarnation it runs."""
+    """Stop a step, whether its incarnation is current or not."""
 
     step: str
     incarnation: Incarnation
@@ -118,7 +118,7 @@ class InjectFault(Struct, frozen=True, tag=True):
 
 
 class Drain(Struct, frozen=True, tag=True):
-    """Have the cluster give the node to no new job.
+    """Drain a node, so that the cluster starts no new job there.
 
     ``reason`` begins with ``rrl:<run>:``, which marks the drains of this run.
     """
@@ -163,9 +163,9 @@ class Fence(Struct, frozen=True, tag=True):
     """End an incarnation for good: from then on nothing from it is accepted.
 
     This action only changes the recorded state, so it takes effect when its event is journaled. ``target_node`` is
-    where the replica is launched next. ``charged`` says whether the fence counts as a failure on the replica's budget;
-    it is False if the replica moves without a failure, or restarts because another member of its gang failed or because
-    a user requested it.
+    where the replica is launched next. ``charged`` says whether the fence counts on the replica's budget. It is False
+    for a move without a failure, for a restart after the failure of another gang member, and for a restart that a user
+    requested.
     """
 
     incarnation: Incarnation
@@ -183,14 +183,14 @@ class Fence(Struct, frozen=True, tag=True):
 class Exclude(Struct, frozen=True, tag=True):
     """Stop using a node in this run.
 
-    An exclusion without proof ends after some time. An exclusion that a user requested (``by``) lasts until a user
-    undrains the node.
+    An exclusion without proof ends after a while (see ``node_lifecycle``). If a user requested the exclusion (``by``),
+    it lasts until a user undrains the node.
     """
 
     node: NodeName
     why: Why
     cause: Cause | None = None
-    """Cause that was found."""
+    """Cause of the finding that excludes the node; None if there is no finding."""
     proof: bool = False
     by: str = ""
 
@@ -201,7 +201,7 @@ class Exclude(Struct, frozen=True, tag=True):
 
 
 class Finish(Struct, frozen=True, tag=True):
-    """End the run, or record that it is over. This decision fixes the outcome of the run."""
+    """End the run: this decision fixes its outcome, and the shutdown begins."""
 
     outcome: Outcome
     why: Why
@@ -227,12 +227,12 @@ class Readmit(Struct, frozen=True, tag=True):
 class RestartAll(Struct, frozen=True, tag=True):
     """Fence every role and restart the whole run from its last checkpoint.
 
-    The roles keep their nodes; with policy ``requeue`` the nodes are released and requested again.
+    The roles keep their nodes, except with policy ``requeue``, where the nodes are released and requested again.
     """
 
     why: Why
     fences: tuple[Fence, ...] = ()
-    """One fence for each incarnation that ends, with the node of its replica's next launch."""
+    """One fence for each incarnation that ends; it names the node of the replica's next launch."""
 
     @property
     def failed(self) -> Incarnation | None:

@@ -1,4 +1,4 @@
-"""The events of a run, which are the records of its journal: one tagged union of facts, never of requests.
+"""The events of a run, which are the records of its journal: a tagged union of facts that have occurred.
 
 Every record is a :class:`Stamped` event. New fields have defaults and unknown fields are ignored; the journal reports
 an unknown tag, and no decision is made from a journal that cannot be read.
@@ -53,8 +53,7 @@ class IntentSettled(Struct, frozen=True, tag=True):
     ok: bool
     detail: str = ""
     undelivered: bool = False
-    """True if, as far as is known, the action was not done because the request never reached the cluster: the manager
-    or the network failed."""
+    """True if the request probably never reached the cluster, because the manager or the network failed."""
     reason: RejectReason | None = None
     """Why the action was not done; None if it was done."""
 
@@ -66,7 +65,7 @@ class Decided(Struct, frozen=True, tag=True):
 
 
 class AllocationChanged(Struct, frozen=True, tag=True):
-    """The cluster reports a changed status of an allocation; None if it no longer lists the allocation."""
+    """The cluster reports a changed status of an allocation; None if the allocation is no longer listed."""
 
     tag: str
     status: AllocationStatus | None
@@ -87,7 +86,7 @@ class AgentJoined(Struct, frozen=True, tag=True):
     host: str
     pid: int
     probe_error: str = ""
-    """What the node lacks that the job's roles need (``[env] probe``), as the probe reported it; empty if nothing."""
+    """What ``[env] probe`` found missing on the node, as text; empty if nothing."""
     snapshot_address: str = ""
     """Address of the agent's snapshot server, ``tcp://host:port``."""
 
@@ -139,7 +138,7 @@ class PhaseEntered(Struct, frozen=True, tag=True):
 
 
 class NoteChanged(Struct, frozen=True, tag=True):
-    """The message of a replica for users has changed; empty if there is none now."""
+    """The note of a replica, a message for users, has changed; an empty note removes it."""
 
     incarnation: Incarnation
     note: str
@@ -173,7 +172,7 @@ class FindingChanged(Struct, frozen=True, tag=True):
 
 
 class FaultInjected(Struct, frozen=True, tag=True):
-    """What is known about an injected fault, so that detection can be scored and reports can mark injected failures.
+    """The result of a fault injection. Reports use it to mark injected failures and to measure their detection.
 
     A fault that lasts for some time has two of these events: one for its begin, one for its end (``ended``).
     """
@@ -227,10 +226,10 @@ class Resumed(Struct, frozen=True, tag=True):
 
 
 class TokensCounted(Struct, frozen=True, tag=True):
-    """Number of tokens that all incarnations of the rollouts have generated so far, as their heartbeats report it.
+    """Number of tokens that all incarnations of the rollouts have generated so far, from their heartbeats.
 
-    Recorded when the trainer is fenced and when it works again: the difference is what was generated while it was down.
-    Only totals of the same epoch can be compared.
+    Recorded when the trainer is fenced and when it works again: the difference is the number of tokens generated while
+    the trainer was down. Only totals of the same epoch can be compared.
     """
 
     total: int
@@ -251,9 +250,9 @@ class StacksCollected(Struct, frozen=True, tag=True):
 
 
 class BaselinesLearned(Struct, frozen=True, tag=True):
-    """The learned baselines of all roles, recorded when they differ noticeably from the last record.
+    """The learned baselines of all roles, recorded when they differ noticeably from the previously recorded baselines.
 
-    Without them the next manager would have to learn them again, and could mistake a slow step for a hang.
+    Without the record, the next manager would have no baselines and could mistake a slow step for a hang.
     """
 
     baselines: dict[str, RoleBaseline]
@@ -261,9 +260,10 @@ class BaselinesLearned(Struct, frozen=True, tag=True):
 
 
 class ClocksRecorded(Struct, frozen=True, tag=True):
-    """Where the time of processes went since each joined, by phase and idle cause, as they last reported it.
+    """The newest clock readings of processes: seconds since each process joined, by phase and idle cause.
 
-    Recorded with some commits and otherwise once a minute, with the processes that have reported since the last record.
+    Recorded with some commits and otherwise once a minute. Contains the processes that reported since the previous
+    record.
     """
 
     readings: tuple[tuple[Incarnation, ClockReading], ...]

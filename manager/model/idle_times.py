@@ -1,8 +1,8 @@
-"""Where the time of the run's processes went, by role, phase and idle cause: totals that no restart loses. Pure.
+"""Total time of the run's processes by role, phase and idle cause, including processes that were replaced. Pure.
 
 Each worker reports totals since its process joined (``rrl.core.phases.ClockReading``). The newest reading of each
-replica is kept. When another process of the replica reports, the totals of the process before it are added to those of
-the role. So the last report of a killed process counts, and a report that arrives twice counts once.
+replica is kept. When a new process of the replica reports, the last reading of the previous process is added to the
+totals of the role. So the last report of a killed process counts, and a report that arrives twice counts once.
 
 Detectors and the planner read none of this.
 """
@@ -19,11 +19,11 @@ from ...core.types import Incarnation, ReplicaId, role_of
 from .stream_figures import as_count
 
 RECENT_S = 300.0
-"""Seconds over which the recent shares are taken, or a little more."""
+"""Minimum length (s) of the interval from which recent shares are computed; it may be longer by a few points."""
 POINT_INTERVAL_S = 20.0
-"""Least number of seconds between two points: the recent shares need no more than :data:`RECENT_S` / this."""
+"""Minimum seconds between two points, so that few points cover :data:`RECENT_S`."""
 MAX_PHASES = 64
-"""Greatest number of phases of which a role's total keeps the time; the time of further phases is added up."""
+"""Maximum number of (phase, idle cause) pairs kept for a role; the time of further pairs is added up in one entry."""
 
 
 class ProcessTime(Struct, frozen=True):
@@ -34,26 +34,26 @@ class ProcessTime(Struct, frozen=True):
 
 
 class RoleTime(Struct, frozen=True):
-    """Times and progress of processes of a role that were replaced, in all."""
+    """Total times and progress of the replaced processes of a role."""
 
     times: tuple[PhaseTime, ...] = ()
     done: int = 0
 
 
 class RolePoint(Struct, frozen=True, array_like=True):
-    """Time (ns) of a role's processes by idle cause (empty: at work), and their progress, up to one moment."""
+    """Total time (ns) of a role's processes by idle cause (empty while at work), and their total progress."""
 
     ns: dict[str, int] = {}
     done: int = 0
 
     @property
     def total_ns(self) -> int:
-        """Return the time of the role's processes, whatever they did."""
+        """Return the total time (ns) of the role's processes, idle or at work."""
         return sum(self.ns.values())
 
 
 class Point(Struct, frozen=True, array_like=True):
-    """The totals of all roles at one time (s, manager's clock)."""
+    """The totals of all roles at the manager's time ``at`` (s)."""
 
     at: float
     roles: dict[str, RolePoint] = {}
@@ -73,7 +73,7 @@ class IdleTimes(Struct, frozen=True):
     points: tuple[Point, ...] = ()
     """Totals of the last minutes, oldest first; the last one is the newest."""
     trained_tokens: int = 0
-    """Tokens of all committed steps whose metrics report them."""
+    """Number of tokens in all committed steps whose metrics include ``tokens``."""
 
     @property
     def now(self) -> Point:
@@ -82,12 +82,12 @@ class IdleTimes(Struct, frozen=True):
 
     @property
     def before(self) -> Point:
-        """Return the totals with which the newest ones are compared for recent figures: at the start nothing."""
+        """Return the oldest kept totals, with which the newest totals are compared for recent figures."""
         return self.points[0] if len(self.points) > 1 else START
 
 
 def with_readings(times: IdleTimes, at: float, readings: Iterable[tuple[Incarnation, ClockReading]]) -> IdleTimes:
-    """Return the times with these readings, received until ``at`` (s). Readings that are outdated change nothing."""
+    """Return the times with these readings, received until ``at`` (s); outdated readings are ignored."""
     newest, replaced = dict(times.newest), dict(times.replaced)
     for incarnation, clock in sorted(readings, key=lambda reading: (reading[0], reading[1].began)):
         held = newest.get(incarnation.replica)
@@ -103,18 +103,18 @@ def with_readings(times: IdleTimes, at: float, readings: Iterable[tuple[Incarnat
 
 
 def with_step(times: IdleTimes, metrics: Mapping[str, float]) -> IdleTimes:
-    """Return the times with one more committed step; its metric ``tokens`` says how many tokens it trained on."""
+    """Return the times with one more committed step, whose metric ``tokens`` is added to ``trained_tokens``."""
     return replace(times, trained_tokens=times.trained_tokens + as_count(metrics.get("tokens", 0.0)))
 
 
 def phase_times(times: IdleTimes, role: str) -> tuple[PhaseTime, ...]:
-    """Return the time of all processes of a role by phase and idle cause."""
+    """Return the time (ns) of all processes of a role by phase and idle cause."""
     total = times.replaced.get(role, RoleTime()).times
     return _sum(total, *(held.clock.times for id, held in times.newest.items() if role_of(id) == role))
 
 
 def idle_shares(now: Point, before: Point, role: str) -> dict[str, float]:
-    """Return the share of its processes' time that a role was idle between two points, by cause; largest first."""
+    """Return the idle shares of a role between two points (0 to 1), by idle cause, largest first."""
     new, old = now.roles.get(role, RolePoint()), before.roles.get(role, RolePoint())
     total = new.total_ns - old.total_ns
     if total <= 0:
@@ -124,12 +124,12 @@ def idle_shares(now: Point, before: Point, role: str) -> dict[str, float]:
 
 
 def rate(units: int, now: Point, before: Point) -> float | None:
-    """Return ``units`` per second between two points; None if their time is unknown."""
+    """Return ``units`` per second between two points; None without an earlier point."""
     return units / (now.at - before.at) if before != START and now.at > before.at else None
 
 
 def _is_newer(number: int, clock: ClockReading, held: ProcessTime) -> bool:
-    """Return whether the reading is of a later process, or a later one of the same process."""
+    """Return whether the reading is from a later process than ``held``, or a later reading of the same process."""
     if (number, clock.began) != (held.number, held.clock.began):
         return (number, clock.began) > (held.number, held.clock.began)
     return _total(clock.times) > _total(held.clock.times)
@@ -140,7 +140,7 @@ def _total(times: tuple[PhaseTime, ...]) -> int:
 
 
 def _sum(*readings: tuple[PhaseTime, ...]) -> tuple[PhaseTime, ...]:
-    """Add up times of the same phase and idle cause."""
+    """Return the sums of the readings by phase and idle cause; pairs beyond ``MAX_PHASES`` are summed in one entry."""
     ns: dict[tuple[str, str], int] = {}
     for times in readings:
         for time in times:
@@ -164,7 +164,7 @@ def _point(times: IdleTimes, at: float) -> Point:
 
 
 def _with_point(points: tuple[Point, ...], new: Point) -> tuple[Point, ...]:
-    """Return the points with a new one; of the older ones those that the recent figures need."""
+    """Return the points with ``new``, without older points that the recent figures do not need."""
     if len(points) > 1 and points[-1].at - points[-2].at < POINT_INTERVAL_S:
         points = points[:-1]
     points = (*points, new)

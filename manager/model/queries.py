@@ -1,4 +1,4 @@
-"""Queries of the state that several parts of the manager use: gangs, promotions, findings, readers. Pure."""
+"""Functions that answer questions about the state: gangs, promotions, findings, readers. Pure."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def gangs(state: State) -> list[list[Replica]]:
 
 
 def to_launch(members: list[Replica]) -> list[Replica]:
-    """Return the members of a gang that have to be launched so that it is whole.
+    """Return the members of a gang that have to be launched to make the gang complete.
 
     These are all members or, if an earlier launch of the gang was interrupted, the members that were not launched. The
     list is empty if the gang works, is retired or has completed.
@@ -68,7 +68,7 @@ def all_joined(members: list[Replica]) -> bool:
 
 
 def has_worked(state: State, role: str) -> bool:
-    """Return whether any replica of the role has completed its work, or a unit of it since the run was last resumed."""
+    """Return whether a replica of the role has completed its work, or a unit of work since the run was last resumed."""
     replicas = [replica for replica in workers(state) if replica.role == role]
     return any(replica.ever_worked or replica.status is Status.COMPLETED for replica in replicas)
 
@@ -76,14 +76,14 @@ def has_worked(state: State, role: str) -> bool:
 def failed_first_starts(state: State, replica: Replica) -> int:
     """Return how many starts of the replica failed before it joined for the first time.
 
-    If no replica of its role has worked, starts in a row that the same exception ended count too.
+    While no replica of its role has worked, consecutive starts that the same exception ended count too.
     """
     unjoined = 0 if replica.ever_joined else replica.failed_starts
     return max(unjoined, 0 if has_worked(state, replica.role) else replica.exception_starts)
 
 
 def starts_ended_by(exception: RaisedException, replica: Replica) -> int:
-    """Return how many incarnations of the replica in a row this exception ended before their first unit of work.
+    """Return how many incarnations of the replica in a row were ended by this exception before their first work.
 
     The exception is the same if it has the same type and was raised at the same place.
     """
@@ -94,7 +94,7 @@ def starts_ended_by(exception: RaisedException, replica: Replica) -> int:
 def returned_early(state: State, replica: Replica, finding: Finding | None, at: float) -> bool:
     """Return whether the replica's program returned with exit code 0 within ``recovery.window`` of its join.
 
-    A program that returns after a longer time is only restarted: that is rare enough to cost little.
+    A program that returns later is only restarted, since few such restarts occur.
 
     Args:
         state: The state.
@@ -108,12 +108,12 @@ def returned_early(state: State, replica: Replica, finding: Finding | None, at: 
 
 
 def owner_of(state: State, step: str) -> Replica | None:
-    """Return the replica whose newest incarnation runs in a step; after a promotion this is the member."""
+    """Return the replica whose newest incarnation runs in ``step``; after a promotion this is the promoted member."""
     return next((replica for replica in state.replicas.values() if replica.step == step), None)
 
 
 def is_batch_role(job: RunSpec, role: str) -> bool:
-    """Return whether the role is a user's command that completes by an exit with code 0, not a service."""
+    """Return whether the role is a user's command that has completed when it exits with code 0."""
     return any(view.name == role and view.kind == "command" and not view.service for view in job.roles)
 
 
@@ -131,7 +131,7 @@ def all_completed(members: list[Replica]) -> bool:
 
 
 def open_requests(state: State) -> dict[str, str]:
-    """Return a dict from the tag of each requested allocation to the tag of its request, if the request has no result.
+    """Return {tag of an allocation: tag of its request} for all requests that have no result yet.
 
     All components of a heterogeneous job belong to the request of its first component.
     """
@@ -149,9 +149,9 @@ def finding_about(state: State, incarnation: Incarnation) -> Finding | None:
 
 
 def weights_lag_steps(state: State) -> tuple[int, int] | None:
-    """Return by how many steps the weights of the first and of the last rollout are behind the trainer.
+    """Return by how many steps the rollout with the newest and the one with the oldest weights are behind the trainer.
 
-    The trainer is at the newest step that it has committed or published. Returns None if no rollout has weights.
+    The trainer's step is the newest step that it has committed or published. Returns None if no rollout has weights.
     """
     held = {replica.id: replica.weight_version.step for replica in workers(state)
             if replica.is_current and replica.weight_version is not None}  # fmt: skip
@@ -184,8 +184,8 @@ def promoted_to(state: State, standby: Incarnation) -> Replica | None:
 def current_owner(state: State, incarnation: Incarnation, tag: str) -> Incarnation:
     """Return the incarnation that a message belongs to, from the incarnation that it names and the tag of its step.
 
-    A promoted standby process may still send messages under its old name. The member that it was promoted to is then
-    found by the step's tag.
+    A promoted standby process may still send messages as ``standby/<node>``. Its member is then found by the tag of the
+    step.
     """
     if role_of(incarnation.replica) != STANDBY_ROLE or state.is_current(incarnation):
         return incarnation
@@ -196,7 +196,7 @@ def current_owner(state: State, incarnation: Incarnation, tag: str) -> Incarnati
 
 
 def step_alias(state: State, incarnation: Incarnation) -> Incarnation:
-    """Return the incarnation under whose name the step of ``incarnation`` reports and its files are stored.
+    """Return the incarnation whose name is used in the messages and file names of the step of ``incarnation``.
 
     After a promotion this is the incarnation of the standby process.
     """
@@ -209,8 +209,8 @@ def step_alias(state: State, incarnation: Incarnation) -> Incarnation:
 def readers_for(job: RunSpec, gpus: int) -> tuple[str, ...]:
     """Return the names of the readers that the agent of a node with this many GPUs runs.
 
-    The virtual nodes of the local cluster are one machine: a finding about this machine would exclude all of them, and
-    all agents would read the same sources. Their agents therefore read only the GPUs, if the node has any.
+    All virtual nodes of the local cluster are the same machine, so a finding about the machine would exclude all of
+    them. Their agents therefore read only the GPUs, if the node has any.
     """
     if job.cluster != "local":
         return READERS
@@ -218,5 +218,5 @@ def readers_for(job: RunSpec, gpus: int) -> tuple[str, ...]:
 
 
 def requires_admission(job: RunSpec, gpus: int) -> bool:
-    """Return whether the agent of a node with this many GPUs must report its checks before a role is placed there."""
+    """Return whether the agent of a node with this many GPUs must report its checks before roles are placed there."""
     return job.health.admission and bool(readers_for(job, gpus))

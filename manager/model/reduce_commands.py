@@ -43,8 +43,8 @@ def on_fault_requested(state: State, at: float, event: ev.FaultRequested) -> Sta
 def on_resumed(state: State, at: float, event: ev.Resumed) -> State:
     """Restart an ended run from its last commit: all replicas are launched again with new budgets.
 
-    Remaining allocations are used if they fit the job, excluded nodes stay excluded, and no incarnation number is used
-    twice. The probe results of the nodes are forgotten, since the job may have been corrected.
+    The run uses its remaining allocations if they fit the job. Excluded nodes stay excluded, and no incarnation number
+    is used twice. The probe results of the nodes are dropped, since the job may have been corrected.
     """
     state = replace(state, handled_commands=(*state.handled_commands, event.id))
     if state.outcome is None:
@@ -79,7 +79,7 @@ def _matches_job(job: RunSpec, allocation: Allocation) -> bool:
 
 
 def _reset_probe(node: Node) -> Node:
-    """Forget a node's probe result, and the exclusion that followed from it."""
+    """Return the node without its probe result and without an exclusion for a failed probe."""
     changes = (
         {"excluded": None, "cause": None} if node.probe_error and not (node.proved or node.drain_requested_by) else {}
     )
@@ -95,7 +95,7 @@ def members_of(job: RunSpec) -> list[ReplicaId]:
 
 
 def _fresh_replica(state: State, id: ReplicaId, incarnation: int, at: float) -> Replica:
-    """Return the replica as before its first failure, with its full restart budget; a completed one stays as it is."""
+    """Return the replica without its failures and with its full restart budget; a completed replica is unchanged."""
     replica = state.replica(id)
     if replica.status is Status.COMPLETED:
         return replica
@@ -103,7 +103,7 @@ def _fresh_replica(state: State, id: ReplicaId, incarnation: int, at: float) -> 
 
 
 def on_restart_all(state: State, at: float, action: RestartAll) -> State:
-    """Fence all incarnations that the action names, except those that another decision of the same plan has ended.
+    """Fence all incarnations that the action names and that are still current.
 
     If a user has requested the restart of a retired replica, this request stays open.
     """
@@ -123,7 +123,7 @@ def on_restart_all(state: State, at: float, action: RestartAll) -> State:
 
 
 def _release_allocations(state: State) -> State:
-    """Give up all running allocations, so that the first request is made again, as Slurm's requeue does.
+    """Mark all running allocations as orphans, so that the first request is made again, as after Slurm's requeue.
 
     The orphan steps in these allocations end with them; excluded nodes stay recorded.
     """

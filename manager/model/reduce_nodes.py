@@ -18,11 +18,11 @@ CANCELLATION_WINDOW_S = 3600.0
 """Seconds within which a second cancellation of all allocations of a run counts as a cancellation of the run itself."""
 
 EARLY_END_S = 60.0
-"""If an allocation ends less than this many seconds after its begin, and no process on its nodes ever reported, it
-counts as a rejected request, so that the run does not repeat the request without end."""
+"""An allocation that ends less than this many seconds after its begin counts as a rejected request if no process on its
+nodes ever reported. So the run does not repeat the request without end."""
 END_TOLERANCE_S = 60.0
-"""If an allocation ends at most this many seconds before its expected end, it has used up its time. The tolerance is
-needed because its begin is observed up to one poll late and Slurm counts whole minutes."""
+"""An allocation that ends at most this many seconds before its expected end has used up its walltime. The tolerance is
+needed because the begin is observed up to one poll late and Slurm counts whole minutes."""
 DRAIN, UNDRAIN = "drain", "undrain"
 """Commands of users about a node."""
 
@@ -62,7 +62,7 @@ def on_release_intended(state: State, at: float, tag: str) -> State:
 
 
 def on_release_rejected(state: State, tag: str, until: float) -> State:
-    """Record that a release was refused, and the manager's time (s) before which it is not repeated."""
+    """Record that a release was refused and is not repeated before ``until`` (manager's time, s)."""
     return _with_allocation(state, tag, releasing=False, not_before=until)
 
 
@@ -76,8 +76,8 @@ def on_request_rejected(state: State, at: float, request: AllocationRequest, det
 def on_allocation_changed(state: State, at: float, event: ev.AllocationChanged) -> State:
     """Apply a changed status of an allocation, with the nodes that entered or left it.
 
-    If the allocation has ended, its nodes, orphan steps and open launches are removed. If the state does not contain a
-    listed allocation, the run has given it up before: it is recorded as an orphan.
+    If the allocation has ended, its nodes, orphan steps and open launches are removed. A listed allocation that the
+    state does not contain was given up earlier; it is recorded as an orphan.
     """
     allocation = state.allocations.get(event.tag)
     over = event.status is None or event.status.state is AllocationState.ENDED
@@ -153,8 +153,8 @@ def _belongs_to(nodes: dict[NodeName, Node], name: NodeName, tag: str) -> bool:
 def _reset_helpers(state: State, at: float, entered: set[NodeName]) -> State:
     """Forget earlier failures of the agents and standby processes of nodes that have just entered an allocation.
 
-    These failures may only show that an earlier allocation was cancelled or ran out of time. If they still counted, the
-    run would consider the nodes unusable and request others before their agents report.
+    Such a failure may only show that an earlier allocation was cancelled or ran out of time. If it still counted, the
+    run would consider the node unusable and request another one before the node's agent reports.
     """
     for replica in state.replicas.values():
         if is_support(replica.id) and replica.node in entered and replica.failures:
@@ -174,7 +174,7 @@ def _allocation_failed_early(state: State, at: float, allocation: Allocation) ->
 
 
 def _note_reclaimed(state: State, at: float, allocation: Allocation, status: AllocationStatus | None) -> State:
-    """Record that an allocation was preempted, cancelled or used up, so that its replicas do not count as failed."""
+    """Record the preemption, cancellation or expiry of an allocation: its replicas do not count as failed."""
     over = allocation.running and at >= allocation.ends_at - END_TOLERANCE_S
     reclaimed = allocation.reclaimed or (status is not None and (status.reclaimed or status.cancelled)) or over
     current_allocations = {replica.allocation for replica in state.replicas.values() if replica.is_current}
@@ -191,10 +191,10 @@ def _detail_suffix(status: AllocationStatus | None) -> str:
 def _note_external_cancellation(
     state: State, at: float, allocation: Allocation, status: AllocationStatus | None
 ) -> State:
-    """Record that somebody cancelled the last remaining allocation of the run, which may be meant for the run itself.
+    """Record that somebody cancelled the last remaining allocation of the run, perhaps in order to end the run.
 
-    The cluster reports why an allocation ended some time after the end. An allocation that was requested in between
-    does not count as remaining. Of several allocations that ended together, only the first is counted.
+    The cluster reports the reason some time after the allocation's end; an allocation that was requested in between
+    does not count as remaining. If several allocations ended together, one cancellation is recorded.
     """
     if allocation.releasing or allocation.orphan or status is None or not status.cancelled:
         return state
@@ -260,7 +260,7 @@ def _with_allocation(state: State, tag: str, **changes: Any) -> State:
 
 
 def on_node_command(state: State, at: float, event: ev.CommandReceived) -> State:
-    """Record a user's command to drain or undrain a node; a command that is already in effect is settled at once."""
+    """Record a user's command to drain or undrain a node; a command that changes nothing is settled at once."""
     name = NodeName(event.target)
     node, command = state.nodes.get(name), state.node_commands.get(name)
     if node is None or state.finish is not None:
@@ -300,10 +300,10 @@ def on_exclude(state: State, at: float, action: Exclude) -> State:
 
 
 def on_readmit(state: State, at: float, action: Readmit) -> State:
-    """Remove the exclusion of a node, which is used again once its newly started agent has reported that it is fit.
+    """Remove the exclusion of a node. The node is used again once its new agent has reported that the node is fit.
 
-    FAIL findings about the node without proof are dropped, since no process remains on the node to disprove them. If a
-    user undrained the node, FAIL findings with proof are dropped too.
+    FAIL findings without proof about the node are dropped, since no process remains on the node that could clear them.
+    If a user undrained the node, FAIL findings with proof are dropped too.
     """
     command, _ = state.node_commands.get(action.node, ("", ""))
     findings = {

@@ -21,18 +21,18 @@ RETRY_PAUSE_S = 10.0
 """Seconds before a refused release or stop is requested again, and before the next launch into an allocation that the
 cluster did not list as running."""
 MAX_RESTART_BACKOFF_S = 60.0
-"""Upper limit (s) of the pause before a restart, which doubles with each failure. Ten restarts then take four minutes,
-which is longer than a short outage."""
+"""Upper limit (s) of the pause before a restart, which doubles with each failure. Ten restarts then take at least four
+minutes, so that they outlast a short outage."""
 _FAILED_STARTS = frozenset({RejectReason.NEVER_APPEARED, RejectReason.NOT_STARTED, RejectReason.EXITED_AT_ONCE})
-"""Reasons for which a rejected launch counts as a failed start: the cluster did try it."""
+"""Reasons for which a rejected launch counts as a failed start, because the cluster tried to start the step."""
 
 
 # ── launches ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 def on_launch_intended(state: State, at: float, action: Launch) -> State:
     """Make the new incarnation the current one as soon as its launch is intended.
 
-    In a promotion the member takes over the step, the admitted process and the pid of the standby process, whose
-    replica is then to be launched again.
+    In a promotion the member takes over the step, the admitted process and the pid of the standby process. The standby
+    replica is then launched again.
     """
     standby, admitted, pid, host = action.standby, None, None, ""
     state = replace(state, launched=state.launched or not is_support(action.incarnation.replica))
@@ -55,7 +55,7 @@ def on_launch_intended(state: State, at: float, action: Launch) -> State:
 
 
 def on_launch_rejected(state: State, at: float, action: Launch, event: ev.IntentSettled) -> State:
-    """Apply the rejection of a launch, unless its incarnation has reported after all.
+    """Apply the rejection of a launch, unless a process of its incarnation has reported.
 
     If a promotion was rejected, the step of the standby process becomes an orphan step and is not used again.
     """
@@ -96,7 +96,7 @@ def on_stop_intended(state: State, at: float, action: StopStep) -> State:
 
 
 def on_stop_done(state: State, action: StopStep) -> State:
-    """Remove a stopped step and the open intent of its launch; messages that the step still sends are rejected."""
+    """Remove a stopped step and the open intent of its launch; later messages of the step are rejected."""
     state = settle_launch(state, action.step)
     return replace(state, orphan_steps=without(state.orphan_steps, action.step))
 
@@ -114,7 +114,7 @@ def count_failure(
     state: State, at: float, id: ReplicaId, status: Status, why: str, refused: bool = False,
     not_started: str | None = None, detector: str = "",
 ) -> State:  # fmt: skip
-    """Count one more failure of the replica, and delay its next launch; the delay doubles with each recent failure."""
+    """Count one more failure of the replica and delay its next launch. The delay doubles with each recent failure."""
     replica, recovery = state.replica(id), state.job.recovery
     failure = FailedIncarnation(
         at, replica.node or NodeName(""), why, refused, state.step,
@@ -172,7 +172,7 @@ def on_fence(state: State, at: float, fence: Fence) -> State:
 
 
 def _follows_gang(state: State, replica: Replica) -> bool:
-    """Return whether another member of the gang's newest incarnation has failed or was stopped before this one."""
+    """Return whether another member of the gang's newest incarnation failed or was stopped before this replica."""
     return not is_support(replica.id) and any(
         member.incarnation_number == replica.incarnation_number and not member.is_current
         for member in gang(state, replica.id)
@@ -182,7 +182,7 @@ def _follows_gang(state: State, replica: Replica) -> bool:
 def _clear_restart_request(state: State, id: ReplicaId) -> State:
     """Remove a user's restart request once no other member of the gang is retired.
 
-    Until then the next manager needs the request, if it takes over between the restarts of two members.
+    The request is kept until then, because the next manager may take over between the restarts of two members.
     """
     others = [member for member in state.replicas.values() if gang_of(member.id) == gang_of(id) and member.id != id]
     if any(member.status is Status.RETIRED for member in others):
@@ -219,10 +219,10 @@ def _count_failed_start(state: State, id: ReplicaId) -> State:
 
 
 def _count_exception(state: State, id: ReplicaId, exception: RaisedException | None) -> State:
-    """Count in how many incarnations in a row the same exception ended the replica.
+    """Count in how many consecutive incarnations the same exception ended the replica.
 
-    Any other failure restarts the count, also an exception that the environment may have caused. An injected fault
-    neither counts nor restarts it, since it says nothing about the code.
+    Any other failure resets the count, as does an exception that the environment may have caused. An injected fault
+    leaves the count unchanged, since it shows nothing about the code.
     """
     replica = state.replica(id)
     if replica.fault:
@@ -234,9 +234,9 @@ def _count_exception(state: State, id: ReplicaId, exception: RaisedException | N
 
 
 def _count_clean_exit(state: State, at: float, id: ReplicaId, finding: Finding | None) -> State:
-    """Count in how many incarnations in a row the replica's program returned soon after its start.
+    """Count in how many consecutive incarnations the replica's program returned soon after its start.
 
-    Any other failure restarts the count, except an injected one, which says nothing about the program.
+    Any other failure resets the count, except an injected failure, which shows nothing about the program.
     """
     replica = state.replica(id)
     if replica.fault:
@@ -301,8 +301,8 @@ def on_joined(state: State, at: float, event: ev.Joined) -> State:
 def on_step_ended(state: State, at: float, event: ev.StepEnded) -> State:
     """Record the end of a step.
 
-    After a promotion the step is that of the member, even if the event names the standby process. A replica of a batch
-    role has completed if its command exited with code 0.
+    After a promotion the step belongs to the promoted member, even if the event names the standby process. A replica of
+    a batch role has completed if its command exited with code 0.
     """
     incarnation = event.incarnation
     if not state.is_current(incarnation) and (owner := owner_of(state, event.step)) is not None:
@@ -318,7 +318,7 @@ def on_step_ended(state: State, at: float, event: ev.StepEnded) -> State:
 
 
 def on_first_work_done(state: State, at: float, event: ev.FirstWorkDone) -> State:
-    """Record that an incarnation has completed its first unit of work: earlier exceptions did not keep it from that."""
+    """Record that an incarnation has completed its first unit of work, and reset the count of equal exceptions."""
     return with_replica(state, event.incarnation.replica, ever_worked=True, last_exception=None, exception_starts=0)
 
 
@@ -346,9 +346,9 @@ def on_version_available(state: State, at: float, event: ev.VersionAvailable) ->
 
 
 def on_step_committed(state: State, at: float, event: ev.StepCommitted) -> State:
-    """Record a committed training step; the steps may be reported in any order.
+    """Record a committed training step. Steps may be reported in any order.
 
-    A trainer that reconnects reports its newest step first and the earlier ones later. A step that is not newer than
+    A trainer that reconnects reports its newest step first and the earlier steps later. A step that is not newer than
     the run's newest step does not count as a commit of the reporting incarnation.
     """
     if event.step > state.step:

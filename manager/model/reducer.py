@@ -87,7 +87,7 @@ def _on_run_started(event: ev.RunStarted, at: float) -> State:
 
 
 def _if_current(reduce_one: _Reducer) -> _Reducer:
-    """Wrap the reducer of an event about an incarnation, so that it ignores incarnations that are not current."""
+    """Wrap a reducer so that it ignores events of incarnations that are not current."""
 
     def guarded(state: State, at: float, event: Any) -> State:
         return reduce_one(state, at, event) if state.is_current(event.incarnation) else state
@@ -154,7 +154,7 @@ def _on_decided(state: State, at: float, event: ev.Decided) -> State:
 def _on_step_committed(state: State, at: float, event: ev.StepCommitted) -> State:
     """Apply the commit of a current incarnation.
 
-    While the run ends, the newest incarnation may still commit after it was requested to stop, because it completes its
+    While the run ends, the newest incarnation may still commit after the request to stop, because it completes its
     training step first.
     """
     newest = (
@@ -175,7 +175,7 @@ def _on_finding_changed(state: State, at: float, event: ev.FindingChanged) -> St
 
 
 def _on_fault_intended(state: State, action: InjectFault) -> State:
-    """Record that a fault is being injected, so that it is not injected again, and mark the replicas that it hits.
+    """Record that a fault is being injected, so that it is not injected again, and mark the replicas it hits.
 
     The mark is removed when the fault has ended, or if it was not injected.
     """

@@ -1,6 +1,6 @@
-"""Keep the rewards of a whole run, by training step, in bounded memory. They may be reported in any order.
+"""Keep the rewards of a whole run, by training step, in bounded memory. Steps may be reported in any order.
 
-After an outage the manager receives the newest step first and the earlier ones later, or never.
+After an outage the manager receives the reward of the newest step first, and the earlier rewards later or never.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from msgspec import Struct
 MAX_STEPS_PER_END = 10
 """Number of first steps, and of last steps, whose rewards are kept individually."""
 MAX_CURVE_POINTS = 64
-"""Maximum number of points of the curve: as many as a terminal shows."""
+"""Maximum number of points of the curve, which fits into a line of a terminal."""
 MAX_GAPS = 64
-"""Maximum number of ranges of steps without a reported reward that are remembered, newest first; a reward reported for
-a step in an older range is ignored."""
+"""Maximum number of remembered ranges of steps without a reported reward. The newest ranges are kept; a reward for a
+step in an older range is ignored."""
 
 
 class Rewards(Struct, frozen=True):
-    """Mean rewards by step: of the first and the last steps individually, of all steps as a curve."""
+    """Mean rewards of a run: individually for the first and last steps, and as a curve over all steps."""
 
     first: dict[int, float] = {}
     """Rewards of the ``MAX_STEPS_PER_END`` lowest steps, in order."""

@@ -33,11 +33,12 @@ from .stream_figures import EpisodeFigures, StreamFigures
 from .token_ages import TokenAges
 
 NEVER_APPEARED = "its step never appeared"
-"""Detail of a launch that the cluster accepted, but whose step neither reported to the manager nor was ever listed."""
+"""Detail text of a launch that the cluster accepted, but whose step never reported to the manager and was never
+listed."""
 
 
 class Status(StrEnum):
-    """Where the newest incarnation of a replica stands. What it does while it works is its phase, not its status."""
+    """Status of the newest incarnation of a replica. What a working replica does is its phase (``core.phases``)."""
 
     WANTED = "wanted"
     """The replica is to be launched, for the first time or again."""
@@ -47,8 +48,8 @@ class Status(StrEnum):
     """The incarnation's first process runs; its worker has not joined yet."""
     JOINED = "joined"
     RETIRED = "retired"
-    """The replica is not launched for now: the run continues degraded until the replica's failures have left the
-    budget's window, or the run is ending."""
+    """The replica is not launched: the run continues degraded until the replica's failures have left the window, or the
+    run is ending."""
     COMPLETED = "completed"
     """The replica has finished its work and is never started again."""
 
@@ -60,22 +61,22 @@ class FailedIncarnation(Struct, frozen=True):
     node: NodeName
     why: str = ""
     refused: bool = False
-    """True if the cluster did not launch the incarnation, so that none of its processes ran."""
+    """True if the cluster did not launch the incarnation, so that no process of it ran."""
     step: int = 0
-    """Newest committed training step of the run at that time."""
+    """Newest committed training step of the run at the time of the failure."""
     injected: bool = False
     """True if a fault had been injected into the incarnation."""
     joined: bool = True
-    """True if the incarnation had joined, so that it failed at work and not while it started."""
+    """True if the incarnation had joined before it failed."""
     not_started: str | None = None
-    """Report that the command could not be started at all; None if it was started, or if that is unknown."""
+    """Error text if the command could not be started; None if it was started, or if this is unknown."""
     detector: str = ""
     """Detector whose finding led to the fence of the incarnation; empty if it was not launched, or failed without a
     finding."""
 
 
 class UnchargedRestart(Struct, frozen=True):
-    """The stop of a replica that had not failed: for a drain, a user's request, its gang, or an expiring allocation."""
+    """The stop of a replica that had not failed, for example because of a drain or a user's request."""
 
     at: float
     node: NodeName
@@ -90,7 +91,7 @@ class AdmittedProcess(Struct, frozen=True):
 
 
 class Replica(Struct, frozen=True):
-    """What is recorded of a replica: its newest incarnation and its failures."""
+    """The record of a replica: its newest incarnation and its failures."""
 
     id: ReplicaId
     status: Status = Status.WANTED
@@ -121,8 +122,8 @@ class Replica(Struct, frozen=True):
     weight_version: Version | None = None
     failures: tuple[FailedIncarnation, ...] = ()
     uncharged_restart: UnchargedRestart | None = None
-    """The newest restart for which the replica was not charged. Of a gang, only the member that is stopped first has
-    one."""
+    """The newest restart that did not count on the replica's budget. In a gang, only the member that is stopped first
+    has it."""
     preferred_node: NodeName | None = None
     """Node that the repair ladder chose for the next incarnation."""
     promoted_from: Incarnation | None = None
@@ -136,12 +137,13 @@ class Replica(Struct, frozen=True):
     ever_joined: bool = False
     """True if any incarnation has joined."""
     failed_starts: int = 0
-    """Number of incarnations that failed by themselves before any incarnation had joined."""
+    """Number of incarnations that failed, other than by an injected fault or a refusal, before any incarnation had
+    joined."""
     ever_worked: bool = False
     """True if any incarnation has completed a unit of work since the run began or was last resumed."""
     last_exception: RaisedException | None = None
-    """Exception of its own code that ended the newest failed incarnation; None if another failure ended it, or if a
-    unit of work was done since."""
+    """Exception of the role's code that ended the newest failed incarnation; None if it failed otherwise, or if the
+    replica has done a unit of work since."""
     exception_starts: int = 0
     """Number of incarnations in a row that ``last_exception`` ended before their first unit of work."""
     clean_exits: int = 0
@@ -177,7 +179,7 @@ class ReleaseResult(StrEnum):
 
 
 class Node(Struct, frozen=True):
-    """What is recorded of a node that the run holds, or that it held and must not use again."""
+    """The record of a node that the run holds, or that the run held earlier and must not use again."""
 
     name: NodeName
     allocation: str
@@ -196,22 +198,22 @@ class Node(Struct, frozen=True):
     cause: Cause | None = None
     """Cause of the exclusion, if one was found."""
     lost_spare: bool = False
-    """True if the run excluded the node by itself while no replica was on it, so that the run lacks a spare."""
+    """True if the run, not a user, excluded the node while no replica was on it. The run then lacks a spare node."""
     drain_requested_by: str = ""
     """User who requested the node's drain; the node is not used again before a user undrains it."""
     drain_requested_at: float = 0.0
     """Manager's time (s) at which a user requested the node's drain."""
     drain_reason: str = ""
-    """Reason text of this run's own drain of the node while it is in force; empty if there is none."""
+    """Reason text of this run's drain of the node; empty if this run has no drain in force there."""
     drain_error: str = ""
-    """Why the cluster refused to drain the node for this run, so that an administrator has to drain it."""
+    """Why the cluster refused to drain the node for this run; an administrator then has to drain it."""
     release_result: ReleaseResult | None = None
-    """Result of releasing this single node, which is tried only once; None before the attempt."""
+    """Result of the release of this single node; None before it was tried. The release is tried only once."""
     snapshot_address: str = ""
     """Address of the snapshot server of the node's agent, ``tcp://host:port``."""
     probe_error: str | None = None
-    """What the node lacks that the roles need, according to ``[env] probe``. Empty if it lacks nothing; None until the
-    node's agent has reported."""
+    """What ``[env] probe`` found missing on the node, as text. Empty if nothing; None until the node's agent has
+    reported."""
 
 
 class Allocation(Struct, frozen=True):
@@ -230,7 +232,8 @@ class Allocation(Struct, frozen=True):
     status_at: float = 0.0
     """Manager's time (s) at which ``status`` was recorded."""
     running_since: float | None = None
-    """Manager's time (s) at which the allocation was first observed to run; its walltime counts from about then."""
+    """Manager's time (s) at which the allocation was first observed to run; its walltime counts from about this
+    time."""
     unsatisfiable_since: float | None = None
     """Manager's time (s) since which the cluster reports that the allocation can never start by itself."""
     ending_since: float | None = None
@@ -240,7 +243,7 @@ class Allocation(Struct, frozen=True):
     def ends_at(self) -> float:
         """Return the manager's time (s) at which the cluster ends this allocation; inf while it does not run.
 
-        The remaining time that the cluster reports is used if there is one, else the requested walltime.
+        It is computed from the remaining time that the cluster reports, else from the requested walltime.
         """
         if self.running_since is None or self.suspended:
             return float("inf")
@@ -303,8 +306,8 @@ class RejectedRequest(Struct, frozen=True):
     at: float
     detail: str
     undelivered: bool = False
-    """True if the cluster did not reject the request itself: the request never reached the cluster, it was removed from
-    the queue, or the allocation ended right after it began."""
+    """True if the cluster did not reject the request: the request never reached the cluster, was removed from the
+    queue, or its allocation ended right after it began."""
     node_group: str = ""
     """Name of the job's node group whose nodes were requested."""
 
@@ -328,11 +331,12 @@ class State(Struct, frozen=True):
     launched: bool = False
     """True if a role was launched since the run began or was last resumed."""
     past_incarnations: dict[ReplicaId, int] = {}
-    """Newest incarnation number of each replica that a resumed run no longer has, so that no number is used twice."""
+    """Newest incarnation number of each replica that the job no longer has after a resume, so that no number is used
+    twice."""
     ended: float | None = None
     """Manager's time (s) at which the run ended."""
     paused_s: float = 0.0
-    """Seconds between an end of the run and its resumption, in all."""
+    """Total seconds between an end of the run and its next resume."""
     host: str = ""
     """Host that the manager runs on."""
     managed_since: float = 0.0
@@ -357,12 +361,12 @@ class State(Struct, frozen=True):
     intents: dict[str, PendingIntent] = {}
     """Intents without a result yet, by the action's tag."""
     rejected_requests: tuple[RejectedRequest, ...] = ()
-    """Requests that were not granted, newest last, within the recovery window."""
+    """Requests within the recovery window that were not granted, newest last."""
     reclaimed: dict[str, str] = {}
-    """The cluster's explanation for each allocation that it took back, by tag; kept while a replica that ran there is
-    current."""
+    """The cluster's explanation for each allocation that it took back, by tag. It is kept while a replica that ran
+    there is current."""
     external_cancellations: tuple[float, ...] = ()
-    """Manager's times (s) at which the last remaining allocation ended because it was cancelled from outside."""
+    """Manager's times (s) at which somebody other than this run cancelled its last remaining allocation."""
     orphan_steps: dict[str, OrphanStep] = {}
     """Orphan steps, by tag."""
     triggered_faults: tuple[str, ...] = ()
@@ -380,7 +384,7 @@ class State(Struct, frozen=True):
     node_commands: dict[NodeName, tuple[str, str]] = {}
     """Pending ``drain`` or ``undrain`` of a node and the user who requested it, by node."""
     full_restarts: tuple[float, ...] = ()
-    """Manager's times (s) of the restarts of the whole run within the recovery window."""
+    """Manager's times (s), within the recovery window, of the restarts of the whole run."""
     recoveries: int = 0
     finish: Finish | None = None
     """Decision that ends the run and fixes its outcome; None while the run continues."""
@@ -394,14 +398,14 @@ class State(Struct, frozen=True):
         return float("inf") if self.running_since is None else self.running_since + self.job.walltime
 
     def run_seconds(self, now: float) -> float:
-        """Return for how long (s) the run has run until ``now``, or until its end; pauses before a resume do not count.
+        """Return the run time (s) up to ``now`` (manager's time, s) or the end of the run.
 
-        ``now`` is the manager's time (s).
+        The pauses before a resume do not count.
         """
         return (now if self.ended is None else self.ended) - self.started - self.paused_s
 
     def replica(self, id: ReplicaId) -> Replica:
-        """Return the replica of this id; if none is recorded, return a replica that was never launched."""
+        """Return the replica with this id; if none is recorded, return a replica that was never launched."""
         return self.replicas.get(id) or Replica(id)
 
     def is_current(self, incarnation: Incarnation) -> bool:

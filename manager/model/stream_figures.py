@@ -1,7 +1,7 @@
-"""Figures on how a run trains while answers are still generated, and on the episodes of agents. Pure.
+"""Figures on parts, token ages, answer lengths and episodes, collected from metrics of committed steps. Pure.
 
-They come from the metrics of committed steps. The store computes most of them and adds them to a step's metrics when
-the step is committed (docs/stream.md, docs/agents.md).
+The store computes most of these metrics and adds them to a step's metrics at the commit (docs/stream.md,
+docs/agents.md).
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from msgspec import Struct
 from msgspec.structs import asdict
 
 TOKENS_AGED = "tokens_aged_"
-"""Begin of the names of the metrics that count a step's tokens of one age; the age in training steps follows."""
+"""Prefix of the names of metrics that count a step's tokens of one age: ``tokens_aged_<age in training steps>``."""
 PARTS, LENGTH_BIAS, RECALL = "parts", "length_bias", "recall20"
 LONG_GROUPS, LONGEST_EXPECTED = "long_groups", "longest_expected"
 MAX_COUNT = 2**40
 """Largest count that a metric may report: sums over millions of steps then fit into the 64 bits of the journal."""
 _AGE_DIGITS = 3
 SHOWN_METRICS = (LENGTH_BIAS, RECALL, LONG_GROUPS, LONGEST_EXPECTED)
-"""Metrics that views show in a row of their own."""
+"""Metrics that views show in a separate row."""
 
 
 AT_WORK = "episodes_at_work"
@@ -39,9 +39,9 @@ class StreamFigures(Struct, frozen=True):
     """Sums over the committed steps, and the newest values."""
 
     steps: int = 0
-    """Number of steps that reported in how many parts they came."""
+    """Number of steps whose metrics contain ``parts``."""
     parts: int = 0
-    """Number of their parts."""
+    """Total number of parts of these steps."""
     most_parts: int = 0
     ages: dict[int, int] = {}
     """Number of trained tokens by age in training steps."""
@@ -52,7 +52,7 @@ class StreamFigures(Struct, frozen=True):
 
 
 def with_step(figures: StreamFigures, metrics: Mapping[str, float]) -> StreamFigures:
-    """Return the figures with one more committed step. Metrics that a step lacks change nothing."""
+    """Return the figures with one more committed step; if it lacks the two metrics of long groups, these become 0."""
     parts = as_count(metrics.get(PARTS, 0.0))
     ages = dict(figures.ages)
     for name, tokens in metrics.items():
@@ -102,9 +102,9 @@ def with_episode_counts(figures: EpisodeFigures, metrics: Mapping[str, float]) -
 
 
 def as_count(metric: float) -> int:
-    """Return a metric as a count; 0 if it is none.
+    """Return a metric as an integer; 0 unless it is between 0 and ``MAX_COUNT``.
 
-    The trainer may be the user's own program, which can report any number under any name. The manager, and each manager
-    that follows it, reads the metric from its journal: it must not fail over an infinite or a huge one.
+    The trainer may be the user's own program, which can report any number under any name. The manager, and every later
+    manager that reads the journal, must not fail because of an infinite or huge number.
     """
     return int(metric) if 0.0 <= metric <= MAX_COUNT else 0

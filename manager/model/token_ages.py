@@ -15,13 +15,13 @@ from ...core.run_spec import SamplingSpec
 from ...core.types import Cause, Evidence, Finding, Remedy, Verdict
 
 WINDOW_STEPS = 10
-"""Number of newest steps whose ages are kept and averaged for the warning: the median of one step jumps by one whenever
-weights arrive a little late."""
+"""Number of newest steps whose ages are kept and averaged for the warning. A single median is too noisy: it jumps by
+one whenever weights arrive a little late."""
 EXTRA_AGE = 2.0
-"""Training steps by which the age of tokens may exceed ``[sampling] ahead``: a growing median above that sum is a
-warning. Tokens are up to about ``ahead + 2`` steps old, and on a busy machine half of them are (measured: the medians
-of the quickstart are 2 or 3, with ``ahead = 1`` on two cores that other work occupies). A higher median means that new
-weights reach the rollouts late or not at all."""
+"""Training steps by which the median age of tokens may exceed ``[sampling] ahead``; a growing median above the sum is a
+warning. Tokens are up to about ``ahead + 2`` steps old; on a busy machine half of the tokens reach that age (measured:
+medians of 2 or 3 in the quickstart, with ``ahead = 1`` on two busy cores). A higher median means that new weights reach
+the rollouts late or not at all."""
 P50_METRIC, MAX_METRIC, RUN_MAX_METRIC = "token_age_p50", "token_age_max", "token_age_run_max"
 """Metrics of a committed step: median and maximum age of its own tokens, and the maximum of all steps so far."""
 
@@ -35,7 +35,7 @@ class StepAge(Struct, frozen=True, array_like=True):
 
 
 class TokenAges(Struct, frozen=True):
-    """Token ages of the newest steps, and the step since which a warning about them stands.
+    """Token ages of the newest steps, and the step since which a warning about token ages stands.
 
     ``warned`` is the step at which the mean of the medians was above the usual age (``ahead + EXTRA_AGE``) and growing,
     with the manager's time (s) of its commit. It is None if there is no such step, or once the mean is at or below that
@@ -74,7 +74,7 @@ def with_step(ages: TokenAges, step: int, metrics: Mapping[str, float], at: floa
 
 
 def token_age_finding(ages: TokenAges, sampling: SamplingSpec) -> Finding | None:
-    """Return the standing warning about token ages, or None. The warning does not change while it stands."""
+    """Return the standing warning about token ages, or None. Its text stays the same while it stands."""
     if ages.warned is None:
         return None
     step, at = ages.warned

@@ -1,7 +1,7 @@
 """:func:`plan`: a pure function from the state and the time to the actions that are due now.
 
-It only knows what the journal has recorded, so it replays deterministically. An action that is recorded in the state is
-not returned again.
+The function reads only the state, so its decisions can be replayed from the journal. An action that is recorded in the
+state is not returned again.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Plan(Struct, frozen=True):
 def plan(state: State, now: float) -> Plan:
     """Return the actions that are due at ``now`` (manager's time, s).
 
-    Decisions are returned alone, since they change the state that all other actions depend on: the caller folds them in
-    and plans again.
+    Decisions are never returned together with external actions, which depend on the changed state: the caller applies
+    the decisions and plans again.
     """
     if state.outcome is not None:  # the previous manager failed after the last record
         return Plan(over=True)

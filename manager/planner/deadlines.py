@@ -13,16 +13,16 @@ TRAINER_SHUTDOWN_GRACES = 2
 SHUTDOWN_GRACES = 8
 """Maximum duration of a shutdown in grace periods.
 
-The stages are: the trainer; the other roles and the standby processes; the agents. Each stage may last for the grace of
-its steps, and as long again until the ends of these steps are reported."""
+The three stages are: the trainer; the other roles and the standby processes; the agents. A stage may last for twice the
+grace of its steps, because their ends are reported later."""
 
 UNSATISFIABLE_AFTER_S = 180.0
-"""Seconds for which the cluster must report that a request can never be met, before rrl acts on it. While slurmdbd is
-down, or partitions are being changed, Slurm reports this for every request."""
+"""Seconds for which the cluster must report that a request can never be met before rrl gives the request up. While
+slurmdbd is down, or partitions are being changed, Slurm reports this for every request."""
 
 
 def unsatisfiable_at(allocation: Allocation) -> float:
-    """Return the manager's time (s) from which a request counts as one that can never be met, or inf."""
+    """Return the manager's time (s) from which a request counts as impossible to meet, or inf."""
     return NEVER if allocation.unsatisfiable_since is None else allocation.unsatisfiable_since + UNSATISFIABLE_AFTER_S
 
 
@@ -48,7 +48,7 @@ def rotate_at(state: State, allocation: Allocation) -> float:
 def rotation_urgent_at(state: State, allocation: Allocation) -> float:
     """Return the manager's time (s) from which moves off the allocation no longer wait for failing replicas.
 
-    That is when half of the time for the rotation is over.
+    It is the middle of the time for the rotation.
     """
     return allocation.ends_at - _lead_time(state, allocation) / 2
 

@@ -38,7 +38,7 @@ class PeerDirectory(Struct, frozen=True):
     def without_versions(self) -> PeerDirectory:
         """Return a copy without the version of each source.
 
-        A receiver needs these versions only when it starts to receive or has lost its source, and its Welcome contains
+        A receiver needs these versions only when it begins to receive or has lost its source; the Welcome contains
         them.
         """
         return replace(self, sources=tuple(replace(source, version=None) for source in self.sources))
@@ -52,7 +52,7 @@ def build_directory(state: State) -> PeerDirectory:
     """Return the directory of all current incarnations.
 
     Weight sources are ordered: the publisher first, then the receivers in natural order of their names. A trainer that
-    has not published a version yet is not a source; of a gang only the first member publishes.
+    has not published a version yet is not a source. In a gang only the first member publishes.
     """
     current = [replica for replica in workers(state) if replica.is_current]
     peers = {r.id: Peer(r.incarnation, r.listen_address, r.status is Status.JOINED) for r in current}

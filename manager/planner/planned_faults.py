@@ -1,7 +1,7 @@
 """Inject faults that the job plans or a user requests: once, when they are due and their target exists.
 
-A planned fault waits until its target works, so that there is something to recover. A fault that a user requests
-without a time is injected whatever its target is doing.
+A planned fault waits until its target works, so that a recovery can be observed. A fault that a user requests without a
+time is injected at once, whatever the phase of its target.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def due_faults(state: State, now: float) -> tuple[list[ExternalAction], float]:
 
 
 def _due_at(state: State, at: FaultTrigger) -> float:
-    """Return the manager's time (s) from which a fault is due; NEVER while that is unknown."""
+    """Return the manager's time (s) from which a fault is due; NEVER while this time is unknown."""
     if at.step is not None:
         return 0.0 if state.step >= at.step else NEVER
     if at.time is not None:
@@ -72,8 +72,8 @@ def _find_target(state: State, fault: Fault) -> _Target | None:
 def _ready(state: State, replica: Replica, at: FaultTrigger) -> bool:
     """Return whether the replica has joined, and is in a phase in which this trigger allows the fault.
 
-    If the trigger names a phase, only that phase allows the fault. If it names a step or a time, any phase of useful
-    work does. Agents, standby processes and commands report no such phase, so they only need to have joined.
+    If the trigger names a phase, the replica must be in that phase. If the trigger names a step or a time, any phase of
+    useful work suffices. Agents, standby processes and commands report no phase, so they only need to have joined.
     """
     if replica.status is not Status.JOINED:
         return False

@@ -1,4 +1,4 @@
-"""Shut a run down: whether it is completed, cancelled or failed, stop everything, release everything, end the run.
+"""Shut down a run that is complete, cancelled or failed: stop its steps, release its allocations, and end it.
 
 There are three stages. In a run that fails, the trainer is stopped first. It has time to finish and commit its step
 while the trajectory store still accepts the commit, so that a resumed run continues from there. Then the other roles
@@ -19,7 +19,7 @@ from .deadlines import NEVER, SHUTDOWN_GRACES, TRAINER_SHUTDOWN_GRACES, shutdown
 
 
 def plan_shutdown(state: State, now: float) -> tuple[list[Action], float, bool]:
-    """Return the actions that end the run, the next wake (manager's time, s), and whether nothing is left to do."""
+    """Return the actions that end the run, the next wake (manager's time, s), and whether everything is released."""
     if state.finish is None:
         deadline = shutdown_at(state)
         return _decide_finish(state, now, over=now >= deadline), deadline, False
@@ -44,7 +44,7 @@ def plan_shutdown(state: State, now: float) -> tuple[list[Action], float, bool]:
 
 
 def final_reason(state: State) -> str:
-    """Return the text of the run's last record: why the end was decided, and what is left."""
+    """Return the text of the run's last record: why the run ended, and which allocations and drains remain."""
     lines = list(state.finish.why.evidence) if state.finish is not None else []
     kept_jobs = sorted(
         allocation.status.job
@@ -81,8 +81,8 @@ def _shutdown_stage(state: State, role: str) -> _Stage:
 def _left_to_user(state: State, allocation: Allocation) -> bool:
     """Return whether the user keeps this allocation.
 
-    An allocation with an orphan step on a usable node is not left to the user yet. An orphan step on an excluded node
-    does not count, since that node does not answer and the end of the step may never be reported.
+    An allocation is not left to the user while it has an orphan step on a usable node. An orphan step on an excluded
+    node does not count: its end may never be reported.
     """
     has_orphans = any(node.allocation == allocation.tag and node.excluded is None for node in _orphan_step_nodes(state))
     return state.keep_allocations and allocation.running and not has_orphans
@@ -94,10 +94,10 @@ def _orphan_step_nodes(state: State) -> list[Node]:
 
 
 def _releasable(state: State, now: float) -> tuple[list[str], float]:
-    """Return the tags of the allocations that can be released now, and when (manager's time, s) the next ones can be.
+    """Return the tags of the allocations that can be released now, and the manager's time (s) of the next check.
 
-    An allocation whose request is unanswered must first be found, or be known not to exist: a timed-out sbatch can take
-    effect after its scancel.
+    An allocation whose request is unanswered can be released once the cluster lists it or it certainly does not exist:
+    a timed-out sbatch can take effect after an scancel.
     """
     unsettled = open_requests(state)
     releasable = [a for a in state.allocations.values()
@@ -125,8 +125,7 @@ def _decide_finish(state: State, now: float, over: bool) -> list[Action]:
 def _complete(state: State, now: float) -> tuple[str, ...]:
     """Return the evidence that the run is complete; empty while it is not.
 
-    A run without a trainer is complete when every command has completed. Commands that failed for good and that the run
-    can do without do not count.
+    A run without a trainer is complete when every command has completed, except failed commands that it can do without.
     """
     if state.job.steps:
         text = f"step {state.step} of {state.job.steps} is committed"

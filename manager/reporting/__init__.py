@@ -1,4 +1,4 @@
-"""What the manager reports about a run: summary, metrics, health history and logs.
+"""Reports of the manager about a run: summary, metrics, health history and logs.
 
 Reporting observes events and never changes the state.
 """

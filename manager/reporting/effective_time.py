@@ -1,11 +1,12 @@
 """Effective training time (ETTR), as in RobustRL (docs/sources.md). Pure.
 
-An interval in which the trainer works counts whole; while the trainer is restored and rollouts continue, it counts
-#rollouts / (#rollouts + #trainers); with everything down it counts 0. :func:`effective_share` has this formula.
+Time in which the trainer works counts fully. While the trainer is restored and rollouts continue, time counts with the
+factor #rollouts / (#rollouts + #trainers). While everything is down, it counts 0. :func:`effective_share` has this
+formula.
 
-:class:`WorkIntervals` sums it up for ``summary.json``, with all corrections: a failed replica counts as down from the
-first symptom of its failure, whatever it reported afterwards. :class:`EffectiveSeconds` sums it up for the metrics of a
-running manager without these corrections, since a Prometheus counter never decreases.
+:class:`WorkIntervals` computes the total for ``summary.json`` with a correction: a failed replica counts as down from
+the first symptom of its failure. :class:`EffectiveSeconds` computes the total for the metrics of a running manager
+without this correction, since a Prometheus counter never decreases.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class WorkIntervals:
         """Start (s) of the current interval of each member that is working."""
 
     def apply(self, change: WorkChange) -> None:
-        """Begin or end an interval. If an end is in the past, work counted after it is subtracted again."""
+        """Begin or end an interval. If the end lies in the past, the time counted after it is subtracted."""
         if change.working:
             self._since.setdefault(change.replica, change.at)
             return

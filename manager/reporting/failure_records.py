@@ -31,24 +31,24 @@ class Failure(Struct, eq=False):
     """Node that failed, or on which the incarnation ran; empty if it was never launched."""
     recorded_at: float
     diagnosis: Diagnosis
-    """Diagnosis at the first record, replaced at the fence by the diagnosis then."""
+    """Diagnosis at the first record; at the fence it is replaced by a new diagnosis."""
     ended: bool = False
-    """Whether the incarnation has ended, or is fenced; else it continued."""
+    """True if the incarnation has ended or is fenced; False if it continued."""
     continues: Failure | None = None
-    """The earlier failure that this rejected launch was to repair: both are one failure with one recovery."""
+    """For a rejected launch: the earlier failure that the launch should have repaired. Both count as one failure."""
     ended_run: bool = False
-    """Whether the run ended because of this failure: then nothing is fenced or repaired."""
+    """True if the run ended because of this failure, so that nothing was fenced or repaired."""
     fence: Fence | None = None
     """The first charged fence."""
     fenced_at: float | None = None
     rung: Rung | None = None
-    """The newest rung that was chosen to repair it."""
+    """The newest rung that was chosen to repair the failure."""
     successor: Incarnation | None = None
     node_after: NodeName | None = None
     """Node of the successor."""
     joined_at: float | None = None
     works_by_joining: bool = False
-    """Whether the successor, which has joined, need not do any work to have replaced the failed incarnation."""
+    """True if the successor has replaced the failed incarnation as soon as it joins, without a unit of work."""
     weights_at: float | None = None
     worked_at: float | None = None
 
@@ -59,17 +59,17 @@ class Failure(Struct, eq=False):
 
     @property
     def failed_at(self) -> float:
-        """Return the time (s) of the failure: that of the injected fault, or else of the first symptom."""
+        """Return the time (s) of the failure: the time of the injected fault, else of the first symptom."""
         return self.diagnosis.symptom_at if self.diagnosis.fault_at is None else self.diagnosis.fault_at
 
     @property
     def recovered_at(self) -> float | None:
-        """Return the time (s) of the successor's first work; in roles that need not work, else that of its joining."""
+        """Return the time (s) of the successor's first work, else, with ``works_by_joining``, of its join."""
         return self.joined_at if self.worked_at is None and self.works_by_joining else self.worked_at
 
 
 class Outage(Struct, frozen=True):
-    """A replica that has not worked ``since`` a manager's time (s). ``node`` is the node of the member that failed."""
+    """An outage of a replica, ``since`` a manager's time (s). ``node`` is the node of the member that failed."""
 
     replica: ReplicaId
     node: str
@@ -84,7 +84,7 @@ class Outage(Struct, frozen=True):
 class WorkChange(Struct, frozen=True):
     """A member began or stopped to work at a time (s).
 
-    A stop may be in the past: time that was counted as work after it is then not work.
+    A stop may lie in the past; then the time after it no longer counts as work.
     """
 
     replica: ReplicaId
@@ -105,27 +105,27 @@ class Changes(Struct):
 
 
 class InjectedFault(Struct):
-    """An injected fault from its intent on, and which incarnations it may have made fail."""
+    """An injected fault, recorded from its intent on, and the incarnations that it hit."""
 
     fault: Fault | None
-    """None if an earlier manager injected it."""
+    """The fault; None if an earlier manager injected it."""
     at: float
-    """Time (s) from which it has an effect."""
+    """Time (s) from which the fault has an effect."""
     incarnations: tuple[Incarnation, ...]
-    """Incarnations that it hit directly."""
+    """Incarnations that the fault hit directly."""
     node: NodeName = NodeName("")
     ended_at: float = inf
     """Time (s) at which the fault ended: an incarnation launched later on its node was not affected."""
     effects_until: float = inf
-    """Time (s) by which every failure that it caused has been found."""
+    """Time (s) by which every failure that the fault caused has been detected."""
     performed: bool = False
 
     def set_performed_at(self, at: float, silence: float) -> None:
         """Set the time at which the fault was performed, and derive from it when the fault and its effects end.
 
-        The end is derived from the fault's ``seconds``, because it may never be journaled, for example on a disk that
-        stays full or after a manager's death. ``silence`` is the time (s) that detection of the fault's effects may
-        take.
+        The end is computed from the fault's ``seconds``, because it may never be journaled, for example while a disk
+        stays full or after a manager's death. ``silence`` is the longest time (s) until the fault's effects are
+        detected.
         """
         if self.fault is not None and self.fault.seconds:
             self.ended_at = at + self.fault.seconds
@@ -166,20 +166,20 @@ class InjectedFaults:
         return max(times, default=None)
 
     def restore(self, fault: str, incarnation: Incarnation) -> None:
-        """Note an incarnation that a fault hit under an earlier manager, at an unknown time."""
+        """Record that a fault hit this incarnation under an earlier manager, at an unknown time."""
         tag = fault_tag(fault)
         known = self._faults.get(tag)
         incarnations = (*(known.incarnations if known is not None else ()), incarnation)
         self._faults[tag] = InjectedFault(None, 0.0, incarnations, performed=True)
 
     def on_intended(self, action: InjectFault, target: Incarnation | None, at: float) -> None:
-        """Note a fault that is about to be injected: detection is measured from this time."""
+        """Record a fault that is about to be injected; the time to detection counts from ``at`` (s)."""
         injected = InjectedFault(action.fault, at, () if target is None else (target,), action.node)
         injected.set_performed_at(at, self.silence)
         self._faults[action.tag] = injected
 
     def on_rejected(self, tag: str) -> None:
-        """Forget the fault if the intent of this tag was its injection."""
+        """Remove the fault whose injection has this tag, if there is one."""
         self._faults.pop(tag, None)
 
     def on_reported(self, event: ev.FaultInjected, at: float) -> None:

@@ -1,7 +1,7 @@
 """The timeline of a run's failures: one record of each failure, folded from the run's events. Pure.
 
-``summary.json``, the metrics, the health history and ``rrl logs --failed`` are views of it, so that they count the same
-failures and give them the same times. A record (``failure_records.Failure``) begins with the first event that shows a
+``summary.json``, the metrics, the health history and ``rrl logs --failed`` are views of the timeline, so they show the
+same failures with the same times. A record (``failure_records.Failure``) begins with the first event that shows a
 failure, and these events set its times:
 
 ====================  ================================================================================================
@@ -16,13 +16,13 @@ failure, and these events set its times:
 ====================  ================================================================================================
 
 For these times, findings about the incarnation itself take precedence over findings about its node: the incarnation may
-have worked for a long time on a node with findings. If a successor fails before it joins, that is a failure of its own,
-and both failures have the same later successor. Failures from before a resumption of the run get no successor. A
-rejected launch continues the failure that it was to repair. The GPU time that failures cost is recorded for each
-replica as an ``Outage``, which also begins when a replica is moved.
+have worked for a long time on a node with findings. A successor that fails before it joins is another failure, and both
+failures have the same later successor. Failures before a resume of the run get no successor. A rejected launch belongs
+to the failure that it should have repaired. An ``Outage`` records the GPU time that a replica lost; it also begins when
+a replica is moved.
 
-A new manager continues from the state that it restored. It knows neither the recorded failures nor the times of their
-stages, but every open outage, every standing finding and every fault that is in effect.
+A new manager continues from the restored state. The state contains every open outage, every standing finding and every
+fault that is in effect, but not the failures recorded earlier.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ from ..model.state import State, Status
 from .failure_records import Changes, Diagnosis, Failure, InjectedFaults, Outage, WorkChange
 
 RECOVERED_BY_FIRST_WORK = ("trainer", "rollout")
-"""Kinds of roles whose outage ends with the first unit of work or a commit, which may complete a step of the
-predecessor; the outage of all others ends when they join."""
+"""Kinds of roles whose outage ends with the first unit of work or a commit. The outage of all other roles ends when
+they join."""
 
 
 _NO_CHANGES = Changes()
 
 
 class FailureTimeline:
-    """Folds the events of a run, from its first event on or from a restored ``state``."""
+    """Builds the timeline from the events of a run, from the first event or from a restored ``state``."""
 
     def __init__(self, state: State | None = None) -> None:
         self.failures: dict[Incarnation | NodeName, Failure] = {}
@@ -62,7 +62,7 @@ class FailureTimeline:
         self.outages: dict[ReplicaId, Outage] = {}
         """Replicas that are down."""
         self.lost_gpu_seconds = 0.0
-        """GPU time (s) lost by replicas that work again."""
+        """GPU time (s) lost in outages that have ended."""
         self.working: dict[ReplicaId, Incarnation] = {}
         """Members in a useful phase."""
         self.at_work: Counter[str] = Counter()
@@ -70,7 +70,7 @@ class FailureTimeline:
         self.faults = InjectedFaults()
         self._roles: dict[str, RoleSpec] = {}
         self._ending = False
-        """Whether the run's end is decided: from then on every end of a step was requested."""
+        """True once the run's end is decided; after that, no end of a step counts as a failure."""
         self._newest: dict[ReplicaId, Incarnation] = {}
         self._launched: dict[Incarnation, tuple[NodeName, float]] = {}
         """Node and time (s) of each incarnation's launch intent."""
@@ -80,7 +80,7 @@ class FailureTimeline:
         """Incarnations that are no longer current: fenced, promoted, or from before a resumption of the run."""
         self._stop_requested: set[Incarnation] = set()
         self._drained_nodes: set[str] = set()
-        """Nodes that a user has the run leave: the end of their agents and standby processes is not a failure."""
+        """Nodes that a user drains: the ends of their agents and standby processes are not failures."""
         self._standing: dict[str, tuple[Finding, float]] = {}
         """Standing FAIL findings by their keys, and when they became FAIL (s)."""
         self._step_ended: dict[Incarnation, float] = {}
@@ -125,7 +125,7 @@ class FailureTimeline:
     # ── questions of the views ──────────────────────────────────────────────────────────────────────────────────────
     @property
     def counted(self) -> list[Failure]:
-        """Return the failures of roles that cost an incarnation or ended the run."""
+        """Return the failures of roles for which an incarnation was fenced, or that ended the run."""
         return [*self.fenced, *(failure for failure in self.failures.values() if failure.ended_run)]
 
     def gpu_seconds_until(self, now: float) -> float:
@@ -133,7 +133,7 @@ class FailureTimeline:
         return self.lost_gpu_seconds + sum(outage.gpu_seconds(now) for outage in list(self.outages.values()))
 
     def diagnose_node(self, node: NodeName, at: float) -> Diagnosis:
-        """Return what is known about the failure of a node at a manager's time (s)."""
+        """Return the diagnosis of a node's failure at the manager's time ``at`` (s)."""
         raised = [(finding, raised_at) for finding, raised_at in self._standing.values() if finding.node == node]
         finding = raised[0][0] if raised else None
         symptom_at = min((finding.since for finding, _ in raised if finding.since > 0), default=at)
@@ -141,7 +141,7 @@ class FailureTimeline:
         return Diagnosis(finding, symptom_at, detected_at, self.fault_on(node, at))
 
     def fault_on(self, node: NodeName, at: float) -> float | None:
-        """Return the time (s) of a fault that has hit the node, or a process on it, and has an effect at ``at``."""
+        """Return the time (s) of a fault that hit the node or a process on it and has an effect at ``at``, or None."""
         if not self.faults:
             return None
         current = [one for one in self._newest.values() if one not in self._retired and self._node(one) == node]
@@ -267,7 +267,7 @@ class FailureTimeline:
     def _on_finish(self, action: Finish, at: float) -> Changes:
         """End all outages and work; if the run fails, record the current failures as the failures that ended the run.
 
-        These failures are recorded here, because a run that ends fences and recovers no replica any more.
+        These failures are recorded here, because a run that is ending fences no replica.
         """
         self._ending = True
         if action.outcome in (Outcome.FAILED, Outcome.REJECTED):
@@ -379,7 +379,7 @@ class FailureTimeline:
         self.faults.silence = event.job.limits.silence
 
     def _on_resumed(self, event: ev.Resumed, at: float) -> Changes:
-        """Start over with a resumed run: its resumption does not count as the recovery of earlier failures."""
+        """Reset the timeline for a resumed run: the resume does not count as a recovery from earlier failures."""
         self._roles, self._ending = _roles(event.job), False
         self.faults.silence = event.job.limits.silence
         self._retired.update(self._newest.values())

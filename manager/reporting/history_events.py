@@ -1,4 +1,4 @@
-"""Translate events of a run to the records that its health history keeps. Pure."""
+"""Translate events of a run to records of the site's health history. Pure."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class HistoryEvents:
         timeline: FailureTimeline,
     ) -> None:  # fmt: skip
         self.initial_records: list[Record] = [RunStarted(at, run, user, cluster, job, epoch)]
-        """Records written before those of any event, so that each file is complete by itself."""
+        """Records that begin each file, so that a file can be read without others."""
         self._timeline = timeline
         self._written: dict[str, tuple[Verdict, float, int]] = {}
         """Verdict and time of the last record of each finding, and how often the finding was raised, by its key."""
@@ -131,7 +131,7 @@ class HistoryEvents:
         ]
 
     def _is_new(self, fence: Fence) -> bool:
-        """Return whether the fence is the first for its failure: a later fence only chooses another rung."""
+        """Return whether the fence is the first one for its failure; a later fence only changes the rung."""
         failure = self._timeline.failures[fence.incarnation]
         return failure.fence is fence and failure.continues is None
 
@@ -165,7 +165,7 @@ class HistoryEvents:
 
 
 def _is_monitored(state: State, finding: Finding) -> bool:
-    """Return whether the run would notice the end of the finding: a node that was released is no longer monitored."""
+    """Return whether the run still monitors the finding's object; a released node is no longer monitored."""
     return finding.node is None or (finding.node in _own_nodes(state) and state.finish is None)
 
 

@@ -1,7 +1,7 @@
 """Write a run's records to the site's health history, in a separate thread.
 
-Storage that is full, hung or missing costs records, never the run. The first loss is logged, all losses are counted,
-and their number is written to the file as soon as that is possible.
+If the storage is full, hung or missing, records are lost and the run continues. The first loss is logged, and the
+number of lost records is written to the file as soon as possible.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from .history_events import HistoryEvents
 _log = logging.getLogger("rrl.manager")
 
 MAX_QUEUED_RECORDS = 4096
-"""Maximum number of records that wait for storage: about 400 bytes each, 2 MiB in all."""
+"""Maximum number of records that wait for storage: about 400 bytes each, below 2 MiB in all."""
 CHECKPOINT_INTERVAL_S = 1800.0
 """Seconds after which a run without other records writes a Checkpoint."""
 CLOSE_TIMEOUT_S = 3.0
 """Seconds that the manager waits at its end for the newest records to be written."""
 FOLDER_MODE, FILE_MODE = 0o755, 0o644
-"""Modes of folders and files: everybody may read the findings about the site's nodes, only the user adds to them."""
+"""Modes of folders and files: everybody may read them, only the user may write."""
 _HUNG = "the storage does not respond"
 _write = os.write
 
@@ -57,7 +57,7 @@ class HistoryWriter:
         timeline: FailureTimeline,
     ) -> None:  # fmt: skip
         self.lost = 0
-        """Records that could not be written."""
+        """Number of records that could not be written."""
         self._loss_logged = False
         self._counting = threading.Lock()
         self._queue: queue.Queue[Record | None] = queue.Queue(MAX_QUEUED_RECORDS)
@@ -127,9 +127,9 @@ class HistoryWriter:
                 return
 
     def _next_batch(self) -> tuple[list[Record], bool]:
-        """Wait for records, and return them with whether they are the last ones.
+        """Wait for records; return (records, whether they are the last).
 
-        Returns a Checkpoint if no record comes for CHECKPOINT_INTERVAL_S.
+        Returns a Checkpoint if no record arrives for CHECKPOINT_INTERVAL_S seconds.
         """
         try:
             records = [self._queue.get(timeout=CHECKPOINT_INTERVAL_S)]
@@ -148,7 +148,7 @@ class _File:
         self._path, self._fd, self._records, self._bytes, self._torn = path, -1, 0, 0, False
 
     def write(self, records: list[Record]) -> None:
-        """Append the records. Raise OSError if they cannot be written, or exceed what a report reads."""
+        """Append the records. Raise OSError if they cannot be written, or the file would exceed its maximum size."""
         if self._fd < 0:
             self._fd = _create(self._path)
         data = (b"\n" if self._torn else b"") + b"".join(map(encode_line, records))
@@ -185,7 +185,7 @@ def _create(path: Path) -> int:
 
 
 def user_name() -> str:
-    """Return the user's name, or the user's number if it has no name: the name of the user's folder."""
+    """Return the name of the user's folder: the user's name, or the uid if it has no name."""
     try:
         return pwd.getpwuid(os.geteuid()).pw_name
     except KeyError:

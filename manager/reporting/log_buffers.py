@@ -2,8 +2,8 @@
 
 The buffers are in memory. A buffer is written to ``logs/<tag>.shipped-<epoch>.log`` if its incarnation is no longer
 current and has not reported that its own file is complete, or if a step reports lines that it cannot write itself.
-Readers drop duplicates, since a line is identified by its timestamp. Each file has one writer, because O_APPEND is not
-atomic on NFS: hence the epoch in its name.
+Readers drop duplicates, since a line is identified by its timestamp. Each file name contains the epoch, so that the
+file has only one writer: O_APPEND is not atomic on NFS.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from ...core.types import Incarnation
 from ...transport.control.log_messages import LOG_BOUNDS, TAIL_BYTES, Backlog, LogLines
 
 MAX_TOTAL_BYTES = 256 * 2**20
-"""Maximum size in bytes of all buffers, those of about 4,000 incarnations. Beyond this size, the buffer that has gone
-longest without a message is evicted."""
+"""Maximum size in bytes of all buffers, enough for about 4,000 incarnations. Beyond this size, the buffer without a
+message for the longest time is evicted."""
 MAX_FILE_BYTES = 4 * 2**20
-"""Size in bytes at which a file is renamed to ``.1``, replacing the earlier one."""
+"""Size in bytes at which a file is renamed to ``.1``, which replaces an earlier ``.1``."""
 COMPLETION_GRACE_S = 2.0
-"""Seconds after its end during which an incarnation may still report that its file is complete."""
+"""Seconds after an incarnation's end during which it may still report that its log file is complete."""
 
 
 class _LogBuffer:
@@ -40,7 +40,7 @@ class _LogBuffer:
         self.due_at: float | None = None
         """Time (s) at which the buffer is to be written; None if it is not to be written."""
         self.complete = False
-        """Whether the last line was received: the buffer is removed once it is written."""
+        """True once the last line was received; the buffer is then removed after it is written."""
 
     @property
     def size(self) -> int:
@@ -50,9 +50,9 @@ class _LogBuffer:
 class LogBuffers:
     """The log buffers of all incarnations.
 
-    ``is_current`` returns whether an incarnation is current, or None if the run never had it. Times are seconds of any
-    one clock. ``refused`` counts messages that cannot belong to this run's logs, ``evicted`` the bytes lost to
-    ``MAX_TOTAL_BYTES``.
+    ``is_current`` returns whether an incarnation is current, or None if the run never had it. All times are seconds of
+    the same clock. ``refused`` counts messages that cannot belong to this run's logs; ``evicted`` counts the bytes
+    evicted because of ``MAX_TOTAL_BYTES``.
     """
 
     def __init__(
@@ -95,12 +95,12 @@ class LogBuffers:
     def write_later(self, incarnation: Incarnation, now: float) -> None:
         """Write the buffer of an incarnation that ended or was fenced, after COMPLETION_GRACE_S.
 
-        It is dropped instead if the incarnation reports in time that its file is complete.
+        The buffer is dropped instead if the incarnation reports in time that its log file is complete.
         """
         self._set_due(incarnation, self._buffer(incarnation), now + COMPLETION_GRACE_S)
 
     def write_due(self, now: float) -> None:
-        """Write the buffers that are due; what cannot be written stays due."""
+        """Write the buffers that are due. A buffer that cannot be written stays due."""
         for incarnation in list(self._due):
             buffer = self._buffers[incarnation]
             if buffer.due_at is not None and buffer.due_at <= now and self._write(incarnation, buffer):

@@ -1,6 +1,6 @@
 """Receive the newest log lines of all incarnations, in a thread and on a socket of its own.
 
-Thus neither a flood of lines nor a hung disk delays a heartbeat in the manager's loop.
+So neither a flood of lines nor a hung disk delays the manager's loop.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class LogCollector:
         await opened
 
     def on_event(self, event: ev.Event) -> None:
-        """Schedule the buffers of incarnations that ended or were fenced to be written."""
+        """Schedule the writing of the buffers of an incarnation that has ended or was fenced."""
         if isinstance(event, ev.StepEnded):
             self._call_in_thread(self._write_later, self._log_owner(event.incarnation))
         elif isinstance(event, ev.Decided) and isinstance(event.action, Fence | RestartAll):
@@ -86,7 +86,7 @@ class LogCollector:
         return step_alias(self._context.state(), incarnation)
 
     async def close(self) -> None:
-        """Write what is due, and stop listening. May be called repeatedly."""
+        """Write the buffers that are due, and stop listening. May be called repeatedly."""
         if self._thread is None:  # it was never opened
             self._loop.close()
             return
@@ -136,7 +136,7 @@ class LogCollector:
                 await asyncio.sleep(wait)
 
     async def _wait_for_close(self) -> None:
-        """Return once the manager leaves and incarnations that have just ended had time for their last messages."""
+        """Wait until the manager leaves and incarnations that have just ended had time for their last messages."""
         await self._leaving.wait()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(log_buffers.COMPLETION_GRACE_S):

@@ -1,8 +1,8 @@
 """Compute the Prometheus metrics of a run: restarts, findings, steps, tokens, lost GPU time, effective training time.
 
 The manager serves them if ``[health] metrics`` is set. :func:`samples` is pure: it computes metrics from the state, the
-timeline of failures and :class:`RunCounters`, which counts from the start of each manager, as Prometheus' counters may.
-Effective time is not corrected by the first symptoms of failures, as it is in ``summary.json`` (``effective_time``).
+timeline of failures and :class:`RunCounters`, which start at 0 with each manager, as Prometheus permits for counters.
+Unlike in ``summary.json``, effective time is not corrected by the first symptoms of failures (``effective_time``).
 Names, alerts and a dashboard: docs/alerts.yml, docs/grafana.json.
 """
 
@@ -43,7 +43,7 @@ class RunCounters:
         self.failures: Counter[tuple[str, ...]] = Counter()
         """Findings that became FAIL, by detector and cause."""
         self.exclusions: Counter[str] = Counter()
-        """Nodes excluded, by cause; cause ``person`` for those that a user excluded."""
+        """Excluded nodes, by cause; the cause is ``person`` for nodes that a user excluded."""
         self.steps = 0
         self.effective = EffectiveSeconds(at)
         if state is not None:
@@ -74,14 +74,14 @@ class RunCounters:
 
 
 MAX_FINDING_SERIES = 500
-"""Maximum number of series of findings; further findings are counted without their node, which limits the load on
-Prometheus."""
+"""Maximum number of series of findings, which limits the load on Prometheus. Further findings are counted without their
+node."""
 RUN_STATES = ("waiting", "running", "ending", *(outcome.value for outcome in Outcome))
 """Values of the label ``state`` of rrl_run_state."""
 
 
 class Facts(Struct, frozen=True):
-    """Values that are not part of the state."""
+    """Inputs of :func:`samples` that are not part of the state."""
 
     now: float
     """Manager's time (s)."""
@@ -154,7 +154,7 @@ def _of_roles(state: State, counters: RunCounters, facts: Facts) -> Iterator[Met
 
 
 def _of_clocks(times: IdleTimes) -> Iterator[Metric]:
-    """Yield where the time of the roles' processes went; the label ``cause`` is ``none`` for time at work."""
+    """Yield the seconds of the roles' processes by phase and idle cause; ``cause`` is ``none`` for time at work."""
     now, before = times.now, times.before
     seconds: dict[tuple[str, ...], float] = {
         (role, cause or "none"): ns / 1e9 for role, point in now.roles.items() for cause, ns in point.ns.items()
@@ -170,16 +170,16 @@ def _of_clocks(times: IdleTimes) -> Iterator[Metric]:
 
 
 def _of_stream(figures: StreamFigures) -> Iterator[Metric]:
-    """Yield how steps came about; values that no step has reported are left out."""
+    """Yield the metrics of :class:`StreamFigures`; values that no step has reported are left out."""
     if figures.steps:
-        yield _gauge("rrl_parts_per_step", "Mean number of parts in which a step came.", figures.parts / figures.steps)
+        yield _gauge("rrl_parts_per_step", "Mean number of parts of a training step.", figures.parts / figures.steps)
     yield _counted("rrl_tokens_trained_by_age", "Trained tokens by age in training steps (15: 15 or more).", ("age",),
                    {(str(age),): float(tokens) for age, tokens in figures.ages.items()})  # fmt: skip
     if figures.length_bias is not None:
         yield _gauge("rrl_length_bias", "Mean length of trained answers over that of all finished answers.",
                      figures.length_bias)  # fmt: skip
     if figures.recall20 is not None:
-        yield _gauge("rrl_length_recall", "Share of the longest fifth of recent groups that was expected to be so.",
+        yield _gauge("rrl_length_recall", "Share of the longest fifth of recent groups that was expected to be long.",
                      figures.recall20)  # fmt: skip
     yield _gauge("rrl_long_groups", "Groups that are expected to be more than twice as long as usual.",
                  figures.long_groups)  # fmt: skip
@@ -206,7 +206,7 @@ def _of_nodes(state: State, counters: RunCounters) -> Iterator[Metric]:
         "excluded" if node.excluded is not None else node.status.state.value if node.status is not None else "unknown"
         for node in state.nodes.values()
     )
-    yield _labelled("rrl_nodes", "Nodes of the run by state; the run no longer uses excluded ones.", ("state",),
+    yield _labelled("rrl_nodes", "Nodes of the run by state; the run no longer uses excluded nodes.", ("state",),
                     {(name,): float(nodes[name]) for name in (*NodeState, "excluded")})  # fmt: skip
     yield _labelled("rrl_findings", "Standing findings about nodes and replicas.", ("verdict", "detector", "node"),
                     _findings(state))  # fmt: skip
@@ -242,7 +242,7 @@ def _run_state(state: State) -> str:
 def _findings(state: State) -> dict[tuple[str, ...], float]:
     """Count the findings by verdict, detector and node (for a finding about a replica, the replica's node).
 
-    FAILs are counted first: if there are more than MAX_FINDING_SERIES series, only later findings lose their node.
+    FAIL findings are counted first, so that they keep their node if there are more than MAX_FINDING_SERIES series.
     """
     counts: Counter[tuple[str, ...]] = Counter()
     failures_first = sorted(

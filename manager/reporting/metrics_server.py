@@ -1,7 +1,7 @@
 """Serve the metrics of :mod:`rrl.manager.reporting.metrics` over HTTP, from separate threads.
 
-A scrape never waits for the manager's loop, and no client, however slow or frequent, takes more than a few threads and
-descriptors of the manager's process.
+A scrape never waits for the manager's loop, and slow or frequent clients take only a few threads and descriptors of the
+manager's process.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Collect = Callable[[], Iterable[Any]]
 MAX_CONNECTIONS = 8
 """Maximum number of connections; further ones are closed at once."""
 CONNECTION_TIMEOUT_S = 10.0
-"""Maximum seconds that a connection lasts in all (Prometheus' scrape_timeout: 10 s by default)."""
+"""Maximum duration (s) of a connection (Prometheus' scrape_timeout is 10 s by default)."""
 PAGE_CACHE_S = 0.5
 """Seconds for which a page is cached, so that frequent scrapes cause no extra work."""
 

@@ -1,6 +1,6 @@
-"""Pass every event to the observers that change nothing: the timeline of failures, the health history, the metrics.
+"""Pass every event to the observers: the timeline of failures, the health history and the metrics.
 
-None of them delays the manager's loop.
+No observer delays the manager's loop.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Summarise a run from its events alone.
 
-The summary has the recoveries with the durations of their stages, effective training time, rewards, and the nodes that
-an administrator should drain. Failures and recoveries are those of the timeline of failures (``failure_timeline``);
-``effective_time`` explains ETTR, of which ``ettr_strict`` counts only intervals in which every replica works.
+The summary contains the recoveries with the durations of their stages, effective training time, rewards, and the nodes
+that an administrator should drain. Failures and recoveries come from the timeline of failures (``failure_timeline``).
+``effective_time`` explains ETTR; ``ettr_strict`` counts only time in which every replica works.
 """
 
 from __future__ import annotations
@@ -89,7 +89,8 @@ class Recovery(Struct, frozen=True):
     failed: int
     """Number of the incarnation that failed."""
     incarnation: int
-    """Number of the incarnation that replaced the failed one; while none has joined, of the newest launched."""
+    """Number of the incarnation that replaced the failed one; before it has joined, number of the newest launched
+    incarnation."""
     cause: str
     detector: str
     """Detector of the finding; empty if the replica failed without one, for example because it was not launched."""
@@ -111,33 +112,34 @@ class Recovery(Struct, frozen=True):
 
 
 class StreamSummary(Struct, frozen=True):
-    """How well the roles work side by side: the section ``stream`` of ``summary.json`` and ``rrl status --json``."""
+    """The section ``stream`` of ``summary.json`` and ``rrl status --json``: idle shares, parts, ages, lengths."""
 
     idle: dict[str, dict[str, float]] = {}
-    """Share of the time of its processes that each role was idle over the run, by what it waited for."""
+    """Idle shares of each role over the whole run (0 to 1), by idle cause."""
     recent_idle: dict[str, dict[str, float]] = {}
-    """The same over the last minutes."""
+    """Idle shares of each role over the last minutes (0 to 1), by idle cause."""
     seconds: dict[str, dict[str, float]] = {}
     """Seconds of the processes of each role, by phase; they add up to the lifetimes of the processes."""
     parts: float | None = None
-    """Mean number of parts in which a step came."""
+    """Mean number of parts of a step."""
     most_parts: int = 0
     ages: dict[int, int] = {}
     """Number of trained tokens by age in training steps."""
     max_age: int | None = None
-    """Largest of these ages."""
+    """Largest key of ``ages``."""
     length_bias: float | None = None
-    """Mean length of trained answers over that of all finished answers, as of the newest step."""
+    """Mean length of trained answers divided by the mean length of all finished answers, as of the newest step."""
     recall20: float | None = None
-    """Share of the longest fifth of the newest groups that were expected to be so, as of the newest step."""
+    """Share of the longest fifth of the newest groups that were expected to be in the longest fifth, as of the newest
+    step."""
     long_groups: int = 0
     """Number of groups that are expected to be more than twice as long as usual, as of the newest step."""
     longest_expected: int = 0
-    """Expected tokens of the answers of the longest of the groups that are generated, as of the newest step."""
+    """Expected answer tokens of the longest group that is being generated, as of the newest step."""
 
 
 def stream_summary(times: IdleTimes, figures: StreamFigures) -> StreamSummary:
-    """Return the section ``stream`` of a run whose clocks show these times, and its steps these figures."""
+    """Return the section ``stream`` from the clocks' ``times`` and the steps' ``figures``."""
     roles = sorted(times.now.roles)
     return StreamSummary(
         {role: _rounded(idle_shares(times.now, START, role)) for role in roles},
@@ -196,15 +198,14 @@ class Summary(Struct, frozen=True):
     """Injected faults that were performed, planned or requested."""
     recoveries: list[Recovery]
     unprovoked: int
-    """Failures that were not injected: those recovered from, and those that ended the run."""
+    """Number of failures that were not injected, from which the run recovered or which ended the run."""
     ettr: float
     ettr_strict: float
     run_seconds: float
     epochs: int
     """Managers that this run has had."""
     outage_tokens: int = 0
-    """Tokens that rollouts generated while the trainer was down, and that were kept. Only outages within one manager's
-    epoch count."""
+    """Kept tokens that rollouts generated while the trainer was down. Only outages within one manager's epoch count."""
     max_age: int | None = None
     """Age of the oldest token that was trained on, in training steps; None if no step reported it."""
     stale_groups: int = 0
@@ -212,8 +213,8 @@ class Summary(Struct, frozen=True):
     stale_share: float = 0.0
     """Share of these dropped groups among all groups that were trained or dropped for their age."""
     unscored_groups: int = 0
-    """Groups that were dropped because an answer could not be scored: the scorer raised an exception or returned
-    anything but two finite numbers."""
+    """Groups that were dropped because an answer could not be scored: the scorer raised an exception or did not return
+    two finite numbers."""
     unscored_share: float = 0.0
     """Share of these dropped groups among all groups that were trained or dropped for this reason."""
     stream: StreamSummary = StreamSummary()
@@ -235,8 +236,7 @@ class Summary(Struct, frozen=True):
 def _escaped(value: Any) -> Any:
     """Return a document of plain values without control characters.
 
-    Evidence is written by roles and nodes, and a summary may be shown by ``cat``: it must not be able to control the
-    terminal.
+    Evidence comes from roles and nodes, and a user may show the summary with ``cat``; it must not control the terminal.
     """
     if isinstance(value, str):
         return escaped_lines(value)
@@ -304,7 +304,7 @@ class _SummaryBuilder:
         """Time (s) of the first commit."""
         self.ended: float | None = None
         self.ended_s = 0.0
-        """Seconds between an end of the run and its resumption, in all."""
+        """Total seconds between an end of the run and its next resume."""
         self.outage_tokens = 0
         self.idle_times = IdleTimes()
         self.stream_figures = StreamFigures()
@@ -313,9 +313,10 @@ class _SummaryBuilder:
         self.stale = 0, 0.0
         """Groups dropped as stale, and their share, as of the newest step that reported them."""
         self.unscored = 0, 0.0
-        """The same for groups that could not be scored."""
+        """Groups dropped because they could not be scored, and their share, as of the newest step that reported
+        them."""
         self.tokens_before: dict[int, int] = {}
-        """Token count at the beginning of the trainer's present outage, by epoch."""
+        """Token count at the beginning of the trainer's current outage, by epoch."""
 
     def apply(self, stamped: ev.Stamped) -> None:
         self.now = at = stamped.at

@@ -1,9 +1,9 @@
 """The journal: all events of a run, durable and in order, as checksummed frames in segment files.
 
 Each manager epoch begins a segment, and begins another one after ``SEGMENT_RECORDS`` records. A segment is created
-O_EXCL by its only writer and begins with a snapshot of the state, so that ``rrl status`` never has to fold weeks of
-events. The first frame of a segment, its head, also records how many bytes of the previous segment the new writer has
-read. Bytes that a frozen predecessor appends to the previous segment after that are ignored.
+O_EXCL by its only writer and begins with the whole state, so that ``rrl status`` never has to fold weeks of events. The
+first frame of a segment, its head, also records how many bytes of the previous segment the new writer has read. Bytes
+that a frozen predecessor appends to the previous segment after that are ignored.
 
 Frame: u32 length, u32 crc32, payload (msgpack). A torn last frame is an unfinished write. It is ignored, because no
 decision was based on it.
@@ -32,13 +32,13 @@ from ..model.state import State
 _log = logging.getLogger("rrl.manager")
 
 SCHEMA = 4
-"""Version of the records. A journal of another version is refused with one line: nothing is decided from it.
+"""Version of the records. A journal of another version is refused with a one-line error.
 
 2: ends of steps and rejected intents carry a reason as an enum, findings carry flags.
 3: events, actions and fields of the state have the names of docs/glossary.md.
 4: the run spec contains what the roles read; network, weight transport and staleness moved into tables of it."""
 SEGMENT_RECORDS = 4000
-"""Records in a segment before the next one begins. Folding that many takes about 50 ms."""
+"""Maximum number of records in a segment. Folding so many records takes about 50 ms."""
 MAGIC = b"RRLJ\n"
 _FRAME = struct.Struct("<II")
 
@@ -94,8 +94,8 @@ class Journal:
         self._segment_number = 0
         self._writing = threading.Lock()
         self._buffer: list[tuple[int, bytes]] = []
-        """Pairs of (seq, frame). It is only appended to and cut at its front, so that a concurrent flush loses
-        nothing."""
+        """Pairs of (seq, frame). Records are only appended at the end and removed at the front, so that a concurrent
+        flush loses none."""
         self._records = 0
         follower = Follower(run)
         self.state = follower.state()
@@ -150,7 +150,7 @@ class Journal:
             os.close(self._fd)
 
     def _write(self, count: int) -> None:
-        """Write and fsync the first ``count`` frames of the buffer; keep them in the buffer if that fails."""
+        """Write and fsync the first ``count`` frames of the buffer; if this fails, keep the frames in the buffer."""
         if not count:
             return
         start = os.lseek(self._fd, 0, os.SEEK_CUR)
@@ -219,7 +219,7 @@ class Follower:
     def torn_bytes(self) -> int:
         """Return the number of bytes after the last complete record.
 
-        They belong to a record that is being written, or whose writer died while writing it.
+        They belong to a record that is being written, or whose writer died during the write.
         """
         if self._segment is None:
             return 0

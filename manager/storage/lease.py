@@ -28,7 +28,7 @@ RELEASED = -1
 
 
 CHECKS_PER_TIMEOUT = 20
-"""Number of reads of the counter within the lease timeout, so that no single read decides."""
+"""Number of reads of the counter within the lease timeout, so that a takeover never depends on a single read."""
 CHECK_TIMEOUT_S = 1.0
 """Seconds that a decision or message waits for a check of the lease. Shared storage answers within 10 ms, or hangs."""
 
@@ -49,7 +49,7 @@ class LeaseHeld(Exception):
 
 
 class LeaseLost(Exception):
-    """A successor has taken over. This manager must decide nothing more, change nothing, and exit."""
+    """A successor has taken over. This manager must exit without any further decision or change."""
 
 
 class Lease:
@@ -108,8 +108,8 @@ class Lease:
         """Check the lease if the last check is older than half the timeout; raise LeaseLost if a successor exists.
 
         Called before the manager decides or sends anything. A manager that renews its lease in time needs no further
-        check; a manager that was frozen does. If the storage is unavailable or hangs, the manager keeps the lease for
-        now: callers wait until ``CHECK_TIMEOUT_S`` seconds after the check began, at most. If the check finds a
+        check, but a manager that was frozen does. If the storage is unavailable or hangs, callers wait until at most
+        ``CHECK_TIMEOUT_S`` seconds after the check began, and the manager keeps the lease for now. If the check finds a
         successor later, the next call raises LeaseLost.
         """
         if self._check_task is None and time.monotonic() - self._checked_at >= self._timeout_s / 2:
@@ -209,7 +209,7 @@ async def _wait_until_still(run: RunDir, epoch: int, timeout_s: float) -> None:
             if str(error) != logged_error:
                 logged_error = str(error)
                 _log.warning(
-                    "cannot read whether another manager of %s is running, waiting until it can be read: %s",
+                    "cannot read the lease of %s, so another manager may be running; trying again: %s",
                     run.id,
                     logged_error,
                 )

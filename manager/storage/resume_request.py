@@ -1,9 +1,9 @@
 """The request to resume a run that has ended: a folder with everything that the next manager needs, created atomically.
 
-``rrl resume`` prepares a folder and renames it to ``resume/``: of two concurrent requests exactly one wins, on any file
-system, and the files of the two are never mixed. Until a manager claims the request by another rename, nothing in the
-run has changed and the request can be withdrawn. The manager then journals it and moves its files to the place of the
-old ones. If a manager dies between any two of these steps, its successor continues there.
+``rrl resume`` prepares a folder and renames it to ``resume/``. Of two concurrent requests exactly one wins, on any file
+system, and their files are never mixed. A manager claims the request by another rename; until then the run is unchanged
+and the request can be withdrawn. The manager then journals the request and replaces the run's files by those in the
+folder. If a manager dies during this procedure, its successor continues it.
 """
 
 from __future__ import annotations
@@ -39,8 +39,7 @@ class ResumeRequest(Struct, frozen=True):
     source: str
     """Path of the job spec; the roles work in its folder."""
     ended: float
-    """Manager's time (s) of the end after which the run is to resume. A request that arrives late does not apply to the
-    next end."""
+    """Manager's time (s) of the end after which the run is to resume. The request does not apply to a later end."""
 
 
 class AlreadyRequested(RuntimeError):
@@ -50,7 +49,7 @@ class AlreadyRequested(RuntimeError):
 def write_request(run: RunDir, request: ResumeRequest, write_files: Callable[[RunDir], None]) -> None:
     """Create the request, with the files that belong to it.
 
-    If this raises, nothing of this request is left.
+    On an exception the prepared files are removed.
 
     Args:
         run: The run that is to be resumed.
@@ -82,7 +81,7 @@ def _already(run: RunDir, before: ResumeRequest | None) -> AlreadyRequested:
 
 
 def read_pending(run: RunDir) -> ResumeRequest | None:
-    """Return the request that has been made and is not installed yet, or None. Raises OSError if it cannot be read.
+    """Return the request that no manager has carried out yet, or None. Raises OSError if it cannot be read.
 
     A request that cannot be decoded is removed.
     """
@@ -98,7 +97,7 @@ def read_pending(run: RunDir) -> ResumeRequest | None:
 
 
 def requested_at(run: RunDir) -> float:
-    """Return when the pending request was made (s since 1970, on the file server's clock); 0 without a request.
+    """Return the time of the pending request (s since 1970, on the file server's clock); 0 without a request.
 
     Raises:
         OSError: the run directory cannot be read.
@@ -115,7 +114,7 @@ def withdraw(run: RunDir) -> bool:
 
 
 def claim(run: RunDir) -> ResumeRequest | None:
-    """Claim the request on behalf of the run's manager, after which it cannot be withdrawn; return it, or None."""
+    """Claim the request for the run's manager, so that it cannot be withdrawn; return it, or None if none exists."""
     if not (run.resume_claimed / _REQUEST_FILE).exists():
         with contextlib.suppress(FileNotFoundError):
             os.rename(run.resume, run.resume_claimed)

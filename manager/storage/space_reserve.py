@@ -1,9 +1,9 @@
 """Keep some space of the run directory's file system for the end of the run.
 
-A manager carries out only what is in its journal, so a full file system (or a used-up quota) would leave a run that
-nobody can end. A file of random bytes therefore holds some space, which is released piece by piece: by ``rrl cancel``
-for its command, and by the manager of an ending run for its journal and summary. The space is released for nothing
-else, because the roles would take it at once.
+A manager carries out only actions that are in its journal, so nobody could end a run on a full file system (or with a
+used-up quota). A file of random bytes therefore reserves some space. ``rrl cancel`` releases a piece of it for the
+command, and the manager of an ending run for its journal and summary. Nothing else may use the reserve, because roles
+would take released space at once.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from collections.abc import Callable
 from ...core.run_dir import STORAGE_FULL_ERRNOS, RunDir
 
 RESERVE_BYTES = 4 * 2**20
-"""Bytes that are reserved. For a small run, the journal records of its end and its summary take some ten kilobytes. For
-a run of a thousand replicas, the whole state, which is written once more, takes some hundred kilobytes."""
+"""Bytes that are reserved. The last journal records and the summary of a small run take some ten kilobytes. The whole
+state of a run of a thousand replicas, which is written once more, takes some hundred kilobytes."""
 RELEASE_BYTES = 2**19
-"""Bytes that are released at a time: the roles may take what the manager does not use at once."""
+"""Bytes that are released at a time. Few, since roles may take released space that the manager does not use at once."""
 
 
 def fill_reserve(run: RunDir) -> None:
-    """Write the reserve of a run. Raises OSError if there is no space; nothing of it is left then."""
+    """Write the reserve of a run. If there is no space, remove it again and raise OSError."""
     try:
         fd = os.open(run.space_reserve, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
         with open(fd, "wb") as file:
@@ -34,9 +34,9 @@ def fill_reserve(run: RunDir) -> None:
 
 
 def write_from_reserve(run: RunDir, write: Callable[[], object]) -> None:
-    """Call ``write``; whenever it fails for want of space, release a part of the reserve and call it again.
+    """Call ``write``; whenever it fails because the storage is full, release a part of the reserve and call it again.
 
-    Raises OSError if it fails for another reason, or if the reserve is used up.
+    Raises OSError if ``write`` fails for another reason, or if the reserve is used up.
     """
     while True:
         try:

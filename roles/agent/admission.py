@@ -1,4 +1,4 @@
-"""Tests whether roles can run on a node, and runs the first round of node checks, before the agent reports the node.
+"""Test whether roles can run on a node, and run the first round of node checks, before the agent reports the node.
 
 The readers' client and the checks are imported only if readers are configured, to save memory.
 """
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from .node_monitor import NodeMonitor
 
 _KILL_TIMEOUT_S = 5.0
-"""Seconds for the processes of a probe to end on SIGKILL."""
+"""Seconds to wait for the processes of a probe to end after SIGKILL."""
 _OUTPUT_TAIL_BYTES = 4096
 """Bytes at the end of the probe's output that are searched for its last line."""
 
@@ -35,8 +35,8 @@ _OUTPUT_TAIL_BYTES = 4096
 async def probe(supervisor: StepSupervisor) -> str:
     """Run the job's node probe; return why roles cannot run on this node (one line), or an empty text.
 
-    A probe that fails in less than half of its time is repeated once: shared storage may be slow while every node
-    imports at once, and the run does not use a node whose probe failed.
+    A probe that fails within half of its timeout is repeated once. Shared storage may be slow while all nodes import at
+    once, and the run does not use a node whose probe failed.
     """
     loop = asyncio.get_running_loop()
     began = loop.time()
@@ -115,7 +115,7 @@ def resource_limits() -> tuple[int, int, tuple[str, ...]]:
 
 @contextlib.asynccontextmanager
 async def node_monitor(supervisor: StepSupervisor) -> AsyncIterator[NodeMonitor | None]:
-    """Provide the monitor of this node's health inside the block; None if no readers are configured."""
+    """Yield the running monitor of this node's health, or None if no readers are configured."""
     if not configured_readers(supervisor.launch):
         yield None
         return
@@ -143,7 +143,7 @@ async def run_admission_checks(supervisor: StepSupervisor, monitor: NodeMonitor 
 
 
 def _has_running_step(supervisor: StepSupervisor) -> bool:
-    """Tell whether a step of the run is already running on this node, as after a replacement of the agent."""
+    """Return whether a step of the run is already running on this node, as after a replacement of the agent."""
     for process in processes(supervisor.steps):
         with contextlib.suppress(OSError, ValueError):
             if process.module == STEP_MODULE and read_launch(Path(process.launch)).node == supervisor.launch.node:

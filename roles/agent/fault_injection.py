@@ -1,4 +1,4 @@
-"""Performs injected faults on a node: signals and limits for processes of the agent's run or for the agent itself.
+"""Perform injected faults on a node: signals and limits for processes of the agent's run or for the agent itself.
 
 A performer is a function that performs one kind of fault on the processes of a step (:class:`Target`) and returns a
 description of what it did. It raises :class:`NotPerformed` with the reason if it must not or cannot perform the fault.
@@ -26,7 +26,7 @@ from ..launcher.first_process import StepSupervisor
 from ..launcher.process_group import kill_group
 
 PAUSED_SUFFIX = ".held"
-"""Suffix of a mark, a file beside the launch file of a step. It exists while a pause helper stops the step. If the
+"""Suffix of a mark file beside the launch file of a step. The file exists while a pause helper stops the step. If the
 helper is killed, the agent finds the mark and continues the step (:func:`resume_process`)."""
 
 
@@ -61,7 +61,7 @@ def is_lasting(fault: Fault) -> bool:
 
 
 def resume_process(launch_file: str) -> bool:
-    """Continue the step of a launch file if a killed pause helper left a mark; return whether there was such a mark."""
+    """Continue a step if a killed pause helper left its mark file; return whether there was a mark file."""
     mark = Path(launch_file + PAUSED_SUFFIX)
     try:
         pid, _, started = mark.read_text().partition(".")
@@ -97,7 +97,7 @@ def _kill_step(target: Target) -> str:
 
 
 def _out_of_memory(target: Target) -> str:
-    """Limit the address space of each process of the group to its present size: further mmap and brk calls fail."""
+    """Limit the address space of each process of the group to its present size, so that further allocations fail."""
     folder = os.path.dirname(target.step.launch)
     group = [process for process in processes(folder) if process.group == target.command.group]
     limited = []
@@ -167,7 +167,7 @@ class Injector:
             await self._answer(fault, launch, False, str(error))
 
     async def _inject_into_agent(self, fault: Fault, launch: Launch) -> None:
-        """Perform a fault on this agent; report it first, because the agent cannot report it afterwards."""
+        """Report a fault on this agent, then perform it, because the agent may be unable to report it afterwards."""
         fatal: dict[FaultKind, Signals] = {FaultKind.KILL: SIGKILL, FaultKind.FREEZE: SIGSTOP}
         if is_lasting(fault):
             await self._pause(fault, launch, self._supervisor.process, None)

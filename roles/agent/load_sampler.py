@@ -1,4 +1,4 @@
-"""Samples the load of each step on a node: CPU time from /proc, GPU use from the newest NVML reading.
+"""Sample the load of each step on a node: CPU time from /proc, GPU use from the newest NVML reading.
 
 From the samples, the manager detects replicas that are idle although they report progress or a phase that computes.
 """
@@ -17,7 +17,7 @@ from ..launcher.activity import ProcessKey, Usage, usage
 from ..launcher.environment import GPUS_ENV
 
 SAMPLE_INTERVAL_S = 2.0
-"""Seconds between two samples; each reads two files of /proc for every process."""
+"""Seconds between two samples. A sample reads two files of /proc for every process."""
 
 
 class StepLoadSampler:
@@ -35,7 +35,7 @@ class StepLoadSampler:
         self._ticks_per_s = os.sysconf("SC_CLK_TCK")
 
     def is_due(self, now: float) -> bool:
-        """Tell whether the next sample is due at ``now`` (s, a monotonic clock)."""
+        """Return whether the next sample is due at ``now`` (s, a monotonic clock)."""
         return self._sampled_at is None or now - self._sampled_at >= SAMPLE_INTERVAL_S
 
     def sample(
@@ -79,9 +79,9 @@ class StepLoadSampler:
         self._last_gpus.pop(path, None)
 
     def _gpus_of(self, path: str, pids: Sequence[int], gpus: Sequence[Gpu]) -> list[Gpu]:
-        """Return the GPUs on which a step's processes compute, or else the GPUs that Slurm or the job assigned to it.
+        """Return the GPUs on which a step's processes compute, else the GPUs that Slurm or the job assigned to it.
 
-        NVML may list no process of the step, because none of them computes or because NVML sees other process ids.
+        NVML may list no process of the step, because no process computes or NVML uses the ids of another PID namespace.
         """
         used = [gpu for gpu in gpus if any(process.pid in pids for process in gpu.processes or ())]
         if used or not gpus:
@@ -102,7 +102,7 @@ def _busiest(gpus: Sequence[Gpu]) -> float | None:
 
 
 def _assigned_gpus(pid: int) -> tuple[str, ...]:
-    """Return the GPUs in a process's environment: Slurm's numbers on this node, else CUDA_VISIBLE_DEVICES."""
+    """Return the GPUs in a process's environment: the numbers that Slurm assigned, else CUDA_VISIBLE_DEVICES."""
     try:
         environ = Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:

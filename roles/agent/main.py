@@ -57,11 +57,12 @@ _log = logging.getLogger("rrl.agent")
 HEARTBEAT_INTERVAL_S = 1.0
 """Seconds between two heartbeats and /proc scans, unless the environment sets another interval."""
 RECHECK_DELAY_S = 0.2
-"""Seconds after which a missing exit record is searched again, because shared storage may show it late."""
+"""Seconds before a missing exit record is searched again, because shared storage may show it late."""
 SWEEP_TIMEOUT_S = 10.0
-"""Seconds for processes to end on SIGKILL; the next /proc scan tries again."""
+"""Seconds to wait for processes to end after SIGKILL; the next /proc scan tries again."""
 RUN_OVER_GRACE_S = 30.0
-"""Seconds from the run's end, without a manager, until the agent ends the remaining steps and exits."""
+"""Seconds after the run's end for which the agent waits without a manager before it ends the remaining steps and
+exits."""
 MAX_HEARTBEATS_WITHOUT_MANAGER = 2
 """Heartbeat intervals without a manager after which the agent removes the disk filler. A manager writes this file to
 fill the disk (an injected fault), and may have died before it removed the file."""
@@ -127,7 +128,8 @@ class _Agent:
         )
         self._census = Census(supervisor.steps)
         self._launches: dict[str, Launch | None] = {}
-        """Launches by path; None for a launch of another node and for a file that is not a launch file."""
+        """Launches by the path of the file; None for a launch of another node and for a file that is not a launch
+        file."""
         self._running_steps: dict[str, Process] = {}
         """First processes of the running steps on this node, by launch file."""
         self._vanished: dict[str, StepVanished] = {}
@@ -219,7 +221,7 @@ class _Agent:
         self._add_task(asyncio.ensure_future(asyncio.to_thread(resume_process, process.launch)))
 
     def _on_step_gone(self, path: str) -> None:
-        """Handle the end of a step's first process: kill its orphans, and report a step that left no exit record."""
+        """Handle the end of a step's first process: kill its orphans, and report the step if it left no exit record."""
         launch = self._launches.get(path)
         if launch is not None and path not in self._ending:
             self._ending.add(path)
@@ -239,9 +241,9 @@ class _Agent:
             await self._supervisor.dialer.send(self._vanished[launch.tag])
 
     async def _classify_exit(self, path: str, launch: Launch) -> None:
-        """Tell the GPU checks whether a step was ended on purpose.
+        """Inform the GPU checks whether rrl ended a step on purpose.
 
-        GPU errors around a requested end are a consequence of it; errors around any other end may be its cause.
+        GPU errors near a requested end are a consequence of the end; errors near any other end may be its cause.
         """
         if self._monitor is None or launch.incarnation == self._supervisor.launch.incarnation:
             return
@@ -321,7 +323,7 @@ class _Agent:
             )
 
     async def _end_incarnation(self, incarnation: Incarnation, tag: str) -> None:
-        """Kill the step of a fenced incarnation, in case the step does not receive the Fenced message itself.
+        """Kill the step of a fenced incarnation, because the step itself may not receive the Fenced message.
 
         The launch file of a promoted standby names another incarnation, so its step is found by its tag.
         """
@@ -360,7 +362,7 @@ class _Agent:
 
 
 def _removed(folder: Path, device: int) -> bool:
-    """Tell whether a folder was removed, rather than unmounted.
+    """Return whether a folder was removed and not just unmounted.
 
     ``device`` is the device number (st_dev) of the folder's file system. If that file system was unmounted, the nearest
     existing parent of the folder is on another device.
@@ -372,7 +374,7 @@ def _removed(folder: Path, device: int) -> bool:
 
 
 def _listen_host(launch: Launch) -> str:
-    """Return the address at which other nodes reach this node; empty if there is none, which the node probe reports."""
+    """Return the address at which other nodes reach this node; empty if there is none (the node probe reports this)."""
     try:
         return node_environment(launch)[ADDRESS_ENV]
     except NoAddress:
@@ -389,9 +391,9 @@ def _is_not_agent(process: Process) -> bool:
 
 
 def _is_orphan(process: Process) -> bool:
-    """Tell whether a process was started by a step's first process that has ended.
+    """Return whether a process was started by the first process of a step, which has ended.
 
-    A wrapper that will exec a first process does not bear a step's mark yet, and is not an orphan.
+    A wrapper that will exec a first process does not carry a step's mark yet, so it is not an orphan.
     """
     if not process.step:
         return False

@@ -1,8 +1,9 @@
-"""Monitors the health of the agent's node, with readers in processes of their own and checks over their readings.
+"""Monitor the health of the agent's node, with readers in separate processes and checks of their readings.
 
-One round runs before the agent reports the node (admission), later ones as readings arrive. A finding is sent when it
-changes, and all findings are sent to every new manager. Nothing here blocks the agent's heartbeats: a reader that
-hangs, dies or never starts is reported once. The node's hardware inventory is stored for the next agent of the node.
+One round runs before the agent reports the node (admission), later rounds run as readings arrive. A finding is sent
+when it changes, and all findings are sent to every new manager. The monitor never blocks the agent's heartbeats: a
+reader that hangs, dies or never starts is reported once. The node's hardware inventory is stored for the next agent of
+the node.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from ..launcher.environment import boot_id, configured_readers, slurm_gpus
 _log = logging.getLogger("rrl.agent")
 
 _MAX_FILE_BYTES = 1 << 20
-"""Largest size in bytes of an inventory file; a longer file was not written by an agent."""
+"""Maximum size in bytes of an inventory file; a longer file was not written by an agent."""
 
 
 def load_inventory(path: Path) -> HardwareInventory | None:
@@ -45,7 +46,7 @@ def load_inventory(path: Path) -> HardwareInventory | None:
 
 
 def save_inventory(path: Path, inventory: HardwareInventory) -> None:
-    """Store the hardware inventory; an error of the disk is ignored, because the inventory is dispensable."""
+    """Store the hardware inventory. Ignore errors of the disk, because agents work without a stored inventory."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(mode=0o700, exist_ok=True)
         write_atomically(path, msgspec.json.encode(inventory))
@@ -54,12 +55,12 @@ def save_inventory(path: Path, inventory: HardwareInventory) -> None:
 REPORT_INTERVAL_S = 1.0
 """Seconds between two rounds of reports."""
 MAX_FINDINGS = 256
-"""Maximum number of findings in one Hello, because the manager closes the connection of an agent whose message is too
-long."""
+"""Maximum number of findings in one Hello, because the manager closes a connection after a message that is too long."""
 MAX_SAMPLE_AGE_S = 10.0
-"""Seconds after which an NVML reading no longer counts for a GPU's load; twice that for DCGM."""
+"""Seconds after which an NVML reading is too old for a GPU's load; a DCGM reading may be twice as old."""
 RESTORE_TIMEOUT_S = 5.0
-"""Seconds to read the inventory of an earlier agent, because hanging storage must not delay the node's admission."""
+"""Timeout (s) for reading the inventory of an earlier agent, because hung storage must not delay the node's
+admission."""
 _MOUNTS = ("/tmp", "/dev/shm")
 """Mount points that are read on every node, besides those of the run and of the site's rules."""
 
@@ -67,7 +68,7 @@ _MOUNTS = ("/tmp", "/dev/shm")
 class NodeMonitor:
     """Runs the readers and checks of one node.
 
-    ``send`` sends a finding to the manager. Findings that do not arrive are in the next Hello (:attr:`findings`).
+    ``send`` sends a finding to the manager. The next Hello repeats findings that did not arrive (:attr:`findings`).
     """
 
     def __init__(self, launch: Launch, launch_file: str, send: Callable[[FindingReport], Awaitable[None]]) -> None:
@@ -84,7 +85,7 @@ class NodeMonitor:
         self._inventory_file = RunDir(Path(launch.run_dir)).hardware_file(launch.node)
         self._job = os.environ.get("SLURM_JOB_ID", "")
         self._saved_inventory = hardware_inventory(self._node_state, self._job)
-        """The hardware inventory as it was stored last."""
+        """The hardware inventory that was stored last."""
         self._saving: asyncio.Task[None] | None = None
         self._wakeup = asyncio.Event()
         self._findings: dict[str, Finding] = {finding.key: finding for finding in self._rule_findings}
@@ -99,12 +100,12 @@ class NodeMonitor:
     async def start(self, within: float, node_is_free: bool) -> None:
         """Start the readers and run the admission round.
 
-        It returns when every reader has read and no check needs another reading. It raises nothing: without readers the
-        agent continues and reports a finding.
+        Returns when every reader has read and no check needs another reading. Raises nothing: without readers the agent
+        continues and reports a finding.
 
         Args:
-            within: seconds after which it returns at the latest; 0 to skip the admission round.
-            node_is_free: whether no step of this run is running on the node, so that no process may use its GPUs.
+            within: maximum duration (s) of the call; 0 to skip the admission round.
+            node_is_free: whether no step of this run runs on the node, so that any process on its GPUs is a finding.
         """
         await self._restore_inventory()
         try:
@@ -143,7 +144,7 @@ class NodeMonitor:
     # ── for the agent ──────────────────────────────────────────────────────────────────────────────────────────────
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """The current findings other than OK, FAIL first; their times are of the clock of :meth:`now`."""
+        """The current findings other than OK, FAIL first. Their times are from the clock of :meth:`now`."""
         by_severity = sorted(self._reported.values(), key=lambda finding: finding.verdict is not Verdict.FAIL)
         return tuple(by_severity[:MAX_FINDINGS])
 
@@ -165,7 +166,7 @@ class NodeMonitor:
         return newest.data.gpus
 
     def on_our_kill(self) -> None:
-        """Record that rrl ended a step on this node just now: GPU errors around this time are a consequence of that."""
+        """Record that rrl ended a step on this node just now, because GPU errors near this time are a consequence."""
         self._node_state.on_our_kill(self.now())
 
     def set_tenant(self, gpus: Collection[str], role: str, incarnation: str) -> None:
@@ -181,12 +182,12 @@ class NodeMonitor:
 
     @staticmethod
     def now() -> float:
-        """Return the time in seconds of the clock that all findings of this node use."""
+        """Return the time (s) on the clock that all findings of this node use."""
         return time.monotonic()
 
     # ── tasks ──────────────────────────────────────────────────────────────────────────────────────────────────────
     async def _evaluate_loop(self) -> None:
-        """Evaluate the checks after every single reading, because they count readings in a row."""
+        """Evaluate the checks after every reading, because the checks count consecutive readings."""
         while True:
             self._node_state.add(await self._reader_client.next_reading())
             self._save_inventory()
@@ -204,7 +205,7 @@ class NodeMonitor:
                 self._saved_inventory = hardware_inventory(self._node_state, self._job)
 
     def _save_inventory(self) -> None:
-        """Store a changed inventory in the background, one write at a time, because the storage may hang."""
+        """Store a changed inventory in the background, with one write at a time, because the storage may hang."""
         inventory = hardware_inventory(self._node_state, self._job)
         if inventory.boot_id and inventory != self._saved_inventory and (self._saving is None or self._saving.done()):
             self._saved_inventory = inventory
@@ -227,7 +228,7 @@ class NodeMonitor:
             await asyncio.sleep(REPORT_INTERVAL_S)
 
     def _effective_rules(self) -> Rules:
-        """Return the site's rules, with the job's number of GPUs if the site sets none and fewer GPUs are visible."""
+        """Return the site's rules, with the job's number of GPUs if the site sets none and too few GPUs are visible."""
         data = self._node_state.data("nvml")
         visible = len(data.gpus) if isinstance(data, NvmlData) else 0
         if self._rules.expect.gpus is not None or visible >= self._launch.gpus:
@@ -254,7 +255,7 @@ class NodeMonitor:
 
 
 def monitor_finding(launch: Launch, detector: str, text: str, now: float) -> Finding:
-    """Return a WARN of the agent about its own monitoring."""
+    """Return a finding with verdict WARN about the agent's own monitoring."""
     evidence = (Evidence("agent", text, now),)
     return Finding(detector, Verdict.WARN, Cause.SOFTWARE, Remedy.NONE, now, evidence, node=launch.node)
 

@@ -1,12 +1,12 @@
-"""Stops a process for a time: ``python -m rrl.roles.agent.pause_helper PID.START SHARE SECONDS [MARK]``.
+"""Stop a process for a time: ``python -m rrl.roles.agent.pause_helper PID.START SHARE SECONDS [MARK]``.
 
 SHARE is the share of the time in which the target still runs (0 stops it completely). SECONDS is the duration of the
-pause, and 0 means without end. With MARK, the target's whole process group is stopped. The file MARK then names this
-helper process, so that an agent can continue the target if the helper is killed
+pause; 0 means forever. With MARK, the target's whole process group is stopped. The file MARK then names this helper
+process, so that an agent can continue the target if the helper is killed
 (:func:`rrl.roles.agent.fault_injection.resume_process`).
 
-The helper is a process of its own, so that it can also stop the agent that started it. When that agent ends, the helper
-continues the target. It prints one line before it stops the target and one when the target runs again.
+The helper is a separate process, so that it can also stop the agent that started it. When this agent ends, the helper
+continues the target. The helper prints one line before it stops the target, and one line when the target runs again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PERIOD_S = 0.1
 
 
 def main() -> int:
-    """Pause the target as the arguments say; return 1 if it has ended already."""
+    """Pause the target as the arguments say; return exit code 1 if the target has already ended."""
     name, share, seconds = sys.argv[1], float(sys.argv[2]), float(sys.argv[3])
     mark = Path(sys.argv[4]) if len(sys.argv) > 4 else None
     parent = os.getppid()

@@ -1,8 +1,8 @@
-"""Dumps the Python stacks of a step's processes with py-spy, in the agent of the step's node.
+"""Dump the Python stacks of a step's processes with py-spy, in the agent of the step's node.
 
 ``py-spy dump --nonblocking`` never pauses the target, so a crash of the agent cannot leave it stopped. A hung process
-does not change while it is read; a dump of a running process may fail at times. Each py-spy has a deadline, because
-reading the memory of a process in uninterruptible sleep may not return. Local variables are not dumped, because they
+does not change while it is read; a dump of a running process may occasionally fail. Each py-spy has a deadline, because
+a read of the memory of a process in uninterruptible sleep may not return. Local variables are not dumped, because they
 may contain prompts and secrets. If py-spy fails, the kernel's state of the main thread is reported instead.
 """
 
@@ -20,17 +20,18 @@ from ...core.types import Incarnation
 from ...transport.messages import DumpStacks, Stacks
 
 MAX_PROCESSES = 8
-"""Maximum number of processes dumped per step: the largest, which are ranks and engine workers, not small helpers."""
+"""Maximum number of processes dumped per step: the largest processes, which are ranks and engine workers."""
 MAX_DUMP_BYTES = 64 * 2**10
-"""Maximum bytes of one dump: about a thousand frames. Eight dumps fit into one message to the manager (1 MiB)."""
+"""Maximum size of one dump in bytes: about a thousand frames. Eight dumps fit into one message to the manager (1
+MiB)."""
 PROC_SCAN_TIMEOUT_S = 2.0
-"""Seconds for the scan of /proc. It takes some ms, but may hang on a process that is stuck in exec or exit."""
+"""Timeout (s) of the scan of /proc. A scan takes some ms, but may hang on a process that is stuck in exec or exit."""
 DUMP_TIMEOUT_S = 3.0
-"""Seconds for one py-spy. For a role with torch it takes 0.01 s on an idle machine and 5 MiB (measured)."""
+"""Timeout (s) of one py-spy. For a role with torch, py-spy takes 0.01 s on an idle machine, and 5 MiB (measured)."""
 TOTAL_TIMEOUT_S = 4.0
-"""Seconds for all dumps of a step; the manager waits a little longer before it ends the step."""
+"""Timeout (s) of all dumps of a step. The manager waits a little longer before it ends the step."""
 _MAX_CONCURRENT = 2
-"""Maximum number of py-spy processes at a time, because other roles of the node use their cores."""
+"""Maximum number of concurrent py-spy processes, because other roles on the node need the cores."""
 _MAX_REASON_CHARS = 200
 """Maximum number of characters of py-spy's error output that are reported."""
 _PYTHON = ("python", "pypy")
@@ -134,7 +135,7 @@ def _resident(pid: int) -> int:
 
 
 def _kernel_state(pid: int) -> str:
-    """Return the state of the main thread, its system call and where it waits in the kernel, as far as readable.
+    """Return the state of the main thread, its system call and its position in the kernel, as far as readable.
 
     :func:`rrl.health.detection.attribution.stack_groups.parse` parses this text.
     """

@@ -19,7 +19,7 @@ from msgspec import Struct
 from ...core.run_spec import AgentsSettings
 from ...core.text import shortened
 from ...core.units import duration_text
-from ..end_report import described
+from ..launcher.end_report import described
 from ..trajectories.client import FencedAttempt
 from ..trajectories.episodes.requests import EpisodeItem
 from .user_function import Agent

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import rrl
 
-from ..end_report import exits_on_invalid_config
 from ..endpoint.loopback import LoopbackEndpoint
-from ..models.chat import ModelChat, open_chat
+from ..launcher.end_report import exits_on_invalid_config
+from ..models.chat import open_chat
+from ..models.conversation import ModelChat
 from ..models.tasks import TaskError, load_task
 from ..trajectories.episodes.requests import EpisodeItem
+from ..worker.status.episode_status import EpisodeStatus
 from .attempts import AgentContext, Attempts
 from .user_function import AgentError, load_agent
 from .user_program import program_agent
@@ -62,57 +64,40 @@ async def serve(me: rrl.Worker, agent: AgentContext, chat: ModelChat) -> None:
     Raises:
         Exception: What the agent raises most of the time.
     """
-    changed, loop = asyncio.Event(), asyncio.get_running_loop()
-
-    def on_change() -> None:
-        with suppress(RuntimeError):  # the loop has ended
-            loop.call_soon_threadsafe(changed.set)
-
-    with LoopbackEndpoint(me.job, me.run_dir.id, me.keys.secret, chat, me.ask_store, on_change) as endpoint:
-        await _run(me, agent, endpoint, changed)
+    with me.episode_status() as status:
+        reported = status.endpoint_changed
+        with LoopbackEndpoint(me.job, me.run_dir.id, me.keys.secret, chat, me.ask_store, reported) as endpoint:
+            await _run(me, agent, endpoint, status)
 
 
-async def _run(me: rrl.Worker, context: AgentContext, endpoint: LoopbackEndpoint, changed: asyncio.Event) -> None:
-    """Make attempts; ``changed`` is set whenever a call of an agent begins to wait or has ended."""
-    store = StoreRequests(me)
+async def _run(me: rrl.Worker, context: AgentContext, endpoint: LoopbackEndpoint, status: EpisodeStatus) -> None:
+    store, changed = StoreRequests(me), asyncio.Event()
     attempts = Attempts(context, endpoint, store, changed.set)
     leasing: asyncio.Task[tuple[EpisodeItem, ...]] | None = None
     reported = 0
-    with ExitStack() as phase:
-        name = ""
-        while not me.stopping.is_set() and attempts.error is None:
-            if leasing is not None and leasing.done():
-                for item in leasing.result():
-                    attempts.start(item)
-                leasing = None
-            free = context.settings.concurrency - len(attempts.episodes)
-            if leasing is None and free:
-                leasing = asyncio.create_task(store.lease_episodes(free, attempts.episodes))
-                leasing.add_done_callback(lambda _: changed.set())
-            if (now := _phase(attempts, endpoint)) != name:
-                name = now
-                phase.close()
-                phase.enter_context(me.phase(name))
-            if (done := endpoint.answered + attempts.ended) > reported:
-                me.progress(done - reported)
-                reported = done
-            me.note(attempts.note)
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_POLL_S):
-                    await changed.wait()
-            changed.clear()
+    while not me.stopping.is_set() and attempts.error is None:
+        if leasing is not None and leasing.done():
+            for item in leasing.result():
+                attempts.start(item)
+            leasing = None
+        status.attempts_changed(len(attempts.episodes))
+        free = context.settings.concurrency - len(attempts.episodes)
+        if leasing is None and free:
+            leasing = asyncio.create_task(store.lease_episodes(free, attempts.episodes))
+            leasing.add_done_callback(lambda _: changed.set())
+        if attempts.ended > reported:
+            me.progress(attempts.ended - reported)
+            reported = attempts.ended
+        me.note(attempts.note)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_POLL_S):
+                await changed.wait()
+        changed.clear()
     if leasing is not None:
         leasing.cancel()
     await attempts.cancel()
     if attempts.error is not None:
         raise attempts.error
-
-
-def _phase(attempts: Attempts, endpoint: LoopbackEndpoint) -> str:
-    """Return the phase: agents wait for tokens, or act by themselves, or there is no episode."""
-    if not attempts.episodes:
-        return "wait_work"
-    return "wait_turn" if endpoint.waiting else "act"
 
 
 def main() -> None:

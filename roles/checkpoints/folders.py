@@ -21,7 +21,7 @@ Digest = dict[str, Any]
 
 
 class StoredFiles(Struct, frozen=True):
-    """The result of :func:`describe` for files that no commit names."""
+    """Manifest (:func:`describe`) of files that no commit names."""
 
     folder: str
     files: dict[str, Digest]
@@ -34,7 +34,7 @@ class DamagedCheckpoint(Exception):
 def fresh_folder(checkpoints: Path, number: int, incarnation: int) -> Path:
     """Create the empty folder ``step-<number>.<incarnation>.<attempt>`` of one attempt at step ``number``.
 
-    No folder is ever used twice: a checkpoint written over another checkpoint mixes old and new values without an error
+    No folder is ever used twice: if a checkpoint overwrites another one, old and new values are mixed without an error
     (measured).
     """
     for attempt in itertools.count():
@@ -48,14 +48,14 @@ def fresh_folder(checkpoints: Path, number: int, incarnation: int) -> Path:
 
 
 class Attempt(NamedTuple):
-    """The step and the incarnation number that a folder of :func:`fresh_folder` was made for."""
+    """The step and the incarnation number for which :func:`fresh_folder` made a folder."""
 
     step: int
     incarnation: int
 
 
 def attempt_of(folder: str) -> Attempt | None:
-    """Return the attempt that a folder name of :func:`fresh_folder` states; None for any other name."""
+    """Return the attempt in a folder name of :func:`fresh_folder`; None for any other name."""
     match = re.fullmatch(r"step-(\d+)\.(\d+)\.\d+", folder, re.ASCII)
     return Attempt(int(match[1]), int(match[2])) if match else None
 
@@ -77,7 +77,7 @@ def describe(run_dir: Path, files: Iterable[Path], known: Mapping[str, Digest] =
     Args:
         run_dir: the run directory.
         files: files of one folder inside the run directory.
-        known: digests by file name; these files are not read.
+        known: digests by file name, of files that then are not read again.
 
     Returns:
         ``{"folder": relative to the run directory, "files": {name: {"sha256": hex, "bytes": n}}}``.

@@ -1,10 +1,10 @@
-"""Deletes the checkpoints that no later incarnation of the trainer can need, for every trainer.
+"""Delete the checkpoints that no later incarnation of the trainer can need, for built-in and user-written trainers.
 
-The trajectory store does this, because it alone knows what is committed. It calls :meth:`CheckpointCleaner.update` only
-with durable facts. If the store dies between a commit and the deletion, the next store deletes the folder. The facts
-only grow, so a store that was superseded without noticing it deletes nothing that its successor needs. No trainer loses
-the files of the newest commit while it restores them: its first request has fenced all older trainers, so that the next
-commit is its own.
+The trajectory store deletes them, because only the store knows which steps are committed. It calls
+:meth:`CheckpointCleaner.update` only with durable facts. If the store dies between a commit and the deletion, the next
+store deletes the folder. The facts only grow, so a store that does not notice its successor deletes no folder that the
+successor needs. A trainer cannot lose the files of the newest commit while it restores them: its first request has
+fenced all older trainers, so that only it can make the next commit.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ def garbage(names: Iterable[str], status: CommitStatus, keep_checkpoints: int) -
 
     These are the checkpoints of committed steps except the newest ``keep_checkpoints`` steps, the abandoned attempts at
     committed steps, and the attempts of fenced trainers at later steps, which cannot be committed any more. Three kinds
-    of folders are never included: those of ``status.folders`` and the folders around them; folders of step 0 (the
+    of folders are never included: the folders in ``status.folders`` with their parents; folders of step 0 (the
     reference model of the built-in trainer, which no commit names); and folders whose name was not made by
     :func:`~rrl.roles.checkpoints.folders.fresh_folder`.
 
     Args:
         names: names of the folders in the run's folder of checkpoints.
-        status: what is committed.
+        status: the durable facts.
         keep_checkpoints: number of newest committed steps whose checkpoints are kept, at least 1.
     """
     committed_folders = {part for folder in status.folders.values() for part in PurePath(folder).parts}
@@ -65,8 +65,8 @@ def garbage(names: Iterable[str], status: CommitStatus, keep_checkpoints: int) -
 class CheckpointCleaner:
     """Deletes garbage in a thread of its own, because the deletion of a large checkpoint may take minutes.
 
-    Use it as a context manager. A normal exit waits until everything is deleted. After an exception the exit does not
-    wait, and the next store deletes the rest.
+    The cleaner is a context manager. Its normal exit waits until everything is deleted. After an exception the exit
+    does not wait, and the next store deletes the rest.
 
     Args:
         checkpoints: The run's folder of checkpoints.
@@ -91,7 +91,7 @@ class CheckpointCleaner:
             self._thread.join()
 
     def update(self, status: CommitStatus) -> None:
-        """Delete what is garbage according to ``status``; return at once."""
+        """Start to delete the folders that are garbage according to ``status``; return at once."""
         if status != self._status:
             self._status = status
             self._todo.put(status)

@@ -24,7 +24,7 @@ from starlette.routing import Route
 
 from ...config.model_folder import max_length
 from ...core.run_spec import RunSpec
-from ..models.chat import Chat, ModelChat, ToolsUnsupported
+from ..models.conversation import Chat, ModelChat, ToolsUnsupported
 from ..trajectories.client import FencedAttempt, Refused
 from ..trajectories.episodes.requests import EpisodeTurns, Turn
 from .calls.call import Call, Policy, parse_chat, parse_completion

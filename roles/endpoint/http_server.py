@@ -22,9 +22,11 @@ _MAX_CONNECTIONS = 8192
 """Connections at once; further ones get 503. An agent has one or two for each of its calls."""
 _MAX_HEADER_BYTES = 64 * 2**10
 """Bytes of the largest header that is buffered."""
-_IDLE_S = 75
+IDLE_S = 75.0
 """Seconds in which a connection must send the next request: longer than clients keep theirs, so that none breaks in
 use."""
+_SEND_BUFFER_BYTES = 128 * 2**10
+"""Bytes that the kernel holds for a reader that does not read, instead of megabytes; a stream has hundreds a second."""
 _STOP_TIMEOUT_S = 5.0
 """Seconds for open calls to end once the server is stopped."""
 
@@ -43,6 +45,7 @@ class EndpointServer:
 
     def __init__(self, application: Starlette, host: str = LOOPBACK, port: int = 0) -> None:
         self._socket = socket.create_server((host, port), backlog=1024)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)  # also of its connections
         self.base_url = f"http://{host}:{self._socket.getsockname()[1]}/v1"
         """Base URL for OpenAI's clients."""
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # the application logs what matters of it
@@ -50,7 +53,7 @@ class EndpointServer:
             uvicorn.Config(
                 application, log_config=None, access_log=False, lifespan="off", ws="none", http=_BoundedProtocol,
                 loop="asyncio", proxy_headers=False, server_header=False, limit_concurrency=_MAX_CONNECTIONS,
-                h11_max_incomplete_event_size=_MAX_HEADER_BYTES, timeout_keep_alive=_IDLE_S,
+                h11_max_incomplete_event_size=_MAX_HEADER_BYTES, timeout_keep_alive=int(IDLE_S),
                 timeout_graceful_shutdown=1,
             )
         )  # fmt: skip
@@ -93,7 +96,7 @@ class _BoundedProtocol(H11Protocol):
 
     def on_response_complete(self) -> None:
         """Begin to wait for the next request, unless its head is here already."""
-        self._wait_for_head(_IDLE_S)
+        self._wait_for_head(IDLE_S)
         super().on_response_complete()
 
     def _wait_for_head(self, timeout: float) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from types import TracebackType
 
 from ...core.run_spec import RunSpec
-from ..models.chat import ModelChat
+from ..models.conversation import ModelChat
 from ..trajectories.episodes.requests import EpisodeItem
 from .application import Endpoint, served_run
 from .http_server import EndpointServer
@@ -26,14 +26,16 @@ class LoopbackEndpoint:
         secret: The secret of the run.
         chat: Tokenizer and chat template.
         ask: How requests to the store are sent.
-        on_change: Called in the thread of the endpoint whenever :attr:`waiting` or :attr:`answered` has changed.
+        on_change: Called in the thread of the endpoint with the number of calls that wait for tokens, and of those that
+            were answered so far, whenever one of them has changed.
     """
 
     def __init__(
-        self, job: RunSpec, run: str, secret: bytes, chat: ModelChat, ask: AskStore, on_change: Callable[[], None]
-    ) -> None:
-        self._run, self._secret = run, secret
-        self._endpoint = Endpoint(served_run(job, run, secret), chat, StoreTurns(ask), on_change)
+        self, job: RunSpec, run: str, secret: bytes, chat: ModelChat, ask: AskStore,
+        on_change: Callable[[int, int], None],
+    ) -> None:  # fmt: skip
+        self._run, self._secret, self._on_change = run, secret, on_change
+        self._endpoint = Endpoint(served_run(job, run, secret), chat, StoreTurns(ask), self._changed)
         self._server = EndpointServer(self._endpoint.application)
 
     def __enter__(self) -> LoopbackEndpoint:
@@ -54,16 +56,9 @@ class LoopbackEndpoint:
         """Base URL for OpenAI's clients."""
         return self._server.base_url
 
-    @property
-    def waiting(self) -> int:
-        """Number of calls that wait for tokens."""
-        return self._endpoint.waiting
-
-    @property
-    def answered(self) -> int:
-        """Number of answers that were completed."""
-        return self._endpoint.answered
-
     def api_key(self, item: EpisodeItem) -> str:
         """Return the key of an attempt."""
         return encode_key(EpisodeKey(self._run, item.episode, item.attempt), self._secret)
+
+    def _changed(self) -> None:
+        self._on_change(self._endpoint.waiting, self._endpoint.answered)

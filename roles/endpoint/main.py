@@ -14,9 +14,10 @@ from pathlib import Path
 import rrl
 
 from ...core.types import index_of
-from ..end_report import exits_on_invalid_config
+from ..launcher.end_report import exits_on_invalid_config
 from ..launcher.environment import ADDRESS_ENV
-from ..models.chat import ModelChat, open_chat
+from ..models.chat import open_chat
+from ..models.conversation import ModelChat
 from ..models.tasks import TaskError, load_task
 from .addresses import write_address
 from .application import Endpoint, served_run

@@ -258,7 +258,7 @@ class Relay:
         if opening.done() and opening.result().status_code != 200:
             answer = await self._fetch(call, take, opening.result())
             return Response(answer.content, answer.status, answer.headers)
-        return StreamingResponse(_with_signs_of_life(self._events(call, opening, take)), media_type=_EVENT_STREAM)
+        return StreamingResponse(_with_comments(self._events(call, opening, take)), media_type=_EVENT_STREAM)
 
     async def _events(self, call: _Call, opening: asyncio.Future[httpx2.Response], take: Take) -> AsyncGenerator[bytes]:
         """Yield the events of a stream up to its end, whichever replicas it comes from."""
@@ -324,6 +324,7 @@ class Relay:
                 call.upstream = upstream
                 if not _is_unavailable(upstream):
                     return upstream
+                call.repeated |= upstream.status_code != 503 or _is_json(upstream)  # else it has too many connections
                 await upstream.aclose()
             if self._over:
                 raise ApiError(410, "the run has ended", code="run_ended")
@@ -341,7 +342,7 @@ class Relay:
 
 
 # ── streams ────────────────────────────────────────────────────────────────────────────────────────────────────────
-async def _with_signs_of_life(events: AsyncGenerator[bytes]) -> AsyncIterator[bytes]:
+async def _with_comments(events: AsyncGenerator[bytes]) -> AsyncIterator[bytes]:
     """Yield events, and a comment whenever there is none for :data:`KEEP_ALIVE_S`."""
     async with aclosing(events):
         while True:
@@ -419,11 +420,20 @@ async def _content(upstream: httpx2.Response, take: Take) -> bytes:
 
 
 def _is_unavailable(upstream: httpx2.Response) -> bool:
-    """Return whether a replica could not take a call.
+    """Return whether a replica could not take a call, or was stopped before it has begun its answer.
 
-    A 503 of the endpoint itself is an answer (no episode is free), which says when to come again.
+    A 503 of the endpoint that says when to come again is an answer (no episode is free), and so is a 500 with an error
+    object. The server itself sends 500 without one to the calls that it interrupts when it is stopped.
     """
-    return upstream.status_code == 502 or (upstream.status_code == 503 and "retry-after" not in upstream.headers)
+    if upstream.status_code == 503:
+        return "retry-after" not in upstream.headers
+    return upstream.status_code == 502 or (upstream.status_code >= 500 and not _is_json(upstream))
+
+
+def _is_json(upstream: httpx2.Response) -> bool:
+    """Return whether the application itself has answered; its server answers with plain text."""
+    content_type: str = upstream.headers.get("content-type", "")
+    return content_type.startswith("application/json")
 
 
 def _with_base_url(answer: _Answer, base_url: str) -> _Answer:

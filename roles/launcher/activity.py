@@ -1,8 +1,8 @@
-"""Reports to the manager for a command that does not use the worker API (``watch = "activity"`` in job.toml).
+"""Report to the manager for a command that does not use the worker API (``watch = "activity"`` in job.toml).
 
 The launcher sends a Hello for the command once the command has started. The reported phase has the name of the role,
 and each sample in which the command used the CPU or a GPU, or wrote something, is one unit of progress. A command that
-waits in a busy loop looks as if it worked; only the command itself could report the difference, with :func:`rrl.join`.
+waits in a busy loop seems to work; only a command that calls :func:`rrl.join` can report the difference.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from .gpus import Gpus, assigned_gpus_with_timeout
 BUSY_CORE_SHARE = 0.01
 """Share of one core above which a command counts as working; a sleeping interpreter uses less than a tenth of it."""
 SAMPLE_INTERVAL_S = 2.0
-"""Seconds between two samples; each reads all of /proc."""
+"""Seconds between two samples. A sample reads all of /proc."""
 GPU_QUERY_TIMEOUT_S = 5.0
-"""Seconds for the driver to answer. A driver that hangs is not queried again; then only CPU time and output count."""
+"""Timeout (s) of a query to the driver. A driver that hangs is not queried again; then only CPU time and output
+count."""
 
 ProcessKey = tuple[int, int]
 """Pid and start time of a process; the pid alone may be reused."""
@@ -47,7 +48,7 @@ class Usage(Struct, frozen=True):
 
 
 def usage(pids: Iterable[int]) -> dict[ProcessKey, Usage]:
-    """Return the usage of each process that is alive and readable for this user."""
+    """Return the usage of each running process that this user may read."""
     used = {}
     for pid in pids:
         try:
@@ -64,7 +65,7 @@ def usage(pids: Iterable[int]) -> dict[ProcessKey, Usage]:
 def has_worked(
     before: Mapping[ProcessKey, Usage], now: Mapping[ProcessKey, Usage], seconds: float, ticks_per_s: int
 ) -> bool:
-    """Tell whether processes worked between two samples.
+    """Return whether processes worked between two samples.
 
     Processes have worked if they wrote anything or used more than :data:`BUSY_CORE_SHARE` of a core over ``seconds``.
     """
@@ -77,7 +78,7 @@ def has_worked(
 async def report_activity(supervisor: StepSupervisor, pid: int, started: asyncio.Event) -> AsyncIterator[None]:
     """Report the activity of a command with ``watch = "activity"`` inside the block, once ``started`` is set.
 
-    ``pid`` is the command's process id. For any other command the block does nothing.
+    ``pid`` is the command's process id. Other commands report by themselves, so nothing is done for them.
     """
     if supervisor.launch.watch != "activity":
         yield

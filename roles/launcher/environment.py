@@ -12,16 +12,16 @@ from ...core.role_environment import is_launcher_variable
 from ...transport.address import interface_on, own_address
 
 ADDRESS_ENV = "RRL_ADDRESS"
-"""Environment variable with the address on which a role listens; the launcher of its step chooses it once."""
+"""Environment variable with the address on which a role listens, which the launcher of its step chooses."""
 GPUS_ENV = "RRL_GPUS"
-"""Environment variable with Slurm's numbers of the GPUs assigned to this step on this node, separated by commas; unset
-if Slurm assigned none."""
+"""Environment variable with the numbers of the GPUs that Slurm assigned to this step on this node, separated by commas;
+unset if there are none."""
 READERS_ENV = "RRL_READERS"
 """Environment variable with the names of the readers that run beside an agent, separated by commas. It overrides the
 readers in the agent's launch file; ``none`` starts no reader."""
 _SLURM_GPU_VARIABLES = ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS")
 VISIBLE_DEVICES_VARIABLES = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
-"""Variables in which Slurm names the GPUs of this step to libraries; the launch file cannot contain them."""
+"""Variables in which Slurm passes the GPUs of this step to libraries; the launch file cannot contain them."""
 _SYS = Path("/sys/class")
 
 
@@ -46,13 +46,13 @@ def boot_id() -> str:
 
 
 def configured_readers(launch: Launch) -> tuple[str, ...]:
-    """Return the names of the readers that run beside the agent of ``launch``, in the order in which they are named."""
+    """Return the names of the readers that run beside the agent of ``launch``, in the configured order."""
     override = os.environ.get(READERS_ENV)
     return tuple(name for name in override.split(",") if name != "none") if override else launch.readers
 
 
 def slurm_gpus() -> str:
-    """Return Slurm's numbers of the GPUs assigned to this step on this node, separated by commas; empty for none."""
+    """Return the numbers of the GPUs that Slurm assigned to this step, separated by commas; empty for none."""
     return next((os.environ[name] for name in _SLURM_GPU_VARIABLES if os.environ.get(name)), "")
 
 
@@ -76,8 +76,8 @@ def _addresses(launch: Launch) -> dict[str, str]:
 def ucx_devices(interface: str, sys: Path = _SYS) -> str:
     """Return ``UCX_NET_DEVICES`` for an interface, with the RDMA ports behind it (``mlx5_0:1,ib0``).
 
-    The result is empty if the node has RDMA devices but none behind this interface, because naming the interface alone
-    would disable RDMA.
+    The result is empty if the node has RDMA devices but none of them belongs to this interface, because the interface
+    alone would disable RDMA.
     """
     devices = _names(sys / "net" / interface / "device" / "infiniband")
     if not devices:
@@ -95,7 +95,7 @@ def rdma_devices(sys: Path = _SYS) -> tuple[str, ...]:
 
 
 def raise_limits() -> None:
-    """Raise the soft limits of locked memory and open files to the hard ones, and disable core dumps.
+    """Raise the soft limits of locked memory and open files to the hard limits, and disable core dumps.
 
     RDMA locks the memory that it registers and keeps a descriptor per connection. One core dump of a model could fill
     the home directory.
@@ -107,7 +107,7 @@ def raise_limits() -> None:
 
 
 def see_all_gpus() -> None:
-    """Remove the variables with which Slurm restricts a step to its GPUs: an agent monitors all GPUs of its node."""
+    """Remove the variables with which Slurm restricts a step to its GPUs, since an agent monitors all GPUs."""
     for name in VISIBLE_DEVICES_VARIABLES:
         os.environ.pop(name, None)
 

@@ -30,15 +30,15 @@ from .process_group import adopt_orphans
 _log = logging.getLogger("rrl.launcher")
 
 ADMISSION_TIMEOUT_S = 60.0
-"""Seconds to wait for the answer to an AdmissionRequest: a manager that dies during the launch is replaced after its
-lease (10 s) and the start of its successor. If no answer comes in this time, the next manager launches the incarnation
-again under another tag."""
+"""Seconds to wait for the answer to an AdmissionRequest. A manager that dies during the launch is replaced after its
+lease (10 s) and the start of its successor. Without an answer in time, the next manager launches the incarnation again
+under another tag."""
 EXIT_REPORT_TIMEOUT_S = 2.0
 """Seconds to wait for a manager that can receive the StepExit; the exit record on disk is authoritative."""
 
 
 class StepSupervisor:
-    """The first process of one step and its conversation with the manager.
+    """The first process of one step, and its communication with the manager.
 
     ``stop_reason`` is None until there is a reason to exit. The first reason is kept; later stop requests can only
     make ``deadline`` (a time of the loop's clock) earlier. ``wakeup`` is set at every change.
@@ -51,10 +51,10 @@ class StepSupervisor:
         self.run = RunDir(Path(launch.run_dir))
         self.node = NodeName(os.environ.get("SLURMD_NODENAME", launch.node))
         self.steps = os.path.dirname(launch_file)
-        """The folder of launch files, spelled as the manager spells it, because marks are compared as text."""
+        """The folder of launch files, as the manager writes it, because marks are compared as text."""
         self.stop_reason: ExitReason | None = None
         self.stop_detail = ""
-        """More about ``stop_reason``, for people."""
+        """Details of ``stop_reason``, a text for people."""
         self.deadline = float("inf")
         self.wakeup = asyncio.Event()
         self.on_connect: Callable[[], Sequence[Any]] = tuple
@@ -104,7 +104,7 @@ class StepSupervisor:
             await self.dialer.close()
 
     async def request_admission(self) -> bool:
-        """Request admission; return False when the step must not start (:attr:`stop_reason`)."""
+        """Request admission; return False if the step must not start (:attr:`stop_reason`)."""
         pending = asyncio.create_task(self.dialer.request(self._admission_request(), ADMISSION_TIMEOUT_S))
         pending.add_done_callback(lambda task: self.wakeup.set())
         await self.wait_for(pending.done)
@@ -136,13 +136,15 @@ class StepSupervisor:
             code: the command's exit code; None if it did not start or a signal ended it.
             number: the signal that ended the command, or None.
             reason: why the step ended.
-            detail: more about the reason, for people.
+            detail: details of the reason, a text for people.
             last_line: the last line that the command wrote.
             exception: the exception that ended the command, as the command reported it.
         """
         launch = self.launch
         if self._is_duplicate:
-            _log.error("this process exits (%s), and the other one with its tag continues", exit_text(reason, detail))
+            _log.error(
+                "this process exits (%s), and the other process with the same tag continues", exit_text(reason, detail)
+            )
             return
         _write_record(launch, ExitRecord(
             launch.tag, launch.incarnation, self.node, code, number, reason, time.time(), last_line, detail,
@@ -161,7 +163,7 @@ class StepSupervisor:
         return AdmissionRequest(self.launch.incarnation, self.launch.tag, self.node, self.process.pid)
 
     def _hello(self) -> Sequence[Any]:
-        """Return the first messages to a new manager, which decides again whether the step is admitted."""
+        """Return the first messages to a new manager, which decides about the step's admission again."""
         self._hello_sent.set()
         if self._exit_report is not None:
             return [self._exit_report]
@@ -191,7 +193,8 @@ class StepSupervisor:
     def _watch_launcher(self) -> None:
         """Request a stop when the parent process ends.
 
-        This uses a pidfd: a parent-death signal would be sent when the thread that forked us ends.
+        A pidfd shows the end. A parent-death signal would be sent as soon as the parent's thread that forked this
+        process ends.
         """
         loop = asyncio.get_running_loop()
         parent = os.getppid()
@@ -224,6 +227,6 @@ def _write_record(launch: Launch, record: ExitRecord) -> None:
 
 
 def log_failure(task: asyncio.Future[Any]) -> None:
-    """Log the exception of a background task, as its done callback; the step continues."""
+    """Log the exception of a background task (a done callback); the step continues."""
     if not task.cancelled() and (error := task.exception()) is not None:
         _log.error("a background task of this step failed, and the step continues without the task: %r", error)

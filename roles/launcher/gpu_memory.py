@@ -1,6 +1,6 @@
-"""Waits before a role starts until the memory of its GPUs is free.
+"""Wait until the memory of a role's GPUs is free, before the role starts.
 
-The memory of an earlier process may be released only some time after its end, and a role that starts too early fails to
+The memory of an earlier process may be released only some time after its end, and a role that starts too early cannot
 allocate memory. If NVML does not answer, the role starts at once.
 """
 
@@ -20,13 +20,14 @@ from .gpus import assigned_gpus, handle, open_nvml
 from .process_group import command_env
 
 FREE_TIMEOUT_S = 50.0
-"""Seconds to wait for memory to be released (NVRx: 50 s)."""
+"""Timeout (s) for the release of memory (NVRx: 50 s)."""
 POLL_INTERVAL_S = 2.0
 """Seconds between two checks (NVRx: 2 s)."""
 MAX_USED_BYTES = 512 * 2**20
 """Bytes of a GPU that may be in use when a role starts (NVRx: 512 MB), without the driver's reserve."""
 NVML_TIMEOUT_S = 20.0
-"""Seconds for NVML's calls, in addition to :data:`FREE_TIMEOUT_S`; the agent's readers report a driver that hangs."""
+"""Timeout (s) of NVML's calls, in addition to :data:`FREE_TIMEOUT_S`. The agent's readers report a driver that
+hangs."""
 
 CHECK_SCRIPT = "from rrl.roles.launcher.gpu_memory import main; main()"
 

@@ -1,4 +1,4 @@
-"""Finds the GPUs assigned to a role, and whether kernels run on them.
+"""Find the GPUs assigned to a role, and whether kernels run on them.
 
 A role reports its GPUs to the manager, which detects two roles on one GPU.
 """
@@ -13,7 +13,7 @@ from typing import Any
 from .environment import GPUS_ENV
 
 DRIVER_TIMEOUT_S = 5.0
-"""Seconds for the driver to name the GPUs; after that a role joins without naming its GPUs."""
+"""Timeout (s) for the GPUs' names from the driver, after which a role joins without naming its GPUs."""
 
 
 async def assigned_gpus_with_timeout(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
@@ -28,9 +28,9 @@ async def assigned_gpus_with_timeout(environ: Mapping[str, str] = os.environ) ->
 def assigned_gpus(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
     """Return the GPUs that Slurm assigned to this step.
 
-    They are named by UUID if nvidia-ml-py and a driver are available, else by Slurm's numbers on this node. The result
-    is empty if Slurm assigned none, as on the local cluster, where roles share the GPUs. The call hangs if the driver
-    does.
+    The GPUs are named by UUID if nvidia-ml-py and a driver are available, else by Slurm's numbers on this node. The
+    result is empty if Slurm assigned no GPUs, as on the local cluster, where roles share the GPUs. The call hangs if
+    the driver hangs.
     """
     numbers = tuple(name for name in environ.get(GPUS_ENV, "").split(",") if name)
     if not numbers:
@@ -39,7 +39,7 @@ def assigned_gpus(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
 
 
 def open_nvml() -> Any:
-    """Open a session of NVML and return nvidia-ml-py; None if it is not installed or finds no driver. It may hang."""
+    """Open a session of NVML and return nvidia-ml-py; None if it is not installed or finds no driver. May hang."""
     try:
         import pynvml
     except ImportError:
@@ -52,7 +52,7 @@ def open_nvml() -> Any:
 
 
 def _uuids(visible: str) -> tuple[str, ...]:
-    """Return the UUIDs of the GPUs in CUDA_VISIBLE_DEVICES, which holds UUIDs or numbers among the visible GPUs."""
+    """Return the UUIDs of the GPUs in CUDA_VISIBLE_DEVICES, whose entries are UUIDs or indices of visible GPUs."""
     pynvml = open_nvml()
     if pynvml is None:
         return ()
@@ -79,14 +79,14 @@ def handle(pynvml: Any, name: str) -> Any:
 
 
 class Gpus:
-    """The GPUs of this step, through nvidia-ml-py where it and a driver are installed. Every call may hang."""
+    """The GPUs of this step, queried through nvidia-ml-py if it and a driver are installed. Every call may hang."""
 
     def __init__(self) -> None:
         self._nvml: Any = None
         self._handles: list[Any] | None = None
 
     def any_busy(self) -> bool:
-        """Tell whether a kernel ran on any of the GPUs within the past second or so.
+        """Return whether a kernel ran on any of the GPUs within about the last second.
 
         The source is ``gpu`` of NVML's nvmlDeviceGetUtilizationRates. Without NVML the answer is False.
         """

@@ -1,11 +1,10 @@
-"""Starts the role's command in a process group of its own, and lists the run's processes on a node.
+"""Start the role's command in a process group of its own, and list the run's processes on a node.
 
-:mod:`rrl.core.processes` recognises and ends processes; this module adds what the step and the agent need. A warm
-standby imports and builds beside roles that work. Its session therefore gets a low priority (the autogroup of
-sched(7)), which its user may lower and restore, and a trainer's standby uses GPUs only after its promotion. SCHED_IDLE
-is no alternative: leaving it needs CAP_SYS_NICE or an RLIMIT_NICE that few sites give, and a process under it never
-becomes ready beside roles that use every core. Where each step has a CPU cgroup of its own, the kernel divides the
-cores among the cgroups, and the priority has no effect.
+A standby process imports and builds beside working roles. Its session therefore gets a low priority (the autogroup of
+sched(7)), which its user may lower and restore. A trainer's standby uses GPUs only after its promotion. SCHED_IDLE is
+no alternative. Leaving it needs CAP_SYS_NICE or an RLIMIT_NICE that few sites give, and a process with this policy
+never becomes ready beside roles that use every core. If each step has its own CPU cgroup, the kernel divides the cores
+among the cgroups, and the priority has no effect.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 _YOUNG_PROCESS_S = 30.0
 """Age in seconds up to which a process is read again at each census: a wrapper may still exec a first process."""
 _CENSUSES_PER_FULL_SCAN = 10
-"""Interval, in censuses, at which all processes are read again, because a pid may have been reused."""
+"""Number of censuses after which all processes are read again, because a pid may have been reused."""
 
 
 def adopt_orphans() -> None:
@@ -52,7 +51,7 @@ def adopt_orphans() -> None:
 class ProcessGroup:
     """A command in a new session, whose process group id is its pid. The kernel kills it when this process dies.
 
-    Start it on the main thread: PR_SET_PDEATHSIG watches the thread that forked.
+    Must be started on the main thread, because PR_SET_PDEATHSIG refers to the thread that forked.
     """
 
     def __init__(self, popen: subprocess.Popen[bytes]) -> None:
@@ -60,7 +59,8 @@ class ProcessGroup:
         self._popen = popen
         loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[None] = loop.create_future()
-        """Done when the command has ended; it stays a zombie until :meth:`reap`, so that its group id is not reused."""
+        """Done when the command has ended. The command stays a zombie until :meth:`reap`, so that its group id is not
+        reused."""
         self._pidfd = os.pidfd_open(popen.pid)
         loop.add_reader(self._pidfd, self._on_end)
         loop.add_signal_handler(signal.SIGCHLD, _reap_orphans, self.pid)
@@ -76,7 +76,7 @@ class ProcessGroup:
             env: its complete environment.
             cwd: its working directory.
             out: descriptor for its stdout and stderr.
-            pass_fds: further descriptors that it inherits, under the same numbers.
+            pass_fds: further descriptors that the command inherits, with the same numbers.
 
         Raises:
             OSError: the command cannot be started.
@@ -115,8 +115,8 @@ def kill_group(group: int, number: signal.Signals = signal.SIGKILL) -> bool:
 def end_descendants(me: Process, within: float) -> list[Process]:
     """Kill every process that this process ``me`` has started, in any session.
 
-    Call this after the command itself is reaped. Descendants are found in two ways, because each has a gap: by their
-    parent (:func:`adopt_orphans`), and by the mark in their environment.
+    Must be called after the command itself is reaped. Descendants are found both by their parent
+    (:func:`adopt_orphans`) and by the mark in their environment, because each way misses some.
 
     Returns:
         The processes that did not end within ``within`` seconds.
@@ -136,8 +136,8 @@ def end_descendants(me: Process, within: float) -> list[Process]:
 class Census:
     """Lists the live processes of one run on this machine, repeatedly and at little cost.
 
-    Most processes do not belong to the run. Once such a process is old, its pid is remembered and not read
-    again. Of an old process of the run, only the start time is read again.
+    Most processes do not belong to the run. The pid of such a process is stored once the process is old, and it is not
+    read again. For an old process of the run, only the start time is read again.
     """
 
     def __init__(self, steps: str) -> None:
@@ -188,8 +188,8 @@ class Census:
 def command_env(env: Mapping[str, str], launch_file: str, me: Process) -> dict[str, str]:
     """Return ``env`` with the marks by which sweeps recognise the processes of a step.
 
-    The marks come first, and SPT_NOENV keeps setproctitle (which vLLM uses) from overwriting the environment that
-    sweeps read.
+    The marks are the first variables. SPT_NOENV prevents setproctitle (which vLLM uses) from overwriting the
+    environment, which sweeps read.
     """
     marks = {LAUNCH_ENV: launch_file, STEP_ENV: me.name, "SPT_NOENV": "1"}
     return marks | dict(env) | marks
@@ -205,7 +205,7 @@ def _set_parent_death_signal(parent: int) -> Callable[[], None]:
 
 
 def _reap_orphans(keep: int) -> None:
-    """Reap the zombies among our children except the process ``keep``, whose pid must not be reused yet."""
+    """Reap the zombies among this process's children except the process ``keep``, whose pid must not be reused yet."""
     while True:
         try:
             ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -217,11 +217,12 @@ def _reap_orphans(keep: int) -> None:
 
 
 NICE = 10
-"""Nice value of a standby's session, the default of nice(1). Beside a busy loop the session gets a tenth of a core, and
-1.6 % with 19 (measured)."""
+"""Nice value of a standby's session, the default of nice(1). Beside a busy loop the session gets 10 % of a core; with
+the value 19 it would get 1.6 % (measured)."""
 _DEFAULT_NICE = 0
 _RETRY_INTERVAL_S = 0.03
-"""Seconds between two tries: the kernel accepts ten such changes of priority per second from all users together."""
+"""Seconds between two tries to change the priority. The kernel accepts ten changes per second from all users
+together."""
 _RETRY_TIMEOUT_S = 1.0
 """Seconds after which the priority is left as it is."""
 
@@ -232,10 +233,10 @@ def lower_priority(leader: int) -> None:
 
 
 def allow_inspection() -> None:
-    """Let processes of our own user read the memory of this one (prctl(2), PR_SET_PTRACER), as py-spy does.
+    """Let this user's processes, such as py-spy, read the memory of this process (prctl(2), PR_SET_PTRACER).
 
-    With Yama's ptrace_scope at 1, as on Ubuntu, only ancestors may read it, and the agent is not an ancestor. Without
-    Yama this does nothing.
+    With Yama's ptrace_scope at 1, as on Ubuntu, only ancestors may read the memory, and the agent is not an ancestor.
+    Without Yama the call has no effect.
     """
     _LIBC.prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)
 

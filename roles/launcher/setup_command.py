@@ -1,6 +1,6 @@
-"""Runs a command after the shell prelude that sets up its node.
+"""Run a command after the shell prelude that sets up its node.
 
-The prelude's stderr goes to the log at once. The end of stderr is also kept, as the reason in case the prelude fails.
+The prelude's stderr goes to the log at once. The end of stderr is also kept, as the reason if the prelude fails.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from ...core.text import last_lines
 from .process_group import ProcessGroup
 
 _STDERR_TAIL_BYTES = 2000
-"""Bytes of the end of stderr that are kept."""
+"""Number of bytes kept of the end of stderr."""
 _BASH_PREFIX = rf"^{SHELL_NAME}: (eval: )?(line \d+: )?"
 """Prefix of bash's own messages. It names a line of the generated prelude, which users do not know."""
 _DRAIN_TIMEOUT_S = 1.0
-"""Seconds to read the rest of stderr after the command has ended."""
+"""Timeout (s) for reading the rest of stderr after the command has ended."""
 
 
 class SetupCommand:
-    """One command and its prelude. After its end, :meth:`failure_reason` tells why the command was not started."""
+    """One command and its prelude. After the end, :meth:`failure_reason` returns why the command was not started."""
 
     def __init__(self, text: str, command: Sequence[str], env: dict[str, str], cwd: str, out: int) -> None:
         """Start the prelude ``text``, which then starts ``command``.

@@ -38,10 +38,10 @@ from .setup_command import SetupCommand
 _log = logging.getLogger("rrl.launcher")
 
 KILL_TIMEOUT_BEFORE_REPORT_S = 0.5
-"""Seconds for killed descendants to end before the exit is reported. They normally take some ms; one that hangs in the
-kernel must not delay the recovery."""
+"""Timeout (s) for the end of killed descendants before the exit is reported. They usually end within some ms; a process
+that hangs in the kernel must not delay the recovery."""
 KILL_TIMEOUT_BEFORE_EXIT_S = 10.0
-"""Seconds for killed descendants to end before the launcher exits and leaves them to the agent."""
+"""Timeout (s) for the end of killed descendants before the launcher exits and leaves them to the agent."""
 
 
 def main() -> int:

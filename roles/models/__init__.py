@@ -1,1 +1,1 @@
-"""What the built-in roles share: the policy model and its weights, tokenizers, and tasks."""
+"""Code that the built-in roles share: the policy model and its weights, tokenizers, and tasks."""

@@ -2,9 +2,8 @@
 
 It reads tokenizer.json, and the special tokens in tokenizer_config.json, generation_config.json and config.json.
 
-It does not use transformers, whose AutoTokenizer loads torch. That would cost 3.2 s of processor time in every store
-and reward process; the tokenizers library, which transformers uses too, costs 0.05 s. The tests compare the results of
-both.
+It does not use transformers, whose AutoTokenizer loads torch, which takes 3.2 s of CPU time in every store and reward
+process. The tokenizers library, which transformers uses too, takes 0.05 s. The tests compare the results of both.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ class FolderTokenizer:
 
     @property
     def size(self) -> int:
-        """Number of ids; the model may embed more, to have a round number."""
+        """Number of token ids. The model may embed more ids, to have a round number."""
         return self._size
 
     @property
@@ -93,7 +92,7 @@ class FolderTokenizer:
         return self.encode(self.render([{"role": "user", "content": text}], answer_begins=True))
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, answer_begins: bool, tools: Sequence[Any] = ()) -> str:
-        """See :class:`.chat.TemplateTokenizer`."""
+        """See :class:`.conversation.TemplateTokenizer`."""
         if self._chat is None:
             raise ValueError("[model] chat: write chat = true, so that conversations get the folder's chat template")
         try:
@@ -110,17 +109,17 @@ class FolderTokenizer:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def token_id(self, text: str) -> int | None:
-        """See :class:`.chat.TemplateTokenizer`."""
+        """See :class:`.conversation.TemplateTokenizer`."""
         number: int | None = self._tokenizer.token_to_id(text)
         return number
 
     def decode_all(self, tokens: Sequence[int]) -> str:
-        """See :class:`.chat.TemplateTokenizer`."""
+        """See :class:`.conversation.TemplateTokenizer`."""
         text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=False)
         return text
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text up to the end of the sequence, without special tokens; unknown ids are skipped."""
+        """Return the text up to the end of the sequence, without special tokens and unknown ids."""
         end = next((index for index, token in enumerate(tokens) if token in self._stop_tokens), len(tokens))
         text: str = self._tokenizer.decode(list(tokens[:end]), skip_special_tokens=True)
         return text
@@ -144,8 +143,8 @@ def _chat_template(folder: Path, config: dict[str, Any]) -> Callable[..., str]:
     """Return a function that renders ``messages`` to a text, with the chat template's own arguments.
 
     The template file takes precedence over the template in the configuration, as in transformers. ``strftime_now`` is
-    not available. Templates that would write today's date (Llama 3's) then write a fixed date, so that the prompt of an
-    item is the same in every process on every day.
+    not available, so a template that would write today's date (Llama 3) writes a fixed date. So the prompt of an item
+    is the same in every process on every day.
     """
     file = folder / CHAT_TEMPLATE
     source = file.read_text(encoding="utf-8") if file.exists() else config.get("chat_template")

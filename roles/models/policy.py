@@ -1,8 +1,8 @@
-"""The policy as a torch module: a small Qwen3-architecture transformer with random weights, or a model of a folder.
+"""The policy as a torch module: a small Qwen3 transformer with random weights, or the model of a folder.
 
 The folder is a Hugging Face folder with any causal language model; nothing is downloaded. Trainer and rollouts build
-the model from the same ``[model]`` table, so that the names and shapes of its tensors agree. The names are those of
-Hugging Face's files. The actual values come from the folder, a checkpoint, or the weight transport.
+the model from the same ``[model]`` table, so that the names and shapes of its tensors agree. The names are the same as
+in Hugging Face's files. The values come from the folder, a checkpoint, or the weight transport.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def compute_dtype(spec: ModelSpec) -> torch.dtype:
 def build_model(spec: ModelSpec, vocabulary: int, seed: int) -> nn.Module:
     """Build a float32 model on the CPU with its initial weights, from ``path`` or random.
 
-    Random weights depend on the seed only, bit for bit, and the global random state is unchanged.
+    Random weights depend only on the seed, bit for bit. The global random state does not change.
 
     Raises:
         ValueError: The folder cannot be used.
@@ -58,9 +58,9 @@ def skeleton(spec: ModelSpec, vocabulary: int, dtype: torch.dtype = torch.float3
 def materialise(model: nn.Module, device: torch.device) -> None:
     """Allocate the memory of a :func:`skeleton`, sharded or not; parameters are undefined until they are loaded.
 
-    Tied parameters are tied again, because the allocation gives each its own memory. Buffers that no state dict
-    contains, such as rotary frequencies, would silently stay uninitialised (docs/sources.md, torch). Therefore they are
-    computed here, as transformers does after it has loaded a model.
+    Tied parameters are tied again, because the allocation gives each parameter its own memory. Buffers that no state
+    dict contains, such as rotary frequencies, would silently stay uninitialised (docs/sources.md, torch). They are
+    therefore computed here, as transformers does after it has loaded a model.
 
     Raises:
         ValueError: Transformers does not compute one of these buffers.
@@ -81,20 +81,20 @@ def materialise(model: nn.Module, device: torch.device) -> None:
 
 
 def _non_persistent_buffers(module: nn.Module) -> list[str]:
-    """Return the names of the module's own buffers that are in no state dict."""
+    """Return the names of the module's own buffers that a state dict does not contain."""
     return [name for name, buffer in module._buffers.items()
             if buffer is not None and name in module._non_persistent_buffers_set]  # fmt: skip
 
 
 def _owner(model: nn.Module, path: str) -> nn.Module:
-    """Return the innermost transformers model that contains the module at ``path``: it can initialise the module."""
+    """Return the innermost transformers model that contains the module at ``path``, and so can initialise it."""
     parts = path.split(".") if path else []
     ancestors = [model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts) + 1)]
     return next((module for module in reversed(ancestors) if isinstance(module, PreTrainedModel)), model)
 
 
 def _computed(owner: nn.Module, module: nn.Module) -> bool:
-    """Compute the module's non-persistent buffers, and return whether each was written.
+    """Compute the module's non-persistent buffers, and return whether all of them were written.
 
     Each buffer is first filled with a mark (NaN or the smallest integer). A buffer that keeps the mark was not written.
     """
@@ -155,7 +155,7 @@ def _from_folder(folder: Path, vocabulary: int, dtype: torch.dtype) -> nn.Module
 
 # ── tensors by name ────────────────────────────────────────────────────────────────────────────────────────────────
 def weights(model: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors of a weight version: the live tensors by Hugging Face name, sharded if the model is.
+    """Return the tensors of a weight version: the live tensors by Hugging Face name, sharded if the model is sharded.
 
     A tied tensor is included once, under its first name, as in Hugging Face's files; the process that loads the weights
     ties it again.
@@ -180,7 +180,7 @@ def load_weights(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> Non
 
 
 def fitting(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the given tensors in the order and under the names of the model's :func:`weights`.
+    """Return the given tensors with the names and in the order of the model's :func:`weights`.
 
     Raises:
         ValueError: Names or shapes do not fit the model.
@@ -198,7 +198,7 @@ def fitting(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> dict[str
 
 
 def load_initial(model: nn.Module, spec: ModelSpec) -> None:
-    """Load the weights of ``path`` into the model; each process reads only its own shards.
+    """Load the weights of ``[model] path`` into the model; each process reads only its own shards.
 
     Raises:
         ValueError: The folder does not fit the model.
@@ -209,7 +209,7 @@ def load_initial(model: nn.Module, spec: ModelSpec) -> None:
 
 
 def _tied(model: nn.Module) -> set[str]:
-    """Return the names of tied tensors, except the first name of each."""
+    """Return the names of tied tensors, without the first name of each tensor."""
     first = {name for name, _ in model.named_parameters()}
     return {name for name, _ in model.named_parameters(remove_duplicate=False)} - first
 
@@ -222,7 +222,7 @@ def blocks(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def log_probs(logits: Tensor, temperature: float) -> Tensor:
-    """Return the log-probabilities that a rollout samples from.
+    """Return the log-probabilities from which a rollout samples.
 
     Args:
         logits: [..., vocabulary], any floating dtype.

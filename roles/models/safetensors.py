@@ -1,4 +1,4 @@
-"""Reads the safetensors files of a Hugging Face folder directly into a model's tensors.
+"""Read the safetensors files of a Hugging Face folder directly into a model's tensors.
 
 The files are mapped, not read whole, and each process reads only its own part of a sharded tensor. So no member of a
 gang has a complete copy of the model.
@@ -27,7 +27,7 @@ _MAX_NAMES_SHOWN = 4
 def copy_into(
     tensors: Mapping[str, Tensor], folder: Path, *, tied: Collection[str] = (), ignored: Sequence[str] = ()
 ) -> None:  # fmt: skip
-    """Fill ``tensors`` (by name; converted to their dtype) from the folder.
+    """Fill ``tensors`` by name from the folder; values are converted to the dtype of the tensor.
 
     Args:
         tensors: The tensors to fill.
@@ -86,7 +86,7 @@ def _fill(tensor: Tensor, stored: Any, location: str) -> None:
 def _files(folder: Path) -> dict[str, Path]:
     """Return the file of each tensor.
 
-    Files that an index does not name are not read: they may contain the weights in another format.
+    Only files that the index names are read, because others may contain the weights in another format.
     """
     index = read_json(folder / INDEX).get("weight_map")
     try:

@@ -23,7 +23,7 @@ _LIST_DATASETS = "python -c 'from reasoning_gym.factory import DATASETS; print(*
 
 
 class Task(Protocol):
-    """An unlimited number of items; item i is the same in every process of the run."""
+    """A task: an unlimited number of items. Item i is the same in every process of the run."""
 
     def prompt(self, i: int) -> str:
         """Return the prompt of item ``i``."""
@@ -44,7 +44,7 @@ class TaskError(ValueError):
     Args:
         key: The key of ``[task]`` to change.
         problem: What is wrong with its value, and what would be right.
-        missing_package: A package that the task needs and this Python does not have; empty if that is not the problem.
+        missing_package: Package that the task needs and this Python lacks; empty for any other problem.
     """
 
     def __init__(self, key: str, problem: str, missing_package: str = "") -> None:
@@ -118,8 +118,7 @@ class FunctionMissing(ValueError):
 
     Args:
         problem: What is wrong, and what would be right.
-        missing_package: A package that the function's module needs and this Python does not have; empty if that is not
-            the problem.
+        missing_package: Package that the function's module needs and this Python lacks; empty for any other problem.
     """
 
     def __init__(self, problem: str, missing_package: str = "") -> None:
@@ -181,7 +180,7 @@ class DatasetTask:
 
     Item i of a dataset depends only on (the dataset's seed + i), so datasets whose seeds differ by less than their size
     overlap (measured). The dataset's seed is therefore a multiple of the size. No run with a seed of 0 or more shares
-    items with the dataset of seed 0: held-out items can be taken from that dataset.
+    items with the dataset of seed 0, which can provide held-out items.
 
     For a wrong answer of the right length, the training reward is the scorer's reward plus ``partial_credit`` times the
     answer's share of right tokens. The reported reward is always the scorer's.

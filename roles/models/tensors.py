@@ -1,4 +1,4 @@
-"""Converts torch tensors to bytes and back, and chooses the device of a role. The weight transport does not use torch.
+"""Convert torch tensors to bytes and back, and choose the device of a role. The weight transport does not use torch.
 
 A tensor is sent as its elements in row-major order, in the machine's byte order, in its own dtype. A tied tensor is
 sent once, under its first name, as in Hugging Face's files.
@@ -24,7 +24,7 @@ PackedTensor = tuple[str, str, tuple[int, ...], memoryview]
 def pack(tensors: Mapping[str, Tensor]) -> list[PackedTensor]:
     """Return the bytes of dense tensors with any strides and on any device.
 
-    The bytes are a view of a tensor that is contiguous and on the CPU, else a copy: use them before the tensors change.
+    The bytes are a view of a tensor that is contiguous and on the CPU, else a copy. Use them before the tensors change.
 
     Raises:
         ValueError: A tensor is quantised or sparse.
@@ -43,7 +43,7 @@ def pack(tensors: Mapping[str, Tensor]) -> list[PackedTensor]:
 def unpack(specs: Iterable[TensorSpec], flat: memoryview) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors: views of ``flat`` if aligned, else copies.
 
-    A view is valid as long as the memory under it, and must not be written to.
+    A view is valid as long as its memory, and must not be written to.
 
     Raises:
         ValueError: A dtype is not one of torch's, a shape does not fit its size, or a tensor is outside of ``flat``.
@@ -77,8 +77,8 @@ def _tensor(spec: TensorSpec, dtype: torch.dtype, flat: memoryview) -> Tensor:
 def assigned_device(launch: Launch) -> torch.device:
     """Return the device that the role computes on.
 
-    Ends the process if a GPU was assigned to it but torch finds none: on the CPU the role would silently run many times
-    slower. This is no proof of an invalid configuration, because another node may have a GPU that works. This function
+    Ends the process if a GPU was assigned to it but torch finds none, because the role would be many times slower on
+    the CPU. The configuration need not be invalid, because another node may have a working GPU. The function
     initialises CUDA, so a standby process must not call it before it knows its GPU.
     """
     if not launch.gpus:

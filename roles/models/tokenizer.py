@@ -1,4 +1,4 @@
-"""Tokenizers: their interface, how one is opened, and the vocabulary that is written in job.toml.
+"""Tokenizers: their interface, a function that opens a tokenizer, and the vocabulary in job.toml.
 
 The tokenizer of a Hugging Face folder is in :mod:`.hf_tokenizer`. This module does not import torch, because the store
 and the reward role use it too.
@@ -15,7 +15,7 @@ from ...core.run_spec import ModelSpec, TokenizerSpec
 PAD = 0
 EOS = 1
 _SPECIAL = 2
-"""Number of ids of a :class:`VocabularyTokenizer` that are not text. These ids come first."""
+"""Number of ids of a :class:`VocabularyTokenizer` that are not text: the first ids."""
 
 
 class UnencodableText(ValueError):
@@ -27,7 +27,7 @@ class Tokenizer(Protocol):
 
     @property
     def size(self) -> int:
-        """Number of ids, including those that are not text."""
+        """Number of ids, including ids that are not text."""
         ...
 
     @property
@@ -37,7 +37,7 @@ class Tokenizer(Protocol):
 
     @property
     def stop_tokens(self) -> frozenset[int]:
-        """Ids that end an answer of the model; ``eos`` is one of them, and a chat model may have several."""
+        """Ids that end an answer of the model: ``eos``, and for some chat models further ids."""
         ...
 
     @property
@@ -131,7 +131,7 @@ class VocabularyTokenizer:
         return PAD
 
     def prompt(self, text: str) -> tuple[int, ...]:
-        """Encode a prompt like any text: a model with this tokenizer has no chat template."""
+        """Encode a prompt like any text, since a model with this tokenizer has no chat template."""
         return self.encode(text)
 
     def encode(self, text: str) -> tuple[int, ...]:

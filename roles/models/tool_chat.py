@@ -15,18 +15,18 @@ from typing import Any
 
 import msgspec
 
-from .chat import (
+from .conversation import (
     ASSISTANT,
     AnswerContent,
     Chat,
     Message,
-    TemplateChat,
     TemplateTokenizer,
     ToolCall,
     ToolFormat,
     ToolsUnsupported,
     as_template_message,
 )
+from .template_chat import TemplateChat
 from .tokenizer import Tokenizer
 
 try:
@@ -66,7 +66,8 @@ def open_tool_format(tokenizer: TemplateTokenizer, parser: str | None) -> ToolFo
 
     Args:
         tokenizer: Tokenizer of the model's folder.
-        parser: Name of a parser of the library, for which the folder's template renders; None: that of a family.
+        parser: Name of a parser of the library ``renderers`` that reads what the folder's template writes; None: the
+            parser of the model's family.
 
     Raises:
         ToolsUnsupported: Tools cannot be offered to this model.
@@ -119,7 +120,7 @@ class FamilyTools:
         self._tokenizer, self._renderer = tokenizer, renderer
 
     def bind(self, tools: str) -> Chat:
-        """See :class:`.chat.ToolFormat`."""
+        """See :class:`.conversation.ToolFormat`."""
         return FamilyChat(self._tokenizer, self._renderer, msgspec.json.decode(tools))
 
 
@@ -131,7 +132,7 @@ class FamilyChat:
         self._renderer, self._tools = renderer, list(tools)
 
     def prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """See :class:`.chat.Chat`."""
+        """See :class:`.conversation.Chat`."""
         given = [as_template_message(message) for message in messages]
         try:
             return tuple(self._renderer.render_ids(given, tools=self._tools, add_generation_prompt=True))
@@ -141,7 +142,7 @@ class FamilyChat:
     def extend(
         self, context: tuple[int, ...], sampled: tuple[int, ...], messages: Sequence[Message], answered: int
     ) -> tuple[int, ...] | None:
-        """See :class:`.chat.Chat`."""
+        """See :class:`.conversation.Chat`."""
         added = [as_template_message(message) for message in messages[answered:]]
         try:
             bridged = self._renderer.bridge_to_next_turn(list(context), list(sampled), added, tools=self._tools)
@@ -150,7 +151,7 @@ class FamilyChat:
         return None if bridged is None else tuple(bridged.token_ids)
 
     def read(self, context: tuple[int, ...], sampled: tuple[int, ...]) -> AnswerContent:
-        """See :class:`.chat.Chat`."""
+        """See :class:`.conversation.Chat`."""
         try:
             parsed = self._renderer.parse_response(list(sampled), tools=self._tools, prompt_ids=list(context))
             calls = _usable(parsed.tool_calls)
@@ -181,7 +182,7 @@ class TemplateTools:
                                    " model; add a chat_template.jinja that does, or remove the key")  # fmt: skip
 
     def bind(self, tools: str) -> Chat:
-        """See :class:`.chat.ToolFormat`."""
+        """See :class:`.conversation.ToolFormat`."""
         return ParsedChat(
             TemplateChat(self._tokenizer, tools=msgspec.json.decode(tools)), self._tokenizer, self._parser
         )
@@ -205,7 +206,7 @@ class ParsedChat:
         self._parser = parsers.get_tool_parser(parser, self._text)
 
     def read(self, context: tuple[int, ...], sampled: tuple[int, ...]) -> AnswerContent:
-        """See :class:`.chat.Chat`."""
+        """See :class:`.conversation.Chat`."""
         stops = self.tokenizer.stop_tokens
         end = next((index for index, token in enumerate(sampled) if token in stops), len(sampled))
         reasoning, mark, rest = self._folder_tokenizer.decode_all(sampled[:end]).rpartition(_REASONING_END)

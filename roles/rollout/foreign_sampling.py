@@ -58,9 +58,9 @@ def _penalised(logits: Tensor, sampling: Sampling, prompt: Sequence[int], sample
     vocabulary = logits.shape[-1]
     counts = torch.bincount(torch.tensor(sampled, dtype=torch.long, device=logits.device), minlength=vocabulary)
     if (penalty := sampling.repetition_penalty) is not None:
-        seen = torch.tensor(sorted({*prompt, *sampled}), dtype=torch.long, device=logits.device)
+        known = torch.tensor(sorted({*prompt, *sampled}), dtype=torch.long, device=logits.device)
         logits = logits.clone()
-        logits[seen] = torch.where(logits[seen] > 0, logits[seen] / penalty, logits[seen] * penalty)
+        logits[known] = torch.where(logits[known] > 0, logits[known] / penalty, logits[known] * penalty)
     return logits - (sampling.frequency_penalty or 0.0) * counts - (sampling.presence_penalty or 0.0) * (counts > 0)
 
 

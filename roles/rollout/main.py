@@ -15,7 +15,7 @@ import rrl
 from ...config.model_folder import max_length
 from ...core.run_spec import ModelSpec
 from ...core.text import exit_invalid_config
-from ..end_report import exits_on_invalid_config
+from ..launcher.end_report import exits_on_invalid_config
 from ..models.policy import compute_dtype, materialise, skeleton
 from ..models.tensors import assigned_device, unpack
 from ..models.tokenizer import Tokenizer, open_tokenizer

@@ -1,7 +1,7 @@
 """Snapshot buffers of an agent: their contents, the order in which they are reused, and the limit on their memory.
 
-Contains no socket code. The buffers are memfds without a name: their memory is freed when the agent ends, or when the
-agent has closed them and no process maps them.
+The buffers are memfds without a name: their memory is freed when the agent ends, or when the agent has closed them and
+no process maps them. This module contains no socket code.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 
 def available_memory(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int:
-    """Return the bytes of memory that may still be used: ``MemAvailable``, or less if a cgroup allows less.
+    """Return the bytes of memory that may still be used: ``MemAvailable``, or a cgroup's smaller limit.
 
     Memory is charged to the process that touches it first. A process that reaches its cgroup's limit is killed without
     an earlier error, so the limit must be checked first.
@@ -44,10 +44,10 @@ def available_memory(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int:
 
 
 def _available_in_cgroup(mount: Path, path: str, limit: str, usage: str, cache: str) -> int:
-    """Return the bytes available below the tightest limit from ``path`` up to the mount, or 2**63 without a limit.
+    """Return the bytes that the tightest limit from ``path`` up to the mount leaves, or 2**63 without a limit.
 
-    ``cache`` is the name of the field in ``memory.stat`` that counts the memory which the kernel reclaims before it
-    kills a process.
+    ``cache`` is the name of the field in ``memory.stat`` with the memory that the kernel reclaims before it kills a
+    process.
     """
     folder, tightest = mount / path.lstrip("/"), 2**63
     while folder != mount.parent:
@@ -72,13 +72,13 @@ def _field(file: Path, name: str) -> int:
 
 
 MAX_MEMORY_SHARE = 0.5
-"""Maximum size of all snapshots together, as a share of the memory that would be available without them. The rest is
-for the next incarnation of a trainer, which reads its state from a snapshot before the memory of the earlier
+"""Maximum size of all snapshots together, as a share of the memory that would be available without snapshots. The rest
+is for the next incarnation of a trainer, which reads its state from a snapshot before the memory of the earlier
 incarnation is free."""
 
 
 class Buffer:
-    """One memfd with room for ``capacity`` bytes of payload. Its memory is allocated when it is written.
+    """A memfd for ``capacity`` bytes of payload. Its memory is allocated when it is written.
 
     Raises:
         OSError: The memfd cannot be created.
@@ -130,7 +130,7 @@ class Buffer:
                 os.close(self.fd)
 
     def close(self) -> None:
-        """Close the descriptor, or have it closed by the last user of :meth:`in_use`."""
+        """Close the descriptor at once, or at the end of the last :meth:`in_use` block."""
         if not self._closed:
             self._closed = True
             if not self._users:
@@ -182,7 +182,7 @@ class SnapshotBuffers:
         self._abandoned: dict[tuple[ReplicaId, int], DoubleBuffer] = {}
         """Buffers of members that may still run although a later incarnation has replaced them.
 
-        These buffers are still read, but are never given to another writer."""
+        These buffers can be read, but are never given to another writer."""
         self._newest_incarnation: dict[ReplicaId, int] = {}
         """Newest known incarnation number by gang."""
 
@@ -228,8 +228,8 @@ class SnapshotBuffers:
     def attach(self, member: Member, writer: int | None, *, ended: bool) -> DoubleBuffer:
         """Return the buffers of this member, and store ``writer``, the pidfd of the member's process.
 
-        If the previous member is known to have ``ended``, its buffers are reused. Otherwise the member gets new ones,
-        because the previous member may still write to the old ones.
+        If the previous member is known to have ``ended``, its buffers are reused. Otherwise the member gets new
+        buffers, because the previous member may still write to the old buffers.
         """
         key = (member.gang, member.rank, True)
         if (pair := self._pairs.get(key)) is not None and not ended:
@@ -304,7 +304,7 @@ class SnapshotBuffers:
 
     # ── releasing ──────────────────────────────────────────────────────────────────────────────────────────────────
     def forget(self, member: Member) -> None:
-        """Drop what earlier incarnations stored for this member's rank, once the member has complete snapshots."""
+        """Drop the snapshots of earlier incarnations of this member's rank, once the member has complete snapshots."""
         self._drop([
             pair for pair in self._all()
             if (pair.member.gang, pair.member.rank) == (member.gang, member.rank)

@@ -3,7 +3,8 @@
 A step's state is copied into the older buffer; the step waits only for this copy. Digest and head are written in the
 background. Only then is the snapshot valid, and :meth:`SnapshotClient.buffer` waits until it is.
 
-All methods block, and may be called in any thread that runs no event loop. This module handles bytes only, not torch.
+All methods block, and may be called in any thread that runs no event loop. This module handles only bytes and does not
+use torch.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class SnapshotClient:
         """Guards the buffers."""
         self._buffers: list[MappedBuffer | None] = [None for _ in SLOTS]
         self._handed_out: tuple[int, int] | None = None
-        """Slot and size of the view that was returned by :meth:`buffer` and is not sealed yet."""
+        """Slot and size of the view that :meth:`buffer` returned and that is not sealed yet."""
         self._sealing: Future[SnapshotInfo] | None = None
         self._sealed: tuple[MappedBuffer, Head] | None = None
         """Buffer and head of the newest snapshot of this incarnation."""
@@ -62,8 +63,8 @@ class SnapshotClient:
     def prepare(self, nbytes: int) -> None:
         """Allocate memory for two snapshots.
 
-        This takes longer than copying a snapshot: best called in a separate thread while the first step computes.
-        Raises the same exceptions as :meth:`buffer`.
+        The allocation takes longer than a copy of a snapshot, so it is best done in a separate thread during the first
+        step. Raises the same exceptions as :meth:`buffer`.
         """
         for slot in SLOTS:
             with self._lock:
@@ -71,13 +72,13 @@ class SnapshotClient:
                 self._ensure_buffer(slot, nbytes)
 
     def buffer(self, nbytes: int, step: int | None = None) -> memoryview:
-        """Return writable memory for the next snapshot, that of ``step``.
+        """Return writable memory for the snapshot of ``step``.
 
-        The memory is the older of two buffers, whose snapshot becomes invalid. There are two exceptions. If the
-        incarnation repeats steps, the buffer with the later step is taken. Until the incarnation has sealed its first
-        snapshot, the buffer that it read last is not taken. A view that was returned and not sealed is returned again.
-        The call waits until the last snapshot is sealed, and aborts a copy to another node that still reads from the
-        buffer.
+        The memory is the older of two buffers, whose snapshot becomes invalid. There are two exceptions: if the
+        incarnation repeats steps, the buffer with the later step is used; and until the incarnation has sealed its
+        first snapshot, the buffer that it read last is not used. A view that was returned and not sealed is returned
+        again. The call waits until the last snapshot is sealed, and aborts a copy to another node that still reads from
+        the buffer.
 
         Raises:
             SnapshotError: No agent can be reached, or memory is not available (the checkpoint then uses private
@@ -105,7 +106,7 @@ class SnapshotClient:
     def seal(self, step: int, meta: bytes = b"") -> Future[SnapshotInfo]:
         """Declare that the view of :meth:`buffer` contains the complete state of ``step``.
 
-        Returns at once; the future is done when the snapshot is valid. Until then the view must not be written.
+        Returns at once; the future is done when the snapshot is valid. Until then the view must not be written to.
 
         Raises:
             ValueError: No view was returned since the last seal, or ``meta`` exceeds ``MAX_META_BYTES``.
@@ -124,7 +125,7 @@ class SnapshotClient:
     def wait_until_sealed(self) -> None:
         """Wait until the snapshot that was sealed last is valid.
 
-        If every rank of a gang does this before the last collective of each step, there is always a step of which all
+        If every rank of a gang calls it before the last collective of each step, there is always a step of which all
         ranks have a snapshot.
         """
         if self._sealing is not None:
@@ -194,7 +195,7 @@ class SnapshotClient:
     def forget(self, address: str) -> None:
         """Make an agent drop the snapshots that earlier incarnations stored there for this rank.
 
-        Meant for nodes that the rank has left, once all ranks have complete snapshots of this incarnation.
+        Used for nodes that the rank has left, once all ranks have complete snapshots of this incarnation.
 
         Raises:
             SnapshotError: The agent does not answer.
@@ -209,8 +210,8 @@ class SnapshotClient:
     def list_snapshots(self, address: str | None = None) -> list[SnapshotInfo]:
         """Return the gang's snapshots of all ranks on this node's agent or on the agent at ``address``, newest first.
 
-        Their heads are valid; their bytes are verified when they are read. Afterwards that agent refuses earlier
-        incarnations.
+        The heads of the snapshots are valid; the bytes are verified by a read. The agent refuses earlier incarnations
+        from now on.
 
         Raises:
             SnapshotError: The agent does not answer.
@@ -225,7 +226,7 @@ class SnapshotClient:
     def read(self, snapshot: SnapshotInfo) -> tuple[bytes, memoryview]:
         """Return meta and bytes of a snapshot on this node, verified.
 
-        The bytes are in the agent's memory, and valid until :meth:`buffer` returns that buffer again.
+        The bytes are in the agent's memory, and valid until :meth:`buffer` returns the same buffer again.
 
         Raises:
             Damaged: The bytes do not match the digest.
@@ -263,7 +264,7 @@ class SnapshotClient:
 
     # ── the agent of this node ─────────────────────────────────────────────────────────────────────────────────────
     def _attach(self) -> None:
-        """Map the buffers of this node's agent, unless they are mapped and the connection to the agent is the same."""
+        """Map the buffers of this node's agent, unless they are already mapped on the same connection to the agent."""
         if self._attached_generation == self._agent.generation and self._agent.is_connected:
             return
         self._release_buffers()

@@ -29,8 +29,8 @@ MAX_RUN_NAME_CHARS = 40
 def socket_name(run: str, node: NodeName, secret: bytes) -> str:
     """Return the name of the abstract Unix socket for the members on ``node``.
 
-    Nobody without the run's secret can predict the name, so nobody else can bind it first. The name differs between
-    runs and between virtual nodes of one machine.
+    The name depends on the run's secret, so that no other process can bind it first. It differs between runs and
+    between virtual nodes of one machine.
     """
     return f"rrl/{run[:MAX_RUN_NAME_CHARS]}/{hmac.digest(secret, f'snapshots {node}'.encode(), 'sha256').hex()[:16]}"
 
@@ -46,12 +46,12 @@ def remote_key(secret: bytes) -> bytes:
 
 
 RETRY_DELAY_S = 5.0
-"""Seconds in which requests for memory fail at once, after the agent of this node did not answer a request: each
-request to a hung agent may delay a step by a second."""
+"""Seconds for which requests for memory fail at once after the agent of this node did not answer, because each request
+to a hung agent may delay a step by a second."""
 HUNG_RETRY_TIMEOUT_S = 5.0
 """Seconds for which requests that read snapshots are repeated while an agent hangs. A node on which many processes
-start is slow (measured: 1.7 s between two heartbeats of 0.1 s, with 10 busy processes per core), and a restart from a
-snapshot saves more time than that."""
+start is slow (measured: 1.7 s between two heartbeats with an interval of 0.1 s, with 10 busy processes per core), and a
+restart from a snapshot saves more time."""
 _HUNG_AFTER_S = 0.5
 """Seconds without an answer after which an agent counts as hung; an agent that has ended is noticed within
 milliseconds."""
@@ -73,16 +73,15 @@ class LocalAgentClient:
         self._lock = threading.Lock()
         self._not_before = 0.0
         self.generation = 0
-        """Number of connections so far. A new connection may lead to a new agent, which does not have the old
-        buffers."""
+        """Number of connections so far. A new connection may be to a new agent, which does not have the old buffers."""
 
     @property
     def is_connected(self) -> bool:
-        """True unless the connection is known to be broken. Reading this property sends nothing."""
+        """True unless the connection is known to be broken. The property sends nothing."""
         return self._connection is not None and not self._connection.broken
 
     def call(self, request: msg.Request, *, retry: bool = False) -> tuple[msg.Answer, list[int]]:
-        """Send a request, and return the answer with the descriptors that came with it, which the caller closes.
+        """Send a request; return the answer and its descriptors, which the caller must close.
 
         With ``retry`` the request is repeated for ``HUNG_RETRY_TIMEOUT_S`` while the agent hangs, and is sent even
         within ``RETRY_DELAY_S`` after an earlier request to a hung agent.
@@ -169,7 +168,7 @@ async def send_request(connection: Connection, request: msg.Request) -> msg.Answ
 
 
 def checked(answer: msg.Answer) -> msg.Answer:
-    """Return the answer unless it is a refusal.
+    """Return the answer, or raise the exception for a refusal.
 
     Raises:
         SnapshotError: The agent refused the request.

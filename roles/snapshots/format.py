@@ -1,8 +1,8 @@
 """The layout of a snapshot in memory.
 
 A buffer is one memfd of the agent: the head, space for the writer's metadata (``meta``), then the snapshot's bytes. The
-head is cleared before the first byte changes, and written after the last one. So a buffer with a valid head contains a
-complete snapshot, even if its writer was killed. Readers verify the digest, which is also in the head.
+head is cleared before the first byte changes, and written after the last byte. So a buffer with a valid head contains a
+complete snapshot, even if its writer was killed. The head also contains the digest, which readers verify.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from ...transport.streams.framing import CHUNK_BYTES
 HEAD_AREA_BYTES = 4096
 """Size of the head's area: one page, so that the data after it is page-aligned."""
 SLOTS = (0, 1)
-"""Numbers of the buffers of one writer: while one is written, the other holds the last complete snapshot."""
+"""Numbers of the two buffers of one writer. While one buffer is written, the other contains the last complete
+snapshot."""
 MAX_META_BYTES = 2**20
 """Maximum size of ``meta``: names, shapes and offsets of some thousands of tensors. Unused space takes no memory."""
 PAYLOAD_OFFSET = HEAD_AREA_BYTES + MAX_META_BYTES
@@ -28,7 +29,7 @@ PAYLOAD_OFFSET = HEAD_AREA_BYTES + MAX_META_BYTES
 _MAGIC = b"rrlsnap1"
 _FIELDS = struct.Struct("<8s5Q16s")  # magic, sequence, step, incarnation, bytes, bytes of meta, digest
 _CHECK_BYTES = 8
-"""Size in bytes of the head's own digest: a writer killed while writing the head leaves an invalid one."""
+"""Size in bytes of the head's own digest, which is invalid if a writer was killed while it wrote the head."""
 HEAD_BYTES = _FIELDS.size + _CHECK_BYTES
 EMPTY_HEAD = bytes(HEAD_BYTES)
 
@@ -42,7 +43,7 @@ class Fenced(SnapshotError):
 
 
 class Damaged(SnapshotError):
-    """The bytes of a snapshot do not match its digest, or its buffer contains another snapshot by now."""
+    """The bytes of a snapshot do not match its digest, or its buffer now contains another snapshot."""
 
 
 class Head(Struct, frozen=True):
@@ -71,7 +72,7 @@ class Head(Struct, frozen=True):
 
 
 def next_slot(heads: Sequence[Head | None], step: int) -> int:
-    """Return which buffer of a writer the snapshot of ``step`` replaces.
+    """Return the number of the buffer that the snapshot of ``step`` overwrites.
 
     An empty buffer is replaced first; then a buffer whose step is not before ``step``, because the run was set back to
     an earlier step; then the older buffer.
@@ -91,7 +92,7 @@ def _check(fields: bytes) -> bytes:
 
 
 class Digest:
-    """Digest of ``meta`` and then of the bytes in chunks of ``CHUNK_BYTES``, added in order.
+    """Digest of ``meta`` and of the bytes, which are added in order in chunks of ``CHUNK_BYTES``.
 
     The digest is the blake2b of the CRC-32 of every chunk. It detects accidental damage, but not forgery, which
     authentication prevents. It takes as long as CRC-32: 0.2 s per GB (docs/sources.md).

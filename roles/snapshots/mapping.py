@@ -1,4 +1,4 @@
-"""Maps an agent's memory into a member, so that writing a snapshot takes one copy."""
+"""Map an agent's memory into a member, so that writing a snapshot takes one copy."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .buffers import available_memory
 from .format import EMPTY_HEAD, HEAD_AREA_BYTES, HEAD_BYTES, PAYLOAD_OFFSET, Damaged, Head, SnapshotError, SnapshotInfo
 
 _PREFAULT_BYTES = 16 * 2**20
-"""Bytes of memory that are allocated per call: other Python threads wait for the call, about 5 ms."""
+"""Bytes of memory that one call allocates. Other Python threads wait for the call for about 5 ms."""
 _MADV_POPULATE_WRITE = 23
 """Advice number of madvise(2), available since Linux 5.14."""
 _SENDING_END_TIMEOUT_S = 5.0
-"""Seconds for an aborted copy to end; a copy ends at its next chunk. A copy that does not end is harmless: its digest
-will not match."""
+"""Seconds to wait for the end of an aborted copy, which ends at its next chunk. A copy that does not end is harmless,
+because its digest will not match."""
 
 
 class Sending:
@@ -46,7 +46,7 @@ class Sending:
 
 
 class MappedBuffer:
-    """One buffer of the agent, mapped, with room for ``capacity`` bytes of payload; owns the descriptor ``fd``.
+    """A mapped buffer of the agent for ``capacity`` bytes of payload; owns the descriptor ``fd``.
 
     Raises:
         SnapshotError: The memory cannot be mapped.
@@ -75,11 +75,11 @@ class MappedBuffer:
         self.view[:HEAD_BYTES] = EMPTY_HEAD
 
     def commit(self, head: Head) -> None:
-        """Write the head, which makes the snapshot valid. A process that is killed here leaves an invalid head."""
+        """Write the head, which makes the snapshot valid. A process that is killed meanwhile leaves an invalid head."""
         self.view[:HEAD_BYTES] = head.encode()
 
     def prefault(self) -> None:
-        """Allocate all memory now, so that no copy is slowed down by page faults, or killed for lack of memory.
+        """Allocate all memory now, so that page faults do not slow down a copy, and a lack of memory does not kill it.
 
         Raises:
             SnapshotError: The memory is not available.
@@ -119,10 +119,10 @@ class MappedBuffer:
 def map_snapshot(fd: int, snapshot: SnapshotInfo) -> tuple[bytes, memoryview]:
     """Return meta and bytes of a buffer that the agent granted for reading; takes over ``fd``.
 
-    The mapping is private and writable, because torch requires writable memory: changes are not visible to others.
+    The mapping is private and writable, because torch requires writable memory. Changes stay in this process.
 
     Raises:
-        Damaged: The buffer contains another snapshot by now.
+        Damaged: The buffer now contains another snapshot.
         SnapshotError: The buffer cannot be mapped (private writable memory counts against ``vm.overcommit_memory``).
     """
     try:
@@ -146,7 +146,7 @@ def map_snapshot(fd: int, snapshot: SnapshotInfo) -> tuple[bytes, memoryview]:
 def anonymous_memory(nbytes: int) -> memoryview:
     """Return new private memory, in huge pages if the kernel has them.
 
-    With small pages, half of the time to fill it is spent on page faults (measured).
+    With small pages, half of the time to fill the memory is spent on page faults (measured).
     """
     mapped = mmap.mmap(-1, max(nbytes, 1))
     with contextlib.suppress(OSError):

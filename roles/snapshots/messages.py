@@ -1,4 +1,4 @@
-"""Messages between an agent's snapshot server and trainer members on its node and on others."""
+"""Messages between an agent's snapshot server and trainer members on the same node and on other nodes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .format import SnapshotInfo
 
 
 class Member(Struct, frozen=True, array_like=True):
-    """The member that a request concerns. A request fences the earlier incarnations of its gang."""
+    """The member that sends a request. A request fences the earlier incarnations of its gang."""
 
     gang: ReplicaId
     rank: int
@@ -44,7 +44,7 @@ class ListSnapshots(Struct, frozen=True, tag=True):
 
 
 class Forget(Struct, frozen=True, tag=True):
-    """Request to drop what earlier incarnations stored for this rank.
+    """Request to drop the snapshots of earlier incarnations of this rank.
 
     Answered with :class:`SnapshotList`: the remaining snapshots.
     """
@@ -76,7 +76,7 @@ Request = Attach | Resize | MapSnapshot | ListSnapshots | Forget | Upload | Down
 
 
 class BuffersGranted(Struct, frozen=True, tag=True):
-    """Answer that is followed by one descriptor per buffer: ``slots`` has (slot, capacity in bytes) of each."""
+    """Answer that one descriptor per buffer follows. ``slots`` contains (slot, capacity in bytes) of each buffer."""
 
     slots: tuple[tuple[int, int], ...]
 

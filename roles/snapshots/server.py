@@ -1,8 +1,8 @@
-"""The agent's snapshot server: it owns the memory, and serves members on its node and on others.
+"""The agent's snapshot server: it owns the memory, and serves members on its own and on other nodes.
 
-It runs in a thread and event loop of its own, so that no copy delays a heartbeat. It listens on an abstract Unix socket
-for members on this node (which receive descriptors) and on a TCP port for others (which receive bytes). A connection
-must prove that it belongs to the run before its first request is read.
+The server runs in a thread and event loop of its own, so that no copy delays a heartbeat. It listens on an abstract
+Unix socket for members on this node (which receive descriptors) and on a TCP port for members on other nodes (which
+receive bytes). A connection must prove that it belongs to the run before its first request is read.
 """
 
 from __future__ import annotations
@@ -42,15 +42,16 @@ from .format import (
 _log = logging.getLogger("rrl.agent")
 
 WRITER_END_TIMEOUT_S = 2.0
-"""Seconds that an attaching member waits for its killed predecessor to end; afterwards it gets new memory."""
+"""Seconds for which an attaching member waits for the end of its killed predecessor; after this time it gets new
+memory."""
 _WRITER_POLL_S = 0.02
 """Seconds between two checks whether the predecessor has ended."""
 _NAME_RETRY_S = 1.0
 """Seconds between two attempts to bind the socket's name, which a frozen earlier agent may own until it is killed."""
 _START_TIMEOUT_S = 10.0
-"""Seconds for the server's thread to start."""
+"""Timeout (s) for the start of the server's thread."""
 _STOP_TIMEOUT_S = 2.0
-"""Seconds for the server's thread to stop; transfers that still run are dropped."""
+"""Timeout (s) for the end of the server's thread; transfers that still run are dropped."""
 
 
 class SnapshotServer:
@@ -60,7 +61,7 @@ class SnapshotServer:
         run: Name of the run.
         node: Name of the node.
         keys: Keys of the run.
-        host: Address at which to listen for other nodes; if empty, the server does not listen for them.
+        host: Address at which the server listens for other nodes; if empty, it does not listen for them.
     """
 
     def __init__(self, run: str, node: NodeName, keys: RunKeys, host: str) -> None:
@@ -75,7 +76,7 @@ class SnapshotServer:
         self._thread = threading.Thread(target=self._main, name="rrl-snapshots", daemon=True)
 
     def start(self) -> None:
-        """Start the thread. If one of the two sockets cannot listen, log that and serve on the other socket."""
+        """Start the thread. If one of the two sockets cannot listen, log the error and serve on the other socket."""
         self._thread.start()
         self._started.wait(_START_TIMEOUT_S)
 
@@ -222,7 +223,7 @@ class _RequestHandler:
 
     # ── other nodes ────────────────────────────────────────────────────────────────────────────────────────────────
     async def _receive_upload(self, connection: Connection, upload: msg.Upload) -> msg.Answer | None:
-        """Receive a copy. At most two copies per rank are stored; an incomplete copy stays invalid."""
+        """Receive a copy of a snapshot. At most two copies per rank are stored; an incomplete copy stays invalid."""
         snapshot = msgspec.structs.replace(upload.snapshot, own=False)
         if snapshot in self._buffers.snapshots(snapshot.gang):
             return msg.SnapshotList((snapshot,))
@@ -290,7 +291,7 @@ def _spans(meta: int, nbytes: int) -> list[tuple[int, int]]:
 
 
 async def _send_answer(connection: Connection, answering: Awaitable[msg.Answer | None]) -> None:
-    """Send the answer, or a refusal if the request fails; send nothing for None (the answer was sent already)."""
+    """Send the answer, or a refusal if the request fails; send nothing for None (the answer was already sent)."""
     try:
         answer = await answering
     except Fenced as error:

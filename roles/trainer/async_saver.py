@@ -1,9 +1,9 @@
-"""The trainer's saving thread: writes the state copied by the training thread to disk and commits it, step by step.
+"""The trainer's saving thread: it writes the copies of the training thread to disk and commits them, step by step.
 
 The thread works while the next step runs. The publishing thread (:mod:`.publisher`) reads the same copies. The saving
-threads of a gang's members do each part of the work together, over a process group that only they use: two saves at
-once on one group would deadlock (docs/sources.md, torch). An error in this thread ends the process, because a trainer
-that cannot save must not continue.
+threads of a gang's members work together, over a separate process group: two saves at once on one group would deadlock
+(docs/sources.md, torch). An error in this thread ends the process, because a trainer that cannot save must not
+continue.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from .publisher import Publisher, ThreadState, end_process
 _log = logging.getLogger("rrl.trainer")
 
 MAX_UNCOMMITTED = 2
-"""Maximum number of steps that are done and not committed, which is the number of host buffers."""
+"""Maximum number of steps that are done but not committed; it is also the number of host buffers."""
 COMMITS_CAUSE = "commits"
-"""Idle cause of a training thread that waits until an older step is written and committed."""
+"""Idle cause of a training thread that waits until an older step is committed."""
 _DISK_FULL_RETRY_S = 5.0
 """Seconds before another attempt to write to a full disk."""
 
@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 
 class SnapshotMeta(Struct, frozen=True):
-    """Description of a snapshot that is stored with its bytes."""
+    """Description of a snapshot, stored with its bytes."""
 
     number: int
     world: int
@@ -67,7 +67,7 @@ class AsyncSaver:
     Args:
         me: The worker.
         gang: The members of the trainer.
-        learner: The learner. Its tensors must stay the same objects from now on.
+        learner: The learner, whose tensors must stay the same objects.
         checkpoints: Where checkpoints are written.
         buffers: Host memory for the copies.
         publisher: The thread that publishes the weights in the copies.
@@ -96,8 +96,8 @@ class AsyncSaver:
     def save(self, digest: str, metrics: dict[str, float]) -> None:
         """Copy the learner's current state for saving and publishing; return once it is copied.
 
-        Waits first while too many steps are uncommitted, and for the publisher (:mod:`.publisher`): these seconds are
-        the metric ``publish_blocked_s``. ``digest`` is the digest of the batch of the learner's last step.
+        Waits first while too many steps are uncommitted, and then for the publisher (:mod:`.publisher`), whose waiting
+        time (s) is the metric ``publish_blocked_s``. ``digest`` is the digest of the batch of the learner's last step.
 
         Raises:
             TimeoutError: An older step was not committed within ``COLLECTIVE_TIMEOUT_S``.
@@ -119,7 +119,7 @@ class AsyncSaver:
         self._publisher.offer(meta.number, self.layout.views(buffer), buffer)
 
     def finish(self) -> None:
-        """Wait until everything is committed and the newest version published, and end both threads.
+        """Wait until all steps are committed and the newest version is published, then end both threads.
 
         Raises the same exceptions as :meth:`save`.
         """
@@ -174,7 +174,7 @@ class AsyncSaver:
             self._broadcast_from_rank0(lambda: self._commit(meta, folder, written), None)
 
     def _create_folder(self, number: int) -> tuple[str, Written]:
-        """Return the path of a new folder; or an empty path and the reason, since the disk may be full."""
+        """Return the path of a new folder; or an empty path and the error, for example a full disk."""
         try:
             return str(self._me.checkpoint_dir(number)), Written({})
         except OSError as error:

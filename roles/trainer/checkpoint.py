@@ -47,7 +47,7 @@ _ABOUT = "about.json"
 
 
 class _About(Struct, frozen=True):
-    """Description of a checkpoint, stored with it."""
+    """Description of a checkpoint, stored among its files."""
 
     world: int
 
@@ -57,7 +57,7 @@ class Written(Struct, frozen=True):
 
     files: dict[str, Digest]
     trouble: str = ""
-    """Reason why the member failed to write, which makes its files invalid; empty on success."""
+    """Error text if the member failed to write, so that its files are invalid; empty on success."""
     disk_full: bool = False
     """True if the disk or quota is full, so that a later attempt may succeed."""
 
@@ -77,10 +77,10 @@ class Checkpoints:
     def write(
         self, folder: Path, tensors: Mapping[str, Tensor], like: Mapping[str, Tensor], extra_state: bytes
     ) -> Written:
-        """Write a checkpoint; all members must call it.
+        """Write a checkpoint. All members must call this method.
 
         Each member writes ``tensors`` (host copies of its shards of ``like``) and its ``extra_state`` into the new,
-        empty ``folder``; durable on return. A full disk or other write error is returned in the result.
+        empty ``folder``; durable on return. The result contains a full disk or other write error.
 
         Raises:
             RuntimeError: Another member is gone.
@@ -129,7 +129,7 @@ class Checkpoints:
         """Read this member's part of ``tensors``; all members must call it.
 
         Raises:
-            DamagedCheckpoint: In all members, if one of them has found ``damage``. Nothing is read then.
+            DamagedCheckpoint: In all members, if one of them has found ``damage``. No tensor has been changed.
             RuntimeError: In all members, if one of them could not read.
         """
         gang, failure = self._gang, ""
@@ -158,7 +158,7 @@ class Checkpoints:
         """Load the checkpoint of ``manifest`` into ``learner``; any number of members may have written it.
 
         Raises:
-            DamagedCheckpoint: In all members, if the files do not match the manifest. Nothing is loaded then.
+            DamagedCheckpoint: In all members, if the files do not match the manifest. The learner is unchanged.
         """
         gang, damage, about = self._gang, "", _About(0)
         names = sorted(manifest["files"])
@@ -183,7 +183,7 @@ class Checkpoints:
         """Write the weights of ``model`` in ``dtype`` into the new, empty ``folder``; all members must call it.
 
         These weights are the reference model of this and every later incarnation. They are durable on return. The
-        references of earlier incarnations are deleted, because no state that can be restored names them.
+        references of earlier incarnations are deleted, because no restorable state uses them.
 
         Raises:
             OSError: A file could not be written.
@@ -235,7 +235,7 @@ def _new_file(path: Path, content: bytes) -> Path:
 
 
 def not_written(error: BaseException, where: str = "") -> Written:
-    """Return the result of a member that could not write."""
+    """Return the ``Written`` of a member that could not write."""
     return Written({}, f"{where}{_error_text(error)}", _is_full(error))
 
 

@@ -1,8 +1,8 @@
 """Exchange of plain values between the members of a gang: as msgpack of a known type, never as pickle.
 
-torch's object collectives (``all_gather_object``, ``broadcast_object_list`` …) unpickle what they receive, and gloo
-does not authenticate its connections: any process that reaches one of its ports could run code in every member.
-Decoding msgpack runs no code: a forged value can only be wrong, which fails the step.
+torch's object collectives (``all_gather_object``, ``broadcast_object_list`` …) unpickle received data, and gloo does
+not authenticate its connections. So any process that reaches a port of gloo could run code in every member. Decoding
+msgpack runs no code: a forged value can only be wrong, which fails the step.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ T = TypeVar("T")
 def gather(group: dist.ProcessGroup | None, mine: T, kind: Any) -> list[T]:
     """Return the value of each member of ``group`` by rank; ``[mine]`` without a group. All members must call it.
 
-    ``kind`` is the type of the values, which msgspec must be able to decode.
+    ``kind`` is the type of the values; msgspec must be able to decode it.
 
     Raises:
         RuntimeError: Another member is gone, or a value is too large or of another type.

@@ -1,4 +1,4 @@
-"""Host memory for the state of one step, and the position of each of a rank's tensors in it.
+"""Host memory for the state of one step, and the positions of a rank's tensors in this memory.
 
 If the node's agent stores snapshots, the memory belongs to the agent and outlives this process; otherwise it belongs to
 this process. The memory for a step is one flat buffer, which is filled at the speed of a memcpy. Files and snapshots
@@ -33,9 +33,9 @@ class HostBuffers:
 
     Args:
         client: Client of the agent's snapshot server; None if no snapshots are stored.
-        own: Number of buffers of this process that are used in turn if the agent provides none. It must be the number
-            of steps that may be uncommitted.
-        buddy: Returns the address of the agent on another node that copies are sent to (the buddy), or None.
+        own: Number of this process's own buffers, which are used in turn if the agent provides none. It must equal the
+            number of steps that may be uncommitted.
+        buddy: Returns the address of the agent on another node that receives copies (the buddy), or None.
         others: Returns the addresses of other nodes' agents that may have snapshots of earlier incarnations.
     """
 
@@ -82,7 +82,7 @@ class HostBuffers:
         return memoryview(own)[:nbytes]
 
     def seal(self, step: int, meta: bytes) -> None:
-        """Make the newest buffer a snapshot, and copy it to the buddy; it must contain the complete ``step``."""
+        """Make the newest buffer, which contains the complete ``step``, a snapshot, and copy it to the buddy."""
         if self._client is not None and self._in_agent_memory:
             self._client.seal(step, meta)
             self._times_sealed += 1
@@ -103,11 +103,10 @@ class HostBuffers:
             self._sending.release()
 
     def _forget_others(self, client: SnapshotClient) -> None:
-        """Have other nodes drop this rank's snapshots of earlier incarnations.
+        """Request that other nodes drop this rank's snapshots of earlier incarnations.
 
-        This happens once all snapshot buffers of this node's agent contain steps of this incarnation. The buddy gets no
-        such request, because new copies overwrite its buffers. ``client`` is the connection to this node's agent, which
-        sends the requests.
+        The requests are sent once all snapshot buffers of this node's agent contain steps of this incarnation. The
+        buddy gets no request, because new copies overwrite its buffers. ``client`` sends the requests.
         """
         if self._forgotten or self._times_sealed < len(SLOTS):
             return
@@ -117,7 +116,7 @@ class HostBuffers:
                 client.forget(address)
 
     def _report_once(self, operation: str, error: SnapshotError) -> None:
-        """Log each different error once, not in every step: the run continues with checkpoints only."""
+        """Log each different error only once, not in every step; the run continues with checkpoints only."""
         if self._reported.get(operation) != str(error):
             self._reported[operation] = str(error)
             messages = {
@@ -128,7 +127,7 @@ class HostBuffers:
 
 
 def buddy_of(node: NodeName, nodes: Sequence[NodeName], snapshot_servers: Mapping[NodeName, str]) -> str | None:
-    """Return the address of the agent that the members on ``node`` send their copies to, or None.
+    """Return the address of the agent to which the members on ``node`` send their copies, or None.
 
     This agent is on the next of the gang's ``nodes``, in the order of ranks, that has a snapshot server. If the gang
     has no other such node, the agent is on the first node outside of the gang, where a standby may become the trainer.
@@ -154,7 +153,7 @@ class _TensorSlot(Struct, frozen=True):
     offset: int
 
     def view(self, buffer: memoryview) -> Tensor:
-        """Return the tensor's part of the buffer, whose storage is only that part: torch.save writes whole storages."""
+        """Return the tensor as a view of its part of the buffer only, because torch.save writes whole storages."""
         dtype: torch.dtype = getattr(torch, self.dtype)
         count = torch.Size(self.shape).numel()
         if count == 0:
@@ -174,7 +173,7 @@ class Layout:
         self._slots = tuple(slots)
         self.nbytes = offset
         self.digest = hashlib.sha256(msgspec.msgpack.encode(self._slots)).hexdigest()
-        """Digest of the positions: buffers with the same digest have the same tensors at the same positions."""
+        """Digest of the positions. Buffers with the same digest have the same tensors at the same positions."""
 
     def fill(self, buffer: memoryview, tensors: Mapping[str, Tensor]) -> None:
         """Copy the tensors into the buffer."""

@@ -6,7 +6,7 @@ one part with the whole batch, up to rounding; the same parts in the same order 
 
 In a gang each member trains on its share of each part, and all together make the same step as one process would.
 Everything that the next step depends on is in :meth:`Learner.tensors` and :meth:`Learner.extra_state`: a learner
-restored from them continues bit for bit as if uninterrupted (docs/sources.md, torch: if any part is missing, the next
+restored from them continues bit for bit as if uninterrupted (docs/sources.md, torch: if anything is missing, the next
 step differs). They do not contain the gradients of an unfinished step, whose parts must be added again.
 """
 
@@ -38,10 +38,10 @@ _T = TypeVar("_T")
 
 _BETAS = (0.9, 0.95)
 LOSS_DIVISOR = 2.0**16
-"""Number by which the loss of each part of a step is divided. The right divisor is the number of answer tokens of the
-step, which is known only at the last part; the gradients are then multiplied by ``LOSS_DIVISOR`` and divided by that
-number. A power of two, so that the division rounds nothing. It is about the usual number of tokens of a step, so that
-losses and gradients have their usual size."""
+"""Number by which the loss of each part of a step is divided. The right divisor, the number of answer tokens of the
+step, is known only at the last part. Then the gradients are multiplied by ``LOSS_DIVISOR`` and divided by the number of
+tokens. ``LOSS_DIVISOR`` is a power of two, so that the division does not round, and close to the usual number of tokens
+of a step, so that losses and gradients have their usual size."""
 
 
 class _ExtraState(Struct, frozen=True):
@@ -66,15 +66,15 @@ class _MicroBatch(Struct, frozen=True):
     mask: Tensor
     """Mask of the answer tokens, [B, T] with T = L - ``first``."""
     first: int
-    """Length of the shortest prompt: no logits are needed before it."""
+    """Length of the shortest prompt, before whose end no logits are needed."""
     indices: Sequence[int]
-    """Indices of the examples among the member's own."""
+    """Indices of the examples among the member's own examples."""
     counts: bool
     """False for a padding micro-batch, which only keeps the number of micro-batches equal in all members."""
 
 
 class _OpenStep(Struct):
-    """What was counted of a step that is open: after :meth:`Learner.open` and before :meth:`Learner.close`."""
+    """Counts of the open step, between :meth:`Learner.open` and :meth:`Learner.close`."""
 
     number: int
     parts: int = 0
@@ -83,16 +83,16 @@ class _OpenStep(Struct):
     statistics: dict[str, float] = {}
     """Sums of the loss and its statistics over this member's answer tokens, each divided by ``LOSS_DIVISOR``."""
     trajectories: int = 0
-    """Trajectories; the samples of an episode count as one."""
+    """Number of trajectories; the samples of an episode count as one."""
     tokens: int = 0
-    """Trained answer tokens of all members."""
+    """Number of trained answer tokens of all members."""
     reward: float = 0.0
     training_reward: float = 0.0
     lag: int = 0
-    """Weight versions between sampling and training, summed over the answer tokens."""
+    """Sum over the answer tokens of the number of training steps between sampling and training."""
 
     def count(self, part: Part) -> None:
-        """Count a part that was trained on."""
+        """Add a trained part to the counts."""
         self.parts, self.complete = self.parts + 1, part.last
         first_samples = _first_samples(part.trajectories)
         self.trajectories += len(first_samples)
@@ -135,9 +135,10 @@ class Learner:
         self._open: _OpenStep | None = None
 
     def _new_optimizer(self, learning_rate: float) -> torch.optim.Optimizer:
-        """Return an optimizer whose moments exist already and are zero.
+        """Return an optimizer whose moments already exist and are zero.
 
-        torch itself would create them at the first step only. With them, a saved state always has the same tensors.
+        torch itself creates moments only at the first step. With existing moments, a saved state always has the same
+        tensors.
         """
         parameters = self.model.parameters()
         optimizer = torch.optim.AdamW(parameters, lr=learning_rate, betas=_BETAS, weight_decay=0.0, fused=True)
@@ -152,7 +153,7 @@ class Learner:
     def seed_rng(self, seed: int) -> None:
         """Seed every random generator from the run's seed, differently for each member.
 
-        A trainer that dies before its first commit thereby starts again with the same random states.
+        So a trainer that dies before its first commit starts again with the same random states.
         """
         seed = (seed + self._gang.rank) % 2**32  # the range that numpy accepts
         torch.manual_seed(seed)
@@ -162,8 +163,8 @@ class Learner:
     def warm_start(self, batches: Iterable[Sequence[Example]]) -> float:
         """Take one supervised step on the answers of each batch and return the last loss (nats).
 
-        Must be called before the first policy update. The optimizer of these steps is discarded: moments of another
-        loss would mislead the policy gradient.
+        Must be called before the first policy update. The optimizer of these steps is discarded, because moments of
+        another loss would distort the policy gradient.
         """
         optimizer = self._new_optimizer(self._settings.warm_start_learning_rate)
         loss = 0.0
@@ -193,10 +194,10 @@ class Learner:
     def open(self, number: int) -> None:
         """Begin step ``number``, which must be the step after the last completed one.
 
-        A step that was begun and not closed is forgotten, with all of its parts.
+        A step that was opened and not closed is discarded with all its parts.
 
         Raises:
-            ValueError: ``number`` is another step.
+            ValueError: ``number`` is not the next step.
             RuntimeError: ``[roles.trainer] kl`` is above 0, and the learner has no reference model.
         """
         if number != self.number + 1:
@@ -210,7 +211,7 @@ class Learner:
         self._open = _OpenStep(number)
 
     def add(self, part: Part) -> None:
-        """Add the gradients of a part of the open step. A part has whole groups.
+        """Add the gradients of a part of the open step. A part contains whole groups.
 
         Raises:
             ValueError: Another part must come next, or no step is open.
@@ -231,7 +232,7 @@ class Learner:
 
         Raises:
             ValueError: No step is open, or its last part is missing.
-            RuntimeError: A gradient is not finite; nothing of this learner may be committed then.
+            RuntimeError: A gradient is not finite; the state of this learner must not be committed.
         """
         step, self._open = self._open, None
         if step is None or not step.complete:
@@ -295,7 +296,7 @@ class Learner:
     def _advantages(self, trajectories: Sequence[Trajectory]) -> Tensor:
         """Return the advantage of each trajectory over its whole group, [B].
 
-        The samples of an episode share its reward, which counts once, and its advantage.
+        The samples of an episode share its reward and its advantage; the reward counts once.
         """
         first_samples = _first_samples(trajectories)
         rewards = torch.tensor([trajectories[index].training for index in first_samples], dtype=torch.float32)
@@ -307,7 +308,7 @@ class Learner:
     def _micro_batches(self, pairs: Sequence[Example]) -> Iterator[_MicroBatch]:
         """Yield this member's examples, ``micro_batch`` at a time.
 
-        All members yield the same number of micro-batches: a member without further examples yields padding, whose
+        All members yield the same number of micro-batches. A member without further examples yields padding, whose
         ``counts`` is False.
         """
         rank, world = self._gang.rank, self._gang.world
@@ -348,13 +349,14 @@ class Learner:
         optimizer.step()
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the model's tensors by name: the live tensors, sharded if the model is."""
+        """Return the model's live tensors by name, sharded if the model is sharded."""
         return weights(self.model)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the model's weights and the optimizer's moments by name: the live tensors, sharded if the model is.
+        """Return the live tensors of the model and of the optimizer's moments by name, sharded if the model is sharded.
 
-        To save a state, copy them before the next step. To restore one, copy into them and call :meth:`resume`.
+        To save a state, copy the tensors before the next step. To restore a state, copy it into the tensors and call
+        :meth:`resume`.
         """
         moments = {
             f"{kind}.{name}": self._optimizer.state[parameter][kind]
@@ -388,7 +390,7 @@ class Learner:
 
         Args:
             extra_state: The saved state.
-            random_states: False to keep the current random states, because the saved states are another member's.
+            random_states: False to keep the current random states, if the saved states are from another member.
 
         Raises:
             ValueError: The state is of another model.
@@ -417,8 +419,9 @@ def _pad(pairs: Sequence[Example]) -> tuple[Tensor, Tensor, int]:
     """Pad prompts with their answers on the right to one rectangle.
 
     Returns:
-        Tokens [B, L], the mask of answer tokens [B, L - first], and ``first``, the length of the shortest prompt: no
-            logits are needed before it. Padding is token 0; attention is causal, so it does not influence real tokens.
+        Tokens [B, L], the mask of answer tokens [B, L - first], and ``first``, the length of the shortest prompt,
+        before whose end no logits are needed. Padding is token 0; it does not influence real tokens, since attention is
+        causal.
     """
     rows = [torch.tensor([*prompt, *answer]) for prompt, answer in pairs]
     tokens = pad_sequence(rows, batch_first=True)
@@ -430,7 +433,7 @@ def _pad(pairs: Sequence[Example]) -> tuple[Tensor, Tensor, int]:
 
 
 def _first_samples(trajectories: Sequence[Trajectory]) -> list[int]:
-    """Return the index of the first sample of each episode; without agents, every trajectory is one."""
+    """Return the index of the first sample of each episode; without agents, of every trajectory."""
     first: dict[int, int] = {}
     for index, trajectory in enumerate(trajectories):
         first.setdefault(trajectory.id, index)
@@ -438,7 +441,7 @@ def _first_samples(trajectories: Sequence[Trajectory]) -> list[int]:
 
 
 def _unmasked(values: Sequence[_T], trajectory: Trajectory) -> Sequence[_T]:
-    """Return, of one value per token of a trajectory, those of the tokens that are trained."""
+    """Return the values of the trained tokens, from one value per token of a trajectory."""
     if not trajectory.masked:
         return values
     trained = [True] * len(values)
@@ -448,7 +451,7 @@ def _unmasked(values: Sequence[_T], trajectory: Trajectory) -> Sequence[_T]:
 
 
 def _trained_mask(micro_batch: _MicroBatch, examples: Sequence[Trajectory]) -> Tensor:
-    """Return the mask of the answer tokens of ``examples`` without those that must not be trained, [B, T]."""
+    """Return the mask of the answer tokens of ``examples`` that are trained, [B, T]."""
     if not any(example.masked for example in examples):
         return micro_batch.mask
     mask = micro_batch.mask.clone()

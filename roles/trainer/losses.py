@@ -3,10 +3,10 @@
 GRPO: DeepSeekMath, arXiv:2402.03300; token-mean loss as in DAPO, arXiv:2503.14476. ``B`` is the number of trajectories,
 ``T`` the length of the longest answer in tokens.
 
-With a vocabulary of 49,000 to 152,000 tokens, the logits of a batch are its largest tensor. With torch's own functions,
-temperature, log-softmax, its exponential and their product would each be another float32 tensor of that size, kept for
-the backward pass. Here logits are processed in pieces that are computed twice instead, and the gradient overwrites the
-logits: measured for SmolLM2's vocabulary in tests/unit/roles/trainer/test_likelihood.py.
+With a vocabulary of 49,000 to 152,000 tokens, the logits of a batch are its largest tensor. With torch's functions,
+temperature, log-softmax, its exponential and their product would be four more float32 tensors of this size, kept for
+the backward pass. Here logits are instead processed in pieces that are computed twice, and the gradient overwrites the
+logits (measured for SmolLM2's vocabulary in tests/unit/roles/trainer/test_likelihood.py).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from ..models.policy import log_probs
 def group_advantages(rewards: Tensor, groups: Tensor, floor: float) -> Tensor:
     """Return the advantage of each trajectory over its group: ``(R - mean) / (std + floor)``, [B].
 
-    ``std`` is the unbiased estimate; a trajectory that is alone in its group gets 0. The floor limits the advantages in
-    a group with nearly equal rewards. (Measured: with a floor of 1e-4 the reward fell again, with 0.1 it did not;
+    ``std`` is the unbiased estimate. The only trajectory of a group gets 0. The floor limits the advantages in a group
+    with nearly equal rewards. (Measured: with a floor of 1e-4 the reward fell again, with 0.1 it did not;
     docs/sources.md.)
 
     Args:
@@ -65,9 +65,8 @@ def grpo_loss(
         clip: Limit of the importance ratio's distance from 1.
         entropy: [B, T], differentiable: entropy of the trained policy at each position.
         entropy_coef: Factor of the entropy bonus.
-        tokens: Number by which sums over answer tokens are divided, if the arguments are only a part of a batch. With
-            the number of answer tokens of the batch, losses, gradients and statistics of all parts sum to those of the
-            batch.
+        tokens: Divisor of sums over answer tokens, if the arguments are only a part of a batch. With the number of the
+            batch's answer tokens, the losses, gradients and statistics of all parts add up to the batch's.
         reference: [B, T]: log-probabilities of the same tokens under the reference policy.
         kl_coef: Factor of the divergence pi_ref / pi - log(pi_ref / pi) - 1, the unbiased estimator of KL(pi, pi_ref)
             that is never negative (DeepSeekMath, equation 4; "k3").
@@ -104,14 +103,14 @@ def grpo_loss(
 
 
 _LOGITS_PER_PIECE = 2**21
-"""Number of logits that are processed at a time: 8 MiB in float32, of which a few copies exist at once. The batch of a
-small model is one piece."""
+"""Number of logits in a piece: 8 MiB in float32, of which a few copies exist at once. The batch of a small model is one
+piece."""
 
 
 def likelihood(logits: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """Return log-probabilities and entropies of tokens.
 
-    The backward pass overwrites ``logits`` with their gradient, so the caller must not use that memory.
+    The backward pass overwrites ``logits`` with their gradient, so the caller must not use them afterwards.
 
     Args:
         logits: [B, T, vocabulary], any floating dtype.
@@ -165,7 +164,7 @@ class _Likelihood(torch.autograd.Function):
 
 
 def _pieces(logits: Tensor) -> list[tuple[slice, Tensor]]:
-    """Return (rows, view) for some rows at a time: their slice among all rows, and their logits [n, vocabulary]."""
+    """Return (slice of the rows, their logits as a view [n, vocabulary]) for each piece."""
     rows = logits.detach().view(-1, logits.shape[-1])
     size = max(1, _LOGITS_PER_PIECE // logits.shape[-1])
     return [(slice(start, start + size), rows[start : start + size]) for start in range(0, len(rows), size)]

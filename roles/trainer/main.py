@@ -1,14 +1,14 @@
 """The built-in trainer: GRPO in one process, or in ``[roles.trainer] ranks`` processes. Run by ``python -m``.
 
-Everything that needs no message of the manager is done before the trainer joins, so that a warm standby has done it in
-advance. A step is valid when its checkpoint is committed. A restarted trainer continues from the newest state that can
-be verified, publishes its weights at once, and requests the batches after that state. A batch that its predecessor had
-already requested is the same again.
+All work that needs no message of the manager is done before the trainer joins, so that a standby process has already
+done it at its promotion. A step is valid when its checkpoint is committed. A restarted trainer continues from the
+newest state that can be verified, publishes its weights at once, and requests the batches after this state. A batch
+that its predecessor had already requested has the same content again.
 
-A warm standby also runs one step of a tiny model, in a process group of its own: the first step of a process pays for
-what torch sets up at first use (0.43 s against 0.08 s afterwards, for a tiny model on two CPU ranks; no gain was shown
-for a large one; docs/sources.md, torch). A standby of a trainer with GPUs skips this step: torch's first ``backward``
-initialises CUDA, even on a CPU model, and the process could no longer select its devices, which are not known yet.
+A standby process also runs one step of a tiny model, in a process group of its own, because torch's setup makes the
+first step of a process slower (0.43 s instead of 0.08 s for a tiny model on two CPU ranks; no gain was shown for a
+large model; docs/sources.md, torch). A standby of a trainer with GPUs skips this step: torch's first ``backward``
+initialises CUDA even on a CPU model, and then the process could no longer select its devices, which are not known yet.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import rrl
 
 from ...core.run_spec import ModelSpec
 from ...core.types import NodeName
-from ..end_report import exits_on_invalid_config
+from ..launcher.end_report import exits_on_invalid_config
 from ..models.policy import build_model, compute_dtype, load_initial, materialise, skeleton
 from ..models.tasks import TaskError, load_task
 from ..models.tokenizer import Tokenizer, open_tokenizer
@@ -68,9 +68,9 @@ def warmup() -> None:
 
 
 _SEED_OFFSET = 10_000
-"""Difference between the seed with which the warm start loads the task and the seed of the run. It is larger than the
-differences between runs of a study, so that no warm start uses the seed of another run. It is small enough for the
-seeds of datasets, (task's seed + 1) * size, to stay below the 2**32 that some generators accept."""
+"""Difference between the task's seed in the warm start and the seed of the run. It is larger than the differences
+between runs of a study, so that no warm start uses the seed of another run. It is small enough that the seeds of
+datasets, (task's seed + 1) * size, stay below 2**32, the limit of some generators."""
 
 LOG_EVERY_STEPS = 10
 """Number of steps between two lines in the log."""

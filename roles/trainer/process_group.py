@@ -2,16 +2,16 @@
 
 Each incarnation has its own rendezvous: rank 0 opens a torch key-value store and announces its address through the
 manager; the other ranks wait for the announcement. Neither torch's store nor gloo authenticates its peers. Both listen
-only at the run's own address (the store on a socket that is bound there: torch itself binds every interface), and
-nothing that arrives is unpickled (:mod:`.exchange`). A process that reaches that address can still list and change the
-keys of the store, and read and change the data that ranks exchange. Keys differ between incarnations, so that no two
-process groups meet by mistake. All groups are created at the start: no group can be created once rank 0's store is gone
+only at the run's own address (rrl binds the store's socket, since torch would bind every interface), and received data
+is never unpickled (:mod:`.exchange`). But a process that reaches this address can list and change the keys of the
+store, and read and change the data that ranks exchange. Keys differ between incarnations, so that no two process groups
+meet by mistake. All groups are created at the start, because no group can be created once rank 0's store is gone
 (docs/sources.md, torch).
 
 Rank 0 requests a part from the trajectory store once and sends each rank its share: the tokens of the rank's own
-trajectories, and the values of all others that the whole step needs
+trajectories, and those values of all other trajectories that the whole step needs
 (:func:`rrl.roles.trajectories.batches.shard_for`). A share is sent in the store's packed form, 8 bytes per token, to
-one rank at a time: no process has more in memory than the part and one share.
+one rank at a time, so that no process has more in memory than the part and one share.
 """
 
 from __future__ import annotations
@@ -51,16 +51,15 @@ from . import exchange
 _log = logging.getLogger("rrl.trainer")
 
 RENDEZVOUS_TIMEOUT_S = 60.0
-"""Seconds from the join of the last member within which all members must have met; before that join, the manager's
-deadlines apply. torch's own timeouts are unreliable: a rendezvous under used keys failed after 25 s with a timeout of
-5 s (docs/sources.md)."""
+"""Timeout (s) of the rendezvous after the last member has joined; until then, the manager's deadlines apply. torch's
+own timeouts are unreliable: a rendezvous under used keys failed after 25 s with a timeout of 5 s (docs/sources.md)."""
 COLLECTIVE_TIMEOUT_S = 24 * 3600.0
-"""Seconds after which a collective operation fails if a member does not take part. Members wait in such an operation
-for a member that still works (a step may take 6 h, a write 1 h: :mod:`rrl.core.phases`) or that waits for a missing
-store. The manager detects a hung member long before, even if a network drops all packets."""
+"""Timeout (s) of a collective operation. Members wait in the operation for a member that still works (a step may take 6
+h, a write 1 h: :mod:`rrl.core.phases`) or that waits for a missing store. The manager detects a hung member much
+earlier, even if a network drops all packets."""
 FENCE_WAIT_S = 10.0
-"""Seconds that a member which lost another member waits to be fenced. All survivors fail within 30 ms after a death; if
-one of them exited at once, the manager could take it for the member that failed first."""
+"""Seconds for which a member waits to be fenced after it has lost another member. All survivors fail within 30 ms after
+a death; if a survivor exited at once, the manager could take it for the member that failed first."""
 _STOP_POLL_S = 0.2
 """Seconds between two checks whether the manager has requested a stop."""
 _LOST_MEMBER_TEXTS = (
@@ -72,7 +71,7 @@ _LOST_MEMBER_TEXTS = (
     "Timed out waiting",
     "Broken pipe",
 )
-"""Parts of torch's error messages when another member is gone: torch raises plain RuntimeErrors."""
+"""Parts of torch's error messages that show the loss of another member, since torch raises plain RuntimeErrors."""
 
 T = TypeVar("T")
 
@@ -80,8 +79,8 @@ T = TypeVar("T")
 class Gang:
     """The ``world`` processes of a trainer, as seen by the process with rank ``rank``.
 
-    A single process (the default) needs no torch.distributed. ``control_group`` is the gloo group of the main thread,
-    ``file_group`` the gloo group of the thread that writes checkpoints, ``publish_group`` that of the thread that
+    A single process (the default) needs no torch.distributed. There are three gloo groups: ``control_group`` for the
+    main thread, ``file_group`` for the thread that writes checkpoints, and ``publish_group`` for the thread that
     publishes weights.
     """
 
@@ -95,7 +94,7 @@ class Gang:
         self.control_group, self.file_group, self.publish_group = control_group, file_group, publish_group
         self._mesh = mesh
         self.file_mesh = DeviceMesh.from_group(file_group, "cpu") if file_group is not None else None
-        """Mesh of host copies of shards."""
+        """Device mesh for host copies of shards; None for a single process."""
 
     def shard(self, model: nn.Module, compute_dtype: torch.dtype = torch.float32) -> nn.Module:
         """Shard the parameters over the members (FSDP2), layer by layer.
@@ -132,7 +131,7 @@ class Gang:
         return self.sum([float(mine)])[0] == self.world
 
     def gather(self, mine: T, kind: Any) -> list[T]:
-        """Return the value of each member by rank; ``kind`` is their type (:func:`.exchange.gather`)."""
+        """Return the value ``mine`` of each member, by rank; ``kind`` is its type (:func:`.exchange.gather`)."""
         return exchange.gather(self.control_group, mine, kind)
 
     def broadcast_from_rank0(self, do: Callable[[], T], kind: Any) -> T:
@@ -143,9 +142,9 @@ class Gang:
 def init_process_group(me: rrl.Worker, compute_dtype: torch.dtype = torch.float32) -> Gang:
     """Meet the other members, and return the gang.
 
-    Ends the process if they do not meet within ``RENDEZVOUS_TIMEOUT_S``, or if this process does not have the GPU that
-    it was assigned. A single process needs a group too if it computes in another dtype than that of its float32
-    parameters, because FSDP does the casting.
+    Ends the process if the members do not meet within ``RENDEZVOUS_TIMEOUT_S``, or if this process lacks its assigned
+    GPU. A single process needs a group too if it does not compute in float32, the dtype of its parameters, because FSDP
+    casts them.
 
     Raises:
         Stopping: The manager has requested a stop.
@@ -188,8 +187,8 @@ def is_lost_member(error: BaseException) -> bool:
 def wait_to_be_fenced(me: rrl.Worker) -> Iterator[None]:
     """Delay an error caused by the loss of another member by up to ``FENCE_WAIT_S``, then raise it again.
 
-    Context manager. The delay gives the manager time to detect the member that failed first, and to end the survivors
-    by fencing them. The delay ends early if a stop of this process is requested. Other errors are not delayed.
+    A context manager. The delay gives the manager time to detect the member that failed first, and to fence the
+    survivors. It ends early if a stop of this process is requested. Other errors are not delayed.
     """
     try:
         yield
@@ -213,12 +212,12 @@ def blocked_on_rank0(me: rrl.Worker, gang: Gang) -> AbstractContextManager[None]
 
 
 def _bind_to_address(address: str) -> None:
-    """Make gloo and NCCL listen at the run's own address: set the name of its interface in their variables.
+    """Make gloo and NCCL listen at the run's own address, by setting their interface variables.
 
-    Variables that the job's own environment sets are not changed.
+    Variables that the job's environment sets are not changed.
 
     Raises:
-        NoAddress: No interface has the address; gloo would then choose one by itself.
+        NoAddress: No interface has the address, so that gloo would choose an interface by itself.
     """
     name = next((interface.name for interface in interfaces() if interface.address == address), None)
     if name is not None:
@@ -233,7 +232,7 @@ def _store_prefix(secret: bytes, gang: Incarnation) -> str:
 
 
 def _open_store(me: rrl.Worker) -> TCPStore:
-    """Open torch's store on a bound socket of this process: torch itself would listen on every interface."""
+    """Open torch's store on a bound socket of this process, because torch itself would listen on every interface."""
     with socket.create_server((me.host, 0), backlog=max(128, me.world)) as listening:
         port = int(listening.getsockname()[1])
         fd = os.dup(listening.fileno())
@@ -271,7 +270,7 @@ def _connect_store(address: str) -> TCPStore:
 def _exit_after(timeout_s: float, message: str) -> Iterator[None]:
     """End the process with a log message if the block takes longer than ``timeout_s`` seconds.
 
-    An exception would not suffice: torch may be waiting in native code, which an exception does not interrupt.
+    An exception does not suffice, because it does not interrupt torch's native code.
     """
 
     def end() -> None:
@@ -294,8 +293,8 @@ _decoder = msgspec.msgpack.Decoder(PackedPart)
 def parts(me: rrl.Worker, gang: Gang, after: int) -> Iterator[Part]:
     """Yield in each member its share of every part that ``me.parts()`` yields. All members must call this function.
 
-    The iteration ends at the same part in all members, as soon as any member has received a stop request: the request
-    may reach the others while they train on that part.
+    The iteration ends at the same part in all members once any member has received a stop request, although the request
+    may reach other members later.
     """
     if gang.world == 1:
         yield from me.parts(after=after)
@@ -313,7 +312,7 @@ def parts(me: rrl.Worker, gang: Gang, after: int) -> Iterator[Part]:
 def _next_part(me: rrl.Worker, gang: Gang, number: int, index: int) -> Part | None:
     """Return this member's share of a part of step ``number``, or None if a stop of any member was requested.
 
-    Rank 0 fetches the part from the store, however long that takes; the other ranks wait for rank 0.
+    Rank 0 fetches the part from the store without a timeout; the other ranks wait for rank 0.
     """
     first = gang.rank == _RANK0
     whole = me.packed_part(number, index) if first else None
@@ -324,7 +323,7 @@ def _next_part(me: rrl.Worker, gang: Gang, number: int, index: int) -> Part | No
 
 
 def _send_shards(gang: Gang, whole: PackedPart) -> PackedPart:
-    """Send each rank its share, and return the sender's own."""
+    """Send each other rank its share, and return this rank's share."""
     for rank in range(gang.world):
         if rank != _RANK0:
             data = bytearray()

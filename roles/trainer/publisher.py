@@ -1,28 +1,28 @@
-"""The trainer's publishing thread: makes weight versions from the host copies of finished steps, beside the training.
+"""The trainer's publishing thread: it makes weight versions from the host copies of finished steps during training.
 
-The saver copies the state of each step to host memory anyway (:mod:`.host_buffers`). This thread casts the weights of
-such a copy and writes them, tensor by tensor, into the memory of the version; rank 0 receives the shards of the other
-members directly in that memory. There is no further copy of the model. The publishing threads of a gang's members use a
-process group of their own: two threads on one group would deadlock (docs/sources.md, torch). An error in this thread
-ends the process.
+The saver copies the state of each step to host memory (:mod:`.host_buffers`). This thread casts the weights of such a
+copy and writes them, tensor by tensor, into the memory of the version; rank 0 receives the shards of the other members
+directly in this memory. No further copy of the model is made. The publishing threads of a gang's members use a separate
+process group: two threads on one group would deadlock (docs/sources.md, torch). An error in this thread ends the
+process.
 
-Rank 0 chooses the newest copy and announces its step to the other members; older copies are skipped in all of them.
-While the training thread is about to overwrite other memory than that of the newest copy, rank 0 waits for that newer
-step. The training thread waits (in phase ``publish``, so that the manager finds a hung publication) in two cases:
+Rank 0 chooses the newest copy and announces its step to the other members; all members skip older copies. If the
+training thread is already copying a newer step into other memory, rank 0 waits for this step. The training thread waits
+(in phase ``publish``, so that the manager finds a hung publication) in two cases:
 
 - The memory for the next copy still has a copy that is neither published nor skipped.
-- After step n, the newest published version is older than that of step n - N (N: ``[sampling] staleness``). Step n + 1
-  may not contain any token of that version or an older one, so the training thread could only wait for data.
+- After step n, the newest published version is older than the version of step n - N (N: ``[sampling] staleness``). Step
+  n + 1 may not contain any token of such an old version, so the training thread could only wait for data.
 
-So if a publication hangs, the training thread waits here after at most as many steps as there are buffers. It would
-never wait for data that the rollouts cannot generate without the hung version.
+So if a publication hangs, the training thread waits here after at most as many steps as there are buffers, and never
+waits for data that the rollouts cannot generate without the hung version.
 
-No member waits forever, because these waits form no circle. Rank 0 announces a step only after its own training thread
-has handed it over. All members have then done their part of that step's collectives, so their training threads come to
-its copy without help of rank 0; its memory is free, since the announcement released all older copies and the thread
-has finished every earlier version. So an announced version is always completed. Between two versions rank 0 waits only
-if it has no copy, or if its training thread is copying into memory that is free. The training thread of another member
-waits for a copy that is not announced yet: rank 0 reaches this step too, and then announces it or a newer one.
+No member waits forever, because these waits form no cycle. An announced version is always completed: rank 0 announces a
+step only after its own training thread has handed the copy over. At this time all members have done their part of the
+step's collectives, so their training threads reach the copy without rank 0. The memory for the copy is free, since the
+announcement released all older copies and the thread has finished every earlier version. Between two versions rank 0
+waits only if it has no copy, or if its training thread is copying into free memory. If the training thread of another
+member waits for a copy that is not announced yet, rank 0 reaches this step too, and then announces it or a newer step.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _log = logging.getLogger("rrl.trainer")
 
 _RANK0 = 0
 _END = -1
-"""Announced instead of a step when the run ends."""
+"""Value that is announced instead of a step when the run ends."""
 _NAME_PREFIX = "model."
 """Prefix of the weights among :meth:`.learner.Learner.tensors`."""
 
@@ -60,17 +60,17 @@ _NAME_PREFIX = "model."
 def end_process(problem: str, error: BaseException) -> None:
     """Log the ``problem`` and error of a thread beside the training thread, and end the process.
 
-    The training thread cannot be interrupted: it may be inside torch.
+    The process must be ended, because the training thread may be inside torch and cannot be interrupted.
     """
     _log.critical("%s; this process ends and is restarted", problem, exc_info=error)
     os._exit(1)
 
 
 class ThreadState:
-    """What the training thread and a thread beside it share: a condition for their changes, and that thread's error.
+    """State that the training thread shares with another thread: a condition for changes, and the other thread's error.
 
     Args:
-        fail: Called with the error of the thread, unless the run ends.
+        fail: Called with the error of the other thread, unless the run ends.
     """
 
     def __init__(self, fail: Callable[[BaseException], None]) -> None:
@@ -96,10 +96,10 @@ class ThreadState:
 
         Args:
             ready: The condition; evaluated with ``changed`` held.
-            missing: Returns what did not happen in time, for the message of the error.
+            missing: Returns a text about what did not happen in time, for the error message.
 
         Raises:
-            TimeoutError: It did not become ready within ``COLLECTIVE_TIMEOUT_S``.
+            TimeoutError: ``ready`` did not become true within ``COLLECTIVE_TIMEOUT_S``.
             Exception: The error of the thread.
         """
         with self.changed:
@@ -116,17 +116,17 @@ class _HostCopy(Struct, frozen=True):
     number: int
     tensors: Mapping[str, Tensor]
     memory: object
-    """The memory that the shards are in; None for the live weights."""
+    """The memory that contains the shards; None for the live weights."""
 
 
 class Publisher:
-    """Publishes versions in a thread of its own. All members of the gang must create one at the same place.
+    """Publishes versions in a separate thread. All members of the gang must create their publishers at the same time.
 
     Args:
         me: The worker.
         gang: The members of the trainer.
         learner: The learner. Its tensors must stay the same objects from now on.
-        dtype: The dtype that rollouts compute with.
+        dtype: The dtype in which rollouts compute.
         fail: Called with the error of the thread.
     """
 
@@ -142,9 +142,9 @@ class Publisher:
         }
         self._shares = _shares(gang, self._live)
         self._copies: dict[int, _HostCopy] = {}
-        """Copies that are neither published nor skipped yet, by step."""
+        """Copies that are not yet published or skipped, by step."""
         self._wanted: object = None
-        """The memory that the training thread waits for or is copying into."""
+        """The memory for which the training thread waits, or into which it is copying."""
         self._newest = self._published = -1
         """Newest steps whose copies were handed over and whose versions are published."""
         self._blocked_s = 0.0
@@ -156,7 +156,7 @@ class Publisher:
 
     # ── the training thread ────────────────────────────────────────────────────────────────────────────────────────
     def publish_live(self, number: int) -> None:
-        """Publish the learner's weights themselves as the version of step ``number``; wait until that is done.
+        """Publish the learner's live weights as the version of step ``number``; return once they are published.
 
         Raises the same exceptions as :meth:`reserve`.
         """
@@ -179,8 +179,8 @@ class Publisher:
     def offer(self, number: int, tensors: Mapping[str, Tensor], buffer: memoryview) -> None:
         """Hand over the copy of step ``number``: ``tensors`` are its shards in ``buffer``, by their saved names.
 
-        Waits if rollouts cannot generate the next step without a version that is not published yet; then raises the
-        same exceptions as :meth:`reserve`.
+        Waits while rollouts need an unpublished version to generate the next step. Raises the same exceptions as
+        :meth:`reserve`.
         """
         weights = {name: tensors[_NAME_PREFIX + name] for name in self._live}
         self._hand_over(_HostCopy(number, weights, buffer.obj))
@@ -202,7 +202,7 @@ class Publisher:
         self._thread.join()
 
     def _hand_over(self, copy: _HostCopy) -> None:
-        """Let the publishing thread have the copy, unless this version was published at the start already."""
+        """Pass the copy to the publishing thread, unless this version was already published at the start."""
         with self._changed:
             self._wanted = None
             if copy.number > self._newest:
@@ -211,7 +211,7 @@ class Publisher:
             self._changed.notify_all()
 
     def _wait_until(self, ready: Callable[[], bool]) -> None:
-        """Wait in phase ``publish`` unless ``ready``, and count the time."""
+        """Wait in phase ``publish`` until ``ready``, and count the waiting time."""
         if self._state.is_settled(ready):
             self._wait(ready)
             return
@@ -238,7 +238,7 @@ class Publisher:
             self._state.on_error(error)
 
     def _next(self) -> _HostCopy | None:
-        """Return the copy that rank 0 chooses, and skip all older copies; None at the end of the run."""
+        """Return the copy that rank 0 chooses, and skip all older copies; return None at the end of the run."""
         number = exchange.broadcast_from_rank0(self._gang.publish_group, self._gang.rank, self._choose, int)
         if number == _END:
             return None
@@ -278,7 +278,7 @@ class Publisher:
                 self._send(name, tensor)
 
     def _write(self, name: str, shard: Tensor, memory: memoryview) -> None:
-        """Write a tensor into the memory of the version: rank 0's own shard, and those of the others as they arrive."""
+        """Write a tensor into the memory of the version: rank 0's shard, and the other shards as they arrive."""
         if not memory.nbytes:
             return
         mine, *others = torch.split(torch.frombuffer(memory, dtype=self._dtypes[name]), self._shares[name])
@@ -293,14 +293,14 @@ class Publisher:
             part.wait()
 
     def _send(self, name: str, shard: Tensor) -> None:
-        """Send this member's shard of a tensor to rank 0; nothing of a tensor that rank 0 has whole."""
+        """Send this member's shard of a tensor to rank 0, unless rank 0 has the whole tensor."""
         if len(self._shares[name]) > 1 and shard.numel():
             cast = shard.reshape(-1).to("cpu", self._dtypes[name])
             dist.send(cast.view(torch.uint8), group=self._gang.publish_group, group_dst=_RANK0)
 
 
 def _shares(gang: Gang, weights: Mapping[str, Tensor]) -> dict[str, list[int]]:
-    """Return for each tensor how many of its elements each rank has, in row-major order; rank 0 alone if not sharded.
+    """Return the number of elements that each rank has of each tensor; only rank 0 has elements of unsharded tensors.
 
     All members must call this function.
 

@@ -1,8 +1,8 @@
-"""Selects the state that a trainer continues from: the newest one that every member can read and verify.
+"""Select the state from which a trainer continues: the newest state that every member can read and verify.
 
 The state is a snapshot of the committed step, a snapshot of the next step, or the last commit. If a snapshot of the
-next step is loaded, the commit of that step is completed. All members agree before anything is loaded, and compare
-afterwards what they have loaded.
+next step is loaded, the commit of this step is completed. All members agree before anything is loaded, and compare the
+loaded states afterwards.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ from .process_group import Gang, blocked_on_rank0
 _log = logging.getLogger("rrl.trainer")
 
 SnapshotKey = tuple[int, int]
-"""(step, incarnation that made it) of a snapshot. The snapshots of all ranks with the same key belong together."""
+"""Step of a snapshot, and number of the incarnation that made it. The snapshots of all ranks with the same key belong
+together."""
 
 
 class Commit(Struct, frozen=True):
-    """The last commit; before the first, ``number`` is 0 and ``manifest`` None."""
+    """The last commit. Before the first commit, ``number`` is 0 and ``manifest`` is None."""
 
     number: int
     manifest: dict[str, Any] | None
@@ -67,16 +68,16 @@ class RestorePoint(Struct, frozen=True):
 
     @property
     def uncommitted(self) -> SnapshotMeta | None:
-        """The snapshot if its commit must still be completed, else None."""
+        """The description of the snapshot if its step is not committed yet, else None."""
         return self.meta if self.meta is not None and self.meta.number > self.commit.number else None
 
 
 def candidates(names: Iterable[SnapshotKey], commit: Commit) -> list[SnapshotKey]:
     """Return the snapshots that may be restored, newest first.
 
-    Two kinds of snapshots agree with the committed history: those of the committed step that the committing incarnation
-    made, and those of the next step that this or a later incarnation made. A snapshot of a still later step is useless,
-    because that step cannot be committed yet.
+    Two kinds of snapshots agree with the committed history: snapshots of the committed step by the committing
+    incarnation, and snapshots of the next step by this or a later incarnation. A snapshot of a later step is useless,
+    because its step cannot be committed yet.
     """
     usable = [
         (step, incarnation)
@@ -123,10 +124,10 @@ def load(restore_point: RestorePoint, learner: Learner, checkpoints: Checkpoints
 
 
 def check_same(states: Sequence[tuple[int, str]]) -> None:
-    """Compare the step and the loaded state of each rank.
+    """Compare the step and the digest of the loaded state of all ranks.
 
     Raises:
-        RuntimeError: They differ.
+        RuntimeError: The ranks have loaded different states.
     """
     if len(set(states)) > 1:
         text = "; ".join(f"rank {rank}: step {step}, {state}" for rank, (step, state) in enumerate(states))
@@ -134,13 +135,13 @@ def check_same(states: Sequence[tuple[int, str]]) -> None:
 
 
 _Location = tuple[str | None, SnapshotInfo]
-"""Address of an agent (None: this node's), and a snapshot that it stores."""
+"""Address of an agent (None: the agent of this node), and a snapshot that the agent stores."""
 
 
 def _locations(me: rrl.Worker, gang: Gang, client: SnapshotClient | None) -> dict[SnapshotKey, list[_Location]]:
-    """Return the locations of each snapshot of this member's rank; the member's own node comes first.
+    """Return the locations of each snapshot of this member's rank, first the member's own node.
 
-    Each member queries its own node's agent; rank 0 also queries the agents of standbys.
+    Each member queries the agent of its own node; rank 0 also queries the agents on the nodes of standbys.
     """
     snapshot_servers = dict(me.peers.snapshot_servers) if me.peers is not None else {}
     found = [(me.node, info) for info in _list_snapshots(client, None)]

@@ -1,9 +1,9 @@
 """Files of torch.distributed.checkpoint, written and read by a gang without torch's object collectives.
 
 torch's ``save`` and ``load`` exchange their plans by pickle over gloo (:mod:`.exchange` explains the risk). Here each
-member saves and loads as if it were alone; the members report by msgpack which pieces of which tensors they wrote, and
-rank 0 writes ``.metadata`` from that. The files are those that torch would have written, and torch's own tools read
-them.
+member saves and loads as if it were alone. The members report by msgpack which pieces of which tensors they wrote, and
+rank 0 writes ``.metadata`` from these reports. The files are the same as torch would have written, and torch's own
+tools can read them.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
 METADATA = ".metadata"
-"""Name of the file that gives, for each part of each tensor, the file that contains it. torch unpickles this file, so
-its digest is verified first."""
+"""Name of the file that lists the file of each part of each tensor. torch unpickles this file, so its digest is
+verified first."""
 
 
 class Piece(Struct, frozen=True, array_like=True):
@@ -51,7 +51,7 @@ class Piece(Struct, frozen=True, array_like=True):
 
 
 class _OwnWriter(FileSystemWriter):
-    """Writes the files of one member under torch's names for them, and stores the metadata in ``pieces``."""
+    """Writes the files of one member with torch's file names, and stores the metadata in ``pieces``."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         super().__init__(folder, sync_files=True, overwrite=False)
@@ -96,7 +96,7 @@ def write_metadata(folder: Path, pieces: Iterable[Piece]) -> Path:
 
     Raises:
         OSError: The file could not be written.
-        RuntimeError: A piece is invalid. The pieces of other members were received over a network.
+        RuntimeError: A piece is invalid (other members' pieces arrive over a network).
     """
     tensors: dict[str, TensorStorageMetadata] = {}
     positions: dict[MetadataIndex, WriteResult] = {}

@@ -23,7 +23,7 @@ from ...transport.control.endpoints import Incoming, Listener
 from ...transport.control.sockets import CONTROL_BOUNDS, STORE_BOUNDS
 from ...transport.messages import Peers
 from ..checkpoints.retention import CheckpointCleaner, CommitStatus
-from ..end_report import exits_on_invalid_config
+from ..launcher.end_report import exits_on_invalid_config
 from ..models.tasks import TaskError, load_task
 from ..models.tokenizer import open_tokenizer
 from .durable.records import LogFormatError
@@ -59,7 +59,10 @@ _log = logging.getLogger("rrl.trajectories")
 
 
 def answer(store: Store, request: Request, now: float | None = None, until: float = -math.inf) -> Answer:
-    """Pass a request, which is evaluated at ``now`` and waits ``until`` a time (s), to the store; return its answer."""
+    """Pass a request to the store, and return its answer.
+
+    It is evaluated at ``now`` (s), and may wait until ``until`` (s).
+    """
     match request:
         case LeaseWork(incarnation, at_most, _, holding, weights):
             return store.lease(incarnation, at_most, holding, weights, now, until)

@@ -139,10 +139,10 @@ class Batch(Struct, frozen=True):
 
 
 class PackedTrajectory(Struct, frozen=True, array_like=True, gc=False):
-    """A :class:`Trajectory` in a message: 8 bytes per token, without its prompt (see :class:`PackedBatch`).
+    """A :class:`Trajectory` in a message: 8 bytes per token. The prompt of its group is in :class:`PackedBatch`.
 
-    ``tokens`` is int32 and ``logprobs`` float32, in the byte order of the machine. In a gang both are empty if another
-    member trains on them, and so is ``prompt``.
+    ``tokens`` is int32 and ``logprobs`` float32, in the byte order of the machine. In a gang ``tokens``, ``logprobs``
+    and ``prompt`` are empty if another member trains on them.
     """
 
     id: int

@@ -27,20 +27,21 @@ from ...transport.keys import RunKeys
 from ...transport.messages import Goodbye, Peers
 from ..checkpoints.folders import Digest, as_paths, fresh_folder, make_durable, verified
 from ..checkpoints.folders import describe as describe_files
-from ..end_report import report_uncaught_exceptions
+from ..launcher.end_report import report_uncaught_exceptions
 from ..launcher.process_group import allow_inspection, restore_priority
 from ..trajectories.batches import decode, decode_part
 from ..trajectories.client import TrajectoryClient
 from ..trajectories.types import Batch, Item, PackedPart, Part, Segment
 from . import publication
 from .connection import ManagerConnection, Stopping
+from .status.episode_status import EpisodeStatus
 from .status.external_waits import waiting
 from .status.work_status import CurrentPhase, entered_phase
 from .step_data import StepData
 from .work_items import LeasedTrajectories, NewWeights, PendingAppend, ScoringLease, WorkLease
 
 if TYPE_CHECKING:
-    from .episodes import Episode
+    from .episode_work import Episode
 
 STORE_WAIT_S = 1.0
 """Seconds that one request waits at the store before it is repeated, so that the worker notices a stop request."""
@@ -448,9 +449,13 @@ class Worker:
         Args:
             at_most: Number of episodes at the same time; None: ``concurrency`` of the job.
         """
-        from .episodes import EpisodeWork  # imported here: the packages of the endpoint are optional
+        from .episode_work import EpisodeWork  # imported here: the packages of the endpoint are optional
 
-        return EpisodeWork(self._connection, self.job, self.ask_store, at_most).lease()
+        return EpisodeWork(self._connection, self.job, self.episode_status(), self.ask_store, at_most).lease()
+
+    def episode_status(self) -> EpisodeStatus:
+        """Return the report of phase and progress of a program that makes attempts at episodes in its own way."""
+        return EpisodeStatus(self.job, self._connection.set_phase, self._connection.count)
 
     async def ask_store(self, request: Callable[[TrajectoryClient], Coroutine[Any, Any, _Data]]) -> _Data:
         """Send a request to the store, and wait for its answer in the caller's event loop."""
@@ -470,7 +475,8 @@ def join() -> Worker:
 
     Use the result as a context manager::
 
-        with rrl.join() as me:
+        me = rrl.join()
+        with me:
             ...
 
     With ``warm = true`` in job.toml, a standby process of a trainer or rollout is started before it is needed and waits

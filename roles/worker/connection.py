@@ -395,7 +395,7 @@ class ManagerConnection:
             callback(peers)
 
     async def _heartbeat_loop(self) -> None:
-        """Send heartbeats, but only while connected: buffered heartbeats would hide how long a phase lasted."""
+        """Send heartbeats while connected. Heartbeats that arrive late would give phases a wrong duration."""
         while True:
             if self._dialer.connected:
                 heartbeat = self.status.heartbeat(self.launch.incarnation)

@@ -10,7 +10,7 @@ from ...core.text import shortened
 from ...core.types import Version
 from ...transport.weights.manifest import TensorSpec
 from ...transport.weights.store import StoredVersion
-from ..end_report import Misuse
+from ..launcher.end_report import Misuse
 from ..trajectories.client import Appended
 from ..trajectories.durable.records import pack
 from ..trajectories.types import Item, Score, Segment, ToScore

@@ -15,7 +15,8 @@ from vllm.model_executor.utils import replace_parameter
 from rrl.core.types import Version
 from rrl.roles.models.policy import weights
 from rrl.roles.rollout.engine import Engine, Sampling
-from rrl.roles.trajectories.types import Item, Segment
+from rrl.roles.trajectories.types import Item, PathDigest, Segment
+from rrl.roles.trajectories.types import Sampling as Overrides
 from rrl.tests.support.engine import engines
 from rrl.tests.support.engine.engines import ATOL, EOS, SPEC, Made
 
@@ -106,6 +107,43 @@ def test_trajectory_of_another_incarnation_is_continued(engine: Engine) -> None:
     made.segments[7] = made.segments[7][1:]
     assert made.finished == [7]
     assert made.worst([item], {0: _A}, TEMPERATURE)[0] < ATOL
+
+
+def _digest(*tokens: int) -> bytes:
+    path = PathDigest()
+    path.add(tokens)
+    return path.value()
+
+
+def test_segments_carry_the_digest_of_what_vllm_had_across_an_update(engine: Engine) -> None:
+    so_far = (Segment(30, 0, (5, 6, 7), (-1.0, -1.0, -1.0), Version(0, 1)),)
+    given, made = [*engines.items(4, max_new=30), Item(30, 9, (2, 3, 4), so_far, max_new=12)], Made()
+    made.segments[30] = list(so_far)
+    engine.add(given)
+    made.steps(engine, 5)
+    engines.load(engine, 1, _B)
+    made.to_the_end(engine)
+    for item in given:
+        had = list(item.prompt)
+        for segment in made.segments[item.trajectory]:
+            had += segment.tokens
+            assert segment in so_far or segment.digest == _digest(*had)
+    assert any(segment.version.step == 1 for segment in made.segments[0])
+
+
+def test_foreign_turns_are_sampled_as_they_say_beside_turns_of_the_job(engine: Engine) -> None:
+    prompt = tuple(range(2, 12))
+    penalties = Overrides(presence_penalty=0.5, frequency_penalty=0.5, repetition_penalty=1.2, top_p=0.9, min_p=0.01)
+    seeded = Overrides(seed=7)
+    how = [None, Overrides(temperature=0.0), Overrides(top_k=1, seed=5), seeded, seeded, penalties]
+    made = Made()
+    engine.add([Item(n, 0, prompt, (), 20, each) for n, each in enumerate(how)])
+    made.to_the_end(engine)
+    assert sorted(made.finished) == list(range(len(how)))
+    assert made.tokens(1) == made.tokens(2), "both always take the most likely token"
+    assert made.tokens(3) == made.tokens(4) != made.tokens(0)
+    given = [Item(0, 0, prompt, (), 20)]
+    assert made.worst(given, {0: _A}, TEMPERATURE)[0] < ATOL, "the turn of the job is sampled as before"
 
 
 def test_a_trajectory_with_nowhere_to_grow_is_finished_without_a_segment(engine: Engine) -> None:

@@ -23,6 +23,7 @@ STARTERS = {
     "manager/cluster/local.py": "first processes of steps, which outlive the manager",
     "manager/cluster/slurm/steps.py": "sruns, which are killed once their step has connected",
     "roles/agent/fault_injection.py": "a pause helper, which reports twice and outlives the agent",
+    "roles/agents/user_program.py": "the user's agent, which may run for as long as an attempt",
     "roles/launcher/process_group.py": "the command of a role",
 }
 """module that starts processes: which ones"""

@@ -24,7 +24,7 @@ SLURM = {
     "sacctmgr": "exit 1",
 }
 """What the login node of the cluster of the example says that is for one."""
-NOT_HERE = "on this machine; it must on the nodes"
+NOT_HERE = "on this machine; the nodes need"
 
 
 def test_there_are_examples() -> None:

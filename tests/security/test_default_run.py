@@ -18,10 +18,12 @@ import pytest
 
 from rrl.core.run_dir import RUNS_ENV
 from rrl.core.types import ReplicaId
+from rrl.manager.model.state import Status
 from rrl.tests.support.plain_user import PlainUser
 from rrl.tests.support.runs import RRL, TestRun, all_work, current_incarnations, light_job, submitted, write_job
 from rrl.tests.support.security.assault import RECOVERY_TIMEOUT_S
 from rrl.tests.support.security.attacks import Footprint, barrage, ports_of
+from rrl.tests.support.supervisor import end_runs_with_caller
 from rrl.transport.keys import RunKeys
 
 GARBAGE = 1500
@@ -40,6 +42,7 @@ def run(owner: PlainUser) -> Iterator[TestRun]:
     def call(*argv: str, **_: object) -> subprocess.Popen[str]:
         return owner.popen(RRL, *argv, **{RUNS_ENV: str(owner.home / "runs")})
 
+    end_runs_with_caller(owner.home / "runs")
     run = submitted(write_job(owner.home, toml), owner.home / "runs", call)
     run.wait_steps(3)
     yield run
@@ -124,6 +127,9 @@ def test_ucx_of_another_user_reaches_nothing_at_any_port_of_a_run(
 def test_garbage_of_another_user_leaves_no_descriptor_open_in_a_run(
     run: TestRun, owner: PlainUser, attacker: PlainUser
 ) -> None:
+    run.wait(
+        lambda state: all(r.status is Status.JOINED for r in state.replicas.values() if r.is_current)
+    )  # standbys, too
     before, began = current_incarnations(run.wait(all_work)), run.state().step
     ports = sorted(listening_ports(owner))
     listeners = {pid: Footprint.of(pid).descriptors for pid in run.processes() if ports_of(pid)}

@@ -18,6 +18,7 @@ from rrl.core.run_dir import RUNS_ENV, RunDir
 from rrl.tests.support.plain_user import PlainUser, popen_as
 from rrl.tests.support.runs import QUICKSTART, RRL, TestRun, write_job
 from rrl.tests.support.security.sockets import Bound, bound_by
+from rrl.tests.support.supervisor import end_runs_with_caller
 
 _START_TIMEOUT_S = 300.0
 """for two ranks, a rollout and their standbys to load torch on a busy machine of two cores"""
@@ -33,6 +34,7 @@ def gang_run(owner: PlainUser) -> Iterator[TestRun]:
     folder = owner.home / "gang"
     owner.call(folder.mkdir, timeout_s=30)
     job = write_job(folder, toml)
+    end_runs_with_caller(folder / "runs")
 
     def call(*argv: str, **popen: Any) -> subprocess.Popen[str]:
         # A name of an interface in the user's own shell must not put gloo on it.

@@ -1,4 +1,4 @@
-"""A whole run that is attacked on all its ports while it trains, and completes as if nothing was."""
+"""A whole run that is attacked on all its ports while it trains, and goes on and completes as if nothing was."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GROWTH = 0.05
 
 
 def test_an_attack_on_all_ports_of_a_run_has_no_effect_on_it(tmp_path: Path) -> None:
-    run = submit_here(tmp_path, light_job("local", 110))
+    run = submit_here(tmp_path, light_job("local", 100_000))  # it must not end before the attack does
     run.wait_steps(3)
     before = current_incarnations(
         run.wait(lambda s: all(r.status is Status.JOINED for r in s.replicas.values() if r.is_current))
@@ -41,6 +41,12 @@ def test_an_attack_on_all_ports_of_a_run_has_no_effect_on_it(tmp_path: Path) -> 
         assert cost.descriptors_growth <= 0, cost
         assert cost.memory_growth <= GROWTH, cost
     _second_process(run, ReplicaId("rollout/1"))
+    with run.call("cancel", run.run.id) as process:
+        assert process.wait(60) == 0
+    assert run.state().outcome == "cancelled"
+    with run.call("resume", run.run.id, "--steps", str(run.state().step + 3), stdout=subprocess.DEVNULL) as process:
+        assert process.wait(60) == 0
+    run.wait_resumed()
     state = run.wait_end()
     assert (state.outcome, state.step) == ("completed", state.job.steps), state.why
     run.wait_gone()
@@ -57,5 +63,5 @@ def _second_process(run: TestRun, replica: ReplicaId) -> None:
     file = str(run.run.launch_file(tag))
     argv = [sys.executable, "-P", "-m", "rrl.roles.launcher.step", file]
     second = subprocess.run(argv, env={**os.environ, LAUNCH_ENV: file}, capture_output=True, text=True, timeout=120)
-    assert "the other one with its tag continues" in second.stderr, second.stderr
+    assert "the other process with the same tag continues" in second.stderr, second.stderr
     assert not run.run.exit_file(tag).exists(), "its record would be taken for the first one's"

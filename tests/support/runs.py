@@ -308,7 +308,7 @@ def write_job(folder: Path, toml: str) -> Path:
 
 def submitted(job: Path, runs: Path, call: Callable[..., subprocess.Popen[str]]) -> TestRun:
     process = call("submit", str(job), "--json", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 0, err
     return TestRun(RunDir(runs / json.loads(out)["run"]), call)
 

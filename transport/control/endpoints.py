@@ -1,11 +1,12 @@
 """The control plane: ZeroMQ with CURVE, generic over any msgspec union. One process listens, the others dial it.
 
-CURVE is always on, and only the run's client key is accepted; a frame that cannot be decoded is dropped and counted,
+CURVE is always on, and only the run's client key is accepted. A frame that cannot be decoded is dropped and counted,
 never answered. Nothing blocks the event loop: every socket operation is non-blocking, and messages that a slow or
-absent peer cannot take are dropped, oldest first, and counted. A message that must arrive is a request
-(:meth:`Dialer.request`), which is sent again to the next listener until it has a reply.
+absent peer does not take are dropped, oldest first, and counted. A message that must arrive is sent as a request
+(:meth:`Dialer.request`), again and again to each new listener, until a reply arrives.
 
-Every object belongs to the asyncio loop in which it was opened; several may share one loop, in any thread.
+Every object belongs to the asyncio loop in which it was opened. Several objects may share a loop, and the loop may run
+in any thread.
 """
 
 from __future__ import annotations
@@ -37,26 +38,26 @@ from .sockets import (
 )
 
 Send = Callable[[bytes, Any, int | None], Coroutine[Any, Any, None]]
-"""Type of :meth:`Listener.send`: takes a peer, a message, and the id of the request that it answers (None: not a
-reply)."""
+"""Type of :meth:`Listener.send`: takes a peer, a message, and the id of the answered request (None: the message is not
+a reply)."""
 
 ADDRESS_POLL_S = 1.0
 """Seconds between two calls of ``find_address`` while there is no connection."""
 CONNECTED_ADDRESS_POLL_S = 5.0
 """Seconds between two calls of ``find_address`` while connected: a manager that lost its lease may still reply."""
 MAX_QUEUED_MESSAGES = 1000
-"""Messages that are queued for a peer that does not take them; the oldest are dropped."""
+"""Maximum number of messages that are queued for a peer; beyond it, the oldest are dropped."""
 _CONNECT_MS = 2000
 _RECONNECT_MS = 100
 _RECONNECT_MAX_MS = 1000
 _FLUSH_MS = 200
-"""Milliseconds that sent messages (a Goodbye, a Stop) have to leave when an endpoint closes; then they are dropped."""
+"""Milliseconds for which a closing endpoint tries to deliver sent messages (a Goodbye, a Stop) before it drops them."""
 _MAX_FRAMES_PER_TURN = 100
-"""Frames read in one iteration of the event loop, so that a flood does not starve other tasks."""
+"""Maximum number of frames read in one iteration of the event loop, so that a flood does not starve other tasks."""
 
 
 class Address(Struct, frozen=True):
-    """Where a listener can be dialled: ``tcp://host:port``. Of two addresses, that with the higher epoch is valid."""
+    """The address of a listener: ``tcp://host:port``. Of two addresses, the one with the higher epoch is valid."""
 
     epoch: int
     endpoint: str
@@ -65,8 +66,7 @@ class Address(Struct, frozen=True):
     def read(cls, path: Path) -> Address | None:
         """Return the address in ``path``; None if the file is absent or incomplete.
 
-        The file can be incomplete on a full disk, and on storage that shows a file before its content. The caller tries
-        again later.
+        The file can be incomplete on a full disk, and on storage that shows a file before its content.
         """
         try:
             return msgspec.json.decode(path.read_bytes(), type=cls)
@@ -83,7 +83,7 @@ class Incoming(Struct, frozen=True):
 
 
 class Listener:
-    """The end that is dialled: a ROUTER socket that only members of the run can connect to.
+    """The listening end: a ROUTER socket to which only processes of the run can connect.
 
     ``dropped`` counts frames that could not be decoded and messages that a slow peer did not take; ``refused`` counts
     connections that failed to authenticate.
@@ -146,11 +146,11 @@ class Listener:
 
     @property
     def address(self) -> Address:
-        """Return where this listener can be dialled."""
+        """Return the address of this listener."""
         return Address(self.epoch, self.endpoint)
 
     async def receive(self) -> Incoming:
-        """Return the next message of a member of the run.
+        """Return the next message of a process of the run.
 
         Raises:
             ConnectionError: The listener was closed.
@@ -196,7 +196,7 @@ class Listener:
                 raise
 
     async def close(self) -> None:
-        """Stop listening; sent messages have ``_FLUSH_MS`` to leave. Repeatable."""
+        """Stop listening, after up to ``_FLUSH_MS`` for the delivery of sent messages. Repeatable."""
         if self._closed:
             return
         self._closed = True
@@ -221,12 +221,12 @@ def _no_messages() -> Sequence[Any]:
 
 
 class Dialer:
-    """The end that dials one listener. After a loss of the connection it finds the listener or its successor again.
+    """The dialling end. If the connection is lost, it connects again to the listener or its successor.
 
-    ``find_address`` returns the newest address, or None. The function is called in a thread, since it may read shared
-    storage: at once after a loss, and then every :data:`ADDRESS_POLL_S`. An OSError counts as None. ``hello`` returns
-    the messages that are sent first on every connection. ``dropped`` counts messages that exceeded the bound of a
-    queue, frames that could not be decoded, and frames of a listener older than the newest known address.
+    ``find_address`` returns the newest address, or None; an OSError counts as None. It is called in a thread, since it
+    may read shared storage: at once after a loss, and then every :data:`ADDRESS_POLL_S` seconds. ``hello`` returns the
+    messages that are sent first on every connection. ``dropped`` counts messages beyond the bound of a queue, frames
+    that could not be decoded, and frames of an older listener than the newest known address.
     """
 
     def __init__(
@@ -290,8 +290,8 @@ class Dialer:
         """Send a message until it has a reply, and return the reply.
 
         The message is sent again after each reconnect, so that the listener may receive it twice. With
-        ``resend_after``, meant for a listener that may drop its reply, the message is also sent again on the same
-        connection: after so many seconds, then after twice as long, and so on.
+        ``resend_after``, for a listener that may drop its reply, the message is also sent again on the same connection:
+        after ``resend_after`` s, then after twice as long, and so on.
 
         Raises:
             TimeoutError: There was no reply within ``timeout`` s.
@@ -316,7 +316,7 @@ class Dialer:
         return await self._pushes.get()
 
     async def close(self) -> None:
-        """Disconnect; sent messages have ``_FLUSH_MS`` to leave, open requests raise ConnectionError. Repeatable."""
+        """Disconnect, after up to ``_FLUSH_MS`` for sent messages. Open requests raise ConnectionError. Repeatable."""
         if self._closed:
             return
         self._closed = True

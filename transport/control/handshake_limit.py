@@ -2,8 +2,8 @@
 
 libzmq closes a connection that does not finish the handshake in time, but accepts any number of connections until then.
 One host that connects and sends nothing could take every descriptor of the process. So this module closes surplus
-connections. It begins with those that have sent too little to have authenticated, and continues with the oldest. A
-member of the run authenticates within some milliseconds, and dials again if its connection was closed.
+connections: first connections that have sent too little to have authenticated, then the oldest. A process of the run
+authenticates within some milliseconds, and dials again if its connection was closed.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from ..tcp_inspection import bytes_received, shut_down
 from .sockets import HANDSHAKE_TIMEOUT_MS, AsyncSocket
 
 MAX_UNAUTHENTICATED = 64
-"""Most unauthenticated connections at a time. Each takes 14 KiB in libzmq (measured), so all take 1 MiB. A lower limit
-delays members that dial at once: of 900 members the last was accepted after 0.4 s without a limit, 0.6 s with a limit
-of 128, 1.0 s with 64, 2.7 s with 16."""
+"""Maximum number of unauthenticated connections. Each takes 14 KiB in libzmq (measured), so all take 1 MiB. A lower
+limit delays processes that dial at once: of 900 processes the last was accepted after 0.4 s without a limit, 0.6 s with
+a limit of 128, 1.0 s with 64, and 2.7 s with 16."""
 MIN_HANDSHAKE_BYTES = 500
-"""Bytes below which a connection cannot have authenticated: a member sends 567 (CURVE, ZMTP 3.1; measured)."""
+"""A connection that has sent fewer bytes cannot have authenticated: a handshake sends 567 bytes (CURVE, ZMTP 3.1;
+measured)."""
 _EVENT = struct.Struct("=Hi")
 """First frame of a monitor: event, value (zmq_socket_monitor(3))."""
 _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -40,9 +41,9 @@ class HandshakeLimiter:
         self._port = 0
         self._monitored = socket
         self._unauthenticated: dict[int, float] = {}
-        """Descriptor of each connection that may still be in its handshake → time of its acceptance."""
+        """Time (s) of acceptance of each connection that may still be in its handshake, by descriptor."""
         self._authenticated_at: list[float] = []
-        """Times at which connections authenticated; zmq does not report which connections these were."""
+        """Times (s) at which connections authenticated. zmq does not report which connection it was."""
         events = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | _REFUSED
         self._monitor_socket = AsyncSocket(_monitor(socket, events), self._on_events)
 

@@ -1,4 +1,4 @@
-"""How log lines reach the manager: on a separate socket, so that a flood never delays a heartbeat.
+"""The messages that carry log lines to the manager on a separate socket, so that a flood never delays a heartbeat.
 
 The launcher of a step sends :class:`LogLines` as a request, and waits for :class:`LogLinesAck` before it sends more. So
 at most one message of an incarnation is in flight, and lines queue up only in the :class:`Backlog` of their sender.
@@ -16,7 +16,7 @@ from ...core.types import Incarnation
 from .sockets import Bounds
 
 MAX_TEXT_BYTES = 64 * 2**10
-"""Bytes of log text in one message."""
+"""Maximum number of bytes of new log text in one message."""
 TAIL_BYTES = 64 * 2**10
 """Bytes of the newest lines of an incarnation that its launcher and the manager each keep: some 700 lines, and 128 MiB
 for 2,000 incarnations."""
@@ -33,7 +33,7 @@ class LogLines(Struct, frozen=True, tag=True):
     unsaved: bool = False
     """True if the launcher currently cannot write the lines to the run directory, so that the receiver must do so."""
     is_last: bool = False
-    """True if the log ends here."""
+    """True if these are the last lines of the log."""
 
 
 class LogLinesAck(Struct, frozen=True, tag=True):
@@ -55,7 +55,7 @@ class Backlog:
         self.size = 0
         """Bytes that are stored."""
         self.lost = 0
-        """Bytes that were dropped in total."""
+        """Total number of bytes that were dropped."""
 
     def put(self, lines: bytes) -> None:
         """Add whole lines."""

@@ -32,19 +32,19 @@ class Bounds(Struct, frozen=True):
     """Limits on the memory that one peer can make the other end use."""
 
     max_frame_bytes: int
-    """Bytes of the largest message; a peer that sends a larger one is disconnected."""
+    """Maximum size of a message in bytes; a peer that sends a larger message is disconnected."""
     max_queued: int
-    """Messages in zmq's own queue, per peer and direction."""
+    """Maximum number of messages in zmq's own queue, per peer and direction."""
 
 
 CONTROL_BOUNDS = Bounds(256 * 2**20, 1000)
-"""Default limits: a batch of trajectories is the largest message of the control plane."""
+"""Default limits, which suffice for a batch of trajectories, the largest message of the control plane."""
 MANAGER_BOUNDS = Bounds(2**20, 1000)
-"""Limits of the manager: a step's metrics or a finding's evidence are the largest messages. A peer can make the manager
-allocate one frame of the largest size before the peer has authenticated."""
+"""Limits of the manager, whose largest messages are a step's metrics and a finding's evidence. They are low, because
+even an unauthenticated peer can make the manager allocate one frame of the maximum size."""
 STORE_BOUNDS = Bounds(64 * 2**20, 1000)
-"""Limits of the store: a rollout sends whole trajectories at once. 64 trajectories of 32,768 tokens each, with versions
-and log-probabilities, take about 30 MiB."""
+"""Limits of the store, to which a rollout may send many whole trajectories at once. 64 trajectories of 32,768 tokens
+each, with versions and log-probabilities, take about 30 MiB."""
 
 
 class Codec:
@@ -130,7 +130,7 @@ class AsyncSocket:
         return True
 
     def close(self, flush_ms: int = 0) -> None:
-        """Close the socket; ``flush_ms`` is the time (ms) that sent messages have to leave. Repeatable."""
+        """Close the socket, after up to ``flush_ms`` milliseconds for the delivery of sent messages. Repeatable."""
         if self._open:
             self._open = False
             self._loop.remove_reader(self._fd)

@@ -13,17 +13,15 @@ from contextlib import contextmanager
 from typing import Protocol
 
 CONNECT_TIMEOUT_S = 1.0
-"""Seconds for one connection attempt; an attempt against a dead port sometimes hangs that long (docs/sources.md,
-UCX)."""
+"""Timeout (s) of one connection attempt. An attempt to reach a dead port sometimes hangs (docs/sources.md, UCX)."""
 HANDSHAKE_TIMEOUT_S = 1.0
-"""Seconds for the handshake; a peer that sends nothing is then dropped. Measured p99: 13.6 ms to connect, 3.3 ms for
-the rest of the handshake."""
+"""Timeout (s) of the handshake, after which a peer that sends nothing is dropped. Measured p99: 13.6 ms to connect, 3.3
+ms for the rest of the handshake."""
 TIMER_SLACK_S = 0.05
-"""Seconds by which a timer may be late on a busy machine. If it is later, the event loop was blocked, for example by
-the role's computation."""
+"""Seconds by which a timer may be late on a busy machine. If it is later, the event loop was blocked, for example by a
+computation of the role."""
 MAX_DEADLINE_EXTENSIONS = 5
-"""Most times that a deadline is restarted because the event loop was late. After that the deadline expires even if the
-loop was late."""
+"""Maximum number of times that a deadline is restarted because the event loop was late."""
 _NONCE_BYTES = 32
 _MAC_BYTES = 32
 _DIALLED, _LISTENED = b"rrl-connection-1 dialled", b"rrl-connection-1 listened"
@@ -43,7 +41,7 @@ class Connection(Protocol):
     """
 
     async def open(self) -> None:
-        """Agree with the other end on what is needed before data is sent; both ends must call this first."""
+        """Negotiate with the other end before data is sent. Both ends must call it first."""
 
     async def send(self, data: bytes | memoryview) -> None:
         """Send all of ``data``."""
@@ -63,9 +61,9 @@ class Connection(Protocol):
 def deadline(connection: Connection, timeout: float) -> Generator[None]:
     """Return a context manager in which operations on ``connection`` fail after ``timeout`` s.
 
-    On any exception the connection is aborted before the exception leaves the context: only then may the caller free
-    its buffers (docs/sources.md, UCX). If the event loop itself was late, it has not processed what arrived in that
-    time, so the deadline is restarted, at most :data:`MAX_DEADLINE_EXTENSIONS` times.
+    On any exception the connection is aborted before the exception leaves the context, so that the caller may free its
+    buffers (docs/sources.md, UCX). If the event loop itself was late, it has not processed data that arrived meanwhile,
+    so the deadline is restarted, at most :data:`MAX_DEADLINE_EXTENSIONS` times.
     """
     loop = asyncio.get_running_loop()
     expired = False
@@ -94,8 +92,8 @@ def deadline(connection: Connection, timeout: float) -> Generator[None]:
 async def authenticate(connection: Connection, secret: bytes, *, dialled: bool) -> None:
     """Prove to each other that both ends know ``secret``.
 
-    Both send a nonce. The MACs contain the direction, so that an end cannot prove anything by sending the peer's MAC
-    back.
+    Both ends send a nonce. The MACs contain the direction, so that an end cannot authenticate by returning the peer's
+    MAC.
 
     Args:
         connection: A connection that is not open yet.

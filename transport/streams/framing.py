@@ -1,7 +1,7 @@
 """Messages and bulk data on an authenticated connection between processes of a run.
 
-A message is its length and msgpack. Bulk data is sent as it is, announced by the message before it; the receiver
-verifies it by its digest. Every chunk has a deadline of its own, which a hung peer misses and a slow peer does not.
+A message is sent as its length and msgpack. Bulk data is sent unencoded after a message that announces it; the receiver
+verifies the data by its digest. Every chunk has its own deadline, which a hung peer misses and a slow peer does not.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import msgspec
 from .connection import Connection, TransportError, deadline
 
 CHUNK_BYTES = 4 * 2**20
-"""Bytes that are sent or received under one deadline."""
+"""Number of bytes that are sent or received under one deadline."""
 CHUNK_TIMEOUT_S = 10.0
-"""Seconds for one chunk: below 0.4 MB/s a peer counts as hung."""
+"""Timeout (s) of one chunk: below 0.4 MB/s a peer counts as hung."""
 ANSWER_TIMEOUT_S = 10.0
-"""Seconds for a reply without bulk data."""
+"""Timeout (s) of a reply without bulk data."""
 _MAX_MESSAGE_BYTES = 256 * 2**10
 """Largest message in bytes, which bounds what a peer can make this process allocate. A list of 1,000 snapshots is 150
 KiB."""
@@ -29,7 +29,7 @@ _LENGTH = struct.Struct("<I")
 
 
 def derive_key(secret: bytes, purpose: str) -> bytes:
-    """Return a handshake key for one purpose, so that a proof made on one port is worthless on another."""
+    """Return a handshake key for one purpose, so that a MAC from one port cannot be used at another port."""
     return hmac.digest(secret, b"rrl " + purpose.encode(), "sha256")
 
 

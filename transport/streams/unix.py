@@ -1,8 +1,8 @@
 """Connections between two processes of one node and one user: abstract Unix sockets, which can pass descriptors.
 
 An abstract name leaves no file, and disappears with the process that bound it. The name is not secret
-(``/proc/net/unix`` lists all names), and any process may bind it first. So both ends check the other's user, and
-authenticate each other.
+(``/proc/net/unix`` lists all names), and any process may bind it first. So each end checks the user of the other end,
+and both authenticate.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from .connection import CONNECT_TIMEOUT_S, Connection, TransportError
 _CREDENTIALS = struct.Struct("=iII")
 """``struct ucred``: pid, uid, gid (unix(7))."""
 _BACKLOG = 1024
-"""Connections that the kernel holds until they are accepted, those of strangers included."""
+"""Maximum number of connections that the kernel holds until they are accepted, including connections of strangers."""
 _BACKLOG_RETRY_S = 0.01
 """Seconds until the next attempt if the listener's backlog is full."""
 _MAX_ACCEPTS_PER_TURN = 16
 _ACCEPT_RETRY_S = 1.0
-"""Seconds until the next attempt if no descriptor is available to accept with."""
+"""Seconds until the next attempt if no descriptor is free for an accepted connection."""
 _MAX_NAME_BYTES = 107
-"""Bytes of an abstract name (unix(7), ``sun_path`` less the leading zero)."""
+"""Maximum length of an abstract name in bytes (unix(7), ``sun_path`` without the leading zero)."""
 T = TypeVar("T")
 
 
@@ -46,7 +46,7 @@ class UnixConnection:
         """Pid of the process at the other end; 0 if it is outside of this process's pid namespace."""
 
     async def open(self) -> None:
-        """Do nothing: there is nothing to agree on."""
+        """Do nothing: this transport needs no negotiation."""
 
     async def send(self, data: bytes | memoryview) -> None:
         """Send all of ``data``."""
@@ -65,7 +65,7 @@ class UnixConnection:
         return await self._run(self._receive_fds(count))
 
     def abort(self) -> None:
-        """Close the connection at once; a socket that an operation still uses is closed after that operation."""
+        """Close the connection at once; a socket in use by an operation is closed after the operation."""
         if not self._broken:
             self._broken = True
             with contextlib.suppress(OSError):
@@ -159,7 +159,7 @@ async def dial_unix(name: str) -> UnixConnection:
     """Connect to an abstract name.
 
     Raises:
-        TransportError: The connection fails, or a process of another user has the name.
+        TransportError: The connection fails, or a process of another user listens at the name.
     """
     connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     try:

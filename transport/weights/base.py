@@ -19,10 +19,10 @@ from .store import WeightStore
 
 STARVATION_TIMEOUT_S = 3.0
 """Seconds for which a source may reply only NOT_READY. A source that is itself receiving may have to wait until its own
-first source has timed out, and then the next one. A process that pulls from it must not give it up during that time."""
+first and second source have timed out. A process that pulls from it must not give it up during this time."""
 PACKAGES: dict[WeightTransportName, tuple[str, ...]] = {"ucx": ("ucxx",), "nixl": ("nixl_cu12", "nixl_cu13")}
-"""Python packages of each transport that needs one; one of the packages must be installed. The extra with the name of
-the transport installs it. (The package ``nixl`` installs ``nixl_cu12`` and ``nixl_cu13``, and selects one.)"""
+"""Python packages of each transport that needs one; one of them must be installed, which the extra with the transport's
+name does. (The package ``nixl`` installs ``nixl_cu12`` and ``nixl_cu13``, and selects one of them.)"""
 
 
 class VersionUnavailable(TransportError):
@@ -30,12 +30,12 @@ class VersionUnavailable(TransportError):
 
 
 class WeightTransport(Protocol):
-    """How weight versions are transferred. Every failure is a TransportError.
+    """A transport of weight versions. Every failure is a TransportError.
 
-    A source may itself still be receiving the requested chunk. Until it has verified the chunk, it replies NOT_READY
-    every ``protocol.NOT_READY_INTERVAL_S``. ``timeout`` (s) bounds silence: it starts once all earlier replies on the
-    connection have arrived, and restarts at each NOT_READY. ``starvation_timeout`` (s) bounds the time during which the
-    source replies only NOT_READY, from the first NOT_READY to this request on.
+    A source that is still receiving the requested chunk replies NOT_READY every ``protocol.NOT_READY_INTERVAL_S`` until
+    it has verified the chunk. ``timeout`` (s) limits silence: it starts once all earlier replies on the connection have
+    arrived, and restarts at each NOT_READY. ``starvation_timeout`` (s) limits the time during which the source replies
+    only NOT_READY, from the first NOT_READY on.
     """
 
     kind: WeightTransportName
@@ -67,7 +67,7 @@ class WeightTransport(Protocol):
         timeout: float,
         starvation_timeout: float = STARVATION_TIMEOUT_S,
     ) -> None:
-        """Fetch bytes ``span`` of a version into ``into``, which is never written to after this returned or raised.
+        """Fetch bytes ``span`` of a version into ``into``, which is never written to after the call has ended.
 
         Raises:
             VersionUnavailable: The source does not have the version.
@@ -95,5 +95,5 @@ def parse_address(address: str, kinds: Sequence[str]) -> tuple[str, int]:
 
 
 def installed_package(kind: WeightTransportName) -> str | None:
-    """Return which of a transport's Python packages is installed here, or None. Imports nothing."""
+    """Return the name of the transport's Python package that is installed here, or None. Imports nothing."""
     return next((name for name in PACKAGES[kind] if importlib.util.find_spec(name) is not None), None)

@@ -1,8 +1,8 @@
-"""The manifest of a weight version: where each tensor is in one flat buffer, and the digest of each chunk of it.
+"""The manifest of a weight version: the position of each tensor in one flat buffer, and the digest of each chunk.
 
-Tensors are packed back to back (each starts at a multiple of 64 bytes) into one logical buffer; chunks cut that buffer
-without regard to tensors. The manifest carries an HMAC with the run's secret, so that a chunk can be verified by its
-digest, whichever source sent it.
+Tensors are packed back to back (each starts at a multiple of 64 bytes) into one logical buffer. Chunks divide the
+buffer without regard to tensors. The manifest carries an HMAC with the run's secret, so that a chunk from any source
+can be verified by its digest.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from msgspec import Struct
 from ...core.types import Version
 
 CHUNK_BYTES = 8 * 2**20
-"""Bytes of a chunk. If a source dies, at most one chunk per request in flight must be fetched again. The size is that
-of the fan-out lab (docs/sources.md, UCX)."""
+"""Size of a chunk in bytes, as in the fan-out lab (docs/sources.md, UCX). If a source dies, at most one chunk per
+request in flight must be fetched again."""
 ALIGN_BYTES = 64
 """Alignment of tensors in bytes: a cache line, and sufficient for any dtype and vector load."""
 _DIGEST_BYTES = 16
 _MAX_DIGEST_THREADS = 8
-"""Most threads that compute digests: together 12 GB/s, if memory is fast enough; the node's other cores are for the
-role."""
+"""Maximum number of threads that compute digests: together 12 GB/s if memory is fast enough. The node's other cores are
+for the role."""
 
 
 class TensorSpec(Struct, frozen=True, array_like=True):
@@ -74,8 +74,8 @@ def layout(tensors: Sequence[tuple[str, str, tuple[int, ...], int]]) -> tuple[tu
 class ManifestBuilder:
     """Builds a manifest while its buffer is still being filled: digests are computed in parallel threads.
 
-    ``flat`` holds ``tensors`` as :func:`layout` places them. Context manager; leaving it ends the threads. Digests of 1
-    GiB take 0.98 s with one thread and 0.53 s with two (measured on two cores).
+    ``flat`` contains ``tensors`` as :func:`layout` places them. The builder is a context manager whose exit ends the
+    threads. Digests of 1 GiB take 0.98 s with one thread and 0.53 s with two (measured on two cores).
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class ManifestBuilder:
             self._digests.append(self._pool.submit(digest, chunk))
 
     def sign(self) -> Manifest:
-        """Return the signed manifest; all of the buffer must be filled."""
+        """Return the signed manifest. The whole buffer must have been marked as filled."""
         self.mark_filled(self._flat.nbytes)
         chunks = [
             Chunk(start, data.nbytes, future.result())

@@ -6,8 +6,8 @@ is authenticated like any other. A process that does not belong to the run canno
 
 A send of more than INLINE_BYTES goes through slots, which are registered buffers. The source copies a part into a slot
 and announces the slot's address. The receiver reads the slot and confirms; then the slot is free again. (Reasons for
-slots: :mod:`rrl.transport.weights.nixl_memory`.) A late read may happen after the source has reused the slot; the
-chunk's digest detects that.
+slots: :mod:`rrl.transport.weights.nixl_memory`.) If a late read happens after the source has reused the slot, the
+chunk's digest detects it.
 """
 
 from __future__ import annotations
@@ -31,25 +31,26 @@ from .tcp import dial, listen
 from .ucx import close_silent_connections
 
 INLINE_BYTES = 64 * 2**10
-"""Largest send in bytes whose data is sent directly over TCP: announcing its address would take longer."""
+"""Maximum size in bytes of a send whose data goes directly over TCP, which is faster than announcing an address."""
 _FRAME = struct.Struct("<BQ")  # kind, bytes
 _KIND_BYTES, _KIND_METADATA, _KIND_PIECE, _KIND_READ = 1, 2, 3, 4
-"""Kinds of frames: data; NIXL's metadata; the address of a piece that the peer can read; a confirmation that the oldest
-piece has been read."""
+"""Kinds of frames: data; NIXL's metadata; the address of a piece that the peer can read; the confirmation that the
+oldest piece was read."""
 _ADDRESS = struct.Struct("<Q")
 _NAME_BYTES, _MAC_BYTES = 16, 32
 _METADATA_LABEL = b"rrl-nixl-1 reach"
 _MAX_METADATA_BYTES = 2**20
-"""Largest metadata in bytes; measured 320, and 60 more for each slot."""
+"""Maximum size of the metadata in bytes. Measured: 320, plus 60 for each slot."""
 _MAX_UNREAD_SLOTS = 3
-"""Slots of one connection that are announced and not read yet: one is read, one waits, one is filled."""
+"""Maximum number of slots of one connection that are announced but not read: one is being read, one waits, one is being
+filled."""
 _MAX_STASHED, _MAX_STASHED_BYTES = 1024, 4096
-"""Most requests that are stored while a connection waits for a slot, and the largest size of a request in bytes
-(usually 33). Both limit what a peer can make this process store."""
+"""Maximum number of requests that are stored while a connection waits for a slot, and maximum size of a request in
+bytes (usually 33). Both limit the memory that a peer can make this process use."""
 _CONNECT_TIMEOUT_S = 2 * HANDSHAKE_TIMEOUT_S
-"""Seconds for which NIXL's ports accept connections after a peer was sent the metadata that it needs to connect."""
+"""Seconds for which NIXL's ports accept connections after the metadata for connecting was sent to a peer."""
 _MAX_THREADS = 16
-"""Most copies and reads that run in parallel."""
+"""Maximum number of copies and reads that run in parallel."""
 
 T = TypeVar("T")
 
@@ -76,7 +77,7 @@ class _SharedRuntime:
             self.start(self.runtime.release_remote, remote)
 
     def expect_connection(self, connection: _NixlConnection) -> None:
-        """Open NIXL's ports to the peer of a connection for a limited time; a peer that is too late tries again."""
+        """Open NIXL's ports for a limited time, in which the connection's peer may connect; a late peer tries again."""
         if not self._connecting:
             self.runtime.set_ports_open(True)
         self._connecting[connection] = None
@@ -110,7 +111,7 @@ class _NixlConnection:
         self._remote: Remote | None = None
 
     async def open(self) -> None:
-        """Do nothing: there is nothing to agree on before the handshake."""
+        """Do nothing: no negotiation is needed before the handshake."""
 
     @property
     def broken(self) -> bool:
@@ -253,8 +254,8 @@ class _NixlConnection:
     async def _await_thread(self, work: Future[T]) -> T:
         """Return the result of ``work``, which runs in a thread.
 
-        After an abort the caller must free the result of ``work``: the abort frees only what the connection owned until
-        then.
+        If this raises, the caller must free the result of ``work``, because the abort frees only what the connection
+        owned.
 
         Raises:
             TransportError: This connection is aborted before ``work`` has ended.

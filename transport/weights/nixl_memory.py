@@ -3,14 +3,13 @@
 The functions block for a while and are called from threads. Data is read from slots of the source into slots of the
 receiver, and copied from there, because of what was measured with NIXL 1.5.1 (docs/rdma.md):
 
-- A read that was given up continues to write, even after its handle is released and its peer is removed. A slot that
-  is being read into is therefore kept until NIXL reports that the read has ended, in whatever way.
+- A read that was given up continues to write, even after its handle is released and its peer is removed. A slot that a
+  read fills is therefore kept until NIXL reports that the read has succeeded or failed.
 - A process that unmaps memory while a peer reads it over TCP crashes. Slots are never unmapped while NIXL runs.
-- Deregistered memory can still be read over TCP, and so can any other memory: a process that reaches the ports of
-  NIXL's UCX can read all memory of this process. So the kernel drops all packets to these ports, except while an
-  authenticated peer connects.
-- NIXL's own progress thread spins unless it has a delay. NIXL's Python class cannot set the delay, so this module calls
-  the bindings below that class.
+- A process that reaches the TCP ports of NIXL's UCX can read all memory of this process, even deregistered memory. So
+  the kernel drops all packets to these ports, except while an authenticated peer connects.
+- NIXL's own progress thread spins unless it has a delay. NIXL's Python class cannot set the delay, so this module uses
+  the lower-level bindings.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from .ucx_settings import SETTINGS as UCX_SETTINGS
 from .ucx_settings import ucx_limits
 
 SLOT_BYTES = 4 * 2**20
-"""Bytes of a slot: the largest piece of a transfer that a peer can announce."""
+"""Size of a slot in bytes: the largest piece of a transfer that a peer can announce."""
 SETTINGS = {
     **UCX_SETTINGS,
     "UCX_TCP_CONN_NB": "y",  # otherwise all of NIXL blocks while it connects to an unreachable peer: 134 s
@@ -45,15 +44,16 @@ SETTINGS = {
 }
 """Variables set before NIXL starts, unless the environment has a value of its own."""
 _FRAGMENT_BYTES = 2**18
-"""Bytes of a slot that are read at a time. Over TCP the source's UCX replies in segments of UCX_TCP_TX_SEG_SIZE. If a
-segment is sent to a peer that was killed, the next segment ends the whole process of the source ("Fatal: unexpected
-error: Endpoint timeout"; docs/rdma.md). So a reply must be one segment, and each connection has one read in flight."""
+"""Number of bytes that one read takes from a slot. Over TCP the source's UCX replies in segments of
+UCX_TCP_TX_SEG_SIZE. If a segment is sent to a peer that was killed, the next segment ends the whole process of the
+source ("Fatal: unexpected error: Endpoint timeout"; docs/rdma.md). So a reply must be a single segment, and each
+connection has only one read in flight."""
 _PROGRESS_US = 10_000
-"""Microseconds that NIXL's thread sleeps unless UCX wakes it: idle it takes 0.7 % of a core (66 % with its default,
-0)."""
+"""Microseconds for which NIXL's thread sleeps unless UCX wakes it. An idle thread then takes 0.7 % of a core (66 % with
+the default, 0)."""
 _MIN_POLL_S, _MAX_POLL_S = 50e-6, 1e-3
-"""Seconds between two polls of a read. The shortest pause is a tenth of the time that a slot takes at 10 GB/s, the
-longest a sixteenth of the time that it takes at 2 Gbit/s."""
+"""Shortest and longest pause (s) between two polls of a read: about a tenth of the duration of a slot at 10 GB/s, and a
+sixteenth of its duration at 2 Gbit/s."""
 
 _LIMIT_VARIABLES = ("UCX_TLS", "UCX_NET_DEVICES")
 
@@ -77,7 +77,7 @@ class BufferClaim:
         self.revoked = False
 
     def revoke(self) -> None:
-        """Revoke the claim. Waits for a copy in progress; a copy is one slot long, so this takes less than 1 ms."""
+        """Revoke the claim. Waits for a copy in progress, which takes less than 1 ms (at most one slot)."""
         with self._lock:
             self.revoked = True
 
@@ -89,11 +89,10 @@ class BufferClaim:
 
 
 class Remote:
-    """A peer whose slots can be read. ``users`` counts connections to it, and reads from it that have not ended.
+    """A peer whose slots can be read. ``users`` counts connections to the peer and unfinished reads from it.
 
-    The peer is removed from NIXL once it has no user. Reads count as users, because of what happens if a peer is
-    removed before a read ends: NIXL reports that the read does not exist, but continues to write into the memory of
-    this process.
+    The peer is removed from NIXL once it has no user. Reads count as users, because NIXL continues to write into the
+    memory of this process if a peer is removed before a read ends.
     """
 
     def __init__(self, name: bytes) -> None:
@@ -102,7 +101,7 @@ class Remote:
 
 
 class NixlRuntime:
-    """NIXL's runtime for one transport. Creating it blocks for 0.5 s, longer if there are network cards to open.
+    """NIXL's runtime for one transport. Its creation blocks for 0.5 s, or longer if network cards have to be opened.
 
     Args:
         trusted_host: Address at which NIXL's UCX may listen for TCP; None: UCX must not use TCP.
@@ -129,10 +128,10 @@ class NixlRuntime:
         """Random name of this process. A restarted process has a different name, so that peers need not remove its
         earlier incarnation first."""
         self._lock = threading.Lock()
-        """Protects slots, counts of users and stalled reads; NIXL is never called while it is held."""
+        """Protects slots, counts of users and stalled reads. NIXL is never called while this lock is held."""
         self._remotes_lock = threading.Lock()
-        """Protects remotes, and calls of NIXL that may block, so a task that must not wait never takes it. Taken before
-        ``_lock``."""
+        """Protects remotes and calls of NIXL that may block. Must be taken before ``_lock``, and never by a task that
+        must not wait."""
         self._slots: list[Slot] = []
         self._free: list[Slot] = []
         self._remotes: dict[bytes, Remote] = {}
@@ -285,7 +284,7 @@ class NixlRuntime:
         return read
 
     def _wait(self, read: int, claim: BufferClaim) -> str | None:
-        """Return an empty text when the data has arrived, or the reason of a failure; None if the read was given up."""
+        """Wait for a read. Return an empty text on success, the reason of a failure, or None if it was given up."""
         outcome = self._poll(self._agent.postXferReq, read)  # within a machine this may copy everything at once
         interval = _MIN_POLL_S
         while outcome is None and not claim.revoked:
@@ -301,7 +300,7 @@ class NixlRuntime:
             return str(error)
 
     def _sweep(self) -> None:
-        """Free the slots of reads that have ended since they were given up."""
+        """Free the slots of given-up reads that have ended."""
         with self._lock:
             stalled, self._stalled = self._stalled, []
         for read, slot, remote in stalled:

@@ -1,8 +1,8 @@
-"""How two ends agree whether to use UCX, on a TCP connection on which both proved that they know the run's secret.
+"""The negotiation whether two ends use UCX, on an authenticated TCP connection.
 
-The end that dialled sends an offer. An empty offer means that it has no UCX, and nothing more is exchanged. Otherwise
-the other end replies with an offer of its own, which is empty if its UCX cannot reach the first end. The first end then
-reports whether its UCX can reach the second. Without UCX both continue over TCP.
+The end that dialled sends an offer. An empty offer means that it has no UCX, and the negotiation ends. Otherwise the
+other end replies with its own offer, which is empty if its UCX cannot reach the dialling end. The dialling end then
+reports whether its UCX can reach the other end. Without UCX both ends continue over TCP.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from msgspec import Struct
 from ..streams.connection import Connection, TransportError, receive_bytes
 
 _OFFER = struct.Struct("<QH")
-"""Tag, and the number of bytes of the address that follows."""
+"""Header of an offer: tag, and length in bytes of the address that follows."""
 _REACHED, _NOT_REACHED = b"\1", b"\0"
 
 

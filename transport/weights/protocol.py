@@ -1,11 +1,11 @@
-"""Both ends of the request protocol on a connection, which all weight transports share.
+"""Both ends of the request protocol that all weight transports share.
 
 A request consists of kind, version, offset and length; a reply consists of a status, a length, and that many bytes.
 Replies come in the order of the requests; a client may send further requests before the reply to an earlier one. A
 source that is still receiving the requested chunk replies NOT_READY until it has the chunk; a source that sends nothing
-is dead or hung. A waiting request blocks its connection, which answers one request at a time, and costs nine bytes per
-NOT_READY. The protocol sends lengths in every transport, since UCX reports neither the length of a short message nor
-whether a completed send has arrived. A chunk's digest proves that the chunk has arrived.
+is dead or hung. A connection answers one request at a time, so a waiting request blocks it; each NOT_READY costs nine
+bytes. The protocol sends lengths in every transport, since UCX reports neither the length of a short message nor
+whether a completed send has arrived. Only a chunk's digest proves that the chunk has arrived.
 """
 
 from __future__ import annotations
@@ -37,17 +37,18 @@ _ANSWER = struct.Struct("<BQ")  # status, bytes
 _KIND_MANIFEST, _KIND_RANGE, _KIND_BYE = 1, 2, 3
 _STATUS_OK, _STATUS_UNAVAILABLE, _STATUS_NOT_READY = 0, 1, 2
 _MAX_MANIFEST_BYTES = 64 * 2**20
-"""Largest manifest in bytes, which bounds what a peer can make this process allocate."""
+"""Maximum size of a manifest in bytes, which limits the memory that a peer can make this process allocate."""
 _SEND_TIMEOUT_S = 30.0
-"""Seconds for one reply: a client that does not accept it in time is disconnected, so that it cannot keep an evicted
-version in memory."""
+"""Timeout (s) for sending one reply. A client that does not accept the reply in time is disconnected, so that it cannot
+keep an evicted version in memory."""
 NOT_READY_INTERVAL_S = 0.05
-"""Seconds between two NOT_READY replies: several within the shortest timeout of a client (pull.MIN_CHUNK_TIMEOUT_S)."""
+"""Seconds between two NOT_READY replies. Several fit into the shortest timeout of a client
+(pull.MIN_CHUNK_TIMEOUT_S)."""
 UNKNOWN_VERSION_TIMEOUT_S = 1.0
-"""Seconds that a request for the manifest of a version waits while the source does not know that version: the manager
+"""Seconds for which a request for a manifest waits while the source does not know the version, because the manager
 announces a version to one process after the other. Chunks are requested only from sources that sent the manifest."""
 _MAX_UNAUTHENTICATED = 128
-"""Most connections that have not authenticated; when a further one arrives, the oldest is closed."""
+"""Maximum number of unauthenticated connections; when another one arrives, the oldest is closed."""
 
 T = TypeVar("T")
 
@@ -55,7 +56,7 @@ _log = logging.getLogger("rrl.weights")
 
 
 class Acceptor:
-    """Accepts connections, each in a task, with a limit on unauthenticated ones.
+    """Serves each accepted connection in a task, and limits the number of unauthenticated connections.
 
     A connection that authenticates is passed to ``serve``; when that returns or raises TransportError, it is closed.
     """
@@ -146,7 +147,7 @@ class WeightServer:
         return True
 
     async def _when_ready(self, connection: Connection, read: Callable[[], T], unknown_timeout: float) -> T | None:
-        """Return what ``read`` returns once it is ready, sending NOT_READY until then.
+        """Return the result of ``read`` once it is ready; send NOT_READY until then.
 
         Return None if the version is evicted, or still unknown after ``unknown_timeout`` s.
         """
@@ -302,8 +303,8 @@ class WeightClient:
     async def _connection_to(self, address: str, timeout: float) -> _ClientConnection:
         """Return the connection to an address, after at most ``timeout`` s.
 
-        All tasks that need the connection wait for the same attempt, so that a hung source costs its timeout once. A
-        task that has waited for ``timeout`` s uses another source; the attempt has its own deadlines, and may still
+        All tasks that need the connection wait for the same attempt, so that a hung source costs only one timeout. A
+        task that has waited for ``timeout`` s uses another source. The attempt has its own deadlines, and may still
         provide the connection for a later task.
         """
         client = self._connections.get(address)

@@ -1,18 +1,18 @@
 """Pull one version of the weights from any process that has it or is receiving it, chunk by chunk.
 
-Each chunk is verified; several are in flight. Chunks come from one source at a time, the first of the list that has not
-failed. A source is given up in four cases: it sends nothing for longer than usual (:class:`AdaptiveTimeout`); it has
-itself waited too long for a chunk; it does not have the version; a chunk does not match its digest. The missing chunks
-are then requested from the next source. Once all sources have failed, they are tried again with twice the timeout,
-because on a busy machine the only source may have missed one deadline. Sources that sent several wrong chunks are not
-tried again. A version becomes current only when it is complete; each chunk is served to others from the moment it is
-verified.
+Several chunks are in flight, and each is verified. Chunks come from one source at a time: the first source of the list
+that has not failed. A source is given up in four cases: it sends nothing for longer than usual
+(:class:`AdaptiveTimeout`); it has itself waited too long for a chunk; it does not have the version; a chunk does not
+match its digest. The missing chunks are then requested from the next source. Once all sources have failed, they are
+tried again with twice the timeout, because on a busy machine the only source may have missed a deadline. A source that
+sent several wrong chunks is not tried again. A version becomes current only when it is complete, but each chunk is
+served to other processes as soon as it is verified.
 
 Every receiver derives its list of sources itself, from the names of the processes that serve weights. Receivers form
-chains in the order of their names: each receiver requests from the one before it in the chain. The first receivers
+chains in the order of their names: each receiver requests from the receiver before it in the chain. The first receivers
 (heads) of the first two chains request from the publisher. The head of each later chain requests from the last receiver
-(tail) of an earlier chain; each tail serves at most two heads. The publisher therefore sends a version at most twice,
-however many receivers there are, and a late receiver pulls from a neighbour.
+(tail) of an earlier chain; each tail serves at most two heads. So the publisher sends a version at most twice, for any
+number of receivers, and a late receiver pulls from a neighbour.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def select_sources(
         all_sources: All processes that serve weights.
         version: The version.
         chain: Length of a chain.
-        direct: Put the publisher first; it keeps a version as long as it is being read.
+        direct: Put the publisher first, because it keeps a version while the version is being read.
     """
     publishers = [source for source in all_sources if _is_publisher(source)]
     receivers = {
@@ -74,8 +74,8 @@ def _is_publisher(source: WeightSource) -> bool:
 def _has_version(source: WeightSource, version: Version) -> bool:
     """Return whether a source has the version.
 
-    A source announces only its newest version. A source that has announced a newer version than this one counts too,
-    since a source keeps the previous version until a further one arrives.
+    A source announces only its newest version. A source with a newer version counts too, since it keeps the previous
+    version until the next version arrives.
     """
     return source.version is not None and source.version >= version
 
@@ -100,23 +100,22 @@ def _predecessor(index: int, chain: int) -> int | None:
 
 
 FIRST_CHUNK_TIMEOUT_S = 1.0
-"""Seconds of silence that are tolerated while no durations are known: a connection and its handshake (measured p99: 17
+"""Timeout (s) of a chunk while no durations are known. It includes the connection and its handshake (measured p99: 17
 ms)."""
 MIN_CHUNK_TIMEOUT_S = 0.2
-"""Shortest timeout in seconds: a source is not given up before four NOT_READY replies (protocol.NOT_READY_INTERVAL_S)
-are missing."""
+"""Shortest timeout (s) of a chunk. A source is not given up before four NOT_READY replies
+(protocol.NOT_READY_INTERVAL_S) are missing."""
 _TIMEOUT_FACTOR = 4
-"""Timeout relative to the usual duration of a chunk, which varies by a factor of two if a NIC is shared."""
+"""Timeout as a multiple of the usual duration of a chunk, which varies by a factor of two if a NIC is shared."""
 _SMOOTHING = 0.25
-"""Weight of a new sample in the smoothed duration, which follows a change within a window of chunks."""
+"""Weight of a new sample in the smoothed duration of a chunk."""
 
 
 class AdaptiveTimeout:
     """The timeout of a chunk, derived from the durations of earlier chunks.
 
-    One object serves all versions: from the second version on, a slow source is detected at its first chunk. It
-    measures seconds per chunk, not per byte: a version's last chunk may be short, but takes at least the latency of a
-    message.
+    One object serves all versions, so that from the second version on a slow source is detected at its first chunk.
+    Durations are measured per chunk, not per byte, because even a short last chunk takes the latency of a message.
     """
 
     def __init__(self, first: float = FIRST_CHUNK_TIMEOUT_S, minimum: float = MIN_CHUNK_TIMEOUT_S) -> None:
@@ -136,23 +135,23 @@ class AdaptiveTimeout:
 
 
 MAX_CHUNK_TIMEOUT_S = 10.0
-"""Longest timeout of a chunk in seconds: 8 MiB at less than 1 MB/s."""
+"""Longest timeout (s) of a chunk: 8 MiB at less than 1 MB/s."""
 PULL_TIMEOUT_S = 120.0
 """Seconds without a chunk after which a pull fails. This only happens if no source can be reached, or if all sources
 send wrong bytes."""
 CHUNKS_IN_FLIGHT = 4
-"""Chunks in flight (docs/sources.md, UCX: enough to fill a 2 Gbit/s link)."""
+"""Number of chunks in flight, enough to fill a 2 Gbit/s link (docs/sources.md, UCX)."""
 _MIN_TIMEOUT_S = 0.001
-"""Shortest timeout in seconds, so that a deadline never expires before it begins."""
+"""Shortest timeout (s) of any operation, so that a deadline never expires before it begins."""
 _MAX_TIMEOUT_FACTOR = 64
-"""Largest factor by which timeouts are extended; timeouts of chunks reach MAX_CHUNK_TIMEOUT_S with a smaller factor."""
+"""Maximum factor by which timeouts are extended. Timeouts of chunks reach MAX_CHUNK_TIMEOUT_S with a smaller factor."""
 _SOURCES_POLL_S = 0.25
 """Seconds between two requests for the list of sources, once all known sources have failed."""
 _MAX_CORRUPT_CHUNKS = 3
 """Number of wrong chunks after which a source is not used again for this version. A wrong chunk costs no more than its
 own transfer."""
 _DIGEST_IN_THREAD_BYTES = 2**20
-"""Bytes from which a digest is computed in a thread (0.7 ms)."""
+"""Minimum size in bytes of a chunk whose digest is computed in a thread (0.7 ms)."""
 
 
 class PullFailed(Exception):
@@ -173,20 +172,22 @@ async def pull(
 ) -> Manifest:
     """Pull ``version`` into ``store``, commit it, and return its manifest.
 
-    A cancelled or failed pull leaves the verified chunks in the store, where the next pull of that version continues.
-    Until then the store refuses requests of other receivers for the missing chunks, instead of letting them wait.
+    A cancelled or failed pull leaves the verified chunks in the store, from which the next pull of the version
+    continues. Until then the store refuses requests of other receivers for the missing chunks, instead of letting them
+    wait.
 
     Args:
         store: Store of this process.
         version: The version.
-        sources: Returns the sources in order (:func:`select_sources`). Called at the start and whenever a source has
-            been given up. May raise PullFailed if a newer version exists and the source of this version is gone.
+        sources: Function that returns the sources in order (:func:`select_sources`). Called at the start and whenever a
+            source has been given up. May raise PullFailed if a newer version exists and the source of this version is
+            gone.
         transport: Weight transport.
         timeout: Seconds without a chunk after which the pull fails.
         chunk_timeout: Longest timeout of a chunk (s).
-        window: Chunks in flight.
+        window: Number of chunks in flight.
         starvation_timeout: Seconds for which a source may reply only NOT_READY.
-        adaptive_timeout: Timeout with the durations of earlier pulls.
+        adaptive_timeout: Timeout derived from the durations of earlier pulls.
 
     Raises:
         PullFailed: No chunk arrived for ``timeout`` s, or another version was begun in the store.
@@ -282,7 +283,7 @@ class _Pull:
     async def _fetch_from(self, manifest: Manifest, source: WeightSource) -> None:
         """Fetch from one source until no chunk is missing, or until the source has failed.
 
-        When this has returned or raised, no chunk of this source is still being written or verified.
+        After the call, no chunk of this source is still being written or verified.
         """
         progress = _SourceProgress(source)
         count = min(self._window, len(self._missing))
@@ -375,10 +376,10 @@ class _SourceProgress:
     def __init__(self, source: WeightSource) -> None:
         self.source = source
         self.checks: set[asyncio.Task[None]] = set()
-        """Verifications that are running."""
+        """Running verifications of chunks."""
         self._last = 0.0
 
     def on_chunk(self, requested: float, now: float) -> float:
-        """Return the seconds from a chunk's request, or from the previous chunk's arrival if that was later."""
+        """Return the time (s) of a chunk until ``now``, from its request or, if later, the previous chunk's arrival."""
         since, self._last = max(requested, self._last), now
         return now - since

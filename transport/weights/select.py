@@ -1,4 +1,4 @@
-"""Select the weight transport of a process: what ``[transport] weights`` means on this machine, and why.
+"""Select the weight transport of a process from ``[transport] weights`` and the capabilities of this machine.
 
 :func:`select_transport` depends on its arguments only, so that ``rrl check`` can show what a role would select.
 """
@@ -23,7 +23,7 @@ class Capabilities(Struct, frozen=True):
     """The packages and RDMA ports of this machine, which decide which weight transports it can use."""
 
     packages: frozenset[WeightTransportName]
-    """Transports that need a Python package, and whose package is installed."""
+    """Transports whose Python package is installed."""
     rdma_ports: tuple[str, ...]
     """Active ports of RDMA devices: ``mlx5_0:1``."""
 
@@ -42,7 +42,7 @@ class UntrustedNetwork(TransportError):
 
 
 def select_transport(kind: str, capabilities: Capabilities, trusted_network: bool) -> Choice:
-    """Return what ``[transport] weights`` means on a machine.
+    """Return the transport for the value ``kind`` of ``[transport] weights`` on a machine, with the reason.
 
     Raises:
         UntrustedNetwork: The transport would use TCP on an untrusted network.
@@ -91,14 +91,14 @@ def open_transport(
     trusted_network: bool = False,
     capabilities: Capabilities | None = None,
 ) -> WeightTransport:
-    """Open the transport that ``kind`` means on this machine, and log the reason.
+    """Open the transport that :func:`select_transport` chooses on this machine, and log the reason.
 
     Must be called in the event loop that will use the transport. ``auto`` falls back to tcp if UCX cannot be used.
 
     Args:
         kind: ``[transport] weights``.
         secret: HMAC secret of the run.
-        host: Address at which this process serves. If UCX may use TCP, UCX listens at this address only.
+        host: Address at which this process serves. If UCX may use TCP, it listens only at this address.
         trusted_network: ``[transport] trusted_network``.
         capabilities: Packages and RDMA ports of this machine; None: they are detected.
 

@@ -1,9 +1,9 @@
 """Weight versions in memory: at most two, of which at most one is still arriving.
 
 Only a complete and verified version can become current. Other processes can read each chunk of an arriving version once
-the chunk is verified. While the version is being pulled, a request for a chunk that is not verified yet waits. Evicting
-a version only drops the store's reference: a reader (a send in progress, an engine that loads the version) keeps the
-buffer alive until the reader is done.
+the chunk is verified. While the version is being pulled, a request for an unverified chunk waits. An eviction only
+drops the store's reference to a version: a reader (a send in progress, an engine that loads the version) keeps the
+buffer alive until it is done.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ...core.types import Version
 from .manifest import Manifest, digest
 
 MAX_VERSIONS = 2
-"""Versions in memory, the arriving one included: each costs the size of the model."""
+"""Maximum number of versions in memory, including the arriving version. Each takes the size of the model."""
 READER_IDLE_TIMEOUT_S = 1.0
 """Seconds without a request after which a reader counts as gone. Between two requests a reader verifies a chunk, which
 takes milliseconds."""
@@ -31,13 +31,13 @@ READ_TIMEOUT_S = 30.0
 """Seconds for which a reader can prevent the eviction of a version, in addition to the time that reading the version at
 MIN_READER_BYTES_PER_S takes."""
 MIN_READER_BYTES_PER_S = 100e6
-"""Bytes per second of a NIC of 1 Gbit/s; a slower reader may lose its version."""
+"""Minimum rate of a reader in bytes per second (a NIC of 1 Gbit/s). A slower reader may lose its version."""
 
 T = TypeVar("T")
 
 
 class StoredVersion(Struct, frozen=True):
-    """A complete version. ``flat`` is read-only; keep a reference to this object for as long as you read it."""
+    """A complete version. ``flat`` is read-only; a reader must keep a reference to this object while it reads."""
 
     manifest: Manifest
     flat: memoryview
@@ -52,7 +52,7 @@ class NotReady(Exception):
 
 
 class VersionUnknown(NotReady):
-    """The version is newer than all known ones, and may arrive later."""
+    """The version is newer than all known versions, and may arrive later."""
 
 
 class VersionEvicted(Exception):
@@ -62,8 +62,8 @@ class VersionEvicted(Exception):
 def fresh_memory(nbytes: int) -> memoryview:
     """Return pages that the kernel zeroes when they are touched.
 
-    A bytearray would be zeroed at once while no other thread runs: 0.4 to 2.7 s per GiB (measured), in which no
-    heartbeat is sent.
+    A bytearray would be zeroed at once while no other thread runs, for 0.4 to 2.7 s per GiB (measured); no heartbeat
+    would be sent meanwhile.
     """
     return memoryview(mmap.mmap(-1, max(1, nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))[:nbytes]
 
@@ -94,7 +94,7 @@ class _Arriving:
 
 
 class _Reader:
-    """A connection that reads a version and has not received all of that version yet."""
+    """A connection that reads a version and has not received the whole version yet."""
 
     def __init__(self, version: Version, now: float) -> None:
         self.version, self.since, self.last, self.nbytes = version, now, now, 0
@@ -112,7 +112,8 @@ class WeightStore:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._complete: dict[Version, StoredVersion] = {}
-        """Complete versions in order of arrival; after a restart of the trainer the last may be of an earlier step."""
+        """Complete versions in order of arrival. After a restart of the trainer the last version may be of an earlier
+        step."""
         self._arriving: _Arriving | None = None
         self._awaited: Version | None = None
         self._readers: dict[object, _Reader] = {}
@@ -173,12 +174,12 @@ class WeightStore:
             return sorted(self._arriving.missing)
 
     def span(self, version: Version, index: int) -> memoryview:
-        """Return the memory for chunk ``index`` of the arriving version. Raises Superseded."""
+        """Return the memory for chunk ``index`` of the arriving version ``version``. Raises Superseded."""
         chunk = (arriving := self._receiving(version)).manifest.chunks[index]
         return arriving.flat[chunk.offset : chunk.offset + chunk.nbytes]
 
     def accept(self, version: Version, index: int) -> bool:
-        """Verify what was written for chunk ``index``. Return False if its digest is wrong. Raises Superseded."""
+        """Verify the bytes written for chunk ``index``. Return False if their digest is wrong. Raises Superseded."""
         arriving = self._receiving(version)
         chunk = arriving.manifest.chunks[index]
         if digest(arriving.flat[chunk.offset : chunk.offset + chunk.nbytes]) != chunk.digest:
@@ -245,7 +246,7 @@ class WeightStore:
             raise self._unavailable(version)
 
     def read(self, version: Version, span: range, reader: object) -> memoryview:
-        """Return bytes of a version, complete or arriving: read-only, verified, valid as long as a reference exists.
+        """Return verified bytes of a complete or arriving version as a read-only view, valid while a reference exists.
 
         Args:
             version: The version.
@@ -271,13 +272,13 @@ class WeightStore:
             return flat[span.start : span.stop]
 
     def on_sent(self, reader: object) -> None:
-        """Note that a reader has received what it requested."""
+        """Record that a reader has received all requested bytes."""
         with self._lock:
             if (reading := self._readers.get(reader)) is not None:
                 reading.sending, reading.last = False, time.monotonic()
 
     def on_reader_left(self, reader: object) -> None:
-        """Note that a reader has left."""
+        """Record that a reader has left."""
         with self._lock:
             self._readers.pop(reader, None)
 
@@ -358,10 +359,10 @@ class WeightStore:
         self._evict(MAX_VERSIONS - (self._arriving is not None))
 
     def _evict(self, max_versions: int) -> None:
-        """Evict the oldest versions that are not being read, but never the current one.
+        """Evict the oldest versions that are not being read, but never the current version.
 
-        If all older versions are being read, the newest of them is evicted, so that the readers of the oldest can
-        finish however fast new versions follow.
+        If all older versions are being read, the newest of them is evicted, so that the readers of the oldest version
+        can always finish.
         """
         while len(self._complete) > max_versions:
             older = list(self._complete)[:-1]

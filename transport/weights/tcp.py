@@ -1,4 +1,4 @@
-"""The plain TCP transport: always available, and the reference for the others."""
+"""The plain TCP transport: always available, and the reference for the other transports."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ from .protocol import WeightClient, WeightServer
 from .store import WeightStore
 
 _SLICE_BYTES = 256 * 2**10
-"""Bytes passed to asyncio's transport at once: asyncio copies the part that the kernel does not take (Python 3.11)."""
+"""Maximum number of bytes passed to asyncio's transport at once, since asyncio copies the part that the kernel does not
+take (Python 3.11)."""
 _SPARE_BYTES = 4 * 2**10
-"""Bytes of the buffer for data that arrives while nothing is being received: a request has 33, and a peer that has not
-authenticated must not cost more memory."""
+"""Size in bytes of the buffer for data that arrives while nothing is being received. A request has 33 bytes, and an
+unauthenticated peer must not cost much memory."""
 _MAX_ACCEPTS_PER_TURN = 16
-"""Connections that asyncio accepts in one iteration of the loop: as many as the backlog that it is given."""
+"""Maximum number of connections that asyncio accepts in one iteration of the loop; asyncio uses its backlog argument
+for it."""
 _BACKLOG = 1024
-"""Connections that the kernel holds until they are accepted: many processes pull a new version at once."""
+"""Maximum number of connections that the kernel holds until they are accepted, since many processes pull a new version
+at once."""
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 1), (socket.TCP_KEEPCNT, 3))
 """TCP keepalive options: an idle connection over a cut link is noticed in 8 s. Only deadlines detect a hung peer."""
 
@@ -39,8 +42,8 @@ class TcpConnection(asyncio.BufferedProtocol):
         self._on_connection = on_connection
         self._transport: asyncio.Transport | None = None
         self._failure: str | None = None
-        """Reason of the failure as text: an exception would keep alive every frame that it passed through, and thereby
-        this object."""
+        """Reason of the failure as text. A stored exception would keep its stack frames alive, and with them this
+        object."""
         self._spare = self._stash = _NOTHING
         self._target: memoryview | None = None
         self._received: asyncio.Future[None] | None = None
@@ -49,7 +52,7 @@ class TcpConnection(asyncio.BufferedProtocol):
 
     # ── Connection ─────────────────────────────────────────────────────────────────────────────────────────────────
     async def open(self) -> None:
-        """Do nothing: there is nothing to agree on."""
+        """Do nothing: this transport needs no negotiation."""
 
     async def send(self, data: bytes | memoryview) -> None:
         """Send all of ``data``."""
@@ -127,7 +130,7 @@ class TcpConnection(asyncio.BufferedProtocol):
                 self._received.set_result(None)
 
     def pause_writing(self) -> None:
-        """Note that asyncio's write buffer is full (called by asyncio)."""
+        """Record that asyncio's write buffer is full (called by asyncio)."""
         self._full = True
 
     def resume_writing(self) -> None:

@@ -1,26 +1,26 @@
-"""The UCX transport, on ucxx: fast where UCX has RDMA; over TCP it is as fast as the plain TCP transport.
+"""The UCX transport, based on ucxx: fast with RDMA; over TCP as fast as the plain TCP transport.
 
 Settings and rules were measured (docs/sources.md, UCX): thread progress with Python futures (everything else spins a
 core); endpoint error handling always on (otherwise the survivor of a dead peer hangs); an abort before a buffer is
-freed (otherwise UCX continues to write into it); deadlines of rrl's own everywhere (UCX never notices a stopped peer).
+freed (otherwise UCX continues to write into it); rrl's own deadlines everywhere (UCX never notices a stopped peer).
 
 UCX's own listener is not used: it binds 0.0.0.0, authenticates nothing, and permanently keeps a descriptor of each
 connection that sends it garbage. Instead, a connection begins at a TCP port of rrl. Both ends prove there that they
-know the run's secret, then exchange the addresses of their UCX workers, and each makes an endpoint from what it
-received. The TCP connection stays open beside the endpoint: when it ends, the endpoint is closed. UCX alone notices a
-killed peer only at its next keepalive (20 s, measured over shared memory and TCP).
+know the run's secret, then exchange the addresses of their UCX workers, and each end makes an endpoint from the
+received address. The TCP connection stays open beside the endpoint; when the TCP connection ends, the endpoint is
+closed. UCX alone notices a killed peer only at its next keepalive (20 s, measured over shared memory and TCP).
 
 The end that dials makes a worker for each connection. UCX pairs the endpoints of two workers by counting them on each
 side. After an attempt that failed on one side only, the counts would differ permanently: an endpoint would receive the
 data of another endpoint, perhaps into a buffer that has been freed. A worker costs 2 to 13 ms, two threads and five
 descriptors.
 
-An end that has no UCX, or whose UCX cannot reach the other end, continues over the TCP connection. So ``tcp`` and
-``ucx`` are compatible, and nodes of one run may differ.
+If an end has no UCX, or its UCX cannot reach the other end, both continue over the TCP connection. So ``tcp`` and
+``ucx`` are compatible, and nodes of one run may use different transports.
 
-Each UCX worker also listens at TCP ports of its own as long as it exists. These ports have no authentication, which is
-why UCX uses TCP on trusted networks only (docs/sites.md). UCX drops garbage, but a connection that sends nothing keeps
-a descriptor permanently; this module closes such connections.
+Each UCX worker also listens at its own TCP ports as long as it exists. These ports have no authentication, so UCX uses
+TCP only on trusted networks (docs/sites.md). UCX drops garbage, but a connection that sends nothing keeps a descriptor
+permanently; this module closes such connections.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from .tcp import TcpConnection, dial, listen
 from .ucx_settings import rdma_resources, resources, set_defaults, ucx_limits
 
 MIN_HELLO_BYTES = 42
-"""Bytes that a peer sends first, within milliseconds (magic number and connection request, UCX 1.21 over IPv4;
-measured)."""
+"""Minimum number of bytes that a real peer sends within milliseconds (magic number and connection request, UCX 1.21
+over IPv4; measured)."""
 SILENT_TIMEOUT_S = 5.0
 """Seconds after which a silent connection, which has sent fewer than MIN_HELLO_BYTES, is closed."""
 MAX_SILENT_CONNECTIONS = 64
-"""Most silent connections at a time; the oldest are closed first."""
+"""Maximum number of silent connections; the oldest are closed first."""
 _SILENT_POLL_S = 1.0
 """Seconds between two searches for silent connections; a search costs 10 us for each descriptor of the process."""
 
@@ -82,9 +82,9 @@ def _is_silent(fd: int) -> bool:
 
 _TAG_BYTES = 8
 _ABORT_NS = 10**10
-"""Nanoseconds that an abort may wait for UCX's progress thread; measured 0 to 2 ms."""
+"""Maximum time (ns) for which an abort waits for UCX's progress thread; measured: 0 to 2 ms."""
 _EPOLL_TIMEOUT_MS = 1
-"""Longest sleep of the progress thread in milliseconds; the default of ucxx."""
+"""Maximum sleep (ms) of the progress thread; the default of ucxx."""
 
 _log = logging.getLogger("rrl.weights")
 
@@ -106,8 +106,8 @@ class _Worker:
         self.address: bytes = UCXAddress.create_from_worker(self.core).tobytes()
         opened = listening_addresses() - before
         self.ports = frozenset((host, port) for host, port in opened if port.to_bytes(2, "big") in self.address)
-        """(address, port) pairs at which this worker listens. Other threads may have opened ports at the same time; the
-        worker's ports are those that its address contains."""
+        """(address, port) pairs at which this worker listens. Ports that the worker's address does not contain are left
+        out, because other threads may have opened them."""
         self._notifier_queue: Queue[str] = Queue()
         arguments = (asyncio.get_running_loop(), self.core, self._notifier_queue)
         self._notifier = threading.Thread(target=_notifierThread, args=arguments, name="UCX notifier")
@@ -157,7 +157,7 @@ class _UcxConnection:
         self._tcp_watch = asyncio.get_running_loop().create_task(self._until_tcp_ends())
 
     async def open(self) -> None:
-        """Do nothing: there is nothing left to agree on."""
+        """Do nothing: the negotiation was done before."""
 
     async def send(self, data: bytes | memoryview) -> None:
         """Send all of ``data``."""
@@ -176,7 +176,7 @@ class _UcxConnection:
             await self._run(lambda: self._endpoint.tag_recv(Array(into), Tag(self._own_tag)))
 
     async def _run(self, start: Callable[[], Any]) -> None:
-        """Run one operation. However it fails, the endpoint is closed before the caller can free the buffer."""
+        """Run one operation. On any failure the endpoint is closed before the caller can free the buffer."""
         if self._aborted:
             raise TransportError("the connection was aborted")
         self._pending_operations += 1
@@ -396,7 +396,7 @@ class _UcxListener:
 
 
 def _open_context(trusted_host: str | None, rdma_ports: tuple[str, ...]) -> Any:
-    """Return ucxx's context, restricted to the devices that it may use. Raises ImportError and TransportError."""
+    """Return ucxx's context, restricted to permitted devices. Raises ImportError and TransportError."""
     set_defaults()
     try:
         from ucxx._lib.libucxx import UCXContext

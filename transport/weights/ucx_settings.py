@@ -1,9 +1,9 @@
 """The settings of UCX before it starts: transports, devices and tuning, for ucxx and for the UCX inside NIXL.
 
 Over TCP UCX emulates put and get, without a key, for any peer that connects to its ports. So any process that reaches
-these ports can read and write the memory of this process (docs/sites.md, "Weights over UCX"). Therefore UCX's TCP
-transport is disabled, unless the job declares its network as trusted. UCX may then use one network interface and the
-RDMA ports, but no other device.
+these ports can read and write the memory of this process (docs/sites.md, "Weights over UCX"). UCX's TCP transport is
+therefore disabled unless the job declares its network as trusted. In this case UCX may use one network interface and
+the RDMA ports, but no other device.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ SETTINGS = {
     "UCX_WARN_UNUSED_ENV_VARS": "n",
     "UCX_LOG_LEVEL": "error",  # a warning about every stranger that disconnects would flood the role's log (stdout)
 }
-"""Variables set before UCX is loaded, unless the environment has a value of its own."""
+"""Environment variables that are set before UCX is loaded, unless they are already set."""
 TLS, NET_DEVICES = "UCX_TLS", "UCX_NET_DEVICES"
 _EVERYTHING = ("all", "*")
 """Entries of UCX_TLS that include TCP without naming it."""
 _ACTIVE = "4:"
-"""Beginning of the file ``/sys/class/infiniband/<device>/ports/<port>/state`` if the port is active: the number of the
-state in the InfiniBand specification."""
+"""Beginning of the file ``/sys/class/infiniband/<device>/ports/<port>/state`` of an active port (the state's number in
+the InfiniBand specification)."""
 _INFINIBAND = Path("/sys/class/infiniband")
 _RESOURCE = re.compile(r"resource\s+\d+\s.*--\s+(\S+)/(\S+)")
-"""A line of ucp_context_print_info: ``resource 1 : md 1 dev 1 flags -- tcp/lo``."""
+"""Pattern of a line of ucp_context_print_info: ``resource 1 : md 1 dev 1 flags -- tcp/lo``."""
 
 
 class Resource(Struct, frozen=True):
@@ -60,7 +60,7 @@ def active_rdma_ports(infiniband: Path = _INFINIBAND) -> tuple[str, ...]:
 
 
 def without_tcp(transports: str) -> str:
-    """Return a value of ``UCX_TLS`` with the same meaning, but without TCP.
+    """Return a value of ``UCX_TLS`` with the same transports except TCP.
 
     Args:
         transports: The value; empty: UCX's default, which is all transports.
@@ -87,7 +87,7 @@ def ucx_limits(
     """Return ``UCX_TLS`` and ``UCX_NET_DEVICES`` that restrict UCX to what it may use.
 
     Args:
-        environment: Environment of the process. Values that it has for these variables are narrowed, not replaced.
+        environment: Environment of the process. Its values of these variables are narrowed, not replaced.
         rdma_ports: Active RDMA ports of this machine.
         interfaces: Interfaces of this machine.
         trusted_host: Address at which UCX's TCP transport may listen; None: it is disabled.

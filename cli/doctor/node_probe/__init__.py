@@ -1,5 +1,5 @@
-"""Reads for ``rrl doctor`` what a machine offers to roles.
+"""Read the properties of a machine that roles need, for ``rrl doctor``.
 
-``host.read_host`` reads the present machine. ``main`` is a program that runs on a compute node and reports a
+``host.read_host`` reads this machine. ``main`` is a program that runs on a compute node and reports a
 ``main.NodeReport`` to the login node.
 """

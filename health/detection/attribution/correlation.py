@@ -1,14 +1,14 @@
-"""Holds back findings that many nodes or replicas have at once, because their cause is likely shared.
+"""Hold back findings that many nodes or replicas have at once, because they probably share a cause.
 
-The same finding on several nodes within two minutes points at the fabric, the storage or the software that they share,
-not at each node. There are three more such cases: all rollouts stall at once; workers on many nodes miss heartbeats
-while their agents do not (a flood of log lines, or a delayed manager); several nodes fall silent at once (a switch that
-fails over is back within half a minute). Each such case is recorded as a *shared cause* (:class:`SharedCause`).
+If several nodes have the same finding within two minutes, the likely cause is the fabric, storage or software that they
+share. There are three more such cases: all rollouts stall at once; workers on many nodes miss heartbeats while their
+agents do not (a flood of log lines, or a delayed manager); several nodes fall silent at once (a switch that fails over
+is back within half a minute). Each such case is recorded as a *shared cause* (:class:`SharedCause`).
 
 A finding that is held back becomes a WARN without a remedy, and one finding about the whole run, ``correlated``, names
 the shared cause. A finding with proof is not held back: a GPU that fell off its bus is gone, even if other nodes lost a
-GPU too (the planner limits how many nodes it excludes). The exception is proof on most nodes at once: it points at a
-driver, a wrong rule or a shared cause.
+GPU too (the planner limits how many nodes it excludes). But if most nodes have findings with proof at once, a driver, a
+wrong rule or a shared cause is more likely, and the findings are held back.
 
 A first finding of fabric or storage is held back briefly before it counts against an occupied node, because other nodes
 are sampled at other times. A shared cause is kept for a while, because some nodes report it late; the next manager
@@ -29,50 +29,52 @@ from ..detectors.liveness import worker_silence
 from ..detectors.node_liveness import node_lost
 
 WINDOW_S = 120.0
-"""Time within which equal findings on several nodes have one shared cause."""
+"""Time (s) within which equal findings on several nodes have one shared cause."""
 CORRELATED_SHARE = 0.2
-"""Share of the run's nodes, two at least, whose equal findings have a shared cause (docs/sources.md: the circuit
-breaker's share)."""
+"""Share of the run's nodes, at least two, whose equal findings have a shared cause: the share of the circuit breaker
+(docs/sources.md)."""
 SETTLE_S = 30.0
-"""Time for which a first finding of a shareable cause is held back, so that other nodes can report the same finding:
-fabric (5 s) and host (10 s) readers need up to three samples."""
+"""Time (s) for which a first finding about fabric or storage is held back, so that other nodes can report it too. The
+readers of fabric (every 5 s) and host (every 10 s) need up to three samples."""
 MOST_SHARE = 0.5
-"""Share of the run's nodes, two at least, above which equal findings are held back even if they are proof."""
+"""Share of the run's nodes, at least two, above which equal findings are held back even with proof."""
 SHARED_CAUSE_LIFETIME_S = 600.0
-"""Time after the last report by enough nodes during which a shared cause still explains equal findings."""
+"""Time (s) for which a shared cause still explains equal findings after enough nodes last reported them."""
 STALL_GRACE_S = 120.0
-"""Time for which rollouts that all stall at once are left alone; then they are repaired, whatever the cause."""
+"""Time (s) for which the stalls of all rollouts at once are held back. Then the rollouts are repaired."""
 STALL_SPREAD_S = 30.0
-"""Longest time between the first and the last stall of the rollouts that stall at once."""
+"""Maximum time (s) between the first and the last stall of rollouts that count as stalling at once."""
 SILENCE_GRACE_S = 30.0
-"""Time for which workers or nodes that fall silent at once are left alone (ours: three times the silence limit)."""
+"""Time (s) for which findings about workers or nodes that fall silent at once are held back (our choice: three times
+the silence limit)."""
 MIN_SILENT_NODES = 3
-"""Smallest number of nodes (for workers, also of gangs) that must fall silent at once to suggest a shared cause.
+"""Minimum number of nodes that must fall silent at once to suggest a shared cause; for workers also the minimum number
+of gangs.
 
 Two may be a coincidence, and the members of one gang may hang together."""
 SILENCE_SPREAD_S = 10.0
-"""Longest time between two silences that have one shared cause."""
+"""Maximum time (s) between two silences that have one shared cause."""
 _SHAREABLE_CAUSES = frozenset({Cause.FABRIC, Cause.STORAGE})
 _NODE_CAUSES = frozenset({Cause.GPU, Cause.FABRIC, Cause.STORAGE})
 """Causes of findings by node agents."""
 _MAX_NODES_NAMED = 4
-"""Number of nodes that the evidence names; for further nodes it only says "and more"."""
+"""Maximum number of nodes that the evidence names; further nodes are "and more"."""
 DETECTOR = "correlated"
 _DEFAULT_SUSPECT = "a driver or a rule of the site"
 _SUSPECTS = {
     Cause.FABRIC: "the shared fabric (a switch)",
     Cause.STORAGE: "the shared storage",
 }
-"""Cause of equal findings on most nodes → what is suspected behind it."""
+"""Text about the suspected shared cause, by the cause of equal findings."""
 
 SharedCauseKind = tuple[Cause, str, str]
-"""What findings have in common: cause, detector and, for storage, the path."""
+"""What equal findings have in common: cause, detector and, for storage, the path."""
 _STALL: SharedCauseKind = (Cause.HANG, "", "")
-"""All rollouts stall at once."""
+"""Kind of a shared cause: all rollouts stall at once."""
 _SILENCE: SharedCauseKind = (Cause.PROCESS, worker_silence.__name__, "")
-"""Workers on different nodes fall silent at once."""
+"""Kind of a shared cause: workers on different nodes fall silent at once."""
 _LOST: SharedCauseKind = (Cause.NODE, node_lost.__name__, "")
-"""Several nodes fall silent at once."""
+"""Kind of a shared cause: several nodes fall silent at once."""
 _GRACE_S = {_STALL: STALL_GRACE_S, _SILENCE: SILENCE_GRACE_S, _LOST: SILENCE_GRACE_S}
 """Time (s) for which a shared cause of each of these kinds holds findings back. The shared cause itself is kept until
 no finding of its kind is left, so that one stall or silence has only one shared cause."""
@@ -82,15 +84,15 @@ class SharedCause(Struct, frozen=True):
     """A cause that the equal findings of several nodes or replicas probably share."""
 
     last_reported_at: float
-    """Time (s) when enough nodes last reported findings of its kind."""
+    """Time (s) at which enough nodes last reported findings of this kind."""
     finding: Finding
-    """Finding about the whole run; ``since`` is when the shared cause was recognized."""
+    """Finding about the whole run; its ``since`` is the time (s) at which the shared cause was recognized."""
     on_most_nodes: bool = False
     """Whether most nodes report such findings, so that even findings with proof are held back."""
 
 
 class CorrelationState(Struct, frozen=True):
-    """State that a call of :func:`correlate` returns for the next call. Times are the caller's clock (s)."""
+    """State that :func:`correlate` keeps between two calls. Times are the caller's clock (s)."""
 
     first_reported: dict[str, float] = {}
     """Time since which each finding, by key, has been reported without a break."""
@@ -101,7 +103,7 @@ class CorrelationState(Struct, frozen=True):
 
 
 class CorrelationContext(Struct, frozen=True):
-    """What :func:`correlate` needs to know of the run's nodes and workers, as of the call."""
+    """The nodes and workers of the run at the time of a call of :func:`correlate`."""
 
     node_count: int
     """Number of the run's nodes."""
@@ -112,7 +114,7 @@ class CorrelationContext(Struct, frozen=True):
     excluded: AbstractSet[NodeName] = frozenset()
     """Excluded nodes; their findings do not count towards a shared cause."""
     silent_workers: Mapping[Incarnation, tuple[NodeName, float]] = {}
-    """Node and time of the last message of each worker that misses heartbeats although its node sends messages
+    """Node and time (s) of the last message, for each worker that misses heartbeats although its node sends messages
     (``missing_heartbeats``)."""
     silent_nodes: Mapping[NodeName, float] = {}
     """Time of the last message of each node that misses heartbeats (``silent_nodes``)."""
@@ -175,8 +177,8 @@ def correlate(
 def restore_state(findings: Iterable[Finding], now: float) -> CorrelationState:
     """Rebuild the state of an earlier manager from the findings that it recorded.
 
-    The findings name the shared causes and tell when each failure began. A finding that was held back, so that
-    other nodes can report the same, is held back for the full ``SETTLE_S`` again.
+    The findings contain the shared causes and the time at which each failure began. A finding that was held back so
+    that other nodes can report it too is held back for the full ``SETTLE_S`` again.
     """
     first, shared_causes = dict[str, float](), dict[SharedCauseKind, SharedCause]()
     for finding in findings:
@@ -211,9 +213,9 @@ def _is_silent(finding: Finding) -> bool:
 
 
 def _awaits_other_nodes(finding: Finding, context: CorrelationContext) -> bool:
-    """Return whether the finding is held back for its first ``SETTLE_S``, so that other nodes can report the same.
+    """Return whether the finding is held back for its first ``SETTLE_S``, so that other nodes can report it too.
 
-    This is so if its cause is shareable and a role would be moved because of the finding.
+    It is held back if its cause may be shared and the finding would move a role to another node.
     """
     return (
         not finding.proof
@@ -224,7 +226,7 @@ def _awaits_other_nodes(finding: Finding, context: CorrelationContext) -> bool:
 
 
 def _kind(finding: Finding) -> SharedCauseKind:
-    """Return the kind of the shared cause that this finding and others like it may have."""
+    """Return the kind of shared cause that this finding may have."""
     if finding.incarnation is not None:
         return _SILENCE if _is_silent(finding) else _STALL
     if _is_lost(finding):
@@ -305,7 +307,7 @@ def _update_group_cause(
 
 
 def _silent_group(silent: Collection[Finding], context: CorrelationContext) -> set[Incarnation]:
-    """Return the workers with a ``worker_silence`` finding, and all that miss heartbeats since about the same time."""
+    """Return the workers with a ``worker_silence`` finding, and the workers silent since about the same time."""
     silent_group = {finding.incarnation for finding in silent if finding.incarnation is not None}
     began = [finding.since for finding in silent]
     return silent_group | {
@@ -333,7 +335,7 @@ def _on_several_nodes(incarnations: Collection[Incarnation], context: Correlatio
 
 
 def _all_rollouts_stall(stalling: Collection[Finding], context: CorrelationContext) -> bool:
-    """Return whether all rollouts, at least three, stalled at about the same time; ``suspected`` counts as a stall."""
+    """Return whether all rollouts, at least three, stalled at about the same time; suspected rollouts count too."""
     since = [finding.since for finding in stalling]
     incarnations = {finding.incarnation for finding in stalling}
     return len(incarnations) >= max(3, len(context.rollouts)) and max(since) - min(since) <= STALL_SPREAD_S
@@ -355,14 +357,14 @@ def _hold_back(finding: Finding, reason: str, since: float, on_most_nodes: bool 
 
 
 def _run_wide(kind: SharedCauseKind, names: AbstractSet[str], now: float, most: bool = False) -> Finding:
-    """Return the finding about the whole run: the nodes or replicas ``names`` have ``kind`` in common."""
+    """Return the finding about the whole run that says that the nodes or replicas ``names`` have ``kind`` in common."""
     cause, detector, component = kind
     if kind == _STALL:
         text = f"all rollouts stall at once: {_few(names)}; suspected: storage, fabric or a service that they wait for"
     elif kind == _SILENCE:
-        text = f"workers silent at once, but not their nodes: {_few(names)}; suspected: the network or this manager"
+        text = f"workers, but not nodes, are silent at once: {_few(names)}; suspected: the network or this manager"
     elif kind == _LOST:
-        text = f"nodes silent at once: {_few(names)}; suspected: the network between them and this manager"
+        text = f"nodes are silent at once: {_few(names)}; suspected: the network between them and this manager"
     else:
         text = f"{detector}{f' of {component}' if component else ''}"
         text += f" on {'most' if most else 'many'} nodes at once: {_few(names)}"

@@ -1,9 +1,9 @@
-"""Finds the member of a gang that blocks the others: when it stalls, all of them wait for it in a collective.
+"""Find the member of a gang that blocks the others: when it stalls, all other members wait for it in a collective.
 
 The CPU and GPU loads show which member blocks the others. If some members are idle while the GPUs of the others are
 busy in a collective, an idle member is to blame. If all members are inactive (idle, or spinning in a collective), the
-member with the least progress is to blame. If one member works while the others are inactive, they wait for it, but its
-work may be legitimate (an evaluation by the first rank only): then only the deadline of the phase applies.
+member with the least progress is to blame. If one member works while the others are inactive, they wait for it. Its
+work may be legitimate (an evaluation by the first rank only), so only the deadline of the phase applies.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from ..records import MAX_LOAD_GAP_S, ReplicaView
 _RAW_DETECTORS = ("computes_nothing", "computes_nothing_long")
 _LOAD_DETECTOR = "load_stalled"
 MIN_INACTIVE_S = 45.0
-"""Time after which a member counts as inactive while others have been inactive for long. DCGM's tensor core activity is
-up to 15 s old and NVML's kernel activity is not, so a member that has just resumed work looks as if it spins."""
+"""Time (s) after which a member counts as inactive while other members have been inactive for long. DCGM's tensor core
+activity is up to 15 s older than NVML's kernel activity, so a member that has just resumed work seems to spin."""
 _ONE_PER_GANG_DETECTORS = ("phase_overdue",)
 """Detectors that find every member of a stalled gang; one finding per gang is kept."""
 
@@ -30,9 +30,9 @@ def blame_gang_members(findings: Sequence[Finding], monitor: HealthMonitor) -> l
     """Replace findings of ``computes_nothing`` and ``load_stalled`` by ``idle_hang`` findings, or drop them.
 
     The ``computes_nothing`` findings of a gang become one finding about the member that the others wait for. They are
-    dropped if the loads do not show which member that is, or if the gang has another FAIL finding. Each
-    ``load_stalled`` finding is replaced or dropped independently of the others. Of the ``phase_overdue`` findings of a
-    gang, only the finding about the member with the least progress is kept.
+    dropped if the loads do not show this member, or if the gang has another FAIL finding. Each ``load_stalled`` finding
+    is replaced or dropped by itself. Of the ``phase_overdue`` findings of a gang, only the finding about the member
+    with the least progress is kept.
     """
     findings = _resolve_loading(findings, monitor)
     raw = {
@@ -59,7 +59,7 @@ def _resolve_loading(findings: Sequence[Finding], monitor: HealthMonitor) -> lis
     """Replace each ``load_stalled`` finding by ``idle_hang``, or drop it.
 
     It is replaced if another replica of the role began to load later and has completed, and few replicas of the role
-    are idle. Otherwise all of them may wait for the same storage or weight source, and only the deadline of the phase
+    are idle. Otherwise all replicas may wait for the same storage or weight source, and only the deadline of the phase
     applies.
     """
     others = [finding for finding in findings if finding.detector != _LOAD_DETECTOR]
@@ -70,7 +70,7 @@ def _resolve_loading(findings: Sequence[Finding], monitor: HealthMonitor) -> lis
         peers = [peer for peer in monitor.workers() if peer.role is view.role]
         idle_count = sum(peer.declared.own_work and peer.loads.idle_since is not None for peer in peers)
         if (idle_count == 1 or 2 * idle_count < len(peers)) and view.role.newest_load_began >= view.last_change_at:
-            others.append(_idle_hang(finding, "another replica of its role began to load later and has completed"))
+            others.append(_idle_hang(finding, "another replica of its role began to load later and has finished"))
     return others
 
 
@@ -84,7 +84,7 @@ def _members(monitor: HealthMonitor, gangs: set[Incarnation]) -> dict[Incarnatio
 
 
 def _culprit(members: Sequence[ReplicaView], raw: Mapping[Incarnation, Finding]) -> ReplicaView | None:
-    """Return the member that the others wait for; None if the load of CPUs and GPUs does not show which one it is."""
+    """Return the member that the others wait for; None if the loads of CPUs and GPUs do not show this member."""
     stalled = [view for view in members if view.incarnation in raw]
     if any(view.phase != stalled[0].phase or not must_compute(view) for view in members):
         return None  # a member is in another phase, and may be the one that is waited for
@@ -189,9 +189,9 @@ def _as_culprit(finding: Finding) -> Finding:
 
 
 def _has_busy_member(members: Sequence[ReplicaView], overdue: Collection[Incarnation | None]) -> bool:
-    """Return whether a member that is not overdue uses its tensor cores, in the pass in which the others stalled.
+    """Return whether a member that is not overdue uses its tensor cores in the pass in which the others stalled.
 
-    A member that completes passes without the others is not the member that they wait for.
+    The others do not wait for a member that completes passes without them.
     """
     since = min((view.last_change_at for view in members if view.incarnation in overdue), default=0.0)
     halfway = (since + max((view.loads.latest_at or 0.0 for view in members), default=0.0)) / 2

@@ -1,9 +1,9 @@
-"""Reads py-spy's stack dumps of hung processes and groups ranks with equal stacks, as ByteRobust does.
+"""Parse py-spy's stack dumps of hung processes, and group ranks with equal stacks, as ByteRobust does.
 
 Healthy ranks of a gang mostly wait in the same place for the rank that hangs. Ranks with equal stacks form a group, the
-dominant groups are taken to be healthy, and the ranks of all other groups are outliers (ByteRobust 2.2). A rank is
-represented by the main threads of all its processes: helper threads (heartbeats, autograd, thread pools) change from
-moment to moment. The module is pure.
+dominant groups are assumed to be healthy, and the ranks of all other groups are outliers (ByteRobust 2.2). Only the
+main threads of a rank's processes are compared: helper threads (heartbeats, autograd, thread pools) change from moment
+to moment. The module is pure.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ MAIN = "MainThread"
 KERNEL = "kernel"
 """Function name of the single frame of a process that py-spy could not read: it is blocked in the kernel."""
 _DOMINANT_SHARE = 0.5
-"""Smallest size of a dominant group, as a share of the largest group: pipeline stages wait in different places."""
+"""Minimum size of a dominant group, as a share of the largest group. Several groups can be dominant, because pipeline
+stages wait in different places."""
 _MAX_FRAMES_NAMED = 6
-"""Innermost frames that evidence names; the dump file has the whole stack."""
+"""Maximum number of innermost frames that evidence names; the dump file contains the whole stack."""
 _MAX_INCARNATIONS_NAMED = 3
-"""Incarnations that one line names; the others are counted."""
+"""Maximum number of incarnations that one line names; further incarnations are counted."""
 _MAX_LINES = 5
-"""Lines of evidence (docs/sources.md)."""
+"""Maximum number of evidence lines (docs/sources.md)."""
 _THREAD = re.compile(r'Thread (?P<id>\S+) \((?P<state>[^)]*)\)(?:: "(?P<name>.*)")?$')
 _FRAME = re.compile(r"    (?P<function>.+) \((?P<file>.*?)(?::(?P<line>\d+))?\)$")
 _IN_KERNEL = re.compile(r"state (?P<state>\S) .*; kernel: (?P<where>\S+)$")
@@ -55,8 +56,8 @@ class Thread(Struct, frozen=True):
 
     id: str
     state: str
-    """``active``, ``idle`` (waiting in the kernel), ``active+gil``, …; the state letter of /proc if py-spy
-    could not read the process."""
+    """py-spy's state: ``active``, ``idle`` (waits in the kernel), ``active+gil``, …; the state letter of /proc if
+    py-spy could not read the process."""
     frames: tuple[Frame, ...]
     """Frames, innermost first."""
     name: str = ""
@@ -67,8 +68,7 @@ class StackGroup(Struct, frozen=True):
 
     incarnations: tuple[Incarnation, ...]
     stack: Stack
-    """Stack of the most informative process: one that is outside of the largest group of equal stacks or, if there is
-    none, the oldest one."""
+    """Stack of a process that is not in the largest group of equal stacks; if there is none, of the oldest process."""
 
 
 class GroupedStacks(Struct, frozen=True):
@@ -109,8 +109,8 @@ def main_thread(dump: str) -> Thread | None:
 def group(dumps: Dumps) -> GroupedStacks:
     """Group incarnations by their stacks.
 
-    Line numbers are compared only if the stacks are otherwise all equal, and only if most ranks then still agree: ranks
-    that compute are at different lines of a loop, ranks that wait for each other are at the same line.
+    Line numbers are compared only if all stacks are otherwise equal and most ranks then still agree. Ranks that compute
+    are at different lines of a loop; ranks that wait for each other are at the same line.
     """
     coarse = _grouped(dumps, lines=False)
     if len(coarse.groups) > 1:
@@ -121,9 +121,9 @@ def group(dumps: Dumps) -> GroupedStacks:
 
 
 def common_stack(dumps: Dumps, members: Iterable[Incarnation]) -> str | None:
-    """Return the main-thread stacks, with line numbers, that all ``members`` have.
+    """Return the main-thread stacks, with line numbers, if they are the same for all ``members``.
 
-    Returns None if the stacks of two members differ, or if a member has none.
+    Returns None if the stacks of two members differ, or if a member has no stack.
     """
     signatures = {_stacks(dumps.get(member, {}).values(), lines=True) for member in members}
     if len(signatures) != 1:
@@ -201,7 +201,7 @@ def _normal(frame: Frame, lines: bool) -> str:
 
 
 def _distinguishing(dumps: Mapping[int, str], signature: frozenset[Stack], largest: frozenset[Stack]) -> Stack:
-    """Return, with line numbers, a stack that the largest group does not have, else the stack of the oldest process."""
+    """Return, with line numbers, a stack that the largest group lacks; if there is none, that of the oldest process."""
     threads = [thread for pid in sorted(dumps) if (thread := main_thread(dumps[pid])) is not None]
     different = signature - largest
     for thread in threads:

@@ -1,12 +1,12 @@
-"""Finds a trainer that hangs while it seems to wait for data: the store has data for it, and it requests none.
+"""Find a trainer that hangs while it seems to wait for data: the store has data, but the trainer requests none.
 
-A trainer that waits for data looks the same whether it waits or hangs, and its rollouts may go on for as long as the
-staleness bound of the job permits, so that the whole run need not stall. But a trainer that waits repeats its request
-to the store at once. If the store reports that it could answer a request and that there is none
-(:attr:`rrl.transport.messages.Heartbeat.data_untaken`), then the trainer itself is the one that hangs.
+A trainer in a phase that waits for data looks the same whether it waits or hangs. Meanwhile its rollouts may work for
+as long as the staleness limit of the job permits, so the run need not stall. But a trainer that waits repeats its
+request to the store at once. If the store has data and receives no request
+(:attr:`rrl.transport.messages.Heartbeat.data_untaken`), the trainer hangs.
 
-The store reports this only while the loop that serves requests runs, so that a store that is stuck in an fsync blames
-no trainer. It does not report data that the staleness bound holds back, nor a step that is still incomplete.
+The store reports untaken data only while its loop serves requests, so a store that is stuck in an fsync blames no
+trainer. It does not report data that the staleness limit holds back, nor an incomplete step.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from ..records import ReplicaView
 
 UNTAKEN_FACTOR = 3.0
 """Multiple of ``shortest`` of ``wait_data`` for which a trainer may leave data at the store while its CPU and GPU are
-idle (180 s by default). A healthy trainer repeats its request every second; the rest is for failures of the network
-between the two, of which neither reports anything to the manager (ours)."""
+idle (180 s by default; our choice). A healthy trainer repeats its request every second; the rest of the time is for
+network failures between trainer and store, which nobody reports to the manager."""
 _MIN_IDLE_LOADS = 5
-"""Consecutive loads that must show that the trainer idles."""
+"""Number of consecutive loads that must show an idle trainer."""
 
 
 def blame_trainer_for_untaken_data(findings: Sequence[Finding], monitor: HealthMonitor) -> list[Finding]:
-    """Replace the findings about the wait of a trainer's members by one FAIL, if the store has data that it leaves.
+    """Replace the findings about waiting members of a trainer by one FAIL if the trainer leaves data at the store.
 
-    The trainer has ``UNTAKEN_FACTOR`` times ``shortest`` of the phase if it is idle; otherwise, or if no loads show
-    whether it is, ``longest``: it may be unpacking a batch. Both times count from the later of the beginning of the
-    wait and the first report of the store. A member that waits for another member of its gang is not charged: that
-    member requests the data for all, and may do something else first, such as save a checkpoint.
+    An idle trainer fails after ``UNTAKEN_FACTOR`` times ``shortest`` of the phase. A trainer that works or has no loads
+    may be unpacking a batch, and fails after ``longest``. Both times count from the beginning of the wait or the first
+    report of the store, whichever is later. A member that waits for another member of its gang is not blamed: the other
+    member requests the data for all, and may save a checkpoint first.
     """
     since = _untaken_since(monitor)
     if since is None:
@@ -74,7 +74,7 @@ def _rank(finding: Finding) -> int:
 
 
 def _evidence(view: ReplicaView, untaken_since: float, confirmed_at: float) -> list[Evidence] | None:
-    """Return the evidence against a trainer that waits, or None as long as its time is not over."""
+    """Return the evidence against a waiting trainer; None before its deadline."""
     since = max(untaken_since, view.last_change_at)
     idle_limit_s = UNTAKEN_FACTOR * view.declared.shortest
     idle = view.loads.idle_loads >= _MIN_IDLE_LOADS and view.loads.idle_for(since) >= idle_limit_s
@@ -82,5 +82,5 @@ def _evidence(view: ReplicaView, untaken_since: float, confirmed_at: float) -> l
     if confirmed_at - since < limit_s or view.heartbeats < MIN_HEARTBEATS:
         return None
     lines = [Evidence("agent", f"neither its CPU nor its GPU has worked for {limit_s:g} s", since)] if idle else []
-    text = f"it has had data for {view.incarnation.gang.replica} for {limit_s:g} s, and gets no request for them"
+    text = f"{view.incarnation.gang.replica} has not requested its data for {limit_s:g} s, although they are ready"
     return [*lines, Evidence("store", text, since)]

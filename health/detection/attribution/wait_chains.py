@@ -1,20 +1,21 @@
-"""Wait-for blame: attributes a stall to the replica at the end of a chain of waiting replicas.
+"""Attribute a stall to the replica at the end of a chain of replicas that wait for each other (wait-for graph).
 
-A wait counts only if the whole run stalls. While one replica works within its deadlines, starts, or has a finding of
-its own, that replica explains why others wait, and its own detectors decide about it. For example, a reward replica
-waits during a long training step, and a trainer waits while a rollout is replaced.
+A wait counts only if the whole run stalls. A replica that works within its deadlines, starts, or has another finding
+explains why others wait, and only its own detectors judge it. For example, a reward replica waits during a long
+training step, and a trainer waits while a rollout is replaced.
 
-A busy service explains a wait only for a limited time. If replicas wait for each other for longer than that
-(``wait_endless``), one of them is blamed even while the store between them still serves another replica. A replica that
-was replaced begins a new wait, and so postpones the blame.
+A busy service explains a wait only for a limited time. If replicas wait for each other for longer (``wait_endless``),
+one of them is blamed even while the store still serves another replica. A replica that was replaced begins a new wait,
+which postpones the blame.
 
-Of replicas that wait for each other, one is blamed (``_blame_order``): a replica that has answered a probe during its
-wait comes last, because its waiting thread works. Then the replica whose role has the fewest replicas comes first: it
-is more likely that one trainer hangs than that all rollouts do. Of several, the one that has waited longest is blamed.
-The time alone proves nothing, because a queue may have been full long before the replica that empties it hung.
+Of replicas that wait for each other, one is blamed. The order is given by ``_blame_order``. Replicas that have answered
+a probe during their wait come last, because their waiting threads work. Otherwise replicas of the role with the fewest
+replicas come first: one trainer hangs more likely than all rollouts. Among replicas of one role, the replica that has
+waited longest comes first. The time alone proves nothing, because a queue may have been full long before the replica
+that empties it hung.
 
-A service that does nothing is blamed sooner. If all chains lead to this service, the waits need not be overdue. If a
-replica is blocked in a call to this service, the service is blamed even while other replicas work.
+A service that does nothing is blamed sooner. If all chains lead to the service, the waits need not be overdue. If a
+replica is blocked in a call to the service, it is blamed even while other replicas work.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ _ENDLESS_WAIT = "wait_endless"
 _STALL_DETECTORS = (_ENDLESS_WAIT, "wait_overdue", "wait_long", "idle")
 _WAIT_DETECTORS = (_ENDLESS_WAIT, "wait_overdue", "wait_long")
 _MAX_WAITERS_NAMED = 4
-"""Waiting replicas named in the evidence; the others are counted (docs/sources.md: at most five lines)."""
+"""Maximum number of waiting replicas that the evidence names; further replicas are counted (docs/sources.md: at most
+five lines)."""
 
 
 def blame_ends_of_wait_chains(findings: Sequence[Finding], monitor: HealthMonitor) -> list[Finding]:
@@ -95,12 +97,12 @@ def _blocked_services(
 def _starvation(
     monitor: HealthMonitor, stalled: Mapping[ReplicaId, Finding], others: Sequence[Finding]
 ) -> dict[ReplicaId, list[ReplicaId]]:
-    """Return the replica to blame of a set of replicas that wait for each other, mapped to the whole set.
+    """Return {replica to blame: the set of replicas that wait for each other}, or an empty dict.
 
-    Its wait must be endless (``wait_endless``), and so must each wait that began long after it: busy services between
-    the replicas do not explain such waits, but a replica that was replaced may still end them. A FAIL finding about any
-    replica or node does explain them, and so does a replica without progress whose deadline is later
-    (``_may_be_awaited``). Return an empty dict if there is such an explanation, or no such set.
+    The wait of this replica must be endless (``wait_endless``), and so must each wait that began much later, since a
+    replaced replica may still end the waits. Busy services do not explain such waits. A FAIL finding about any replica
+    or node explains them, and so does a replica without progress before its deadline (``_may_be_awaited``). Returns an
+    empty dict if there is such an explanation, or no such set.
     """
     if any(finding.verdict is Verdict.FAIL for finding in others):
         return {}
@@ -126,10 +128,10 @@ def _starvation(
 
 
 def _may_be_awaited(view: ReplicaView, since: float) -> bool:
-    """Return whether replicas that have all waited since ``since`` (s) may wait for the work of this one.
+    """Return whether replicas that have all waited since ``since`` (s) may wait for the work of this replica.
 
-    It may be a reward role that waits for a judge outside of the run, or that has scored nothing since then: until its
-    own deadline it counts as healthy, which may be later than the end of the longest wait.
+    For example, a reward replica may wait for a judge outside of the run, or may have scored nothing since then. It
+    counts as healthy until its own deadline, which may be later than the deadlines of the waits.
     """
     if view.left_at is not None:
         return False
@@ -142,7 +144,7 @@ def _waiting_with(
     stalled: Mapping[ReplicaId, Finding],
     by_role: Mapping[str, list[ReplicaId]],
 ) -> set[ReplicaId]:
-    """Return ``start`` and all replicas that its wait leads to; an empty set if one of them may still end the wait."""
+    """Return ``start`` and all replicas in its wait chain; an empty set if one of them may still end the wait."""
     waiting: set[ReplicaId] = set()
     ahead = [start]
     while ahead:
@@ -169,9 +171,9 @@ def _waiting_with(
 def _awaited(view: ReplicaView, by_role: Mapping[str, list[ReplicaId]]) -> list[ReplicaId]:
     """Return the replicas for which the replica of ``view`` waits.
 
-    These are all replicas of the role that its phase declares to wait for or, if the phase declares no role, the single
-    replica that it named. The declared role has priority, because a replica that waits for such a role polls the store
-    and therefore names the store.
+    If its phase declares a role to wait for, these are all replicas of this role; otherwise the single replica that it
+    reported. The declared role has priority, because a replica that waits for a role polls the store and therefore
+    reports the store.
     """
     role = view.declared.waits_for
     if role is None and view.waits_for is not None:
@@ -214,7 +216,7 @@ def _next_in_chain(
 ) -> ReplicaId | None:
     """Return the next replica in the chain; None if that replica is not stalled.
 
-    The next replica is the one that ``view`` names, else the first replica of the role that its phase waits for.
+    The next replica is ``view.waits_for``, else the most likely awaited replica of the role that the phase waits for.
     """
     if view.waits_for is not None:
         return view.waits_for if view.waits_for in stalled else None
@@ -224,7 +226,7 @@ def _next_in_chain(
 def _first_awaited_by_role(monitor: HealthMonitor, stalled: Mapping[ReplicaId, Finding]) -> dict[str, ReplicaId]:
     """Return for each role the stalled replica that others most likely wait for.
 
-    It is a replica that does not wait itself, else the first of the role in ``_blame_order``.
+    This is a replica that does not wait itself, else the role's first replica in ``_blame_order``.
     """
     ordered = sorted(_blame_order(monitor, stalled, stalled), key=lambda replica: is_waiting(monitor.replicas[replica]))
     return {role_of(replica): replica for replica in reversed(ordered)}
@@ -233,9 +235,10 @@ def _first_awaited_by_role(monitor: HealthMonitor, stalled: Mapping[ReplicaId, F
 def _blame_order(
     monitor: HealthMonitor, waiting: Collection[ReplicaId], stalled: Collection[ReplicaId]
 ) -> list[ReplicaId]:
-    """Return the ``waiting`` replicas, the one that most likely makes the others wait first.
+    """Return the ``waiting`` replicas in the order of their likelihood to be the cause, most likely first.
 
-    ``stalled`` are all replicas that wait or idle, from which the replicas of a role are counted (a gang as one).
+    ``stalled`` are all replicas that wait or idle. A role with few replicas among them (a gang counts as one) is a more
+    likely cause than a role with many.
     """
     gangs_of_role = Counter(role_of(gang) for gang in {gang_of(replica) for replica in stalled})
 

@@ -1,1 +1,1 @@
-"""Detectors: pure functions that judge the view of one replica or node. ``registry`` lists them in their order."""
+"""Detectors: pure functions that judge the view of one replica or node. ``registry`` lists them by precedence."""

@@ -5,7 +5,7 @@ which its result may change without a new observation (inf: never). Neither the 
 a time that keeps growing, so that an unchanged situation gives an equal finding.
 
 A FAIL without proof needs both time and observations (docs/sources.md): silence means at least ``MIN_HEARTBEATS``
-missed heartbeats, standstill means at least as many heartbeats received without progress.
+missed heartbeats, and standstill means as many heartbeats without progress.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ Detector = Callable[[ReplicaView, Limits, float], Result]
 NodeDetector = Callable[[NodeView, Limits, float], Result]
 
 MIN_HEARTBEATS = 3
-"""Heartbeats that must be missed, or received without progress, before a replica fails."""
+"""Number of heartbeats that must be missed, or received without progress, before a replica fails."""
 SLOW_START_FACTOR = 5
-"""Multiple of ``limits.join`` after which a step fails to join although its agent finds it running."""
+"""Multiple of ``limits.join`` after which a step that has not joined fails even if its agent finds it running."""
 SLOWEST_FACTOR = 1.5
 """A deadline is at least this multiple of the longest known duration."""
 NO_FINDING: Result = (None, inf)

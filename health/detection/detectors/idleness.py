@@ -1,8 +1,8 @@
-"""Detectors by load: replicas that must compute but whose CPU and GPU idle, or whose GPU only spins.
+"""Detectors by load: replicas that must compute but whose CPU and GPU are idle, or whose GPU only spins.
 
-Idleness shows a hang far sooner than the deadline of a phase. It is evidence only where nothing else explains it. Hence
-it counts only in phases that compute (a checkpoint may wait for storage for minutes), only while the replica waits for
-no other replica, and not for replicas that can be probed, since a rollout that waits for a tool is idle too
+Idleness shows a hang far sooner than the deadline of a phase, but only if nothing else explains the idleness. It counts
+only in phases that compute (a checkpoint may wait for storage for minutes) and only while the replica waits for no
+other replica. It does not count for replicas that can be probed, since a rollout that waits for a tool is idle too
 (:mod:`rrl.health.detection.detectors.probing`). The findings are input of ``blame_gang_members``
 (:mod:`rrl.health.detection.attribution.gangs`), which compares the members of a gang.
 """
@@ -20,23 +20,23 @@ IDLE_FACTOR = 1.5
 """Multiple of ``limits.idle`` for which a computing replica may be idle (90 s by default): well below RobustRL's 300 s,
 and above most stalls of a file system to which a step writes its log."""
 FIRST_PASS_FACTOR = 2.0
-"""Multiple of ``limits.idle`` in a first pass (the incarnation's first time in the phase), which may read files: that
-uses neither CPU nor GPU, as opposed to compiling."""
+"""Multiple of ``limits.idle`` in a first pass (the incarnation's first time in the phase). A first pass may read files,
+which uses neither CPU nor GPU, unlike compilation."""
 RANK_0_IDLE_FACTOR = 2.5
-"""Multiple of ``limits.idle`` for the first member of a gang (150 s by default): it is the one that calls services
-outside of the run (metrics, object storage), and their clients retry for a while (100 s were observed)."""
+"""Multiple of ``limits.idle`` for the first member of a gang (150 s by default). This member calls services outside of
+the run (metrics, object storage), whose clients may retry for a while (100 s were observed)."""
 LOADING_IDLE_FACTOR = 2.0
 """Multiple of ``limits.idle`` while weights are loaded: storage may delay all replicas of the role."""
 SPINNING_FACTOR = 1.5
 """Multiple of ``limits.idle`` for a spinning GPU: some real kernels use no tensor cores."""
 FALSE_PROGRESS_FACTOR = 5.0
 """Multiple of ``limits.idle`` for a replica that reports progress while idle (300 s, RobustRL's value), if its GPU has
-worked before. If it never has, the work is done elsewhere."""
+worked before. A GPU that has never worked is no evidence: the work is done elsewhere."""
 EVEN_SPLIT_FACTOR = 3.0
-"""Multiple of the limits for idling and spinning if half of a gang is idle: one of two members may work while the other
-waits for it."""
+"""Multiple of the limits for idling and spinning if half of a gang is idle. In a gang of two, one member may work while
+the other waits for it."""
 _MIN_IDLE_LOADS = 5
-"""Consecutive loads that must show that the replica idles or spins."""
+"""Number of consecutive loads that must show that the replica idles or spins."""
 
 
 def must_compute(view: ReplicaView) -> bool:
@@ -93,10 +93,10 @@ def _false_progress(view: ReplicaView, limits: Limits) -> Result:
 
 
 def load_stalled(view: ReplicaView, limits: Limits, now: float) -> Result:
-    """Find a replica that loads weights but idles for far longer than its role usually takes.
+    """Find a replica that is loading weights but is idle for far longer than its role usually takes to load.
 
     The finding is input of ``blame_gang_members``. The baseline is the usual duration that was known at the start of
-    the phase or, if none was known then, the longest time that other replicas of the role have taken since.
+    the phase. If none was known then, it is the longest time that other replicas of the role have taken since.
     """
     usual = view.usual_duration or view.role.slowest_load * (FIRST_PASS_FACTOR if view.first_pass else 1.0)
     if not is_working(view) or not view.declared.own_work or not usual or view.heartbeats < MIN_HEARTBEATS:

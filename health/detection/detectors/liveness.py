@@ -1,4 +1,4 @@
-"""Detectors of whether a replica runs at all: its end, an overdue stop, its silence and its start."""
+"""Detectors of whether a replica runs at all: its end, an overdue end, silence, and an overdue start."""
 
 from __future__ import annotations
 
@@ -25,19 +25,20 @@ from .base import (  # fmt: skip
 )
 
 CPU_ACTIVE_SILENCE_FACTOR = 3.0
-"""Multiple of the silence limit for a worker whose CPU works according to the loads that its agent measures: its
-messages may be delayed behind its logs."""
+"""Multiple of the silence limit for a worker whose CPU works according to its agent's loads. Its messages may be
+delayed by its log lines."""
 STOPPED_SILENCE_FACTOR = 3.0
-"""Multiple of the silence limit for a worker with a stopped process, according to those loads: py-spy, gdb or gcore
-stop a process for some seconds (a stop by py-spy of 10.1 s was observed), and a debugger that is left attached stops it
-for good."""
+"""Multiple of the silence limit for a worker with a stopped process according to its agent's loads. py-spy, gdb or
+gcore stop a process for some seconds (10.1 s by py-spy were observed); a debugger that stays attached stops it
+forever."""
 _EXIT_FLAGS = {ExitReason.NOT_STARTED: (Flag.NOT_STARTED,), ExitReason.INVALID_CONFIG: (Flag.INVALID_CONFIG,)}
-"""Flags of the finding about a step that ended for this reason, with any exit code."""
+"""Flags of the finding about a step's end, by the reason of the end."""
 _AGENT_SILENCE_FACTOR = 2
-"""Multiple of the silence limit for an agent: by then ``node_lost`` has found out whether the whole node is silent."""
+"""Multiple of the silence limit for an agent. By then ``node_lost`` has decided whether the whole node is silent."""
 _LONE_AGENT_SILENCE_FACTOR = 6
-"""Multiple of the silence limit for an agent without other processes on its node (a spare): they could show whether the
-node failed. A restart of the agent shows it; it is not urgent, and a network failure of a minute must not cause it."""
+"""Multiple of the silence limit for an agent without other processes on its node (a spare node). Only a restart of the
+agent can then show whether the node failed. The restart is not urgent, and a network failure of a minute must not cause
+it."""
 
 
 # ── proof ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -65,14 +66,14 @@ def exit_record(view: ReplicaView, limits: Limits, now: float) -> Result:
 
 
 def exit_flags(reason: ExitReason, code: int | None) -> tuple[Flag, ...]:
-    """Return the flags of the finding about a step that ended for this reason, with this exit code (None: a signal)."""
+    """Return the flags of the finding about a step's end with this reason and exit code (None: killed by a signal)."""
     if reason is ExitReason.EXITED and code == 0:
         return (Flag.CLEAN_EXIT,)
     return _EXIT_FLAGS.get(reason, ())
 
 
 def step_gone(view: ReplicaView, limits: Limits, now: float) -> Result:
-    """Find a step whose first process is gone without an exit record, according to the agent of its node."""
+    """Find a step whose first process has ended without an exit record, according to the agent of its node."""
     at = view.gone_witnessed_at
     if at is None or view.exit is not None or view.stop_requested_at is not None:
         return NO_FINDING
@@ -117,12 +118,12 @@ def worker_silence(view: ReplicaView, limits: Limits, now: float) -> Result:
         return None, due
     text = f"no heartbeat for {longest:g} s, in phase {view.phase}"
     if view.loads.stopped:
-        text += "; a process of it is stopped (SIGSTOP, or a tracer)"
+        text += "; one of its processes is stopped (SIGSTOP, or a tracer)"
     return _silence_finding(view, limits, "worker_silence", view.last_message_at, text), inf
 
 
 def _silence_factor(view: ReplicaView, limits: Limits) -> float:
-    """Return the multiple of the silence limit for a worker, according to a load measured well after its last message.
+    """Return the multiple of the silence limit for a worker, from a load that was measured well after its last message.
 
     A stopped process uses no CPU, even if a kernel occupies its GPU.
     """
@@ -173,9 +174,9 @@ def agent_silence(view: ReplicaView, limits: Limits, now: float) -> Result:
 
 
 def _lone_agent_silence(view: ReplicaView, limits: Limits, now: float) -> Result:
-    """Find the silent agent of a node without any other process: nothing tells its failure from that of the node.
+    """Find the silent agent of a node without other processes, where either the agent or the node may have failed.
 
-    The agent is restarted. If the next one does not join either, the planner excludes the node.
+    The agent is restarted. If the next agent does not join either, the planner excludes the node.
     """
     silence_s = _LONE_AGENT_SILENCE_FACTOR * silence_limit(limits)
     due = view.last_message_at + silence_s
@@ -195,8 +196,8 @@ def _silent_agent(view: ReplicaView, silence_s: float, node_state: str) -> Findi
 def promotion_overdue(view: ReplicaView, limits: Limits, now: float) -> Result:
     """Find a promoted standby process that does not send a Hello as the incarnation.
 
-    A standby process has imported and built everything before its promotion, so one without a Hello is gone or hangs,
-    and is replaced early.
+    A standby process has imported and built everything before its promotion. Without a Hello, it is gone or hangs, so
+    it is replaced early.
     """
     if view.standby is None or not expects_heartbeats(view) or view.status != "launched":
         return NO_FINDING
@@ -213,8 +214,8 @@ def promotion_overdue(view: ReplicaView, limits: Limits, now: float) -> Result:
 def never_joined(view: ReplicaView, limits: Limits, now: float) -> Result:
     """Find a launched incarnation without a Hello; only warn while its agent reports that its step runs.
 
-    A standby process has ``SLOW_START_FACTOR`` times as long, without a warning: it starts at low priority beside the
-    roles, which may take most of the CPU time, and no replica waits for it.
+    The limit of a standby process is ``SLOW_START_FACTOR`` times as long, and there is no warning. It starts at low
+    priority beside the roles, which may take most of the CPU time, and no replica waits for it.
     """
     if not expects_heartbeats(view) or view.status != "launched" or view.standby is not None:
         return NO_FINDING
@@ -233,7 +234,7 @@ def never_joined(view: ReplicaView, limits: Limits, now: float) -> Result:
 def _silence_finding(view: ReplicaView, limits: Limits, detector: str, since: float, text: str) -> Finding:
     """Return a FAIL if another process on the node sent a message well after ``since``, else an UNKNOWN.
 
-    "Well after" means several heartbeats later: when a node fails, the last heartbeats of its processes differ by up
+    "Well after" means several heartbeat intervals: when a node fails, the last heartbeats of its processes differ by up
     to one interval.
     """
     if _node_responsive(view, limits, since) or (view.is_agent and detector == "never_joined"):
@@ -249,7 +250,7 @@ def _node_responsive(view: ReplicaView, limits: Limits, since: float) -> bool:
 
 
 def _exit_description(end: StepEnd) -> str:
-    """Return the end of a step as text: code or signal, reason, and the exception or the last line of output."""
+    """Return a text about the end of a step: code or signal, reason, and the exception or the last line of output."""
     if end.reason is ExitReason.INVALID_CONFIG:
         return end.detail
     reason = exit_text(end.reason, end.detail)

@@ -1,4 +1,4 @@
-"""Detectors of whether a node works: its state in the cluster, and the silence of everything on it."""
+"""Detectors of whether a node works: its state in the cluster, and the silence of its processes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from ..records import FLAP_COUNT, FLAP_WINDOW_S, NodeView, ReplicaView
 from .base import NO_FINDING, Result, expects_heartbeats, heartbeat_slack, silence_deadline
 
 _SUSPEND_CHECK_TIMEOUT_S = 30.0
-"""Time that the cluster has to report whether a silent node is suspended; then the repair begins without its answer."""
+"""Time (s) within which the cluster must report whether a silent node is suspended. After this time the node is
+repaired without the answer."""
 
 
 def node_down(view: NodeView, limits: Limits, now: float) -> Result:
@@ -25,10 +26,10 @@ def node_down(view: NodeView, limits: Limits, now: float) -> Result:
 
 
 def node_lost(view: NodeView, limits: Limits, now: float) -> Result:
-    """Find a node whose agent is silent: a warning, or a failure if all witnesses among its replicas are silent too.
+    """Find a node whose agent is silent. This is a WARN, or a FAIL if all witnesses among its replicas are silent too.
 
-    A replica is a witness if its silence is evidence: it neither ended nor left before it fell silent. Replicas that
-    never joined cannot fall silent, so they count only if no replica joined, and only after their join deadline.
+    A replica is a witness if it neither ended nor left before it fell silent. Replicas that never joined cannot fall
+    silent, so they count only if no replica of the node joined, and only after their join deadline.
     """
     agent = view.agent or view.former_agent
     if agent is None or not _is_witness(agent, limits) or view.suspended_at is not None:
@@ -58,7 +59,9 @@ def node_lost(view: NodeView, limits: Limits, now: float) -> Result:
             and not view.suspension_checked(limits)
             and now < lost_at + _SUSPEND_CHECK_TIMEOUT_S
         ):
-            evidence.append(Evidence("manager", "waiting for the cluster to report whether it is suspended", lost_at))
+            evidence.append(
+                Evidence("manager", "waiting for the cluster to report whether the node is suspended", lost_at)
+            )
             return _node_finding(
                 view, "node_lost", Verdict.WARN, Remedy.NONE, since, tuple(evidence)
             ), lost_at + _SUSPEND_CHECK_TIMEOUT_S
@@ -72,7 +75,7 @@ def node_lost(view: NodeView, limits: Limits, now: float) -> Result:
 def silent_nodes(
     findings: Collection[Finding], monitor: HealthMonitor, limits: Limits, now: float
 ) -> dict[NodeName, float]:
-    """Return nodes that miss heartbeats and the time (s) of their last message; empty if no ``node_lost`` was found."""
+    """Return {node that misses heartbeats: time (s) of its last message}; empty without a ``node_lost`` finding."""
     if all(finding.detector != node_lost.__name__ for finding in findings):
         return {}
     return {
@@ -94,13 +97,13 @@ def node_flaps(view: NodeView, limits: Limits, now: float) -> Result:
     if now >= ends_at:
         return NO_FINDING
     since = view.flaps[0]
-    text = f"it lost the state up {len(view.flaps)} times within {view.flaps[-1] - since:.0f} s"
+    text = f'it lost the state "up" {len(view.flaps)} times within {view.flaps[-1] - since:.0f} s'
     evidence = (Evidence("cluster", text, view.flaps[-1]),)
     return _node_finding(view, "node_flaps", Verdict.FAIL, Remedy.EXCLUDE, since, evidence), ends_at
 
 
 def _is_witness(view: ReplicaView, limits: Limits) -> bool:
-    """Return whether silence of the replica is evidence: it has not ended, and did not leave before it fell silent."""
+    """Return whether the replica's silence is evidence: it has not ended, and had not left before it fell silent."""
     left = view.left_at is not None and view.left_at < silence_deadline(view, limits)
     return not view.ended and not left
 

@@ -1,23 +1,23 @@
-"""How long a replica may stay in a phase without progress: the deadline of a pass, and what extends it.
+"""The deadline of a pass: how long a replica may stay in a phase without progress, and what extends this time.
 
-The deadline depends on what is known of the phase, best first:
+The deadline depends on the known durations of the phase, best knowledge first:
 
-1. The *usual duration* (the median of at least three passes that are no first passes): ``adaptive`` times the usual
-   duration, at least ``SLOWEST_FACTOR`` times the longest.
-2. One or two passes, or only a first pass: ``adaptive`` times the longest pass so far. A first pass includes
-   compilation and warm-up, so it is an upper estimate of the usual duration. A replica that is not observed to be idle
-   has ``EARLY_FACTOR`` times as long, because so few passes do not show how much their durations vary.
-3. Nothing: ``longest`` of the phase. A replica that is observed to be idle has only a quarter of that.
+1. The *usual duration* (the median of at least three passes other than first passes): ``adaptive`` times the usual
+duration, at least ``SLOWEST_FACTOR`` times the longest. 2. One or two passes, or only a first pass: ``adaptive`` times
+the longest pass so far. A first pass includes compilation and warm-up, so it is an upper estimate of the usual
+duration. A replica that is not observed to be idle has ``EARLY_FACTOR`` times as long, because few passes do not show
+how much durations vary. 3. No pass: ``longest`` of the phase. A replica that is observed to be idle has only a quarter
+of it.
 
-The results of 1 and 2 are kept within ``shortest`` and ``longest`` of the phase. In an incarnation's *first pass* the
-deadline is extended by ``limits.first_pass``, unless the replica is idle, since it then neither compiles nor packs. So
-with the same evidence (idle, at work, or unknown) and passes of equal length no deadline is longer than that of an
-earlier pass. docs/health.md has a table of the resulting times.
+The results of 1 and 2 are limited to the range from ``shortest`` to ``longest`` of the phase. In an incarnation's
+*first pass* the deadline is extended by ``limits.first_pass``, unless the replica is idle, since an idle replica
+neither compiles nor packs. So with the same evidence (idle, at work, or unknown) and passes of equal length, deadlines
+never become longer from pass to pass. docs/health.md has a table of the resulting times.
 
 A replica that is observed at work has ``BUSY_DEADLINE_FACTOR`` times its deadline. A replica whose code may call a
-service outside of the run has ``MIN_SERVICE_WAIT_S`` at least, unless its CPU is observed at work. While its node
-reports that storage stalls, a replica in a phase that uses storage has ``MAX_STORAGE_STALL_S``, and afterwards its
-deadline starts again.
+service outside of the run has at least ``MIN_SERVICE_WAIT_S``, unless its CPU is observed at work. While storage stalls
+on its node, a replica in a phase that uses storage has ``MAX_STORAGE_STALL_S``; after the stall its deadline starts
+again.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ EARLY_FACTOR = 2.0
 """Multiple of the deadline until a usual duration is known, for a replica that is not observed to be idle (ours: the
 first checkpoint of a trainer has no state of the optimizer, and later ones are three times as large)."""
 BUSY_DEADLINE_FACTOR = 6.0
-"""Multiple of the deadline for a replica whose GPU (CPU, if it has no GPU) works: it is slow, not hung."""
+"""Multiple of the deadline for a replica whose GPU (or CPU, without a GPU) works, so that it is slow and not hung."""
 FIRST_IDLE_SHARE = 0.25
 """Share of ``longest`` for which a replica may be idle in a phase of which no pass is known (15 min of 1 h)."""
 MIN_FIRST_IDLE_S = 900.0
@@ -44,18 +44,20 @@ MIN_FIRST_IDLE_S = 900.0
 first checkpoint may create a whole folder tree on busy storage (ours)."""
 MAX_BLIND_TRAINING_S = 7200.0
 """Deadline (s) of a training pass whose only sign of work is a busy GPU or CPU, because its tensor cores were never
-observed at work: a collective that hangs looks the same, and an evaluation or a compilation rarely takes longer."""
+observed at work. A hung collective looks the same; an evaluation or a compilation rarely takes longer."""
 MIN_SERVICE_WAIT_S = 900.0
-"""Time (s) without progress that an unreported wait for a service outside of the run explains: judges that limit the
-rate of their clients make them wait for up to 14 min (observed). It counts from the last work of the CPU."""
+"""Time (s) without progress that an unreported wait for a service outside of the run explains, from the last work of
+the CPU. Judges with rate limits make their clients wait for up to 14 min (observed)."""
 _MIN_WORKING_LOADS = 5
-"""Consecutive loads that must show a CPU at work, so that a replica does not just wait: a retry takes less."""
+"""Number of consecutive loads that must show a CPU at work, so that the replica does not only wait. A retry takes
+less."""
 MAX_SAME_STACK_S = 1800.0
-"""Deadline (s) of a training pass in which all ranks stand at the same line while their GPUs are busy: three times the
-timeout of a collective in torch.distributed (600 s); the first collective of a large job takes minutes (ours)."""
+"""Deadline (s) of a training pass in which all ranks stand at the same line while their GPUs are busy. Our choice:
+three times the timeout of a collective in torch.distributed (600 s), since the first collective of a large job takes
+minutes."""
 MAX_STORAGE_STALL_S = 3600.0
-"""Time (s) without progress that a storage stall explains in every phase that uses storage: ``longest`` of a checkpoint
-(ours)."""
+"""Time (s) without progress that a storage stall explains in every phase that uses storage. Our choice: ``longest`` of
+a checkpoint."""
 
 
 class Deadline(Struct, frozen=True):
@@ -64,9 +66,9 @@ class Deadline(Struct, frozen=True):
     seconds: float
     """Time (s) without progress that is allowed."""
     busy_seconds: float
-    """Time (s) without progress that is allowed to a replica that is observed at work at the end of ``seconds``."""
+    """Time (s) without progress that is allowed if the replica is observed at work at the end of ``seconds``."""
     source: str
-    """What the deadline follows from, for people."""
+    """Text that says from what the deadline was computed."""
 
 
 def deadline(view: ReplicaView, limits: Limits) -> Deadline:
@@ -98,8 +100,8 @@ def deadline(view: ReplicaView, limits: Limits) -> Deadline:
 def idle_due(view: ReplicaView, limits: Limits, since: float) -> tuple[float, str] | None:
     """Return the time (s) from which a replica has been idle for too long, and a text with the limit.
 
-    Return None if recent loads do not show an idle replica, or if idleness means nothing in its phase: a replica that
-    waits is always idle, and in a phase of the job's own nothing is known about what the replica does.
+    Return None if recent loads do not show an idle replica, or if idleness is no evidence in its phase. It is none
+    while the replica waits, and in a phase that only the job declares.
 
     Args:
         view: The replica.
@@ -124,7 +126,7 @@ def idle_due(view: ReplicaView, limits: Limits, since: float) -> tuple[float, st
 def service_wait_due(view: ReplicaView, since: float) -> tuple[float, str] | None:
     """Return the time (s) before which a replica may wait for a service outside of the run, and a text with the limit.
 
-    Return None if the phase calls no such service, or if the CPU of the replica is at work: it computes, or loops.
+    Return None if the phase calls no such service, or if the replica's CPU is at work, so that it does not wait.
 
     Args:
         view: The replica.
@@ -139,16 +141,16 @@ def service_wait_due(view: ReplicaView, since: float) -> tuple[float, str] | Non
 
 
 def first_pass_grace(view: ReplicaView, limits: Limits) -> float:
-    """Return the first-pass grace (s); a replica that only waits has none, since it neither compiles nor warms up."""
+    """Return the first-pass grace (s); 0 for a replica that only waits, since it neither compiles nor warms up."""
     only_waits = is_waiting(view) and not view.declared.own_work
     return limits.first_pass if view.first_pass and not only_waits else 0.0
 
 
 def extended_by_storage(view: ReplicaView, limits: Limits, since: float, due: float) -> float:
-    """Return the deadline ``due`` (s), extended if storage stalls, or stalled in this pass, where the replica runs.
+    """Return the deadline ``due`` (s), extended if storage on the replica's node stalls or stalled in this pass.
 
-    During the stall the replica has ``MAX_STORAGE_STALL_S``, or ``longest`` of the phase with the first-pass grace if
-    that is longer. When the stall has ended, the time that the replica had begins again, up to the same limit.
+    During the stall the replica has ``MAX_STORAGE_STALL_S``, or ``longest`` of the phase plus the first-pass grace if
+    this is longer. After the stall its original time begins again, up to the same limit.
     """
     if not is_delayed_by_storage(view, since):
         return due
@@ -165,8 +167,8 @@ def is_delayed_by_storage(view: ReplicaView, since: float) -> bool:
 def _from_known_passes(view: ReplicaView, limits: Limits) -> tuple[float, str] | None:
     """Return the deadline (s) according to the passes so far, and a text with its source; None if no pass is known.
 
-    The duration of a wait depends on the replica that is waited for: before it is usual, no pass shows how long the
-    next one may take.
+    Passes of a waiting phase count only once there is a usual duration, because the duration of a wait depends on the
+    awaited replica.
     """
     declared, usual, slowest = view.declared, view.usual_duration, view.slowest_duration
     if usual is not None:

@@ -1,11 +1,11 @@
-"""Probing: a suspected replica is asked for a small piece of work, and its answer decides whether it fails.
+"""Probing: a suspected replica must do a small piece of work, and its answer decides whether it fails.
 
-Rollouts may have good reasons to make no tokens: a tool takes minutes, or a prompt is long. RobustRL (a published
-system) waits 60 s and then checks whether the process is alive. rrl's probe requests work instead, which a dead engine
-in a live process cannot do. A probe costs one token, so it is sent early where CPU and GPU are idle or tokens usually
-come every second. A replica that reports progress while its GPU idles is probed too (its report may be false, or its
-engine may be on another node). A replica that only waits is probed if its role is known to answer while it waits:
-waiting and hanging look the same from outside.
+A healthy rollout may generate no tokens for a while: a tool takes minutes, or a prompt is long. RobustRL waits 60 s and
+then checks whether the process is alive. rrl's probe requests work instead, which a dead engine in a live process
+cannot do. A probe costs one token, so it is sent early if CPU and GPU are idle or tokens usually come every second. A
+replica that reports progress while its GPU is idle is probed too (its report may be false, or its engine may be on
+another node). A replica that only waits is probed if its role is known to answer while it waits, because a wait and a
+hang look the same from outside.
 """
 
 from __future__ import annotations
@@ -19,40 +19,39 @@ from ..records import MAX_WAIT_PROBES, NodeView, ReplicaView, is_polling
 from .base import MIN_HEARTBEATS, NO_FINDING, Result, finding_about, is_waiting, is_working
 
 EARLY_PROBE_S = 10.0
-"""Time without a token after which a rollout is probed if tokens usually come more often, or if CPU and GPU were idle
-all the time. It may be short, because only the answer decides."""
+"""Time (s) without a token after which a rollout is probed if tokens usually come more often, or if CPU and GPU were
+idle throughout. It is short, because only the answer decides."""
 FIRST_TOKEN_FACTOR = 3.0
 """Multiple of the times after which a replica is probed, for a first pass (the incarnation's first time in the phase),
 in which engines load and compile."""
 SPINNING_FACTOR = 2.0
 """Multiple of the time without a token after which a replica is probed, while its GPU spins."""
 PROMPT_ANSWER_S = 5.0
-"""Time that a probe may be unanswered before it gives a ``suspected`` finding."""
+"""Time (s) after which an unanswered probe gives a ``suspected`` finding."""
 IDLE_ANSWER_SHARE = 0.5
-"""An idle replica must answer within this share of ``limits.probe``, because nothing is queued before the probe."""
+"""Share of ``limits.probe`` within which an idle replica must answer, because nothing is queued before the probe."""
 BUSY_ANSWER_FACTOR = 10.0
-"""A replica with a working GPU may take so many times ``limits.probe`` to answer, because the probe may be queued
-behind a long prefill. The same holds for a waiting replica whose CPU or GPU works: it may be writing logs or cleaning
-up."""
+"""Multiple of ``limits.probe`` within which a replica with a working GPU must answer, because the probe may be queued
+behind a long prefill. It also applies to a waiting replica whose CPU or GPU works, for example while it writes logs."""
 FIRST_PASS_SPINNING_FACTOR = 10.0
-"""Multiple of ``limits.probe`` that a spinning replica has to answer in a first pass. Warm-up, graph capture and kernel
-tuning use tensor cores at times, so they do not look like spinning for that long."""
+"""Multiple of ``limits.probe`` within which a spinning replica must answer in a first pass. Warm-up, graph capture and
+kernel tuning use tensor cores now and then, so they do not look like spinning for so long."""
 RESEND_SHARE = 0.25
 """Share of ``limits.probe`` after which an unanswered probe is sent again: it may have been lost."""
 MAX_PROBE_INTERVAL_S = 120.0
-"""Longest time between two probes of a replica that answers them. The first interval is ``limits.probe`` / 2, and each
-is twice the one before."""
+"""Maximum time (s) between two probes of a replica that answers them. The first interval is ``limits.probe`` / 2; the
+interval doubles with each answer."""
 _MIN_IDLE_LOADS = 4
-"""Consecutive loads that must show idleness."""
+"""Number of consecutive loads that must show idleness."""
 
 
 # ── times of probes ──────────────────────────────────────────────────────────────────────────────────────────────────
 def due_probes(monitor: HealthMonitor, limits: Limits, now: float) -> list[Incarnation]:
     """Return the incarnations to probe now, in the order of their names.
 
-    The caller sends the probes and reports each by ``HealthMonitor.on_probe_sent``. Only nodes with new observations or
-    with a due probe are evaluated: ``detect`` records the time of each node's next probe, and takes these times into
-    account in the time that it returns.
+    The caller sends the probes and reports each probe by ``HealthMonitor.on_probe_sent``. Only nodes with new
+    observations or with a due probe are evaluated: ``detect`` records the time of each node's next probe, and returns
+    no later time.
     """
     nodes = monitor.dirty | {node for node, at in monitor.probes_due.items() if at <= now}
     node_views = [monitor.nodes[node] for node in nodes if node in monitor.nodes]
@@ -94,8 +93,8 @@ def suspect_at(view: ReplicaView, limits: Limits) -> float:
 def _may_be_suspected(view: ReplicaView) -> bool:
     """Return whether a probe of the replica can give evidence about it.
 
-    A replica that only waits is probed if its role is known to answer probes while it waits. Until that is known, it is
-    probed once in each pass of its phase, a few times in all.
+    A replica that only waits is probed if its role is known to answer probes while it waits. Before this is known, each
+    pass of its phase has one probe, up to ``MAX_WAIT_PROBES`` probes for the role.
     """
     if is_polling(view):
         return is_working(view) and (
@@ -106,15 +105,14 @@ def _may_be_suspected(view: ReplicaView) -> bool:
 
 
 def _must_answer(view: ReplicaView) -> bool:
-    """Return whether a missing answer is a failure, and not just a sign that the role never answers while it waits."""
+    """Return whether a missing answer is a failure, which needs a role that answers probes in this phase."""
     return _may_be_suspected(view) and (view.role.answers_probes or not is_polling(view))
 
 
 def _no_progress_at(view: ReplicaView, limits: Limits) -> float:
-    """Return when the replica is suspected for lack of tokens: early if they usually come within seconds.
+    """Return the time (s) at which the replica is suspected for lack of tokens: early if they usually come quickly.
 
-    Without loads it is not suspected early: a long prefill, which delays the answer, could not be distinguished from a
-    hang.
+    Without loads it is not suspected early, because a long prefill could not be distinguished from a hang.
     """
     if view.usual_duration is None or view.loads.latest_at is None:
         return _long_no_progress_at(view, limits)
@@ -125,16 +123,16 @@ def _no_progress_at(view: ReplicaView, limits: Limits) -> float:
 
 
 def _long_no_progress_at(view: ReplicaView, limits: Limits) -> float:
-    """Return when the replica is suspected for lack of tokens according to ``limits.suspect``."""
+    """Return the time (s) at which the replica is suspected for lack of tokens according to ``limits.suspect``."""
     return view.last_change_at + _first_pass_factor(view) * max(
         limits.suspect, limits.adaptive * (view.usual_duration or 0.0)
     )
 
 
 def _idle_at(view: ReplicaView, limits: Limits) -> float:
-    """Return when the replica is suspected because it made no token while idle or spinning.
+    """Return the time (s) at which the replica is suspected because it generated no token while idle or spinning.
 
-    In a first pass only ``FIRST_TOKEN_FACTOR`` applies and no further grace, because compilation would use the CPU.
+    In a first pass only ``FIRST_TOKEN_FACTOR`` applies and no first-pass grace, because compilation would use the CPU.
     """
     loads = view.loads
     if not view.declared.computes:
@@ -153,7 +151,7 @@ def _idle_at(view: ReplicaView, limits: Limits) -> float:
 
 
 def _false_progress_at(view: ReplicaView, limits: Limits) -> float:
-    """Return when the replica is suspected because it reports progress although its GPU has been idle for long."""
+    """Return the time (s) at which the replica is suspected because it reports progress while its GPU is idle."""
     loads = view.loads
     if (
         loads.gpu_idle_since is None
@@ -200,11 +198,11 @@ def no_answer(view: ReplicaView, limits: Limits, now: float) -> Result:
 
 
 def suspected(view: ReplicaView, limits: Limits, now: float) -> Result:
-    """Warn of a replica that is suspected and has not answered a probe that it works.
+    """Warn of a suspected replica that has not answered a probe successfully.
 
-    It is suspected because it has made no progress for long, because it reports progress although its GPU idles, or
-    because it has left a probe unanswered. Lack of progress alone gives no warning if the replica has no probe handler
-    or its phase does not compute: then it is probed without a warning, or only the deadline of its phase applies.
+    It is suspected because it has made no progress for long, because it reports progress while its GPU is idle, or
+    because a probe is unanswered. Lack of progress alone gives no warning if the replica has no probe handler or its
+    phase does not compute: it is then probed without a warning, or only the deadline of its phase applies.
     """
     probe_at = next_probe_at(view, limits)
     then = probe_at if probe_at > now else inf
@@ -248,7 +246,7 @@ def _answer_deadline(view: ReplicaView, limits: Limits, pending_since: float) ->
 
 
 def _answer_deadline_after_work(view: ReplicaView, limits: Limits, pending_since: float) -> float:
-    """Return the deadline of a replica that worked when it was probed: ``limits.probe`` after it became idle.
+    """Return the deadline (s) of a replica that worked when it was probed: ``limits.probe`` after it became idle.
 
     It is at most ``BUSY_ANSWER_FACTOR`` times ``limits.probe`` after the probe.
     """
@@ -257,7 +255,7 @@ def _answer_deadline_after_work(view: ReplicaView, limits: Limits, pending_since
 
 
 def _idle_since_probe(view: ReplicaView, pending_since: float) -> bool:
-    """Return whether loads measured since the probe show a replica that was idle when it was probed and still is."""
+    """Return whether loads since the probe show that the replica was idle when it was probed and is still idle."""
     loads = view.loads
     if loads.latest_at is None or loads.idle_since is None:
         return False

@@ -18,7 +18,8 @@ from .base import MIN_HEARTBEATS, NO_FINDING, Result, finding_about, is_waiting,
 from .pass_deadlines import deadline, extended_by_storage, first_pass_grace, idle_due, service_wait_due
 
 ENDLESS_WAIT_FACTOR = 1.25
-"""Multiple of ``longest`` of a waiting phase (19 min by default) after which a busy service does not explain a wait."""
+"""Multiple of ``longest`` of a waiting phase (19 min by default) after which a busy service no longer explains a
+wait."""
 _SERVE_PHASE = "serve"
 
 
@@ -32,7 +33,7 @@ def no_progress(view: ReplicaView, limits: Limits, now: float) -> Result:
 
 
 def phase_overdue(view: ReplicaView, limits: Limits, now: float) -> Result:
-    """Find a replica that does not complete a phase that must end, and shows no progress in it either.
+    """Find a replica that neither completes a phase that must end nor shows progress in it.
 
     A phase that neither rrl nor the job declares has no known limit and gives only a warning.
     """
@@ -66,9 +67,9 @@ def wait_overdue(view: ReplicaView, limits: Limits, now: float) -> Result:
 def wait_long(view: ReplicaView, limits: Limits, now: float) -> Result:
     """Find a replica that has waited for longer than ``shortest`` of its phase; input of ``blame_ends_of_wait_chains``.
 
-    So short a wait is evidence only against a service that does nothing. In a phase that may also do work of its own,
-    it is not evidence. In a phase that declares no wait, the replica is blocked in a call to a service; then
-    ``shortest`` of the service's phase is the limit.
+    Such a short wait is evidence only against a service that does nothing. It is no evidence in a phase that may also
+    work itself. In a phase that declares no wait, the replica is blocked in a call to a service, and the limit is
+    ``shortest`` of the service's phase.
     """
     if not is_working(view) or not is_waiting(view) or view.declared.own_work:
         return NO_FINDING
@@ -85,7 +86,7 @@ def wait_long(view: ReplicaView, limits: Limits, now: float) -> Result:
 
 
 def idle(view: ReplicaView, limits: Limits, now: float) -> Result:
-    """Find a service that does nothing, mostly for lack of requests; input of ``blame_ends_of_wait_chains``."""
+    """Find a service that does nothing, usually because it gets no requests; input of ``blame_ends_of_wait_chains``."""
     if not is_working(view) or is_waiting(view) or view.declared.longest != inf or view.declared.progresses:
         return NO_FINDING
     return _overdue(view, limits, now, "idle", Verdict.UNKNOWN, "it has done nothing for more than")
@@ -96,7 +97,7 @@ def _awaited_name(view: ReplicaView) -> str:
 
 
 def _own_work_overdue(view: ReplicaView, limits: Limits, now: float) -> Result:
-    """Find a replica that exceeds ``longest``, the only limit of a phase in which it may either wait or work itself.
+    """Find a replica that exceeds ``longest`` in a phase in which it may wait or work itself, which has no other limit.
 
     An idle replica has no first-pass grace.
     """
@@ -117,7 +118,7 @@ def _own_work_overdue(view: ReplicaView, limits: Limits, now: float) -> Result:
 
 
 def _stalled_since(view: ReplicaView) -> float:
-    """Return the time (s) of the last change or, if that is later, of the start of the call that blocks."""
+    """Return the time (s) of the last progress, or of the start of the blocking call if this is later."""
     in_a_call = view.declared.waits_for is None and view.blocked_since is not None
     return max(view.last_change_at, view.blocked_since or 0.0) if in_a_call else view.last_change_at
 
@@ -125,7 +126,7 @@ def _stalled_since(view: ReplicaView) -> float:
 def _overdue_despite_answers(view: ReplicaView, limits: Limits, now: float) -> Result:
     """Find a probed replica that makes no progress within ``longest``.
 
-    No shorter deadline applies, because the answer to the probe, or its absence, is better evidence.
+    No shorter deadline applies, because an answered or unanswered probe is better evidence.
     """
     longest = view.declared.longest
     due = view.last_change_at + longest + first_pass_grace(view, limits)
@@ -147,7 +148,7 @@ def _overdue(view: ReplicaView, limits: Limits, now: float, detector: str, verdi
         limits: The job's deadlines.
         now: Manager's clock (s).
         detector: Name in the finding.
-        verdict: Verdict of the finding; only a FAIL is deferred by work.
+        verdict: Verdict of the finding; work of CPU or GPU defers only a FAIL.
         problem: Text of the finding, to which the deadline is appended.
     """
     allowed, since = deadline(view, limits), _stalled_since(view)
@@ -171,12 +172,12 @@ def _overdue(view: ReplicaView, limits: Limits, now: float, detector: str, verdi
 
 
 def _busy_at_deadline(view: ReplicaView, due: float) -> bool:
-    """Return whether a load measured at most ``MAX_LOAD_GAP_S`` before the deadline, or later, shows work.
+    """Return whether a load from at most ``MAX_LOAD_GAP_S`` before the deadline ``due``, or later, shows work.
 
-    In training, only the tensor cores of a gang's member count, because a collective that waits may occupy its GPU. The
-    same holds for a replica without a gang whose tensor cores have been observed at work. The CPU counts only in phases
-    that compute, because a busy loop looks the same. With a GPU, the CPU counts only for a replica that trains alone
-    (an evaluation, or batch preparation), because ranks that wait in a collective use their CPUs too.
+    In training, only tensor cores count for a gang's member, because a waiting collective may occupy its GPU. Only they
+    count as well for a replica without a gang whose tensor cores have been observed at work. The CPU counts only in
+    phases that compute, because a busy loop looks the same. With a GPU, the CPU counts only for a replica that trains
+    alone (an evaluation, or batch preparation), because ranks that wait in a collective use their CPUs too.
     """
     loads = view.loads
     trains = view.declared.computes and not view.declared.progresses
@@ -190,10 +191,10 @@ def _busy_at_deadline(view: ReplicaView, due: float) -> bool:
 
 
 def _cannot_be_probed(view: ReplicaView) -> bool:
-    """Return whether the replica makes tokens and has no probe handler.
+    """Return whether the replica generates tokens and has no probe handler.
 
-    For such a replica, waiting for a tool looks like a hang. If it were killed during healthy work, its replacement
-    would be killed at the same place.
+    For such a replica, a wait for a tool looks like a hang. If it were killed during such a wait, its replacement would
+    be killed in the same way.
     """
     return view.probe.no_probe_handler and view.declared.computes and view.declared.progresses
 

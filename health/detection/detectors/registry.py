@@ -1,7 +1,7 @@
-"""All detectors, as ladders: tuples in the order of their evidence, best first.
+"""All detectors, in ladders: tuples of detectors, best evidence first.
 
 For one replica or node only the first finding of a ladder counts. :mod:`rrl.health.detection.detectors.base` defines
-what a detector is.
+the type of a detector.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = [
 PRESENCE_DETECTORS: tuple[Detector, ...] = (
     exit_record, step_gone, stop_overdue, promotion_overdue, never_joined, worker_silence, agent_silence,
 )  # fmt: skip
-"""Detectors that use only messages and the ends of processes. No other detector judges agents."""
+"""Detectors that use only messages and the ends of processes. They judge all replicas, agents included."""
 PROGRESS_DETECTORS: tuple[Detector, ...] = (
     *PRESENCE_DETECTORS,
     engine_dead, no_answer, no_progress, phase_overdue, computes_nothing, load_stalled, wait_overdue, wait_long,

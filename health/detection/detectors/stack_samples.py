@@ -1,8 +1,8 @@
-"""Samples of the stacks of a trainer: whether all ranks have stood at the same line while their GPUs are busy.
+"""Decide from samples of a trainer's stacks whether all ranks have stood at the same line while their GPUs are busy.
 
-A collective that hangs keeps every GPU busy, and looks like a long step if tensor cores cannot be seen. But a step that
-computes moves on: the main threads of its ranks are at other lines a few minutes later, and seldom all at the same one.
-Stacks are therefore sampled during long training passes whose only sign of work is a busy GPU.
+A hung collective keeps every GPU busy, and looks like a long step if tensor cores cannot be observed. In a step that
+computes, the main threads of the ranks are at other lines a few minutes later, and rarely all at the same line. Stacks
+are therefore sampled during long training passes whose only sign of work is a busy GPU.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from ..records import ReplicaView
 from .base import is_waiting, is_working
 
 SAMPLE_INTERVAL_S = 300.0
-"""Time (s) from the beginning of a pass to the first sample, and between two samples. A sample costs each rank some ms
-of reading by py-spy, which does not pause it."""
+"""Time (s) from the beginning of a pass to the first sample, and between two samples. For a sample, py-spy reads each
+rank for some ms without pausing it."""
 MIN_EQUAL_SAMPLES = 3
-"""Consecutive equal samples from which a gang stands still."""
+"""Number of consecutive equal samples after which a gang counts as standing still."""
 
 
 def due_stack_samples(monitor: HealthMonitor, limits: Limits, now: float) -> tuple[list[Incarnation], float]:
     """Return the gangs whose stacks are to be sampled now, and the time (s) of the next sample (inf: none is due).
 
-    The caller collects the stacks and reports each sample by ``HealthMonitor.on_stacks``, also a sample that failed.
+    The caller collects the stacks and reports each sample, even a failed one, by ``HealthMonitor.on_stacks``.
     """
     due: list[Incarnation] = []
     then = inf
@@ -46,7 +46,7 @@ def stands_still(view: ReplicaView) -> bool:
 
 
 def _next_sample_at(view: ReplicaView) -> float:
-    """Return the time (s) of the next sample of a replica's gang; inf if it shows whether it works without one."""
+    """Return the time (s) of the next sample of a replica's gang; inf if its loads show whether it works."""
     trains = view.declared.computes and not view.declared.progresses
     if not trains or not is_working(view) or is_waiting(view):
         return inf

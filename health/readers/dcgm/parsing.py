@@ -80,37 +80,37 @@ _MESSAGES = tuple(
 
 
 def code_by_number(number: object) -> str:
-    """Return the name of an error code; empty if this module does not know the number, or if it is not a number."""
+    """Return the name of an error code; empty if ``number`` is not a number or not known to this module."""
     return _NUMBERED[number] if isinstance(number, int) and 0 < number < len(_NUMBERED) else ""
 
 
 def codes_in_text(text: str) -> tuple[str, ...]:
-    """Return the codes of all messages in ``text``: dcgmi concatenates the messages of one system."""
+    """Return the error codes of all messages in ``text``, since dcgmi concatenates the messages of one system."""
     return tuple(code for code, message in _MESSAGES if message.search(text))
 
 
 XID_COUNT = "DCGM_EXP_XID_ERRORS_COUNT"
-"""Metric: Xids in the exporter's current window (``window_size_in_ms``), by code. DCGM_FI_DEV_XID_ERRORS is not used:
-that gauge shows the code of the newest Xid until another Xid occurs."""
+"""Metric: number of Xids in the exporter's current window (``window_size_in_ms``), by code. DCGM_FI_DEV_XID_ERRORS is
+not used, because it shows the code of the newest Xid until another Xid occurs."""
 XID_TOTAL = "DCGM_EXP_XID_ERRORS_TOTAL"
-"""Metric: Xids since the exporter started, by code: a true counter of dcgm-exporter 4.8 and newer, if enabled."""
+"""Metric: number of Xids since the exporter started, by code (dcgm-exporter 4.8 and newer, if enabled)."""
 TENSOR = "DCGM_FI_PROF_PIPE_TENSOR_ACTIVE"
 DOUBLE_BIT = "DCGM_FI_DEV_ECC_DBE_VOL_TOTAL"
 REMAP_FAILED = "DCGM_FI_DEV_ROW_REMAP_FAILURE"
 _METRICS = (XID_COUNT, XID_TOTAL, TENSOR, DOUBLE_BIT, REMAP_FAILED)
 _BLANK = 2.0**47
-"""Values of this size and more are ignored: DCGM reports them for "no value" (DCGM_FP64_BLANK of dcgm_structs.h is
-2^47, DCGM_INT64_BLANK is far greater). A true value of this size is implausible."""
+"""Values of this size and above are ignored, because they mean "no value" (in dcgm_structs.h, DCGM_FP64_BLANK is 2^47,
+and DCGM_INT64_BLANK is far greater)."""
 _SAMPLE = re.compile(r'(\w+)\{((?:[^"}]|"(?:[^"\\]|\\.)*")*)\}\s+(\S+)')
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _HARMLESS = (1, 5)
-"""Severities of failed tests that do not stop work: monitor, and configuration (dcgmErrorSeverity_enum)."""
+"""Severities of failed tests that do not prevent work: monitor, and configuration (dcgmErrorSeverity_enum)."""
 
 
 class NotUnderstood(Exception):
     """The output has none of the formats that this module knows.
 
-    The exception's text is the error that the output contains, or else its first line.
+    The exception's text is the error message in the output, else the output's first line.
     """
 
 
@@ -187,7 +187,7 @@ def _failed(test: str, result: dict[str, Any], uuids: Mapping[str, str]) -> Iter
 
 
 def _gpus(result: dict[str, Any]) -> list[str]:
-    """Return the numbers of the GPUs of a result: DCGM 4 gives an entity, DCGM 2 and 3 ``gpu_id`` or ``gpu_ids``."""
+    """Return the GPU numbers of a result, from its entity (DCGM 4), or ``gpu_id`` or ``gpu_ids`` (DCGM 2 and 3)."""
     if "entity_id" in result:
         return [str(result["entity_id"])] if result.get("entity_group", "GPU") == "GPU" else [""]
     numbers = str(result.get("gpu_ids", result.get("gpu_id", "")))
@@ -195,7 +195,7 @@ def _gpus(result: dict[str, Any]) -> list[str]:
 
 
 def _object(text: str) -> dict[str, Any]:
-    """Return the JSON document in the output of a command: banners may precede it."""
+    """Return the JSON document in the output of a command; skip banners before it."""
     try:
         found = msgspec.json.decode(text[text.index("{") : text.rindex("}") + 1])
     except (ValueError, msgspec.DecodeError):

@@ -1,13 +1,12 @@
 """Reader of DCGM: dcgm-exporter's metrics on this node, and ``dcgmi health`` and ``dcgmi diag`` if installed.
 
-No library of DCGM is loaded. The site sets the health watches (``dcgmi health -s a``); this reader requests their
-result.
+No library of DCGM is loaded. The site sets the health watches (``dcgmi health -s a``); this reader reads their results.
 
 Any user may listen on a free port and pretend to be dcgm-exporter or DCGM's host engine. The output of the exporter and
 of the host engine counts only if their port belongs to root or to the site's ``readers.dcgm_user``. The command
 ``dcgmi`` is run only if its file belongs to one of these users.
 
-:class:`rrl.health.checks.node_state.NodeState`, which also has NVML's samples, drops values of unknown GPUs.
+:class:`rrl.health.checks.node_state.NodeState`, which also contains NVML's samples, drops values of unknown GPUs.
 """
 
 from __future__ import annotations
@@ -25,7 +24,8 @@ from ..trust import NotTrusted, check_listener, check_program, trusted_uids
 from . import parsing
 
 HEALTH_INTERVAL_S = 60.0
-"""Seconds between two runs of ``dcgmi health``. Starting a program is the most expensive operation of all readers."""
+"""Seconds between two runs of ``dcgmi health``. They are rare, because no operation of a reader costs more than
+starting a program."""
 _EXPORTER_TIMEOUT_S = 4.0
 _HEALTH_TIMEOUT_S = 8.0
 _DIAG_TIMEOUT_S = 150.0
@@ -90,14 +90,14 @@ class DcgmReader:
         return DcgmData(gpus, incidents, unread, self._health_at, self._driver_gpus())
 
     def close(self) -> None:
-        """Do nothing: the reader keeps nothing open."""
+        """Do nothing, since the reader keeps nothing open."""
         pass
 
     def _page(self) -> str:
         """Return the exporter's metrics page if the exporter is trusted. Raises _Unreadable.
 
-        The owner of the port is checked before and after the request: a process that takes the port for a moment while
-        the exporter restarts fails one of the checks.
+        The owner of the port is checked before and after the request, so that a process that takes the port while the
+        exporter restarts is noticed.
         """
         host, port, path = _parse_url(self._options.exporter)
         try:
@@ -129,7 +129,7 @@ class DcgmReader:
     def _driver_gpus(self) -> tuple[str, ...]:
         """Return the UUIDs of the GPUs that the driver lists.
 
-        The driver may not know the UUID of an unused GPU (``GPU-????...``). Such a GPU is missing.
+        The driver may not know the UUID of an unused GPU (``GPU-????...``). Such a GPU is left out.
         """
         found: list[str] = []
         folder = f"{self._options.proc}/driver/nvidia/gpus"
@@ -165,8 +165,9 @@ class DcgmReader:
     def _count(self, window: dict[tuple[str, int], int]) -> None:
         """Add the new Xids to the totals.
 
-        The exporter counts since its start, or within a sliding window. With a window, an Xid is missed if an earlier
-        Xid with the same code leaves the window at the same time. NVML and the kernel log report each Xid by itself.
+        The exporter counts Xids since its start, or within a sliding window. With a window, an Xid is missed if an
+        earlier Xid with the same code leaves the window at the same time. NVML and the kernel log miss no Xid for this
+        reason.
         """
         for key, count in window.items():
             self._totals[key] = self._totals.get(key, 0) + max(0, count - self._window.get(key, 0))

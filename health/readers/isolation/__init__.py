@@ -1,1 +1,1 @@
-"""Runs readers in processes of their own with deadlines, because any of them may hang."""
+"""Run each reader in a process of its own with a deadline, because any reader may hang."""

@@ -4,9 +4,9 @@ Both start one small process (:mod:`rrl.health.readers.isolation.supervisor`) th
 of a reader runs in the caller, so hangs, crashes and leaks stay in the other processes.
 
 The supervisor and the readers inherit the caller's environment plus ``env``. The agent passes the name of its launch
-file (``RRL_LAUNCH``) in ``env``: processes that are left when the agent's step ends are found by that name and ended.
-The supervisor and the readers have no ``RRL_STEP``, so they do not count as orphans of a step while the agent runs.
-They end with the caller, even if the caller is killed.
+file (``RRL_LAUNCH``) in ``env``, by which processes that outlive the agent's step are found and ended. The supervisor
+and the readers have no ``RRL_STEP``, so they do not count as orphans of a step while the agent runs. They end with the
+caller, even if the caller is killed.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from . import framing
 _log = logging.getLogger("rrl.readers")
 
 END_TIMEOUT_S = 10.0
-"""Seconds for the supervisor and its readers to end on request. They need at most 6 s (the sum of the timeouts in
+"""Timeout (s) for the end of the supervisor and its readers. They need at most 6 s (the sum of the timeouts in
 :mod:`rrl.health.readers.isolation.supervisor`)."""
 BACKOFF_S = (1.0, 60.0)
-"""Seconds until a supervisor that died is restarted: first, and at most (doubled each time)."""
+"""Seconds before a supervisor that died is restarted: the first delay, and the maximum to which it doubles."""
 _START_TIMEOUT_S = 10.0
-"""Seconds for the supervisor itself to start, in addition to the time that the caller grants the readers."""
+"""Seconds for the start of the supervisor, in addition to the caller's timeout for the readers."""
 _MODULE = "rrl.health.readers.isolation.supervisor"
 _CHUNK_BYTES = 1 << 16
 
@@ -102,7 +102,7 @@ class ReaderClient:
         return self._ready.popleft()
 
     async def close(self) -> None:
-        """End all processes: give them time to release their drivers, then kill those that still run.
+        """End all processes: give them time to release their drivers, then kill the processes that still run.
 
         A process that hangs in the kernel is left running and named in the log.
         """

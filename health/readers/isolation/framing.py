@@ -14,19 +14,19 @@ from ..base import ReaderOptions
 from ..samples import Reading
 
 HUNG_TIMEOUT_S = 120.0
-"""Seconds that a hung read may continue before its process is ended and a new one started. A call that waits for a
-driver which was reloaded in the meantime never returns; a new process works."""
+"""Seconds after which the process of a hung read is ended and a new process started. A call never returns if its driver
+was reloaded meanwhile; a new process works."""
 READ_FRAME = b"r"
 """Kind of a frame with a :class:`Reading` in state ``read``, as msgpack."""
 FAILED_FRAME = b"f"
-"""Kind of a frame with a :class:`Reading` in any other state, after which the supervisor may wait longer to read
-again."""
+"""Kind of a frame with a :class:`Reading` in another state than ``read``. The supervisor may wait longer before it
+reads again."""
 HELLO_FRAME = b"h"
 """Kind of a frame with a reader's interval and timeout (s), as msgpack."""
 _HEAD = Layout("<Ic")
 """Length of the body, kind."""
 _MAX_FRAME_BYTES = 1 << 26
-"""Longest body in bytes. A greater length means that the bytes are not a frame."""
+"""Maximum size of a body in bytes. A greater length means that the bytes are not a frame."""
 
 encode = msgspec.msgpack.Encoder().encode
 decode = msgspec.msgpack.Decoder(Reading).decode

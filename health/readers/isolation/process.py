@@ -1,7 +1,7 @@
 """Start a child process that ends with its parent and inherits no descriptors, and run a program with a deadline.
 
-Also describes how a process ended, or where it is blocked. Imported only where a process is started, because the import
-costs memory.
+The module also describes how a process ended, or where it is blocked. It is imported only where a process is started,
+because the import costs memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def set_parent_death_signal(parent: int, number: signal.Signals) -> None:
-    """Have the kernel send us signal ``number`` when the thread that started us ends.
+    """Have the kernel send signal ``number`` to this process when the thread that started this process ends.
 
     Exit at once if the parent has already ended.
     """
@@ -30,8 +30,8 @@ def set_parent_death_signal(parent: int, number: signal.Signals) -> None:
 def close_inherited_fds(keep: Collection[int]) -> None:
     """Close all inherited descriptors except stdout, stderr and ``keep``, and make stdin empty.
 
-    A connection counts as closed only when the last process that has it open closes it. With inherited descriptors,
-    another process would wait for the end of this one.
+    A connection counts as closed only when all processes have closed it. With inherited descriptors, another process
+    would wait for the end of this process.
     """
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
@@ -63,7 +63,7 @@ def describe_exit(status: int) -> str:
 
 
 TERM_TIMEOUT_S = 3.0
-"""Seconds from SIGTERM to SIGKILL: a client of DCGM that is killed at once may leave its server waiting for it."""
+"""Seconds from SIGTERM to SIGKILL. If a client of DCGM is killed at once, its server may wait for it."""
 
 
 def output(argv: Sequence[str], timeout_s: float) -> str:

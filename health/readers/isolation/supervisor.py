@@ -1,9 +1,9 @@
 """The supervisor process: forks a process per reader, requests samples when due and forwards them to the client.
 
-Run as ``python -m rrl.health.readers.isolation.supervisor``. It enforces the deadline of each read, and makes no call
-that could hang. While the client has not received the pending results, the supervisor requests no samples; the kernel
-and the drivers keep new data until then. :mod:`rrl.health.readers.isolation.client` starts the supervisor. The
-supervisor ends when the client disconnects, or when the client's process ends.
+:mod:`rrl.health.readers.isolation.client` starts ``python -m rrl.health.readers.isolation.supervisor``. The supervisor
+enforces the deadline of each read, and makes no call that could hang. While the client has not received the pending
+results, the supervisor requests no samples; the kernel and the drivers keep new data until then. The supervisor ends
+when the client disconnects, or when the client's process ends.
 """
 
 from __future__ import annotations
@@ -30,22 +30,21 @@ from .process import close_inherited_fds, describe_blocked_call, describe_exit, 
 _log = logging.getLogger("rrl.readers")
 
 RETRY_INTERVAL_S = 10.0
-"""Seconds until a source that was absent, not permitted or broken is read again, if the reader's own interval is
-shorter."""
+"""Minimum seconds before a source that was absent, not permitted or broken is read again."""
 CLOSE_TIMEOUT_S = 3.0
 """Seconds for a reader that is not hung to end by itself."""
 TERM_TIMEOUT_S = 2.0
 """Seconds from SIGTERM to SIGKILL."""
 KILL_TIMEOUT_S = 1.0
-"""Seconds from SIGKILL until a process counts as hung in the kernel and is left."""
+"""Seconds after SIGKILL from which a process counts as hung in the kernel and is left running."""
 BACKOFF_S = (1.0, 60.0)
-"""Seconds until a reader that died is restarted: first, and at most (doubled each time)."""
+"""Seconds before a reader that died is restarted: the first delay, and the maximum to which it doubles."""
 _STABLE_AFTER_S = 60.0
-"""Seconds after which a reader process counts as stable: if it dies later, the backoff starts again at its first
+"""Seconds after which a reader process counts as stable. If it dies later, the delay starts again at its first
 value."""
 _ALARM_AFTER_S = START_TIMEOUT_S + TERM_TIMEOUT_S
 """Seconds after the hung timeout at which a kernel timer ends a process that still hangs. The supervisor ends such a
-process earlier; the timer is for a supervisor that failed to do so."""
+process earlier; the timer is needed only if the supervisor fails."""
 _CHUNK_BYTES = 1 << 16
 _NEVER = float("inf")
 
@@ -56,13 +55,13 @@ class _Child:
     def __init__(self, name: str, class_path: str) -> None:
         self.name, self.class_path = name, class_path
         self.pid = self.pidfd = 0
-        """Both are 0 if there is no process."""
+        """Pid and pidfd of the process; both are 0 without a process."""
         self.connection: socket.socket | None = None
         self.inbox = framing.Inbox()
         self.interval_s, self.timeout_s = 0.0, START_TIMEOUT_S
         self.hello_received = False
         self.request_sent_at: float | None = None
-        """Time of the request that the process has not answered yet; None if there is no such request."""
+        """Time of the unanswered request to the process; None if there is none."""
         self.hung = False
         """Whether the unanswered request was reported as hung."""
         self.due_at = 0.0
@@ -97,9 +96,9 @@ class _Supervisor:
         self._out = bytearray()
         self._poll = select.poll()
         self._by_connection: dict[int, _Child] = {}
-        """By descriptor of the connection."""
+        """Readers by the descriptor of their connection."""
         self._by_pidfd: dict[int, _Child] = {}
-        """By pidfd."""
+        """Readers by the pidfd of their process."""
         self._closing = False
         client.setblocking(False)
 

@@ -40,8 +40,8 @@ def run(
         options: Options of the reader.
         connection: Connection to the supervisor.
         parent: Pid of the supervisor.
-        alarm_after_s: Seconds after which a hung read ends this process even without the supervisor. A kernel timer
-            does that, because no Python code runs during a call that hangs.
+        alarm_after_s: Seconds after which a kernel timer ends this process if a read hangs. No Python code can do this,
+            since none runs during a hung call.
     """
     signal.signal(signal.SIGTERM, _on_sigterm)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
@@ -71,7 +71,7 @@ def run(
 
 
 class _Source:
-    """A reader that is created when first needed, and again after each failure to create it."""
+    """A reader that is created at its first use. If the creation fails, the next use tries again."""
 
     def __init__(self, name: str, class_path: str, options: ReaderOptions) -> None:
         self._name, self._class_path, self._options = name, class_path, options
@@ -129,6 +129,6 @@ def _with_alarm(call: Callable[[], T], alarm_after_s: float) -> T:
 
 
 def _on_sigterm(number: int, at: FrameType | None) -> None:
-    """End the process, once: a second signal must not interrupt the closing of the reader."""
+    """End the process; ignore further signals, which must not interrupt the closing of the reader."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise SystemExit

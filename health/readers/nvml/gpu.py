@@ -1,4 +1,4 @@
-"""Read one GPU over time: query due values, keep the others, detect a lost GPU, and list its compute processes.
+"""Read one GPU repeatedly: query the values that are due, keep the others, detect a lost GPU, and list its processes.
 
 NVML gives process ids; owner and name come from ``/proc``.
 """
@@ -16,7 +16,8 @@ from .nvlink import read_links
 from .session import Query, QueryResults
 
 _INITIAL_NAMESPACE = "pid:[4026531836]"
-"""PROC_PID_INIT_INO of the kernel's include/linux/proc_ns.h: in any other namespace NVML's process ids are not ours."""
+"""Name of the initial PID namespace (PROC_PID_INIT_INO of linux include/linux/proc_ns.h). In any other namespace NVML's
+process ids are not valid."""
 
 
 class ProcessOwners:
@@ -36,7 +37,7 @@ class ProcessOwners:
     def _look_up(self, pid: int) -> tuple[int | None, str]:
         """Return (real uid, name) of a process.
 
-        The owner of the process's folder is not used, because this is root for a process that may not be dumped.
+        The owner of the process's folder in /proc is not used, because it is root for a process that may not be dumped.
         """
         try:
             text = (self._proc / str(pid) / "status").read_text(errors="replace")
@@ -59,10 +60,10 @@ _READ_FIELDS = tuple(
     field for field in Gpu.__struct_fields__ if field not in ("index", "lost", "unread", *_IDENTITY_FIELDS)
 )
 _CONFIRMATION_READS = 3
-"""Number of reads that query links and fabric again after one of them changed: a check needs several such samples for a
-FAIL."""
+"""Number of reads that query links and fabric again after a change of their state, because a check needs several
+samples for a FAIL."""
 _HANDLE_RETRY_READS = 20
-"""Reads between two attempts to get a handle that the driver refused."""
+"""Number of reads between two attempts to get a handle that the driver refused."""
 
 
 class Device:
@@ -71,7 +72,7 @@ class Device:
     def __init__(self, nvml: Any, index: int, owners: ProcessOwners, identity: dict[str, str]) -> None:
         """Create the device without a handle.
 
-        ``identity`` contains the identity fields that an earlier session read, because a lost GPU does not report them.
+        ``identity`` contains the identity fields from an earlier session, which a lost GPU does not report.
         """
         self.handle: Any = None
         self.identity = dict(identity)
@@ -85,7 +86,7 @@ class Device:
         self._processes = (Query(("processes",), _process_queries(owners)),)
 
     def open(self) -> None:
-        """Get a handle. The driver refuses it for a GPU that is lost or not in our allocation."""
+        """Get a handle. The driver refuses a handle for a GPU that is lost or not allocated to this job."""
         try:
             self.handle = self._nvml.nvmlDeviceGetHandleByIndex(self._index)
         except self._nvml.NVMLError as error:
@@ -168,7 +169,7 @@ class Device:
     def _unreadable_gpu(self, reason: str, results: QueryResults | None = None) -> Gpu:
         """Return the GPU without values of earlier reads.
 
-        The recovery action may still be readable, and names the remedy.
+        Only the recovery action, which names the remedy, may still be readable.
         """
         action = results.values.get("recovery_action") if results and "recovery_action" not in results.unread else None
         unread = {field: reason for field in _READ_FIELDS if field != "recovery_action" or action is None}

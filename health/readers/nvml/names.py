@@ -30,11 +30,11 @@ SESSION_OVER_CODES = frozenset((UNINITIALIZED, DRIVER_NOT_LOADED, LIB_RM_VERSION
 LOST_CODES = frozenset((GPU_IS_LOST, RESET_REQUIRED))
 """Errors that any call may give: the GPU does not answer until it is reset."""
 NO_HANDLE_CODES = LOST_CODES | {UNKNOWN, INSUFFICIENT_POWER, IRQ_ISSUE}
-"""Errors of nvmlDeviceGetHandleByIndex that are the fault of the GPU itself, if NVML lists it."""
+"""Errors of nvmlDeviceGetHandleByIndex that show a fault of the GPU itself, if NVML lists the GPU."""
 UNSUPPORTED_CODES = frozenset(
     (NOT_SUPPORTED, INVALID_ARGUMENT, FUNCTION_NOT_FOUND, ARGUMENT_VERSION_MISMATCH, DEPRECATED)
 )
-"""Errors that mean: the driver or GPU does not support this query; an alternative may work."""
+"""Errors of queries that the driver or GPU does not support; an alternative query may work."""
 
 _ERROR_TEXTS = {
     UNINITIALIZED: "NVML is not initialised",
@@ -60,7 +60,7 @@ _ERROR_TEXTS = {
 
 
 def error_text(code: int, driver_text: str = "") -> str:
-    """Return the text for an error code; ``driver_text`` is NVML's own text, for a code without an entry."""
+    """Return rrl's text for an error code; for an unknown code return ``driver_text``, which is NVML's own text."""
     return _ERROR_TEXTS.get(code) or f"NVML error {code}" + (f" ({driver_text})" if driver_text else "")
 
 

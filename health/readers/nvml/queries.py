@@ -1,9 +1,9 @@
 """The queries of a GPU: the function or field of NVML for each value, and how often it is read.
 
-Each call goes to the driver, and on recent GPUs to a processor on the card, which costs far more than our side of it.
-So values that must be known at once are queried at every read, and counters that the checks use over a minute or more
-are queried rarely. One call reads many field values. If a query has alternatives, the later alternatives are for
-drivers or GPUs that do not support the earlier ones.
+Each call goes to the driver, and on recent GPUs to a processor on the card, which is expensive. So values that must be
+known at once are queried at every read, and counters that the checks use over a minute or more are queried rarely. One
+call reads many field values. If a query has alternatives, the later alternatives are for drivers or GPUs that do not
+support the earlier alternatives.
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ def _threshold(which: int) -> QueryFunction:
 def _limit(field: int) -> QueryFunction:
     """Return a query for a temperature limit in degrees C.
 
-    On Ada and later, NVML reports how far a limit is below the temperature at which the thermal margin is 0; the value
-    is negative for limits above that temperature (note of nvmlDeviceGetTemperatureThreshold;
+    On Ada and later, NVML reports how far a limit is below the temperature at which the thermal margin is 0. The value
+    is negative for a limit above this temperature (note of nvmlDeviceGetTemperatureThreshold;
     NVML_FI_DEV_TEMPERATURE_*_TLIMIT). The query computes the limit from this value, the current temperature and margin.
     """
 

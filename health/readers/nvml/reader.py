@@ -1,8 +1,8 @@
 """Reader of NVML through nvidia-ml-py: the state of all GPUs of this node, and the Xids since the last read.
 
-One session of NVML is kept open, because opening it takes seconds on a node without persistence mode. It is reopened if
-the driver was unloaded or replaced, or if the number of GPUs changed. While a GPU is lost, the session is reopened
-periodically, to find the GPU again after a reset. Any call may hang: the supervisor enforces the deadline.
+One session of NVML is kept open, because opening a session takes seconds on a node without persistence mode. It is
+reopened if the driver was unloaded or replaced, or if the number of GPUs changed. While a GPU is lost, the session is
+reopened periodically, to find the GPU after a reset. Any call may hang; the supervisor enforces the deadline.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from .session import SessionOver
 from .xid_events import XidListener
 
 _LOST_SEARCH_READS = 60
-"""Reads between two new sessions while a GPU is lost."""
+"""Number of reads between two new sessions while a GPU is lost."""
 _REOPEN_AFTER_READS = 10
-"""Number of reads after a reopening in which no error ends the session again: an error that persists after reopening
-concerns only the function that was called."""
+"""Number of reads after a reopening in which no error ends the session again. An error that persists concerns only the
+called function."""
 
 
 class NvmlReader:
@@ -35,7 +35,7 @@ class NvmlReader:
     def __init__(self, options: ReaderOptions) -> None:
         self._owners, self._dev = ProcessOwners(options.proc), options.dev
         self._nvml: Any = None
-        """nvidia-ml-py while a session is open."""
+        """The module nvidia-ml-py while a session is open, else None."""
         self._driver = ""
         self._device_access = (0, 0)
         self._devices: list[Device] = []
@@ -131,9 +131,9 @@ class NvmlReader:
 
 
 def _device_files(dev: str) -> tuple[int, int]:
-    """Return the numbers of GPUs (that we may open, that we may not open).
+    """Return (number of GPUs that this process may open, number that it may not open).
 
-    ``access`` consults the device cgroup as ``open`` does, but not the driver.
+    access(2) consults the device cgroup as open(2) does, but does not call the driver.
     """
     try:
         files = [f"{dev}/{name}" for name in os.listdir(dev) if re.fullmatch(r"nvidia\d+", name)]

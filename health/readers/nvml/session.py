@@ -11,7 +11,7 @@ QueryFunction = Callable[[Any, Any], Any]
 """(nvidia-ml-py, handle) → value; raises NVMLError."""
 
 _MEMBERS = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
-"""Members of nvmlValue_t by nvmlValueType_t."""
+"""Names of the members of nvmlValue_t, indexed by nvmlValueType_t."""
 _UNKNOWN_TYPE = -1
 _GARBLED = -2
 """Error codes that this module adds to those of NVML: the value has an unknown type, or its text cannot be decoded (the
@@ -25,8 +25,8 @@ class SessionOver(Exception):
 class Query(NamedTuple):
     """Query of one or more values.
 
-    ``fields`` are the values' names; with several, a function returns a tuple. ``alternatives`` are tried in order
-    until the driver supports one.
+    ``fields`` are the values' names; for several values, a function returns a tuple. ``alternatives`` are tried in
+    order until the driver supports one of them.
     """
 
     fields: tuple[str, ...]
@@ -36,12 +36,12 @@ class Query(NamedTuple):
 class FieldQuery(NamedTuple):
     """Query of one field of nvmlDeviceGetFieldValues, which reads many fields in one call.
 
-    ``alternatives`` are for drivers without the field.
+    ``alternatives`` are tried if the driver does not have the field.
     """
 
     field: str
     number: int
-    """NVML_FI_DEV_*."""
+    """Number of the field: NVML_FI_DEV_*."""
     convert: Callable[[int], Any] = int
     alternatives: tuple[QueryFunction, ...] = ()
 
@@ -62,14 +62,14 @@ class QueryResults:
         """Whether an error that ends the session is raised as SessionOver; if not, it is noted like any other error."""
 
     def begin_read(self) -> None:
-        """Start a new read: forget which queries were answered."""
+        """Start a new read: no query counts as answered yet."""
         self._answered = self._unknown_errors = 0
 
     def detect_unresponsive(self) -> None:
         """Mark the GPU as lost if no query since :meth:`begin_read` was answered and one failed with Unknown Error.
 
-        With some drivers, the queries of a GPU that fell off the bus fail in this way. One failing query does not
-        suffice.
+        With some drivers, all queries of a GPU that fell off the bus fail with this error. A single failed query does
+        not suffice.
         """
         if self._unknown_errors and not self._answered:
             self.lost_reason = error_text(UNKNOWN)
@@ -115,7 +115,7 @@ class QueryResults:
             return _GARBLED, None
 
     def note(self, field: str, code: int) -> None:
-        """Store why a field, or a part of it, could not be read."""
+        """Store the reason why a field, or a part of it, could not be read."""
         self._check_error(code)
         self.unread[field] = self.describe(code)
 

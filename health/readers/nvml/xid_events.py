@@ -18,20 +18,20 @@ _MAX_EVENTS = 256
 """Maximum number of events taken in one read. The other events wait for the next read, so that a storm of events does
 not delay a sample."""
 _RETRY_AFTER_READS = 20
-"""Reads between two attempts to subscribe after a failure."""
+"""Number of reads between two attempts to subscribe after a failure."""
 
 
 class XidListener:
     """One event set of one session of NVML.
 
-    Handles are kept as the pointers that nvidia-ml-py created: numbers would be truncated to 32 bits when they are
-    passed to the library.
+    Handles are kept as the pointers that nvidia-ml-py created, because integers would be truncated to 32 bits in calls
+    of the library.
     """
 
     def __init__(self, nvml: Any, devices: Sequence[tuple[Any, str]]) -> None:
         """Subscribe to the events of ``devices``, each a pair of handle and UUID."""
         self.unavailable_reason = ""
-        """Why events cannot be received from some or all GPUs; empty if they can be received from all."""
+        """Why events cannot be received from some or all GPUs; empty if they can be received from all GPUs."""
         self._nvml = nvml
         self._devices = devices
         self._uuids = {_address(handle): uuid for handle, uuid in devices}

@@ -1,1 +1,1 @@
-"""The Slurm cluster, operated through Slurm's commands. ``cluster.SlurmCluster`` is what the manager uses."""
+"""The Slurm cluster, operated through Slurm's commands. The manager uses ``cluster.SlurmCluster``."""

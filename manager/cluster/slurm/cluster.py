@@ -5,12 +5,12 @@ and can be given back alone once it runs. But the end of the first component end
 
 Measured on 22.05 (docs/architecture.md):
 
-- A pool held by a batch script ends, including its healthy nodes, when the node of that script is cut off and comes
-  back; an allocation made by ``salloc --no-shell`` continues. So rrl uses salloc if nodes are free and InactiveLimit
-  permits it.
-- A step whose srun was killed stays listed, and keeps its resources, for 2.3 s after its end (slurmstepd tries to
-  report to its srun): a replacement on the same node needs resources for one more step, or waits that long.
-- Slurm still lists steps on nodes that it has taken from their job: rrl ignores these steps.
+- The allocation of a batch script ends, with all its healthy nodes, when the script's node is cut off and comes back.
+  An allocation made by ``salloc --no-shell`` continues. So rrl uses salloc if nodes are free and InactiveLimit permits
+  it.
+- A step whose srun was killed stays listed, and keeps its resources, for 2.3 s after its end, because slurmstepd tries
+  to report to the srun. A replacement on the same node needs resources for one more step, or waits 2.3 s.
+- After Slurm has taken a node from a job, it still lists the job's steps on that node; rrl ignores these steps.
 - ``salloc --no-shell A : B`` behaves like a single job: the loss of the first component's first node ends nothing else.
 """
 
@@ -61,9 +61,9 @@ class SlurmCluster:
         run_id: the run's id.
         python: the interpreter that runs the first process of each step.
         limits: deadlines and budgets of Slurm's commands.
-        prefix: the command in place of ``python -P -m <module>`` in front of the launch file (for tests).
-        allocate_with: ``salloc`` or ``sbatch``; if None, Slurm's configuration decides which of them is safe.
-        own_tag: tag of the allocation that the manager runs in, which exists already and is not requested.
+        prefix: the command that replaces ``python -P -m <module>`` in front of the launch file (for tests).
+        allocate_with: ``salloc`` or ``sbatch``; if None, chosen according to Slurm's configuration.
+        own_tag: tag of the allocation that the manager itself runs in, which must not be requested again.
     """
 
     def __init__(
@@ -85,12 +85,12 @@ class SlurmCluster:
         self._shrink_damage = ""
         """Steps that ended when an allocation was shrunk, as text; if not empty, no allocation is shrunk again."""
         self._jobs: dict[str, list[text.Job]] = {}
-        """Jobs by tag, as last read."""
+        """Jobs by tag, as of the last read of the queue."""
         self._failed_sallocs: set[str] = set()
-        """Ids of the jobs of sallocs that found no free nodes. Their end is not the end of the job that sbatch then
-        submits under the same tag."""
+        """Ids of the jobs of sallocs that found no free nodes. These jobs are ignored, since sbatch then submits
+        another job under the same tag."""
         self._known_nodes: set[NodeName] = set()
-        """Nodes that are or were in an allocation of the run. Nodes that the run has lost are polled too."""
+        """Nodes that are or were in an allocation of the run; all of them are polled."""
         self._poll_lock = asyncio.Lock()
         self._last_snapshot = ClusterSnapshot(None, None, None, "the cluster has not been polled yet")
         self._polled_at = float("-inf")
@@ -128,8 +128,8 @@ class SlurmCluster:
     def _avoiding_own_nodes(self, request: AllocationRequest) -> AllocationRequest:
         """Return the request with the nodes that the run already holds added to its excluded nodes.
 
-        Slurm would put two small jobs on one node. If a node belonged to two allocations of the run, the agents and
-        steps of the two, and the causes of their ends, could not be told apart.
+        Slurm might place two small jobs on one node. If a node belonged to two allocations of the run, its agents and
+        steps could not be assigned to one of them.
         """
         occupying_states = (AllocationState.RUNNING, AllocationState.SUSPENDED)
         own_nodes = {
@@ -200,9 +200,9 @@ class SlurmCluster:
     async def _salloc(self, components: Sequence[Sequence[str]]) -> bool:
         """Allocate nodes that are free now; return False if there are none, and leave nothing in the queue.
 
-        A waiting salloc must not be left behind, for two reasons. If slurmctld cannot reach the salloc, it ends the job
-        some seconds after the job's start (measured: "Killing interactive JobId"). And a SIGTERM to a waiting salloc,
-        from a scancel of the manager's job, cancels the job. Once the nodes are granted, salloc has ended by itself.
+        A waiting salloc must not remain, for two reasons. If slurmctld cannot reach the salloc, it ends the job some
+        seconds after the job's start (measured: "Killing interactive JobId"). And a scancel of the manager's job sends
+        SIGTERM to a waiting salloc, which cancels the job. Once the nodes are granted, salloc ends by itself.
         """
         first, *more = components
         timeout_s = self._limits.immediate_timeout_het_s if more else self._limits.immediate_timeout_s
@@ -226,7 +226,7 @@ class SlurmCluster:
         Returns once the step runs, or after ``limits.launch_watch_s`` seconds.
 
         Raises:
-            Refused: srun has reported an error by then.
+            Refused: srun reported an error within this time.
         """
         if step.tag in self._sruns:
             raise Refused(f"{step.tag} is already being launched")
@@ -235,7 +235,7 @@ class SlurmCluster:
         await self._sruns.start(job.target, step)
 
     async def release_launcher(self, tag: str) -> None:
-        """Kill the step's srun once slurmstepd does not need it."""
+        """Kill the step's srun as soon as slurmstepd no longer needs it."""
         await self._sruns.on_step_joined(tag)
 
     async def stop(self, tag: str, grace: float) -> None:
@@ -276,7 +276,8 @@ class SlurmCluster:
         """Give single nodes of a running allocation back.
 
         Raises:
-            Refused: Slurm cannot do it, or an earlier shrink of any allocation ended steps on the nodes that remained.
+            Refused: Slurm cannot shrink this job, or an earlier shrink of any allocation ended steps on the remaining
+                nodes.
         """
         await self._read_jobs()
         job = await self._running_job(tag)
@@ -288,7 +289,7 @@ class SlurmCluster:
         await self._nodes.shrink(job, nodes)
         await self._read_jobs()
         if set(nodes) & set((after := await self._running_job(tag)).nodes):
-            raise Unanswered(f"{tag} still has {', '.join(after.nodes)}")
+            raise Unanswered(f"{tag} still has nodes {', '.join(after.nodes)}")
         listed = {step.name for step in await self._read_steps()}
         lost = [step.name for step in before if set(step.nodes) & set(after.nodes) and step.name not in listed]
         if lost:
@@ -303,7 +304,8 @@ class SlurmCluster:
         """Poll Slurm with at most three commands.
 
         A poll within ``limits.min_poll_interval_s`` seconds of the previous poll returns the same snapshot, unless this
-        process has changed something since then. The snapshot has all nodes that the run's allocations have or had.
+        process has issued a changing command since then. The snapshot contains all nodes that the run's allocations
+        have or had.
         """
         async with self._poll_lock:
             fresh = (
@@ -341,7 +343,7 @@ class SlurmCluster:
         return msgspec.structs.replace(snapshot, allocations=self._allocations(), launchers_ended=launchers_ended)
 
     def _allocations(self) -> dict[str, AllocationStatus]:
-        """Return the status of each allocation by tag, as last read, without the jobs of failed sallocs."""
+        """Return the status of each allocation, by tag, from the last read of the queue, without failed sallocs."""
         allocations = {}
         for tag, jobs in self._jobs.items():
             if counted := [job for job in jobs if not self._is_failed_salloc(job)]:
@@ -371,8 +373,8 @@ class SlurmCluster:
     def _allocation(self, jobs: list[text.Job]) -> AllocationStatus:
         """Return the status of an allocation from the jobs that carry its tag.
 
-        An unfinished job takes precedence over a job that has ended. If a lost answer led to two unfinished jobs,
-        ``detail`` names the second.
+        An unfinished job takes precedence over a job that has ended. If a request was submitted twice after a lost
+        answer, ``detail`` names the second unfinished job.
         """
         order = (
             AllocationState.RUNNING, AllocationState.SUSPENDED, AllocationState.PENDING, AllocationState.ENDED
@@ -402,8 +404,8 @@ class SlurmCluster:
     def _tag(self, job: text.Job) -> str | None:
         """Return the tag of an allocation of this run, or None for any other job.
 
-        The tag is the last word of the job's comment, or the job's name where a site has changed the comment. The jobs
-        that run managers have no tag.
+        The tag is the last word of the job's comment. If the site has changed the comment, it is the job's name. The
+        jobs that run managers have no tag.
         """
         own = job.name == f"{self._prefix}{MANAGER}"
         last = job.comment.rpartition(" ")[2]
@@ -421,7 +423,7 @@ class SlurmCluster:
         return next((line for line in await self._read_steps() if line.name == tag), None)
 
     async def _running_job(self, tag: str) -> text.Job:
-        """Return the running job of an allocation from the jobs as last read; if there is none, read the jobs again."""
+        """Return the running job of an allocation; if the last read of the queue shows none, read the queue again."""
         for attempt in range(2):
             for job in self._jobs.get(tag, []):
                 if job.state is AllocationState.RUNNING:

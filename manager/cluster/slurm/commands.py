@@ -1,8 +1,8 @@
-"""Run Slurm's commands: without a shell, each with a deadline, in a clean environment, within a budget of reads.
+"""Run Slurm's commands without a shell, with a deadline, in a clean environment, and within a budget of reads.
 
-A failed command is either :class:`Refused` or :class:`Unanswered`, depending on what Slurm printed: only texts that are
-known to mean "certainly not done" are Refused. A timeout, a broken connection or an unknown text leaves the result
-open: an ``sbatch`` whose answer timed out was observed to take effect later.
+A failed command is either :class:`Refused` or :class:`Unanswered`, depending on what Slurm printed. Only texts that are
+known to mean "certainly not done" are Refused. After a timeout, a broken connection or an unknown text the result is
+unknown: an ``sbatch`` whose answer timed out was observed to take effect later.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ from ....core.command_runner import MAX_OUTPUT_BYTES, CommandResult, run_async
 from ..base import Refused, Unanswered
 
 MANAGER = "manager"
-"""Last part of ``<run>.manager``, the name of the jobs that run a run's managers, one at a time."""
+"""Last part of ``<run>.manager``, the name of the Slurm jobs of a run's managers."""
 _SCRUBBED = ("SLURM", "SBATCH", "SRUN", "SALLOC", "SQUEUE", "SCANCEL", "SINFO", "SCONTROL", "PMI", "PMIX", "OMPI")
 """Prefixes of the variables that Slurm sets inside a job, and of those that change the defaults and formats of its
 commands."""
 
 _EPOCH_TIMES_ENV = {"SLURM_TIME_FORMAT": "%s"}
-"""Variable that makes squeue print times in seconds since 1970, which rrl parses. rrl does not parse times of other
-commands."""
+"""Variable that makes squeue print times in seconds since 1970. rrl parses no times printed by other commands."""
 
 _NO_CLUSTER = "Could not establish a configuration source"
 """Message of Slurm's commands on a machine where they are installed but no cluster is configured."""
@@ -47,8 +46,8 @@ _UNANSWERED = re.compile(
     r"submission failed: .*temporarily un|allocate failed: .*temporarily un",  # MaxJobCount, for now
     re.IGNORECASE,
 )
-"""Errors after which the result is unknown. They take precedence over `_REFUSED`, because the same sentences report
-lost answers ("Batch job submission failed: Socket timed out …")."""
+"""Errors after which the result is unknown. They take precedence over `_REFUSED`, because a message about a lost answer
+can begin like a refusal ("Batch job submission failed: Socket timed out …")."""
 _TASK_EXIT = re.compile(r"Exited with exit code (\d+)")
 """srun's report about a task that ran: ``srun: error: n1: task 0: Exited with exit code 2``."""
 _NO_FREE_NODES = "Unable to allocate resources: "
@@ -65,15 +64,15 @@ class SlurmLimits(Struct, frozen=True):
     """Deadlines and budgets of the Slurm cluster."""
 
     read_timeout_s: float = 10.0
-    """Seconds for squeue and ``scontrol show``. Slurm's own MessageTimeout is 10 s by default."""
+    """Timeout (s) of squeue and ``scontrol show``. Slurm's own MessageTimeout is 10 s by default."""
     write_timeout_s: float = 30.0
-    """Seconds for sbatch, salloc, scancel and ``scontrol update``. If such a command is killed early, its result is
-    unknown."""
+    """Timeout (s) of sbatch, salloc, scancel and ``scontrol update``. It is longer, because the result of a killed
+    command is unknown."""
     immediate_timeout_s: int = 10
     """Seconds that salloc waits for free nodes. By default Slurm's scheduler runs 2 s after a submission."""
     immediate_timeout_het_s: int = 45
-    """Seconds that salloc waits for free nodes for several components: only the backfill scheduler starts such jobs,
-    every 30 s by default (slurm.conf(5))."""
+    """Seconds that salloc waits for the free nodes of a heterogeneous job: only the backfill scheduler starts such
+    jobs, every 30 s by default (slurm.conf(5))."""
     launch_watch_s: float = 2.0
     """Seconds for which a new srun is watched for an error. A step that starts is noticed sooner (median 0.04 s in the
     lab)."""
@@ -81,7 +80,7 @@ class SlurmLimits(Struct, frozen=True):
     """Seconds for which a step's output is watched for a missing interpreter, after slurmstepd has opened the output
     file."""
     srun_release_delay_s: float = 1.0
-    """Seconds that an srun is kept after its step has connected; slurmstepd certainly does not need it afterwards."""
+    """Seconds that an srun is kept after its step has connected. By then slurmstepd no longer needs the srun."""
     step_queue_timeout_s: float = 60.0
     """Seconds after which srun stops waiting for resources of the allocation. By default it waits without limit
     (measured)."""
@@ -89,16 +88,16 @@ class SlurmLimits(Struct, frozen=True):
     """Seconds within which a second poll returns the snapshot of the first, unless this process changed something
     since."""
     reads_per_minute: int = 60
-    """Commands per minute for all managers of a user together, of which a poll takes three. A manager that has used up
+    """Commands per minute that all managers of a user may run together; a poll takes three. A manager that has used up
     its share returns a snapshot in which everything is unknown."""
 
 
 class Budget:
     """A token bucket of reads, which refills at a constant rate.
 
-    Reads that are needed to carry out an action are taken on credit. The managers of a user divide ``per_minute`` by
-    their number. Each of them counts the managers in the queue that it polls anyway. So no file has to be shared
-    between hosts, and a manager that died has no share any longer.
+    Reads that are needed to carry out an action are never refused (credit). The managers of a user share
+    ``reads_per_minute`` equally. Each manager counts the others in the queue that it polls anyway, so no file has to be
+    shared between hosts, and a manager that died has no share any longer.
     """
 
     def __init__(self, per_minute: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -118,7 +117,7 @@ class Budget:
         self._available = min(self._available, self._share)
 
     def spend(self, count: int, credit: bool = False) -> bool:
-        """Return whether ``count`` reads may be made now, and count them if so. With ``credit`` return True always."""
+        """Return whether ``count`` reads may be made now, and count them if so. With ``credit`` always return True."""
         now = self._clock()
         self._available = min(self._share, self._available + (now - self._refilled_at) * self._share / 60.0)
         self._refilled_at = now
@@ -129,7 +128,7 @@ class Budget:
 
 
 def environment(given: Mapping[str, str]) -> dict[str, str]:
-    """Return ``given`` without the variables of a surrounding job and without user defaults of Slurm's commands."""
+    """Return the variables ``given`` without those that Slurm sets in a job or that change its commands' defaults."""
     result = {k: v for k, v in given.items() if k == "SLURM_CONF" or k.partition("_")[0] not in _SCRUBBED}
     return result | {"LC_ALL": "C"}
 
@@ -150,12 +149,12 @@ def reports_no_cluster(text: str) -> bool:
 
 
 def unanswered(text: str) -> bool:
-    """Return whether the output of a command says that it received no answer, whatever else it says."""
+    """Return whether the output of a command says that Slurm did not answer, even if it also reports an error."""
     return _UNANSWERED.search(text) is not None
 
 
 def task_exit_code(srun_error: str) -> int | None:
-    """Return the exit code of a step's task that srun reports; None if the task may never have started."""
+    """Return the exit code of the step's task from srun's stderr; None if the task may never have started."""
     match = _TASK_EXIT.search(srun_error)
     return None if match is None else int(match[1])
 
@@ -186,8 +185,8 @@ async def execute(argv: tuple[str, ...], timeout_s: float, stdin_text: str = "")
     """Run a command to its end.
 
     Raises:
-        Unanswered: it has not ended within ``timeout_s`` seconds, and was killed; or it printed too much.
-        Refused: it cannot be started.
+        Unanswered: the command was killed because it did not end within ``timeout_s`` seconds or printed too much.
+        Refused: the command cannot be started.
     """
     env = environment(os.environ) | (_EPOCH_TIMES_ENV if argv[0] == "squeue" else {})
     try:

@@ -1,7 +1,7 @@
 """Inject faults into nodes and Slurm itself, on a test cluster that permits it (tests/support/slurm/fault_service.py).
 
 The test cluster listens on a Unix socket that the environment names, and exchanges one JSON line in each direction. On
-any other cluster faults are refused: its nodes and its slurmctld serve other users too.
+any other cluster faults are refused, because the nodes and slurmctld serve other users too.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _Answer(Struct):
 
 
 async def inject_fault(fault: Fault) -> str:
-    """Have the test cluster inject a fault, and end it after ``fault.seconds``; return what was done.
+    """Have the test cluster inject a fault and end it after ``fault.seconds``; return a text that says what was done.
 
     Raises:
         Refused: this is not a test cluster, or a test cluster cannot inject this fault.

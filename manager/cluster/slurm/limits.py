@@ -1,6 +1,6 @@
-"""Read how many jobs Slurm permits this user, as far as the user may read the limits.
+"""Read Slurm's limits on the number of this user's jobs, as far as the user may read these limits.
 
-Limits belong to the user's association (account, maybe partition) and to a QOS, and hold only if
+Limits belong to the user's association (account, possibly with a partition) and to a QOS. Slurm enforces them only if
 AccountingStorageEnforce contains ``limits`` (slurm.conf(5), sacctmgr(1)).
 """
 
@@ -26,19 +26,19 @@ class Limit(Struct, frozen=True):
 
     max_jobs: int
     running_only: bool
-    """Whether only running jobs count; otherwise pending ones count too."""
+    """True if only running jobs count; False if pending jobs count too."""
     per_user: bool
-    """Whether only this user's jobs count; otherwise other users share the limit and may exhaust it."""
+    """True if only this user's jobs count; False if other users share the limit and may exhaust it."""
     name: str
     """The limit as an administrator would name it: ``MaxSubmitJobs of account astro``."""
 
 
 class JobLimits(Struct, frozen=True):
-    """All limits on the number of jobs and steps that could be read."""
+    """Limits on the number of jobs and steps, as far as they could be read."""
 
     limits: tuple[Limit, ...] = ()
     unknown: str = ""
-    """Why the limits could not be read; empty if they were."""
+    """Why the limits could not be read; empty if they could."""
     steps_per_job: int = 0
     """MaxStepCount of Slurm's configuration; 0 if unknown."""
 

@@ -2,16 +2,15 @@
 
 Measured on 22.05, 24.11 and 26.05 (docs/architecture.md):
 
-- Root, SlurmUser and users with AdminLevel Administrator may drain. For all others, Operators included, slurmctld
-  reports "Invalid user id" whatever else is wrong, and logs a security violation: after the first such answer rrl does
-  not try again.
-- ``State=RESUME`` also ends a DOWN that somebody set; ``State=UNDRAIN`` removes the drain alone. 24.11 keeps the reason
-  after both, so a reason is meaningful only together with the state.
+- Root, SlurmUser and users with AdminLevel Administrator may drain. To all others, Operators included, slurmctld
+  replies "Invalid user id" and logs a security violation. After the first such reply rrl does not try again.
+- ``State=RESUME`` also ends a DOWN state that an administrator set; ``State=UNDRAIN`` removes only the drain. 24.11
+  keeps the reason after both, so a reason is meaningful only together with the state.
 - 24.11 and 26.05 append " : Not responding" to the reason of a drained node that is then lost.
-- ``scontrol update JobId=J NodeList=<the rest>`` gives nodes of one's own job back within 2 s: their tasks are killed,
-  those on the other nodes continue, and steps can be started there. 22.05 does it once for each job (without
-  accounting). No version gives back the node of a batch script, or a node of a heterogeneous job's first component. If
-  another component is left with one node, Slurm ends it as soon as any node of the job fails.
+- ``scontrol update JobId=J NodeList=<the rest>`` releases nodes of a job within 2 s. Tasks on the released nodes are
+  killed; tasks on the other nodes continue, and steps can be started there. 22.05 does this only once for each job
+  (without accounting). No version releases the node of a batch script, or a node of a heterogeneous job's first
+  component. If another component is left with one node, Slurm ends it as soon as any node of the job fails.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _NO_RESIZE = re.compile(
     r"resizing not supported|Invalid node name specified for job|not supported on this system",
     re.IGNORECASE,
 )
-"""Answers with which slurmctld refuses to shrink this job, or to take this node from it."""
+"""Replies by which slurmctld refuses to shrink a job at all, or to release the requested node."""
 
 RunCommand = Callable[[tuple[str, ...]], Awaitable[CommandResult]]
 
@@ -44,13 +43,14 @@ RunCommand = Callable[[tuple[str, ...]], Awaitable[CommandResult]]
 class SlurmNodes:
     """Drains, undrains and gives back nodes on behalf of one run.
 
-    ``read`` and ``write`` run a command and return how it ended; both raise Unanswered if it does not end in time.
+    ``read`` and ``write`` run a command and return its result; both raise Unanswered if the command does not end in
+    time.
     """
 
     def __init__(self, read: RunCommand, write: RunCommand) -> None:
         self._read, self._write = read, write
         self._no_rights = ""
-        """slurmctld's message once it has denied a drain; empty before."""
+        """slurmctld's message if it has denied this user a drain; empty otherwise."""
         self.drained: set[NodeName] = set()
         """Nodes that this run has drained. They are polled even after they have left the run's allocations."""
 
@@ -63,7 +63,7 @@ class SlurmNodes:
             self.drained.add(node)
             return
         if before.set_aside:
-            raise Refused(f"{node} is {before.description}: set by somebody else")
+            raise Refused(f"{node} is {before.description}: this run did not set this state")
         if self._no_rights:
             raise Refused(self._no_rights)
         await self._update(node, "State=DRAIN", f"Reason={reason}")
@@ -91,7 +91,7 @@ class SlurmNodes:
         """Request that Slurm takes ``nodes`` from a job; the caller checks the result.
 
         Raises:
-            Refused: Slurm cannot do it, or it would affect the other nodes.
+            Refused: Slurm cannot release these nodes, or the release would affect the other nodes.
         """
         rest = [node for node in job.nodes if node not in nodes]
         if not rest:

@@ -1,8 +1,7 @@
 """Parse what Slurm's commands print. Pure; reads delimited text formats, which are the same in every version.
 
 Records start with ASCII RS and their fields are separated by US, so bars, spaces and line ends in names, comments and
-reasons do no harm. Text that cannot be parsed raises :class:`Unreadable`: the state is then unknown, neither present
-nor absent.
+reasons do no harm. Text that cannot be parsed raises :class:`Unreadable`; the state of the cluster is then unknown.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ _DOWN = {"DOWN", "ERROR", "POWERED_DOWN", "POWERING_DOWN", "POWER_DOWN", "REBOOT
 _DRAINING = {"DRAIN", "DRAINED", "DRAINING", "FAIL", "FAILING", "INVAL", "INVALID_REG"}
 _UP = {"ALLOCATED", "COMPLETING", "IDLE", "MIXED"}
 _UNKNOWN = {"NOT_RESPONDING", "NO_RESPOND", "UNKNOWN", "FUTURE", "POWERING_UP", "POWER_UP"}
-"""Base states and flags of a node (sinfo(1), scontrol(1)), from DOWN to UNKNOWN in order of precedence. A node with a
-pending reboot accepts no work and counts as down."""
+"""Base states and flags of a node that mean UNKNOWN (sinfo(1), scontrol(1)). ``_DOWN`` to ``_UP`` take precedence. A
+node with a pending reboot accepts no work and counts as down."""
 
 
 _NEVER_CLEARS = re.compile(
@@ -55,22 +54,22 @@ _NEVER_CLEARS = re.compile(
     ))
 )  # fmt: skip
 """Reasons for which a job stays pending until somebody changes the job, an association or a QOS (squeue(1), JOB REASON
-CODES; the names are those in libslurm 22.05.8). All other reasons may clear: Resources and Priority; limits on what
-runs at the same time (AssocGrpJobsLimit, QOSMaxJobsPerUserLimit, AssocGrpCpuLimit …), because other jobs end; nodes
-that are down or drained (ReqNodeNotAvail; measured: Slurm does not report PartitionNodeLimit for those); and
-partitions that are down or inactive. A held job is expected to be released by the person who holds it."""
+CODES; the names are from libslurm 22.05.8). All other reasons may clear. Resources, Priority and limits on running jobs
+(AssocGrpJobsLimit, QOSMaxJobsPerUserLimit, AssocGrpCpuLimit …) clear when other jobs end. Nodes and partitions that are
+down may come back (reason ReqNodeNotAvail; measured: Slurm does not report PartitionNodeLimit for down or drained
+nodes). The person who holds a job is expected to release it."""
 _HOLD_REASONS = {
     "JobHeldAdmin": "held by an administrator (scontrol release)",
     "JobHeldUser": "held by its user (scontrol release)",
 }
 PREEMPTED_EARLY_S = 5.0
-"""Seconds by which a job's expected end must precede the end of its time limit to indicate preemption. Without
-preemption the two are equal (measured on 22.05)."""
+"""Minimum seconds between a job's expected end and the end of its time limit that indicate preemption. Without
+preemption both times are equal (measured on 22.05)."""
 
 
 _REASON = re.compile(r" Reason=(.+?)(?: \[(\S+@\S+)\]| [A-Z]\w+=|$)")
 _RESERVED = {"MAINT", "PLANNED_MAINT", "RESERVED"}
-"""Flags of a node that is up but reserved for another purpose."""
+"""Flags of a node that is up but reserved for maintenance or other jobs."""
 
 
 class Unreadable(Exception):
@@ -81,7 +80,7 @@ class JobEnd(StrEnum):
     """How a job is ending or has ended."""
 
     COMPLETING = "completing"
-    """The job is ending; Slurm reports the cause once all of it has ended."""
+    """The job is ending; Slurm reports the cause once all its nodes are released."""
     RECLAIMED = "reclaimed"
     """The job was preempted or reached its time limit; nothing that ran in it failed."""
     CANCELLED = "cancelled"
@@ -99,22 +98,23 @@ class Job(Struct, frozen=True):
     """One line of squeue: a job, or a component of a heterogeneous job."""
 
     id: str
-    """The job's own id. Each component of a heterogeneous job has its own id too, under which its steps are listed."""
+    """Id of the job or component. Each component of a heterogeneous job has its own id, under which its steps are
+    listed."""
     state: AllocationState
     nodes: tuple[NodeName, ...]
     name: str
     detail: str
     comment: str
     unsatisfiable_reason: str = ""
-    """Reason for which the job is pending and never starts by itself; empty if it may start."""
+    """Why the pending job can never start by itself, as Slurm names it; empty if it may start."""
     time_left_s: float | None = None
     """Seconds until Slurm ends the job: at its time limit, or earlier if it is preempted."""
     reclaimed: bool = False
-    """Whether the job is being preempted and runs only until its GraceTime is over."""
+    """True if the job is being preempted and runs only until its GraceTime is over."""
     leader: str = ""
-    """For a component: id of the heterogeneous job, which is the id of its first component."""
+    """For a component: id of its heterogeneous job, which is also the id of the first component."""
     offset: int = 0
-    """For a component: its number, from 0."""
+    """For a component: its index in the heterogeneous job, from 0."""
     end: JobEnd | None = None
     """How the job ended; None if it has not."""
 
@@ -145,7 +145,7 @@ class NodeInfo(Struct, frozen=True):
     """State with its flags, as Slurm prints it."""
     reason: str
     reason_by: str
-    """Who recorded the reason, and when."""
+    """User who recorded the reason, and the time, as Slurm prints them."""
 
     @property
     def flags(self) -> set[str]:
@@ -161,7 +161,7 @@ class NodeInfo(Struct, frozen=True):
     def set_aside(self) -> bool:
         """Return whether somebody has drained, downed or reserved the node, or scheduled its reboot.
 
-        A node that does not respond is not set aside: nobody caused that on purpose.
+        A node that does not respond does not count as set aside.
         """
         return bool(self.flags & (_DOWN | _DRAINING | _RESERVED))
 
@@ -199,9 +199,9 @@ def read_jobs(text: str) -> list[Job]:
 def _time_left(left: str, limit: str, start: str, end: str) -> tuple[float | None, bool]:
     """Return (seconds that a running job has left, whether it is being preempted).
 
-    ``left`` counts down to the time limit in every case. Preemption changes only the expected end, to now + GraceTime,
-    and the end of a suspension moves the expected end to a later time (both measured on 22.05). Only durations are
-    used, so only Slurm's own clock matters.
+    ``left`` is always the time until the time limit. Preemption changes only the expected end, to now + GraceTime; the
+    end of a suspension moves the expected end to a later time (both measured on 22.05). Only differences between
+    Slurm's times are used, so the clock of this host does not matter.
     """
     try:
         by_limit = float(seconds(left))
@@ -212,15 +212,15 @@ def _time_left(left: str, limit: str, start: str, end: str) -> tuple[float | Non
 
 
 def never_clears(reason: str) -> bool:
-    """Return whether a job that is pending for this reason cannot start before somebody changes something."""
+    """Return whether a job that is pending for this reason can never start by itself."""
     return _NEVER_CLEARS.fullmatch(reason) is not None
 
 
 def managed_runs(jobs: Iterable[Job]) -> set[str]:
     """Return the ids of the runs that have a manager, from the jobs of their user.
 
-    A run is taken to have a manager if it has an unfinished job; pending jobs of managers do not count. This also finds
-    managers that run outside of Slurm, since the comment of every job of a run contains the run's id.
+    A run counts as managed if it has an unfinished job other than a pending manager job. So managers that run outside
+    of Slurm are found too, since the comment of every job of a run contains the run's id.
     """
     runs = set()
     for job in jobs:
@@ -270,7 +270,7 @@ def read_node_info(text: str) -> NodeInfo:
 def node_state(text: str) -> NodeState:
     """Return the worst state that a node's base state and flags (``MIXED+DRAIN``, ``DOWN*``, ``idle~``) indicate.
 
-    A node that does not respond (yet) and has no worse flag is UNKNOWN: Slurm itself waits for SlurmdTimeout before it
+    A node that does not respond is UNKNOWN unless another flag is worse: Slurm waits for SlurmdTimeout before it
     reports DOWN.
     """
     flags = _flags(text)
@@ -290,7 +290,7 @@ def _flags(text: str) -> set[str]:
 
 
 def inactive_limit(text: str) -> int:
-    """Return InactiveLimit (s) from ``scontrol show config``. If it is 0, a job without a running salloc continues."""
+    """Return InactiveLimit (s) from ``scontrol show config``; 0 means that a job continues without a running salloc."""
     if match := re.search(r"^InactiveLimit\s*=\s*(\d+)", text, re.MULTILINE):
         return int(match[1])
     raise Unreadable("the output of scontrol show config has no InactiveLimit")
@@ -312,7 +312,7 @@ def fields(*names: str) -> str:
 
 
 def records(text: str, fields: int) -> list[list[str]]:
-    """Split the output into records of exactly ``fields`` fields. Raises Unreadable if it has another form."""
+    """Split ``text`` into records of exactly ``fields`` fields. Raises Unreadable if it has another form."""
     head, *lines = text.split(_RS)
     if head.strip():
         raise Unreadable(f"unexpected output: {head.strip()[:80]!r}")

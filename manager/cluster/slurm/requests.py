@@ -19,12 +19,12 @@ job."""
 
 
 class Shape(Struct, frozen=True):
-    """A number of nodes of a partition that have the same resources."""
+    """A number of nodes of a partition that have the same resources and state."""
 
     count: int
     node: Resources
     usable: bool
-    """Whether the nodes are up, neither down nor drained, at this moment."""
+    """True if the nodes are up now: neither down nor drained."""
 
 
 class Partition(Struct, frozen=True):
@@ -36,10 +36,10 @@ class Partition(Struct, frozen=True):
     max_walltime_s: float
     """Longest time limit of a job, in seconds; inf if unlimited."""
     max_nodes: float
-    """Most nodes of a job; inf if unlimited."""
+    """Maximum number of nodes of a job; inf if unlimited."""
 
     def fitting(self, node: Resources, usable: bool = False) -> int:
-        """Return how many nodes have at least the resources ``node``; with ``usable``, count only nodes that are up."""
+        """Return the number of nodes with at least the resources ``node``; with ``usable``, only nodes that are up."""
         return sum(shape.count for shape in self.shapes if _fits(shape.node, node) and (shape.usable or not usable))
 
     def missing_resource(self, node: Resources) -> str:
@@ -53,7 +53,7 @@ class Partition(Struct, frozen=True):
         return "cpus"
 
     def description(self) -> str:
-        """Return the partition's nodes in words: how many of which resources."""
+        """Return a text with the number and the resources of the partition's nodes."""
         kinds = {(shape.node.cpus, shape.node.gpus, shape.node.mem): 0 for shape in self.shapes}
         for shape in self.shapes:
             kinds[shape.node.cpus, shape.node.gpus, shape.node.mem] += shape.count
@@ -79,7 +79,7 @@ def read_partitions(text: str) -> list[Partition]:
 
 
 def gpus_by_type(gres: str) -> dict[str, int]:
-    """Parse a gres such as ``gpu:h100:8(S:0-1),gpu:2,shard:16`` or ``(null)`` into GPUs of a node: type → count."""
+    """Return a node's GPUs as {type: count} from a gres such as ``gpu:h100:8(S:0-1),gpu:2,shard:16`` or ``(null)``."""
     gpus: dict[str, int] = {}
     for resource in re.sub(r"\([^)]*\)", "", gres).split(","):
         if match := re.fullmatch(r"gpu(?::([^:]+?))??(?::(\d+))?", resource):
@@ -89,7 +89,7 @@ def gpus_by_type(gres: str) -> dict[str, int]:
 
 
 def seconds_of(text: str) -> float:
-    """Return the seconds of ``infinite``, ``30:00``, ``12:00:00`` or ``1-00:00:00`` (squeue(1)). Raises ValueError."""
+    """Return a duration such as ``infinite``, ``30:00`` or ``1-00:00:00`` (squeue(1)) in seconds. Raises ValueError."""
     return float("inf") if text in ("infinite", "UNLIMITED", "n/a") else float(seconds(text))
 
 
@@ -100,13 +100,13 @@ def eligible(partitions: list[Partition], options: Mapping[str, str]) -> list[Pa
 
 
 def required_resources(request: AllocationRequest) -> Resources:
-    """Return the resources that each node must have, without GPUs that the job spec requests by an sbatch option."""
+    """Return the resources that each node must have, without GPUs if an sbatch option requests them."""
     gpus = 0 if "gres" in request.sbatch else request.node.gpus
     return Resources(request.node.cpus, gpus, request.node.mem)
 
 
 def resources_text(node: Resources) -> str:
-    """Return the resources of a node in words."""
+    """Return a text that describes the resources of a node."""
     gpus = f", {node.gpus} GPUs" if node.gpus else ""
     return f"{node.cpus} CPUs, {node.mem / 2**20:g} MiB{gpus}"
 
@@ -133,7 +133,7 @@ def request_options(request: AllocationRequest) -> tuple[str, ...]:
 
 
 def batch_script(request: AllocationRequest, command: Sequence[str] = (), output: str = "") -> str:
-    """Return the batch script of a request, which becomes a heterogeneous job if the request has further components.
+    """Return the batch script of a request; with ``further_components`` it submits a heterogeneous job.
 
     Args:
         request: the request for the first component; its ``further_components`` are the others.

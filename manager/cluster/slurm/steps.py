@@ -1,8 +1,8 @@
 """Manage the sruns that launch steps: start them, watch them until their step has connected, then kill them.
 
-A SIGTERM to an srun, which any ``scancel`` of the manager's own job sends, kills its step. So does SIGKILL to the srun
-alone, because its child ends the step. SIGKILL to both processes leaves the step running, and each task's output file
-is still written (measured on 22.05).
+An srun consists of a parent and a child process. SIGTERM, which any ``scancel`` of the manager's own job sends, ends
+the step. SIGKILL to the parent alone ends the step too, through the child. SIGKILL to both leaves the step running, and
+the tasks still write their output files (measured on 22.05).
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class _Srun(Struct):
 
     process: asyncio.subprocess.Process
     stderr_file: Path
-    """File with srun's standard error, in the run directory: unlike a pipe, it needs no reader."""
+    """File for srun's standard error, in the run directory. Unlike a pipe, a file needs no reader."""
     joined: asyncio.Event
     """Set once the step has connected to the manager, or the srun is to be killed."""
 
 
 class Sruns:
-    """The sruns of one manager, by the tag of their step.
+    """The sruns of one manager, by the tags of their steps.
 
     ``prefix`` replaces ``python -P -m <module>`` in front of the launch file (for tests).
     """
@@ -55,18 +55,18 @@ class Sruns:
 
     @property
     def failed(self) -> frozenset[str]:
-        """Return the tags whose srun ended with an error before their step had connected.
+        """Return the tags of the steps whose srun ended with an error before the step had connected.
 
         srun itself makes slurmd start the tasks of a step. Once srun has ended, a step that does not exist yet never
-        starts, even if slurmctld still grants the request for it.
+        starts, even if slurmctld still grants its resources.
         """
         return frozenset(self._failed)
 
     def command(self, job: Sequence[str], step: Step) -> tuple[str, ...]:
         """Return the srun command of a step; ``job`` are the options that identify its job.
 
-        A role takes its own share of the node (``--exact``); agents and trainer standbys overlap with other steps.
-        Resource limits (memlock, nofile) are those of the node, not of the manager.
+        A role takes its own share of the node (``--exact``); agents and trainer standbys overlap with other steps. The
+        step gets the resource limits (memlock, nofile) of the node, not of the manager.
         """
         prefix = self._prefix
         if prefix is None:  # -P: do not search the working directory for modules
@@ -123,7 +123,7 @@ class Sruns:
             await asyncio.sleep(0.01)
 
     async def _watch(self, tag: str, srun: _Srun) -> None:
-        """Reap an srun when it ends, and note a failure."""
+        """Reap an srun when it ends, and record its tag in :attr:`failed` if it failed."""
         code = await srun.process.wait()
         if self._running.get(tag) is srun:
             del self._running[tag]
@@ -136,9 +136,9 @@ class Sruns:
     async def on_step_joined(self, tag: str) -> None:
         """Kill the srun of a step that has connected, and return once it is gone.
 
-        srun is kept for ``limits.srun_release_delay_s`` seconds: slurmstepd still has to report the task's start to
-        srun. If it cannot, it retries for 2.3 s and ignores signals (measured with an srun that was killed some ms
-        after its task began).
+        srun is kept for ``limits.srun_release_delay_s`` seconds, because slurmstepd has to report the task's start to
+        it. If slurmstepd cannot report, it retries for 2.3 s and ignores signals (measured with an srun that was killed
+        some ms after its task began).
         """
         if srun := self._running.get(tag):
             srun.joined.set()
@@ -161,7 +161,7 @@ class Sruns:
 
 
 def _early_failure(code: int, srun: _Srun, output: Path) -> Refused | Unanswered:
-    """Return the exception for an srun that ended early, from its own output or that of the step's first process."""
+    """Return the exception for an srun that ended early, from its stderr or the output of the step's first process."""
     srun_output, step_output = _tail(srun.stderr_file), last_lines_of(output)
     if shows_missing_command(step_output):
         return NotStarted(step_output)

@@ -1,1 +1,1 @@
-"""Plan which nodes the run has and which replica runs where: allocations, placement, rotation, standby processes."""
+"""Plan which nodes the run requests and where its replicas run: allocations, placement, rotation, standby processes."""

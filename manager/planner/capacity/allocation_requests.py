@@ -43,7 +43,7 @@ def first_request(state: State, now: float) -> list[Action]:
 
 
 def await_minimum(state: State, inventory: NodeInventory, now: float) -> tuple[list[Action], float]:
-    """Request nodes one by one (form ``replica``) until the run has those that it cannot start without.
+    """In form ``replica``, request nodes until the run has the minimum with which it can start.
 
     Returns:
         The requests, or the end of the run if they are rejected or take too long; and the next wake (manager's time,
@@ -110,9 +110,9 @@ def new_requests(state: State, node_group: NodeGroup, count: int, now: float) ->
 
 
 def build_request(state: State, node_group: NodeGroup, count: int, tag: str, now: float) -> AllocationRequest:
-    """Return a request for the time that the run has left, at most the group's walltime.
+    """Return a request whose walltime is the remaining time of the run, at most the group's walltime.
 
-    A request for more time than needed is less likely to be backfilled.
+    Slurm is less likely to backfill a request for more time than needed.
     """
     return AllocationRequest(
         tag, count, node_group.node, max(MIN_WALLTIME_S, min(state.ends_at - now, node_group.walltime)),
@@ -124,8 +124,8 @@ def build_request(state: State, node_group: NodeGroup, count: int, tag: str, now
 def _next_tag(state: State, node_group: NodeGroup) -> str:
     """Return the tag of the next request of a node group.
 
-    Tags are not reused, since an abandoned request may still be granted. There is one exception: a run that is resumed
-    from within its own pool uses the first tag again, since that pool has it.
+    Tags are not reused, since an abandoned request may still be granted. The only exception is a run that is resumed
+    from within its own pool: it uses the first tag again, because the pool carries this tag.
     """
     first = f"{state.run}.{node_group.name}"
     first_of_run = holds_nothing(state) and not state.rejected_requests and first not in state.allocations

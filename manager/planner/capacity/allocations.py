@@ -52,11 +52,11 @@ def supply(state: State, inventory: NodeInventory, assigned: Assignment, now: fl
 def _overdue(state: State, inventory: NodeInventory, assigned: Assignment, now: float) -> tuple[list[Action], float]:
     """Return the actions that give up one overdue request, and the next wake (manager's time, s).
 
-    A request is overdue if it was not met by its deadline or can never be met. The replicas that lack its nodes are
-    retired, or the run ends if their role cannot spare them. The request is released, unless the retired replicas could
-    still use nodes that arrive after the deadline. Before the run has started, only requests that can never be met are
-    given up, because waiting in the queue then costs nothing. An allocation that was granted after its request had been
-    given up is released.
+    A request is overdue if it was not met by its deadline or can never be met. The replicas that lack the requested
+    nodes are retired; if their role cannot spare them, the run ends. The request is released, unless the retired
+    replicas could still use nodes that arrive later. Before the run has started, waiting in the queue costs nothing, so
+    only requests that can never be met are given up. An allocation that is granted after its request was given up is
+    released.
     """
     wake, unsettled = NEVER, open_requests(state)
     for allocation in state.allocations.values():
@@ -106,9 +106,9 @@ def _is_idle(state: State) -> bool:
 def _deadline(state: State, assigned: Assignment, allocation: Allocation) -> float:
     """Return the manager's time (s) by which a request must have been met, or inf.
 
-    The limit counts from the request, or from when a replica first lacked the nodes if that was later. In three cases
-    it is inf, and the request waits as long as the queue takes: the successor of an allocation that ends; the separate
-    job of a replica that the run can do without; nodes that only retired replicas could use.
+    The deadline counts from the request, or from the time at which a replica first lacked the nodes if that was later.
+    It is inf for the successor of an allocation that ends, for the separate job of a replica that the run can do
+    without, and for nodes that only retired replicas could use.
     """
     node_group = state.job.node_group(allocation.request.node_group)
     lacking = [replica for replica in assigned.lacking if replica.role in node_group.roles]
@@ -183,8 +183,9 @@ def _is_ending(state: State, allocation: Allocation, now: float) -> bool:
 def _missing_spares(state: State, inventory: NodeInventory, assigned: Assignment, node_group: NodeGroup) -> int:
     """Return the number of spare nodes that the pool needs beyond its replicas' nodes.
 
-    If replicas must move off an allocation that ends, all spares of the job are needed anew. Otherwise only spares that
-    were excluded for their hardware are replaced. A spare that a replica uses now is not replaced.
+    If replicas must move off an allocation that ends, all spare nodes of the job are requested again. Otherwise only
+    spare nodes that were excluded for their hardware are replaced. A spare node that a replica now uses is not
+    replaced.
     """
     if node_group.separate_jobs:
         return 0
@@ -215,7 +216,7 @@ def _lost_spares(state: State, node_group: NodeGroup) -> list[NodeName]:
 
 
 def _is_for_spares(state: State, inventory: NodeInventory, assigned: Assignment, allocation: Allocation) -> bool:
-    """Return whether a request can only bring spares. Such a request waits as long as the queue takes."""
+    """Return whether a request can only bring spare nodes. Such a request has no deadline."""
     node_group = state.job.node_group(allocation.request.node_group)
     needed = (*assigned.lacking, *assigned.unmovable)
     if any(replica.role in node_group.roles for replica in needed):
@@ -224,11 +225,11 @@ def _is_for_spares(state: State, inventory: NodeInventory, assigned: Assignment,
 
 
 def _retired_to_retry(state: State, assigned: Assignment, node_group: NodeGroup, now: float) -> list[Replica]:
-    """Return retired replicas that have no node and whose failures have left the window: they are tried again.
+    """Return the retired replicas without a node whose failures have left the window, so that they are tried again.
 
     The caller requests no nodes for them within the window after a rejection; a request that is already queued stays,
-    and is used when granted. The caller requests none either while other replicas lack nodes: with a new request in
-    each window, these would wait without end and never be retired.
+    and is used when granted. It also requests no nodes for them while other replicas lack nodes. Otherwise each window
+    would bring a new request, and the other replicas would wait forever instead of being retired.
     """
     window = state.job.recovery.window
     return [
@@ -243,7 +244,7 @@ def _handle_no_nodes(
 ) -> list[Action]:
     """Return the decisions that retire the gangs without nodes, or end the run if a role cannot spare them.
 
-    ``expected`` is the number of nodes that are still to come; the first of the gangs that lack nodes get these.
+    ``expected`` is the number of nodes that are still to come; the first gangs that lack nodes get these nodes.
     """
     actions: list[Action] = []
     wanted = [replica for replica in assigned.lacking if replica.role in node_group.roles]

@@ -8,7 +8,7 @@ from ...model.queries import requires_admission
 from ...model.state import Node, ReleaseResult, Replica, State, Status
 
 HARDWARE_CAUSES = frozenset({Cause.NODE, Cause.GPU, Cause.FABRIC, Cause.STORAGE})
-"""Causes for which a node is unusable for all jobs. What a process did says nothing about its node."""
+"""Causes that make a node unusable for any job. Other causes concern a process and not its node."""
 _NODE_STAYS_USABLE = frozenset({Remedy.NONE, Remedy.RESTART})
 """Remedies that do not require leaving the node."""
 MAX_NAMED_NODES = 4
@@ -22,7 +22,7 @@ def excludes_node(finding: Finding) -> bool:
 
 
 def is_usable(state: State, node: Node, now: float) -> bool:
-    """Return whether the node may get new processes: up, not excluded, and in a running allocation."""
+    """Return whether new processes may be started on the node: it is up, not excluded, and in a running allocation."""
     allocation = state.allocations.get(node.allocation)
     fit = node.status is None or node.status.state in (NodeState.UP, NodeState.UNKNOWN)
     if allocation is None or not allocation.running or allocation.suspended or allocation.reclaimed:
@@ -41,11 +41,10 @@ def needs_probe(state: State, node: Node) -> bool:
 
 
 def probe_pending(state: State, node: NodeName, now: float) -> bool:
-    """Return whether the agent of this node may still report its probe.
+    """Return whether the agent of this node may still report its probe, because it has not failed too often.
 
-    It may not once the agent has failed too often to be started again. The limit is always below the number of failed
-    joins that fit into the recovery window: otherwise a replica would wait forever for the agent of a node that is cut
-    off.
+    The limit is always below the number of failed joins that fit into the recovery window. Otherwise a replica would
+    wait forever for the agent of a node that is cut off.
     """
     agent, recovery = state.replica(replica_id(AGENT, node)), state.job.recovery
     limit = max(1, min(recovery.first_start, int(recovery.window / state.job.limits.join) - 1))
@@ -59,7 +58,7 @@ def agent_never_started(state: State, node: NodeName) -> bool:
 
 
 def agent_failed_last(state: State, node: NodeName) -> bool:
-    """Return whether the node's agent failed and no later one has joined yet: the node itself may have failed."""
+    """Return whether the node's agent failed and no later agent has joined yet, so that the node may have failed."""
     agent = state.replica(replica_id(AGENT, node))
     failed = agent.ever_joined and bool(agent.failures) and not agent.failures[-1].refused
     return failed and agent.status is not Status.JOINED

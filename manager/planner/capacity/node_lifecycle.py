@@ -1,8 +1,8 @@
 """Drain, release and readmit single nodes because of findings, because of user commands, or after some time.
 
-A node with failed hardware is drained if the job allows it, so that no other job gets the node; else ``drain_requests``
-in summary.json names the node to the administrators. The run takes its own drain back when it uses the node again. At
-the end of the run the drain stays: its reason names the run and the finding.
+If the job allows it, the run drains a node with failed hardware, so that no other job gets the node. Otherwise
+``drain_requests`` in summary.json names the node for the administrators. The run removes its own drain when it uses the
+node again. At the end of the run the drain stays; its reason names the run and the finding.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ _UNSAFE_IN_REASON = re.compile(r"[^A-Za-z0-9 .,:;/@_()+-]+")
 """Characters removed from a drain reason: Slurm stores quotes, brackets and the like (measured), but programs that
 parse its output may fail on them."""
 _MAX_DOUBLINGS = 16
-"""Maximum number of times that the duration of an exclusion doubles: one hour then becomes over seven years."""
+"""Maximum number of times that the duration of an exclusion doubles; one hour then becomes more than seven years."""
 
 
 def lifecycle_decisions(state: State, now: float) -> tuple[list[Decision], float]:
     """Return exclusions that users requested, readmissions, and the next wake (manager's time, s).
 
-    A node that a user wants drained is excluded once it is empty, or when the time for its replicas to move is over.
+    A node that a user wants drained is excluded once no replica runs there, or when the time for moving replicas is
+    over.
     """
     decisions: list[Decision] = []
     wake = NEVER
@@ -77,7 +78,7 @@ def _is_healthy(node: Node) -> bool:
     """Return whether the cluster reports the node as healthy, apart from this run's own drain.
 
     The status of a node that has left the run is unknown. Such a node counts as healthy if it was excluded without
-    proof and is not drained by the run, since the cluster does not grant nodes that are down.
+    proof and this run has not drained it, since the cluster does not grant nodes that are down.
     """
     if node.status is None:
         return not (node.allocation or node.proved or node.drain_reason)
@@ -126,8 +127,9 @@ def _drain_reason(state: State, node: Node) -> str:
 def _nodes_to_release(state: State) -> list[ExternalAction]:
     """Return releases of excluded nodes from allocations whose other nodes are kept.
 
-    A node is released once all roles of its group work, or at once if it is down or was excluded with proof. If it is
-    to be drained, its release waits until the drain is settled, since another job could get the broken node before.
+    A node is released once all roles of its group work, or at once if it is down or was excluded with proof. If the
+    node is to be drained, the release waits until the drain is settled; otherwise another job could get the broken
+    node.
     """
     if state.job.cluster != "slurm":
         return []

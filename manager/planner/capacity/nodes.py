@@ -1,7 +1,6 @@
 """The node inventory: the nodes of a run and what runs on them, computed once per plan to place replicas. Pure.
 
-Deterministic: roles are considered in the order of the job and nodes in natural order, so equal states give equal
-plans.
+The result is deterministic: roles are considered in the order of the job, and nodes in natural order.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class CandidateNode(Struct, frozen=True):
     node: NodeName
     allocation: str
     expiring: bool
-    """True if replicas on it are to move: its allocation needs a successor, or a user wants the node drained."""
+    """True if replicas must move off the node: its allocation needs a successor, or a user wants the node drained."""
 
 
 class NodeInventory:
@@ -59,8 +58,8 @@ class NodeInventory:
         self.next_change = min(
             (at for at in (*rotation_times.values(), *ends, *failure_expiries) if at > now), default=NEVER
         )
-        """Manager's time (s) at which the next allocation is due for rotation or ends, or the next failure leaves the
-        window: a replica in back-off may need another node then."""
+        """Manager's time (s) at which the next allocation ends or is due for rotation, or the next failure leaves the
+        window. The choice of nodes may change then."""
         shrinking = {name for intent in state.intents.values() if isinstance(intent.action, Shrink)
                  for name in intent.action.nodes}  # fmt: skip
         pairs = [(node, node.allocation) for node in state.nodes.values()
@@ -105,7 +104,7 @@ class NodeInventory:
             for standby in self.standby_processes
             if standby.step is not None and is_exclusive(state, standby.id)
         ]
-        """Standby processes that take their nodes' whole resources."""
+        """Standby processes that take all resources of their nodes."""
         self._ready_standbys = ready_standbys_by_node(state, self.standby_processes, self._usable_names)
         self.failing_nodes = {
             node
@@ -130,7 +129,7 @@ class NodeInventory:
         return self._by_node[node][1] if node in self._by_node else None
 
     def expected(self, node_group: str) -> int:
-        """Return the number of nodes of a group that are still queued or have not reported their probe yet."""
+        """Return how many nodes of a group are requested but not granted, or have not reported their probe."""
         allocations = self._state.allocations.values()
         return (
             sum(a.request.count for a in allocations if a.pending and a.request.node_group == node_group)
@@ -144,7 +143,7 @@ class NodeInventory:
     def is_clear(self, node: NodeName) -> bool:
         """Return whether no step of a role is still ending on the node.
 
-        Steps on an excluded node do not count: nothing waits for their end.
+        Steps on an excluded node do not count, since nothing is launched there.
         """
         known = self._state.nodes.get(node)
         return node not in self._ending_replicas or known is None or known.excluded is not None
@@ -152,8 +151,8 @@ class NodeInventory:
     def occupancy(self) -> Occupancy:
         """Return the replicas that occupy each node.
 
-        A replica that restarts in place or moves occupies its preferred node. Where more members of a gang prefer a
-        node than may share it, the first ones occupy it.
+        A replica that restarts in place or moves occupies its preferred node. If more members of a gang prefer a node
+        than may share it, the members with the lowest ranks occupy it.
         """
         occupancy: Occupancy = {}
         retired_gangs = {gang_of(replica.id) for replica in workers(self._state) if replica.status is Status.RETIRED}
@@ -196,10 +195,10 @@ class NodeInventory:
     def choose_node(self, replica: Replica, occupancy: Occupancy) -> CandidateNode | None:
         """Return the node to launch a replica on, or None.
 
-        In order of preference: its preferred node; a node with a standby process for it; a node with other members of
-        its gang; the first node that fits and on which it has not failed too often. If its failures are not caused by
-        the nodes, any node that fits will do. On a preferred node or a node with a standby process, a gang waits for
-        steps that are still ending, which takes less time than a start elsewhere.
+        In order of preference: the replica's preferred node; a node with a standby process for it; a node with other
+        members of its gang; the first node that fits and on which the replica has not failed too often. If the nodes do
+        not cause its failures, any node that fits is chosen. On a preferred node or a node with a standby process, a
+        gang waits for steps that are still ending, which is faster than a start on another node.
         """
         role, preferred = self._state.job.role(replica.role), replica.preferred_node
         if (
@@ -227,13 +226,13 @@ class NodeInventory:
         return None if fallback is None or self.new_node_helps(replica) else fallback
 
     def choose_successor(self, replica: Replica, occupancy: Occupancy) -> CandidateNode | None:
-        """Return the node that a replica moves to from an expiring one, or None."""
+        """Return the node to which a replica moves from an expiring node, or None."""
         role, failed_nodes = self._state.job.role(replica.role), self._nodes_that_failed(replica)
         fresh = (candidate for candidate in self._preferred_nodes(replica, role, occupancy) if not candidate.expiring)
         return next((s for s in fresh if s.node not in failed_nodes and self._fits(replica, s.node, occupancy)), None)
 
     def _preferred_nodes(self, replica: Replica, role: RoleSpec, occupancy: Occupancy) -> Sequence[CandidateNode]:
-        """Return the candidates for a role, nodes with other members of the replica's gang first."""
+        """Return the candidate nodes for a replica, nodes with other members of its gang first."""
         candidates = self._candidates[self._group_of_role[role.name].name]
         if role.ranks == 1 or role.per_node == 1:
             return candidates
@@ -275,10 +274,10 @@ class NodeInventory:
         return None
 
     def donor_for(self, member: Replica, occupancy: Occupancy | None = None) -> Replica | None:
-        """Return the rollout whose node this member could take, with a ready standby process there.
+        """Return the donor rollout whose node this member could take, with a ready standby process there; None if none.
 
-        The last of the rollouts that the run can do without is chosen. If another member of the gang has preempted a
-        rollout already and its node has capacity left, :meth:`spare_with_standby` returns that node.
+        Of several donors the last one is chosen. If another member of the gang has already preempted a rollout and that
+        node has capacity left, :meth:`spare_with_standby` returns the node.
         """
         role, failed_nodes = self._state.job.role(member.role), self._nodes_that_failed(member)
         if not role.donor_rollouts or not self._ready_standbys:
@@ -321,7 +320,7 @@ class NodeInventory:
         return ()
 
     def _preempted_by(self, member: Replica, role: RoleSpec, occupancy: Occupancy) -> Sequence[Replica]:
-        """Return the rollouts to preempt for this member; its gang's earlier members are in ``occupancy`` already."""
+        """Return the rollouts to preempt for this member; ``occupancy`` already contains its gang's earlier members."""
         node = member.preferred_node
         if node is not None and self.ready_standbys(node, role.name) and self.can_host(role, node):
             if self._fits(member, node, occupancy, wait_for_release=True):
@@ -335,10 +334,10 @@ class NodeInventory:
         return () if donor is None else (donor,)
 
     def _has_free_standby(self, member: Replica, node: NodeName, occupancy: Occupancy) -> bool:
-        """Return whether the node has a standby process that no other replica going there needs.
+        """Return whether the node has a standby process that no other replica launched there needs.
 
         If the standby process shares the node with working replicas, each member of the gang on the node may need it.
-        Any other standby process is only needed by replicas of its role that do not run there yet.
+        An exclusive standby process is only needed by replicas of its role that do not run there yet.
         """
         ready, others = (
             self.ready_standbys(node, member.role),
@@ -350,13 +349,13 @@ class NodeInventory:
         return len(ready) > sum(not (other.is_current and other.node == node) for other in of_role)
 
     def reserve(self, member: Replica, node: NodeName) -> None:
-        """Count a member as an occupant of the node for all later decisions of this plan."""
+        """Count a member as an occupant of the node in all later decisions of this plan."""
         occupy(self._occupancy, node, member)
 
     def can_host(self, role: RoleSpec, node: NodeName) -> bool:
         """Return whether the node belongs to the role's group, or can otherwise host the role's members.
 
-        A node of another group can, if it is large enough and the role has standby processes that share nodes with
+        A node of another group can host them if it is large enough and the role's standby processes share nodes with
         other roles.
         """
         if node not in self._by_node:
@@ -375,8 +374,8 @@ class NodeInventory:
     def new_node_helps(self, replica: Replica) -> bool:
         """Return whether another node may help this replica.
 
-        Another node does not help if the replica has failed too often on two nodes already. Nor does it if replicas
-        fail too often on so many nodes at once that storage, fabric or software is the likely cause.
+        Another node does not help if the replica has failed too often on two nodes already. It does not help either if
+        replicas fail too often on many nodes at once: the likely cause is then storage, fabric or software.
         """
         if len(self._nodes_that_failed(replica, refused=False)) > 1:
             return False

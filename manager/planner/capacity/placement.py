@@ -1,11 +1,11 @@
 """Place replicas on nodes: which replica is launched where, and which orphan steps are stopped.
 
 A gang is launched as a whole and with one incarnation number. It is launched when every member has a node and no
-back-off, and the gang's earlier incarnations have released their memory. If the manager fails between two of its
-launches, the next manager launches the missing members with the same number.
+back-off, and the gang's earlier incarnations have released their memory. If the manager fails while it launches a gang,
+the next manager launches the missing members with the same number.
 
-All replicas that have a node and no back-off are launched at once: the number of replicas that start together is not
-limited. (Planned moves are limited to one replica of a role at a time: rotation.py.)
+All replicas that have a node and no back-off are launched at once. Only planned moves are limited to one replica of a
+role at a time (rotation.py).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .warm_pool import Occupancy, occupy, release_deadline, standbys_released_at
 class Assignment(Struct, frozen=True):
     """Target nodes of replicas, as far as there is capacity.
 
-    Members of a gang are assigned singly, but a gang moves or is retried only if all its members can.
+    Each member of a gang has its own target node, but a gang moves or is retried only if all its members have one.
     """
 
     targets: dict[ReplicaId, CandidateNode] = {}
@@ -39,7 +39,7 @@ class Assignment(Struct, frozen=True):
     moves: dict[ReplicaId, CandidateNode] = {}
     """Nodes to which replicas on expiring nodes move."""
     retries: dict[ReplicaId, CandidateNode] = {}
-    """Nodes of retired replicas whose failures have left the window; they get only the capacity that is left."""
+    """Nodes of retired replicas whose failures have left the window. These replicas are assigned last."""
     lacking: tuple[Replica, ...] = ()
     """Replicas to launch that fit on no node of the run."""
     unmovable: tuple[Replica, ...] = ()
@@ -80,7 +80,7 @@ def assign(state: State, inventory: NodeInventory, now: float) -> Assignment:
 def _plan_moves(
     inventory: NodeInventory, gangs: list[list[Replica]], occupancy: Occupancy
 ) -> tuple[dict[ReplicaId, CandidateNode], dict[ReplicaId, CandidateNode], list[Replica]]:
-    """Return the moves off expiring nodes, those blocked by others of their gang, and the replicas without a target."""
+    """Return the possible moves off expiring nodes, the blocked moves, and the replicas without a target."""
     leaving = {candidate.node for candidate in inventory.usable if candidate.expiring} | inventory.draining
     moves: dict[ReplicaId, CandidateNode] = {}
     blocked_moves: dict[ReplicaId, CandidateNode] = {}
@@ -177,7 +177,7 @@ def _launches(
     used: set[str],
     now: float,
 ) -> tuple[list[ExternalAction], float]:
-    """Return the launches of all these members of a gang; or none, and the manager's time (s) to try again.
+    """Return the launches of all these members of a gang; or no launches, and the manager's time (s) to try again.
 
     ``used`` collects the steps of the standby processes that are promoted.
     """
@@ -265,9 +265,9 @@ def stop_orphans(
 ) -> tuple[list[StopStep], float]:
     """Return stops of orphan steps on nodes that may answer, and the next wake (manager's time, s).
 
-    Steps that a gang waits for get no grace. These are the steps of its own earlier incarnations, whose state is in the
-    snapshots, and the steps on the nodes in ``targets``, where the gang is to be launched. Standby processes get no
-    grace either.
+    Standby processes, and steps for whose end a gang waits, get no grace. A gang waits for the steps of its own earlier
+    incarnations, whose state is in the snapshots, and for the steps on the nodes in ``targets``, where it is to be
+    launched.
     """
     stops: list[StopStep] = []
     wake = NEVER

@@ -1,8 +1,8 @@
 """Move replicas off allocations that end before the run does, and off nodes that people drain or the cluster reclaims.
 
-Replicas move to successor allocations, one replica of a role at a time. Replicas on nodes that the cluster
-takes back early (preemption, cancellation, walltime) are stopped in order, within the time that the cluster allows.
-None of this is a failure of the replica, so that it costs no restart budget however often it happens.
+Replicas move to successor allocations, one replica of a role at a time. Replicas on nodes that the cluster takes back
+early (preemption, cancellation, walltime) are stopped in order, within the time that the cluster allows. Such a move is
+not a failure of the replica, so it does not count on the restart budget.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from .nodes import NodeInventory
 from .placement import Assignment, nodes_for
 
 CANCELLATIONS_TO_END_RUN = 2
-"""Number of times that all allocations must be cancelled from outside before the run ends: once may be a mistake or
-maintenance."""
+"""Number of times that somebody must cancel all allocations before the run ends. A single cancellation may be a mistake
+or maintenance."""
 _STARTING_STATES = (Status.WANTED, Status.LAUNCHING, Status.STARTING)
 
 
 def rotate(state: State, assigned: Assignment, now: float) -> tuple[list[Decision], float]:
     """Return the moves that are due now, and the next wake (manager's time, s).
 
-    A replica waits while another of its role is not at work. All members of a gang whose nodes expire move at once,
-    since each move restarts the whole gang.
+    A replica waits while another replica of its role is not at work. All members of a gang on expiring nodes move at
+    once, since each move restarts the whole gang.
     """
     decisions: list[Decision] = []
     moving: set[str] = set()
@@ -153,7 +153,7 @@ def _redundant(
 def _must_stay(state: State, node_group: NodeGroup, allocation: Allocation) -> bool:
     """Return whether an allocation without usable nodes is kept: it is the pool, or one of its nodes is to be drained.
 
-    The pool is kept because the manager may run in it, or other components of the job may depend on it.
+    The first allocation of a group is kept because the manager may run in it, or its end would end other components.
     """
     if any(should_drain(state, state.nodes[node]) or f"{node}!drain" in state.intents
            for node in _nodes_of(allocation) if node in state.nodes):  # fmt: skip

@@ -1,10 +1,11 @@
-"""Plan standby processes, which can be promoted to a trainer member or a rollout at once: which nodes keep one.
+"""Plan on which nodes standby processes run, which can be promoted to a trainer member or a rollout at once.
 
 Standby processes are started after the current trainer has committed a step, so that they take no resources from its
 recovery. Standby processes of the trainer share nodes with working replicas, do not count as occupants, and are stopped
 only while the trainer works. A standby process of a rollout has its engine running and takes a rollout's whole
 resources, on a spare node. It is started while no rollout is starting, and stopped as soon as another replica is to use
-the node; the launch of that replica waits until then (``standbys_released_at``). Neither kind counts as a replica.
+the node; that replica is launched once the standby process has ended (``standbys_released_at``). Neither kind of
+standby process counts as a replica.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def _is_starting(inventory: NodeInventory, role: RoleSpec) -> bool:
 def _launches(
     state: State, inventory: NodeInventory, wanted: _StandbyNodes, now: float
 ) -> tuple[list[ExternalAction], float]:
-    """Return the launches that are due on nodes with an agent, and the manager's time (s) of the next one."""
+    """Return the launches that are due on nodes with an agent, and the manager's time (s) of the next launch."""
     actions: list[ExternalAction] = []
     wake = NEVER
     for id, node in wanted.items():
@@ -112,8 +113,8 @@ def _trainer_standbys(
 ) -> _StandbyNodes:
     """Return every wanted standby process of the trainer, and its node.
 
-    There is one for each member, on the member's node. Spare nodes and nodes of donor rollouts get as many as they can
-    host members; among these nodes, those that already have standby processes come first.
+    Each member has a standby process on its node. Each spare node and each node of a donor rollout has as many standby
+    processes as it can host members; nodes that already have standby processes are chosen first.
     """
     members = [member for gang_members in inventory.gangs for member in gang_members if member.role == role.name]
     warm = {standby.node for standby in inventory.standby_processes if standby_role_of(standby.id) == role.name}
@@ -140,7 +141,7 @@ def _standby_ids(role: RoleSpec, node: NodeName, count: int, several: bool) -> l
 def _free_spares(
     state: State, inventory: NodeInventory, assigned: Assignment, occupancy: Occupancy, role: RoleSpec
 ) -> list[CandidateNode]:
-    """Return the nodes for the role that no replica occupies or is about to use."""
+    """Return the nodes that can host the role and that no replica occupies or is about to use."""
     reserved = {node for node, _ in _planned_nodes(assigned)}
     return [
         candidate
@@ -162,7 +163,7 @@ def _spare_node_standbys(
 ) -> _StandbyNodes:
     """Return the wanted standby processes on spare nodes: as many per node as fit, on at most ``replicas`` nodes.
 
-    A node on which a step is still ending gets none yet.
+    A node on which a step is still ending gets no standby process yet.
     """
     ending = {orphan.node for orphan in state.orphan_steps.values()}
     warm = {standby.node for standby in inventory.exclusive_standbys}

@@ -23,8 +23,8 @@ from ..deadlines import NEVER
 Occupancy = dict[NodeName, list[Replica]]
 """Replicas that occupy each node."""
 RELEASE_GRACES = 4
-"""Number of grace periods that a gang waits for steps that are still ending, before it starts anyway. SIGTERM, the
-grace and SIGKILL take one grace period; two or three if the cluster delivers signals slowly."""
+"""Number of grace periods for which a gang waits for ending steps before it starts anyway. A stop (SIGTERM, grace,
+SIGKILL) takes one grace period, or two to three if the cluster delivers signals slowly."""
 
 
 def occupy(occupancy: Occupancy, node: NodeName, member: Replica) -> None:
@@ -46,8 +46,8 @@ def waits_for_release(role: RoleSpec) -> bool:
 def release_deadline(state: State, members: Sequence[Replica], nodes_of_gang: Iterable[NodeName]) -> float:
     """Return the manager's time (s) until which a gang waits for steps that are still ending.
 
-    The gang waits for its own earlier incarnations on every node that may still be alive, and for other roles' steps on
-    its new nodes.
+    The gang waits for its own earlier incarnations on all nodes that may still work, and for other roles' steps on its
+    new nodes.
     """
     if not waits_for_release(state.job.role(members[0].role)):
         return 0.0
@@ -68,7 +68,7 @@ def standbys_released_at(
 ) -> float:
     """Return the manager's time (s) until which launches on these nodes wait for exclusive standby processes.
 
-    The time is inf until these standby processes are being stopped; then their ends are waited for as long as a gang
+    The time is inf until these standby processes are being stopped. Then launches wait for their ends as long as a gang
     waits for earlier occupants. Standby processes whose steps are in ``promoted_steps`` do not count.
     """
     if any(standby.node in nodes and standby.step not in promoted_steps for standby in exclusive_standbys):

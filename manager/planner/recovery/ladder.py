@@ -1,7 +1,7 @@
 """The repair ladder as data: rungs from the cheapest repair down to the end of the run.
 
 Each rung says when it fits, what it should achieve and within which time. A policy is a tuple of rungs. ``recover``
-takes the first rung that fits, beginning with the rung that the evidence calls for.
+takes the first rung that fits, beginning with the rung that the evidence suggests.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from ..deadlines import SHUTDOWN_GRACES
 from .repeated_end import starts_with_same_exception
 
 SUPPORT_ROLES = (AGENT, STANDBY_ROLE)
-"""Roles that belong to a node and leave with it; no replica of the run depends on one of them."""
+"""Roles whose processes belong to a node and end when the node leaves the run. No replica depends on them."""
 
 
 class FailureCase(Struct, frozen=True):
-    """A member that failed or cannot be launched, and the rung from which to look for a repair."""
+    """A member that failed or cannot be launched, and the least severe rung that may repair it."""
 
     state: State
     inventory: NodeInventory
@@ -33,7 +33,7 @@ class FailureCase(Struct, frozen=True):
     dropped: set[ReplicaId]
     """Gangs that this plan retires already."""
     first_rung: Rung = Rung.IN_PLACE
-    """Rung that the evidence calls for; more severe ones may be taken."""
+    """Least severe rung that may be taken, according to the evidence."""
 
     @property
     def recent_failures(self) -> int:
@@ -50,15 +50,16 @@ class RungSpec(Struct, frozen=True):
     """Expected result, with ``{member}``, ``{role}`` and ``{node}`` of the failed member and its target
     node ``{to}``."""
     time_limit: Callable[[State], float]
-    """Time (s) after which a missing result is a failure of its own, for which the ladder is entered again."""
+    """Time (s) for the expected result. If it is missing then, this counts as another failure, and the ladder is
+    entered again."""
     target_node: Callable[[FailureCase], NodeName | None] = lambda case: None
-    """Node that the member is sent to; None if it stays on its own node or goes to any node that fits."""
+    """Node on which the member is launched next; None for its own node or any node that fits."""
 
 
 def severity(rung: Rung) -> int:
     """Return the severity of a rung.
 
-    It is 0 for every repair of a single replica; the order in the policy decides among these.
+    The severity is 0 for every repair of a single replica; the order in the policy decides among such repairs.
     """
     return {Rung.DEGRADED: 1, Rung.FULL_RESTART: 2, Rung.GIVE_UP: 3}.get(rung, 0)
 
@@ -72,7 +73,7 @@ def _is_transient(case: FailureCase) -> bool:
     """Return whether a restart on the same node is likely to help.
 
     The node must be usable, and the member must not have failed there too often. The last try of a member is on another
-    node, if there is one.
+    node if possible.
     """
     return (
         case.inventory.is_usable(case.failed.node) and not fails_often_here(case) and not _last_try_on_other_node(case)
@@ -108,7 +109,7 @@ def _role_can_degrade(case: FailureCase) -> bool:
 
 
 def _full_restart_helps(case: FailureCase) -> bool:
-    """Return whether there is a checkpoint, and restarts from it have not been exhausted."""
+    """Return whether a checkpoint exists, and the run may still be restarted from it."""
     return (
         bool(case.state.job.steps)
         and case.failed.is_current
@@ -170,12 +171,12 @@ def _join(state: State) -> float:
 
 
 def _promotion_time(state: State) -> float:
-    """Return the time (s) for a promotion; the replaced process must end first, since its memory is needed."""
+    """Return the time (s) for a promotion, which begins once the replaced process has ended and released its memory."""
     return state.job.limits.step_grace + state.job.recovery.promote
 
 
 def _requeue(state: State) -> float:
-    """Return the time (s) for new nodes: only the run's walltime bounds the wait in the queue."""
+    """Return the time (s) for a restart on new nodes: the run's walltime, since the wait in the queue is unlimited."""
     return max(0.0, state.ends_at - state.at)
 
 

@@ -1,16 +1,16 @@
 """Decide which nodes are excluded, which get no new replicas, and when a circuit breaker holds exclusions back.
 
 A node is excluded for findings about the node itself (hardware, silence, fabric, storage), and for a failed probe. A
-node without replicas is also excluded if two agents in a row do not answer there, and a slow node if the job wants
-that. A finding about the software of a user or of the run has no effect on the node. A WARN makes a node a suspect: its
-replicas stay, and no new replica is placed there while there is a better node.
+node without replicas is also excluded if two agents in a row do not answer there. The node of a straggler is excluded
+if the job spec says so. A finding about the user's or the run's software does not affect the node. After a WARN about a
+node its replicas stay, but new replicas are placed on other nodes if possible.
 
-Many nodes that fail together point to the network, the site or the manager itself. Replacing them all would be worse
-than waiting for a person. So at most max(1, 20 %) are excluded within ten minutes (docs/sources.md, guard rails). While
-the cluster reports many of the run's nodes as down, no others are excluded. A run of five nodes or more may always
-exclude two: 20 % of a small run are only one node, and a second lost node would stop the run for minutes, until Slurm
-gives that node up. The majority of the nodes, which still reports, proves that the manager and the network work. Two of
-four nodes are no majority; there, and in smaller runs, the limit is one.
+If many nodes fail together, the network, the site or the manager itself is the likely cause. Replacing all these nodes
+would be worse than waiting for a person. So at most max(1, 20 %) of the nodes are excluded within ten minutes
+(docs/sources.md, guard rails). While the cluster reports many of the run's nodes as down, no other nodes are excluded.
+A run of five nodes or more may always exclude two: 20 % of a small run are only one node, and a second lost node would
+stop the run for minutes, until Slurm reports the node as down. The majority of nodes that still report proves that the
+manager and the network work. In runs of up to four nodes, where two nodes are not a minority, the limit is one.
 """
 
 from __future__ import annotations
@@ -33,12 +33,11 @@ MINORITY_NODES = 2
 above)."""
 OUTAGE_SHARE = 0.25
 """Share of the run's nodes. If a larger share is down, and more than one node, only nodes that are down are excluded.
-(docs/sources.md, guard rails: no exclusions while more than 25 % of the cluster is down; but Slurm reports only this
-run's nodes.)"""
+The source (docs/sources.md, guard rails) refers to the nodes of the whole cluster; rrl polls only this run's nodes."""
 
 
 _NO_ANSWER_DETECTORS = frozenset({"agent_silence", "never_joined"})
-"""Detectors of an agent that sends nothing, although nothing shows that its process ended."""
+"""Detectors that report an agent that sends nothing although its process is not known to have ended."""
 
 
 class DeferredExclusion(Struct, frozen=True):
@@ -47,13 +46,13 @@ class DeferredExclusion(Struct, frozen=True):
     exclude: Exclude
     why: str
     until: float
-    """Manager's time (s) at which the exclusion is checked again; inf if only a changed node status can release it."""
+    """Manager's time (s) at which the exclusion is checked again; inf if only a changed node status can permit it."""
 
 
 def exclusions(state: State, inventory: NodeInventory) -> list[Exclude]:
-    """Return all exclusions that findings, failed probes, silent spares and stragglers call for.
+    """Return the exclusions that follow from findings, failed probes, silent spare nodes and stragglers.
 
-    The circuit breaker has not been applied to them yet.
+    The caller applies the circuit breaker.
     """
     excludes: list[Exclude] = []
     unfit, slow = unfit_nodes(state), dict(_straggler_to_exclude(state, inventory))
@@ -73,7 +72,7 @@ def exclusions(state: State, inventory: NodeInventory) -> list[Exclude]:
 
 
 def _evidence_lines(finding: Finding) -> tuple[str, ...]:
-    """Return the evidence of a finding about a node, with detector and source: administrators look these up."""
+    """Return the evidence lines of a finding about a node, with detector and source, for administrators."""
     return tuple(f"{finding.detector}: {evidence.source}: {evidence.text}" for evidence in finding.evidence)
 
 
@@ -87,8 +86,8 @@ def _node_failure(state: State, node: NodeName) -> Finding | None:
 def _silent_spares(state: State) -> Iterator[tuple[NodeName, tuple[str, ...]]]:
     """Yield each node without replicas whose agent failed and whose next agent did not join, with the evidence.
 
-    Nothing else on such a node can show whether it works, and two agents in a row that send nothing are two
-    observations. An agent that ended with an exit record does not count, nor does a launch that the cluster refused.
+    Without replicas, nothing else shows whether the node works, and two silent agents in a row are two observations. An
+    agent that ended with an exit record does not count, nor does a launch that the cluster refused.
     """
     occupied = {replica.node for replica in workers(state) if replica.is_current}
     for name in state.nodes:

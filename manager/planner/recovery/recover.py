@@ -75,7 +75,7 @@ def recover(state: State, inventory: NodeInventory, now: float) -> list[Decision
 
 # ── restarts and moves without a failure of the member ───────────────────────────────────────────────────────────────
 def _user_restart(state: State, members: _Members, now: float) -> list[Decision]:
-    """Return the fences of a gang that a user wants to restart, including retired members and members in back-off."""
+    """Return the fences for a gang that a user wants to restart, including retired members and members in back-off."""
     if (by := state.requested_restarts.get(gang_of(members[0].id))) is None:
         return []
     why = Why((f"restart requested by {by}",), Rung.IN_PLACE, "joins again", now + state.job.limits.join)
@@ -85,7 +85,7 @@ def _user_restart(state: State, members: _Members, now: float) -> list[Decision]
 def _fence_rest_of_gang(state: State, members: _Members, now: float) -> list[Decision]:
     """Return the fences of the other members of a gang if one member no longer runs the gang's newest incarnation.
 
-    Each member keeps its node, except those that shared the node that the failed member leaves.
+    Each member keeps its node, unless it shared a node that the failed member leaves.
     """
     if len(members) == 1:
         return []
@@ -172,7 +172,8 @@ def _failure_order(state: State, member: Replica) -> tuple[bool, float]:
 def _failure_evidence(state: State, replica: Replica) -> tuple[str, ...]:
     """Return why the current incarnation cannot continue; empty if it can.
 
-    If a finding is about the replica, the result has only the texts of its evidence: users read them as the cause.
+    If a finding is about the replica, the result contains only the texts of its evidence, which users read as the
+    cause.
     """
     finding = finding_about(state, replica.incarnation)
     if finding is not None:
@@ -250,9 +251,9 @@ def _fence_all(case: FailureCase, why: Why) -> Iterator[Fence]:
     """Yield the fences of a restart of the whole run.
 
     Only the failed member is charged. All replicas keep their nodes, except a failed member that fails too often on its
-    node. With policy ``requeue`` all nodes are released and the agents fenced; else the agents keep running. Completed
-    and retired replicas are left as they are. Standby processes are fenced, since their state may be wrong; new ones
-    start after the next commit.
+    node. With policy ``requeue`` all nodes are released and the agents fenced; otherwise the agents keep running.
+    Completed and retired replicas are not fenced. Standby processes are fenced, since their state may be wrong; new
+    standby processes start after the next commit.
     """
     requeue = case.state.job.recovery.policy == REQUEUE
     for replica in case.state.replicas.values():
@@ -282,7 +283,7 @@ def _reject_or_degrade(case: FailureCase, mistake: tuple[str, ...]) -> Decision:
 def _fail_or_degrade(case: FailureCase, evidence: tuple[str, ...], shown: str) -> Decision:
     """Retire a member whose own code fails, if other replicas of its role may still work; otherwise end the run.
 
-    ``shown``: what the log of the failure shows to users.
+    ``shown`` is the text about the failure that users see.
     """
     state, failed = case.state, case.failed
     if can_degrade(state, failed, case.dropped) and others_may_work(state, failed, case.dropped):
@@ -291,7 +292,7 @@ def _fail_or_degrade(case: FailureCase, evidence: tuple[str, ...], shown: str) -
 
 
 def _retire(case: FailureCase, evidence: tuple[str, ...]) -> Fence:
-    """Return the fence after which the role continues without the failed member."""
+    """Return the fence that retires the failed member, so that its role continues without it."""
     deadline = case.now + case.state.job.recovery.window
     why = Why(evidence, Rung.DEGRADED, f"{case.failed.role} continues with one replica fewer", deadline)
     return Fence(case.failed.incarnation, Rung.DEGRADED, why)

@@ -16,14 +16,13 @@ from ..capacity.node_fitness import MAX_NAMED_NODES, unfit_nodes
 from ..capacity.nodes import NodeInventory
 
 TRIES_TO_PROVE = 2
-"""Number of failed tries that prove a command missing: each on another node, or all on the only node where
-it can be tried."""
+"""Number of failed starts that prove a command missing, each on another node if possible."""
 
 
 def command_missing(state: State, inventory: NodeInventory) -> Finish | None:
-    """Return the rejection of a run in which a role's command could not be started, if that is proved.
+    """Return the rejection of a run whose nodes lack a role's command, or None.
 
-    It is proved by :data:`TRIES_TO_PROVE` failed starts, if no replica of the role has ever joined.
+    :data:`TRIES_TO_PROVE` failed starts prove this if no replica of the role has ever joined.
     """
     for role in state.job.roles:
         replicas = [replica for replica in workers(state) if replica.role == role.name]
@@ -40,7 +39,7 @@ def command_missing(state: State, inventory: NodeInventory) -> Finish | None:
 
 
 def _other_node_may_work(state: State, inventory: NodeInventory, replicas: list[Replica], tried: set[NodeName]) -> bool:
-    """Return whether a start on a node not yet tried may find the command: it is under way, or a node has capacity."""
+    """Return whether the missing command may be on an untried node: a start is under way there, or it has capacity."""
     starting = [
         replica for replica in replicas if replica.is_current and finding_about(state, replica.incarnation) is None
     ]
@@ -52,7 +51,8 @@ def _other_node_may_work(state: State, inventory: NodeInventory, replicas: list[
 def never_joined(state: State, replica: Replica, evidence: tuple[str, ...], detector: str) -> tuple[str, ...]:
     """Return why no incarnation of this replica ever joined, after too many failed starts.
 
-    ``evidence`` and ``detector`` describe the replica's newest failure. The result is empty if it may still join.
+    ``evidence`` and ``detector`` describe the replica's newest failure. The result is empty if the replica may still
+    join.
     """
     failing = replica.is_current and finding_about(state, replica.incarnation) is not None
     failed = replica.failed_starts + failing
@@ -80,8 +80,8 @@ def invalid_config(state: State) -> Finish | None:
 def no_fit_node(state: State) -> Finish | None:
     """Return the rejection of a run if its nodes cannot run its roles, and none of these roles has ever joined.
 
-    The run is rejected if it has no fit node at all, or none in one of its node groups. At least two nodes must have
-    proved unfit; one suffices if the run has no fit node and expects no further nodes.
+    The run is rejected if it, or one of its node groups, has no fit node. At least two nodes must have proved unfit;
+    one unfit node suffices if the run has no fit node and expects no further nodes.
     """
     unfit = unfit_nodes(state)
     if not unfit:

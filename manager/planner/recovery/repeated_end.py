@@ -1,24 +1,23 @@
-"""Recognise an end that a further start would only repeat, because the cause is in the role's own code.
+"""Recognise that a restart would end in the same way, because the cause is in the role's own code.
 
-The end is an exception, or the return of a program that should work until it is stopped.
+Such an end is an exception, or the return of a program that should work until it is stopped.
 
 **Exceptions.** The evidence is that the same exception (type and place) ended ``recovery.first_start`` starts of a
 replica, before any replica of the role has completed a unit of work. The last of these starts is on another node, if
-there is one. Once the role has worked, its code works in principle, and the repair ladder decides. These exceptions do
-not count:
+possible. Once the role has worked, its code is not wrong in every case, and the repair ladder decides. These exceptions
+do not count:
 
 * an injected exception;
 * an exception that storage, network, memory or a GPU may have caused (``RaisedException.environmental``);
 * an exception on a node that is excluded or has a failure of its own.
 
 Two kinds of exceptions are judged differently. If the role's code broke a rule of the worker API
-(``RaisedException.misuse``), earlier work of the role does not show that the code is right: the three starts count in a
-role that has worked, too. If the scorer failed for most groups (``RaisedException.dropped_groups``), the evidence
-is complete, and the run ends at once.
+(``RaisedException.misuse``), the starts count even if the role has worked before. If the scorer failed for most groups
+(``RaisedException.dropped_groups``), the run ends at once.
 
 **Returns.** The evidence is that ``recovery.first_start`` incarnations of a replica in a row exited with code 0 by
-themselves, each soon after its start (:func:`rrl.manager.model.queries.returned_early`). What they did before does not
-matter: a program whose loop ends after three steps makes some progress in each start, but costs a restart each time.
+themselves, each soon after its start (:func:`rrl.manager.model.queries.returned_early`). Their progress does not
+matter: a program whose loop ends after three steps makes some progress in each start, but needs a restart each time.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from ...model.state import Replica, State, Status
 
 
 def starts_with_same_exception(state: State, failed: Replica) -> int:
-    """Return how many starts in a row ended with the replica's current exception; 0 if the exception does not count.
+    """Return how many consecutive starts ended with the replica's current exception; 0 if the exception does not count.
 
     In a gang the starts of the whole gang count, since each start is charged to one of its members.
     """
@@ -46,7 +45,7 @@ def starts_with_same_exception(state: State, failed: Replica) -> int:
 
 
 def repeated_exception(state: State, failed: Replica) -> tuple[str, ...]:
-    """Return the evidence that a further start of the replica would raise the same exception; empty if none is proved.
+    """Return the evidence that another start of the replica would raise the same exception; empty if there is none.
 
     ``failed`` is the replica that failed now.
     """
@@ -58,7 +57,7 @@ def repeated_exception(state: State, failed: Replica) -> tuple[str, ...]:
 
 
 def starts_with_clean_exit(state: State, failed: Replica) -> int:
-    """Return how many starts in a row ended because the replica's program returned early; 0 if the last one did not.
+    """Return how many consecutive starts ended because the replica's program returned early; 0 if the last did not.
 
     In a gang the starts of the whole gang count, since each start is charged to one of its members.
     """
@@ -91,7 +90,7 @@ def scorer_fails(state: State) -> Finish | None:
 
 
 def failed_by_code(state: State, evidence: tuple[str, ...], shown: str) -> Finish:
-    """Return the end of a run that the user's code keeps from working.
+    """Return the decision to end a run because the user's code fails.
 
     ``shown``: what the log of the failure shows to users.
     """

@@ -1,15 +1,14 @@
 """Distinguish faults of the trainer's software, which a restart of the trainer alone cannot cure, from other failures.
 
-RobustRL's rules apply (its paper, 5.1): a failure in the first step after a restart, a second failure in the same step,
-a second restart that fails. They count only failures that nothing else explains. These do not count:
+The rules are those of RobustRL (paper, 5.1): a failure in the first step after a restart, a second failure in the same
+step, or a second restart that fails. A failure with another explanation does not count:
 
-* an injected failure: it shows how the trainer is recovered, and two of them in one step say nothing about the step;
-* a failure of an excluded or lost node, which explains what failed on it and is handled by other rungs;
-* a failure at about the same time as many failures of other roles: the cause is storage, fabric or site. The next
-  failure does not count either, since failures of other roles may still follow it;
-* a launch that the cluster refused: the software never ran;
-* an exception that ends the trainer again and again before it has done any work (``repeated_end``);
-* an exit with code 0 soon after the start: the trainer's program returned, and would return again.
+* an injected failure: it shows how the trainer is recovered, and two of them in one step say nothing about the step; *
+a failure on an excluded or lost node: other rungs of the ladder handle it; * a failure at about the same time as many
+failures of other roles: the cause is storage, fabric or site. The next failure does not count either, since failures of
+other roles may still follow it; * a launch that the cluster refused: the software never ran; * an exception that ends
+the trainer again and again before it has done any work (``repeated_end``); * an exit with code 0 soon after the start:
+the trainer's program returned, and would return again.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from .repeated_end import starts_with_clean_exit, starts_with_same_exception
 
 
 def suggests_software_fault(state: State, members: Sequence[Replica], failed: Replica, now: float) -> tuple[str, ...]:
-    """Return why the whole run should restart rather than the trainer alone; empty if nothing suggests that.
+    """Return why the whole run should restart and not the trainer alone; empty if nothing suggests a software fault.
 
     ``members`` are the gang's members by rank; ``failed`` is the member that failed now.
     """
@@ -67,7 +66,7 @@ def _is_unexplained(state: State, member: Replica, failure: FailedIncarnation) -
 def _correlated_failure(state: State, role: str, at: float) -> bool:
     """Return whether many members of other roles failed at about the time ``at`` (s), within ``limits.silence``.
 
-    Many are at least one, and at least the share ``recovery.breaker`` of these members.
+    "Many" means at least one, and at least the share ``recovery.breaker`` of these members.
     """
     window = state.job.limits.silence
     others = [other for other in workers(state) if other.role != role]

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from ...models.chat import Message
+from ...models.conversation import Message
 from ...trajectories.types import Sampling
 from .errors import ApiError, wrong
 from .messages import parse_message, take_tools

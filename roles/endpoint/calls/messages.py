@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from ...models.chat import ASSISTANT, Message, ToolCall
+from ...models.conversation import ASSISTANT, Message, ToolCall
 from .errors import unsupported, wrong
 
 _EMPTY_KEYS = frozenset({"refusal", "function_call", "audio", "annotations", "tool_calls"})
@@ -69,7 +69,8 @@ def _content(content: Any, where: str) -> str:
 
 def _tool_calls(given: Any, where: str) -> tuple[ToolCall, ...]:
     made: list[ToolCall] = []
-    for call in given if isinstance(given, list) else [None]:
+    calls: list[Any] = given if isinstance(given, list) else [given]
+    for call in calls:
         try:
             function = msgspec.convert(call["function"], _Function)
             made.append(ToolCall(msgspec.convert(call["id"], str), function.name, function.arguments))

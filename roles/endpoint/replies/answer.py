@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ...models.chat import Chat, Message
+from ...models.conversation import Chat, Message
 from ..calls.call import Call
 from ..turns.shown_answer import AnswerFormat, end_at_stop, shown_answer, stable_text
 
@@ -82,7 +82,8 @@ class SampledAnswer:
         since, self._reported = self._reported, self.length
         shown = self._shown() if self.finished else None
         text = self._text(self.length) if shown is None else shown.content
-        added = text[len(self._sent) :] if text.startswith(self._sent) else ""
+        begins = len(self._sent)
+        added = text[begins:] if text[:begins] == self._sent else ""
         self._sent += added
         if self._call.messages is None:
             content: dict[str, Any] = {"text": added}

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from ...models.chat import Chat
+from ...models.conversation import Chat
 from ..calls.call import Call
 from .answer import SampledAnswer, usage
 

@@ -26,7 +26,7 @@ class EpisodeReader(Protocol):
     """What is asked of the store."""
 
     async def get_episode(self, episode: int, holding: Sequence[int] = ()) -> EpisodeTurns:
-        """Return the newest attempt at an episode with its turns, except those in ``holding``."""
+        """Return the newest attempt at an episode, and its turns without those that the caller has (``holding``)."""
         ...
 
 
@@ -37,7 +37,7 @@ class _Kept(Struct):
 
 
 class KnownTurns:
-    """Reads the turns of episodes, and keeps the complete ones of those that were read last.
+    """Reads the turns of episodes, and caches the complete turns of the episodes that were read most recently.
 
     Args:
         store: Where the turns are read.

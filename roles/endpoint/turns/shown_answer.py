@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import msgspec
 from msgspec import Struct
 
-from ...models.chat import ASSISTANT, Chat, Message, ToolCall
+from ...models.conversation import ASSISTANT, Chat, Message, ToolCall
 from ...models.tokenizer import Tokenizer
 
 INCOMPLETE = "\ufffd"
@@ -77,7 +77,7 @@ def stable_text(tokens: Sequence[int], stop: Sequence[str], tokenizer: Tokenizer
 
 def _overlap(text: str, stop: str) -> int:
     """Return the number of characters at the end of a text with which a stop text may begin."""
-    return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)
+    return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text[-size:] == stop[:size]), 0)
 
 
 def shown_answer(
@@ -108,6 +108,6 @@ def shown_answer(
 def _tokens_of(text: str, sampled: Sequence[int], tokenizer: Tokenizer) -> tuple[int, ...]:
     """Return the most tokens whose text is within ``text``, which the sampled ones begin with."""
     length = len(sampled)
-    while length and not text.startswith(tokenizer.decode(sampled[:length])):
+    while length and (part := tokenizer.decode(sampled[:length])) != text[: len(part)]:
         length -= 1
     return tuple(sampled[:length])

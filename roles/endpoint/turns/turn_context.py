@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 from msgspec import Struct
 
-from ...models.chat import Chat, Message
+from ...models.conversation import Chat, Message
 from ...trajectories.episodes.requests import Turn
 from ..calls.messages import canonical_arguments
 from .shown_answer import AnswerFormat, shown_answer
@@ -113,8 +113,8 @@ def chat_context(messages: Sequence[Message], turns: Sequence[Turn], chat: Chat,
     Args:
         messages: The conversation.
         turns: Turns of the attempt.
-        chat: Format of the conversation, with its tools.
-        tools: OpenAI's list of tools as JSON; empty if there is none.
+        chat: The chat format, which already contains the tools.
+        tools: The same tools as OpenAI's JSON, from which conversations with other tools are told apart; may be empty.
 
     Raises:
         ValueError: The conversation cannot be encoded.

@@ -1,6 +1,6 @@
 """The log file of one step: rotation by size, a rate limit, and a timestamp for each line of the role's output.
 
-Nothing here raises: a full or failing disk costs lines, not the run.
+The functions never raise: on a full or failing disk, lines are lost and the run continues.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from pathlib import Path
 from ....core.log_lines import STAMP_BYTES, missing_notice, second_text
 
 FILE_BYTES = 64 * 2**20
-"""Bytes at which a file is rotated."""
+"""Size in bytes at which a file is rotated."""
 FILES = 3
 """Number of files kept: ``<tag>.log``, ``<tag>.log.1`` (older), ``<tag>.log.2`` (oldest)."""
 RATE_BYTES_PER_S = 1 * 2**20
-"""Bytes per second written on average: three minutes at this rate fit into the files, and 100 roles at this rate load
-the storage with 100 MiB/s."""
+"""Maximum average number of bytes written per second. Three minutes at this rate fit into the files, and 100 roles at
+this rate write 100 MiB/s to the storage."""
 BURST_BYTES = 16 * 2**20
-"""Bytes that may be written at once, such as tracebacks of all threads or a table at the start."""
+"""Number of bytes that may be written at once, for example tracebacks of all threads or a table at the start."""
 MAX_LINE_BYTES = 16 * 2**10
-"""Bytes above which a line is split, as by Docker's json-file driver."""
+"""Size in bytes above which a line is split, as by Docker's json-file driver."""
 PARTIAL_LINE_TIMEOUT_S = 1.0
-"""Seconds that an unfinished line waits for its end before it is written as it is."""
+"""Seconds after which an unfinished line is written without its end."""
 _RESUME_SHARE = 1 / 16
-"""Share of the burst that must be available again before a limited role's output is written again; without it, a flood
-would leave single scattered lines."""
+"""Share of the burst that must be available before a limited role's output is written again. Without this share, single
+scattered lines of a flood would be written."""
 
 
 class RotatingLog:
@@ -44,7 +44,7 @@ class RotatingLog:
         self._size = 0
 
     def append(self, data: bytes) -> int:
-        """Write whole lines; return how many bytes were written: all, unless the disk is full or unreachable."""
+        """Write whole lines; return the number of bytes written, not all if the disk is full or unreachable."""
         done = 0
         try:
             if self._size and self._size + len(data) > self._file_bytes:
@@ -89,7 +89,7 @@ class RotatingLog:
 
 
 class RateLimiter:
-    """Limits a byte stream to an average rate and a burst, by whole lines; ``dropped`` counts the discarded bytes."""
+    """Limits a byte stream to an average rate and a burst, by whole lines. ``dropped`` counts the discarded bytes."""
 
     def __init__(
         self, rate: float = RATE_BYTES_PER_S, burst: int = BURST_BYTES, clock: Callable[[], float] = time.monotonic
@@ -101,7 +101,7 @@ class RateLimiter:
         self._within_dropped_line = False
 
     def admit(self, data: bytes) -> bytes:
-        """Return the beginning of ``data`` that may be written; each line counts with its timestamp."""
+        """Return the lines at the beginning of ``data`` that may be written; each line counts with its timestamp."""
         now = self._clock()
         self._tokens = min(self._burst, self._tokens + (now - self._filled) * self._rate)
         self._filled = now
@@ -135,7 +135,7 @@ class RateLimiter:
 
 
 class LineTimestamper:
-    """Splits a byte stream into lines and puts a timestamp before each.
+    """Splits a byte stream into lines and puts a timestamp before each line.
 
     If carriage returns overwrite a line (a progress bar), only the line's newest state is written: at its end, or every
     ``PARTIAL_LINE_TIMEOUT_S``. The clock returns ns since the epoch. Timestamps never decrease; if the clock is set
@@ -149,7 +149,7 @@ class LineTimestamper:
         self._partial = b""
         self._partial_since = 0.0
         self._line_split = False
-        """Whether the beginning of the current line has been written already."""
+        """Whether the beginning of the current line has already been written."""
 
     def feed(self, data: bytes, now: float = 0.0) -> bytes:
         """Return the lines that ``data`` completes; ``now`` is a time (s) of the clock for :meth:`flush_due_in`."""
@@ -203,7 +203,7 @@ class LineTimestamper:
 def _visible_text(line: bytes) -> bytes:
     """Return the text of a line that a terminal would show.
 
-    Carriage returns at its end are kept, because its newline may still arrive.
+    Carriage returns at the end of the line are kept, because its newline may still arrive.
     """
     body = line.rstrip(b"\r")
     return line[body.rfind(b"\r") + 1 :] if b"\r" in body else line

@@ -1,4 +1,4 @@
-"""Copies a role's output to its log file and to the manager, without ever blocking the role.
+"""Copy a role's output to its log file and to the manager without blocking the role.
 
 The role writes into a pipe that one thread always empties. A second thread writes the file, and a third sends the
 newest lines to the manager.
@@ -22,20 +22,20 @@ from ....core.text import last_lines
 from ....transport.control.endpoints import Address
 from ....transport.control.log_messages import Backlog
 from ....transport.keys import RunKeys
-from ...end_report import users_place
+from ..end_report import users_place
 from .files import LineTimestamper, RateLimiter, RotatingLog
 from .shipper import Shipper
 
 MAX_QUEUED_BYTES = 4 * 2**20
-"""Bytes of lines kept for a file that cannot be written; the oldest are dropped when they exceed this."""
+"""Maximum number of bytes kept for a file that cannot be written; beyond it, the oldest lines are dropped."""
 STUCK_AFTER_S = 2.0
-"""Seconds without a successful write, although there are lines, after which the manager writes them instead."""
+"""Seconds without a successful write after which the manager writes the waiting lines instead."""
 RETRY_INTERVAL_S = 1.0
 """Seconds between two tries to write after an error."""
 _TAIL_BYTES = 4096
-"""Bytes of the end of the output that are kept to find its last line."""
+"""Number of bytes kept of the end of the output, to find its last line."""
 _FRAME = re.compile(r'  File "(.+)", line (\d+)')
-"""A frame of a traceback of Python."""
+"""Pattern of a frame in a Python traceback."""
 _READ_BYTES = 64 * 2**10
 _WRITE_BYTES = 256 * 2**10
 
@@ -66,7 +66,7 @@ class LogPump:
 
     @property
     def busy(self) -> bool:
-        """Whether there are lines that the file lacks."""
+        """Whether lines are waiting to be written to the file."""
         return self._busy_since is not None or not self._queued.empty
 
     @property
@@ -85,7 +85,7 @@ class LogPump:
         return [line for line in lines if line]
 
     def finish(self, within: float) -> bool:
-        """Wait up to ``within`` seconds for the pipe's end and for the file; later output is not kept.
+        """Wait up to ``within`` seconds for the pipe's end and for the file; later output is lost.
 
         Returns:
             Whether everything that was read is in the file and on the disk.
@@ -157,13 +157,14 @@ class LogPump:
 
 
 DRAIN_TIMEOUT_S = 1.0
-"""Seconds to write the rest of the log at the end, because the storage may hang."""
+"""Timeout (s) for writing the rest of the log at the end, because the storage may hang."""
 LAST_LINE_TIMEOUT_S = 1.0
-"""Seconds to empty the pipe after the command has ended, because another process may have inherited it."""
+"""Timeout (s) for emptying the pipe after the command has ended, because another process may have inherited the
+pipe."""
 REPORT_TIMEOUT_S = 1.0
-"""Seconds for the manager to take the end of a log whose file is complete."""
+"""Timeout (s) for the manager's acknowledgement of the end of a log whose file is complete."""
 UNSAVED_TIMEOUT_S = 5.0
-"""Seconds for a manager to connect and take the lines that the file lacks: only this process has them."""
+"""Timeout (s) for a manager to connect and receive the lines that the file lacks, which only this process has."""
 
 
 class RoleLog:
@@ -188,14 +189,15 @@ class RoleLog:
     def last_line(self, folder: Path | None = None) -> str:
         """Return the last line that the ended command wrote; block up to :data:`LAST_LINE_TIMEOUT_S`.
 
-        If it ends a traceback of Python, the place in the code follows, if ``folder``, the job's folder, is given.
+        If ``folder``, the job's folder, is given and the line ends a Python traceback, the place in the code is
+        appended.
         """
         lines = self._pump.last_output(LAST_LINE_TIMEOUT_S)
         place = "" if folder is None else place_in_traceback(lines, folder)
         return last_lines(lines[-1] if lines else "") + (f" ({place})" if place else "")
 
     def finish(self) -> None:
-        """Write and send the rest; block for some seconds if the storage or the manager is unreachable."""
+        """Write and send the rest of the output; block some seconds if the storage or the manager is unreachable."""
         saved = self._pump.finish(DRAIN_TIMEOUT_S)
         if not saved:
             self._shipper.finish(True, UNSAVED_TIMEOUT_S)
@@ -206,8 +208,8 @@ class RoleLog:
 def place_in_traceback(lines: Sequence[str], folder: Path) -> str:
     """Return ``file:line`` in the user's code if output ends with a traceback of Python, else an empty text.
 
-    A process that ends before it has joined the run, for example because of a syntax error, cannot report its exception
-    in another way. The result is shown to people; no decision depends on it.
+    A process that ends before it has joined the run, for example because of a syntax error, leaves no end report. The
+    result is only shown to people.
     """
     places: list[tuple[str, int]] = []
     for line in reversed(lines[:-1]):

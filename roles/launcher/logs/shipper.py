@@ -1,8 +1,8 @@
-"""Sends the newest lines of a role's output to the manager, which keeps them if the node dies.
+"""Send the newest lines of a role's output to the manager, so that they survive the loss of the node.
 
-It uses a thread and a socket of its own, so that neither a flood of lines nor a hanging run directory delays other
-messages. It sends at most ``RATE_BYTES_PER_S``; during a flood it sends the newest lines. A new manager receives the
-newest lines again.
+The lines are sent by a separate thread on a separate socket, so that neither a flood of lines nor a hung run directory
+delays other messages. At most ``RATE_BYTES_PER_S`` are sent; during a flood, only the newest lines. A new manager
+receives the newest lines again.
 """
 
 from __future__ import annotations
@@ -18,25 +18,26 @@ from ....transport.control.log_messages import LOG_BOUNDS, MAX_TEXT_BYTES, TAIL_
 from ....transport.keys import RunKeys
 
 RATE_BYTES_PER_S = 32 * 2**10
-"""Bytes per second sent on average: 2,000 replicas at this rate load the manager with 64 MiB/s."""
+"""Maximum average number of bytes sent per second. 2,000 replicas at this rate send 64 MiB/s to the manager."""
 BURST_BYTES = 64 * 2**10
-"""Bytes that may be sent at once: all lines that are kept (:data:`TAIL_BYTES`)."""
+"""Number of bytes that may be sent at once: all lines that are kept (:data:`TAIL_BYTES`)."""
 MESSAGE_OVERHEAD_BYTES = 4 * 2**10
-"""Bytes that the rate limit adds to the text of each message, so that on average at most eight are sent per second."""
+"""Bytes that the rate limit adds to the text of each message, so that on average at most eight messages are sent per
+second."""
 MIN_MESSAGE_BYTES = 8 * 2**10
-"""Smallest bound on the bytes of a message in a flood. With smaller messages, the manager's lines are newer: 100 lines
-every 0.4 s instead of 1,000 lines every 2 s."""
+"""Smallest size limit (bytes) of a message in a flood. A small message keeps the manager's lines newer: 100 lines every
+0.4 s instead of 1,000 lines every 2 s."""
 STUCK_CHECK_INTERVAL_S = 1.0
 """Seconds between two checks whether the file still cannot be written."""
 ANSWER_TIMEOUT_S = 10.0
-"""Seconds for the manager's acknowledgement, after which the same lines are sent again."""
+"""Timeout (s) of the manager's acknowledgement, after which the same lines are sent again."""
 
 
 class Shipper:
     """Sends the lines that are put into ``lines`` to the manager.
 
-    ``find`` returns the address of the manager's log collector. ``busy`` tells whether the log file lacks lines, and
-    ``stuck`` whether it cannot be written.
+    ``find`` returns the address of the manager's log collector. ``busy`` returns whether the log file lacks lines, and
+    ``stuck`` whether the file cannot be written.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class Shipper:
         self._sent = Backlog(TAIL_BYTES)
         self._sent_stuck = False
         self._unsaved_at_end: bool | None = None
-        """Once the log has ended, whether its file lacks lines; None before."""
+        """Whether the log file lacks lines at the end of the log; None before the end."""
         self._rate_limited_until = 0.0
         self._loop = asyncio.new_event_loop()
         self._wakeup, self._ending = asyncio.Event(), asyncio.Event()
@@ -60,7 +61,7 @@ class Shipper:
         self._thread.start()
 
     def wake_up(self) -> None:
-        """Have the thread send new ``lines``; may be called from any thread."""
+        """Make the thread send new ``lines``. May be called from any thread."""
         if not self._wakeup.is_set():
             self._call_soon(self._wakeup.set)
 
@@ -118,7 +119,7 @@ class Shipper:
         return max(MIN_MESSAGE_BYTES, min(MAX_TEXT_BYTES, int(BURST_BYTES - spent)))
 
     async def _send_until_taken(self, dialer: Dialer, lines: LogLines) -> None:
-        """Send until acknowledged, then wait as the rate limit demands.
+        """Send the lines until they are acknowledged, then wait as the rate limit demands.
 
         Lines that arrive in the meantime are buffered; the oldest are dropped when the buffer is full.
         """

@@ -19,7 +19,7 @@ import math
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
-from .lengths import GroupEstimate, partial_mean, survival
+from .lengths import GroupEstimate, partial_means, survival
 
 FIRST_CELL_TOKENS = 32
 """Tokens of the first range: half a segment. What happens within fewer tokens cannot be decided any more."""
@@ -75,13 +75,12 @@ class CurveTable:
         if alive < 1e-9:  # far longer than expected: now it may be as long again
             estimate = GroupEstimate(math.log(2 * progress), 0.0, 0.25)
             alive = survival(estimate, progress)
-        before = partial_mean(estimate.mean, estimate.deviation, progress)
-        goes_on: list[float] = []
-        for edge, width in zip(self._edges[1:], self.widths, strict=True):
-            reached = min(self._limit, progress + edge)
-            until = partial_mean(estimate.mean, estimate.deviation, reached)
-            goes_on.append(min(1.0 - _CERTAIN, max(0.0, (until - before) / (alive * width))))
-            before = until
+        reached = [min(self._limit, progress + edge) for edge in self._edges]
+        means = partial_means(estimate.mean, estimate.deviation, reached)
+        goes_on = [
+            min(1.0 - _CERTAIN, max(0.0, (until - before) / (alive * width)))
+            for (before, until), width in zip(pairwise(means), self.widths, strict=True)
+        ]
         return tuple(goes_on), tuple(math.log1p(-p) for p in goes_on)
 
 
@@ -97,6 +96,8 @@ class EngineLoad:
     def __init__(self, widths: Sequence[float], token_times: Sequence[float], curves: Iterable[Curve] = ()) -> None:
         self._widths = widths
         self._times = token_times
+        self.count = 0
+        """Number of answers."""
         self._expected = [0.0] * len(widths)
         self._none = [0.0] * len(widths)
         for curve in curves:
@@ -105,24 +106,33 @@ class EngineLoad:
     def add(self, curve: Curve) -> None:
         """Add an answer."""
         self._expected, self._none = self._with(curve)
+        self.count += 1
 
     def remove(self, curve: Curve) -> None:
         """Remove one of the answers."""
         self._expected, self._none = self._without(curve)
+        self.count -= 1
 
     def copy(self) -> EngineLoad:
         """Return a load that can be changed independently."""
         other = EngineLoad(self._widths, self._times)
-        other._expected, other._none = self._expected, self._none
+        other._expected, other._none, other.count = self._expected, self._none, self.count
         return other
+
+    def plus(self, curve: Curve) -> EngineLoad:
+        """Return the load with one more answer."""
+        other = EngineLoad(self._widths, self._times)
+        other._expected, other._none = self._with(curve)
+        other.count = self.count + 1
+        return other
+
+    def token_time(self, running: int) -> float:
+        """Return the seconds of a token with a number of answers running."""
+        return self._times[min(running, len(self._times) - 1)]
 
     def finish(self) -> float:
         """Return the expected seconds until everything is done."""
         return _finish(self._widths, self._times, self._expected, self._none)
-
-    def finish_with(self, curve: Curve) -> float:
-        """Return the same with one more answer."""
-        return _finish(self._widths, self._times, *self._with(curve))
 
     def course(self) -> Course:
         """Return the course of what the engine runs."""
@@ -188,15 +198,16 @@ def _course(widths: Sequence[float], times: Sequence[float], expected: list[floa
 
 def _finish(widths: Sequence[float], times: Sequence[float], expected: list[float], none: list[float]) -> float:
     # computed for each candidate of a decision: a sum over a generator shared with _course takes 1.2 times as long
-    total, last = 0.0, len(times) - 1
+    total, last, expm1 = 0.0, len(times) - 1, math.expm1
     for width, number, log_none in zip(widths, expected, none, strict=True):
         if number < 1e-9:
             break
-        any_left = -math.expm1(log_none)
-        running = min(number / any_left, last)
-        whole = int(running)
-        time = times[whole]
-        if whole < last:
-            time += (running - whole) * (times[whole + 1] - time)
-        total += width * any_left * time
+        any_left = -expm1(log_none)
+        running = number / any_left
+        if running < last:
+            whole = int(running)
+            time = times[whole]
+            total += width * any_left * (time + (running - whole) * (times[whole + 1] - time))
+        else:
+            total += width * any_left * times[last]
     return total

@@ -222,7 +222,9 @@ class Engines:
     def _view(self, engine: Incarnation) -> EngineView:
         entry, running = self._engine(engine), self._running(engine)
         coming = sorted(each for each, target in self.reserved.items() if target == engine)
-        if entry.load is None:
+        times = self._times(engine)
+        if entry.load is None or not times.observed:  # what is assumed changes with what is learned of other engines
             here = sorted({*(running - entry.requested_back), *coming})
-            entry.load = EngineLoad(self._curves.widths, self._times(engine).table, map(self._curve, here))
+            table = times.table_among(map(self._times, self._engines))
+            entry.load = EngineLoad(self._curves.widths, table, map(self._curve, here))
         return EngineView(str(engine), entry.load, len(running), entry.places - len(running) - len(coming))

@@ -225,8 +225,8 @@ def expected_left(estimate: GroupEstimate, progress: int, limit: int) -> float:
     alive = survival(estimate, progress)
     if alive < 1e-9:
         return float(min(limit - progress, max(1, progress)))
-    total = partial_mean(estimate.mean, deviation, limit) - partial_mean(estimate.mean, deviation, progress)
-    return max(1.0, min(limit - progress, total / alive))
+    before, total = partial_means(estimate.mean, deviation, (progress, limit))
+    return max(1.0, min(limit - progress, (total - before) / alive))
 
 
 def survival(estimate: GroupEstimate, tokens: float) -> float:
@@ -236,13 +236,15 @@ def survival(estimate: GroupEstimate, tokens: float) -> float:
     return 0.5 * math.erfc((math.log(tokens) - estimate.mean) / (estimate.deviation * _SQRT2))
 
 
-def partial_mean(mean: float, deviation: float, tokens: float) -> float:
-    """Return the expected number of tokens of an answer that would be cut at ``tokens``."""
-    if tokens <= 0:
-        return 0.0
-    z = (math.log(tokens) - mean) / deviation
-    below = math.exp(mean + deviation * deviation / 2) * 0.5 * math.erfc((deviation - z) / _SQRT2)
-    return below + tokens * 0.5 * math.erfc(z / _SQRT2)
+def partial_means(mean: float, deviation: float, limits: Iterable[float]) -> list[float]:
+    """Return the expected number of tokens of an answer that would be cut at each of these numbers of tokens."""
+    half_mean = math.exp(mean + deviation * deviation / 2) * 0.5
+    means = []
+    for limit in limits:
+        z = (math.log(limit) - mean) / deviation if limit > 0 else -math.inf
+        below = half_mean * math.erfc((deviation - z) / _SQRT2)
+        means.append(below + limit * 0.5 * math.erfc(z / _SQRT2))
+    return means
 
 
 def _fit(answers: Sequence[Answer], prior: GroupEstimate, limit: int) -> tuple[float, float]:

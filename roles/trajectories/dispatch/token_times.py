@@ -76,6 +76,21 @@ class TokenTimes:
         self._table = None
 
     @property
+    def observed(self) -> bool:
+        """True if τ was observed with any number of running answers."""
+        return bool(self._ranges)
+
+    def table_among(self, others: Iterable[TokenTimes]) -> Sequence[float]:
+        """Return :attr:`table`, or the median table of other engines if nothing was observed of this one.
+
+        Engines of a run are alike more often than not, and the default may be wrong by a factor of ten: next to engines
+        whose times are known, a new engine would get far too little or too much work.
+        """
+        if self.observed or not (known := sorted(other.table for other in others if other.observed)):
+            return self.table
+        return known[len(known) // 2]
+
+    @property
     def read(self) -> float:
         """Seconds to read one token of a prefix: the median of the last observations."""
         first = self.table[1]
@@ -148,13 +163,17 @@ def _tabled(points: Sequence[tuple[float, float]]) -> tuple[float, ...]:
     """Return τ(0) to τ(MAX_RUNNING) through these points; beyond them, τ grows as it does by default."""
     if not points:
         points = [(1.0, _FIRST_TOKEN_S)]
-    table, at = [0.0], 0
-    for running in range(1, MAX_RUNNING + 1):
-        while at + 1 < len(points) and points[at + 1][0] <= running:
-            at += 1
-        (b1, s1), (b2, s2) = points[at], points[min(at + 1, len(points) - 1)]
-        if running < b1 or b1 == b2:
-            table.append(s1 * (1 + running * _GROWTH_PER_ANSWER) / (1 + b1 * _GROWTH_PER_ANSWER))
-        else:
-            table.append(s1 + (s2 - s1) * (running - b1) / (b2 - b1))
-    return tuple(table)
+    # Computed after most observations: one comprehension for each part is three times as fast as a search for each b.
+    ends = [min(math.ceil(running), MAX_RUNNING + 1) for running, _ in points]
+    table = [0.0, *_grown(points[0], range(1, ends[0]))]
+    for (b1, s1), (b2, s2), end in zip(points, points[1:], ends[1:], strict=False):
+        growth, distance = s2 - s1, b2 - b1
+        table += [s1 + growth * (running - b1) / distance for running in range(len(table), end)]
+    return (*table, *_grown(points[-1], range(len(table), MAX_RUNNING + 1)))
+
+
+def _grown(point: tuple[float, float], numbers: range) -> list[float]:
+    """Return τ with these numbers of answers if it grows from this point as it does by default."""
+    running, seconds = point
+    share = 1 + running * _GROWTH_PER_ANSWER
+    return [seconds * (1 + number * _GROWTH_PER_ANSWER) / share for number in numbers]

@@ -2,7 +2,8 @@
 
 Rollouts pull. A rollout that requests work gets the first of what waits: earliest deadline first, then longest expected
 first (:func:`length_class`), then in the order of creation. If other engines have free places, too, then what waits
-is dealt out in that order, each answer to the engine that would finish first with it (:mod:`.engine_load`), and the
+is dealt out in that order, each of the first answers to the engine that would finish first with it
+(:mod:`.engine_load`), and each further one, which is shorter, to the engine whose tokens are fastest with it. The
 rollout gets its share; the rest is left to the others. A rollout that runs nothing never gets nothing while work waits.
 
 Where lengths are not known to differ (:attr:`.lengths.Lengths.separates`), the caller leases one answer after another
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from heapq import heapify, heappop, heappush
+from heapq import heapify, heappop, heappush, heapreplace
 
 from msgspec import Struct
 
@@ -86,8 +87,8 @@ def length_class(expected: float) -> int:
 def share(waiting: Sequence[Waiting], rollout: EngineView, others: Sequence[EngineView]) -> list[int]:
     """Return which of the waiting answers a rollout gets, at most ``rollout.free``.
 
-    The first ones are dealt out by expected time, the rest by free places. A rollout that runs nothing gets at least
-    one; one that has work may get nothing if engines with free places would finish all of it earlier.
+    The first ones are dealt out by expected time, the rest by the time of a token. A rollout that runs nothing gets at
+    least one; one that has work may get nothing if engines with free places would finish all of it earlier.
 
     Args:
         waiting: The first of what may be given to this rollout, in the order of leases; :data:`CONSIDERED` suffice.
@@ -99,17 +100,18 @@ def share(waiting: Sequence[Waiting], rollout: EngineView, others: Sequence[Engi
         return [each.trajectory for each in waiting[: rollout.free]]
     engines = [rollout, *free]
     places = [engine.free for engine in engines]
-    loads = [engine.load.copy() for engine in engines]
+    loads = [engine.load for engine in engines]
     finish = [(load.finish(), index) for index, load in enumerate(loads)]
     heapify(finish)
     given: list[int] = []
     for each in waiting[:_DEALT]:
-        best, least = -1, math.inf
+        best, least, load = -1, math.inf, loads[0]
         candidates = [heappop(finish) for _ in range(min(_CANDIDATES, len(finish)))]
         for _, index in candidates:
-            if (time := loads[index].finish_with(each.curve)) < least:
-                best, least = index, time
-        loads[best].add(each.curve)
+            extended = loads[index].plus(each.curve)
+            if (time := extended.finish()) < least:
+                best, least, load = index, time, extended
+        loads[best] = load
         places[best] -= 1
         for time, index in candidates:
             if places[index]:
@@ -118,11 +120,27 @@ def share(waiting: Sequence[Waiting], rollout: EngineView, others: Sequence[Engi
             given.append(each.trajectory)
         if not places[0] or not finish:
             break
-    rest, total = waiting[_DEALT : sum(engine.free for engine in engines)], sum(places)
-    for index, each in enumerate(rest):
-        if (index + 1) * places[0] // total > index * places[0] // total:
-            given.append(each.trajectory)
+    given += _fill(waiting[_DEALT : sum(engine.free for engine in engines)], loads, places)
     return given or ([] if rollout.running else [waiting[0].trajectory])
+
+
+def _fill(rest: Sequence[Waiting], loads: Sequence[EngineLoad], places: Sequence[int]) -> list[int]:
+    """Deal the rest out, each answer to the engine whose tokens are fastest with it; return what the first one gets."""
+    fastest = [(load.token_time(load.count + 1), index) for index, load in enumerate(loads) if places[index]]
+    heapify(fastest)
+    dealt, given = [0] * len(loads), []
+    for each in rest:
+        if not fastest or not places[0] - dealt[0]:
+            break
+        index = fastest[0][1]
+        if not index:
+            given.append(each.trajectory)
+        dealt[index] += 1
+        if dealt[index] < places[index]:
+            heapreplace(fastest, (loads[index].token_time(loads[index].count + dealt[index] + 1), index))
+        else:
+            heappop(fastest)
+    return given
 
 
 def hand_back(

@@ -54,7 +54,7 @@ class EpisodeRecords:
         """Turns that have grown, ended or been deleted since whoever follows turns has cleared this set."""
 
     def figures(self) -> dict[str, float]:
-        """Return the counts of the run by name; empty before the first episode was finished or dropped."""
+        """Return the counts of episodes and turns by metric name; empty until an episode is finished or dropped."""
         if self.counted == EpisodesCounted():
             return {}
         return {FIGURES.get(name, name): float(count) for name, count in asdict(self.counted).items()}

@@ -214,7 +214,7 @@ def as_item(track: TrajectoryState, max_new_tokens: int) -> Item:
 
 
 def as_to_score(track: TrajectoryState) -> ToScore:
-    """Return a complete trajectory as a reward replica receives it: of an episode, the answer of its last turn."""
+    """Return what a reward replica receives to score: a complete trajectory, or the last answer of an episode."""
     last = track if track.episode is None else track.episode.turns[track.episode.counted[-1]]
     return ToScore(track.id, track.group.created.item, sampled_tokens(last))
 

@@ -104,7 +104,7 @@ class Episodes:
     """The episodes of a store.
 
     Args:
-        rules: The other rules of the store.
+        rules: The rules that hold for all jobs, with or without agents.
         durable: State and log of the store.
         staleness: Limit on the age of tokens.
         work: The queue of what rollouts extend.

@@ -130,7 +130,9 @@ class Bindings:
         """Return why no group can be bound to step ``number`` whatever groups are complete, or None."""
         committed, latest = self._state.committed, self._state.latest
         if number != latest + 1:
-            return Denied(f"batch {number} is out of order: step {committed} is committed, step {latest} bound last")
+            return Denied(
+                f"batch {number} is out of order: step {committed} was committed last, step {latest} bound last"
+            )
         return NotReady() if latest - committed > self._keep_uncommitted else None
 
     def _bindable(self) -> int:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 from ....core.phases import WAIT_EXTERNAL
 from ....core.types import ReplicaId
-from ...end_report import mark_environmental
+from ...launcher.end_report import mark_environmental
 from .clocks import boot_time_ns
 
 REPORTED_AFTER_S = 5.0

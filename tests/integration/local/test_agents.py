@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from rrl.core.types import ReplicaId
+from rrl.core.types import Incarnation, ReplicaId
+from rrl.manager.model import events as ev
 from rrl.roles.endpoint.key import decode_key
 from rrl.roles.trajectories.durable.log import read_frames
 from rrl.roles.trajectories.durable.records import SegmentsAppended, TurnCreated, decode, unpack
@@ -20,6 +21,8 @@ from rrl.transport.keys import RunKeys
 EXAMPLES = Path(__file__).parents[3] / "examples"
 AGENTS, ROLLOUT, STORE = ReplicaId("agents/0"), ReplicaId("rollout/1"), ReplicaId("trajectories/0")
 TIMEOUT_S = 240.0
+STEPS = 40
+"""More than are trained while the rollout is away; without the store or the agents no step is trained."""
 WATCHED = """
 import guess_task
 from guess_task import Digits
@@ -45,9 +48,18 @@ pytestmark = pytest.mark.torch
 
 
 def submit(folder: Path, steps: int, *changes: tuple[str, str]) -> TestRun:
-    """Submit the example without its own fault, with steps of 64 episodes, and with further changes of job.toml."""
+    """Submit the example without its own fault, with steps of 64 episodes, and with further changes of job.toml.
+
+    It has no spare node and no standby of the trainer, which loads torch and is not needed here.
+    """
     toml = (EXAMPLES / "agents.toml").read_text().partition("[[faults.planned]]")[0]
-    for old, new in (("steps = 150", f"steps = {steps}"), ("prompts_per_step = 16", "prompts_per_step = 4"), *changes):
+    smaller = (
+        ("steps = 150", f"steps = {steps}"),
+        ("prompts_per_step = 16", "prompts_per_step = 4"),
+        ("spares = 1", "spares = 0"),
+        ("entropy = 0.01", "entropy = 0.01\ndonor_rollouts = 0"),
+    )
+    for old, new in (*smaller, *changes):
         assert toml.count(old) == 1, old
         toml = toml.replace(old, new)
     (folder / "guess_task.py").write_text((EXAMPLES / "guess_task.py").read_text())
@@ -78,23 +90,38 @@ def wait_completed(run: TestRun, steps: int, episodes_per_step: int = 64) -> Non
     assert audit["trained"] == steps * episodes_per_step
 
 
-def test_an_agent_sees_no_error_while_a_rollout_and_the_store_die_and_every_episode_is_trained(tmp_path: Path) -> None:
-    steps = 40  # more than are trained while both are away
-    run = submit(tmp_path, steps, WATCHED_AGENT)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of the job that :func:`killed` plays, in which its agents record their errors."""
+    return tmp_path_factory.mktemp("agents")
+
+
+@pytest.fixture(scope="module")
+def killed(folder: Path) -> TestRun:
+    """Play the example while a rollout and the store, and then the process of the agents, are killed."""
+    run = submit(folder, STEPS, WATCHED_AGENT, ("[roles.trainer]", 'on_death = "again"\n\n[roles.trainer]'))
     run.wait(lambda state: state.step >= 2, TIMEOUT_S)
     kill(run, ROLLOUT)
     kill(run, STORE)
-    wait_completed(run, steps)
-    assert not (tmp_path / "errors.txt").exists(), (tmp_path / "errors.txt").read_text()
-    assert run.state().replica(AGENTS).incarnation_number == 1
-
-
-def test_episodes_of_agents_that_die_begin_again(tmp_path: Path) -> None:
-    steps = 8
-    run = submit(tmp_path, steps, ("function =", 'on_death = "again"\nfunction ='))
-    run.wait(lambda state: state.step >= 2, TIMEOUT_S)
+    assert run.state().replica(AGENTS).incarnation_number == 1, "the agents were restarted, too"
     kill(run, AGENTS)
-    wait_completed(run, steps)
+    wait_completed(run, STEPS)
+    return run
+
+
+def test_an_agent_sees_no_error_while_a_rollout_and_the_store_die(killed: TestRun, folder: Path) -> None:
+    errors = folder / "errors.txt"
+    assert not errors.exists(), errors.read_text()
+    ended = {event.event.incarnation for event in killed.events() if isinstance(event.event, ev.StepEnded)}
+    assert {Incarnation(ROLLOUT, 1), Incarnation(STORE, 1)} <= ended
+
+
+def test_episodes_of_agents_that_die_begin_again(killed: TestRun) -> None:
+    records = [record.event for record in killed.events()]
+    second = Incarnation(AGENTS, 2)
+    joined = next(event for event in records if isinstance(event, ev.Joined) and event.incarnation == second)
+    steps = [event.step for event in records[records.index(joined) :] if isinstance(event, ev.StepCommitted)]
+    assert steps[-1:] == [STEPS], "no step was trained after the agents had died"
 
 
 REPLAYED = """

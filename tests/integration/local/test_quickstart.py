@@ -40,6 +40,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> TestRun:
     toml = QUICKSTART.read_text().replace("steps = 300", "steps = 4000").replace('at = "step=60"', 'at = "step=5"')
     toml = toml.replace("[limits]\n", f"[limits]\n{IMPATIENT}")
     toml = toml.replace("[[faults.planned]]", "[faults]\nallow = true\n[[faults.planned]]")
+    for key, default, tested in (("spares", 1, 0), ("warm_start_steps", 30, "30\ndonor_rollouts = 0")):
+        assert f"{key} = {default}" in toml
+        toml = toml.replace(f"{key} = {default}", f"{key} = {tested}")  # each standby loads torch, and none is needed
     assert "[transport]" not in toml
     toml += '\n[transport]\nweights = "ucx"\ntrusted_network = true\n'  # else nothing runs over UCX as a whole run
     run = submit_here(tmp_path_factory.mktemp("quickstart"), toml)

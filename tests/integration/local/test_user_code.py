@@ -6,6 +6,8 @@ import os
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from rrl.core.run_dir import RUNS_ENV
 from rrl.core.types import ReplicaId
 from rrl.tests.support.runs import (
@@ -86,6 +88,7 @@ with rrl.join() as me:
 """
 
 
+@pytest.mark.long  # an exception of a rollout that ends three starts is in test_runs.py
 def test_wrong_offset_ends_the_run_within_three_starts_of_a_rollout_that_has_worked(tmp_path: Path) -> None:
     (tmp_path / "rollout.py").write_text(ROLLOUT_THAT_FORGETS_WHAT_WAS_BEGUN)
     toml = light_job("local", 10, rollouts=1, spares=0)
@@ -121,6 +124,7 @@ with rrl.join() as me:
 """
 
 
+@pytest.mark.long
 def test_rollout_that_returns_after_three_leases_ends_the_run_at_its_third_exit(tmp_path: Path) -> None:
     (tmp_path / "rollout.py").write_text(ROLLOUT_THAT_RETURNS)
     toml = light_job("local", 400, rollouts=1, spares=0)

@@ -22,6 +22,8 @@ from rrl.transport.messages import PROTOCOL_VERSION
 
 CONNECT_BY = 4.0
 """Seconds until a connection attempt is given up: with a full backlog the kernel retries after 1 s, and 2 s later."""
+SEND_TIMEOUT_MS = 60_000
+"""Milliseconds after which a process that takes no more frames has ended: also a busy one takes some until then."""
 _DEAF = 1.2
 """Seconds after which a port counts as not accepting: the kernel has retried once."""
 _AT_ONCE = 50
@@ -151,11 +153,16 @@ def half_open(at: tuple[str, int], count: int, weights: bool) -> Iterator[list[s
 
 
 def member_gone_mad(endpoint: str, keys: RunKeys, frames: int, seed: int = 0) -> None:
-    """Send unreadable frames as a member of the run that has its keys."""
+    """Send unreadable frames as a member of the run that has its keys.
+
+    Raises:
+        zmq.Again: The process at the endpoint takes no more frames: it has ended, for example.
+    """
     chance = random.Random(seed)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     with context.socket(zmq.DEALER) as socket_:
         socket_.set(zmq.LINGER, 5000)
+        socket_.set(zmq.SNDTIMEO, SEND_TIMEOUT_MS)
         socket_.set(zmq.CURVE_SERVERKEY, keys.server_public.encode())
         socket_.set(zmq.CURVE_PUBLICKEY, keys.client_public.encode())
         socket_.set(zmq.CURVE_SECRETKEY, keys.client_secret.encode())

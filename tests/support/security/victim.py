@@ -10,7 +10,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from rrl.roles.endpoint import http_server
+from rrl.roles.endpoint.application import Endpoint, ServedRun
+from rrl.roles.endpoint.calls.call import Policy
+from rrl.roles.endpoint.http_server import EndpointServer
+from rrl.roles.models.tokenizer import EOS
+from rrl.roles.trajectories.episodes.requests import TurnTokens
 from rrl.roles.trajectories.types import NotReady, Request
+from rrl.tests.support.roles.endpoint.fake_turns import VERSION as VERSION_OF_WEIGHTS
+from rrl.tests.support.roles.endpoint.fake_turns import FakeTurns
+from rrl.tests.support.roles.endpoint.served import CHAT, RUN
 from rrl.tests.support.roles.snapshots.servers import snapshot_server
 from rrl.tests.support.weights.source import VERSION, content, described
 from rrl.transport.control import sockets
@@ -24,6 +33,8 @@ from rrl.transport.weights.store import WeightStore
 HANDSHAKE_MS = 2000
 """Handshake deadline in ms, instead of the default ones of the control plane and of UCX's own ports, so that tests
 are short."""
+TOKENS = 64
+"""Tokens of an answer that never ends, which are handed over together."""
 SIZE = 2**20
 """Bytes of the version that the weight transports serve."""
 
@@ -55,6 +66,36 @@ async def _snapshots(keys: RunKeys) -> None:
         await asyncio.Event().wait()
 
 
+class _EndlessTurns(FakeTurns):
+    """Turns whose answers never end in an episode with an even number; in any other they end at once."""
+
+    async def follow(self, turn: int, offset: int, wait: float) -> TurnTokens:
+        if episode_of(turn) % 2:
+            return TurnTokens((2, EOS), (-0.5, -0.5), (VERSION_OF_WEIGHTS,) * 2, True)
+        await asyncio.sleep(0)
+        return TurnTokens((2,) * TOKENS, (-0.5,) * TOKENS, (VERSION_OF_WEIGHTS,) * TOKENS, False)
+
+    async def open_turn(self, episode: int, *more: Any) -> int:
+        """Keep nothing: what grows in this process is the endpoint's."""
+        return 2 * 10**6 + episode
+
+
+def episode_of(turn: int) -> int:
+    return turn - 2 * 10**6
+
+
+async def _endpoint(keys: RunKeys) -> None:
+    http_server.HEAD_TIMEOUT_S = http_server.IDLE_S = HANDSHAKE_MS / 1000
+    run = ServedRun(RUN, keys.secret, Policy(1.0), max_new=10**9, max_length=10**9)
+    server = EndpointServer(Endpoint(run, CHAT, _EndlessTurns()).application)
+    server.start()
+    try:
+        print(server.base_url.removesuffix("/v1"), flush=True)
+        await asyncio.Event().wait()
+    finally:
+        server.stop()
+
+
 async def main() -> None:
     kind, keys = sys.argv[1], RunKeys.load(Path(sys.argv[2]))
     if kind == "manager":
@@ -63,6 +104,8 @@ async def main() -> None:
         serving = _control(keys, Request, NotReady(), sockets.STORE_BOUNDS)
     elif kind == "snapshots":
         serving = _snapshots(keys)
+    elif kind == "endpoint":
+        serving = _endpoint(keys)
     else:
         serving = _weights(keys, kind)
     task = asyncio.create_task(serving)

@@ -3,10 +3,11 @@ from __future__ import annotations
 import tomllib
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rrl.config.toml_positions import Path, lines_of, nearest_line
+from rrl.tests.support.examples import examples
 
 
 def test_every_way_to_write_a_key_is_found_on_its_line() -> None:
@@ -93,7 +94,7 @@ _LINE = st.one_of(
 )
 
 
-@settings(max_examples=600, deadline=None)
+@examples(150, many=3000)
 @given(st.lists(_LINE, max_size=8))
 def test_the_scanner_sees_exactly_the_keys_that_the_parser_sees(lines: list[str]) -> None:
     text = ""

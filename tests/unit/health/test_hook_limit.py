@@ -32,7 +32,7 @@ def test_one_node_may_be_drained_however_small_the_cluster() -> None:
 
 def test_no_more_than_a_quarter_of_the_nodes_stand_drained() -> None:
     assert over_limit(HookDrain(9000.0, "m"), drains(24), 100, RULES) == ""
-    assert "25 of 100 nodes stand drained" in over_limit(HookDrain(9000.0, "m"), drains(25), 100, RULES)
+    assert "25 of 100 nodes are still drained" in over_limit(HookDrain(9000.0, "m"), drains(25), 100, RULES)
 
 
 @given(

@@ -24,7 +24,7 @@ JOB = msgspec.structs.replace(job(spares=1, steps=4, limits=LIMITS), cluster="sl
 """on Slurm no role is placed on a node before the node's agent has reported"""
 SCRIPT = Script(Outcome.COMPLETED, granted=2, job=JOB)
 POOL = JOB.nodes
-SPARSE = 18
+SPARSE = 37
 """Distance of the records at which the manager dies in ``make test``; ``make test-long`` takes every record."""
 
 

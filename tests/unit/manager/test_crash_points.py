@@ -52,9 +52,9 @@ from rrl.tests.support.manager.site import Site
 NODE_GROUPS = in_node_groups(limits=LIMITS, faults=[FAULT])
 R0, R1 = ROLLOUTS
 MEMBER = ReplicaId("trainer/0.1")
-SPARSE = 13
+SPARSE = 29
 """Distance of the records at which the manager dies in ``make test``; ``make test-long`` takes every record."""
-SPARSE_FIRST = 3
+SPARSE_FIRST = 5
 """That distance for the simplest script and for a rotation, which are short and of which every part matters."""
 
 
@@ -263,7 +263,7 @@ def test_steps_committed_without_a_manager_are_recorded_in_order_with_metrics() 
 @pytest.mark.parametrize("hours", [-1, 1])
 def test_clock_jump_of_an_hour_between_managers_repeats_no_action(hours: int) -> None:
     records = unharmed("completes").records
-    for kill_at in range(1, len(records) + 1, 2 * SPARSE):
+    for kill_at in range(1, len(records) + 1, SPARSE):
 
         def jumping(site: Site, at: int = kill_at) -> None:
             site.kill_at, site.meanwhile = at, lambda: setattr(site, "clock_jump", 3600.0 * hours)

@@ -22,7 +22,7 @@ from rrl.tests.support.manager.site import Site
 LIMITS = Limits(heartbeat=2.0, silence=8.0, join=40.0, quiet=20.0, poll=10.0, lease=10.0)
 R0, R1 = ROLLOUTS
 N2 = NodeName("n2")
-SPARSE = 14
+SPARSE = 31
 """Distance of the records at which the manager dies in ``make test``; ``make test-long`` takes every record."""
 
 

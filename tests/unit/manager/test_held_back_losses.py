@@ -6,6 +6,7 @@ The real manager runs in :class:`Site` in virtual time."""
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable
 
 import msgspec
@@ -60,6 +61,11 @@ LOSES_THREE = msgspec.structs.replace(
 )
 
 
+@functools.cache
+def _loses_three() -> tuple[Site, Outcome, State]:
+    return run_to_end(LOSES_THREE)
+
+
 def test_a_second_node_lost_within_ten_minutes_is_replaced_as_soon_as_it_is_found() -> None:
     site, outcome, _ = run_to_end(LOSES_TWO)
     assert outcome is Outcome.COMPLETED
@@ -71,7 +77,7 @@ def test_a_second_node_lost_within_ten_minutes_is_replaced_as_soon_as_it_is_foun
 
 
 def test_deferred_outage_counts_from_the_loss_of_the_node() -> None:
-    site, outcome, _ = run_to_end(LOSES_THREE)
+    site, outcome, _ = _loses_three()
     assert outcome is Outcome.COMPLETED
     third = summarize(site.records).recoveries[2]
     stages = (third.detect_s, third.decide_s, third.start_s, third.first_work_s, third.total_s)
@@ -82,7 +88,7 @@ def test_deferred_outage_counts_from_the_loss_of_the_node() -> None:
 
 
 def test_open_breaker_names_the_node_its_finding_and_its_end() -> None:
-    site, _, _ = run_to_end(LOSES_THREE)
+    site, _, _ = _loses_three()
     state: State | None = None
     deferred = []
     for stamped in site.records:

@@ -18,8 +18,9 @@ from rrl.core.launch import Launch
 from rrl.core.run_dir import RunDir
 from rrl.core.run_spec import ModelSpec, RolloutSettings, SamplingSpec, TrainerSettings
 from rrl.core.types import Incarnation, NodeName, ReplicaId
-from rrl.roles import end_report, reward
-from rrl.roles.end_report import exits_on_invalid_config
+from rrl.roles import reward
+from rrl.roles.launcher import end_report
+from rrl.roles.launcher.end_report import exits_on_invalid_config
 from rrl.roles.models.tasks import TaskError
 from rrl.roles.rollout import main as rollout_main
 from rrl.roles.rollout.vllm import config
@@ -105,7 +106,7 @@ def test_store_log_of_another_format_is_one_line_and_exit_code_2(
     log = Log(run_dir.store)
     log.rewrite([msgspec.msgpack.encode(["head", 1, 0, 0])])
     log.close()
-    job = SimpleNamespace(sampling=SamplingSpec(), trainer=TrainerSettings(), agents=None)
+    job = SimpleNamespace(sampling=SamplingSpec(), trainer=TrainerSettings(), agents=None, endpoint=None)
     me = MagicMock(job=job, run_dir=run_dir)
     me.__exit__.return_value = False
     monkeypatch.setattr(rrl, "join", lambda: me, raising=False)

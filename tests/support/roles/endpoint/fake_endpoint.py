@@ -59,6 +59,15 @@ def replies(content: Any, status: int = 200, **headers: str) -> Act:
     return act
 
 
+def plain(status: int, text: str) -> Act:
+    """Answer as the server does that runs the application."""
+
+    async def act(request: Request) -> Response:
+        return Response(text, status, media_type="text/plain")
+
+    return act
+
+
 def breaks(*pieces: bytes, media_type: str = "application/json") -> Act:
     """Send pieces of a content, then close the connection in the middle of it."""
 

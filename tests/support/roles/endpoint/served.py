@@ -14,7 +14,8 @@ from rrl.roles.endpoint.calls.call import Policy
 from rrl.roles.endpoint.http_server import EndpointServer
 from rrl.roles.endpoint.key import EpisodeKey, encode_key
 from rrl.roles.endpoint.turns.turn_context import Paths
-from rrl.roles.models.chat import ModelChat, open_chat
+from rrl.roles.models.chat import open_chat
+from rrl.roles.models.conversation import ModelChat
 from rrl.roles.models.tokenizer import EOS
 from rrl.roles.trajectories.episodes.requests import Turn
 from rrl.tests.support.roles.endpoint.fake_turns import FakeTurns

@@ -1,7 +1,7 @@
 """A trajectory store without a manager: run it with ``python -m``.
 
 Its arguments are folder, keys file, address file, epoch and the store's settings as JSON; ``"agents": true`` is for a
-job with agents.
+job with agents, whose ``"reward_timeout"`` is in seconds.
 
 Each line on stdin is the membership that a manager would send (JSON list of current incarnations); the store begins
 to serve after the first line.
@@ -24,6 +24,7 @@ from rrl.core.run_dir import write_atomically
 from rrl.core.types import Incarnation
 from rrl.roles.trajectories.client import TrajectoryClient
 from rrl.roles.trajectories.episodes.requests import StoreRequest
+from rrl.roles.trajectories.episodes.rules import EpisodeSettings
 from rrl.roles.trajectories.server import Server
 from rrl.tests.support.roles.trajectories.agents import open_agents_store
 from rrl.tests.support.roles.trajectories.crew import open_store
@@ -97,6 +98,8 @@ async def _main(folder: Path, keys: Path, address: Path, epoch: int, settings: d
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
     listener = await Listener.open(RunKeys.load(keys), StoreRequest, epoch=epoch)
     opened = open_agents_store if settings.pop("agents", False) else open_store
+    if (reward_timeout := settings.pop("reward_timeout", None)) is not None:
+        settings["episodes"] = EpisodeSettings(reward_timeout=reward_timeout)
     server = Server(opened(folder, (), **settings), listener)
 
     async def listen() -> None:

@@ -12,8 +12,8 @@ import pytest
 
 from rrl.cli import main
 from rrl.cli.agents import store_log
-from rrl.cli.agents.episode_trees import Episode, episodes_of
 from rrl.cli.agents.store_log import read_store
+from rrl.cli.views.episode_trees import Episode, episodes_of
 from rrl.cli.views.episodes import episode_view, episodes_view
 from rrl.core.run_dir import RUNS_ENV, RunDir
 from rrl.roles.trajectories.episodes.requests import FinishEpisode, LeasedEpisodes, OpenEpisode, OpenTurn, TurnOpened

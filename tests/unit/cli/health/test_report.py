@@ -258,7 +258,7 @@ def test_where_no_cluster_answers_the_report_says_so(
             ["report", "--history", "/nowhere"],
             "/nowhere: no such folder; name the folder in which the runs of this site record their history",
         ),
-        (["report", "--history", "HERE", "--since", "yore"], '--since "yore" is no time'),
+        (["report", "--history", "HERE", "--since", "yore"], '--since "yore" is not a time'),
         (["report", "--history", "HERE", "--since", "2099-01-01"], '--since "2099-01-01" is not in the past'),
         (["report", "--history", "HERE", "--since", "0d"], '--since "0d" is not in the past'),
         (

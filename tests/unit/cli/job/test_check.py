@@ -143,7 +143,7 @@ def test_ucx_over_tcp_on_a_network_that_is_not_trusted_is_refused_in_one_line(
     assert main.run(["check", "--no-task", str(site.job)]) == 0
     capsys.readouterr()
     assert site.slurm().run("check", extra=asked) == 0, "compute nodes may have RDMA ports that a login node lacks"
-    assert "there is no active RDMA port on this machine; it must on the nodes" in capsys.readouterr().err
+    assert "there is no active RDMA port on this machine; the nodes need one" in capsys.readouterr().err
 
 
 def test_missing_vllm_is_reported_before_the_start(
@@ -177,7 +177,7 @@ def test_argument_unknown_to_the_installed_vllm_is_reported_before_the_start(
     site.slurm().job.write_text(text.replace('"local"', '"slurm"'))
     assert main.run(["check", "--no-task", str(site.job)]) == 0
     where = "roles.rollout.vllm.tensor_paralel_size"
-    assert capsys.readouterr().err == f"rrl: warning: {where}: {reported}; that of the nodes must\n"
+    assert capsys.readouterr().err == f"rrl: warning: {where}: {reported}; the vLLM of the nodes needs it\n"
     site.job.write_text(text.replace("paralel", "parallel"))
     assert main.run(["check", "--no-task", str(site.job)]) == 0
 
@@ -229,7 +229,7 @@ def test_folders_of_the_environment_that_only_nodes_may_have_are_warned_of(
 ) -> None:
     assert site.slurm().run("check", extra='[env]\nvenv = "/on/nodes/venv"\npython = "/on/nodes/python"\n') == 0
     reported = capsys.readouterr().err
-    assert "warning: env.venv = '/on/nodes/venv' does not exist on this machine; it must on the nodes\n" in reported
+    assert "warning: env.venv = '/on/nodes/venv' does not exist on this machine; the nodes need it\n" in reported
     assert "warning: env.python = '/on/nodes/python' does not exist" in reported
 
 
@@ -311,7 +311,7 @@ def test_a_model_that_is_not_here_is_refused_only_where_the_roles_run_here(
     assert f"10: model.path: {missing!r} does not exist; name a folder with config.json" in capsys.readouterr().err
     site.slurm().job.write_text(_with_model().replace('kind = "local"', 'kind = "slurm"'))
     assert main.run(["check", "--no-task", str(site.job)]) == 0
-    assert f"rrl: warning: model.path = {missing!r} does not exist on this machine; it must on the nodes" in (
+    assert f"rrl: warning: model.path = {missing!r} does not exist on this machine; the nodes need it" in (
         capsys.readouterr().err
     )
 

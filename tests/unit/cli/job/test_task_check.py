@@ -202,7 +202,7 @@ def test_items_that_would_be_dropped_and_answers_that_do_not_fit_are_warnings(ch
         "rrl: warning: 10 of the first 100 items of [task] are dropped: prompt(90) raised IndexError: list index out of"
         " range (doubling.py:3)",
         "rrl: warning: the right answers of 85 of 90 items of [task] do not fit into [sampling] max_new_tokens = 1:"
-        " that of item 5 has 2 tokens",
+        " the right answer of item 5 has 2 tokens",
     ]
 
 

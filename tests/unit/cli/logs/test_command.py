@@ -191,7 +191,7 @@ def test_since_takes_times_and_spans(run: RunDir, capsys: pytest.CaptureFixture[
 def test_a_time_that_is_none_is_one_line(run: RunDir, capsys: pytest.CaptureFixture[str], since: str) -> None:
     assert main.run(["logs", RUN, "--since", since]) == 2
     reported = capsys.readouterr().err
-    assert reported.startswith(f'rrl: --since "{since}" is no time; write for example ')
+    assert reported.startswith(f'rrl: --since "{since}" is not a time; write for example ')
     assert reported.count("\n") == 1
 
 

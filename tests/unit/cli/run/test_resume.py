@@ -192,7 +192,7 @@ def test_a_walltime_that_a_role_does_not_fit_into_is_refused(ended: Ended, capsy
     ended.run.job_toml.write_text(spec.replace("replicas = 2", 'replicas = 2\nwalltime = "2h"'))
     assert ended.refuses(capsys, "--walltime", "1h") == (
         'rrl: --walltime 1h does not fit the rest of the job: roles.rollout.walltime: "2h" is more than [cluster]'
-        ' walltime = "1h"; lower it or raise that of the run\n'
+        ' walltime = "1h"; lower it or raise the walltime of the run\n'
     )
 
 
@@ -243,7 +243,9 @@ def test_a_run_that_lost_its_job_spec_goes_on_with_the_one_that_is_named(
     ended: Ended, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ended.run.job_toml.unlink()
-    assert ended.refuses(capsys).endswith("no such file; name the job spec that it was a copy of with --job\n")
+    assert ended.refuses(capsys).endswith(
+        "no such file; it was a copy of your job spec: name the original with --job\n"
+    )
     assert main.run(["resume", RUN, "--job", str(ended.job)]) == 0
     assert (ended.run.job_toml.read_bytes(), ended.started) == (ended.job.read_bytes(), 1)
 

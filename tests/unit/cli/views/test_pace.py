@@ -62,7 +62,7 @@ def test_run_without_readings_shows_no_idle_share() -> None:
             [
                 "trained answers 1.00 of the mean",
                 "3 long groups, longest expected 1900 tokens",
-                "78 % of the longest foreseen",
+                "78 % of the longest fifth foreseen",
             ],
         ),
         ({"long_groups": 1.0, "longest_expected": 12.0}, ["1 long group, longest expected 12 tokens"]),

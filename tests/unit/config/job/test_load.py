@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rrl.config.job.load import SpecError, load_job, resolved
@@ -16,6 +16,7 @@ from rrl.config.job.resolve import resolve
 from rrl.config.job.schema import Job
 from rrl.core.phases import PHASES
 from rrl.core.run_spec import Limits
+from rrl.tests.support.examples import examples
 from rrl.tests.support.job_toml import JOB
 from rrl.tests.support.plain_user import call_as
 
@@ -43,7 +44,8 @@ def test_model_path_is_relative_to_the_job_or_the_given_folder(
         assert job.model.path == os.path.normpath(folder / found)
         spec = resolved(job)["model"]
         assert spec == {
-            "path": job.model.path, "dtype": "float32", "chat": False, "max_length": None, "tokenizer": None
+            "path": job.model.path, "dtype": "float32", "chat": False, "max_length": None, "tokenizer": None,
+            "tool_parser": None,
         }  # fmt: skip
         path.write_text(as_toml(job))
         assert load_job(path).model == job.model  # what is written can be read again, from anywhere
@@ -120,6 +122,8 @@ WRONG: list[tuple[str, str, str]] = [
      "job.toml:11: model.tokenizer: comes from the folder in path; remove this key, or remove path"),
     ("[model.tokenizer]", "[model]\nchat = true\n[model.tokenizer]",
      "job.toml:10: model.chat: needs path: a model that rrl builds has no chat template; remove this key"),
+    ("[model.tokenizer]", '[model]\ntool_parser = "qwen3"\n[model.tokenizer]',
+     "job.toml:10: model.tool_parser: needs the chat template of the folder in path; write chat = true, or remove this key"),
     ('[model.tokenizer]\npieces = "0123456789+= "\n', '[model]\npath = "m"\nmax_length = 5\n',
      "job.toml: sampling.max_new_tokens: 5 leaves no space for a prompt in [model] max_length = 5; lower it or"
       " raise max_length"),
@@ -164,9 +168,9 @@ WRONG: list[tuple[str, str, str]] = [
     ("replicas = 2", "min_replicas = 2", "job.toml:17: roles.rollout.min_replicas: 2 is more than replicas = 1;"
      " lower it or raise replicas"),
     ("replicas = 2", "replicas = 2\ncpus = 8", "job.toml:18: roles.rollout.cpus: 8 is more than a node has"
-     " ([cluster.node] cpus = 4); lower it or raise that of the node"),
+     " ([cluster.node] cpus = 4); lower it or raise cpus of the node"),
     ("replicas = 2", 'replicas = 2\nmem = "8GiB"', 'job.toml:18: roles.rollout.mem: "8192MiB" is more than a node'
-     ' has ([cluster.node] mem = "4096MiB"); lower it or raise that of the node'),
+     ' has ([cluster.node] mem = "4096MiB"); lower it or raise mem of the node'),
     ("rollout/0", "rollout/7", 'job.toml:22: faults.planned[0].target: no replica "rollout/7"; role rollout has 2,'
      ' the last is "rollout/1"'),
     ("rollout/0", "judge/0", 'job.toml:22: faults.planned[0].target: no role "judge";'
@@ -258,7 +262,7 @@ WRONG: list[tuple[str, str, str]] = [
      ' allocation for all roles; write it under [slurm] or [cluster], or set [cluster] form = "replica"'),
     ('kind = "local"\n', 'kind = "slurm"\nform = "replica"\nwalltime = "1h"\n[roles.trainer]\nwalltime = "2h"\n[cluster.node]'
      "\n#", 'job.toml:10: roles.trainer.walltime: "2h" is more than [cluster] walltime = "1h"; lower it or raise'
-      " that of the run"),
+      " the walltime of the run"),
     ("[cluster]", '[manager]\nwhere = "pool"\n[cluster]\njob_walltime = "1h"', "job.toml:8: cluster.job_walltime: a"
      " manager that runs in the pool ends with the pool's first job;"
      ' write where = "job" in [manager], or remove this key'),
@@ -274,10 +278,10 @@ WRONG: list[tuple[str, str, str]] = [
      " more than ranks = 2; lower it or raise ranks"),
     ("[task]", "[roles.trainer]\nranks = 8\nranks_per_node = 8\n[task]", "job.toml:12: roles.trainer.cpus: 8 ranks"
      " on a node need 8, which is more than a node has ([cluster.node] cpus = 4); lower it, lower ranks_per_node"
-     " or raise that of the node"),
+     " or raise cpus of the node"),
     ("[task]", '[roles.trainer]\nranks = 4\nranks_per_node = 2\nmem = "3GiB"\n[task]', "job.toml:15:"
      ' roles.trainer.mem: 2 ranks on a node need "6144MiB", which is more than a node has ([cluster.node] mem ='
-     ' "4096MiB"); lower it, lower ranks_per_node or raise that of the node'),
+     ' "4096MiB"); lower it, lower ranks_per_node or raise mem of the node'),
     ("[task]", "[roles.trajectories]\nranks = 2\n[task]", "job.toml:13: roles.trajectories.ranks: the store is one process;"
      " remove this key"),
     ("replicas = 2", "ranks = 2", "job.toml:17: roles.rollout.ranks: the built-in rollout is one process; write"
@@ -585,7 +589,7 @@ _PIECES = st.one_of(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@examples(100, many=2000)
 @given(st.data())
 def test_no_mutation_of_a_valid_file_gives_anything_but_a_job_or_lines(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
@@ -604,7 +608,7 @@ def test_no_mutation_of_a_valid_file_gives_anything_but_a_job_or_lines(
     assert all(line.isprintable() for line in lines.split("\n"))
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300, many=2000)
 @given(st.binary(max_size=200))
 def test_no_bytes_at_all_give_a_traceback(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
     path = tmp_path_factory.getbasetemp() / "bytes.toml"

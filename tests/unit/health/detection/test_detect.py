@@ -7,7 +7,7 @@ from copy import deepcopy
 from math import inf, nextafter
 from typing import Any
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rrl.core.launch import ExitReason
@@ -19,6 +19,7 @@ from rrl.health.detection.detectors.probing import due_probes
 from rrl.health.detection.detectors.progress import ENDLESS_WAIT_FACTOR
 from rrl.health.detection.detectors.registry import is_waiting
 from rrl.health.detection.health_monitor import HealthMonitor
+from rrl.tests.support.examples import examples
 from rrl.tests.support.health.traces import LIMITS, ROLLOUT, ROLLOUTS, TRAINER, Trace, agent_of, detect_fresh, fail
 
 SHORT = Limits(
@@ -278,7 +279,7 @@ def perform(monitor: HealthMonitor, step: Any, now: float) -> float:
     return now
 
 
-_few = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+_few = examples(40, many=1000)
 
 
 @_few

@@ -264,8 +264,9 @@ def test_dcgmi_is_asked_to_end_when_the_reader_is_killed(replies: Path, hostengi
     with subprocess.Popen([sys.executable, "-c", _READS, FAKE, ME, str(hostengine)]) as reader:
         _until(lambda: (replies / "calls").exists())
         os.kill(reader.pid, signal.SIGKILL)
-    _until(lambda: (replies / "signals").exists())
-    assert (replies / "signals").read_text() == "SIGTERM\n"
+    signals = replies / "signals"
+    _until(lambda: signals.exists() and signals.read_text())
+    assert signals.read_text() == "SIGTERM\n"
 
 
 def _until(done: Any) -> None:

@@ -117,7 +117,7 @@ def test_program_without_the_worker_api_accepts_only_faults_by_signals() -> None
     state = World(allowing(roles=roles)).steady().state
     assert rejection(KILL, state.job, state) is None
     why = text_of(rejection(Fault("i", FaultKind.EXIT, R0, amount=1.0), state.job, state))
-    assert why == "rollout/0 does not use the worker API: exit needs its help"
+    assert why == "exit needs the worker API, but rollout/0 does not use it"
 
 
 def test_ending_or_ended_run_rejects_faults() -> None:

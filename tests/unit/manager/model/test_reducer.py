@@ -7,7 +7,7 @@ from typing import get_args
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rrl.core.faults import Fault, FaultKind, FaultTrigger
@@ -57,6 +57,7 @@ from rrl.manager.model.queries import open_requests, workers
 from rrl.manager.model.reduce_replicas import RETRY_PAUSE_S
 from rrl.manager.model.reducer import fold
 from rrl.manager.model.state import OrphanStep, State, Status, UnchargedRestart
+from rrl.tests.support.examples import examples
 from rrl.tests.support.manager.jobs import NODE, REWARD, ROLLOUTS, RUN, STORE, TRAINER, command, commands, job
 from rrl.tests.support.manager.world import found, lost
 
@@ -705,7 +706,7 @@ def test_every_event_type_is_covered_below() -> None:
     assert set(_BY_TYPE) == set(get_args(ev.Event)) - {ev.RunStarted}
 
 
-@settings(max_examples=150, deadline=None)
+@examples(50, many=1000)
 @given(st.lists(EVENTS, max_size=30))
 def test_fold_accepts_events_in_any_order_and_its_state_survives_both_encodings(events: list[ev.Event]) -> None:
     state = state_after(*events)
@@ -717,7 +718,7 @@ def test_fold_accepts_events_in_any_order_and_its_state_survives_both_encodings(
     assert msgspec.json.decode(text, type=State) == state
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100, many=1000)
 @given(EVENTS)
 def test_every_event_survives_the_journal_encoding(event: ev.Event) -> None:
     stamped = ev.Stamped(1, 2.5, 3, event)

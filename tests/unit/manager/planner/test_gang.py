@@ -6,7 +6,7 @@ from collections import Counter
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rrl.core.launch import ExitReason, tag_of
@@ -30,6 +30,7 @@ from rrl.manager.model.queries import progress, to_launch, workers
 from rrl.manager.model.reducer import fold
 from rrl.manager.model.state import NEVER_APPEARED, Replica, Status
 from rrl.manager.planner import plan
+from rrl.tests.support.examples import examples
 from rrl.tests.support.manager.jobs import REWARD, RUN, STORE, TRAINER, command, commands, gang_job, in_node_groups
 from rrl.tests.support.manager.world import World, assert_nothing_is_left, found, requests, rungs
 
@@ -280,7 +281,7 @@ def test_member_is_never_launched_twice_with_one_number() -> None:
     assert to_launch([Replica(M0, Status.RETIRED, 3), begun[2]]) == []
 
 
-@pytest.mark.parametrize("distance", [3, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("distance", [7, pytest.param(1, marks=pytest.mark.long)])
 @pytest.mark.parametrize("warm", [False, True], ids=["cold", "warm"])
 def test_manager_failure_before_any_record_does_not_change_the_end(warm: bool, distance: int) -> None:
     """A member is killed, later a node is lost, the run completes.
@@ -438,7 +439,7 @@ def assert_one_incarnation_is_current_at_any_time(world: World) -> None:
         assert current_numbers <= {max(replica.incarnation_number for replica in members)}, f"after {stamped}"
 
 
-@settings(max_examples=60, deadline=None)
+@examples(20, many=400)
 @given(st.lists(st.tuples(_BLOWS, _PAUSES), max_size=8), st.integers(0, 2), st.booleans(), st.integers(0, 120))
 def test_one_gang_incarnation_is_current_and_all_replicas_work_in_the_end(
     blows: list[tuple[tuple[str, ReplicaId], float]], standbys: int, shared: bool, die_before: int

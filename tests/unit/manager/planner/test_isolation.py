@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from rrl.core.run_spec import Recovery
@@ -12,6 +12,7 @@ from rrl.core.types import AGENT, ReplicaId, role_of
 from rrl.manager.model.actions import Fence
 from rrl.manager.model.queries import workers
 from rrl.manager.model.state import Replica, Status
+from rrl.tests.support.examples import examples
 from rrl.tests.support.manager.jobs import REWARD, STORE, TRAINER, job
 from rrl.tests.support.manager.world import World
 
@@ -54,7 +55,7 @@ def restless(world: World) -> list[Replica]:
     ]  # fmt: skip
 
 
-@settings(max_examples=60, deadline=None)
+@examples(20, many=400)
 @given(st.lists(_blows, min_size=1, max_size=8), st.integers(0, 2))
 def test_single_failures_change_no_other_replicas_incarnation(blows: list[Blow], spares: int) -> None:
     recovery = Recovery(
@@ -72,7 +73,7 @@ def test_single_failures_change_no_other_replicas_incarnation(blows: list[Blow],
     assert world.works(), {r.id: r.status for r in workers(world.state) if r.status is not Status.JOINED}
 
 
-@settings(max_examples=40, deadline=None)
+@examples(12, many=300)
 @given(st.lists(_blows, min_size=1, max_size=10), st.integers(0, 2), st.booleans())
 @example(  # who lacks a node, and is tried once a window on one that refuses it, has lacked one all the time
     [("lose node", STORE, 0.0), ("refuse launches", REPLICAS[3], 15.0), ("kill", REPLICAS[3], 0.0),

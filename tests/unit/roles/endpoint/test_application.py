@@ -145,13 +145,13 @@ def forward(source: socket.socket, sink: socket.socket) -> None:
 def test_equal_calls_at_once_get_turns_of_their_own(scene: Scene) -> None:
     scene.answers("1", "2", "3", "4")
 
-    async def ask() -> list[str]:
+    async def ask() -> list[str | None]:
         client = openai.AsyncOpenAI(base_url=scene.server.base_url, api_key=scene.key())
         async with client:
             calls = [client.chat.completions.create(model="any", messages=USER) for _ in range(4)]
             return [reply.choices[0].message.content for reply in await asyncio.gather(*calls)]
 
-    assert sorted(asyncio.run(ask())) == ["1", "2", "3", "4"]
+    assert sorted(map(str, asyncio.run(ask()))) == ["1", "2", "3", "4"]
     assert len({turn.request for turn in scene.opened}) == 4
 
 
@@ -221,7 +221,7 @@ def test_a_request_that_would_be_another_policy_or_is_wrong_is_refused_by_name(
     with pytest.raises(openai.BadRequestError) as raised:
         create(scene, extra_body={key: value})
     assert key in str(raised.value.param)
-    assert key in raised.value.body["message"]
+    assert key in str(raised.value)
     assert scene.opened == []
 
 

@@ -27,6 +27,7 @@ from rrl.tests.support.roles.endpoint.fake_endpoint import (
     breaks,
     completion,
     event,
+    plain,
     replies,
     streams,
 )
@@ -130,7 +131,7 @@ def test_a_plain_answer_that_breaks_off_is_repeated_as_joined_and_arrives_once(s
     assert other.requests[0][2] == broken.requests[0][2]
 
 
-def test_a_call_that_no_replica_has_seen_is_not_repeated_as_joined(scene: Scene) -> None:
+def test_a_call_that_no_replica_has_received_is_not_repeated_as_joined(scene: Scene) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         gone = f"http://127.0.0.1:{taken.getsockname()[1]}/v1"  # refuses connections once it is closed
     scene.addresses = [gone]
@@ -180,6 +181,18 @@ def test_a_plain_answer_whose_attempt_is_over_meanwhile_becomes_the_refusal(scen
     scene.serves(breaks(b" "), replies(FENCED, 403))
     with pytest.raises(openai.PermissionDeniedError):
         scene.client().chat.completions.create(model="m", messages=USER)  # its client repeats the broken call
+
+
+def test_a_call_that_a_stopped_replica_interrupts_is_repeated(scene: Scene) -> None:
+    failed = {"error": {"message": "the endpoint failed", "type": "server_error", "param": None, "code": None}}
+    acts = [plain(503, "full"), plain(500, "interrupted"), replies(completion("5")), replies(failed, 500)]
+    replica = scene.serves(*acts)
+    assert scene.create().choices[0].message.content == "5"
+    counts = [headers["x-stainless-retry-count"] for _, headers, _ in replica.requests]
+    assert counts == ["0", "0", "1"], "a replica that has too many connections has not begun"
+    with pytest.raises(openai.InternalServerError, match="the endpoint failed"):
+        scene.create()
+    assert len(replica.requests) == 4
 
 
 def test_calls_of_an_episode_go_to_one_replica_and_to_another_one_when_it_is_gone(scene: Scene) -> None:
@@ -268,6 +281,30 @@ def test_a_reader_that_stops_reading_stops_the_replica_too(scene: Scene) -> None
     connection.close()
     response.close()
     assert stopped.wait(DEADLINE_S), "an agent that is gone ends its call at the replica"
+
+
+def test_a_plain_call_whose_agent_is_gone_ends_at_the_replica(scene: Scene) -> None:
+    ended = threading.Event()
+
+    async def waits(request: Request) -> Response:
+        async def content() -> AsyncIterator[bytes]:
+            try:
+                while True:
+                    yield b" "
+                    await asyncio.sleep(0.1)
+            finally:
+                ended.set()
+
+        return StreamingResponse(content(), media_type="application/json")
+
+    replica = scene.serves(waits)
+    host = scene.server.base_url.removeprefix("http://").removesuffix("/v1")
+    connection = http.client.HTTPConnection(host, timeout=DEADLINE_S)
+    connection.request("POST", "/v1/chat/completions", b"{}")
+    replica.wait_requests(1, DEADLINE_S)
+    assert not ended.is_set()
+    connection.close()
+    assert ended.wait(DEADLINE_S)
 
 
 def test_bodies_are_bounded_one_by_one_and_all_together(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:

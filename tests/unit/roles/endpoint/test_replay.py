@@ -188,7 +188,7 @@ def test_a_key_of_the_attempt_whose_process_died_is_refused(run: Run) -> None:
 
 
 # ── a stream that goes on behind what a relay has ───────────────────────────────────────────────────────────────────
-def test_a_stream_of_a_relay_goes_on_behind_the_position_that_it_was_told(run: Run) -> None:
+def test_a_stream_of_a_relay_goes_on_behind_the_position_that_the_relay_has(run: Run) -> None:
     item = run.lease()
     messages: list[Any] = [{"role": "user", "content": "7"}]
     for number in (1, 2):  # equal calls: the position says which of them goes on

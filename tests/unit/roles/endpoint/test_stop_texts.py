@@ -70,7 +70,7 @@ def test_completions_stop_too(scene: Scene) -> None:
 
 
 # ── foreign calls ────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_foreign_call_is_sampled_as_it_asks_where_the_job_allows_it(scene: Scene) -> None:
+def test_a_foreign_call_is_sampled_with_its_own_settings_where_the_job_allows_it(scene: Scene) -> None:
     scene.answers("1")
     scene.create(temperature=0, top_p=0.5, seed=7, presence_penalty=1, extra_body={"top_k": 3, "min_p": 0.1})
     scene.create(temperature=1.0, top_p=1)

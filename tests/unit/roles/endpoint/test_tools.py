@@ -109,7 +109,7 @@ def test_a_stream_sends_calls_with_its_end(scene: ToolScene) -> None:
     assert [call.function.arguments for call in whole.tool_calls] == [call.function.arguments for call in calls]
 
 
-def test_reasoning_is_told_apart_and_may_be_left_out_of_the_next_request(scene: ToolScene) -> None:
+def test_reasoning_is_a_key_of_its_own_and_may_be_left_out_of_the_next_request(scene: ToolScene) -> None:
     scene.says(f"<think>\nhm\n</think>\n\n{CALL}", "12")
     message = scene.create(ASKED, tools=TOOLS).choices[0].message
     assert (message.reasoning_content, message.content) == ("hm", None)

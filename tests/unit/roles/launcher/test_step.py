@@ -155,7 +155,7 @@ def test_exit_of_a_role_for_invalid_configuration_is_a_reason_of_its_own(tmp_pat
             launch = python_role(
                 at, tmp_path,
                 "import rrl",
-                "from rrl.roles.end_report import exits_on_invalid_config",
+                "from rrl.roles.launcher.end_report import exits_on_invalid_config",
                 "me = rrl.join()",
                 "with exits_on_invalid_config():",
                 "    raise ValueError('[task] has no such dataset')",
@@ -172,7 +172,7 @@ def test_exit_of_a_role_for_invalid_configuration_is_a_reason_of_its_own(tmp_pat
 
 @pytest.mark.parametrize("lines", [
     ("import sys, rrl", "rrl.join()", "sys.stderr.write('rrl: bad\\n')", "sys.exit(2)"),
-    ("import sys, rrl", "from rrl.roles.end_report import exits_on_invalid_config", "rrl.join()",
+    ("import sys, rrl", "from rrl.roles.launcher.end_report import exits_on_invalid_config", "rrl.join()",
      "try:", "    with exits_on_invalid_config(): raise ValueError('bad')", "except SystemExit: pass", "sys.exit(3)"),
 ], ids=["its own exit code 2", "another exit code"])  # fmt: skip
 def test_command_that_exits_on_its_own_is_not_taken_for_invalid_configuration(

@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 
 from rrl.core.run_spec import ModelSpec, TokenizerSpec
-from rrl.roles.models.chat import Chat, Message, UnknownRole, open_chat
+from rrl.roles.models.chat import UnknownRole, open_chat
+from rrl.roles.models.conversation import Chat, Message
 from rrl.roles.models.tokenizer import EOS
 
 ASKED, ANSWERED, HINT = Message("user", "7"), Message("assistant", "12"), Message("tool", "<")

@@ -11,14 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rrl.core.run_spec import ModelSpec, TokenizerSpec
-from rrl.roles.models.chat import Chat, Message, ModelChat, ToolCall, ToolsUnsupported, open_chat
+from rrl.roles.models.chat import open_chat
+from rrl.roles.models.conversation import Chat, Message, ModelChat, ToolCall, ToolsUnsupported
 from rrl.roles.models.tool_chat import FamilyChat, ParsedChat
 from rrl.tests.support.roles.endpoint.tool_folders import END, PLAIN_TEMPLATE, make
 
 TOOLS = json.dumps([{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}])
 ASKED = Message("user", "what is 12?")
 CALLED = Message("assistant", "", tool_calls=(ToolCall("call_1", "add", '{"a": 12}'),))
-TOLD = Message("tool", "it is 12", tool_call_id="call_1")
+RESULT = Message("tool", "it is 12", tool_call_id="call_1")
 CALL_TEXT = '<tool_call>\n{"name": "add", "arguments": {"a": 12}}\n</tool_call>'
 
 
@@ -54,7 +55,7 @@ def drifting(chat: Chat, text: str) -> tuple[int, ...]:
 def test_a_family_is_known_by_its_template_and_any_other_needs_the_name_of_a_parser(family: Chat, parsed: Chat) -> None:
     assert isinstance(family, FamilyChat)
     assert isinstance(parsed, ParsedChat)
-    conversation = [Message("system", "Be brief."), ASKED, CALLED, TOLD]
+    conversation = [Message("system", "Be brief."), ASKED, CALLED, RESULT]
     written = family.tokenizer.decode(family.prompt(conversation)), parsed.tokenizer.decode(parsed.prompt(conversation))
     assert written[0] == written[1]
 
@@ -96,11 +97,11 @@ def test_whatever_a_model_samples_is_read(family: Chat, parsed: Chat, tokens: li
 
 def test_a_result_of_a_tool_follows_the_very_tokens_of_the_call(family: Chat) -> None:
     context, sampled = family.prompt([ASKED]), drifting(family, CALL_TEXT)
-    extended = family.extend(context, sampled, [ASKED, CALLED, TOLD], 2)
+    extended = family.extend(context, sampled, [ASKED, CALLED, RESULT], 2)
     assert extended is not None
     assert extended[: len(context + sampled)] == context + sampled
     assert family.tokenizer.encode(CALL_TEXT) != sampled[:-1], "encoded again, the call has other tokens"
-    whole = family.prompt([ASKED, CALLED, TOLD])
+    whole = family.prompt([ASKED, CALLED, RESULT])
     assert extended[len(context + sampled) :] == whole[-len(extended[len(context + sampled) :]) :]
 
 
@@ -137,7 +138,8 @@ def test_a_job_without_tools_does_not_import_the_library(tmp_path: Path) -> None
 import sys
 import rrl.roles.endpoint.main
 from rrl.core.run_spec import ModelSpec
-from rrl.roles.models.chat import Message, open_chat
+from rrl.roles.models.chat import open_chat
+from rrl.roles.models.conversation import Message
 open_chat(ModelSpec({str(make(tmp_path))!r}, chat=True)).prompt([Message("user", "a")])
 sys.exit("renderers" in sys.modules)
 """

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -7,9 +9,11 @@ from rrl.core.types import Incarnation, ReplicaId, Version
 from rrl.roles.models.policy import build_model
 from rrl.roles.models.tokenizer import EOS
 from rrl.roles.rollout.engine import Sampling
+from rrl.roles.rollout.foreign_sampling import next_token
 from rrl.roles.rollout.torch_engine import TorchEngine, seed_of
 from rrl.roles.trainer.learner import Learner
-from rrl.roles.trajectories.types import Batch, Item, Segment
+from rrl.roles.trajectories.types import Batch, Item, PathDigest, Segment
+from rrl.roles.trajectories.types import Sampling as Overrides
 from rrl.tests.support.roles.trainer import harness
 
 pytestmark = pytest.mark.torch
@@ -281,3 +285,83 @@ def test_all_that_it_computes_with_is_on_the_models_device() -> None:
         here.probe()
         segments = harness.roll_out(here, items)
     assert segments == harness.roll_out(made, items)
+
+
+# ── foreign turns, and what the engine had ───────────────────────────────────────────────────────────────────────────
+def test_segments_carry_the_digest_of_all_tokens_that_the_engine_had() -> None:
+    items = [_item(1), _item(2, so_far=(3, 4, 5))]
+    rolled = harness.roll_out(_endless(Sampling(segment_tokens=4)), items)
+    for item in items:
+        had = PathDigest()
+        had.add(item.prompt)
+        for segment in rolled[item.trajectory]:
+            had.add(segment.tokens)
+            if segment not in item.so_far:
+                assert segment.digest == had.value()
+
+
+def test_foreign_turn_is_sampled_otherwise_beside_turns_of_the_job() -> None:
+    """The same prompt three times: as the job says, and twice at temperature 0 with what it would take anyway."""
+    prompt = _prompt(0, 5)
+    overrides = {1: Overrides(temperature=0.0), 2: Overrides(top_k=1, seed=5)}
+    items = [Item(n, 0, prompt, (), 12, overrides.get(n)) for n in range(3)]
+    rolled = harness.roll_out(_endless(Sampling(temperature=3.0, segment_tokens=5)), items)
+    greedy = harness.roll_out(_endless(Sampling(greedy=True)), [Item(0, 0, prompt, (), 12)])
+    assert _tokens(rolled[1]) == _tokens(rolled[2]) == _tokens(greedy[0])
+    assert _tokens(rolled[0]) != _tokens(greedy[0])
+    assert [logprob for segment in rolled[2] for logprob in segment.logprobs] == [0.0] * 12
+
+
+def test_seed_gives_the_same_answer_in_any_engine_and_after_it_moved() -> None:
+    item = Item(0, 0, _prompt(0, 5), (), 10, Overrides(seed=11))
+    engine = _endless(Sampling(segment_tokens=3))
+    harness.roll_out(engine, [_item(9)])  # moves the generator of this engine
+    answer = _tokens(harness.roll_out(engine, [item])[0])
+    moved = Item(0, 0, item.prompt, (Segment(0, 0, answer[:4], (0.0,) * 4, _FIRST),), 6, Overrides(seed=11))
+    assert _tokens(harness.roll_out(_endless(), [moved])[0]) == answer
+    other = Item(0, 0, item.prompt, (), 10, Overrides(seed=12))
+    assert _tokens(harness.roll_out(_endless(), [other])[0]) != answer
+
+
+_LOGITS = torch.tensor([4.0, 3.0, 2.0, 1.0, -1.0])
+
+
+def _shares(how: Overrides, prompt: tuple[int, ...] = (), sampled: tuple[int, ...] = ()) -> dict[int, float]:
+    """The probability of each token that is ever sampled, as the engine reports it."""
+    generator = torch.Generator().manual_seed(0)
+    found = dict(next_token(_LOGITS, how, 1.0, prompt, sampled, generator) for _ in range(400))
+    return {token: math.exp(logprob) for token, logprob in sorted(found.items())}
+
+
+def _softmax(*logits: float) -> list[float]:
+    return torch.tensor(logits).softmax(-1).tolist()
+
+
+@pytest.mark.parametrize(
+    ("how", "tokens", "logits"),
+    [
+        (Overrides(top_k=2), [0, 1], (4.0, 3.0)),
+        (Overrides(top_k=0, top_p=1.0), [0, 1, 2, 3, 4], (4.0, 3.0, 2.0, 1.0, -1.0)),
+        (Overrides(top_p=0.6), [0], (4.0,)),
+        (Overrides(top_p=0.7), [0, 1], (4.0, 3.0)),
+        (Overrides(min_p=0.1), [0, 1, 2], (4.0, 3.0, 2.0)),
+        (Overrides(min_p=0.1, top_k=2, top_p=0.5), [0], (4.0,)),
+        (Overrides(temperature=0.5, top_k=2), [0, 1], (8.0, 6.0)),
+        (Overrides(presence_penalty=1.5, top_k=2), [0, 1], (2.5, 3.0)),
+        (Overrides(frequency_penalty=1.0, top_k=2), [1, 2], (3.0, 2.0)),
+        (Overrides(repetition_penalty=1.6, top_k=2), [0, 1], (2.5, 3.0)),
+    ],
+)
+def test_tokens_and_probabilities_are_those_of_the_truncated_distribution(
+    how: Overrides, tokens: list[int], logits: tuple[float, ...]
+) -> None:
+    shares = _shares(how, prompt=(0,) if how.repetition_penalty else (), sampled=(0, 0, 0))
+    assert list(shares) == tokens
+    assert list(shares.values()) == pytest.approx(_softmax(*logits), abs=1e-5)
+
+
+def test_penalty_on_repetition_counts_the_prompt_and_the_answer() -> None:
+    how = Overrides(temperature=0.0, repetition_penalty=100.0)
+    token, logprob = next_token(_LOGITS, how, 1.0, (0, 4), (1,), torch.Generator())
+    assert token == 2
+    assert logprob == pytest.approx(math.log(_softmax(0.04, 0.03, 2.0, 1.0, -100.0)[2]), abs=1e-5)

@@ -464,6 +464,18 @@ def _learned(*trajectories: Trajectory) -> tuple[Learner, dict[str, float]]:
     return student, student.step(Batch(1, (0,), "", trajectories))
 
 
+def _gradient_distance(one: Learner, other: Learner) -> float:
+    """Return the largest difference of the gradients of a first step, each over the largest gradient of its tensor.
+
+    Measured on Adam's first moments, which after one step are the gradients times a constant. The weights themselves
+    are no measure: Adam moves a weight with a tiny gradient as far as any other, in the direction of rounding errors.
+    """
+    others = other.tensors()
+    moments = {name: tensor for name, tensor in one.tensors().items() if name.startswith("exp_avg.")}
+    assert all(tensor.any() for tensor in moments.values())
+    return max(((tensor - others[name]).abs().max() / tensor.abs().max()).item() for name, tensor in moments.items())
+
+
 def test_masked_tokens_are_context_whatever_is_recorded_for_them() -> None:
     one, metrics = _learned(*_episode(((2,), (3, 5, 6, 1), ((1, 2),))))
     plain = _episode(((2,), (3, 5, 6, 1), ((1, 2),)))
@@ -482,8 +494,7 @@ def test_masked_tokens_at_the_begin_teach_what_they_would_teach_as_the_prompt() 
     one, metrics = _learned(*_episode(((2,), (3, 5, 6, 1), ((0, 2),))))
     other, again = _learned(*_episode(((2, 3, 5), (6, 1), ())))
     assert metrics == pytest.approx(again, rel=1e-5)
-    for name, tensor in one.weights().items():
-        assert torch.allclose(tensor, other.weights()[name], rtol=1e-5, atol=1e-6), name
+    assert _gradient_distance(one, other) < 1e-5
 
 
 def test_masked_tokens_change_what_is_learned() -> None:
@@ -499,5 +510,4 @@ def test_samples_of_an_episode_share_its_advantage_and_count_as_one_reward() -> 
     other, again = _learned(*joined)
     assert metrics["reward"] == 0.5
     assert metrics == pytest.approx(again, rel=1e-5)
-    for name, tensor in one.weights().items():
-        assert torch.allclose(tensor, other.weights()[name], rtol=1e-5, atol=1e-6), name
+    assert _gradient_distance(one, other) < 1e-5

@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rrl.core.types import Incarnation
 from rrl.roles.trajectories.durable.log import LogDamaged
 from rrl.roles.trajectories.types import Bound, Done, PackedBatch
+from rrl.tests.support.examples import examples
 from rrl.tests.support.roles.trajectories.crew import MAX_NEW, REWARD, incarnation_of, lease, open_store, score, segment
 from rrl.tests.support.roles.trajectories.script import Acknowledged, Script, check, log_in
 
@@ -107,7 +108,7 @@ Move = st.tuples(
 )
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(50, many=1000)
 @given(moves=st.lists(Move, max_size=60))
 def test_whatever_happens_in_whatever_order_every_trajectory_is_accounted_for(
     tmp_path_factory: pytest.TempPathFactory, moves: list[tuple[str, int]]

@@ -10,12 +10,13 @@ from pathlib import Path
 from statistics import mean
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rrl.core.types import Version
 from rrl.roles.trajectories.durable.audit import Audit
 from rrl.roles.trajectories.types import Denied, Done, NotReady
+from rrl.tests.support.examples import examples
 from rrl.tests.support.roles.trajectories.crew import (
     BATCH,
     GROUP,
@@ -72,7 +73,7 @@ _Mishap = st.tuples(
 """ticks until it, what happens, and to which rollout, or with which limit, size of steps or way of requesting them"""
 
 
-@settings(max_examples=80, deadline=None)
+@examples(20, many=500)
 @given(setting=_settings(), mishaps=st.lists(_Mishap, max_size=15), seed=st.integers(0, 2**32))
 def test_no_token_is_too_old_no_group_is_dropped_for_age_and_each_step_comes_about(
     tmp_path_factory: pytest.TempPathFactory, setting: Setting, mishaps: list[tuple[int, str, int]], seed: int

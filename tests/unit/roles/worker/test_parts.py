@@ -9,13 +9,14 @@ from contextlib import contextmanager
 import msgspec
 import pytest
 
+from rrl.core.run_dir import write_atomically
 from rrl.core.types import Incarnation
 from rrl.roles.trajectories.store import Store
 from rrl.roles.trajectories.types import CommittedState
 from rrl.roles.worker.api import Worker
 from rrl.tests.support.listening_manager import TIMEOUT_S, eventually
 from rrl.tests.support.roles.trajectories import crew
-from rrl.tests.support.roles.worker_scene import Scene, play
+from rrl.tests.support.roles.worker_scene import JOB, Scene, play
 from rrl.transport.messages import Committed, Goodbye
 
 GROUPS = 3
@@ -24,10 +25,10 @@ SECOND = crew.incarnation_of("trainer/0", 2)
 
 
 def _worker(scene: Scene, who: Incarnation = crew.TRAINER, *, stream: bool = True, steps: int = 2) -> Worker:
-    me = scene.worker(who)
-    sampling = msgspec.structs.replace(me.job.sampling, stream=stream)
-    me.job = msgspec.structs.replace(me.job, steps=steps, sampling=sampling)
-    return me
+    sampling = msgspec.structs.replace(JOB.sampling, stream=stream)
+    job = msgspec.structs.replace(JOB, steps=steps, sampling=sampling)
+    write_atomically(scene.at.run.run_spec, msgspec.json.encode(job))
+    return scene.worker(who)
 
 
 @contextmanager

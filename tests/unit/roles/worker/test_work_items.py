@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rrl.core.types import Version
-from rrl.roles.end_report import Misuse
+from rrl.roles.launcher.end_report import Misuse
 from rrl.roles.trajectories.types import Item, Segment
 from rrl.roles.worker.work_items import LeasedTrajectories
 

@@ -19,6 +19,12 @@ from rrl.transport.weights.base import installed_package
 
 HERE = Path(__file__).parent
 MODULES = ("test_ucx.py", "test_pull.py", "test_seam.py", "test_swarm.py", "test_torture.py")
+REPRESENTATIVE = (
+    "a_pull_brings_every_byte", "a_late_joiner_pulls", "source_killed_in_mid_pull", "a_lying_source_is_refused",
+    "receiver_that_dies_while_it_is_sent", "not_written_to_after_its_fetch_was_given_up", "chunks_pass_down_the_chain",
+    "receiver_skips_a_dead_or_hung_neighbour",
+)  # fmt: skip
+"""Parts of the names of tests that make test also runs over UCX: transfers, deaths, late joiners and relays."""
 NAMESPACE = ("unshare", "--net") if os.geteuid() == 0 else ("unshare", "--user", "--map-root-user", "--net")
 TIMEOUT_S, TORTURE_TIMEOUT_S = 280.0, 1800.0
 
@@ -41,6 +47,12 @@ def passes(*argv: str, timeout_s: float = TIMEOUT_S) -> None:
 
 
 def test_weights_move_over_ucx_through_deaths_late_joiners_and_relays() -> None:
+    passes("test_ucx.py", "test_seam.py", "test_torture.py")
+    passes("test_pull.py", "test_swarm.py", "-k", " or ".join(REPRESENTATIVE))
+
+
+@pytest.mark.long  # the same tests over TCP run in make test
+def test_all_tests_of_weight_transports_pass_over_ucx() -> None:
     passes(*MODULES)
 
 

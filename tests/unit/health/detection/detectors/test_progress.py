@@ -244,7 +244,7 @@ def test_worker_that_a_tracer_stops_has_three_times_the_limit() -> None:
     assert trace.found() == set()
     trace.play(1)
     assert trace.found() == {fail("worker_silence", ROLLOUT)}
-    assert trace.only().evidence[0].text.endswith("; a process of it is stopped (SIGSTOP, or a tracer)")
+    assert trace.only().evidence[0].text.endswith("; one of its processes is stopped (SIGSTOP, or a tracer)")
 
 
 def test_worker_that_a_tracer_lets_go_on_is_not_found() -> None:

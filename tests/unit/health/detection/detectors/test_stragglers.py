@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rrl.core.run_spec import Limits
 from rrl.core.types import Cause, Incarnation, NodeName, Remedy, ReplicaId
 from rrl.health.detection.baselines import STRAGGLER_ROUNDS, THROUGHPUT_WINDOW_S
 from rrl.health.detection.detect import detect
+from rrl.tests.support.examples import examples
 from rrl.tests.support.health.traces import BUSY, IDLE, LIMITS, Trace, detect_fresh, warn
 
 ROLLOUTS = tuple(Incarnation(ReplicaId(f"rollout/{index}"), 1) for index in range(6))
@@ -160,7 +161,7 @@ def test_ranks_in_lockstep_have_no_straggler() -> None:
     assert gang(18, STRAGGLER_ROUNDS + 3, reported=False).found() == set()
 
 
-@settings(max_examples=25, deadline=None)
+@examples(6, many=150)
 @given(st.lists(st.sampled_from([20.0, 100.0]), min_size=6, max_size=6), st.integers(1, 9))
 def test_conclusions_across_nodes_are_the_same_with_and_without_memo(rates: list[float], every: int) -> None:
     trace = generating()

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from rrl.core.run_spec import ModelSpec, TokenizerSpec
 from rrl.roles.endpoint.turns.turn_context import Context, Paths, chat_context, plain_context, rolling_hashes
-from rrl.roles.models.chat import Chat, Message, open_chat
+from rrl.roles.models.chat import open_chat
+from rrl.roles.models.conversation import Chat, Message
 from rrl.roles.models.tokenizer import EOS
 from rrl.roles.trajectories.episodes.requests import Turn
 

@@ -49,7 +49,7 @@ def test_an_answer_more_takes_longer_and_can_be_removed_again(those: list[tuple[
     curves: list[Curve] = [TABLE.curve(*each) for each in those]
     load = EngineLoad(TABLE.widths, TIMES, curves[1:])
     before = load.finish()
-    after = load.finish_with(curves[0])
+    after = load.plus(curves[0]).finish()
     assert after >= before - 1e-9
     load.add(curves[0])
     assert load.finish() == after
@@ -84,7 +84,7 @@ def test_two_engines_take_as_long_as_the_slower_one_and_less_than_one_after_the_
     assert max(first.finish(), second.finish()) - 1e-9 <= both <= first.finish() + second.finish() + 1e-9
     if one:
         curve = TABLE.curve(*one[0])
-        assert finish_of_both(first.course_with(curve), []) == pytest.approx(first.finish_with(curve))
+        assert finish_of_both(first.course_with(curve), []) == pytest.approx(first.plus(curve).finish())
         rest = first.copy()
         rest.remove(curve)
         assert finish_of_both(first.course_without(curve), []) == pytest.approx(rest.finish())

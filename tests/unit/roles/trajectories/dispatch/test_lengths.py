@@ -17,7 +17,7 @@ from rrl.roles.trajectories.dispatch.lengths import (
     Lengths,
     LengthState,
     expected_left,
-    partial_mean,
+    partial_means,
     survival,
 )
 
@@ -183,5 +183,7 @@ def test_what_is_left_is_the_mean_above_the_progress() -> None:
         longer = [length - progress for length in sample if length > progress]
         assert expected_left(estimate, progress, LIMIT) == pytest.approx(sum(longer) / len(longer), rel=0.05)
         assert survival(estimate, progress) == pytest.approx(len(longer) / len(sample), abs=0.01)
-    assert partial_mean(estimate.mean, estimate.deviation, LIMIT) == pytest.approx(sum(sample) / len(sample), rel=0.03)
+    nothing, mean = partial_means(estimate.mean, estimate.deviation, (0, LIMIT))
+    assert nothing == 0.0
+    assert mean == pytest.approx(sum(sample) / len(sample), rel=0.03)
     assert expected_left(estimate, LIMIT, LIMIT) == 0.0

@@ -20,7 +20,7 @@ A, B, C = (incarnation_of(f"rollout/{index}") for index in range(3))
 ENGINES = (A, B, C)
 
 
-def test_engine_gets_what_it_has_and_what_no_engine_that_asks_has() -> None:
+def test_engine_gets_what_it_has_and_what_no_other_engine_has() -> None:
     waiting = [(1, None), (2, A), (3, B), (4, C)]
     assert deal(waiting, A, 4, {B: 1}) == [2, 1, 4]
     assert deal(waiting, B, 4, {A: 1}) == [3, 1, 4]
@@ -63,8 +63,11 @@ def store(tmp_path: Path) -> Store:
     return open_agents_store(tmp_path)
 
 
-def _lease(store: Store, who: Incarnation, at_most: int = 4, weights: int = 0, open_until: float = 1.0) -> list[int]:
-    leased = store.lease(who, at_most, (), weights, now=0.0, open_until=open_until)
+def _lease(
+    store: Store, who: Incarnation, at_most: int = 4, weights: int = 0, open_until: float = 1.0,
+    holding: tuple[int, ...] = (),
+) -> list[int]:  # fmt: skip
+    leased = store.lease(who, at_most, holding, weights, now=0.0, open_until=open_until)
     assert isinstance(leased, Leased)
     return [item.trajectory for item in leased.items]
 
@@ -107,4 +110,4 @@ def test_turn_is_kept_for_the_rollout_that_waits_and_given_away_once_that_is_ser
     assert _lease(store, OTHER, 1) == [other], "the rollout has one place only"
     assert _lease(store, ROLLOUT, 1) == [one]
     last = ask(store, item, "last", (7,), first, 4)
-    assert _lease(store, OTHER, 1) == [last]
+    assert _lease(store, OTHER, 1, holding=(other,)) == [last]

@@ -43,6 +43,15 @@ def test_pauses_do_not_count_but_a_slower_engine_does() -> None:
     assert times.table[8] == pytest.approx(0.03)
 
 
+def test_an_engine_of_which_nothing_was_observed_counts_as_the_median_of_the_others() -> None:
+    fast, usual, slow, new = TokenTimes(), TokenTimes(), TokenTimes(), TokenTimes()
+    for times, seconds in ((fast, 0.001), (usual, 0.002), (slow, 0.009)):
+        times.observe(8, seconds)
+    assert new.table_among([slow, new, fast, usual]) == usual.table
+    assert new.table_among([new, TokenTimes()]) == TokenTimes().table
+    assert slow.table_among([slow, fast, usual]) == slow.table
+
+
 def test_an_append_shows_the_time_of_a_token_and_that_of_reading_a_prefix() -> None:
     appends, times = AppendTimes(), TokenTimes()
     now = 100.0

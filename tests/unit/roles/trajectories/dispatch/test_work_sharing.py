@@ -105,6 +105,11 @@ def test_a_slow_engine_gets_less() -> None:
     assert 1 <= len(few) < len(many)
 
 
+def test_many_alike_answers_even_out_what_engines_run_although_one_has_more_free_places() -> None:
+    given_to = share(waiting(*[500.0] * 120), engine("idle", 128), [engine("busy", 452, *[500.0] * 60)])
+    assert len(given_to) == pytest.approx((120 + 60) / 2, abs=5), "both run 90 then"
+
+
 def test_an_engine_with_work_leaves_the_last_answer_to_an_idle_one() -> None:
     work = waiting(900)
     assert share(work, engine("busy", 4, 500, 500, 500), [engine("idle", 4)]) == []

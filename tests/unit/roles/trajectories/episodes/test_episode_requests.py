@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from rrl.roles.trajectories.batches import decode
-from rrl.roles.trajectories.client import FencedAttempt, Refused, TrajectoryClient
+from rrl.roles.trajectories.client import Fenced, FencedAttempt, Refused, TrajectoryClient
 from rrl.roles.trajectories.episodes.requests import EpisodeItem
+from rrl.roles.trajectories.types import Sampling
 from rrl.tests.support.roles.trajectories.agents import AGENTS, CREW, OTHER_AGENTS, open_agents_store
 from rrl.tests.support.roles.trajectories.crew import BATCH, GROUP, ROLLOUT, TRAINER, incarnation_of, manifest, segment
 from rrl.tests.support.roles.trajectories.store_process import StoreProcess, open_clients
@@ -157,3 +158,76 @@ def test_agent_of_an_older_attempt_learns_that_it_is_over_and_a_mistake_does_not
             process.set_membership([*(each for each in CREW if each != OTHER_AGENTS), incarnation_of("agents/1", 2)])
 
     asyncio.run(main())
+
+
+def test_replica_that_replays_reads_what_was_sampled_before_and_after_the_death(process: StoreProcess) -> None:
+    successor = incarnation_of("agents/0", 2)
+
+    async def main() -> None:
+        process.start(CREW)
+        async with _clients(process, AGENTS, successor, ROLLOUT) as (old, new, rollout):
+            (item,) = await old.lease_episodes(1)
+            asked = (item.episode, 1, "x", None, 0, (2, 3), 4, ("hash",), "{}")
+            turn = await old.open_turn(*asked)
+            await rollout.lease(1)
+            await rollout.append([segment(turn, 0, (5, 6))])
+            waiting = asyncio.create_task(old.follow(turn, 2, wait=DEADLINE_S))
+            process.set_membership([*(each for each in CREW if each != AGENTS), successor])
+            with pytest.raises(Fenced):
+                await waiting
+            await rollout.append([segment(turn, 2, (7,))])
+            (again,) = await new.lease_episodes(1)
+            shown = await new.get_episode(item.episode)
+            assert [each.sampled for each in shown.recorded] == [(5, 6, 7)]
+            assert await new.open_turn(item.episode, again.attempt, *asked[2:]) == turn
+            await new.end_turn(turn, 2)
+            read = await new.follow(turn, 0)
+            assert read is not None
+            assert (read.tokens, read.finished) == ((5, 6), True)
+            assert await rollout.append([segment(turn, 3, (8,))]) == (turn,)
+            assert (await new.get_episode(item.episode, holding=[turn])).turns == ()
+
+    asyncio.run(main())
+
+
+def test_agent_outside_of_the_run_gets_an_episode_and_posts_its_reward_later(process: StoreProcess) -> None:
+    async def main() -> None:
+        process.start(CREW)
+        async with _clients(process, AGENTS, OTHER_AGENTS, ROLLOUT) as (one, other, rollout):
+            item = await one.open_episode("my request")
+            assert item is not None
+            assert await other.open_episode("my request") == item
+            turn = await one.open_turn(item.episode, 1, "x", None, 0, (2, 3), 4, sampling=Sampling(seed=1))
+            trained = await one.open_turn(item.episode, 1, "y", None, 0, (2, 3), 4)
+            assert {work.trajectory: work.sampling for work in await rollout.lease(2)} == {
+                turn: Sampling(seed=1), trained: None
+            }  # fmt: skip
+            await rollout.append([segment(trained)], [trained])
+            await one.finish_episode(item.episode, 1, None, later=True)
+            await other.post_reward(item.episode, 1, 0.5)
+            with pytest.raises(Refused, match="has the reward"):
+                await one.post_reward(item.episode, 1, 1.0)
+
+    asyncio.run(main())
+
+
+def test_reward_that_does_not_come_in_time_drops_its_group_while_no_request_arrives(tmp_path: Path) -> None:
+    process = StoreProcess(tmp_path, agents=True, reward_timeout=0.25)
+
+    async def main() -> None:
+        process.start(CREW)
+        async with _clients(process, AGENTS, ROLLOUT) as (agents, rollout):
+            item, sibling = await agents.lease_episodes(2)
+            turn = await agents.open_turn(item.episode, 1, "x", None, 0, (2, 3), 4)
+            open_turn = await agents.open_turn(sibling.episode, 1, "x", None, 0, (2, 3), 4)
+            await rollout.lease(2)
+            await rollout.append([segment(turn)], [turn])
+            await agents.finish_episode(item.episode, 1, None, later=True)
+            with pytest.raises(FencedAttempt, match="is not stored"):
+                await agents.follow(open_turn, 0, wait=DEADLINE_S)
+
+    try:
+        asyncio.run(main())
+    finally:
+        process.kill()
+    assert open_agents_store(process.folder).audit().dropped == {"no reward within 0.25s": GROUP}

@@ -114,6 +114,18 @@ def test_open_turn_is_sampled_on_while_no_process_makes_the_attempt(store: Store
     assert follow(store, number, 0, who).tokens == (5, 6, 7, 1)
 
 
+def test_open_turn_moves_to_another_rollout_while_no_process_makes_the_attempt(store: Store) -> None:
+    (item,) = episodes(store, 1)
+    number = ask(store, item)
+    lease(store)
+    store.append(ROLLOUT, [segment(number, 0, (5, 6))])
+    alone = [each for each in CREW if each != AGENTS]
+    store.update_membership(alone)
+    store.update_membership([each for each in alone if each != ROLLOUT])
+    (work,) = lease(store, OTHER)
+    assert (work.trajectory, work.so_far[0].tokens) == (number, (5, 6))
+
+
 @pytest.mark.parametrize(
     ("changed", "value"),
     [("parent", FIRST_TURN + 1), ("offset", 1), ("given", (2, 4)), ("max_new", 3), ("options", "{}"),

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rrl.core.types import Incarnation
@@ -19,6 +19,7 @@ from rrl.roles.trajectories.batches import whole_part
 from rrl.roles.trajectories.store import Store
 from rrl.roles.trajectories.types import Bound, CommittedState, Denied, Done, Leased, NotReady, PackedBatch
 from rrl.roles.worker.uncommitted_steps import UncommittedSteps
+from rrl.tests.support.examples import examples
 from rrl.tests.support.roles.trajectories.crew import (
     ALL,
     BATCH,
@@ -335,7 +336,7 @@ _Move = st.tuples(
 )
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(20, many=400)
 @given(moves=st.lists(_Move, max_size=80), most=st.integers(0, 2), ahead=st.integers(0, 2))
 def test_steps_stay_fresh_after_any_history_with_current_weights(
     tmp_path_factory: pytest.TempPathFactory, moves: list[tuple[str, int]], most: int, ahead: int

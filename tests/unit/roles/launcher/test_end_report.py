@@ -15,7 +15,7 @@ import rrl
 from rrl.core.launch import LAUNCH_ENV, Launch, Raised, read_end_report
 from rrl.core.run_dir import RunDir
 from rrl.core.types import Incarnation, NodeName, RaisedException, ReplicaId
-from rrl.roles.end_report import Misuse, ScorerFails, described, report_uncaught_exceptions
+from rrl.roles.launcher.end_report import Misuse, ScorerFails, described, report_uncaught_exceptions
 from rrl.roles.models.tokenizer import open_tokenizer
 
 

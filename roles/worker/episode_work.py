@@ -19,15 +19,15 @@ from msgspec import Struct
 from ...core.run_spec import RunSpec
 from ...core.text import on_one_line, shortened
 from ...core.units import duration_text
-from ..end_report import Misuse, exits_on_invalid_config
 from ..endpoint.loopback import LoopbackEndpoint
 from ..endpoint.turns.store_turns import AskStore
+from ..launcher.end_report import Misuse, exits_on_invalid_config
 from ..models.chat import open_chat
 from ..models.tasks import TaskError, load_task
 from ..trajectories.client import FencedAttempt, TrajectoryClient
 from ..trajectories.episodes.requests import EpisodeItem
 from .connection import ManagerConnection
-from .status.work_status import entered_phase
+from .status.episode_status import EpisodeStatus
 
 _log = logging.getLogger("rrl.worker")
 
@@ -112,6 +112,7 @@ class EpisodeWork:
     Args:
         connection: Connection to the manager and the store.
         job: The job.
+        status: Where phase and progress are reported.
         ask: How the endpoint sends requests to the store.
         at_most: Number of attempts at the same time; None: ``[roles.agents] concurrency``.
 
@@ -119,47 +120,44 @@ class EpisodeWork:
         ValueError: The job has no agents, or ``at_most`` is less than 1.
     """
 
-    def __init__(self, connection: ManagerConnection, job: RunSpec, ask: AskStore, at_most: int | None) -> None:
+    def __init__(
+        self, connection: ManagerConnection, job: RunSpec, status: EpisodeStatus, ask: AskStore, at_most: int | None
+    ) -> None:
         if job.agents is None:
             raise Misuse("me.episodes(): job.toml has no agents; add [roles.agents]")
         if at_most is not None and at_most < 1:
             raise Misuse(f"me.episodes(): at_most is {at_most}; it must be 1 or more")
-        self._connection, self._job, self._settings = connection, job, job.agents
+        self._connection, self._status, self._settings = connection, status, job.agents
         self._at_most = job.agents.concurrency if at_most is None else at_most
         with exits_on_invalid_config():
             chat = open_chat(job.model)
         with exits_on_invalid_config(TaskError):
             self._task = load_task(job.task, job.seed, chat.tokenizer, Path(connection.launch.cwd))
-        self._endpoint = LoopbackEndpoint(job, connection.run.id, connection.keys.secret, chat, ask, self._report)
+        self._endpoint = LoopbackEndpoint(
+            job, connection.run.id, connection.keys.secret, chat, ask, status.endpoint_changed
+        )
         self._lock = threading.Lock()
         self._changed = threading.Event()
         """Set when an attempt has ended."""
         self._attempts: dict[int, _Attempt] = {}
         """The attempts of which the store does not know the end yet, by episode."""
-        self._answered = 0
-        """Number of answers that were reported as progress."""
-        self._phase = ""
 
     def lease(self) -> Iterator[Episode]:
         """Yield episodes; while ``at_most`` are at work, wait until one of them has ended."""
         store, stopping = self._connection.store, self._connection.stopping
         threading.Thread(target=self._break_calls_on_stop, name="episodes-stop", daemon=True).start()
-        with self._endpoint:
-            try:
-                while not stopping.is_set():
-                    self._report()
-                    self._connection.faults.trigger()
-                    self._connection.probes.answer()
-                    self._fail_overdue()
-                    if len(self._attempts) >= self._at_most:
-                        self._changed.wait(_POLL_S)
-                        self._changed.clear()
-                        continue
-                    holding = tuple(self._attempts)
-                    for leased in self._connection.call_store(store.lease_episodes(1, _LEASE_WAIT_S, holding)):
-                        yield self._begin(leased)
-            finally:
-                self._connection.set_phase("between")
+        with self._status, self._endpoint:
+            while not stopping.is_set():
+                self._connection.faults.trigger()
+                self._connection.probes.answer()
+                self._fail_overdue()
+                if len(self._attempts) >= self._at_most:
+                    self._changed.wait(_POLL_S)
+                    self._changed.clear()
+                    continue
+                holding = tuple(self._attempts)
+                for leased in self._connection.call_store(store.lease_episodes(1, _LEASE_WAIT_S, holding)):
+                    yield self._begin(leased)
 
     def finish(self, attempt: _Attempt, reward: float | None, later: bool) -> bool:
         """End an episode; see :meth:`Episode.finish`."""
@@ -186,7 +184,7 @@ class EpisodeWork:
         attempt = _Attempt(leased, time.monotonic() + self._settings.timeout)
         with self._lock:
             self._attempts[leased.episode] = attempt
-        self._report()
+            self._status.attempts_changed(len(self._attempts))
         item = self._task.prompt(leased.item)
         return Episode(self, attempt, item, self._endpoint.base_url, self._endpoint.api_key(leased))
 
@@ -217,18 +215,7 @@ class EpisodeWork:
         finally:
             with self._lock:
                 del self._attempts[of.episode]  # only now: until the store has answered, it counts as held
+                self._status.attempts_changed(len(self._attempts))
             self._changed.set()
-            self._report()
         self._connection.progress(1)
         return True
-
-    def _report(self) -> None:
-        """Report answers and the phase: agents wait for tokens, or act by themselves, or there is no episode."""
-        with self._lock:
-            answered = self._endpoint.answered
-            self._connection.count(answered - self._answered)
-            self._answered = answered
-            phase = "wait_work" if not self._attempts else "wait_turn" if self._endpoint.waiting else "act"
-            if phase != self._phase:
-                self._phase = phase
-                self._connection.set_phase(*entered_phase(self._job, phase, None))

@@ -16,13 +16,13 @@ from rrl.config.job.resolve import resolve
 from rrl.config.job.schema import Job
 from rrl.core.run_dir import write_atomically
 from rrl.core.run_spec import RunSpec
-from rrl.roles.end_report import Misuse
+from rrl.roles.launcher.end_report import Misuse
 from rrl.roles.trajectories.client import Fenced
 from rrl.roles.trajectories.durable.log import read_frames
 from rrl.roles.trajectories.durable.records import AttemptFailed, EpisodeFinished, decode
 from rrl.roles.trajectories.store import Store
 from rrl.roles.worker.api import Worker
-from rrl.roles.worker.episodes import Episode
+from rrl.roles.worker.episode_work import Episode
 from rrl.tests.support.listening_manager import TIMEOUT_S, eventually, lab
 from rrl.tests.support.roles.trajectories.agents import AGENTS, CREW, open_agents_store, sample
 from rrl.tests.support.roles.trajectories.crew import ROLLOUT, incarnation_of, lease
@@ -79,10 +79,10 @@ class Played:
 
     def __init__(self, store: Store, manager: Manager) -> None:
         self.store, self._manager = store, manager
-        self.told: queue.Queue[object] = queue.Queue()
+        self.reported: queue.Queue[object] = queue.Queue()
 
     async def tells(self) -> object:
-        return await asyncio.to_thread(self.told.get, timeout=TIMEOUT_S)
+        return await asyncio.to_thread(self.reported.get, timeout=TIMEOUT_S)
 
     @property
     def heartbeats(self) -> list[Heartbeat]:
@@ -101,7 +101,7 @@ def play_program(scene: Scene, program: Program, then: Callable[[Played], Awaita
         async with scene.serve(store) as endpoint, scene.manager() as manager:
             manager.store_is(endpoint)
             played, me = Played(store, manager), scene.worker(AGENTS)
-            role = scene.start(me, lambda: program(me, played.told))
+            role = scene.start(me, lambda: program(me, played.reported))
             await then(played)
             await manager.stop(AGENTS)
             await role.end()
@@ -116,18 +116,18 @@ def records(scene: Scene, kind: type[_Record]) -> list[_Record]:
 
 
 def test_an_episode_has_what_a_client_needs_and_its_reward_is_recorded(scene: Scene) -> None:
-    def program(me: Worker, told: queue.Queue[object]) -> None:
+    def program(me: Worker, reported: queue.Queue[object]) -> None:
         for episode in me.episodes(at_most=1):
             client = openai.OpenAI(base_url=episode.base_url, api_key=episode.api_key, max_retries=0)
             try:
                 reply = client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "?"}])
-            except openai.APIConnectionError:  # of the second episode, when a stop is requested
-                told.put(episode.fail("no answer"))
+            except (openai.APIConnectionError, openai.InternalServerError):  # the second one, at the stop
+                reported.put(episode.fail("no answer"))
                 continue
-            told.put((episode.item, episode.attempt, reply.choices[0].message.content, episode.finish(0.5)))
+            reported.put((episode.item, episode.attempt, reply.choices[0].message.content, episode.finish(0.5)))
             with pytest.raises(Misuse) as refused:
                 episode.finish(0.5)
-            told.put(str(refused.value))
+            reported.put(str(refused.value))
 
     async def then(played: Played) -> None:
         (turn,) = await eventually(lambda: lease(played.store, ROLLOUT), "a turn")
@@ -143,13 +143,13 @@ def test_an_episode_has_what_a_client_needs_and_its_reward_is_recorded(scene: Sc
 
 
 def test_at_most_so_many_episodes_are_at_work_and_a_failed_one_gives_its_place_back(scene: Scene) -> None:
-    def program(me: Worker, told: queue.Queue[object]) -> None:
+    def program(me: Worker, reported: queue.Queue[object]) -> None:
         held: list[Episode] = []
         for episode in me.episodes(at_most=2):
             held.append(episode)
-            told.put([episode.attempt for episode in held])
+            reported.put([episode.attempt for episode in held])
             if len(held) == 2:
-                told.put(held[0].fail("the browser\ncrashed"))
+                reported.put(held[0].fail("the browser\ncrashed"))
 
     async def then(played: Played) -> None:
         assert [await played.tells() for _ in range(4)] == [[1], [1, 1], True, [1, 1, 2]]
@@ -160,12 +160,12 @@ def test_at_most_so_many_episodes_are_at_work_and_a_failed_one_gives_its_place_b
 
 
 def test_an_attempt_that_lasts_too_long_is_failed_and_its_end_counts_no_more(scene: Scene) -> None:
-    def program(me: Worker, told: queue.Queue[object]) -> None:
+    def program(me: Worker, reported: queue.Queue[object]) -> None:
         held: list[Episode] = []
         for episode in me.episodes(at_most=1):  # it comes again once the first attempt has lasted too long
             held.append(episode)
             if len(held) == 2:
-                told.put([held[0].finish(1.0), held[1].attempt])
+                reported.put([held[0].finish(1.0), held[1].attempt])
 
     async def then(played: Played) -> None:
         assert await played.tells() == [False, 2]
@@ -176,13 +176,13 @@ def test_an_attempt_that_lasts_too_long_is_failed_and_its_end_counts_no_more(sce
 def test_a_process_that_was_replaced_can_end_nothing(scene: Scene) -> None:
     replaced = threading.Event()
 
-    def program(me: Worker, told: queue.Queue[object]) -> None:
+    def program(me: Worker, reported: queue.Queue[object]) -> None:
         for episode in me.episodes(at_most=1):
-            told.put("begun")
+            reported.put("begun")
             assert replaced.wait(TIMEOUT_S)
             with pytest.raises(Fenced):
                 episode.finish(1.0)
-            told.put("fenced")
+            reported.put("fenced")
             return
 
     async def then(played: Played) -> None:
@@ -204,11 +204,11 @@ def test_a_process_that_was_replaced_can_end_nothing(scene: Scene) -> None:
     ],
 )
 def test_a_mistake_in_a_reward_is_one_line(scene: Scene, reward: float, later: bool, problem: str) -> None:
-    def program(me: Worker, told: queue.Queue[object]) -> None:
+    def program(me: Worker, reported: queue.Queue[object]) -> None:
         for episode in me.episodes(at_most=1):
             with pytest.raises(Misuse) as refused:
                 episode.finish(reward, later)
-            told.put(str(refused.value))
+            reported.put(str(refused.value))
 
     async def then(played: Played) -> None:
         assert await played.tells() == f"finish(): {problem}"

@@ -1,9 +1,9 @@
 """Report why this process ends: in an end report, which the launcher of its step copies into the exit record.
 
-The manager decides by this report, never by what the process printed. Two reasons are reported: the job's configuration
-is invalid (:func:`exits_on_invalid_config`), and an uncaught exception (:func:`report_uncaught_exceptions`). Two kinds
-of exceptions are told apart from all others: :class:`ScorerFails` and :class:`Misuse`. Outside of a run nothing is
-reported.
+The manager's decisions use this report, never the output of the process. Two reasons are reported: an invalid
+configuration of the job (:func:`exits_on_invalid_config`), and an uncaught exception
+(:func:`report_uncaught_exceptions`). The exceptions :class:`ScorerFails` and :class:`Misuse` are marked in the report.
+Outside of a run nothing is reported.
 """
 
 from __future__ import annotations
@@ -22,29 +22,30 @@ from types import TracebackType
 
 import msgspec
 
-from ..core.launch import LAUNCH_ENV, EndReport, InvalidConfig, Launch, Raised, read_launch
-from ..core.run_dir import RunDir, write_atomically
-from ..core.text import exit_invalid_config, on_one_line
-from ..core.types import RaisedException
+from ...core.launch import LAUNCH_ENV, EndReport, InvalidConfig, Launch, Raised, read_launch
+from ...core.run_dir import RunDir, write_atomically
+from ...core.text import exit_invalid_config, on_one_line
+from ...core.types import RaisedException
 
 _log = logging.getLogger("rrl.worker")
 
 _WRITE_TIMEOUT_S = 2.0
-"""Seconds to write the report: a process that ends must not wait for storage that hangs."""
+"""Timeout (s) for writing the report, because a process that ends must not wait for hung storage."""
 _MAX_MESSAGE_CHARS = 400
-"""Characters of a message that are reported, as of a last line of output; the log has all of it."""
-_RRL = Path(__file__).parents[1]
+"""Maximum number of characters that are reported of an exception's message, or of a last line of output. The log
+contains the whole text."""
+_RRL = Path(__file__).parents[2]
 _PACKAGE_FOLDERS = frozenset({"site-packages", "dist-packages"})
 """Names of the folders that contain installed packages."""
 _DETERMINISTIC_OS_ERRORS = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
-"""OS errors that are caused far more often by a mistake in the user's code than by storage or the network."""
+"""OS errors whose usual cause is a mistake in the user's code, not storage or the network."""
 _ENVIRONMENTAL_ERRORS = frozenset({
     "torch.OutOfMemoryError", "torch.AcceleratorError", "torch.distributed.DistError", "zmq.error.ZMQError",
     "http.client.HTTPException", "urllib3.exceptions.HTTPError", "aiohttp.client_exceptions.ClientError",
     "httpx.TransportError",
 })  # fmt: skip
-"""Names of further classes of errors that memory, a GPU or the network may cause. They are compared by name, so that
-this module imports none of these packages."""
+"""Names of further error classes with possible causes in memory, a GPU or the network. The classes are compared by
+name, so that this module need not import their packages."""
 _MARK = "_rrl_environmental"
 """Attribute of an exception that was raised in a call of a service (:func:`mark_environmental`)."""
 
@@ -63,15 +64,16 @@ class ScorerFails(Exception):
 
 
 class Misuse(ValueError):
-    """The role's code breaks a rule of the worker API: this process would otherwise lose or corrupt its work."""
+    """The role's code breaks a rule of the worker API, so that this process would lose or corrupt its work."""
 
 
 @contextmanager
 def exits_on_invalid_config(errors: type[Exception] = ValueError) -> Iterator[None]:
     """Return a context manager that reports ``errors`` as mistakes in job.toml and exits with code 2.
 
-    The run then ends at once, because every start of the role would find the same mistake. So a check whose result
-    depends on the node must be outside of this context, and also a user's own code, whose errors need their traceback.
+    The run then ends at once, because every start of the role would fail with the same mistake. So a check whose result
+    depends on the node must be outside of this context. The user's code must be outside too, because its errors need a
+    traceback.
     """
     try:
         yield
@@ -81,7 +83,7 @@ def exits_on_invalid_config(errors: type[Exception] = ValueError) -> Iterator[No
 
 
 def report_uncaught_exceptions(launch: Launch) -> None:
-    """Report the exception that ends this process, if one does, after Python has printed its traceback."""
+    """Install a hook that reports the exception that ends this process, after Python has printed the traceback."""
     print_traceback, process = sys.excepthook, os.getpid()
 
     def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -99,7 +101,7 @@ def mark_environmental(error: BaseException) -> None:
 
 
 def _described_end(error: Exception, folder: Path) -> RaisedException:
-    """Return the exception that ends this process as a value: for :class:`ScorerFails` that of the scorer."""
+    """Return the exception that ends this process as a value; for :class:`ScorerFails`, the exception of the scorer."""
     if isinstance(error, ScorerFails):
         return msgspec.structs.replace(error.raised, dropped_groups=error.groups)
     return msgspec.structs.replace(described(error, folder), misuse=isinstance(error, Misuse))
@@ -151,7 +153,7 @@ def place_of(error: BaseException, folder: Path) -> str:
 
 
 def users_place(places: Sequence[tuple[str, int]], folder: Path) -> str:
-    """Return ``file:line`` of the innermost place in the user's own code, else in rrl's, else of the innermost one.
+    """Return ``file:line`` of the innermost frame in the user's code, else in rrl's code, else in any code.
 
     Args:
         places: File and line of each frame, the innermost last.
@@ -165,9 +167,9 @@ def users_place(places: Sequence[tuple[str, int]], folder: Path) -> str:
 
 
 def _is_own(file: str, folder: Path) -> bool:
-    """Return whether a file is the user's own: neither Python's, nor of an installed package, nor rrl's.
+    """Return whether a file belongs to the user, and not to Python, an installed package or rrl.
 
-    rrl's examples are the user's own if ``folder``, the job's folder, contains them.
+    rrl's examples count as the user's files if ``folder``, the job's folder, contains them.
     """
     path = Path(file)
     installed = not _PACKAGE_FOLDERS.isdisjoint(path.parts) or path.is_relative_to(sysconfig.get_path("stdlib"))

@@ -1,0 +1,136 @@
+"""The figures of benchmarks/dispatch.py, with their standard errors.
+
+A figure is a function of the seeds whose steps it sums. Its standard error is that of the jackknife: from the values
+that it has without one seed each. All arms of a seed have the same lengths, so a ratio of two of them is paired.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+
+from msgspec import Struct, field
+
+from rrl.benchmarks._dispatch_world import Outcome
+
+RANKERS = ("none", "wrong", "unseen", "seen", "perfect")
+LEARNED = ("unseen", "seen")
+MAX_OVER_FIFO = 1.02
+MIN_SHARE = 0.25
+MIN_GAIN = 0.05
+DECIDED = 3.0
+"""Standard errors between a figure and its bar from which a trace gets no more seeds."""
+
+Seeds = Sequence[int]
+
+
+class Estimate(Struct, frozen=True):
+    """A figure and its standard error."""
+
+    value: float
+    error: float
+
+    def __str__(self) -> str:
+        return f"{self.value:.3f} ± {self.error:.3f}"
+
+
+def kind(arm: str) -> str:
+    """Return which prompts an arm has: ``known`` or ``new`` to the rankers."""
+    return "known" if arm.endswith(("known", "wrong")) or arm in ("seen", "pools seen") else "new"
+
+
+class Trace(Struct):
+    """The outcomes of a trace, by arm, one for each seed."""
+
+    source: str
+    tau: str
+    engines: str
+    answers: int
+    """Number of answers of a step."""
+    outcomes: dict[str, list[Outcome]] = field(default_factory=dict)
+
+    @property
+    def seeds(self) -> range:
+        """The seeds that were played."""
+        return range(len(self.outcomes["fifo new"]))
+
+    def add(self, arm: str, outcome: Outcome) -> None:
+        """Add the outcome of the next seed."""
+        self.outcomes.setdefault(arm, []).append(outcome)
+
+    def over_fifo(self, arm: str, seeds: Seeds | None = None) -> float:
+        """Return the ratio of an arm's seconds to those of first come, first served with the same answers."""
+        seeds = self.seeds if seeds is None else seeds
+        return self._seconds(arm, seeds) / self._seconds(f"fifo {kind(arm)}", seeds)
+
+    def oracle(self, prompts: str, seeds: Seeds | None = None) -> float:
+        """Return the oracle's ratio to first come, first served, with ``known`` or ``new`` prompts."""
+        best = self.over_fifo(f"clairvoyant {prompts}", seeds)
+        return min(best, self.over_fifo("perfect", seeds)) if prompts == "new" else best
+
+    def share(self, arm: str, seeds: Seeds | None = None) -> float:
+        """Return an arm's gain over first come, first served as a share of the oracle's."""
+        return (1 - self.over_fifo(arm, seeds)) / (1 - self.oracle(kind(arm), seeds))
+
+    def share_of_attainable(self, arm: str, seeds: Seeds | None = None) -> float:
+        """Return an arm's gain as a share of that of a ranker that knows each prompt's true mean."""
+        return (1 - self.over_fifo(arm, seeds)) / (1 - self.over_fifo(f"true mean {kind(arm)}", seeds))
+
+    def gainful(self, arm: str) -> bool:
+        """Return whether the oracle's gain with an arm's prompts counts."""
+        return 1 - self.oracle(kind(arm)) >= MIN_GAIN
+
+    def moved(self, arm: str) -> float:
+        """Return the number of moves of an arm for each answer."""
+        return statistics.mean(outcome.moves for outcome in self.outcomes[arm]) / self.answers
+
+    def decided(self) -> bool:
+        """Return whether each figure is far from its bar, measured by its standard error."""
+        bars = [(self.estimate(self.over_fifo, arm), MAX_OVER_FIFO) for arm in RANKERS]
+        bars += [(self.estimate(self.share, arm), MIN_SHARE) for arm in LEARNED if self.gainful(arm)]
+        return all(abs(found.value - bar) >= DECIDED * found.error for found, bar in bars)
+
+    def estimate(self, figure: Callable[[str, Seeds], float], arm: str) -> Estimate:
+        """Return one of the figures above with its standard error."""
+        count = len(self.seeds)
+        without = [figure(arm, [seed for seed in self.seeds if seed != left_out]) for left_out in self.seeds]
+        error = math.sqrt((count - 1) / count * sum((each - statistics.mean(without)) ** 2 for each in without))
+        return Estimate(figure(arm, self.seeds), error)
+
+    def _seconds(self, arm: str, seeds: Seeds) -> float:
+        outcomes = self.outcomes[arm]
+        return sum(outcomes[seed].seconds for seed in seeds)
+
+
+def figures(traces: Sequence[Trace]) -> dict[str, float]:
+    """Return the figures of all traces together."""
+    ratios = [trace.estimate(trace.over_fifo, arm) for trace in traces for arm in RANKERS]
+    pairs = [(trace, arm) for trace in traces for arm in LEARNED]
+    gainful = [(trace, arm) for trace, arm in pairs if trace.gainful(arm)]
+    shares = [trace.estimate(trace.share, arm) for trace, arm in gainful]
+    attainable = [trace.share(f"true mean {kind(arm)}") for trace, arm in gainful]
+    gained = sum(1 - trace.over_fifo(arm) for trace, arm in gainful)
+    possible = sum(1 - trace.oracle(kind(arm)) for trace, arm in gainful)
+    worst = max(ratios, key=lambda each: each.value)
+    least = min(shares, key=lambda each: each.value, default=Estimate(math.nan, math.nan))
+    singles = [
+        own.seconds / fifo.seconds for trace in traces for arm in RANKERS
+        for own, fifo in zip(trace.outcomes[arm], trace.outcomes[f"fifo {kind(arm)}"], strict=True)
+    ]  # fmt: skip
+    pools = [arm for arm in traces[0].outcomes if arm.startswith("pools")]
+    return {
+        "worst_over_fifo": worst.value,
+        "worst_over_fifo_error": worst.error,
+        "worst_step_over_fifo": max(singles),
+        "two_pools_worst_over_fifo": max(trace.over_fifo(arm) for trace in traces for arm in pools),
+        "share_of_oracle": least.value,
+        "share_of_oracle_error": least.error,
+        "share_of_oracle_together": gained / possible if gainful else math.nan,
+        "attainable_share_of_oracle": min(attainable, default=math.nan),
+        "share_of_attainable": min((trace.share_of_attainable(arm) for trace, arm in gainful), default=math.nan),
+        "oracle_over_fifo": statistics.mean(trace.oracle("new") for trace in traces),
+        "learned_over_fifo": statistics.mean(trace.over_fifo(arm) for trace, arm in pairs),
+        "even_over_fifo": statistics.mean(trace.over_fifo("even new") for trace in traces),
+        "moved_share": statistics.mean(trace.moved(arm) for trace, arm in pairs),
+    }  # fmt: skip

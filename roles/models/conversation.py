@@ -1,0 +1,162 @@
+"""The vocabulary of conversations with the model: messages, calls of tools, and the interfaces that convert them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import msgspec
+from msgspec import Struct
+
+from .tokenizer import Tokenizer
+
+ASSISTANT = "assistant"
+"""Role of the messages that the model answers with."""
+
+
+class ToolCall(Struct, frozen=True):
+    """A call of a tool in an answer of the model."""
+
+    id: str
+    name: str
+    arguments: str
+    """JSON object of the arguments."""
+
+
+class Message(Struct, frozen=True, omit_defaults=True):
+    """A message of a conversation."""
+
+    role: str
+    content: str
+    name: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str = ""
+    """Id of the call whose result the message is."""
+    reasoning: str = ""
+    """Reasoning that precedes the content of an answer, where the model's family keeps them apart."""
+
+
+class AnswerContent(Struct, frozen=True):
+    """What an answer of the model says."""
+
+    content: str
+    calls: tuple[tuple[str, str], ...] = ()
+    """Name and arguments (JSON object) of each call of a tool."""
+    reasoning: str = ""
+
+
+class ToolsUnsupported(ValueError):
+    """Tools cannot be offered to the model; the text says why, and what would be right."""
+
+
+class Chat(Protocol):
+    """Converts conversations to tokens, and sampled tokens to what they say."""
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of the model."""
+        ...
+
+    def prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """Return the tokens of a conversation, at whose end the model's answer begins.
+
+        Raises:
+            ValueError: The conversation cannot be encoded.
+        """
+        ...
+
+    def extend(
+        self, context: tuple[int, ...], sampled: tuple[int, ...], messages: Sequence[Message], answered: int
+    ) -> tuple[int, ...] | None:
+        """Return the tokens of a conversation of which the beginning has tokens already.
+
+        Args:
+            context: Tokens before an answer.
+            sampled: Tokens of the answer.
+            messages: A conversation.
+            answered: Number of its messages up to the answer, which is the last of them.
+
+        Returns:
+            The tokens, at whose end the next answer begins; None if the template writes the beginning of the
+                conversation differently because of what follows.
+
+        Raises:
+            ValueError: The messages cannot be encoded.
+        """
+        ...
+
+    def read(self, context: tuple[int, ...], sampled: tuple[int, ...]) -> AnswerContent:
+        """Return what an answer says that was sampled after ``context``."""
+        ...
+
+
+class ModelChat(Chat, Protocol):
+    """The chat of a model, in which it may be offered tools."""
+
+    def with_tools(self, tools: str) -> Chat:
+        """Return the same for conversations in which the model is offered tools. The first call may take seconds.
+
+        Args:
+            tools: OpenAI's list of tools as JSON.
+
+        Raises:
+            ToolsUnsupported: Tools cannot be offered to this model.
+        """
+        ...
+
+
+class TemplateTokenizer(Tokenizer, Protocol):
+    """The tokenizer of a folder that has a chat template."""
+
+    def render(self, messages: Sequence[Mapping[str, Any]], *, answer_begins: bool, tools: Sequence[Any] = ()) -> str:
+        """Return a conversation as text, at whose end the model's answer begins if ``answer_begins``.
+
+        Raises:
+            ValueError: The folder has no chat template, or the template refuses the conversation.
+        """
+        ...
+
+    def token_id(self, text: str) -> int | None:
+        """Return the id of the token with a text; None if there is none."""
+        ...
+
+    def decode_all(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens, with that of special tokens."""
+        ...
+
+
+class ToolFormat(Protocol):
+    """How a model is offered tools, and how it calls them."""
+
+    def bind(self, tools: str) -> Chat:
+        """Return the chat in which the model is offered these tools (OpenAI's list as JSON)."""
+        ...
+
+
+def as_template_message(message: Message) -> dict[str, Any]:
+    """Return a message as chat templates expect it: arguments of tools are objects, and keys without a value absent."""
+    made: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.name:
+        made["name"] = message.name
+    if message.tool_calls:
+        made["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": _arguments(call)}}
+            for call in message.tool_calls
+        ]
+    if message.tool_call_id:
+        made["tool_call_id"] = message.tool_call_id
+    if message.reasoning:
+        made["reasoning_content"] = message.reasoning
+    return made
+
+
+def _arguments(call: ToolCall) -> Any:
+    try:
+        return msgspec.json.decode(call.arguments)
+    except msgspec.DecodeError:
+        return call.arguments
+
+
+def ended(sampled: Sequence[int], tokenizer: Tokenizer) -> bool:
+    """Return whether the model ended an answer itself."""
+    return bool(sampled) and sampled[-1] in tokenizer.stop_tokens

@@ -1,0 +1,63 @@
+"""Conversations in the chat template of a model's folder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from .conversation import ASSISTANT, AnswerContent, Message, TemplateTokenizer, as_template_message, ended
+from .tokenizer import Tokenizer
+
+
+class TemplateChat:
+    """The chat template of a model's folder.
+
+    Args:
+        tokenizer: Tokenizer of the folder.
+        tools: Tools that the template shows to the model: OpenAI's list, decoded.
+
+    Raises:
+        ValueError: The folder has no chat template, or the template refuses a question and its answer.
+    """
+
+    def __init__(self, tokenizer: TemplateTokenizer, *, tools: Sequence[Any] = ()) -> None:
+        self.tokenizer: Tokenizer = tokenizer
+        self._folder_tokenizer = tokenizer
+        self._tools = tools
+        self._answer_ends = self._find_end()
+
+    def prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """See :class:`.conversation.Chat`."""
+        return self.tokenizer.encode(self._render(messages, answer_begins=True))
+
+    def extend(
+        self, context: tuple[int, ...], sampled: tuple[int, ...], messages: Sequence[Message], answered: int
+    ) -> tuple[int, ...] | None:
+        """See :class:`.conversation.Chat`."""
+        if self._answer_ends is None:
+            return None
+        before = self._render(messages[:answered], answer_begins=False)
+        whole = self._render(messages, answer_begins=True)
+        if not whole.startswith(before):
+            return None
+        rest = self.tokenizer.encode(self._answer_ends + whole.removeprefix(before))
+        ends = bool(rest) and rest[0] in self.tokenizer.stop_tokens
+        if ended(sampled, self.tokenizer):
+            return (*context, *sampled, *(rest[1:] if ends else rest))
+        return (*context, *sampled, *(rest if ends else (self.tokenizer.eos, *rest)))
+
+    def read(self, context: tuple[int, ...], sampled: tuple[int, ...]) -> AnswerContent:
+        """See :class:`.conversation.Chat`."""
+        return AnswerContent(self.tokenizer.decode(sampled))
+
+    def _render(self, messages: Sequence[Message], *, answer_begins: bool) -> str:
+        given = [as_template_message(message) for message in messages]
+        return self._folder_tokenizer.render(given, answer_begins=answer_begins, tools=self._tools)
+
+    def _find_end(self) -> str | None:
+        """Return what the template writes after the text of an answer; None if it rewrites what precedes the answer."""
+        asked, answer = Message("user", "a"), Message(ASSISTANT, "b")
+        before = self._render([asked], answer_begins=True)
+        whole = self._render([asked, answer], answer_begins=False)
+        start = before + answer.content
+        return whole.removeprefix(start) if whole.startswith(start) else None

@@ -1,0 +1,65 @@
+"""Phase and progress of a process that makes attempts at episodes.
+
+Attempts begin and end in the process's own code, calls wait and are answered in the thread of its endpoint. Each
+reports its part. So the phase is right also while the code of an agent blocks its thread: once no call waits for tokens
+any more, the process acts, and without progress it is overdue like any other.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from types import TracebackType
+
+from ....core.run_spec import RunSpec
+from ....core.types import ReplicaId
+from .work_status import entered_phase
+
+
+class EpisodeStatus:
+    """Reports phase and progress; a context manager, after which the phase is ``between``.
+
+    Args:
+        job: The job.
+        set_phase: Enters a phase, with the replica that it waits for and its idle cause.
+        count: Adds units of work.
+    """
+
+    def __init__(
+        self, job: RunSpec, set_phase: Callable[[str, ReplicaId | None, str | None], None],
+        count: Callable[[int], None],
+    ) -> None:  # fmt: skip
+        self._job, self._set_phase, self._count = job, set_phase, count
+        self._lock = threading.Lock()
+        self._at_work = self._waiting = self._answered = 0
+        self._phase = ""
+
+    def __enter__(self) -> EpisodeStatus:
+        with self._lock:
+            self._enter()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._set_phase("between", None, None)
+
+    def attempts_changed(self, at_work: int) -> None:
+        """Report the number of attempts at work."""
+        with self._lock:
+            self._at_work = at_work
+            self._enter()
+
+    def endpoint_changed(self, waiting: int, answered: int) -> None:
+        """Report the number of calls that wait for tokens, and of those that were answered so far."""
+        with self._lock:
+            if answered > self._answered:
+                self._count(answered - self._answered)
+            self._waiting, self._answered = waiting, answered
+            self._enter()
+
+    def _enter(self) -> None:
+        phase = "wait_work" if not self._at_work else "wait_turn" if self._waiting else "act"
+        if phase != self._phase:
+            self._phase = phase
+            self._set_phase(*entered_phase(self._job, phase, None))

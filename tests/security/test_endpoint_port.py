@@ -1,0 +1,201 @@
+"""The port of the endpoint, attacked in a process of its own: strangers and slow readers cost nothing that lasts."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import random
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from rrl.roles.endpoint.key import EpisodeKey, encode_key
+from rrl.tests.support.roles.endpoint.served import RUN, USER
+from rrl.tests.support.security.attacks import Footprint, barrage
+from rrl.transport.keys import RunKeys
+
+SOON = 60.0
+"""s; only a broken build waits for so long"""
+FRAMES = 400
+HALF_OPEN = 200
+ROUNDS = 3
+"""of the same attack: the first ones fill the pools of libraries, what counts is that one more costs nothing"""
+GROWTH = 3 * 2**20
+"""bytes that an attack may leave behind"""
+READERS = 16
+READER_BYTES = 2**19
+"""bytes of memory that a stream may take whose reader does not read: twice what asyncio and h11 buffer, and an event"""
+BODY = {"model": "any", "messages": USER}
+
+
+class Victim:
+    """A process with an endpoint whose connections must send a head within two seconds."""
+
+    def __init__(self, folder: Path) -> None:
+        self.keys = RunKeys.make()
+        self.keys.save(folder / "keys.json")
+        argv = [sys.executable, "-m", "rrl.tests.support.security.victim", "endpoint", str(folder / "keys.json")]
+        self._process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self._process.stdout is not None
+        self.port = "127.0.0.1", int(self._process.stdout.readline().strip().rpartition(":")[2])
+
+    @property
+    def footprint(self) -> Footprint:
+        return Footprint.of(self._process.pid)
+
+    def key(self, episode: int) -> str:
+        return encode_key(EpisodeKey(RUN, episode, 1), self.keys.secret)
+
+    def serve_an_agent(self) -> None:
+        """An agent asks, and is answered."""
+        connection = http.client.HTTPConnection(*self.port, timeout=SOON)
+        headers = {"authorization": f"Bearer {self.key(1)}", "connection": "close"}
+        connection.request("POST", "/v1/chat/completions", json.dumps(BODY), headers)
+        reply = connection.getresponse()
+        assert (reply.status, json.loads(reply.read())["choices"][0]["message"]["content"]) == (200, "0")
+        connection.close()
+
+    def stream(self, episode: int, headers: bytes = b"") -> socket.socket:
+        """Begin a stream whose answer never ends, and read nothing of it."""
+        body = json.dumps({**BODY, "stream": True, "logprobs": True}).encode()
+        connection = socket.socket()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(self.port)
+        connection.sendall(
+            b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer "
+            + self.key(episode).encode() + b"\r\ncontent-length: " + str(len(body)).encode() + b"\r\n\r\n" + body
+        )  # fmt: skip
+        return connection
+
+    def cpu_ticks(self) -> int:
+        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
+        return int(fields[11]) + int(fields[12])
+
+    def close(self) -> None:
+        self._process.communicate("", timeout=SOON)
+
+
+@pytest.fixture(scope="module")
+def victim(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Victim]:
+    """One for all tests: each leaves it as it was, or fails."""
+    made = Victim(tmp_path_factory.mktemp("victim"))
+    try:
+        made.serve_an_agent()
+        yield made
+    finally:
+        made.close()
+
+
+def until(holds: Callable[[], bool], failure_text: str) -> None:
+    deadline = time.monotonic() + SOON
+    while not holds():
+        assert time.monotonic() < deadline, failure_text
+        time.sleep(0.05)
+
+
+def until_back(victim: Victim, before: Footprint) -> None:
+    """Wait until the descriptors are where they were."""
+    until(lambda: victim.footprint.descriptors <= before.descriptors, f"descriptors are kept: {before}")
+
+
+def requests_of_strangers(seed: int) -> Iterator[bytes]:
+    """Requests that are malformed, endless, or have no valid key."""
+    chance = random.Random(seed)
+    line = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n"
+    while True:
+        yield chance.choice([
+            line, line + b"content-length: 99999999999\r\n\r\n" + bytes(4096),
+            line + b"transfer-encoding: chunked\r\n\r\n" + b"ffffffff\r\n" + bytes(4096),
+            line + b"transfer-encoding: chunked\r\n\r\nnonsense\r\n", line + b"x: " + b"a" * 200_000 + b"\r\n\r\n",
+            line + b"authorization: Bearer " + b"rrl-" + b"A" * chance.randrange(5000) + b"\r\n\r\n",
+            line + b"content-length: 1\r\ncontent-length: 2\r\n\r\n",
+            b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n" * 50,
+            b"POST /rrl/v1/episodes HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n",
+            b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"GET / HTTP/1.1\r\nupgrade: websocket\r\nconnection: upgrade\r\n\r\n",
+            chance.randbytes(chance.randrange(1, 5000)),
+        ])  # fmt: skip
+
+
+def attack(victim: Victim, seed: int) -> None:
+    barrage(victim.port, FRAMES, seed)
+    for _, request in zip(range(FRAMES), requests_of_strangers(seed), strict=False):
+        with contextlib.suppress(OSError), socket.create_connection(victim.port, SOON) as stranger:
+            stranger.sendall(request)
+            stranger.setblocking(False)
+            stranger.recv(4096)
+
+
+def test_nothing_that_strangers_do_lasts_and_agents_are_served_meanwhile(victim: Victim) -> None:
+    before = victim.footprint
+    for seed in range(ROUNDS):
+        before = victim.footprint
+        with ExitStack() as silent:
+            for _ in range(HALF_OPEN):
+                silent.enter_context(socket.create_connection(victim.port, SOON)).sendall(b"POST /v1/chat")
+            storm = threading.Thread(target=attack, args=(victim, seed))
+            storm.start()
+            victim.serve_an_agent()
+            storm.join()
+        until_back(victim, before)
+    after = victim.footprint
+    assert after.memory <= before.memory + GROWTH, (before, after)
+    victim.serve_an_agent()
+
+
+@pytest.mark.parametrize("begin", [b"", b"GET", b"GET /v1/models HTTP/1.1\r\nhost: x\r\n"])
+@pytest.mark.parametrize("proved", [False, True])
+def test_a_connection_that_does_not_complete_a_request_is_cut_off(victim: Victim, begin: bytes, proved: bool) -> None:
+    """Also one that sends a byte now and then, and one that was answered before."""
+    with socket.create_connection(victim.port, SOON) as slow:
+        if proved:
+            key = victim.key(1).encode()
+            slow.sendall(b"GET /v1/models HTTP/1.1\r\nhost: x\r\nauthorization: Bearer " + key + b"\r\n\r\n")
+            assert slow.recv(4096).startswith(b"HTTP/1.1 200")
+        slow.sendall(begin)
+        slow.settimeout(0.1)
+        deadline = time.monotonic() + SOON
+        while True:
+            assert time.monotonic() < deadline, "it was not cut off"
+            try:
+                if begin:
+                    slow.sendall(b"a")
+                if not slow.recv(4096):
+                    break
+            except TimeoutError:
+                continue
+            except ConnectionError:
+                break
+    victim.serve_an_agent()
+
+
+def test_streams_that_nobody_reads_stop_and_take_little_memory(victim: Victim) -> None:
+    with victim.stream(0) as reader:
+        assert reader.recv(15) == b"HTTP/1.1 200 OK"  # what the first stream loads stays
+    before = victim.footprint
+    with ExitStack() as readers:
+        for episode in range(READERS):
+            readers.enter_context(victim.stream(2 * episode))
+        until_idle(victim)
+        after = victim.footprint
+        assert after.memory <= before.memory + READERS * READER_BYTES, (before, after)
+        victim.serve_an_agent()
+    until_back(victim, before)
+
+
+def until_idle(victim: Victim) -> None:
+    """Wait until the process has used no processor time for a second."""
+    deadline = time.monotonic() + SOON
+    used, since = victim.cpu_ticks(), time.monotonic()
+    while time.monotonic() - since < 1.0:
+        assert time.monotonic() < deadline, "the streams are not held up"
+        time.sleep(0.05)
+        if (now := victim.cpu_ticks()) > used + 1:
+            used, since = now, time.monotonic()

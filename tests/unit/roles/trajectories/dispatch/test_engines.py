@@ -1,0 +1,34 @@
+"""What the store knows of its rollouts' engines, and what they get by it."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+
+import pytest
+
+from rrl.core.types import Incarnation, ReplicaId
+from rrl.roles.trajectories.dispatch.engines import Engines, Known
+from rrl.roles.trajectories.dispatch.lengths import GroupEstimate
+from rrl.roles.trajectories.dispatch.token_times import TokenTimes
+
+KNOWN = Known(GroupEstimate(math.log(500), 0.1, 0.3), 0, 20)
+PLACES = 64
+ROLLOUTS = [Incarnation(ReplicaId(f"rollout/{index}"), 1) for index in range(3)]
+
+
+@pytest.mark.parametrize("token_s", [0.001, 0.3])
+def test_a_new_rollout_gets_as_much_as_those_whose_times_are_known(token_s: float) -> None:
+    """Its engine is assumed to be like theirs, also if it requested work before anything was known of them."""
+    times = defaultdict[Incarnation, TokenTimes](TokenTimes)
+    engines = Engines(4_000, lambda trajectory: KNOWN, lambda engine: frozenset(), lambda engine: times[engine])
+    for rollout in ROLLOUTS:
+        engines.requested(rollout, PLACES)
+    waiting = list(range(90))
+    engines.share(ROLLOUTS[0], waiting, PLACES)  # now the loads of all three are known
+    for rollout in ROLLOUTS[:2]:
+        for running in (1, 8, 64):
+            times[rollout].observe(running, token_s * (1 + running / 8))
+        engines.appended(rollout, [], (), None)
+    shares = [len(engines.share(rollout, waiting, PLACES)) for rollout in ROLLOUTS]
+    assert shares == [pytest.approx(30, abs=3)] * 3

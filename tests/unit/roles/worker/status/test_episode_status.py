@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+from rrl.core.types import ReplicaId
+from rrl.roles.worker.status.episode_status import EpisodeStatus
+from rrl.tests.support.roles.worker_scene import JOB
+
+
+class Reported:
+    """What a process has reported."""
+
+    def __init__(self) -> None:
+        self.phases: list[str] = []
+        self.done = 0
+        self.status = EpisodeStatus(JOB, self._set_phase, self._count)
+
+    def _set_phase(self, name: str, waits_for: ReplicaId | None, cause: str | None) -> None:
+        self.phases.append(name)
+
+    def _count(self, units: int) -> None:
+        self.done += units
+
+
+def test_the_phase_is_what_attempts_and_calls_do() -> None:
+    reported = Reported()
+    with reported.status as status:
+        status.attempts_changed(1)
+        status.attempts_changed(2)
+        status.endpoint_changed(waiting=1, answered=0)
+        status.endpoint_changed(waiting=2, answered=0)
+        status.endpoint_changed(waiting=1, answered=1)
+        status.endpoint_changed(waiting=0, answered=2)
+        status.attempts_changed(0)
+    assert reported.phases == ["wait_work", "act", "wait_turn", "act", "wait_work", "between"]
+    assert reported.done == 2
+
+
+def test_a_process_whose_code_blocks_acts_once_its_calls_are_answered() -> None:
+    reported = Reported()
+    reported.status.attempts_changed(2)
+    reported.status.endpoint_changed(waiting=2, answered=0)
+    reported.status.endpoint_changed(waiting=0, answered=2)  # its own thread reports nothing more
+    assert reported.phases[-1] == "act"
