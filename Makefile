@@ -6,7 +6,7 @@ EXTRAS := dev,torch,ucx,nixl,endpoint
 # Wheels of torch without CUDA: 190 MB instead of 3 GB. Other wheels: make setup TORCH_INDEX=https://pypi.org/simple
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 # Number of pytest processes on the two cores of CI: whole runs, and even more the tests of Slurm, mostly wait.
-WORKERS ?= 5
+WORKERS ?= 4
 # The tests of one file stay in one process. tests/conftest.py starts the files that take longest first.
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 PIP_FLAGS := --use-pep517 --disable-pip-version-check
