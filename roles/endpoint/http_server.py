@@ -71,7 +71,7 @@ class EndpointServer:
 
 
 class _BoundedProtocol(H11Protocol):
-    """A connection that is closed if the head of a request does not arrive in time.
+    """A connection that is closed if the head of a request does not arrive in time, or if the server stops.
 
     uvicorn itself has no deadline for the first request, and ends that of a later one with its first byte.
     """
@@ -87,6 +87,13 @@ class _BoundedProtocol(H11Protocol):
         """Forget the deadline."""
         self._head_arrived()
         super().connection_lost(exc)
+
+    def shutdown(self) -> None:
+        """Break a call that is not answered yet, so that its client repeats it; uvicorn would answer it with 500."""
+        if self.cycle is None or self.cycle.response_complete:
+            super().shutdown()
+        else:
+            self.transport.abort()
 
     def handle_events(self) -> None:
         """Look for the end of a head in what has arrived."""

@@ -423,7 +423,7 @@ def _is_unavailable(upstream: httpx2.Response) -> bool:
     """Return whether a replica could not take a call, or was stopped before it has begun its answer.
 
     A 503 of the endpoint that says when to come again is an answer (no episode is free), and so is a 500 with an error
-    object. The server itself sends 500 without one to the calls that it interrupts when it is stopped.
+    object. Any other 5xx comes from the server below the application, which has not answered the call.
     """
     if upstream.status_code == 503:
         return "retry-after" not in upstream.headers
