@@ -35,6 +35,15 @@ def open_agents_store(folder: Path, members: Sequence[Incarnation] = CREW, **cha
     return open_store(folder, members, **settings)
 
 
+def reopened(store: Store, folder: Path, members: Sequence[Incarnation] = CREW, **changed: Any) -> Store:
+    """Open the store twice, so that the second one reads a log that the first has rewritten."""
+    for _ in range(2):
+        store.flush()
+        store.close()
+        store = open_agents_store(folder, members, **changed)
+    return store
+
+
 def episodes(
     store: Store, at_most: int = 1000, who: Incarnation = AGENTS, holding: Sequence[int] = ()
 ) -> list[EpisodeItem]:

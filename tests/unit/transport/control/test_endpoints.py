@@ -487,8 +487,10 @@ def test_an_answer_to_a_peer_that_is_gone_is_dropped_silently() -> None:
 
 
 def test_several_live_in_one_loop_beside_the_main_thread_and_leave_nothing_behind() -> None:
-    def things() -> tuple[int, int]:
-        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+    def things() -> set[tuple[str, str]]:
+        """The open descriptors but that of this listing, and the threads, each by its number."""
+        files = [number for number in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{number}")]
+        return {("thread", number) for number in os.listdir("/proc/self/task")} | {("file", number) for number in files}
 
     async def test() -> None:
         async with listening() as one, listening() as two:
@@ -507,17 +509,12 @@ def test_several_live_in_one_loop_beside_the_main_thread_and_leave_nothing_behin
             failures.append(error)
 
     before = things()
-
-    def more(now: tuple[int, int]) -> bool:
-        """Whether there are more than before. There may be fewer: threads of earlier tests may have ended meanwhile."""
-        return now[0] > before[0] or now[1] > before[1]
-
     thread = threading.Thread(target=in_thread)
     thread.start()
     thread.join(SOON)
     assert not thread.is_alive()
     assert failures == []
     end = time.monotonic() + SOON
-    while more(things()) and time.monotonic() < end:
+    while things() - before and time.monotonic() < end:
         time.sleep(0.01)  # join() returns a moment before the kernel has let go of the thread
-    assert not more(things())
+    assert not things() - before  # what earlier tests left may have ended meanwhile

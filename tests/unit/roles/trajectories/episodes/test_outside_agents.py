@@ -25,6 +25,7 @@ from rrl.tests.support.roles.trajectories.agents import (
     finish,
     is_over,
     open_agents_store,
+    reopened,
     turn,
 )
 from rrl.tests.support.roles.trajectories.crew import BATCH, GROUP, REWARD, bind, incarnation_of, open_store
@@ -39,14 +40,6 @@ def store(tmp_path: Path) -> Store:
     return open_agents_store(tmp_path, MEMBERS, episodes=SETTINGS)
 
 
-def _reopened(store: Store, folder: Path) -> Store:
-    for _ in range(2):
-        store.flush()
-        store.close()
-        store = open_agents_store(folder, MEMBERS, episodes=SETTINGS)
-    return store
-
-
 def _open(store: Store, request: str = "a", who: Incarnation = ENDPOINT) -> EpisodeItem:
     leased = answer(store, OpenEpisode(who, request))
     assert isinstance(leased, LeasedEpisodes), leased
@@ -59,7 +52,7 @@ def test_request_that_is_repeated_gets_the_same_episode_and_another_one_the_next
     assert (item.episode, item.attempt) == (0, 1)
     assert _open(store) == item
     assert _open(store, "b").episode == 1
-    store = _reopened(store, tmp_path)
+    store = reopened(store, tmp_path, MEMBERS, episodes=SETTINGS)
     assert _open(store) == item
     assert [each.episode for each in episodes(store, 2)] == [2, 3], "agents of the run get the others"
 
@@ -103,7 +96,7 @@ def test_attempt_that_takes_too_long_fails_and_is_made_again(store: Store) -> No
 def test_time_of_an_attempt_begins_anew_with_the_store_and_ends_with_its_result(store: Store, tmp_path: Path) -> None:
     item = _open(store)
     store.episodes.expire(1000.0)
-    store = _reopened(store, tmp_path)
+    store = reopened(store, tmp_path, MEMBERS, episodes=SETTINGS)
     store.episodes.expire(5.0)
     assert store.episodes.due == 65.0
     turn(store, item, (2,), (5, 1), who=ENDPOINT)
@@ -144,11 +137,11 @@ def _post(store: Store, item: EpisodeItem, reward: float, attempt: int = 1) -> o
 def test_reward_that_comes_later_is_the_episodes_and_comes_once(store: Store, tmp_path: Path) -> None:
     items = [_ended(store, str(number)) for number in range(BATCH * GROUP)]
     assert store.lease_scoring(REWARD, 9) == Scoring(())
-    store = _reopened(store, tmp_path)
+    store = reopened(store, tmp_path, MEMBERS, episodes=SETTINGS)
     assert store.lease_scoring(REWARD, 9) == Scoring(()), "nor after a restart"
     for place, item in enumerate(items):
         assert _post(store, item, place / 4) == Done()
-    store = _reopened(store, tmp_path)
+    store = reopened(store, tmp_path, MEMBERS, episodes=SETTINGS)
     assert _post(store, items[1], 0.25) == Done(), "repeated"
     second = _post(store, items[1], 0.5)
     assert isinstance(second, Denied)
@@ -158,7 +151,7 @@ def test_reward_that_comes_later_is_the_episodes_and_comes_once(store: Store, tm
 
 def test_reward_that_does_not_come_in_time_drops_the_group(store: Store, tmp_path: Path) -> None:
     item = _ended(store)
-    store = _reopened(store, tmp_path)
+    store = reopened(store, tmp_path, MEMBERS, episodes=SETTINGS)
     store.episodes.expire(10.0)
     store.episodes.expire(99.0)
     assert store.audit().dropped == {}

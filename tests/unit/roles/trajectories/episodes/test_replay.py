@@ -28,6 +28,7 @@ from rrl.tests.support.roles.trajectories.agents import (
     follow,
     is_over,
     open_agents_store,
+    reopened,
     sample,
     turn,
     turns_of,
@@ -52,15 +53,6 @@ def store(tmp_path: Path) -> Store:
 def _members(agents: Incarnation) -> tuple[Incarnation, ...]:
     """The members with another incarnation of the first agents replica."""
     return (*(each for each in CREW if each != AGENTS), agents)
-
-
-def _reopened(store: Store, folder: Path, members: tuple[Incarnation, ...] = CREW) -> Store:
-    """Open the store twice, so that the second one reads a log that the first has rewritten."""
-    for _ in range(2):
-        store.flush()
-        store.close()
-        store = open_agents_store(folder, members)
-    return store
 
 
 def _next(store: Store, number: int) -> tuple[Incarnation, EpisodeItem]:
@@ -92,7 +84,7 @@ def test_next_attempt_gets_the_recorded_turns_by_repeating_their_requests(store:
     assert [(each.id, each.sampled, each.attempt) for each in shown.recorded] == [(first, (5, 6), 1), (second, (8,), 1)]
     assert turn(store, again, (2, 3), (5, 6), who=who) == first
     assert follow(store, first, 0, who).finished
-    store = _reopened(store, tmp_path, _members(who))
+    store = reopened(store, tmp_path, _members(who))
     shown = turns_of(store, item.episode, who)
     assert ([each.id for each in shown.turns], [each.id for each in shown.recorded]) == ([first], [second])
     assert ask(store, again, "(7,) None 4", (7,), first, 4, who=who) != second, "the name is another"
@@ -107,7 +99,7 @@ def test_open_turn_is_sampled_on_while_no_process_makes_the_attempt(store: Store
     store.append(ROLLOUT, [segment(number, 0, (5, 6))])
     store.update_membership([each for each in CREW if each != AGENTS])
     assert store.append(ROLLOUT, [segment(number, 2, (7,))]) == Done()
-    store = _reopened(store, tmp_path, tuple(each for each in CREW if each != AGENTS))
+    store = reopened(store, tmp_path, tuple(each for each in CREW if each != AGENTS))
     store.append(ROLLOUT, [segment(number, 3, (1,))], (number,))
     who, again = _next(store, 2)
     assert ask(store, again, who=who) == number
@@ -195,7 +187,7 @@ def test_attempt_that_replays_may_die_too(store: Store, tmp_path: Path) -> None:
     turn(store, again, (2, 3), (5, 6), who=who)
     third = turn(store, again, (6,), (4,), first, 4, who=who)
     who, again = _next(store, 3)
-    store = _reopened(store, tmp_path, _members(who))
+    store = reopened(store, tmp_path, _members(who))
     assert [each.id for each in turns_of(store, item.episode, who).recorded] == [first, second, third]
     assert turn(store, again, (2, 3), (5, 6), who=who) == first
     assert turn(store, again, (6,), (4,), first, 4, who=who) == third
@@ -210,7 +202,7 @@ def test_turns_are_taken_over_in_another_order_than_they_were_recorded(store: St
     two = turn(store, item, (9,), (7, 1), one, 2)
     who, again = _next(store, 2)
     assert turn(store, again, (9,), (7, 1), one, 2, who=who) == two
-    store = _reopened(store, tmp_path, _members(who))
+    store = reopened(store, tmp_path, _members(who))
     assert [each.id for each in turns_of(store, item.episode, who).turns] == [two]
     samples = _samples(store, again, who)
     assert [(each.prompt, each.tokens) for each in samples] == [((2, 3, 9), (7, 1))]
@@ -273,7 +265,7 @@ def test_whatever_dies_when_a_deterministic_agent_reads_the_same_answers_again(
             who, item = _next(store, number)
             asked.clear()
         elif step == "reopen":
-            store = _reopened(store, folder, _members(who))
+            store = reopened(store, folder, _members(who))
         elif step == "diverge":
             request(f"other {number} {len(asked)}", None, 0)
     shown = turns_of(store, item.episode, who)

@@ -24,6 +24,7 @@ from rrl.tests.support.roles.trajectories.agents import (
     follow,
     is_over,
     open_agents_store,
+    reopened,
     turn,
     turns_of,
 )
@@ -47,12 +48,6 @@ from rrl.tests.support.roles.trajectories.crew import (
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
     return open_agents_store(tmp_path)
-
-
-def _reopened(store: Store, folder: Path) -> Store:
-    store.flush()
-    store.close()
-    return open_agents_store(folder)
 
 
 # ── attempts ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -142,7 +137,7 @@ def test_restart_of_the_store_ends_no_attempt(store: Store, tmp_path: Path) -> N
     fail(store, other)
     (other,) = episodes(store, 1, OTHER_AGENTS)
     number = ask(store, item)
-    store = _reopened(_reopened(store, tmp_path), tmp_path)
+    store = reopened(store, tmp_path)
     assert episodes(store, 1, holding=[]) == [item]
     assert episodes(store, 1, OTHER_AGENTS) == [other]
     assert other.attempt == 2
@@ -252,7 +247,7 @@ def test_episode_can_be_read_as_it_was_asked_by_whoever_knows_nothing(store: Sto
     item, *_ = episodes(store, 1)
     first = turn(store, item, (2, 3), (5, 6))
     second = ask(store, item, "2", (7,), first, 4)
-    store = _reopened(store, tmp_path)
+    store = reopened(store, tmp_path)
     read = turns_of(store, item.episode)
     assert read.attempt == 1
     assert read.turns == (
@@ -265,7 +260,7 @@ def test_turn_numbers_are_never_used_again_although_turns_are_deleted(store: Sto
     item, *_ = episodes(store, 1)
     number = ask(store, item)
     fail(store, item)
-    store = _reopened(_reopened(store, tmp_path), tmp_path)
+    store = reopened(store, tmp_path)
     (again,) = episodes(store, 1)
     assert ask(store, again) == number + 1
 

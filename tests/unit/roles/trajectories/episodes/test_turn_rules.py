@@ -32,6 +32,7 @@ from rrl.tests.support.roles.trajectories.agents import (
     follow,
     is_over,
     open_agents_store,
+    reopened,
     sample,
     turn,
     turns_of,
@@ -54,14 +55,6 @@ HOT = Sampling(temperature=1.5, seed=7)
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
     return open_agents_store(tmp_path)
-
-
-def _reopened(store: Store, folder: Path) -> Store:
-    for _ in range(2):
-        store.flush()
-        store.close()
-        store = open_agents_store(folder)
-    return store
 
 
 def _end(store: Store, number: int, length: int, who: Incarnation = AGENTS) -> object:
@@ -101,7 +94,7 @@ def test_answer_ends_where_the_endpoint_says_and_its_rollout_loses_it(store: Sto
     late = store.append(ROLLOUT, [segment(number, 3, (8,))])
     assert isinstance(late, Denied)
     assert late.lost == (number,)
-    store = _reopened(store, tmp_path)
+    store = reopened(store, tmp_path)
     assert _end(store, number, 1) == Done()
     assert (follow(store, number).tokens, follow(store, number).finished) == ((5,), True)
     second = turn(store, item, (4,), (6, 1), number, 3)
@@ -133,7 +126,7 @@ def test_turn_that_continues_a_discarded_token_keeps_it_as_given(store: Store, t
         by_id = {each.id: each for each in turns_of(store, item.episode).turns}
         assert (by_id[child].offset, by_id[child].given) == (3, (6, 7, 9))
         assert (by_id[branch].offset, by_id[branch].given) == (3, (4,))
-        store = _reopened(store, tmp_path)
+        store = reopened(store, tmp_path)
     samples = _samples(store, item)
     assert [one.prompt + one.tokens for one in samples] == [(2, 3, 5, 6, 7, 9, 8, 1), (2, 3, 5, 4, 6, 1)]
     assert samples[0].masked == ((1, 3),)
@@ -163,7 +156,7 @@ def test_foreign_turn_reaches_rollouts_with_its_sampling_and_is_context_of_what_
     first = turn(store, item, (2, 3), (5, 6))
     opened = answer(store, OpenTurn(AGENTS, item.episode, 1, "hot", first, 4, (9,), 4, (), "{}", HOT))
     assert isinstance(opened, TurnOpened)
-    store = _reopened(store, tmp_path)
+    store = reopened(store, tmp_path)
     (work,) = lease(store)
     assert (work.trajectory, work.sampling) == (opened.turn, HOT)
     store.append(ROLLOUT, [segment(opened.turn, 0, (8, 7))], (opened.turn,))
@@ -235,7 +228,7 @@ def test_tokens_are_what_the_engine_had_in_every_branch(store: Store, tmp_path: 
         number = ask(store, item, f"branch {place}", (9, place), first, 3 + place)
         (work,) = lease(store)
         store.append(ROLLOUT, [_digested(segment(number, 0, (8, 1)), work.prompt)], (number,))
-    store = _reopened(store, tmp_path)
+    store = reopened(store, tmp_path)
     finish(store, item)
     counted = store.audit().episodes
     assert (counted["token_drift"], counted["branches"], counted["turns"]) == (0, 3, 3)
@@ -284,7 +277,7 @@ def test_figures_of_the_episodes_come_with_the_commit_and_survive_a_rewritten_lo
         done = store.commit(incarnation_of("trainer/0"), number, {}, batch.digest)
         assert isinstance(done, Done)
         metrics.append(done.metrics)
-        store = _reopened(store, tmp_path)
+        store = reopened(store, tmp_path)
     each = BATCH * GROUP
     for number, found in enumerate(metrics, start=1):
         assert found["episodes_finished"] == found["branches"] == each * number
