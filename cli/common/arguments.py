@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead, for programs.")]
+_RUN = "The run's id, an unambiguous beginning of it, or its folder. Default: the newest run."
+Run = Annotated[str | None, typer.Argument(metavar="RUN", help=_RUN, show_default=False)]
+NamedRun = Annotated[str, typer.Argument(metavar="RUN", help=_RUN.partition(" Default")[0], show_default=False)]
+JobFile = Annotated[Path, typer.Argument(metavar="JOB.TOML", help="The job spec.", show_default=False)]

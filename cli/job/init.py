@@ -209,6 +209,6 @@ def _comment(text: str) -> str:
 
 
 _TEMPLATES = jinja2.Environment(
-    loader=jinja2.FileSystemLoader(Path(__file__).parents[1] / "templates"), undefined=jinja2.StrictUndefined,
+    loader=jinja2.FileSystemLoader(Path(__file__).parent), undefined=jinja2.StrictUndefined,
     trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, autoescape=False,
 )  # fmt: skip

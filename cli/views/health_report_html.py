@@ -1,6 +1,6 @@
 """The health report as one self-contained HTML file.
 
-Pure: the numbers of the plots are computed here, and the template (cli/templates/health.html.j2) escapes its input.
+Pure: the numbers of the plots are computed here, and the template (cli/views/health.html.j2) escapes its input.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _COLOURS = {
 }  # fmt: skip
 _OTHER = "#7c8794"
 _TEMPLATES = jinja2.Environment(
-    loader=jinja2.FileSystemLoader(Path(__file__).parents[1] / "templates"), undefined=jinja2.StrictUndefined,
+    loader=jinja2.FileSystemLoader(Path(__file__).parent), undefined=jinja2.StrictUndefined,
     autoescape=True, trim_blocks=True, keep_trailing_newline=True,
 )  # fmt: skip
 

@@ -1,0 +1,76 @@
+"""Commands that prepare a job: its spec, and the machines for it. Each imports its module only when it runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..common.arguments import JobFile, Json
+from .app import app
+
+
+@app.command(short_help="Write a commented job.toml for this site.")
+def init(
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="File to write.")] = Path("job.toml"),
+    force: Annotated[bool, typer.Option(help="Replace the file if it exists.")] = False,
+    partition: Partition = "", account: Account = "", qos: Qos = "", yes: Consent = None,
+) -> None:  # fmt: skip
+    """Write a commented job.toml that fits what rrl doctor finds here: the quickstart's task, on Slurm if there is one.
+
+    \b
+    rrl init                           job.toml in this folder
+    rrl init -p gpu --out big.toml     for a partition of your choice
+    """
+    from ..doctor.facts import DoctorOptions
+    from ..job import init as command
+
+    raise typer.Exit(command.init(out, DoctorOptions(partition, account, qos), force=force, consent=yes))
+
+
+@app.command(short_help="Check a job spec; show what would be submitted.")
+def check(
+    job: JobFile,
+    task: Annotated[
+        bool,
+        typer.Option("--task/--no-task", help="Whether to build and try the task here. Without the packages it needs,"
+                                              " for example on a login node, it is not tried."),
+    ] = True,
+    json: Json = False,
+) -> None:  # fmt: skip
+    """Check a job spec; print it with every default, exactly what would be submitted, and two items of its task.
+
+    The task is tried on this machine: prompts and answers of 100 items, and the rewards of a few answers. Changes
+    nothing.
+    """
+    from ..job import check as command
+
+    raise typer.Exit(command.check(job, task=task, json=json))
+
+
+_LIKE_SBATCH = "As for sbatch. Default: that of Slurm."
+Partition = Annotated[str, typer.Option("--partition", "-p", metavar="NAME", help=_LIKE_SBATCH, show_default=False)]
+Account = Annotated[str, typer.Option("--account", "-A", metavar="NAME", help=_LIKE_SBATCH, show_default=False)]
+Qos = Annotated[str, typer.Option("--qos", "-q", metavar="NAME", help=_LIKE_SBATCH, show_default=False)]
+Consent = Annotated[
+    bool | None,
+    typer.Option("--yes/--no", help="Whether to run a job of 10 s that checks a compute node. Default: ask."),
+]
+
+
+@app.command(short_help="Check this machine and site, and show how to fix problems.")
+def doctor(
+    partition: Partition = "", account: Account = "", qos: Qos = "", yes: Consent = None, json: Json = False
+) -> None:
+    """Check this machine and site, and show how to fix each problem. Changes nothing; exit code 1 if a check fails.
+
+    \b
+    rrl doctor             this machine, the folder of runs, Slurm
+    rrl doctor --yes       also a compute node, by a job of 10 s
+    rrl doctor -p gpu      with the partition of your jobs
+    """
+    from ..doctor import command
+    from ..doctor.facts import DoctorOptions
+
+    raise typer.Exit(command.doctor(DoctorOptions(partition, account, qos), consent=yes, json=json))
