@@ -4,6 +4,7 @@ The model is tiny and built by rrl, because nothing here depends on what it says
 roles are real. Rows of the issue's table:
 
 - ``rollout``, ``store``, ``trainer``, ``manager``: killed; new weights arrive at every step anyway.
+- ``node``: all processes on the node of a rollout are killed at once, its agent included, and the node stays down.
 - ``agents``: the step of the agents is killed, and its episodes are replayed.
 - ``endpoint``: the endpoint of the run is killed, while some agents call it from outside through the relay, with
   streams, and others without one, whose client repeats a call as often as it takes (:data:`OUTSIDE_RETRIES`).
@@ -28,7 +29,7 @@ import openai
 from msgspec import Struct
 
 from rrl.benchmarks import _recorded
-from rrl.benchmarks._agents_learning import MANAGER, kill
+from rrl.benchmarks._agents_learning import MANAGER, joined, kill
 from rrl.benchmarks._agents_watched import FOLDER_ENV, MODEL, TOOL_GONE, WatchedCall, read_calls
 from rrl.benchmarks._stream_replay import keep_logs
 from rrl.benchmarks._vllm_servers import free_port
@@ -45,6 +46,7 @@ from rrl.roles.trajectories.durable.records import (
     TurnTaken,
     decode,
 )
+from rrl.tests.support.local_cluster import crash
 from rrl.tests.support.runs import RRL, TestRun, all_work, submit_here
 from rrl.tests.support.soak import ManagerRestarter
 from rrl.transport.keys import RunKeys
@@ -59,6 +61,7 @@ TIMES = 10
 WAIT_TIMEOUT_S = 600.0
 ROWS = {
     "rollout": ReplicaId("rollout/0"),
+    "node": ReplicaId("rollout/1"),
     "store": ReplicaId("trajectories/0"),
     "trainer": TRAINER,
     "manager": MANAGER,
@@ -67,7 +70,7 @@ ROWS = {
     "tool": None,
     "old key": None,
 }
-"""What is killed in each row; None if the row kills nothing."""
+"""What is killed in each row (of ``node``: everything on its node); None if the row kills nothing."""
 _PIECES = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 
 
@@ -178,8 +181,20 @@ def _do(row: str, run: TestRun, calls: Path) -> int:
         return _use_old_key(run, calls)
     target = ROWS[row]
     assert target is not None
-    kill(run, target, 0)
+    if row == "node":
+        _crash_node(run, ReplicaId(target))
+    else:
+        kill(run, target, 0)
     return 0
+
+
+def _crash_node(run: TestRun, target: ReplicaId) -> None:
+    """Kill everything on the node of a replica, and wait until the replica works on another node."""
+    replica = run.state().replica(target)
+    assert replica.node is not None
+    crash(run.run, replica.node)
+    following = replica.incarnation_number + 1
+    run.wait(lambda state: joined(state, target, following), WAIT_TIMEOUT_S)
 
 
 def _use_old_key(run: TestRun, calls: Path) -> int:

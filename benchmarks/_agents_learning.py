@@ -120,10 +120,11 @@ def kill(run: TestRun, target: ReplicaId | str, step: int) -> None:
     assert replica.pid is not None
     os.kill(replica.pid, signal.SIGKILL)
     following = replica.incarnation_number + 1
-    run.wait(lambda state: _joined(state, ReplicaId(target), following), RUN_TIMEOUT_S)
+    run.wait(lambda state: joined(state, ReplicaId(target), following), RUN_TIMEOUT_S)
 
 
-def _joined(state: State, target: ReplicaId, number: int) -> bool:
+def joined(state: State, target: ReplicaId, number: int) -> bool:
+    """Return whether this incarnation of a replica, or a later one, has joined."""
     replica = state.replica(target)
     return replica.incarnation_number >= number and replica.status is Status.JOINED
 
