@@ -168,6 +168,7 @@ silence = "30s"
 backoff = "0s"
 per_node = 1000
 per_replica = 1000
+breaker = 1.0
 """
 
 
