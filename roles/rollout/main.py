@@ -20,7 +20,7 @@ from ..models.policy import compute_dtype, materialise, skeleton
 from ..models.tensors import assigned_device, unpack
 from ..models.tokenizer import Tokenizer, open_tokenizer
 from ..trajectories.types import Segment
-from ..worker.work_items import PendingAppend
+from ..worker.work_items import PendingAppend, PendingLease
 from .engine import Engine, Sampling
 from .torch_engine import TorchEngine, seed_of
 
@@ -52,25 +52,65 @@ def run(me: rrl.Worker, engine: Engine) -> None:
 
     All generated tokens are durable on return, so that other rollouts can continue the trajectories.
     """
-    probe, appends = _EngineProbe(engine), _Appends(me, engine)
+    probe, leases = _EngineProbe(engine), _Leases(me, engine)
+    appends = _Appends(me, engine, leases)
     me.on_probe(probe.answer)
     while not me.stopping.is_set():
-        engine.add(me.lease(engine.free_slots))
+        leases.wait()
         _update_weights(me, engine, probe)
         if engine.has_work:
             with me.phase("generate"):
-                _generate(me, engine, probe, appends)
+                _generate(me, engine, probe, appends, leases)
     appends.add(*engine.flush())
     appends.send()
     appends.receive()
 
 
-def _generate(me: rrl.Worker, engine: Engine, probe: _EngineProbe, appends: _Appends) -> None:
+def _generate(me: rrl.Worker, engine: Engine, probe: _EngineProbe, appends: _Appends, leases: _Leases) -> None:
     """Generate until no work is left or a stop is requested; lease more work as soon as there are free slots."""
     while engine.has_work and not me.stopping.is_set():
         appends.add(*engine.step())
         appends.advance()
+        leases.advance()
         _update_weights(me, engine, probe)  # after the lease, which depends on the newest weights in this process
+
+
+class _Leases:
+    """Requests for work of a rollout, besides those that its appends contain.
+
+    Turns of agents appear while the engine samples others. So with free slots such a request waits at the store
+    meanwhile: without it a new turn would wait until the next append, which is up to a segment of tokens away. In other
+    jobs all work is there before a rollout requests it, and no request waits while the engine has work.
+    """
+
+    def __init__(self, me: rrl.Worker, engine: Engine) -> None:
+        self._me, self._engine = me, engine
+        self._work_appears = me.job.agents is not None or me.job.endpoint is not None
+        self._open: PendingLease | None = None
+
+    @property
+    def requested(self) -> int:
+        """The number of free slots for which a request waits."""
+        return 0 if self._open is None else self._open.at_most
+
+    def wait(self) -> None:
+        """Wait for work, and give it to the engine."""
+        if self._open is None:
+            self._engine.add(self._me.lease(self._engine.free_slots))
+            return
+        with self._me.phase("wait_work"):
+            self._receive(self._open)
+
+    def advance(self) -> None:
+        """Give to the engine what the store has sent, and request more if there are free slots; between two steps."""
+        if self._open is not None and self._open.answered:
+            self._receive(self._open)
+        if self._work_appears and self._open is None and self._engine.free_slots:
+            self._open = self._me.start_lease(self._engine.free_slots)
+
+    def _receive(self, answer: PendingLease) -> None:
+        self._open = None
+        self._engine.add(answer.finish())
 
 
 class _Appends:
@@ -81,8 +121,8 @@ class _Appends:
     gets the tokens of a trajectory in their order.
     """
 
-    def __init__(self, me: rrl.Worker, engine: Engine) -> None:
-        self._me, self._engine = me, engine
+    def __init__(self, me: rrl.Worker, engine: Engine, leases: _Leases) -> None:
+        self._me, self._engine, self._leases = me, engine, leases
         self._segments: list[Segment] = []
         """Segments that were not sent yet."""
         self._finished: list[int] = []
@@ -110,7 +150,7 @@ class _Appends:
         """Append what was added, after the answer to the append before."""
         self.receive()
         if self._segments or self._finished:
-            lease = 0 if self._me.stopping.is_set() else self._engine.free_slots
+            lease = 0 if self._me.stopping.is_set() else max(0, self._engine.free_slots - self._leases.requested)
             self._open = self._me.start_append(self._segments, self._finished, lease)
             self._segments, self._finished = [], []
             self._sent_at = time.monotonic()

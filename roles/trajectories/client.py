@@ -145,17 +145,19 @@ class TrajectoryClient:
         """Close the connection."""
         await self._dialer.close()
 
-    async def lease(self, at_most: int, wait: float = 1.0, holding: Sequence[int] = ()) -> tuple[Item, ...]:
+    async def lease(self, at_most: int, wait: float = 1.0, holding: Sequence[int] | None = ()) -> tuple[Item, ...]:
         """Lease up to ``at_most`` unfinished trajectories.
 
-        A trajectory that is leased to this incarnation already but not in ``holding`` is returned again. The result is
-        empty if within ``wait`` seconds there is no work for which this process's weights are new enough.
+        A trajectory that is leased to this incarnation already but not in ``holding`` is returned again; none is if
+        ``holding`` is None. The result is empty if within ``wait`` seconds there is no work for which this process's
+        weights are new enough.
         """
         loop = asyncio.get_running_loop()
         until = loop.time() + wait
         while True:
             weights, left = self._weights(), max(0.0, until - loop.time())
-            answer = await self._ask(LeaseWork(self._incarnation, at_most, left, tuple(holding), weights), left)
+            held = None if holding is None else tuple(holding)
+            answer = await self._ask(LeaseWork(self._incarnation, at_most, left, held, weights), left)
             if not isinstance(answer, Leased):
                 return ()
             while answer.outdated and self._weights() == weights and loop.time() < until:

@@ -215,18 +215,19 @@ class Store:
 
     # ── rollouts ───────────────────────────────────────────────────────────────────────────────────────────────────
     def lease(
-        self, incarnation: Incarnation, at_most: int, holding: Sequence[int] = (), weights: int | None = None,
+        self, incarnation: Incarnation, at_most: int, holding: Sequence[int] | None = (), weights: int | None = None,
         now: float | None = None, open_until: float = -math.inf,
     ) -> Leased | Denied | NotReady:  # fmt: skip
         """Lease unfinished trajectories, in the order of the last steps that may train their groups.
 
+        What is leased to this incarnation already and not in ``holding`` comes first, unless ``holding`` is None.
         A trajectory is not leased if tokens sampled with weights of step ``weights`` would make its group too old.
         ``now`` is the time of the request in seconds, None if it is unknown; without work the request stays open until
         ``open_until``.
         """
         if rejection := self.check_worker(incarnation):
             return rejection
-        for trajectory in holding:
+        for trajectory in holding or ():
             if not self._work.may_write(incarnation, trajectory):
                 continue
             current = self._state.answers[trajectory]
@@ -236,7 +237,8 @@ class Store:
                     self._work.mark_begun(current.group, weights)
         if weights is not None:
             self.newest_weights = max(weights, self.newest_weights or 0)
-        again = sorted(self._work.leases.leased_to(incarnation) - set(holding))[:at_most]
+        leased_before = () if holding is None else self._work.leases.leased_to(incarnation) - set(holding)
+        again = sorted(leased_before)[:at_most]
         tracks = [self._state.answers[trajectory] for trajectory in again]
         self._work.requested(incarnation, at_most, weights, open_until)
         shared = False

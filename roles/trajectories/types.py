@@ -238,15 +238,16 @@ class LeaseWork(Struct, frozen=True, tag=True):
 
     Answered with :class:`Leased`, which is empty if there is no work within ``wait`` seconds. ``holding`` lists the
     trajectories that the rollout works on already; any other trajectory leased to this incarnation is sent again,
-    because the answer that contained it was lost. ``weights`` is the training step of the newest weights that the
-    rollout has: the store does not lease a trajectory whose new tokens would be too old when they are trained. If
-    ``weights`` is None, no trajectory is withheld.
+    because the answer that contained it was lost. If it is None, nothing is sent again: the rollout leases and ends
+    other work while this request waits, so a list would be outdated. ``weights`` is the training step of the
+    newest weights that the rollout has: the store does not lease a trajectory whose new tokens would be too old when
+    they are trained. If ``weights`` is None, no trajectory is withheld.
     """
 
     incarnation: Incarnation
     at_most: int
     wait: float = 1.0
-    holding: tuple[int, ...] = ()
+    holding: tuple[int, ...] | None = ()
     weights: int | None = None
 
 

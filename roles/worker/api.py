@@ -38,7 +38,7 @@ from .status.episode_status import EpisodeStatus
 from .status.external_waits import waiting
 from .status.work_status import CurrentPhase, entered_phase
 from .step_data import StepData
-from .work_items import LeasedTrajectories, NewWeights, PendingAppend, ScoringLease, WorkLease
+from .work_items import LeasedTrajectories, NewWeights, PendingAppend, PendingLease, ScoringLease, WorkLease
 
 if TYPE_CHECKING:
     from .episode_work import Episode
@@ -414,6 +414,10 @@ class Worker:
     def start_append(self, segments: Sequence[Segment], finished: Sequence[int] = (), lease: int = 0) -> PendingAppend:
         """Start an append and, with it, a lease of up to ``lease`` trajectories; see :class:`PendingAppend`."""
         return PendingAppend(self._connection, self._leased, segments, finished, lease)
+
+    def start_lease(self, at_most: int) -> PendingLease:
+        """Start a lease that waits up to :data:`STORE_WAIT_S` at the store; see :class:`PendingLease`."""
+        return PendingLease(self._connection, self._leased, at_most, STORE_WAIT_S)
 
     def _have_weights(self) -> bool:
         """Wait for the first complete weight version; return False if a stop is requested before.

@@ -69,6 +69,15 @@ class LeasedTrajectories:
         """The trajectories that are neither complete nor lost, in order."""
         return sorted(self._leased)
 
+    def add_new(self, items: Iterable[Item]) -> tuple[Item, ...]:
+        """Add trajectories that were leased, and return those that this process does not have yet.
+
+        While a :class:`PendingLease` waits, an append may lease what the store has just given to the waiting request.
+        """
+        new = tuple(item for item in items if item.trajectory not in self._leased)
+        self.add(new)
+        return new
+
     def add(self, items: Iterable[Item]) -> None:
         """Add trajectories that were leased, perhaps again."""
         for item in items:
@@ -207,9 +216,32 @@ class PendingAppend:
         """
         appended = self._connection.await_store(self._answer)
         self._leased.appended((), (), appended.lost)
-        self._leased.add(appended.leased)
+        leased = self._leased.add_new(appended.leased)
         self._connection.progress(self._tokens)
-        return appended
+        return Appended(appended.lost, leased)
+
+
+class PendingLease:
+    """A request for work that waits at the store while the rollout generates; created by ``me.start_lease``.
+
+    For a rollout with free places for work that may appear at any moment, as turns of agents do. ``at_most`` is the
+    number of trajectories that it requests. Appends may lease others meanwhile.
+    """
+
+    def __init__(self, connection: ManagerConnection, leased: LeasedTrajectories, at_most: int, wait_s: float) -> None:
+        self.at_most = at_most
+        self._connection, self._leased = connection, leased
+        self._answer = connection.submit(connection.store.lease(at_most, wait_s, None))
+
+    @property
+    def answered(self) -> bool:
+        """True if :meth:`finish` does not wait."""
+        return self._answer.done()
+
+    def finish(self) -> tuple[Item, ...]:
+        """Wait for the answer, and return what is leased; empty if there was no work in time. To be called once."""
+        items = self._connection.await_store(self._answer)
+        return self._leased.add_new(items)
 
 
 class ScoringLease:

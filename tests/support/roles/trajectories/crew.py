@@ -52,7 +52,7 @@ def lease(
     store: Store,
     who: Incarnation = ROLLOUT,
     at_most: int = 1000,
-    holding: Sequence[int] = (),
+    holding: Sequence[int] | None = (),
     weights: int | None = None,
 ) -> tuple[Item, ...]:
     answer = store.lease(who, at_most, holding, weights)

@@ -29,6 +29,8 @@ class _Engine:
 
     def __init__(self, places: int, on_step: Callable[[int], None] = lambda _: None) -> None:
         self.did: list[Any] = []
+        self.did_with: list[set[int]] = []
+        """The trajectories of each step."""
         self._places, self._on_step, self._steps = places, on_step, 0
         self._left: dict[int, int] = {}
         self._made: dict[int, list[Segment]] = {}
@@ -48,6 +50,7 @@ class _Engine:
         self._steps += 1
         self._on_step(self._steps)
         self.did.append("step")
+        self.did_with.append(set(self._left))
         finished = []
         for trajectory in self._left:
             self._left[trajectory] -= 1
@@ -94,19 +97,37 @@ class _Pending:
         return self._appended
 
 
+class _Waiting:
+    """A request for work that waits until :meth:`answer`; the rollout that waits for it gets nothing, and stops."""
+
+    def __init__(self, at_most: int) -> None:
+        self.at_most = at_most
+        self.answered = self.received = False
+        self._items: tuple[Item, ...] = ()
+
+    def answer(self, *items: Item) -> None:
+        self.answered, self._items = True, items
+
+    def finish(self) -> tuple[Item, ...]:
+        self.received = True
+        return self._items
+
+
 class _Worker:
     """Gives the items of ``waiting``; stops once there are none and the engine has none either.
 
     ``lost`` are the trajectories that are lost with each append.
     """
 
-    def __init__(self, waiting: list[Item], *lost: tuple[int, ...]) -> None:
+    def __init__(self, waiting: list[Item], *lost: tuple[int, ...], agents: object = None) -> None:
+        self.job = SimpleNamespace(agents=agents, endpoint=None)
         self.stopping = threading.Event()
         self.in_phase = "between"
         self.leased: list[tuple[int, bool, str]] = []
         self.appended: list[tuple[list[int], list[int], str]] = []
         """(trajectories of the segments, finished trajectories, phase) of each append."""
         self.open: _Pending | None = None
+        self.waiting: _Waiting | None = None
         self.waited_at: list[int] = []
         """Number of appends when the rollout waited for an answer."""
         self.loaded_in: list[str] = []
@@ -138,6 +159,11 @@ class _Worker:
         items = self.lease(lease, wait=False) if lease else ()
         self.open = _Pending(Appended(self._lost.pop(0) if self._lost else (), items), self._on_finish)
         return self.open
+
+    def start_lease(self, at_most: int) -> _Waiting:
+        assert self.waiting is None or self.waiting.received, "at most one request waits"
+        self.waiting = _Waiting(at_most)
+        return self.waiting
 
     def _on_finish(self) -> None:
         assert self.open is not None
@@ -234,6 +260,26 @@ def test_results_of_a_full_engine_are_appended_together(monkeypatch: pytest.Monk
     me = _Worker(_items(7))
     _roll(me, _Engine(1))
     assert me.appended == [([0] * 7, [0], "generate")]
+
+
+def test_turn_that_appears_while_the_engine_samples_another_is_begun_after_that_step() -> None:
+    def on_step(number: int) -> None:
+        if number == 2:
+            assert me.waiting is not None
+            me.waiting.answer(Item(7, 7, (2,), (), 2))
+
+    me = _Worker(_items(8), agents="any")
+    engine = _Engine(3, on_step=on_step)
+    _roll(me, engine)
+    assert engine.did_with[:5] == [{0}, {0}, {0, 7}, {0, 7}, {0}]
+
+
+def test_appends_request_work_only_for_the_slots_for_which_no_request_waits() -> None:
+    me = _Worker(_items(1, 4), agents="any")
+    _roll(me, _Engine(3))
+    assert me.waiting is not None
+    assert me.waiting.at_most == 2
+    assert [at_most for at_most, wait, _ in me.leased if not wait] == [2, 1], "the last one when all three are free"
 
 
 def test_new_weights_come_before_the_first_step_and_then_between_two_and_are_probed() -> None:

@@ -111,6 +111,17 @@ def test_what_was_leased_in_an_answer_that_got_lost_is_given_again(tmp_path: Pat
     assert [item.trajectory for item in more] == [2, 3]
 
 
+def test_request_without_a_list_of_what_is_held_gets_only_new_work(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    first = lease(store, ROLLOUT, 2)
+    assert [item.trajectory for item in lease(store, ROLLOUT, 1, holding=None)] == [2]
+    assert store.append(ROLLOUT, [segment(0)], handed_over=(0,)) == Done()
+    assert [item.trajectory for item in lease(store, OTHER, 1, holding=None)] == [0], (
+        "it was not leased to the first again"
+    )
+    assert lease(store, ROLLOUT, 1, holding=[2]) == first[1:], "an answer that got lost is repeated by a list"
+
+
 def test_a_lease_of_the_dead_goes_to_the_next_with_all_that_was_made(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     (item,) = lease(store, ROLLOUT, 1)

@@ -642,6 +642,32 @@ def test_rollout_works_on_while_the_store_answers_its_append(scene: Scene) -> No
     play(story)
 
 
+def test_lease_that_waits_gets_nothing_that_an_append_leases_meanwhile(scene: Scene) -> None:
+    async def story() -> None:
+        store, results = scene.open_store(), list[object]()
+        me = scene.worker(crew.ROLLOUT)
+
+        def roll() -> None:
+            me._connection.weights.offer(*_version(me))
+            (first,) = me.lease(1)
+            waiting = me.start_lease(2)
+            pending = me.start_append([crew.segment(first.trajectory)], [first.trajectory], lease=3)
+            items = [item.trajectory for item in (*waiting.finish(), *pending.finish().leased)]
+            results.append((len(items), len(set(items)), sorted(items) == me._leased.ids))
+            results.append(me.append([crew.segment(trajectory) for trajectory in items], items))
+
+        async with scene.manager() as manager, scene.serve(store) as endpoint:
+            manager.store_is(endpoint)
+            role = scene.start(me, roll)
+            await manager.wait_for(Goodbye)
+            await manager.stop(crew.ROLLOUT)
+            await role.end()
+        assert results == [(5, 5, True), ()]
+        store.close()
+
+    play(story)
+
+
 def test_nothing_is_leased_before_the_first_version_and_a_stop_ends_the_wait(scene: Scene) -> None:
     async def story() -> None:
         store, given = scene.open_store(), list[tuple[Item, ...]]()

@@ -24,6 +24,13 @@ def leased() -> LeasedTrajectories:
     return leased
 
 
+def test_trajectory_that_two_answers_lease_is_new_once(leased: LeasedTrajectories) -> None:
+    again, new = Item(4, 1, (9,), (), 5), Item(5, 1, (9,), (), 5)
+    leased.appended([segment(4, 0, 2)], [], [])
+    assert leased.add_new([again, new]) == (new,)
+    leased.check([segment(4, 1, 3), segment(5, 0, 3)], [4, 5])
+
+
 def test_segments_that_continue_their_trajectories_are_accepted(leased: LeasedTrajectories) -> None:
     segments = [segment(4, 0, 2), segment(7, 2, 5), segment(4, 1, 3, 1)]
     leased.check(segments, [4])
