@@ -119,10 +119,10 @@ def measure(folder: Path, times: int = TIMES, rows: Sequence[str] = tuple(ROWS))
                         run.wait(all_work, WAIT_TIMEOUT_S)
                 _wait_finished(run, folder / "calls")
         finally:
-            restarter.close()
             with run.call("cancel", run.run.id) as process:
                 process.wait(120)
             run.wait_gone(120)
+            restarter.close()
     return _read(run, folder, dict(done), refused, load)
 
 
@@ -202,15 +202,12 @@ def _use_old_key(run: TestRun, calls: Path) -> int:
     """Call with the key of an attempt that is over; return 1 if it is refused by 403."""
     answered = [call for call in read_calls(calls) if not call.error]
     attempts = {(key.episode, key.attempt): call for call in answered if (key := _key(run, call)) is not None}
-    newest = max((episode for episode, attempt in attempts if attempt > 1), default=None)
-    if newest is None:
-        return 0
-    old = attempts.get((newest, 1))
+    newest = max((episode for episode, attempt in attempts if attempt > 1 and (episode, 1) in attempts), default=None)
     address = next(iter(_base_urls(run)), None)
-    if old is None or address is None:
+    if newest is None or address is None:
         return 0
     try:
-        openai.OpenAI(base_url=address, api_key=old.api_key).chat.completions.create(
+        openai.OpenAI(base_url=address, api_key=attempts[newest, 1].api_key).chat.completions.create(
             model=MODEL, messages=[{"role": "user", "content": "0"}]
         )
     except openai.PermissionDeniedError:
@@ -349,14 +346,22 @@ class StoreLog:
                 pass
 
     def resampled_tokens(self) -> int:
-        """Return the tokens of turns that ask the same as an orphaned turn of their episode, in a later attempt."""
-        had = {(created.episode, created.request): turn
-               for turn in self.orphaned if (created := self.turns[turn]) is not None}  # fmt: skip
+        """Return the tokens of turns that ask the same as an orphaned turn of their episode, in a later attempt.
+
+        An attempt that failed by itself, because its tool was gone, is made again from the beginning: what the attempts
+        before it had does not count for those after it.
+        """
+        had = {self._question(created): turn for turn in self.orphaned if (created := self.turns[turn]) is not None}
         return sum(
             min(self.lengths[turn], self.lengths[before])
             for turn, created in self.turns.items()
-            if (before := had.get((created.episode, created.request), turn)) != turn and turn > before
+            if (before := had.get(self._question(created), turn)) != turn and turn > before
         )
+
+    def _question(self, turn: TurnCreated) -> tuple[int, int, str]:
+        """Return episode, number of attempts that failed by themselves before, and request of a turn."""
+        failed = sum((turn.episode, attempt) in self.failures for attempt in range(turn.attempt))
+        return turn.episode, failed, turn.request
 
     def replayed_turns(self) -> list[bool]:
         """Return for each orphaned turn of an episode that a later attempt has finished whether it was taken over.
