@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ...core.launch import HEARTBEAT_INTERVAL_ENV, ExitReason, Launch, read_exit, read_launch
-from ...core.log_lines import LOG_LEVEL_ENV, start_logging
+from ...core.log_lines import DEFAULT_LOG_LEVEL, LOG_LEVEL_ENV, start_logging
 from ...core.processes import (
     AGENT_MODULE,
     STEP_MODULE,
@@ -35,7 +35,6 @@ from ...core.processes import (
     send_signal,
     sweep,
 )
-from ...core.run_spec import DEFAULT_LOG_LEVEL
 from ...core.text import exit_invalid_config
 from ...core.types import AGENT, Incarnation, role_of
 from ...transport.address import NoAddress
