@@ -34,7 +34,7 @@ from ..model import events as ev
 from ..reporting.step_metrics import StepRow, StepRows
 from ..storage.journal import EventFollower
 from .base import TrackedRun, Tracker
-from .progress import TRACKER_ENV, Locked, Progress, end_leftovers, locked, mark_of, read_progress, write_progress
+from .tracker_files import TRACKER_ENV, Locked, Progress, end_leftovers, locked, mark_of, read_progress, write_progress
 
 POLL_S = 1.0
 """Seconds between two looks into the journal."""

@@ -64,10 +64,10 @@ class MlflowRun:
             self._may_be_partial = False
             metrics = [metric for metric in metrics if not self._is_there(metric)]
         metrics.append(Metric(STEP_METRIC, row.step, at, row.step))
-        marks = annotation(row)
-        tags = [RunTag(f"rrl.marks.{row.step:08d}", marks[:MAX_TAG_CHARS])] if marks else []
+        if marks := annotation(row):  # first, because a store of files writes the tags of a batch last
+            self._client.set_tag(self._id, f"rrl.marks.{row.step:08d}", marks[:MAX_TAG_CHARS])
         for batch in _batches(metrics):
-            self._client.log_batch(self._id, metrics=batch, tags=tags)
+            self._client.log_batch(self._id, metrics=batch)
 
     def flush(self) -> None:
         """Do nothing: the store has every batch when its request returns."""

@@ -21,7 +21,7 @@ from ...core.role_environment import INHERITED_VARIABLES
 from ...core.run_dir import RunDir
 from ...core.run_spec import RunSpec, TrackerName
 from .main import FOLLOW, HUNG_EXIT, ONCE
-from .progress import TRACKER_ENV, end_leftovers, log_file, mark_of, read_progress
+from .tracker_files import TRACKER_ENV, end_leftovers, log_file, mark_of, read_progress
 
 _log = logging.getLogger("rrl.manager")
 
