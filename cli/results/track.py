@@ -12,8 +12,8 @@ from typing import get_args
 from ...core.run_dir import RunDir
 from ...core.run_spec import TrackerName
 from ...manager.tracking.main import HUNG_EXIT, LOCKED_EXIT, UNTIL_END
-from ...manager.tracking.supervisor import MODULE
 from ...manager.tracking.tracker_files import TRACKER_ENV, log_file, mark_of, read_progress
+from ...manager.tracking.tracker_supervisor import MODULE
 from ..common.output import print_line
 from ..common.runs import OperationFailed, UsageError, find_run, job_of
 

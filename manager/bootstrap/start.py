@@ -40,7 +40,7 @@ from ..storage.journal import Follower, JournalError
 from ..storage.lease import LeaseHeld, LeaseLost
 from ..storage.resume_request import ResumeRequest, read_pending, withdraw, write_request
 from ..storage.space_reserve import fill_reserve
-from ..tracking.supervisor import TrackerSupervisor
+from ..tracking.tracker_supervisor import TrackerSupervisor
 from . import manager_job
 from .pool_supervisor import run_ended
 from .start_failure import HOST_FILE

@@ -49,7 +49,7 @@ class WandbRun:
             allow_val_change=True, settings=settings,
         )  # fmt: skip
         if self._run.offline:
-            self.newest_step, self.place = written, f"wandb sync --append {run.folder}/wandb/offline-run-*"
+            self.newest_step, self.place = written, f"wandb sync --id {run.id} {run.folder}/wandb/offline-run-*"
         else:
             self.newest_step, self.place = max(0, self._run.starting_step - 1), self._run.url or ""
 
