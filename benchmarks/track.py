@@ -1,11 +1,11 @@
 """Measures whether trackers get each step once, whether a hanging one slows the run down, and ``rrl metrics``.
 
-Three parts. *once*: a light run with TensorBoard, wandb (offline) and MLflow (files), whose tracker processes are killed
-three times and whose manager once, and which is resumed once; ``missing`` and ``doubled`` count the steps of all three
-(bar: 0 and 0). *hang*: light runs with and without MLflow at a server that accepts connections and never answers,
+Three parts. *once*: a light run with TensorBoard, wandb (offline) and MLflow (files), whose tracker processes are
+killed three times and whose manager once, and which is resumed once; ``missing`` and ``doubled`` count the steps of all
+three (bar: 0 and 0). *hang*: light runs with and without MLflow at a server that accepts connections and never answers,
 interleaved; ``step_time_ratio`` is the ratio of the medians of their step times (bar: 1.02), ``step_time_error`` its
-standard error over the pairs. *metrics*: ``metrics_s`` is the median time of ``rrl metrics`` for a run of 10,000 steps, as a
-whole process (bar: 1 s). Prints one JSON object as its last line.
+standard error over the pairs. *metrics*: ``metrics_s`` is the median time of ``rrl metrics`` for a run of 10,000 steps,
+as a whole process (bar: 1 s). Prints one JSON object as its last line.
 """
 
 from __future__ import annotations
@@ -44,7 +44,15 @@ LONG_RUN_STEPS = 10_000
 ROUNDS = 5
 PHASES = ("wait_data", "train", "checkpoint")
 PARTS = ("once", "hang", "metrics")
-METRICS = dict.fromkeys(("reward", "loss", "entropy", "kl", "clip_share", "gradient_norm", "learning_rate", "tokens", "parts", "token_age_p50", "token_age_max", "token_age_run_max", "tokens_aged_0", "tokens_aged_1", "tokens_aged_2", "length_bias", "recall20", "long_groups", "longest_expected", "stale_groups", "stale_share", "unscored_groups", "unscored_share", "drift"), 0.5)  # fmt: skip
+METRICS = dict.fromkeys(
+    (
+        "reward", "loss", "entropy", "kl", "clip_share", "gradient_norm", "learning_rate", "tokens", "parts",
+        "token_age_p50", "token_age_max", "token_age_run_max", "tokens_aged_0", "tokens_aged_1", "tokens_aged_2",
+        "length_bias", "recall20", "long_groups", "longest_expected", "stale_groups", "stale_share", "unscored_groups",
+        "unscored_share", "drift",
+    ),
+    0.5,
+)  # fmt: skip
 """As many metrics as the built-in trainer and the store commit with a step."""
 
 
