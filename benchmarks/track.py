@@ -136,10 +136,8 @@ def write_long_run(root: Path) -> None:
     trainer, *rollouts = (Incarnation(ReplicaId(id), 1) for id in ("trainer/0", "rollout/0", "rollout/1"))
     for step in range(13, LONG_RUN_STEPS + 1):
         at += 6.0
-        spent = tuple(
-            PhaseTime(phase, "", int(step * 2e9)) for phase in ("wait_data", "train", "checkpoint", "publish")
-        )
-        events: list[ev.Event] = [ev.PhaseEntered(trainer, phase) for phase in ("wait_data", "train", "checkpoint")]
+        spent = tuple(PhaseTime(phase, "", int(step * 2e9)) for phase in PHASES)
+        events: list[ev.Event] = [ev.PhaseEntered(trainer, phase) for phase in PHASES]
         events.append(ev.StepCommitted(trainer, step, METRICS))
         events.append(ev.ClocksRecorded(tuple((id, ClockReading(1, step, spent)) for id in (trainer, *rollouts))))
         events += [ev.VersionAvailable(id, Version(step, 1)) for id in (trainer, *rollouts)]

@@ -12,7 +12,7 @@ import pytest
 
 from rrl.core.types import Outcome
 from rrl.manager.tracking.tracker_files import read_progress
-from rrl.tests.support.runs import RRL, check_sound, light_job, submit_here
+from rrl.tests.support.runs import LIGHT, RRL, check_sound, light_job, submit_here
 from rrl.tests.support.trackers.killed_run import (
     KEY,
     TRACKERS,
@@ -66,8 +66,12 @@ def test_a_tracker_that_refuses_costs_one_line_and_its_steps_are_sent_afterwards
     check_once_each(sent(run.run, "mlflow", "reward"), 30)
 
 
-def test_metrics_of_a_run_that_goes_on_are_followed_to_its_end(tmp_path: Path) -> None:
-    run = submit_here(tmp_path, light_job("local", 25))
+def test_metrics_and_logged_values_of_a_run_that_goes_on_are_followed_to_its_end(tmp_path: Path) -> None:
+    program, commit = (LIGHT / "light_trainer.py").read_text(), "me.commit(part.number, [file])"
+    assert commit in program
+    logging = f"me.log(first=part.number); me.log(second=-part.number); {commit}"
+    (tmp_path / "my_trainer.py").write_text(program.replace(commit, logging))
+    run = submit_here(tmp_path, light_job("local", 25).replace(f"{LIGHT}/light_trainer.py", "my_trainer.py"))
     process = run.call("metrics", run.run.id, "--follow", "--csv", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
@@ -75,3 +79,5 @@ def test_metrics_of_a_run_that_goes_on_are_followed_to_its_end(tmp_path: Path) -
     assert [row["step"] for row in rows] == [str(step) for step in range(1, 26)]
     assert all(float(row["tokens_per_second"]) > 0 for row in rows)
     assert all(float(row["seconds_train"]) > 0 for row in rows)
+    logged = [(row["step"], row["trainer/0/first"], row["trainer/0/second"]) for row in rows]
+    assert logged == [(step, f"{step}.0", f"-{step}.0") for step, *_ in logged], "values come before their commit"
