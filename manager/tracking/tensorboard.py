@@ -69,7 +69,8 @@ class TensorBoardFiles:
 
 def newest_step(folder: Path) -> int:
     """Return the newest step in the event files of a folder; 0 if there is none."""
-    return max((event.step for event in events(folder)), default=0)
+    steps: Iterator[int] = (event.step for event in events(folder))
+    return max(steps, default=0)
 
 
 def events(folder: Path) -> Iterator[Event]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rrl.core.run_dir import RunDir
 from rrl.core.run_spec import TrackerName
@@ -50,10 +52,8 @@ def mlflow_scalars(folder: Path, metric: str) -> list[tuple[int, float]]:
     return [(one.step, one.value) for one in client.get_metric_history(run_ids[0], metric)]
 
 
-def mlflow_runs(folder: Path):  # type: ignore[no-untyped-def]  # MLflow is optional for mypy
+def mlflow_runs(folder: Path) -> tuple[Any, list[str]]:
     """Return MLflow's client and the ids of all runs in a store of files."""
-    import os
-
     os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"
     from mlflow.tracking import MlflowClient
 

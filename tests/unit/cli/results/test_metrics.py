@@ -13,7 +13,6 @@ import msgspec
 import pytest
 
 from rrl.cli import main
-from rrl.cli.results import metrics as command
 from rrl.core.run_dir import RUNS_ENV, RunDir
 from rrl.core.types import Outcome
 from rrl.manager.model import events as ev
@@ -97,7 +96,7 @@ def test_new_steps_are_followed_until_the_run_ends(
             waiting.set()
             _append(run, story.stamped[written:])
 
-    monkeypatch.setattr(command.time, "sleep", write_the_rest)
+    monkeypatch.setattr("rrl.cli.results.metrics.time.sleep", write_the_rest)
     assert [row["step"] for row in lines(printed(capsys, "--follow"))] == list(range(1, 14))
     assert waiting.is_set()
 
