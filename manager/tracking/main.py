@@ -67,7 +67,8 @@ def main() -> int:
         reason = on_one_line(f"{type(error).__name__}: {error}")[:MAX_ERROR_CHARS]
         with contextlib.suppress(OSError):
             write_progress(run, name, replace(read_progress(run, name), error=reason))
-        return 1
+        sys.stderr.flush()
+        os._exit(1)  # at a regular exit a tracker's package may wait for a server that does not answer
 
 
 class TrackingProcess:
@@ -99,9 +100,9 @@ class TrackingProcess:
             if last_pass or (self._mode == UNTIL_END and self._finished):
                 break
             self._stopping.wait(POLL_S)
+        self._deadline.start()  # it also bounds what the tracker's package does at the exit of this process
         if self._tracker is not None:
-            with self._deadline:
-                self._tracker.close()
+            self._tracker.close()
 
     def _read(self) -> None:
         """Read the new events of the journal."""
@@ -186,8 +187,12 @@ class Deadline:
         self._ends_at = math.inf
         threading.Thread(target=self._watch, name="deadline", daemon=True).start()
 
-    def __enter__(self) -> None:
+    def start(self) -> None:
+        """End this process ``timeout_s`` seconds from now, unless it has ended."""
         self._ends_at = time.monotonic() + self.timeout_s
+
+    def __enter__(self) -> None:
+        self.start()
 
     def __exit__(self, *_: object) -> None:
         self._ends_at = math.inf
