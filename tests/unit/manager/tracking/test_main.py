@@ -245,7 +245,7 @@ def test_a_tracker_that_refuses_ends_the_process_with_its_reason(recorded: Recor
     assert "\n" not in read_progress(recorded.run, "mlflow").error
 
 
-def test_a_second_process_for_a_tracker_leaves_while_the_first_one_lives(recorded: Recorded) -> None:
+def test_a_second_process_for_a_tracker_exits_while_the_first_one_runs(recorded: Recorded) -> None:
     lock = os.open(recorded.run.trackers / "tensorboard.lock", os.O_RDWR | os.O_CREAT)
     fcntl.flock(lock, fcntl.LOCK_EX)
     assert recorded.track("tensorboard") == LOCKED_EXIT
