@@ -118,7 +118,7 @@ def metrics() -> dict[str, float]:
     """Return the median seconds of ``rrl metrics`` as a whole process."""
     with tempfile.TemporaryDirectory() as root:
         write_long_run(Path(root))
-        argv = [Path(sys.executable).with_name("rrl"), "metrics"]
+        argv = [str(Path(sys.executable).with_name("rrl")), "metrics"]
         taken = []
         for _ in range(ROUNDS):
             began = time.monotonic()

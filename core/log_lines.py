@@ -17,12 +17,11 @@ import re
 import sys
 import time
 from datetime import UTC, datetime
-from typing import Literal, get_args
+from typing import get_args
 
 from .text import escaped_lines
+from .types import DEFAULT_LOG_LEVEL, LogLevel
 
-LogLevel = Literal["debug", "info", "warning", "error"]
-DEFAULT_LOG_LEVEL: LogLevel = "info"
 LOG_LEVEL_ENV = "RRL_LOG_LEVEL"
 """Environment variable with the :data:`LogLevel` of a process and of the processes that it starts. ``rrl --verbose``
 sets it, and it takes precedence over ``[manager] log_level``; the manager passes it on in the launch files."""

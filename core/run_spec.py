@@ -12,9 +12,9 @@ import msgspec
 from msgspec import Struct
 
 from .faults import Fault
-from .log_lines import DEFAULT_LOG_LEVEL, LogLevel
 from .phases import PHASES, Phase
 from .phases import phase as declared_phase
+from .types import DEFAULT_LOG_LEVEL, LogLevel
 
 WeightTransportName = Literal["ucx", "tcp", "nixl"]
 """The weight transports. Each one is implemented in the module of that name in ``rrl.transport.weights``."""

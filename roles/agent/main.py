@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ...core.launch import HEARTBEAT_INTERVAL_ENV, ExitReason, Launch, read_exit, read_launch
-from ...core.log_lines import DEFAULT_LOG_LEVEL, LOG_LEVEL_ENV, start_logging
+from ...core.log_lines import LOG_LEVEL_ENV, start_logging
 from ...core.processes import (
     AGENT_MODULE,
     STEP_MODULE,
@@ -36,7 +36,7 @@ from ...core.processes import (
     sweep,
 )
 from ...core.text import exit_invalid_config
-from ...core.types import AGENT, Incarnation, role_of
+from ...core.types import AGENT, DEFAULT_LOG_LEVEL, Incarnation, role_of
 from ...transport.address import NoAddress
 from ...transport.messages import AgentHeartbeat, AgentHello, DumpStacks, Fenced, Inject, Load, StepVanished
 from ..launcher.environment import ADDRESS_ENV, boot_id, node_environment, raise_limits, see_all_gpus
