@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from rrl.core.types import Outcome
 from rrl.manager.tracking.tracker_files import read_progress
 from rrl.tests.support.runs import LIGHT, RRL, check_sound, light_job, submit_here
 from rrl.tests.support.trackers.killed_run import (
     KEY,
+    MANY_STEPS,
     TRACKERS,
     marked_processes,
     play,
@@ -49,22 +49,27 @@ def test_a_tracker_that_refuses_costs_one_line_and_its_steps_are_sent_afterwards
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "nonsense://nowhere")
-    run = submit_here(tmp_path, tracked_job(30, ("mlflow",)))
-    wait_until(run, lambda: read_progress(run.run, "mlflow").error != "")
-    state = run.wait_end()
-    assert (state.outcome, state.step) == (Outcome.COMPLETED, 30), state.why
+    run = submit_here(tmp_path, tracked_job(MANY_STEPS, ("mlflow",)))
+
+    def logged() -> list[str]:
+        log = "".join(path.read_text() for path in run.run.submit.glob("*.err"))
+        return [line for line in log.splitlines() if "tracker mlflow" in line]
+
+    wait_until(run, lambda: bool(logged()))
+    run.wait_steps(run.state().step + 5)
+    with run.call("cancel", run.run.id) as process:
+        assert process.wait(120) == 0
     run.wait_gone(60.0)
-    log = "".join(path.read_text() for path in run.run.submit.glob("*.err"))
-    lines = [line for line in log.splitlines() if "tracker mlflow" in line]
-    assert len(lines) == 2, log
-    assert "nonsense" in lines[0]
-    assert lines[1].endswith(f"rrl track {run.run.id} --to mlflow")
+    steps = run.state().step
+    failed, unsent = logged()
+    assert "nonsense" in failed
+    assert unsent.endswith(f"rrl track {run.run.id} --to mlflow")
 
     monkeypatch.delenv("MLFLOW_TRACKING_URI")
     done = subprocess.run([RRL, "track", str(run.run.path), "--to", "mlflow"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("mlflow: step 30; file://")
-    check_once_each(sent(run.run, "mlflow", "reward"), 30)
+    assert done.stdout.startswith(f"mlflow: step {steps}; file://")
+    check_once_each(sent(run.run, "mlflow", "reward"), steps)
 
 
 def test_metrics_and_logged_values_of_a_run_that_goes_on_are_followed_to_its_end(tmp_path: Path) -> None:
