@@ -398,13 +398,12 @@ def _fits_a_node(job: Job, name: str, role: Role) -> None:
 
 
 def _track(job: Job) -> None:
-    """Check that no tracker is named twice, and that no key of the table is without effect."""
+    """Check that no tracker is named twice, and that a project belongs to a tracker."""
     track = job.track
     if twice := [name for name in track.to if track.to.count(name) > 1]:
         raise mistake(("track", "to"), f'"{twice[0]}" is there twice; name each tracker once')
-    if not track.to and track.model_fields_set - {"to"}:
-        key = min(track.model_fields_set - {"to"})
-        raise mistake(("track", key), 'has no effect without trackers; write for example to = ["tensorboard"]')
+    if track.project and not track.to:
+        raise mistake(("track", "project"), 'has no effect without trackers; write for example to = ["tensorboard"]')
 
 
 def _faults(job: Job) -> None:
