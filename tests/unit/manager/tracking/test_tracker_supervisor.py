@@ -46,6 +46,10 @@ def starts(run: RunDir) -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
+def logged(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == "rrl.manager"]
+
+
 async def until(condition: Callable[[], object]) -> None:
     end = time.monotonic() + TIMEOUT_S
     while not condition():
@@ -64,7 +68,7 @@ def test_a_process_that_fails_again_and_again_is_logged_once(run: RunDir, caplog
 
     with caplog.at_level(logging.WARNING, "rrl.manager"):
         asyncio.run(fail_often())
-    assert [record.getMessage() for record in caplog.records] == [
+    assert logged(caplog) == [
         "tracker tensorboard: its process exited with 1; the run goes on, and its steps after 0 are sent later"
     ]
 
@@ -79,12 +83,12 @@ def test_a_process_that_fails_after_it_has_sent_more_steps_is_logged_again(
         supervisor.start()
         await until(lambda: len(starts(run)) >= 2)
         write_progress(run, "tensorboard", Progress(step=7, error="ConnectionError: no route"))
-        await until(lambda: len(caplog.records) >= 2)
+        await until(lambda: len(logged(caplog)) >= 2)
         await supervisor.close(ended=False)
 
     with caplog.at_level(logging.WARNING, "rrl.manager"):
         asyncio.run(fail_after_progress())
-    assert caplog.records[1].getMessage() == (
+    assert logged(caplog)[1] == (
         "tracker tensorboard: ConnectionError: no route; the run goes on, and its steps after 7 are sent later"
     )
 
@@ -104,7 +108,7 @@ def test_a_process_that_does_not_end_is_killed_and_what_is_missing_is_named(
 
     with caplog.at_level(logging.WARNING, "rrl.manager"):
         asyncio.run(end())
-    assert [record.getMessage() for record in caplog.records] == [
+    assert logged(caplog) == [
         "tracker tensorboard has the steps up to 0 only; to send the others: rrl track small-1 --to tensorboard"
     ]
 
