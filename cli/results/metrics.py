@@ -65,7 +65,7 @@ def _new_rows(run: RunDir, rows: StepRows, follower: EventFollower, ended: bool 
     try:
         for stamped in follower.events():
             new += rows.apply(stamped)
-            if isinstance(stamped.event, RunEnded | Resumed):
+            if isinstance(stamped.event, (RunEnded, Resumed)):
                 ended = isinstance(stamped.event, RunEnded)
     except JournalError as error:
         raise UsageError(str(error)) from None

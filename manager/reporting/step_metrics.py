@@ -115,7 +115,7 @@ class StepRows:
         """Apply an event, and return the rows that it completes."""
         at, event = stamped.at, stamped.event
         changes = self._timeline.apply(stamped)
-        if isinstance(event, ev.Decided):
+        if changes.failures and isinstance(event, ev.Decided):
             self._marks += [_failure(failure, at) for failure in changes.failures if _counts(failure)]
         for outage, recovered in changes.ended_outages:
             if recovered:
@@ -153,12 +153,10 @@ class StepRows:
 
     def _row(self, event: ev.StepCommitted, at: float) -> StepRow:
         metrics = event.metrics
-        aged = [count for name, count in metrics.items() if name.startswith(TOKENS_AGED)]
-        tokens = as_count(metrics["tokens"]) if "tokens" in metrics else sum(map(as_count, aged)) if aged else None
         logged, marks = self._take_events()
         return StepRow(
             event.step, at, str(event.incarnation),
-            None if self._previous_at is None else at - self._previous_at, tokens,
+            None if self._previous_at is None else at - self._previous_at, _tokens(metrics),
             token_age_p50=metrics.get(P50_METRIC), token_age_max=metrics.get(MAX_METRIC),
             metrics=metrics, logged=logged, marks=marks,
         )  # fmt: skip
@@ -173,12 +171,13 @@ class StepRows:
             if incarnation.replica != TRAINER:
                 continue
             process = incarnation.number, clock.began
-            now = Counter[str]()
+            now: dict[str, int] = {}
             for time in clock.times:
-                now[time.phase] += time.ns
+                now[time.phase] = now.get(time.phase, 0) + time.ns
             known, before = self._clock
-            self._spent.update(_increase(now, before if known == process else {}))
-            self._clock = process, dict(now)
+            for phase, ns in now.items():
+                self._spent[phase] += ns - (before.get(phase, 0) if known == process else 0)
+            self._clock = process, now
         if self._pending:
             yield from self._complete()
 
@@ -216,8 +215,7 @@ class StepRows:
         shares = {phase: round(ns / 1e9 / len(rows), 6) for phase, ns in sorted(self._spent.items()) if ns > 0 and rows}
         even = (rows[-1].at - since) / (len(rows) - in_time) if len(rows) > in_time else 0.0
         seconds = [*(row.seconds for row in rows[:in_time]), *(even for _ in rows[in_time:])]
-        return [_with_rate(replace(row, seconds=own, phase_seconds=shares))
-                for row, own in zip(rows, seconds, strict=True)]  # fmt: skip
+        return [_with_times(row, own, shares) for row, own in zip(rows, seconds, strict=True)]
 
 
 _HANDLERS: dict[type, Callable[[StepRows, Any, float], Iterable[StepRow]]] = {
@@ -232,15 +230,19 @@ _HANDLERS: dict[type, Callable[[StepRows, Any, float], Iterable[StepRow]]] = {
 }
 
 
-def _with_rate(row: StepRow) -> StepRow:
-    if not row.seconds or row.seconds < 0:
-        return row
-    rate = None if row.tokens is None else round(row.tokens / row.seconds, 3)
-    return replace(row, seconds=round(row.seconds, 6), tokens_per_second=rate)
+def _with_times(row: StepRow, seconds: float | None, phase_seconds: dict[str, float]) -> StepRow:
+    if not seconds or seconds < 0:  # the manager learned of this commit and the one before at the same time
+        return replace(row, seconds=seconds, phase_seconds=phase_seconds)
+    rate = None if row.tokens is None else round(row.tokens / seconds, 3)
+    return replace(row, seconds=round(seconds, 6), tokens_per_second=rate, phase_seconds=phase_seconds)
 
 
-def _increase(now: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:
-    return {phase: ns - before.get(phase, 0) for phase, ns in now.items()}
+def _tokens(metrics: Mapping[str, float]) -> int | None:
+    """Return the tokens that a step trained on: as its trainer counts them, else those whose age is known."""
+    if "tokens" in metrics:
+        return as_count(metrics["tokens"])
+    aged = [as_count(count) for name, count in metrics.items() if name.startswith(TOKENS_AGED)]
+    return sum(aged) if aged else None
 
 
 def _incarnation(event: Any, replica: str) -> str:
