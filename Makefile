@@ -2,7 +2,7 @@
 # A system interpreter is preferred: jobs of another user must be able to run it.
 PYTHON ?= $(firstword $(wildcard /usr/bin/python3.11) python3.11)
 BIN := .venv/bin
-EXTRAS := dev,torch,ucx,nixl,endpoint
+EXTRAS := dev,torch,ucx,nixl,endpoint,tensorboard,wandb,mlflow
 # Wheels of torch without CUDA: 190 MB instead of 3 GB. Other wheels: make setup TORCH_INDEX=https://pypi.org/simple
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 # Number of pytest processes on the two cores of CI: whole runs, and even more the tests of Slurm, mostly wait.
@@ -24,7 +24,7 @@ export MPLCONFIGDIR ?= $(CURDIR)/.venv/cache/matplotlib
 setup: .venv/.ready
 
 .venv/.ready: pyproject.toml constraints.txt
-	@echo "Installing into .venv, once: pip downloads 460 MB (1.9 GB on disk), or 3 GB where $(TORCH_INDEX) cannot be reached"
+	@echo "Installing into .venv, once: pip downloads 520 MB (2.1 GB on disk), or 3 GB where $(TORCH_INDEX) cannot be reached"
 	$(PYTHON) -m venv .venv
 	-$(BIN)/python -m pip install $(PIP_FLAGS) --retries 1 --no-deps --index-url $(TORCH_INDEX) --constraint constraints.txt torch
 	$(BIN)/python -m pip install $(PIP_FLAGS) --constraint constraints.txt --editable '.[$(EXTRAS)]'
@@ -79,7 +79,7 @@ FAST := $(addprefix tests/unit/,config core slurm_templates manager/model manage
     message_handler pending_commands reconcile user_commands) \
   $(patsubst %,tests/unit/manager/planner/test_%.py,completed_commands planned_faults planner) \
   $(patsubst %,tests/unit/manager/planner/capacity/test_%.py,allocations nodes standbys) \
-  $(patsubst %,tests/unit/manager/%.py,bootstrap/test_preflight reporting/test_summary storage/test_lease) \
+  $(patsubst %,tests/unit/manager/%.py,bootstrap/test_preflight reporting/test_step_metrics reporting/test_summary storage/test_lease) \
   $(patsubst %,tests/unit/transport/%.py,test_address test_keys control/test_endpoints) \
   $(patsubst %,tests/unit/cli/%.py,test_terminal_escapes doctor/test_slurm_output) \
   $(patsubst %,tests/project/test_%.py,inert_text layers)

@@ -23,8 +23,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from rrl.benchmarks import _recorded
 from rrl.benchmarks._recorded import Trained
+from rrl.core.launch import read_run_spec
 from rrl.core.run_dir import RunDir
-from rrl.core.run_spec import RunSpec, read_run_spec
+from rrl.core.run_spec import RunSpec
 from rrl.core.types import Outcome
 from rrl.roles.models.policy import build_model, log_probs
 from rrl.roles.models.tokenizer import open_tokenizer

@@ -24,6 +24,7 @@ class Need(StrEnum):
     NAMESPACES = "network namespaces"
     VLLM = "vLLM"
     OPENAI = "OpenAI's client"
+    TRACKERS = "TensorBoard, wandb and MLflow"
 
 
 NEEDS: Mapping[str, tuple[Need, ...]] = {
@@ -40,6 +41,7 @@ NEEDS: Mapping[str, tuple[Need, ...]] = {
     "rollout_recovery": (Need.TORCH,),
     "snapshots": (Need.TORCH,),
     "stream": (Need.TORCH,),
+    "track": (Need.TRACKERS,),
     "weights": (Need.TORCH, Need.UCX),
 }
 """Needs of each benchmark that is run without options, as ``make bench`` does."""
@@ -83,6 +85,10 @@ def _vllm() -> str | None:
     )
 
 
+def _trackers() -> str | None:
+    return next((reason for name in ("tensorboard", "wandb", "mlflow") if (reason := _module(name, name))), None)
+
+
 _MISSING: Mapping[Need, Callable[[], str | None]] = {
     Need.SLURM: _slurm,
     Need.TORCH: lambda: _module("torch", "torch"),
@@ -90,6 +96,7 @@ _MISSING: Mapping[Need, Callable[[], str | None]] = {
     Need.NAMESPACES: _namespaces,
     Need.VLLM: _vllm,
     Need.OPENAI: lambda: _module("openai", "dev"),
+    Need.TRACKERS: _trackers,
 }
 
 

@@ -17,8 +17,9 @@ from msgspec import Struct
 
 from rrl.benchmarks._pace import recorded
 from rrl.benchmarks._stream_task import kind_of
+from rrl.core.launch import read_run_spec
 from rrl.core.run_dir import RunDir
-from rrl.core.run_spec import RunSpec, read_run_spec
+from rrl.core.run_spec import RunSpec
 from rrl.core.types import ReplicaId
 from rrl.roles.models.policy import build_model
 from rrl.roles.models.tokenizer import open_tokenizer

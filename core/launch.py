@@ -1,4 +1,4 @@
-"""The files through which the manager and the processes of a step communicate: launch file, end report, exit record.
+"""Files by which the manager and a step's processes communicate: run spec, launch file, end report, exit record.
 
 The files are in the run directory, so that they survive the end of each process. The launch file (mode 0600) contains
 the environment: no variable is passed on a command line or through Slurm. The command may leave an end report, which
@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
+from .run_spec import RunSpec
 from .types import Incarnation, NodeName, RaisedException, role_of, standby_role_of
 
 HEARTBEAT_INTERVAL_ENV = "RRL_HEARTBEAT_INTERVAL"
@@ -152,6 +153,16 @@ def read_launch(path: Path) -> Launch:
         msgspec.DecodeError: The file is not a launch file.
     """
     return msgspec.json.decode(path.read_bytes(), type=Launch)
+
+
+def read_run_spec(path: Path) -> RunSpec:
+    """Read the run spec of a run directory.
+
+    Raises:
+        OSError: The file cannot be read.
+        msgspec.DecodeError: The file is not a run spec.
+    """
+    return msgspec.json.decode(path.read_bytes(), type=RunSpec)
 
 
 def read_exit(path: Path) -> ExitRecord | None:

@@ -19,8 +19,8 @@ import time
 from datetime import UTC, datetime
 from typing import get_args
 
-from .run_spec import DEFAULT_LOG_LEVEL, LogLevel
 from .text import escaped_lines
+from .types import DEFAULT_LOG_LEVEL, LogLevel
 
 LOG_LEVEL_ENV = "RRL_LOG_LEVEL"
 """Environment variable with the :data:`LogLevel` of a process and of the processes that it starts. ``rrl --verbose``

@@ -75,6 +75,9 @@ class RunDir:
         (:class:`rrl.roles.endpoint.addresses.EndpointAddress`). The first writer creates the folder."""
         self.metrics_failure = path / "metrics.failed"
         """Why the current manager serves no metrics, in one line; the file exists only if it should serve them."""
+        self.trackers = path / "trackers"
+        """``<tracker>``: the folder in which a tracker stores its own files, with ``.json``: how far its process is,
+        ``.lock``: held by that process, ``.log``: the output of that process. The first writer creates the folder."""
         self.submit = path / "submit"
         """Folder of submitit's own files."""
         self.controller_log = self.submit / "controller.log"

@@ -6,7 +6,6 @@ used. The journal contains it, so that ``rrl status`` needs neither pydantic nor
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -15,6 +14,7 @@ from msgspec import Struct
 from .faults import Fault
 from .phases import PHASES, Phase
 from .phases import phase as declared_phase
+from .types import DEFAULT_LOG_LEVEL, LogLevel
 
 WeightTransportName = Literal["ucx", "tcp", "nixl"]
 """The weight transports. Each one is implemented in the module of that name in ``rrl.transport.weights``."""
@@ -123,10 +123,6 @@ class ContainerSpec(Struct, frozen=True):
     """``source:target[:ro]``, in addition to the run directory and the job's folder."""
     python: str = "python3"
     """The interpreter in the image that has rrl installed."""
-
-
-LogLevel = Literal["debug", "info", "warning", "error"]
-DEFAULT_LOG_LEVEL: LogLevel = "info"
 
 
 class ManagerSpec(Struct, frozen=True):
@@ -420,6 +416,19 @@ class EndpointSettings(Struct, frozen=True):
     reward_timeout: float | None = None
 
 
+TrackerName = Literal["tensorboard", "wandb", "mlflow"]
+"""The trackers. Each is implemented in the module of that name in ``rrl.manager.tracking``."""
+
+
+class TrackSpec(Struct, frozen=True):
+    """The trackers to which a run's steps are sent (:class:`rrl.config.job.schema.TrackTable`)."""
+
+    to: tuple[TrackerName, ...] = ()
+    project: str = ""
+    timeout: float = 300.0
+    """Time (s) without an answer after which a tracker counts as hung."""
+
+
 class RunSpec(Struct, frozen=True):
     """A whole job with every default filled in.
 
@@ -463,6 +472,7 @@ class RunSpec(Struct, frozen=True):
     limits: Limits = Limits()
     recovery: Recovery = Recovery()
     health: HealthSpec = HealthSpec()
+    track: TrackSpec = TrackSpec()
     faults: tuple[Fault, ...] = ()
     """Faults that the job itself plans."""
     faults_allowed: bool = False
@@ -488,13 +498,3 @@ class RunSpec(Struct, frozen=True):
     def nodes(self) -> int:
         """Return the number of nodes of the whole run, spares included."""
         return sum(group.nodes for group in self.node_groups)
-
-
-def read_run_spec(path: Path) -> RunSpec:
-    """Read the run spec of a run directory.
-
-    Raises:
-        OSError: The file cannot be read.
-        msgspec.DecodeError: The file is not a run spec.
-    """
-    return msgspec.json.decode(path.read_bytes(), type=RunSpec)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from enum import StrEnum
 from functools import lru_cache
-from typing import NewType
+from typing import Literal, NewType
 
 from msgspec import Struct
 
@@ -16,6 +16,9 @@ ReplicaId = NewType("ReplicaId", str)
 """``role/index``, for example ``rollout/1``; an agent's id is ``agent/<node>``."""
 
 NodeName = NewType("NodeName", str)
+
+LogLevel = Literal["debug", "info", "warning", "error"]
+DEFAULT_LOG_LEVEL: LogLevel = "info"
 
 AGENT = "agent"
 """The role name of the agent: the process on each node that samples the node, witnesses the ends of steps and kills

@@ -24,7 +24,8 @@ collect_ignore = [] if netns.possible() else _NETWORK_FILES
 LONG_FILES = (
     "integration/local/test_runs.py", "integration/local/test_quickstart.py", "integration/local/test_faults.py",
     "integration/local/test_agents.py", "unit/transport/weights/test_ucx_apart.py",
-    "integration/slurm/test_runs.py", "integration/slurm/cluster/test_cluster.py",
+    "integration/local/test_tracking.py", "integration/slurm/test_runs.py", "integration/slurm/cluster/test_cluster.py",
+    "unit/manager/tracking/test_main.py",
     "integration/local/test_stream.py", "integration/local/test_resume.py", "integration/local/test_bring_your_own.py",
     "unit/roles/trainer/test_gang.py", "unit/roles/agent/test_node_monitor.py", "security/test_run_under_attack.py",
     "security/test_listening_sockets.py", "integration/local/test_manager_away.py",

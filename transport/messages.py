@@ -101,6 +101,13 @@ class Committed(Struct, frozen=True, tag=True):
     metrics: dict[str, float]
 
 
+class ValuesLogged(Struct, frozen=True, tag=True):
+    """Sent by a worker whose role has logged values that belong to no training step: the newest value of each name."""
+
+    incarnation: Incarnation
+    values: dict[str, float]
+
+
 class StepExit(Struct, frozen=True, tag=True):
     """Sent by the launcher of a step: a copy of the step's exit record, which arrives sooner than the durable file."""
 
@@ -237,7 +244,8 @@ class Goodbye(Struct, frozen=True, tag=True):
 
 ToManager = (
     AdmissionRequest | Hello | Heartbeat | ClockReport | PhaseEntered | FirstWorkDone | VersionAvailable | Committed
-    | StepExit | AgentHello | AgentHeartbeat | StepVanished | FindingReport | ProbeReply | Stacks | Injected | Goodbye
+    | ValuesLogged | StepExit | AgentHello | AgentHeartbeat | StepVanished | FindingReport | ProbeReply | Stacks
+    | Injected | Goodbye
 )  # fmt: skip
 
 

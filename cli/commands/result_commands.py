@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ..common.arguments import NamedRun
+from ..common.arguments import NamedRun, Run
 from .app import app
 
 
@@ -55,3 +55,46 @@ def logs(
             run, selector, follow=follow, lines=lines, since=since, grep=grep, failed=failed, json=json, raw=raw
         )
     )
+
+
+@app.command(short_help="Print a line for each committed step of a run.")
+def metrics(
+    run: Run = None,
+    csv: Annotated[bool, typer.Option("--csv", help="Print CSV instead of JSON.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Print new steps too, until the run ends.")] = False,
+) -> None:
+    """Print each committed step of a run once, as one JSON object a line (docs/tracking.md).
+
+    A line has the step's time and rates, staleness and metrics, and the failures and restarts since the step before.
+
+    \b
+    rrl metrics quick                  all steps
+    rrl metrics quick --follow | jq .metrics.reward
+    rrl metrics quick --csv > quick.csv
+    """
+    from ..results import metrics as command
+
+    raise typer.Exit(command.metrics(run, as_csv=csv, follow=follow))
+
+
+@app.command(short_help="Send the steps of a run to experiment trackers.")
+def track(
+    run: NamedRun,
+    to: Annotated[
+        list[str] | None,
+        typer.Option("--to", metavar="TRACKER", show_default=False,
+                     help="tensorboard, wandb, mlflow; several times or with commas. Default: [track] to of the job."),
+    ] = None,
+) -> None:  # fmt: skip
+    """Send the steps of a run to TensorBoard, wandb or MLflow, each step once, also of a run that has ended.
+
+    A run with [track] in its job does this by itself (docs/tracking.md). Keys and addresses of trackers come from
+    this shell: WANDB_API_KEY, MLFLOW_TRACKING_URI. Of a run that goes on, later steps are sent too, until it ends.
+
+    \b
+    rrl track quick --to tensorboard
+    rrl track quick --to wandb,mlflow
+    """
+    from ..results import track as command
+
+    raise typer.Exit(command.track(run, to or []))

@@ -62,6 +62,7 @@ def preflight(job: Job, spec: RunSpec, path: Path, foreground: bool = False) -> 
         *_check_engine_installed(job, path),
         *_check_endpoint_installed(job, path),
         *_check_endpoint_route(job),
+        *_check_trackers_installed(job),
         *_check_model(job, path),
         *_check_stream(job),
     ]
@@ -288,6 +289,16 @@ def _check_endpoint_route(job: Job) -> list[str]:
     reason = f'[transport] network = "{network}"' if network else 'without [transport] network, kind = "local"'
     return [f"roles.endpoint: {reason} is the loopback of a machine: agents on other machines cannot reach the"
             " endpoint; set `network` to an interface that they reach"]  # fmt: skip
+
+
+def _check_trackers_installed(job: Job) -> list[str]:
+    """Return a warning for each tracker whose package is missing here, since the manager may run elsewhere."""
+    missing = [name for name in job.track.to if find_spec(name) is None]
+    return [
+        f"track.to: the package {name} is not installed on this machine; the manager needs it, or the steps are sent"
+        f" later by rrl track: pip install '.[{name}]' in rrl's clone"
+        for name in missing
+    ]
 
 
 def _check_model(job: Job, path: Path) -> list[str]:

@@ -17,7 +17,7 @@ from pydantic import AfterValidator, Field, model_validator
 from ...core import run_spec
 from ...core.faults import MANAGER
 from ...core.phases import PHASES
-from ...core.run_spec import WeightsSetting
+from ...core.run_spec import TrackerName, WeightsSetting
 from ...core.types import AGENT, STANDBY_ROLE
 from ...core.units import Duration, Size
 from .base import OptionalTime, SbatchOptions, Strings, Table, Time, mistake
@@ -38,6 +38,7 @@ _HEALTH = run_spec.HealthSpec()
 _MODEL = run_spec.ModelSpec()
 _TASK = run_spec.TaskSpec()
 _SAMPLING = run_spec.SamplingSpec()
+_TRACK = run_spec.TrackSpec()
 _TRANSPORT = run_spec.TransportSpec()
 _MAX_PORT = 65535
 
@@ -306,6 +307,19 @@ class TransportTable(Table):
     trainer sends each version once to each of at most two chains."""
 
 
+class TrackTable(Table):
+    """The experiment trackers that get each committed step of the run (docs/tracking.md)."""
+
+    to: Annotated[tuple[TrackerName, ...], Field(strict=False)] = _TRACK.to
+    """Trackers, each of which needs the extra of its name where the manager runs. Their keys and addresses come from
+    variables in [env] passed: "WANDB_API_KEY", "MLFLOW_TRACKING_URI"."""
+    project: str = _TRACK.project
+    """Project of wandb, or experiment of MLflow; default: the name of the run ([run] name)."""
+    timeout: Time = _TRACK.timeout
+    """Time without an answer after which a tracker counts as hung: its process is replaced. The run never waits for
+    it."""
+
+
 class Job(Table):
     """A whole job.toml."""
 
@@ -325,6 +339,7 @@ class Job(Table):
     phases: Annotated[dict[str, PhaseTable], AfterValidator(_phase_names)] = {}
     recovery: RecoveryTable = RecoveryTable()
     health: HealthTable = HealthTable()
+    track: TrackTable = TrackTable()
     transport: TransportTable = TransportTable()
     faults: FaultsTable = FaultsTable()
 

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from ...core.run_spec import DEFAULT_LOG_LEVEL, LogLevel
+from ...core.types import DEFAULT_LOG_LEVEL, LogLevel
 from ...core.units import Size
 from .base import OptionalTime, SbatchOptions, Table, Time
 

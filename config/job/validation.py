@@ -65,6 +65,7 @@ def check(job: Job) -> None:
     _one_gpu(job)
     _vllm(job)
     _faults(job)
+    _track(job)
 
 
 def _work(job: Job) -> None:
@@ -394,6 +395,15 @@ def _fits_a_node(job: Job, name: str, role: Role) -> None:
                 f"{amount} is more than a node has ([cluster.node] {resource} = {_amount(resource, has)}); {fix} or"
                 f" raise {resource} of the node",
             )
+
+
+def _track(job: Job) -> None:
+    """Check that no tracker is named twice, and that a project belongs to a tracker."""
+    track = job.track
+    if twice := [name for name in track.to if track.to.count(name) > 1]:
+        raise mistake(("track", "to"), f'"{twice[0]}" is there twice; name each tracker once')
+    if track.project and not track.to:
+        raise mistake(("track", "project"), 'has no effect without trackers; write for example to = ["tensorboard"]')
 
 
 def _faults(job: Job) -> None:

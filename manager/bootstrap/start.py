@@ -25,10 +25,11 @@ import msgspec
 
 from ...config.job.load import resolved
 from ...config.job.schema import Job
+from ...core.launch import read_run_spec
 from ...core.log_lines import start_logging
 from ...core.processes import raise_nofile
 from ...core.run_dir import STORAGE_FULL_ERRNOS, RunDir, runs_root, write_atomically
-from ...core.run_spec import RunSpec, read_run_spec
+from ...core.run_spec import RunSpec
 from ...core.types import Outcome
 from ...transport.address import NoAddress, own_address
 from ...transport.keys import RunKeys
@@ -39,6 +40,7 @@ from ..storage.journal import Follower, JournalError
 from ..storage.lease import LeaseHeld, LeaseLost
 from ..storage.resume_request import ResumeRequest, read_pending, withdraw, write_request
 from ..storage.space_reserve import fill_reserve
+from ..tracking.tracker_supervisor import TrackerSupervisor
 from . import manager_job
 from .pool_supervisor import run_ended
 from .start_failure import HOST_FILE
@@ -241,6 +243,8 @@ async def _run(run: RunDir, foreground: bool) -> Outcome | None:
     if foreground:
         loop.add_signal_handler(signal.SIGINT, manager.cancel, f"{getpass.getuser()} (Ctrl-C)")
     succession = asyncio.create_task(manager_job.ensure_successor(run, spec, run_manager))
+    trackers, outcome = TrackerSupervisor(run, spec), None
+    trackers.start()
     try:
         outcome = await manager.run(os.environ.get("SLURM_JOB_ID", ""))
     except LeaseLost as error:
@@ -249,6 +253,7 @@ async def _run(run: RunDir, foreground: bool) -> Outcome | None:
     finally:
         succession.cancel()
         await asyncio.gather(succession, return_exceptions=True)
+        await trackers.close(ended=outcome is not None)
     has_successor = outcome is not None and spec.cluster == "slurm" and spec.manager.where == "job"
     if has_successor and (error_text := await manager_job.cancel_pending(run.id, spec)):
         _log.warning("cannot cancel the pending manager job; it will exit as soon as it starts: %s", error_text)

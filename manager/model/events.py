@@ -165,6 +165,13 @@ class StepCommitted(Struct, frozen=True, tag=True):
     metrics: dict[str, float] = {}
 
 
+class ValuesLogged(Struct, frozen=True, tag=True):
+    """A role has logged values that belong to no training step: the newest value of each name since its last report."""
+
+    incarnation: Incarnation
+    values: dict[str, float]
+
+
 class FindingChanged(Struct, frozen=True, tag=True):
     """A finding has appeared or changed; verdict OK or UNKNOWN clears the finding of the same key."""
 
@@ -280,7 +287,7 @@ Event = (
     RunStarted | ManagerStarted | ManagerStopped | Intended | IntentSettled | Decided | AllocationChanged | NodeChanged
     | AgentJoined | Admitted | Joined | StepEnded | PhaseEntered | NoteChanged | FirstWorkDone | VersionAvailable |
     StepCommitted | FindingChanged | FaultInjected | CommandReceived | FaultRequested | Resumed | TokensCounted |
-    StacksCollected | BaselinesLearned | ClocksRecorded | RunEnded
+    StacksCollected | BaselinesLearned | ClocksRecorded | ValuesLogged | RunEnded
 )  # fmt: skip
 
 

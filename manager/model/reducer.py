@@ -223,6 +223,10 @@ def _on_clocks_recorded(state: State, at: float, event: ev.ClocksRecorded) -> St
     return replace(state, idle_times=idle_times.with_readings(state.idle_times, at, event.readings))
 
 
+def _on_values_logged(state: State, at: float, event: ev.ValuesLogged) -> State:
+    return state
+
+
 def _on_run_ended(state: State, at: float, event: ev.RunEnded) -> State:
     return replace(state, outcome=event.outcome, why=event.why, ended=at)
 
@@ -253,5 +257,6 @@ _REDUCERS: dict[type, _Reducer] = {
     ev.StacksCollected: _on_stacks_collected,
     ev.BaselinesLearned: _on_baselines_learned,
     ev.ClocksRecorded: _on_clocks_recorded,
+    ev.ValuesLogged: _on_values_logged,
     ev.RunEnded: _on_run_ended,
 }

@@ -183,17 +183,52 @@ class Journal:
 
 def replay(run: RunDir) -> Iterator[Stamped]:
     """Yield every event of the run in order. Raises JournalError."""
-    for path, end in _chain(run):
-        head, offset = _head(path)
-        if head is None:
-            continue
-        read = offset
-        for stamped, read in _framed_events(path, offset, end):  # noqa: B007 (where the last one ends)
-            yield stamped
-        if end is not None and read != end:
-            raise JournalError(
-                f"{path}: cannot be read beyond byte {read}, but the next segment relies on its first {end} bytes"
-            )
+    return EventFollower(run).events()
+
+
+class EventFollower:
+    """Yields every event of a run in order, each once, and later those that were recorded since, by any manager.
+
+    A manager that lost its lease may have written events that its successor does not know of. If they were read before
+    the successor wrote its first segment, they have been yielded, and events of the successor with the same numbers are
+    not. So callers must not rely on an event that is not durable elsewhere, as a committed step is.
+    """
+
+    def __init__(self, run: RunDir) -> None:
+        self._run = run
+        self._segment: Path | None = None
+        self._offset = 0
+        self._seq = 0
+
+    def events(self) -> Iterator[Stamped]:
+        """Yield the events since the last call.
+
+        Raises:
+            JournalError: a segment is damaged or of another schema.
+            OSError: the journal's folder cannot be listed, or a segment cannot be read.
+        """
+        for path, end in self._unread():
+            if path != self._segment:
+                self._segment, self._offset = path, _head(path)[1]
+            for stamped, offset in _framed_events(path, self._offset, end):
+                self._offset = offset
+                if stamped.seq > self._seq:
+                    self._seq = stamped.seq
+                    yield stamped
+            if end is not None and self._offset < end:
+                raise JournalError(
+                    f"{path}: cannot be read beyond byte {self._offset}, but the next segment relies on its first {end}"
+                    " bytes"
+                )
+
+    def _unread(self) -> list[tuple[Path, int | None]]:
+        """Return (path, end offset) of the segments that may have unread events, as :func:`_chain` does."""
+        segments = _segments(self._run)
+        if self._segment is not None and segments and segments[-1] == self._segment:
+            return [(self._segment, None)]
+        chain = _chain(self._run)
+        read = [index for index, (path, _) in enumerate(chain) if path == self._segment]
+        return chain[read[0] :] if read else chain
 
 
 def read_state(run: RunDir) -> State | None:

@@ -35,9 +35,8 @@ from ...core.processes import (
     send_signal,
     sweep,
 )
-from ...core.run_spec import DEFAULT_LOG_LEVEL
 from ...core.text import exit_invalid_config
-from ...core.types import AGENT, Incarnation, role_of
+from ...core.types import AGENT, DEFAULT_LOG_LEVEL, Incarnation, role_of
 from ...transport.address import NoAddress
 from ...transport.messages import AgentHeartbeat, AgentHello, DumpStacks, Fenced, Inject, Load, StepVanished
 from ..launcher.environment import ADDRESS_ENV, boot_id, node_environment, raise_limits, see_all_gpus

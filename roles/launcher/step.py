@@ -25,8 +25,8 @@ from ...core.launch import (
     read_launch,
 )
 from ...core.log_lines import LOG_LEVEL_ENV, start_logging
-from ...core.run_spec import DEFAULT_LOG_LEVEL
 from ...core.text import exit_invalid_config
+from ...core.types import DEFAULT_LOG_LEVEL
 from .activity import report_activity
 from .environment import node_environment, raise_limits
 from .first_process import StepSupervisor

@@ -17,10 +17,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ...core.launch import HEARTBEAT_INTERVAL_ENV, LAUNCH_ENV, Launch, read_launch
+from ...core.launch import HEARTBEAT_INTERVAL_ENV, LAUNCH_ENV, Launch, read_launch, read_run_spec
 from ...core.log_lines import start_logging
 from ...core.run_dir import RunDir
-from ...core.run_spec import RunSpec, read_run_spec
+from ...core.run_spec import RunSpec
 from ...core.text import exit_invalid_config
 from ...core.types import NodeName, ReplicaId, Version
 from ...transport.keys import RunKeys
@@ -176,6 +176,10 @@ class Worker:
     def note(self, text: str) -> None:
         """Show ``text`` beside this replica in ``rrl status`` until the next note; an empty text removes it."""
         self._connection.status.note = text
+
+    def log(self, **values: float) -> None:
+        """Report numbers that belong to no training step, for metrics and trackers; of each name the newest counts."""
+        self._connection.status.log(values)
 
     def confirm_untaken_data(self) -> None:
         """Report for the next seconds that this role, the store, has data which the trainer does not request."""

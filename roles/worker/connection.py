@@ -408,6 +408,8 @@ class ManagerConnection:
     async def _send_clock(self) -> None:
         self._clock_sent_at = self._loop.time()
         await self._dialer.send(msg.ClockReport(self.launch.incarnation, self.status.read_clock()))
+        if values := self.status.take_logged():
+            await self._dialer.send(msg.ValuesLogged(self.launch.incarnation, values))
 
     def _report_commit(self, step: int, metrics: dict[str, float]) -> None:
         self._loop.create_task(self._send_commit(msg.Committed(self.launch.incarnation, step, metrics)))

@@ -17,11 +17,13 @@ STARTS = frozenset({
     "subprocess.check_call", "subprocess.check_output", "subprocess.run",
 })  # fmt: skip
 STARTERS = {
+    "cli/results/track.py": "the process of a tracker, which the command waits for",
     "core/command_runner.py": "commands with a deadline",
     "health/readers/isolation/client.py": "the supervisor of a node's readers, which lives as long as its client",
     "manager/bootstrap/pool_supervisor.py": "the manager of a run",
     "manager/cluster/local.py": "first processes of steps, which outlive the manager",
     "manager/cluster/slurm/steps.py": "sruns, which are killed once their step has connected",
+    "manager/tracking/tracker_supervisor.py": "the process of a tracker, as long as the manager of the run",
     "roles/agent/fault_injection.py": "a pause helper, which reports twice and outlives the agent",
     "roles/agents/user_program.py": "the user's agent, which may run for as long as an attempt",
     "roles/launcher/process_group.py": "the command of a role",

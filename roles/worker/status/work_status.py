@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from math import inf
 from typing import NamedTuple
@@ -25,6 +25,11 @@ STORE_CAUSE = "store"
 UNTAKEN_CONFIRMED_WITHIN_S = 5.0
 """Age (s) up to which :meth:`WorkStatus.confirm_untaken_data` counts. The store confirms it several times a second in
 the loop that serves requests: if that loop hangs, the trainer cannot take its data."""
+
+
+MAX_LOGGED_NAMES, MAX_LOGGED_NAME_CHARS = 64, 100
+"""Maximum number of names that a role may log between two reports, and of characters of a name: each report is an event
+of the run's journal."""
 
 
 class CurrentPhase(NamedTuple):
@@ -65,8 +70,10 @@ class WorkStatus:
         """Monotonic time (s) at which untaken data were last confirmed."""
         self._store_calls = 0
         """Number of threads that wait for the store; a trainer may have two, because it commits in a second thread."""
+        self._logged: dict[str, float] = {}
+        """Newest values that the role logged since the last report, by name."""
         self._lock = threading.Lock()
-        """Held while ``done`` or the number of waiting threads changes."""
+        """Held while ``done``, the number of waiting threads or the logged values change."""
 
     def restart(self, name: str) -> None:
         """Begin in phase ``name`` as another incarnation, whose clock starts now."""
@@ -96,6 +103,33 @@ class WorkStatus:
             first = self.done == 0 and units > 0
             self.done += units
         return first
+
+    def log(self, values: Mapping[str, float]) -> None:
+        """Keep the newest value of each name for the next report.
+
+        Raises:
+            TypeError: A value is not a number.
+            ValueError: A name is longer than ``MAX_LOGGED_NAME_CHARS``, or there are more than ``MAX_LOGGED_NAMES``.
+        """
+        numbers: dict[str, float] = {}
+        for name, value in values.items():
+            if len(name) > MAX_LOGGED_NAME_CHARS:
+                raise ValueError(f"me.log: the name {name[:20]!r}... has more than {MAX_LOGGED_NAME_CHARS} characters")
+            try:
+                numbers[name] = float(value)
+            except (TypeError, ValueError):
+                raise TypeError(f"me.log({name}=...): {value!r} is not a number") from None
+        with self._lock:
+            merged = {**self._logged, **numbers}
+            if len(merged) > MAX_LOGGED_NAMES:
+                raise ValueError(f"me.log: more than {MAX_LOGGED_NAMES} names within a few seconds; use fewer names")
+            self._logged = merged
+
+    def take_logged(self) -> dict[str, float]:
+        """Return the logged values that are not reported yet; from now on they count as reported."""
+        with self._lock:
+            taken, self._logged = self._logged, {}
+        return taken
 
     def confirm_untaken_data(self) -> None:
         """Report for the next ``UNTAKEN_CONFIRMED_WITHIN_S`` that this store has data which the trainer does not take.

@@ -182,6 +182,18 @@ def test_argument_unknown_to_the_installed_vllm_is_reported_before_the_start(
     assert main.run(["check", "--no-task", str(site.job)]) == 0
 
 
+def test_a_tracker_whose_package_is_missing_is_a_warning_since_its_steps_can_be_sent_later(
+    site: Site, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check, "find_spec", lambda name: None if name == "wandb" else name)
+    site.job.write_text(JOB + '[track]\nto = ["wandb", "tensorboard"]\n')
+    assert main.run(["check", "--no-task", str(site.job)]) == 0
+    assert capsys.readouterr().err == (
+        "rrl: warning: track.to: the package wandb is not installed on this machine; the manager needs it, or the steps"
+        " are sent later by rrl track: pip install '.[wandb]' in rrl's clone\n"
+    )
+
+
 def test_check_as_json_has_the_warnings_too(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
     assert site.slurm(scontrol="echo 'Unable to contact slurm controller' >&2; exit 1").run("check", "--json") == 0
     reported = json.loads(capsys.readouterr().out)

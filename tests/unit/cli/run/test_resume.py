@@ -14,8 +14,8 @@ import pytest
 from rrl.cli import main
 from rrl.config.job.load import load_job
 from rrl.config.job.resolve import resolve
+from rrl.core.launch import read_run_spec
 from rrl.core.run_dir import RUNS_ENV, RunDir
-from rrl.core.run_spec import read_run_spec
 from rrl.core.types import Outcome
 from rrl.manager.bootstrap import start as starting
 from rrl.manager.bootstrap.start import create

@@ -249,6 +249,11 @@ WRONG: list[tuple[str, str, str]] = [
      " = 0, which lets no rollout work ahead; remove this key, or raise staleness"),
     ("[task]", "[sampling]\nwindow = 0\n[task]", "job.toml:13: sampling.window: must be at least 1, not 0"),
     ("[task]", '[sampling]\nstream = "yes"\n[task]', 'job.toml:13: sampling.stream: must be true or false, not "yes"'),
+    ("[task]", '[track]\nto = ["tensorboard", "tensorboard"]\n[task]',
+     'job.toml:13: track.to: "tensorboard" is there twice; name each tracker once'),
+    ("[task]", '[track]\nproject = "digits"\n[task]', "job.toml:13: track.project: has no effect without trackers; write"
+     ' for example to = ["tensorboard"]'),
+    ("[task]", '[track]\nto = ["comet"]\n[task]', 'job.toml:13: track.to[0]: must be "tensorboard", "wandb" or "mlflow", not "comet"'),
     ("[task]", '[sampling]\nlate = "never"\n[task]', 'job.toml:13: sampling.late: must be "wait" or "drop", not "never"'),
     # forms of allocations
     ("[cluster]", '[cluster]\nform = "hetjob"', 'job.toml:6: cluster.form: "hetjob" needs kind ='

@@ -285,3 +285,14 @@ def test_a_message_that_arrives_twice_in_a_session_changes_nothing_the_second_ti
 
     once, twice = HELLO_MESSAGES[: again + 1], (*HELLO_MESSAGES[: again + 1], HELLO_MESSAGES[again])
     assert heard("twice", *twice) == heard("once", *once)
+
+
+def test_logged_values_are_recorded_with_bounded_names(tmp_path: Path) -> None:
+    hearing = Handling(tmp_path, *LAUNCHED)
+    hearing.handle(WANTED, HELLO)
+    values = {f"\x1b[2J{number}{'x' * 200}": float(number) for number in range(100)}
+    hearing.handle(msg.ValuesLogged(R1, {"accuracy": 0.5}), msg.ValuesLogged(R1, values), msg.ValuesLogged(R2, values))
+    first, second = (event for event in hearing.events if isinstance(event, ev.ValuesLogged))
+    assert first == ev.ValuesLogged(R1, {"accuracy": 0.5})
+    assert (second.incarnation, len(second.values)) == (R1, 64), "R2 is not current"
+    assert all(len(name) <= 103 and "\x1b" not in name for name in second.values)

@@ -19,6 +19,7 @@ from rrl.manager.storage import journal as journal_module
 from rrl.manager.storage.journal import (
     MAGIC,
     SCHEMA,
+    EventFollower,
     Follower,
     Head,
     Journal,
@@ -381,3 +382,31 @@ def test_head_names_the_accepted_length_of_the_previous_segment(run: RunDir) -> 
     payload = (run.journal / segments(run)[1]).read_bytes()[len(MAGIC) + 8 :]
     head = msgspec.msgpack.decode(payload, type=Head)
     assert (head.previous, head.previous_bytes, head.state, head.epoch) == (segments(run)[0], length, writer.state, 2)
+
+
+def test_each_event_is_followed_once_across_segments_and_managers(run: RunDir) -> None:
+    follower = EventFollower(run)
+    followed = list(follower.events())
+    first = Writer(run).begin().steps(1, 2).flush()
+    followed += follower.events()
+    first.rotate().steps(3, 4).flush()
+    followed += follower.events()
+    Writer(run, epoch=2).steps(5).flush()
+    followed += follower.events()
+    assert list(follower.events()) == []
+    assert followed == list(replay(run))
+    assert [stamped.seq for stamped in followed] == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_a_follower_goes_on_with_the_successor_of_a_manager_whose_last_records_it_has_read(run: RunDir) -> None:
+    frozen = Writer(run).begin().steps(1).flush()
+    follower = EventFollower(run)
+    followed = list(follower.events())
+    successor = Writer(run, epoch=2).steps(2).flush()
+    frozen.steps(2, 3).flush()
+    followed += follower.events()
+    successor.steps(3, 4).flush()
+    followed += follower.events()
+    assert followed == list(replay(run)), "the records that the frozen manager wrote late count for nobody"
+    steps = [stamped.event.step for stamped in followed if isinstance(stamped.event, ev.StepCommitted)]
+    assert steps == [1, 2, 3, 4]

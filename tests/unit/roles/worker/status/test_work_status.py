@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import pytest
 
 from rrl.core.types import Incarnation, ReplicaId
@@ -18,3 +21,29 @@ def test_untaken_data_are_reported_only_while_the_store_confirms_them(monkeypatc
     assert status.heartbeat(STORE).data_untaken
     monkeypatch.setattr(work_status, "UNTAKEN_CONFIRMED_WITHIN_S", 0.0)
     assert not status.heartbeat(STORE).data_untaken, "a loop that hangs confirms nothing any more"
+
+
+def test_the_newest_value_of_each_logged_name_is_reported_once() -> None:
+    status = WorkStatus("between")
+    status.log({"accuracy": 0.25, "cached": 7})
+    status.log({"accuracy": 0.5})
+    assert status.take_logged() == {"accuracy": 0.5, "cached": 7.0}
+    assert status.take_logged() == {}
+
+
+@pytest.mark.parametrize(
+    ("values", "error", "text"),
+    [
+        ({"loss": "low"}, TypeError, "me.log(loss=...): 'low' is not a number"),
+        ({"x" * 101: 1.0}, ValueError, "more than 100 characters"),
+        ({f"n{number}": 1.0 for number in range(65)}, ValueError, "more than 64 names"),
+    ],
+)
+def test_values_that_cannot_be_reported_are_refused_and_none_of_them_is_kept(
+    values: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    status = WorkStatus("between")
+    status.log({"accuracy": 0.5})
+    with pytest.raises(error, match=re.escape(text)):
+        status.log(values)
+    assert status.take_logged() == {"accuracy": 0.5}

@@ -1,0 +1,154 @@
+"""Measures whether trackers get each step once, whether a hanging one slows the run down, and ``rrl metrics``.
+
+Three parts. *once*: a light run with TensorBoard, wandb (offline) and MLflow (files), whose tracker processes are
+killed three times and whose manager once, and which is resumed once; ``missing`` and ``doubled`` count the steps of all
+three (bar: 0 and 0). *hang*: light runs with and without MLflow at a server that accepts connections and never answers,
+interleaved; ``step_time_ratio`` is the ratio of the medians of their step times (bar: 1.02), ``step_time_error`` its
+standard error over the pairs. *metrics*: ``metrics_s`` is the median time of ``rrl metrics`` for a run of 10,000 steps,
+as a whole process (bar: 1 s). Prints one JSON object as its last line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+
+from rrl.benchmarks._requirements import check_requirements
+from rrl.core.phases import ClockReading, PhaseTime
+from rrl.core.types import Incarnation, ReplicaId, Version
+from rrl.manager.model import events as ev
+from rrl.manager.storage.journal import SEGMENT_RECORDS, Journal
+from rrl.tests.support.cli.story import BEGAN, Story, job_view
+from rrl.tests.support.runs import light_job, submit_here
+from rrl.tests.support.supervisor import temporary_runs_folder
+from rrl.tests.support.trackers.killed_run import TRACKERS, play, tracked_job
+from rrl.tests.support.trackers.sent_steps import sent
+
+PAIRS = 4
+STEPS = 120
+WARM_UP_STEPS = 20
+"""Steps of a run that are not measured: its roles and the process of its tracker start."""
+LONG_RUN_STEPS = 10_000
+ROUNDS = 5
+PHASES = ("wait_data", "train", "checkpoint")
+PARTS = ("once", "hang", "metrics")
+METRICS = dict.fromkeys(
+    (
+        "reward", "loss", "entropy", "kl", "clip_share", "gradient_norm", "learning_rate", "tokens", "parts",
+        "token_age_p50", "token_age_max", "token_age_run_max", "tokens_aged_0", "tokens_aged_1", "tokens_aged_2",
+        "length_bias", "recall20", "long_groups", "longest_expected", "stale_groups", "stale_share", "unscored_groups",
+        "unscored_share", "drift",
+    ),
+    0.5,
+)  # fmt: skip
+"""As many metrics as the built-in trainer and the store commit with a step."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--part", choices=PARTS, action="append", help="Only this part; may be repeated.")
+    parser.add_argument("--pairs", type=int, default=PAIRS, help="Pairs of runs with and without a hanging tracker.")
+    options = parser.parse_args()
+    check_requirements("track")
+    figures: dict[str, float] = {}
+    for part in options.part or PARTS:
+        figures |= once() if part == "once" else hang(options.pairs) if part == "hang" else metrics()
+        print(f"{part}: {figures}", file=sys.stderr, flush=True)
+    print(json.dumps(figures))
+
+
+def once() -> dict[str, float]:
+    """Return the number of steps, and how many of them are missing or doubled in a tracker."""
+    with temporary_runs_folder() as folder:
+        run = play(Path(folder))
+        steps, missing, doubled = run.state().step, 0, 0
+        for tracker in TRACKERS:
+            counts = Counter(step for step, _ in sent(run.run, tracker, "reward"))
+            missing += sum(counts[step] == 0 for step in range(1, steps + 1))
+            doubled += sum(count - 1 for count in counts.values())
+    return {"steps": steps, "missing": missing, "doubled": doubled}
+
+
+def hang(pairs: int) -> dict[str, float]:
+    """Return the ratio of the step times with a hanging tracker to those without any, and its standard error."""
+    ratios: list[float] = []
+    with_tracker: list[float] = []
+    without: list[float] = []
+    with silent_server() as port:
+        os.environ["MLFLOW_TRACKING_URI"] = f"http://127.0.0.1:{port}"
+        for _ in range(pairs):
+            alone, beside = step_times(light_job("local", STEPS)), step_times(tracked_job(STEPS, ("mlflow",)))
+            ratios.append(statistics.median(beside) / statistics.median(alone))
+            without, with_tracker = [*without, *alone], [*with_tracker, *beside]
+    ratio = statistics.median(with_tracker) / statistics.median(without)
+    error = statistics.stdev(ratios) / pairs**0.5 if pairs > 1 else 0.0
+    return {"step_time_ratio": round(ratio, 4), "step_time_error": round(error, 4)}
+
+
+def step_times(toml: str) -> list[float]:
+    """Return the seconds between the commits of a run, as its manager saw them."""
+    with temporary_runs_folder() as folder:
+        run = submit_here(Path(folder), toml)
+        run.wait_end(600.0)
+        run.wait_gone(60.0)
+        commits = [one.at for one in run.events() if isinstance(one.event, ev.StepCommitted)]
+    return [after - before for before, after in pairwise(commits[WARM_UP_STEPS:])]
+
+
+@contextmanager
+def silent_server() -> Iterator[int]:
+    """Listen on a port of the loopback, and answer nothing: the kernel accepts the connections."""
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as server:
+        yield server.getsockname()[1]
+
+
+def metrics() -> dict[str, float]:
+    """Return the median seconds of ``rrl metrics`` as a whole process."""
+    with tempfile.TemporaryDirectory() as root:
+        write_long_run(Path(root))
+        argv = [str(Path(sys.executable).with_name("rrl")), "metrics"]
+        taken = []
+        for _ in range(ROUNDS):
+            began = time.monotonic()
+            done = subprocess.run(argv, env=os.environ | {"RRL_RUNS_DIR": root}, capture_output=True, check=True)
+            taken.append(time.monotonic() - began)
+            assert done.stdout.count(b"\n") == LONG_RUN_STEPS
+    return {"metrics_s": round(statistics.median(taken), 3)}
+
+
+def write_long_run(root: Path) -> None:
+    """Write the journal of a run of 10,000 steps with two rollouts: eight events for each step, all its processes."""
+    story = Story("long-1120-064114", job_view(LONG_RUN_STEPS)).works()
+    run = story.written(root)
+    journal, seq, at = Journal(run, 2), len(story.stamped), story.at
+    trainer, *rollouts = (Incarnation(ReplicaId(id), 1) for id in ("trainer/0", "rollout/0", "rollout/1"))
+    for step in range(13, LONG_RUN_STEPS + 1):
+        at += 6.0
+        spent = tuple(PhaseTime(phase, "", int(step * 2e9)) for phase in PHASES)
+        events: list[ev.Event] = [ev.PhaseEntered(trainer, phase) for phase in PHASES]
+        events.append(ev.StepCommitted(trainer, step, METRICS))
+        events.append(ev.ClocksRecorded(tuple((id, ClockReading(1, step, spent)) for id in (trainer, *rollouts))))
+        events += [ev.VersionAvailable(id, Version(step, 1)) for id in (trainer, *rollouts)]
+        for event in events:
+            seq += 1
+            journal.append(ev.Stamped(seq, BEGAN + at, 2, event))
+        if seq % SEGMENT_RECORDS < len(events):
+            journal.flush()
+            journal.rotate(story.recorded())
+    journal.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""``rrl track``: send the steps of a run to experiment trackers, also after the run has ended."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import get_args
+
+from ...core.run_dir import RunDir
+from ...core.run_spec import TrackerName
+from ...manager.tracking.main import HUNG_EXIT, LOCKED_EXIT, UNTIL_END
+from ...manager.tracking.tracker_files import TRACKER_ENV, log_file, mark_of, read_progress
+from ...manager.tracking.tracker_supervisor import MODULE
+from ..common.output import print_line
+from ..common.runs import OperationFailed, UsageError, find_run, job_of
+
+NAMES: tuple[TrackerName, ...] = get_args(TrackerName)
+
+
+def track(name: str, to: Sequence[str]) -> int:
+    """Send all steps of a run that the trackers do not have, and follow the run to its end; returns exit code 0.
+
+    The keys and addresses of the trackers come from the environment of this command.
+
+    Raises:
+        UsageError: There is no such run or tracker, or the package of a tracker is not installed.
+        OperationFailed: A tracker failed, or another process sends the steps of this run to it.
+    """
+    run = find_run(name)
+    trackers = _trackers(run, to)
+    try:
+        run.trackers.mkdir(mode=0o700, exist_ok=True)
+        processes = {tracker: _start(run, tracker) for tracker in trackers}
+    except OSError as error:
+        raise OperationFailed(f"{run.trackers}: {error.strerror}") from None
+    try:
+        codes = {tracker: process.wait() for tracker, process in processes.items()}
+    except KeyboardInterrupt:
+        for process in processes.values():
+            process.terminate()  # it sends what the journal has, and ends
+        codes = {tracker: process.wait() for tracker, process in processes.items()}
+    for tracker, code in codes.items():
+        progress = read_progress(run, tracker)
+        if code == 0:
+            print_line(f"{tracker}: step {progress.step}; {progress.place}")
+    failures = [f"{tracker}: {_failure(run, tracker, code)}" for tracker, code in codes.items() if code]
+    if failures:
+        raise OperationFailed("; ".join(failures))
+    return 0
+
+
+def _trackers(run: RunDir, to: Sequence[str]) -> list[TrackerName]:
+    """Return the trackers that the user names, else those of the job. Raises UsageError for one that cannot be used."""
+    named = [one for text in to for one in text.split(",") if one]
+    if unknown := [one for one in named if one not in NAMES]:
+        raise UsageError(f'--to: no tracker "{unknown[0]}"; there are {", ".join(NAMES)}')
+    job = job_of(run)
+    trackers = [one for one in NAMES if one in named] if named else [*job.track.to] if job is not None else []
+    if not trackers:
+        raise UsageError(f"the job of {run.id} names no tracker; write for example: --to {NAMES[0]}")
+    if missing := [one for one in trackers if find_spec(one) is None]:
+        raise UsageError(f"the package {missing[0]} is not installed here; pip install 'rrl-slurm[{missing[0]}]'")
+    return trackers
+
+
+def _start(run: RunDir, tracker: TrackerName) -> subprocess.Popen[bytes]:
+    """Start the process of a tracker, which ends with this command; its output goes to a file of the run."""
+    environment = os.environ | {TRACKER_ENV: mark_of(run, tracker)}
+    argv = [sys.executable, "-P", "-m", MODULE, str(run.path), tracker, str(os.getpid()), UNTIL_END]
+    with log_file(run, tracker).open("ab") as log:
+        return subprocess.Popen(
+            argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
+        )
+
+
+def _failure(run: RunDir, tracker: TrackerName, code: int) -> str:
+    if code == LOCKED_EXIT:
+        return f"another process sends the steps of {run.id} there, for example that of its manager"
+    reason = "it does not answer" if code == HUNG_EXIT else read_progress(run, tracker).error or f"exit code {code}"
+    return f"{reason} (its output: {log_file(run, tracker)})"

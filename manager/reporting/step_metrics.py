@@ -1,0 +1,282 @@
+"""One row for each committed step, folded from a run's events: for ``rrl metrics`` and for trackers. Pure.
+
+A row is complete once the clock reading that covers its step is recorded, which is at most some seconds after the
+commit (:mod:`rrl.manager.intake.clock_recorder`). Rows come in the order of their steps, each step once, and a row is
+the same whenever and wherever the journal is read.
+
+What happened between two commits (failures, restarts, values that roles logged) is part of the row of the later step.
+In a run without a trainer each report of logged values is a row of its own, and ``step`` counts these rows.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from enum import StrEnum
+from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from ...core.types import TRAINER, Incarnation, Outcome, is_support
+from ..model import events as ev
+from ..model.stream_figures import TOKENS_AGED, as_count
+from ..model.token_ages import MAX_METRIC, P50_METRIC
+from .failure_records import Failure
+from .failure_timeline import FailureTimeline
+
+
+class MarkKind(StrEnum):
+    """What a mark is about."""
+
+    FAILURE = "failure"
+    """An incarnation failed and was fenced, or the run ended because of it."""
+    RESTART = "restart"
+    """A replica that was down works again."""
+    MANAGER = "manager"
+    """Another manager took the run over."""
+    RESUMED = "resumed"
+    """A user resumed the run after its end."""
+    ENDED = "ended"
+    """The run ended without being complete."""
+
+
+class Mark(Struct, frozen=True, omit_defaults=True):
+    """A failure, a restart, or another event of the run that its metrics may reflect."""
+
+    at: float
+    """Manager's time (s since 1970)."""
+    kind: MarkKind
+    about: str
+    """The incarnation (``rollout/1#2``) or replica that the mark is about; ``manager`` or ``run``."""
+    text: str
+    cause: str = ""
+    """Cause of a failure (:class:`rrl.core.types.Cause`); empty if none was found."""
+    rung: str = ""
+    """The repair that was chosen for a failure (:class:`rrl.manager.model.actions.Rung`)."""
+    injected: bool = False
+    """True if an injected fault can have caused the failure."""
+    down_s: float | None = None
+    """For a restart: seconds for which the replica did not work."""
+
+
+class StepRow(Struct, frozen=True):
+    """What is known about one committed step. Times are the manager's (s since 1970)."""
+
+    step: int | None
+    """The training step; None in the last row of a run that ended after its newest step, if something happened then."""
+    at: float
+    """When the manager learned of the commit."""
+    incarnation: str
+    """The incarnation of the trainer that reported the commit; empty if the commit was never reported."""
+    seconds: float | None = None
+    """Seconds since the commit before, or for the first step since the trainer joined. Steps that were committed while
+    no manager ran share the time of that outage evenly."""
+    tokens: int | None = None
+    """Tokens that the step trained on; None if its metrics do not contain them."""
+    tokens_per_second: float | None = None
+    phase_seconds: dict[str, float] = {}
+    """Seconds of the trainer by phase. Steps between two readings of its clock (5 s or more) share them evenly."""
+    token_age_p50: float | None = None
+    """Median age of the tokens that the step trained on, in training steps (staleness)."""
+    token_age_max: float | None = None
+    metrics: dict[str, float] = {}
+    """All metrics that were committed with the step."""
+    logged: dict[str, dict[str, float]] = {}
+    """By replica, the newest values that its role has logged since the row before (``me.log``)."""
+    marks: tuple[Mark, ...] = ()
+    """What happened since the row before."""
+
+
+class StepRows:
+    """Folds the events of a run, from the first one on, into rows."""
+
+    def __init__(self) -> None:
+        self._timeline = FailureTimeline()
+        self._steps = 0
+        """``run.steps`` of the job: no later step can be committed; 0 if the run has no trainer."""
+        self._newest = 0
+        """Step of the newest row."""
+        self._previous_at: float | None = None
+        """Time (s) of the commit before the next one; None until the trainer has joined."""
+        self._pending: list[StepRow] = []
+        """Rows that wait for a reading of the trainer's clock."""
+        self._late: tuple[int, float] | None = None
+        """After a change of managers: how many pending rows were reported before it, and the time (s) of the newest
+        commit before it."""
+        self._clock: tuple[tuple[int, int], dict[str, int]] = (0, 0), {}
+        """(incarnation number, start) of the trainer's process that reported last, and its ns by phase."""
+        self._spent = Counter[str]()
+        """ns of the trainer by phase that are part of no row yet."""
+        self._logged: dict[str, dict[str, float]] = {}
+        self._marks: list[Mark] = []
+
+    def apply(self, stamped: ev.Stamped) -> list[StepRow]:
+        """Apply an event, and return the rows that it completes."""
+        at, event = stamped.at, stamped.event
+        changes = self._timeline.apply(stamped)
+        if changes.failures and isinstance(event, ev.Decided):
+            self._marks += [_failure(failure, at) for failure in changes.failures if _counts(failure)]
+        for outage, recovered in changes.ended_outages:
+            if recovered:
+                self._marks.append(_restart(_incarnation(event, outage.replica), at, outage.since))
+        handler = _HANDLERS.get(type(event))
+        return [] if handler is None else list(handler(self, event, at))
+
+    def rest(self) -> list[StepRow]:
+        """Return the rows that are not complete yet, as far as they are known, without changing anything."""
+        return self._with_times()
+
+    def _on_run_started(self, event: ev.RunStarted, at: float) -> Iterator[StepRow]:
+        self._steps = event.job.steps
+        return iter(())
+
+    def _on_manager_started(self, event: ev.ManagerStarted, at: float) -> Iterator[StepRow]:
+        if self._previous_at is not None:
+            self._late = len(self._pending), self._previous_at
+            self._marks.append(Mark(at, MarkKind.MANAGER, "manager", f"another manager started on {event.host}"))
+        return iter(())
+
+    def _on_joined(self, event: ev.Joined, at: float) -> Iterator[StepRow]:
+        if event.incarnation.replica == TRAINER and self._previous_at is None:
+            self._previous_at = at
+        return iter(())
+
+    def _on_step_committed(self, event: ev.StepCommitted, at: float) -> Iterator[StepRow]:
+        """Add the row of the step, and before it those of committed steps that no trainer has reported."""
+        if self._newest < event.step <= self._steps:
+            for step in range(self._newest + 1, event.step):
+                self._pending.append(StepRow(step, at, ""))
+            self._pending.append(self._row(event, at))
+            self._newest, self._previous_at = event.step, at
+        return iter(())
+
+    def _row(self, event: ev.StepCommitted, at: float) -> StepRow:
+        metrics = event.metrics
+        logged, marks = self._take_events()
+        return StepRow(
+            event.step, at, str(event.incarnation),
+            None if self._previous_at is None else at - self._previous_at, _tokens(metrics),
+            token_age_p50=metrics.get(P50_METRIC), token_age_max=metrics.get(MAX_METRIC),
+            metrics=metrics, logged=logged, marks=marks,
+        )  # fmt: skip
+
+    def _take_events(self) -> tuple[dict[str, dict[str, float]], tuple[Mark, ...]]:
+        taken = self._logged, tuple(self._marks)
+        self._logged, self._marks = {}, []
+        return taken
+
+    def _on_clocks_recorded(self, event: ev.ClocksRecorded, at: float) -> Iterator[StepRow]:
+        for incarnation, clock in event.readings:
+            if incarnation.replica != TRAINER:
+                continue
+            process = incarnation.number, clock.began
+            now: dict[str, int] = {}
+            for time in clock.times:
+                now[time.phase] = now.get(time.phase, 0) + time.ns
+            known, before = self._clock
+            for phase, ns in now.items():
+                self._spent[phase] += ns - (before.get(phase, 0) if known == process else 0)
+            self._clock = process, now
+        if self._pending:
+            yield from self._complete()
+
+    def _on_values_logged(self, event: ev.ValuesLogged, at: float) -> Iterator[StepRow]:
+        replica = str(event.incarnation.replica)
+        self._logged[replica] = {**self._logged.get(replica, {}), **event.values}
+        if not self._steps:
+            logged, marks = self._take_events()
+            self._newest += 1
+            yield StepRow(self._newest, at, str(event.incarnation), logged=logged, marks=marks)
+
+    def _on_resumed(self, event: ev.Resumed, at: float) -> Iterator[StepRow]:
+        yield from self._complete()
+        self._steps, self._previous_at, self._late = event.job.steps, None, None
+        self._marks.append(Mark(at, MarkKind.RESUMED, "run", f"resumed by {event.by}"))
+
+    def _on_run_ended(self, event: ev.RunEnded, at: float) -> Iterator[StepRow]:
+        yield from self._complete()
+        if event.outcome is not Outcome.COMPLETED:
+            self._marks.append(Mark(at, MarkKind.ENDED, "run", f"{event.outcome.value}: {event.why}"))
+        if self._marks or self._logged:
+            logged, marks = self._take_events()
+            yield StepRow(None, at, "", logged=logged, marks=marks)
+
+    def _complete(self) -> list[StepRow]:
+        rows = self._with_times()
+        if rows:
+            self._pending, self._late = [], None
+            self._spent.clear()
+        return rows
+
+    def _with_times(self) -> list[StepRow]:
+        """Return the pending rows with their shares of the trainer's time, and with their rates."""
+        rows, (in_time, since) = self._pending, self._late or (len(self._pending), 0.0)
+        shares = {phase: round(ns / 1e9 / len(rows), 6) for phase, ns in sorted(self._spent.items()) if ns > 0 and rows}
+        even = (rows[-1].at - since) / (len(rows) - in_time) if len(rows) > in_time else 0.0
+        seconds = [*(row.seconds for row in rows[:in_time]), *(even for _ in rows[in_time:])]
+        return [_with_times(row, own, shares) for row, own in zip(rows, seconds, strict=True)]
+
+
+_HANDLERS: dict[type, Callable[[StepRows, Any, float], Iterable[StepRow]]] = {
+    ev.RunStarted: StepRows._on_run_started,
+    ev.ManagerStarted: StepRows._on_manager_started,
+    ev.Joined: StepRows._on_joined,
+    ev.StepCommitted: StepRows._on_step_committed,
+    ev.ClocksRecorded: StepRows._on_clocks_recorded,
+    ev.ValuesLogged: StepRows._on_values_logged,
+    ev.Resumed: StepRows._on_resumed,
+    ev.RunEnded: StepRows._on_run_ended,
+}
+
+
+def _with_times(row: StepRow, seconds: float | None, phase_seconds: dict[str, float]) -> StepRow:
+    if not seconds or seconds < 0:  # the manager learned of this commit and the one before at the same time
+        return replace(row, seconds=seconds, phase_seconds=phase_seconds)
+    rate = None if row.tokens is None else round(row.tokens / seconds, 3)
+    return replace(row, seconds=round(seconds, 6), tokens_per_second=rate, phase_seconds=phase_seconds)
+
+
+def _tokens(metrics: Mapping[str, float]) -> int | None:
+    """Return the tokens that a step trained on: as its trainer counts them, else those whose age is known."""
+    if "tokens" in metrics:
+        return as_count(metrics["tokens"])
+    aged = [as_count(count) for name, count in metrics.items() if name.startswith(TOKENS_AGED)]
+    return sum(aged) if aged else None
+
+
+def _incarnation(event: Any, replica: str) -> str:
+    """Return the incarnation whose event ended an outage; the replica if the event names none."""
+    incarnation = getattr(event, "incarnation", None)
+    return str(incarnation) if isinstance(incarnation, Incarnation) else replica
+
+
+def _restart(about: str, at: float, since: float) -> Mark:
+    down_s = round(max(0.0, at - since), 3)
+    return Mark(at, MarkKind.RESTART, about, f"works again after {down_s:.1f} s", down_s=down_s)
+
+
+def _counts(failure: Failure) -> bool:
+    """Return whether a failure cost a role of the job its incarnation, or ended the run."""
+    support = failure.incarnation is not None and is_support(failure.incarnation.replica)
+    return not support and (failure.fence is not None or failure.ended_run)
+
+
+def _failure(failure: Failure, at: float) -> Mark:
+    """Return the mark of a failure at its fence, or at the end of the run that it caused."""
+    finding, fence = failure.diagnosis.finding, failure.fence
+    found = tuple(evidence.text for evidence in finding.evidence) if finding is not None else ()
+    evidence = fence.why.evidence if fence is not None else found
+    about = str(failure.incarnation) if failure.incarnation is not None else failure.node
+    return Mark(
+        at, MarkKind.FAILURE, about, "; ".join(evidence), cause=finding.cause.value if finding is not None else "",
+        rung=failure.rung.value if failure.rung is not None else "", injected=failure.injected,
+    )  # fmt: skip
+
+
+def step_rows(events: Iterable[ev.Stamped]) -> Iterator[StepRow]:
+    """Yield the rows of all events, in order, with those that are not complete yet."""
+    rows = StepRows()
+    for stamped in events:
+        yield from rows.apply(stamped)
+    yield from rows.rest()

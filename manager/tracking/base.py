@@ -1,0 +1,86 @@
+"""The interface of experiment trackers, and what they get of a row (:mod:`rrl.manager.reporting.step_metrics`).
+
+A tracker finds out by itself which steps it has: from its own files, or from its server. Nothing that is noted beside
+it could say this for certain, because the process may be killed between sending a step and noting that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from msgspec import Struct
+
+from ...core.types import Outcome
+from ..reporting.step_metrics import MarkKind, StepRow
+
+PREFIX = "rrl/"
+"""Begin of the names under which values are sent that are not metrics of the trainer."""
+
+
+class TrackedRun(Struct, frozen=True):
+    """The run that is tracked, and where its tracker keeps files."""
+
+    id: str
+    project: str
+    """Project of wandb, experiment of MLflow."""
+    folder: Path
+    """Folder in the run directory for the files of this tracker; it exists."""
+    job: dict[str, Any]
+    """The job spec with every default, without values of environment variables."""
+    changed: bool
+    """True if the tracker has not got this job spec yet: it is new, or a resume has changed it."""
+
+
+class Tracker(Protocol):
+    """One run in one tracker, opened for writing. A call may raise any exception, and may hang."""
+
+    newest_step: int
+    """The newest step that the tracker had completely when it was opened; 0 if none."""
+    place: str
+    """Where a person finds the run: an address, or a command."""
+
+    def send(self, row: StepRow) -> None:
+        """Send the row of a step. Steps come in order, from ``newest_step`` + 1 on."""
+
+    def flush(self) -> None:
+        """Hand over what was sent, so that it outlives this process."""
+
+    def finish(self, outcome: Outcome, last: StepRow | None) -> None:
+        """Mark the run as ended; ``last`` is what happened after the newest step. May be called several times."""
+
+    def close(self) -> None:
+        """Close the connection or the files. The run may go on in another process."""
+
+
+def scalars(row: StepRow) -> dict[str, float]:
+    """Return the numbers of a row by name: the step's metrics, rrl's own figures, and logged values by replica."""
+    own: dict[str, float | None] = {
+        "seconds": row.seconds,
+        "tokens_per_second": row.tokens_per_second,
+        **{f"seconds_{phase}": seconds for phase, seconds in row.phase_seconds.items()},
+        "failures": sum(mark.kind is MarkKind.FAILURE for mark in row.marks),
+        "restarts": sum(mark.kind is MarkKind.RESTART for mark in row.marks),
+    }
+    numbers = {**row.metrics, **{f"{PREFIX}{name}": value for name, value in own.items() if value is not None}}
+    for replica, values in row.logged.items():
+        numbers |= {f"{replica}/{name}": value for name, value in values.items()}
+    return numbers
+
+
+def annotation(row: StepRow) -> str:
+    """Return what happened since the row before, one line each; empty if nothing did."""
+    return "\n".join(f"{mark.kind.value}: {mark.about}: {mark.text}" for mark in row.marks)
+
+
+def flattened(table: Mapping[str, Any], path: str = "") -> dict[str, str]:
+    """Return the values of nested tables as text, by path: ``roles.trainer.learning_rate``."""
+    flat: dict[str, str] = {}
+    for key, value in table.items():
+        at = f"{path}.{key}" if path else key
+        if isinstance(value, Mapping):
+            flat |= flattened(value, at)
+        else:
+            flat[at] = str(value)
+    return flat

@@ -1,0 +1,114 @@
+"""MLflow: one run, found by its tag; each step is one batch of metrics.
+
+The metric ``rrl/step`` is the last one of each batch, so its history says which steps are complete. A store of files
+writes a batch metric by metric: of the step after the newest complete one, some metrics may be there already, and are
+not sent again.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import TypeVar
+
+from mlflow.entities import Metric, Param, Run, RunTag, ViewType
+from mlflow.tracking import MlflowClient
+
+from ...core.types import Outcome
+from ..reporting.step_metrics import StepRow
+from .base import PREFIX, TrackedRun, annotation, flattened, scalars
+
+RUN_TAG = "rrl.run"
+"""Tag with the id of rrl's run."""
+STEP_METRIC = f"{PREFIX}step"
+URI_ENV = "MLFLOW_TRACKING_URI"
+MAX_BATCH = 100
+"""Params and tags that MLflow accepts in one request (its REST API; 1,000 metrics)."""
+MAX_VALUE_CHARS = 500
+"""Length of the value of a param that every version of MLflow accepts (250 to 6,000, by version and store)."""
+MAX_TAG_CHARS = 5000
+"""Length of the value of a tag (MLflow's REST API)."""
+_STATUS = {Outcome.COMPLETED: "FINISHED", Outcome.CANCELLED: "KILLED"}
+_T = TypeVar("_T")
+
+
+class MlflowRun:
+    """The run in MLflow: at $MLFLOW_TRACKING_URI, else in files in the run directory."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        uri = os.environ.get(URI_ENV)
+        if not uri:
+            os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"  # MLflow advises a database, which needs more packages
+            uri = run.folder.absolute().as_uri()
+        self._client = MlflowClient(tracking_uri=uri)
+        found = self._find(run)
+        self._id = found.info.run_id
+        if found.info.status != "RUNNING":
+            self._client.update_run(self._id, status="RUNNING")
+        if run.changed:
+            self._send_job(run, found.data.params)
+        complete = self._client.get_metric_history(self._id, STEP_METRIC)
+        self.newest_step: int = max((metric.step for metric in complete), default=0)
+        self._may_be_partial = True
+        self.place = f"{uri} (run {self._id})"
+
+    def send(self, row: StepRow) -> None:
+        """Log the metrics of a step."""
+        assert row.step is not None
+        at = int(row.at * 1000)
+        metrics = [Metric(_name(name), value, at, row.step) for name, value in scalars(row).items()]
+        if self._may_be_partial:
+            self._may_be_partial = False
+            metrics = [metric for metric in metrics if not self._is_there(metric)]
+        metrics.append(Metric(STEP_METRIC, row.step, at, row.step))
+        if marks := annotation(row):  # first, because a store of files writes the tags of a batch last
+            self._client.set_tag(self._id, f"rrl.marks.{row.step:08d}", marks[:MAX_TAG_CHARS])
+        for batch in _batches(metrics):
+            self._client.log_batch(self._id, metrics=batch)
+
+    def flush(self) -> None:
+        """Do nothing: the store has every batch when its request returns."""
+
+    def finish(self, outcome: Outcome, last: StepRow | None) -> None:
+        """Set the status of the run."""
+        if last is not None:
+            self._client.set_tag(self._id, "rrl.end", annotation(last)[:MAX_TAG_CHARS])
+        end = last.at if last is not None else time.time()
+        self._client.set_terminated(self._id, _STATUS.get(outcome, "FAILED"), int(end * 1000))
+
+    def close(self) -> None:
+        """Do nothing: there is no connection to close."""
+
+    def _find(self, run: TrackedRun) -> Run:
+        """Return the run in MLflow, which is created if it is not there."""
+        experiment = self._client.get_experiment_by_name(run.project)
+        place = experiment.experiment_id if experiment is not None else self._client.create_experiment(run.project)
+        found = self._client.search_runs([place], f"tags.`{RUN_TAG}` = '{run.id}'", ViewType.ACTIVE_ONLY, max_results=1)
+        return found[0] if found else self._client.create_run(place, run_name=run.id, tags={RUN_TAG: run.id})
+
+    def _send_job(self, run: TrackedRun, known: dict[str, str]) -> None:
+        """Log the job as params. A param cannot be changed: what a resume has changed becomes a tag."""
+        job = {_name(key): value[:MAX_VALUE_CHARS] for key, value in flattened(run.job).items()}
+        params = [Param(key, value) for key, value in job.items() if key not in known]
+        tags = [RunTag(f"rrl.job.{key}", value) for key, value in job.items() if known.get(key, value) != value]
+        for batch in _batches(params):
+            self._client.log_batch(self._id, params=batch)
+        for batch in _batches(tags):
+            self._client.log_batch(self._id, tags=batch)
+
+    def _is_there(self, metric: Metric) -> bool:
+        return any(known.step == metric.step for known in self._client.get_metric_history(self._id, metric.key))
+
+
+def _name(name: str) -> str:
+    """Return a name with the characters that MLflow allows."""
+    return re.sub(r"[^\w./ -]", "_", name)
+
+
+def _batches(values: Sequence[_T]) -> Iterator[list[_T]]:
+    rest = iter(values)
+    while batch := list(islice(rest, MAX_BATCH)):
+        yield batch

@@ -1,0 +1,96 @@
+"""TensorBoard: event files in the run directory, one for each process that sent steps.
+
+A step is one record of a file, with a checksum, so that a file has it completely or not at all. The files say which
+steps there are: a process that begins reads all of them first. A torn record at the end of a file of a killed process
+is ignored by TensorBoard, and by this module.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+from tensorboard.compat.proto.tensor_pb2 import TensorProto
+from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
+from tensorboard.compat.proto.types_pb2 import DT_STRING
+from tensorboard.plugins.text.plugin_data_pb2 import TextPluginData
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+from ...core.types import Outcome
+from ..reporting.step_metrics import StepRow
+from .base import PREFIX, TrackedRun, annotation, scalars
+
+FILE_PATTERN = "events.out.tfevents.*"
+
+
+class TensorBoardFiles:
+    """Writes one event file, after those that are there."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        self.newest_step = self._sent = newest_step(run.folder)
+        self.place = f"tensorboard --logdir {run.folder}"
+        self._writer = EventFileWriter(str(run.folder))
+        if run.changed:
+            text = "\n".join(f"    {line}" for line in json.dumps(run.job, indent=2).splitlines())
+            self._add(self._sent, time.time(), [_text(f"{PREFIX}job", text)])
+
+    def send(self, row: StepRow) -> None:
+        """Add the record of a step."""
+        assert row.step is not None
+        self._sent = row.step
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars(row).items()]
+        if marks := annotation(row):
+            values.append(_text(f"{PREFIX}marks", marks.replace("\n", "\n\n")))
+        self._add(row.step, row.at, values)
+
+    def flush(self) -> None:
+        """Write all records to the file."""
+        self._writer.flush()
+
+    def finish(self, outcome: Outcome, last: StepRow | None) -> None:
+        """Add how the run ended, unless the files have it."""
+        marks = annotation(last) if last is not None else ""
+        if last is not None and marks and last.at not in set(_end_times(Path(self._writer.get_logdir()))):
+            self._add(self._sent, last.at, [_text(f"{PREFIX}end", marks.replace("\n", "\n\n"))])
+        self.flush()
+
+    def close(self) -> None:
+        """Write all records to the file and close it."""
+        self._writer.close()
+
+    def _add(self, step: int, at: float, values: list[Summary.Value]) -> None:
+        self._writer.add_event(Event(wall_time=at, step=step, summary=Summary(value=values)))
+
+
+def newest_step(folder: Path) -> int:
+    """Return the newest step in the event files of a folder; 0 if there is none."""
+    steps: Iterator[int] = (event.step for event in events(folder))
+    return max(steps, default=0)
+
+
+def events(folder: Path) -> Iterator[Event]:
+    """Yield all complete records of the event files of a folder, file by file."""
+    for path in sorted(folder.glob(FILE_PATTERN)):
+        for record in RawEventFileLoader(str(path)).Load():
+            yield Event.FromString(record)
+
+
+def _end_times(folder: Path) -> Iterator[float]:
+    """Yield the times (s) at which the run ended, according to the event files."""
+    for event in events(folder):
+        if any(value.tag == f"{PREFIX}end" for value in event.summary.value):
+            yield event.wall_time
+
+
+def _text(tag: str, text: str) -> Summary.Value:
+    """Return a text, which TensorBoard shows as Markdown."""
+    data = SummaryMetadata.PluginData(plugin_name="text", content=TextPluginData(version=0).SerializeToString())
+    tensor = TensorProto(
+        dtype=DT_STRING, string_val=[text.encode()], tensor_shape=TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)])
+    )
+    return Summary.Value(tag=tag, metadata=SummaryMetadata(plugin_data=data), tensor=tensor)

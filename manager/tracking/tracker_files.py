@@ -1,0 +1,116 @@
+"""How far the process of a tracker is, as a file beside the tracker's own files, and which of its processes may write.
+
+The file is for people and for the supervisor. What was sent is decided by the tracker itself (:mod:`.base`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from ...core.processes import kill_and_wait, pids, read_process
+from ...core.run_dir import RunDir, write_atomically
+
+TRACKER_ENV = "RRL_TRACKER"
+"""Environment variable of the process of a tracker, and of the processes that it starts: ``<run directory>/<tracker>``.
+Processes that outlived their parent are found by it."""
+LOCK_POLL_S = 1.0
+"""Seconds between two attempts to get the lock of a tracker that another process holds."""
+KILL_TIMEOUT_S = 5.0
+"""Seconds to wait for the end of killed processes."""
+
+
+class Progress(Struct, frozen=True):
+    """What the process of a tracker has noted."""
+
+    step: int = 0
+    """Newest step that was sent."""
+    job: str = ""
+    """Digest of the job spec that was sent."""
+    place: str = ""
+    """Where a person finds the run in the tracker."""
+    finished: bool = False
+    """True if the end of the run was sent, too."""
+    error: str = ""
+    """Why the newest process failed, in one line; empty if it did not."""
+
+
+class Locked(Exception):
+    """Another process sends the steps of this run to this tracker."""
+
+
+def mark_of(run: RunDir, tracker: str) -> str:
+    """Return the value of :data:`TRACKER_ENV` for a tracker of a run."""
+    return f"{run.path}/{tracker}"
+
+
+def read_progress(run: RunDir, tracker: str) -> Progress:
+    """Return what was noted about a tracker; the defaults if there is nothing, or it cannot be read."""
+    try:
+        return msgspec.json.decode(_file(run, tracker, "json").read_bytes(), type=Progress)
+    except (OSError, msgspec.MsgspecError):
+        return Progress()
+
+
+def write_progress(run: RunDir, tracker: str, progress: Progress) -> None:
+    """Note the progress of a tracker. Raises OSError."""
+    write_atomically(_file(run, tracker, "json"), msgspec.json.encode(progress))
+
+
+def log_file(run: RunDir, tracker: str) -> Path:
+    """Return the path of the output of the tracker's processes."""
+    return _file(run, tracker, "log")
+
+
+@contextlib.contextmanager
+def locked(run: RunDir, tracker: str, *, wait: bool) -> Iterator[None]:
+    """Hold the lock of a tracker, so that a run has one process for it at a time, on whatever host.
+
+    The kernel, or the file server, releases the lock when the process ends. On storage without locks there is none; the
+    processes of one host are then still kept apart (:func:`end_leftovers`).
+
+    Raises:
+        Locked: another process holds the lock, and ``wait`` is False.
+        OSError: the lock file cannot be opened.
+    """
+    fd = os.open(_file(run, tracker, "lock"), os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if not wait:
+                    raise Locked from None
+                time.sleep(LOCK_POLL_S)
+            except OSError:  # the storage has no locks
+                break
+        yield
+    finally:
+        os.close(fd)
+
+
+def end_leftovers(run: RunDir, tracker: str) -> None:
+    """Kill the processes of this user on this host that a process of the tracker has left, and wait for their end.
+
+    A tracker's own service process may write for some time after its parent was killed; a file that it still writes
+    says nothing about which steps it will have.
+    """
+    mark = f"{TRACKER_ENV}={mark_of(run, tracker)}".encode()
+    left = []
+    for pid in pids():
+        with contextlib.suppress(OSError):
+            if mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                left.append(pid)
+    kill_and_wait([process for pid in left if (process := read_process(pid)) is not None], KILL_TIMEOUT_S)
+
+
+def _file(run: RunDir, tracker: str, kind: str) -> Path:
+    return run.trackers / f"{tracker}.{kind}"

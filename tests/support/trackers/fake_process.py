@@ -1,0 +1,26 @@
+"""Stands in for the process of a tracker: writes a line for each start, then does what FAKE_TRACKER says."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+
+def main() -> int:
+    run, tracker, mode = Path(sys.argv[1]), sys.argv[2], sys.argv[4]
+    with (run / "starts").open("a") as file:
+        file.write(f"{tracker} {mode} {sorted(os.environ)}\n")
+    if os.environ["FAKE_TRACKER"] == "fail":
+        return 1
+    if os.environ["FAKE_TRACKER"] == "ignore SIGTERM":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    (run / "ready").touch()
+    time.sleep(1000)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,67 @@
+"""What trackers have of a run, read by their own packages: steps in the order in which they were sent."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rrl.core.run_dir import RunDir
+from rrl.core.run_spec import TrackerName
+
+
+def sent(run: RunDir, tracker: TrackerName, metric: str) -> list[tuple[int, float]]:
+    """Return (step, value) of a metric, in the order in which the tracker has them; values that are no numbers too."""
+    folder = run.trackers / tracker
+    if tracker == "tensorboard":
+        return tensorboard_scalars(folder, metric)
+    if tracker == "wandb":
+        return wandb_scalars(folder, metric)
+    return mlflow_scalars(folder, metric)
+
+
+def tensorboard_scalars(folder: Path, metric: str) -> list[tuple[int, float]]:
+    from tensorboard.backend.event_processing.directory_watcher import DirectoryWatcher
+    from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
+    from tensorboard.backend.event_processing.io_wrapper import IsTensorFlowEventsFile
+
+    watcher = DirectoryWatcher(str(folder), LegacyEventFileLoader, IsTensorFlowEventsFile)
+    return [
+        (event.step, value.simple_value)
+        for event in watcher.Load() for value in event.summary.value if value.tag == metric
+    ]  # fmt: skip
+
+
+def wandb_scalars(folder: Path, metric: str) -> list[tuple[int, float]]:
+    """Read wandb's log files folder by folder, in the order of their times, as ``wandb sync`` does."""
+    from rrl.manager.tracking.wandb import LOG_FILES, history
+
+    found = []
+    for path in sorted(folder.glob(LOG_FILES)):
+        for step, values in history(path):
+            if isinstance(value := values.get(metric, math.nan), int | float) and not math.isnan(value):
+                found.append((step, float(value)))
+    return found
+
+
+def mlflow_scalars(folder: Path, metric: str) -> list[tuple[int, float]]:
+    client, run_ids = mlflow_runs(folder)
+    assert len(run_ids) == 1, "the run has several runs in MLflow"
+    return [(one.step, one.value) for one in client.get_metric_history(run_ids[0], metric)]
+
+
+def mlflow_runs(folder: Path) -> tuple[Any, list[str]]:
+    """Return MLflow's client and the ids of all runs in a store of files."""
+    os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(tracking_uri=folder.absolute().as_uri())
+    experiments = [one.experiment_id for one in client.search_experiments()]
+    return client, [one.info.run_id for one in client.search_runs(experiments)]
+
+
+def check_once_each(found: Sequence[tuple[int, float]], steps: int) -> None:
+    """Check that steps 1 to ``steps`` are there, once each and in order."""
+    assert [step for step, _ in found] == list(range(1, steps + 1))
