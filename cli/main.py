@@ -85,6 +85,7 @@ def _report_error(error: Exception) -> int:
         return 130
     if hasattr(error, "format_message"):  # an error of typer: an unknown option, a missing argument
         message = _bad_value_message(error) or " ".join(error.format_message().split()).rstrip(".")
+        message = message.replace("'{JOB.TOML}...'", "'JOB.TOML'")  # typer's way to say "one or more"
         command = getattr(getattr(error, "ctx", None), "command_path", None) or "rrl"  # the command called wrongly
         if command != "rrl" and getattr(error, "option_name", "") in GLOBAL_OPTIONS:
             return _print_error(f"{error.option_name} stands before the command; see: rrl --help", 2)  # type: ignore[attr-defined]

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..common.arguments import JobFile, Json
+from ..common.arguments import JobFiles, Json, Settings
 from .app import app
 
 
@@ -31,22 +31,29 @@ def init(
 
 @app.command(short_help="Check a job spec; show what would be submitted.")
 def check(
-    job: JobFile,
+    job: JobFiles,
+    settings: Settings = None,
     task: Annotated[
         bool,
         typer.Option("--task/--no-task", help="Whether to build and try the task here. Without the packages it needs,"
                                               " for example on a login node, it is not tried."),
     ] = True,
+    defaults: Annotated[bool, typer.Option("--defaults", help="Print every key of the job, with its value.")] = False,
     json: Json = False,
 ) -> None:  # fmt: skip
-    """Check a job spec; print it with every default, exactly what would be submitted, and two items of its task.
+    """Check a job spec; show what it needs, what is doubtful, what would be submitted, and two items of its task.
 
     The task is tried on this machine: prompts and answers of 100 items, and the rewards of a few answers. Changes
     nothing.
+
+    \b
+    rrl check job.toml                            nodes, jobs, GPU-hours, Slurm's estimate of the start, doubts
+    rrl check job.toml --set cluster.walltime=8h  as rrl submit would merge it
+    rrl check job.toml --defaults                 every key that the job does not set, too
     """
     from ..job import check as command
 
-    raise typer.Exit(command.check(job, task=task, json=json))
+    raise typer.Exit(command.check(job, settings or [], task=task, defaults=defaults, json=json))
 
 
 _LIKE_SBATCH = "As for sbatch. Default: that of Slurm."

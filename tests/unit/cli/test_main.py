@@ -292,7 +292,7 @@ def test_runs_dir_comes_before_the_environment(root: Path, tmp_path: Path, capsy
 def test_check_prints_the_resolved_spec_and_the_plan_and_touches_nothing(
     root: Path, job_toml: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main.run(["check", "--no-task", job_toml]) == 0
+    assert main.run(["check", "--no-task", "--defaults", job_toml]) == 0
     shown = capsys.readouterr().out
     assert 'walltime = "1d"' in shown
     assert "rrl.roles.trainer.main" in shown
@@ -332,7 +332,7 @@ def test_invalid_spec_is_reported_line_by_line(root: Path, job_toml: str, capsys
 def _pretends(monkeypatch: pytest.MonkeyPatch, root: Path, story: Story) -> None:
     """Starting a run is done elsewhere, and tested there: here a story is told instead."""
 
-    def create(job: Job, spec: RunSpec, source: Path) -> RunDir:
+    def create(job: Job, spec: RunSpec, source: Path, text: bytes) -> RunDir:
         return story.written(root)
 
     def start(run: RunDir, spec: RunSpec) -> str:
