@@ -56,6 +56,19 @@ def check(
     raise typer.Exit(command.check(job, settings or [], task=task, defaults=defaults, json=json))
 
 
+@app.command(short_help="Print the JSON Schema of job.toml, for editors.")
+def schema() -> None:
+    """Print the JSON Schema of job.toml, with which editors complete, explain and check its keys.
+
+    \b
+    rrl schema > job.schema.json   beside a job.toml that begins with: #:schema ./job.schema.json
+    """
+    from ...config.job.json_schema import json_schema
+    from ..common.output import print_json
+
+    print_json(json_schema())
+
+
 _LIKE_SBATCH = "As for sbatch. Default: that of Slurm."
 Partition = Annotated[str, typer.Option("--partition", "-p", metavar="NAME", help=_LIKE_SBATCH, show_default=False)]
 Account = Annotated[str, typer.Option("--account", "-A", metavar="NAME", help=_LIKE_SBATCH, show_default=False)]
