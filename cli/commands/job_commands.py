@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -67,6 +68,30 @@ def schema() -> None:
     from ..common.output import print_json
 
     print_json(json_schema())
+
+
+class Shell(StrEnum):
+    """A shell whose completion is known."""
+
+    BASH = "bash"
+    ZSH = "zsh"
+    FISH = "fish"
+
+
+@app.command(short_help="Print a script that lets a shell complete rrl.")
+def completion(shell: Annotated[Shell, typer.Argument(metavar="SHELL", help="bash, zsh or fish.")]) -> None:
+    """Print a script with which a shell completes commands, options, runs, roles, replicas, nodes and faults.
+
+    Write it once, where the shell looks for it; then start a new shell:
+
+    \b
+    rrl completion bash > ~/.local/share/bash-completion/completions/rrl
+    rrl completion zsh > ~/.zfunc/_rrl    with fpath+=~/.zfunc before compinit in ~/.zshrc
+    rrl completion fish > ~/.config/fish/completions/rrl.fish
+    """
+    from ..completion.candidates import script
+
+    typer.echo(script(shell.value), nl=False)
 
 
 _LIKE_SBATCH = "As for sbatch. Default: that of Slurm."
