@@ -16,6 +16,8 @@ DEFAULT_LEVEL = "warning"
 """Log level of a command, which prints its results instead of logging them. A manager logs at the level of its run."""
 DEBUG_ENV = "RRL_DEBUG"
 """Environment variable; if it is set, the traceback of an unexpected error is shown."""
+COMPLETE = "__complete"
+"""First argument with which the scripts of ``rrl completion`` ask for candidates."""
 
 GLOBAL_OPTIONS = ("--runs-dir", "--verbose", "--version")
 """Options of ``rrl`` itself, which a command does not take."""
@@ -43,14 +45,18 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _run(arguments: list[str]) -> int:
-    """Run a command and return its exit code; ``--version`` and a plain ``status`` run without typer.
+    """Run a command and return its exit code; ``--version``, a plain ``status`` and completion run without typer.
 
-    These two commands are the most frequent, and typer is slow: since 0.26 it imports pydantic to parse any argument.
+    These are the most frequent commands, and typer is slow: since 0.26 it imports pydantic to parse any argument.
     """
     if arguments == ["--version"]:
         from .common.output import print_version
 
         return print_version()
+    if arguments[:1] == [COMPLETE]:
+        from .completion.candidates import print_candidates
+
+        return print_candidates(arguments[1:])
     from ..core.log_lines import start_logging
 
     start_logging(DEFAULT_LEVEL)
@@ -85,14 +91,25 @@ def _report_error(error: Exception) -> int:
         return 130
     if hasattr(error, "format_message"):  # an error of typer: an unknown option, a missing argument
         message = _bad_value_message(error) or " ".join(error.format_message().split()).rstrip(".")
+        message = message.replace("'{JOB.TOML}...'", "'JOB.TOML'")  # typer's way to say "one or more"
         command = getattr(getattr(error, "ctx", None), "command_path", None) or "rrl"  # the command called wrongly
-        if command != "rrl" and getattr(error, "option_name", "") in GLOBAL_OPTIONS:
-            return _print_error(f"{error.option_name} stands before the command; see: rrl --help", 2)  # type: ignore[attr-defined]
+        option = str(getattr(error, "option_name", ""))
+        if ours := _replaced_option(command, option):
+            return _print_error(f"{option} is not an option of rrl; write: {ours}", 2)
+        if command != "rrl" and option in GLOBAL_OPTIONS:
+            return _print_error(f"{option} stands before the command; see: rrl --help", 2)
         return _print_error(f"{message}{'' if message.endswith('?') else ';'} see: {command} --help", 2)
     if os.environ.get(DEBUG_ENV):
         raise error
     summary = " ".join(f"{type(error).__name__}: {error}".split())
     return _print_error(f"internal error: {summary} (a bug; set {DEBUG_ENV}=1 for its traceback)", 1)
+
+
+def _replaced_option(command: str, option: str) -> str:
+    """Return what to write instead of an option of a similar program; empty for any other option."""
+    from .commands.command_group import replaced_option
+
+    return replaced_option(command.removeprefix("rrl "), option)
 
 
 def _bad_value_message(error: Exception) -> str:

@@ -32,7 +32,7 @@ class RunDir:
         self.path = path
         self.id = path.name
         self.job_toml = path / "job.toml"
-        """Copy of the job spec that the user wrote."""
+        """The job spec that the user wrote: a copy of the file, or several files and settings merged into one."""
         self.resolved = path / "resolved.json"
         """The job spec with every default filled in, for people and for ``rrl resume``."""
         self.run_spec = path / "run_spec.json"

@@ -10,6 +10,14 @@ from pydantic import BeforeValidator
 _SECONDS = {"ms": 0.001, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _BYTES = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
+_WITH_UNIT = r"([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*(ms|s|min|h|d)"
+_AS_IN_SLURM = r"(?:([0-9]{1,9})-)?([0-9]{1,9}):([0-9]{2})(?::([0-9]{2}))?"
+_SIZE = rf"([0-9]{{1,19}}(?:\.[0-9]{{1,9}})?)\s*({'|'.join(_BYTES)})"
+DURATION_PATTERN = rf"^\s*(?:{_WITH_UNIT}|{_AS_IN_SLURM})\s*$"
+"""Regular expression of durations, in the syntax that Python and JSON Schema (ECMA-262) share."""
+SIZE_PATTERN = rf"^\s*{_SIZE}\s*$"
+"""Regular expression of sizes, in the same syntax."""
+
 
 def seconds(text: str) -> float:
     """Return the seconds of a duration: ``"500ms"``, ``"90s"``, ``"2h"``, or Slurm's ``"1-12:00:00"`` or ``"30:00"``.
@@ -20,9 +28,9 @@ def seconds(text: str) -> float:
         ValueError: ``text`` is not a duration; the message has examples of valid durations.
     """
     text = text.strip()
-    if match := re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*(ms|s|min|h|d)", text):
+    if match := re.fullmatch(_WITH_UNIT, text):
         return float(match[1]) * _SECONDS[match[2]]
-    if match := re.fullmatch(r"(?:([0-9]{1,9})-)?([0-9]{1,9}):([0-9]{2})(?::([0-9]{2}))?", text):
+    if match := re.fullmatch(_AS_IN_SLURM, text):
         days, first, second, third = match.groups()
         if third is None and days is None:  # sbatch(1) --time: minutes:seconds
             return int(first) * 60 + int(second)
@@ -36,7 +44,7 @@ def size(text: str) -> int:
     Raises:
         ValueError: ``text`` is not a size; the message has examples of valid sizes.
     """
-    if (match := re.fullmatch(r"([0-9]{1,19}(?:\.[0-9]{1,9})?)\s*([KMGT]?i?B)", text.strip())) and match[2] in _BYTES:
+    if match := re.fullmatch(_SIZE, text.strip()):
         number = float(match[1]) if "." in match[1] else int(match[1])
         nbytes = int(number * _BYTES[match[2]])
         if nbytes < 2**63:

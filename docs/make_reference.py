@@ -7,7 +7,6 @@ A key's meaning is the line under its field; a test (tests/project/test_docs.py)
 
 from __future__ import annotations
 
-import ast
 import inspect
 import math
 import re
@@ -20,40 +19,58 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from rrl.config.job.json_schema import description_of
 from rrl.config.job.render import field_text
 from rrl.config.job.schema import Job, PhaseTable
-from rrl.core import run_spec
 from rrl.core.phases import PHASES, WAIT_EXTERNAL, Phase
 from rrl.core.units import DURATION, SIZE, duration_text
 
 PAGE = Path(__file__).parent / "job.md"
-_DOCUMENTED_BY: dict[str, type] = {
-    "limits": run_spec.Limits,
-    "recovery": run_spec.Recovery,
-    "health": run_spec.HealthSpec,
-}
-"""tables whose keys are explained where the manager reads them"""
 _INTRODUCTION = """\
 # job.toml
 
 Made from `config/job/schema.py` by `.venv/bin/python -m rrl.docs.make_reference`; do not edit.
 
-`rrl check job.toml` validates a file, prints it with every default filled in, and shows what would be submitted.
-An unknown key is an error that names the file, the line, and the nearest valid key.
+`rrl check job.toml` validates a file. It prints first what matters: the nodes, jobs and GPU-hours of the run, when
+Slurm would start it (if Slurm gives an estimate), and doubts. Then follow what would be submitted, and two items of
+the task. `--defaults` also prints every key with its value. An unknown key is an error that names the file, the line,
+and the nearest valid key.
 
-It also tries the task on this machine, within a minute: it builds the task, makes and tokenises the prompts and right
-answers of 100 items, scores a few answers, also wrong and empty ones, and prints two prompts with their answers and
-rewards. An exception of your task is reported with its file and line. `rrl check --no-task` leaves the task out, for
-example on a login node where it cannot work; where a package that the task needs is missing, `rrl check` says that the
-task was not tried. With `kind = "local"`, `rrl check` and `rrl submit` also look for each role's command, the network
-and the metrics port, and compare memory, replicas and the size of the model with this machine. Exit code 2: the job
-cannot work, for the reason in the one line on stderr.
+`rrl check` also tries the task on this machine, within a minute: it builds the task, makes and tokenises the prompts
+and right answers of 100 items, scores a few answers, also wrong and empty ones, and prints two prompts with their
+answers and rewards. An exception of your task is reported with its file and line. `rrl check --no-task` leaves the
+task out, for example on a login node where it cannot work; where a package that the task needs is missing,
+`rrl check` says that the task was not tried. With `kind = "local"`, `rrl check` and `rrl submit` also look for each
+role's command, the network and the metrics port, and compare memory, replicas and the size of the model with this
+machine. Exit code 2: the job cannot work, for the reason in the one line on stderr.
 
 A job needs `[run]`, and either
 `[task]` with a `[model]` (a folder in `path`, or `[model.tokenizer]`) or roles of your own (`[commands.NAME]`);
 everything else has a default.
 `examples/quickstart.toml` is a whole one.
 
+## Several files and single values
+`rrl submit`, `rrl check` and `rrl resume` (there with `--job`) take several files, and values of single keys:
+```
+rrl submit base.toml more.toml --set roles.trainer.learning_rate=1e-6 --set cluster.walltime=8h
+```
+- Files are merged from left to right, then the settings in their order. Tables are merged key by key. Any other value
+  replaces the value before it, also a list and an array of tables (`[[faults.planned]]`).
+- The value of `--set` is TOML; other words are text, since the shell removes quotes: `8h`, `gpu`. Put the whole
+  setting in single quotes if it has quotes of its own, for a list, or for text that looks like a number:
+  `--set 'env.passed=["A"]'`, `--set 'run.name="7"'`.
+- Relative paths start at the folder of the first file.
+- A complaint names the file and line, or the `--set`, in which the wrong key was written.
+- `job.toml` in the run directory is the merged job spec as one file. A single file without settings is kept as it is,
+  with its comments.
+
+## Editors
+`rrl schema > job.schema.json` writes a JSON Schema (draft 7) of job.toml. Editors that know the first line of a file
+that `rrl init` wrote, `#:schema ./job.schema.json`, then complete keys, show their meanings and defaults, and mark
+mistakes: VS Code with the extension Even Better TOML, and others with the language server Taplo.
+`taplo check job.toml` does the same in a shell. Rules about several keys are known to `rrl check` alone.
+
+## Values
 - **duration**: text with its unit, `"500ms"`, `"90s"`, `"15min"`, `"2h"`, `"1d"`, or Slurm's `"1-12:00:00"`
 - **size**: text with its unit, `"512MiB"`, `"16GiB"`, `"16GB"`
 """
@@ -82,10 +99,10 @@ def _table(model: type[BaseModel], path: tuple[str, ...], many: bool = False) ->
         elif not path:  # a free table
             below.append(f"## `[{name}]`\n\n{_meaning(field.description)}\n")
         elif name not in _shared(model):
-            rows.append(_row(name, field, path))
+            rows.append(_row(model, name))
     if path == ("roles",):
         common = _common(model)
-        return [*_section("[roles.*]", common, [_row(*one, path) for one in common.model_fields.items()]), *below]
+        return [*_section("[roles.*]", common, [_row(common, name) for name in common.model_fields]), *below]
     title = ".".join(path)
     return [*(_section(f"[[{title}]]" if many else f"[{title}]", model, rows) if path else ()), *below]
 
@@ -114,12 +131,9 @@ def _section(title: str, model: type[BaseModel], rows: Sequence[str]) -> Iterato
         yield "\n".join(["| key | value | default | meaning |", "|---|---|---|---|", *rows]) + "\n"
 
 
-def _row(name: str, field: FieldInfo, path: tuple[str, ...]) -> str:
-    explained = _DOCUMENTED_BY.get(".".join(path))
-    meaning = field.description if explained is None else _field_docstrings(explained).get(name)
-    if DURATION in field.metadata:  # a user writes the unit into the value
-        meaning = (meaning or "").replace("Time (s) ", "Time ", 1)
-    return f"| `{name}` | {_value(field)} | {_default(field)} | {_meaning(meaning or '')} |"
+def _row(table: type[BaseModel], name: str) -> str:
+    field = table.model_fields[name]
+    return f"| `{name}` | {_value(field)} | {_default(field)} | {_meaning(description_of(table, name))} |"
 
 
 def _default(field: FieldInfo) -> str:
@@ -194,18 +208,6 @@ def _shared(model: type[BaseModel]) -> set[str]:
     parent = model.__mro__[1]
     inherited = set(parent.model_fields) if issubclass(parent, BaseModel) else set()
     return inherited - set(model.__annotations__)
-
-
-def _field_docstrings(struct: type) -> dict[str, str]:
-    """The docstrings under the fields of a class."""
-    body = ast.parse(inspect.getsource(struct)).body[0]
-    assert isinstance(body, ast.ClassDef)
-    return {
-        field.target.id: text.value.value
-        for field, text in zip(body.body, body.body[1:], strict=False)
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-        and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) and isinstance(text.value.value, str)
-    }  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -8,10 +8,13 @@ from typing import Annotated
 
 import typer
 
+from .command_group import CommandGroup
+
 app = typer.Typer(
     name="rrl",
+    cls=CommandGroup,
     invoke_without_command=True,
-    add_completion=False,
+    add_completion=False,  # rrl completion does it without typer, whose import takes too long for that
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ..common.arguments import JobFile, Json
+from ..common.arguments import JobFiles, Json, Settings
 from .app import app
 
 
@@ -31,22 +32,66 @@ def init(
 
 @app.command(short_help="Check a job spec; show what would be submitted.")
 def check(
-    job: JobFile,
+    job: JobFiles,
+    settings: Settings = None,
     task: Annotated[
         bool,
         typer.Option("--task/--no-task", help="Whether to build and try the task here. Without the packages it needs,"
                                               " for example on a login node, it is not tried."),
     ] = True,
+    defaults: Annotated[bool, typer.Option("--defaults", help="Print every key of the job, with its value.")] = False,
     json: Json = False,
 ) -> None:  # fmt: skip
-    """Check a job spec; print it with every default, exactly what would be submitted, and two items of its task.
+    """Check a job spec; show what it needs, what is doubtful, what would be submitted, and two items of its task.
 
     The task is tried on this machine: prompts and answers of 100 items, and the rewards of a few answers. Changes
     nothing.
+
+    \b
+    rrl check job.toml                            nodes, jobs, GPU-hours, Slurm's estimate of the start, doubts
+    rrl check job.toml --set cluster.walltime=8h  as rrl submit would merge it
+    rrl check job.toml --defaults                 every key that the job does not set, too
     """
     from ..job import check as command
 
-    raise typer.Exit(command.check(job, task=task, json=json))
+    raise typer.Exit(command.check(job, settings or [], task=task, defaults=defaults, json=json))
+
+
+@app.command(short_help="Print the JSON Schema of job.toml, for editors.")
+def schema() -> None:
+    """Print the JSON Schema of job.toml, with which editors complete, explain and check its keys.
+
+    \b
+    rrl schema > job.schema.json   beside a job.toml that begins with: #:schema ./job.schema.json
+    """
+    from ...config.job.json_schema import json_schema
+    from ..common.output import print_json
+
+    print_json(json_schema())
+
+
+class Shell(StrEnum):
+    """A shell whose completion is known."""
+
+    BASH = "bash"
+    ZSH = "zsh"
+    FISH = "fish"
+
+
+@app.command(short_help="Print a script that lets a shell complete rrl.")
+def completion(shell: Annotated[Shell, typer.Argument(metavar="SHELL", help="bash, zsh or fish.")]) -> None:
+    """Print a script with which a shell completes commands, options, runs, roles, replicas, nodes and faults.
+
+    Write it once, where the shell looks for it; then start a new shell:
+
+    \b
+    rrl completion bash > ~/.local/share/bash-completion/completions/rrl
+    rrl completion zsh > ~/.zfunc/_rrl    with fpath+=~/.zfunc before compinit in ~/.zshrc
+    rrl completion fish > ~/.config/fish/completions/rrl.fish
+    """
+    from ..completion.candidates import script
+
+    typer.echo(script(shell.value), nl=False)
 
 
 _LIKE_SBATCH = "As for sbatch. Default: that of Slurm."

@@ -12,7 +12,7 @@ from .app import app
 
 @app.command()
 def logs(
-    run: NamedRun,
+    run: Run = None,
     selector: Annotated[
         str | None,
         typer.Argument(metavar="ROLE[/REPLICA[#INCARNATION]]", show_default=False,
@@ -42,7 +42,8 @@ def logs(
     """Show the output of a run's processes, merged by time.
 
     \b
-    rrl logs quick                         the end of every log
+    rrl logs                               the end of every log of the newest run
+    rrl logs quick                         the same of the run whose id begins with "quick"
     rrl logs quick rollout/0 -f            all incarnations of one replica, and later ones
     rrl logs quick rollout/0#2             one incarnation
     rrl logs quick --failed                each failure, with the lines before it

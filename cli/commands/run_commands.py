@@ -7,13 +7,14 @@ from typing import Annotated
 
 import typer
 
-from ..common.arguments import JobFile, Json, NamedRun, Run
+from ..common.arguments import JobFiles, Json, NamedRun, Run, Settings
 from .app import app
 
 
 @app.command()
 def submit(
-    job: JobFile,
+    job: JobFiles,
+    settings: Settings = None,
     foreground: Annotated[bool, typer.Option(help="Run the manager here; Ctrl-C cancels the run.")] = False,
     wait: Annotated[bool, typer.Option(help="Follow the run until it ends; q ends only this command.")] = False,
     json: Json = False,
@@ -24,10 +25,12 @@ def submit(
     rrl submit job.toml                returns at once
     rrl submit job.toml --wait         exit code 0 only if the run completes
     rrl submit job.toml --foreground   no background process and no manager job
+    rrl submit base.toml more.toml --set roles.trainer.learning_rate=1e-6
+                                       of two files and a setting, the last one counts
     """
     from ..run import submit as command
 
-    raise typer.Exit(command.submit(job, foreground=foreground, wait=wait, json=json))
+    raise typer.Exit(command.submit(job, settings or [], foreground=foreground, wait=wait, json=json))
 
 
 @app.command(short_help="Show the state of a run.")
@@ -78,10 +81,12 @@ def cancel(
 def resume(
     run: NamedRun,
     job: Annotated[
-        Path | None,
+        list[Path] | None,
         typer.Option(metavar="JOB.TOML", show_default=False,
-                     help="Continue with this job spec; name, model, task and seed must be those of the run."),
+                     help="Continue with this job spec; name, model, task and seed must be those of the run. May be"
+                          " repeated: each file adds keys to those before it, or replaces their values."),
     ] = None,
+    settings: Settings = None,
     steps: Annotated[
         int | None, typer.Option(min=1, show_default=False, help="Train up to this step instead of run.steps.")
     ] = None,
@@ -98,10 +103,13 @@ def resume(
     rrl resume quick --walltime 8h     with nodes for eight more hours
     rrl resume quick --steps 500       train more steps than planned
     rrl resume quick --job other.toml  on another partition, with more rollouts ...
+    rrl resume quick --set roles.rollout.replicas=8
     """
     from ..run import resume as command
 
-    raise typer.Exit(command.resume(run, changed=job, steps=steps, walltime=walltime, wait=wait, json=json))
+    raise typer.Exit(
+        command.resume(run, job or [], settings or [], steps=steps, walltime=walltime, wait=wait, json=json)
+    )
 
 
 @app.command("rm", short_help="Remove runs that have ended.")

@@ -11,4 +11,20 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON instead, for prog
 _RUN = "The run's id, an unambiguous beginning of it, or its folder. Default: the newest run."
 Run = Annotated[str | None, typer.Argument(metavar="RUN", help=_RUN, show_default=False)]
 NamedRun = Annotated[str, typer.Argument(metavar="RUN", help=_RUN.partition(" Default")[0], show_default=False)]
-JobFile = Annotated[Path, typer.Argument(metavar="JOB.TOML", help="The job spec.", show_default=False)]
+JobFiles = Annotated[
+    list[Path],
+    typer.Argument(
+        metavar="JOB.TOML",
+        show_default=False,
+        help="The job spec. Of several files, each adds keys to those before it, or replaces their values.",
+    ),
+]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        show_default=False,
+        help="Value of one key, which replaces that of the files; may be repeated.",
+    ),
+]

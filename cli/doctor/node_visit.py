@@ -24,11 +24,11 @@ from pathlib import Path
 import msgspec
 
 from ...core.run_dir import runs_root
+from ...manager.cluster.slurm.parsing import estimated_start
 from .collect import TRUE_SCRIPT, run_slurm, would_take
 from .facts import Facts, Visit
 from .node_probe.host import Network, Unavailable
 from .node_probe.main import NONCE_ENV, NONCE_FILE, PROBE_TIMEOUT_S, REPORT, NodeReport, nonce_proof
-from .slurm_output import estimated_start
 
 MAX_QUEUE_S = 60.0
 """Time (s) that the job may wait for a node. If Slurm estimates a longer wait, no job is submitted."""

@@ -69,15 +69,6 @@ def read_accounts(user: str, associations: str) -> Accounts:
     return Accounts(admin, default, tuple(names))
 
 
-def estimated_start(text: str) -> str | None:
-    """Return when ``sbatch --test-only`` expects the job to start; None if the output names no time.
-
-    The format is ``2026-11-20T09:19:27``, in the client's local time.
-    """
-    match = re.search(r"to start at (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)", text)
-    return match[1] if match else None
-
-
 def _lines(text: str, first: str) -> Iterator[dict[str, str]]:
     """Yield the ``Name=value`` pairs of each line as a dict. Raises Unreadable for a line without the field ``first``.
 

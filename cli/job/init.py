@@ -28,6 +28,8 @@ from ..views.formatting import size
 
 DEFAULT_WALLTIME_S = 3600.0
 """Walltime (s) to request if the partition permits it. The job takes minutes, and short jobs start sooner."""
+SCHEMA_FILE = "job.schema.json"
+"""Name of the file, in the folder of the job spec, in which editors look for its JSON Schema."""
 _GIB = 2**30
 
 
@@ -94,7 +96,8 @@ def job_toml(facts: Facts, out: Path) -> str:
             "shape": choose_shape(slurm, facts.wanted),
             "place": f"the cluster {name}",
         }
-    return _TEMPLATES.get_template("job.toml.j2").render(file=str(out), **place)
+    schema = str(out.with_name(SCHEMA_FILE))
+    return _TEMPLATES.get_template("job.toml.j2").render(file=str(out), schema=schema, **place)
 
 
 def choose_shape(slurm: Slurm, wanted: DoctorOptions) -> JobShape:

@@ -28,10 +28,10 @@ DEFAULT_LINES = 20
 
 
 def logs(
-    name: str, selector: str | None, *, follow: bool, lines: int | None, since: str | None, grep: str | None,
+    name: str | None, selector: str | None, *, follow: bool, lines: int | None, since: str | None, grep: str | None,
     failed: bool, json: bool, raw: bool,
 ) -> int:  # fmt: skip
-    """Print a run's logs, merged by time.
+    """Print the logs of a run (by default of the newest one), merged by time.
 
     With ``follow``, new lines are printed too, until the run ends. With ``failed``, only the last lines before each
     failure are printed. With ``raw``, control characters that the terminal would obey are printed as they are. Returns
@@ -42,7 +42,7 @@ def logs(
         raise UsageError("--failed shows past failures, --follow shows new lines: use only one of them")
     if raw and json:
         raise UsageError("--raw cannot be combined with --json, which prints exactly what was written, escaped as JSON")
-    run = find_run(name)
+    run = _find_run(name, selector)
     raise_nofile()  # a merge holds all its files open
     printer = Printer(json, raw)
     if failed:
@@ -62,6 +62,18 @@ def logs(
             return 130
     printer.print(_merged({tail: tail.close() for tail in tails.values()}))
     return 0
+
+
+def _find_run(name: str | None, selector: str | None) -> RunDir:
+    """Return the run with this name. Raises UsageError, also if the only argument is a selector instead of a run."""
+    try:
+        return find_run(name)
+    except UsageError:
+        if selector is None and name is not None:
+            newest = find_run(None)
+            if _selected_logs(newest, name) or _may_log_later(newest, name):
+                raise UsageError(f'"{name}" is not a run; write: rrl logs {newest.id} {name}') from None
+        raise
 
 
 def _follow(

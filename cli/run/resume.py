@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from pydantic import ValidationError
 
-from ...config.job.load import load_job, resolved
-from ...config.job.render import as_toml
+from ...config.job.document import JobDocument, Setting, parse_setting
+from ...config.job.load import job_from, resolved
 from ...config.job.resolve import resolve_for_submission
 from ...config.job.schema import Job
 from ...core.run_dir import RunDir
@@ -30,22 +29,31 @@ CHANGEABLE_KEYS = ("model.max_length",)
 """Keys within ``FIXED_KEYS`` that can change."""
 
 
-def resume(name: str, *, changed: Path | None, steps: int | None, walltime: str | None, wait: bool, json: bool) -> int:
-    """Continue a run that has ended. Exit codes are those of ``rrl submit``."""
+def resume(
+    name: str, files: Sequence[Path], settings: Sequence[str], *, steps: int | None, walltime: str | None, wait: bool,
+    json: bool,
+) -> int:  # fmt: skip
+    """Continue a run that has ended. Exit codes are those of ``rrl submit``.
+
+    The job is that of ``files``, or of the run without any, with ``settings`` (``KEY=VALUE``), ``steps`` and
+    ``walltime``.
+    """
     run = find_run(name)
     check_manageable(run)
     state = read_state(run)
     _check_ended(run, state)
     assert state is not None
     assert state.ended is not None
-    job, text, source = _job(run, changed, steps, walltime)
-    _check_fits(run, state, job, changed)
+    document, source = _document(run, files, [*map(parse_setting, settings), *_shorthands(steps, walltime)])
+    job = job_from(document, source.parent)
+    _check_unfinished(run, state, job)
+    if files or settings:
+        _check_same_run(run, job, document)
     spec = resolve_for_submission(job)
-    preview_or_fail(spec, source)
-    warnings, _ = preflight(job, spec, source, False)
-    print_warnings(warnings)
+    preview_or_fail(spec, document)
+    print_warnings(preflight(job, spec, document).doubts)
     try:
-        warning = starting.resume(run, job, spec, text, source, state.ended)
+        warning = starting.resume(run, job, spec, document.text().encode(), source, state.ended)
     except JournalError as error:
         raise UsageError(str(error)) from None
     except (OSError, RuntimeError) as error:
@@ -64,50 +72,37 @@ def _check_ended(run: RunDir, state: State | None) -> None:
         )
 
 
-def _job(run: RunDir, changed: Path | None, steps: int | None, walltime: str | None) -> tuple[Job, bytes, Path]:
-    """Return the job to resume with, its text and its path, whose folder is the roles' working folder."""
-    source = changed or Path(str(msgspec.json.decode(run.resolved.read_bytes())["source"]))
-    if changed is None and not run.job_toml.exists():
+def _document(run: RunDir, files: Sequence[Path], settings: Sequence[Setting]) -> tuple[JobDocument, Path]:
+    """Return the job spec to resume with, and the path whose folder is the roles' working folder."""
+    source = files[0] if files else Path(str(msgspec.json.decode(run.resolved.read_bytes())["source"]))
+    if not files and not run.job_toml.exists():
         raise UsageError(f"{run.job_toml}: no such file; it was a copy of your job spec: name the original with --job")
-    path = changed or run.job_toml
-    job, text = load_job(path, source.parent), path.read_bytes()
-    if steps is None and walltime is None:
-        return job, text, source
+    return JobDocument(files or [run.job_toml], settings), source
+
+
+def _shorthands(steps: int | None, walltime: str | None) -> list[Setting]:
+    """Return the settings for which ``rrl resume`` has options of their own."""
+    settings = []
     if steps is not None:
-        job = job.model_copy(update={"run": job.run.model_copy(update={"steps": steps})})
+        settings.append(Setting(("run", "steps"), steps, f"--steps {steps}"))
     if walltime is not None:
-        job = job.model_copy(update={"cluster": job.cluster.model_copy(update={"walltime": _seconds(walltime)})})
-    return _validated(job, walltime), as_toml(job).encode(), source
+        _check_positive(walltime)
+        settings.append(Setting(("cluster", "walltime"), walltime, f"--walltime {walltime}"))
+    return settings
 
 
-def _validated(job: Job, walltime: str | None) -> Job:
-    """Return ``job``, validated again as a whole.
-
-    Raises UsageError if a changed value (``--walltime`` or ``--steps``) does not fit the rest of the job.
-    """
+def _check_positive(text: str) -> None:
+    """Check the value of ``--walltime``. Raises UsageError."""
     try:
-        return Job.model_validate(tomllib.loads(as_toml(job)))
-    except ValidationError as error:
-        first_error = error.errors()[0]
-        key = ".".join(map(str, first_error.get("ctx", {}).get("at", first_error["loc"])))
-        given = f"--walltime {walltime}" if walltime else "--steps"
-        raise UsageError(f"{given} does not fit the rest of the job: {key}: {first_error['msg']}") from None
-
-
-def _seconds(text: str) -> float:
-    try:
-        if given := seconds(text):
-            return given
+        if seconds(text):
+            return
     except ValueError as error:
         raise UsageError(f"--walltime: {error}") from None
     raise UsageError(f'--walltime: must be more than 0, not "{text}"')
 
 
-def _check_fits(run: RunDir, state: State, job: Job, changed: Path | None) -> None:
-    """Check that the job continues this run.
-
-    Raises UsageError if nothing is left to do, or it would be a different run.
-    """
+def _check_unfinished(run: RunDir, state: State, job: Job) -> None:
+    """Check that the job leaves something to do. Raises UsageError."""
     steps = job.run.steps or 0
     if state.outcome is Outcome.COMPLETED and not steps:
         raise UsageError(f"{run.id} is complete: nothing is left to do")
@@ -116,17 +111,18 @@ def _check_fits(run: RunDir, state: State, job: Job, changed: Path | None) -> No
             f"{run.id} has committed {state.step} steps already; to train more, for example:"
             f" rrl resume {run.id} --steps {2 * state.step}"
         )
-    if changed is None:
-        return
+
+
+def _check_same_run(run: RunDir, job: Job, document: JobDocument) -> None:
+    """Check that the changed job continues this run. Raises UsageError if it would be a different run."""
     before, after = msgspec.json.decode(run.resolved.read_bytes())["job"], resolved(job)
     for key in FIXED_KEYS:
         if not _is_unchanged(_value_at(before, key), _value_at(after, key), key):
-            raise UsageError(f"{changed}: {key} is not that of {run.id}; to change it start a new run")
+            text = f"is not that of {run.id}; to change it start a new run"
+            raise UsageError(document.complaint(tuple(key.split(".")), text))
     if not _value_at(before, "roles.trainer").get("kl") and _value_at(after, "roles.trainer.kl"):
-        raise UsageError(
-            f"{changed}: roles.trainer.kl is 0 in {run.id}, which therefore kept no reference model;"
-            " to change it start a new run"
-        )
+        text = f"it is 0 in {run.id}, which therefore kept no reference model; to change it start a new run"
+        raise UsageError(document.complaint(("roles", "trainer", "kl"), text))
 
 
 def _value_at(job: dict[str, Any], key: str) -> Any:

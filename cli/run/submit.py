@@ -7,11 +7,12 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from ...config.job.load import load_job
+from ...config.job.document import JobDocument, parse_setting
+from ...config.job.load import job_from
 from ...config.job.resolve import resolve_for_submission
 from ...config.job.schema import Job
 from ...core.run_dir import RunDir, runs_root
@@ -42,18 +43,18 @@ STOPPED_WATCHING = 130
 """Exit code if the user stopped watching: that of a program that Ctrl-C ended, since the run's end is not known."""
 
 
-def submit(path: Path, *, foreground: bool, wait: bool, json: bool) -> int:
-    """Start a run.
+def submit(files: Sequence[Path], settings: Sequence[str], *, foreground: bool, wait: bool, json: bool) -> int:
+    """Start a run of the job that the files and settings (``KEY=VALUE``) give together.
 
     Exit code: 0 when started (with ``wait``: completed), 1 when it failed or was cancelled, 2 when the cluster rejects
     the job.
     """
-    job = load_job(path)
+    document = JobDocument(files, [parse_setting(setting) for setting in settings])
+    job = job_from(document)
     spec = resolve_for_submission(job)
-    preview_or_fail(spec, path)  # what could not be submitted is refused before there is a run
-    warnings, _ = preflight(job, spec, path, foreground)
-    print_warnings(warnings)
-    run = _create(job, spec, path)
+    preview_or_fail(spec, document)  # what could not be submitted is refused before there is a run
+    print_warnings(preflight(job, spec, document, foreground).doubts)
+    run = _create(job, spec, document)
     if foreground:
         return _foreground(run, json)
     _start(run, spec)
@@ -91,9 +92,9 @@ def watch_until_end(run: RunDir, json: bool, after: int = 0) -> int:
     return _print_summary(run, json)
 
 
-def _create(job: Job, spec: RunSpec, path: Path) -> RunDir:
+def _create(job: Job, spec: RunSpec, document: JobDocument) -> RunDir:
     try:
-        return starting.create(job, spec, path)
+        return starting.create(job, spec, document.source, document.text().encode())
     except OSError as error:
         where = f"{error.filename}: " if error.filename and str(error.filename) != str(runs_root()) else ""
         raise UsageError(f"no run can be made in {runs_root()}: {where}{error.strerror or error}; name another folder"

@@ -1,4 +1,4 @@
-"""Read job.toml from the disk into a :class:`rrl.config.job.schema.Job`, or report what is wrong in it.
+"""Make a :class:`rrl.config.job.schema.Job` of a job spec, or report what is wrong in it.
 
 A report lists all mistakes at once, one line each: the place, what is wrong, and what would be right::
 
@@ -15,10 +15,9 @@ import json
 import math
 import os
 import re
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any, NamedTuple, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -26,13 +25,13 @@ from pydantic_core import ErrorDetails
 from ...core.text import on_one_line
 from ..model_folder import SHAPE_KEYS, max_length
 from ..toml_positions import Path as KeyPath
-from ..toml_positions import lines_of, nearest_line
+from .document import JobDocument
+from .document import SpecError as SpecError
+from .document import dotted_key as _dotted
+from .render import as_value
 from .resolve import min_replicas_of
 from .schema import Job
 
-_MAX_FILE_BYTES = 2**20
-"""Maximum size of the file in bytes: far more than a job.toml needs. The limit is for endless devices like
-/dev/zero."""
 _MAX_DEPTH = 50
 """Maximum depth of nested tables and arrays."""
 _MAX_SHOWN_CHARS = 60
@@ -46,8 +45,15 @@ _RENAMED_KEYS = {
 """New names of renamed keys, by the old key."""
 
 
-class SpecError(Exception):
-    """The job spec is invalid. The text has a line per mistake: file, line, key, what is wrong, what would be right."""
+class _Mistake(NamedTuple):
+    """What is wrong at a key."""
+
+    key: KeyPath
+    message: str
+    missing: bool = False
+    """True if the key is missing."""
+    wanted_text: bool = False
+    """True if the value must be text, and is a number, a truth value or a list."""
 
 
 def load_job(path: Path, folder: Path | None = None) -> Job:
@@ -60,22 +66,29 @@ def load_job(path: Path, folder: Path | None = None) -> Job:
     Raises:
         SpecError: The file cannot be read or is wrong. Nothing else is raised.
     """
-    text = _read(path)
-    try:
-        data = tomllib.loads(text)
-        mistakes = list(_unsupported_values(data, ()))
-        if not mistakes:
-            try:
-                return _with_absolute_model_path(Job.model_validate(data), folder or path.parent)
-            except ValidationError as error:
-                mistakes = list(_translate_errors(error, data))
-        lines = lines_of(text)
-    except RecursionError:
-        raise SpecError(f"{_one_line(path)}: tables or arrays are nested too deeply") from None
-    except ValueError as error:  # TOMLDecodeError, or the ValueError of int() for numbers with thousands of digits
-        raise SpecError(_syntax(path, text, error)) from None
-    located = sorted((nearest_line(lines, key) or 0, _dotted(key), message) for key, message in mistakes)
-    raise SpecError("\n".join(_error_line(path, line, key, message) for line, key, message in located))
+    return job_from(JobDocument((path,)), folder)
+
+
+def job_from(document: JobDocument, folder: Path | None = None) -> Job:
+    """Validate a job spec.
+
+    Args:
+        document: The merged files and settings of the job spec.
+        folder: Folder to which a relative model path refers; default: the folder of the first file.
+
+    Raises:
+        SpecError: The job spec is wrong. Nothing else is raised.
+    """
+    mistakes = list(_unsupported_values(document.data, ()))
+    if not mistakes:
+        try:
+            job = Job.model_validate(document.data)
+        except ValidationError as error:
+            mistakes = list(_translate_errors(error, document.data))
+        else:
+            return _with_absolute_model_path(job, folder or document.source.parent)
+    mistakes.sort(key=lambda one: (document.order(one.key), _dotted(one.key), one.message))
+    raise SpecError("\n".join(_complaint(document, mistake) for mistake in mistakes))
 
 
 def resolved(job: Job) -> dict[str, Any]:
@@ -98,97 +111,53 @@ def _with_absolute_model_path(job: Job, folder: Path) -> Job:
     return job.model_copy(update={"model": job.model.model_copy(update={"path": str(absolute)})})
 
 
-# ── reading ────────────────────────────────────────────────────────────────────────────────────────────────────────
-def _read(path: Path) -> str:
-    shown = _one_line(path)
-    try:
-        with path.open("rb") as file:
-            data = file.read(_MAX_FILE_BYTES + 1)
-    except FileNotFoundError:
-        raise SpecError(f"{shown}: no such file") from None
-    except IsADirectoryError:
-        raise SpecError(f'{shown}: is a folder; name the file in it, for example "{shown}/job.toml"') from None
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
-        raise SpecError(f"{shown}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    if len(data) > _MAX_FILE_BYTES:
-        raise SpecError(f"{shown}: is larger than 1 MiB; that is not a job.toml")
-    try:
-        return data.decode("utf-8-sig").replace("\r\n", "\n")
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        raise SpecError(f"{shown}:{line}: byte {data[error.start]:#04x} is not UTF-8; save the file as UTF-8") from None
-
-
-def _syntax(path: Path, text: str, error: ValueError) -> str:
-    match = re.fullmatch(r"(.*) \(at (?:line (\d+), column (\d+)|end of document)\)", str(error), re.DOTALL)
-    if match is None:
-        return f"{_one_line(path)}: not valid TOML: {_one_line(error)}"
-    message, line, column = match.groups()
-    message = re.sub(r"Cannot declare \('(.*)',?\) twice", r"table [\1] is defined twice", message).replace("', '", ".")
-    message = _PLAIN_MESSAGES.get(message, message[0].lower() + message[1:])
-    if line is None:
-        line, message = text.count("\n") + 1, f"{message}, up to the end of the file"
-        return f"{_one_line(path)}:{line}: not valid TOML: {_one_line(message)}"
-    return f"{_one_line(path)}:{line}:{column}: not valid TOML: {_one_line(message)}"
-
-
-_PLAIN_MESSAGES = {
-    "Cannot overwrite a value": "this key already has a value; write it once",
-    "Invalid value": 'invalid value: strings need quotes ("..."), booleans are true or false',
-    "Invalid statement": "expected key = value or a [table]",
-    "Illegal character '\\n'": "the closing quote of this text is missing",
-    "Invalid initial character for a key part": "expected a key; an inline table {...} must be on one line",
-    "Expected newline or end of document after a statement": "expected the end of the line after the value",
-}
-"""Plainer texts for messages of tomllib, by the beginning of the message."""
-
-
-def _unsupported_values(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, str]]:
-    """Yield (key, message) for each value that is valid TOML but not allowed in the journal, JSON or command lines."""
+# ── what TOML allows and a job does not ────────────────────────────────────────────────────────────────────────────
+def _unsupported_values(value: Any, path: KeyPath) -> Iterator[_Mistake]:
+    """Yield a mistake for each value that is valid TOML but not allowed in the journal, JSON or command lines."""
     if len(path) > _MAX_DEPTH:
-        yield path[:2], f"is nested more than {_MAX_DEPTH} levels deep"
+        yield _Mistake(path[:2], f"is nested more than {_MAX_DEPTH} levels deep")
     elif isinstance(value, dict):
         for key, inner in value.items():
             if "\0" in key:
-                yield path, f"the key {_format_value(key)} contains a NUL character"
+                yield _Mistake(path, f"the key {_format_value(key)} contains a NUL character")
             yield from _unsupported_values(inner, (*path, key))
     elif isinstance(value, list):
         for index, inner in enumerate(value):
             yield from _unsupported_values(inner, (*path, index))
     elif isinstance(value, str) and "\0" in value:
-        yield path, "contains a NUL character (\\u0000)"
+        yield _Mistake(path, "contains a NUL character (\\u0000)")
     elif isinstance(value, int) and not -(2**63) <= value < 2**63:
-        yield path, "is a number beyond 64 bits"
+        yield _Mistake(path, "is a number beyond 64 bits")
     elif isinstance(value, float) and not math.isfinite(value):
-        yield path, f"is {value}; write a finite number"
+        yield _Mistake(path, f"is {value}; write a finite number")
     elif isinstance(value, datetime.date | datetime.time):
-        yield path, "is a date or time; write it as text, in quotes"
+        yield _Mistake(path, "is a date or time; write it as text, in quotes")
 
 
 # ── pydantic's errors in plain words ───────────────────────────────────────────────────────────────────────────────
-def _translate_errors(error: ValidationError, data: dict[str, Any]) -> Iterator[tuple[KeyPath, str]]:
-    """Yield (key, message) for each mistake. Errors of a union's alternatives about the same key are joined."""
+def _translate_errors(error: ValidationError, data: dict[str, Any]) -> Iterator[_Mistake]:
+    """Yield each mistake. Errors of a union's alternatives about the same key are joined."""
     wrong_values: dict[KeyPath, list[ErrorDetails]] = {}
     for pydantic_error in error.errors(include_url=False):
         if at := pydantic_error.get("ctx", {}).get("at"):
-            yield tuple(at), str(pydantic_error["msg"])
+            yield _Mistake(tuple(at), str(pydantic_error["msg"]))
         elif pydantic_error["type"] == "extra_forbidden":
-            yield pydantic_error["loc"], _unknown(pydantic_error["loc"])
+            yield _Mistake(pydantic_error["loc"], _unknown(pydantic_error["loc"]))
         elif pydantic_error["type"] == "missing":
-            yield pydantic_error["loc"], _missing(pydantic_error["loc"])
+            yield _Mistake(pydantic_error["loc"], _missing(pydantic_error["loc"]), missing=True)
         else:
             wrong_values.setdefault(_existing(pydantic_error["loc"], data), []).append(pydantic_error)
     for path, pydantic_errors in wrong_values.items():
         if any(deeper[: len(path)] == path != deeper for deeper in wrong_values):
             continue  # a union: the error deeper inside is the more specific one
         if pydantic_errors[0]["type"] == "value_error":
-            yield path, pydantic_errors[0]["msg"].removeprefix("Value error, ")
+            yield _Mistake(path, pydantic_errors[0]["msg"].removeprefix("Value error, "))
         else:
             expected = " or ".join(dict.fromkeys(_expected(pydantic_error) for pydantic_error in pydantic_errors))
-            yield (
-                path,
-                f"must be {expected}, not {_format_value(_value_at(path, data))}{_suggestion(pydantic_errors[0])}",
-            )
+            value, suggestion = _value_at(path, data), _suggestion(pydantic_errors[0])
+            message = f"must be {expected}, not {_format_value(value)}{suggestion}"
+            wanted_text = pydantic_errors[0]["type"] == "string_type" and not isinstance(value, dict)
+            yield _Mistake(path, message, wanted_text=wanted_text)
 
 
 def _existing(loc: KeyPath, data: Any) -> KeyPath:
@@ -327,20 +296,12 @@ def _described(loc: KeyPath) -> str:
 
 
 # ── lines ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-def _error_line(path: Path, line: int, key: str, message: str) -> str:
-    location = f"{_one_line(path)}:{line}" if line else _one_line(path)
-    return f"{location}: {key}: {_one_line(message, 400)}" if key else f"{location}: {_one_line(message, 400)}"
-
-
-def _dotted(path: KeyPath) -> str:
-    text = ""
-    for part in path:
-        if isinstance(part, int):
-            text += f"[{part}]"
-        else:
-            bare = re.fullmatch(r"[A-Za-z0-9_-]+", part)
-            text += ("." if text else "") + (part if bare else _format_value(part))
-    return text
+def _complaint(document: JobDocument, mistake: _Mistake) -> str:
+    message = _one_line(mistake.message, 400)
+    if mistake.wanted_text and (setting := document.setting_at(mistake.key)):
+        quoted = as_value(str(setting.option.partition("=")[2]))
+        message += f"; the shell removes quotes: write --set '{_dotted(mistake.key)}={quoted}'"
+    return document.complaint(mistake.key, message, missing=mistake.missing)
 
 
 def _header(path: KeyPath) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pydantic import BaseModel
@@ -46,12 +46,37 @@ def as_toml(job: Job) -> str:
     return "\n".join(_table(filled, ())).strip() + "\n"
 
 
+def merged_toml(data: Mapping[str, Any]) -> str:
+    """Return the TOML text of values that were read from TOML; reading it gives equal values. Comments are lost."""
+    return "\n".join(_plain_table(data, ())).strip() + "\n"
+
+
+def _plain_table(table: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[str]:
+    """Yield the lines of a table, its plain keys first, and of the tables in it."""
+    plain = {key: value for key, value in table.items() if not isinstance(value, dict) and not _holds_dicts(value)}
+    if path and (plain or not table):
+        yield f"\n[{'.'.join(map(bare_or_quoted, path))}]"
+    for key, value in plain.items():
+        yield f"{bare_or_quoted(key)} = {as_value(value)}"
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from _plain_table(value, (*path, key))
+        elif key not in plain:
+            for element in value:
+                yield f"\n[[{'.'.join(map(bare_or_quoted, (*path, key)))}]]"
+                yield from (f"{bare_or_quoted(inner)} = {as_value(element[inner])}" for inner in element)
+
+
+def _holds_dicts(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(element, dict) for element in value)
+
+
 def _table(model: BaseModel, path: tuple[str, ...]) -> Iterator[str]:
     """Yield the lines of a table. Plain keys come first: after a [header] they would belong to another table."""
     fields = [(name, field, getattr(model, name)) for name, field in type(model).model_fields.items()]
     plain = [(name, field, value) for name, field, value in fields if value is not None and not _holds_tables(value)]
     if plain and path:
-        yield f"\n[{'.'.join(map(_key, path))}]"
+        yield f"\n[{'.'.join(map(bare_or_quoted, path))}]"
     for name, field, value in plain:
         yield f"{name} = {field_text(field, value)}"
     for name, _, value in fields:
@@ -74,22 +99,24 @@ def _holds_tables(value: Any) -> bool:
 def field_text(field: FieldInfo, value: Any) -> str:
     """Return a field's value as in job.toml, durations and sizes with their units."""
     if DURATION in field.metadata:
-        return _value(duration_text(value))
-    return _value(size_text(value)) if SIZE in field.metadata else _value(value)
+        return as_value(duration_text(value))
+    return as_value(size_text(value)) if SIZE in field.metadata else as_value(value)
 
 
-def _value(value: Any) -> str:
+def as_value(value: Any) -> str:
+    """Return a value as in TOML, on one line; tables are inline."""
     if isinstance(value, dict):
-        inner = ", ".join(f"{_key(key)} = {_value(element)}" for key, element in value.items())
+        inner = ", ".join(f"{bare_or_quoted(key)} = {as_value(element)}" for key, element in value.items())
         return f"{{ {inner} }}" if inner else "{}"
     if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_value, value))}]"
+        return f"[{', '.join(map(as_value, value))}]"
     if isinstance(value, str):
         return _text(value)
     return json.dumps(value)
 
 
-def _key(key: str) -> str:
+def bare_or_quoted(key: str) -> str:
+    """Return one part of a key as in TOML, in quotes where it needs them."""
     return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _text(key)
 
 

@@ -18,7 +18,7 @@ from ...core.run_spec import RunSpec
 from ...core.units import duration_text
 from ..cluster.base import AllocationRequest, Refused, Unanswered
 from ..cluster.slurm.commands import NoCluster, SlurmLimits, execute, failure, rejects_job
-from ..cluster.slurm.parsing import Unreadable, fields
+from ..cluster.slurm.parsing import Unreadable, estimated_start, fields
 from ..cluster.slurm.requests import (
     SHAPES_FORMAT,
     Partition,
@@ -60,8 +60,17 @@ class Problem(Struct, frozen=True):
     """True if the job spec must be changed; False if the job may work as it is, or could not be checked."""
 
 
-async def check_with_slurm(job: Job, spec: RunSpec, foreground: bool = False) -> list[Problem]:
-    """Return the problems for which Slurm would reject the job, or why they could not be determined.
+class SlurmAnswer(Struct, frozen=True):
+    """What Slurm says about the jobs of a run."""
+
+    problems: list[Problem]
+    """Why Slurm would reject a job, or why that could not be determined."""
+    starts: dict[str, str] = {}
+    """When each job would start, by node group, where Slurm estimates it: local times (ISO 8601)."""
+
+
+async def check_with_slurm(job: Job, spec: RunSpec, foreground: bool = False) -> SlurmAnswer:
+    """Return the problems for which Slurm would reject the job, and its estimates of the start.
 
     Args:
         job: The job spec, from which the key of a problem in job.toml is found.
@@ -76,22 +85,32 @@ async def check_with_slurm(job: Job, spec: RunSpec, foreground: bool = False) ->
     try:
         partitions = await _partitions()
     except (Refused, Unanswered) as error:
-        return [_unreachable(error)]
+        return SlurmAnswer([_unreachable(error)])
     problems: list[Problem] = []
+    starts: dict[str, str] = {}
     for request in requests.values():
         too_large = [
             problem
             for component in (request, *request.further_components)
             for problem in _check_sizes(job, spec, component, partitions)
         ]
-        problems += too_large or await _test_only(
+        if too_large:
+            problems += too_large
+            continue
+        rejected, start = await _test_only(
             job, spec, request, (), batch_script(request), _partition_fits(request, partitions)
         )
+        problems += rejected
+        if start is not None:
+            starts[_subject(request)] = start
     if spec.manager.where == "job" and not foreground:
         script = "#!/bin/sh\nexec true\n"
-        problems += await _test_only(job, spec, None, _manager_options(spec), script, nodes_suffice=True)
+        rejected, start = await _test_only(job, spec, None, _manager_options(spec), script, nodes_suffice=True)
+        problems += rejected
+        if start is not None:
+            starts["manager"] = start
     first_of_each = {(problem.key or problem.text, problem.certain): problem for problem in reversed(problems)}
-    return list(first_of_each.values())[::-1]
+    return SlurmAnswer(list(first_of_each.values())[::-1], starts)
 
 
 def _unreachable(error: Refused | Unanswered) -> Problem:
@@ -150,21 +169,21 @@ def _partition_fits(request: AllocationRequest, partitions: list[Partition]) -> 
 
 async def _test_only(
     job: Job, spec: RunSpec, request: AllocationRequest | None, options: Sequence[str], text: str, nodes_suffice: bool
-) -> list[Problem]:
-    """Return the problem that ``sbatch --test-only`` reports, if any; ``request`` is None for the manager's own job.
+) -> tuple[list[Problem], str | None]:
+    """Return the problem that ``sbatch --test-only`` reports, if any, and its estimate of the start, if it has one.
+
+    ``request`` is None for the manager's own job.
 
     ``nodes_suffice``: enough nodes are up, so that a rejection is certain whatever Slurm's message says.
     """
-    components = () if request is None else (request, *request.further_components)
-    subject = ", ".join(component.node_group for component in components) or "the manager's job"
     try:
         ended = await execute(("sbatch", "--test-only", *options), _SLURM_LIMITS.write_timeout_s, text)
     except (Refused, Unanswered) as error:
-        return [_unreachable(error)]
+        return [_unreachable(error)], None
     if not ended.code:
-        return []
+        return [], estimated_start(ended.out + ended.err)
     if not rejects_job(ended):
-        return [_unreachable(failure("sbatch", ended))]
+        return [_unreachable(failure("sbatch", ended))], None
     message = "; ".join(dict.fromkeys(map(_without_prefixes, filter(_is_informative, ended.err.splitlines()))))
     certain = nodes_suffice or _PERHAPS_DOWN.search(message) is None
     name = next(
@@ -172,7 +191,12 @@ async def _test_only(
     )
     note = "" if certain else " (fewer nodes are up at present; the job would wait for them)"
     key = _key(job, spec, request, name) if certain else ()
-    return [Problem(key, f"Slurm says for {subject}: {message}{note}", certain)]
+    subject = "the manager's job" if request is None else _subject(request)
+    return [Problem(key, f"Slurm says for {subject}: {message}{note}", certain)], None
+
+
+def _subject(request: AllocationRequest) -> str:
+    return ", ".join(component.node_group for component in (request, *request.further_components))
 
 
 def _is_informative(line: str) -> bool:

@@ -32,6 +32,52 @@ class WorstCase(Struct, frozen=True):
     steps_per_hour: int
 
 
+class Demand(Struct, frozen=True):
+    """What a run asks of its cluster, without the manager's own small job."""
+
+    nodes: int
+    spares: int
+    """Number of ``nodes`` that are kept ready for a failure."""
+    gpus: int
+    """GPUs of all nodes, as requested."""
+    cpus: int
+    """Cores of all nodes, as requested."""
+    gpu_hours: float
+    """Maximum of GPU-hours that the run's own nodes take. Replacements of failed nodes come in addition, until the run
+    gives the failed nodes back."""
+    core_hours: float
+    """The same of cores."""
+    jobs_to_start: int
+    """Slurm jobs that must be running before the run starts; 0 on the local cluster."""
+    jobs: int
+    """Maximum number of Slurm jobs at the same time; 0 on the local cluster."""
+
+
+def demand(spec: RunSpec, foreground: bool = False) -> Demand:
+    """Return what a run asks of its cluster; with ``foreground`` the manager is not a Slurm job."""
+    on_slurm, worst = spec.cluster == "slurm", worst_case(spec, foreground)
+    return Demand(
+        nodes=spec.nodes,
+        spares=spec.spares,
+        gpus=sum(group.nodes * group.node.gpus for group in spec.node_groups),
+        cpus=sum(group.nodes * group.node.cpus for group in spec.node_groups),
+        gpu_hours=sum(group.nodes * group.node.gpus * _hours(group, spec) for group in spec.node_groups),
+        core_hours=sum(group.nodes * group.node.cpus * _hours(group, spec) for group in spec.node_groups),
+        jobs_to_start=worst.jobs_to_start if on_slurm else 0,
+        jobs=worst.jobs if on_slurm else 0,
+    )
+
+
+def _hours(node_group: NodeGroup, spec: RunSpec) -> float:
+    """Return the maximum number of hours for which a node of the group is held.
+
+    An allocation that ends before the run overlaps with its successor, while the replicas move.
+    """
+    successors = max(0, math.ceil(spec.walltime / node_group.walltime) - 1)
+    overlap = min(spec.limits.rotate, node_group.walltime / 2)
+    return (spec.walltime + successors * overlap) / HOUR_S
+
+
 def worst_case(spec: RunSpec, foreground: bool = False) -> WorstCase:
     """Return the maximum number of jobs and steps of a run; with ``foreground`` the manager is not a Slurm job."""
     managers = 0 if foreground or spec.manager.where == "pool" else 2

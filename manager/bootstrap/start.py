@@ -59,13 +59,14 @@ LOCAL_TIMEOUT_MIN = 60 * 24 * 365
 """Time limit (minutes) of a manager of the local cluster: so long that the manager ends only with its run."""
 
 
-def create(job: Job, spec: RunSpec, source: Path) -> RunDir:
+def create(job: Job, spec: RunSpec, source: Path, text: bytes | None = None) -> RunDir:
     """Create a run directory with everything that a manager needs.
 
     Args:
         job: The job, which is recorded with every default.
         spec: The run spec of this job, which manager and roles read.
-        source: The job.toml, a copy of which is kept.
+        source: The job.toml; the roles work in its folder.
+        text: The job spec that is kept in the run directory; default: the content of ``source``.
 
     Raises:
         OSError: the directory cannot be written (no permission, no space, over quota); it has been removed again.
@@ -74,7 +75,7 @@ def create(job: Job, spec: RunSpec, source: Path) -> RunDir:
     run = RunDir(runs_root() / f"{spec.name}-{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(2)}")
     staging = RunDir(run.path.with_name(f".{run.id}"))
     try:
-        _write_run_dir(staging, job, spec, source)
+        _write_run_dir(staging, job, spec, source.read_bytes() if text is None else text, source)
         os.rename(staging.path, run.path)  # a crash before this leaves no run; after it, a run that can be managed
     except BaseException:
         shutil.rmtree(staging.path, ignore_errors=True)
@@ -82,11 +83,11 @@ def create(job: Job, spec: RunSpec, source: Path) -> RunDir:
     return run
 
 
-def _write_run_dir(run: RunDir, job: Job, spec: RunSpec, source: Path) -> None:
+def _write_run_dir(run: RunDir, job: Job, spec: RunSpec, text: bytes, source: Path) -> None:
     run.create()
     fill_reserve(run)
     RunKeys.make().save(run.keys)
-    _write_spec(run, job, spec, source.read_bytes(), source)
+    _write_spec(run, job, spec, text, source)
 
 
 def _write_spec(run: RunDir, job: Job, spec: RunSpec, text: bytes, source: Path) -> None:

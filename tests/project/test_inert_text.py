@@ -49,6 +49,7 @@ PARSERS = {
     "health/drains.py": "reads the mark of rrl off Slurm's reason of a drain, the only field that Slurm keeps",
     "core/log_lines.py": "reads the mark of a line that rrl itself put into a log file",
     "core/role_environment.py": "quotes paths of job.toml for a shell",
+    "config/job/document.py": "reads TOML, and the settings of a command line",
     "config/toml_positions.py": "reads TOML",
 }
 """module or folder that may match text: what it does instead of deciding by text that rrl wrote for people"""

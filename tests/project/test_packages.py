@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 NOT_SHIPPED = {"tests", "benchmarks", "examples", "docs", "build", "dist"}
-DATA = {".csv", ".j2", ".typed"}
+DATA = {".bash", ".csv", ".fish", ".j2", ".json", ".typed", ".zsh"}
 """Suffixes of the files besides Python that the product reads, and py.typed: type checkers then use its annotations."""
 
 

@@ -329,3 +329,12 @@ def _expand(nodes: str) -> tuple[NodeName, ...]:
         return tuple(NodeName(node) for node in NodeSet(nodes))
     except NodeSetException as error:
         raise Unreadable(f"host list {nodes!r}: {error}") from error
+
+
+def estimated_start(text: str) -> str | None:
+    """Return when ``sbatch --test-only`` expects the job to start; None if the output names no time.
+
+    The format is ``2026-11-20T09:19:27``, in the client's local time. Of several components of a heterogeneous job, the
+    last start counts.
+    """
+    return max(re.findall(r"to start at (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)", text), default=None)

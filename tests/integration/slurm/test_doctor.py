@@ -16,6 +16,7 @@ from rrl.cli.doctor.collect import read_facts
 from rrl.cli.doctor.facts import DoctorOptions, Facts, Visit
 from rrl.cli.doctor.node_probe.host import Unavailable
 from rrl.core.run_dir import RUNS_ENV
+from rrl.tests.support.cli.check_output import doubts_in
 from rrl.tests.support.runs import RRL
 from rrl.tests.support.slurm.lab import SlurmLab
 
@@ -164,7 +165,7 @@ def test_rrl_init_writes_a_job_that_rrl_check_accepts(lab: SlurmLab, env: dict[s
     assert 'partition = "main"' in text
     assert "spares = 1" in text
     checked = lab.run_as_user([RRL, "check", str(job)], env=env, check=False)
-    assert (checked.returncode, checked.stderr) == (0, "")
+    assert (checked.returncode, checked.stderr, doubts_in(checked.stdout)) == (0, "", [])
     second = lab.run_as_user([RRL, "init", "--no", "--out", str(job)], env=env, check=False)
     assert (second.returncode, second.stdout) == (2, "")
     assert lab.jobs() == []

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import msgspec
 import pytest
+import typer.main
 from typer.testing import CliRunner
 
 from rrl.cli import commands, main
+from rrl.cli.commands import command_group
 from rrl.cli.common.output import program
 from rrl.config.job.schema import Job
 from rrl.core.run_dir import RUNS_ENV, RunDir
@@ -38,6 +41,8 @@ COMMANDS = (
     "episodes",
     "endpoint",
     "relay",
+    "schema",
+    "completion",
 )
 
 
@@ -70,6 +75,31 @@ def test_help_names_every_command_with_its_purpose(capsys: pytest.CaptureFixture
     assert capsys.readouterr().out == shown
 
 
+def test_help_shows_every_command_in_a_section(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["--help"]) == 0
+    shown = capsys.readouterr().out
+    titles = [line.removesuffix(":") for line in shown.splitlines() if line.endswith(":") and not line.startswith(" ")]
+    assert titles == ["Options", *command_group.SECTIONS]
+    named = [name for names in command_group.SECTIONS.values() for name in names]
+    assert sorted(named) == sorted(typer.main.get_group(commands.app).commands)
+    assert re.search(r"^  manage +Run a manager here", shown, re.MULTILINE), "messages tell users to type it"
+
+
+def test_words_of_similar_programs_are_not_those_of_rrl_and_their_answers_are() -> None:
+    group = typer.main.get_group(commands.app)
+    assert not set(command_group.COMMAND_WORDS) & set(group.commands)
+    answers = list(command_group.COMMAND_WORDS.values())
+    for command, options in command_group.OPTION_WORDS.items():
+        known = {option for parameter in group.commands[command].params for option in parameter.opts}
+        assert not set(options) & known, command
+        answers += options.values()
+    for answer in answers:
+        program, command, *words = answer.split()
+        known = {option for parameter in group.commands[command].params for option in parameter.opts}
+        assert program == "rrl"
+        assert {word for word in words if word.startswith("-")} <= known, answer
+
+
 def test_the_typer_app_answers_to_its_own_runner() -> None:
     result = CliRunner().invoke(commands.app, ["status", "--help"])
     assert result.exit_code == 0
@@ -96,6 +126,12 @@ def test_the_version_is_the_distributions(capsys: pytest.CaptureFixture[str]) ->
         ),
         (["submit", "missing.toml"], "missing.toml: no such file"),
         (["check", "."], '.: is a folder; name the file in it, for example "./job.toml"'),
+        (["submit", "x", "--set", "run"], "--set run: has no value; write for example --set run.steps=500"),
+        (["check", "run.steps=5"], "run.steps=5: no such file; to set a key, write --set run.steps=5"),
+        (["ps"], 'rrl: "ps" is not a command of rrl; write: rrl list'),
+        (["config"], 'rrl: "config" is not a command of rrl; write: rrl check job.toml --defaults'),
+        (["submit", "--dry-run", "x"], "rrl: --dry-run is not an option of rrl; write: rrl check job.toml"),
+        (["status", "-w"], "rrl: -w is not an option of rrl; write: rrl status RUN --live"),
     ],
 )
 def test_a_mistake_is_one_line_on_stderr_and_exit_code_2(
@@ -292,7 +328,7 @@ def test_runs_dir_comes_before_the_environment(root: Path, tmp_path: Path, capsy
 def test_check_prints_the_resolved_spec_and_the_plan_and_touches_nothing(
     root: Path, job_toml: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main.run(["check", "--no-task", job_toml]) == 0
+    assert main.run(["check", "--no-task", "--defaults", job_toml]) == 0
     shown = capsys.readouterr().out
     assert 'walltime = "1d"' in shown
     assert "rrl.roles.trainer.main" in shown
@@ -332,7 +368,7 @@ def test_invalid_spec_is_reported_line_by_line(root: Path, job_toml: str, capsys
 def _pretends(monkeypatch: pytest.MonkeyPatch, root: Path, story: Story) -> None:
     """Starting a run is done elsewhere, and tested there: here a story is told instead."""
 
-    def create(job: Job, spec: RunSpec, source: Path) -> RunDir:
+    def create(job: Job, spec: RunSpec, source: Path, text: bytes) -> RunDir:
         return story.written(root)
 
     def start(run: RunDir, spec: RunSpec) -> str:

@@ -75,11 +75,3 @@ def test_accounts_are_read_as_sacctmgr_prints_them() -> None:
     assert text.read_accounts("", "") == Accounts("", "", ())
     with pytest.raises(Unreadable, match="what"):
         text.read_accounts("what is this\n", "")
-
-
-def test_the_start_of_a_job_that_was_never_made_is_read() -> None:
-    assert (
-        text.estimated_start("sbatch: Job 1 to start at 2026-11-20T09:19:27 using 2 processors")
-        == "2026-11-20T09:19:27"
-    )
-    assert text.estimated_start("allocation failure: Requested node configuration is not available") is None

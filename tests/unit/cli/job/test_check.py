@@ -11,6 +11,7 @@ import pytest
 from rrl.cli import main
 from rrl.cli.job import check
 from rrl.core.run_dir import RUNS_ENV
+from rrl.tests.support.cli.check_output import doubts_in
 from rrl.tests.support.fake_vllm import fake_vllm
 from rrl.tests.support.job_toml import JOB
 from rrl.tests.support.roles import model_folders
@@ -118,7 +119,7 @@ def test_missing_weight_transport_is_reported_before_the_start(
     assert not site.runs.exists()
     assert site.slurm().run("check", extra=asked) == 0
     warning = 'transport.weights = "nixl": no_such_package is not installed on this machine; it must be on the nodes'
-    assert f"warning: {warning}\n" in capsys.readouterr().err
+    assert f"\n- {warning}\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("kind", ["ucx", "nixl"])
@@ -143,7 +144,7 @@ def test_ucx_over_tcp_on_a_network_that_is_not_trusted_is_refused_in_one_line(
     assert main.run(["check", "--no-task", str(site.job)]) == 0
     capsys.readouterr()
     assert site.slurm().run("check", extra=asked) == 0, "compute nodes may have RDMA ports that a login node lacks"
-    assert "there is no active RDMA port on this machine; the nodes need one" in capsys.readouterr().err
+    assert "there is no active RDMA port on this machine; the nodes need one" in capsys.readouterr().out
 
 
 def test_missing_vllm_is_reported_before_the_start(
@@ -160,7 +161,7 @@ def test_missing_vllm_is_reported_before_the_start(
     site.slurm().job.write_text(text.replace('"local"', '"slurm"'))
     assert main.run(["check", "--no-task", str(site.job)]) == 0
     warning = 'roles.rollout.engine = "vllm": vllm is not installed on this machine; it must be on the nodes'
-    assert capsys.readouterr().err == f"rrl: warning: {warning}\n"
+    assert doubts_in(capsys.readouterr().out) == [warning]
 
 
 def test_argument_unknown_to_the_installed_vllm_is_reported_before_the_start(
@@ -177,7 +178,7 @@ def test_argument_unknown_to_the_installed_vllm_is_reported_before_the_start(
     site.slurm().job.write_text(text.replace('"local"', '"slurm"'))
     assert main.run(["check", "--no-task", str(site.job)]) == 0
     where = "roles.rollout.vllm.tensor_paralel_size"
-    assert capsys.readouterr().err == f"rrl: warning: {where}: {reported}; the vLLM of the nodes needs it\n"
+    assert doubts_in(capsys.readouterr().out) == [f"{where}: {reported}; the vLLM of the nodes needs it"]
     site.job.write_text(text.replace("paralel", "parallel"))
     assert main.run(["check", "--no-task", str(site.job)]) == 0
 
@@ -233,16 +234,17 @@ def test_a_limit_that_replacements_could_meet_is_a_warning(site: Site, capsys: p
     shown, reported = capsys.readouterr()
     assert "limit   MaxJobsPerUser of QOS normal = 5\n" in shown
     assert "limit   GrpJobs of account astro = 4, shared with others\n" in shown
-    assert reported.count("rrl: warning: the run can have ") == 2
+    assert reported == ""
+    assert len([doubt for doubt in doubts_in(shown) if doubt.startswith("the run can have ")]) == 2
 
 
 def test_folders_of_the_environment_that_only_nodes_may_have_are_warned_of(
     site: Site, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert site.slurm().run("check", extra='[env]\nvenv = "/on/nodes/venv"\npython = "/on/nodes/python"\n') == 0
-    reported = capsys.readouterr().err
-    assert "warning: env.venv = '/on/nodes/venv' does not exist on this machine; the nodes need it\n" in reported
-    assert "warning: env.python = '/on/nodes/python' does not exist" in reported
+    shown = capsys.readouterr().out
+    assert "\n- env.venv = '/on/nodes/venv' does not exist on this machine; the nodes need it\n" in shown
+    assert "\n- env.python = '/on/nodes/python' does not exist" in shown
 
 
 # ── [model] path ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -253,7 +255,7 @@ def _with_model(more: str = "") -> str:
 def test_a_models_folder_is_looked_at_where_the_job_is_checked(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
     folder = model_folders.make(site.job.parent / "m", 128)
     site.job.write_text(_with_model())
-    assert main.run(["check", "--no-task", str(site.job)]) == 0
+    assert main.run(["check", "--no-task", "--defaults", str(site.job)]) == 0
     assert f'path = "{folder}"' in capsys.readouterr().out
     for name, content, reported in [
         ("tokenizer_config.json", "{}", f"11: model.chat: {str(folder)!r} has no chat template; remove chat = true, or"
@@ -323,9 +325,9 @@ def test_a_model_that_is_not_here_is_refused_only_where_the_roles_run_here(
     assert f"10: model.path: {missing!r} does not exist; name a folder with config.json" in capsys.readouterr().err
     site.slurm().job.write_text(_with_model().replace('kind = "local"', 'kind = "slurm"'))
     assert main.run(["check", "--no-task", str(site.job)]) == 0
-    assert f"rrl: warning: model.path = {missing!r} does not exist on this machine; the nodes need it" in (
-        capsys.readouterr().err
-    )
+    assert doubts_in(capsys.readouterr().out) == [
+        f"model.path = {missing!r} does not exist on this machine; the nodes need it"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -341,10 +343,10 @@ def test_stream_with_a_trainer_of_ones_own_is_a_warning(
 ) -> None:
     assert site.slurm().run("check", extra=extra) == 0
     text = (
-        "rrl: warning: sampling.stream = true: a trainer of your own (roles.trainer.command) waits for whole batches"
-        " unless it calls me.parts() (docs/bring-your-own.md)\n"
+        "sampling.stream = true: a trainer of your own (roles.trainer.command) waits for whole batches"
+        " unless it calls me.parts() (docs/bring-your-own.md)"
     )
-    assert (text in capsys.readouterr().err) == warned
+    assert (text in doubts_in(capsys.readouterr().out)) == warned
 
 
 @pytest.mark.parametrize(
@@ -366,6 +368,72 @@ def test_an_endpoint_on_the_loopback_is_warned_of(
     text = JOB.replace(pieces, f'{pieces}\nchat = {{ user = "{{content}}" }}').replace('"local"', f'"{kind}"')
     site.job.write_text(f'{text}[roles.endpoint]\n[transport]\nnetwork = "{network}"\n')
     assert main.run(["check", "--no-task", str(site.slurm().job)]) == 0
-    reported = capsys.readouterr().err
-    assert warning in reported
-    assert bool(warning) == ("loopback" in reported)
+    shown = "\n".join(doubts_in(capsys.readouterr().out))
+    assert warning in shown
+    assert bool(warning) == ("loopback" in shown)
+
+
+# ── what matters first ─────────────────────────────────────────────────────────────────────────────────────────────
+def test_check_begins_with_nodes_jobs_hours_and_the_start(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    site.slurm(sbatch="echo 'sbatch: Job 7 to start at 2099-01-02T03:04:05 using 4 processors' >&2")
+    job = JOB.replace('"local"', '"slurm"\nwalltime = "2h"').replace("node = { cpus = 4", "node = { gpus = 8, cpus = 4")
+    site.job.write_text(job)
+    assert main.run(["check", "--no-task", str(site.job)]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert [line[:10].strip() for line in shown[1:6]] == ["run", "nodes", "jobs", "GPU-hours", "start"]
+    assert shown[1] == "run        small, 10 steps"
+    assert shown[2] == "nodes      5, 1 of them spare: 5 of 8 GPUs, 4 cores, 4 GiB for pool"
+    assert shown[3].startswith("jobs       2 to start, at most ")
+    assert shown[4] == "GPU-hours  at most 80: 40 GPUs for 2h"
+    assert shown[5].startswith("start      Slurm estimates pool 2099-01-02T03:04:05 (in ")
+    assert "manager 2099-01-02T03:04:05" in shown[5]
+    assert shown[7].startswith("── doubts ")
+
+
+def test_check_prints_keys_that_the_job_does_not_set_only_on_request(
+    site: Site, capsys: pytest.CaptureFixture[str]
+) -> None:
+    site.job.write_text(JOB)
+    assert main.run(["check", "--no-task", str(site.job)]) == 0
+    plain = capsys.readouterr().out
+    assert "keep_checkpoints" not in plain
+    assert len(plain.splitlines()) < 30
+    assert main.run(["check", "--no-task", "--defaults", str(site.job)]) == 0
+    assert "keep_checkpoints = 2" in capsys.readouterr().out
+
+
+def test_check_as_json_has_the_overview(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    site.slurm(sbatch="echo 'sbatch: Job 7 to start at 2099-01-02T03:04:05 using 4 processors' >&2")
+    assert site.run("check", "--json") == 0
+    overview = json.loads(capsys.readouterr().out)["overview"]
+    assert overview["starts"] == {"pool": "2099-01-02T03:04:05", "manager": "2099-01-02T03:04:05"}
+    assert (overview["nodes"], overview["spares"], overview["gpu_hours"], overview["core_hours"]) == (5, 1, 0, 480)
+
+
+# ── several files and settings ─────────────────────────────────────────────────────────────────────────────────────
+def test_check_merges_files_and_settings_and_names_the_one_that_is_wrong(
+    site: Site, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = site.job.with_name("more.toml")
+    site.job.write_text(JOB)
+    more.write_text("[roles.trainer]\nlearning_rate = 1e-5\n[roles.rollout]\nreplicas = 3\n")
+    files = ["check", "--no-task", str(site.job), str(more)]
+    assert main.run([*files, "--set", "roles.trainer.learning_rate=1e-6", "--json"]) == 0
+    job = json.loads(capsys.readouterr().out)["job"]
+    assert (job["roles"]["trainer"]["learning_rate"], job["roles"]["rollout"]["replicas"]) == (1e-6, 3)
+    assert main.run([*files, "--set", "roles.trainer.lerning_rate=1e-6"]) == 2
+    reported = '--set roles.trainer.lerning_rate=1e-6: unknown key; did you mean "learning_rate"?\n'
+    assert capsys.readouterr().err == reported
+    more.write_text("[roles.rollout]\nreplicsa = 3\n")
+    assert main.run(files) == 2
+    assert capsys.readouterr().err == f'{more}:2: roles.rollout.replicsa: unknown key; did you mean "replicas"?\n'
+
+
+def test_a_key_that_only_slurm_rejects_is_reported_with_its_setting(
+    site: Site, capsys: pytest.CaptureFixture[str]
+) -> None:
+    site.slurm(sbatch="echo 'allocation failure: Invalid partition name specified' >&2; exit 1")
+    assert site.run("check", "--set", "slurm.partition=x") == 2
+    assert capsys.readouterr().err == (
+        "rrl: --set slurm.partition=x: Slurm says for pool: Invalid partition name specified\n"
+    )

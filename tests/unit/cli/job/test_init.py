@@ -153,3 +153,9 @@ def test_the_roles_lie_on_the_nodes_that_are_there(
 def test_nodes_that_are_down_carry_nothing() -> None:
     down = Nodes(tuple(findings.node(f"n{i}", state=NodeState.DOWN if i > 1 else NodeState.UP) for i in range(8)))
     assert choose_shape(findings.slurm(nodes=down), DoctorOptions()).exclusive is False
+
+
+def test_written_job_names_its_schema_and_how_to_make_it(tmp_path: Path) -> None:
+    text = job_toml(findings.facts(), Path("sub/job.toml"))
+    assert text.startswith("#:schema ./job.schema.json\n")
+    assert "rrl schema > sub/job.schema.json" in text

@@ -9,7 +9,9 @@ import pytest
 
 from rrl.cli import main
 from rrl.cli.job import task_check
+from rrl.cli.job.check import Preflight
 from rrl.core.processes import processes
+from rrl.tests.support.cli.check_output import doubts_in
 
 QUICKSTART = Path(__file__).parents[4] / "examples" / "quickstart.toml"
 JOB = """\
@@ -85,7 +87,7 @@ def test_check_of_the_quickstart_shows_two_prompts_with_answers_and_rewards(
 ) -> None:
     pytest.importorskip("reasoning_gym")
     assert checked.run(job=QUICKSTART.read_text()) == 0
-    assert checked.err == ""
+    assert doubts_in(checked.out) == []
     shown = checked.out.partition("the task, tried on this machine")[2]
     assert (
         "prompt        [[1, 5], [0, 9]]=  (5 tokens)\n  right answer  1 5 9 0  (4 tokens)\n  reward        1\n" in shown
@@ -198,10 +200,10 @@ def test_task_that_no_signal_interrupts_is_ended_after_the_deadline(
 def test_items_that_would_be_dropped_and_answers_that_do_not_fit_are_warnings(checked: Checked) -> None:
     task = changed(TASK, "return str(i)", "return (['7'] * 90)[i]")
     assert checked.run(task, changed(JOB, "max_new_tokens = 4", "max_new_tokens = 1")) == 0
-    assert checked.err.splitlines() == [
-        "rrl: warning: 10 of the first 100 items of [task] are dropped: prompt(90) raised IndexError: list index out of"
+    assert doubts_in(checked.out) == [
+        "10 of the first 100 items of [task] are dropped: prompt(90) raised IndexError: list index out of"
         " range (doubling.py:3)",
-        "rrl: warning: the right answers of 85 of 90 items of [task] do not fit into [sampling] max_new_tokens = 1:"
+        "the right answers of 85 of 90 items of [task] do not fit into [sampling] max_new_tokens = 1:"
         " the right answer of item 5 has 2 tokens",
     ]
 
@@ -209,7 +211,7 @@ def test_items_that_would_be_dropped_and_answers_that_do_not_fit_are_warnings(ch
 def test_scorer_that_rewards_every_answer_alike_is_a_warning(checked: Checked) -> None:
     assert checked.run(changed(TASK, 'float(answer != "" and int(answer) == 2 * i)', "1.0")) == 0
     warning = "a right answer of [task] gets no more reward than a wrong one (item 0: '0' gets 1, '2' gets 1)"
-    assert checked.err == f"rrl: warning: {warning}\n"
+    assert doubts_in(checked.out) == [warning]
 
 
 def test_scorer_that_raises_for_a_wrong_answer_is_a_mistake_and_for_an_empty_one_a_warning(checked: Checked) -> None:
@@ -220,25 +222,24 @@ def test_scorer_that_raises_for_a_wrong_answer_is_a_mistake_and_for_an_empty_one
     assert checked.line(raising).startswith(line)
     assert checked.run(changed(TASK, 'answer != "" and ', "")) == 0
     warning = "score(0, '') raised ValueError: invalid literal for int() with base 10: '' (doubling.py:9); the group"
-    assert checked.err == f"rrl: warning: {warning} of such an answer is dropped\n"
+    assert doubts_in(checked.out) == [f"{warning} of such an answer is dropped"]
 
 
 def test_item_that_changes_between_two_calls_is_a_warning(checked: Checked) -> None:
     task = changed(TASK, "return str(i)", "self.calls = getattr(self, 'calls', 0) + 1; return str(self.calls)")
     assert checked.run(task) == 0
-    assert (
-        "warning: prompt(0) of [task] returned another text at its second call: an item must always be" in checked.err
-    )
+    (doubt,) = doubts_in(checked.out)
+    assert doubt.startswith("prompt(0) of [task] returned another text at its second call: an item must always be")
 
 
 def test_task_without_right_answers_is_scored_with_an_empty_one(checked: Checked) -> None:
     task = changed(TASK, "return str(2 * i)", "raise NotImplementedError")
     task = changed(task, 'answer != "" and ', "")
     assert checked.run(changed(task, "int(answer)", "len(answer)")) == 0
-    assert checked.err == ""
+    assert doubts_in(checked.out) == []
     assert "(1 token)\n  wrong answer  (empty)\n  reward        1, trained on 0.5\n" in checked.out
     assert checked.run(task) == 0
-    assert "score(0, '') raised ValueError: invalid literal for int() with base 10: '' (doubling.py:9)" in checked.err
+    assert "score(0, '') raised ValueError: invalid literal for int() with base 10: '' (doubling.py:9)" in checked.out
     warm = f"{JOB}[roles.trainer]\nwarm_start_steps = 1\n"
     assert checked.line(task, warm) == (
         "13: task.function: answer(0) raised NotImplementedError (doubling.py:6); [roles.trainer] warm_start_steps"
@@ -257,7 +258,7 @@ def test_no_task_checks_the_rest_and_says_so(checked: Checked) -> None:
 def test_package_that_a_login_node_lacks_leaves_the_task_untried(
     checked: Checked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rrl.cli.job.check.preflight", lambda *_: ([], ""))
+    monkeypatch.setattr("rrl.cli.job.check.preflight", lambda *_: Preflight([]))
     slurm = changed(JOB, '"local"', '"slurm"')
     assert checked.run(f"import rrl_no_such_package\n{TASK}", slurm) == 0
     reason = "rrl_no_such_package is not installed on this machine"
@@ -305,7 +306,7 @@ def test_agents_that_are_programs_are_looked_for_and_not_started(checked: Checke
 def test_agents_are_imported_and_shown_two_items_that_need_not_be_text_of_the_vocabulary(checked: Checked) -> None:
     (checked.folder / "player.py").write_text(PLAYER)
     assert checked.run(job=AGENTS_JOB) == 0, checked.err
-    assert checked.err == ""
+    assert doubts_in(checked.out) == []
     assert "item 0  0\nitem 1  1\n" in checked.out
 
 

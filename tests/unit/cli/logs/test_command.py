@@ -334,3 +334,25 @@ def test_following_a_run_that_has_ended_shows_its_logs_and_leaves(
     write(completed(RUN).written(tmp_path), "rollout-0.1", "x")
     assert main.run(["logs", RUN, "rollout", "-f"]) == 0
     assert capsys.readouterr().out == "rollout/0#1 | x\n"
+
+
+def test_logs_without_a_run_are_those_of_the_newest(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    older = Story("aaa-1").works().written(run.path.parent)
+    os.utime(older.resolved, (1, 1))
+    write(run, "rollout-0.1", "of the newest")
+    (older.logs / "aaa-1.rollout-0.1.log").write_text("of the older one\n")
+    assert main.run(["logs"]) == 0
+    shown = capsys.readouterr().out
+    assert "of the newest" in shown
+    assert "older" not in shown
+
+
+def test_selector_in_place_of_a_run_is_answered_with_the_newest_run(
+    run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(run, "rollout-0.1", "text")
+    for selector in ("rollout", "rollout/0", "trainer/0"):
+        assert main.run(["logs", selector]) == 2
+        assert capsys.readouterr().err == f'rrl: "{selector}" is not a run; write: rrl logs {RUN} {selector}\n'
+    assert main.run(["logs", "nonsense"]) == 2
+    assert 'no run "nonsense"' in capsys.readouterr().err

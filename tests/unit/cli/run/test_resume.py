@@ -191,8 +191,8 @@ def test_a_walltime_that_a_role_does_not_fit_into_is_refused(ended: Ended, capsy
     spec = JOB.replace("steps = 10", "steps = 40").replace('"local"', '"slurm"\nform = "replica"')
     ended.run.job_toml.write_text(spec.replace("replicas = 2", 'replicas = 2\nwalltime = "2h"'))
     assert ended.refuses(capsys, "--walltime", "1h") == (
-        'rrl: --walltime 1h does not fit the rest of the job: roles.rollout.walltime: "2h" is more than [cluster]'
-        ' walltime = "1h"; lower it or raise the walltime of the run\n'
+        f'{ended.run.job_toml}:19: roles.rollout.walltime: "2h" is more than [cluster] walltime = "1h"; lower it or'
+        " raise the walltime of the run\n"
     )
 
 
@@ -208,7 +208,27 @@ def test_another_job_is_refused(ended: Ended, capsys: pytest.CaptureFixture[str]
     assert old in ended.job.read_text()
     ended.job.write_text(ended.job.read_text().replace(old, new))
     printed = ended.refuses(capsys, "--job", str(ended.job))
-    assert printed == f"rrl: {ended.job}: {key} is not that of {RUN}; to change it start a new run\n"
+    lines = {"run.name": 2, "run.seed": 4, "cluster.kind": 6, "model": 9, "task": 12}
+    assert printed == f"rrl: {ended.job}:{lines[key]}: {key}: is not that of {RUN}; to change it start a new run\n"
+
+
+def test_a_setting_replaces_a_key_of_the_runs_own_job(ended: Ended, capsys: pytest.CaptureFixture[str]) -> None:
+    assert ended.refuses(capsys, "--set", "run.seed=3") == (
+        f"rrl: --set run.seed=3: is not that of {RUN}; to change it start a new run\n"
+    )
+    wrong = '--set roles.rollout.replicsa=3: unknown key; did you mean "replicas"?\n'
+    assert ended.refuses(capsys, "--set", "roles.rollout.replicsa=3") == wrong
+    assert main.run(["resume", RUN, "--set", "roles.rollout.replicas=3", "--steps", "50"]) == 0
+    job = load_job(ended.run.job_toml)
+    assert (job.roles.rollout.replicas, job.run.steps, job.roles.rollout.env) == (3, 50, {"FOO": "bar"})
+
+
+def test_files_of_a_resume_are_merged_from_left_to_right(ended: Ended) -> None:
+    more = ended.job.with_name("more.toml")
+    more.write_text("[run]\nsteps = 60\n[roles.rollout]\nreplicas = 3\n")
+    assert main.run(["resume", RUN, "--job", str(ended.job), "--job", str(more)]) == 0
+    job = load_job(ended.run.job_toml)
+    assert (job.run.steps, job.roles.rollout.replicas, job.run.name) == (60, 3, "small")
 
 
 def test_how_long_a_text_may_be_can_change(ended: Ended) -> None:
@@ -236,7 +256,7 @@ def test_what_a_task_calls_by_that_name_is_the_tasks(ended: Ended, capsys: pytes
     ended.run.resolved.write_bytes(msgspec.json.encode(resolved))
     ended.job.write_text(ended.job.read_text().replace("min_terms = 2", "min_terms = 2, max_length = 9"))
     printed = ended.refuses(capsys, "--job", str(ended.job))
-    assert printed == f"rrl: {ended.job}: task is not that of {RUN}; to change it start a new run\n"
+    assert printed == f"rrl: {ended.job}:12: task: is not that of {RUN}; to change it start a new run\n"
 
 
 def test_a_run_that_lost_its_job_spec_goes_on_with_the_one_that_is_named(

@@ -14,12 +14,13 @@ from rrl.cli import main
 from rrl.cli.job import check
 from rrl.cli.run.status import metrics_failure
 from rrl.config.job import resolve as resolving
+from rrl.config.job.load import load_job, resolved
 from rrl.config.job.schema import Job
 from rrl.core.run_dir import HISTORY_ENV, RUNS_ENV, RunDir
 from rrl.core.run_spec import HealthSpec, RunSpec
 from rrl.core.types import Outcome
 from rrl.manager.bootstrap import start as starting
-from rrl.manager.bootstrap.preflight import Problem
+from rrl.manager.bootstrap.preflight import SlurmAnswer
 from rrl.manager.bootstrap.preview import preview
 from rrl.manager.cluster.slurm.limits import JobLimits
 from rrl.tests.support.cli.story import Story, job_view
@@ -51,9 +52,9 @@ def test_submit_resolves_once_and_passes_one_run_spec_on(
         passed["preview"] = spec
         return preview(spec)
 
-    async def check_with_slurm(job: Job, spec: RunSpec, foreground: bool) -> list[Problem]:
+    async def check_with_slurm(job: Job, spec: RunSpec, foreground: bool) -> SlurmAnswer:
         passed["preflight"] = spec
-        return []
+        return SlurmAnswer([])
 
     async def read_limits(options: dict[str, str]) -> JobLimits:
         return JobLimits()
@@ -77,6 +78,33 @@ def test_submit_resolves_once_and_passes_one_run_spec_on(
     assert passed.keys() == expected
     assert all(spec == passed["start"] for spec in passed.values())
     assert passed["start"].health.history == "/site/history"
+
+
+def test_submit_keeps_files_and_settings_as_one_file_that_gives_the_same_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = [*submission(tmp_path, monkeypatch, ""), str(tmp_path / "more.toml")]
+    (tmp_path / "more.toml").write_text('[roles.rollout]\nreplicas = 3\nenv.BAR = "x = 1"\n[[faults.random]]\n'
+                                        'kinds = ["kill"]\nevery = "1h"\n')  # fmt: skip
+    settings = ["--set", "roles.trainer.learning_rate=1e-6", "--set", "cluster.walltime=8h"]
+    assert main.run([*command, *settings, "--set", "faults.planned=[]"]) == 0
+    run = RunDir(tmp_path / "runs" / capsys.readouterr().out.strip())
+    job = load_job(run.job_toml)
+    assert (job.roles.rollout.replicas, job.roles.trainer.learning_rate, job.cluster.walltime) == (3, 1e-6, 28800.0)
+    assert job.roles.rollout.env == {"FOO": "bar", "BAR": "x = 1"}
+    assert (len(job.faults.planned), len(job.faults.random)) == (0, 1)
+    recorded = msgspec.json.decode(run.resolved.read_bytes())
+    assert (recorded["job"], recorded["source"]) == (resolved(job), str(tmp_path / "job.toml"))
+    first = run.job_toml.read_text().splitlines()[0]
+    assert first.startswith(f"# Merged by rrl from {tmp_path}/job.toml + {tmp_path}/more.toml + --set roles.trainer.")
+
+
+def test_submit_keeps_a_single_file_with_its_comments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.run(submission(tmp_path, monkeypatch, "# why")) == 0
+    run = RunDir(tmp_path / "runs" / capsys.readouterr().out.strip())
+    assert run.job_toml.read_text() == (tmp_path / "job.toml").read_text()
 
 
 def submission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, extra: str) -> list[str]:

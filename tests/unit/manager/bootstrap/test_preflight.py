@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 
 import msgspec
@@ -11,7 +12,7 @@ import pytest
 
 from rrl.config.job.load import load_job
 from rrl.config.job.resolve import resolve
-from rrl.manager.bootstrap.preflight import Problem, check_with_slurm
+from rrl.manager.bootstrap.preflight import Problem, SlurmAnswer, check_with_slurm
 from rrl.tests.support.job_toml import JOB
 from rrl.tests.support.slurm.lab import SlurmLab
 
@@ -29,8 +30,12 @@ def lab(slurm_lab: SlurmLab) -> Iterator[SlurmLab]:
 
 def problems_of(lab: SlurmLab, tomls: dict[str, str]) -> dict[str, list[Problem]]:
     """Return the problems of each job.toml, as a plain user gets them."""
+    return {name: answer.problems for name, answer in answers_for(lab, tomls).items()}
+
+
+def answers_for(lab: SlurmLab, tomls: dict[str, str]) -> dict[str, SlurmAnswer]:
+    """Return what Slurm says about each job.toml, as a plain user gets it."""
     folder = lab.user_home / "trial"
-    results: dict[str, list[Problem]] = {}
     path = Path(folder, "found")
 
     def check() -> None:
@@ -43,14 +48,22 @@ def problems_of(lab: SlurmLab, tomls: dict[str, str]) -> dict[str, list[Problem]
         path.write_bytes(msgspec.json.encode(answers))
 
     lab.call_as_user(check)
-    results = msgspec.json.decode(path.read_bytes(), type=dict[str, list[Problem]])
-    return results
+    return msgspec.json.decode(path.read_bytes(), type=dict[str, SlurmAnswer])
 
 
 def test_valid_job_of_every_form_passes_preflight(lab: SlurmLab) -> None:
     het = SLURM.replace(FORM, 'form = "hetjob"\none_node_components = true')
     forms = {"pool": SLURM, "replica": SLURM.replace(FORM, 'form = "replica"'), "hetjob": het}
     assert problems_of(lab, forms) == {"pool": [], "replica": [], "hetjob": []}
+
+
+def test_start_that_slurm_estimates_is_passed_on(lab: SlurmLab) -> None:
+    het = SLURM.replace(FORM, 'form = "hetjob"\none_node_components = true')
+    answers = answers_for(lab, {"pool": SLURM, "hetjob": het})
+    assert set(answers["pool"].starts) == {"pool", "manager"}
+    assert "manager" in answers["hetjob"].starts
+    for start in answers["pool"].starts.values():
+        assert abs((datetime.fromisoformat(start) - datetime.now()).total_seconds()) < 3600, "local time"
 
 
 def test_mistake_is_reported_with_its_key_and_slurms_message(lab: SlurmLab) -> None:

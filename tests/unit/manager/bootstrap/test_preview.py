@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from rrl.core.run_spec import ManagerSpec, NodeGroup, Recovery, Resources, RoleSpec, RunSpec
-from rrl.manager.bootstrap.preview import max_standbys, worst_case
+from rrl.manager.bootstrap.preview import demand, max_standbys, worst_case
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Request
 from rrl.manager.model.reducer import fold
@@ -100,3 +100,24 @@ def test_preview_and_preflight_match_the_planners_requests() -> None:
         state = fold(state, ev.Stamped(2, 0.0, 1, ev.ManagerStarted("host", 1, "")))
         requests = [action.request for action in plan(state, 0.0).actions if isinstance(action, Request)]
         assert tuple(requests) == initial_requests("small-7", run_spec(form)), form
+
+
+def test_demand_counts_gpu_hours_of_all_nodes_for_the_whole_walltime() -> None:
+    node = Resources(cpus=8, gpus=4, mem=2**30)
+    pool = NodeGroup("pool", ("trajectories", "trainer", "rollout"), 6, node, 7200.0, min_nodes=6)
+    spec = msgspec.structs.replace(run_spec("pool"), node_groups=(pool,), walltime=7200.0)
+    asked = demand(spec)
+    assert (asked.nodes, asked.spares, asked.gpus, asked.cpus) == (6, 1, 24, 48)
+    assert (asked.gpu_hours, asked.core_hours) == (48.0, 96.0)
+    assert (asked.jobs_to_start, asked.jobs) == (worst_case(spec).jobs_to_start, worst_case(spec).jobs)
+    local = demand(msgspec.structs.replace(spec, cluster="local"))
+    assert (local.jobs_to_start, local.jobs) == (0, 0)
+
+
+def test_allocations_that_are_renewed_overlap_in_the_hours_of_a_run() -> None:
+    pool = NodeGroup("pool", ("trainer",), 1, Resources(gpus=1), 3600.0, min_nodes=1)
+    spec = msgspec.structs.replace(run_spec("pool"), node_groups=(pool,), walltime=3 * 3600.0)
+    spec = msgspec.structs.replace(spec, limits=msgspec.structs.replace(spec.limits, rotate=600.0))
+    assert demand(spec).gpu_hours == 3 + 2 * 600 / 3600
+    spec = msgspec.structs.replace(spec, limits=msgspec.structs.replace(spec.limits, rotate=7200.0))
+    assert demand(spec).gpu_hours == 3 + 2 * 0.5, "the overlap is at most half of an allocation"

@@ -12,6 +12,7 @@ from rrl.manager.cluster.slurm.parsing import (  # fmt: skip
     Job,
     JobEnd,
     Unreadable,
+    estimated_start,
     inactive_limit,
     managed_runs,
     never_clears,
@@ -237,3 +238,10 @@ def test_job_without_limit_or_with_times_not_in_seconds_has_no_known_end() -> No
 def test_held_job_names_its_holder_and_may_still_start(reason: str, holder: str) -> None:
     job = _line("PENDING", "1:00:00", "1:00:00", "N/A", "NONE", reason)
     assert (job.unsatisfiable_reason, job.detail) == ("", f"PENDING: held by {holder} (scontrol release)")
+
+
+def test_start_that_sbatch_estimates_is_read() -> None:
+    line = "sbatch: Job 1 to start at 2026-11-20T09:19:27 using 2 processors on nodes n1 in partition main\n"
+    assert estimated_start(line) == "2026-11-20T09:19:27"
+    assert estimated_start(line + line.replace("09:19", "11:30")) == "2026-11-20T11:30:27"
+    assert estimated_start("allocation failure: Requested node configuration is not available") is None

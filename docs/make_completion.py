@@ -1,0 +1,86 @@
+"""cli/completion/commands.json: what a shell completes, drawn from the commands of the command line.
+
+    .venv/bin/python -m rrl.docs.make_completion
+
+A test (tests/unit/cli/completion/test_candidates.py) holds the file to the code.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import typer.main
+
+from rrl.cli.commands import app
+from rrl.cli.commands.job_commands import Shell
+from rrl.core.faults import FaultKind
+
+TABLE = Path(__file__).parents[1] / "cli/completion/commands.json"
+KINDS: dict[str, Any] = {
+    "RUN": "run",
+    "RUN...": "run",
+    "ROLE/REPLICA": "replica",
+    "ROLE[/REPLICA[#INCARNATION]]": "selector",
+    "ROLE/REPLICA|NODE": "target",
+    "NODE": "node",
+    "NODES": "node",
+    "JOB.TOML": "file",
+    "FILE": "file",
+    "PATH": "file",
+    "DIR": "folder",
+    "FAULT": [kind.value for kind in FaultKind],
+    "SHELL": [shell.value for shell in Shell],
+    "table|json|html": ["table", "json", "html"],
+}
+"""What completes a value, by its name in the help. Any other value cannot be completed."""
+_MAX_HELP_CHARS = 70
+
+
+def table() -> str:
+    """The file: each command by its name, with its help, options and arguments."""
+    return json.dumps(dict(_commands(typer.main.get_group(app), "")), indent=1) + "\n"
+
+
+def _commands(command: Any, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    if command.hidden:
+        return
+    options, arguments, repeats = {}, [], False
+    for parameter in command.params:
+        if parameter.param_type_name == "argument":
+            arguments.append(_kind(parameter))
+            repeats = parameter.nargs == -1
+            continue
+        value = {} if parameter.is_flag else {"value": _kind(parameter)}
+        for option in parameter.opts if parameter.default is not True else ():  # what is so anyway is not offered
+            options[option] = {"help": _short(parameter.help or ""), **value}
+        for option in parameter.secondary_opts if parameter.default is not False else ():
+            options[option] = {"help": ""}
+    options["--help"] = {"help": "Show the options and arguments"}
+    yield (
+        name,
+        {
+            "help": "" if not name else _short(command.get_short_help_str(200)),
+            "options": options,
+            "arguments": arguments,
+            **({"repeats": True} if repeats else {}),
+        },
+    )
+    for inner in getattr(command, "commands", {}).values():
+        yield from _commands(inner, f"{name} {inner.name}".strip())
+
+
+def _kind(parameter: Any) -> Any:
+    return KINDS.get(parameter.metavar, "")
+
+
+def _short(text: str) -> str:
+    """The first sentence, without its end."""
+    first = text.split(". ")[0].split("; ")[0].rstrip(".")
+    return first if len(first) <= _MAX_HELP_CHARS else first[:_MAX_HELP_CHARS].rpartition(" ")[0] + " ..."
+
+
+if __name__ == "__main__":
+    TABLE.write_text(table(), encoding="utf-8")
