@@ -272,18 +272,20 @@ def test_the_summary_of_a_run_with_agents_says_why_episodes_were_dropped() -> No
 @pytest.mark.parametrize(
     ("outcome", "commands"),
     [
-        ("completed", ["checkpoints/ in this folder", "rrl logs x", "rrl resume x --steps 80", "rrl list"]),
-        ("cancelled", ["checkpoints/ in this folder", "rrl logs x", "rrl resume x", "rrl list"]),
-        ("failed", ["checkpoints/ in this folder", "rrl logs x --failed", "rrl resume x", "rrl list"]),
-        ("rejected", ["checkpoints/ in this folder", "rrl logs x --failed", "rrl list"]),
+        ("completed", ["rrl export x FOLDER", "rrl logs x", "rrl resume x --steps 80", "rrl list"]),
+        ("cancelled", ["rrl export x FOLDER", "rrl logs x", "rrl resume x", "rrl list"]),
+        ("failed", ["rrl export x FOLDER", "rrl logs x --failed", "rrl resume x", "rrl list"]),
+        ("rejected", ["rrl export x FOLDER", "rrl logs x --failed", "rrl list"]),
     ],
 )
 def test_the_next_steps_fit_the_outcome(outcome: str, commands: list[str]) -> None:
-    shown = drawn(next_steps_view({"run": "x", "outcome": outcome, "steps": 12}, 40, True), 80).splitlines()
+    shown = drawn(
+        next_steps_view({"run": "x", "outcome": outcome, "steps": 12}, 40, "rrl export x FOLDER"), 80
+    ).splitlines()
     assert [line[6:].split("  ")[0] for line in shown] == commands
     assert (shown[0][:6], "step 12" in shown[0]) == ("next  ", True)
-    without = drawn(next_steps_view({"run": "x", "outcome": outcome, "steps": 0}, 0, False), 80)
-    assert ("checkpoints/" in without, "--steps" in without, "rrl list" in without) == (False, False, True)
+    without = drawn(next_steps_view({"run": "x", "outcome": outcome, "steps": 0}, 0, ""), 80)
+    assert ("export" in without, "--steps" in without, "rrl list" in without) == (False, False, True)
 
 
 def test_a_summary_with_holes_is_shown_with_dashes() -> None:

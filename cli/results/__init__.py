@@ -1,0 +1,1 @@
+"""Commands that give a user what a run has made."""
