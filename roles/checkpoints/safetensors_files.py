@@ -18,8 +18,8 @@ from .stored_tensors import StoredTensor, UnreadableTensors
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_FILE_BYTES = 5 * 10**9
-"""Size of a file above which the next tensor begins another file, as save_pretrained of transformers has it (5GB, up
-to version 4)."""
+"""Size of a file in bytes above which the next tensor begins another file: the default of save_pretrained in version 4
+of transformers (5GB; 50GB in version 5)."""
 _FORMAT_DTYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
     "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",

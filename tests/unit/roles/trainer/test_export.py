@@ -280,7 +280,8 @@ def stopped(request: pytest.FixtureRequest, made: CommittedRun) -> Iterator[subp
         yield process
     finally:
         process.kill()
-        process.communicate()
+        process.wait()
+        process.stdout.close()
 
 
 def test_a_killed_export_leaves_no_folder_that_looks_whole(
@@ -290,7 +291,6 @@ def test_a_killed_export_leaves_no_folder_that_looks_whole(
     stopped.wait(END_TIMEOUT_S)
     assert _hidden(made.run.exports) == [".step-2.manager"]
     assert not made.run.export_of(2).exists()
-    assert _hidden(made.run.path) == [".export.manager"]
     (made.run.exports / ".step-1.manager").mkdir()  # of an export that another manager had begun
     arguments = [str(made.run.path), "2", str(made.run.export_of(2))]
     with subprocess.Popen([sys.executable, "-P", "-m", exporting.__name__, *arguments], stdin=subprocess.PIPE) as again:
