@@ -94,7 +94,7 @@ def _as_json(run: RunDir, state: State) -> dict[str, Any]:
     figures = decoded["episode_figures"]
     turns = {name: figures[name] for name in ("turns", "branches", "given_tokens", "untrained_turns", "token_drift")}
     sections = {"stream": stream, "episodes": episode_counts(state.episode_figures)}
-    folders = msgspec.to_builtins(model_folders(run, state.step))
+    folders: dict[str, Any] = msgspec.to_builtins(model_folders(run, state.step))
     return decoded | standing_keys | turns | folders | {
         name: msgspec.to_builtins(section, str_keys=True) for name, section in sections.items()
     }  # fmt: skip

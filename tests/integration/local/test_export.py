@@ -33,7 +33,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> TestRun:
         toml = toml.replace(before, after)
     run = submit_here(tmp_path_factory.mktemp("export"), toml)
     assert run.wait_end(TIMEOUT_S).outcome is Outcome.COMPLETED
-    check_sound(run)
+    check_sound(run.run)
     return run
 
 

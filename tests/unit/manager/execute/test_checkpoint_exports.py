@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -40,7 +41,7 @@ class Exporting:
         self.state = State("run", job, 1, 0.0)
         self.ended = asyncio.Event()
         context = RunContext(
-            self.run, HealthMonitor(), state=lambda: self.state, record=_unused, send=_unused, now=lambda: 0.0
+            self.run, HealthMonitor(), state=lambda: self.state, record=_record, send=_send, now=lambda: 0.0
         )
         self.exports = CheckpointExports(context, self.ended.set)
 
@@ -69,8 +70,12 @@ class Exporting:
         return sorted(path.name for path in self.run.exports.iterdir()) if self.run.exports.exists() else []
 
 
-async def _unused(*_: Any) -> None:
-    raise AssertionError
+def _record(event: ev.Event) -> None:
+    raise AssertionError(event)
+
+
+async def _send(*message: Any) -> None:
+    raise AssertionError(message)
 
 
 @pytest.fixture(autouse=True)
@@ -191,5 +196,5 @@ def test_a_program_that_cannot_be_started_is_reported(tmp_path: Path, monkeypatc
         assert "step 1: " in model_folders(run.run, 1).export_failure
         assert "No such file" in model_folders(run.run, 1).export_failure
 
-    monkeypatch.setattr(checkpoint_exports.sys, "executable", str(tmp_path / "none"))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "none"))
     _play(story)

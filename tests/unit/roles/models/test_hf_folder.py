@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
@@ -27,7 +28,8 @@ def test_config_of_a_built_model_is_that_of_the_model(tmp_path: Path) -> None:
     written = write_model_files(spec, tmp_path)
     assert written[-1].name == "config.json"
     config = AutoConfig.from_pretrained(tmp_path)
-    expected = skeleton(spec, VocabularyTokenizer(DIGITS).size).config
+    model: Any = skeleton(spec, VocabularyTokenizer(DIGITS).size)
+    expected = model.config
     assert (config.eos_token_id, config.pad_token_id, config.architectures) == (EOS, PAD, ["Qwen3ForCausalLM"])
     left, right = config.to_dict(), expected.to_dict()
     assert {name: left.get(name) for name in right if name not in NOT_COMPARED} == {

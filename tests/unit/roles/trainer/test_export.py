@@ -23,6 +23,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rrl.core.run_dir import RunDir
+from rrl.roles.checkpoints.folders import verified
 from rrl.roles.models.policy import compute_dtype, load_weights, materialise, skeleton
 from rrl.roles.models.tokenizer import open_tokenizer
 from rrl.roles.trainer import export as exporting
@@ -199,11 +200,9 @@ def test_a_folder_with_content_is_not_overwritten(made: CommittedRun, tmp_path: 
 def test_a_checkpoint_that_the_store_deletes_meanwhile_is_exported(
     made: CommittedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    verify = exporting.verified
-
     def delete_then_verify(run_dir: Path, manifest: dict[str, Any]) -> Any:
         shutil.rmtree(made.folders[2])
-        return verify(run_dir, manifest)
+        return verified(run_dir, manifest)
 
     monkeypatch.setattr(exporting, "verified", delete_then_verify)
     export_checkpoint(made.run, 2, tmp_path / "out")
