@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ...roles.trainer.export import ExportFailed, ExportRefused, export_checkpoint
+from ...roles.trainer.checkpoint_export import ExportFailed, ExportRefused, export_checkpoint
 from ..common.output import print_json, print_line
 from ..common.runs import OperationFailed, UsageError, find_run
 from ..views.formatting import size

@@ -21,7 +21,7 @@ from ..model import events as ev
 
 _log = logging.getLogger("rrl.manager")
 
-PROGRAM = "rrl.roles.trainer.export"
+PROGRAM = "rrl.roles.trainer.checkpoint_export"
 """Module of the child process."""
 EXPORT_TIMEOUT_S = 7200.0
 """Seconds after which an export is ended. At 200 MB/s, a slow shared file system, a checkpoint of 1.4 TB (120 billion

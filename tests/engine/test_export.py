@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rrl.config.job.load import load_job
 from rrl.examples.smollm2 import make_model
-from rrl.roles.trainer.export import export_checkpoint
+from rrl.roles.trainer.checkpoint_export import export_checkpoint
 from rrl.tests.support.roles import folders
 from rrl.tests.support.roles.trainer.committed_run import CommittedRun
 

@@ -26,8 +26,8 @@ from rrl.core.run_dir import RunDir
 from rrl.roles.checkpoints.folders import verified
 from rrl.roles.models.policy import compute_dtype, load_weights, materialise, skeleton
 from rrl.roles.models.tokenizer import open_tokenizer
-from rrl.roles.trainer import export as exporting
-from rrl.roles.trainer.export import NOTE, ExportFailed, ExportRefused, export_checkpoint
+from rrl.roles.trainer import checkpoint_export as exporting
+from rrl.roles.trainer.checkpoint_export import NOTE, ExportFailed, ExportRefused, export_checkpoint
 from rrl.tests.support.roles import folders
 from rrl.tests.support.roles.trainer.committed_run import CommittedRun
 from rrl.tests.support.roles.trainer.mortal import PUBLISHED
@@ -131,8 +131,8 @@ def test_every_step_whose_checkpoint_is_kept_can_be_exported_after_the_log_was_r
 def test_export_needs_no_torch(made: CommittedRun, tmp_path: Path) -> None:
     program = (
         "import sys; from pathlib import Path; from rrl.core.run_dir import RunDir"
-        "; from rrl.roles.trainer import export"
-        "; export.export_checkpoint(RunDir(Path(sys.argv[1])), None, Path(sys.argv[2]))"
+        "; from rrl.roles.trainer import checkpoint_export"
+        "; checkpoint_export.export_checkpoint(RunDir(Path(sys.argv[1])), None, Path(sys.argv[2]))"
         "; print(*{name.partition('.')[0] for name in sys.modules} & {'torch', 'transformers', 'tokenizers'})"
     )
     command = [sys.executable, "-c", program, str(made.run.path), str(tmp_path / "out")]
@@ -255,7 +255,7 @@ def test_an_export_that_fails_leaves_nothing(
 
 PATCHED = """
 import os, sys, time
-from rrl.roles.trainer import export
+from rrl.roles.trainer import checkpoint_export as export
 def stop(*_):
     print("there", flush=True)
     time.sleep(600)
