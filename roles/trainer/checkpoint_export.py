@@ -7,8 +7,8 @@ happen meanwhile:
   folder of the export (:func:`_pinned`); a deletion then only removes other names of the same files.
 - The export is killed. So the folder is built under a hidden name beside its final name, synced, and then renamed.
 
-``python -P -m rrl.roles.trainer.checkpoint_export RUN_DIR STEP FOLDER`` is the child process with which the manager exports. It
-has the lowest priority, and ends when its stdin is closed, so that it does not outlive the manager.
+``python -P -m rrl.roles.trainer.checkpoint_export RUN_DIR STEP FOLDER`` is the child process with which the manager
+exports. It has the lowest priority, and ends when its stdin is closed, so that it does not outlive the manager.
 """
 
 from __future__ import annotations
