@@ -40,9 +40,9 @@ def test_export_writes_the_newest_checkpoint_and_says_where_it_is(
 
 def test_export_of_one_step_as_json(made: CommittedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(["export", "quick", str(tmp_path / "out"), "--step", "1", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert (told["run"], told["step"], told["folder"]) == ("quick-1", 1, str(tmp_path / "out"))
-    assert told["nbytes"] == sum(path.stat().st_size for path in (tmp_path / "out").iterdir())
+    document = json.loads(capsys.readouterr().out)
+    assert (document["run"], document["step"], document["folder"]) == ("quick-1", 1, str(tmp_path / "out"))
+    assert document["nbytes"] == sum(path.stat().st_size for path in (tmp_path / "out").iterdir())
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from rrl.tests.support.roles import folders
 pytestmark = pytest.mark.torch
 
 DIGITS = TokenizerSpec(pieces=(*"0123456789=", "12", "**"), join=" ", ignore="[], ")
-LETTERS = TokenizerSpec(pieces=("ab", "a", "b", ".", "^", "<pad>"))
+WORDS = TokenizerSpec(pieces=("ab", "a", "b", ".", "^", "<pad>"))
 NOT_COMPARED = ("dtype", "eos_token_id", "pad_token_id", "_name_or_path", "architectures", "transformers_version")
 
 
@@ -37,7 +37,7 @@ def test_config_of_a_built_model_is_that_of_the_model(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize("spec", [DIGITS, LETTERS], ids=["digits", "letters"])
+@pytest.mark.parametrize("spec", [DIGITS, WORDS], ids=["digits", "words"])
 def test_tokenizer_of_a_built_model_encodes_and_decodes_as_the_run_does(tmp_path: Path, spec: TokenizerSpec) -> None:
     write_model_files(ModelSpec(tokenizer=spec), tmp_path)
     own, written = VocabularyTokenizer(spec), AutoTokenizer.from_pretrained(tmp_path)
