@@ -13,7 +13,6 @@ exports. It has the lowest priority, and ends when its stdin is closed, so that 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
@@ -21,6 +20,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -43,8 +43,11 @@ NOTE = "rrl_export.json"
 """Name of the file that says from which run, step and files the folder was made."""
 WEIGHTS_PREFIX = "model."
 """Prefix of the weights among the tensors of a checkpoint (:meth:`.learner.Learner.tensors`)."""
-GONE_RETRIES = 3
-"""How often the newest checkpoint is looked for again if it was deleted before its files were linked."""
+OPEN_ATTEMPTS = 5
+"""How often a checkpoint is opened, or the newest one of that time, before a missing file counts as an error: the store
+may be deleting the checkpoint."""
+OPEN_RETRY_S = 1.0
+"""Seconds between two attempts."""
 NICENESS = 19
 """Niceness of the manager's export: any other process of the machine goes first."""
 _MANAGER = "manager"
@@ -59,8 +62,8 @@ class ExportFailed(Exception):
     """The files of the checkpoint cannot be exported; the text says why."""
 
 
-class _Gone(Exception):
-    """The checkpoint was deleted while it was opened."""
+class _FileMissing(Exception):
+    """A file of the checkpoint is missing, because it is being deleted or is damaged; the text names it."""
 
 
 class Exported(Struct, frozen=True):
@@ -98,12 +101,14 @@ def export_checkpoint(run: RunDir, step: int | None, folder: Path, owner: str = 
         spec = read_run_spec(run.run_spec)
     except (OSError, msgspec.MsgspecError) as error:
         raise ExportFailed(f"{run.run_spec} cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    for _ in range(GONE_RETRIES):
-        commit = _commit(run, step)
-        with contextlib.suppress(_Gone):
-            return _export(run, spec, commit, folder, owner)
-    raise ExportFailed(f"the checkpoint of step {commit.number} was deleted before it was opened: newer steps are"
-                        " committed too quickly; raise [roles.trainer] keep_checkpoints")  # fmt: skip
+    for attempt in range(OPEN_ATTEMPTS):
+        try:
+            return _export(run, spec, _commit(run, step), folder, owner)
+        except _FileMissing as error:
+            if attempt == OPEN_ATTEMPTS - 1:
+                raise ExportFailed(f"{error}, which was committed") from None
+            time.sleep(OPEN_RETRY_S)
+    raise AssertionError
 
 
 def _commit(run: RunDir, step: int | None) -> StepCommitted:
@@ -175,7 +180,7 @@ def _pinned(run: RunDir, manifest: dict[str, Any], owner: str) -> Iterator[dict[
     Where the file system has no hard links, or the run directory cannot be written, it is the checkpoint's own folder.
 
     Raises:
-        _Gone: The checkpoint was deleted before all of its files had another name.
+        _FileMissing: A file was missing before it had another name.
     """
     source, links = run.path / manifest["folder"], run.path / f".export.{owner}"
     _remove_leftovers(run.path, ".export.", owner)
@@ -185,9 +190,7 @@ def _pinned(run: RunDir, manifest: dict[str, Any], owner: str) -> Iterator[dict[
             for name in manifest["files"]:
                 os.link(source / name, links / name)
         except FileNotFoundError as error:
-            if not source.is_dir():
-                raise _Gone from None
-            raise ExportFailed(f"{source}: lacks {Path(str(error.filename)).name}, which was committed") from None
+            raise _FileMissing(f"{source}: lacks {Path(str(error.filename)).name}") from None
         except OSError:
             shutil.rmtree(links, ignore_errors=True)
             yield manifest

@@ -38,6 +38,11 @@ pytestmark = pytest.mark.torch
 END_TIMEOUT_S = 60.0
 
 
+@pytest.fixture(autouse=True)
+def _no_delay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exporting, "OPEN_RETRY_S", 0.0)
+
+
 @pytest.fixture
 def made(tmp_path: Path) -> CommittedRun:
     run = CommittedRun(tmp_path / "run")
