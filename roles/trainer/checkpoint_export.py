@@ -50,6 +50,8 @@ OPEN_RETRY_S = 1.0
 """Seconds between two attempts."""
 NICENESS = 19
 """Niceness of the manager's export: any other process of the machine goes first."""
+END_RETRY_S = 0.1
+"""Seconds between two signals that end the main thread."""
 _MANAGER = "manager"
 """Ends the names of the hidden folders of the manager's exports, of which there is one at a time in a run."""
 
@@ -239,11 +241,14 @@ def _end_with_stdin() -> None:
     """End this process when its stdin is closed."""
     while os.read(0, 1024):
         pass
-    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+    while True:  # a signal just before a system call that blocks does not interrupt that call
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+        time.sleep(END_RETRY_S)
 
 
 def _on_sigterm(*_: object) -> None:
     """End the main thread, wherever it is, so that it removes its hidden folders."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.exit(1)
 
 

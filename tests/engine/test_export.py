@@ -50,17 +50,20 @@ def _continued_by_transformers(folder: Path, prompt: str) -> list[int]:
     return [int(token) for token in tokens[0, -TOKENS:]]
 
 
-@pytest.mark.parametrize("kind", ["built", "tied llama"])
-def test_vllm_continues_a_prompt_with_an_exported_folder_as_transformers_does(tmp_path: Path, kind: str) -> None:
-    model: dict[str, Any]
-    if kind == "built":
-        model = {"head_dim": 32, "tokenizer": {"pieces": "0123456789="}, "max_length": 128}
-    else:
-        model = {"path": str(folders.tied_llama(tmp_path / "llama", head_dim=32))}
+def test_vllm_continues_a_prompt_with_an_exported_folder_as_transformers_does(tmp_path: Path) -> None:
+    model = {"head_dim": 32, "tokenizer": {"pieces": "0123456789="}, "max_length": 128}
     made = CommittedRun(tmp_path / "run", model)
     made.commit(1)
     export_checkpoint(made.run, None, tmp_path / "out")
     assert _continued_by_vllm(tmp_path / "out", "12=") == _continued_by_transformers(tmp_path / "out", "12=")
+
+
+def test_vllm_continues_a_prompt_with_a_tied_model_as_with_the_folder_that_it_comes_from(tmp_path: Path) -> None:
+    source = folders.tied_llama(tmp_path / "llama", head_dim=32)
+    made = CommittedRun(tmp_path / "run", {"path": str(source)})
+    made.commit(1, untrained=True)
+    export_checkpoint(made.run, None, tmp_path / "out")
+    assert _continued_by_vllm(tmp_path / "out", "12=") == _continued_by_vllm(source, "12=")
 
 
 def test_smollm2_is_exported_as_it_was_before_training(tmp_path: Path) -> None:
