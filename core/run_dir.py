@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 from pathlib import Path
+from typing import NamedTuple
 
 RUNS_ENV = "RRL_RUNS_DIR"
 HISTORY_ENV = "RRL_HISTORY"
@@ -17,6 +19,27 @@ HISTORY_ENV = "RRL_HISTORY"
 history``."""
 STORAGE_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 """Error numbers of full storage (no space, over quota), where the removal of a file frees space."""
+
+
+class Attempt(NamedTuple):
+    """What the name of a checkpoint's folder says of the attempt to write it."""
+
+    step: int
+    incarnation: int
+    """Number of the trainer's incarnation."""
+    number: int
+    """How many attempts at the step this incarnation had begun before."""
+
+    @property
+    def folder(self) -> str:
+        """Name of the folder."""
+        return f"step-{self.step}.{self.incarnation}.{self.number}"
+
+
+def attempt_of(folder: str) -> Attempt | None:
+    """Return the attempt that a folder's name describes (:attr:`Attempt.folder`); None for any other name."""
+    match = re.fullmatch(r"step-(\d+)\.(\d+)\.(\d+)", folder, re.ASCII)
+    return Attempt(int(match[1]), int(match[2]), int(match[3])) if match else None
 
 
 def runs_root() -> Path:
@@ -67,6 +90,10 @@ class RunDir:
         self.audit = self.store / "audit.json"
         """The fate of every trajectory, which the store writes when it is stopped."""
         self.checkpoints = path / "checkpoints"
+        self.exports = path / "exports"
+        """``step-<n>``: checkpoints that the run itself has exported (``[roles.trainer] export``)."""
+        self.export_failure = path / "export.failed"
+        """Why the run's newest export failed, in one line; the file exists only if it failed."""
         self.summary = path / "summary.json"
         self.metrics = path / "metrics"
         """``host:port`` at which the current manager serves metrics; the file exists only while they are served."""
@@ -102,6 +129,10 @@ class RunDir:
         for folder in (self.journal, self.epochs, self.mailbox, self.steps, self.logs, self.store,
                        self.checkpoints, self.submit, self.cluster):  # fmt: skip
             folder.mkdir(mode=0o700)
+
+    def export_of(self, step: int) -> Path:
+        """Return the folder into which the run exports the checkpoint of a step."""
+        return self.exports / f"step-{step}"
 
     def removed(self) -> bool:
         """Return whether the run directory was deleted.

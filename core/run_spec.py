@@ -304,8 +304,7 @@ class ModelSpec(Struct, frozen=True):
     kv_heads: int = 4
     head_dim: int = 16
     max_length: int | None = None
-    """Maximum number of tokens of prompt and answer together; None: the limit in the config.json of ``path``, which is
-    read on the nodes."""
+    """Maximum number of tokens of prompt and answer; None: the limit in config.json of ``path``, read on the nodes."""
     initializer_range: float = 0.05
     tokenizer: TokenizerSpec | None = None
     """Tokenizer of a model that rrl builds; None if ``path`` is set, since that folder has its own tokenizer."""
@@ -373,6 +372,7 @@ class TrainerSettings(Struct, frozen=True):
     warm_start_batch: int = 64
     warm_start_learning_rate: float = 3e-3
     keep_checkpoints: int = 2
+    export: Literal["end"] | int | None = None
     uncommitted: int = 1
     snapshots: bool = True
 

@@ -33,6 +33,7 @@ from .cluster.base import Cluster, Refused, Unanswered
 from .context import RunContext
 from .execute import fault_injection
 from .execute.announcer import DirectoryAnnouncer
+from .execute.checkpoint_exports import CheckpointExports
 from .execute.executor import Executor, StepControl
 from .execute.fault_injection import FaultInjector, interrupted_event
 from .intake.cluster_poller import FAST_POLL_S, ClusterPoller
@@ -72,8 +73,6 @@ from .storage.space_reserve import write_from_reserve
 
 _log = logging.getLogger("rrl.manager")
 
-MAX_RENEWALS_WITHOUT_RUN_DIR = 10
-"""The run directory counts as removed after so many consecutive lease renewals (two lease periods) do not find it."""
 COMMAND_POLL_S = 0.5
 """Seconds between two checks of the mailbox for user commands."""
 FLUSH_INTERVAL_S = 0.5
@@ -150,6 +149,8 @@ class Manager:
             self._message_handler.standby_promoter.promote,
         )
         stack.push_async_callback(self._executor.close)
+        self._exports = CheckpointExports(context, self._wake.set)
+        stack.push_async_callback(self._exports.close)
         self._poller = ClusterPoller(context, self._cluster, lambda: self._executor.busy)
         self._state = self._journal.state  # from here on record() may be called: all that it notifies exists
         if self._state is None:
@@ -204,6 +205,7 @@ class Manager:
         self._step_control.on_event(event)
         self._fault_injector.on_event(event)
         self._log_collector.on_event(event)
+        self._exports.on_event(event)
         if isinstance(event, ev.IntentSettled | ev.Admitted) or self._stopped_by_others(event):
             self._poller.poll_soon()
         elif isinstance(event, ev.FirstWorkDone) and event.incarnation.replica == TRAINER:
@@ -229,7 +231,7 @@ class Manager:
             self._poller.check_suspensions()
             next_detection = self._detect()
             wake, over = await self._act()
-            if over:
+            if over and self._exports.is_settled():
                 return await self._finish()
             await self._announcer.announce()
             delay = max(0.0, min(next_detection, wake) - self.now())
@@ -378,15 +380,7 @@ class Manager:
 
     async def _renew_lease_loop(self) -> None:
         """Renew the epoch lease periodically; give up the run if its directory was removed."""
-        period, removed = self._spec.limits.lease / 5, 0
-        while removed < MAX_RENEWALS_WITHOUT_RUN_DIR:
-            await asyncio.sleep(period)
-            try:
-                await asyncio.to_thread(self._lease.renew)
-                removed = 0
-            except OSError as error:
-                _log.warning("cannot renew the lease: %s", error)
-                removed = removed + 1 if await asyncio.to_thread(self._run_dir.removed) else 0
+        await self._lease.renew_until_removed()
         await self._abandon()
 
     async def _abandon(self) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ..common.arguments import NamedRun, Run
+from ..common.arguments import Json, NamedRun, Run
 from .app import app
 
 
@@ -99,3 +100,27 @@ def track(
     from ..results import track as command
 
     raise typer.Exit(command.track(run, to or []))
+
+
+@app.command(short_help="Write a trained model as a Hugging Face folder.")
+def export(
+    run: NamedRun,
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A new folder.", show_default=False)],
+    step: Annotated[
+        int | None,
+        typer.Option(min=1, show_default=False, help="A step whose checkpoint is kept. Default: the newest one."),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Write a committed checkpoint as a Hugging Face folder: weights (safetensors), configuration and tokenizer.
+
+    The run may be at work; it is only read. The files must have the digests that were committed. The folder appears
+    when it is complete. Needs no GPU.
+
+    \b
+    rrl export quick models/quick            the newest checkpoint
+    rrl export quick models/s40 --step 40    that of step 40 ([roles.trainer] keep_checkpoints keeps older ones)
+    """
+    from ..results import export as command
+
+    raise typer.Exit(command.export(run, folder, step, json=json))

@@ -126,7 +126,7 @@ def remove(
 ) -> None:
     """Remove runs that have ended, with their logs and checkpoints, and say how much space that frees.
 
-    Only your own runs are removed. Copy a trained model out of its run's folder first.
+    Only your own runs are removed. To keep a trained model, rrl export it first.
 
     \b
     rrl rm quick-1120-064114       one run

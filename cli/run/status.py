@@ -15,6 +15,7 @@ from ...core.run_dir import RunDir, runs_root
 from ...core.run_spec import RunSpec
 from ...core.types import Outcome
 from ...manager.model.state import State
+from ...manager.storage.model_folders import model_folders
 from ..common.output import console, print_json, print_line, show
 from ..common.runs import (
     OperationFailed,
@@ -28,7 +29,7 @@ from ..common.runs import (
     summary_of,
 )
 from ..views.status import standing, status_view
-from ..views.summary import recoveries_view, runs_view
+from ..views.summary import model_folders_view, recoveries_view, runs_view
 from .manager_liveness import (
     Liveness,
     SlurmJobs,
@@ -93,7 +94,8 @@ def _as_json(run: RunDir, state: State) -> dict[str, Any]:
     figures = decoded["episode_figures"]
     turns = {name: figures[name] for name in ("turns", "branches", "given_tokens", "untrained_turns", "token_drift")}
     sections = {"stream": stream, "episodes": episode_counts(state.episode_figures)}
-    return decoded | standing_keys | turns | {
+    folders: dict[str, Any] = msgspec.to_builtins(model_folders(run, state.step))
+    return decoded | standing_keys | turns | folders | {
         name: msgspec.to_builtins(section, str_keys=True) for name, section in sections.items()
     }  # fmt: skip
 
@@ -105,6 +107,8 @@ def picture(run: RunDir, state: State, width: int, manager_liveness: Liveness = 
     )
     if failure := metrics_failure(run, state):
         view = Group(view, "", Text(f"metrics of the manager: {failure}", "yellow", overflow="fold"))
+    if (folders := model_folders_view(model_folders(run, state.step))) is not None:
+        view = Group(view, "", folders)
     summary = summary_of(run) if state.outcome is not None else None
     if summary is None or not (recoveries := summary.get("recoveries")):
         return view

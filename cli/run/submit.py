@@ -185,15 +185,18 @@ def _print_summary(run: RunDir, json: bool) -> int:
         show(summary_view(summary))
         print()
         steps = job.steps if (job := job_of(run)) is not None else 0
-        show(next_steps_view(summary, steps, _has_checkpoints(run), program()))
+        show(next_steps_view(summary, steps, _weights(run), program()))
     return {Outcome.COMPLETED.value: 0, Outcome.REJECTED.value: 2}.get(str(summary.get("outcome")), 1)
 
 
-def _has_checkpoints(run: RunDir) -> bool:
-    try:
-        return any(run.checkpoints.iterdir())
-    except OSError:
-        return False
+def _weights(run: RunDir) -> str:
+    """Return where the user finds the weights: by a command for the built-in trainer's checkpoints; or an empty text.
+
+    A trainer of the user's own writes files of its own format.
+    """
+    if any(run.checkpoints.glob("step-*/.metadata")):
+        return f"{program()} export {run.id} FOLDER"
+    return "checkpoints/ in this folder" if any(run.checkpoints.glob("*")) else ""
 
 
 @contextmanager

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import msgspec
 from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from ...manager.storage.model_folders import ModelFolders
 from .formatting import number, span, stage
 from .pace import idle_text
 
@@ -62,8 +64,31 @@ def summary_view(summary: dict[str, Any]) -> RenderableType:
         facts.add_row("stale", Text(text, "yellow" if share > MAX_STALE_SHARE else "none"))
     if unscored := int(summary.get("unscored_groups") or 0):
         facts.add_row("dropped", Text(unscored_text(unscored, summary.get("unscored_share") or 0.0), "yellow"))
+    for row in _model_rows(summary.get("export"), str(summary.get("export_failure") or "")):
+        facts.add_row(*row)
     facts.add_row("folder", Text(str(summary.get("run_dir", ""))))
     return Group(title, facts, *([Text(), recoveries_view(recoveries)] if recoveries else []))
+
+
+def _model_rows(export: dict[str, Any] | None, failure: str) -> Iterator[tuple[str, Text]]:
+    """Yield (label, text) for the newest export by the run itself, and for one that failed after it."""
+    if export is not None:
+        yield "exported", Text(f"step {export.get('step')}: {export.get('path')}")
+    if failure:
+        yield "export", Text(f"failed: {failure}", "yellow")
+
+
+def model_folders_view(folders: ModelFolders) -> RenderableType | None:
+    """Return a view of the folders with the weights of a run; None if there is none."""
+    view = Table.grid(padding=(0, 2))
+    view.add_column(style="bright_black", no_wrap=True)
+    view.add_column(overflow="fold")
+    if folders.checkpoint is not None:
+        view.add_row("checkpoint", Text(f"step {folders.checkpoint.step}: {folders.checkpoint.path}"))
+    export = None if folders.export is None else msgspec.structs.asdict(folders.export)
+    for row in _model_rows(export, folders.export_failure):
+        view.add_row(*row)
+    return view if view.row_count else None
 
 
 def _agents(summary: dict[str, Any]) -> Text | None:
@@ -90,7 +115,7 @@ def unscored_text(groups: int, share: float) -> str:
 
 
 def next_steps_view(
-    summary: dict[str, Any], job_steps: int, has_checkpoints: bool, program: str = "rrl"
+    summary: dict[str, Any], job_steps: int, weights: str, program: str = "rrl"
 ) -> RenderableType:  # fmt: skip
     """Return a line with the path of the weights, and a line for each command that is useful after a run.
 
@@ -99,8 +124,8 @@ def next_steps_view(
     """
     run, outcome, done = str(summary.get("run", "")), summary.get("outcome"), int(summary.get("steps") or 0)
     lines: list[tuple[str, str]] = []
-    if has_checkpoints and done:
-        lines.append(("checkpoints/ in this folder", f"weights of step {done}"))
+    if weights and done:
+        lines.append((weights, f"weights of step {done}"))
     if outcome in ("failed", "rejected"):
         lines.append((f"{program} logs {run} --failed", "what failed, and its last lines"))
     else:

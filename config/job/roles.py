@@ -96,6 +96,10 @@ class TrainerRole(Role):
     keep_checkpoints: Annotated[int, Field(ge=2)] = _TRAINER.keep_checkpoints
     """Number of newest committed checkpoints that are kept on disk. The trajectory store deletes older ones, also those
     of your own trainer."""
+    export: Literal["end"] | Annotated[int, Field(ge=1)] | None = _TRAINER.export
+    """Export checkpoints as Hugging Face folders (exports/step-N in the run's folder): "end", the last one when the run
+    has completed; a number, also each time that so many steps are committed. The manager exports, with the lowest
+    priority; a failure is only reported. Exports are never deleted."""
     uncommitted: Annotated[int, Field(ge=1, le=2)] = _TRAINER.uncommitted
     """Number of steps that may be trained before their checkpoints are complete; then the trainer waits."""
     warm: bool = True

@@ -24,6 +24,7 @@ from ..model.actions import Drain, Exclude, Readmit
 from ..model.idle_times import START, IdleTimes, idle_shares, phase_times
 from ..model.stream_figures import EpisodeFigures, StreamFigures, as_count
 from ..storage.journal import replay
+from ..storage.model_folders import ModelFolder, model_folders
 from .effective_time import WorkIntervals
 from .failure_records import Failure
 from .failure_timeline import FailureTimeline
@@ -229,6 +230,12 @@ class Summary(Struct, frozen=True):
     """Turns that were sampled from another policy than the one that is trained."""
     token_drift: int = 0
     """Trained tokens whose context is not what the engine had when it sampled them; must be 0."""
+    checkpoint: ModelFolder | None = None
+    """The newest committed checkpoint."""
+    export: ModelFolder | None = None
+    """The newest export by the run itself (``[roles.trainer] export``)."""
+    export_failure: str = ""
+    """Why the run's newest export failed; empty if it did not."""
     drain_requests: list[DrainRequest] = []
     """Nodes that an administrator should drain because the cluster did not let the run drain them."""
 
@@ -250,9 +257,11 @@ def _escaped(value: Any) -> Any:
 def write_summary(run: RunDir) -> Summary:
     """Replay the run's journal, write ``summary.json`` and return the summary.
 
-    Only the reasons for dropped episodes come from the store's audit.
+    The reasons for dropped episodes come from the store's audit, and where the weights are from the run directory.
     """
     summary = summarize(replay(run), str(run.path))
+    folders = model_folders(run, summary.steps)
+    summary = msgspec.structs.replace(summary, **msgspec.structs.asdict(folders))
     if summary.episodes.dropped:
         episodes = msgspec.structs.replace(summary.episodes, dropped_by_reason=_drop_reasons(run))
         summary = msgspec.structs.replace(summary, episodes=episodes)

@@ -25,6 +25,10 @@ _log = logging.getLogger("rrl.manager")
 
 RELEASED = -1
 """Counter of a manager that exited in order; its successor need not wait."""
+RENEWALS_PER_TIMEOUT = 5
+"""Number of renewals of a lease within its timeout."""
+MAX_RENEWALS_WITHOUT_RUN_DIR = 10
+"""The run directory counts as removed after so many consecutive renewals (two lease periods) do not find it."""
 
 
 CHECKS_PER_TIMEOUT = 20
@@ -138,6 +142,18 @@ class Lease:
         self._holder = msgspec.structs.replace(self._holder, counter=self._holder.counter + 1)
         write_atomically(_file(self._run, self.epoch), msgspec.json.encode(self._holder))
         self.check()  # an NFS client may have answered the first check from its cache of the folder
+
+    async def renew_until_removed(self) -> None:
+        """Renew the lease periodically; return once the run directory was removed. Raises LeaseLost."""
+        removed = 0
+        while removed < MAX_RENEWALS_WITHOUT_RUN_DIR:
+            await asyncio.sleep(self._timeout_s / RENEWALS_PER_TIMEOUT)
+            try:
+                await asyncio.to_thread(self.renew)
+                removed = 0
+            except OSError as error:
+                _log.warning("cannot renew the lease: %s", error)
+                removed = removed + 1 if await asyncio.to_thread(self._run.removed) else 0
 
     def release(self) -> None:
         """Mark the epoch as released, so that a successor need not wait. Blocks for a write."""

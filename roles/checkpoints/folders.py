@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import re
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from msgspec import Struct
 
-from ...core.run_dir import sync
+from ...core.run_dir import Attempt, sync
 
 Digest = dict[str, Any]
 """The digest of one file in a manifest: ``{"sha256": hex, "bytes": n}``."""
@@ -38,26 +37,13 @@ def fresh_folder(checkpoints: Path, number: int, incarnation: int) -> Path:
     (measured).
     """
     for attempt in itertools.count():
-        folder = checkpoints / f"step-{number}.{incarnation}.{attempt}"
+        folder = checkpoints / Attempt(number, incarnation, attempt).folder
         try:
             folder.mkdir(mode=0o700)
         except FileExistsError:
             continue
         return folder
     raise AssertionError
-
-
-class Attempt(NamedTuple):
-    """The step and the incarnation number for which :func:`fresh_folder` made a folder."""
-
-    step: int
-    incarnation: int
-
-
-def attempt_of(folder: str) -> Attempt | None:
-    """Return the attempt in a folder name of :func:`fresh_folder`; None for any other name."""
-    match = re.fullmatch(r"step-(\d+)\.(\d+)\.\d+", folder, re.ASCII)
-    return Attempt(int(match[1]), int(match[2])) if match else None
 
 
 def as_paths(files: object) -> list[Path]:

@@ -19,7 +19,7 @@ from pathlib import Path, PurePath
 
 from msgspec import Struct
 
-from .folders import attempt_of
+from ...core.run_dir import attempt_of
 
 _log = logging.getLogger("rrl.checkpoints")
 

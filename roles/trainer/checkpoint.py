@@ -21,22 +21,22 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
-from ...core.run_dir import STORAGE_FULL_ERRNOS, RunDir
+from ...core.run_dir import STORAGE_FULL_ERRNOS, RunDir, attempt_of
 from ..checkpoints.folders import (
     DamagedCheckpoint,
     Digest,
     StoredFiles,
-    attempt_of,
     digest_of,
     make_durable,
     verified,
 )
+from ..checkpoints.stored_tensors import METADATA
 from ..models.policy import weights
 from . import exchange
 from .host_buffers import shard_of
 from .learner import Learner
 from .process_group import Gang
-from .shards import METADATA, Piece, read_shards, write_metadata, write_shards
+from .shards import Piece, read_shards, write_metadata, write_shards
 
 _log = logging.getLogger("rrl.trainer")
 

@@ -16,8 +16,8 @@ from msgspec import Struct
 
 import rrl
 
+from ...core.run_dir import attempt_of
 from ...core.types import NodeName
-from ..checkpoints.folders import attempt_of
 from ..snapshots.client import SnapshotClient
 from ..snapshots.format import SnapshotError, SnapshotInfo
 from .async_saver import SnapshotMeta

@@ -30,9 +30,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
-METADATA = ".metadata"
-"""Name of the file that lists the file of each part of each tensor. torch unpickles this file, so its digest is
-verified first."""
+from ..checkpoints.stored_tensors import METADATA
 
 
 class Piece(Struct, frozen=True, array_like=True):

@@ -386,6 +386,7 @@ def _open_store(me: rrl.Worker, prompts: Callable[[int], Prompt]) -> Store:
         wait_for_late=sampling.late == "wait",
         window=sampling.window,
         max_part_bytes=CONTROL_BOUNDS.max_frame_bytes - 2 * _FRAME_OVERHEAD_BYTES,
+        retained_commits=me.job.trainer.keep_checkpoints,
         episodes=_episode_settings(me.job),
     )
 

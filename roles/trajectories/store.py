@@ -74,6 +74,7 @@ class Store:
         max_part_bytes: Size of a part in bytes above which the part is cut into two.
         window: Number of batches among which prompts are ordered by expected length, the longest first.
         compact_from: Size of the log in bytes below which it is not compacted.
+        retained_commits: Number of committed steps whose digests are kept, for ``rrl export``; at least 2.
         episodes: Settings of a job with agents, whose groups have an empty prompt; None for any other job.
 
     Raises:
@@ -97,6 +98,7 @@ class Store:
         max_part_bytes: int = 255 * 2**20,
         window: int = 1,
         compact_from: int = 32 * 2**20,
+        retained_commits: int = 0,
         episodes: EpisodeSettings | None = None,
     ) -> None:
         self._has_agents = episodes is not None
@@ -109,7 +111,7 @@ class Store:
         self._membership = Membership()
         self._scorer_faults = ScorerFaults()
         self._versions = VersionDirectory()
-        self._durable = DurableState(folder, compact_from, max_new_tokens)
+        self._durable = DurableState(folder, compact_from, max_new_tokens, retained_commits)
         self._state = self._durable.state
         self._scoring = ScoringQueue(self._state.trajectories)
         self._groups = GroupMaker(

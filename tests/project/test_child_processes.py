@@ -24,6 +24,7 @@ STARTERS = {
     "manager/cluster/local.py": "first processes of steps, which outlive the manager",
     "manager/cluster/slurm/steps.py": "sruns, which are killed once their step has connected",
     "manager/tracking/tracker_supervisor.py": "the process of a tracker, as long as the manager of the run",
+    "manager/execute/checkpoint_exports.py": "an export, which ends when its stdin is closed, and may take an hour",
     "roles/agent/fault_injection.py": "a pause helper, which reports twice and outlives the agent",
     "roles/agents/user_program.py": "the user's agent, which may run for as long as an attempt",
     "roles/launcher/process_group.py": "the command of a role",

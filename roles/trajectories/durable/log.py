@@ -144,8 +144,9 @@ class Log:
 
     def inherited(self) -> Iterator[bytes]:
         """Yield the durable payloads of the newest earlier log in the folder; if there is none, yield nothing."""
-        older = [n for n in _numbers(self._folder) if n < self._number and (self._folder / f"log.{n}").stat().st_size]
-        return read_frames(self._folder / f"log.{max(older)}") if older else iter(())
+        paths = [path for path in log_files(self._folder) if _number(path.name) < self._number]
+        older = [path for path in paths if path.stat().st_size]
+        return read_frames(older[-1]) if older else iter(())
 
     def scan(self) -> Iterator[bytes]:
         """Yield the durable payloads of this log."""
@@ -209,6 +210,11 @@ class Log:
             self._fd = None
 
 
+def log_files(folder: Path) -> list[Path]:
+    """Return the log files of a folder, from the oldest to the newest one, which may still be empty. Raises OSError."""
+    return [folder / f"log.{number}" for number in sorted(_numbers(folder))]
+
+
 def _claim(folder: Path) -> int:
     """Create the next log file of the folder and return its number."""
     while True:
@@ -242,14 +248,15 @@ class DurableState:
         folder: Folder of the log; an earlier writer in this folder is superseded.
         compact_from: Size of the log in bytes below which it is not compacted.
         max_new_tokens: Number of tokens at which answers are cut.
+        retained_commits: Number of committed steps whose commit is kept (:class:`.state.State`).
 
     Raises:
         LogDamaged: The log cannot be read completely.
         LogFormatError: The log was written by a version of rrl whose records this version cannot read.
     """
 
-    def __init__(self, folder: Path, compact_from: int, max_new_tokens: int) -> None:
-        self.state = State(_RETAINED_STEPS, max_new_tokens)
+    def __init__(self, folder: Path, compact_from: int, max_new_tokens: int, retained_commits: int = 0) -> None:
+        self.state = State(_RETAINED_STEPS, max_new_tokens, retained_commits)
         self._compact_from = compact_from
         self._log = Log(folder)
         for payload in self._log.inherited():

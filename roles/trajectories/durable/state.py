@@ -64,10 +64,12 @@ class State:
     Args:
         retained_steps: Number of committed steps whose token data is kept.
         max_new_tokens: Number of tokens at which answers are cut.
+        retained_commits: Number of committed steps whose commit, with the digests of the checkpoint, is kept; at least
+            ``retained_steps``.
     """
 
-    def __init__(self, retained_steps: int, max_new_tokens: int) -> None:
-        self._retained_steps = retained_steps
+    def __init__(self, retained_steps: int, max_new_tokens: int, retained_commits: int = 0) -> None:
+        self._retained_steps, self._retained_commits = retained_steps, max(retained_steps, retained_commits)
         self.lengths = Lengths(max_new_tokens)
         """What was learned of the lengths of answers."""
         self._token_times: dict[ReplicaId, tuple[int, TokenTimes]] = {}
@@ -127,6 +129,8 @@ class State:
             case StepCommitted(number):
                 self.commitments[number] = record
                 self.committed = number
+                oldest = number - self._retained_commits
+                self.commitments = {step: one for step, one in self.commitments.items() if step > oldest}
                 self._retire(number - self._retained_steps)
             case GroupDropped(group, cause=cause):
                 self.stale += cause is DropCause.STALE
@@ -265,7 +269,6 @@ class State:
         for old in [n for n in self.bindings if n <= number]:
             for group in self.bindings.pop(old).groups:
                 self._forget(group, dropped=False)
-            self.commitments.pop(old, None)
             self.parts.pop(old, None)
 
     def _mark_bound(self, number: int, groups: Iterable[int]) -> None:
@@ -337,7 +340,7 @@ class State:
                 yield ScoresRecorded(scores)
         for number, metrics in self.metrics.items():
             yield Metrics(number, metrics)
-        for number in sorted(self.bindings.keys() | self.parts.keys()):
+        for number in sorted(self.commitments.keys() | self.bindings.keys() | self.parts.keys()):
             yield from self.parts.get(number, ())
             if number in self.bindings:
                 yield self.bindings[number]

@@ -8,9 +8,11 @@ import random
 import signal
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy
 import torch
 
@@ -24,6 +26,9 @@ from rrl.roles.trainer.process_group import Gang
 from rrl.roles.trainer.publisher import Publisher
 from rrl.roles.trajectories.types import Part
 from rrl.roles.worker.api import Worker
+
+PUBLISHED = "published"
+"""Folder in the run directory; if it exists, the trainer also writes each version that it publishes into it."""
 
 
 def play(launch_file: str, log: str, moment: str, step: int, dies: bool, seed: int) -> None:
@@ -42,12 +47,32 @@ def play(launch_file: str, log: str, moment: str, step: int, dies: bool, seed: i
     if read_launch(Path(launch_file)).gpus:
         _compute_deterministically()
     _mark_with_chance()
+    if (published := Path(launch_file).parents[1] / PUBLISHED).exists():
+        _keep_published(published)
     if moment == SEALED:
         _once_it_is_sealed(step, dies)
     elif dies:
         {**MOMENTS, SHARED: _while_the_batch_is_shared, AFTER_A_PART: _after_a_part}[moment](step)
     main.main()
     sys.stdout.flush()
+
+
+def _keep_published(folder: Path) -> None:
+    """Also write each version that this process publishes into ``folder``: name, dtype, shape and bytes of tensors."""
+    publish = Worker.publish_written
+
+    def keep(self: Worker, number: int, described: Any, writes: Any) -> None:
+        kept: list[bytes] = []
+
+        def keeping(write: Callable[[memoryview], None], memory: memoryview) -> None:
+            write(memory)
+            kept.append(bytes(memory))
+
+        publish(self, number, described, (partial(keeping, write) for write in writes))
+        tensors = [(*one[:3], content) for one, content in zip(described, kept, strict=True)]
+        (folder / str(number)).write_bytes(msgspec.msgpack.encode(tensors))
+
+    Worker.publish_written = keep  # type: ignore[method-assign]
 
 
 def _die() -> None:

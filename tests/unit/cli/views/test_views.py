@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rrl.cli.common.runs import summary_of
 from rrl.cli.views.formatting import bar, curve, folded, span, stage
 from rrl.cli.views.status import one_line, standing, status_view
-from rrl.cli.views.summary import next_steps_view, runs_view, summary_view
+from rrl.cli.views.summary import model_folders_view, next_steps_view, runs_view, summary_view
 from rrl.core.launch import ExitReason
 from rrl.core.types import NodeName, Outcome, ReplicaId, Version
 from rrl.manager.model.actions import Exclude, Fence, RestartAll, Rung, Why
@@ -29,6 +29,7 @@ from rrl.manager.model.events import (
     StepEnded,
     VersionAvailable,
 )
+from rrl.manager.storage.model_folders import ModelFolder, ModelFolders
 from rrl.tests.support.cli.story import BEGAN, NODES, REPLICAS, Story, completed, job_view
 from rrl.tests.support.cli.text_snapshots import drawn, matches_stored
 
@@ -272,18 +273,37 @@ def test_the_summary_of_a_run_with_agents_says_why_episodes_were_dropped() -> No
 @pytest.mark.parametrize(
     ("outcome", "commands"),
     [
-        ("completed", ["checkpoints/ in this folder", "rrl logs x", "rrl resume x --steps 80", "rrl list"]),
-        ("cancelled", ["checkpoints/ in this folder", "rrl logs x", "rrl resume x", "rrl list"]),
-        ("failed", ["checkpoints/ in this folder", "rrl logs x --failed", "rrl resume x", "rrl list"]),
-        ("rejected", ["checkpoints/ in this folder", "rrl logs x --failed", "rrl list"]),
+        ("completed", ["rrl export x FOLDER", "rrl logs x", "rrl resume x --steps 80", "rrl list"]),
+        ("cancelled", ["rrl export x FOLDER", "rrl logs x", "rrl resume x", "rrl list"]),
+        ("failed", ["rrl export x FOLDER", "rrl logs x --failed", "rrl resume x", "rrl list"]),
+        ("rejected", ["rrl export x FOLDER", "rrl logs x --failed", "rrl list"]),
     ],
 )
 def test_the_next_steps_fit_the_outcome(outcome: str, commands: list[str]) -> None:
-    shown = drawn(next_steps_view({"run": "x", "outcome": outcome, "steps": 12}, 40, True), 80).splitlines()
+    shown = drawn(
+        next_steps_view({"run": "x", "outcome": outcome, "steps": 12}, 40, "rrl export x FOLDER"), 80
+    ).splitlines()
     assert [line[6:].split("  ")[0] for line in shown] == commands
     assert (shown[0][:6], "step 12" in shown[0]) == ("next  ", True)
-    without = drawn(next_steps_view({"run": "x", "outcome": outcome, "steps": 0}, 0, False), 80)
-    assert ("checkpoints/" in without, "--steps" in without, "rrl list" in without) == (False, False, True)
+    without = drawn(next_steps_view({"run": "x", "outcome": outcome, "steps": 0}, 0, ""), 80)
+    assert ("export" in without, "--steps" in without, "rrl list" in without) == (False, False, True)
+
+
+def test_summary_names_the_export_of_the_run_and_one_that_failed() -> None:
+    summary = {"run": "x", "outcome": "completed", "export": {"step": 8, "path": "/runs/x/exports/step-8"}}
+    shown = drawn(summary_view(summary | {"export_failure": "step 12: the disk is full"}), 80)
+    assert "exported  step 8: /runs/x/exports/step-8" in shown
+    assert "export    failed: step 12: the disk is full" in shown
+    assert "export" not in drawn(summary_view({"run": "x", "outcome": "completed"}), 80)
+
+
+def test_status_names_the_folders_with_the_weights() -> None:
+    view = model_folders_view(ModelFolders(ModelFolder(12, "/runs/x/checkpoints/step-12.1.0"), None, "step 12: full"))
+    assert view is not None
+    assert drawn(view, 80).splitlines() == [
+        "checkpoint  step 12: /runs/x/checkpoints/step-12.1.0", "export      failed: step 12: full",
+    ]  # fmt: skip
+    assert model_folders_view(ModelFolders()) is None
 
 
 def test_a_summary_with_holes_is_shown_with_dashes() -> None:

@@ -95,6 +95,12 @@ def test_the_resolved_spec_names_every_field_and_is_json(tmp_path: Path) -> None
 WRONG: list[tuple[str, str, str]] = [
     # (what is replaced in JOB, by what, the whole error_text)
     ("replicas = 2", "replica = 2", 'job.toml:17: roles.rollout.replica: unknown key; did you mean "replicas"?'),
+    ("[task]", "[roles.trainer]\nexport = 0\n[task]",
+     'job.toml:13: roles.trainer.export: must be "end" or at least 1, not 0'),
+    ("[task]", '[roles.trainer]\nexport = "last"\n[task]',
+     'job.toml:13: roles.trainer.export: must be "end" or a whole number, not "last"'),
+    ("[task]", '[roles.trainer]\nexport = "end"\ncommand = ["train"]\n[task]',
+     "job.toml:13: roles.trainer.export: rrl exports only checkpoints of its built-in trainer; remove this key"),
     ("[cluster]", "[clutser]", 'job.toml:5: clutser: unknown key; did you mean "cluster"?'),
     ("cpus = 4", "cpu = 4", 'job.toml:7: cluster.node.cpu: unknown key; did you mean "cpus"?'),
     ('kind = "local"', "learning_rate = 1.0", "job.toml:6: cluster.learning_rate: unknown key; it belongs in"

@@ -4,13 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from rrl.roles.checkpoints.folders import Attempt, as_paths, attempt_of, describe, fresh_folder
+from rrl.core.run_dir import Attempt, attempt_of
+from rrl.roles.checkpoints.folders import as_paths, describe, fresh_folder
 
 
 def test_each_attempt_has_a_folder_whose_name_states_step_and_incarnation(tmp_path: Path) -> None:
     folders = [fresh_folder(tmp_path, 3, incarnation) for incarnation in (1, 1, 2)]
     assert len(set(folders)) == 3
-    assert [attempt_of(folder.name) for folder in folders] == [Attempt(3, 1), Attempt(3, 1), Attempt(3, 2)]
+    assert [attempt_of(folder.name) for folder in folders] == [Attempt(3, 1, 0), Attempt(3, 1, 1), Attempt(3, 2, 0)]
 
 
 def test_foreign_name_states_no_attempt() -> None:

@@ -1,0 +1,67 @@
+"""Where the weights of a run are: the newest checkpoint, and what the run itself has exported.
+
+The journal has the steps but not the folders, so the folders are found by their names.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+
+from msgspec import Struct
+
+from ...core.run_dir import RunDir, attempt_of
+
+
+class ModelFolder(Struct, frozen=True):
+    """A folder with the weights of a step."""
+
+    step: int
+    path: str
+    """Absolute path."""
+
+
+class ModelFolders(Struct, frozen=True):
+    """The folders with the weights of a run."""
+
+    checkpoint: ModelFolder | None = None
+    """The newest committed checkpoint."""
+    export: ModelFolder | None = None
+    """The newest export by the run itself (``[roles.trainer] export``)."""
+    export_failure: str = ""
+    """Why the newest export by the run itself failed; empty if it did not."""
+
+
+def model_folders(run: RunDir, committed: int) -> ModelFolders:
+    """Return the folders of a run whose newest committed step is ``committed``; what cannot be listed is left out."""
+    return ModelFolders(_newest_checkpoint(run, committed), _newest_export(run), _export_failure(run))
+
+
+def _newest_checkpoint(run: RunDir, committed: int) -> ModelFolder | None:
+    """Return the newest checkpoint of the steps up to ``committed``.
+
+    If several attempts at a step remain, the newest one is the committed one: an attempt is followed by another one
+    only if it has failed. Step 0 is the reference model of the trainer, not a checkpoint.
+    """
+    try:
+        attempts = [attempt_of(entry.name) for entry in os.scandir(run.checkpoints)]
+    except OSError:
+        return None
+    newest = max((one for one in attempts if one is not None and 0 < one.step <= committed), default=None)
+    return None if newest is None else ModelFolder(newest.step, str(run.checkpoints / newest.folder))
+
+
+def _newest_export(run: RunDir) -> ModelFolder | None:
+    try:
+        names = [re.fullmatch(r"step-(\d+)", entry.name, re.ASCII) for entry in os.scandir(run.exports)]
+    except OSError:
+        return None
+    step = max((int(name[1]) for name in names if name is not None), default=None)
+    return None if step is None else ModelFolder(step, str(run.export_of(step)))
+
+
+def _export_failure(run: RunDir) -> str:
+    try:
+        return run.export_failure.read_text(errors="replace").strip()
+    except OSError:
+        return ""

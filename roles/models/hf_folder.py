@@ -1,0 +1,145 @@
+"""Write the files of a Hugging Face folder besides the weights: configuration, tokenizer, generation configuration.
+
+For the model of ``[model] path`` they are copies from its folder; for a model that rrl builds they are made from the
+job. This module does not import torch or transformers: checkpoints are exported where neither may be installed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ...config.model_folder import (
+    CHAT_TEMPLATE,
+    CONFIG,
+    GENERATION_CONFIG,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    eos_ids,
+    max_length,
+    read_json,
+)
+from ...core.run_spec import ModelSpec, TokenizerSpec
+from .tokenizer import EOS, PAD, VocabularyTokenizer
+
+_COPIED = (
+    GENERATION_CONFIG, TOKENIZER, TOKENIZER_CONFIG, CHAT_TEMPLATE, "chat_template.json", "special_tokens_map.json",
+    "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "LICENSE*", "NOTICE*",
+)  # fmt: skip
+"""Patterns of the files that are copied from the folder of ``[model] path``, besides config.json."""
+_DTYPE_KEYS = ("dtype", "torch_dtype")
+"""Keys of config.json that name the dtype of the weights: of transformers 5, and of earlier versions."""
+
+
+def write_model_files(spec: ModelSpec, folder: Path) -> list[Path]:
+    """Write the files of the model into ``folder``; return them, config.json last. They are not synced.
+
+    Raises:
+        ValueError: The folder of ``[model] path`` lacks a file, or it cannot be read; the message names it.
+        OSError: A file could not be read or written.
+    """
+    written = _copy(Path(spec.path), folder) if spec.path is not None else _write_built(spec, folder)
+    config = _built_config(spec) if spec.path is None else _with_dtype(read_json(Path(spec.path) / CONFIG), spec.dtype)
+    if not config:
+        raise ValueError(f"[model] path: {Path(str(spec.path)) / CONFIG} does not exist; the export needs it")
+    return [*written, _write_json(folder / CONFIG, config)]
+
+
+def _copy(source: Path, folder: Path) -> list[Path]:
+    paths = [path for pattern in _COPIED for path in sorted(source.glob(pattern)) if path.is_file()]
+    written = [Path(shutil.copyfile(path, folder / path.name)) for path in paths]
+    if not (folder / GENERATION_CONFIG).exists() and (ids := eos_ids(source)) is not None:
+        written.append(_write_json(folder / GENERATION_CONFIG, {"eos_token_id": ids}))
+    return written
+
+
+def _with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """Return the configuration of a model whose weights are stored as ``dtype``."""
+    changed = {
+        key: value | _dtypes(value, dtype) if isinstance(value, dict) else value for key, value in config.items()
+    }
+    return changed and {**changed, **(_dtypes(config, dtype) or {_DTYPE_KEYS[0]: dtype})}
+
+
+def _dtypes(config: Mapping[str, Any], dtype: str) -> dict[str, str]:
+    return {key: dtype for key in _DTYPE_KEYS if key in config}
+
+
+# ── a model that rrl builds ────────────────────────────────────────────────────────────────────────────────────────
+def _built_config(spec: ModelSpec) -> dict[str, Any]:
+    """Return the config.json of the model that :func:`.policy.build_model` builds."""
+    assert spec.tokenizer is not None
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "dtype": spec.dtype,
+        "vocab_size": VocabularyTokenizer(spec.tokenizer).size,
+        "hidden_size": spec.hidden_size,
+        "intermediate_size": spec.intermediate_size,
+        "num_hidden_layers": spec.layers,
+        "num_attention_heads": spec.heads,
+        "num_key_value_heads": spec.kv_heads,
+        "head_dim": spec.head_dim,
+        "max_position_embeddings": max_length(None, spec.max_length),
+        "initializer_range": spec.initializer_range,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": EOS,
+        "pad_token_id": PAD,
+    }
+
+
+def _write_built(spec: ModelSpec, folder: Path) -> list[Path]:
+    assert spec.tokenizer is not None
+    pad, eos = _unused("<pad>", spec.tokenizer), _unused("<eos>", spec.tokenizer)
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast", "pad_token": pad, "eos_token": eos,
+        "model_max_length": max_length(None, spec.max_length), "clean_up_tokenization_spaces": False,
+    }  # fmt: skip
+    return [
+        _write_json(folder / TOKENIZER, _tokenizer(spec.tokenizer, pad, eos)),
+        _write_json(folder / TOKENIZER_CONFIG, settings),
+        _write_json(folder / GENERATION_CONFIG, {"eos_token_id": EOS, "pad_token_id": PAD}),
+    ]
+
+
+def _unused(name: str, spec: TokenizerSpec) -> str:
+    """Return a name for a special token that no piece has."""
+    while name in spec.pieces:
+        name = f"<{name}>"
+    return name
+
+
+def _tokenizer(spec: TokenizerSpec, pad: str, eos: str) -> dict[str, Any]:
+    """Return the tokenizer.json that encodes as :class:`.tokenizer.VocabularyTokenizer` does.
+
+    A text that no piece matches is an error there, too. Decoded pieces are joined by nothing or by a blank: the format
+    has no other separator.
+    """
+    ids = {pad: PAD, eos: EOS} | {piece: EOS + 1 + place for place, piece in enumerate(spec.pieces)}
+    longest_first = sorted(spec.pieces, key=len, reverse=True)
+    special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    ignored = "|".join(map(re.escape, spec.ignore))
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [{"id": ids[name], "content": name, **special} for name in (pad, eos)],
+        "normalizer": {"type": "Replace", "pattern": {"Regex": ignored}, "content": ""} if ignored else None,
+        "pre_tokenizer": {
+            "type": "Split", "pattern": {"Regex": "|".join(map(re.escape, longest_first))}, "behavior": "Isolated",
+            "invert": False,
+        },
+        "post_processor": None,
+        "decoder": None if spec.join else {"type": "Fuse"},
+        "model": {"type": "WordLevel", "vocab": ids, "unk_token": ""},
+    }  # fmt: skip
+
+
+def _write_json(path: Path, document: Any) -> Path:
+    path.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    return path

@@ -1,0 +1,256 @@
+"""Export a committed checkpoint as a Hugging Face folder: :func:`export_checkpoint`, and the program of the manager.
+
+An export only reads the run, and needs neither a GPU, torch nor a manager. The run may be at work. Two things may
+happen meanwhile:
+
+- The trajectory store deletes the checkpoint, because newer ones are committed. So the files are first linked into a
+  folder of the export (:func:`_pinned`); a deletion then only removes other names of the same files.
+- The export is killed. So the folder is built under a hidden name beside its final name, synced, and then renamed.
+
+``python -P -m rrl.roles.trainer.checkpoint_export RUN_DIR STEP FOLDER`` is the child process with which the manager
+exports. It has the lowest priority, and ends when its stdin is closed, so that it does not outlive the manager.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from ...core.run_dir import RunDir, sync
+from ...core.run_spec import RunSpec, read_run_spec
+from ..checkpoints.folders import DamagedCheckpoint, verified
+from ..checkpoints.safetensors_files import write_weights
+from ..checkpoints.stored_tensors import METADATA, UnreadableTensors, read_index
+from ..models.hf_folder import write_model_files
+from ..trajectories.durable.commits import read_commits
+from ..trajectories.durable.log import LogDamaged
+from ..trajectories.durable.records import LogFormatError, StepCommitted
+
+NOTE = "rrl_export.json"
+"""Name of the file that says from which run, step and files the folder was made."""
+WEIGHTS_PREFIX = "model."
+"""Prefix of the weights among the tensors of a checkpoint (:meth:`.learner.Learner.tensors`)."""
+OPEN_ATTEMPTS = 5
+"""How often a checkpoint is opened, or the newest one of that time, before a missing file counts as an error: the store
+may be deleting the checkpoint."""
+OPEN_RETRY_S = 1.0
+"""Seconds between two attempts."""
+NICENESS = 19
+"""Niceness of the manager's export: any other process of the machine goes first."""
+END_RETRY_S = 0.1
+"""Seconds between two signals that end the main thread."""
+_MANAGER = "manager"
+"""Ends the names of the hidden folders of the manager's exports, of which there is one at a time in a run."""
+
+
+class ExportRefused(Exception):
+    """The request is not valid; the text says why and what would be right."""
+
+
+class ExportFailed(Exception):
+    """The files of the checkpoint cannot be exported; the text says why."""
+
+
+class _FileMissing(Exception):
+    """A file of the checkpoint is missing, because it is being deleted or is damaged; the text names it."""
+
+
+class Exported(Struct, frozen=True):
+    """A finished export."""
+
+    run: str
+    step: int
+    folder: str
+    """Absolute path."""
+    dtype: str
+    nbytes: int
+    """Size of the files in the folder."""
+
+
+def export_checkpoint(run: RunDir, step: int | None, folder: Path, owner: str = "") -> Exported:
+    """Write the checkpoint of a committed step into ``folder``, which appears complete or not at all.
+
+    Args:
+        run: The run, which may be at work.
+        step: The step; None for the newest one.
+        folder: A new or empty folder. Its parents are created.
+        owner: Ends the names of hidden folders; by default it names this process, so that several can export.
+
+    Raises:
+        ExportRefused: The step is not committed, or its checkpoint is not kept; or ``folder`` is not empty.
+        ExportFailed: The files differ from those that were committed, or cannot be read.
+        OSError: A file could not be read or written. Nothing of the export is left.
+    """
+    folder, owner = folder.absolute(), owner or f"{socket.gethostname()}.{os.getpid()}"
+    if folder.is_dir() and any(folder.iterdir()):
+        raise ExportRefused(f"{folder} is not empty; name a new folder")
+    if folder.exists() and not folder.is_dir():
+        raise ExportRefused(f"{folder} is a file; name a new folder")
+    try:
+        spec = read_run_spec(run.run_spec)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ExportFailed(f"{run.run_spec} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    for attempt in range(OPEN_ATTEMPTS):
+        try:
+            return _export(run, spec, _commit(run, step), folder, owner)
+        except _FileMissing as error:
+            if attempt == OPEN_ATTEMPTS - 1:
+                raise ExportFailed(f"{error}, which was committed") from None
+            time.sleep(OPEN_RETRY_S)
+    raise AssertionError
+
+
+def _commit(run: RunDir, step: int | None) -> StepCommitted:
+    """Return the commit of ``step``, or the newest one whose checkpoint exists."""
+    try:
+        commits = read_commits(run.store)
+    except (LogDamaged, LogFormatError) as error:
+        raise ExportFailed(str(error)) from None
+    kept = [number for number, one in sorted(commits.items()) if (run.path / one.manifest["folder"]).is_dir()]
+    if not kept:
+        raise ExportRefused(f"{run.id} has no committed checkpoint yet; see: rrl status {run.id}")
+    if step is not None and step not in kept:
+        known = f"its checkpoints are those of {'step' if len(kept) == 1 else 'steps'} {', '.join(map(str, kept))}"
+        state = "is not committed" if step > max(commits) else "has no checkpoint any more"
+        raise ExportRefused(f"step {step} of {run.id} {state}; {known}")
+    return commits[kept[-1] if step is None else step]
+
+
+def _export(run: RunDir, spec: RunSpec, commit: StepCommitted, folder: Path, owner: str) -> Exported:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    _remove_leftovers(folder.parent, f".{folder.name}.", owner)
+    partial = folder.with_name(f".{folder.name}.{owner}")
+    try:
+        partial.mkdir(mode=0o755)
+        with _pinned(run, commit.manifest, owner) as pinned:
+            _write(run, spec, commit, pinned, partial)
+        nbytes = _sync(partial)
+        os.rename(partial, folder)
+        sync(folder.parent)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return Exported(run.id, commit.number, str(folder), spec.model.dtype, nbytes)
+
+
+def _write(run: RunDir, spec: RunSpec, commit: StepCommitted, manifest: dict[str, Any], folder: Path) -> None:
+    source, committed, files = run.path / manifest["folder"], run.path / commit.manifest["folder"], manifest["files"]
+    if METADATA not in files:
+        raise ExportRefused(
+            f"a trainer of your own wrote the checkpoint of step {commit.number}, and rrl exports only those of its"
+            f" built-in trainer; the files are in {committed}"
+        )
+    try:
+        verified(run.path, manifest)
+        tensors = read_index(source)
+        if unknown := sorted({shard.file for one in tensors.values() for shard in one.shards} - files.keys()):
+            raise ExportFailed(f"{METADATA} of step {commit.number} names {unknown[0]}, which was not committed")
+        weights = [
+            msgspec.structs.replace(one, name=name.removeprefix(WEIGHTS_PREFIX))
+            for name, one in tensors.items()
+            if name.startswith(WEIGHTS_PREFIX)
+        ]
+        write_weights(weights, source, folder, spec.model.dtype)
+        note = {
+            "run": run.id, "step": commit.number, "trainer": str(commit.incarnation), "batch": commit.digest,
+            "checkpoint": commit.manifest,
+        }  # fmt: skip
+        (folder / NOTE).write_text(json.dumps(note, indent=2) + "\n", encoding="utf-8")
+        write_model_files(spec.model, folder)
+    except (DamagedCheckpoint, UnreadableTensors, ValueError) as error:
+        reason = str(error).replace(str(source), str(committed))  # the user does not know the links
+        raise ExportFailed(f"step {commit.number} of {run.id} cannot be exported: {reason}") from None
+
+
+@contextmanager
+def _pinned(run: RunDir, manifest: dict[str, Any], owner: str) -> Iterator[dict[str, Any]]:
+    """Yield the manifest with a folder that has further names of the checkpoint's files, and cannot be deleted.
+
+    Where the file system has no hard links, or the run directory cannot be written, it is the checkpoint's own folder.
+
+    Raises:
+        _FileMissing: A file was missing before it had another name.
+    """
+    source, links = run.path / manifest["folder"], run.path / f".export.{owner}"
+    _remove_leftovers(run.path, ".export.", owner)
+    try:
+        try:
+            links.mkdir(mode=0o700)
+            for name in manifest["files"]:
+                os.link(source / name, links / name)
+        except FileNotFoundError as error:
+            raise _FileMissing(f"{source}: lacks {Path(str(error.filename)).name}") from None
+        except OSError:
+            shutil.rmtree(links, ignore_errors=True)
+            yield manifest
+        else:
+            yield manifest | {"folder": links.name}
+    finally:
+        shutil.rmtree(links, ignore_errors=True)
+
+
+def _remove_leftovers(parent: Path, prefix: str, owner: str) -> None:
+    """Remove the hidden folders of killed exports: of this ``owner``, and of processes of this machine."""
+    of_this_host = f"{prefix}{socket.gethostname()}."
+    for name in os.listdir(parent):
+        pid = name.removeprefix(of_this_host) if name.startswith(of_this_host) else ""
+        if name == f"{prefix}{owner}" or (pid.isdecimal() and not Path("/proc", pid).exists()):
+            shutil.rmtree(parent / name, ignore_errors=True)
+
+
+def _sync(folder: Path) -> int:
+    """Fsync the files of a folder, and the folder; return the size of the files. Raises OSError."""
+    paths = list(folder.iterdir())
+    for path in (*paths, folder):
+        sync(path)
+    return sum(path.stat().st_size for path in paths)
+
+
+# ── the manager's child process ────────────────────────────────────────────────────────────────────────────────────
+def main(arguments: Sequence[str]) -> int:
+    """Export as the arguments say; return the exit code. A failure is one line on stderr."""
+    run, step, folder = RunDir(Path(arguments[0])), int(arguments[1]), Path(arguments[2])
+    os.nice(NICENESS)
+    signal.signal(signal.SIGTERM, _on_sigterm)
+    threading.Thread(target=_end_with_stdin, daemon=True).start()
+    try:
+        if folder.parent.is_dir():
+            for leftover in folder.parent.glob(f".*.{_MANAGER}"):  # of another step, whose export was killed
+                shutil.rmtree(leftover, ignore_errors=True)
+        export_checkpoint(run, step, folder, _MANAGER)
+    except (ExportRefused, ExportFailed, OSError) as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    return 0
+
+
+def _end_with_stdin() -> None:
+    """End this process when its stdin is closed."""
+    while os.read(0, 1024):
+        pass
+    while True:  # a signal just before a system call that blocks does not interrupt that call
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+        time.sleep(END_RETRY_S)
+
+
+def _on_sigterm(*_: object) -> None:
+    """End the main thread, wherever it is, so that it removes its hidden folders."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
