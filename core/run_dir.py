@@ -67,6 +67,9 @@ class RunDir:
         self.audit = self.store / "audit.json"
         """The fate of every trajectory, which the store writes when it is stopped."""
         self.checkpoints = path / "checkpoints"
+        self.notifications = path / "notifications"
+        """``<kind>-<n>.json``: the claim of each notification, written before it is sent. The first writer creates the
+        folder."""
         self.summary = path / "summary.json"
         self.metrics = path / "metrics"
         """``host:port`` at which the current manager serves metrics; the file exists only while they are served."""

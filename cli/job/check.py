@@ -30,6 +30,7 @@ from ..common.output import print_json
 from ..common.runs import UsageError
 from .local_machine import size_problem, this_machine
 from .manager_host import listens_on_loopback, metrics_problem, network_problem
+from .notifications import notification_problem, notifications_text
 from .role_commands import command_problems
 from .task_check import TaskReport, try_task
 
@@ -57,6 +58,7 @@ def preflight(job: Job, spec: RunSpec, path: Path, foreground: bool = False) -> 
         *_missing_paths(job, path),
         *_python_mismatch(job),
         *_check_commands(job, spec, path),
+        *_check_notify(job, path),
         *_check_trusted_network(job, path),
         *_check_transport_installed(job, path),
         *_check_engine_installed(job, path),
@@ -97,8 +99,10 @@ def check(path: Path, *, task: bool, json: bool) -> int:
     job = load_job(path)
     spec = resolve_for_submission(job)
     plan = [*preview_or_fail(spec, path), ("weights", _transport_text(job))]
+    if notifications := notifications_text(job):
+        plan.append(("notifications", notifications))
     if not json:
-        _print((f"{path}, with every default", as_toml(job)), *plan)
+        _print((f"{path}, with every default", as_toml(job.without_secrets())), *plan)
     warnings, summary = preflight(job, spec, path)  # after the plan, so that warnings and errors come last
     if not json:
         _print(*_limits_section(summary))
@@ -168,6 +172,19 @@ def _check_commands(job: Job, spec: RunSpec, path: Path) -> list[str]:
     if certain := [_with_location(path, problem) for problem in problems if problem.certain]:
         raise UsageError("\n".join(certain))
     return [f"{'.'.join(problem.key)}: {problem.text} on this machine; the nodes need it" for problem in problems]
+
+
+def _check_notify(job: Job, path: Path) -> list[str]:
+    """Return a warning if the command of the notifications is not found on this machine; the manager's may have it.
+
+    Raises UsageError instead if the manager runs on this machine.
+    """
+    problem = notification_problem(job, path.absolute().parent)
+    if problem is None:
+        return []
+    if problem.certain:
+        raise UsageError(_with_location(path, problem))
+    return [f"{'.'.join(problem.key)}: {problem.text} on this machine; the machine of the manager needs it"]
 
 
 def _check_manager_host(spec: RunSpec, path: Path) -> list[str]:

@@ -74,6 +74,7 @@ def resolve(job: Job, python: str) -> run_spec.RunSpec:
         limits=msgspec.structs.replace(job.merged_limits(), stragglers=job.health.stragglers),
         recovery=msgspec.convert(job.recovery.model_dump(), run_spec.Recovery),
         health=msgspec.convert(job.health.model_dump(), run_spec.HealthSpec),
+        notify=tuple(dict.fromkeys(job.notify.on)) if job.notify is not None else (),
         faults=plan_faults(job.faults, {role.name: role.replicas for role in roles}, job.cluster.walltime),
         faults_allowed=job.faults.allow,
     )
