@@ -94,6 +94,9 @@ class RunDir:
         """``step-<n>``: checkpoints that the run itself has exported (``[roles.trainer] export``)."""
         self.export_failure = path / "export.failed"
         """Why the run's newest export failed, in one line; the file exists only if it failed."""
+        self.notifications = path / "notifications"
+        """``<kind>-<n>.json``: the claim of each notification, written before it is sent. The first writer creates the
+        folder."""
         self.summary = path / "summary.json"
         self.metrics = path / "metrics"
         """``host:port`` at which the current manager serves metrics; the file exists only while they are served."""

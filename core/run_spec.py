@@ -55,15 +55,13 @@ class RoleSpec(Struct, frozen=True):
     service: bool = True
     """True if the role runs until the other roles are done; False if exit code 0 completes it."""
     ranks: int = 1
-    """Number of members of each replica. A replica with several members is a gang: the members are launched and fenced
-    together, each in a step of its own."""
+    """Number of members of each replica: if several, a gang, which is launched and fenced together, a step for each."""
     per_node: int = 1
     """Largest number of members of a replica that share a node."""
     warm: bool = False
     """True if nodes keep standby processes of the role, which wait in :func:`rrl.join`."""
     donor_rollouts: int = 0
-    """Number of rollouts whose nodes also keep a standby process of the trainer, which takes over the rollout's node
-    when it is promoted."""
+    """Number of rollouts whose nodes keep a standby process of the trainer, which takes the node over when promoted."""
     built_in: bool = False
     """True if the role runs rrl's own program; False if it runs a command of the job."""
     options: dict[str, Any] = {}
@@ -125,6 +123,9 @@ class ContainerSpec(Struct, frozen=True):
     """The interpreter in the image that has rrl installed."""
 
 
+NotificationKind = Literal["failed", "degraded", "stalled", "completed", "drain"]
+
+
 class ManagerSpec(Struct, frozen=True):
     """Where the manager runs and what rrl's processes log."""
 
@@ -132,8 +133,7 @@ class ManagerSpec(Struct, frozen=True):
     """``job``: in a small Slurm job of its own; ``pool``: on the pool's first node."""
     sbatch: dict[str, str] = {}
     walltime: float = 0.0
-    """Time limit (s) of the manager's own job, after which the job of the next manager starts; 0: the time limit of
-    the run plus a margin."""
+    """Time limit (s) of the manager's own job, at which its successor starts; 0: that of the run plus a margin."""
     log_level: LogLevel = DEFAULT_LOG_LEVEL
     """Lowest level of messages of the manager, the agents, the launchers and the workers."""
 
@@ -444,8 +444,7 @@ class RunSpec(Struct, frozen=True):
     roles: tuple[RoleSpec, ...]
     node_groups: tuple[NodeGroup, ...]
     walltime: float = 86400.0
-    """Longest time (s) from the first granted nodes to the end of the run. The allocations of a node group with a
-    shorter limit are renewed before they end."""
+    """Longest time (s) from the first granted nodes to the end of the run; shorter allocations are renewed."""
     spares: int = 0
     form: str = "pool"
     """``pool``, ``replica`` or ``hetjob`` (docs/architecture.md)."""
@@ -463,8 +462,7 @@ class RunSpec(Struct, frozen=True):
     rollout: RolloutSettings = RolloutSettings()
     reward: RewardSettings = RewardSettings()
     agents: AgentsSettings | None = None
-    """None: the job has no agents of its own. If it has no endpoint either, each trajectory is one answer to a prompt
-    of the task."""
+    """None: no agents of its own. Without an endpoint too, each trajectory is one answer to a prompt of the task."""
     endpoint: EndpointSettings | None = None
     """None: agents outside of the run cannot take part."""
     transport: TransportSpec = TransportSpec()
@@ -473,6 +471,8 @@ class RunSpec(Struct, frozen=True):
     recovery: Recovery = Recovery()
     health: HealthSpec = HealthSpec()
     track: TrackSpec = TrackSpec()
+    notify: tuple[NotificationKind, ...] = ()
+    """Kinds of notifications to send. Where to, which may be a secret, stands in job.toml only."""
     faults: tuple[Fault, ...] = ()
     """Faults that the job itself plans."""
     faults_allowed: bool = False

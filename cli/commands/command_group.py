@@ -9,6 +9,7 @@ from typer.core import TyperGroup
 SECTIONS = {
     "Prepare a job": ("init", "check", "schema", "completion"),
     "Start, watch and end runs": ("submit", "status", "list", "logs", "cancel", "resume", "rm", "manage"),
+    "Understand a run, and take home what it made": ("explain", "metrics", "track", "export"),
     "Change a run that is at work": ("restart", "drain", "undrain", "inject"),
     "Train agents": ("episodes", "endpoint", "relay"),
     "Look after a site": ("doctor", "health"),

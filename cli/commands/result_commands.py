@@ -124,3 +124,28 @@ def export(
     from ..results import export as command
 
     raise typer.Exit(command.export(run, folder, step, json=json))
+
+
+@app.command(short_help="Explain why a run was repaired, moved or ended.")
+def explain(
+    run: NamedRun,
+    about: Annotated[
+        str | None,
+        typer.Argument(metavar="ROLE[/REPLICA]|NODE|STEP", show_default=False,
+                       help="Only decisions about it: rollout/0, n042, or 120 for training step 120."),
+    ] = None,
+    json: Json = False,
+) -> None:  # fmt: skip
+    """Explain each decision of a run's manager: its evidence, the repair, and whether it worked.
+
+    Also shows what the smaller repairs would have needed, and what was expected by when. Needs no running manager.
+
+    \b
+    rrl explain quick             all decisions, in order
+    rrl explain quick rollout/0   why rollout/0 was restarted or moved
+    rrl explain quick n042        what was decided about a node
+    rrl explain quick 120         what happened in training step 120
+    """
+    from ..results import explain as command
+
+    raise typer.Exit(command.explain_run(run, about, json=json))

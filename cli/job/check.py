@@ -32,6 +32,7 @@ from ..common.output import print_json
 from ..common.runs import UsageError
 from .local_machine import size_problem, this_machine
 from .manager_host import listens_on_loopback, metrics_problem, network_problem
+from .notifications import notification_problem, notifications_text
 from .overview import overview_text
 from .role_commands import command_problems
 from .task_check import TaskReport, try_task
@@ -71,6 +72,7 @@ def preflight(job: Job, spec: RunSpec, document: JobDocument, foreground: bool =
         *_missing_paths(job, document),
         *_python_mismatch(job),
         *_check_commands(job, spec, document),
+        *_check_notify(job, document),
         *_check_trusted_network(job, document),
         *_check_transport_installed(job, document),
         *_check_engine_installed(job, document),
@@ -122,6 +124,8 @@ def check(files: Sequence[Path], settings: Sequence[str], *, task: bool, default
     job = job_from(document)
     spec = resolve_for_submission(job)
     plan = [*preview_or_fail(spec, document), ("weights", _transport_text(job))]
+    if notifications := notifications_text(job):
+        plan.append(("notifications", notifications))
     found = preflight(job, spec, document)
     needs = demand(spec)
     if not json:
@@ -140,7 +144,7 @@ def check(files: Sequence[Path], settings: Sequence[str], *, task: bool, default
         return 0
     _print(("doubts", "\n".join(f"- {doubt}" for doubt in doubts) or "none"), *plan)
     _print(*([("the task, tried on this machine", report.text)] if report.text else []))
-    _print(*([("every key, also those that the job does not set", as_toml(job))] if defaults else []))
+    _print(*([("every key, also those that the job does not set", as_toml(job.without_secrets()))] if defaults else []))
     limitation = f" as far as it was checked: its task was not tried ({report.not_tried})" if report.not_tried else ""
     print(f"{document.name} is right{limitation}; nothing was submitted")
     return 0
@@ -191,6 +195,19 @@ def _check_commands(job: Job, spec: RunSpec, document: JobDocument) -> list[str]
     if certain := [_with_location(document, problem) for problem in problems if problem.certain]:
         raise UsageError("\n".join(certain))
     return [f"{'.'.join(problem.key)}: {problem.text} on this machine; the nodes need it" for problem in problems]
+
+
+def _check_notify(job: Job, document: JobDocument) -> list[str]:
+    """Return a warning if the command of the notifications is not found on this machine; the manager's may have it.
+
+    Raises UsageError instead if the manager runs on this machine.
+    """
+    problem = notification_problem(job, document.source.absolute().parent)
+    if problem is None:
+        return []
+    if problem.certain:
+        raise UsageError(_with_location(document, problem))
+    return [f"{'.'.join(problem.key)}: {problem.text} on this machine; the machine of the manager needs it"]
 
 
 def _check_manager_host(spec: RunSpec, document: JobDocument) -> list[str]:

@@ -92,8 +92,11 @@ def job_from(document: JobDocument, folder: Path | None = None) -> Job:
 
 
 def resolved(job: Job) -> dict[str, Any]:
-    """Return the spec with every default filled in, as JSON values: durations in seconds, sizes in bytes."""
-    filled = job.model_dump(mode="json")
+    """Return the spec with every default filled in, as JSON values: durations in seconds, sizes in bytes.
+
+    The target of notifications is masked: it may be a secret, and is read from the job spec alone.
+    """
+    filled = job.without_secrets().model_dump(mode="json")
     for name, role in job.every_role().items():
         filled[job.table_of(name)[0]][name]["min_replicas"] = min_replicas_of(name, role)
     if job.model is not None and job.model.path is None:

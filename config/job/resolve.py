@@ -75,6 +75,7 @@ def resolve(job: Job, python: str) -> run_spec.RunSpec:
         recovery=msgspec.convert(job.recovery.model_dump(), run_spec.Recovery),
         health=msgspec.convert(job.health.model_dump(), run_spec.HealthSpec),
         track=msgspec.convert(job.track.model_dump(), run_spec.TrackSpec),
+        notify=tuple(dict.fromkeys(job.notify.on)) if job.notify is not None else (),
         faults=plan_faults(job.faults, {role.name: role.replicas for role in roles}, job.cluster.walltime),
         faults_allowed=job.faults.allow,
     )

@@ -23,7 +23,7 @@ from ...core.units import Duration, Size
 from .base import OptionalTime, SbatchOptions, Strings, Table, Time, mistake
 from .faults import FaultsTable
 from .roles import RESERVED_GROUPS, CommandRole, Role, Roles
-from .site import ClusterTable, ContainerTable, EnvTable, ManagerTable, Network
+from .site import ClusterTable, ContainerTable, EnvTable, ManagerTable, Network, NotifyTable
 from .validation import check
 
 OWN_SCORE_SHORTEST_S = 1800.0
@@ -341,6 +341,7 @@ class Job(Table):
     health: HealthTable = HealthTable()
     track: TrackTable = TrackTable()
     transport: TransportTable = TransportTable()
+    notify: NotifyTable | None = None
     faults: FaultsTable = FaultsTable()
 
     @model_validator(mode="after")
@@ -351,6 +352,12 @@ class Job(Table):
     def every_role(self) -> dict[str, Role]:
         """Return the roles of this job in the order of their placement; the built-in roles only if there is a task."""
         return {**(self.roles.named() if self.task is not None else {}), **self.commands}
+
+    def without_secrets(self) -> Job:
+        """Return the job as it may be shown: the target of its notifications is masked."""
+        if self.notify is None:
+            return self
+        return self.model_copy(update={"notify": self.notify.without_secrets()})
 
     def table_of(self, role: str) -> tuple[str, str]:
         """Return the path of the table of a role in job.toml."""

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
+from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
+from ...core.run_spec import NotificationKind
 from ...core.types import DEFAULT_LOG_LEVEL, LogLevel
 from ...core.units import Size
-from .base import OptionalTime, SbatchOptions, Table, Time
+from .base import OptionalTime, SbatchOptions, Strings, Table, Time
+
+NOTIFICATION_KINDS: tuple[NotificationKind, ...] = get_args(NotificationKind)
+MASK = "..."
+"""Stands for what may be secret in the target of notifications."""
 
 
 def _lines(lines: tuple[str, ...]) -> tuple[str, ...]:
@@ -53,6 +59,19 @@ def _network(text: str) -> str:
 
 
 Network = Annotated[str, AfterValidator(_network)]
+
+
+def _webhook(address: str) -> str:
+    """Return the address of a webhook. The messages do not quote it, since it may contain a secret."""
+    example = 'write for example "https://hooks.example.org/services/..."'
+    try:
+        parts = urlsplit(address)
+        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
+    except ValueError:
+        valid = False
+    if not valid or not address.isascii() or not address.isprintable() or " " in address:
+        raise ValueError(f"is not the address of a webhook; {example}")
+    return address
 
 
 class NodeTable(Table):
@@ -133,3 +152,35 @@ class ContainerTable(Table):
     """Mounts, each as "/source:/target[:ro]"."""
     python: str = "python3"
     """The interpreter in the image that has rrl."""
+
+
+class NotifyTable(Table):
+    """Notifications: a message when something happens to the run, at most one an hour of each kind (docs/explain.md).
+
+    Needs ``command`` or ``webhook``. Only the manager sends them, so a run whose manager cannot run sends none.
+    """
+
+    on: Annotated[tuple[NotificationKind, ...], Field(strict=False, min_length=1)] = NOTIFICATION_KINDS
+    """failed: the run ended as failed or rejected. degraded: it continues without a replica. stalled: it commits no
+    training step for 30 min, or for ``limits.adaptive`` times as long as usual if that is longer. completed: it is
+    complete. drain: a node was drained, or an administrator should drain it."""
+    command: Strings | None = None
+    """Program that gets the message as JSON on stdin; it runs in the folder of job.toml, for at most 30 s."""
+    webhook: Annotated[str, AfterValidator(_webhook)] | None = None
+    """Address to which the message is posted as JSON; its key ``text`` is the line that chat services show."""
+
+    @model_validator(mode="after")
+    def _one_target(self) -> NotifyTable:
+        if (self.command is None) == (self.webhook is None):
+            raise ValueError('must have exactly one of: command = ["program", ...], webhook = "https://..."')
+        return self
+
+    def without_secrets(self) -> NotifyTable:
+        """Return the table with the arguments of the command and the path of the webhook masked."""
+        if self.webhook is not None:
+            parts = urlsplit(self.webhook)
+            host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
+            port = f":{parts.port}" if parts.port is not None else ""
+            return self.model_copy(update={"webhook": f"{parts.scheme}://{host}{port}/{MASK}"})
+        command = self.command or ()
+        return self.model_copy(update={"command": (*command[:1], *([MASK] if command[1:] else []))})

@@ -60,6 +60,7 @@ def check(job: Job) -> None:
     for name, role in job.every_role().items():
         _gang(job.table_of(name), role)
         _role(job, name, role)
+    _notify(job)
     _donor_rollouts(job)
     _warm_rollouts(job)
     _one_gpu(job)
@@ -171,6 +172,13 @@ def _endpoint(job: Job) -> None:
             f"{endpoint.replicas} replicas may share a machine, where only one of them can listen on port"
             f" {endpoint.port}; write port = 0, or replicas = 1",
         )
+
+
+def _notify(job: Job) -> None:
+    """Reject a notification of a stalled run without training, since only training steps show that a run stalls."""
+    notify = job.notify
+    if notify is not None and job.task is None and "on" in notify.model_fields_set and "stalled" in notify.on:
+        raise mistake(("notify", "on"), '"stalled" counts training steps, but there is no [task]; remove it')
 
 
 def _late(job: Job) -> None:

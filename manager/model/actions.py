@@ -28,6 +28,15 @@ class Rung(StrEnum):
     GIVE_UP = "release everything"
 
 
+class LowerRungs(Struct, frozen=True):
+    """Rungs before the one that was taken, and what they would have needed, for users."""
+
+    rungs: tuple[Rung, ...]
+    """Empty: every rung before the one that was taken."""
+    needed: str
+    """What was missing, as a noun phrase."""
+
+
 class Why(Struct, frozen=True):
     """Why an action is taken: the evidence, the rung, and the expected result with its deadline (manager's time, s)."""
 
@@ -35,6 +44,13 @@ class Why(Struct, frozen=True):
     rung: Rung | None = None
     expects: str = ""
     deadline: float | None = None
+    lower: tuple[LowerRungs, ...] = ()
+    """What the rungs before ``rung`` would have needed; empty if there are none, or in journals of an older rrl."""
+
+
+def every_lower(needed: str) -> tuple[LowerRungs, ...]:
+    """Return that all rungs before the one that is taken lack the same thing."""
+    return (LowerRungs((), needed),)
 
 
 class Request(Struct, frozen=True, tag=True):

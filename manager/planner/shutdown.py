@@ -10,7 +10,19 @@ from __future__ import annotations
 from enum import IntEnum
 
 from ...core.types import AGENT, STANDBY_ROLE, Outcome, gang_of, role_of
-from ..model.actions import Action, Drain, ExternalAction, Finish, Release, Rung, Shrink, StopStep, Undrain, Why
+from ..model.actions import (  # fmt: skip
+    Action,
+    Drain,
+    ExternalAction,
+    Finish,
+    Release,
+    Rung,
+    Shrink,
+    StopStep,
+    Undrain,
+    Why,
+    every_lower,
+)
 from ..model.queries import all_completed, gangs, is_batch_role, open_requests, progress
 from ..model.state import Allocation, Node, Replica, State, Status
 from .capacity.placement import stop_orphans
@@ -118,7 +130,8 @@ def _decide_finish(state: State, now: float, over: bool) -> list[Action]:
     if over:
         evidence = (f"the walltime of {state.job.walltime:g} s ends; {_progress_text(state)}",)
         within = now + SHUTDOWN_GRACES * state.job.limits.step_grace
-        return [Finish(Outcome.FAILED, Why(evidence, Rung.GIVE_UP, "everything is released in order", within))]
+        lower = every_lower("more walltime")
+        return [Finish(Outcome.FAILED, Why(evidence, Rung.GIVE_UP, "everything is released in order", within, lower))]
     return []
 
 

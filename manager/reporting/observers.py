@@ -1,4 +1,4 @@
-"""Pass every event to the observers: the timeline of failures, the health history and the metrics.
+"""Pass every event to the observers: the timeline of failures, the health history, the metrics and the notifications.
 
 No observer delays the manager's loop.
 """
@@ -13,6 +13,7 @@ from ...core.run_dir import RunDir
 from ...core.run_spec import RunSpec
 from ..model import events as ev
 from ..model.state import State
+from ..notifications.notifier import Notifier
 from ..storage.journal import Journal
 from ..storage.lease import Lease
 from .failure_timeline import FailureTimeline
@@ -42,25 +43,33 @@ class EventObservers:
         self._counted_at, self._generated, self._oldest_unwritten_at = 0.0, 0, now()
         self._counters = RunCounters(state, now(), self._timeline) if health.metrics else None
         self._server = MetricsServer(run, health.metrics, self._collect) if health.metrics else None
+        self._notifier = Notifier(run, lambda: self._state, self._durable_seq, now) if spec.notify else None
 
     def on_event(self, before: State | None, after: State, stamped: ev.Stamped) -> None:
         """Pass on an event that changed the state from ``before`` to ``after``."""
+        self._state = after
         changes = self._timeline.apply(stamped)
         self._history.on_event(before, after, stamped, changes)
         if self._counters is None:
             return
         self._counters.apply(before, after, stamped, changes)
-        self._state = after
         if self._journal.unwritten <= 1:
             self._oldest_unwritten_at = stamped.at
         if stamped.at - self._counted_at >= TOKEN_COUNT_INTERVAL_S:
             self._counted_at, self._generated = stamped.at, self._tokens()
 
     async def close(self) -> None:
-        """Stop serving metrics, and write the remaining history records."""
+        """Send the last notifications, stop serving metrics, and write the remaining history records."""
+        if self._notifier is not None:
+            await asyncio.to_thread(self._notifier.close)
         if self._server is not None:
             await asyncio.to_thread(self._server.close)
         await asyncio.to_thread(self._history.close)
+
+    def _durable_seq(self) -> int:
+        """Return the number of the newest record that is certainly durable; called in the notifier's thread."""
+        state = self._state  # first: records that are added meanwhile only make the result smaller
+        return 0 if state is None else state.seq - self._journal.unwritten
 
     def _collect(self) -> Iterable[Any]:
         """Return the metrics of one state; called in the server's threads, while the manager may replace the state."""

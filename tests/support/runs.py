@@ -23,6 +23,7 @@ from rrl.manager.model import events as ev
 from rrl.manager.model.queries import workers
 from rrl.manager.model.state import State, Status
 from rrl.manager.storage.journal import Follower, replay
+from rrl.tests.support.cli.explained import assert_explained
 from rrl.tests.support.slurm.lab import SlurmLab
 from rrl.tests.support.supervisor import end_runs_with_caller
 
@@ -256,6 +257,7 @@ def check_records(run: RunDir) -> Outcome | None:
             current[event.incarnation.replica] = event.incarnation.number
         if isinstance(event, ev.RunEnded):
             outcome = event.outcome
+    assert_explained(replay(run))
     return outcome
 
 

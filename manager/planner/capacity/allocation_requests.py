@@ -10,7 +10,7 @@ import msgspec
 from ....core.run_spec import NodeGroup, RunSpec
 from ....core.types import NodeName, Outcome
 from ...cluster.base import AllocationRequest
-from ...model.actions import Action, Finish, Request, Rung, Why
+from ...model.actions import Action, Finish, Request, Rung, Why, every_lower
 from ...model.state import Allocation, RejectedRequest, State
 from ..deadlines import NEVER
 from .node_fitness import unfit_nodes
@@ -68,7 +68,8 @@ def await_minimum(state: State, inventory: NodeInventory, now: float) -> tuple[l
 def unsatisfiable(state: State, allocation: Allocation) -> Finish:
     """Return the end of a run whose request can never be met."""
     text = allocation.status.unsatisfiable_reason if allocation.status else ""
-    why = Why((f"{allocation.tag}: {text}",), Rung.GIVE_UP, "the run ends; correct the job spec and submit again")
+    evidence, advice = (f"{allocation.tag}: {text}",), "the run ends; correct the job spec and submit again"
+    why = Why(evidence, Rung.GIVE_UP, advice, lower=every_lower("nodes that the cluster can grant"))
     return Finish(Outcome.REJECTED, why)
 
 
@@ -82,7 +83,8 @@ def finish_if_rejected(state: State, node_group: NodeGroup, now: float) -> Finis
     answered = [rejected for rejected in recent if not rejected.undelivered]
     if not answered and len(recent) < MAX_REJECTIONS:
         return None
-    why = Why(((answered or recent)[-1].detail,), Rung.GIVE_UP, "the run ends; correct the job spec and submit again")
+    evidence, advice = ((answered or recent)[-1].detail,), "the run ends; correct the job spec and submit again"
+    why = Why(evidence, Rung.GIVE_UP, advice, lower=every_lower("a request that the cluster accepts"))
     return Finish(Outcome.REJECTED if answered else Outcome.FAILED, why)
 
 
@@ -151,7 +153,8 @@ def _start_timeout(state: State, inventory: NodeInventory) -> Finish:
         suffix = f" ({'; '.join(pending)})" if pending else ""
         needed = f"{present} of the {node_group.min_nodes} nodes that the run cannot start without"
         evidence.append(f"{node_group.name}: {needed}, after {state.job.start_within:g} s{suffix}")
-    return Finish(Outcome.FAILED, Why(tuple(evidence), Rung.GIVE_UP, "everything is released"))
+    lower = every_lower("the nodes without which the run cannot start, in time")
+    return Finish(Outcome.FAILED, Why(tuple(evidence), Rung.GIVE_UP, "everything is released", lower=lower))
 
 
 def initial_requests(run: str, job: RunSpec) -> tuple[AllocationRequest, ...]:

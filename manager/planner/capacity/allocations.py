@@ -9,7 +9,7 @@ import msgspec
 
 from ....core.run_spec import NodeGroup
 from ....core.types import NodeName, Outcome, gang_of
-from ...model.actions import Action, Fence, Finish, Release, Request, Rung, Why
+from ...model.actions import Action, Fence, Finish, LowerRungs, Release, Request, Rung, Why
 from ...model.queries import gang, gangs, open_requests, workers
 from ...model.state import Allocation, Replica, State, Status
 from ..deadlines import NEVER, SHUTDOWN_GRACES, rotate_at, unsatisfiable_at
@@ -158,7 +158,8 @@ def _replacements(
     text = f"the allocation of {names} ends" if only_moves else f"no free node for {names}"
     if not lacking:
         text = f"spare nodes are excluded: {', '.join(_lost_spares(state, node_group))}"
-    why = Why((text,), Rung.REPLACEMENT, "a node", now + state.job.limits.allocation)
+    lower = (LowerRungs((Rung.SPARE,), "a free node in the run"),)
+    why = Why((text,), Rung.REPLACEMENT, "a node", now + state.job.limits.allocation, lower)
     requests = new_requests(state, node_group, missing, now)
     if not node_group.separate_jobs:
         kind = "more" if node_group is state.job.node_groups[0] else f"more-{node_group.name}"
@@ -256,6 +257,10 @@ def _handle_no_nodes(
         served += members
         del lacking[gang_of(members[0].id)]
     unserved = [member for members in lacking.values() for member in members]
+    no_node = (
+        LowerRungs((Rung.SPARE,), "a free node in the run"),
+        LowerRungs((Rung.REPLACEMENT,), "nodes from the cluster in time"),
+    )
     for id, members in lacking.items():
         role = members[0].role
         remaining = _remaining(state, role, unserved)
@@ -263,10 +268,12 @@ def _handle_no_nodes(
             names = ", ".join(member.id for member in members)
             deadline = now + SHUTDOWN_GRACES * state.job.limits.step_grace
             lines = (*dict.fromkeys(evidence), f"{names} has no node", *_excluded_node_lines(state, node_group))
-            why = Why(lines, Rung.GIVE_UP, "everything is released", deadline)
+            needed = f"nodes for {_min_replicas(state, role)} replicas of {role}, but only {remaining} would be left"
+            few = LowerRungs((Rung.DEGRADED,), needed)
+            why = Why(lines, Rung.GIVE_UP, "everything is released", deadline, (*no_node, few))
             return [Finish(Outcome.FAILED, why)]
         deadline = now + state.job.recovery.window
-        why = Why(evidence, Rung.DEGRADED, f"{role} continues with {remaining} replicas", deadline)
+        why = Why(evidence, Rung.DEGRADED, f"{role} continues with {remaining} replicas", deadline, no_node)
         actions += [Fence(member.incarnation, Rung.DEGRADED, why, charged=False) for member in gang(state, id)]
     return actions
 

@@ -282,5 +282,6 @@ def stop_orphans(
             continue
         hurried = role_of(orphan.incarnation.replica) in {*roles, STANDBY_ROLE} or orphan.node in awaited
         grace = 0.0 if hurried else state.job.limits.step_grace
-        stops.append(StopStep(step, orphan.incarnation, grace, Why((f"{orphan.incarnation} is fenced",))))
+        why = Why((f"{orphan.incarnation} is no longer part of the run",))
+        stops.append(StopStep(step, orphan.incarnation, grace, why))
     return stops, wake

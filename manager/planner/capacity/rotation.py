@@ -11,7 +11,7 @@ from itertools import groupby
 
 from ....core.run_spec import NodeGroup
 from ....core.types import NodeName, ReplicaId, gang_of, role_of
-from ...model.actions import Decision, Fence, Release, Rung, Why
+from ...model.actions import Decision, Fence, LowerRungs, Release, Rung, Why, every_lower
 from ...model.queries import to_launch, workers
 from ...model.state import Allocation, Replica, State, Status
 from ..deadlines import NEVER, rotate_at, rotation_urgent_at
@@ -47,8 +47,8 @@ def rotate(state: State, assigned: Assignment, now: float) -> tuple[list[Decisio
         moving.add(role)
         for id, allocation in zip(ids, allocations, strict=True):
             target, deadline = assigned.moves[id].node, now + state.job.limits.join
-            evidence = (_move_reason(state, id, allocation, now),)
-            why = Why(evidence, Rung.REPLACEMENT, f"joins again on {target}", deadline)
+            evidence, lower = (_move_reason(state, id, allocation, now),), every_lower("its node to stay in the run")
+            why = Why(evidence, Rung.REPLACEMENT, f"joins again on {target}", deadline, lower)
             decisions.append(
                 Fence(state.replica(id).incarnation, Rung.REPLACEMENT, why, target_node=target, charged=False)
             )
@@ -173,12 +173,15 @@ def preemptions(state: State, inventory: NodeInventory, now: float) -> list[Deci
     for replica in workers(state):
         if not replica.is_current or not (evidence := _preemption_evidence(state, replica, now)):
             continue
+        in_place = LowerRungs((Rung.IN_PLACE,), "its node to stay in the run")
+        spare = LowerRungs((Rung.SPARE,), f"another free node that can host {replica.id}")
         rung, expects, time_limit = Rung.REPLACEMENT, "joins again once it has a node", limits.allocation + limits.join
+        lower: tuple[LowerRungs, ...] = (in_place, spare)
         if inventory.can_place(replica):
             rung, expects, time_limit = Rung.SPARE, "joins again on a spare node", limits.join
-        fences.append(
-            Fence(replica.incarnation, rung, Why((evidence,), rung, expects, now + time_limit), charged=False)
-        )
+            lower = (in_place,)
+        why = Why((evidence,), rung, expects, now + time_limit, lower)
+        fences.append(Fence(replica.incarnation, rung, why, charged=False))
     return fences
 
 

@@ -1,7 +1,8 @@
 """The repair ladder as data: rungs from the cheapest repair down to the end of the run.
 
-Each rung says when it fits, what it should achieve and within which time. A policy is a tuple of rungs. ``recover``
-takes the first rung that fits, beginning with the rung that the evidence suggests.
+Each rung says what it needs, what it should achieve and within which time. A policy is a tuple of rungs. ``recover``
+takes the first rung whose needs are met, beginning with the rung that the evidence suggests. What the rungs before it
+lacked is recorded with the decision, and ``rrl explain`` shows it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable
 from msgspec import Struct
 
 from ....core.types import AGENT, STANDBY_ROLE, NodeName, ReplicaId, gang_of
-from ...model.actions import Rung
+from ...model.actions import LowerRungs, Rung
 from ...model.queries import workers
 from ...model.reduce_replicas import MAX_RESTART_BACKOFF_S
 from ...model.state import Replica, State, Status
@@ -41,11 +42,19 @@ class FailureCase(Struct, frozen=True):
         return len(self.failed.recent_failures(self.state.job.recovery.window, self.now))
 
 
+class Need(Struct, frozen=True):
+    """A condition that a rung needs."""
+
+    is_met: Callable[[FailureCase], bool]
+    text: Callable[[FailureCase], str]
+    """Noun phrase for users about what is missing if the condition is not met."""
+
+
 class RungSpec(Struct, frozen=True):
-    """A rung of a policy: when it fits, what it should achieve, and by when."""
+    """A rung of a policy: what it needs, what it should achieve, and by when."""
 
     rung: Rung
-    fits: Callable[[FailureCase], bool]
+    needs: tuple[Need, ...]
     expects: str
     """Expected result, with ``{member}``, ``{role}`` and ``{node}`` of the failed member and its target
     node ``{to}``."""
@@ -54,6 +63,10 @@ class RungSpec(Struct, frozen=True):
     entered again."""
     target_node: Callable[[FailureCase], NodeName | None] = lambda case: None
     """Node on which the member is launched next; None for its own node or any node that fits."""
+
+    def fits(self, case: FailureCase) -> bool:
+        """Return whether all needs of the rung are met."""
+        return all(need.is_met(case) for need in self.needs)
 
 
 def severity(rung: Rung) -> int:
@@ -64,61 +77,96 @@ def severity(rung: Rung) -> int:
     return {Rung.DEGRADED: 1, Rung.FULL_RESTART: 2, Rung.GIVE_UP: 3}.get(rung, 0)
 
 
-# ── when a rung fits ─────────────────────────────────────────────────────────────────────────────────────────────────
-def _always(case: FailureCase) -> bool:
-    return True
+# ── what a rung needs ────────────────────────────────────────────────────────────────────────────────────────────────
+def _node_text(case: FailureCase) -> str:
+    return f"{case.failed.node} in use" if case.failed.node else f"a node on which {case.failed.id} ran"
 
 
-def _is_transient(case: FailureCase) -> bool:
-    """Return whether a restart on the same node is likely to help.
+def _few_failures_text(case: FailureCase) -> str:
+    limit, member = case.state.job.recovery.per_node, case.failed
+    return f"fewer than {limit} failures of {member.id} on {member.node} within {_window_text(case)}"
 
-    The node must be usable, and the member must not have failed there too often. The last try of a member is on another
-    node if possible.
+
+def budget_needed(case: FailureCase) -> str:
+    """Return what would have allowed another restart of the failed member alone, as a noun phrase."""
+    limit = case.state.job.recovery.per_replica
+    return f"fewer than {limit} restarts of {case.failed.id} within {_window_text(case)}"
+
+
+def _window_text(case: FailureCase) -> str:
+    return f"{case.state.job.recovery.window:g} s"
+
+
+def _min_replicas_text(case: FailureCase) -> str:
+    least = case.state.job.role(case.failed.role).min_replicas
+    return f"{least} other replica{'s' * (least != 1)} of {case.failed.role}" if least else "a role that can shrink"
+
+
+_NODE_USABLE = Need(lambda case: case.inventory.is_usable(case.failed.node), _node_text)
+_FEW_FAILURES_HERE = Need(lambda case: not fails_often_here(case), _few_failures_text)
+_FURTHER_TRY = Need(
+    lambda case: not _last_try_on_other_node(case),
+    lambda case: "a start after this one: the last try is made on another node",
+)
+_TRANSIENT = (_NODE_USABLE, _FEW_FAILURES_HERE, _FURTHER_TRY)
+"""Needs of a restart on the same node: it is likely to help."""
+_STANDBY_HERE = Need(
+    lambda case: bool(case.inventory.ready_standbys(case.failed.node, case.failed.role)),
+    lambda case: f"a ready standby process of {case.failed.role} on {case.failed.node}",
+)
+_SPARE_WITH_STANDBY = Need(
+    lambda case: case.inventory.spare_with_standby(case.failed) is not None,
+    lambda case: f"a spare node with a ready standby process of {case.failed.role}",
+)
+_DONOR = Need(
+    lambda case: case.inventory.donor_for(case.failed) is not None,
+    lambda case: f"a rollout that can leave its node to a standby process of {case.failed.role}",
+)
+_FREE_NODE = Need(
+    lambda case: case.inventory.can_place(case.failed), lambda case: f"another free node that can host {case.failed.id}"
+)
+_NODE_NOT_AT_FAULT = Need(
+    lambda case: not case.inventory.new_node_helps(case.failed),
+    lambda case: f"failures of {case.failed.id} on other nodes, too",
+)
+_ENOUGH_REPLICAS = Need(lambda case: can_degrade(case.state, case.failed, case.dropped), _min_replicas_text)
+_CHECKPOINTS = Need(lambda case: bool(case.state.job.steps), lambda case: "training steps, from which it can continue")
+_STARTED = Need(lambda case: case.failed.is_current, lambda case: f"a start of {case.failed.id} that is not refused")
+_FULL_RESTART_LEFT = Need(
+    lambda case: not full_restarts_exhausted(case.state, case.failed, case.now),
+    lambda case: f"another restart to be allowed ({full_restarts_exhausted(case.state, case.failed, case.now)})",
+)
+_BUDGET_LEFT = Need(lambda case: case.first_rung is Rung.IN_PLACE, budget_needed)
+
+
+def lower_rungs(
+    policy: tuple[RungSpec, ...], taken: RungSpec, case: FailureCase, skipped: str
+) -> tuple[LowerRungs, ...]:
+    """Return what the rungs of a policy before the taken one would have needed.
+
+    Args:
+        policy: All rungs.
+        taken: The rung that fits.
+        case: The failure.
+        skipped: What the rungs would have needed that were not considered, since the evidence called for a more severe
+            one; a noun phrase.
     """
-    return (
-        case.inventory.is_usable(case.failed.node) and not fails_often_here(case) and not _last_try_on_other_node(case)
-    )
+    before = policy[: policy.index(taken)]
+    unsuited = tuple(dict.fromkeys(spec.rung for spec in before if severity(spec.rung) < severity(case.first_rung)))
+    lower = [LowerRungs(unsuited, skipped)] if unsuited else []
+    tried = [spec for spec in before if spec.rung not in unsuited and not _promotes_without_standbys(spec, case)]
+    lacking = [(spec.rung, [need for need in spec.needs if not need.is_met(case)]) for spec in tried]
+    for rung, missing in lacking:
+        # Of two rungs of the same kind, the one that lacked less says enough.
+        if not any(other == rung and set(fewer) < set(missing) for other, fewer in lacking):
+            lower.append(LowerRungs((rung,), " and ".join(need.text(case) for need in missing)))
+    return tuple(lower)
 
 
-def _transient_with_standby(case: FailureCase) -> bool:
-    return _is_transient(case) and bool(case.inventory.ready_standbys(case.failed.node, case.failed.role))
-
-
-def _spare_has_standby(case: FailureCase) -> bool:
-    return case.inventory.spare_with_standby(case.failed) is not None
-
-
-def _donor_exists(case: FailureCase) -> bool:
-    return case.inventory.donor_for(case.failed) is not None
-
-
-def _spare_exists(case: FailureCase) -> bool:
-    return case.inventory.can_place(case.failed)
-
-
-def _node_not_at_fault(case: FailureCase) -> bool:
-    return case.inventory.is_usable(case.failed.node) and not case.inventory.new_node_helps(case.failed)
-
-
-def _node_usable(case: FailureCase) -> bool:
-    return case.inventory.is_usable(case.failed.node)
-
-
-def _role_can_degrade(case: FailureCase) -> bool:
-    return can_degrade(case.state, case.failed, case.dropped)
-
-
-def _full_restart_helps(case: FailureCase) -> bool:
-    """Return whether a checkpoint exists, and the run may still be restarted from it."""
-    return (
-        bool(case.state.job.steps)
-        and case.failed.is_current
-        and not full_restarts_exhausted(case.state, case.failed, case.now)
-    )
-
-
-def _budget_left(case: FailureCase) -> bool:
-    return case.first_rung is Rung.IN_PLACE
+def _promotes_without_standbys(spec: RungSpec, case: FailureCase) -> bool:
+    """Return whether the rung promotes a standby process, and the job keeps none for the role of the failed member."""
+    promotes = any(need in (_STANDBY_HERE, _SPARE_WITH_STANDBY, _DONOR) for need in spec.needs)
+    return promotes and not case.state.job.role(case.failed.role).warm
 
 
 def _last_try_on_other_node(case: FailureCase) -> bool:
@@ -204,11 +252,11 @@ def _donor_node(case: FailureCase) -> NodeName | None:
 
 
 # ── policies ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-_GIVE_UP = RungSpec(Rung.GIVE_UP, _always, "the trainer commits its step and everything is released", _shutdown_time)
+_GIVE_UP = RungSpec(Rung.GIVE_UP, (), "the trainer commits its step and everything is released", _shutdown_time)
 
 SUPPORT_LADDER: tuple[RungSpec, ...] = (
-    RungSpec(Rung.IN_PLACE, lambda case: _node_usable(case) and _budget_left(case), "joins again on {node}", _join),
-    RungSpec(Rung.DEGRADED, _always, "{node} continues without it", _window),
+    RungSpec(Rung.IN_PLACE, (_NODE_USABLE, _BUDGET_LEFT), "joins again on {node}", _join),
+    RungSpec(Rung.DEGRADED, (), "{node} continues without it", _window),
 )
 """Rungs for agents and standby processes, whatever the policy."""
 
@@ -216,41 +264,52 @@ POLICIES: dict[str, tuple[RungSpec, ...]] = {
     "role": (
         RungSpec(
             Rung.IN_PLACE,
-            _transient_with_standby,
+            (*_TRANSIENT, _STANDBY_HERE),
             "its standby process on {node} is promoted to {member}",
             _promotion_time,
         ),
-        RungSpec(Rung.IN_PLACE, _is_transient, "joins again on {node}", _join),
+        RungSpec(Rung.IN_PLACE, _TRANSIENT, "joins again on {node}", _join),
         RungSpec(
             Rung.SPARE,
-            _spare_has_standby,
+            (_SPARE_WITH_STANDBY,),
             "the standby process on the spare node {to} is promoted to {member}",
             _promotion_time,
             _spare_with_standby,
         ),
         RungSpec(
             Rung.DONOR,
-            _donor_exists,
+            (_DONOR,),
             "the standby process on {to} is promoted to {member}; its rollout moves",
             _promotion_time,
             _donor_node,
         ),
-        RungSpec(Rung.SPARE, _spare_exists, "joins again on a spare node", _join),
-        RungSpec(Rung.IN_PLACE, _node_not_at_fault, "joins again on {node}: the node is not the cause", _join),
-        RungSpec(Rung.REPLACEMENT, _always, "joins again once a replacement node is available", _allocation_and_join),
-        RungSpec(Rung.DEGRADED, _role_can_degrade, "{role} continues with one replica fewer", _window),
+        RungSpec(Rung.SPARE, (_FREE_NODE,), "joins again on a spare node", _join),
         RungSpec(
-            Rung.FULL_RESTART, _full_restart_helps, "every role joins again, and a step is committed", _pause_and_join
+            Rung.IN_PLACE,
+            (_NODE_USABLE, _NODE_NOT_AT_FAULT),
+            "joins again on {node}: the node is not the cause",
+            _join,
+        ),
+        RungSpec(Rung.REPLACEMENT, (), "joins again once a replacement node is available", _allocation_and_join),
+        RungSpec(Rung.DEGRADED, (_ENOUGH_REPLICAS,), "{role} continues with one replica fewer", _window),
+        RungSpec(
+            Rung.FULL_RESTART,
+            (_CHECKPOINTS, _STARTED, _FULL_RESTART_LEFT),
+            "every role joins again, and a step is committed",
+            _pause_and_join,
         ),
         _GIVE_UP,
     ),
     "job": (
-        RungSpec(Rung.FULL_RESTART, _budget_left, "every role joins again, on its own node if that is good", _join),
+        RungSpec(Rung.FULL_RESTART, (_BUDGET_LEFT,), "every role joins again, on its own node if that is good", _join),
         _GIVE_UP,
     ),
     "requeue": (
         RungSpec(
-            Rung.FULL_RESTART, _budget_left, "nodes as soon as the queue grants them, and every role on them", _requeue
+            Rung.FULL_RESTART,
+            (_BUDGET_LEFT,),
+            "nodes as soon as the queue grants them, and every role on them",
+            _requeue,
         ),
         _GIVE_UP,
     ),

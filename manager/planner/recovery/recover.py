@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from ....core.types import AGENT, Incarnation, NodeName, Outcome, ReplicaId, gang_of
-from ...model.actions import Decision, Fence, Finish, RestartAll, Rung, Why
+from ...model.actions import Decision, Fence, Finish, LowerRungs, RestartAll, Rung, Why, every_lower
 from ...model.queries import finding_about
 from ...model.reduce_commands import REQUEUE
 from ...model.state import Replica, State, Status
@@ -25,9 +25,11 @@ from .ladder import (
     SUPPORT_LADDER,
     SUPPORT_ROLES,
     FailureCase,
+    budget_needed,
     can_degrade,
     fails_often_here,
     full_restarts_exhausted,
+    lower_rungs,
     severity,
 )
 from .node_exclusion import exclusions
@@ -96,17 +98,23 @@ def _fence_rest_of_gang(state: State, members: _Members, now: float) -> list[Dec
         return []
     retired = next((member for member in departed if member.status is Status.RETIRED), None)
     first = retired or min(departed, key=lambda member: member.since)
-    reason = first.failures[-1].why if first.failures and first.failures[-1].at == first.since else "it is fenced"
-    evidence = (f"its gang restarts: {first.incarnation}: {reason}",)
+    reason = first.failures[-1].why if first.failures and first.failures[-1].at == first.since else "it was stopped"
+    whole = gang_of(first.id)
+    evidence = (f"{whole} restarts as a whole: {first.incarnation}: {reason}",)
+    together = every_lower(f"{first.incarnation} to stay: the processes of {whole} start and end together")
     if retired is not None:
-        why = Why((f"its gang is retired: {first.incarnation}",), Rung.DEGRADED, f"{first.role} continues without it")
+        evidence = (f"{whole} is given up as a whole, with {first.incarnation}",)
+        why = Why(evidence, Rung.DEGRADED, f"{first.role} continues without it", lower=together)
         rest = [member for member in members if member.is_current or member.status is Status.WANTED]
         return [Fence(member.incarnation, Rung.DEGRADED, why, charged=False) for member in rest]
     fences: list[Decision] = []
     for member in (member for member in members if member.is_current):
         moves = member.node == first.node and first.preferred_node != first.node
         rung = Rung.SPARE if moves else Rung.IN_PLACE
-        why = Why(evidence, rung, "joins again with its gang", now + state.job.limits.join)
+        deadline = now + state.job.limits.join
+        why = Why(
+            evidence, rung, f"joins again with the other processes of {whole}", deadline, together if moves else ()
+        )
         fences.append(Fence(member.incarnation, rung, why, first.preferred_node if moves else None, charged=False))
     return fences
 
@@ -124,7 +132,9 @@ def _vacate_for_promotion(state: State, inventory: NodeInventory, now: float) ->
             for rollout in inventory.blocking_rollouts(member) if member.status is Status.WANTED else ():
                 evidence = (f"{member.id} is wanted on {rollout.node}, where a standby process can be promoted to it",)
                 time_limit = state.job.limits.allocation + state.job.limits.join
-                why = Why(evidence, Rung.DONOR, f"{rollout.id} joins again on another node", now + time_limit)
+                expects = f"{rollout.id} joins again on another node"
+                lower = (LowerRungs((Rung.IN_PLACE, Rung.SPARE), f"{rollout.node} not to be needed for {member.id}"),)
+                why = Why(evidence, Rung.DONOR, expects, now + time_limit, lower)
                 fences[rollout.incarnation] = Fence(rollout.incarnation, Rung.DONOR, why, charged=False)
     return list(fences.values())
 
@@ -194,7 +204,7 @@ def _launches_exhausted(case: FailureCase) -> Decision | None:
     if mistake := never_joined(case.state, case.failed, (newest.why,), newest.detector):
         return _reject_or_degrade(case, mistake)
     if newest.refused and case.recent_failures > case.state.job.recovery.per_replica:
-        return _first_rung_from(case, (*_refused_text(case), _budget_text(case)), Rung.DEGRADED)
+        return _first_rung_from(case, (*_refused_text(case), _budget_text(case)), Rung.DEGRADED, budget_needed(case))
     return None
 
 
@@ -211,29 +221,34 @@ def _choose_rung(case: FailureCase, members: _Members, evidence: tuple[str, ...]
     state, failed = case.state, case.failed
     finding = finding_about(state, failed.incarnation)
     if repeated := repeated_exception(state, failed):
-        return _fail_or_degrade(case, repeated, "its traceback")
+        return _fail_or_degrade(case, repeated, "its traceback", "starts that do not end with the same exception")
     if repeated := repeated_clean_exit(state, failed):
-        return _fail_or_degrade(case, repeated, "its last lines")
+        return _fail_or_degrade(case, repeated, "its last lines", "a program that does not return early at each start")
     if mistake := never_joined(state, failed, evidence, finding.detector if finding is not None else ""):
         return _reject_or_degrade(case, mistake)
     if case.recent_failures >= state.job.recovery.per_replica:
-        return _first_rung_from(case, (*evidence, _budget_text(case)), Rung.DEGRADED)
+        return _first_rung_from(case, (*evidence, _budget_text(case)), Rung.DEGRADED, budget_needed(case))
     if state.job.recovery.policy == "role" and (
         software_evidence := suggests_software_fault(state, members, failed, case.now)
     ):
-        return _first_rung_from(case, (*evidence, *software_evidence), Rung.FULL_RESTART)
-    return _first_rung_from(case, evidence, Rung.IN_PLACE)
+        needed = f"a failure that a restart of {gang_of(failed.id)} alone may cure"
+        return _first_rung_from(case, (*evidence, *software_evidence), Rung.FULL_RESTART, needed)
+    return _first_rung_from(case, evidence, Rung.IN_PLACE, "")
 
 
-def _first_rung_from(case: FailureCase, evidence: tuple[str, ...], first_rung: Rung) -> Decision:
-    """Return the decision of the first rung of the policy that fits, from ``first_rung`` on."""
+def _first_rung_from(case: FailureCase, evidence: tuple[str, ...], first_rung: Rung, skipped: str) -> Decision:
+    """Return the decision of the first rung of the policy that fits, from ``first_rung`` on.
+
+    ``skipped`` is what the rungs before ``first_rung`` would have needed.
+    """
     state, failed = case.state, case.failed
     case = msgspec.structs.replace(case, first_rung=first_rung)
     policy = SUPPORT_LADDER if failed.role in SUPPORT_ROLES else POLICIES[state.job.recovery.policy]
     repair = next(spec for spec in policy if severity(spec.rung) >= severity(first_rung) and spec.fits(case))
     target = repair.target_node(case)
     expects = repair.expects.format(member=failed.id, role=failed.role, node=failed.node, to=target)
-    why = Why(evidence, repair.rung, expects, case.now + repair.time_limit(state))
+    lower = lower_rungs(policy, repair, case, skipped)
+    why = Why(evidence, repair.rung, expects, case.now + repair.time_limit(state), lower)
     if repair.rung is Rung.FULL_RESTART:
         return RestartAll(why, tuple(_fence_all(case, why)))
     if repair.rung is Rung.GIVE_UP:
@@ -276,23 +291,27 @@ def _reject_or_degrade(case: FailureCase, mistake: tuple[str, ...]) -> Decision:
     """
     state, failed = case.state, case.failed
     if can_degrade(state, failed, case.dropped) and not role_exhausted(state, failed, case.dropped):
-        return _retire(case, mistake)
+        return _retire(case, mistake, f"a start of {failed.id} that joins")
     return rejected(mistake)
 
 
-def _fail_or_degrade(case: FailureCase, evidence: tuple[str, ...], shown: str) -> Decision:
+def _fail_or_degrade(case: FailureCase, evidence: tuple[str, ...], shown: str, needed: str) -> Decision:
     """Retire a member whose own code fails, if other replicas of its role may still work; otherwise end the run.
 
-    ``shown`` is the text about the failure that users see.
+    ``shown`` is the text about the failure that users see; ``needed`` is what a restart would have needed.
     """
     state, failed = case.state, case.failed
     if can_degrade(state, failed, case.dropped) and others_may_work(state, failed, case.dropped):
-        return _retire(case, evidence)
-    return failed_by_code(state, evidence, shown)
+        return _retire(case, evidence, needed)
+    return failed_by_code(state, evidence, shown, needed)
 
 
-def _retire(case: FailureCase, evidence: tuple[str, ...]) -> Fence:
-    """Return the fence that retires the failed member, so that its role continues without it."""
+def _retire(case: FailureCase, evidence: tuple[str, ...], needed: str) -> Fence:
+    """Return the fence that retires the failed member, so that its role continues without it.
+
+    ``needed`` is what a restart would have needed.
+    """
     deadline = case.now + case.state.job.recovery.window
-    why = Why(evidence, Rung.DEGRADED, f"{case.failed.role} continues with one replica fewer", deadline)
+    expects = f"{case.failed.role} continues with one replica fewer"
+    why = Why(evidence, Rung.DEGRADED, expects, deadline, every_lower(needed))
     return Fence(case.failed.incarnation, Rung.DEGRADED, why)

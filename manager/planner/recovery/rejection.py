@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ....core.types import Flag, NodeName, Outcome, ReplicaId, gang_of, is_support
-from ...model.actions import Finish, Rung, Why
+from ...model.actions import Finish, Rung, Why, every_lower
 from ...model.queries import finding_about, has_worked, workers
 from ...model.state import Replica, State, Status
 from ..capacity.node_fitness import MAX_NAMED_NODES, unfit_nodes
@@ -108,7 +108,8 @@ def no_fit_node(state: State) -> Finish | None:
 
 def rejected(why: tuple[str, ...]) -> Finish:
     """Return the end of a run that the job spec or the site's configuration makes impossible."""
-    return Finish(Outcome.REJECTED, Why(why, Rung.GIVE_UP, "correct the job spec or the site's set-up, and resubmit"))
+    advice, lower = "correct the job spec or the site's set-up, and resubmit", every_lower("a start that can succeed")
+    return Finish(Outcome.REJECTED, Why(why, Rung.GIVE_UP, advice, lower=lower))
 
 
 def role_exhausted(state: State, replica: Replica, dropped: set[ReplicaId]) -> bool:

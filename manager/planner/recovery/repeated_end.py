@@ -23,7 +23,7 @@ matter: a program whose loop ends after three steps makes some progress in each 
 from __future__ import annotations
 
 from ....core.types import Outcome, RaisedException, ReplicaId, gang_of, is_support
-from ...model.actions import Finish, Rung, Why
+from ...model.actions import Finish, Rung, Why, every_lower
 from ...model.queries import finding_about, gang, has_worked, node_finding, returned_early, starts_ended_by, workers
 from ...model.state import Replica, State, Status
 
@@ -85,17 +85,18 @@ def scorer_fails(state: State) -> Finish | None:
         exception = _exception_of(state, replica)
         if exception is not None and exception.dropped_groups and not replica.fault:
             dropped = f"exceptions of the scorer have dropped {exception.dropped_groups} groups, most of the newest"
-            return failed_by_code(state, (f"{replica.id}: {exception}", dropped), "its traceback")
+            needed = "a scorer that does not fail for most groups"
+            return failed_by_code(state, (f"{replica.id}: {exception}", dropped), "its traceback", needed)
     return None
 
 
-def failed_by_code(state: State, evidence: tuple[str, ...], shown: str) -> Finish:
+def failed_by_code(state: State, evidence: tuple[str, ...], shown: str, needed: str) -> Finish:
     """Return the decision to end a run because the user's code fails.
 
-    ``shown``: what the log of the failure shows to users.
+    ``shown``: what the log of the failure shows to users. ``needed``: what a restart would have needed.
     """
-    show = f"rrl logs {state.run} --failed shows {shown}"
-    return Finish(Outcome.FAILED, Why((*evidence, show), Rung.GIVE_UP, "everything is released"))
+    evidence = (*evidence, f"rrl logs {state.run} --failed shows {shown}")
+    return Finish(Outcome.FAILED, Why(evidence, Rung.GIVE_UP, "everything is released", lower=every_lower(needed)))
 
 
 def others_may_work(state: State, failed: Replica, dropped: set[ReplicaId]) -> bool:

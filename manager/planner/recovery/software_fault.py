@@ -50,7 +50,7 @@ def suggests_software_fault(state: State, members: Sequence[Replica], failed: Re
         twice = failed.ever_joined and bool(past) and not past[-1].joined
         return (f"two restarts in a row failed after {after}",) if twice else ()
     if no_commit_yet and (state.step or full_restarts):  # the very first incarnation has a second try
-        return (f"it failed in its first training step, the step after {after}: earlier incarnations got that far",)
+        return (f"it failed in its first training step, the step after {after}: earlier starts got that far",)
     if any(failure.joined for failure in past):
         return (f"second failure in the same training step, the step after {after}",)
     return ()

@@ -437,3 +437,49 @@ def test_a_key_that_only_slurm_rejects_is_reported_with_its_setting(
     assert capsys.readouterr().err == (
         "rrl: --set slurm.partition=x: Slurm says for pool: Invalid partition name specified\n"
     )
+
+
+# ── notifications ────────────────────────────────────────────────────────────────────────────────────────────────────
+_SECRET = "s3cr3t"
+
+
+@pytest.mark.parametrize("options", [(), ("--json",)])
+@pytest.mark.parametrize(
+    ("target", "shown"),
+    [
+        (f'webhook = "https://hooks.example.org/{_SECRET}"', "posted to https://hooks.example.org/..."),
+        (f'command = ["mail", "{_SECRET}"]', "to the command mail ..."),
+    ],
+)
+def test_check_shows_the_notifications_without_their_secrets(
+    site: Site, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], target: str, shown: str
+) -> None:
+    extra = f'[notify]\non = ["failed", "drain"]\n{target}\n'
+    assert site.slurm(mail="exit 0").run("check", *options, extra=extra) == 0
+    out, err = capsys.readouterr()
+    assert f"failed, drain: {shown}, at most one an hour of each" in out
+    assert _SECRET not in out + err
+
+
+@pytest.mark.parametrize(
+    ("command", "problem"),
+    [
+        ("no-such-mail", 'there is no command "no-such-mail" in PATH'),
+        ("./notify.sh", '"./notify.sh" does not exist in {}, the folder of job.toml'),
+        ("/opt/no/notify", '"/opt/no/notify" does not exist'),
+        ("./job.toml", '"./job.toml" is not executable in {}, the folder of job.toml'),
+    ],
+)
+def test_missing_command_of_notifications_is_reported_before_the_start(
+    site: Site, capsys: pytest.CaptureFixture[str], command: str, problem: str
+) -> None:
+    extra = f'[notify]\ncommand = ["{command}"]\n'
+    found = f"notify.command: {problem.format(site.job.parent)}"
+    assert site.slurm().run("check", extra=extra) == 0
+    assert f"{found} on this machine; the machine of the manager needs it" in "\n".join(
+        doubts_in(capsys.readouterr().out)
+    )
+    site.job.write_text(JOB + extra)
+    assert main.run(["check", "--no-task", str(site.job)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith(found)

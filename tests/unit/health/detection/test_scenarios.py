@@ -8,6 +8,7 @@ import pytest
 
 from rrl.benchmarks._detection_curve import match_delay
 from rrl.core.types import Finding, Incarnation
+from rrl.tests.support.scenarios.decisions import RecordingDetectors, decided_about
 from rrl.tests.support.scenarios.format import Scenario
 from rrl.tests.support.scenarios.load import ScenarioError, load, load_all
 from rrl.tests.support.scenarios.methods import FIXED, METHODS, OURS, ROBUSTRL, judge_of
@@ -59,8 +60,13 @@ def test_at_least_a_hundred_scenarios_half_of_them_harmless_are_shipped() -> Non
 
 
 @pytest.mark.parametrize("name", [name for name, one in SCENARIOS.items() if weight(one) <= LIGHT])
-def test_every_light_scenario_gives_the_expected_findings(name: str) -> None:
-    assert mistakes(play(name, SCENARIOS[name], 0, judge_of(OURS, SCENARIOS[name]))) == []
+def test_every_light_scenario_gives_the_expected_findings_and_explained_decisions(name: str) -> None:
+    detectors = RecordingDetectors(SCENARIOS[name])
+    assert mistakes(play(name, SCENARIOS[name], 0, detectors)) == []
+    assert bool(detectors.failures) or not any(one.required and one.verdict == "FAIL" for one in SCENARIOS[name].truth)
+    for failure in detectors.failures.values():
+        for explanation in decided_about(failure):
+            assert explanation.action.why.evidence
 
 
 @pytest.mark.long

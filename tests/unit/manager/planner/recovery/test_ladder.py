@@ -190,7 +190,7 @@ def test_failed_member_restarts_its_gang_and_alone_is_charged() -> None:
     assert [fence.incarnation for fence in rest] == [Incarnation(id, 1) for id in (T0, T2, T3)]
     for fence in rest:
         assert fence.rung is Rung.IN_PLACE
-        assert fence.why.evidence == (f"its gang restarts: trainer/0.1#1: {_AWAY.format('trainer/0.1#1')}",)
+        assert fence.why.evidence == (f"trainer/0 restarts as a whole: trainer/0.1#1: {_AWAY.format('trainer/0.1#1')}",)
         assert fence.why.deadline == world.now + world.state.job.limits.join
     world.steady()
     assert {id: world.node_of(id) for id in GANG} == homes

@@ -1,0 +1,47 @@
+"""``rrl explain``: why the manager did what it did, decision by decision."""
+
+from __future__ import annotations
+
+from ...manager.reporting.decisions.explanations import Explanation, explain, known_names
+from ...manager.storage.journal import JournalError, replay
+from ..common.output import print_json, print_line, show
+from ..common.runs import UsageError, find_run
+from ..views.explanation import explanation_json, explanation_view
+
+MAX_NAMES = 12
+"""Number of names that a message lists."""
+
+
+def explain_run(name: str, about: str | None, *, json: bool) -> int:
+    """Print the decisions of a run's manager, or only those about a role, replica, node or training step.
+
+    Raises UsageError if the journal is damaged, or if no decision is about ``about``.
+    """
+    run = find_run(name)
+    try:
+        explanations = explain(replay(run))
+    except JournalError as error:
+        raise UsageError(str(error)) from None
+    selected = explanations if about is None else _about(explanations, about, run.id)
+    if json:
+        print_json([explanation_json(explanation) for explanation in selected])
+    elif selected:
+        show(explanation_view(selected, grouped=about is None))
+    else:
+        print_line(f"{run.id}: its manager has decided nothing{f' in step {about}' if about else ''} yet")
+    return 0
+
+
+def _about(explanations: list[Explanation], about: str, run: str) -> list[Explanation]:
+    """Return the explanations about one name or training step."""
+    if about.isdecimal():
+        return [explanation for explanation in explanations if explanation.step == int(about)]
+    if selected := [explanation for explanation in explanations if explanation.concerns(about)]:
+        return selected
+    replicas, nodes = known_names(explanations)
+    named = ", ".join([*replicas, *nodes][:MAX_NAMES])
+    more = ", ..." if len(replicas) + len(nodes) > MAX_NAMES else ""
+    raise UsageError(
+        f'no decision of {run} is about "{about}"; write a role, a replica, a node or the number of a step:'
+        f" {named}{more}"
+    )

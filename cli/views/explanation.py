@@ -1,0 +1,182 @@
+"""Show the decisions of a run, each with its reasons and what became of it (``rrl explain``)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from datetime import datetime
+from itertools import groupby
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.text import Text
+
+from ...core.types import Finding
+from ...manager.model.actions import Finish, Why
+from ...manager.reporting.decisions.expectations import Arrival, Result
+from ...manager.reporting.decisions.explanations import Explanation, is_repair, subject_of, words_of
+from .formatting import span, stage
+
+MAX_GROUP_NAMES = 8
+"""Number of processes that are named of those that were started or stopped together."""
+LABEL_COLUMNS = 13
+"""Columns before the texts of an entry."""
+MIN_TEXT_COLUMNS = 20
+"""Least columns of the texts, however narrow the terminal is."""
+LEGEND = "rollout/1#2 is the second start of rollout/1."
+_ARRIVAL = {Arrival.CAME: "green", Arrival.HOLDS: "green", Arrival.MISSED: "red", Arrival.OPEN: "yellow"}
+
+
+def explanation_view(explanations: Sequence[Explanation], *, grouped: bool) -> RenderableType:
+    """Return the decisions in order; with ``grouped``, starts and stops that follow each other share one entry."""
+    views: list[RenderableType] = []
+    if grouped:
+        for routine, run in groupby(explanations, lambda one: not is_repair(one.action)):
+            together = list(run)
+            views += [_group(together)] if routine and len(together) > 1 else map(_entry, together)
+    else:
+        views += map(_entry, explanations)
+    return Group(*views, Text(LEGEND, "bright_black"))
+
+
+def _entry(explanation: Explanation) -> RenderableType:
+    why = explanation.action.why
+    title = f"{words_of(explanation.action)} {subject_of(explanation)}".rstrip()
+    rows = [("because", Text("; ".join(why.evidence)))]
+    rows += [("found by", Text(_finding_text(one, explanation.at))) for one in explanation.findings]
+    if why.rung is not None:
+        rows.append(("repair", Text(why.rung.value)))
+        rows += [("" if row else "before it", Text(text)) for row, text in enumerate(_lower_texts(why))]
+    rows.append(("then" if isinstance(explanation.action, Finish) else "expected", _expected(explanation)))
+    return _block(explanation.at, explanation.step, title, rows)
+
+
+def _group(explanations: Sequence[Explanation]) -> RenderableType:
+    """Return one entry for processes that were started or stopped one after the other."""
+    by_words: dict[str, list[Explanation]] = {}
+    for explanation in explanations:
+        by_words.setdefault(words_of(explanation.action), []).append(explanation)
+    rows: list[tuple[str, Text]] = []
+    for words, members in by_words.items():
+        names = [subject_of(one) for one in members[:MAX_GROUP_NAMES]]
+        more = f" and {len(members) - len(names)} more" if len(members) > len(names) else ""
+        reason = "; ".join(members[0].action.why.evidence) + (", and so on" if members[1:] else "")
+        rows += [(words, Text(f"{', '.join(names)}{more}")), ("because", Text(reason))]
+        rows.append(("expected", _group_result(members)))
+    title = ", ".join(f"{words} {len(members)}" for words, members in by_words.items())
+    return _block(explanations[0].at, explanations[0].step, f"{title} processes", rows)
+
+
+def _group_result(members: Sequence[Explanation]) -> Text:
+    """Return how many of the expectations came, and the first ones that did not."""
+    came = [one for one in members if one.result.arrival is Arrival.CAME]
+    expects = members[0].action.why.expects or "it ends"
+    text = Text(f"{expects}{', and so on' if members[1:] else ''}: ")
+    text.append(f"{len(came)} of {len(members)} came", "green" if len(came) == len(members) else "yellow")
+    for one in [one for one in members if one.result.arrival is Arrival.MISSED][:MAX_GROUP_NAMES]:
+        text.append(f"; {subject_of(one)}: {one.result.text}", "red")
+    return text
+
+
+def _block(at: float, step: int, title: str, rows: Sequence[tuple[str, Text]]) -> RenderableType:
+    head = Text(f"{_date_and_time(at)}  {f'step {step}  ' if step else ''}", "bright_black")
+    head.append(title, "bold")
+    return _Block(head, rows)
+
+
+class _Block:
+    """An entry: its heading, and rows of a label and a text that wraps beside it.
+
+    It is faster than a table, of which a long run would need thousands.
+    """
+
+    def __init__(self, head: Text, rows: Sequence[tuple[str, Text]]) -> None:
+        self._head, self._rows = head, rows
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield self._head
+        for label, text in self._rows:
+            lines = text.wrap(console, max(MIN_TEXT_COLUMNS, options.max_width - LABEL_COLUMNS))
+            for number, line in enumerate(lines):
+                line.rstrip()
+                indent = f"   {'' if number else label}".ljust(LABEL_COLUMNS)
+                yield Text.assemble((indent, "bright_black"), line)
+        yield ""
+
+
+def _lower_texts(why: Why) -> Iterator[str]:
+    for lower in why.lower:
+        rungs = ", ".join(rung.value for rung in lower.rungs) or "every smaller repair"
+        yield f"{rungs}: needed {lower.needed}"
+
+
+def _finding_text(finding: Finding, at: float) -> str:
+    """Return which detector or check found the failure, how long before the decision, and since when it showed."""
+    sources = ", ".join(dict.fromkeys(one.source for one in finding.evidence))
+    first = f"; first sign {span(at - finding.since)} before" if 0 < finding.since < at else ""
+    return f"{finding.detector.replace('_', ' ')} ({sources}){first}"
+
+
+def _expected(explanation: Explanation) -> Text:
+    why, result = explanation.action.why, explanation.result
+    by = f" by {_deadline(why.deadline, explanation.at)}" if why.deadline is not None else ""
+    text = Text(f"{why.expects or 'it is done'}{by}: ")
+    text.append(_result_text(result, explanation.at), _ARRIVAL[result.arrival])
+    if is_late(explanation):
+        text.append(" (too late)", "yellow")
+    return text
+
+
+def is_late(explanation: Explanation) -> bool:
+    """Return whether what was expected came after its deadline."""
+    result, deadline = explanation.result, explanation.action.why.deadline
+    return result.arrival is Arrival.CAME and deadline is not None and result.at is not None and result.at > deadline
+
+
+def _result_text(result: Result, decided_at: float) -> str:
+    if result.at is None:
+        return result.arrival.value
+    after = f"after {stage(result.at - decided_at)}"
+    if result.arrival is Arrival.MISSED:
+        return f"{result.arrival.value}: {result.text}, {after}"
+    return f"{result.arrival.value} {after}, {result.text}"
+
+
+def _date_and_time(at: float) -> str:
+    return datetime.fromtimestamp(at).strftime("%m-%d %H:%M:%S")
+
+
+def _deadline(at: float, decided_at: float) -> str:
+    """Return a time, with its date if that is not the date of the decision."""
+    day = datetime.fromtimestamp(decided_at).date()
+    return f"{datetime.fromtimestamp(at):%H:%M:%S}" if datetime.fromtimestamp(at).date() == day else _date_and_time(at)
+
+
+def explanation_json(explanation: Explanation) -> dict[str, Any]:
+    """Return a decision as plain values, for programs."""
+    why, result = explanation.action.why, explanation.result
+    return {
+        "time": explanation.at,
+        "step": explanation.step,
+        "decision": words_of(explanation.action),
+        "subject": subject_of(explanation),
+        "node": explanation.node or None,
+        "evidence": list(why.evidence),
+        "findings": [_finding_json(one) for one in explanation.findings],
+        "repair": why.rung.value if why.rung is not None else None,
+        "smaller_repairs": [{"repairs": [rung.value for rung in one.rungs], "needed": one.needed} for one in why.lower],
+        "expected": why.expects,
+        "deadline": why.deadline,
+        "result": result.arrival.value,
+        "result_text": result.text,
+        "result_time": result.at,
+        "late": is_late(explanation),
+    }
+
+
+def _finding_json(finding: Finding) -> dict[str, Any]:
+    return {
+        "detector": finding.detector,
+        "cause": finding.cause.value,
+        "since": finding.since,
+        "evidence": [{"source": one.source, "text": one.text, "time": one.at} for one in finding.evidence],
+    }

@@ -1,0 +1,87 @@
+"""Durable claims of notifications: each is written before its notification is sent, so that none is sent twice.
+
+A manager that dies between claim and sending leaves a notification unsent; nobody sends it again. Of two managers that
+claim at once, one of which was frozen, only one creates the file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import get_args
+
+import msgspec
+from msgspec import Struct
+
+from ...core.run_dir import sync
+from ...core.run_spec import NotificationKind
+
+
+class Claim(Struct, frozen=True):
+    """A notification that is sent, or was to be sent."""
+
+    kind: NotificationKind
+    at: float
+    """Manager's time (s)."""
+    keys: tuple[str, ...] = ()
+    """Occurrences that the notification is about; empty in a claim whose writer died."""
+    text: str = ""
+
+
+class Claims:
+    """The claims of a run in ``folder``, which the first claim creates. All methods raise OSError."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._claims: dict[NotificationKind, list[Claim]] = {}
+
+    def load(self) -> None:
+        """Read all claims, also those of other managers."""
+        self._claims = {}
+        try:
+            names = sorted(os.listdir(self._folder), key=lambda name: (len(name), name))
+        except FileNotFoundError:
+            return
+        for name in names:
+            for kind in (kind for kind in get_args(NotificationKind) if name.startswith(f"{kind}-")):
+                self._claims.setdefault(kind, []).append(_read(self._folder / name, kind))
+
+    def is_claimed(self, kind: NotificationKind, key: str) -> bool:
+        """Return whether an occurrence was claimed."""
+        return any(key in claim.keys for claim in self._claims.get(kind, ()))
+
+    def newest_at(self, kind: NotificationKind) -> float | None:
+        """Return the manager's time (s) of the newest claim of a kind, or None."""
+        return max((claim.at for claim in self._claims.get(kind, ())), default=None)
+
+    def add(self, kind: NotificationKind, at: float, keys: Sequence[str], text: str) -> bool:
+        """Write a claim durably; return False if another manager claimed the same number first."""
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        path = self._folder / f"{kind}-{len(self._claims.get(kind, ())) + 1}.json"
+        try:
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        except FileExistsError:
+            return False
+        claim = Claim(kind, at, tuple(keys), text)
+        try:
+            with open(fd, "wb") as file:
+                file.write(msgspec.json.encode(claim))
+                file.flush()
+                os.fsync(file.fileno())
+            sync(self._folder)
+        except OSError:
+            with contextlib.suppress(OSError):
+                path.unlink()  # nothing was sent, so it may be claimed again
+            raise
+        self._claims.setdefault(kind, []).append(claim)
+        return True
+
+
+def _read(path: Path, kind: NotificationKind) -> Claim:
+    """Return a claim; one whose writer died still counts for its time."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Claim)
+    except msgspec.MsgspecError:
+        return Claim(kind, path.stat().st_mtime)

@@ -1,0 +1,123 @@
+"""What a notification is sent about: conditions of a run that hold in its state. Pure.
+
+A condition has a key that names this one occurrence. Since conditions follow from the state, a new manager finds those
+that its predecessor did not live to send.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from statistics import median
+
+from msgspec import Struct
+
+from ...core.run_spec import NotificationKind
+from ...core.types import Outcome, gang_of
+from ..model.queries import workers
+from ..model.state import Node, Replica, State, Status
+
+LIMIT_S = 3600.0
+"""Time (s) after a notification in which no other one of its kind is sent. A run that has ended for longer is not
+notified of any more."""
+STALLED_AFTER_S = 1800.0
+"""Least time (s) without a committed training step after which a run counts as stalled: as long as the first pass of a
+phase may take (``limits.first_pass``)."""
+USUAL_STEPS = 20
+"""Number of newest training steps from whose durations the usual one is computed."""
+_LEARNED_STEPS = 3
+"""Number of durations from which on they say what is usual, as for the deadlines of phases."""
+
+
+class Condition(Struct, frozen=True):
+    """One occurrence that a notification is sent about."""
+
+    kind: NotificationKind
+    key: str
+    """Identifies the occurrence among all of its kind in the run."""
+    text: str
+
+
+class StallClock:
+    """Measures for how long a run has committed no training step, from the states that one manager shows to it.
+
+    Under a new manager the time starts again, as all deadlines do.
+    """
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+        self._step = 0
+        self._running_since: float | None = None
+        self._durations: list[float] = []
+
+    def stalled_s(self, state: State, now: float) -> float | None:
+        """Return the time (s) without a step if the run counts as stalled at ``now`` (manager's time, s), or None."""
+        if state.running_since is None or not state.job.steps or state.finish is not None:
+            self._since = None
+            return None
+        if self._since is None or state.running_since != self._running_since:  # it begins, or was resumed
+            self._since, self._step, self._running_since = now, state.step, state.running_since
+        if state.step != self._step:
+            self._durations = [*self._durations, (now - self._since) / max(1, state.step - self._step)][-USUAL_STEPS:]
+            self._since, self._step = now, state.step
+        silent = now - self._since
+        return silent if silent >= self._patience(state) else None
+
+    def _patience(self, state: State) -> float:
+        """Return the time (s) without a step after which the run counts as stalled."""
+        if len(self._durations) < _LEARNED_STEPS:
+            return STALLED_AFTER_S + state.job.limits.first_pass
+        return max(STALLED_AFTER_S, state.job.limits.adaptive * median(self._durations))
+
+
+def conditions(state: State, now: float, stalled_s: float | None) -> list[Condition]:
+    """Return all conditions that hold at the manager's time ``now`` (s).
+
+    ``stalled_s`` is the time (s) without a training step if the run counts as stalled.
+    """
+    held = list(_drains(state))
+    if state.outcome is not None:
+        return [*held, *_end(state, now)]
+    if stalled_s is not None:
+        where = f"{state.step} of {state.job.steps} steps are committed"
+        text = f"no training step for {stalled_s / 60:.0f} min; {where}; rrl status {state.run} shows what it waits for"
+        held.append(Condition("stalled", f"step {state.step}, {state.paused_s:.0f} s paused", text))
+    return [*held, *(() if state.finish is not None else _degraded(state))]
+
+
+def _end(state: State, now: float) -> Iterator[Condition]:
+    """Yield the end of a run, unless it was cancelled or is long past."""
+    kinds: dict[Outcome, NotificationKind] = {
+        Outcome.COMPLETED: "completed", Outcome.FAILED: "failed", Outcome.REJECTED: "failed"
+    }  # fmt: skip
+    if state.outcome in kinds and state.ended is not None and now - state.ended < LIMIT_S:
+        yield Condition(kinds[state.outcome], f"ended {state.ended:.3f}", state.why or state.outcome.value)
+
+
+def _degraded(state: State) -> Iterator[Condition]:
+    """Yield each replica without which the run continues."""
+    gangs = {gang_of(member.id): member for member in reversed(workers(state)) if member.status is Status.RETIRED}
+    for gang, member in gangs.items():
+        reason = _reason(member)
+        text = f"the run continues without {gang}{f': {reason}' if reason else ''}"
+        yield Condition("degraded", f"{gang}#{member.incarnation_number}", text)
+
+
+def _reason(member: Replica) -> str:
+    """Return why a retired member is retired; empty if only an earlier stop has a reason."""
+    restart = member.uncharged_restart
+    if restart is not None and restart.at == member.since:
+        return restart.why
+    return next((failure.why for failure in member.failures[-1:] if failure.at == member.since), "")
+
+
+def _drains(state: State) -> Iterator[Condition]:
+    """Yield each node that the run has drained, or that an administrator should drain."""
+    for node in state.nodes.values():
+        if node.excluded is not None and (node.drain_reason or node.drain_error):
+            yield Condition("drain", f"{node.name} at {node.excluded_at:.3f}", _drain_text(node))
+
+
+def _drain_text(node: Node) -> str:
+    if node.drain_reason:
+        return f"{node.name} is drained: {node.excluded}"
+    return f"{node.name} should be drained by an administrator, since rrl may not ({node.drain_error}): {node.excluded}"

@@ -1,0 +1,306 @@
+"""Whether what a decision expected came: by a join, a grant, an answer of the cluster, or the end of the run. Pure.
+
+A decision says in words what it expects (``Why.expects``). What counts as its arrival follows from the kind of the
+action, never from these words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from enum import StrEnum
+from typing import Any
+
+from msgspec import Struct
+
+from ....core.types import Incarnation, NodeName, Outcome, ReplicaId, is_support
+from ...cluster.base import AllocationState
+from ...model import events as ev
+from ...model.actions import (  # fmt: skip
+    Action,
+    Exclude,
+    Fence,
+    Finish,
+    InjectFault,
+    Launch,
+    Readmit,
+    Release,
+    Request,
+    RestartAll,
+    Rung,
+    StopStep,
+)
+
+_ONE_BY_ONE = "role"
+"""Value of ``recovery.policy`` with which a restart of the whole run also expects a committed step."""
+_ENDED_BADLY = (Outcome.FAILED, Outcome.REJECTED)
+
+
+class Arrival(StrEnum):
+    """Whether what was expected came."""
+
+    OPEN = "awaited"
+    CAME = "came"
+    MISSED = "did not come"
+    HOLDS = "holds so far"
+    """For what is expected to last: a node that is not used, a replica without which the run continues."""
+
+
+class Result(Struct):
+    """What became of an expectation."""
+
+    arrival: Arrival = Arrival.OPEN
+    at: float | None = None
+    """Manager's time (s) at which it came, or at which it was certain not to come; None while that is open."""
+    text: str = ""
+    """What happened, in words."""
+
+    def settle(self, arrival: Arrival, at: float, text: str) -> None:
+        """Set the result, unless there is one."""
+        if self.arrival is Arrival.OPEN:
+            self.arrival, self.at, self.text = arrival, at, text
+
+
+class _WholeRestart(Struct):
+    """A restart of the whole run whose replicas have not all joined again."""
+
+    result: Result
+    missing: set[ReplicaId]
+    needs_commit: bool
+
+
+class Expectations:
+    """Follows the open expectations of a run, event by event."""
+
+    def __init__(self) -> None:
+        self._policy = _ONE_BY_ONE
+        self._joins: dict[ReplicaId, list[tuple[Incarnation, Result]]] = {}
+        """Open restarts with the incarnation that each ended, by the replica that is to join again."""
+        self._launches: dict[Incarnation, Result] = {}
+        """Launches, by the incarnation that is to join."""
+        self._launch_tags: dict[str, Incarnation] = {}
+        self._requests: dict[str, Result] = {}
+        """Requests for nodes, by tag."""
+        self._answers: dict[str, Result] = {}
+        """Actions that are done once the cluster or a process says so, by tag."""
+        self._stops: dict[str, Result] = {}
+        """Stops, by the step that is to end."""
+        self._absences: dict[ReplicaId, list[Result]] = {}
+        """Replicas without which the run continues."""
+        self._unused: dict[NodeName, list[Result]] = {}
+        """Nodes that are not used any more."""
+        self._reused: dict[NodeName, Result] = {}
+        """Nodes whose agents are to join."""
+        self._restarts: list[_WholeRestart] = []
+        self._faults: dict[str, tuple[InjectFault, Result]] = {}
+        self._end: list[Result] = []
+        """The end of the run."""
+
+    # ── decisions ───────────────────────────────────────────────────────────────────────────────────────────────────
+    def begin(self, result: Result, action: Action, at: float) -> None:
+        """Follow what a decision expects; ``at`` is the manager's time (s) of the decision."""
+        match action:
+            case Fence():
+                self._on_fence(result, action, at)
+            case RestartAll():
+                self._on_restart_all(result, action, at)
+            case Finish():
+                self._on_finish(result, action, at)
+            case Exclude(node=node):
+                if (reused := self._reused.pop(node, None)) is not None:
+                    reused.settle(Arrival.MISSED, at, f"{node} was given up again")
+                self._unused.setdefault(node, []).append(result)
+            case Readmit(node=node):
+                _settle_all(self._unused.pop(node, ()), Arrival.CAME, at, "until the node was used again")
+                self._reused[node] = result
+            case Launch():
+                self._on_launch(result, action, at)
+            case StopStep():
+                self._stops[action.step] = self._answers[action.tag] = result
+            case Request():
+                self._requests[action.tag] = result
+            case InjectFault():
+                self._faults[action.fault.id] = action, result
+            case Release():
+                if (request := self._requests.pop(action.allocation, None)) is not None:
+                    request.settle(Arrival.MISSED, at, "it was given up")
+                self._answers[action.tag] = result
+            case _:
+                self._answers[action.tag] = result
+        if isinstance(action, Exclude | Fence | RestartAll):
+            self._repaired(action, at)
+
+    def _on_fence(self, result: Result, fence: Fence, at: float) -> None:
+        incarnation = fence.incarnation
+        self._did_not_join(incarnation, at)
+        if fence.rung in (Rung.DEGRADED, Rung.GIVE_UP):
+            self._absences.setdefault(incarnation.replica, []).append(result)
+        else:
+            self._joins.setdefault(incarnation.replica, []).append((incarnation, result))
+
+    def _did_not_join(self, incarnation: Incarnation, at: float) -> None:
+        text = f"{incarnation} was stopped before it joined"
+        for ended, result in self._joins.pop(incarnation.replica, ()):
+            not_started = f"{incarnation.replica} was not started again before the next decision"
+            result.settle(Arrival.MISSED, at, not_started if ended == incarnation else text)
+        if (launch := self._launches.pop(incarnation, None)) is not None:
+            launch.settle(Arrival.MISSED, at, text)
+
+    def _on_restart_all(self, result: Result, action: RestartAll, at: float) -> None:
+        self._end_restarts(at, "the whole run was restarted again")
+        for fence in action.fences:
+            self._did_not_join(fence.incarnation, at)
+        replicas = {fence.incarnation.replica for fence in action.fences if not is_support(fence.incarnation.replica)}
+        self._restarts.append(_WholeRestart(result, replicas, self._policy == _ONE_BY_ONE))
+
+    def _end_restarts(self, at: float, text: str) -> None:
+        _settle_all((restart.result for restart in self._restarts), Arrival.MISSED, at, text)
+        self._restarts.clear()
+
+    def _on_finish(self, result: Result, finish: Finish, at: float) -> None:
+        text = f"the run ended first: {finish.outcome.value}"
+        self._end.append(result)
+        arrival = Arrival.MISSED if finish.outcome in _ENDED_BADLY else Arrival.CAME
+        for absences in self._absences.values():
+            _settle_all(absences, arrival, at, f"the run went on until it ended: {finish.outcome.value}")
+        joins = (result for ended in self._joins.values() for _, result in ended)
+        waiting = (*self._launches.values(), *self._requests.values(), *self._reused.values(), *joins)
+        _settle_all(waiting, Arrival.MISSED, at, text)
+        self._end_restarts(at, text)
+        for open_results in (self._absences, self._launches, self._requests, self._reused, self._joins):
+            open_results.clear()
+        for action, fault in self._faults.values():
+            if finish.outcome in _ENDED_BADLY:
+                fault.settle(Arrival.CAME, at, "the run ended")
+            else:
+                fault.settle(Arrival.MISSED, at, _harmless(action))
+        self._faults.clear()
+
+    def _on_launch(self, result: Result, launch: Launch, at: float) -> None:
+        replica = launch.incarnation.replica
+        self._launches[launch.incarnation] = result
+        self._launch_tags[launch.tag] = launch.incarnation
+        _settle_all(self._absences.pop(replica, ()), Arrival.CAME, at, f"until {replica} was started again")
+        _settle_all(self._unused.pop(launch.node, ()), Arrival.MISSED, at, f"{launch.incarnation} was started there")
+
+    def _repaired(self, action: Exclude | Fence | RestartAll, at: float) -> None:
+        """Settle the injected faults that a repair follows from."""
+        node = action.node if isinstance(action, Exclude) else None
+        fences = action.fences if isinstance(action, RestartAll) else (action,) if isinstance(action, Fence) else ()
+        ended = {fence.incarnation for fence in fences if fence.charged}
+        for id, (fault, result) in list(self._faults.items()):
+            if (node is not None and fault.node == node) or fault.incarnation in ended:
+                repair = "the node was given up" if node is not None else "a repair was decided"
+                result.settle(Arrival.CAME, at, repair)
+                del self._faults[id]
+
+    # ── events ──────────────────────────────────────────────────────────────────────────────────────────────────────
+    def apply(self, stamped: ev.Stamped) -> None:
+        """Settle the expectations about which an event decides."""
+        handler = _HANDLERS.get(type(stamped.event))
+        if handler is not None:
+            handler(self, stamped.event, stamped.at)
+
+    def close(self) -> None:
+        """Mark what holds at the newest event: replicas and nodes without which the run continues."""
+        for held in (*self._absences.values(), *self._unused.values()):
+            for result in held:
+                result.arrival = Arrival.HOLDS
+
+    def _on_started(self, event: ev.RunStarted | ev.Resumed, at: float) -> None:
+        self._policy = event.job.recovery.policy
+
+    def _on_joined(self, event: ev.Joined | ev.AgentJoined, at: float) -> None:
+        incarnation, text = event.incarnation, f"{event.incarnation} joined on {event.node}"
+        ended = self._joins.pop(incarnation.replica, ())
+        _settle_all((result for _, result in ended), Arrival.CAME, at, text)
+        if (launch := self._launches.pop(incarnation, None)) is not None:
+            launch.settle(Arrival.CAME, at, text)
+        for restart in self._restarts:
+            restart.missing.discard(incarnation.replica)
+        self._complete_restarts(at)
+        if isinstance(event, ev.AgentJoined) and (reused := self._reused.pop(event.node, None)) is not None:
+            reused.settle(Arrival.CAME, at, text)
+
+    def _on_committed(self, event: ev.StepCommitted, at: float) -> None:
+        if self._restarts:
+            for restart in self._restarts:
+                restart.needs_commit = restart.needs_commit and bool(restart.missing)
+            self._complete_restarts(at)
+
+    def _complete_restarts(self, at: float) -> None:
+        for restart in [one for one in self._restarts if not one.missing and not one.needs_commit]:
+            restart.result.settle(Arrival.CAME, at, "every role works again")
+            self._restarts.remove(restart)
+
+    def _on_settled(self, event: ev.IntentSettled, at: float) -> None:
+        answered = self._answers.pop(event.tag, None)
+        if event.ok:  # a granted request has its nodes later, and a launched process joins later
+            if answered is not None:
+                answered.settle(Arrival.CAME, at, "done")
+            return
+        launched = self._launch_tags.pop(event.tag, None)
+        refused = (
+            answered,
+            self._requests.pop(event.tag, None),
+            self._launches.pop(launched, None) if launched is not None else None,
+        )
+        _settle_all((one for one in refused if one is not None), Arrival.MISSED, at, _refused(event))
+
+    def _on_allocation(self, event: ev.AllocationChanged, at: float) -> None:
+        status = event.status
+        if status is None or status.state is not AllocationState.RUNNING:
+            return
+        if (request := self._requests.pop(event.tag, None)) is not None:
+            nodes = ", ".join(status.nodes)
+            request.settle(Arrival.CAME, at, f"granted: {nodes}")
+
+    def _on_step_ended(self, event: ev.StepEnded, at: float) -> None:
+        if (stop := self._stops.pop(event.step, None)) is not None:
+            stop.settle(Arrival.CAME, at, "it has ended")
+
+    def _on_fault(self, event: ev.FaultInjected, at: float) -> None:
+        if event.fault not in self._faults:
+            return
+        action, result = self._faults[event.fault]
+        if event.ended:
+            result.settle(Arrival.MISSED, at, _harmless(action))
+        elif not event.ok:
+            result.settle(Arrival.MISSED, at, f"it was not injected: {event.detail or 'unknown'}")
+        if result.arrival is not Arrival.OPEN:
+            del self._faults[event.fault]
+
+    def _on_run_ended(self, event: ev.RunEnded, at: float) -> None:
+        _settle_all(self._end, Arrival.CAME, at, "everything is released")
+        for unused in self._unused.values():
+            _settle_all(unused, Arrival.CAME, at, "until the run ended")
+        _settle_all((*self._answers.values(), *self._stops.values()), Arrival.CAME, at, "released with the run")
+        for settled in (self._end, self._unused, self._answers, self._stops):
+            settled.clear()
+
+
+def _settle_all(results: Iterable[Result], arrival: Arrival, at: float, text: str) -> None:
+    for result in results:
+        result.settle(arrival, at, text)
+
+
+def _refused(event: ev.IntentSettled) -> str:
+    how = "it did not reach the cluster" if event.undelivered else "refused"
+    return f"{how}: {event.detail}" if event.detail else how
+
+
+def _harmless(action: InjectFault) -> str:
+    return f"the fault ended, and nothing had to be repaired ({action.fault.kind.value})"
+
+
+_HANDLERS: dict[type, Callable[[Expectations, Any, float], None]] = {
+    ev.RunStarted: Expectations._on_started,
+    ev.Resumed: Expectations._on_started,
+    ev.Joined: Expectations._on_joined,
+    ev.AgentJoined: Expectations._on_joined,
+    ev.StepCommitted: Expectations._on_committed,
+    ev.IntentSettled: Expectations._on_settled,
+    ev.AllocationChanged: Expectations._on_allocation,
+    ev.StepEnded: Expectations._on_step_ended,
+    ev.FaultInjected: Expectations._on_fault,
+    ev.RunEnded: Expectations._on_run_ended,
+}

@@ -1,0 +1,246 @@
+"""The manager's decisions in order, each explained: a fold of the run's events. Pure.
+
+An explanation has the evidence of a decision, the findings that stood then, the rung of the repair ladder, what the
+rungs before it would have needed, what was expected by when, and whether it came (``expectations``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from msgspec import Struct, field
+
+from ....core.types import Finding, Incarnation, NodeName, ReplicaId, Verdict, gang_of, role_of
+from ...model import events as ev
+from ...model.actions import (  # fmt: skip
+    Action,
+    Drain,
+    Exclude,
+    Fence,
+    Finish,
+    InjectFault,
+    Launch,
+    Readmit,
+    Release,
+    Request,
+    RestartAll,
+    Rung,
+    Shrink,
+    StopStep,
+    Undrain,
+)
+from .expectations import Expectations, Result
+
+
+class Explanation(Struct):
+    """One decision of the manager, with everything that is known about it. Times are the manager's (s)."""
+
+    seq: int
+    """Number of the record in the journal."""
+    at: float
+    step: int
+    """Training step that was in progress, or the last step; 0 in a run without training."""
+    action: Action
+    node: NodeName = NodeName("")
+    """Node of the process that the decision is about, or the node that it is about; empty if it is about neither."""
+    findings: tuple[Finding, ...] = ()
+    """Failures that detectors or checks had found, about the process or its node."""
+    result: Result = field(default_factory=Result)
+    """Whether what was expected came."""
+
+    def concerns(self, name: str) -> bool:
+        """Return whether the decision is about a role, a replica, an incarnation, or a node of this name."""
+        return name in self._names()
+
+    def _names(self) -> Iterable[str]:
+        yield self.node
+        action = self.action
+        for incarnation in incarnations_of(action):
+            replica = incarnation.replica
+            yield from (role_of(replica), gang_of(replica), replica, str(incarnation))
+        if isinstance(action, Shrink):
+            yield from action.nodes
+        if isinstance(action, Fence):
+            yield action.target_node or ""
+        if isinstance(action, InjectFault):
+            yield action.fault.target
+
+
+def incarnations_of(action: Action) -> tuple[Incarnation, ...]:
+    """Return the incarnations that a decision is about; a restart of the whole run is about all of them."""
+    if isinstance(action, Launch):
+        return (action.incarnation,) if action.standby is None else (action.incarnation, action.standby)
+    if isinstance(action, Fence | StopStep):
+        return (action.incarnation,)
+    if isinstance(action, RestartAll):
+        return tuple(fence.incarnation for fence in action.fences)
+    return (action.incarnation,) if isinstance(action, InjectFault) and action.incarnation is not None else ()
+
+
+def explain(events: Iterable[ev.Stamped]) -> list[Explanation]:
+    """Return the explanation of every decision, in order."""
+    explainer = _Explainer()
+    for stamped in events:
+        explainer.apply(stamped)
+    return explainer.finished()
+
+
+def known_names(explanations: Iterable[Explanation]) -> tuple[list[str], list[str]]:
+    """Return the replicas and the nodes that the decisions are about, in the order of their first decisions."""
+    replicas: dict[ReplicaId, None] = {}
+    nodes: dict[NodeName, None] = {}
+    for explanation in explanations:
+        replicas.update(dict.fromkeys(gang_of(one.replica) for one in incarnations_of(explanation.action)))
+        if explanation.node:
+            nodes[explanation.node] = None
+    return list(replicas), list(nodes)
+
+
+class _Explainer:
+    """Collects explanations, event by event."""
+
+    def __init__(self) -> None:
+        self._explanations: list[Explanation] = []
+        self._expectations = Expectations()
+        self._nodes: dict[Incarnation, NodeName] = {}
+        """Node on which each incarnation was launched."""
+        self._standing: dict[str, Finding] = {}
+        """Standing FAIL findings, by key."""
+        self._committed = self._steps = 0
+        """Newest committed training step, and the number of steps of the job."""
+
+    def apply(self, stamped: ev.Stamped) -> None:
+        """Add the explanation of a decision, or what an event shows about earlier decisions."""
+        handler = _HANDLERS.get(type(stamped.event))  # most events of a long run have none
+        if handler is not None:
+            handler(self, stamped, stamped.event)
+        self._expectations.apply(stamped)
+
+    def finished(self) -> list[Explanation]:
+        """Return all explanations; an expectation without a result is open."""
+        self._expectations.close()
+        return self._explanations
+
+    def _on_started(self, stamped: ev.Stamped, event: ev.RunStarted | ev.Resumed) -> None:
+        self._steps = event.job.steps
+
+    def _on_committed(self, stamped: ev.Stamped, event: ev.StepCommitted) -> None:
+        self._committed = max(self._committed, event.step)
+
+    def _on_decision(self, stamped: ev.Stamped, event: ev.Decided | ev.Intended) -> None:
+        action = event.action
+        if isinstance(action, Launch):
+            self._nodes[action.incarnation] = action.node
+        step = min(self._committed + 1, self._steps)
+        explanation = Explanation(stamped.seq, stamped.at, step, action, self._node_of(action))
+        explanation.findings = self._findings(action, explanation.node)
+        self._explanations.append(explanation)
+        self._expectations.begin(explanation.result, action, stamped.at)
+        for incarnation in incarnations_of(action) if isinstance(action, Fence | RestartAll) else ():
+            self._forget_findings(incarnation)
+
+    def _node_of(self, action: Action) -> NodeName:
+        if isinstance(action, Launch | Exclude | Readmit | Drain | Undrain | InjectFault):
+            return action.node
+        if isinstance(action, Fence | StopStep):
+            return self._nodes.get(action.incarnation, NodeName(""))
+        if isinstance(action, RestartAll) and action.failed is not None:
+            return self._nodes.get(action.failed, NodeName(""))
+        return NodeName("")
+
+    def _findings(self, action: Action, node: NodeName) -> tuple[Finding, ...]:
+        """Return the standing failures that a repair is about."""
+        if isinstance(action, Fence) and action.charged:
+            about: Incarnation | None = action.incarnation
+        elif isinstance(action, RestartAll):
+            about = action.failed
+        elif isinstance(action, Exclude):
+            about = None
+        else:
+            return ()
+        standing = self._standing.values()
+        return tuple(one for one in standing if (about is not None and one.incarnation == about) or one.node == node)
+
+    def _on_finding(self, stamped: ev.Stamped, event: ev.FindingChanged) -> None:
+        finding = event.finding
+        if finding.verdict is Verdict.FAIL:
+            self._standing[finding.key] = finding
+        else:
+            self._standing.pop(finding.key, None)
+
+    def _forget_findings(self, incarnation: Incarnation) -> None:
+        self._standing = {key: one for key, one in self._standing.items() if one.incarnation != incarnation}
+
+
+_HANDLERS: dict[type, Callable[[_Explainer, ev.Stamped, Any], None]] = {
+    ev.RunStarted: _Explainer._on_started,
+    ev.Resumed: _Explainer._on_started,
+    ev.StepCommitted: _Explainer._on_committed,
+    ev.Decided: _Explainer._on_decision,
+    ev.Intended: _Explainer._on_decision,
+    ev.FindingChanged: _Explainer._on_finding,
+}
+
+
+def is_repair(action: Action) -> bool:
+    """Return whether a decision answers a failure or changes the course of the run."""
+    return not isinstance(action, Launch | StopStep)
+
+
+# ── words ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+_WORDS: dict[type, str] = {
+    Request: "request",
+    Release: "release",
+    Launch: "start",
+    StopStep: "stop",
+    InjectFault: "inject",
+    Drain: "drain",
+    Undrain: "undrain",
+    Shrink: "release single nodes",
+    Fence: "replace",
+    Exclude: "stop using",
+    Readmit: "use again",
+    RestartAll: "restart the whole run",
+    Finish: "end the run",
+}
+"""What each action does, for users."""
+
+
+def words_of(action: Action) -> str:
+    """Return what a decision does, in a few words that do not depend on its subject."""
+    if isinstance(action, Launch) and action.standby is not None:
+        return "promote"
+    if isinstance(action, Fence) and action.rung is Rung.DEGRADED:
+        return "go on without"
+    if isinstance(action, Fence) and not action.charged:
+        return "restart" if action.rung is Rung.IN_PLACE else "move"
+    return _WORDS[type(action)]
+
+
+def subject_of(explanation: Explanation) -> str:
+    """Return what a decision is about: processes, nodes or a request, as text."""
+    action, node = explanation.action, explanation.node
+    match action:
+        case Fence() | StopStep():
+            return f"{action.incarnation} on {node}" if node else str(action.incarnation)
+        case Launch(standby=None):
+            return f"{action.incarnation} on {node}"
+        case Launch():
+            return f"{action.standby} to {action.incarnation} on {node}"
+        case Request():
+            count = sum(part.count for part in (action.request, *action.request.further_components))
+            return f"{count} node{'s' * (count != 1)} ({action.request.tag})"
+        case Release():
+            return action.allocation
+        case InjectFault():
+            place = action.incarnation or action.fault.target or node
+            return f"{action.fault.kind.value}{f' into {place}' if place else ''}"
+        case Shrink():
+            return ", ".join(action.nodes)
+        case RestartAll():
+            return f"after the failure of {action.failed}" if action.failed is not None else ""
+        case Finish():
+            return f"as {action.outcome.value}"
+        case _:
+            return node
