@@ -30,7 +30,8 @@ import msgspec
 from msgspec import Struct
 
 from ...core.run_dir import RunDir, sync
-from ...core.run_spec import RunSpec, read_run_spec
+from ...core.launch import read_run_spec
+from ...core.run_spec import RunSpec
 from ..checkpoints.folders import DamagedCheckpoint, verified
 from ..checkpoints.safetensors_files import write_weights
 from ..checkpoints.stored_tensors import METADATA, UnreadableTensors, read_index
