@@ -29,8 +29,8 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from ...core.run_dir import RunDir, sync
 from ...core.launch import read_run_spec
+from ...core.run_dir import RunDir, sync
 from ...core.run_spec import RunSpec
 from ..checkpoints.folders import DamagedCheckpoint, verified
 from ..checkpoints.safetensors_files import write_weights
