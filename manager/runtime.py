@@ -62,7 +62,7 @@ from .model.reducer import fold
 from .model.state import State
 from .planner import plan
 from .planner.shutdown import final_reason
-from .reporting.log_collector import LogCollector
+from .reporting.logs.log_collector import LogCollector
 from .reporting.metrics import TokenCounter
 from .reporting.observers import EventObservers
 from .reporting.summary import write_summary

@@ -396,13 +396,8 @@ class Worker:
         Extend them with :meth:`append` until they are complete. Do not mix this with :meth:`work`, which ignores the
         leases made here. Nothing is leased before the first complete weight version has arrived.
 
-        Args:
-            at_most: how many trajectories to lease at most.
-            wait: whether to wait up to :data:`STORE_WAIT_S` for work, in phase ``wait_work``. If false, the call
-                returns at once and the phase does not change.
-
-        Returns:
-            The leased trajectories; an empty tuple if there are none, or if a stop is requested.
+        With ``wait``, the call waits up to :data:`STORE_WAIT_S` for work, in phase ``wait_work``; without, it returns
+        at once and the phase does not change. Returns an empty tuple if there is no work, or if a stop is requested.
         """
         if not self._have_weights():
             return ()

@@ -43,7 +43,7 @@ PARSERS = {
     "manager/cluster/slurm/commands.py": "reads the errors that Slurm's commands print",
     "manager/cluster/slurm/requests.py": "reads what sinfo prints",
     "manager/cluster/slurm/parsing.py": "reads what squeue and scontrol print",
-    "manager/reporting/log_buffers.py": "splits logs into lines",
+    "manager/reporting/logs/log_buffers.py": "splits logs into lines",
     "roles/agent/stack_dumps.py": "reads what py-spy prints",
     "roles/rollout/vllm/engine.py": "reads vLLM's reason for the end of a sequence, which is a value of vLLM's API",
     "health/drains.py": "reads the mark of rrl off Slurm's reason of a drain, the only field that Slurm keeps",

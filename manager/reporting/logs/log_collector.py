@@ -13,16 +13,16 @@ from collections.abc import Callable
 
 import msgspec
 
-from ...core.run_dir import write_atomically
-from ...core.types import Incarnation
-from ...transport.control.endpoints import Address, Listener
-from ...transport.control.log_messages import LOG_BOUNDS, LogLines, LogLinesAck
-from ...transport.keys import RunKeys
-from ..context import RunContext
-from ..model import events as ev
-from ..model.actions import Fence, RestartAll
-from ..model.queries import promoted_to, step_alias
-from ..model.state import State
+from ....core.run_dir import write_atomically
+from ....core.types import Incarnation
+from ....transport.control.endpoints import Address, Listener
+from ....transport.control.log_messages import LOG_BOUNDS, LogLines, LogLinesAck
+from ....transport.keys import RunKeys
+from ...context import RunContext
+from ...model import events as ev
+from ...model.actions import Fence, RestartAll
+from ...model.queries import promoted_to, step_alias
+from ...model.state import State
 from . import log_buffers
 from .log_buffers import LogBuffers
 

@@ -13,11 +13,11 @@ from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 
-from ...core.launch import tag_of
-from ...core.log_lines import STAMP_BYTES, first_stamp, last_stamp
-from ...core.run_dir import RunDir
-from ...core.types import Incarnation
-from ...transport.control.log_messages import LOG_BOUNDS, TAIL_BYTES, Backlog, LogLines
+from ....core.launch import tag_of
+from ....core.log_lines import STAMP_BYTES, first_stamp, last_stamp
+from ....core.run_dir import RunDir
+from ....core.types import Incarnation
+from ....transport.control.log_messages import LOG_BOUNDS, TAIL_BYTES, Backlog, LogLines
 
 MAX_TOTAL_BYTES = 256 * 2**20
 """Maximum size in bytes of all buffers, enough for about 4,000 incarnations. Beyond this size, the buffer without a

@@ -22,8 +22,8 @@ from rrl.manager.context import RunContext
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Fence, Rung, Why
 from rrl.manager.model.state import Replica, State, Status
-from rrl.manager.reporting import log_buffers
-from rrl.manager.reporting.log_collector import LogCollector, _is_current
+from rrl.manager.reporting.logs import log_buffers
+from rrl.manager.reporting.logs.log_collector import LogCollector, _is_current
 from rrl.tests.support.cli.story import Story
 from rrl.tests.support.listening_manager import Lab, eventually, lab
 from rrl.transport.control.endpoints import Address

@@ -7,7 +7,7 @@ from pathlib import Path
 from rrl.core.log_lines import is_notice, stamp
 from rrl.core.run_dir import RunDir
 from rrl.core.types import Incarnation, ReplicaId
-from rrl.manager.reporting.log_buffers import COMPLETION_GRACE_S, LogBuffers
+from rrl.manager.reporting.logs.log_buffers import COMPLETION_GRACE_S, LogBuffers
 from rrl.transport.control.log_messages import LOG_BOUNDS, TAIL_BYTES, LogLines
 
 A, B, OLD = (

@@ -1,0 +1,1 @@
+"""Collects the logs of roles whose nodes have no disk that is shared with the manager."""
