@@ -292,7 +292,7 @@ def _answers(code: int, **headers: str) -> Callable[[BaseHTTPRequestHandler], No
 
 
 def test_webhook_gets_the_message_as_json(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.INFO, "rrl.manager")
     story = ended()
     with serving(_answers(204)) as server:
         with managed(recorded(story, tmp_path, f'webhook = "{server.url}"'), story):

@@ -196,12 +196,16 @@ def unpickles(source: str) -> list[str]:
     return [f"{line}: {what}" for line, what in sorted(found)]
 
 
+_RESTRICTED_UNPICKLER = Path("roles/checkpoints/stored_tensors.py")
+"""Reads torch's list of tensors with an unpickler that creates no object of any class that a file names (its test)."""
+
+
 @pytest.mark.parametrize("package", ["roles", "transport", "manager", "core", "config", "health", "cli", "examples"])
 def test_no_module_unpickles_data_from_outside(package: str) -> None:
     found = {
         str(path.relative_to(_PACKAGE)): places
         for path in sorted((_PACKAGE / package).rglob("*.py"))
-        if (places := unpickles(path.read_text()))
+        if path.relative_to(_PACKAGE) != _RESTRICTED_UNPICKLER and (places := unpickles(path.read_text()))
     }
     assert found == {}
 
