@@ -190,8 +190,8 @@ def test_a_tracker_whose_package_is_missing_is_a_warning_since_its_steps_can_be_
     site.job.write_text(JOB + '[track]\nto = ["wandb", "tensorboard"]\n')
     assert main.run(["check", "--no-task", str(site.job)]) == 0
     assert doubts_in(capsys.readouterr().out) == [
-        "track.to: the package wandb is not installed on this machine; the manager needs it, or the steps are sent later"
-        " by rrl track: pip install '.[wandb]' in rrl's clone"
+        "track.to: the package wandb is not installed on this machine; the manager needs it, or the steps are sent"
+        " later by rrl track: pip install '.[wandb]' in rrl's clone"
     ]
 
 
