@@ -58,7 +58,9 @@ SPARSE_FIRST = 5
 """That distance for the simplest script and for a rotation, which are short and of which every part matters."""
 
 
-ELSEWHERE: set[type] = {ev.ManagerStopped, ev.FaultRequested, ev.StacksCollected, ev.BaselinesLearned, ev.NoteChanged}
+ELSEWHERE: set[type] = {
+    ev.ManagerStopped, ev.FaultRequested, ev.StacksCollected, ev.BaselinesLearned, ev.NoteChanged, ev.ValuesLogged,
+}  # fmt: skip
 """records of which nothing is done that others do not lead to as well"""
 
 

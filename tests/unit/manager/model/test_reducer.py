@@ -694,6 +694,7 @@ _BY_TYPE: dict[type, st.SearchStrategy[ev.Event]] = {
             tuple
         ),
     ),
+    ev.ValuesLogged: st.builds(ev.ValuesLogged, _incarnations, st.just({"accuracy": 0.5})),
     ev.StacksCollected: st.builds(
         ev.StacksCollected, _incarnations, st.just(("a line",)), st.tuples(_incarnations), st.just("stacks/x.txt")
     ),
