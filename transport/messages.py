@@ -101,6 +101,11 @@ class Committed(Struct, frozen=True, tag=True):
     metrics: dict[str, float]
 
 
+MAX_LOGGED_NAMES, MAX_LOGGED_NAME_CHARS = 64, 100
+"""Maximum number of names in one report of logged values, and of characters of a name: each report is an event of the
+run's journal. A worker refuses more, and the manager records no more of a report."""
+
+
 class ValuesLogged(Struct, frozen=True, tag=True):
     """Sent by a worker whose role has logged values that belong to no training step: the newest value of each name."""
 

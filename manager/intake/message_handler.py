@@ -59,9 +59,6 @@ def with_reason(run: RunDir, event: Event) -> Event:
 
 MAX_NOTE_CHARS = 300
 """Maximum number of characters kept of a replica's note: two lines of a wide terminal."""
-MAX_LOGGED_NAMES, MAX_LOGGED_NAME_CHARS = 64, 100
-"""Maximum number of values that are recorded of one report of logged values, and of characters of their names. A worker
-reports no more (:meth:`rrl.roles.worker.status.work_status.WorkStatus.log`)."""
 EXIT_RECORD_READ_TIMEOUT_S = 1.0
 """Seconds for which the handler waits for an exit record in the run directory. Shared storage answers within some 10
 ms, or hangs."""
@@ -406,8 +403,8 @@ class MessageHandler:
         elif isinstance(message, msg.Committed):
             self._committed(message)
         elif isinstance(message, msg.ValuesLogged):
-            names = list(message.values)[:MAX_LOGGED_NAMES]
-            values = {escaped(name[:MAX_LOGGED_NAME_CHARS]): message.values[name] for name in names}
+            names = list(message.values)[: msg.MAX_LOGGED_NAMES]
+            values = {escaped(name[: msg.MAX_LOGGED_NAME_CHARS]): message.values[name] for name in names}
             self._context.record(ev.ValuesLogged(incarnation, values))
         elif isinstance(message, msg.Goodbye):
             self._departed.add(incarnation)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from ....core.phases import ClockReading, idle_cause, phase
 from ....core.run_spec import RunSpec
 from ....core.types import Incarnation, ReplicaId, replica_id
-from ....transport.messages import Heartbeat
+from ....transport.messages import MAX_LOGGED_NAME_CHARS, MAX_LOGGED_NAMES, Heartbeat
 from . import external_waits
 from .clocks import PhaseClock
 
@@ -25,11 +25,6 @@ STORE_CAUSE = "store"
 UNTAKEN_CONFIRMED_WITHIN_S = 5.0
 """Age (s) up to which :meth:`WorkStatus.confirm_untaken_data` counts. The store confirms it several times a second in
 the loop that serves requests: if that loop hangs, the trainer cannot take its data."""
-
-
-MAX_LOGGED_NAMES, MAX_LOGGED_NAME_CHARS = 64, 100
-"""Maximum number of names that a role may log between two reports, and of characters of a name: each report is an event
-of the run's journal."""
 
 
 class CurrentPhase(NamedTuple):
