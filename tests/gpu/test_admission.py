@@ -51,8 +51,9 @@ def test_node_is_admitted_and_a_gpu_too_few_is_found(tmp_path: Path, nvml: Any, 
 def test_memory_of_a_foreign_process_is_found_on_a_gpu_that_must_be_free(
     tmp_path: Path, nvml: Any, driver_env: str, cuda_process: StartProcess
 ) -> None:
-    cuda_process(4096, "idle")
+    step_has_gpu = f"{driver_env}; os.environ['SLURM_STEP_GPUS'] = '0'"
     uuid = str(nvml.nvmlDeviceGetUUID(nvml.nvmlDeviceGetHandleByIndex(0)))
-    before = {found.key for found in admitted(tmp_path / "a", driver_env)}  # Slurm gave this step no GPU
-    given = admitted(tmp_path / "b", f"{driver_env}; os.environ['SLURM_STEP_GPUS'] = '0'")
+    before = {found.key for found in admitted(tmp_path / "a", step_has_gpu)}
+    cuda_process(4096, "idle")
+    given = admitted(tmp_path / "b", step_has_gpu)
     assert {found.component for found in given if found.key not in before} == {uuid}

@@ -1,6 +1,6 @@
 """Recordings of real GPUs (``rrl.tests.support.nvml.record``): what the stand-in says of them is what the driver said.
 
-There is none in this folder yet: no machine with a GPU was at hand. The program itself is tried on the stand-in.
+The program that makes them is tried on the stand-in.
 """
 
 from __future__ import annotations
@@ -36,11 +36,9 @@ def same(recording: Recording, folder: Path) -> None:
         assert set(now.unread) - {"processes"} == set(then.unread) - {"processes"}
 
 
-if RECORDINGS:  # else there is nothing to skip
-
-    @pytest.mark.parametrize("path", RECORDINGS, ids=lambda path: path.stem)
-    def test_a_real_gpu_and_the_stand_in_read_alike(path: Path, tmp_path: Path) -> None:
-        same(msgspec.json.decode(path.read_bytes(), type=Recording), tmp_path / "played")
+@pytest.mark.parametrize("path", RECORDINGS, ids=lambda path: path.stem)
+def test_a_real_gpu_and_the_stand_in_read_alike(path: Path, tmp_path: Path) -> None:
+    same(msgspec.json.decode(path.read_bytes(), type=Recording), tmp_path / "played")
 
 
 def test_recorded_driver_can_be_replayed(tmp_path: Path) -> None:
