@@ -32,16 +32,20 @@ from .format import (
     digest_of,
     next_slot,
 )
-from .mapping import MappedBuffer, Sending, anonymous_memory, map_snapshot
+from .mapping import MappedBuffer, Pinning, Sending, anonymous_memory, map_snapshot
 
 
 class SnapshotClient:
-    """Snapshots of one member (``gang``, ``rank``, ``incarnation``) on ``node``. Connects on first use."""
+    """Snapshots of one member (``gang``, ``rank``, ``incarnation``) on ``node``. Connects on first use.
+
+    ``pinning`` page-locks the buffers, for a member whose state is on a GPU.
+    """
 
     def __init__(
-        self, run: str, node: NodeName, keys: RunKeys, gang: ReplicaId, rank: int, incarnation: int
+        self, run: str, node: NodeName, keys: RunKeys, gang: ReplicaId, rank: int, incarnation: int,
+        pinning: Pinning | None = None,
     ) -> None:  # fmt: skip
-        self._secret = keys.secret
+        self._secret, self._pinning = keys.secret, pinning
         self._agent = LocalAgentClient(run, node, keys)
         self._attached_generation = 0
         """Generation of the agent connection (``LocalAgentClient.generation``) that the buffers belong to."""
@@ -272,7 +276,7 @@ class SnapshotClient:
         assert isinstance(granted, msg.BuffersGranted)
         self._attached_generation = self._agent.generation
         for (slot, capacity), fd in zip(granted.slots, fds, strict=True):
-            self._buffers[slot] = MappedBuffer(fd, capacity)
+            self._buffers[slot] = MappedBuffer(fd, capacity, self._pinning)
 
     def _ensure_buffer(self, slot: int, nbytes: int) -> MappedBuffer:
         mapped = self._buffers[slot]
@@ -280,7 +284,7 @@ class SnapshotClient:
             granted, fds = self._agent.call(msg.Resize(self._member, slot, nbytes))
             assert isinstance(granted, msg.BuffersGranted)
             self._release_buffer(slot)
-            mapped = self._buffers[slot] = MappedBuffer(fds[0], granted.slots[0][1])
+            mapped = self._buffers[slot] = MappedBuffer(fds[0], granted.slots[0][1], self._pinning)
         mapped.prefault()
         return mapped
 

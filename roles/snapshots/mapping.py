@@ -8,6 +8,7 @@ import mmap
 import os
 import threading
 from collections.abc import Callable
+from typing import Protocol
 
 from ...transport.streams.connection import Connection
 from .buffers import available_memory
@@ -45,15 +46,30 @@ class Sending:
         self.ended.wait(_SENDING_END_TIMEOUT_S)
 
 
+class Pinning(Protocol):
+    """Page-locks memory for copies from a GPU; implemented where torch is known (``roles.trainer.pinned_memory``)."""
+
+    def pin(self, memory: memoryview) -> None:
+        """Page-lock memory whose pages are allocated."""
+
+    def unpin(self, memory: memoryview) -> None:
+        """Make memory pageable again, before it is unmapped. Does nothing if it is not page-locked."""
+
+
 class MappedBuffer:
     """A mapped buffer of the agent for ``capacity`` bytes of payload; owns the descriptor ``fd``.
+
+    Args:
+        fd: Descriptor of the memory.
+        capacity: Bytes of payload.
+        pinning: Page-locks the memory once it is allocated, if given.
 
     Raises:
         SnapshotError: The memory cannot be mapped.
     """
 
-    def __init__(self, fd: int, capacity: int) -> None:
-        self.capacity, self._fd, self._prefaulted = capacity, fd, False
+    def __init__(self, fd: int, capacity: int, pinning: Pinning | None = None) -> None:
+        self.capacity, self._fd, self._prefaulted, self._pinning = capacity, fd, False, pinning
         try:
             self._map = mmap.mmap(fd, PAYLOAD_OFFSET + capacity)
         except OSError as error:
@@ -79,7 +95,9 @@ class MappedBuffer:
         self.view[:HEAD_BYTES] = head.encode()
 
     def prefault(self) -> None:
-        """Allocate all memory now, so that page faults do not slow down a copy, and a lack of memory does not kill it.
+        """Allocate and page-lock all memory now.
+
+        So page faults do not slow down a copy, and a lack of memory does not kill it.
 
         Raises:
             SnapshotError: The memory is not available.
@@ -102,11 +120,15 @@ class MappedBuffer:
                 f"cannot allocate a snapshot of {self.capacity / 1e6:.0f} MB: {error.strerror}"
             ) from error
         self._prefaulted = True
+        if self._pinning is not None:
+            self._pinning.pin(self.view)
 
     def close(self) -> None:
         """Abort copies and unmap the buffer."""
         self._end_sendings()
         os.close(self._fd)
+        if self._pinning is not None:
+            self._pinning.unpin(self.view)
         with contextlib.suppress(BufferError):  # the caller still has a view, which keeps it mapped
             self.view.release()
             self._map.close()

@@ -1,8 +1,8 @@
 """Host memory for the state of one step, and the positions of a rank's tensors in this memory.
 
 If the node's agent stores snapshots, the memory belongs to the agent and outlives this process; otherwise it belongs to
-this process. The memory for a step is one flat buffer, which is filled at the speed of a memcpy. Files and snapshots
-are made from the buffer while the next step runs.
+this process. The memory for a step is one flat buffer, which is filled at the speed of a memcpy, or from a GPU at the
+speed of PCIe (:mod:`.pinned_memory`). Files and snapshots are made from the buffer while the next step runs.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from ...core.types import NodeName
 from ..snapshots.client import SnapshotClient
 from ..snapshots.format import SLOTS, SnapshotError
+from ..snapshots.mapping import Pinning
 
 _log = logging.getLogger("rrl.trainer")
 
@@ -37,13 +38,14 @@ class HostBuffers:
             number of steps that may be uncommitted.
         buddy: Returns the address of the agent on another node that receives copies (the buddy), or None.
         others: Returns the addresses of other nodes' agents that may have snapshots of earlier incarnations.
+        pinning: Page-locks this process's own buffers, if the state is on a GPU; ``client`` does so with the agent's.
     """
 
     def __init__(
         self, client: SnapshotClient | None = None, own: int = 1, buddy: Callable[[], str | None] = lambda: None,
-        others: Callable[[], Collection[str]] = tuple,
+        others: Callable[[], Collection[str]] = tuple, pinning: Pinning | None = None,
     ) -> None:  # fmt: skip
-        self._client, self._buddy, self._others = client, buddy, others
+        self._client, self._buddy, self._others, self._pinning = client, buddy, others, pinning
         self._own: list[mmap.mmap | None] = [None] * own
         self._turn = 0
         self._in_agent_memory = False
@@ -78,7 +80,11 @@ class HostBuffers:
         self._turn = (self._turn + 1) % len(self._own)
         own = self._own[self._turn]
         if own is None or len(own) < nbytes:
+            if own is not None and self._pinning is not None:
+                self._pinning.unpin(memoryview(own))
             own = self._own[self._turn] = mmap.mmap(-1, max(1, nbytes))
+            if self._pinning is not None:
+                self._pinning.pin(memoryview(own))
         return memoryview(own)[:nbytes]
 
     def seal(self, step: int, meta: bytes) -> None:
@@ -176,10 +182,16 @@ class Layout:
         """Digest of the positions. Buffers with the same digest have the same tensors at the same positions."""
 
     def fill(self, buffer: memoryview, tensors: Mapping[str, Tensor]) -> None:
-        """Copy the tensors into the buffer."""
+        """Copy the tensors into the buffer; return once the copy is complete."""
+        devices = set()
         with torch.no_grad():
             for slot in self._slots:
-                slot.view(buffer).copy_(shard_of(tensors[slot.name]))
+                shard = shard_of(tensors[slot.name])
+                slot.view(buffer).copy_(shard, non_blocking=True)  # only copies into page-locked memory overlap
+                devices.add(shard.device)
+        for device in devices:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
 
     def load(self, buffer: memoryview, tensors: Mapping[str, Tensor]) -> None:
         """Copy the buffer into the tensors."""

@@ -40,6 +40,7 @@ from .async_saver import MAX_UNCOMMITTED, AsyncSaver
 from .checkpoint import Checkpoints
 from .host_buffers import HostBuffers, buddy_of
 from .learner import Example, Learner
+from .pinned_memory import PinnedMemory
 from .process_group import Gang, init_process_group, parts, wait_to_be_fenced
 from .publisher import Publisher
 
@@ -88,7 +89,8 @@ def main() -> None:
         warmup()
     with me, wait_to_be_fenced(me):
         gang = init_process_group(me, compute_dtype(spec))
-        client = _snapshots(me)
+        pinning = PinnedMemory() if gang.device.type == "cuda" else None
+        client = _snapshots(me, pinning)
         checkpoints = Checkpoints(me.run_dir, gang)
         restore_point = restore.agree_on_restore_point(me, gang, client)
         if gang.rank == 0:
@@ -96,7 +98,7 @@ def main() -> None:
             _log.info("%s continues from %s", me.launch.incarnation, str(restore_point))
         learner = _learner(me, _model(spec, empty, tokenizer.size, me.job.seed, restore_point.fresh, gang), gang)
         publisher = Publisher(me, gang, learner, compute_dtype(spec))
-        buffers = _buffers(me, gang, client)
+        buffers = _buffers(me, gang, client, pinning)
         saver = AsyncSaver(me, gang, learner, checkpoints, buffers, publisher, me.job.trainer.uncommitted)
         if restore_point.fresh:
             with me.phase("train"):
@@ -179,14 +181,18 @@ def _learner(me: rrl.Worker, model: nn.Module, gang: Gang) -> Learner:
     )
 
 
-def _snapshots(me: rrl.Worker) -> SnapshotClient | None:
+def _snapshots(me: rrl.Worker, pinning: PinnedMemory | None) -> SnapshotClient | None:
     if not me.job.trainer.snapshots:
         return None
     incarnation = me.launch.incarnation
-    return SnapshotClient(me.run_dir.id, me.node, me.keys, incarnation.gang.replica, me.rank, incarnation.number)
+    return SnapshotClient(
+        me.run_dir.id, me.node, me.keys, incarnation.gang.replica, me.rank, incarnation.number, pinning
+    )
 
 
-def _buffers(me: rrl.Worker, gang: Gang, client: SnapshotClient | None) -> HostBuffers:
+def _buffers(
+    me: rrl.Worker, gang: Gang, client: SnapshotClient | None, pinning: PinnedMemory | None
+) -> HostBuffers:  # fmt: skip
     nodes = gang.gather(me.node, NodeName)
 
     def buddy() -> str | None:
@@ -196,7 +202,7 @@ def _buffers(me: rrl.Worker, gang: Gang, client: SnapshotClient | None) -> HostB
         snapshot_servers = me.peers.snapshot_servers if me.peers is not None else {}
         return [address for node, address in snapshot_servers.items() if node != me.node and address != buddy()]
 
-    return HostBuffers(client, min(me.job.trainer.uncommitted, MAX_UNCOMMITTED), buddy, others)
+    return HostBuffers(client, min(me.job.trainer.uncommitted, MAX_UNCOMMITTED), buddy, others, pinning)
 
 
 def _examples(me: rrl.Worker, tokenizer: Tokenizer) -> Iterator[list[Example]]:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import mmap
+import time
+from collections.abc import Callable
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,13 +54,17 @@ def test_trainer_killed_on_the_gpu_ends_bit_equal(
     asyncio.run(story())
 
 
-def test_state_on_the_gpu_fills_a_host_buffer_and_is_loaded_from_it_bit_equal(device: torch.device) -> None:
+@pytest.mark.parametrize("pinned", [False, True], ids=["pageable", "pinned"])
+def test_state_on_the_gpu_fills_a_host_buffer_and_is_loaded_from_it_bit_equal(
+    device: torch.device, pinned: bool
+) -> None:
     """The copy that checkpoints and snapshots are made from, with the random state of the GPU."""
     import torch
 
     from rrl.roles.models.policy import build_model
     from rrl.roles.trainer.host_buffers import Layout
     from rrl.roles.trainer.learner import Learner
+    from rrl.roles.trainer.pinned_memory import PinnedMemory
     from rrl.roles.trainer.process_group import Gang
     from rrl.tests.support.roles.trainer import harness
 
@@ -68,7 +76,11 @@ def test_state_on_the_gpu_fills_a_host_buffer_and_is_loaded_from_it_bit_equal(de
     student.seed_rng(5)
     torch.rand(3, device=device)
     layout = Layout(student.tensors())
-    buffer = memoryview(bytearray(layout.nbytes))
+    buffer = memoryview(mmap.mmap(-1, layout.nbytes))
+    pinning = PinnedMemory()
+    if pinned and device.type == "cuda":
+        pinning.pin(buffer)
+        assert all(view.is_pinned() for view in layout.views(buffer).values())
     layout.fill(buffer, student.tensors())
     extra = student.extra_state()
     expected = torch.rand(4, device=device)
@@ -77,3 +89,30 @@ def test_state_on_the_gpu_fills_a_host_buffer_and_is_loaded_from_it_bit_equal(de
     assert torch.equal(torch.rand(4, device=device), expected), "the random state of the device is part of it"
     for name, tensor in student.tensors().items():
         assert torch.equal(tensor, other.tensors()[name]), name
+    pinning.unpin(buffer)
+    assert not any(view.is_pinned() for view in layout.views(buffer).values())
+
+
+def test_copy_into_page_locked_memory_is_measured(device: torch.device, record: Callable[[str, str], None]) -> None:
+    """The figures are recorded and not compared: this machine may be busy."""
+    import torch
+
+    from rrl.roles.trainer.host_buffers import HostBuffers, Layout
+    from rrl.roles.trainer.pinned_memory import PinnedMemory
+
+    if device.type != "cuda":
+        pytest.skip("a rehearsal has no GPU memory")
+    tensors = {f"w{i}": torch.randn(4096, 4096, device=device) for i in range(64)}
+    layout = Layout(tensors)
+    seconds: dict[str, list[float]] = {"pageable": [], "pinned": []}
+    for name, pinning in (("pageable", None), ("pinned", PinnedMemory())):
+        buffers = HostBuffers(own=1, pinning=pinning)
+        for step in range(6):
+            began = time.monotonic()
+            buffer = buffers.buffer(layout.nbytes, step)
+            layout.fill(buffer, tensors)
+            seconds[name].append(time.monotonic() - began)
+        assert all(torch.equal(view, tensors[name].cpu()) for name, view in layout.views(buffer).items())
+        if pinning is not None:
+            pinning.unpin(buffer)
+    record("copy.json", json.dumps({"nbytes": layout.nbytes, "seconds": seconds}))

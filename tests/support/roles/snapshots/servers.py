@@ -14,6 +14,7 @@ from pathlib import Path
 
 from rrl.core.types import NodeName, ReplicaId
 from rrl.roles.snapshots.client import SnapshotClient
+from rrl.roles.snapshots.mapping import Pinning
 from rrl.roles.snapshots.server import SnapshotServer
 from rrl.tests.support.roles.snapshots.writer import GANG, NODE, RUN
 from rrl.transport.keys import RunKeys
@@ -48,9 +49,10 @@ def process(keys: RunKeys, folder: Path, node: NodeName = NODE) -> Iterator[tupl
 
 @contextlib.contextmanager
 def member(
-    keys: RunKeys, incarnation: int = 1, rank: int = 0, node: NodeName = NODE, gang: ReplicaId = GANG
-) -> Iterator[SnapshotClient]:
-    client = SnapshotClient(RUN, node, keys, gang, rank, incarnation)
+    keys: RunKeys, incarnation: int = 1, rank: int = 0, node: NodeName = NODE, gang: ReplicaId = GANG,
+    pinning: Pinning | None = None,
+) -> Iterator[SnapshotClient]:  # fmt: skip
+    client = SnapshotClient(RUN, node, keys, gang, rank, incarnation, pinning)
     try:
         yield client
     finally:

@@ -109,6 +109,43 @@ def test_the_memory_of_a_snapshot_grows_with_it_and_is_used_again(keys: RunKeys,
         wait_until(lambda: _descriptors() <= before)
 
 
+class FakePinning:
+    """Page-locks nothing, and records the sizes of what is locked."""
+
+    def __init__(self) -> None:
+        self.pinned: list[int] = []
+        self.calls = 0
+
+    def pin(self, memory: memoryview) -> None:
+        assert memory.nbytes > 0, "the memory is mapped"
+        self.calls += 1
+        self.pinned.append(memory.nbytes)
+
+    def unpin(self, memory: memoryview) -> None:
+        assert memory.nbytes > 0, "the memory is still mapped"
+        if memory.nbytes in self.pinned:
+            self.pinned.remove(memory.nbytes)
+
+
+def test_each_buffer_is_page_locked_once_while_it_is_mapped(keys: RunKeys, here: SnapshotServer) -> None:
+    pinning = FakePinning()
+    with member(keys, pinning=pinning) as one:
+        for step in (1, 2, 3, 4):
+            keep(one, step)
+        small = PAYLOAD_OFFSET + 1000
+        assert len(pinning.pinned) == pinning.calls == 2
+        assert all(size >= small for size in pinning.pinned)
+        keep(one, 5, 5 * 2**20)  # one of the two buffers is replaced by a larger one
+        assert len(pinning.pinned) == 2
+        assert pinning.calls == 3
+        here.close()  # the agent dies: its buffers are mapped anew with the next one
+        with snapshot_server(keys):
+            keep(one, 6)
+            keep(one, 7)
+            assert len(pinning.pinned) == 2
+    assert pinning.pinned == []
+
+
 def _descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
