@@ -41,21 +41,24 @@ async def run(item, base_url, api_key):
 
 WATCHED_AGENT = ("guess_task:run", "watched_task:run")
 PAGE = Path(__file__).parents[3] / "docs" / "agents.md"
-FEW = (("prompts_per_step = 4", "prompts_per_step = 1"), ("group_size = 16", "group_size = 4"))
+FEW = (("prompts_per_step = 8", "prompts_per_step = 1"), ("group_size = 8", "group_size = 4"))
 """steps of 4 episodes, each with a process of its own"""
+SEVERAL_AGENTS = "replicas = 2                    # an OpenAI client takes 3 ms of a core for each call\n"
 
 pytestmark = pytest.mark.torch
 
 
 def submit(folder: Path, steps: int, *changes: tuple[str, str]) -> TestRun:
-    """Submit the example without its own fault, with steps of 64 episodes, and with further changes of job.toml.
+    """Submit the example with one replica of the agents, without its own fault, with steps of 64 episodes, and with
+    further changes of job.toml.
 
     It has no spare node and no standby of the trainer, which loads torch and is not needed here.
     """
     toml = (EXAMPLES / "agents.toml").read_text().partition("[[faults.planned]]")[0]
     smaller = (
-        ("steps = 150", f"steps = {steps}"),
-        ("prompts_per_step = 16", "prompts_per_step = 4"),
+        ("steps = 120", f"steps = {steps}"),
+        ("prompts_per_step = 12", "prompts_per_step = 8"),
+        (SEVERAL_AGENTS, ""),
         ("spares = 1", "spares = 0"),
         ("entropy = 0.01", "entropy = 0.01\ndonor_rollouts = 0"),
     )
@@ -158,7 +161,7 @@ def test_agents_that_are_killed_in_the_middle_of_their_turns_are_replayed_and_no
 ) -> None:
     steps, at_once = 3, 8
     (tmp_path / "replayed.py").write_text(REPLAYED)
-    agent = ('function = "guess_task:run"\nconcurrency = 128', f"{key}\nconcurrency = {at_once}")
+    agent = ('function = "guess_task:run"\nconcurrency = 48', f"{key}\nconcurrency = {at_once}")
     run = submit(tmp_path, steps, *FEW, agent)
     shown, go = tmp_path / "turns.jsonl", tmp_path / "go"
     run.wait(lambda _: shown.exists() and len(shown.read_text().splitlines()) >= 2 * at_once, TIMEOUT_S)
@@ -215,7 +218,7 @@ def sampled_turns(run: TestRun) -> dict[int, list[tuple[str, list[int]]]]:
 
 def test_a_program_for_each_attempt_is_the_one_of_the_page(tmp_path: Path) -> None:
     (tmp_path / "guess.py").write_text(program_of_the_page("guess.py"))
-    command = ('function = "guess_task:run"\nconcurrency = 128', 'command = ["python", "guess.py"]\nconcurrency = 4')
+    command = ('function = "guess_task:run"\nconcurrency = 48', 'command = ["python", "guess.py"]\nconcurrency = 4')
     run = submit(tmp_path, 3, *FEW, command)
     wait_completed(run, 3, 4)
 
