@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from rich.text import Text
 
 from ...core.run_spec import RoleSpec
-from ...manager.model.idle_times import START, RolePoint, idle_shares, rate
+from ...manager.model.figures.idle_times import START, RolePoint, idle_shares, rate
+from ...manager.model.figures.stream_figures import EpisodeFigures, StreamFigures
 from ...manager.model.state import State
-from ...manager.model.stream_figures import EpisodeFigures, StreamFigures
 
 _SEPARATOR = " · "
 _IDLE_CAUSES = {"store": "the store", "external": "external services"}

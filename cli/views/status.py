@@ -20,11 +20,11 @@ from ...core.phases import STANDBY, phase
 from ...core.run_spec import INTEROPERABLE_TRANSPORTS
 from ...core.types import AGENT, STANDBY_ROLE, Finding, Outcome, Verdict, standby_role_of
 from ...manager.cluster.base import NodeState
-from ...manager.model import token_ages
+from ...manager.model.figures import token_ages
+from ...manager.model.figures.stream_figures import EPISODE_METRICS, SHOWN_METRICS, TOKENS_AGED, as_count
 from ...manager.model.queries import progress, workers
 from ...manager.model.reduce_nodes import DRAIN
 from ...manager.model.state import Allocation, Node, Replica, State, Status
-from ...manager.model.stream_figures import EPISODE_METRICS, SHOWN_METRICS, TOKENS_AGED, as_count
 from .formatting import bar, curve, folded, number, span
 from .pace import agent_figures, idle_shares_of_roles, length_figures, packed, token_rates
 from .summary import MAX_STALE_SHARE, unscored_text

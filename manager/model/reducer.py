@@ -10,7 +10,6 @@ from msgspec.structs import replace
 from ...core.faults import FAULT_TRAITS, TargetKind
 from ...core.types import Verdict
 from . import events as ev
-from . import idle_times
 from .actions import (
     Drain,
     Exclude,
@@ -26,6 +25,7 @@ from .actions import (
     Undrain,
     fault_tag,
 )
+from .figures import idle_times
 from .reduce_commands import members_of, on_command, on_fault_requested, on_restart_all, on_resumed
 from .reduce_nodes import (
     on_allocation_changed,

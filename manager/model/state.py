@@ -27,10 +27,10 @@ from ...core.types import (
 from ...health.detection.baselines import RoleBaseline
 from ..cluster.base import AllocationRequest, AllocationState, AllocationStatus, NodeStatus
 from .actions import ExternalAction, Finish
-from .idle_times import IdleTimes
-from .reward_curve import Rewards
-from .stream_figures import EpisodeFigures, StreamFigures
-from .token_ages import TokenAges
+from .figures.idle_times import IdleTimes
+from .figures.reward_curve import Rewards
+from .figures.stream_figures import EpisodeFigures, StreamFigures
+from .figures.token_ages import TokenAges
 
 NEVER_APPEARED = "its step never appeared"
 """Detail text of a launch that the cluster accepted, but whose step never reported to the manager and was never

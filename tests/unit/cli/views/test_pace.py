@@ -8,7 +8,7 @@ from rich.text import Text
 from rrl.cli.views.pace import agent_figures, idle_text, length_figures, packed, token_rate
 from rrl.cli.views.status import status_view
 from rrl.manager.model import events as ev
-from rrl.manager.model.stream_figures import EpisodeFigures, StreamFigures, with_episode_counts, with_step
+from rrl.manager.model.figures.stream_figures import EpisodeFigures, StreamFigures, with_episode_counts, with_step
 from rrl.tests.support.cli.story import Story
 from rrl.tests.support.cli.text_snapshots import drawn, matches_stored
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rrl.manager.model.reward_curve import MAX_CURVE_POINTS, MAX_GAPS, MAX_STEPS_PER_END, Rewards, add_step
+from rrl.manager.model.figures.reward_curve import MAX_CURVE_POINTS, MAX_GAPS, MAX_STEPS_PER_END, Rewards, add_step
 
 
 def reported(*reports: tuple[int, float | None], rewards: Rewards | None = None) -> Rewards:
