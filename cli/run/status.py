@@ -28,8 +28,9 @@ from ..common.runs import (
     submit_time,
     summary_of,
 )
+from ..views.replicas import MAX_LISTED
 from ..views.status import standing, status_view
-from ..views.summary import model_folders_view, recoveries_view, runs_view
+from ..views.summary import recoveries_view, runs_view
 from .manager_liveness import (
     Liveness,
     SlurmJobs,
@@ -100,15 +101,16 @@ def _as_json(run: RunDir, state: State) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def picture(run: RunDir, state: State, width: int, manager_liveness: Liveness = Liveness()) -> RenderableType:
+def picture(
+    run: RunDir, state: State, width: int, manager_liveness: Liveness = Liveness(), max_listed: int = MAX_LISTED
+) -> RenderableType:
     """Return the status view, with the summary once the run has ended."""
     view = status_view(
-        state, time.time(), width, (manager_liveness.note, manager_liveness.advice), manager_liveness.standing
-    )
+        state, time.time(), width, (manager_liveness.note, manager_liveness.advice), manager_liveness.standing,
+        model_folders(run, state.step), max_listed,
+    )  # fmt: skip
     if failure := metrics_failure(run, state):
         view = Group(view, "", Text(f"metrics of the manager: {failure}", "yellow", overflow="fold"))
-    if (folders := model_folders_view(model_folders(run, state.step))) is not None:
-        view = Group(view, "", folders)
     summary = summary_of(run) if state.outcome is not None else None
     if summary is None or not (recoveries := summary.get("recoveries")):
         return view
