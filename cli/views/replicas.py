@@ -186,8 +186,10 @@ def is_unusual(replica: Replica) -> bool:
 
 def _summary_of_rest(state: State, replicas: Sequence[Replica], now: float, failures: Failures, more: bool) -> str:
     words = Counter(doing(state, replica, now, failures).word for replica in replicas)
-    count = f"{len(replicas)} more: " if more else f"{len(replicas)}: "
-    return count + ", ".join(f"{number} {word}" for word, number in words.most_common())
+    all_words = ", ".join(f"{number} {word}" for word, number in words.most_common())
+    if not more:
+        return all_words
+    return f"{len(replicas)} more: {all_words}" if len(words) > 1 else f"{len(replicas)} more {next(iter(words))}"
 
 
 def _add_row(table: Table, state: State, replica: Replica, now: float, failures: Failures) -> None:

@@ -166,8 +166,8 @@ def _facts(
     if state.outcome is None:
         for label, text in _of_nodes(state, now, width, held):
             facts.add_row(label, text)
-        for label, line in zip(("manager", ""), notes or (_manager(state, now),), strict=False):
-            facts.add_row(label, bounded(line, "red" if notes else ""))
+        for label, note in zip(("manager", ""), notes or (_manager(state, now),), strict=False):
+            facts.add_row(label, bounded(note, "red" if notes else ""))
         for label, text in _notes_of_replicas(state):
             facts.add_row(label, text)
     for label, text in model_folder_rows(folders):

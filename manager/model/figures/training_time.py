@@ -22,7 +22,7 @@ from ....core.run_spec import RunSpec
 RECENT_S = 3600.0
 """Seconds before now for which the recent share of effective training is computed."""
 POINT_INTERVAL_S = 20.0
-"""Minimum seconds between two points, so that :data:`RECENT_S` has at most 181 of them."""
+"""Seconds from a point to the point after the next one, at least: so :data:`RECENT_S` has about 190 of them at most."""
 MAX_COMMITS = 21
 """Number of newest commits whose times are kept: the seconds of a step are the median over twenty steps."""
 
