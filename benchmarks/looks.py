@@ -95,7 +95,9 @@ def measure_live(toml: str, seconds: float) -> tuple[float, int]:
             run.wait(lambda state: all(one.status is Status.JOINED for one in workers(state)))
             if run.state().job.steps:
                 run.wait_steps(3)
-            with Terminal([RRL, "status", run.run.id, "--live"], {"RRL_RUNS_DIR": folder}, COLUMNS, ROWS) as terminal:
+            with Terminal(
+                [RRL, "status", run.run.id, "--live"], {"RRL_RUNS_DIR": str(run.run.path.parent)}, COLUMNS, ROWS
+            ) as terminal:
                 eventually(lambda: "q stops watching" in "".join(terminal.lines))
                 steps, before, began = run.state().step, terminal.sent, time.monotonic()
                 time.sleep(seconds)

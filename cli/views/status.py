@@ -176,8 +176,8 @@ def _facts(
     if because := state.why if state.outcome is not None else decided:
         facts.add_row("because", Text(because))
     if state.outcome is not None and (jobs := retained_jobs(state)):
-        text = f"job {jobs}, while it lasts (rrl resume uses it, scancel {jobs} releases it)"
-        facts.add_row("kept", Text(text, "yellow"))
+        kept = f"job {jobs}, while it lasts (rrl resume uses it, scancel {jobs} releases it)"
+        facts.add_row("kept", Text(kept, "yellow"))
     return facts
 
 
