@@ -79,16 +79,14 @@ class LiveDisplay:
         self._cleared = True
 
     def finish(self, view: RenderableType | None = None, *, erase: bool = False) -> None:
-        """Leave the cursor below the lines; with ``erase`` or a ``view``, remove them and print the view instead."""
-        if self._size is None:
-            return
-        if erase or view is not None:
+        """Leave the cursor below the lines; with ``erase`` or a ``view``, remove them and print the whole view."""
+        if self._size is not None and (erase or view is not None):
             self._write(self._move(0) + _ERASE_BELOW + _SHOW_CURSOR)
-            if view is not None:
-                self._console.print(Escaped(view))
-        else:
+        elif self._size is not None:
             self._write(self._move(max(0, len(self._lines) - 1)) + "\n" + _SHOW_CURSOR)
         self._size = None
+        if view is not None:
+            self._console.print(Escaped(view))
 
     def _changes(self, lines: Sequence[Line]) -> Iterator[str]:
         """Yield what turns the lines on the screen into ``lines``."""

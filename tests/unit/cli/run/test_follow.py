@@ -181,6 +181,14 @@ def test_what_does_not_fit_is_counted_and_shown_after_the_terminal_grows(tmp_pat
     assert len(shrunk) == 12
 
 
+def test_run_that_has_ended_already_is_shown_once(tmp_path: Path) -> None:
+    completed(RUN).written(tmp_path)
+    with terminal_with(tmp_path) as terminal:
+        assert terminal.process.wait(30) == 0
+        eventually(lambda: "all steps are done" in terminal.drawn)
+        assert len([line for line in terminal.lines if line.startswith("small-7")]) == 1
+
+
 def test_ctrl_l_draws_everything_again(tmp_path: Path) -> None:
     Story(RUN).works().written(tmp_path)
     with terminal_with(tmp_path) as terminal:
