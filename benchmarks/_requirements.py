@@ -35,6 +35,7 @@ NEEDS: Mapping[str, tuple[Need, ...]] = {
     "detection": (),
     "dispatch": (Need.TORCH,),
     "hostile_ports": (),
+    "looks": (),
     "manager_away": (Need.TORCH, Need.SLURM),
     "publishing": (Need.TORCH,),
     "restart": (Need.TORCH, Need.SLURM),

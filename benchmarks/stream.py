@@ -60,7 +60,7 @@ from rrl.benchmarks._stream_task import write_model
 from rrl.benchmarks._table import print_table
 from rrl.core.types import TRAINER, Outcome, ReplicaId
 from rrl.manager.model import events as ev
-from rrl.manager.model import idle_times
+from rrl.manager.model.figures import idle_times
 from rrl.manager.model.state import State, Status
 from rrl.tests.support.runs import TestRun, submit_here
 from rrl.tests.support.supervisor import temporary_runs_folder

@@ -25,12 +25,9 @@ from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 
+from rrl.benchmarks._long_run import LONG_RUN_STEPS, write_long_run
 from rrl.benchmarks._requirements import check_requirements
-from rrl.core.phases import ClockReading, PhaseTime
-from rrl.core.types import Incarnation, ReplicaId, Version
 from rrl.manager.model import events as ev
-from rrl.manager.storage.journal import SEGMENT_RECORDS, Journal
-from rrl.tests.support.cli.story import BEGAN, Story, job_view
 from rrl.tests.support.runs import light_job, submit_here
 from rrl.tests.support.supervisor import temporary_runs_folder
 from rrl.tests.support.trackers.killed_run import TRACKERS, play, tracked_job
@@ -40,20 +37,8 @@ PAIRS = 4
 STEPS = 120
 WARM_UP_STEPS = 20
 """Steps of a run that are not measured: its roles and the process of its tracker start."""
-LONG_RUN_STEPS = 10_000
 ROUNDS = 5
-PHASES = ("wait_data", "train", "checkpoint")
 PARTS = ("once", "hang", "metrics")
-METRICS = dict.fromkeys(
-    (
-        "reward", "loss", "entropy", "kl", "clip_share", "gradient_norm", "learning_rate", "tokens", "parts",
-        "token_age_p50", "token_age_max", "token_age_run_max", "tokens_aged_0", "tokens_aged_1", "tokens_aged_2",
-        "length_bias", "recall20", "long_groups", "longest_expected", "stale_groups", "stale_share", "unscored_groups",
-        "unscored_share", "drift",
-    ),
-    0.5,
-)  # fmt: skip
-"""As many metrics as the built-in trainer and the store commit with a step."""
 
 
 def main() -> None:
@@ -126,28 +111,6 @@ def metrics() -> dict[str, float]:
             taken.append(time.monotonic() - began)
             assert done.stdout.count(b"\n") == LONG_RUN_STEPS
     return {"metrics_s": round(statistics.median(taken), 3)}
-
-
-def write_long_run(root: Path) -> None:
-    """Write the journal of a run of 10,000 steps with two rollouts: eight events for each step, all its processes."""
-    story = Story("long-1120-064114", job_view(LONG_RUN_STEPS)).works()
-    run = story.written(root)
-    journal, seq, at = Journal(run, 2), len(story.stamped), story.at
-    trainer, *rollouts = (Incarnation(ReplicaId(id), 1) for id in ("trainer/0", "rollout/0", "rollout/1"))
-    for step in range(13, LONG_RUN_STEPS + 1):
-        at += 6.0
-        spent = tuple(PhaseTime(phase, "", int(step * 2e9)) for phase in PHASES)
-        events: list[ev.Event] = [ev.PhaseEntered(trainer, phase) for phase in PHASES]
-        events.append(ev.StepCommitted(trainer, step, METRICS))
-        events.append(ev.ClocksRecorded(tuple((id, ClockReading(1, step, spent)) for id in (trainer, *rollouts))))
-        events += [ev.VersionAvailable(id, Version(step, 1)) for id in (trainer, *rollouts)]
-        for event in events:
-            seq += 1
-            journal.append(ev.Stamped(seq, BEGAN + at, 2, event))
-        if seq % SEGMENT_RECORDS < len(events):
-            journal.flush()
-            journal.rotate(story.recorded())
-    journal.close()
 
 
 if __name__ == "__main__":

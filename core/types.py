@@ -284,6 +284,19 @@ class Finding(Struct, frozen=True):
         )
 
 
+class GpuUse(Struct, frozen=True, array_like=True):
+    """How much the GPUs of one node were used when the node's agent read them last."""
+
+    gpus: int
+    """Number of GPUs that the run may use on the node."""
+    busy: float | None
+    """Mean share of the time (0 to 1) in which a kernel ran on them; None if unknown."""
+    memory_used: int
+    """Bytes of their memory that are in use, by any process; 0 if unknown."""
+    memory_total: int
+    """Bytes of their memory; 0 if unknown."""
+
+
 class Outcome(StrEnum):
     """How a run ended."""
 

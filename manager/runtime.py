@@ -41,7 +41,6 @@ from .intake.finding_gate import BaselineRecorder, from_agent, restore_monitor
 from .intake.message_handler import MessageHandler
 from .intake.user_commands import acknowledge, pending_commands, to_events
 from .model import events as ev
-from .model import token_ages
 from .model.actions import (  # fmt: skip
     Drain,
     Exclude,
@@ -57,6 +56,7 @@ from .model.actions import (  # fmt: skip
     StopStep,
     Undrain,
 )
+from .model.figures import token_ages
 from .model.queries import workers
 from .model.reducer import fold
 from .model.state import State

@@ -12,7 +12,7 @@ from msgspec import Struct
 from ..core.faults import Fault
 from ..core.launch import ExitReason
 from ..core.phases import ClockReading
-from ..core.types import Finding, Incarnation, NodeName, ProbeResult, RaisedException, ReplicaId, Version
+from ..core.types import Finding, GpuUse, Incarnation, NodeName, ProbeResult, RaisedException, ReplicaId, Version
 
 PROTOCOL_VERSION = 3
 """Version of this protocol; messages of a peer with another version are dropped and counted."""
@@ -182,6 +182,8 @@ class AgentHeartbeat(Struct, frozen=True, tag=True):
     """Tags of the steps whose first process runs on this node."""
     loads: tuple[Load, ...] = ()
     """Loads of the steps in ``alive``. Only some heartbeats contain loads."""
+    gpu_use: GpuUse | None = None
+    """Use of the node's GPUs, in a heartbeat with loads; None if they cannot be read, or if the node has none."""
 
 
 class StepVanished(Struct, frozen=True, tag=True):

@@ -1,4 +1,4 @@
-"""Follows a run until it ends: as a view redrawn twice a second, or as plain lines without a terminal."""
+"""Follows a run until it ends: on a terminal as a view that is drawn twice a second, else as plain lines."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from rich.console import Group, RenderableType
-from rich.live import Live
+from rich.console import RenderableType
 from rich.text import Text
 
 from ...core.run_dir import RunDir
 from ...manager.model.state import State
 from ...manager.storage.lease import LeaseHolder, holder
-from ..common.output import Escaped, console, print_line
+from ..common.output import console, print_line
 from ..common.runs import OperationFailed, StateReader, find_run, job_of
+from ..views.replicas import MAX_LISTED
 from ..views.status import one_line
+from .live_display import Line, LiveDisplay
 from .manager_liveness import (
     INTERRUPTED,
     SQUEUE_EVERY_S,
@@ -35,7 +36,9 @@ from .start_check import NeverBegan, StartCheck
 from .status import picture, waiting_text
 
 POLL_INTERVAL_S = 0.5
-"""Interval (s) of polling."""
+"""Interval (s) of polling, and between two drawings."""
+_REDRAW_KEY = "\x0c"
+"""Ctrl-L, which draws everything again after other programs have written to the terminal."""
 LINE_INTERVAL_S = 10.0
 """Interval (s) of plain lines when nothing but the step or the time has changed."""
 SUMMARY_TIMEOUT_S = 10.0
@@ -67,7 +70,7 @@ def follow(
     """
     watcher = _Watcher(run, require_manager)
     stop = stop or threading.Event()
-    if sys.stdout.isatty():
+    if sys.stdout.isatty() and not console().is_dumb_terminal:
         _draw(watcher, stop, summary_follows, manages)
     else:
         _print_progress(watcher, stop)
@@ -143,18 +146,54 @@ class _Watcher:
 
 
 def _draw(watcher: _Watcher, stop: threading.Event, summary_follows: bool, manages: bool) -> None:
-    screen = console()
+    display, final = LiveDisplay(console()), None
     hint = "Ctrl-C cancels the run" if manages else "q stops watching; the run goes on"
-    with _key_reader() as pressed, Live(console=screen, auto_refresh=False, vertical_overflow="crop") as live:
-        while True:
-            over = watcher.poll()
-            live.transient = over and summary_follows
-            view: RenderableType = Text(f"{watcher.run.id}: {waiting_text(watcher.run, watcher.start_failure)}")
-            if watcher.state is not None:
-                view = picture(watcher.run, watcher.state, screen.width, watcher.liveness)
-            live.update(Escaped(view if over else Group(view, "", Text(hint, "bright_black"))), refresh=True)
-            if over or stop.is_set() or ("q" in pressed(POLL_INTERVAL_S) and not manages):
-                return
+    over = False
+    try:
+        with _key_reader(display.clear) as pressed:
+            while True:
+                over = watcher.poll()
+                if over:
+                    final = _view(watcher, display, MAX_LISTED)
+                    return
+                display.draw(_fitting_lines(watcher, display, hint))
+                if stop.is_set() or _leaves(pressed, display, manages):
+                    return
+    finally:
+        display.finish(None if summary_follows else final, erase=over)
+
+
+def _view(watcher: _Watcher, display: LiveDisplay, max_listed: int) -> RenderableType:
+    if watcher.state is None:
+        return Text(f"{watcher.run.id}: {waiting_text(watcher.run, watcher.start_failure)}")
+    return picture(watcher.run, watcher.state, display.width, watcher.liveness, max_listed)
+
+
+def _fitting_lines(watcher: _Watcher, display: LiveDisplay, hint: str) -> list[Line]:
+    """Return the lines of the run and of the hint.
+
+    If they do not fit the terminal, replicas that work are only counted; then the last lines are left out.
+    """
+    free = display.height - 2
+    lines = display.lines(_view(watcher, display, MAX_LISTED))
+    if len(lines) > free and watcher.state is not None:
+        lines = display.lines(_view(watcher, display, 0))
+    if (hidden := len(lines) - free) > 0:
+        hint = f"{hidden} more lines do not fit; {hint}"
+    return [*lines[: max(0, free)], (), *display.lines(Text(hint, "bright_black"))]
+
+
+def _leaves(pressed: Callable[[float], str], display: LiveDisplay, manages: bool) -> bool:
+    """Return whether the user leaves within ``POLL_INTERVAL_S``, the interval between two drawings."""
+    until = time.monotonic() + POLL_INTERVAL_S
+    while (left := until - time.monotonic()) > 0:
+        keys = pressed(left)
+        if "q" in keys and not manages:
+            return True
+        if _REDRAW_KEY in keys:
+            display.clear()
+            break
+    return False
 
 
 def _print_progress(watcher: _Watcher, stop: threading.Event) -> None:
@@ -169,7 +208,7 @@ def _print_progress(watcher: _Watcher, stop: threading.Event) -> None:
             line, about = f"{watcher.run.id}: {waiting_text(watcher.run, watcher.start_failure)}", ""
         else:
             liveness = watcher.liveness
-            line = one_line(watcher.state, bool(liveness.note), liveness.standing)
+            line = one_line(watcher.state, time.time(), bool(liveness.note), liveness.standing)
             about = f"{_incarnations_text(watcher.state)} {bool(liveness.note)} {liveness.standing}"
         due = time.monotonic() - printed_at >= LINE_INTERVAL_S
         if line != printed and (over or due or about != printed_about):
@@ -192,11 +231,12 @@ def _runs_on_slurm(run: RunDir) -> bool:
 
 
 @contextmanager
-def _key_reader() -> Iterator[Callable[[float], str]]:
+def _key_reader(on_return: Callable[[], None]) -> Iterator[Callable[[float], str]]:
     """Yield a function that waits the given seconds for key presses, and returns the keys or ``""``.
 
     Return need not be pressed, and keys do not appear in the view. The terminal is restored on every exit. Nothing is
-    read or changed while another job of the shell uses the terminal: the kernel would stop this process.
+    read or changed while another job of the shell uses the terminal: the kernel would stop this process. ``on_return``
+    is called when this process uses the terminal again after another job.
     """
     if not sys.stdin.isatty():
         yield _no_keys
@@ -212,6 +252,7 @@ def _key_reader() -> Iterator[Callable[[float], str]]:
             return _no_keys(seconds)
         if termios.tcgetattr(fd)[3] & termios.ECHO:  # another job has used the terminal: its keys are discarded
             tty.setcbreak(fd, termios.TCSAFLUSH)
+            on_return()
         if not select.select([fd], [], [], seconds)[0]:
             return ""
         return os.read(fd, 1024).decode("latin-1") or _no_keys(seconds)  # nothing is read from a terminal that is gone

@@ -14,6 +14,7 @@ from rich.text import Text
 from ...core.run_dir import RunDir, runs_root
 from ...core.run_spec import RunSpec
 from ...core.types import Outcome
+from ...manager.model.queries import weights_lag_steps
 from ...manager.model.state import State
 from ...manager.storage.model_folders import model_folders
 from ..common.output import console, print_json, print_line, show
@@ -28,8 +29,9 @@ from ..common.runs import (
     submit_time,
     summary_of,
 )
+from ..views.replicas import MAX_LISTED
 from ..views.status import standing, status_view
-from ..views.summary import model_folders_view, recoveries_view, runs_view
+from ..views.summary import recoveries_view, runs_view
 from .manager_liveness import (
     Liveness,
     SlurmJobs,
@@ -93,22 +95,38 @@ def _as_json(run: RunDir, state: State) -> dict[str, Any]:
     stream = stream_summary(state.idle_times, state.stream_figures)
     figures = decoded["episode_figures"]
     turns = {name: figures[name] for name in ("turns", "branches", "given_tokens", "untrained_turns", "token_drift")}
-    sections = {"stream": stream, "episodes": episode_counts(state.episode_figures)}
+    sections = {"stream": stream, "episodes": episode_counts(state.episode_figures), "pace": _pace(state)}
     folders: dict[str, Any] = msgspec.to_builtins(model_folders(run, state.step))
     return decoded | standing_keys | turns | folders | {
         name: msgspec.to_builtins(section, str_keys=True) for name, section in sections.items()
     }  # fmt: skip
 
 
-def picture(run: RunDir, state: State, width: int, manager_liveness: Liveness = Liveness()) -> RenderableType:
+def _pace(state: State) -> dict[str, float | None]:
+    """Return how fast the run trains: the figures of the row ``pace``, and the weights' lag in steps."""
+    now = time.time() if state.ended is None else state.ended
+    training, run_seconds = state.training_time, state.run_seconds(now)
+    step_s = training.seconds_per_step
+    lag = weights_lag_steps(state)
+    ettr = training.seconds(now) / run_seconds if training.began is not None and run_seconds > 0 else None
+    running = state.finish is None and step_s is not None
+    return {
+        "seconds_per_step": step_s, "seconds_left": step_s * (state.job.steps - state.step) if running else None,
+        "ettr": ettr, "ettr_last_hour": None if state.outcome is not None else training.recent_share(now),
+        "weights_lag_steps": None if lag is None else lag[1],
+    }  # fmt: skip
+
+
+def picture(
+    run: RunDir, state: State, width: int, manager_liveness: Liveness = Liveness(), max_listed: int = MAX_LISTED
+) -> RenderableType:
     """Return the status view, with the summary once the run has ended."""
     view = status_view(
-        state, time.time(), width, (manager_liveness.note, manager_liveness.advice), manager_liveness.standing
-    )
+        state, time.time(), width, (manager_liveness.note, manager_liveness.advice), manager_liveness.standing,
+        model_folders(run, state.step), max_listed,
+    )  # fmt: skip
     if failure := metrics_failure(run, state):
         view = Group(view, "", Text(f"metrics of the manager: {failure}", "yellow", overflow="fold"))
-    if (folders := model_folders_view(model_folders(run, state.step))) is not None:
-        view = Group(view, "", folders)
     summary = summary_of(run) if state.outcome is not None else None
     if summary is None or not (recoveries := summary.get("recoveries")):
         return view

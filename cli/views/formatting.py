@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from math import isfinite
+from math import isfinite, nan
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 
@@ -35,19 +35,36 @@ def size(nbytes: int) -> str:
     return f"{nbytes} bytes"
 
 
-def curve(values: Sequence[float], width: int) -> str:
-    """Draw the newest ``width`` values as blocks, scaled to 0..1 if they are in this range, else to their own range.
+def resampled(values: Sequence[float], columns: int) -> list[float]:
+    """Return ``columns`` means that cover all values evenly; each value counts by its share of a column.
+
+    Values that are not finite are left out; a column without any finite value is nan.
+    """
+    means: list[float] = []
+    for column in range(columns if values else 0):
+        begin, end = column * len(values) / columns, (column + 1) * len(values) / columns
+        weights = [
+            (values[index], min(end, index + 1) - max(begin, index))
+            for index in range(int(begin), min(len(values), int(end) + 1))
+            if isfinite(values[index])
+        ]
+        total = sum(weight for _, weight in weights)
+        means.append(sum(value * (weight / total) for value, weight in weights) if total > 0 else nan)
+    return means
+
+
+def curve(values: Sequence[float]) -> str:
+    """Draw each value as a block, scaled to 0..1 if all are in this range, else to their own range.
 
     Values that are not finite are left blank.
     """
-    shown = values[-width:]
-    finite = [value for value in shown if isfinite(value)]
+    finite = [value for value in values if isfinite(value)]
     if not finite:
-        return " " * len(shown)
+        return " " * len(values)
     low, high = (0.0, 1.0) if min(finite) >= 0 and max(finite) <= 1 else (min(finite), max(finite))
     reach = (high / 8 - low / 8) or 1.0  # the difference of the largest floats is not finite
     return "".join(
-        _BLOCKS[min(7, int((value / 8 - low / 8) / reach * 8))] if isfinite(value) else " " for value in shown
+        _BLOCKS[min(7, int((value / 8 - low / 8) / reach * 8))] if isfinite(value) else " " for value in values
     )
 
 

@@ -1,4 +1,4 @@
-"""The pace of a run as text: idle shares of the roles, tokens per second, and episodes of agents. Pure."""
+"""The pace of a run as text: seconds of a step, ETTR, idle shares, tokens per second, episodes of agents. Pure."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from rich.text import Text
 
 from ...core.run_spec import RoleSpec
-from ...manager.model.idle_times import START, RolePoint, idle_shares, rate
+from ...manager.model.figures.idle_times import START, RolePoint, idle_shares, rate
+from ...manager.model.figures.stream_figures import EpisodeFigures, StreamFigures
 from ...manager.model.state import State
-from ...manager.model.stream_figures import EpisodeFigures, StreamFigures
+from .formatting import span
 
 _SEPARATOR = " · "
 _IDLE_CAUSES = {"store": "the store", "external": "external services"}
@@ -59,6 +60,32 @@ def token_rates(state: State) -> list[Text]:
         if per_second:
             rates.append(Text(f"{_plural(role)} {token_rate(per_second)}"))
     return rates
+
+
+def progress_figures(state: State, now: float) -> list[Text]:
+    """Return how fast the run trains: seconds of a step, time left, and effective training time (ETTR).
+
+    ``now`` is the manager's time (s). Empty before the second step, and in a run of commands alone.
+    """
+    if not state.job.steps:
+        return []
+    found, time = [], state.training_time
+    if (seconds := time.seconds_per_step) is not None:
+        found.append(Text(f"{seconds:.3g} s a step" if seconds < 1000 else f"{span(seconds)} a step"))
+        if state.finish is None and state.outcome is None and state.step < state.job.steps:
+            found.append(_time_left(seconds * (state.job.steps - state.step), state.ends_at - now))
+    until = now if state.ended is None else state.ended
+    if time.began is not None and (run_seconds := state.run_seconds(until)) > 0 and state.step:
+        text = f"ETTR {percent(min(1.0, time.seconds(until) / run_seconds))}"
+        recent = time.recent_share(now) if state.outcome is None else None
+        found.append(Text(text if recent is None else f"{text}, last hour {percent(recent)}"))
+    return found
+
+
+def _time_left(seconds: float, walltime_s: float) -> Text:
+    """Return the time that the remaining steps take, with a warning if the run's walltime ends before."""
+    text = f"{span(seconds)} left"
+    return Text(text) if seconds <= walltime_s else Text(f"{text}, walltime ends in {span(walltime_s)}", "yellow")
 
 
 def length_figures(figures: StreamFigures) -> list[Text]:

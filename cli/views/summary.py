@@ -78,17 +78,12 @@ def _model_rows(export: dict[str, Any] | None, failure: str) -> Iterator[tuple[s
         yield "export", Text(f"failed: {failure}", "yellow")
 
 
-def model_folders_view(folders: ModelFolders) -> RenderableType | None:
-    """Return a view of the folders with the weights of a run; None if there is none."""
-    view = Table.grid(padding=(0, 2))
-    view.add_column(style="bright_black", no_wrap=True)
-    view.add_column(overflow="fold")
+def model_folder_rows(folders: ModelFolders) -> Iterator[tuple[str, Text]]:
+    """Yield (label, text) for each folder with the weights of a run."""
     if folders.checkpoint is not None:
-        view.add_row("checkpoint", Text(f"step {folders.checkpoint.step}: {folders.checkpoint.path}"))
+        yield "checkpoint", Text(f"step {folders.checkpoint.step}: {folders.checkpoint.path}")
     export = None if folders.export is None else msgspec.structs.asdict(folders.export)
-    for row in _model_rows(export, folders.export_failure):
-        view.add_row(*row)
-    return view if view.row_count else None
+    yield from _model_rows(export, folders.export_failure)
 
 
 def _agents(summary: dict[str, Any]) -> Text | None:

@@ -28,6 +28,7 @@ from ..model.state import NEVER_APPEARED, State, Status
 from .admission import GpuRegistry, check_memlock
 from .clock_recorder import ClockRecorder
 from .finding_gate import FindingGate, is_agent_of
+from .gpu_use_recorder import GpuUseRecorder
 from .hang_investigation import HangInvestigator
 from .standby_promotion import StandbyPromoter
 
@@ -86,6 +87,7 @@ class MessageHandler:
         """The last two connections on which each incarnation's process sent its Hello, newest first. Messages that were
         sent on the older connection may still arrive."""
         self.clock_recorder = ClockRecorder(context)
+        self._gpu_use_recorder = GpuUseRecorder(context)
         self._departed: set[Incarnation] = set()
         """Incarnations whose process sent Goodbye. Their command may go on and start another worker process."""
         self._exit_record_task: asyncio.Task[None] | None = None
@@ -423,6 +425,8 @@ class MessageHandler:
             self.hang_investigator.on_reply(message)
         elif isinstance(message, msg.AgentHeartbeat):
             monitor.on_agent_message(message.node, incarnation, now)
+            if message.gpu_use is not None:
+                self._gpu_use_recorder.on_report(message.node, message.gpu_use)
             loads = {load.tag: load for load in message.loads}
             # Only the replicas of this node are visited: a thousand agents send this message every second.
             for resident in monitor.incarnations_on(message.node):

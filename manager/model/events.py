@@ -12,7 +12,7 @@ from ...core.faults import Fault, FaultKind
 from ...core.launch import ExitReason
 from ...core.phases import ClockReading
 from ...core.run_spec import RunSpec
-from ...core.types import Finding, Incarnation, NodeName, Outcome, RaisedException, ReplicaId, Version
+from ...core.types import Finding, GpuUse, Incarnation, NodeName, Outcome, RaisedException, ReplicaId, Version
 from ...health.detection.baselines import RoleBaseline
 from ..cluster.base import AllocationStatus, NodeStatus, RejectReason
 from .actions import Decision, ExternalAction
@@ -276,6 +276,15 @@ class ClocksRecorded(Struct, frozen=True, tag=True):
     readings: tuple[tuple[Incarnation, ClockReading], ...]
 
 
+class GpuUseRecorded(Struct, frozen=True, tag=True):
+    """How much the GPUs of the nodes are used, for people only.
+
+    Contains the nodes whose agents reported since the previous record.
+    """
+
+    nodes: dict[NodeName, GpuUse]
+
+
 class RunEnded(Struct, frozen=True, tag=True):
     """Last record of a run: everything is released."""
 
@@ -287,7 +296,7 @@ Event = (
     RunStarted | ManagerStarted | ManagerStopped | Intended | IntentSettled | Decided | AllocationChanged | NodeChanged
     | AgentJoined | Admitted | Joined | StepEnded | PhaseEntered | NoteChanged | FirstWorkDone | VersionAvailable |
     StepCommitted | FindingChanged | FaultInjected | CommandReceived | FaultRequested | Resumed | TokensCounted |
-    StacksCollected | BaselinesLearned | ClocksRecorded | ValuesLogged | RunEnded
+    StacksCollected | BaselinesLearned | ClocksRecorded | ValuesLogged | GpuUseRecorded | RunEnded
 )  # fmt: skip
 
 

@@ -10,12 +10,12 @@ from ...core.launch import ExitReason
 from ...core.types import Finding, Flag, Incarnation, NodeName, RaisedException, ReplicaId, gang_of, is_support, role_of
 from ..cluster.base import RejectReason
 from . import events as ev
-from . import idle_times, stream_figures
 from .actions import Fence, Launch, Rung, StopStep
+from .figures import idle_times, stream_figures
+from .figures.reward_curve import add_step
+from .figures.token_ages import with_step
 from .queries import finding_about, gang, is_batch_role, owner_of, returned_early, starts_ended_by
-from .reward_curve import add_step
 from .state import AdmittedProcess, FailedIncarnation, OrphanStep, Replica, State, Status, UnchargedRestart
-from .token_ages import with_step
 
 RETRY_PAUSE_S = 10.0
 """Seconds before a refused release or stop is requested again, and before the next launch into an allocation that the

@@ -10,7 +10,6 @@ from msgspec.structs import replace
 from ...core.faults import FAULT_TRAITS, TargetKind
 from ...core.types import Verdict
 from . import events as ev
-from . import idle_times
 from .actions import (
     Drain,
     Exclude,
@@ -26,6 +25,7 @@ from .actions import (
     Undrain,
     fault_tag,
 )
+from .figures import idle_times, training_time
 from .reduce_commands import members_of, on_command, on_fault_requested, on_restart_all, on_resumed
 from .reduce_nodes import (
     on_allocation_changed,
@@ -58,6 +58,7 @@ from .reduce_replicas import (
     with_replica,
     without,
 )
+from .reduce_training import on_work_changed
 from .state import PendingIntent, Replica, State
 
 _Reducer = Callable[[State, float, Any], State]
@@ -77,13 +78,15 @@ def fold(state: State | None, stamped: ev.Stamped) -> State:
     elif state is None:
         raise ValueError(f"the journal starts with {type(event).__name__}, not with RunStarted")
     else:
-        state = _REDUCERS[type(event)](state, at, event)
+        before = state
+        state = _REDUCERS[type(event)](before, at, event)
+        state = on_work_changed(before, state, at, event)
     return replace(state, seq=stamped.seq, at=at, epoch=stamped.epoch)
 
 
 def _on_run_started(event: ev.RunStarted, at: float) -> State:
     replicas = {id: Replica(id, since=at, down_since=at) for id in members_of(event.job)}
-    return State(run=event.run, job=event.job, started=at, replicas=replicas)
+    return State(run=event.run, job=event.job, started=at, replicas=replicas, training_time=training_time.begun(at))
 
 
 def _if_current(reduce_one: _Reducer) -> _Reducer:
@@ -227,6 +230,10 @@ def _on_values_logged(state: State, at: float, event: ev.ValuesLogged) -> State:
     return state
 
 
+def _on_gpu_use_recorded(state: State, at: float, event: ev.GpuUseRecorded) -> State:
+    return replace(state, gpu_use=event.nodes, gpu_use_at=at)
+
+
 def _on_run_ended(state: State, at: float, event: ev.RunEnded) -> State:
     return replace(state, outcome=event.outcome, why=event.why, ended=at)
 
@@ -258,5 +265,6 @@ _REDUCERS: dict[type, _Reducer] = {
     ev.BaselinesLearned: _on_baselines_learned,
     ev.ClocksRecorded: _on_clocks_recorded,
     ev.ValuesLogged: _on_values_logged,
+    ev.GpuUseRecorded: _on_gpu_use_recorded,
     ev.RunEnded: _on_run_ended,
 }

@@ -16,6 +16,7 @@ from ...core.run_spec import RunSpec
 from ...core.types import (
     Cause,
     Finding,
+    GpuUse,
     Incarnation,
     NodeName,
     Outcome,
@@ -27,10 +28,11 @@ from ...core.types import (
 from ...health.detection.baselines import RoleBaseline
 from ..cluster.base import AllocationRequest, AllocationState, AllocationStatus, NodeStatus
 from .actions import ExternalAction, Finish
-from .idle_times import IdleTimes
-from .reward_curve import Rewards
-from .stream_figures import EpisodeFigures, StreamFigures
-from .token_ages import TokenAges
+from .figures.idle_times import IdleTimes
+from .figures.reward_curve import Rewards
+from .figures.stream_figures import EpisodeFigures, StreamFigures
+from .figures.token_ages import TokenAges
+from .figures.training_time import TrainingTime
 
 NEVER_APPEARED = "its step never appeared"
 """Detail text of a launch that the cluster accepted, but whose step never reported to the manager and was never
@@ -350,6 +352,11 @@ class State(Struct, frozen=True):
     idle_times: IdleTimes = IdleTimes()
     stream_figures: StreamFigures = StreamFigures()
     episode_figures: EpisodeFigures = EpisodeFigures()
+    training_time: TrainingTime = TrainingTime()
+    gpu_use: dict[NodeName, GpuUse] = {}
+    """Use of the GPUs of each node whose agent has reported it since the record before."""
+    gpu_use_at: float = 0.0
+    """Manager's time (s) of that record."""
     replicas: dict[ReplicaId, Replica] = {}
     nodes: dict[NodeName, Node] = {}
     allocations: dict[str, Allocation] = {}

@@ -1,8 +1,6 @@
-"""Effective training time (ETTR), as in RobustRL (docs/sources.md). Pure.
+"""Totals of effective training time (ETTR) for ``summary.json`` and for Prometheus. Pure.
 
-Time in which the trainer works counts fully. While the trainer is restored and rollouts continue, time counts with the
-factor #rollouts / (#rollouts + #trainers). While everything is down, it counts 0. :func:`effective_share` has this
-formula.
+:mod:`rrl.manager.model.figures.training_time` has the definition, and the figures of ``rrl status``.
 
 :class:`WorkIntervals` computes the total for ``summary.json`` with a correction: a failed replica counts as down from
 the first symptom of its failure. :class:`EffectiveSeconds` computes the total for the metrics of a running manager
@@ -12,27 +10,12 @@ without this correction, since a Prometheus counter never decreases.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from ...core.run_spec import RunSpec
 from ...core.types import ReplicaId, role_of
+from ..model.figures.training_time import effective_share
 from .failure_records import WorkChange
-
-
-def effective_share(job: RunSpec, at_work: Mapping[str, int], committed: bool) -> float:
-    """Return the share of the time that is effective training while ``at_work`` members of each role work.
-
-    The share is 1 while all ranks of the trainer work. Else it is 0 before a first step is ``committed``, and then the
-    number of working rollouts divided by that number plus the number of trainers.
-    """
-    ranks = wanted = 0
-    for role in job.roles:
-        if role.kind == "trainer":
-            ranks, wanted = ranks + role.replicas * role.ranks, wanted + role.replicas
-    if ranks and at_work.get("trainer", 0) >= ranks:
-        return 1.0
-    rollouts = at_work.get("rollout", 0)
-    return rollouts / (rollouts + wanted) if rollouts and committed else 0.0
 
 
 class EffectiveSeconds:

@@ -20,11 +20,12 @@ from ...health.detection.health_monitor import HealthMonitor
 from ..cluster.base import NodeState
 from ..model import events as ev
 from ..model.actions import Exclude
-from ..model.idle_times import IdleTimes, idle_shares
+from ..model.figures.idle_times import IdleTimes, idle_shares
+from ..model.figures.stream_figures import EpisodeFigures, StreamFigures
+from ..model.figures.training_time import effective_share
 from ..model.queries import weights_lag_steps, workers
 from ..model.state import State, Status
-from ..model.stream_figures import EpisodeFigures, StreamFigures
-from .effective_time import EffectiveSeconds, effective_share
+from .effective_time import EffectiveSeconds
 from .failure_records import Changes
 from .failure_timeline import FailureTimeline, fences
 

@@ -20,8 +20,8 @@ from msgspec.structs import replace
 
 from ...core.types import TRAINER, Incarnation, Outcome, is_support
 from ..model import events as ev
-from ..model.stream_figures import TOKENS_AGED, as_count
-from ..model.token_ages import MAX_METRIC, P50_METRIC
+from ..model.figures.stream_figures import TOKENS_AGED, as_count
+from ..model.figures.token_ages import MAX_METRIC, P50_METRIC
 from .failure_records import Failure
 from .failure_timeline import FailureTimeline
 

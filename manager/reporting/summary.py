@@ -19,10 +19,10 @@ from ...core.run_spec import RunSpec
 from ...core.text import escaped_lines
 from ...core.types import NodeName, role_of
 from ..model import events as ev
-from ..model import idle_times, stream_figures, token_ages
 from ..model.actions import Drain, Exclude, Readmit
-from ..model.idle_times import START, IdleTimes, idle_shares, phase_times
-from ..model.stream_figures import EpisodeFigures, StreamFigures, as_count
+from ..model.figures import idle_times, stream_figures, token_ages
+from ..model.figures.idle_times import START, IdleTimes, idle_shares, phase_times
+from ..model.figures.stream_figures import EpisodeFigures, StreamFigures, as_count
 from ..storage.journal import replay
 from ..storage.model_folders import ModelFolder, model_folders
 from .effective_time import WorkIntervals

@@ -6,11 +6,12 @@ From the samples, the manager detects replicas that are idle although they repor
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
 from ...core.processes import STEP_MODULE, Process
+from ...core.types import GpuUse
 from ...health.readers.samples import Gpu
 from ...transport.messages import Load
 from ..launcher.activity import ProcessKey, Usage, usage
@@ -90,6 +91,23 @@ class StepLoadSampler:
             self._assigned[path] = next(filter(None, map(_assigned_gpus, pids)), ())
         names = self._assigned[path]
         return [gpu for gpu in gpus if str(gpu.index) in names or gpu.uuid in names]
+
+
+def gpu_use(gpus: Sequence[Gpu] | None, own: Collection[str]) -> GpuUse | None:
+    """Return how much the GPUs of an NVML reading are used; None without a reading or a GPU.
+
+    Args:
+        gpus: the GPUs of the newest NVML reading, or None if there is none.
+        own: numbers or UUIDs of the GPUs that Slurm assigned to the run; empty if the run may use all GPUs.
+    """
+    shown = [gpu for gpu in gpus or () if not own or str(gpu.index) in own or gpu.uuid in own]
+    if not shown:
+        return None
+    utilizations = [gpu.utilization for gpu in shown if gpu.utilization is not None]
+    busy = round(sum(utilizations) / len(utilizations) / 100, 3) if utilizations else None
+    known = [gpu for gpu in shown if gpu.memory_used is not None and gpu.memory_total is not None]
+    used, total = sum(gpu.memory_used or 0 for gpu in known), sum(gpu.memory_total or 0 for gpu in known)
+    return GpuUse(len(shown), busy, used, total)
 
 
 def _ticks_used(before: dict[ProcessKey, Usage], now: dict[ProcessKey, Usage]) -> int:

@@ -36,16 +36,16 @@ from ...core.processes import (
     sweep,
 )
 from ...core.text import exit_invalid_config
-from ...core.types import AGENT, DEFAULT_LOG_LEVEL, Incarnation, role_of
+from ...core.types import AGENT, DEFAULT_LOG_LEVEL, GpuUse, Incarnation, role_of
 from ...transport.address import NoAddress
 from ...transport.messages import AgentHeartbeat, AgentHello, DumpStacks, Fenced, Inject, Load, StepVanished
-from ..launcher.environment import ADDRESS_ENV, boot_id, node_environment, raise_limits, see_all_gpus
+from ..launcher.environment import ADDRESS_ENV, boot_id, node_environment, raise_limits, see_all_gpus, slurm_gpus
 from ..launcher.first_process import StepSupervisor, log_failure
 from ..launcher.process_group import Census
 from ..snapshots.server import SnapshotServer
 from .admission import node_monitor, probe, resource_limits, run_admission_checks
 from .fault_injection import Injector, resume_process
-from .load_sampler import StepLoadSampler
+from .load_sampler import StepLoadSampler, gpu_use
 from .stack_dumps import dump_stacks
 
 if TYPE_CHECKING:
@@ -139,6 +139,8 @@ class _Agent:
         self._load_sampler = StepLoadSampler(self._role_tag)
         self._unsent_loads: tuple[Load, ...] = ()
         """The newest loads, until a heartbeat reports them."""
+        self._unsent_gpu_use: GpuUse | None = None
+        self._own_gpus = tuple(filter(None, slurm_gpus().split(",")))
         supervisor.on_connect, supervisor.on_message = self._hello, self._on_message
 
     async def heartbeat_loop(self) -> None:
@@ -152,7 +154,8 @@ class _Agent:
             if dialer.connected:
                 alive = sorted(filter(None, map(self._tag, self._running_steps)))
                 loads, self._unsent_loads = self._unsent_loads, ()
-                await dialer.send(AgentHeartbeat(launch.incarnation, launch.node, tuple(alive), loads))
+                use, self._unsent_gpu_use = self._unsent_gpu_use, None
+                await dialer.send(AgentHeartbeat(launch.incarnation, launch.node, tuple(alive), loads, use))
             await asyncio.sleep(self._heartbeat_interval)
 
     async def poll_loop(self) -> None:
@@ -196,6 +199,7 @@ class _Agent:
             monitor = self._monitor
             gpus, tensor = (monitor.gpus(), monitor.tensor_active()) if monitor is not None else (None, {})
             self._unsent_loads = self._load_sampler.sample(run_processes, gpus, now, tensor)
+            self._unsent_gpu_use = gpu_use(gpus, self._own_gpus)
             if monitor is not None:
                 for path, launch in self._launches.items():
                     if launch is not None and (step_gpus := self._load_sampler.last_gpus(path)):

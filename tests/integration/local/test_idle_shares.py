@@ -13,7 +13,7 @@ from rrl.core.types import Incarnation, ReplicaId
 from rrl.manager.intake.clock_recorder import COMMIT_RECORD_INTERVAL_S
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Launch
-from rrl.manager.model.idle_times import phase_times
+from rrl.manager.model.figures.idle_times import phase_times
 from rrl.tests.support.runs import TestRun, check_sound, light_job, submit_here
 
 KILLED = ReplicaId("rollout/1")

@@ -229,6 +229,17 @@ def test_status_as_json_has_the_sections_of_the_summary(root: Path, capsys: pyte
         "finished": 9, "retried": 0, "replayed": 0, "dropped": 4, "dropped_by_reason": {}
     }  # fmt: skip
     assert shown["stream"]["parts"] is None
+    assert shown["pace"]["seconds_per_step"] == 3
+    assert shown["pace"]["seconds_left"] == 3 * (40 - 13)
+    assert shown["pace"]["weights_lag_steps"] == 1
+
+
+def test_status_as_json_has_the_effective_time_of_an_ended_run(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = completed().written(root)
+    assert main.run(["status", "--json"]) == 0
+    pace = json.loads(capsys.readouterr().out)["pace"]
+    assert pace["ettr"] == pytest.approx(json.loads(run.summary.read_text())["ettr"], abs=1e-3)
+    assert (pace["seconds_left"], pace["ettr_last_hour"]) == (None, None)
 
 
 @pytest.mark.parametrize(("where", "queued"), [("job", "manager"), ("pool", "pool")])

@@ -60,6 +60,7 @@ SPARSE_FIRST = 5
 
 ELSEWHERE: set[type] = {
     ev.ManagerStopped, ev.FaultRequested, ev.StacksCollected, ev.BaselinesLearned, ev.NoteChanged, ev.ValuesLogged,
+    ev.GpuUseRecorded,
 }  # fmt: skip
 """records of which nothing is done that others do not lead to as well"""
 

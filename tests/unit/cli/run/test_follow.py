@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import pty
-import re
 import signal
-import subprocess
 import sys
 import termios
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from rrl.cli.common.runs import OperationFailed
@@ -20,7 +20,8 @@ from rrl.core.run_dir import RunDir
 from rrl.core.types import Outcome
 from rrl.manager.reporting.summary import write_summary
 from rrl.manager.storage.journal import Journal
-from rrl.tests.support.cli.story import Story, completed
+from rrl.tests.support.cli.story import Story, completed, job_view
+from rrl.tests.support.cli.terminal import Terminal
 from rrl.tests.support.cli.waiting import Output, eventually
 
 RUN = "small-7"
@@ -42,67 +43,12 @@ follow(find_run({RUN!r}), summary_follows=True, manages=True)
 """What ``rrl submit --foreground`` draws."""
 
 
-class Terminal:
-    """A command in a terminal of 100 columns, and all that it drew."""
-
-    def __init__(self, root: Path, command: str = STATUS_LIVE) -> None:
-        self._mine, theirs = pty.openpty()
-        # Whoever runs the tests in the background of a shell has SIGINT ignored, and so would this process.
-        heeds = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
-        code = f"{heeds}; import sys\n{command}"
-        environment = os.environ | {"RRL_RUNS_DIR": str(root), "COLUMNS": "100", "LINES": "40", "TERM": "xterm"}
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", code], stdin=theirs, stdout=theirs, stderr=theirs, env=environment,
-            start_new_session=True,
-        )  # fmt: skip
-        os.close(theirs)
-        self._drawn = b""
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    @property
-    def drawn(self) -> str:
-        return self._drawn.decode(errors="replace")
-
-    @property
-    def echoes(self) -> bool:
-        """Whether the terminal itself shows the keys that are pressed."""
-        return bool(termios.tcgetattr(self._mine)[3] & termios.ECHO)
-
-    @property
-    def visible(self) -> list[str]:
-        """The lines on the screen: what was drawn, without the lines that were erased."""
-        lines, row = [""], 0
-        for part in re.split(r"(\x1b\[[?0-9;]*[a-zA-Z]|\r|\n)", self.drawn):
-            if part == "\n":
-                row += 1
-                lines += [""] * (row >= len(lines))
-            elif part == "\x1b[1A":
-                row -= 1
-            elif part == "\x1b[2K":
-                lines[row] = ""
-            elif not part.startswith(("\x1b", "\r")):
-                lines[row] += part
-        return [line.rstrip() for line in lines]
-
-    def press(self, key: str) -> None:
-        os.write(self._mine, key.encode())
-
-    def __enter__(self) -> Terminal:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.process.kill()
-        self.process.wait(30)
-        self._reader.join(30)
-        os.close(self._mine)
-
-    def _read(self) -> None:
-        try:
-            while data := os.read(self._mine, 4096):
-                self._drawn += data
-        except OSError:  # the other end was closed
-            pass
+def terminal_with(root: Path, command: str = STATUS_LIVE, columns: int = 100, rows: int = 40, **env: str) -> Terminal:
+    """Return a terminal in which Python runs ``command`` for the runs in ``root``."""
+    # Whoever runs the tests in the background of a shell has SIGINT ignored, and so would this process.
+    heeds = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    argv = [sys.executable, "-c", f"{heeds}; import sys\n{command}"]
+    return Terminal(argv, {"RRL_RUNS_DIR": str(root), **env}, columns, rows)
 
 
 def print_progress(run: RunDir, story: Story, since: int) -> None:
@@ -115,7 +61,7 @@ def print_progress(run: RunDir, story: Story, since: int) -> None:
 def test_a_live_picture_follows_the_journal_and_ends_with_the_run(tmp_path: Path) -> None:
     story = Story(RUN).works()
     run = story.written(tmp_path)
-    with Terminal(tmp_path) as terminal:
+    with terminal_with(tmp_path) as terminal:
         eventually(lambda: "step 12/40" in terminal.drawn)
         reported = len(story.stamped)
         story.commits(13)
@@ -132,7 +78,7 @@ def test_a_live_picture_follows_the_journal_and_ends_with_the_run(tmp_path: Path
 def test_to_stop_looking_leaves_the_run_alone(tmp_path: Path, leave: str, command: str) -> None:
     run = Story(RUN).works().written(tmp_path)
     before = sorted(path for path in run.path.rglob("*"))
-    with Terminal(tmp_path, command) as terminal:
+    with terminal_with(tmp_path, command) as terminal:
         eventually(lambda: "step 12/40" in terminal.drawn)
         if leave == "q":
             terminal.press("q")
@@ -149,7 +95,7 @@ def test_to_stop_looking_leaves_the_run_alone(tmp_path: Path, leave: str, comman
 @pytest.mark.parametrize("command", [STATUS_LIVE, SUBMIT_WAIT], ids=["status", "submit"])
 def test_pressed_keys_leave_nothing_in_the_view(tmp_path: Path, command: str) -> None:
     Story(RUN).works().written(tmp_path)
-    with Terminal(tmp_path, command) as terminal:
+    with terminal_with(tmp_path, command) as terminal:
         eventually(lambda: "step 12/40" in terminal.drawn)
         eventually(lambda: not terminal.echoes)
         terminal.press("zz\r")
@@ -157,13 +103,13 @@ def test_pressed_keys_leave_nothing_in_the_view(tmp_path: Path, command: str) ->
         terminal.process.wait(30)
         eventually(lambda: terminal.echoes)
         assert "zz" not in terminal.drawn
-        assert len([line for line in terminal.visible if "step 12/40" in line]) == 1
+        assert len([line for line in terminal.lines if "step 12/40" in line]) == 1
 
 
 def test_a_manager_in_the_foreground_is_not_left_by_a_key(tmp_path: Path) -> None:
     story = Story(RUN).works()
     run = story.written(tmp_path)
-    with Terminal(tmp_path, FOREGROUND) as terminal:
+    with terminal_with(tmp_path, FOREGROUND) as terminal:
         eventually(lambda: "Ctrl-C cancels the run" in terminal.drawn)
         eventually(lambda: not terminal.echoes)
         terminal.press("q")
@@ -177,10 +123,10 @@ def test_a_manager_in_the_foreground_is_not_left_by_a_key(tmp_path: Path) -> Non
 def test_the_end_of_a_watched_run_is_shown_once_with_what_to_do_next(tmp_path: Path) -> None:
     run = completed(RUN).written(tmp_path)
     (run.checkpoints / "step-12.1.0").mkdir()
-    with Terminal(tmp_path, SUBMIT_WAIT) as terminal:
+    with terminal_with(tmp_path, SUBMIT_WAIT) as terminal:
         assert terminal.process.wait(30) == 0
         eventually(lambda: "rrl list" in terminal.drawn)
-        text = "\n".join(terminal.visible)
+        text = "\n".join(terminal.lines)
     assert [text.count(shown) for shown in ("● completed", "failure           detect", "↻ rollout/0#1")] == [1, 1, 1]
     next_steps = " ".join(text[text.index("next") :].split())
     assert f"folder {run.path}" in " ".join(text.split())
@@ -190,18 +136,91 @@ def test_the_end_of_a_watched_run_is_shown_once_with_what_to_do_next(tmp_path: P
     )
 
 
+def many_rollouts() -> Story:
+    """A run of 512 rollouts, two of which are dead."""
+    job = job_view()
+    roles = tuple(msgspec.structs.replace(one, replicas=512) if one.name == "rollout" else one for one in job.roles)
+    story = Story(RUN, msgspec.structs.replace(job, roles=roles)).works()
+    for index in range(2, 512):
+        story.launches(f"rollout/{index}", "n3").joins(f"rollout/{index}", "generate")
+    for index in (7, 300):
+        story.loses(f"rollout/{index}")
+    return story
+
+
+@pytest.mark.parametrize(("columns", "rows"), [(80, 24), (200, 60)])
+@pytest.mark.parametrize("story", [Story(RUN).works, many_rollouts], ids=["2", "512"])
+def test_view_and_hint_fit_the_screen(tmp_path: Path, story: Callable[[], Story], columns: int, rows: int) -> None:
+    story().written(tmp_path)
+    with terminal_with(tmp_path, columns=columns, rows=rows) as terminal:
+        eventually(lambda: "q stops watching" in "".join(terminal.lines))
+        lines = terminal.lines
+    assert lines[0].startswith("small-7  ●")
+    assert lines[-1] == "q stops watching; the run goes on"
+    assert ("rollout/300" in "\n".join(lines)) is (story is many_rollouts)
+
+
+def test_what_does_not_fit_is_counted_and_shown_after_the_terminal_grows(tmp_path: Path) -> None:
+    Story(RUN).works().written(tmp_path)
+    with terminal_with(tmp_path, columns=80, rows=8) as terminal:
+        eventually(lambda: "more lines do not fit" in "".join(terminal.lines))
+        small = terminal.lines
+        terminal.resize(100, 40)
+        eventually(lambda: "rollout/1" in "\n".join(terminal.lines))
+        eventually(lambda: terminal.lines[-1] == "q stops watching; the run goes on")
+        grown = terminal.lines
+        terminal.resize(60, 12)
+        eventually(lambda: "more lines do not fit" in "".join(terminal.lines))
+        shrunk = terminal.lines
+    assert len(small) == 8
+    assert [len([line for line in lines if line.startswith("small-7")]) for lines in (small, grown, shrunk)] == [
+        1,
+        1,
+        1,
+    ]
+    assert len(shrunk) == 12
+
+
+def test_run_that_has_ended_already_is_shown_once(tmp_path: Path) -> None:
+    completed(RUN).written(tmp_path)
+    with terminal_with(tmp_path) as terminal:
+        assert terminal.process.wait(30) == 0
+        eventually(lambda: "all steps are done" in terminal.drawn)
+        assert len([line for line in terminal.lines if line.startswith("small-7")]) == 1
+
+
+def test_ctrl_l_draws_everything_again(tmp_path: Path) -> None:
+    Story(RUN).works().written(tmp_path)
+    with terminal_with(tmp_path) as terminal:
+        eventually(lambda: "q stops watching" in terminal.drawn)
+        eventually(lambda: not terminal.echoes)
+        terminal.press("\x0c")
+        eventually(lambda: terminal.drawn.count("q stops watching") == 2)
+        assert len([line for line in terminal.lines if "q stops watching" in line]) == 1
+
+
+def test_terminal_without_cursor_movement_gets_plain_lines(tmp_path: Path) -> None:
+    Story(RUN).works().written(tmp_path)
+    with terminal_with(tmp_path, TERM="dumb") as terminal:
+        eventually(lambda: "running, step 12/40" in terminal.drawn)
+        assert "\x1b" not in terminal.drawn
+
+
 def test_a_job_in_the_background_leaves_the_terminal_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     mine, theirs = pty.openpty()
     with open(theirs, "rb", buffering=0) as terminal:
         monkeypatch.setattr("sys.stdin", terminal)
         monkeypatch.setattr("os.tcgetpgrp", lambda fd: os.getpgrp() + 1)
         before = termios.tcgetattr(theirs)
-        with _key_reader() as pressed:
+        returns: list[str] = []
+        with _key_reader(lambda: returns.append("back")) as pressed:
             os.write(mine, b"typed for another job\n")
             assert pressed(0.01) == ""
             assert termios.tcgetattr(theirs) == before
+            assert returns == []
             monkeypatch.setattr("os.tcgetpgrp", lambda fd: os.getpgrp())
             assert pressed(0.01) == "", "keys that were typed before are not for this program"
+            assert returns == ["back"]
             os.write(mine, b"q")
             assert pressed(30.0) == "q"
             assert termios.tcgetattr(theirs) != before
@@ -231,7 +250,7 @@ def test_without_a_terminal_each_change_of_a_replica_is_one_line(
     following.join(30)
     assert output.lines == [
         "small-7: running, step 12/40, reward 0.94",
-        "small-7: recovering, step 12/40, reward 0.94, rollout/0#1 wanted",
+        "small-7: recovering, step 12/40, reward 0.94, rollout/0#1 dead",
         "small-7: completed, step 12/40, reward 0.94",
     ]
 

@@ -8,7 +8,7 @@ from rich.text import Text
 from rrl.cli.views.pace import agent_figures, idle_text, length_figures, packed, token_rate
 from rrl.cli.views.status import status_view
 from rrl.manager.model import events as ev
-from rrl.manager.model.stream_figures import EpisodeFigures, StreamFigures, with_episode_counts, with_step
+from rrl.manager.model.figures.stream_figures import EpisodeFigures, StreamFigures, with_episode_counts, with_step
 from rrl.tests.support.cli.story import Story
 from rrl.tests.support.cli.text_snapshots import drawn, matches_stored
 
@@ -107,7 +107,7 @@ def test_a_run_that_has_finished_no_episode_yet_shows_those_at_work() -> None:
     assert agent_figures(EpisodeFigures(), False) == []
 
 
-@pytest.mark.parametrize("width", [80, 100])
+@pytest.mark.parametrize("width", [80, 200])
 def test_status_of_a_run_with_agents_looks_as_kept(width: int) -> None:
     story = Story().works()
     reported = {"loss": 0.5, "token_drift": 0.0, **EPISODES}
@@ -120,7 +120,7 @@ def test_figures_of_lengths_have_a_row_of_their_own_and_are_not_repeated_among_t
     reported = {"loss": 0.5, "length_bias": 0.5, "tokens_aged_0": 4.0}
     story.record(ev.StepCommitted(story.incarnation("trainer/0"), 13, reported))
     lines = drawn(status_view(story.recorded(), story.now, 100), 100).splitlines()
-    assert [line for line in lines if line.startswith("lengths")] == ["lengths  trained answers 0.50 of the mean"]
+    assert [line for line in lines if line.startswith("lengths")] == ["lengths     trained answers 0.50 of the mean"]
     (shown,) = [line for line in lines if line.startswith("metrics")]
     assert "loss" in shown
     assert "length_bias" not in shown

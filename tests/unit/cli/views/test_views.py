@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rrl.cli.common.runs import summary_of
-from rrl.cli.views.formatting import bar, curve, folded, span, stage
+from rrl.cli.views.formatting import bar, curve, folded, resampled, span, stage
 from rrl.cli.views.status import one_line, standing, status_view
-from rrl.cli.views.summary import model_folders_view, next_steps_view, runs_view, summary_view
-from rrl.core.launch import ExitReason
-from rrl.core.types import NodeName, Outcome, ReplicaId, Version
+from rrl.cli.views.summary import next_steps_view, runs_view, summary_view
+from rrl.core.types import NodeName, Outcome
 from rrl.manager.model.actions import Exclude, Fence, RestartAll, Rung, Why
 from rrl.manager.model.events import (
-    ClocksRecorded,
     CommandReceived,
     Decided,
     FindingChanged,
@@ -26,115 +24,14 @@ from rrl.manager.model.events import (
     Resumed,
     RunEnded,
     StepCommitted,
-    StepEnded,
-    VersionAvailable,
 )
 from rrl.manager.storage.model_folders import ModelFolder, ModelFolders
-from rrl.tests.support.cli.story import BEGAN, NODES, REPLICAS, Story, completed, job_view
+from rrl.tests.support.cli.status_scenes import SCENES, drained, ending, just_lost, node_lost, paced_and_ended
+from rrl.tests.support.cli.story import BEGAN, NODES, Story, completed
 from rrl.tests.support.cli.text_snapshots import drawn, matches_stored
 
 
-def starting() -> Story:
-    story = Story().requests_nodes().gets_nodes()
-    for replica in REPLICAS:
-        story.launches(replica)
-    return story.wait(2).joins("trajectories/0", "serve")
-
-
-def just_lost() -> Story:
-    story = Story().works()
-    story.loses("rollout/0")
-    return story
-
-
-def node_lost() -> Story:
-    story = Story().works().recovers("rollout/0").wait(5)
-    story.loses_node("n4")
-    return story.fences("rollout/1")
-
-
-def crowded() -> Story:
-    job = job_view()
-    roles = tuple(msgspec.structs.replace(r, replicas=40) if r.name == "rollout" else r for r in job.roles)
-    story = Story(job=msgspec.structs.replace(job, roles=roles)).works()
-    for index in range(2, 40):
-        story.launches(f"rollout/{index}", "n3").joins(f"rollout/{index}", "generate")
-        story.record(VersionAvailable(story.incarnation(f"rollout/{index}"), Version(12, 1)))
-    story.loses("rollout/17")
-    return story
-
-
-def gang() -> Story:
-    """Two ranks and their shadows, one more on a rollout's node, one that is not ready yet; a rollout that is kept
-    ready; a node that was left."""
-    job = job_view()
-    ranks = {"trainer": 2, "rollout": 1}
-    roles = tuple(msgspec.structs.replace(r, ranks=ranks.get(r.name, 1), warm=r.name in ranks) for r in job.roles)
-    story = Story(job=msgspec.structs.replace(job, roles=roles)).works()
-    story.launches("trainer/0.1", "n5").joins("trainer/0.1", "train")
-    for node in ("n2", "n5", "n3"):
-        story.launches(f"standby/{node}", node).joins(f"standby/{node}", "standby")
-    story.launches("standby/n4", "n4")
-    story.launches("standby/n4:rollout", "n4").joins("standby/n4:rollout", "standby")
-    return story.record(Decided(Exclude(NodeName("n1"), Why(("drain requested by ada",)))))
-
-
-def drained() -> Story:
-    """A rollout that was killed and came back, and whose node a user then drained."""
-    story = Story().works().recovers("rollout/1").wait(60)
-    story.drains("rollout/1")
-    story.launches("rollout/1", "n5").wait(3).joins("rollout/1", "generate")
-    return story
-
-
-def ending() -> Story:
-    """A rollout that was killed and came back; all steps are committed, and one process has ended already."""
-    story = Story("small-20261120-064114").works().recovers("rollout/0").wait(5)
-    story.stops(Outcome.COMPLETED, "step 12 of 12 is committed")
-    reward = story.recorded().replica(ReplicaId("reward/0"))
-    return story.record(StepEnded(reward.incarnation, f"{story.run}.reward-0.1", 0, None, ExitReason.STOPPED))
-
-
-def paced() -> Story:
-    """Ten minutes of a run whose trainer waits for rollouts, for commits too after a while."""
-    story = Story().works()
-    for minute in range(1, 11):
-        readings = [
-            story.reading("trainer/0", train=54.6 * minute, wait_data=4.2 * minute, checkpoint__commits=1.2 * minute),
-            *(
-                story.reading(rollout, done=42_000 * minute, generate=57.6 * minute, wait_weights=2.4 * minute)
-                for rollout in ("rollout/0", "rollout/1")
-            ),
-        ]
-        story.wait(60).record(ClocksRecorded(tuple(readings)))
-        ages = {"reward": 0.9, "tokens": 72_000.0, "token_age_p50": 1.0, "token_age_max": 3.0}
-        story.record(StepCommitted(story.incarnation("trainer/0"), 12 + minute, ages))
-    return story
-
-
-def paced_and_ended() -> Story:
-    return paced().ends(Outcome.CANCELLED, "cancelled by ada")
-
-
-SCENES: dict[str, Callable[[], Story]] = {
-    "pending": lambda: Story().requests_nodes("Priority").wait(3),
-    "starting": starting,
-    "running": lambda: Story().works().wait(1),
-    "lost": just_lost,
-    "relaunching": lambda: just_lost().fences("rollout/0").wait(1).launches("rollout/0"),
-    "node_lost": node_lost,
-    "crowded": crowded,
-    "gang": gang,
-    "drained": drained,
-    "ending": ending,
-    "paced": paced,
-    "paced_and_ended": paced_and_ended,
-    "completed": completed,
-    "failed": lambda: Story().works().ends(Outcome.FAILED, "5 restarts of rollout/0 within 600 s"),
-}
-
-
-@pytest.mark.parametrize("width", [100, 80])
+@pytest.mark.parametrize("width", [200, 80])
 @pytest.mark.parametrize("scene", SCENES)
 def test_the_status_of_a_run_looks_as_kept(scene: str, width: int) -> None:
     story = SCENES[scene]()
@@ -162,12 +59,12 @@ def test_a_drained_replica_is_not_blamed_on_its_older_failure() -> None:
         "↻ rollout/1  #3 works on n5; stopped on n4 4s ago: n4 is to be drained, requested by ada: new fan",
         "↻ rollout/1  replaced; failed on n4 1m08s ago: killed by signal 9",
     ]
-    assert "excluded  n4 3s ago: drain requested by ada: new fan" in lines
+    assert "excluded    n4 3s ago: drain requested by ada: new fan" in lines
 
 
 def test_a_node_to_be_drained_is_named_with_the_reason() -> None:
     story = Story().works().record(CommandReceived("drain", "ada", "c1", target="n4", reason="new fan"))
-    assert "drain    n4, requested by ada: new fan" in drawn(status_view(story.recorded(), story.now, 80), 80)
+    assert "drain       n4, requested by ada: new fan" in drawn(status_view(story.recorded(), story.now, 80), 80)
 
 
 def test_a_restart_of_the_whole_run_is_one_line() -> None:
@@ -192,7 +89,7 @@ def test_the_newest_failure_and_finding_are_shown_to_their_ends(width: int) -> N
     shown = " ".join(drawn(status_view(story.recorded(), story.now, width), width).split())
     assert shown.count("to be dict-like") == 2
     huge = drawn(status_view(Story().works().fences("rollout/0", "x" * 10000).recorded(), BEGAN, width), width)
-    assert len(huge.splitlines()) < 40, "a huge text leaves room for the rest of the view"
+    assert len(huge.splitlines()) < 50, "a huge text leaves room for the rest of the view"
 
 
 def test_the_reason_for_the_end_is_shown_in_full_while_and_after_the_run_ends() -> None:
@@ -208,8 +105,8 @@ def test_the_reason_for_the_end_is_shown_in_full_while_and_after_the_run_ends() 
 def test_a_note_about_the_manager_takes_the_place_of_its_line() -> None:
     story = Story().works()
     text = drawn(status_view(story.recorded(), story.now, 100, ["silent for 40 s", "job 7 waits"]), 100)
-    assert "manager  silent for 40 s" in text
-    assert "         job 7 waits" in text
+    assert "manager     silent for 40 s" in text
+    assert "            job 7 waits" in text
     assert "epoch" not in text
     note = "none is running; the roles go on. Start one: rrl manage quickstart-1123-035950-e6eb"
     assert note in " ".join(drawn(status_view(story.recorded(), story.now, 80, [note]), 80).split())
@@ -236,14 +133,14 @@ def test_nodes_that_were_kept_beyond_the_runs_end_are_not_forgotten() -> None:
         )
         return drawn(status_view(story.recorded(), story.now, 80), 80)
 
-    assert "kept     job 77, while it lasts (rrl resume uses it, scancel 77 releases it)" in picture(keep=True)
+    assert "kept        job 77, while it lasts (rrl resume uses it, scancel 77 releases it)" in picture(keep=True)
     assert "kept" not in picture(keep=False)
 
 
 def test_one_line_tells_who_is_not_at_work() -> None:
     story = just_lost().fences("rollout/0")
-    assert one_line(story.recorded(), silent=True) == (
-        "small-1120-064114: recovering, step 12/40, reward 0.94, rollout/0#1 wanted, its manager does not respond"
+    assert one_line(story.recorded(), story.now, silent=True) == (
+        "small-1120-064114: recovering, step 12/40, reward 0.94, rollout/0#1 dead, its manager does not respond"
     )
 
 
@@ -298,12 +195,12 @@ def test_summary_names_the_export_of_the_run_and_one_that_failed() -> None:
 
 
 def test_status_names_the_folders_with_the_weights() -> None:
-    view = model_folders_view(ModelFolders(ModelFolder(12, "/runs/x/checkpoints/step-12.1.0"), None, "step 12: full"))
-    assert view is not None
-    assert drawn(view, 80).splitlines() == [
-        "checkpoint  step 12: /runs/x/checkpoints/step-12.1.0", "export      failed: step 12: full",
-    ]  # fmt: skip
-    assert model_folders_view(ModelFolders()) is None
+    folders = ModelFolders(ModelFolder(12, "/runs/x/checkpoints/step-12.1.0"), None, "step 12: full")
+    state = Story().works().recorded()
+    lines = drawn(status_view(state, state.at, 80, folders=folders), 80).splitlines()
+    assert "checkpoint  step 12: /runs/x/checkpoints/step-12.1.0" in lines
+    assert "export      failed: step 12: full" in lines
+    assert "checkpoint" not in drawn(status_view(state, state.at, 80), 80)
 
 
 def test_a_summary_with_holes_is_shown_with_dashes() -> None:
@@ -322,7 +219,7 @@ def test_status_warns_where_most_of_what_is_made_is_too_old(share: float, shown:
     metrics = {"reward": 0.5, "stale_groups": 40.0, "stale_share": share}
     story.record(StepCommitted(story.incarnation("trainer/0"), 30, metrics))
     picture = drawn(status_view(story.recorded(), story.now, 80), 80)
-    assert ("stale    62% of all groups are dropped: older than [sampling] staleness" in picture) is shown
+    assert ("stale       62% of all groups are dropped: older than [sampling] staleness" in picture) is shown
 
 
 def test_status_always_shows_the_age_of_trained_tokens_and_what_the_trainer_waits_for() -> None:
@@ -336,8 +233,8 @@ def test_status_always_shows_the_age_of_trained_tokens_and_what_the_trainer_wait
         )
     )
     picture = drawn(status_view(story.recorded(), story.now, 100), 100)
-    assert "tokens   age p50 1, max 3 training steps" in picture
-    assert "note     trainer/0: the trainer waits for group 412: step 96 is the last that may train it" in picture
+    assert "tokens      age p50 1, max 3 training steps" in picture
+    assert "note        trainer/0: the trainer waits for group 412: step 96 is the last that may train it" in picture
     assert "token_age" not in picture, "it has a row of its own"
 
 
@@ -348,7 +245,7 @@ def test_status_says_which_pipe_weights_move_over_and_when_they_cannot() -> None
         joined = Joined(story.incarnation(replica), NodeName(NODES[replica]), NODES[replica], 124, weight_address=at)
         return drawn(status_view(story.record(joined).recorded(), story.now, 80), 80)
 
-    assert "weights  over ucx" in serves("trainer/0", "ucx://10.0.0.2:7001")
+    assert "weights     over ucx" in serves("trainer/0", "ucx://10.0.0.2:7001")
     assert "over tcp and ucx" in (mixed := serves("rollout/0", "tcp://10.0.0.3:7001"))
     assert "cannot pull" not in mixed
     assert "over nixl, tcp and ucx; not all of these can exchange weights" in serves(
@@ -363,7 +260,7 @@ def test_status_and_summary_tell_how_many_groups_could_not_be_scored_where_there
         return drawn(status_view(story.recorded(), story.now, 140), 140)
 
     text = "12 groups were dropped (54.5%): an answer could not be scored, see the log of the reward role"
-    assert f"dropped  {text}" in status(unscored_groups=12.0, unscored_share=0.5454)
+    assert f"dropped     {text}" in status(unscored_groups=12.0, unscored_share=0.5454)
     assert "unscored" not in status(unscored_groups=12.0, unscored_share=0.5454)
     assert "dropped" not in status()
     assert text in drawn(summary_view({"unscored_groups": 12, "unscored_share": 0.5454}), 120)
@@ -439,11 +336,38 @@ def test_spans_have_two_units_at_most() -> None:
 
 
 def test_a_curve_has_one_block_a_value_and_the_whole_range() -> None:
-    assert curve([0.0, 0.5, 1.0], 10) == "▁▅█"
-    assert curve([-5.0, 0.0, 5.0], 10) == "▁▅█"
-    assert curve([3.0, 3.0], 10) == "▁▁"
-    assert curve([0.1] * 50, 10) == "▁" * 10
-    assert curve([], 10) == ""
+    assert curve([0.0, 0.5, 1.0]) == "▁▅█"
+    assert curve([-5.0, 0.0, 5.0]) == "▁▅█"
+    assert curve([3.0, 3.0]) == "▁▁"
+    assert curve([]) == ""
+
+
+@pytest.mark.parametrize(
+    ("values", "columns", "expected"),
+    [
+        ([1.0, 2.0], 4, [1.0, 1.0, 2.0, 2.0]),
+        ([1.0, 2.0], 3, [1.0, 1.5, 2.0]),
+        ([1.0, 2.0, 4.0, 6.0], 2, [1.5, 5.0]),
+        ([1.0, 2.0, 6.0], 2, [4 / 3, 14 / 3]),
+        ([float("nan"), 2.0], 1, [2.0]),
+        ([1.7e308, 1.7e308], 1, [1.7e308]),
+        ([], 5, []),
+    ],
+)
+def test_values_are_resampled_to_means_of_equal_shares(
+    values: list[float], columns: int, expected: list[float]
+) -> None:
+    assert resampled(values, columns) == pytest.approx(expected)
+
+
+@given(st.lists(st.floats(), min_size=1, max_size=300), st.integers(1, 200))
+def test_resampling_gives_a_value_for_each_column_within_the_range(values: list[float], columns: int) -> None:
+    means = resampled(values, columns)
+    finite = [value for value in values if math.isfinite(value)]
+    assert len(means) == len(curve(means)) == columns
+    low, high = min(finite, default=0.0), max(finite, default=0.0)
+    for mean in (mean for mean in means if not math.isnan(mean)):
+        assert low <= mean <= high or math.isclose(mean, low) or math.isclose(mean, high)
 
 
 def test_a_bar_is_full_only_at_the_end() -> None:
@@ -470,6 +394,6 @@ def test_an_exclusion_that_the_breaker_holds_back_names_node_time_reason_and_fin
     story.record(Decided(Exclude(NodeName("n4"), Why(("node_lost: silent",)))))
     story.record(FindingChanged(msgspec.structs.replace(lost, node=NodeName("n5"), since=story.now)))
     shown = drawn(status_view(story.recorded(), story.now, 180), 180)
-    assert "breaker   n5 stays in use for 8m20s: 2 of 5 nodes excluded within 600 s, and no more may be " in shown
+    assert "breaker     n5 stays in use for 8m20s: 2 of 5 nodes excluded within 600 s, and no more may be " in shown
     assert "(node_lost: manager: agent and all replicas silent for 10 s)" in shown
     assert "breaker" not in drawn(status_view(node_lost().recorded(), story.now, 180), 180)

@@ -18,6 +18,7 @@ from rrl.core.types import (  # fmt: skip
     Cause,
     Evidence,
     Finding,
+    GpuUse,
     Incarnation,
     NodeName,
     Outcome,
@@ -694,6 +695,7 @@ _BY_TYPE: dict[type, st.SearchStrategy[ev.Event]] = {
             tuple
         ),
     ),
+    ev.GpuUseRecorded: st.builds(ev.GpuUseRecorded, st.just({NodeName("n1"): GpuUse(8, 0.5, 2**30, 2**33)})),
     ev.ValuesLogged: st.builds(ev.ValuesLogged, _incarnations, st.just({"accuracy": 0.5})),
     ev.StacksCollected: st.builds(
         ev.StacksCollected, _incarnations, st.just(("a line",)), st.tuples(_incarnations), st.just("stacks/x.txt")

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Mapping
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ...core.phases import OTHER_PHASE, ClockReading, PhaseTime
-from ...core.types import Incarnation, ReplicaId, role_of
+from ....core.phases import OTHER_PHASE, ClockReading, PhaseTime
+from ....core.types import Incarnation, ReplicaId, role_of
 from .stream_figures import as_count
 
 RECENT_S = 300.0

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 
 from msgspec import Struct
 
-from ...core.run_spec import SamplingSpec
-from ...core.types import Cause, Evidence, Finding, Remedy, Verdict
+from ....core.run_spec import SamplingSpec
+from ....core.types import Cause, Evidence, Finding, Remedy, Verdict
 
 WINDOW_STEPS = 10
 """Number of newest steps whose ages are kept and averaged for the warning. A single median is too noisy: it jumps by

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rrl.manager.model.reward_curve import MAX_CURVE_POINTS, MAX_GAPS, MAX_STEPS_PER_END, Rewards, add_step
+from rrl.manager.model.figures.reward_curve import MAX_CURVE_POINTS, MAX_GAPS, MAX_STEPS_PER_END, Rewards, add_step
 
 
 def reported(*reports: tuple[int, float | None], rewards: Rewards | None = None) -> Rewards:
@@ -18,12 +18,12 @@ def reported(*reports: tuple[int, float | None], rewards: Rewards | None = None)
 
 
 def test_first_and_last_ten_rewards_and_a_curve_are_kept() -> None:
-    rewards = reported(*((step, float(step)) for step in range(1, 131)))
+    rewards = reported(*((step, float(step)) for step in range(1, 601)))
     assert list(rewards.first) == list(range(1, 11))
-    assert list(rewards.last) == list(range(121, 131))
-    assert (rewards.mean_first, rewards.mean_last, rewards.latest) == (5.5, 125.5, 130.0)
+    assert list(rewards.last) == list(range(591, 601))
+    assert (rewards.mean_first, rewards.mean_last, rewards.latest) == (5.5, 595.5, 600.0)
     assert len(rewards.points) <= MAX_CURVE_POINTS
-    assert [*rewards.points[:2], *rewards.points[-2:]] == [2.5, 6.5, 126.5, 129.5], "each the mean of four steps"
+    assert [*rewards.points[:2], *rewards.points[-2:]] == [2.5, 6.5, 594.5, 598.5], "each the mean of four steps"
 
 
 def test_no_report_means_no_reward() -> None:
@@ -32,7 +32,7 @@ def test_no_report_means_no_reward() -> None:
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.data(), st.integers(1, 300))
+@given(st.data(), st.integers(1, 1200))
 def test_order_and_repetition_of_reports_do_not_matter(data: st.DataObject, newest: int) -> None:
     steps = data.draw(st.lists(st.integers(1, newest), min_size=1, max_size=40, unique=True))
     reports = [(step, float(step % 7)) for step in steps]
@@ -50,7 +50,7 @@ def test_memory_is_bounded_however_many_steps_go_unreported(steps: range) -> Non
     rewards = reported(*((step, 0.5) for step in steps))
     assert len(rewards.unreported) <= MAX_GAPS
     assert (len(rewards.first), len(rewards.last)) == (MAX_STEPS_PER_END, MAX_STEPS_PER_END)
-    assert len(msgspec.msgpack.encode(rewards)) < 3000
+    assert len(msgspec.msgpack.encode(rewards)) < 6000
 
 
 def test_trainer_that_reports_no_reward_leaves_one_gap() -> None:

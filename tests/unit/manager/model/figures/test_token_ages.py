@@ -8,7 +8,7 @@ import pytest
 
 from rrl.core.run_spec import SamplingSpec
 from rrl.core.types import Verdict
-from rrl.manager.model.token_ages import WINDOW_STEPS, TokenAges, token_age_finding, with_step
+from rrl.manager.model.figures.token_ages import WINDOW_STEPS, TokenAges, token_age_finding, with_step
 
 
 def reported(medians: Sequence[float], ages: TokenAges = TokenAges(), first: int = 1, ahead: int = 1) -> TokenAges:

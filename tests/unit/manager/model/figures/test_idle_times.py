@@ -10,8 +10,8 @@ import pytest
 
 from rrl.core.phases import OTHER_PHASE, ClockReading, PhaseTime
 from rrl.core.types import Incarnation, ReplicaId
-from rrl.manager.model import idle_times
-from rrl.manager.model.idle_times import (
+from rrl.manager.model.figures import idle_times
+from rrl.manager.model.figures.idle_times import (
     MAX_PHASES,
     POINT_INTERVAL_S,
     RECENT_S,

@@ -1,0 +1,139 @@
+"""The time that a run spent training: effective training time (ETTR) as in RobustRL (docs/sources.md), and its steps.
+
+Time in which the trainer works counts fully. While the trainer is restored and rollouts continue, time counts with the
+factor #rollouts / (#rollouts + #trainers). While everything is down, it counts 0. :func:`effective_share` has this
+formula. A replica that failed counts as down from the first symptom of its failure.
+
+:class:`TrainingTime` is part of the state, so that ``rrl status`` knows the figures without reading the whole journal.
+``summary.json`` computes its total from the intervals of each member (:mod:`rrl.manager.reporting.effective_time`).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping
+from itertools import pairwise
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from ....core.run_spec import RunSpec
+
+RECENT_S = 3600.0
+"""Seconds before now for which the recent share of effective training is computed."""
+POINT_INTERVAL_S = 20.0
+"""Seconds from a point to the point after the next one, at least: so :data:`RECENT_S` has about 190 of them at most."""
+MAX_COMMITS = 21
+"""Number of newest commits whose times are kept: the seconds of a step are the median over twenty steps."""
+
+
+class Point(Struct, frozen=True, array_like=True):
+    """The seconds of effective training since the run began, up to the manager's time ``at`` (s)."""
+
+    at: float
+    seconds: float
+
+
+class Commit(Struct, frozen=True, array_like=True):
+    """A committed training step, and the manager's time (s) at which the manager learned of it."""
+
+    step: int
+    at: float
+
+
+class TrainingTime(Struct, frozen=True):
+    """Effective training time of a run, and when its newest steps were committed. Times are the manager's (s)."""
+
+    began: float | None = None
+    """Time from which effective training is counted: the begin of the run. None if this is unknown, because an older
+    rrl wrote the first part of the journal."""
+    at_work: dict[str, int] = {}
+    """Number of members in a useful phase, by role."""
+    share: float = 0.0
+    """Share of the time that counts as effective training since the last point."""
+    points: tuple[Point, ...] = ()
+    """Effective training up to the changes of the share in the last hour, and one point before; oldest first."""
+    commits: tuple[Commit, ...] = ()
+    """The newest commits, in the order of their steps."""
+
+    def seconds(self, at: float) -> float:
+        """Return the seconds of effective training up to ``at``, which must not be before the oldest point."""
+        index = bisect_right(self.points, at, key=lambda point: point.at)
+        if not index:
+            return 0.0
+        point = self.points[index - 1]
+        if index == len(self.points):
+            return point.seconds + self.share * (at - point.at)
+        following = self.points[index]
+        part = (at - point.at) / (following.at - point.at)
+        return point.seconds + part * (following.seconds - point.seconds)
+
+    def recent_share(self, now: float) -> float | None:
+        """Return the share of the last hour that was effective training; None if the run is younger, or was resumed."""
+        since = now - RECENT_S
+        if not self.points or self.points[0].at > since:
+            return None
+        return (self.seconds(now) - self.seconds(since)) / RECENT_S
+
+    @property
+    def seconds_per_step(self) -> float | None:
+        """Return the median seconds of the newest steps; None before the second commit.
+
+        The times of the steps that were committed while no manager ran are not known, only their mean.
+        """
+        pairs = pairwise(self.commits)
+        times = sorted((after.at - before.at) / (after.step - before.step) for before, after in pairs)
+        return times[len(times) // 2] if times else None
+
+
+def effective_share(job: RunSpec, at_work: Mapping[str, int], committed: bool) -> float:
+    """Return the share of the time that is effective training while ``at_work`` members of each role work.
+
+    The share is 1 while all ranks of the trainer work. Else it is 0 before a first step is ``committed``, and then the
+    number of working rollouts divided by that number plus the number of trainers.
+    """
+    ranks = wanted = 0
+    for role in job.roles:
+        if role.kind == "trainer":
+            ranks, wanted = ranks + role.replicas * role.ranks, wanted + role.replicas
+    if ranks and at_work.get("trainer", 0) >= ranks:
+        return 1.0
+    rollouts = at_work.get("rollout", 0)
+    return rollouts / (rollouts + wanted) if rollouts and committed else 0.0
+
+
+def begun(at: float) -> TrainingTime:
+    """Return the training time of a run that begins at ``at``."""
+    return TrainingTime(began=at, points=(Point(at, 0.0),))
+
+
+def resumed(time: TrainingTime, at: float) -> TrainingTime:
+    """Return the time of a run that is resumed at ``at``: the pause is part of no recent figure."""
+    if time.began is None:
+        return TrainingTime()
+    return TrainingTime(began=time.began, points=(Point(at, time.seconds(at)),))
+
+
+def with_work(time: TrainingTime, at_work: dict[str, int], share: float, since: float) -> TrainingTime:
+    """Return the time with this share of effective training ``since`` a time, which may lie in the past.
+
+    The share that was counted after ``since`` is then taken back, up to the last change of the share.
+    """
+    if time.began is None or not time.points:
+        return time
+    if share == time.share:
+        return replace(time, at_work=at_work)
+    since = max(since, time.points[-1].at)
+    points = (*time.points, Point(since, time.seconds(since)))
+    if len(points) > 2 and points[-1].at - points[-3].at < POINT_INTERVAL_S:
+        points = (*points[:-2], points[-1])
+    while len(points) > 1 and points[1].at <= since - RECENT_S:
+        points = points[1:]
+    return replace(time, at_work=at_work, share=share, points=points)
+
+
+def with_commit(time: TrainingTime, step: int, at: float) -> TrainingTime:
+    """Return the time with one more commit; a step that is not newer than the newest one is ignored."""
+    if time.commits and step <= time.commits[-1].step:
+        return time
+    return replace(time, commits=(*time.commits, Commit(step, at))[-MAX_COMMITS:])

@@ -1,0 +1,69 @@
+"""Reduce the events that change who works into the effective training time of the state. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from msgspec.structs import replace
+
+from ...core.phases import phase
+from ...core.types import Incarnation, ReplicaId, Verdict, is_support, role_of
+from . import events as ev
+from .actions import Fence, RestartAll
+from .figures.training_time import effective_share, with_commit, with_work
+from .state import Replica, State, Status
+
+
+def on_work_changed(before: State, state: State, at: float, event: ev.Event) -> State:
+    """Return the state with its training time after an event, which led from ``before`` to ``state``."""
+    match event:
+        case ev.PhaseEntered() | ev.Joined():
+            return _after_report(before, state, at, event.incarnation.replica)
+        case ev.StepCommitted():
+            return _after_commit(before, state, at)
+        case ev.StepEnded() | ev.Decided() | ev.Resumed():
+            return _after_recount(before, state, at, event)
+    return state
+
+
+def works(state: State, replica: Replica) -> bool:
+    """Return whether a replica is in a phase that counts as effective training time."""
+    joined = replica.status is Status.JOINED and replica.step is not None
+    return joined and phase(replica.phase).useful and state.finish is None and not is_support(replica.id)
+
+
+def _after_report(before: State, state: State, at: float, id: ReplicaId) -> State:
+    """Count one replica that has begun or stopped to work; a run has many of these events."""
+    change = works(state, state.replica(id)) - works(before, before.replica(id))
+    if not change:
+        return state
+    at_work, role = state.training_time.at_work, role_of(id)
+    return _with_work(state, {**at_work, role: at_work.get(role, 0) + change}, at)
+
+
+def _after_commit(before: State, state: State, at: float) -> State:
+    state = replace(state, training_time=with_commit(state.training_time, state.step, at))
+    return state if before.step else _with_work(state, state.training_time.at_work, at)
+
+
+def _after_recount(before: State, state: State, at: float, event: ev.StepEnded | ev.Decided | ev.Resumed) -> State:
+    """Count all replicas that work. Those that a decision fences stopped at the first symptom of their failure."""
+    at_work = Counter(replica.role for replica in state.replicas.values() if works(state, replica))
+    action = event.action if isinstance(event, ev.Decided) else None
+    fences = action.fences if isinstance(action, RestartAll) else (action,) if isinstance(action, Fence) else ()
+    symptoms = (_symptom_at(before, fence.incarnation, at) for fence in fences if fence.charged)
+    return _with_work(state, dict(at_work), min(symptoms, default=at))
+
+
+def _symptom_at(state: State, incarnation: Incarnation, at: float) -> float:
+    """Return when a failing incarnation showed its first symptom, according to the findings about it or its node."""
+    failing = [finding for finding in state.findings.values() if finding.verdict is Verdict.FAIL]
+    own = [finding.since for finding in failing if finding.incarnation == incarnation]
+    node = state.replica(incarnation.replica).node
+    since = own or [finding.since for finding in failing if node is not None and finding.node == node]
+    return min((symptom for symptom in since if symptom > 0), default=at)
+
+
+def _with_work(state: State, at_work: dict[str, int], since: float) -> State:
+    share = effective_share(state.job, at_work, committed=state.step > 0)
+    return replace(state, training_time=with_work(state.training_time, at_work, share, since))

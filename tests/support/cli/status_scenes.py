@@ -1,0 +1,113 @@
+"""Runs in the situations that ``rrl status`` shows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from rrl.core.launch import ExitReason
+from rrl.core.types import NodeName, Outcome, ReplicaId, Version
+from rrl.manager.model.actions import Exclude, Why
+from rrl.manager.model.events import ClocksRecorded, Decided, StepCommitted, StepEnded, VersionAvailable
+from rrl.tests.support.cli.story import REPLICAS, Story, completed, job_view
+
+
+def starting() -> Story:
+    story = Story().requests_nodes().gets_nodes()
+    for replica in REPLICAS:
+        story.launches(replica)
+    return story.wait(2).joins("trajectories/0", "serve")
+
+
+def just_lost() -> Story:
+    story = Story().works()
+    story.loses("rollout/0")
+    return story
+
+
+def node_lost() -> Story:
+    story = Story().works().recovers("rollout/0").wait(5)
+    story.loses_node("n4")
+    return story.fences("rollout/1")
+
+
+def crowded() -> Story:
+    job = job_view()
+    roles = tuple(msgspec.structs.replace(r, replicas=40) if r.name == "rollout" else r for r in job.roles)
+    story = Story(job=msgspec.structs.replace(job, roles=roles)).works()
+    for index in range(2, 40):
+        story.launches(f"rollout/{index}", "n3").joins(f"rollout/{index}", "generate")
+        story.record(VersionAvailable(story.incarnation(f"rollout/{index}"), Version(12, 1)))
+    story.loses("rollout/17")
+    return story
+
+
+def gang() -> Story:
+    """Two ranks and their shadows, one more on a rollout's node, one that is not ready yet; a rollout that is kept
+    ready; a node that was left."""
+    job = job_view()
+    ranks = {"trainer": 2, "rollout": 1}
+    roles = tuple(msgspec.structs.replace(r, ranks=ranks.get(r.name, 1), warm=r.name in ranks) for r in job.roles)
+    story = Story(job=msgspec.structs.replace(job, roles=roles)).works()
+    story.launches("trainer/0.1", "n5").joins("trainer/0.1", "train")
+    for node in ("n2", "n5", "n3"):
+        story.launches(f"standby/{node}", node).joins(f"standby/{node}", "standby")
+    story.launches("standby/n4", "n4")
+    story.launches("standby/n4:rollout", "n4").joins("standby/n4:rollout", "standby")
+    return story.record(Decided(Exclude(NodeName("n1"), Why(("drain requested by ada",)))))
+
+
+def drained() -> Story:
+    """A rollout that was killed and came back, and whose node a user then drained."""
+    story = Story().works().recovers("rollout/1").wait(60)
+    story.drains("rollout/1")
+    story.launches("rollout/1", "n5").wait(3).joins("rollout/1", "generate")
+    return story
+
+
+def ending() -> Story:
+    """A rollout that was killed and came back; all steps are committed, and one process has ended already."""
+    story = Story("small-20261120-064114").works().recovers("rollout/0").wait(5)
+    story.stops(Outcome.COMPLETED, "step 12 of 12 is committed")
+    reward = story.recorded().replica(ReplicaId("reward/0"))
+    return story.record(StepEnded(reward.incarnation, f"{story.run}.reward-0.1", 0, None, ExitReason.STOPPED))
+
+
+def paced() -> Story:
+    """Ten minutes of a run whose trainer waits for rollouts, for commits too after a while."""
+    story = Story().works()
+    for minute in range(1, 11):
+        readings = [
+            story.reading("trainer/0", train=54.6 * minute, wait_data=4.2 * minute, checkpoint__commits=1.2 * minute),
+            *(
+                story.reading(rollout, done=42_000 * minute, generate=57.6 * minute, wait_weights=2.4 * minute)
+                for rollout in ("rollout/0", "rollout/1")
+            ),
+        ]
+        story.wait(60).record(ClocksRecorded(tuple(readings)))
+        ages = {"reward": 0.9, "tokens": 72_000.0, "token_age_p50": 1.0, "token_age_max": 3.0}
+        story.record(StepCommitted(story.incarnation("trainer/0"), 12 + minute, ages))
+    return story
+
+
+def paced_and_ended() -> Story:
+    return paced().ends(Outcome.CANCELLED, "cancelled by ada")
+
+
+SCENES: dict[str, Callable[[], Story]] = {
+    "pending": lambda: Story().requests_nodes("Priority").wait(3),
+    "starting": starting,
+    "running": lambda: Story().works().wait(1),
+    "lost": just_lost,
+    "relaunching": lambda: just_lost().fences("rollout/0").wait(1).launches("rollout/0"),
+    "node_lost": node_lost,
+    "crowded": crowded,
+    "gang": gang,
+    "drained": drained,
+    "ending": ending,
+    "paced": paced,
+    "paced_and_ended": paced_and_ended,
+    "completed": completed,
+    "failed": lambda: Story().works().ends(Outcome.FAILED, "5 restarts of rollout/0 within 600 s"),
+}

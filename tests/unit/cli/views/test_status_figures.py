@@ -1,0 +1,204 @@
+"""Figures of rrl status: rewards, pace, weights, GPUs and drains; and that it can be read on every terminal."""
+
+from __future__ import annotations
+
+import io
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from rrl.cli.main import run
+from rrl.cli.views.status import MAX_GPU_USE_AGE_S, status_view
+from rrl.core.types import GpuUse, NodeName, Version
+from rrl.manager.model import events as ev
+from rrl.manager.model.actions import Drain, Exclude, Why
+from rrl.tests.support.cli.explained import INSIDE_WORDS
+from rrl.tests.support.cli.status_scenes import SCENES
+from rrl.tests.support.cli.story import Story, job_view
+from rrl.tests.support.cli.text_snapshots import drawn
+
+GIB = 2**30
+
+
+def fact(story: Story, label: str, width: int = 100, after_s: float = 0.0) -> list[str]:
+    """Return the lines of a fact, without its label."""
+    lines = drawn(status_view(story.recorded(), story.now + after_s, width), width).splitlines()
+    first = next((index for index, line in enumerate(lines) if line.startswith(f"{label} ")), None)
+    if first is None:
+        return []
+    following = lines[first + 1 :]
+    count = next(index for index, line in enumerate([*following, "end"]) if not line.startswith(" " * 12))
+    return [line[12:] for line in lines[first : first + 1 + count]]
+
+
+def long_run(steps: int) -> Story:
+    """A run with a commit every 6 s whose reward grows from 0 to 1."""
+    story = Story(job=job_view(steps)).works()
+    trainer = story.incarnation("trainer/0")
+    for step in range(13, steps):
+        story.wait(6).record(ev.StepCommitted(trainer, step, {"reward": step / steps}))
+    return story
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_curve_of_rewards_grows_with_the_steps_and_then_keeps_its_width(width: int) -> None:
+    story = Story(job=job_view(1500)).works()
+    trainer, columns = story.incarnation("trainer/0"), []
+    for step in range(13, 1200):
+        story.wait(6).record(ev.StepCommitted(trainer, step, {"reward": step / 1500}))
+        if step % 7 == 0:
+            (line,) = fact(story, "reward", width)
+            columns.append((step, len(re.findall("[▁▂▃▄▅▆▇█]", line))))
+            assert len(line) <= width - 12
+    full = max(count for _, count in columns)
+    assert full > width - 12 - 35
+    assert [count for step, count in columns if step < full] == [step for step, _ in columns if step < full]
+    assert {count for step, count in columns if step >= full} == {full}
+
+
+def test_ends_of_the_curve_have_their_values() -> None:
+    (line,) = fact(long_run(1000), "reward", 100)
+    first, curve, last, *mean = line.split()
+    assert (first, last) == ("0.37", "0.99")
+    assert (curve[0], curve[-1]) == ("▃", "█")
+    assert " ".join(mean) == "last ten steps 0.99"
+
+
+def test_pace_has_seconds_of_a_step_time_left_and_effective_time() -> None:
+    story = long_run(200)
+    assert fact(story, "pace") == ["6 s a step · 6s left · ETTR 99 %"]
+    story = Story(job=job_view(2000)).works()
+    trainer = story.incarnation("trainer/0")
+    for step in range(13, 1213):
+        story.wait(6).record(ev.StepCommitted(trainer, step, {}))
+    assert fact(story, "pace") == ["6 s a step · 1h18m left · ETTR 100 %, last hour 100 %"]
+    story.loses("trainer/0")
+    story.fences("trainer/0")
+    assert fact(story, "pace", after_s=1800.0)[0].endswith("left · ETTR 93 %, last hour 83 %")
+
+
+def test_time_left_warns_if_the_walltime_ends_before() -> None:
+    job = msgspec.structs.replace(job_view(2000), walltime=600.0)
+    story = Story(job=job).works()
+    assert fact(story, "pace") == ["3 s a step · 1h39m left, walltime ends in 9m17s · ETTR 84 %"]
+
+
+@pytest.mark.parametrize(
+    ("versions", "expected"),
+    [
+        ((12, 12), "rollouts have those of the trainer"),
+        ((11, 11), "rollouts 1 step behind the trainer"),
+        ((12, 9), "rollouts 0 to 3 steps behind the trainer"),
+    ],
+)
+def test_lag_of_the_weights_is_shown(versions: tuple[int, int], expected: str) -> None:
+    story = Story().works()
+    for index, step in enumerate(versions):
+        story.record(ev.VersionAvailable(story.incarnation(f"rollout/{index}"), Version(step, 1)))
+    assert fact(story, "weights") == [expected]
+
+
+def test_use_of_gpus_is_shown_by_node_while_it_is_new() -> None:
+    uses = {NodeName("n3"): GpuUse(8, 0.874, 500 * GIB, 640 * GIB), NodeName("n4"): GpuUse(8, None, 0, 0),
+            NodeName("n2"): GpuUse(1, 0.0, 2 * GIB, 80 * GIB), NodeName("elsewhere"): GpuUse(1, 1.0, 0, 0)}  # fmt: skip
+    story = Story().works().record(ev.GpuUseRecorded(uses))
+    assert fact(story, "gpus") == ["n2: 0 % busy, 2 of 80 GiB · n3: 87 % busy, 500 of 640 GiB · n4"]
+    assert fact(story, "gpus", after_s=MAX_GPU_USE_AGE_S + 1) == []
+    assert fact(Story().works(), "gpus") == []
+
+
+def test_use_of_many_gpus_is_shown_with_its_extremes() -> None:
+    story = Story().works()
+    state = story.recorded()
+    names = [NodeName(f"g{index}") for index in range(64)]
+    nodes = {name: msgspec.structs.replace(state.nodes[NodeName("n1")], name=name) for name in names}
+    uses = {name: GpuUse(8, 0.9, 320 * GIB, 640 * GIB) for name in names}
+    uses[names[17]], uses[names[4]] = GpuUse(8, 0.03, 0, 640 * GIB), GpuUse(8, 0.9, 636 * GIB, 640 * GIB)
+    state = msgspec.structs.replace(state, nodes=nodes, gpu_use=uses, gpu_use_at=state.at)
+    shown = drawn(status_view(state, state.at, 120), 120)
+    assert "gpus        512 on 64 nodes · 89 % busy (least: g17 3 %) · memory 50 % full (most: g4 99 %)" in shown
+
+
+def test_drain_that_the_cluster_refused_is_left_to_an_administrator() -> None:
+    story = Story().works()
+    drain = Drain(NodeName("n4"), "rrl: gpu", Why(("Xid 79",)))
+    story.record(ev.Decided(Exclude(NodeName("n4"), Why(("Xid 79",)))), ev.Intended(drain))
+    story.record(ev.IntentSettled(drain.tag, False, "only operators may drain"))
+    assert fact(story, "drain") == ["n4, which an administrator has to do: only operators may drain"]
+
+
+def test_excluded_nodes_with_the_same_trouble_are_named_together() -> None:
+    story = Story().works()
+    for node in ("n3", "n4"):
+        story.record(ev.Decided(Exclude(NodeName(node), Why(("Xid 79",)))))
+    assert fact(story, "nodes") == ["n[1-2]  spare n5  n[3-4] excluded"]
+
+
+def test_equal_notes_share_a_row() -> None:
+    story = Story().works()
+    for replica in ("rollout/0", "rollout/1"):
+        story.record(ev.NoteChanged(story.incarnation(replica), "the judge is slow"))
+    assert fact(story, "note") == ["rollout/0 and 1 more: the judge is slow"]
+
+
+def test_number_of_the_manager_is_shown_if_it_is_not_the_first() -> None:
+    story = Story().works()
+    assert fact(story, "manager", after_s=3.0) == ["on login1 for 46s, last record 3s ago"]
+    story.wait(10).epoch = 3
+    story.record(ev.ManagerStarted("login2", 1))
+    assert fact(story, "manager", after_s=3.0) == ["number 3 of this run, on login2 for 3s, last record 3s ago"]
+
+
+# ── every terminal ─────────────────────────────────────────────────────────────────────────────────────────────────
+@pytest.mark.parametrize("width", [80, 200])
+@pytest.mark.parametrize("scene", SCENES)
+def test_no_inside_word_is_shown(scene: str, width: int) -> None:
+    story = SCENES[scene]()
+    assert not INSIDE_WORDS.findall(drawn(status_view(story.recorded(), story.now + 4, width), width))
+
+
+READABLE_COLOURS = {"red", "green", "yellow", "blue", "magenta", "cyan", "bright_black"}
+"""Colours of the terminal's own palette that differ from a light and from a dark background."""
+
+
+@pytest.mark.parametrize("scene", SCENES)
+def test_colours_can_be_read_on_light_and_dark_backgrounds(scene: str) -> None:
+    story = SCENES[scene]()
+    console = Console(file=io.StringIO(), width=200, force_terminal=True, color_system="truecolor", _environ={})
+    view = status_view(story.recorded(), story.now + 4, 200)
+    styles = [style for _, style, _ in console.render(view) if style is not None]
+    assert {style.color.name for style in styles if style.color is not None and not style.color.is_default} <= (
+        READABLE_COLOURS
+    )
+    assert not [style for style in styles if style.bgcolor is not None and not style.bgcolor.is_default]
+
+
+@pytest.mark.parametrize("scene", SCENES)
+def test_text_is_the_same_without_colour(scene: str) -> None:
+    story = SCENES[scene]()
+    view = status_view(story.recorded(), story.now + 4, 80)
+    console = Console(file=io.StringIO(), width=80, force_terminal=True, no_color=True, _environ={}, highlight=False)
+    with console.capture() as captured:
+        console.print(view)
+    sequences = set(re.findall(r"\x1b\[([0-9;]*)m", captured.get()))
+    assert sequences <= {"0", "1", "2"}, "bold and dim are no colours"
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", captured.get())
+    assert [line.rstrip() for line in plain.splitlines()] == drawn(view, 80).splitlines()
+
+
+def test_pipe_gets_plain_lines_without_blanks_at_their_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    story = Story("small-7").works()
+    story.loses("rollout/0")
+    story.written(tmp_path)
+    monkeypatch.setenv("RRL_RUNS_DIR", str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run(["status"]) == 0
+    out = capsys.readouterr().out
+    assert "\x1b" not in out
+    assert "rollout/0       #1  n3    dead" in out
+    assert not [line for line in out.splitlines() if line != line.rstrip() or len(line) > 80]

@@ -1,0 +1,106 @@
+"""Effective training time of the state: by hand, as in the summary, over the last hour, and across a resume."""
+
+from __future__ import annotations
+
+import pytest
+
+from rrl.core.types import Outcome
+from rrl.manager.model import events as ev
+from rrl.manager.model.figures.training_time import (
+    MAX_COMMITS,
+    POINT_INTERVAL_S,
+    RECENT_S,
+    TrainingTime,
+    begun,
+    with_commit,
+    with_work,
+)
+from rrl.manager.reporting.summary import summarize
+from rrl.tests.support.cli.story import BEGAN, Story
+
+
+def test_seconds_count_by_their_share() -> None:
+    time = with_work(begun(100.0), {"trainer": 1}, 1.0, 110.0)
+    time = with_work(time, {}, 0.5, 150.0)
+    time = with_work(time, {}, 0.0, 190.0)
+    assert [time.seconds(at) for at in (100.0, 110.0, 130.0, 150.0, 170.0, 190.0, 500.0)] == [0, 0, 20, 40, 50, 60, 60]
+
+
+def test_work_that_ended_in_the_past_is_taken_back_up_to_the_last_change() -> None:
+    time = with_work(begun(0.0), {"trainer": 1}, 1.0, 50.0)
+    hung = with_work(time, {}, 0.0, 80.0)
+    assert hung.seconds(200.0) == 30
+    assert with_work(time, {}, 0.0, 20.0).seconds(200.0) == 0
+
+
+def test_recent_share_is_known_after_an_hour_and_forgets_older_time() -> None:
+    time = with_work(begun(0.0), {}, 1.0, 0.0)
+    time = with_work(time, {}, 0.0, 1000.0)
+    time = with_work(time, {}, 1.0, 2000.0)
+    assert time.recent_share(RECENT_S - 1) is None
+    assert time.recent_share(RECENT_S) == pytest.approx(1 - 1000 / RECENT_S)
+    assert time.recent_share(RECENT_S + 1500) == pytest.approx(1 - 500 / RECENT_S)
+    assert time.recent_share(RECENT_S + 2500) == 1.0
+
+
+def test_points_are_few_however_often_the_share_changes() -> None:
+    time, effective = begun(0.0), 0.0
+    for second in range(1, 8001):
+        time = with_work(time, {}, float(second % 2), float(second))
+        effective += second % 2
+    assert len(time.points) <= 1.1 * RECENT_S / POINT_INTERVAL_S
+    assert time.seconds(8001.0) == effective
+    assert time.recent_share(8001.0) == pytest.approx(0.5, abs=0.01)
+
+
+def test_seconds_of_a_step_are_the_median_of_the_newest_steps() -> None:
+    time = begun(0.0)
+    assert time.seconds_per_step is None
+    at = 0.0
+    for step in range(1, 40):
+        at += 2.0 if step % 10 else 100.0  # a restart every ten steps
+        time = with_commit(time, step, at)
+    assert len(time.commits) == MAX_COMMITS
+    assert time.seconds_per_step == 2.0
+    assert with_commit(time, 39, at + 50) == time, "a step that is reported again"
+    reported_late = with_commit(with_commit(TrainingTime(), 1, 10.0), 5, 18.0)
+    assert reported_late.seconds_per_step == 2.0, "four steps were committed while no manager ran"
+
+
+@pytest.mark.parametrize("replica", ["rollout/0", "trainer/0", "trajectories/0"])
+def test_state_has_the_effective_time_of_the_summary(replica: str) -> None:
+    story = Story().works().wait(20)
+    story.loses(replica)
+    story.wait(7).fences(replica).wait(3).launches(replica).wait(4).joins(replica, "starting").wait(5)
+    story.enters(replica, "generate" if "rollout" in replica else "train" if "trainer" in replica else "serve")
+    story.commits(13).wait(30).ends(Outcome.CANCELLED, "asked")
+    state = story.recorded()
+    ratio = state.training_time.seconds(story.now) / state.run_seconds(story.now)
+    assert ratio == pytest.approx(summarize(story.stamped).ettr, abs=1e-4)
+    assert ratio < 1
+
+
+def test_time_between_the_symptom_and_the_fence_does_not_count() -> None:
+    story = Story().works()
+    before = story.recorded().training_time.seconds(story.now)
+    finding = story.loses("trainer/0")
+    assert finding.since == story.now
+    story.wait(50).fences("trainer/0")
+    rollouts_alone = 50 * 2 / 3
+    assert story.recorded().training_time.seconds(story.now) == pytest.approx(before + rollouts_alone)
+
+
+def test_pause_before_a_resume_is_part_of_no_figure() -> None:
+    story = Story().works().ends(Outcome.FAILED, "no time left")
+    ended = story.recorded().training_time
+    story.wait(5000).record(ev.Resumed("ada", "c1", story.job)).wait(10)
+    time = story.recorded().training_time
+    assert time.seconds(story.now) == ended.seconds(story.now)
+    assert (time.at_work, time.commits, time.recent_share(story.now)) == ({}, (), None)
+
+
+def test_journal_of_an_older_rrl_shows_no_figure_instead_of_a_wrong_one() -> None:
+    time = with_work(TrainingTime(), {"trainer": 1}, 1.0, BEGAN)
+    assert time.began is None
+    assert time.seconds(BEGAN + 100) == 0
+    assert time.recent_share(BEGAN + 2 * RECENT_S) is None
