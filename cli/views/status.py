@@ -16,6 +16,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from ...api.watching.run_state import NORMAL_STATUSES, standing
 from ...core.phases import STANDBY, phase
 from ...core.run_spec import INTEROPERABLE_TRANSPORTS
 from ...core.types import AGENT, STANDBY_ROLE, Finding, Outcome, Verdict, standby_role_of
@@ -59,8 +60,6 @@ _SEPARATE_METRICS = (
     "unscored_share",
 )  # fmt: skip
 """Metrics that are shown in a separate row."""
-_NORMAL_STATUSES = (Status.JOINED, Status.COMPLETED)
-"""Statuses of replicas that need no attention."""
 _VERDICT = {Verdict.FAIL: "red", Verdict.WARN: "yellow"}
 
 
@@ -87,12 +86,12 @@ def status_view(
 
 def one_line(state: State, silent: bool = False, known_standing: str = "") -> str:
     """Return the status in one line for a log: its standing and the replicas that are neither joined nor complete."""
-    parts = [f"{state.run}: {known_standing or standing(state)[0]}", _progress_text(state)]
+    parts = [f"{state.run}: {known_standing or standing(state)}", _progress_text(state)]
     if state.rewards.latest is not None:
         parts.append(f"reward {number(state.rewards.latest)}")
     if state.finish is None and state.outcome is None:
         parts += [f"{replica.incarnation} {replica.status.value}" for replica in workers(state)
-                  if replica.status not in _NORMAL_STATUSES][:MAX_LISTED]  # fmt: skip
+                  if replica.status not in NORMAL_STATUSES][:MAX_LISTED]  # fmt: skip
     if silent:
         parts.append("its manager does not respond")
     return ", ".join(parts)
@@ -100,7 +99,7 @@ def one_line(state: State, silent: bool = False, known_standing: str = "") -> st
 
 # ── header ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 def _title(state: State, until: float, width: int, known_standing: str) -> Iterator[tuple[str, str] | str]:
-    word, colour = (known_standing, "red") if known_standing else standing(state)
+    word, colour = (known_standing, "red") if known_standing else (standing(state), _standing_colour(state))
     done, all_ = progress(state)
     before, after = f"   {_progress_text(state)} ", f" {100 * done // max(1, all_)}%   {span(state.run_seconds(until))}"
     free = width - len(f"{state.run}  ● {word}{before}{after}")
@@ -119,27 +118,12 @@ def _progress_text(state: State) -> str:
     return f"{'step' if state.job.steps else 'done'} {done}/{all_}"
 
 
-def standing(state: State) -> tuple[str, str]:
-    """Return the run's standing, such as ``running`` or ``waiting for nodes``, and its colour."""
-    if state.outcome is not None:
-        return state.outcome.value, _OUTCOME[state.outcome]
-    if state.finish is not None:
-        return f"ending ({state.finish.outcome.value})", _OUTCOME[state.finish.outcome]
-    if not any(allocation.running for allocation in state.allocations.values()):
-        return "waiting for nodes", "yellow"
-    failing = any(
-        finding.verdict is Verdict.FAIL and not _is_on_excluded_node(state, finding)
-        for finding in state.findings.values()
-    )
-    if failing or any(replica.status not in _NORMAL_STATUSES for replica in workers(state)):
-        return ("recovering" if failing or state.recoveries else "starting"), "cyan"
-    return "running", "green"
-
-
-def _is_on_excluded_node(state: State, finding: Finding) -> bool:
-    """Return whether the finding is about a node that the run no longer uses, so that no recovery is needed there."""
-    node = state.nodes.get(finding.node) if finding.node is not None else None
-    return node is not None and node.excluded is not None
+def _standing_colour(state: State) -> str:
+    """Return the colour of the run's standing."""
+    outcome = state.outcome or (state.finish.outcome if state.finish is not None else None)
+    if outcome is not None:
+        return _OUTCOME[outcome]
+    return {"waiting for nodes": "yellow", "running": "green"}.get(standing(state), "cyan")
 
 
 def _facts(state: State, now: float, width: int, notes: Sequence[str]) -> RenderableType:
@@ -321,7 +305,7 @@ def _replicas(state: State, now: float, width: int) -> RenderableType:
 
 def _unusual(state: State, replica: Replica) -> bool:
     found = any(finding.incarnation == replica.incarnation for finding in state.findings.values())
-    return found or replica.status not in _NORMAL_STATUSES or bool(replica.failures)
+    return found or replica.status not in NORMAL_STATUSES or bool(replica.failures)
 
 
 def _summary_of_rest(state: State, replicas: list[Replica]) -> str:

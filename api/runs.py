@@ -10,18 +10,11 @@ from typing import Any
 
 import msgspec
 
-from ...core.run_dir import RunDir, runs_root
-from ...core.run_spec import RunSpec
-from ...manager.model.state import State
-from ...manager.storage.journal import Follower, JournalError
-
-
-class UsageError(Exception):
-    """The request is not valid: one line on stderr, exit code 2."""
-
-
-class OperationFailed(Exception):
-    """The request is valid, but carrying it out failed: one line on stderr, exit code 1."""
+from ..core.run_dir import RunDir, runs_root
+from ..core.run_spec import RunSpec
+from ..core.types import OperationFailed, UsageError
+from ..manager.model.state import State
+from ..manager.storage.journal import Follower, JournalError
 
 
 def all_runs() -> list[RunDir]:
@@ -133,7 +126,7 @@ def check_manageable(run: RunDir) -> None:
 
     Raises OperationFailed if a file that it needs is missing, damaged or another user's.
     """
-    from ...transport.keys import RunKeys
+    from ..transport.keys import RunKeys
 
     for path, kind in ((run.run_spec, RunSpec), (run.resolved, dict[str, Any])):
         try:
