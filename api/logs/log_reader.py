@@ -16,7 +16,7 @@ from ...core.log_lines import seconds_of, stamp
 from ...core.processes import raise_nofile
 from ...core.run_dir import RunDir
 from ...core.types import UsageError
-from ..runs import StateReader
+from ..runs import StateReader, job_of
 from .files import Log, all_logs
 from .merge import Line, LineFilter, LogTail
 
@@ -120,8 +120,10 @@ def selected_logs(run: RunDir, selector: str | None) -> list[Log]:
 
 def may_log_later(run: RunDir, selector: str) -> bool:
     """Return whether the job has this role or replica, so that it may still write a log."""
-    state = StateReader(run).state()
-    return state is not None and any(selector in (replica.id, replica.role) for replica in state.replicas.values())
+    if (state := StateReader(run).state()) is not None:
+        return any(selector in (replica.id, replica.role) for replica in state.replicas.values())
+    job = job_of(run)  # the run has not begun: its replicas are not known yet
+    return job is not None and any(selector.partition("/")[0] == role.name for role in job.roles)
 
 
 def _no_logs_message(run: RunDir, selector: str | None) -> str:

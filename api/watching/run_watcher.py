@@ -63,10 +63,17 @@ def await_resumed(run: RunDir) -> None:
     Raises NeverBegan if no manager will carry it out.
     """
     start = StartCheck(run)
-    while read_pending(run) is not None:
+    while _resume_pending(run):
         if failure := start.failure(read_state(run)):
             raise NeverBegan(f"{run.id} does not go on: {failure}; to try again: rrl manage {run.id}")
         time.sleep(POLL_INTERVAL_S)
+
+
+def _resume_pending(run: RunDir) -> bool:
+    try:
+        return read_pending(run) is not None
+    except OSError as error:
+        raise OperationFailed(f"{run.path}: {error.strerror}") from None
 
 
 class RunWatcher:
