@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..core.run_dir import RunDir
 from ..core.types import OperationFailed, UsageError
-from .control import await_end, await_restarted, request_end, request_restart
+from .interventions import await_end, await_restarted, request_end, request_restart
 from .logs.log_reader import LogLine, LogReader, line_filter, matcher
 from .runs import find_run
 from .step_rows import step_rows

@@ -15,6 +15,7 @@ from ..core.run_spec import RunSpec
 from ..core.types import OperationFailed, UsageError
 from ..manager.model.state import State
 from ..manager.storage.journal import Follower, JournalError
+from ..manager.storage.resume_request import read_pending
 
 
 def all_runs() -> list[RunDir]:
@@ -103,6 +104,17 @@ class StateReader:
             raise OperationFailed(_no_access_message(self._run)) from None
         except OSError as error:
             raise OperationFailed(f"{self._run.journal}: {error.strerror}") from None
+
+
+def resume_pending(run: RunDir) -> bool:
+    """Return whether a user has requested to resume the run, and no manager has carried that out yet.
+
+    Until then the journal ends with the run's previous end. Raises OperationFailed if the run cannot be read.
+    """
+    try:
+        return read_pending(run) is not None
+    except OSError as error:
+        raise OperationFailed(f"{run.path}: {error.strerror}") from None
 
 
 def job_of(run: RunDir) -> RunSpec | None:

@@ -13,7 +13,7 @@ from ...core.run_spec import RunSpec
 from ...core.types import Finding, OperationFailed, Outcome, UsageError, Verdict
 from ...manager.model.queries import workers
 from ...manager.model.state import State, Status
-from ..runs import job_of, read_state
+from ..runs import job_of, read_state, resume_pending
 from .manager_liveness import Liveness, SlurmJobs, ask_slurm, judge, owner_of, stale_lease
 from .start_check import StartCheck
 
@@ -29,7 +29,8 @@ class RunState(Struct, frozen=True):
     name: str
     """``run.name`` of the job; empty if the job cannot be read."""
     outcome: Outcome | None
-    """How the run ended (``completed``, ``failed``, ``cancelled``, ``rejected``); None while it has not ended."""
+    """How the run ended (``completed``, ``failed``, ``cancelled``, ``rejected``); None while it has not ended, and
+    while it is to be resumed."""
     standing: str
     """The outcome, or ``submitted``, ``waiting for nodes``, ``starting``, ``running``, ``recovering`` or ``ending``;
     without a manager ``unattended``, ``interrupted`` or ``unknown``."""
@@ -46,7 +47,7 @@ class RunState(Struct, frozen=True):
     """Seconds for which the run has been at work, without the pauses before a resume; None before it began."""
     run_dir: str
     why: str = ""
-    """Why the run ended, was rejected or has no manager; empty if nothing is wrong."""
+    """Why the run ended, was rejected, does not go on or has no manager; empty if nothing is wrong."""
 
 
 def run_state(run: RunDir) -> RunState:
@@ -101,11 +102,16 @@ def _run_state(run: RunDir, slurm: dict[int, SlurmJobs]) -> RunState:
     ``slurm`` maps a uid to that user's jobs. All runs of a list share it: it is filled when a run first needs it, which
     is only if a run's lease is no longer renewed.
     """
-    job, state = job_of(run), read_state(run)
+    job, resumes, state = job_of(run), resume_pending(run), read_state(run)
     if state is None:
         failure = _start_failure(run, job, slurm)
         outcome, why = (Outcome.REJECTED, failure) if failure else (None, "")
         return replace(_submitted(run, job), outcome=outcome, standing=outcome or "submitted", why=why)
+    if state.outcome is not None and resumes:
+        failure = StartCheck(run).failure(state)
+        if not failure:
+            return replace(_submitted(run, job), step=state.step, reward=state.rewards.latest, started=state.started)
+        state = replace(state, why=f"{run.id} was to go on, but {failure}; to try again: rrl manage {run.id}")
     liveness = _liveness(run, state, slurm)
     return RunState(
         run.id, job.name if job else "", state.outcome, liveness.standing or standing(state), state.step,

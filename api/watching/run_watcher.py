@@ -11,8 +11,7 @@ from ...core.types import OperationFailed, Outcome, UsageError
 from ...manager.model.state import State
 from ...manager.reporting.summary import Summary
 from ...manager.storage.lease import LeaseHolder, holder
-from ...manager.storage.resume_request import read_pending
-from ..runs import StateReader, job_of, read_state
+from ..runs import StateReader, job_of, read_state, resume_pending
 from .manager_liveness import (
     INTERRUPTED,
     SQUEUE_EVERY_S,
@@ -63,17 +62,10 @@ def await_resumed(run: RunDir) -> None:
     Raises NeverBegan if no manager will carry it out.
     """
     start = StartCheck(run)
-    while _resume_pending(run):
+    while resume_pending(run):
         if failure := start.failure(read_state(run)):
             raise NeverBegan(f"{run.id} does not go on: {failure}; to try again: rrl manage {run.id}")
         time.sleep(POLL_INTERVAL_S)
-
-
-def _resume_pending(run: RunDir) -> bool:
-    try:
-        return read_pending(run) is not None
-    except OSError as error:
-        raise OperationFailed(f"{run.path}: {error.strerror}") from None
 
 
 class RunWatcher:

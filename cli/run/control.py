@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 
 from ...api.command_sender import POLL_INTERVAL_S, ManagerPresence, send, wait_until_taken
-from ...api.control import await_end, await_restarted, request_end, request_restart
+from ...api.interventions import await_end, await_restarted, request_end, request_restart
 from ...api.runs import StateReader, find_run
 from ...core.run_dir import RunDir
 from ...core.types import NodeName, OperationFailed, UsageError

@@ -87,11 +87,11 @@ def test_of_several_parts_and_settings_the_last_one_counts(started: list[RunDir]
     (tmp_path / "folder" / "more.toml").write_text("[run]\nsteps = 20\n[roles.rollout]\nreplicas = 3\n")
     run = rrl.submit(
         [JOB, Path("folder/more.toml"), {"roles": {"rollout": {"replicas": 4}}}],
-        set={"roles.trainer.learning_rate": 1e-6, "cluster.walltime": "8h", "faults.planned": [], "run.name": "5"},
+        set={"roles.trainer.learning_rate": 1e-6, "cluster.walltime": "8h", "faults.planned": [], "run.name": "x5"},
     )
     job = job_of(run)
     assert (job.run.steps, job.roles.rollout.replicas, job.roles.trainer.learning_rate) == (20, 4, 1e-6)
-    assert (job.cluster.walltime, job.faults.planned, job.run.name) == (28800.0, [], "5")
+    assert (job.cluster.walltime, job.faults.planned, job.run.name) == (28800.0, [], "x5")
     assert json.loads(started[0].resolved.read_bytes())["source"] == str(tmp_path / "folder" / "more.toml")
 
 
@@ -99,10 +99,10 @@ def test_of_several_parts_and_settings_the_last_one_counts(started: list[RunDir]
     ("job", "settings", "message"),
     [
         (f"{JOB}\n[roles.trainer]\nranx = 2", {}, r'job:26: roles.trainer.ranx: unknown key; did you mean "ranks"\?'),
-        (["[run]\nsteps = 0.5\n", {}], {}, r"job\[0\]:2: run.steps: must be a whole number.*, not 0.5"),
+        (["[run]\nname = 'x'\nsteps = 0.5\n", {}], {}, r"job\[0\]:3: run.steps: must be a whole number.*, not 0.5"),
         ([JOB, {"roles": {"rollout": {"replica": 2}}}], {}, r"job\[1\]: roles.rollout.replica: unknown key"),
         (JOB, {"roles.rollout.replicas": "two"}, r'set\["roles.rollout.replicas"\]: must be .*, not "two"$'),
-        (JOB, {"run.name": 5}, r'set\["run.name"\]: must be text, not 5$'),
+        (JOB, {"run.name": 5}, r'set\["run.name"\]: must be text in quotes, not 5$'),
         (JOB, {"run steps": 5}, r'set\["run steps"\]: is not a key of job.toml; write for example set='),
         (JOB, {"run.steps": None}, r'set\["run.steps"\]: must be text, a number, .*, not None: leave the key out'),
         ({"run": {"steps": {1, 2}}}, {}, "job: run.steps: must be text, a number, .*, not of type set"),
@@ -289,6 +289,7 @@ class FakeManager:
 
     def __init__(self, story: Story, root: Path) -> None:
         self.run, self._story, self._recorded = story.written(root), story, len(story.stamped)
+        self._epoch = story.epoch
 
     def takes_a_command(self, does: Callable[[Story], object]) -> dict[str, Any]:
         """Wait for a command, record what ``does`` adds to the story, and return the command."""
@@ -297,7 +298,8 @@ class FakeManager:
         command: dict[str, Any] = json.loads(file.read_text())
         file.unlink()
         does(self._story)
-        journal = Journal(self.run, 2)
+        self._epoch += 1
+        journal = Journal(self.run, self._epoch)
         for stamped in self._story.stamped[self._recorded :]:
             journal.append(stamped)
         journal.close()
@@ -362,6 +364,10 @@ def test_an_ended_run_is_resumed_with_changed_values(started: list[RunDir], root
     assert pending is not None
     assert (pending.job.steps, pending.source) == (20, str(root.parent / "job.toml"))
     assert run.warnings[-1] == "no successor is queued"
+    state = run.state()
+    assert (state.outcome, state.standing, state.step) == (None, "submitted", 12), "not as it was before the resume"
+    run.cancel(wait=False)
+    assert len(list(RunDir(run.path).mailbox.glob("[!.]*.json"))) == 1, "it has not ended: its manager must end it"
 
 
 @pytest.mark.torch

@@ -15,8 +15,9 @@ from ..core.types import OperationFailed, Outcome, ReplicaId, UsageError, gang_o
 from ..manager.intake.user_commands import Command
 from ..manager.model.queries import gang, workers
 from ..manager.model.state import Replica, State, Status
+from ..manager.storage.resume_request import withdraw
 from .command_sender import POLL_INTERVAL_S, send, wait_until_taken
-from .runs import StateReader, job_of, read_state
+from .runs import StateReader, job_of, read_state, resume_pending
 
 CANCEL_TIMEOUT_S = 120.0
 """Time (s) to wait for the run's end after its manager took the command."""
@@ -35,7 +36,7 @@ class EndRequest(NamedTuple):
 
 
 def request_end(run: RunDir, *, keep: bool) -> EndRequest:
-    """Have the manager of a run end it, or take the run from Slurm's queue before it begins.
+    """Have the manager of a run end it, or take the run from Slurm's queue before it begins or goes on.
 
     With ``keep`` the nodes of the run are not given back.
 
@@ -45,12 +46,18 @@ def request_end(run: RunDir, *, keep: bool) -> EndRequest:
     """
     if keep:
         _check_keep_allowed(run)
+    resumes = resume_pending(run)
     state = read_state(run)
-    if state is not None and state.outcome is not None:
+    if state is not None and state.outcome is not None and not resumes:
         _cancel_pending_managers(run)
         return EndRequest(ended=state)
     command = send(run, Command("cancel", getpass.getuser(), keep_allocations=keep))
-    return EndRequest() if state is None and _cancel_pending_managers(run) else EndRequest(command)
+    if state is None and _cancel_pending_managers(run):
+        return EndRequest()
+    if resumes and _cancel_pending_managers(run) and withdraw(run):
+        (run.mailbox / command).unlink(missing_ok=True)  # it must not end a later resume
+        return EndRequest()
+    return EndRequest(command)
 
 
 def await_end(run: RunDir, command: str) -> State:
