@@ -91,7 +91,7 @@ def test_of_several_parts_and_settings_the_last_one_counts(started: list[RunDir]
     )
     job = job_of(run)
     assert (job.run.steps, job.roles.rollout.replicas, job.roles.trainer.learning_rate) == (20, 4, 1e-6)
-    assert (job.cluster.walltime, job.faults.planned, job.run.name) == (28800.0, [], "x5")
+    assert (job.cluster.walltime, job.faults.planned, job.run.name) == (28800.0, (), "x5")
     assert json.loads(started[0].resolved.read_bytes())["source"] == str(tmp_path / "folder" / "more.toml")
 
 
@@ -178,7 +178,7 @@ def test_state_and_metrics_are_what_the_commands_print(root: Path, capsys: pytes
     assert main.run(["metrics", RUN]) == 0
     printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert printed == [json.loads(msgspec.json.encode(row)) for row in rows]
-    assert [row.step for row in run.metrics(follow=True)] == list(range(1, 13))
+    assert [row.step for row in run.metrics(follow=True)] == [*range(1, 13), None]
 
 
 def test_a_run_without_a_manager_says_why_it_stands_still(root: Path) -> None:
@@ -220,7 +220,7 @@ def test_wait_raises_if_the_run_ends_otherwise(
     root: Path, outcome: Outcome, error: type[Exception], message: str
 ) -> None:
     Story(RUN).works().ends(outcome, "no nodes").written(root)
-    with pytest.raises(error, match=f"^{RUN} {re.escape(message)}$"):
+    with pytest.raises(error, match=f"^{re.escape(message)}$"):
         rrl.run(RUN).wait()
 
 
@@ -266,10 +266,11 @@ def test_logs_are_merged_with_times_and_selected_as_by_the_command(root: Path) -
     assert [line.time for line in lines] == [noon.replace(second=second) for second in range(3)]
     assert [line.text for line in found.logs("rollout/0", lines=1)] == ["late"]
     assert [line.text for line in found.logs(since=noon.replace(second=1), grep="l.te")] == ["late"]
-    for arguments, message in (
+    wrong: tuple[tuple[dict[str, Any], str], ...] = (
         ({"grep": "("}, r'grep "\(" is not a valid regular expression'),
         ({"selector": "reward"}, '"reward" of small-7 has written no log yet; there are logs of: rollout/0, trainer/0'),
-    ):
+    )
+    for arguments, message in wrong:
         with pytest.raises(rrl.UsageError, match=message):
             found.logs(**arguments)
 
@@ -344,12 +345,12 @@ def test_without_waiting_a_command_is_left_for_the_manager(root: Path) -> None:
         rrl.run(RUN).restart("rollout/7")
     with pytest.raises(rrl.UsageError, match=r"there are no allocations to keep$"):
         rrl.run(RUN).cancel(keep_allocation=True)
-    with pytest.raises(rrl.UsageError, match=f"^{RUN} has not ended"):
-        rrl.run(RUN).resume()
 
 
 def test_an_ended_run_is_resumed_with_changed_values(started: list[RunDir], root: Path) -> None:
     run = rrl.submit(JOB)
+    with pytest.raises(rrl.UsageError, match=f"^{run.id} has not begun yet"):
+        run.resume()
     story = Story(run.id, job_view(10)).works().ends(Outcome.FAILED, "no nodes")
     journal = Journal(RunDir(run.path), 1)
     for stamped in story.stamped:
