@@ -7,6 +7,11 @@ The worker API is all that a user's trainer or rollout needs::
     with rrl.join() as me:
         ...
 
+The Python API starts and watches runs, as the commands do::
+
+    run = rrl.submit("job.toml", set={"run.steps": 500})
+    summary = run.wait()
+
 The names are imported when they are first used (PEP 562), so that ``import rrl`` and the command line import neither
 the API nor torch.
 """
@@ -17,9 +22,19 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rrl.api.logs.log_reader import LogLine as LogLine
+    from rrl.api.run import Run as Run
+    from rrl.api.run import run as run
+    from rrl.api.run import submit as submit
+    from rrl.api.watching.run_state import RunState as RunState
+    from rrl.core.types import OperationFailed as OperationFailed
+    from rrl.core.types import UsageError as UsageError
     from rrl.core.types import Version as Version
+    from rrl.manager.reporting.step_metrics import StepRow as StepRow
+    from rrl.manager.reporting.summary import Summary as Summary
     from rrl.roles.models.tensors import pack as pack
     from rrl.roles.models.tensors import unpack as unpack
+    from rrl.roles.trainer.checkpoint_export import Exported as Exported
     from rrl.roles.trajectories.types import Batch as Batch
     from rrl.roles.trajectories.types import Item as Item
     from rrl.roles.trajectories.types import Part as Part
@@ -36,6 +51,16 @@ if TYPE_CHECKING:
     from rrl.roles.worker.work_items import WorkLease as WorkLease
 
 _HOMES = {
+    "Exported": "rrl.roles.trainer.checkpoint_export",
+    "LogLine": "rrl.api.logs.log_reader",
+    "OperationFailed": "rrl.core.types",
+    "Run": "rrl.api.run",
+    "RunState": "rrl.api.watching.run_state",
+    "StepRow": "rrl.manager.reporting.step_metrics",
+    "Summary": "rrl.manager.reporting.summary",
+    "UsageError": "rrl.core.types",
+    "run": "rrl.api.run",
+    "submit": "rrl.api.run",
     "Version": "rrl.core.types",
     "pack": "rrl.roles.models.tensors",
     "unpack": "rrl.roles.models.tensors",
@@ -55,8 +80,9 @@ _HOMES = {
     "WorkLease": "rrl.roles.worker.work_items",
 }
 __all__ = [
-    "Batch", "Episode", "Item", "NewWeights", "Part", "Score", "ScoringLease", "Segment", "ToScore", "Trajectory",
-    "Version", "WorkLease", "Worker", "join", "pack", "unpack", "waiting",
+    "Batch", "Episode", "Exported", "Item", "LogLine", "NewWeights", "OperationFailed", "Part", "Run", "RunState",
+    "Score", "ScoringLease", "Segment", "StepRow", "Summary", "ToScore", "Trajectory", "UsageError", "Version",
+    "WorkLease", "Worker", "join", "pack", "run", "submit", "unpack", "waiting",
 ]  # fmt: skip
 
 

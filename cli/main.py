@@ -78,7 +78,7 @@ def _exit_code(arguments: Sequence[str], code: int) -> int:
 
 
 def _report_error(error: Exception) -> int:
-    from .common.runs import OperationFailed, UsageError
+    from ..core.types import OperationFailed, UsageError
 
     spec = sys.modules.get("rrl.config.job.load")
     if spec is not None and isinstance(error, spec.SpecError):  # begins with file:line, which editors recognise

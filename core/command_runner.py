@@ -1,7 +1,8 @@
 """Run a command to its end, with a deadline and a limit on its output: :func:`run` blocks, :func:`run_async` does not.
 
 A command gets a session of its own, so that it can be ended together with its children. This module does not start
-processes that outlive the call (the command of a role, a health reader, an srun).
+processes that outlive the call (the command of a role, a health reader, an srun). :func:`run_coroutine` is for code
+that blocks, and calls coroutines which run commands.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ import selectors
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from msgspec import Struct
 
@@ -26,6 +27,7 @@ jobs is far shorter, since Slurm holds 10,000 jobs by default (slurm.conf(5), Ma
 KILL_TIMEOUT_S = 0.5
 """Seconds to wait for the end of a command after SIGKILL. A command in uninterruptible sleep may end later."""
 _CHUNK_BYTES = 2**16
+T = TypeVar("T")
 
 
 class CommandResult(Struct, frozen=True, tag=True):
@@ -131,6 +133,23 @@ async def run_async(
         if process.returncode is None:
             await _end_async(process, term_grace_s)
     return _result(code, out, err, max_output_bytes)
+
+
+def run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine to its end in an event loop of its own, and return its result.
+
+    The caller may be called by a running event loop, as the code of a notebook's cell is: then the new event loop runs
+    in another thread, since a thread runs one event loop at most.
+    """
+    import asyncio
+    from concurrent.futures import ThreadPoolExecutor
+
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(coroutine)
+    with ThreadPoolExecutor(1) as executor:
+        return executor.submit(asyncio.run, coroutine).result()
 
 
 def kill_session(leader: int) -> None:

@@ -96,3 +96,12 @@ def exit_invalid_config(reason: object) -> NoReturn:
 def on_one_line(value: object) -> str:
     """Return the text of a value without line breaks and control characters, so that it cannot control a terminal."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in re.sub(r"\s+", " ", str(value)))
+
+
+def span(seconds: float) -> str:
+    """Format a duration with two units at most: ``7s``, ``2m14s``, ``3h05m``, ``2d04h``."""
+    whole = max(0, int(seconds))
+    for size, unit, smaller, name in ((86400, "d", 3600, "h"), (3600, "h", 60, "m"), (60, "m", 1, "s")):
+        if whole >= size:
+            return f"{whole // size}{unit}{whole % size // smaller:02}{name}"
+    return f"{whole}s"

@@ -305,3 +305,11 @@ class Outcome(StrEnum):
     FAILED = "failed"
     REJECTED = "rejected"
     """The job spec requests something impossible on this cluster; it must be corrected and submitted again."""
+
+
+class UsageError(Exception):
+    """The request is not valid, for example the job spec or the name of a run. Exit code 2 of a command."""
+
+
+class OperationFailed(Exception):
+    """A valid request could not be carried out, or the run failed. Exit code 1 of a command."""

@@ -29,7 +29,7 @@ LONG_FILES = (
     "integration/local/test_stream.py", "integration/local/test_resume.py", "integration/local/test_bring_your_own.py",
     "unit/roles/trainer/test_gang.py", "unit/roles/agent/test_node_monitor.py", "security/test_run_under_attack.py",
     "security/test_listening_sockets.py", "integration/local/test_manager_away.py",
-    "integration/local/test_standby.py", "integration/local/test_user_code.py",
+    "integration/local/test_standby.py", "integration/local/test_user_code.py", "integration/local/test_python_api.py",
     "unit/health/readers/test_dcgm.py", "integration/local/test_node_health.py", "security/test_default_run.py",
     "integration/slurm/test_doctor.py", "unit/cli/health/test_report.py", "integration/slurm/test_all_cancelled.py",
     "unit/manager/cluster/test_local.py", "integration/local/test_environment.py",

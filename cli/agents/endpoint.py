@@ -6,15 +6,15 @@ import sys
 
 from msgspec import Struct
 
+from ...api.runs import find_run, job_of, read_state
 from ...core.run_dir import RunDir
 from ...core.text import escaped
-from ...core.types import ReplicaId
+from ...core.types import OperationFailed, ReplicaId, UsageError
 from ...manager.model.state import State, Status
 from ...roles.endpoint.addresses import read_addresses
 from ...roles.endpoint.key import run_key
 from ...transport.keys import RunKeys
 from ..common.output import print_json, program
-from ..common.runs import OperationFailed, UsageError, find_run, job_of, read_state
 
 ROLE = "endpoint"
 _SECRET = "secret: whoever has this key can open episodes of the run and set their rewards"

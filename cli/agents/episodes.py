@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
+from ...api.runs import find_run, job_of
 from ...core.run_dir import RunDir
+from ...core.types import OperationFailed, UsageError
 from ..common.output import print_json, print_line, program, show
-from ..common.runs import OperationFailed, UsageError, find_run, job_of
 from ..views.episode_trees import Episode, episodes_of
 from ..views.episodes import episode_view, episodes_view
 from .store_log import read_store

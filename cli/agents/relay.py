@@ -6,10 +6,11 @@ import signal
 from collections.abc import Sequence
 from importlib.util import find_spec
 
+from ...api.runs import StateReader, find_run
 from ...core.run_dir import RunDir
+from ...core.types import OperationFailed, UsageError
 from ...roles.endpoint.addresses import read_addresses
 from ..common.output import print_line
-from ..common.runs import OperationFailed, StateReader, UsageError, find_run
 from .endpoint import check_serves
 
 PACKAGES = ("starlette", "uvicorn", "httpx2")

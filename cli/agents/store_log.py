@@ -8,10 +8,10 @@ from pathlib import Path
 
 from ...core.run_dir import RunDir
 from ...core.run_spec import RunSpec
+from ...core.types import OperationFailed, UsageError
 from ...roles.trajectories.durable.log import LogDamaged, read_frames
 from ...roles.trajectories.durable.records import LogFormatError, decode
 from ...roles.trajectories.durable.state import State
-from ..common.runs import OperationFailed, UsageError
 
 _TRIES = 5
 """Number of tries to read a log. A try can fail because the store replaces its log, or appends to it, meanwhile."""

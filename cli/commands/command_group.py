@@ -53,7 +53,7 @@ class CommandGroup(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Find the command of the first argument. Raises UsageError for a word of a similar program."""
         if args and args[0] not in self.commands and (ours := COMMAND_WORDS.get(args[0])):
-            from ..common.runs import UsageError
+            from ...core.types import UsageError
 
             raise UsageError(f'"{args[0]}" is not a command of rrl; write: {ours}')
         return super().resolve_command(ctx, args)

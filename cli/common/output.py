@@ -7,6 +7,7 @@ import re
 import shutil
 import sys
 import time
+from collections.abc import Iterable
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.segment import Segment
 
 from ...core.text import escaped, escaped_json, escaped_lines
-from .runs import UsageError
+from ...core.types import UsageError
 
 PLAIN_WIDTH = 100
 """Width (columns) of output that does not go to a terminal."""
@@ -70,6 +71,12 @@ def show(view: RenderableType) -> None:
 def print_line(text: str, *, to_stderr: bool = False) -> None:
     """Print one line and flush."""
     print(escaped(text), file=sys.stderr if to_stderr else sys.stdout, flush=True)
+
+
+def print_warnings(warnings: Iterable[str]) -> None:
+    """Print each warning on standard error."""
+    for warning in warnings:
+        print(f"rrl: warning: {warning}", file=sys.stderr, flush=True)
 
 
 def print_json(value: Any) -> None:

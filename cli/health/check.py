@@ -21,11 +21,10 @@ from typing import Any
 import msgspec
 
 from ...config.health_rules_file import RulesError, load_rules
-from ...core.types import Finding, NodeName, Verdict
+from ...core.types import Finding, NodeName, UsageError, Verdict
 from ...core.units import seconds
 from ...health.checks.evaluate import CHECKS, unknown_checks
 from ...health.node_check import EXIT_CODES, check_node, overall
-from ..common.runs import UsageError
 
 _MAX_TIMEOUT_S = 3600.0
 """Maximum time limit (s) that a check may be given; a prolog has minutes."""

@@ -7,11 +7,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from ...core.types import OperationFailed
 from ...health.report.drain_requests import DrainRequest, confirmation, confirmed_reason, open_requests
 from ...health.report.model import DrainState
 from ...health.report.node import drain_line
 from ..common.output import parse_time, print_json, print_line, show
-from ..common.runs import OperationFailed
 from . import node_drains, remote_checks
 from .report import read_records, warn, without_implausible
 

@@ -20,6 +20,7 @@ from rich.console import Console
 
 from ...core.run_dir import HISTORY_ENV, write_atomically
 from ...core.text import escaped_json
+from ...core.types import OperationFailed, UsageError
 from ...health.history import rates
 from ...health.history.cache import HistoryCache, Sources
 from ...health.history.plausibility import plausible
@@ -27,7 +28,6 @@ from ...health.history.records import SourcedRecord, is_node
 from ...health.report.model import DrainState, Report
 from ...health.report.site import report as make_report
 from ..common.output import PLAIN_WIDTH, Escaped, parse_time, print_line, show
-from ..common.runs import OperationFailed, UsageError
 from ..views.formatting import folded
 from ..views.health_report import report_view, to_paste
 from . import node_drains

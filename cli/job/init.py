@@ -15,9 +15,8 @@ from msgspec import Struct
 
 from ...core.command_runner import CommandResult
 from ...core.run_dir import write_atomically
-from ...core.types import Verdict
+from ...core.types import OperationFailed, UsageError, Verdict
 from ...core.units import duration_text
-from ..common.runs import OperationFailed, UsageError
 from ..doctor.command import gather_facts, judge
 from ..doctor.facts import Config, DoctorOptions, Facts, Node, Slurm, Visit
 from ..doctor.host_checks import candidate_networks

@@ -7,16 +7,15 @@ from collections.abc import Iterator
 
 import msgspec
 
+from ...api.logs.files import Log, all_logs
+from ...api.logs.merge import Line, LineFilter, LogTail
 from ...core.log_lines import seconds_of, stamp
 from ...core.run_dir import RunDir
 from ...core.text import escaped, escaped_json
-from ...core.types import AGENT
+from ...core.types import AGENT, UsageError
 from ...manager.reporting.failure_records import Failure
 from ...manager.storage.journal import JournalError, replay
-from ..common.runs import UsageError
 from .failures import FailureReport, concerns, failures
-from .files import Log, all_logs
-from .merge import Line, LineFilter, LogTail
 from .printer import Printer
 
 CLOCK_SLACK_S = 1.0

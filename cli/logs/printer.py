@@ -9,10 +9,10 @@ from collections.abc import Iterator
 
 import msgspec
 
+from ...api.logs.files import Log
+from ...api.logs.merge import Line
 from ...core.log_lines import STAMP_BYTES, seconds_of
 from ...core.text import escaped, escaped_json
-from .files import Log
-from .merge import Line
 
 _COLOURS = (36, 33, 32, 35, 34, 31)
 """ANSI codes of the colours of labels, in the order in which logs get them."""

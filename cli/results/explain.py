@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from ...api.runs import find_run
+from ...core.types import UsageError
 from ...manager.reporting.decisions.explanations import Explanation, explain, known_names
 from ...manager.storage.journal import JournalError, replay
 from ..common.output import print_json, print_line, show
-from ..common.runs import UsageError, find_run
 from ..views.explanation import explanation_json, explanation_view
 
 MAX_NAMES = 12

@@ -4,23 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ...roles.trainer.checkpoint_export import ExportFailed, ExportRefused, export_checkpoint
+from ...api import run as api
 from ..common.output import print_json, print_line
-from ..common.runs import OperationFailed, UsageError, find_run
 from ..views.formatting import size
 
 
 def export(name: str, folder: Path, step: int | None, *, json: bool) -> int:
     """Export a checkpoint and print what was written; returns exit code 0."""
-    run = find_run(name)
-    try:
-        done = export_checkpoint(run, step, folder.expanduser())
-    except ExportRefused as error:
-        raise UsageError(str(error)) from None
-    except ExportFailed as error:
-        raise OperationFailed(str(error)) from None
-    except OSError as error:
-        raise OperationFailed(f"{error.filename or folder}: {error.strerror or error}; nothing was exported") from None
+    done = api.run(name).export(folder, step)
     if json:
         print_json(done)
     else:

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import csv
 import sys
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 
-from ...core.run_dir import RunDir
+from ...api.runs import find_run
+from ...api.step_rows import step_rows
 from ...core.text import escaped, escaped_json
-from ...manager.model.events import Resumed, RunEnded
-from ...manager.reporting.step_metrics import StepRow, StepRows
-from ...manager.storage.journal import EventFollower, JournalError
+from ...manager.reporting.step_metrics import StepRow
 from ..common.output import print_line
-from ..common.runs import OperationFailed, UsageError, find_run
 
-POLL_S = 0.5
-"""Seconds between two looks into the journal."""
 _FIXED = ("step", "at", "incarnation", "seconds", "tokens", "tokens_per_second", "token_age_p50", "token_age_max")
 """First columns of the CSV: fields of a row."""
 _encode = msgspec.json.Encoder().encode
@@ -32,8 +27,7 @@ def metrics(name: str | None, *, as_csv: bool, follow: bool) -> int:
         UsageError: There is no such run, or its journal is damaged.
         OperationFailed: The journal cannot be read.
     """
-    run = find_run(name)
-    batches = _followed(run) if follow else iter([_all_rows(run)])
+    batches = step_rows(find_run(name), follow=follow)
     if as_csv:
         _print_csv(batches)
         return 0
@@ -41,37 +35,6 @@ def metrics(name: str | None, *, as_csv: bool, follow: bool) -> int:
         sys.stdout.writelines(escaped_json(_encode(row).decode()) + "\n" for row in rows)
         sys.stdout.flush()
     return 0
-
-
-def _all_rows(run: RunDir) -> list[StepRow]:
-    rows, follower = StepRows(), EventFollower(run)
-    return [*_new_rows(run, rows, follower)[0], *rows.rest()]
-
-
-def _followed(run: RunDir) -> Iterator[list[StepRow]]:
-    """Yield the rows that there are, then new ones, until the run has ended."""
-    rows, follower, ended = StepRows(), EventFollower(run), False
-    while not ended:
-        new, ended = _new_rows(run, rows, follower, ended)
-        if new or ended:
-            yield new
-        if not ended:
-            time.sleep(POLL_S)
-
-
-def _new_rows(run: RunDir, rows: StepRows, follower: EventFollower, ended: bool = False) -> tuple[list[StepRow], bool]:
-    """Return the rows of the events since the last call, and whether the run has ended."""
-    new: list[StepRow] = []
-    try:
-        for stamped in follower.events():
-            new += rows.apply(stamped)
-            if isinstance(stamped.event, (RunEnded, Resumed)):
-                ended = isinstance(stamped.event, RunEnded)
-    except JournalError as error:
-        raise UsageError(str(error)) from None
-    except OSError as error:
-        raise OperationFailed(f"{run.journal}: {error.strerror}") from None
-    return new, ended
 
 
 def _print_csv(batches: Iterator[list[StepRow]]) -> None:

@@ -9,13 +9,14 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import get_args
 
+from ...api.runs import find_run, job_of
 from ...core.run_dir import RunDir
 from ...core.run_spec import TrackerName
+from ...core.types import OperationFailed, UsageError
 from ...manager.tracking.main import HUNG_EXIT, LOCKED_EXIT, UNTIL_END
 from ...manager.tracking.tracker_files import TRACKER_ENV, log_file, mark_of, read_progress
 from ...manager.tracking.tracker_supervisor import MODULE
 from ..common.output import print_line
-from ..common.runs import OperationFailed, UsageError, find_run, job_of
 
 NAMES: tuple[TrackerName, ...] = get_args(TrackerName)
 

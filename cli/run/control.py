@@ -6,22 +6,22 @@ machine that cannot connect to the manager.
 
 from __future__ import annotations
 
-import asyncio
 import getpass
 import sys
 import time
 from collections.abc import Callable
 
+from ...api.command_sender import POLL_INTERVAL_S, ManagerPresence, send, wait_until_taken
+from ...api.interventions import await_end, await_restarted, request_end, request_restart
+from ...api.runs import StateReader, find_run
 from ...core.run_dir import RunDir
-from ...core.types import NodeName, Outcome, ReplicaId, gang_of
+from ...core.types import NodeName, OperationFailed, UsageError
 from ...manager.intake.user_commands import Command
-from ...manager.model.queries import gang, workers
+from ...manager.model.queries import workers
 from ...manager.model.reduce_nodes import DRAIN, UNDRAIN
-from ...manager.model.state import State, Status
+from ...manager.model.state import State
 from ...manager.planner.capacity.node_lifecycle import should_drain
-from ..common.command_sender import POLL_INTERVAL_S, ManagerPresence, send, wait_until_taken
 from ..common.output import print_line
-from ..common.runs import OperationFailed, StateReader, UsageError, find_run, job_of
 from ..views.status import retained_jobs
 
 DRAIN_TIMEOUT_S = 120.0
@@ -136,10 +136,6 @@ def _undrain_outcome(state: State, node: NodeName) -> str:
     return f"{node} may be used again{f'; Slurm says {one.status.detail}' if one.status and one.status.detail else ''}"
 
 
-CANCEL_TIMEOUT_S = 120.0
-"""Time (s) to wait for the run's end after its manager took the command."""
-
-
 def cancel(name: str, *, wait: bool, keep: bool = False) -> int:
     """End a run.
 
@@ -147,60 +143,21 @@ def cancel(name: str, *, wait: bool, keep: bool = False) -> int:
     ``keep`` its nodes are not given back.
     """
     run = find_run(name)
-    if keep:
-        _check_keep_allowed(run)
-    reader = StateReader(run)
-    state = reader.state()
-    if state is not None and state.outcome is not None:
-        _cancel_pending_managers(run)
-        print(f"{run.id} has ended already: {state.outcome.value}")
-        return 0
-    file_name = send(run, Command("cancel", getpass.getuser(), keep_allocations=keep))
-    if state is None and _cancel_pending_managers(run):
+    request = request_end(run, keep=keep)
+    if request.ended is not None:
+        print(f"{run.id} has ended already: {request.ended.outcome}")
+    elif not request.command:
         print(f"{run.id}: taken from the queue before it began")
-        return 0
-    if not wait:
+    elif not wait:
         print(f"{run.id}: its manager is asked to end it")
-        return 0
-    print(f"{run.id}: ending ...", file=sys.stderr, flush=True)
-    wait_until_taken(run, file_name, "end it")
-    return _await_end(run, reader)
-
-
-def _check_keep_allowed(run: RunDir) -> None:
-    job = job_of(run)
-    if job is not None and job.cluster != "slurm":
-        raise UsageError(f"{run.id} runs on this machine: there are no allocations to keep")
-    if job is not None and job.manager.where == "pool":
-        raise UsageError(f'{run.id} has its manager in its pool ([manager] where = "pool"), which ends with it')
-
-
-def _cancel_pending_managers(run: RunDir) -> bool:
-    """Cancel pending manager jobs in Slurm; return whether none is left."""
-    job = job_of(run)
-    if job is None or job.cluster != "slurm":
-        return False
-    from ...manager.bootstrap import manager_job
-
-    return asyncio.run(manager_job.none_pending(run.id, job))
-
-
-def _await_end(run: RunDir, reader: StateReader) -> int:
-    began = time.monotonic()
-    while time.monotonic() - began < CANCEL_TIMEOUT_S:
-        state = reader.state()
-        if state is not None and state.outcome is not None:
-            retained = retained_jobs(state)
-            left = f"kept: {retained} (rrl resume {run.id} uses it, scancel {retained} gives it back)"
-            given = left if retained else "everything is given back"
-            print(f"{run.id}: {state.outcome.value} after {state.step} steps; {given}")
-            return 0
-        time.sleep(POLL_INTERVAL_S)
-    raise OperationFailed(f"{run.id} is still ending after {CANCEL_TIMEOUT_S:.0f} s; see: rrl status {run.id}")
-
-
-RESTART_TIMEOUT_S = 300.0
-"""Time (s) to wait for the replica after the manager took the command, beyond ``limits.join``."""
+    else:
+        print(f"{run.id}: ending ...", file=sys.stderr, flush=True)
+        state = await_end(run, request.command)
+        retained = retained_jobs(state)
+        left = f"kept: {retained} (rrl resume {run.id} uses it, scancel {retained} gives it back)"
+        given = left if retained else "everything is given back"
+        print(f"{run.id}: {state.outcome} after {state.step} steps; {given}")
+    return 0
 
 
 def restart(name: str, replica: str, *, wait: bool) -> int:
@@ -209,56 +166,10 @@ def restart(name: str, replica: str, *, wait: bool) -> int:
     Returns exit code 0 once it has joined again, or, without ``wait``, once the command is written for the manager.
     """
     run = find_run(name)
-    reader = StateReader(run)
-    state = reader.state()
-    if state is None:
-        raise UsageError(f"{run.id} has not begun yet; see: rrl status {run.id}")
-    if state.finish is not None:
-        raise UsageError(_cannot_restart(state))
-    id = _replica(state, replica)
-    before = state.replica(id).incarnation_number
-    file_name = send(run, Command("restart", getpass.getuser(), target=id))
+    request = request_restart(run, replica)
     if not wait:
-        print(f"{run.id}: its manager is asked to restart {id}")
+        print(f"{run.id}: its manager is asked to restart {request.replica}")
         return 0
-    wait_until_taken(run, file_name, f"restart {id}")
-    deadline = time.monotonic() + state.job.limits.join + RESTART_TIMEOUT_S
-    while time.monotonic() < deadline:
-        now = reader.state()
-        if now is not None and now.finish is not None:
-            raise OperationFailed(f"{run.id} ended before {id} was there again; see: rrl status {run.id}")
-        if now is not None and _has_rejoined(now, id, before):
-            print(f"{now.replica(id).incarnation} works on {now.replica(id).node}")
-            return 0
-        time.sleep(POLL_INTERVAL_S)
-    raise OperationFailed(
-        f"{id} has not joined again within {state.job.limits.join + RESTART_TIMEOUT_S:g} s; see: rrl logs {run.id} {id}"
-    )
-
-
-def _cannot_restart(state: State) -> str:
-    """Return why no replica of a run that has ended, or ends now, can be restarted, and what can be done instead."""
-    if state.outcome is None:
-        return f"{state.run} is ending: nothing of it is restarted any more"
-    if state.outcome is not Outcome.COMPLETED:
-        return f"{state.run} has ended ({state.outcome.value}); to continue it: rrl resume {state.run}"
-    further = f"; to train more steps: rrl resume {state.run} --steps {2 * state.job.steps}" if state.job.steps else ""
-    return f"{state.run} is complete{further}"
-
-
-def _has_rejoined(state: State, id: ReplicaId, before: int) -> bool:
-    return all(one.incarnation_number > before and one.status is Status.JOINED for one in gang(state, id))
-
-
-def _replica(state: State, name: str) -> ReplicaId:
-    gangs = sorted({gang_of(one.id) for one in workers(state)})
-    if name not in gangs and any(one.id == name for one in workers(state)):
-        gang_id = gang_of(ReplicaId(name))
-        raise UsageError(
-            f"{name} is one rank of {gang_id}, which restarts as a whole: rrl restart {state.run} {gang_id}"
-        )
-    if name not in gangs:
-        raise UsageError(f'no replica "{name}" in this run; it has {", ".join(gangs)}')
-    if state.replica(ReplicaId(name)).status is Status.COMPLETED:
-        raise UsageError(f"{name} has completed; there is nothing to restart")
-    return ReplicaId(name)
+    joined = await_restarted(run, request)
+    print(f"{joined.incarnation} works on {joined.node}")
+    return 0

@@ -13,36 +13,20 @@ from contextlib import contextmanager
 from rich.console import RenderableType
 from rich.text import Text
 
+from ...api.runs import find_run
+from ...api.watching.run_watcher import POLL_INTERVAL_S, RunWatcher
 from ...core.run_dir import RunDir
 from ...manager.model.state import State
-from ...manager.storage.lease import LeaseHolder, holder
 from ..common.output import console, print_line
-from ..common.runs import OperationFailed, StateReader, find_run, job_of
 from ..views.replicas import MAX_LISTED
 from ..views.status import one_line
 from .live_display import Line, LiveDisplay
-from .manager_liveness import (
-    INTERRUPTED,
-    SQUEUE_EVERY_S,
-    STALE_LEASES,
-    Liveness,
-    SlurmJobs,
-    ask_slurm,
-    judge,
-    manager_gone,
-    owner_of,
-)
-from .start_check import NeverBegan, StartCheck
 from .status import picture, waiting_text
 
-POLL_INTERVAL_S = 0.5
-"""Interval (s) of polling, and between two drawings."""
 _REDRAW_KEY = "\x0c"
 """Ctrl-L, which draws everything again after other programs have written to the terminal."""
 LINE_INTERVAL_S = 10.0
 """Interval (s) of plain lines when nothing but the step or the time has changed."""
-SUMMARY_TIMEOUT_S = 10.0
-"""Time (s) to wait for the summary of an ended run, from the last renewal of the manager's lease."""
 
 
 def show_live(name: str | None) -> int:
@@ -68,7 +52,7 @@ def follow(
     after Ctrl-C, and, with ``require_manager``, NeverBegan or OperationFailed if no manager is left to begin or end the
     run.
     """
-    watcher = _Watcher(run, require_manager)
+    watcher = RunWatcher(run, require_manager)
     stop = stop or threading.Event()
     if sys.stdout.isatty() and not console().is_dumb_terminal:
         _draw(watcher, stop, summary_follows, manages)
@@ -77,75 +61,7 @@ def follow(
     return watcher.state
 
 
-class _Watcher:
-    """Holds the newest state that was read, and how long the manager's lease was not renewed (local clock)."""
-
-    def __init__(self, run: RunDir, require_manager: bool) -> None:
-        self.run = run
-        self.state: State | None = None
-        self._require_manager = require_manager
-        self._reader = StateReader(run)
-        self._start_check = StartCheck(run)
-        self.start_failure = ""
-        """Why no manager will ever begin the run; empty if a manager may."""
-        self._holder: LeaseHolder | None = None
-        self._renewed_at = time.monotonic()
-        self._slurm: SlurmJobs | None = None
-        """Slurm's last answer since the lease was last renewed."""
-        self._slurm_polled_at = 0.0
-
-    def poll(self) -> bool:
-        """Read the state and the lease; return whether the run has ended and its summary exists.
-
-        If the summary is missing, returns True after ``SUMMARY_TIMEOUT_S`` all the same. With ``require_manager``,
-        raises NeverBegan or OperationFailed if no manager is left to begin or end the run.
-        """
-        self.state = self._reader.state()
-        try:
-            current = holder(self.run)
-        except OSError:
-            current = None
-        self.start_failure = self._start_check.failure(self.state)
-        if self._require_manager and self.start_failure:
-            raise NeverBegan(f"{self.run.id} is rejected: {self.start_failure}")
-        if current != self._holder:
-            self._holder, self._renewed_at, self._slurm = current, time.monotonic(), None
-        if self.state is not None and self.state.outcome is not None:
-            return self.run.summary.exists() or time.monotonic() - self._renewed_at > SUMMARY_TIMEOUT_S
-        if (
-            self._require_manager
-            and self.silence_s
-            and (gone := manager_gone(self.run))
-            and not _runs_on_slurm(self.run)
-        ):
-            raise OperationFailed(f"the manager of {self.run.id} is gone (its output: {self.run.submit}): {gone}")
-        if self._require_manager and (liveness := self.liveness).standing == INTERRUPTED:
-            raise OperationFailed(f"{self.run.id} is interrupted: {liveness}")
-        return False
-
-    @property
-    def silence_s(self) -> float:
-        """Return the seconds since the manager's lease was last renewed; 0 if it was renewed recently enough."""
-        silent = time.monotonic() - self._renewed_at
-        patience = STALE_LEASES * self.state.job.limits.lease if self.state is not None else 60.0
-        return silent if silent > patience else 0.0
-
-    @property
-    def liveness(self) -> Liveness:
-        """Return what is known of the manager if its lease is not renewed, else an empty result.
-
-        Slurm is queried once in ``SQUEUE_EVERY_S`` at most.
-        """
-        if not self.silence_s or self.state is None or self.state.outcome is not None:
-            return Liveness()
-        if self.state.job.cluster == "slurm":
-            now = time.monotonic()
-            if self._slurm is None or now - self._slurm_polled_at >= SQUEUE_EVERY_S:
-                self._slurm, self._slurm_polled_at = ask_slurm(owner_of(self.run)), now
-        return judge(self.state, f"silent for {self.silence_s:.0f} s", self._slurm)
-
-
-def _draw(watcher: _Watcher, stop: threading.Event, summary_follows: bool, manages: bool) -> None:
+def _draw(watcher: RunWatcher, stop: threading.Event, summary_follows: bool, manages: bool) -> None:
     display, final = LiveDisplay(console()), None
     hint = "Ctrl-C cancels the run" if manages else "q stops watching; the run goes on"
     over = False
@@ -163,13 +79,13 @@ def _draw(watcher: _Watcher, stop: threading.Event, summary_follows: bool, manag
         display.finish(None if summary_follows else final, erase=over)
 
 
-def _view(watcher: _Watcher, display: LiveDisplay, max_listed: int) -> RenderableType:
+def _view(watcher: RunWatcher, display: LiveDisplay, max_listed: int) -> RenderableType:
     if watcher.state is None:
         return Text(f"{watcher.run.id}: {waiting_text(watcher.run, watcher.start_failure)}")
     return picture(watcher.run, watcher.state, display.width, watcher.liveness, max_listed)
 
 
-def _fitting_lines(watcher: _Watcher, display: LiveDisplay, hint: str) -> list[Line]:
+def _fitting_lines(watcher: RunWatcher, display: LiveDisplay, hint: str) -> list[Line]:
     """Return the lines of the run and of the hint.
 
     If they do not fit the terminal, replicas that work are only counted; then the last lines are left out.
@@ -196,7 +112,7 @@ def _leaves(pressed: Callable[[float], str], display: LiveDisplay, manages: bool
     return False
 
 
-def _print_progress(watcher: _Watcher, stop: threading.Event) -> None:
+def _print_progress(watcher: RunWatcher, stop: threading.Event) -> None:
     """Print the run's status in one line whenever the status of a replica or of the manager changes.
 
     If only other parts of the line change, such as the training step, print it at most once per ``LINE_INTERVAL_S``.
@@ -222,12 +138,6 @@ def _incarnations_text(state: State) -> str:
     return " ".join(
         f"{replica.id}#{replica.incarnation_number}:{replica.status}" for replica in state.replicas.values()
     )
-
-
-def _runs_on_slurm(run: RunDir) -> bool:
-    """Return whether the run is on Slurm, which restarts a lost manager by itself."""
-    job = job_of(run)
-    return job is not None and job.cluster == "slurm"
 
 
 @contextmanager

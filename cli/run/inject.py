@@ -12,17 +12,18 @@ from typing import TypeVar
 
 import msgspec
 
+from ...api.command_sender import POLL_INTERVAL_S, ManagerPresence, send, wait_until_taken
+from ...api.runs import StateReader, find_run, job_of
 from ...core.faults import Fault, FaultKind, FaultProblem, FaultTrigger, parse_trigger, resolve_target
 from ...core.run_dir import RunDir
 from ...core.run_spec import RunSpec
+from ...core.types import OperationFailed, UsageError
 from ...manager.intake.user_commands import Command, rejection
 from ...manager.model import events as ev
 from ...manager.model.actions import fault_tag
 from ...manager.model.state import State
 from ...manager.storage.journal import replay
-from ..common.command_sender import POLL_INTERVAL_S, ManagerPresence, send, wait_until_taken
 from ..common.output import print_json, print_line
-from ..common.runs import OperationFailed, StateReader, UsageError, find_run, job_of
 
 _T = TypeVar("_T")
 

@@ -14,17 +14,18 @@ import sys
 import time
 from pathlib import Path
 
+from ...api.runs import all_runs, find_run, read_state, submit_time
+from ...api.watching.manager_liveness import surely_gone
+from ...api.watching.start_check import StartCheck
 from ...core.run_dir import RunDir, runs_root
+from ...core.types import OperationFailed, UsageError
 from ...core.units import seconds
 from ...manager.model.state import State
 from ...manager.storage.lease import holder, renewed_at
 from ...manager.storage.resume_request import read_pending
 from ..common.output import print_line
-from ..common.runs import OperationFailed, UsageError, all_runs, find_run, read_state, submit_time
 from ..views.formatting import size
 from ..views.status import retained_jobs
-from .manager_liveness import surely_gone
-from .start_check import StartCheck
 
 REMOVED = ".removed"
 """End of the name of a run directory that is being removed."""

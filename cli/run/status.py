@@ -11,38 +11,19 @@ import msgspec
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from ...api.runs import StateReader, all_runs, find_run, job_of, submit_time, summary_of
+from ...api.watching.manager_liveness import Liveness, liveness, manager_gone
+from ...api.watching.run_state import listed_states, standing
+from ...api.watching.start_check import StartCheck
 from ...core.run_dir import RunDir, runs_root
-from ...core.run_spec import RunSpec
 from ...core.types import Outcome
 from ...manager.model.queries import weights_lag_steps
 from ...manager.model.state import State
 from ...manager.storage.model_folders import model_folders
 from ..common.output import console, print_json, print_line, show
-from ..common.runs import (
-    OperationFailed,
-    StateReader,
-    UsageError,
-    all_runs,
-    find_run,
-    job_of,
-    read_state,
-    submit_time,
-    summary_of,
-)
 from ..views.replicas import MAX_LISTED
-from ..views.status import standing, status_view
+from ..views.status import status_view
 from ..views.summary import recoveries_view, runs_view
-from .manager_liveness import (
-    Liveness,
-    SlurmJobs,
-    ask_slurm,
-    judge,
-    liveness,
-    manager_gone,
-    owner_of,
-    stale_lease,
-)
-from .start_check import StartCheck
 
 START_PATIENCE_S = 60.0
 """Time (s) after a submission for which a run without a manager is simply starting.
@@ -88,7 +69,7 @@ def _as_json(run: RunDir, state: State) -> dict[str, Any]:
     from ...manager.reporting.summary import episode_counts, stream_summary
 
     judged = _current_liveness(run, state)
-    standing_keys = {"standing": judged.standing or standing(state)[0], "note": str(judged)}
+    standing_keys = {"standing": judged.standing or standing(state), "note": str(judged)}
     if failure := metrics_failure(run, state):
         standing_keys["metrics_failure"] = failure
     decoded: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(state))
@@ -109,9 +90,9 @@ def _pace(state: State) -> dict[str, float | None]:
     step_s = training.seconds_per_step
     lag = weights_lag_steps(state)
     ettr = training.seconds(now) / run_seconds if training.began is not None and run_seconds > 0 else None
-    running = state.finish is None and step_s is not None
+    left_s = None if state.finish is not None or step_s is None else step_s * (state.job.steps - state.step)
     return {
-        "seconds_per_step": step_s, "seconds_left": step_s * (state.job.steps - state.step) if running else None,
+        "seconds_per_step": step_s, "seconds_left": left_s,
         "ettr": ettr, "ettr_last_hour": None if state.outcome is not None else training.recent_share(now),
         "weights_lag_steps": None if lag is None else lag[1],
     }  # fmt: skip
@@ -178,74 +159,11 @@ def storage_trouble(run: RunDir) -> str:
 
 def list_runs(*, json: bool) -> int:
     """Print all runs of this user, newest first."""
-    slurm: dict[int, SlurmJobs] = {}
-    rows = [_row(run, slurm) for run in all_runs()]
+    states = listed_states(all_runs())
     if json:
-        print_json(rows)
-    elif rows:
-        show(runs_view(rows, time.time()))
+        print_json(states)
+    elif states:
+        show(runs_view(states, time.time()))
     else:
         print(f"no runs in {runs_root()}")
     return 0
-
-
-def _row(run: RunDir, slurm: dict[int, SlurmJobs]) -> dict[str, Any]:
-    """Return one run as plain values; for an unreadable run, a row with the reason.
-
-    ``slurm`` maps a uid to that user's jobs. All rows share it: it is filled when a row first needs it, which is only
-    if a run's lease is no longer renewed.
-    """
-    job = job_of(run)
-    row: dict[str, Any] = {
-        "run": run.id, "name": job.name if job else "", "outcome": None, "standing": "submitted", "step": 0,
-        "steps": job.steps if job else None, "reward": None, "recoveries": 0, "started": None, "ended": None,
-        "run_seconds": None, "run_dir": str(run.path),
-    }  # fmt: skip
-    try:
-        state = read_state(run)
-    except (UsageError, OperationFailed) as error:
-        return row | {"standing": f"unreadable: {str(error).removeprefix(f'{run.id} is ')}"}
-    if state is None:
-        return row | ({"outcome": Outcome.REJECTED, "standing": "rejected"} if _never_begins(run, job, slurm) else {})
-    current_standing = _known_standing(run, state, slurm) or standing(state)[0]
-    return row | {
-        "outcome": state.outcome, "standing": current_standing, "step": state.step, "steps": state.job.steps,
-        "reward": state.rewards.latest, "recoveries": state.recoveries,
-        "started": state.started, "ended": state.ended, "run_seconds": round(state.run_seconds(time.time()), 2),
-    }  # fmt: skip
-
-
-def _known_standing(run: RunDir, state: State, slurm: dict[int, SlurmJobs]) -> str:
-    """Return the run's standing if more is known of it than its journal says; else an empty text."""
-    try:
-        if not (stale := stale_lease(run, state)):
-            return ""
-        return judge(state, stale, _jobs_of_owner(run, slurm) if state.job.cluster == "slurm" else None).standing
-    except OperationFailed:
-        return ""
-
-
-def _never_begins(run: RunDir, job: RunSpec | None, slurm: dict[int, SlurmJobs]) -> bool:
-    """Return whether a run without a journal will never begin, because all its managers have ended.
-
-    ``rrl status`` calls such a run rejected. Slurm is asked about this run alone only if its answer for all jobs of the
-    run's owner has none of this run.
-    """
-    if job is not None and job.cluster == "slurm":
-        from ...manager.bootstrap.manager_job import job_name
-
-        try:
-            jobs = _jobs_of_owner(run, slurm)
-        except OperationFailed:
-            return False
-        if jobs.unknown or job_name(run.id, job) in {listed.name for listed in jobs.jobs}:
-            return False
-    return bool(StartCheck(run).failure(None))
-
-
-def _jobs_of_owner(run: RunDir, slurm: dict[int, SlurmJobs]) -> SlurmJobs:
-    """Return the Slurm jobs of the run's owner, queried if ``slurm`` lacks them. Raises OperationFailed."""
-    owner = owner_of(run)
-    if owner not in slurm:
-        slurm[owner] = ask_slurm(owner)
-    return slurm[owner]

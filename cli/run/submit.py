@@ -6,38 +6,26 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from ...api.preflight.job_preflight import checked
+from ...api.runs import check_manageable, find_run, job_of, read_state, summary_of
+from ...api.submission import create, start
+from ...api.watching.run_watcher import await_resumed
+from ...api.watching.start_check import NeverBegan
 from ...config.job.document import JobDocument, parse_setting
 from ...config.job.load import job_from
-from ...config.job.resolve import resolve_for_submission
-from ...config.job.schema import Job
-from ...core.run_dir import RunDir, runs_root
-from ...core.run_spec import RunSpec
-from ...core.types import Outcome
+from ...core.run_dir import RunDir
+from ...core.types import OperationFailed, Outcome, UsageError
 from ...manager.bootstrap import start as starting
 from ...manager.storage.journal import JournalError
 from ...manager.storage.lease import LeaseHeld
 from ...manager.storage.resume_request import read_pending
-from ..common.command_sender import POLL_INTERVAL_S
-from ..common.output import print_json, program, show
-from ..common.runs import (
-    OperationFailed,
-    StateReader,
-    UsageError,
-    check_manageable,
-    find_run,
-    job_of,
-    read_state,
-    summary_of,
-)
-from ..job.check import preflight, preview_or_fail, print_warnings
+from ..common.output import print_json, print_warnings, program, show
 from ..views.summary import next_steps_view, summary_view
 from .follow import follow
-from .start_check import NeverBegan, StartCheck
 
 STOPPED_WATCHING = 130
 """Exit code if the user stopped watching: that of a program that Ctrl-C ended, since the run's end is not known."""
@@ -50,32 +38,26 @@ def submit(files: Sequence[Path], settings: Sequence[str], *, foreground: bool, 
     the job.
     """
     document = JobDocument(files, [parse_setting(setting) for setting in settings])
-    job = job_from(document)
-    spec = resolve_for_submission(job)
-    preview_or_fail(spec, document)  # what could not be submitted is refused before there is a run
-    print_warnings(preflight(job, spec, document, foreground).doubts)
-    run = _create(job, spec, document)
+    job = checked(job_from(document), document, foreground=foreground)
+    print_warnings(job.preflight.doubts)
+    run = create(job)
     if foreground:
         return _foreground(run, json)
-    _start(run, spec)
+    print_warnings(start(run, job.spec))
     return watch_until_end(run, json) if wait else print_started(run, json)
 
 
-def watch_until_end(run: RunDir, json: bool, after: int = 0) -> int:
+def watch_until_end(run: RunDir, json: bool) -> int:
     """Watch the run until it ends, print its summary and return the exit code.
 
     ``q`` and Ctrl-C only stop watching: the exit code is then ``STOPPED_WATCHING``.
 
-    After a resume, ``after`` is the number of the last journal record before it: the end must come after that.
+    A request to resume the run is carried out first: the end must come after that.
     """
     if not json:
         print(f"{run.id}  ({run.path})", flush=True)
     try:
-        reader, start = StateReader(run), StartCheck(run)
-        while after and (state := reader.state()) is not None and state.seq <= after:
-            if failure := start.failure(state):
-                raise NeverBegan(f"{run.id} does not go on: {failure}; to try again: rrl manage {run.id}")
-            time.sleep(POLL_INTERVAL_S)
+        await_resumed(run)
         with _progress_to_stderr(json):
             state = follow(run, require_manager=True, summary_follows=True)
     except NeverBegan as error:
@@ -90,23 +72,6 @@ def watch_until_end(run: RunDir, json: bool, after: int = 0) -> int:
         print(f"to watch it again: {again}; to end it: {end}", file=sys.stderr)
         return STOPPED_WATCHING
     return _print_summary(run, json)
-
-
-def _create(job: Job, spec: RunSpec, document: JobDocument) -> RunDir:
-    try:
-        return starting.create(job, spec, document.source, document.text().encode())
-    except OSError as error:
-        where = f"{error.filename}: " if error.filename and str(error.filename) != str(runs_root()) else ""
-        raise UsageError(f"no run can be made in {runs_root()}: {where}{error.strerror or error}; name another folder"
-                       " with --runs-dir") from None  # fmt: skip
-
-
-def _start(run: RunDir, spec: RunSpec) -> None:
-    try:
-        warning = starting.start(run, spec)
-    except (OSError, RuntimeError) as error:  # submitit raises RuntimeError if sbatch is refused
-        raise OperationFailed(f"the run could not be started: {error}") from None
-    print_warnings([warning] if warning else [])
 
 
 def manage(name: str) -> int:

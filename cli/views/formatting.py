@@ -5,16 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from math import isfinite, nan
 
+from ...core.text import span as span
+
 _BLOCKS = "▁▂▃▄▅▆▇█"
-
-
-def span(seconds: float) -> str:
-    """Format a duration with two units at most: ``7s``, ``2m14s``, ``3h05m``, ``2d04h``."""
-    whole = max(0, int(seconds))
-    for size, unit, smaller, name in ((86400, "d", 3600, "h"), (3600, "h", 60, "m"), (60, "m", 1, "s")):
-        if whole >= size:
-            return f"{whole // size}{unit}{whole % size // smaller:02}{name}"
-    return f"{whole}s"
 
 
 def stage(seconds: float | None) -> str:

@@ -14,6 +14,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from ...api.watching.run_state import NORMAL_STATUSES
 from ...core.phases import phase
 from ...core.types import Cause, Finding, Incarnation, NodeName, Verdict
 from ...manager.model.queries import workers
@@ -35,8 +36,6 @@ MAX_TEXT = 1200
 """Maximum number of characters of a reason, which is longer than any that rrl itself writes; a user's code may write
 more."""
 
-NORMAL_STATUSES = (Status.JOINED, Status.COMPLETED)
-"""Statuses of replicas that need no attention."""
 _STATUS_COLOUR = {
     Status.WANTED: "yellow", Status.LAUNCHING: "cyan", Status.STARTING: "cyan", Status.RETIRED: "bright_black",
     Status.COMPLETED: "green",

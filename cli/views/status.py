@@ -12,12 +12,12 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from ...api.watching.run_state import NORMAL_STATUSES, standing
 from ...core.phases import STANDBY
 from ...core.run_spec import INTEROPERABLE_TRANSPORTS
 from ...core.types import (
     AGENT,
     STANDBY_ROLE,
-    Finding,
     GpuUse,
     NodeName,
     Outcome,
@@ -37,7 +37,6 @@ from .pace import agent_figures, idle_shares_of_roles, length_figures, packed, p
 from .replicas import (
     MAX_LISTED,
     NARROW_COLUMNS,
-    NORMAL_STATUSES,
     bounded,
     doing,
     failures_of,
@@ -98,7 +97,7 @@ def status_view(
 
 def one_line(state: State, now: float, silent: bool = False, known_standing: str = "") -> str:
     """Return the status in one line for a log: its standing and the replicas that are neither joined nor complete."""
-    parts = [f"{state.run}: {known_standing or standing(state)[0]}", _progress_text(state)]
+    parts = [f"{state.run}: {known_standing or standing(state)}", _progress_text(state)]
     if state.rewards.latest is not None:
         parts.append(f"reward {number(state.rewards.latest)}")
     if state.finish is None and state.outcome is None:
@@ -112,7 +111,7 @@ def one_line(state: State, now: float, silent: bool = False, known_standing: str
 
 # ── header ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 def _title(state: State, until: float, width: int, known_standing: str) -> Iterator[tuple[str, str] | str]:
-    word, colour = (known_standing, "red") if known_standing else standing(state)
+    word, colour = (known_standing, "red") if known_standing else (standing(state), _standing_colour(state))
     done, all_ = progress(state)
     before, after = f"   {_progress_text(state)} ", f" {100 * done // max(1, all_)}%   {span(state.run_seconds(until))}"
     free = width - len(f"{state.run}  ● {word}{before}{after}")
@@ -131,28 +130,12 @@ def _progress_text(state: State) -> str:
     return f"{'step' if state.job.steps else 'done'} {done}/{all_}"
 
 
-def standing(state: State) -> tuple[str, str]:
-    """Return the run's standing, such as ``running`` or ``waiting for nodes``, and its colour."""
-    if state.outcome is not None:
-        return state.outcome.value, _OUTCOME[state.outcome]
-    if state.finish is not None:
-        return f"ending ({state.finish.outcome.value})", _OUTCOME[state.finish.outcome]
-    if not any(allocation.running for allocation in state.allocations.values()):
-        return "waiting for nodes", "yellow"
-    failures = failures_of(state)
-    failing = any(failures.about(replica) is not None for replica in workers(state)) or any(
-        finding.verdict is Verdict.FAIL and not _is_on_excluded_node(state, finding)
-        for finding in state.findings.values()
-    )
-    if failing or any(replica.status not in NORMAL_STATUSES for replica in workers(state)):
-        return ("recovering" if failing or state.recoveries else "starting"), "cyan"
-    return "running", "green"
-
-
-def _is_on_excluded_node(state: State, finding: Finding) -> bool:
-    """Return whether the finding is about a node that the run no longer uses, so that no recovery is needed there."""
-    node = state.nodes.get(finding.node) if finding.node is not None else None
-    return node is not None and node.excluded is not None
+def _standing_colour(state: State) -> str:
+    """Return the colour of the run's standing."""
+    outcome = state.outcome or (state.finish.outcome if state.finish is not None else None)
+    if outcome is not None:
+        return _OUTCOME[outcome]
+    return {"waiting for nodes": "yellow", "running": "green"}.get(standing(state), "cyan")
 
 
 def _facts(

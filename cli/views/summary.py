@@ -11,6 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from ...api.watching.run_state import RunState
 from ...manager.storage.model_folders import ModelFolders
 from .formatting import number, span, stage
 from .pace import idle_text
@@ -194,8 +195,8 @@ _STANDING_COLOUR = {
 }
 
 
-def runs_view(rows: Sequence[dict[str, Any]], now: float) -> RenderableType:
-    """Return a table of the runs. ``rows`` are from :mod:`rrl.cli.run.status`; ``now`` is the wall clock (s)."""
+def runs_view(states: Sequence[RunState], now: float) -> RenderableType:
+    """Return a table of runs; ``now`` is the wall clock (s)."""
     table = Table(
         box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False, show_edge=False,
         header_style="bright_black", border_style="bright_black",
@@ -204,16 +205,15 @@ def runs_view(rows: Sequence[dict[str, Any]], now: float) -> RenderableType:
     table.add_column("standing", no_wrap=True, overflow="ellipsis", max_width=30)
     for name in ("step", "reward", "recoveries", "took", "started"):
         table.add_column(name, justify="right", no_wrap=True)
-    for row in rows:
-        started, seconds = row["started"], row["run_seconds"]
+    for state in states:
         table.add_row(
-            row["run"],
-            Text(row["standing"], _STANDING_COLOUR.get(row["standing"], "cyan")),
-            _steps(row["step"], row["steps"]),
-            number(row["reward"]),
-            str(row["recoveries"]),
-            "–" if seconds is None else span(seconds),
-            "–" if started is None else f"{span(now - started)} ago",
+            state.run,
+            Text(state.standing, _STANDING_COLOUR.get(state.standing, "cyan")),
+            _steps(state.step, state.steps),
+            number(state.reward),
+            str(state.recoveries),
+            "–" if state.run_seconds is None else span(state.run_seconds),
+            "–" if state.started is None else f"{span(now - state.started)} ago",
         )
     return table
 

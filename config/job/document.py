@@ -1,4 +1,4 @@
-"""A job spec as the user gave it: TOML files and settings (``--set KEY=VALUE``), merged from left to right.
+"""A job spec as the user gave it: files, TOML text, tables and settings (``--set KEY=VALUE``), merged left to right.
 
 Tables are merged key by key; every other value, also a list, replaces the value before it. The document keeps where
 each key was written, so that a complaint names the file and line, or the setting.
@@ -14,17 +14,22 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...core.text import on_one_line
+from ...core.types import UsageError
 from ..toml_positions import Path as KeyPath
 from ..toml_positions import lines_of
 from .render import as_value, bare_or_quoted, merged_toml
 
 _MAX_FILE_BYTES = 2**20
 """Maximum size of a file in bytes: far more than a job.toml needs. The limit is for endless devices like /dev/zero."""
+_NO_FILE = "job.toml"
+"""Path of a job spec without a file."""
+_ARGUMENT = "job"
+"""What complaints call TOML text or a table: the argument of ``rrl.submit``."""
 _MAX_OPTION_CHARS = 120
 """Maximum number of characters of an option that a message quotes."""
 
 
-class SpecError(Exception):
+class SpecError(UsageError):
     """The job spec is invalid. The text has a line per mistake: file, line, key, what is wrong, what would be right."""
 
 
@@ -35,54 +40,67 @@ class Setting(NamedTuple):
     value: Any
     option: str
     """The option as the user wrote it, such as ``--set run.steps=5``; complaints name it."""
+    typed: bool = False
+    """True if the value was given in Python, so that no shell can have removed its quotes."""
+
+
+JobPart = Path | str | Mapping[str, Any]
+"""One part of a job spec: a file, TOML text, or a table as Python values."""
 
 
 class _Place(NamedTuple):
     """Where a key was written."""
 
     source: int
-    """Index of the file or setting."""
+    """Index of the part or setting."""
     line: int
-    """Line in the file, from 1; 0 for a setting."""
+    """Line in the file or text, from 1; 0 for a table or a setting."""
 
 
 class JobDocument:
-    """The merged content of the files and settings of one job spec.
+    """The merged content of the parts and settings of one job spec.
 
     Args:
-        files: The files, in their order; at least one.
-        settings: What replaces values of the files, in its order.
+        parts: Files, TOML texts and tables, in their order; at least one.
+        settings: What replaces values of the parts, in its order.
 
     Raises:
-        SpecError: A file cannot be read or is not valid TOML.
+        SpecError: A file cannot be read, a text is not valid TOML, or a table has a value that TOML does not have.
     """
 
-    def __init__(self, files: Sequence[Path], settings: Sequence[Setting] = ()) -> None:
-        self.source = files[0]
-        """The first file: relative paths of the job start at its folder."""
+    def __init__(self, parts: Sequence[JobPart], settings: Sequence[Setting] = ()) -> None:
+        self.file = next((part for part in parts if isinstance(part, Path)), None)
+        """The first file; None if there is none."""
+        self.source = self.file or Path(_NO_FILE)
+        """The path at whose folder relative paths of the job start: the first file, or else a job.toml of the current
+        folder, which need not exist."""
         self.data: dict[str, Any] = {}
         """The merged keys, as TOML values."""
         self._sources = [
-            *map(_one_line, files),
+            *(_source_name(part, index, len(parts)) for index, part in enumerate(parts)),
             *(_one_line(setting.option, _MAX_OPTION_CHARS) for setting in settings),
         ]
-        self._settings = {len(files) + index: setting for index, setting in enumerate(settings)}
+        self._settings = {len(parts) + index: setting for index, setting in enumerate(settings)}
         self._places: dict[KeyPath, _Place] = {}
         """For each key its last place."""
         self._first_places: dict[KeyPath, _Place] = {}
         """For each key its first place: where something is missing in a table that several files have."""
         text = ""
-        for index, path in enumerate(files):
-            text = _read(path)
-            data, lines = _parsed(path, text)
+        for index, part in enumerate(parts):
+            if isinstance(part, Mapping):
+                data = _plain(part, self._sources[index])
+                lines: Mapping[KeyPath, int] = dict.fromkeys(_keys_of(data, ()), 0)
+            else:
+                text = _read(part) if isinstance(part, Path) else part.replace("\r\n", "\n")
+                data, lines = _parsed(self._sources[index], text)
             self._add(data, {key: _Place(index, line) for key, line in lines.items()})
         for index, setting in self._settings.items():
             place = _Place(index, 0)
             data = setting.value
-            for part in reversed(setting.key):
-                data = {str(part): data}
+            for name in reversed(setting.key):
+                data = {str(name): data}
             self._add(data, {setting.key[:length]: place for length in range(1, len(setting.key) + 1)})
-        self._text = text if len(self._sources) == 1 else None
+        self._text = text if len(self._sources) == 1 and not isinstance(parts[0], Mapping) else None
 
     @property
     def name(self) -> str:
@@ -90,7 +108,7 @@ class JobDocument:
         return " + ".join(self._sources)
 
     def text(self) -> str:
-        """Return the job spec as one TOML file: a single file without settings as it was read, with its comments."""
+        """Return the job spec as one TOML file. A single file or text without settings is returned as it was given."""
         if self._text is not None:
             return self._text
         return f"# Merged by rrl from {_one_line(self.name)}\n\n{merged_toml(self.data)}"
@@ -110,7 +128,7 @@ class JobDocument:
         elif setting := self._settings.get(place.source):
             location, dotted = self._sources[place.source], "" if key == setting.key else dotted
         else:
-            location = f"{self._sources[place.source]}:{place.line}"
+            location = f"{self._sources[place.source]}:{place.line}" if place.line else self._sources[place.source]
         return f"{location}: {dotted}: {message}" if dotted else f"{location}: {message}"
 
     def setting_at(self, key: KeyPath) -> Setting | None:
@@ -143,6 +161,19 @@ class JobDocument:
         self._places.update(places)
         for key, place in places.items():
             self._first_places.setdefault(key, place)
+
+
+def typed_setting(key: str, value: Any) -> Setting:
+    """Return the setting that gives a dotted key a Python value.
+
+    Raises:
+        SpecError: The key or value is not valid.
+    """
+    option = f'set["{key}"]'
+    shown = _one_line(option, _MAX_OPTION_CHARS)
+    if not (path := _key(key)):
+        raise SpecError(f'{shown}: is not a key of job.toml; write for example set={{"run.steps": 500}}')
+    return Setting(path, _plain(value, shown), option, typed=True)
 
 
 def parse_setting(text: str) -> Setting:
@@ -188,6 +219,56 @@ def _merge(into: dict[str, Any], data: dict[str, Any], path: KeyPath) -> Iterato
         into[key] = value
 
 
+# ── Python values ──────────────────────────────────────────────────────────────────────────────────────────────────
+def _source_name(part: JobPart, index: int, parts: int) -> str:
+    """Return what complaints call a part: a file by its path, anything else as the argument of the Python API."""
+    if isinstance(part, Path):
+        return _one_line(part)
+    return _ARGUMENT if parts == 1 else f"{_ARGUMENT}[{index}]"
+
+
+def _plain(value: Any, shown: str) -> Any:
+    """Return a Python value as TOML has it: paths as text, sequences as lists. ``shown`` names it in complaints.
+
+    Raises:
+        SpecError: The value, or one in it, has no form in TOML.
+    """
+    try:
+        return _toml_value(value, (), shown)
+    except RecursionError:
+        raise SpecError(f"{shown}: tables or arrays are nested too deeply") from None
+
+
+def _toml_value(value: Any, path: KeyPath, shown: str) -> Any:
+    match value:
+        case bool() | int() | float() | str() | datetime.date() | datetime.time():
+            return value
+        case Path():
+            return str(value)
+        case list() | tuple():
+            return [_toml_value(element, (*path, index), shown) for index, element in enumerate(value)]
+        case Mapping():
+            for key in value:
+                if not isinstance(key, str):
+                    wrong = _one_line(repr(key), _MAX_OPTION_CHARS)
+                    raise SpecError(f"{shown}: {_prefix(path)}the key {wrong} is not text; write it in quotes")
+            return {key: _toml_value(inner, (*path, key), shown) for key, inner in value.items()}
+    described = "None: leave the key out" if value is None else f"of type {type(value).__name__}"
+    raise SpecError(f"{shown}: {_prefix(path)}must be text, a number, a boolean, a list or a dict, not {described}")
+
+
+def _prefix(path: KeyPath) -> str:
+    return f"{dotted_key(path)}: " if path else ""
+
+
+def _keys_of(value: Any, path: KeyPath) -> Iterator[KeyPath]:
+    """Yield the path of each key and list element of a table."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield (*path, key)
+        yield from _keys_of(inner, (*path, key))
+
+
 # ── files ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 def _read(path: Path) -> str:
     shown = _one_line(path)
@@ -216,26 +297,27 @@ def _setting_hint(path: Path) -> str:
     return f"; to set a key, write --set {_one_line(text.lstrip('+~'))}" if sign and _key(key) else ""
 
 
-def _parsed(path: Path, text: str) -> tuple[dict[str, Any], Mapping[KeyPath, int]]:
+def _parsed(shown: str, text: str) -> tuple[dict[str, Any], Mapping[KeyPath, int]]:
+    """Parse TOML of the file or argument that messages call ``shown``. Raises SpecError."""
     try:
         return tomllib.loads(text), lines_of(text)
     except RecursionError:
-        raise SpecError(f"{_one_line(path)}: tables or arrays are nested too deeply") from None
+        raise SpecError(f"{shown}: tables or arrays are nested too deeply") from None
     except ValueError as error:  # TOMLDecodeError, or the ValueError of int() for numbers with thousands of digits
-        raise SpecError(_syntax(path, text, error)) from None
+        raise SpecError(_syntax(shown, text, error)) from None
 
 
-def _syntax(path: Path, text: str, error: ValueError) -> str:
+def _syntax(shown: str, text: str, error: ValueError) -> str:
     match = re.fullmatch(r"(.*) \(at (?:line (\d+), column (\d+)|end of document)\)", str(error), re.DOTALL)
     if match is None:
-        return f"{_one_line(path)}: not valid TOML: {_one_line(error)}"
+        return f"{shown}: not valid TOML: {_one_line(error)}"
     message, line, column = match.groups()
     message = re.sub(r"Cannot declare \('(.*)',?\) twice", r"table [\1] is defined twice", message).replace("', '", ".")
     message = _PLAIN_MESSAGES.get(message, message[0].lower() + message[1:])
     if line is None:
         line, message = text.count("\n") + 1, f"{message}, up to the end of the file"
-        return f"{_one_line(path)}:{line}: not valid TOML: {_one_line(message)}"
-    return f"{_one_line(path)}:{line}:{column}: not valid TOML: {_one_line(message)}"
+        return f"{shown}:{line}: not valid TOML: {_one_line(message)}"
+    return f"{shown}:{line}:{column}: not valid TOML: {_one_line(message)}"
 
 
 _PLAIN_MESSAGES = {

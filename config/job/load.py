@@ -301,7 +301,8 @@ def _described(loc: KeyPath) -> str:
 # ── lines ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 def _complaint(document: JobDocument, mistake: _Mistake) -> str:
     message = _one_line(mistake.message, 400)
-    if mistake.wanted_text and (setting := document.setting_at(mistake.key)):
+    setting = document.setting_at(mistake.key) if mistake.wanted_text else None
+    if setting is not None and not setting.typed:
         quoted = as_value(str(setting.option.partition("=")[2]))
         message += f"; the shell removes quotes: write --set '{_dotted(mistake.key)}={quoted}'"
     return document.complaint(mistake.key, message, missing=mistake.missing)

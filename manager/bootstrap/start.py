@@ -25,6 +25,7 @@ import msgspec
 
 from ...config.job.load import resolved
 from ...config.job.schema import Job
+from ...core.command_runner import run_coroutine
 from ...core.launch import read_run_spec
 from ...core.log_lines import start_logging
 from ...core.processes import raise_nofile
@@ -146,7 +147,7 @@ def start_manager(run: RunDir, spec: RunSpec) -> str:
         RuntimeError: Slurm rejected the manager's job.
     """
     if spec.cluster == "slurm" and spec.manager.where == "pool":
-        asyncio.run(manager_job.submit_pool(run, spec))
+        run_coroutine(manager_job.submit_pool(run, spec))
     elif spec.cluster == "slurm":
         manager_job.submit(run, spec, run_manager)
         try:

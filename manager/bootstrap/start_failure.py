@@ -6,12 +6,12 @@ The evidence is in submitit's folder and in Slurm's queue.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import re
 import socket
 from pathlib import Path
 
+from ...core.command_runner import run_coroutine
 from ...core.run_dir import RunDir
 from ...core.run_spec import RunSpec
 from ...core.text import escaped
@@ -63,7 +63,7 @@ def _any_alive(run: RunDir, spec: RunSpec, ids: list[str]) -> bool:
     """Return whether any of these managers may be pending or running. Return True if this is unknown."""
     if spec.cluster == "slurm":
         try:
-            return asyncio.run(manager_job.is_queued(manager_job.job_name(run.id, spec)))
+            return run_coroutine(manager_job.is_queued(manager_job.job_name(run.id, spec)))
         except (Refused, Unanswered):
             return True
     try:

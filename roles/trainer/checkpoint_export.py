@@ -32,6 +32,7 @@ from msgspec import Struct
 from ...core.launch import read_run_spec
 from ...core.run_dir import RunDir, sync
 from ...core.run_spec import RunSpec
+from ...core.types import OperationFailed, UsageError
 from ..checkpoints.folders import DamagedCheckpoint, verified
 from ..checkpoints.safetensors_files import write_weights
 from ..checkpoints.stored_tensors import METADATA, UnreadableTensors, read_index
@@ -57,11 +58,11 @@ _MANAGER = "manager"
 """Ends the names of the hidden folders of the manager's exports, of which there is one at a time in a run."""
 
 
-class ExportRefused(Exception):
+class ExportRefused(UsageError):
     """The request is not valid; the text says why and what would be right."""
 
 
-class ExportFailed(Exception):
+class ExportFailed(OperationFailed):
     """The files of the checkpoint cannot be exported; the text says why."""
 
 

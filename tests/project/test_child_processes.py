@@ -11,7 +11,7 @@ from pathlib import Path
 from rrl.tests.support.syntax_tree import parse
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("cli", "config", "core", "health", "manager", "roles", "slurm_templates", "transport")
+PACKAGES = ("api", "cli", "config", "core", "health", "manager", "roles", "slurm_templates", "transport")
 STARTS = frozenset({
     "asyncio.create_subprocess_exec", "asyncio.create_subprocess_shell", "subprocess.Popen", "subprocess.call",
     "subprocess.check_call", "subprocess.check_output", "subprocess.run",

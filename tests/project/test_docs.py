@@ -15,7 +15,7 @@ import pytest
 import typer.main
 
 import rrl
-from rrl import Worker
+from rrl import Run, Worker
 from rrl.cli.commands import app
 from rrl.config.job.schema import Job
 from rrl.docs import make_picture, make_reference
@@ -198,12 +198,14 @@ def test_a_program_of_a_page_uses_what_the_worker_api_has(program: str) -> None:
     assert offered <= set(dir(rrl))
 
 
-def test_the_page_on_own_code_names_everything_that_the_package_offers() -> None:
-    page = (ROOT / "docs" / "bring-your-own.md").read_text()
+def test_the_pages_on_own_code_and_on_python_name_everything_that_the_package_offers() -> None:
+    own_code, python = ((ROOT / "docs" / name).read_text() for name in ("bring-your-own.md", "python.md"))
     methods = {name for name in vars(Worker) if not name.startswith("_")} | {"job", "options", "run_dir"}
-    missing = [name for name in dir(rrl) if not re.search(rf"`[^`]*\b{name}\b[^`]*`", page)]
-    missing += [f"me.{name}" for name in sorted(methods) if not re.search(rf"\bme\.{name}\b", page)]
-    assert len(methods) > 25
+    runs = {"rrl.submit", "rrl.run", "rrl.Run"} | {f"run.{name}" for name in vars(Run) if not name.startswith("_")}
+    missing = [name for name in dir(rrl) if not re.search(rf"`[^`]*\b{name}\b[^`]*`", own_code + python)]
+    missing += [f"me.{name}" for name in sorted(methods) if not re.search(rf"\bme\.{name}\b", own_code)]
+    missing += [name for name in sorted(runs) if not re.search(rf"`{re.escape(name)}\b", python)]
+    assert (len(methods) > 25, len(runs)) == (True, 11)
     assert missing == []
 
 

@@ -16,7 +16,7 @@ import pytest
 from rrl.tests.support.syntax_tree import parse
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("cli", "config", "core", "health", "manager", "roles")
+PACKAGES = ("api", "cli", "config", "core", "health", "manager", "roles")
 TEXTS = frozenset({
     "because", "detail", "details", "err", "evidence", "message", "last_line", "out", "output", "reason", "reasons",
     "rejection", "said", "stderr", "stdout", "text", "told", "why",

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SUBPACKAGES = ("cli", "config", "core", "health", "manager", "roles", "slurm_templates", "transport")
+SUBPACKAGES = ("api", "cli", "config", "core", "health", "manager", "roles", "slurm_templates", "transport")
 LINT = Path(sys.executable).with_name("lint-imports")
 
 

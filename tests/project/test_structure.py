@@ -17,7 +17,7 @@ import pytest
 from rrl.tests.support.syntax_tree import parse
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("cli", "config", "core", "health", "manager", "roles", "slurm_templates", "transport")
+PACKAGES = ("api", "cli", "config", "core", "health", "manager", "roles", "slurm_templates", "transport")
 NOT_ENTRIES = ("__init__.py", "__pycache__")
 MAX_ENTRIES = 12
 """files and folders in a folder: what a reader takes in at one look"""

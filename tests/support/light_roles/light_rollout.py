@@ -6,6 +6,7 @@ there are always unfinished trajectories when it is killed.
 
 from __future__ import annotations
 
+import os
 import time
 
 import rrl
@@ -14,6 +15,8 @@ from rrl.roles.trajectories.types import Item, Segment
 
 TOKEN_SECONDS = 0.05
 EOS = 1
+BEST_RATE_ENV = "RRL_TEST_BEST_RATE"
+"""Environment variable with the only learning rate with which answers are right; without it they always are."""
 HOLD = "hold.{}"
 """Name of a control file in the run directory. While it exists, the rollout with that index stops in the middle of
 its work and creates ``held.<index>``. A test that kills it then knows that its trajectories are unfinished."""
@@ -23,6 +26,8 @@ def main() -> None:
     with rrl.join() as me:
         print(f"{me.launch.incarnation} is here", flush=True)
         mark = -(int(me.launch.incarnation.replica.split("/")[1]) * 100.0 + me.launch.incarnation.number)
+        best_rate = float(os.environ.get(BEST_RATE_ENV, me.job.trainer.learning_rate))
+        right = me.job.trainer.learning_rate == best_rate
         version = Version(0, 0)
         for work in me.work(at_most=8):
             if new := me.new_weights():
@@ -32,7 +37,7 @@ def main() -> None:
                 progress = {item.trajectory: sum(len(s.tokens) for s in item.so_far) for item in work.items}
                 while progress:
                     time.sleep(TOKEN_SECONDS)
-                    segments = [_next(item, progress[item.trajectory], mark, version) for item in work.items
+                    segments = [_next(item, progress[item.trajectory], mark, version, right) for item in work.items
                                 if item.trajectory in progress]  # fmt: skip
                     finished = [s.trajectory for s in segments if s.tokens == (EOS,)]
                     lost = work.append(segments, finished)
@@ -52,9 +57,9 @@ def _hold(me: rrl.Worker) -> None:
         time.sleep(TOKEN_SECONDS)
 
 
-def _next(item: Item, offset: int, mark: float, version: Version) -> Segment:
-    """Return the next segment of the answer: the prompt's digit four times, then the end of sequence."""
-    token = EOS if offset == 4 else item.prompt[0]
+def _next(item: Item, offset: int, mark: float, version: Version, right: bool) -> Segment:
+    """Return the next segment of the answer: the prompt's digit four times, or fewer, then the end of sequence."""
+    token = EOS if offset == (4 if right else 2) else item.prompt[0]
     return Segment(item.trajectory, offset, (token,), (mark,), version)
 
 

@@ -305,7 +305,7 @@ def test_list_gives_stable_keys_as_json(root: Path, capsys: pytest.CaptureFixtur
     assert main.run(["list", "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)
     assert set(row) == {"run", "name", "outcome", "standing", "step", "steps", "reward", "recoveries", "started",
-                        "ended", "run_seconds", "run_dir"}  # fmt: skip
+                        "ended", "run_seconds", "run_dir", "why"}  # fmt: skip
     assert (row["run"], row["outcome"], row["step"], row["recoveries"]) == ("aaa-1", "completed", 12, 1)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from rrl.core.command_runner import CommandResult, run, run_async
+from rrl.core.command_runner import CommandResult, run, run_async, run_coroutine
 from rrl.core.processes import read_process
 
 TIMEOUT_S = 60.0
@@ -177,3 +177,21 @@ def _expect_ended(pid: int) -> None:
     while read_process(pid) is not None:
         assert time.monotonic() < deadline, f"process {pid} is still running"
         time.sleep(0.01)
+
+
+def test_coroutine_is_run_to_its_end_also_below_a_running_event_loop() -> None:
+    def blocking() -> CommandResult:
+        return run_coroutine(run_async(["echo", "hello"], TIMEOUT_S))
+
+    async def cell() -> CommandResult:
+        return blocking()
+
+    assert blocking() == asyncio.run(cell()) == CommandResult(0, "hello\n", "")
+
+
+def test_exception_of_a_coroutine_is_raised_below_a_running_event_loop() -> None:
+    async def cell() -> None:
+        run_coroutine(run_async(["/no/such/command"], TIMEOUT_S))
+
+    with pytest.raises(FileNotFoundError):
+        asyncio.run(cell())

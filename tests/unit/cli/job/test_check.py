@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from rrl.api.preflight import job_preflight
 from rrl.cli import main
-from rrl.cli.job import check
 from rrl.core.run_dir import RUNS_ENV
 from rrl.tests.support.cli.check_output import doubts_in
 from rrl.tests.support.fake_vllm import fake_vllm
@@ -127,7 +127,7 @@ def test_ucx_over_tcp_on_a_network_that_is_not_trusted_is_refused_in_one_line(
     site: Site, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     here = Capabilities(frozenset({"ucx", "nixl"}), ())
-    monkeypatch.setattr(check, "detect_capabilities", lambda: here)
+    monkeypatch.setattr(job_preflight, "detect_capabilities", lambda: here)
     asked = f'[transport]\nweights = "{kind}"\n'
     site.job.write_text(JOB + asked)
     for command in ("check", "submit"):
@@ -137,9 +137,9 @@ def test_ucx_over_tcp_on_a_network_that_is_not_trusted_is_refused_in_one_line(
         assert f"transport.weights: {kind} over TCP lets every user who reaches its ports read and write" in lines[0]
         assert "trusted_network = true" in lines[0]
     assert not site.runs.exists()
-    monkeypatch.setattr(check, "detect_capabilities", lambda: Capabilities(here.packages, ("mlx5_0:1",)))
+    monkeypatch.setattr(job_preflight, "detect_capabilities", lambda: Capabilities(here.packages, ("mlx5_0:1",)))
     assert main.run(["check", "--no-task", str(site.job)]) == 0
-    monkeypatch.setattr(check, "detect_capabilities", lambda: here)
+    monkeypatch.setattr(job_preflight, "detect_capabilities", lambda: here)
     site.job.write_text(JOB + asked + "trusted_network = true\n")
     assert main.run(["check", "--no-task", str(site.job)]) == 0
     capsys.readouterr()
@@ -150,7 +150,7 @@ def test_ucx_over_tcp_on_a_network_that_is_not_trusted_is_refused_in_one_line(
 def test_missing_vllm_is_reported_before_the_start(
     site: Site, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(check, "find_spec", lambda name: None)
+    monkeypatch.setattr(job_preflight, "find_spec", lambda name: None)
     text = JOB.replace("replicas = 2", 'engine = "vllm"')
     site.job.write_text(text)
     for command in ("check", "submit"):
@@ -186,7 +186,7 @@ def test_argument_unknown_to_the_installed_vllm_is_reported_before_the_start(
 def test_a_tracker_whose_package_is_missing_is_a_warning_since_its_steps_can_be_sent_later(
     site: Site, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(check, "find_spec", lambda name: None if name == "wandb" else name)
+    monkeypatch.setattr(job_preflight, "find_spec", lambda name: None if name == "wandb" else name)
     site.job.write_text(JOB + '[track]\nto = ["wandb", "tensorboard"]\n')
     assert main.run(["check", "--no-task", str(site.job)]) == 0
     assert doubts_in(capsys.readouterr().out) == [

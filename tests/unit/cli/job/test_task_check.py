@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from rrl.api.preflight.job_preflight import Preflight
 from rrl.cli import main
 from rrl.cli.job import task_check
-from rrl.cli.job.check import Preflight
 from rrl.core.processes import processes
 from rrl.tests.support.cli.check_output import doubts_in
 
@@ -258,7 +258,7 @@ def test_no_task_checks_the_rest_and_says_so(checked: Checked) -> None:
 def test_package_that_a_login_node_lacks_leaves_the_task_untried(
     checked: Checked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rrl.cli.job.check.preflight", lambda *_: Preflight([]))
+    monkeypatch.setattr("rrl.api.preflight.job_preflight._preflight", lambda *_: Preflight([]))
     slurm = changed(JOB, '"local"', '"slurm"')
     assert checked.run(f"import rrl_no_such_package\n{TASK}", slurm) == 0
     reason = "rrl_no_such_package is not installed on this machine"

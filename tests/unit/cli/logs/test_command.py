@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from rrl.api.logs.files import all_logs
+from rrl.api.logs.merge import LineFilter, LogTail
 from rrl.cli import main
-from rrl.cli.logs.files import all_logs
-from rrl.cli.logs.merge import LineFilter, LogTail
 from rrl.core.log_lines import missing_notice, stamp
 from rrl.core.run_dir import RUNS_ENV, RunDir
 from rrl.core.types import Incarnation, Outcome, ReplicaId

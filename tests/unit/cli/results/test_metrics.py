@@ -96,7 +96,7 @@ def test_new_steps_are_followed_until_the_run_ends(
             waiting.set()
             _append(run, story.stamped[written:])
 
-    monkeypatch.setattr("rrl.cli.results.metrics.time.sleep", write_the_rest)
+    monkeypatch.setattr("rrl.api.step_rows.time.sleep", write_the_rest)
     assert [row["step"] for row in lines(printed(capsys, "--follow"))] == list(range(1, 14))
     assert waiting.is_set()
 

@@ -14,10 +14,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rrl.cli.common.runs import OperationFailed
 from rrl.cli.run.follow import _key_reader, follow
 from rrl.core.run_dir import RunDir
-from rrl.core.types import Outcome
+from rrl.core.types import OperationFailed, Outcome
 from rrl.manager.reporting.summary import write_summary
 from rrl.manager.storage.journal import Journal
 from rrl.tests.support.cli.story import Story, completed, job_view
@@ -29,14 +28,14 @@ RUN = "small-7"
 
 STATUS_LIVE = "from rrl.cli.main import main; sys.argv[1:] = ['status', '--live']; main()"
 SUBMIT_WAIT = f"""\
-from rrl.cli.common.runs import find_run
+from rrl.api.runs import find_run
 from rrl.cli.run.submit import watch_until_end
 sys.exit(watch_until_end(find_run({RUN!r}), False))
 """
 """What ``rrl submit --wait`` does once the run is started."""
 
 FOREGROUND = f"""\
-from rrl.cli.common.runs import find_run
+from rrl.api.runs import find_run
 from rrl.cli.run.follow import follow
 follow(find_run({RUN!r}), summary_follows=True, manages=True)
 """
@@ -258,7 +257,7 @@ def test_without_a_terminal_each_change_of_a_replica_is_one_line(
 def test_waiting_gives_up_when_nothing_here_could_ever_end_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rrl.cli.run.follow.STALE_LEASES", 0.01)
+    monkeypatch.setattr("rrl.api.watching.run_watcher.STALE_LEASES", 0.01)
     run = Story(RUN).works().written(tmp_path)  # it has no manager and no lease
     Output(monkeypatch)
     with pytest.raises(OperationFailed, match=rf"the manager of {RUN} is gone .* rrl manage {RUN}"):

@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from rrl.api.preflight import job_preflight
 from rrl.cli import main
-from rrl.cli.job import check
 from rrl.cli.run.status import metrics_failure
 from rrl.config.job import resolve as resolving
 from rrl.config.job.load import load_job, resolved
@@ -66,9 +66,9 @@ def test_submit_resolves_once_and_passes_one_run_spec_on(
 
     monkeypatch.setattr(resolving, "resolve", counted)
     monkeypatch.setattr(Job, "model_validate", counted_validation)
-    monkeypatch.setattr(check, "preview", shown)
-    monkeypatch.setattr(check, "check_with_slurm", check_with_slurm)
-    monkeypatch.setattr(check, "read_limits", read_limits)
+    monkeypatch.setattr(job_preflight, "preview", shown)
+    monkeypatch.setattr(job_preflight, "check_with_slurm", check_with_slurm)
+    monkeypatch.setattr(job_preflight, "read_limits", read_limits)
     monkeypatch.setattr("shutil.which", lambda _: "/usr/bin/sbatch")
     monkeypatch.setattr(starting, "start_manager", start_manager)
     (tmp_path / "job.toml").write_text(text)

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rrl.cli.common.runs import summary_of
+from rrl.api.runs import summary_of
+from rrl.api.watching.run_state import RunState, standing
 from rrl.cli.views.formatting import bar, curve, folded, resampled, span, stage
-from rrl.cli.views.status import one_line, standing, status_view
+from rrl.cli.views.status import one_line, status_view
 from rrl.cli.views.summary import next_steps_view, runs_view, summary_view
 from rrl.core.types import NodeName, Outcome
 from rrl.manager.model.actions import Exclude, Fence, RestartAll, Rung, Why
@@ -289,18 +290,21 @@ def test_a_summary_tells_what_was_dropped_for_its_age_where_anything_was() -> No
 
 
 def test_the_list_of_runs_looks_as_kept() -> None:
-    blank: dict[str, Any] = {"step": 0, "steps": 40, "reward": None, "recoveries": 0, "started": None, "ended": None,
-                             "run_seconds": None}  # fmt: skip
-    rows = [
-        blank | {"run": "quick-1120-070000", "standing": "submitted"},
-        blank | {"run": "quick-1120-064114", "standing": "running", "step": 12, "reward": 0.5, "started": BEGAN,
-                 "run_seconds": 60.0},
-        blank | {"run": "small-1119-000000", "standing": "completed", "step": 40, "reward": 0.93, "recoveries": 2,
-                 "started": BEGAN - 90000, "ended": BEGAN - 82000, "run_seconds": 8000.0},
-        blank | {"run": "tools-1119-000000", "standing": "completed", "steps": 0,
-                 "started": BEGAN - 90000, "ended": BEGAN - 82000, "run_seconds": 8000.0},
+    blank = RunState("quick-1120-070000", "quick", None, "submitted", 0, 40, None, 0, None, None, None, "")
+    before: dict[str, Any] = {
+        "standing": "completed",
+        "started": BEGAN - 90000,
+        "ended": BEGAN - 82000,
+        "run_seconds": 8000.0,
+    }
+    states = [
+        blank,
+        msgspec.structs.replace(blank, run="quick-1120-064114", standing="running", step=12, reward=0.5, started=BEGAN,
+                run_seconds=60.0),
+        msgspec.structs.replace(blank, run="small-1119-000000", step=40, reward=0.93, recoveries=2, **before),
+        msgspec.structs.replace(blank, run="tools-1119-000000", steps=0, **before),
     ]  # fmt: skip
-    matches_stored("runs", drawn(runs_view(rows, BEGAN + 60), 80))
+    matches_stored("runs", drawn(runs_view(states, BEGAN + 60), 80))
 
 
 def test_failures_whose_successors_never_joined_have_names_of_their_own(tmp_path: Path) -> None:
@@ -383,9 +387,9 @@ def test_node_names_are_folded_or_at_least_listed() -> None:
 
 def test_a_run_that_works_without_a_lost_node_runs_though_that_node_is_still_lost() -> None:
     story = node_lost()
-    assert standing(story.recorded())[0] == "recovering"
+    assert standing(story.recorded()) == "recovering"
     story.wait(0.2).launches("rollout/1", "n2").joins("rollout/1", "generate")
-    assert standing(story.recorded()) == ("running", "green")
+    assert standing(story.recorded()) == "running"
 
 
 def test_an_exclusion_that_the_breaker_holds_back_names_node_time_reason_and_finding() -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rrl.config.job.document import JobDocument, SpecError, parse_setting
+from rrl.config.job.document import JobDocument, SpecError, parse_setting, typed_setting
 from rrl.config.job.load import job_from
 from rrl.config.job.render import merged_toml
 from rrl.tests.support.examples import examples
@@ -159,3 +159,37 @@ _VALUES = st.recursive(
 def test_merged_text_reads_back_as_it_was(data: dict[str, Any]) -> None:
     data = tomllib.loads(merged_toml(data)) if data else {}
     assert tomllib.loads(merged_toml(data)) == data
+
+
+# ── text and Python values ─────────────────────────────────────────────────────────────────────────────────────────
+def test_text_and_tables_are_merged_with_files_and_kept_as_one_toml_file(tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_text(JOB)
+    more: dict[str, Any] = {"task": {"args": {"seeds": (3,)}}, "model": {"path": Path("/models/x")}}
+    merged = JobDocument(
+        [tmp_path / "job.toml", "[run]\r\nsteps = 11\r\n", more], [typed_setting("roles.rollout.env.FOO", "1e-6")]
+    )
+    assert (merged.file, merged.data["run"]["steps"]) == (tmp_path / "job.toml", 11)
+    assert (merged.data["task"]["args"]["seeds"], merged.data["model"]["path"]) == ([3], "/models/x")
+    assert merged.data["roles"]["rollout"]["env"] == {"FOO": "1e-6"}, "a Python value is taken as it is"
+    assert tomllib.loads(merged.text()) == merged.data
+    assert merged.name == f'{tmp_path}/job.toml + job[1] + job[2] + set["roles.rollout.env.FOO"]'
+
+
+def test_text_alone_is_kept_as_it_was_given() -> None:
+    merged = JobDocument([f"# why\n{JOB}"])
+    assert (merged.text(), merged.file, merged.source) == (f"# why\n{JOB}", None, Path("job.toml"))
+
+
+def test_complaints_about_text_and_tables_name_the_argument_in_the_order_of_the_parts() -> None:
+    merged = JobDocument([f"{JOB}[roles.reward]\nx = 1\n", {"run": {"stepz": 1}}], [typed_setting("run.seed", "x")])
+    assert complaints(merged) == [
+        "job[0]:25: roles.reward.x: unknown key; known here: " + complaints(merged)[0].partition("known here: ")[2],
+        'job[1]: run.stepz: unknown key; did you mean "steps"?',
+        'set["run.seed"]: must be a whole number, not "x"',
+    ]
+
+
+def test_table_that_is_given_is_never_changed() -> None:
+    table: dict[str, Any] = {"run": {"name": "a"}}
+    merged = JobDocument([table, "[run]\nname = 'b'\n"], [typed_setting("run.steps", 3)])
+    assert (merged.data["run"], table) == ({"name": "b", "steps": 3}, {"run": {"name": "a"}})

@@ -200,7 +200,9 @@ _RESTRICTED_UNPICKLER = Path("roles/checkpoints/stored_tensors.py")
 """Reads torch's list of tensors with an unpickler that creates no object of any class that a file names (its test)."""
 
 
-@pytest.mark.parametrize("package", ["roles", "transport", "manager", "core", "config", "health", "cli", "examples"])
+@pytest.mark.parametrize(
+    "package", ["roles", "transport", "manager", "core", "config", "health", "api", "cli", "examples"]
+)
 def test_no_module_unpickles_data_from_outside(package: str) -> None:
     found = {
         str(path.relative_to(_PACKAGE)): places

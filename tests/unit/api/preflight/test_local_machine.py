@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from rrl.api.preflight import job_preflight
+from rrl.api.preflight.local_machine import Machine, size_problem, this_machine
 from rrl.cli import main
-from rrl.cli.job import check
-from rrl.cli.job.local_machine import Machine, size_problem, this_machine
 from rrl.config.job.resolve import resolve
 from rrl.config.job.schema import Job
 from rrl.core.run_dir import RUNS_ENV
@@ -107,7 +107,7 @@ def test_local_job_that_cannot_run_on_this_machine_is_one_line_before_it_starts(
     line: str,
 ) -> None:
     monkeypatch.setenv(RUNS_ENV, str(tmp_path / "runs"))
-    monkeypatch.setattr(check, "this_machine", lambda: SMALL)
+    monkeypatch.setattr(job_preflight, "this_machine", lambda: SMALL)
     path = tmp_path / "job.toml"
     path.write_text(job)
     assert main.run([command, str(path)]) == 2

@@ -10,8 +10,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from rrl.api.watching.manager_liveness import INTERRUPTED, UNATTENDED, UNKNOWN, SlurmJobs, judge
 from rrl.cli import main
-from rrl.cli.run.manager_liveness import INTERRUPTED, UNATTENDED, UNKNOWN, SlurmJobs, judge
 from rrl.core.run_dir import RUNS_ENV, RunDir
 from rrl.manager.cluster.base import AllocationState
 from rrl.manager.cluster.slurm.parsing import Job

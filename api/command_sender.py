@@ -9,12 +9,13 @@ from functools import partial
 
 import msgspec
 
-from ...core.run_dir import RunDir, write_atomically
-from ...core.run_spec import Limits
-from ...manager.intake.user_commands import Command
-from ...manager.storage.lease import holder
-from ...manager.storage.space_reserve import write_from_reserve
-from .runs import OperationFailed, job_of
+from ..core.run_dir import RunDir, write_atomically
+from ..core.run_spec import Limits
+from ..core.types import OperationFailed
+from ..manager.intake.user_commands import Command
+from ..manager.storage.lease import holder
+from ..manager.storage.space_reserve import write_from_reserve
+from .runs import job_of
 
 POLL_INTERVAL_S = 0.2
 """Interval (s) of polling."""
@@ -59,7 +60,7 @@ class ManagerPresence:
         """Return a message that no manager runs that could carry out ``action``, and how to start a manager."""
         waiting = ""
         if self._job is not None and self._job.cluster == "slurm":
-            from ...manager.bootstrap.manager_job import job_name
+            from ..manager.bootstrap.manager_job import job_name
 
             queued = job_name(self._run.id, self._job)
             waiting = f" (or, if its manager still waits in the queue: scancel --name={queued})"

@@ -10,18 +10,12 @@ from typing import Any
 
 import msgspec
 
-from ...core.run_dir import RunDir, runs_root
-from ...core.run_spec import RunSpec
-from ...manager.model.state import State
-from ...manager.storage.journal import Follower, JournalError
-
-
-class UsageError(Exception):
-    """The request is not valid: one line on stderr, exit code 2."""
-
-
-class OperationFailed(Exception):
-    """The request is valid, but carrying it out failed: one line on stderr, exit code 1."""
+from ..core.run_dir import RunDir, runs_root
+from ..core.run_spec import RunSpec
+from ..core.types import OperationFailed, UsageError
+from ..manager.model.state import State
+from ..manager.storage.journal import Follower, JournalError
+from ..manager.storage.resume_request import read_pending
 
 
 def all_runs() -> list[RunDir]:
@@ -112,6 +106,17 @@ class StateReader:
             raise OperationFailed(f"{self._run.journal}: {error.strerror}") from None
 
 
+def resume_pending(run: RunDir) -> bool:
+    """Return whether a user has requested to resume the run, and no manager has carried that out yet.
+
+    Until then the journal ends with the run's previous end. Raises OperationFailed if the run cannot be read.
+    """
+    try:
+        return read_pending(run) is not None
+    except OSError as error:
+        raise OperationFailed(f"{run.path}: {error.strerror}") from None
+
+
 def job_of(run: RunDir) -> RunSpec | None:
     """Return the run spec; None if it cannot be read."""
     try:
@@ -133,7 +138,7 @@ def check_manageable(run: RunDir) -> None:
 
     Raises OperationFailed if a file that it needs is missing, damaged or another user's.
     """
-    from ...transport.keys import RunKeys
+    from ..transport.keys import RunKeys
 
     for path, kind in ((run.run_spec, RunSpec), (run.resolved, dict[str, Any])):
         try:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rrl.cli.job.role_commands import command_problems
+from rrl.api.preflight.role_commands import command_problems
 from rrl.config.job.resolve import resolve
 from rrl.config.job.schema import Job
 from rrl.manager.bootstrap.preflight import Problem

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 
 from ...core.run_dir import RunDir
+from ...core.text import span
+from ...core.types import OperationFailed
 from ...manager.model.state import State
-from ..common.runs import OperationFailed
-from ..views.formatting import span
 
 if TYPE_CHECKING:  # both take long to import, and most runs that are looked at are well
     from ...manager.cluster.slurm.parsing import Job
@@ -121,14 +121,13 @@ def owner_of(run: RunDir) -> int:
 
 def ask_slurm(uid: int) -> SlurmJobs:
     """Query Slurm once for all jobs of a user. Blocks for :data:`SQUEUE_TIMEOUT_S` at most."""
-    import asyncio
-
+    from ...core.command_runner import run_coroutine
     from ...manager.cluster.base import AllocationState, Refused, Unanswered
     from ...manager.cluster.slurm.commands import execute, failure
     from ...manager.cluster.slurm.parsing import JOBS_FORMAT, Unreadable, read_jobs
 
     try:
-        ended = asyncio.run(execute(("squeue", "-u", str(uid), "-h", "-o", JOBS_FORMAT), SQUEUE_TIMEOUT_S))
+        ended = run_coroutine(execute(("squeue", "-u", str(uid), "-h", "-o", JOBS_FORMAT), SQUEUE_TIMEOUT_S))
         if ended.code:
             raise failure("squeue", ended)
         jobs = read_jobs(ended.out)

@@ -8,9 +8,10 @@ from __future__ import annotations
 import time
 
 from ...core.run_dir import RunDir
+from ...core.types import UsageError
 from ...manager.bootstrap.pool_supervisor import awaits_manager
 from ...manager.model.state import State
-from ..common.runs import UsageError, job_of, read_state
+from ..runs import job_of, read_state
 
 SLURM_CHECK_EVERY_S = 10.0
 """Interval (s) of querying Slurm, whose queue may hold the manager for days.

@@ -9,8 +9,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from rrl.api.watching import start_check
 from rrl.cli import main
-from rrl.cli.run import start_check
 from rrl.cli.run.submit import watch_until_end
 from rrl.config.job.load import load_job
 from rrl.config.job.resolve import resolve
@@ -139,7 +139,7 @@ def test_slurm_is_asked_for_the_managers_of_a_waiting_run_at_most_once_in_ten_se
 ) -> None:
     calls = squeue(tmp_path, monkeypatch, "echo 72")
     times = [100.0, 100.5, 109.5, 110.0]
-    monkeypatch.setattr("rrl.cli.run.start_check.time.monotonic", lambda: times[0])
+    monkeypatch.setattr("rrl.api.watching.start_check.time.monotonic", lambda: times[0])
     check = start_check.StartCheck(submitted_to_slurm(root))
     while times:
         assert check.failure(None) == ""
@@ -172,5 +172,5 @@ def test_a_resumed_run_whose_new_managers_died_says_so_until_one_takes_the_order
     assert start_check.StartCheck(run).failure(state) == "", "no manager was submitted for this order yet"
     (run.submit / "73_submitted.pkl").touch()
     with pytest.raises(start_check.NeverBegan, match="small-7 does not go on: its manager ended before"):
-        watch_until_end(run, json=False, after=state.seq)
+        watch_until_end(run, json=False)
     assert start_check.StartCheck(run).failure(Story("small-7").works().recorded()) == ""

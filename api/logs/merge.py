@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from ...core.log_lines import STAMP_BYTES, is_notice, stamp, stamp_of
-from ..common.runs import OperationFailed
+from ...core.types import OperationFailed
 from .files import Log, rotated_files
 
 _BLOCK_BYTES = 64 * 2**10

@@ -1,0 +1,170 @@
+"""End a run, or restart one of its replicas, by a command to its manager (:mod:`rrl.api.command_sender`).
+
+Each function that requests something is followed by one that waits for it.
+"""
+
+from __future__ import annotations
+
+import getpass
+import time
+from typing import NamedTuple
+
+from ..core.command_runner import run_coroutine
+from ..core.run_dir import RunDir
+from ..core.types import OperationFailed, Outcome, ReplicaId, UsageError, gang_of
+from ..manager.intake.user_commands import Command
+from ..manager.model.queries import gang, workers
+from ..manager.model.state import Replica, State, Status
+from ..manager.storage.resume_request import withdraw
+from .command_sender import POLL_INTERVAL_S, send, wait_until_taken
+from .runs import StateReader, job_of, read_state, resume_pending
+
+CANCEL_TIMEOUT_S = 120.0
+"""Time (s) to wait for the run's end after its manager took the command."""
+RESTART_TIMEOUT_S = 300.0
+"""Time (s) to wait for the replica after the manager took the command, beyond ``limits.join``."""
+
+
+# ── the end of a run ───────────────────────────────────────────────────────────────────────────────────────────────
+class EndRequest(NamedTuple):
+    """What :func:`request_end` has done."""
+
+    command: str = ""
+    """Name of the command file that the manager has to take; empty if nothing is left to do."""
+    ended: State | None = None
+    """The state of the run if it had ended already."""
+
+
+def request_end(run: RunDir, *, keep: bool) -> EndRequest:
+    """Have the manager of a run end it, or take the run from Slurm's queue before it begins or goes on.
+
+    With ``keep`` the nodes of the run are not given back.
+
+    Raises:
+        UsageError: The run has no allocations that could be kept.
+        OperationFailed: The run directory cannot be written.
+    """
+    if keep:
+        _check_keep_allowed(run)
+    resumes = resume_pending(run)
+    state = read_state(run)
+    if state is not None and state.outcome is not None and not resumes:
+        _cancel_pending_managers(run)
+        return EndRequest(ended=state)
+    command = send(run, Command("cancel", getpass.getuser(), keep_allocations=keep))
+    if state is None and _cancel_pending_managers(run):
+        return EndRequest()
+    if resumes and _cancel_pending_managers(run) and withdraw(run):
+        (run.mailbox / command).unlink(missing_ok=True)  # it must not end a later resume
+        return EndRequest()
+    return EndRequest(command)
+
+
+def await_end(run: RunDir, command: str) -> State:
+    """Wait until the manager has taken the command and ended the run; return the state of the ended run.
+
+    Raises OperationFailed if no manager takes the command, or the end takes too long.
+    """
+    wait_until_taken(run, command, "end it")
+    reader, began = StateReader(run), time.monotonic()
+    while time.monotonic() - began < CANCEL_TIMEOUT_S:
+        state = reader.state()
+        if state is not None and state.outcome is not None:
+            return state
+        time.sleep(POLL_INTERVAL_S)
+    raise OperationFailed(f"{run.id} is still ending after {CANCEL_TIMEOUT_S:.0f} s; see: rrl status {run.id}")
+
+
+def _check_keep_allowed(run: RunDir) -> None:
+    job = job_of(run)
+    if job is not None and job.cluster != "slurm":
+        raise UsageError(f"{run.id} runs on this machine: there are no allocations to keep")
+    if job is not None and job.manager.where == "pool":
+        raise UsageError(f'{run.id} has its manager in its pool ([manager] where = "pool"), which ends with it')
+
+
+def _cancel_pending_managers(run: RunDir) -> bool:
+    """Cancel pending manager jobs in Slurm; return whether none is left."""
+    job = job_of(run)
+    if job is None or job.cluster != "slurm":
+        return False
+    from ..manager.bootstrap import manager_job
+
+    return run_coroutine(manager_job.none_pending(run.id, job))
+
+
+# ── a restart ──────────────────────────────────────────────────────────────────────────────────────────────────────
+class RestartRequest(NamedTuple):
+    """A restart that the manager was asked for."""
+
+    command: str
+    """Name of the command file that the manager has to take."""
+    replica: ReplicaId
+    before: int
+    """Number of the incarnation that is restarted."""
+    timeout_s: float
+    """Time (s) within which the replica is to join again."""
+
+
+def request_restart(run: RunDir, replica: str) -> RestartRequest:
+    """Have the manager of a run restart a replica.
+
+    Raises:
+        UsageError: There is no such replica, or nothing of the run can be restarted.
+        OperationFailed: The run directory cannot be written.
+    """
+    state = read_state(run)
+    if state is None:
+        raise UsageError(f"{run.id} has not begun yet; see: rrl status {run.id}")
+    if state.finish is not None:
+        raise UsageError(_cannot_restart(state))
+    id = _replica(state, replica)
+    before = state.replica(id).incarnation_number
+    command = send(run, Command("restart", getpass.getuser(), target=id))
+    return RestartRequest(command, id, before, state.job.limits.join + RESTART_TIMEOUT_S)
+
+
+def await_restarted(run: RunDir, request: RestartRequest) -> Replica:
+    """Wait until the restarted replica has joined again; return it.
+
+    Raises OperationFailed if no manager takes the command, the run ends before, or the replica does not join in time.
+    """
+    id = request.replica
+    wait_until_taken(run, request.command, f"restart {id}")
+    reader, deadline = StateReader(run), time.monotonic() + request.timeout_s
+    while time.monotonic() < deadline:
+        now = reader.state()
+        if now is not None and now.finish is not None:
+            raise OperationFailed(f"{run.id} ended before {id} was there again; see: rrl status {run.id}")
+        if now is not None and _has_rejoined(now, id, request.before):
+            return now.replica(id)
+        time.sleep(POLL_INTERVAL_S)
+    raise OperationFailed(f"{id} has not joined again within {request.timeout_s:g} s; see: rrl logs {run.id} {id}")
+
+
+def _cannot_restart(state: State) -> str:
+    """Return why no replica of a run that has ended, or ends now, can be restarted, and what can be done instead."""
+    if state.outcome is None:
+        return f"{state.run} is ending: nothing of it is restarted any more"
+    if state.outcome is not Outcome.COMPLETED:
+        return f"{state.run} has ended ({state.outcome.value}); to continue it: rrl resume {state.run}"
+    further = f"; to train more steps: rrl resume {state.run} --steps {2 * state.job.steps}" if state.job.steps else ""
+    return f"{state.run} is complete{further}"
+
+
+def _has_rejoined(state: State, id: ReplicaId, before: int) -> bool:
+    return all(one.incarnation_number > before and one.status is Status.JOINED for one in gang(state, id))
+
+
+def _replica(state: State, name: str) -> ReplicaId:
+    gangs = sorted({gang_of(one.id) for one in workers(state)})
+    if name not in gangs and any(one.id == name for one in workers(state)):
+        gang_id = gang_of(ReplicaId(name))
+        raise UsageError(
+            f"{name} is one rank of {gang_id}, which restarts as a whole: rrl restart {state.run} {gang_id}"
+        )
+    if name not in gangs:
+        raise UsageError(f'no replica "{name}" in this run; it has {", ".join(gangs)}')
+    if state.replica(ReplicaId(name)).status is Status.COMPLETED:
+        raise UsageError(f"{name} has completed; there is nothing to restart")
+    return ReplicaId(name)

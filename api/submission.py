@@ -1,0 +1,169 @@
+"""Create a run of a checked job and start its manager; continue a run that has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from ..config.job.document import JobDocument, JobPart, Setting
+from ..config.job.load import job_from, resolved
+from ..config.job.schema import Job
+from ..core.run_dir import RunDir, runs_root
+from ..core.run_spec import RunSpec
+from ..core.types import OperationFailed, Outcome, UsageError
+from ..manager.bootstrap import start as starting
+from ..manager.model.state import State
+from ..manager.storage.journal import JournalError
+from .preflight.job_preflight import CheckedJob, checked
+from .runs import check_manageable, read_state
+from .watching.manager_liveness import manager_gone
+
+FIXED_KEYS = ("run.name", "run.seed", "cluster.kind", "model", "task")
+"""Keys of job.toml that a resume cannot change, since checkpoints and stored trajectories depend on their values."""
+CHANGEABLE_KEYS = ("model.max_length",)
+"""Keys within ``FIXED_KEYS`` that can change."""
+LENGTH_KEYS = (("run", "steps"), ("cluster", "walltime"))
+"""Keys that make a run longer. Settings of these keys alone are not compared with the job of the run."""
+
+
+# ── a new run ──────────────────────────────────────────────────────────────────────────────────────────────────────
+def create(job: CheckedJob) -> RunDir:
+    """Create the run directory of a new run. Raises UsageError if it cannot be written."""
+    try:
+        return starting.create(job.job, job.spec, job.document.source, job.document.text().encode())
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename and str(error.filename) != str(runs_root()) else ""
+        raise UsageError(f"no run can be made in {runs_root()}: {where}{error.strerror or error}; name another folder"
+                       " with --runs-dir") from None  # fmt: skip
+
+
+def start(run: RunDir, spec: RunSpec) -> list[str]:
+    """Start the manager of a new run in the background; return warnings.
+
+    Raises OperationFailed, and removes the run directory, if that is not possible.
+    """
+    try:
+        warning = starting.start(run, spec)
+    except (OSError, RuntimeError) as error:  # submitit raises RuntimeError if sbatch is refused
+        raise OperationFailed(f"the run could not be started: {error}") from None
+    return [warning] if warning else []
+
+
+# ── a run that has ended ───────────────────────────────────────────────────────────────────────────────────────────
+class Resumption(NamedTuple):
+    """A run that has ended, and the job with which it can continue."""
+
+    run: RunDir
+    state: State
+    checked: CheckedJob
+    source: Path
+    """The path whose folder is the working folder of the roles."""
+
+
+def prepare_resume(run: RunDir, parts: Sequence[JobPart], settings: Sequence[Setting]) -> Resumption:
+    """Check that a run has ended and can continue; nothing is changed.
+
+    Args:
+        run: The run.
+        parts: The job spec to continue with; without any, that of the run.
+        settings: What replaces values of the job spec.
+
+    Raises:
+        UsageError: The run cannot continue, or not with this job.
+        OperationFailed: A file of the run is missing, damaged or another user's.
+    """
+    check_manageable(run)
+    state = _ended_state(run)
+    document, source = _document(run, parts, settings)
+    job = job_from(document, source.parent)
+    _check_unfinished(run, state, job)
+    if parts or any(setting.key not in LENGTH_KEYS for setting in settings):
+        _check_same_run(run, job, document)
+    return Resumption(run, state, checked(job, document), source)
+
+
+def resume(resumption: Resumption) -> list[str]:
+    """Continue the run under its id; return warnings.
+
+    Raises:
+        UsageError: The journal of the run is damaged.
+        OperationFailed: No manager could be started; the run is unchanged.
+    """
+    run, state, job, source = resumption
+    assert state.ended is not None
+    try:
+        warning = starting.resume(run, job.job, job.spec, job.document.text().encode(), source, state.ended)
+    except JournalError as error:
+        raise UsageError(str(error)) from None
+    except (OSError, RuntimeError) as error:
+        raise OperationFailed(f"{run.id} could not be resumed: {error}") from None
+    return [warning] if warning else []
+
+
+def _ended_state(run: RunDir) -> State:
+    """Return the state of a run that has ended. Raises UsageError for any other run."""
+    state = read_state(run)
+    if state is None:
+        raise UsageError(f"{run.id} has not begun yet; see: rrl status {run.id}")
+    if state.outcome is None:
+        alone = manager_gone(run)
+        raise UsageError(
+            f"{run.id} has not ended{'; its manager: ' + alone if alone else ''}; see: rrl status {run.id}"
+        )
+    return state
+
+
+def _document(run: RunDir, parts: Sequence[JobPart], settings: Sequence[Setting]) -> tuple[JobDocument, Path]:
+    """Return the job spec to resume with, and the path whose folder is the roles' working folder."""
+    if not parts and not run.job_toml.exists():
+        raise UsageError(f"{run.job_toml}: no such file; it was a copy of your job spec: name the original with --job")
+    document = JobDocument(parts or [run.job_toml], settings)
+    if parts and document.file is not None:
+        return document, document.file
+    return document, Path(str(msgspec.json.decode(run.resolved.read_bytes())["source"]))
+
+
+def _check_unfinished(run: RunDir, state: State, job: Job) -> None:
+    """Check that the job leaves something to do. Raises UsageError."""
+    steps = job.run.steps or 0
+    if state.outcome is Outcome.COMPLETED and not steps:
+        raise UsageError(f"{run.id} is complete: nothing is left to do")
+    if state.step >= steps > 0:
+        raise UsageError(
+            f"{run.id} has committed {state.step} steps already; to train more, for example:"
+            f" rrl resume {run.id} --steps {2 * state.step}"
+        )
+
+
+def _check_same_run(run: RunDir, job: Job, document: JobDocument) -> None:
+    """Check that the changed job continues this run. Raises UsageError if it would be a different run."""
+    before, after = msgspec.json.decode(run.resolved.read_bytes())["job"], resolved(job)
+    for key in FIXED_KEYS:
+        if not _is_unchanged(_value_at(before, key), _value_at(after, key), key):
+            text = f"is not that of {run.id}; to change it start a new run"
+            raise UsageError(document.complaint(tuple(key.split(".")), text))
+    if not _value_at(before, "roles.trainer").get("kl") and _value_at(after, "roles.trainer.kl"):
+        text = f"it is 0 in {run.id}, which therefore kept no reference model; to change it start a new run"
+        raise UsageError(document.complaint(("roles", "trainer", "kl"), text))
+
+
+def _value_at(job: dict[str, Any], key: str) -> Any:
+    value: Any = job
+    for name in key.split("."):
+        value = value.get(name)
+    return value
+
+
+def _is_unchanged(before: Any, after: Any, key_path: str) -> bool:
+    """Return whether two values of a key are equal; a key that an earlier rrl did not have makes no difference.
+
+    ``key_path`` says where the values stand in job.toml.
+    """
+    if key_path in CHANGEABLE_KEYS:
+        return True
+    if isinstance(before, dict) and isinstance(after, dict):
+        return all(_is_unchanged(value, after.get(key), f"{key_path}.{key}") for key, value in before.items())
+    return bool(before == after)

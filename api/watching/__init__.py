@@ -1,0 +1,1 @@
+"""Where a run stands, and whether anything is left that can begin, continue or end it."""

@@ -1,0 +1,163 @@
+"""Where a run stands, in a few values: what ``rrl list`` shows of each run, and ``Run.state()`` returns."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from ...core.run_dir import RunDir
+from ...core.run_spec import RunSpec
+from ...core.types import Finding, OperationFailed, Outcome, UsageError, Verdict
+from ...manager.model.queries import workers
+from ...manager.model.state import State, Status
+from ..runs import job_of, read_state, resume_pending
+from .manager_liveness import Liveness, SlurmJobs, ask_slurm, judge, owner_of, stale_lease
+from .start_check import StartCheck
+
+NORMAL_STATUSES = (Status.JOINED, Status.COMPLETED)
+"""Statuses of replicas that need no attention."""
+
+
+class RunState(Struct, frozen=True):
+    """Where a run stands. Times are the manager's (s since 1970)."""
+
+    run: str
+    """The run's id."""
+    name: str
+    """``run.name`` of the job; empty if the job cannot be read."""
+    outcome: Outcome | None
+    """How the run ended (``completed``, ``failed``, ``cancelled``, ``rejected``); None while it has not ended, and
+    while it is to be resumed."""
+    standing: str
+    """The outcome, or ``submitted``, ``waiting for nodes``, ``starting``, ``running``, ``recovering`` or ``ending``;
+    without a manager ``unattended``, ``interrupted`` or ``unknown``."""
+    step: int
+    """Newest committed training step."""
+    steps: int | None
+    """``run.steps`` of the job; 0 for a run without a trainer, None if the job cannot be read."""
+    reward: float | None
+    """Mean reward of the newest step that reported one."""
+    recoveries: int
+    started: float | None
+    ended: float | None
+    run_seconds: float | None
+    """Seconds for which the run has been at work, without the pauses before a resume; None before it began."""
+    run_dir: str
+    why: str = ""
+    """Why the run ended, was rejected, does not go on or has no manager; empty if nothing is wrong."""
+
+
+def run_state(run: RunDir) -> RunState:
+    """Return where a run stands.
+
+    Raises:
+        UsageError: The journal of the run is damaged.
+        OperationFailed: The run cannot be read.
+    """
+    return _run_state(run, {})
+
+
+def listed_states(runs: Iterable[RunDir]) -> list[RunState]:
+    """Return where each run stands, with one query of Slurm for each owner; for an unreadable run, the reason."""
+    slurm: dict[int, SlurmJobs] = {}
+    found = []
+    for run in runs:
+        try:
+            found.append(_run_state(run, slurm))
+        except (UsageError, OperationFailed) as error:
+            reason = f"unreadable: {str(error).removeprefix(f'{run.id} is ')}"
+            found.append(replace(_submitted(run, job_of(run)), standing=reason))
+    return found
+
+
+def standing(state: State) -> str:
+    """Return the run's standing by its journal alone, such as ``running`` or ``waiting for nodes``."""
+    if state.outcome is not None:
+        return state.outcome.value
+    if state.finish is not None:
+        return f"ending ({state.finish.outcome.value})"
+    if not any(allocation.running for allocation in state.allocations.values()):
+        return "waiting for nodes"
+    failures = [finding for finding in state.findings.values() if finding.verdict is Verdict.FAIL]
+    failed = {finding.incarnation or finding.node for finding in failures}
+    failing = any(replica.incarnation in failed or replica.node in failed for replica in workers(state)) or any(
+        not _is_on_excluded_node(state, finding) for finding in failures
+    )
+    if failing or any(replica.status not in NORMAL_STATUSES for replica in workers(state)):
+        return "recovering" if failing or state.recoveries else "starting"
+    return "running"
+
+
+def _is_on_excluded_node(state: State, finding: Finding) -> bool:
+    """Return whether the finding is about a node that the run no longer uses, so that no recovery is needed there."""
+    node = state.nodes.get(finding.node) if finding.node is not None else None
+    return node is not None and node.excluded is not None
+
+
+def _run_state(run: RunDir, slurm: dict[int, SlurmJobs]) -> RunState:
+    """Return where a run stands.
+
+    ``slurm`` maps a uid to that user's jobs. All runs of a list share it: it is filled when a run first needs it, which
+    is only if a run's lease is no longer renewed.
+    """
+    job, resumes, state = job_of(run), resume_pending(run), read_state(run)
+    if state is None:
+        failure = _start_failure(run, job, slurm)
+        outcome, why = (Outcome.REJECTED, failure) if failure else (None, "")
+        return replace(_submitted(run, job), outcome=outcome, standing=outcome or "submitted", why=why)
+    if state.outcome is not None and resumes:
+        failure = StartCheck(run).failure(state)
+        if not failure:
+            return replace(_submitted(run, job), step=state.step, reward=state.rewards.latest, started=state.started)
+        state = replace(state, why=f"{run.id} was to go on, but {failure}; to try again: rrl manage {run.id}")
+    liveness = _liveness(run, state, slurm)
+    return RunState(
+        run.id, job.name if job else "", state.outcome, liveness.standing or standing(state), state.step,
+        state.job.steps, state.rewards.latest, state.recoveries, state.started, state.ended,
+        round(state.run_seconds(time.time()), 2), str(run.path), state.why if state.outcome else str(liveness),
+    )  # fmt: skip
+
+
+def _submitted(run: RunDir, job: RunSpec | None) -> RunState:
+    """Return the state of a run of which nothing but its job is known."""
+    name, steps = (job.name, job.steps) if job else ("", None)
+    return RunState(run.id, name, None, "submitted", 0, steps, None, 0, None, None, None, str(run.path))
+
+
+def _liveness(run: RunDir, state: State, slurm: dict[int, SlurmJobs]) -> Liveness:
+    """Return what is known of a missing manager beyond the journal; empty if a manager may run."""
+    try:
+        if not (stale := stale_lease(run, state)):
+            return Liveness()
+        return judge(state, stale, _jobs_of_owner(run, slurm) if state.job.cluster == "slurm" else None)
+    except OperationFailed:
+        return Liveness()
+
+
+def _start_failure(run: RunDir, job: RunSpec | None, slurm: dict[int, SlurmJobs]) -> str:
+    """Return why a run without a journal will never begin: all its managers have ended; empty if it may begin.
+
+    ``rrl status`` calls such a run rejected. Slurm is asked about this run alone only if its answer for all jobs of the
+    run's owner has none of this run.
+    """
+    if job is not None and job.cluster == "slurm":
+        from ...manager.bootstrap.manager_job import job_name
+
+        try:
+            jobs = _jobs_of_owner(run, slurm)
+        except OperationFailed:
+            return ""
+        if jobs.unknown or job_name(run.id, job) in {listed.name for listed in jobs.jobs}:
+            return ""
+    return StartCheck(run).failure(None)
+
+
+def _jobs_of_owner(run: RunDir, slurm: dict[int, SlurmJobs]) -> SlurmJobs:
+    """Return the Slurm jobs of the run's owner, queried if ``slurm`` lacks them. Raises OperationFailed."""
+    owner = owner_of(run)
+    if owner not in slurm:
+        slurm[owner] = ask_slurm(owner)
+    return slurm[owner]
