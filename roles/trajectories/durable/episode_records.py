@@ -1,6 +1,6 @@
-"""What the records of episodes change in the store's state, what they count, and which of them a rewritten log needs.
+"""The effect of episode records on the store's state and counts, and the records that a rewritten log needs.
 
-If the process dies that makes an attempt, its turns become *recorded* ones (unless the job begins episodes again). They
+If the process that makes an attempt dies, its turns become *recorded* ones (unless the job begins episodes again). They
 stay where they are, and rollouts go on extending those that are not complete. The next attempt takes over each of them
 that it asks for again; what it has not taken over when it finishes is deleted.
 """
@@ -44,14 +44,14 @@ class EpisodeRecords:
     """The fold over the records of episodes.
 
     Args:
-        answers: What rollouts extend, by number; this class adds and removes turns.
+        answers: The turns that rollouts extend, by number; this class adds and removes turns.
     """
 
     def __init__(self, answers: dict[int, TrajectoryState]) -> None:
         self._answers = answers
         self.counted = EpisodesCounted()
         self.changed: set[int] = set()
-        """Turns that have grown, ended or been deleted since whoever follows turns has cleared this set."""
+        """Turns that have grown, ended or been deleted since the reader of this set cleared it."""
 
     def figures(self) -> dict[str, float]:
         """Return the counts of episodes and turns by metric name; empty until an episode is finished or dropped."""
