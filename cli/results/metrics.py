@@ -19,7 +19,7 @@ from ..common.output import print_line
 from ..common.runs import OperationFailed, UsageError, find_run
 
 POLL_S = 0.5
-"""Seconds between two looks into the journal."""
+"""Seconds between two reads of the journal."""
 _FIXED = ("step", "at", "incarnation", "seconds", "tokens", "tokens_per_second", "token_age_p50", "token_age_max")
 """First columns of the CSV: fields of a row."""
 _encode = msgspec.json.Encoder().encode
@@ -49,7 +49,7 @@ def _all_rows(run: RunDir) -> list[StepRow]:
 
 
 def _followed(run: RunDir) -> Iterator[list[StepRow]]:
-    """Yield the rows that there are, then new ones, until the run has ended."""
+    """Yield the existing rows, then new ones, until the run has ended."""
     rows, follower, ended = StepRows(), EventFollower(run), False
     while not ended:
         new, ended = _new_rows(run, rows, follower, ended)
@@ -89,7 +89,7 @@ def _print_csv(batches: Iterator[list[StepRow]]) -> None:
         sys.stdout.flush()
         if new := {name for row in cells for name in row} - {*columns, *left_out}:
             left_out |= new
-            print_line(f"rrl: not among the columns that were printed first: {', '.join(sorted(new))}", to_stderr=True)
+            print_line(f"rrl: left out, not in the header: {', '.join(sorted(new))}", to_stderr=True)
 
 
 def _cells(row: StepRow) -> dict[str, Any]:
