@@ -193,7 +193,7 @@ def allocations(spec: RunSpec) -> list[tuple[str, str]]:
         ]
     requests = {
         request.node_group: request for request in reversed(initial_requests(_example_run_id(spec), spec))
-    }  # of requests for the same node group, the first
+    }  # if several requests are for the same node group, the first one
     counts = {node_group.name: node_group.nodes for node_group in spec.node_groups if node_group.separate_jobs}
     texts = []
     for request in reversed(requests.values()):
