@@ -10,7 +10,7 @@ SECTIONS = {
     "Prepare a job": ("init", "check", "schema", "completion"),
     "Start, watch and end runs": ("submit", "status", "list", "logs", "cancel", "resume", "rm", "manage"),
     "Understand a run, and get its results": ("explain", "metrics", "track", "export"),
-    "Change a run that is at work": ("restart", "drain", "undrain", "inject"),
+    "Change a run in progress": ("restart", "drain", "undrain", "inject"),
     "Train agents": ("episodes", "endpoint", "relay"),
     "Look after a site": ("doctor", "health"),
 }

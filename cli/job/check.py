@@ -42,7 +42,7 @@ ENDPOINT_PACKAGES = ("starlette", "uvicorn")
 
 
 class Preflight(Struct, frozen=True):
-    """What this machine and Slurm say about a job that could start."""
+    """The result of comparing a valid job with this machine, and of Slurm's test."""
 
     doubts: list[str]
     """One line for each reason for which the run may fail or wait."""

@@ -80,7 +80,7 @@ def _check_node_command(run: RunDir, state: State | None, node: str) -> None:
     if state is None:
         raise UsageError(f"{run.id} has not begun yet; see: rrl status {run.id}")
     if state.finish is not None:
-        raise UsageError(f"{run.id} is {state.outcome.value if state.outcome else 'ending'}: it uses no node any more")
+        raise UsageError(f"{run.id} is {state.outcome.value if state.outcome else 'ending'}: it no longer uses a node")
     held_nodes = sorted(name for name, one in state.nodes.items() if one.allocation or one.excluded is not None)
     if node not in held_nodes:
         has = f"it has {', '.join(held_nodes)}" if held_nodes else "it has none yet"
@@ -239,7 +239,7 @@ def restart(name: str, replica: str, *, wait: bool) -> int:
 def _cannot_restart(state: State) -> str:
     """Return why no replica of a run that has ended, or ends now, can be restarted, and what can be done instead."""
     if state.outcome is None:
-        return f"{state.run} is ending: nothing of it is restarted any more"
+        return f"{state.run} is ending: no replica is restarted any more"
     if state.outcome is not Outcome.COMPLETED:
         return f"{state.run} has ended ({state.outcome.value}); to continue it: rrl resume {state.run}"
     further = f"; to train more steps: rrl resume {state.run} --steps {2 * state.job.steps}" if state.job.steps else ""

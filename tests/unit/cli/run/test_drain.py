@@ -88,7 +88,7 @@ def test_node_outside_of_the_run_is_reported_in_one_line(
 def test_a_run_that_has_ended_or_not_begun_has_no_nodes(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     completed(RUN).written(root)
     assert main.run(["drain", RUN, "n3"]) == 2
-    assert capsys.readouterr().err == f"rrl: {RUN} is completed: it uses no node any more\n"
+    assert capsys.readouterr().err == f"rrl: {RUN} is completed: it no longer uses a node\n"
     fresh = RunDir(root / "fresh-1")
     fresh.create()
     assert main.run(["drain", "fresh-1", "n3"]) == 2

@@ -282,7 +282,7 @@ def test_a_run_of_an_earlier_rrl_whose_spec_had_fewer_keys_is_the_same_run(ended
     [
         (Outcome.COMPLETED, f"{RUN} is complete; to train more steps: rrl resume {RUN} --steps 24"),
         (Outcome.FAILED, f"{RUN} has ended (failed); to continue it: rrl resume {RUN}"),
-        (None, f"{RUN} is ending: nothing of it is restarted any more"),
+        (None, f"{RUN} is ending: no replica is restarted any more"),
     ],
 )
 def test_restart_after_the_end_advises_what_is_possible(
