@@ -1,4 +1,4 @@
-"""Makes docs/doctor.md from what the code says of each check of ``rrl doctor``."""
+"""Makes docs/doctor.md from the catalogue of the checks of ``rrl doctor`` in the code."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class Demand(Struct, frozen=True):
     """Maximum of GPU-hours that the run's own nodes take. Replacements of failed nodes come in addition, until the run
     gives the failed nodes back."""
     core_hours: float
-    """The same of cores."""
+    """Maximum of core-hours, counted in the same way."""
     jobs_to_start: int
     """Slurm jobs that must be running before the run starts; 0 on the local cluster."""
     jobs: int

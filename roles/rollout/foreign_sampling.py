@@ -1,4 +1,4 @@
-"""Sampling in plain torch of turns that are sampled otherwise than the job says, as vLLM would sample them."""
+"""Sample foreign turns, whose sampling differs from the job's, in plain torch and in the same way as vLLM."""
 
 from __future__ import annotations
 

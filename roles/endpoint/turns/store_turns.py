@@ -1,6 +1,6 @@
 """The requests of the endpoint to the trajectory store.
 
-Tests can implement the interfaces without a store; a process of a run sends requests.
+In a run each method sends a request. Tests can implement the interfaces without a store.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ class EpisodeRecords:
                 track.finished, episode.counted, episode.awaits_reward = True, counted, later and reward is None
                 self._delete(episode, episode.turns.keys() - with_ancestors(counted, episode.turns))
                 for number in episode.turns.keys() - {*counted}:
-                    self._answers.pop(number, None)  # an ancestor that is not complete, and does not grow any more
+                    self._answers.pop(number, None)  # an ancestor that is not complete: it no longer grows
                     self.changed.add(number)
                 self._count_finished(track, episode)
 

@@ -301,7 +301,7 @@ class EpisodesCounted(Struct, frozen=True, tag="episodes_counted", array_like=Tr
     given_tokens: int = 0
     """Tokens that agents gave to these turns."""
     untrained_turns: int = 0
-    """Those of the turns that were sampled from another policy than the one that is trained."""
+    """Number of these turns that were sampled from another policy than the one that is trained."""
     token_drift: int = 0
     """Trained tokens that differ, or whose context differs, from what the engine had. It must be 0."""
 
