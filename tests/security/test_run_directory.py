@@ -248,7 +248,7 @@ def test_submission_on_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
 
 
 # ── where the manager is said to be ────────────────────────────────────────────────────────────────────────────────
-def test_who_is_shown_a_wrong_address_tells_it_nothing_and_finds_its_manager_in_the_end(run: RunDir) -> None:
+def test_worker_with_a_wrong_address_sends_it_nothing_and_finds_its_manager_later(run: RunDir) -> None:
     """manager.json names a port where nobody listens, then the manager of another run, is torn, and is right again."""
     keys, incarnation = RunKeys.load(run.keys), Incarnation(ReplicaId("rollout/0"), 1)
 

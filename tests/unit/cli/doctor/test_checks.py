@@ -382,7 +382,7 @@ SCENES: dict[str, Facts] = {
 
 @pytest.mark.parametrize("width", [100, 80])
 @pytest.mark.parametrize("scene", SCENES)
-def test_the_answer_looks_as_kept(scene: str, width: int) -> None:
+def test_doctor_view_equals_the_snapshot(scene: str, width: int) -> None:
     text = drawn(doctor_view(judge(SCENES[scene])), width)
     assert max(map(len, text.splitlines())) <= width
     matches_stored(f"doctor_{scene}_{width}", text)

@@ -60,7 +60,7 @@ def test_site_without_failures_is_reported_in_a_few_lines() -> None:
     matches_stored("health_report_quiet", shown)
 
 
-def test_drains_that_are_asked_for_are_shown_with_who_wants_them() -> None:
+def test_requested_drains_are_shown_with_the_user_who_requested_them() -> None:
     requests = open_requests(
         [*week(), *sourced(ANNA, "s", acted(DAY_S, "n9", "drain_requested", by="anna: fan", cause=""))]
     )

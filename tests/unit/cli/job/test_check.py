@@ -338,7 +338,7 @@ def test_a_model_that_is_not_here_is_refused_only_where_the_roles_run_here(
         ("[sampling]\nstream = true\n", False),
     ],
 )
-def test_stream_with_a_trainer_of_ones_own_is_a_warning(
+def test_stream_with_an_own_trainer_is_a_warning(
     site: Site, capsys: pytest.CaptureFixture[str], extra: str, warned: bool
 ) -> None:
     assert site.slurm().run("check", extra=extra) == 0

@@ -101,7 +101,7 @@ def test_it_says_that_the_node_is_drained_and_how(root: Path, capsys: pytest.Cap
     assert capsys.readouterr().out == f"n5 is drained: {REASON}\n"
 
 
-def test_it_says_that_we_may_not_and_who_is_asked(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_drain_without_permission_is_requested_in_the_summary(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     refused = ev.IntentSettled("n5!drain", False, "we may not drain nodes here: slurm_update error: Invalid user id")
     assert answered(works(), root, ["drain", RUN, "n5"], sent_command("drain"), EXCLUDED, DRAIN, refused) == 0
     assert capsys.readouterr().out == (
@@ -110,7 +110,7 @@ def test_it_says_that_we_may_not_and_who_is_asked(root: Path, capsys: pytest.Cap
     )
 
 
-def test_it_says_what_somebody_else_has_laid_down(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_drain_set_by_another_user_is_shown(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = ev.NodeChanged(N5, NodeStatus(NodeState.DRAINING, "IDLE+DRAIN: bad fan"))
     assert answered(works(), root, ["drain", RUN, "n5"], sent_command("drain"), other, EXCLUDED) == 0
     assert capsys.readouterr().out == "n5 is used no more by this run; IDLE+DRAIN: bad fan\n"

@@ -154,7 +154,7 @@ def test_an_order_that_no_manager_took_up_is_taken_up_by_one_that_is_started_by_
     assert load_job(ended.run.job_toml).run.steps == 50
 
 
-def test_who_was_overtaken_by_another_resume_that_works_already_starts_nothing(ended: Ended) -> None:
+def test_resume_after_another_resume_starts_nothing(ended: Ended) -> None:
     before, job = ended.everything(), load_job(ended.job)
     with pytest.raises(RuntimeError, match="the run has been resumed already"):
         starting.resume(ended.run, job, resolve(job, "python"), ended.job.read_bytes(), ended.job, end=-1.0)

@@ -106,7 +106,7 @@ def test_clocks_that_an_administrator_set_are_wanted() -> None:
     assert ill(node) == []
 
 
-def test_a_slowed_gpu_is_the_same_finding_whoever_slows_it() -> None:
+def test_slowed_gpu_gives_the_same_finding_for_every_reason() -> None:
     node = ObservedNode().gpus(gpu(0, clock_reasons=("sw_thermal",)), times=10)
     first = node.one("gpu_throttle")
     for reasons in (("hw_slowdown", "hw_thermal"), ("hw_thermal", "sw_thermal"), ("sw_thermal",)):
@@ -166,14 +166,14 @@ def test_a_driver_that_hangs_does_not_bring_back_what_it_had_dealt_with() -> Non
 
 
 # ── ports, logs ──────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_counters_of_a_port_that_nobody_uses_are_no_failure() -> None:
+def test_counters_of_an_unused_port_are_no_failure() -> None:
     node = ObservedNode()
     for downed in (1, 5):
         node.reads(FabricData(ports=(port(), port("mlx5_9", state="DOWN", counters={"link_downed": downed}))))
     assert ill(node) == []
 
 
-def test_receivers_that_are_not_ready_are_the_programs_matter() -> None:
+def test_receiver_not_ready_errors_are_no_failure_of_the_fabric() -> None:
     node = ObservedNode()
     for naks in (1, 5000):
         node.reads(FabricData(ports=(port(counters={"rnr_nak_retry_err": naks}),)))

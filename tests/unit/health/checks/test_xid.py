@@ -154,7 +154,7 @@ def test_one_nvlink_error_warns_and_a_fatal_or_second_one_fails() -> None:
     assert (again.verdict("xid"), again.one("xid").remedy) == (Verdict.FAIL, Remedy.SUPPORT)
 
 
-def test_five_fatal_ones_within_a_day_are_the_makers_matter() -> None:
+def test_five_fatal_xids_within_a_day_need_support() -> None:
     node = ObservedNode().gpus()
     for _ in range(5):
         node.xid(119).passes(HOUR)
@@ -178,7 +178,7 @@ def test_a_role_that_died_long_after_is_no_witness() -> None:
     assert node.check_again().verdict("xid") is Verdict.WARN
 
 
-def test_a_cable_is_the_administrators_matter() -> None:
+def test_xid_of_a_missing_power_cable_warns_and_needs_support() -> None:
     found = ObservedNode().gpus().xid(54).one("xid")
     assert (found.verdict, found.remedy) == (Verdict.WARN, Remedy.SUPPORT)
 
@@ -204,7 +204,7 @@ def test_the_gravest_act_also_around_our_own_kill(code: int) -> None:
     assert node.xid(code).gpus(LOST).verdict("xid") is Verdict.FAIL
 
 
-def test_kernel_log_nvml_and_dcgm_tell_of_one_event() -> None:
+def test_reports_of_kernel_log_nvml_and_dcgm_are_one_event() -> None:
     node = ObservedNode().gpus().reads(DcgmData(gpus=(DcgmGpu(uuid="GPU-0", xid_counts={74: 7}),)))
     node.xid(74).gpus(xids=(GpuXid("GPU-0", 74), GpuXid("", 74)))
     node.passes(60).reads(DcgmData(gpus=(DcgmGpu(uuid="GPU-0", xid_counts={74: 9}),)))
@@ -274,7 +274,7 @@ def test_switches_have_their_own() -> None:
     assert ObservedNode().log(mild).verdict("nvswitch") is Verdict.WARN
 
 
-def test_where_nobody_hears_xids_they_are_unknown() -> None:
+def test_xids_are_unknown_if_no_reader_receives_them() -> None:
     node = (
         ObservedNode(Rules()).cannot("kernel", "denied", "dmesg_restrict is set").cannot("nvml", "absent", "no driver")
     )

@@ -76,7 +76,7 @@ def test_a_torn_line_is_read_once_it_is_whole(folder: Path, file: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["shrunk", "replaced", "rewritten"])
-def test_a_file_that_shrank_or_is_another_one_is_read_anew(folder: Path, file: Path, how: str) -> None:
+def test_file_that_shrank_or_was_replaced_is_read_again(folder: Path, file: Path, how: str) -> None:
     path = write(folder, ME, "r", records())
     read(folder, file)
     new = [began(1, "r", ME), *held(1, "n2")]
@@ -113,7 +113,7 @@ def test_what_a_file_says_in_another_name_is_skipped(folder: Path, file: Path) -
     assert (records_read, sources.skipped) == (held(0, "n1"), 1)
 
 
-def test_a_file_in_a_folder_of_somebody_else_is_refused(folder: Path, file: Path) -> None:
+def test_file_in_a_folder_of_another_user_is_refused(folder: Path, file: Path) -> None:
     write(folder, "nosuchuser", "r", records())
     records_read, sources = read(folder, file)
     assert records_read == []
@@ -170,7 +170,7 @@ def test_old_records_are_left_out_except_those_of_held_nodes(folder: Path, file:
 
 
 @pytest.mark.parametrize("damage", [b"", b"this is no database" * 100, "truncated"])
-def test_a_damaged_cache_is_made_anew(folder: Path, file: Path, damage: bytes | str) -> None:
+def test_damaged_cache_is_rebuilt(folder: Path, file: Path, damage: bytes | str) -> None:
     write(folder, ME, "r", [*records(), *(found(i, f"n{i}") for i in range(10, 500))])
     before = read(folder, file)[0]
     file.write_bytes(damage if isinstance(damage, bytes) else file.read_bytes()[: 3 * 4096])

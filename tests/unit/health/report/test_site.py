@@ -131,7 +131,7 @@ def test_evidence_counts_until_the_run_that_has_it_gives_the_node_back() -> None
 
 
 # ── cost ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_who_fails_again_before_it_works_bears_the_time_until_then() -> None:
+def test_second_failure_before_work_bears_the_time_from_the_first_one() -> None:
     records = [began(0, "r", ANNA), failed(0, "n1", "rollout/0#1"), failed(300, "n2", "rollout/0#2"),
                mended(1200, "rollout/0", "n1", 0, 4.0)]  # fmt: skip
     (chapter,) = by_run(sourced(ANNA, "r", records))
@@ -146,7 +146,7 @@ def test_a_restart_of_everything_is_charged_to_the_one_that_failed() -> None:
     assert [cost for _, cost in costs(chapter)] == [3.0]
 
 
-def test_a_standstill_without_a_failure_costs_nobody_anything() -> None:
+def test_outage_without_a_failure_is_charged_to_no_node() -> None:
     records = [began(0, "r", ANNA), failed(0, "n1", "rollout/0#1"), mended(60, "rollout/0", "n1", 0, 1.0),
                mended(900, "rollout/0", "n1", 600, 9.0)]  # fmt: skip
     (chapter,) = by_run(sourced(ANNA, "r", records))
@@ -186,7 +186,7 @@ def test_records_before_the_window_are_in_no_figure() -> None:
     assert (site.failures, round(site.node_days)) == (2, 7)
 
 
-def test_a_manager_that_takes_over_goes_on_holding_what_it_tells_anew() -> None:
+def test_node_span_continues_over_a_change_of_managers_if_it_is_listed_again() -> None:
     records = [began(0, "r", ANNA), *held(0, "n1", "n2"), failed(HOUR, "n1"), began(2 * HOUR, "r", ANNA, 2),
                *held(2 * HOUR, "n1"), over(4 * HOUR)]  # fmt: skip
     (chapter,) = by_run(sourced(ANNA, "r", records))
@@ -236,7 +236,7 @@ def test_what_was_taken_back_no_longer_stands() -> None:
 
 
 @pytest.mark.parametrize(("hours", "verdict"), [(0.5, "WARN"), (1.5, "OK")])
-def test_a_finding_that_nobody_took_back_is_past_once_a_later_run_was_well_there(hours: float, verdict: str) -> None:
+def test_uncleared_finding_expires_once_a_later_run_used_the_node_without_one(hours: float, verdict: str) -> None:
     first = sourced(ANNA, "r", began(0, "r", ANNA), held(0, "n1"), found(HOUR, "n1"), over(2 * HOUR))
     later = sourced(BEN, "s", began(3 * HOUR, "s", BEN), held(3 * HOUR, "n1"), over((3 + hours) * HOUR))
     assert node(first + later, "n1").verdict == verdict
@@ -261,7 +261,7 @@ def test_managers_that_follow_each_other_go_on_counting() -> None:
     assert node(sourced(ANNA, "r", first, then), "n1").count == 3
 
 
-def test_what_was_injected_stands_against_nobody() -> None:
+def test_injected_failure_does_not_count_against_a_node() -> None:
     hit = msgspec.structs.replace(found(60, "n1", cause=Cause.NODE, detector="node_down"), injected=True)
     one = node(sourced(ANNA, "r", began(0, "r", ANNA), held(0, "n1"), hit,
                     failed(60, "n1", cause="node", lost=True, injected=True), over(HOUR)), "n1")  # fmt: skip

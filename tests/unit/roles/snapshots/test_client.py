@@ -336,7 +336,7 @@ def test_what_is_there_already_is_not_sent_again(
     assert one.copy_to(far.address).step == 1
 
 
-def test_nothing_to_copy_and_nobody_to_copy_to_are_errors(one: SnapshotClient, far: SnapshotServer) -> None:
+def test_copy_without_a_snapshot_or_without_a_target_is_an_error(one: SnapshotClient, far: SnapshotServer) -> None:
     with pytest.raises(SnapshotError, match="no snapshot is sealed yet"):
         one.copy_to(far.address)
     keep(one, 1)

@@ -115,7 +115,7 @@ def scene(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Scene]:
     made.me.may_commit.set()
 
 
-def test_nobody_gives_up_waiting_before_the_manager_judges_whoever_is_at_work() -> None:
+def test_collectives_wait_longer_than_the_manager_allows_any_phase() -> None:
     """A member waits in a collective for the slowest, and the training thread for the saving one."""
     assert max(phase(name).longest for name in ("train", "checkpoint", "publish")) < COLLECTIVE_TIMEOUT_S
 
