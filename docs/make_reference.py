@@ -116,7 +116,7 @@ def _named_by_the_user(table: type[BaseModel], path: tuple[str, ...]) -> Iterato
 
 
 def _phase(one: Phase) -> str:
-    longest = "for ever" if one.longest == math.inf else f'`"{duration_text(one.longest)}"`'
+    longest = "unlimited" if one.longest == math.inf else f'`"{duration_text(one.longest)}"`'
     meaning = "progresses" if one.progresses else f"waits for {one.waits_for}" if one.waits_for else "does its work"
     if one.name == WAIT_EXTERNAL:
         meaning = "waits for a service outside of the run (`rrl.waiting`)"
@@ -177,7 +177,7 @@ def _named(annotation: Any, metadata: Sequence[Any] = ()) -> str:
 
 
 def _bounds(metadata: Sequence[Any]) -> str:
-    """Where it says something: a size or duration above nothing need not say so."""
+    """Return the bounds of a number as text; empty for sizes and durations, which are positive anyway."""
     given = [one for each in metadata for one in getattr(each, "metadata", [each])]
     bounds = [f" {sign} {getattr(one, key)}" for key, sign in _BOUNDS.items() for one in given if hasattr(one, key)]
     return "" if DURATION in metadata or SIZE in metadata else ",".join(bounds)

@@ -114,9 +114,9 @@ def _drain_outcome(state: State, node: NodeName) -> str:
         return ""
     if one.drain_reason:
         return f"{node} is drained: {one.drain_reason}"
-    unused = f"{node} is used no more by this run"
+    unused = f"this run no longer uses {node}"
     if one.drain_error:
-        return f"{unused}; its drain is asked for in summary.json: {one.drain_error}"
+        return f"{unused}; its drain is requested in summary.json: {one.drain_error}"
     return f"{unused}; {one.status.detail}" if one.status is not None and one.status.detail else unused
 
 

@@ -150,7 +150,7 @@ class RewardRole(Role):
 
 
 class AgentsRole(Role):
-    """Runs agents of yours, each for an episode, and serves them an OpenAI endpoint (docs/agents.md).
+    """Runs your agents, each for one episode, and serves them an OpenAI endpoint (docs/agents.md).
 
     With this table, the answers of an agent are what is trained, and ``[task]`` gives the items and, for an agent that
     returns no reward, the score of its last answer.
@@ -166,7 +166,7 @@ class AgentsRole(Role):
     """With command. attempt: one process for each attempt; replica: one for each replica, which calls rrl.join() and
     me.episodes()."""
     concurrency: Annotated[int, Field(ge=1, le=4096)] = 16
-    """Episodes at work at once in each replica."""
+    """Number of episodes that each replica runs at the same time."""
     timeout: Time = 1200.0
     """Longest time of one attempt at an episode; a longer one has failed."""
     reward_timeout: OptionalTime = None
@@ -198,8 +198,8 @@ class EndpointRole(Role):
     changes with each restart."""
     foreign: Literal["refuse", "context"] = _ENDPOINT.foreign
     """What happens to a call that would sample from another policy than the job's (its temperature, penalties, seed,
-    ...). refuse: it gets 400 that names the key. context: it is served, and its answer is context that is never
-    trained."""
+    ...). refuse: it gets status 400, with the name of the key. context: it is served, and its answer is context that is
+    never trained."""
     timeout: OptionalTime = None
     """Longest time of one attempt at an episode; a longer one has failed. Default: 20 min. With [roles.agents], write
     it there."""

@@ -16,7 +16,7 @@ from .base import OptionalTime, SbatchOptions, Strings, Table, Time
 
 NOTIFICATION_KINDS: tuple[NotificationKind, ...] = get_args(NotificationKind)
 MASK = "..."
-"""Stands for what may be secret in the target of notifications."""
+"""Replaces the parts of a notification's target that may be secret."""
 
 
 def _lines(lines: tuple[str, ...]) -> tuple[str, ...]:
@@ -155,7 +155,7 @@ class ContainerTable(Table):
 
 
 class NotifyTable(Table):
-    """Notifications: a message when something happens to the run, at most one an hour of each kind (docs/explain.md).
+    """Notifications: messages about what happens to the run, at most one an hour of each kind (docs/explain.md).
 
     Needs ``command`` or ``webhook``. Only the manager sends them, so a run whose manager cannot run sends none.
     """

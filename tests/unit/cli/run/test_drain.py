@@ -105,7 +105,7 @@ def test_drain_without_permission_is_requested_in_the_summary(root: Path, capsys
     refused = ev.IntentSettled("n5!drain", False, "we may not drain nodes here: slurm_update error: Invalid user id")
     assert answered(works(), root, ["drain", RUN, "n5"], sent_command("drain"), EXCLUDED, DRAIN, refused) == 0
     assert capsys.readouterr().out == (
-        "n5 is used no more by this run; its drain is asked for in summary.json: we may not drain nodes here:"
+        "this run no longer uses n5; its drain is requested in summary.json: we may not drain nodes here:"
         " slurm_update error: Invalid user id\n"
     )
 
@@ -113,7 +113,7 @@ def test_drain_without_permission_is_requested_in_the_summary(root: Path, capsys
 def test_drain_set_by_another_user_is_shown(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = ev.NodeChanged(N5, NodeStatus(NodeState.DRAINING, "IDLE+DRAIN: bad fan"))
     assert answered(works(), root, ["drain", RUN, "n5"], sent_command("drain"), other, EXCLUDED) == 0
-    assert capsys.readouterr().out == "n5 is used no more by this run; IDLE+DRAIN: bad fan\n"
+    assert capsys.readouterr().out == "this run no longer uses n5; IDLE+DRAIN: bad fan\n"
 
 
 def test_it_says_that_the_node_may_be_used_again(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
