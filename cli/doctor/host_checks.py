@@ -201,7 +201,7 @@ def packet_filter(name: str, network: Network | Unavailable, python: Python | Un
     text = f"the kernel does not let this user attach a packet filter: {network.filter_refused}"
     packages = {} if isinstance(python, Unavailable) else python.packages
     if network.rdma or not any(one.startswith("nixl") for one in packages):
-        return ok(name, f"{text}; nothing here needs one")
+        return ok(name, f"{text}; no installed package needs one")
     return fail(name, f'{text}; [transport] weights = "nixl" does not start over TCP')
 
 

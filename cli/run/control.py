@@ -226,7 +226,7 @@ def restart(name: str, replica: str, *, wait: bool) -> int:
     while time.monotonic() < deadline:
         now = reader.state()
         if now is not None and now.finish is not None:
-            raise OperationFailed(f"{run.id} ended before {id} was there again; see: rrl status {run.id}")
+            raise OperationFailed(f"{run.id} ended before {id} had joined again; see: rrl status {run.id}")
         if now is not None and _has_rejoined(now, id, before):
             print(f"{now.replica(id).incarnation} works on {now.replica(id).node}")
             return 0

@@ -42,7 +42,8 @@ class Role(Table):
     exclusive: bool = False
     """Give each replica whole nodes that no other role uses."""
     env: Annotated[dict[str, str], AfterValidator(environment)] = {}
-    """Environment variables of the role's processes. From your shell only PATH, HOME and the like are passed on."""
+    """Environment variables of the role's processes. From your shell only a fixed list of
+    variables such as PATH and HOME, and those in [env] passed, are passed on."""
     launcher: Literal["direct", "apptainer", "pyxis"] = "direct"
     """direct: run on the node itself; apptainer, pyxis: run in a container ([container])."""
     image: str | None = None

@@ -135,7 +135,8 @@ class EnvTable(Table):
     python: str | None = None
     """The interpreter on the nodes that has rrl and runs the built-in roles; default: the interpreter of rrl submit."""
     passed: Annotated[tuple[str, ...], Field(strict=False), AfterValidator(_variables)] = ()
-    """Variables of the submitting shell that roles get besides PATH, HOME and the like: "WANDB_API_KEY", "NCCL_*"."""
+    """Variables of the submitting shell that roles get besides a fixed list such as PATH and HOME; for example
+    "WANDB_API_KEY", "NCCL_*"."""
     probe: Annotated[tuple[str, ...], Field(strict=False), AfterValidator(_modules)] = ()
     """Python modules that each node must be able to import before a role is placed there."""
 

@@ -1,8 +1,8 @@
 """The routes with which agents outside of the run open episodes and end them.
 
 ``POST /rrl/v1/episodes`` with the key of the run opens an episode, and returns its key. With that key, the paths
-``finish``, ``reward`` and ``fail`` below it end the episode. Opening may be repeated with the same ``Idempotency-Key``,
-and each of the others with the same body.
+``finish``, ``reward`` and ``fail`` below it end the episode. A request that opens an episode may be repeated with the
+same ``Idempotency-Key``, any other request with the same body.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ def next_token(
 
     Args:
         logits: Logits of the next token: [vocabulary].
-        sampling: What differs from the job.
+        sampling: The settings that differ from the job's.
         temperature: Temperature of the job.
         prompt: Tokens before the answer.
         sampled: Tokens of the answer so far.

@@ -36,7 +36,7 @@ _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "frequency_penalty": (lambda value: -2 <= value <= 2, "must be a number from -2 to 2"),
     "repetition_penalty": (lambda value: 0 < value <= 100, "must be a number above 0 and at most 100"),
 }
-"""Keys of :class:`Sampling` that are numbers, and what they may be."""
+"""Keys of :class:`Sampling` that are numbers, and their valid values."""
 _WHOLE = {
     "top_k": (lambda value: 1 <= value < 2**31, "must be a whole number, 1 or more"),
     "seed": (lambda value: -(2**63) <= value < 2**63, "must be a whole number of 64 bits"),
