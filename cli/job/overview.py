@@ -48,7 +48,7 @@ def _count(number: int, thing: str) -> str:
 
 
 def _hours_text(spec: RunSpec, needs: Demand) -> str:
-    """Return the GPU-hours at most, or without GPUs the core-hours."""
+    """Return the maximum of GPU-hours, or of core-hours without GPUs."""
     walltime = duration_text(spec.walltime)
     if needs.gpus:
         return f"at most {needs.gpu_hours:.0f}: {_count(needs.gpus, 'GPU')} for {walltime}"

@@ -178,7 +178,7 @@ class Lengths:
 
     @property
     def typical(self) -> GroupEstimate:
-        """The estimate of a group of whose prompt nothing is known."""
+        """The estimate of a group if nothing is known about its prompt."""
         mean, variance = self._moments.typical
         return GroupEstimate(_bounded(mean, self.limit), variance, self._moments.within)
 

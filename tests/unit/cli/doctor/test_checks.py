@@ -165,7 +165,8 @@ SPOILT: list[tuple[str, Verdict, str, Facts]] = [
     ("host.filter", FAIL, 'weights = "nixl" does not start over TCP', host(
         network=network(filter_refused="Operation not permitted"), python=msgspec.structs.replace(
             findings.host().python, packages={"nixl-cu12": "1.5.1"}))),
-    ("host.filter", OK, "no installed package needs one", host(network=network(filter_refused="Operation not permitted"))),
+    ("host.filter", OK, "no installed package needs one",
+     host(network=network(filter_refused="Operation not permitted"))),
     ("host.ucx", UNKNOWN, "names no transport", host(ucx=Ucx("1.21.0", {}, "the system's UCX"))),
     ("host.nvml", OK, "2 x", host(nvml=Nvml("550.1", ("2 x",)))),
     ("host.nvml", WARN, "Driver/library version mismatch", host(nvml=NVML_ERROR)),
