@@ -80,7 +80,9 @@ def storage_checks(facts: Facts) -> list[Check]:
         writable = fail("runs.writable", text)
         durable = unknown("runs.durable", f"nothing could be written ({text})")
     else:
-        where = storage.root if storage.at == storage.root else f"{storage.root} (not there yet; {storage.at} is)"
+        where = (
+            storage.root if storage.at == storage.root else f"{storage.root} (does not exist yet; {storage.at} does)"
+        )
         writable, durable = ok("runs.writable", where), _durable(storage)
     return [writable, _kind(storage, facts), _space(storage), durable]
 
