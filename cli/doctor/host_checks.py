@@ -80,9 +80,7 @@ def storage_checks(facts: Facts) -> list[Check]:
         writable = fail("runs.writable", text)
         durable = unknown("runs.durable", f"nothing could be written ({text})")
     else:
-        where = (
-            storage.root if storage.at == storage.root else f"{storage.root} (does not exist yet; {storage.at} does)"
-        )
+        where = storage.root if storage.at == storage.root else f"{storage.root} (missing; {storage.at} exists)"
         writable, durable = ok("runs.writable", where), _durable(storage)
     return [writable, _kind(storage, facts), _space(storage), durable]
 

@@ -109,7 +109,7 @@ class EpisodeRecords:
             group.oldest = record.weights if group.oldest is None else min(group.oldest, record.weights)
 
     def _end_turn(self, episode: EpisodeState, turn: TrajectoryState, length: int) -> None:
-        """Discard tokens sampled after the first ``length``; a turn that continues after them gets them as given ones."""
+        """Discard tokens sampled after the first ``length``; a turn that continues after them gets them as given."""
         assert turn.turn is not None
         whole, end = sampled_tokens(turn), prompt_length(turn) + length
         for other in episode.turns.values():
