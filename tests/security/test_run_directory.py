@@ -142,7 +142,7 @@ def _cut(path: Path) -> None:
         ("keys.json", lambda path: path.chmod(0o640), "keys.json has mode 0640; the run's keys must be 0600: chmod"),
     ],
 )  # fmt: skip
-def test_a_run_without_what_a_manager_needs_gets_none(
+def test_run_without_the_files_of_a_manager_gets_none(
     run: RunDir, capsys: pytest.CaptureFixture[str], name: str, damage: Callable[[Path], None], says: str
 ) -> None:
     damage(run.path / name)

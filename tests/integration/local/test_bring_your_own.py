@@ -23,7 +23,7 @@ def _recovered(run: TestRun) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: str(path.relative_to(EXAMPLES)))
-def test_a_shipped_job_is_right(path: Path) -> None:
+def test_shipped_job_is_valid(path: Path) -> None:
     assert resolve(load_job(path), "python").roles
 
 

@@ -48,7 +48,7 @@ def test_a_process_of_its_own_finds_it_by_the_loaders_path(driver: FakeDriver) -
     assert done.stdout == "4\n", done.stderr
 
 
-def test_without_its_state_it_says_that_no_driver_is_loaded(
+def test_stand_in_without_a_state_file_reports_an_unloaded_driver(
     driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So that a process which loaded it once is, for all other tests, one without a driver."""

@@ -86,7 +86,7 @@ def test_every_check_has_a_meaning_and_every_meaning_a_check() -> None:
     assert {name.partition(".")[0] for name in names} == set(GROUPS)
 
 
-def test_where_all_is_well_only_what_hetjobs_do_is_warned_of() -> None:
+def test_healthy_site_only_warns_of_heterogeneous_jobs() -> None:
     assert [check.name for check in judge(findings.facts()) if check.verdict is not OK] == ["slurm.hetjob"]
 
 
@@ -389,7 +389,7 @@ def test_doctor_view_equals_the_snapshot(scene: str, width: int) -> None:
     matches_stored(f"doctor_{scene}_{width}", text)
 
 
-def test_what_slurm_says_is_never_taken_for_markup() -> None:
+def test_text_of_slurm_is_never_taken_for_markup() -> None:
     text = drawn(doctor_view([Check("slurm.pool", FAIL, "[red]boom[/red] [/nonsense]", "[slurm] account")]), 100)
     assert "[red]boom[/red] [/nonsense]" in text
     assert "→ [slurm] account" in text

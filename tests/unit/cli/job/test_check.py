@@ -217,7 +217,7 @@ def test_check_as_json_has_the_warnings_too(site: Site, capsys: pytest.CaptureFi
          "the run needs 2 jobs to start, and MaxJobs of account astro is 1"),
     ],
 )  # fmt: skip
-def test_what_could_never_start_is_one_line_exit_code_2_and_nothing_started(
+def test_job_that_can_never_start_is_one_line_and_exit_code_2(
     site: Site, capsys: pytest.CaptureFixture[str], command: str, commands: dict[str, str], extra: str, line: str
 ) -> None:
     assert site.has(**commands).run(command, extra=extra) == 2

@@ -238,7 +238,7 @@ def test_wait_ends_with_a_message_when_the_run_ends_first(root: Path, capsys: py
     assert f"rrl: {RUN} has ended (completed) before kill rollout/0 was due" in capsys.readouterr().err
 
 
-def test_wait_without_a_manager_says_how_to_start_one(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wait_without_a_manager_names_the_command_to_start_one(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = allowing(lease=0.3).written(root)
     (run.epochs / "000001").write_bytes(
         msgspec.json.encode(LeaseHolder("elsewhere", 1, 17))

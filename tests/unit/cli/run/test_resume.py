@@ -79,7 +79,7 @@ def test_a_run_goes_on_with_more_steps_and_time_and_its_new_spec_is_a_valid_one(
     assert not ended.run.resume_claimed.exists()
 
 
-def test_where_no_manager_can_be_started_nothing_is_changed(ended: Ended, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_changed_if_no_manager_can_be_started(ended: Ended, capsys: pytest.CaptureFixture[str]) -> None:
     def fail() -> None:
         raise OSError("no such partition")
 

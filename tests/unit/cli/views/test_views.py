@@ -221,7 +221,7 @@ def test_the_same_state_gives_the_same_picture() -> None:
     assert drawn(status_view(state, story.now, 100), 100) == drawn(status_view(story.recorded(), story.now, 100), 100)
 
 
-def test_what_a_run_says_is_never_taken_for_markup() -> None:
+def test_text_of_a_run_is_never_taken_for_markup() -> None:
     story = Story().works().ends(Outcome.FAILED, "[red]boom[/red] [/nonsense] :smile:")
     assert "[red]boom[/red] [/nonsense] :smile:" in drawn(status_view(story.recorded(), story.now, 100), 100)
 

@@ -537,7 +537,7 @@ def test_job_may_consist_of_an_own_role_only(tmp_path: Path) -> None:
     assert view.steps == 0
 
 
-def test_what_is_no_text_is_refused_with_the_line(tmp_path: Path) -> None:
+def test_file_that_is_not_text_is_refused_with_the_line(tmp_path: Path) -> None:
     assert error_text(tmp_path, b"[run]\nname = '\xff'") == "job.toml:2: byte 0xff is not UTF-8; save the file as UTF-8"
 
 
@@ -546,7 +546,7 @@ def test_control_characters_of_a_file_never_reach_the_terminal(tmp_path: Path) -
     assert lines.isprintable()
 
 
-def test_what_cannot_be_opened_is_one_line(tmp_path: Path) -> None:
+def test_file_that_cannot_be_opened_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     lines = []

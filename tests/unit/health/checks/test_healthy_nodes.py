@@ -139,7 +139,7 @@ def test_a_rise_of_hours_ago_is_none_of_the_last_minute() -> None:
 
 # ── Xids ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize("code", [48, 64, 79, 95, 140])
-def test_what_a_reset_has_cured_counts_no_more_also_with_old_drivers(code: int) -> None:
+def test_xid_cured_by_a_reset_no_longer_counts_even_with_old_drivers(code: int) -> None:
     assert ObservedNode().gpus(old_driver()).xid(code, age=HOUR).verdict("xid") is Verdict.WARN
 
 

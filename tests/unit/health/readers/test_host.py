@@ -75,7 +75,7 @@ def test_mount_that_answers_has_its_file_system_and_used_share(tmp_path: Path) -
     assert (proc.answers, proc.filesystem, proc.used) == (True, "proc", None)  # of no size
 
 
-def test_a_path_that_is_not_there_does_not_answer_and_says_why(tmp_path: Path) -> None:
+def test_missing_path_does_not_answer_and_has_a_reason(tmp_path: Path) -> None:
     with mounts_reader(tmp_path / "nowhere") as mounts_:
         (mount,) = mounts_.read()
     assert (mount.answers, mount.why) == (False, "No such file or directory")
@@ -277,7 +277,7 @@ def test_host_figures_are_read_in_their_units(tmp_path: Path) -> None:
     assert data.unread == {}
 
 
-def test_what_a_host_does_not_have_is_unread(tmp_path: Path) -> None:
+def test_value_that_a_host_lacks_is_unread(tmp_path: Path) -> None:
     (tmp_path / "proc").mkdir()
     data = reader(tmp_path).read()
     assert (data.memory_total, data.oom_kills, data.load, data.governor) == (None, None, None, None)

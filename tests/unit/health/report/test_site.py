@@ -88,7 +88,7 @@ def test_evidence_of_another_run_counts_and_that_of_another_node_does_not() -> N
     assert {one[0]: one[1] for one in owners(here + there)} == {"n1": "infra", "n2": "software"}
 
 
-def test_a_finding_about_a_replica_says_nothing_of_its_node() -> None:
+def test_finding_about_a_replica_does_not_affect_its_node() -> None:
     hangs = found(5, "n1", incarnation="rollout/0#1", cause=Cause.HANG)
     records = [began(0, "r", ANNA), hangs, failed(10, "n1", cause="hang")]
     assert owners(sourced(ANNA, "r", records)) == [("n1", "software", "hang")]
@@ -115,7 +115,7 @@ def test_two_nodes_with_the_same_cause_within_ten_minutes_point_at_each_other() 
     assert node(week(), "n5").related_nodes == ["n6"]
 
 
-def test_what_an_earlier_run_found_says_nothing_of_a_failure_long_after_it() -> None:
+def test_finding_of_an_earlier_run_is_no_evidence_of_a_much_later_failure() -> None:
     first = sourced(ANNA, "r", began(0, "r", ANNA), held(0, "n1"), found(HOUR, "n1"), over(2 * HOUR))
     soon = sourced(BEN, "s", began(DAY_S, "s", BEN), held(2 * HOUR, "n1"), failed(2 * HOUR + 300, "n1"))
     late = sourced(BEN, "s", began(DAY_S, "s", BEN), held(DAY_S, "n1"), failed(DAY_S + HOUR, "n1"))
@@ -335,7 +335,7 @@ def test_finding_on_many_nodes_at_once_is_reported_for_the_site() -> None:
     ]
 
 
-def test_what_most_nodes_have_though_it_is_proved_blames_none_of_them() -> None:
+def test_finding_of_most_nodes_blames_none_of_them_even_with_proof() -> None:
     held_back = (Flag.HELD_BACK, Flag.ON_MOST_NODES)
     wrong = found(5, "n1", Verdict.WARN, detector="gpu_count", proof=False, flags=held_back)
     assert owners(sourced(ANNA, "r", began(0, "r", ANNA), wrong, failed(10, "n1")))[0][1] == "software"

@@ -200,7 +200,7 @@ def test_saving_error_ends_the_process_and_is_raised_by_the_next_save(scene: Sce
     wait_until(lambda: scene.failed == [scene.me.raises])
 
 
-def test_to_be_asked_to_leave_is_no_error(scene: Scene) -> None:
+def test_stop_request_is_no_error(scene: Scene) -> None:
     scene.me.raises = Stopping()
     scene.me.may_commit.set()
     scene.save(1)

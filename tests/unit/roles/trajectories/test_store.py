@@ -103,7 +103,7 @@ def test_two_rollouts_never_hold_the_same_trajectory(tmp_path: Path) -> None:
     assert not mine & yours
 
 
-def test_what_was_leased_in_an_answer_that_got_lost_is_given_again(tmp_path: Path) -> None:
+def test_trajectory_leased_in_a_lost_answer_is_sent_again(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     first = lease(store, ROLLOUT, 2)
     assert lease(store, ROLLOUT, 2) == first
@@ -242,7 +242,7 @@ def test_the_same_segments_again_change_nothing(tmp_path: Path) -> None:
         pytest.param(segment(99, 0, (7,)), id="a trajectory that nobody made"),
     ],
 )
-def test_what_neither_continues_nor_repeats_is_denied_and_nothing_of_it_is_kept(tmp_path: Path, wrong: Segment) -> None:
+def test_segment_that_neither_continues_nor_repeats_is_denied_and_not_stored(tmp_path: Path, wrong: Segment) -> None:
     store = open_store(tmp_path)
     lease(store)
     assert store.append(ROLLOUT, [segment(0, 0, (5, 6))]) == Done()

@@ -162,7 +162,7 @@ def test_only_the_latest_request_of_an_incarnation_is_answered(store: Store) -> 
     assert asking.poll(TRAINER, Version(4, 1), Version(4, 1)).keys() == {2}
 
 
-def test_where_no_version_is_known_the_wait_ends_without_one(store: Store) -> None:
+def test_wait_without_a_known_version_ends_without_one(store: Store) -> None:
     asking = StoreFollowers(store)
     assert asking.poll(ROLLOUT) == {}
     assert asking.answers(WAIT) == {1: NotReady()}

@@ -486,7 +486,7 @@ def test_an_answer_to_a_peer_that_is_gone_is_dropped_silently() -> None:
     run(test())
 
 
-def test_several_live_in_one_loop_beside_the_main_thread_and_leave_nothing_behind() -> None:
+def test_several_endpoints_in_one_loop_leave_nothing_behind() -> None:
     def things() -> set[tuple[str, str]]:
         """The open descriptors but that of this listing, and the threads, each by its number."""
         files = [number for number in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{number}")]

@@ -211,7 +211,7 @@ def test_connection_closed_while_nixl_is_busy_does_not_delay_other_reads(reads: 
         reads.release_remote(again)
 
 
-def test_what_everybody_has_left_is_not_read_any_more(reads: NixlRuntime) -> None:
+def test_peer_without_connections_is_no_longer_read(reads: NixlRuntime) -> None:
     with other() as one:
         remote = reads.add_remote(one.name, one.replies)
         reads.release_remote(remote)

@@ -220,7 +220,7 @@ def test_corrupt_chunks_are_fetched_again_and_their_source_is_dropped(kind: str,
     run(test())
 
 
-def test_when_the_middle_one_falls_silent_it_is_left(kind: str, run: Run) -> None:
+def test_receiver_leaves_a_silent_source_in_the_middle_of_the_chain(kind: str, run: Run) -> None:
     async def test() -> None:
         async with AsyncExitStack() as stack:
             chain = await chained(kind, stack)
@@ -281,7 +281,7 @@ def test_without_a_publisher_complete_holders_serve_the_version(kind: str, run: 
 
 
 # ── newer versions ─────────────────────────────────────────────────────────────────────────────────────────────────
-def test_what_is_half_received_is_finished_though_a_newer_version_is_out(kind: str, run: Run) -> None:
+def test_half_received_version_is_finished_although_a_newer_one_exists(kind: str, run: Run) -> None:
     async def test() -> None:
         async with AsyncExitStack() as stack:
             chain = await chained(kind, stack)

@@ -100,7 +100,7 @@ async def test_readings_come_again_and_again_in_the_readers_time(tmp_path: Path)
 
 
 @story
-async def test_what_is_absent_or_denied_or_broken_says_so_with_its_reason(tmp_path: Path) -> None:
+async def test_absent_denied_or_broken_source_is_reported_with_its_reason(tmp_path: Path) -> None:
     async with isolated_reader(tmp_path, readers.IsAbsent, readers.IsDenied, readers.Raises) as client:
         found = [await asyncio.wait_for(client.next_reading(), TIMEOUT_S) for _ in range(3)]
     states = {(reading.reader, reading.state, reading.why) for reading in found}
@@ -188,7 +188,7 @@ async def test_reader_that_sends_garbage_does_not_affect_others(tmp_path: Path) 
 
 
 @story
-async def test_where_no_process_can_be_started_the_others_go_on(tmp_path: Path) -> None:
+async def test_other_readers_continue_if_one_process_cannot_be_started(tmp_path: Path) -> None:
     async with isolated_reader(tmp_path, readers.Good, readers.Dies) as client:
         process = client.pid
         assert process is not None

@@ -88,7 +88,7 @@ def test_error_that_prevents_all_reads_is_one_line(driver: FakeDriver, reader: N
         assert len(reader.read().gpus) == 2, "it is back with the next read"
 
 
-def test_what_is_not_supported_or_not_permitted_is_called_so(driver: FakeDriver, reader: NvmlReader) -> None:
+def test_unsupported_and_forbidden_fields_are_reported_as_such(driver: FakeDriver, reader: NvmlReader) -> None:
     driver.set(0, "power", None).fail("nvmlDeviceGetComputeRunningProcesses_v3", "NO_PERMISSION", 0)
     driver.fail("field:230", "INVALID_ARGUMENT", 0).fail("nvmlDeviceGetMaxClockInfo", "FUNCTION_NOT_FOUND", 0)
     gpu = reader.read().gpus[0]
