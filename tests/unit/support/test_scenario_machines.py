@@ -1,4 +1,4 @@
-"""The simulated machines and lives of scenarios: what a detector hears of an event is what a cluster would tell."""
+"""The simulated machines and processes of scenarios: detectors observe of an event what a real cluster would show."""
 
 from __future__ import annotations
 
