@@ -135,7 +135,7 @@ def await_restarted(run: RunDir, request: RestartRequest) -> Replica:
     while time.monotonic() < deadline:
         now = reader.state()
         if now is not None and now.finish is not None:
-            raise OperationFailed(f"{run.id} ended before {id} was there again; see: rrl status {run.id}")
+            raise OperationFailed(f"{run.id} ended before {id} had joined again; see: rrl status {run.id}")
         if now is not None and _has_rejoined(now, id, request.before):
             return now.replica(id)
         time.sleep(POLL_INTERVAL_S)
@@ -145,7 +145,7 @@ def await_restarted(run: RunDir, request: RestartRequest) -> Replica:
 def _cannot_restart(state: State) -> str:
     """Return why no replica of a run that has ended, or ends now, can be restarted, and what can be done instead."""
     if state.outcome is None:
-        return f"{state.run} is ending: nothing of it is restarted any more"
+        return f"{state.run} is ending: no replica is restarted any more"
     if state.outcome is not Outcome.COMPLETED:
         return f"{state.run} has ended ({state.outcome.value}); to continue it: rrl resume {state.run}"
     further = f"; to train more steps: rrl resume {state.run} --steps {2 * state.job.steps}" if state.job.steps else ""

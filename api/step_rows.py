@@ -12,7 +12,7 @@ from ..manager.reporting.step_metrics import StepRow, StepRows
 from ..manager.storage.journal import EventFollower, JournalError
 
 POLL_S = 0.5
-"""Seconds between two looks into the journal."""
+"""Seconds between two reads of the journal."""
 
 
 def step_rows(run: RunDir, *, follow: bool) -> Iterator[list[StepRow]]:

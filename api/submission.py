@@ -160,7 +160,7 @@ def _value_at(job: dict[str, Any], key: str) -> Any:
 def _is_unchanged(before: Any, after: Any, key_path: str) -> bool:
     """Return whether two values of a key are equal; a key that an earlier rrl did not have makes no difference.
 
-    ``key_path`` says where the values stand in job.toml.
+    ``key_path`` is the dotted path of the key in job.toml.
     """
     if key_path in CHANGEABLE_KEYS:
         return True

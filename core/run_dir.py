@@ -22,7 +22,7 @@ STORAGE_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Attempt(NamedTuple):
-    """What the name of a checkpoint's folder says of the attempt to write it."""
+    """An attempt to write a checkpoint, as the name of the checkpoint's folder describes it."""
 
     step: int
     incarnation: int

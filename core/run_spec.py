@@ -472,7 +472,7 @@ class RunSpec(Struct, frozen=True):
     health: HealthSpec = HealthSpec()
     track: TrackSpec = TrackSpec()
     notify: tuple[NotificationKind, ...] = ()
-    """Kinds of notifications to send. Where to, which may be a secret, stands in job.toml only."""
+    """Kinds of notifications to send. Their target, which may be a secret, is in job.toml only."""
     faults: tuple[Fault, ...] = ()
     """Faults that the job itself plans."""
     faults_allowed: bool = False

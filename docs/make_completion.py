@@ -1,8 +1,8 @@
-"""cli/completion/commands.json: what a shell completes, drawn from the commands of the command line.
+"""Make cli/completion/commands.json, the words that a shell completes, from the commands of rrl.
 
     .venv/bin/python -m rrl.docs.make_completion
 
-A test (tests/unit/cli/completion/test_candidates.py) holds the file to the code.
+A test (tests/unit/cli/completion/test_candidates.py) compares the file with the code.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ KINDS: dict[str, Any] = {
     "SHELL": [shell.value for shell in Shell],
     "table|json|html": ["table", "json", "html"],
 }
-"""What completes a value, by its name in the help. Any other value cannot be completed."""
+"""The candidates for a value, by the name of the value in the help. Other values are not completed."""
 _MAX_HELP_CHARS = 70
 
 
 def table() -> str:
-    """The file: each command by its name, with its help, options and arguments."""
+    """Return the file: each command by its name, with its help, options and arguments."""
     return json.dumps(dict(_commands(typer.main.get_group(app), "")), indent=1) + "\n"
 
 
@@ -54,7 +54,7 @@ def _commands(command: Any, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
             repeats = parameter.nargs == -1
             continue
         value = {} if parameter.is_flag else {"value": _kind(parameter)}
-        for option in parameter.opts if parameter.default is not True else ():  # what is so anyway is not offered
+        for option in parameter.opts if parameter.default is not True else ():  # flags that are on are not offered
             options[option] = {"help": _short(parameter.help or ""), **value}
         for option in parameter.secondary_opts if parameter.default is not False else ():
             options[option] = {"help": ""}
@@ -77,7 +77,7 @@ def _kind(parameter: Any) -> Any:
 
 
 def _short(text: str) -> str:
-    """The first sentence, without its end."""
+    """Return the first sentence without its full stop."""
     first = text.split(". ")[0].split("; ")[0].rstrip(".")
     return first if len(first) <= _MAX_HELP_CHARS else first[:_MAX_HELP_CHARS].rpartition(" ")[0] + " ..."
 

@@ -1,4 +1,4 @@
-"""Makes docs/doctor.md from what the code says of each check of ``rrl doctor``."""
+"""Make docs/doctor.md from the catalogue of the checks of ``rrl doctor``."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FAIL, else 0; `--json` prints the lines and the facts from which they were judge
 
 
 def page() -> str:
-    """The page."""
+    """Return the page."""
     parts = [_INTRODUCTION]
     for group, title in GROUPS.items():
         rows = [

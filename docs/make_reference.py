@@ -1,8 +1,8 @@
-"""docs/job.md: every key of job.toml, drawn from config/job/schema.py.
+"""Make docs/job.md, which describes every key of job.toml, from config/job/schema.py.
 
     .venv/bin/python -m rrl.docs.make_reference
 
-A key's meaning is the line under its field; a test (tests/project/test_docs.py) holds the page to the code.
+A key's meaning is the docstring under its field; a test (tests/project/test_docs.py) compares the page with the code.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ rrl submit base.toml more.toml --set roles.trainer.learning_rate=1e-6 --set clus
   setting in single quotes if it has quotes of its own, for a list, or for text that looks like a number:
   `--set 'env.passed=["A"]'`, `--set 'run.name="7"'`.
 - Relative paths start at the folder of the first file.
-- A complaint names the file and line, or the `--set`, in which the wrong key was written.
+- An error message names the file and line, or the `--set`, in which the wrong key was written.
 - `job.toml` in the run directory is the merged job spec as one file. A single file without settings is kept as it is,
   with its comments.
 
@@ -77,17 +77,17 @@ mistakes: VS Code with the extension Even Better TOML, and others with the langu
 
 
 def reference() -> str:
-    """The page."""
+    """Return the page."""
     return f"{_INTRODUCTION}\n" + "\n".join(_table(Job, ())).rstrip() + "\n"
 
 
 def undescribed() -> list[str]:
-    """Keys without a meaning."""
+    """Return the keys without a meaning."""
     return [line for line in reference().splitlines() if line.startswith("| `") and line.endswith("|  |")]
 
 
 def _table(model: type[BaseModel], path: tuple[str, ...], many: bool = False) -> list[str]:
-    """The table of ``model`` at ``path``, then those in it. What a role shares with all others is not repeated."""
+    """Return the table of ``model`` at ``path``, then the tables in it, without the keys that all roles share."""
     rows: list[str] = []
     below: list[str] = []
     for name, field in model.model_fields.items():
@@ -116,7 +116,7 @@ def _named_by_the_user(table: type[BaseModel], path: tuple[str, ...]) -> Iterato
 
 
 def _phase(one: Phase) -> str:
-    longest = "for ever" if one.longest == math.inf else f'`"{duration_text(one.longest)}"`'
+    longest = "unlimited" if one.longest == math.inf else f'`"{duration_text(one.longest)}"`'
     meaning = "progresses" if one.progresses else f"waits for {one.waits_for}" if one.waits_for else "does its work"
     if one.name == WAIT_EXTERNAL:
         meaning = "waits for a service outside of the run (`rrl.waiting`)"
@@ -143,7 +143,7 @@ def _default(field: FieldInfo) -> str:
 
 
 def _meaning(text: str | None) -> str:
-    """A docstring as Markdown in one cell."""
+    """Return a docstring as Markdown for one cell of a table."""
     plain = re.sub(r":\w+:`~?([^`]+)`", r"`\1`", " ".join((text or "").split()))
     return plain.replace("``", "`").replace("|", "\\|").replace("<", "&lt;")
 
@@ -160,7 +160,7 @@ def _value(field: FieldInfo) -> str:
 
 
 def _named(annotation: Any, metadata: Sequence[Any] = ()) -> str:
-    """A type in TOML's terms, with its bounds."""
+    """Return the name of a type in TOML's terms, with its bounds."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _named(arguments[0], annotation.__metadata__)
@@ -177,7 +177,7 @@ def _named(annotation: Any, metadata: Sequence[Any] = ()) -> str:
 
 
 def _bounds(metadata: Sequence[Any]) -> str:
-    """Where it says something: a size or duration above nothing need not say so."""
+    """Return the bounds of a number as text; empty for sizes and durations, which are positive anyway."""
     given = [one for each in metadata for one in getattr(each, "metadata", [each])]
     bounds = [f" {sign} {getattr(one, key)}" for key, sign in _BOUNDS.items() for one in given if hasattr(one, key)]
     return "" if DURATION in metadata or SIZE in metadata else ",".join(bounds)
@@ -189,7 +189,7 @@ def _quoted(value: object) -> str:
 
 # ── reading the code ───────────────────────────────────────────────────────────────────────────────────────────────
 def _model_of(annotation: Any) -> type[BaseModel] | None:
-    """The model of a table, of one that may be left out, of an array of tables, or of tables that the user names."""
+    """Return the model of a table, an optional table, an array of tables, or tables that the user names; else None."""
     inside: dict[Any, int] = {tuple: 0, dict: 1, types.UnionType: 0}
     origin = get_origin(annotation)
     one = get_args(annotation)[inside[origin]] if origin in inside else annotation
@@ -197,14 +197,14 @@ def _model_of(annotation: Any) -> type[BaseModel] | None:
 
 
 def _common(roles: type[BaseModel]) -> type[BaseModel]:
-    """What all roles have in common."""
+    """Return the model with the keys that all roles share."""
     base = next(iter(roles.model_fields.values())).annotation.__mro__[1]  # type: ignore[union-attr]
     assert issubclass(base, BaseModel)
     return base
 
 
 def _shared(model: type[BaseModel]) -> set[str]:
-    """Keys that ``model`` has from another table as they are there."""
+    """Return the keys that ``model`` inherits unchanged from another table."""
     parent = model.__mro__[1]
     inherited = set(parent.model_fields) if issubclass(parent, BaseModel) else set()
     return inherited - set(model.__annotations__)

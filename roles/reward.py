@@ -116,7 +116,7 @@ class Scorer:
             self._reported.add(why)
             _log.warning(
                 "%s for item %s of [task]; the group of this item is dropped; further groups that are dropped for this"
-                " reason cause no warning",
+                " reason are not logged",
                 why, item.item, exc_info=error,
             )  # fmt: skip
         self._failures += 1

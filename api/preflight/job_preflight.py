@@ -37,7 +37,7 @@ ENDPOINT_PACKAGES = ("starlette", "uvicorn")
 
 
 class Preflight(Struct, frozen=True):
-    """What this machine and Slurm say about a job that could start."""
+    """The result of comparing a valid job with this machine, and of Slurm's test."""
 
     doubts: list[str]
     """One line for each reason for which the run may fail or wait."""
@@ -188,8 +188,8 @@ def _python_mismatch(job: Job) -> list[str]:
     built_in = any(role.program is None for role in job.every_role().values())
     if not active or job.env.python or not built_in:
         return []
-    return [f"env.{active} is there for commands of your own; the built-in roles run with {sys.executable}: write"
-            " env.python for another one"]  # fmt: skip
+    return [f"env.{active} applies only to commands of your own; the built-in roles run with {sys.executable}: set"
+            " env.python to change that"]  # fmt: skip
 
 
 def _check_trusted_network(job: Job, document: JobDocument) -> list[str]:
@@ -278,9 +278,9 @@ def _check_endpoint_route(job: Job) -> list[str]:
     network = job.transport.network
     if job.roles.endpoint is None or not listens_on_loopback(job.cluster.kind, network):
         return []
-    reason = f'[transport] network = "{network}"' if network else 'without [transport] network, kind = "local"'
-    return [f"roles.endpoint: {reason} is the loopback of a machine: agents on other machines cannot reach the"
-            " endpoint; set `network` to an interface that they reach"]  # fmt: skip
+    reason = f'[transport] network = "{network}"' if network else 'kind = "local" without [transport] network'
+    return [f"roles.endpoint: with {reason} the endpoint listens on a loopback address, which agents on other machines"
+            " cannot reach; set `network` to an interface that they can reach"]  # fmt: skip
 
 
 def _check_trackers_installed(job: Job) -> list[str]:
@@ -311,7 +311,7 @@ def _check_model(job: Job, document: JobDocument) -> list[str]:
     elif wrong_model := validate(folder, model.chat, model.max_length):
         problem = Problem(("model", wrong_model.key), wrong_model.text)
     elif job.sampling.max_new_tokens >= (longest := max_length(model.path, model.max_length)):
-        text = f"{job.sampling.max_new_tokens} leaves no room for a prompt: the model of path takes {longest} tokens"
+        text = f"{job.sampling.max_new_tokens} leaves no room for a prompt: the model in path takes {longest} tokens"
         problem = Problem(("sampling", "max_new_tokens"), f"{text} in all; lower it")
     else:
         return []
@@ -355,5 +355,5 @@ def _limits_summary(worst: WorstCase, observed: JobLimits) -> str:
     if observed.unknown:
         lines.append(f"limits  UNKNOWN: {observed.unknown}")
     elif not observed.limits:
-        lines.append("limits  none that hold for this user and these options")
+        lines.append("limits  none for this user and these options")
     return "\n".join(lines)

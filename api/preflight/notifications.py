@@ -14,7 +14,7 @@ _COMMAND_KEY = ("notify", "command")
 
 
 def notifications_text(job: Job) -> str:
-    """Return which notifications are sent, and where to without what may be secret; empty if none is."""
+    """Return which notifications are sent, and their target without secret parts; empty if none is sent."""
     if job.notify is None:
         return ""
     notify = job.notify.without_secrets()
@@ -25,7 +25,8 @@ def notifications_text(job: Job) -> str:
 def notification_problem(job: Job, folder: Path) -> Problem | None:
     """Return why the command of the notifications cannot be started on this machine, or None.
 
-    ``folder`` is that of job.toml, where the command runs. The problem is certain if the manager runs on this machine.
+    ``folder`` is the folder of job.toml, where the command runs. The problem is certain if the manager runs on this
+    machine.
     """
     if job.notify is None or job.notify.command is None:
         return None

@@ -17,7 +17,7 @@ from ...transport.keys import RunKeys
 from ..common.output import print_json, program
 
 ROLE = "endpoint"
-_SECRET = "secret: whoever has this key can open episodes of the run and set their rewards"
+_SECRET = "secret: anyone with this key can open episodes of the run and set their rewards"
 
 
 class ServingReplica(Struct, frozen=True):

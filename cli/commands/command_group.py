@@ -1,4 +1,4 @@
-"""``rrl`` as a group of commands: the help in sections, and an answer to the words of similar programs."""
+"""``rrl`` as a group of commands: the help in sections, and hints for commands of similar programs."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typer.core import TyperGroup
 SECTIONS = {
     "Prepare a job": ("init", "check", "schema", "completion"),
     "Start, watch and end runs": ("submit", "status", "list", "logs", "cancel", "resume", "rm", "manage"),
-    "Understand a run, and take home what it made": ("explain", "metrics", "track", "export"),
-    "Change a run that is at work": ("restart", "drain", "undrain", "inject"),
+    "Understand a run, and get its results": ("explain", "metrics", "track", "export"),
+    "Change a run in progress": ("restart", "drain", "undrain", "inject"),
     "Train agents": ("episodes", "endpoint", "relay"),
     "Look after a site": ("doctor", "health"),
 }

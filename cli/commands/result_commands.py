@@ -1,4 +1,4 @@
-"""Commands that read what a run leaves behind. Each imports its module only when it runs."""
+"""Commands that read the results of a run. Each imports its module only when it runs."""
 
 from __future__ import annotations
 

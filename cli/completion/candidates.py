@@ -1,6 +1,6 @@
 """Complete a command line of ``rrl`` for a shell.
 
-A shell asks at each press of the tabulator key, so this module and what it imports must be light. The commands come
+A shell starts this module at each press of the Tab key, so its imports must be few and fast. The commands come
 from ``commands.json`` (made by ``docs/make_completion.py``); runs, replicas and nodes come from the files of runs.
 """
 
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from ...core.run_dir import RunDir, runs_root
 
 FILE, FOLDER = ":file", ":folder"
-"""Answers after which the shell completes names of files or folders itself."""
+"""Candidates that tell the shell to complete names of files or folders itself."""
 _DATA = Path(__file__).parent
 
 
@@ -36,7 +36,7 @@ def print_candidates(words: Sequence[str]) -> int:
 
 
 def script(shell: str) -> str:
-    """Return the script that makes a shell (bash, zsh, fish) complete ``rrl``."""
+    """Return the completion script of ``rrl`` for a shell (bash, zsh, fish)."""
     return (_DATA / f"script.{shell}").read_text(encoding="utf-8")
 
 
@@ -59,7 +59,7 @@ def candidates(words: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 class _Line:
-    """What the words before the cursor say.
+    """The command, options and arguments before the cursor.
 
     Args:
         table: The commands by their names, ``""`` for ``rrl`` itself.
@@ -86,7 +86,7 @@ class _Line:
 
     @property
     def run(self) -> str | None:
-        """Return the run that the arguments name; None if none is named, so that the newest is meant."""
+        """Return the run that the arguments name; None, which stands for the newest run, if they name none."""
         kinds = self._table[self._command]["arguments"]
         return self.arguments[kinds.index("run")] if "run" in kinds[: len(self.arguments)] else None
 
@@ -132,7 +132,7 @@ class _Line:
 
 
 def _joined(words: Sequence[str]) -> list[str]:
-    """Return the words, with ``--option``, ``=`` and ``value`` in one: bash takes them apart."""
+    """Return the words with ``--option``, ``=`` and ``value`` joined: bash passes these as three words."""
     joined: list[str] = []
     for word in words:
         if word == "=" and joined and joined[-1].startswith("--"):
@@ -164,7 +164,7 @@ def _replicas(run: RunDir) -> Iterator[tuple[str, str]]:
 
 
 def _selectors(run: RunDir) -> Iterator[tuple[str, str]]:
-    """Yield what ``rrl logs`` selects."""
+    """Yield the selectors that ``rrl logs`` takes."""
     yield from ((role.name, "all replicas") for role in _roles(run))
     yield from _replicas(run)
     yield from (("manager", ""), ("agent", "all agents"))
@@ -172,7 +172,7 @@ def _selectors(run: RunDir) -> Iterator[tuple[str, str]]:
 
 
 def _targets(run: RunDir) -> Iterator[tuple[str, str]]:
-    """Yield what ``rrl inject`` can hit."""
+    """Yield the targets that ``rrl inject`` takes."""
     yield from _replicas(run)
     yield from ((role.name, "one of its replicas, drawn at random") for role in _roles(run))
     for role in _roles(run):
@@ -184,7 +184,7 @@ def _targets(run: RunDir) -> Iterator[tuple[str, str]]:
 
 
 def _nodes(run: RunDir) -> Iterator[tuple[str, str]]:
-    """Yield the nodes on which an agent of the run has been."""
+    """Yield the nodes on which an agent of the run was started."""
     try:
         names = sorted(entry.name.removesuffix(".json") for entry in os.scandir(run.hardware))
     except OSError:
@@ -198,7 +198,7 @@ _VALUES_OF_RUN = {"replica": _replicas, "selector": _selectors, "target": _targe
 
 # ── runs ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 def _runs(root: Path) -> list[RunDir]:
-    """Return the runs in the folder of runs, the one first that was submitted or resumed last."""
+    """Return the runs in the folder of runs, the newest submission or resume first."""
     try:
         entries = [RunDir(Path(entry.path)) for entry in os.scandir(root) if not entry.name.startswith(".")]
     except OSError:

@@ -80,7 +80,7 @@ def storage_checks(facts: Facts) -> list[Check]:
         writable = fail("runs.writable", text)
         durable = unknown("runs.durable", f"nothing could be written ({text})")
     else:
-        where = storage.root if storage.at == storage.root else f"{storage.root} (not there yet; {storage.at} is)"
+        where = storage.root if storage.at == storage.root else f"{storage.root} (missing; {storage.at} exists)"
         writable, durable = ok("runs.writable", where), _durable(storage)
     return [writable, _kind(storage, facts), _space(storage), durable]
 
@@ -201,7 +201,7 @@ def packet_filter(name: str, network: Network | Unavailable, python: Python | Un
     text = f"the kernel does not let this user attach a packet filter: {network.filter_refused}"
     packages = {} if isinstance(python, Unavailable) else python.packages
     if network.rdma or not any(one.startswith("nixl") for one in packages):
-        return ok(name, f"{text}; nothing here needs one")
+        return ok(name, f"{text}; no installed package needs one")
     return fail(name, f'{text}; [transport] weights = "nixl" does not start over TCP')
 
 

@@ -356,7 +356,7 @@ def _deadnodes(config: Config) -> Check:
     seconds = _number(config, "SlurmdTimeout")
     if seconds is None:
         return unknown("slurm.deadnodes", "scontrol show config shows no SlurmdTimeout")
-    return ok("slurm.deadnodes", f"SlurmdTimeout={seconds} s; rrl's own agents notice sooner" if seconds else
+    return ok("slurm.deadnodes", f"SlurmdTimeout={seconds} s; rrl's agents notice a dead node sooner" if seconds else
               "SlurmdTimeout=0: Slurm never notices a dead node; rrl's own agents do")  # fmt: skip
 
 

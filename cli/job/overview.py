@@ -1,4 +1,4 @@
-"""What ``rrl check`` says first: the nodes, jobs and GPU-hours of a run, and when Slurm would start it. Pure."""
+"""The overview of ``rrl check``: the nodes, jobs and GPU-hours of a run, and when Slurm would start it. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def overview_text(spec: RunSpec, needs: Demand, starts: Mapping[str, str], now: 
         spec: The run spec.
         needs: What the run asks of its cluster.
         starts: Slurm's estimates of the start, by job, as local times (ISO 8601).
-        now: The local time; default: that of the clock.
+        now: The local time; default: the current time.
     """
     return "\n".join(f"{name:11}{text}" for name, text in _lines(spec, needs, starts, now or datetime.now()))
 
@@ -48,7 +48,7 @@ def _count(number: int, thing: str) -> str:
 
 
 def _hours_text(spec: RunSpec, needs: Demand) -> str:
-    """Return the GPU-hours at most, or without GPUs the core-hours."""
+    """Return the maximum of GPU-hours, or of core-hours without GPUs."""
     walltime = duration_text(spec.walltime)
     if needs.gpus:
         return f"at most {needs.gpu_hours:.0f}: {_count(needs.gpus, 'GPU')} for {walltime}"
@@ -56,7 +56,7 @@ def _hours_text(spec: RunSpec, needs: Demand) -> str:
 
 
 def _start_text(starts: Mapping[str, str], now: datetime) -> str:
-    """Return Slurm's estimates, each job by itself."""
+    """Return Slurm's estimates, one for each job."""
     if not starts:
         return "Slurm gives no estimate"
     texts = []

@@ -96,7 +96,7 @@ def _death_text(ended: CommandResult) -> str:
 
 
 def _sample_text(sample: Sample) -> str:
-    if not sample.prompt_tokens:  # of an agent, which makes prompts itself
+    if not sample.prompt_tokens:  # the item is for an agent, which makes the prompts itself
         return f"item {sample.item}  {_shown(sample.prompt)}"
     lines = [f"item {sample.item}", f"  prompt        {_shown(sample.prompt)}  ({_count(sample.prompt_tokens)})"]
     if sample.answer:

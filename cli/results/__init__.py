@@ -1,1 +1,1 @@
-"""Commands that read what a run leaves behind."""
+"""Commands that read the results of a run."""

@@ -10,7 +10,7 @@ from ..common.output import print_json, print_line, show
 from ..views.explanation import explanation_json, explanation_view
 
 MAX_NAMES = 12
-"""Number of names that a message lists."""
+"""Maximum number of names in a message."""
 
 
 def explain_run(name: str, about: str | None, *, json: bool) -> int:

@@ -80,7 +80,7 @@ def _check_node_command(run: RunDir, state: State | None, node: str) -> None:
     if state is None:
         raise UsageError(f"{run.id} has not begun yet; see: rrl status {run.id}")
     if state.finish is not None:
-        raise UsageError(f"{run.id} is {state.outcome.value if state.outcome else 'ending'}: it uses no node any more")
+        raise UsageError(f"{run.id} is {state.outcome.value if state.outcome else 'ending'}: it no longer uses a node")
     held_nodes = sorted(name for name, one in state.nodes.items() if one.allocation or one.excluded is not None)
     if node not in held_nodes:
         has = f"it has {', '.join(held_nodes)}" if held_nodes else "it has none yet"
@@ -114,9 +114,9 @@ def _drain_outcome(state: State, node: NodeName) -> str:
         return ""
     if one.drain_reason:
         return f"{node} is drained: {one.drain_reason}"
-    unused = f"{node} is used no more by this run"
+    unused = f"this run no longer uses {node}"
     if one.drain_error:
-        return f"{unused}; its drain is asked for in summary.json: {one.drain_error}"
+        return f"{unused}; its drain is requested in summary.json: {one.drain_error}"
     return f"{unused}; {one.status.detail}" if one.status is not None and one.status.detail else unused
 
 

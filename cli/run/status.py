@@ -35,13 +35,13 @@ MIN_FREE_BYTES = 64 * 2**10
 
 
 def status(name: str | None, *, json: bool) -> int:
-    """Print where a run stands; returns exit code 0. ``rrl status --live`` is :func:`rrl.cli.run.follow.show_live`."""
+    """Print the state of a run; returns exit code 0. ``rrl status --live`` is :func:`rrl.cli.run.follow.show_live`."""
     run = find_run(name)
     reader = StateReader(run)
     state = reader.state()
     if reader.torn and manager_gone(run):  # else it is only being written
         torn_text = f"the journal ends in {reader.torn} bytes of an unfinished record, which are ignored"
-        print(f"rrl: {torn_text}: nobody was told of it", file=sys.stderr)
+        print(f"rrl: {torn_text}: no process has acted on it", file=sys.stderr)
     failure = StartCheck(run).failure(state)
     if state is not None and failure:
         print(f"rrl: {run.id} was to go on, but {failure}; to try again: rrl manage {run.id}", file=sys.stderr)
@@ -149,7 +149,8 @@ def storage_trouble(run: RunDir) -> str:
     try:
         file_system = os.statvfs(run.path)
     except OSError as error:
-        return f"the run directory is away ({error.strerror}): nothing is decided until it is back; the roles go on"
+        trouble = f"the run directory is unavailable ({error.strerror})"
+        return f"{trouble}: nothing is decided until it is back; the roles go on"
     if file_system.f_flag & os.ST_RDONLY:
         return "the run directory is read-only: nothing is decided until it can be written; the roles go on"
     if file_system.f_bavail * file_system.f_frsize < MIN_FREE_BYTES:

@@ -1,7 +1,7 @@
 """A job spec as the user gave it: files, TOML text, tables and settings (``--set KEY=VALUE``), merged left to right.
 
 Tables are merged key by key; every other value, also a list, replaces the value before it. The document keeps where
-each key was written, so that a complaint names the file and line, or the setting.
+each key was written, so that an error message names the file and line, or the setting.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Setting(NamedTuple):
     key: KeyPath
     value: Any
     option: str
-    """The option as the user wrote it, such as ``--set run.steps=5``; complaints name it."""
+    """The option as the user wrote it, such as ``--set run.steps=5``; error messages name it."""
     typed: bool = False
     """True if the value was given in Python, so that no shell can have removed its quotes."""
 
@@ -62,7 +62,7 @@ class JobDocument:
 
     Args:
         parts: Files, TOML texts and tables, in their order; at least one.
-        settings: What replaces values of the parts, in its order.
+        settings: Values that replace those of the parts. If several set the same key, the last one counts.
 
     Raises:
         SpecError: A file cannot be read, a text is not valid TOML, or a table has a value that TOML does not have.
@@ -84,7 +84,7 @@ class JobDocument:
         self._places: dict[KeyPath, _Place] = {}
         """For each key its last place."""
         self._first_places: dict[KeyPath, _Place] = {}
-        """For each key its first place: where something is missing in a table that several files have."""
+        """For each key its first place, which is reported if a key is missing in a table that several files have."""
         text = ""
         for index, part in enumerate(parts):
             if isinstance(part, Mapping):
@@ -117,7 +117,7 @@ class JobDocument:
         """Return one line about a key: file and line, or the setting; then the key and the message.
 
         Args:
-            key: The key, or one that nobody wrote: then the table around it gives the place.
+            key: The key. If no file or setting contains it, the place is that of the table around it.
             message: What is wrong.
             missing: True if the key is missing, so that the first file with its table has to be completed.
         """
@@ -132,13 +132,13 @@ class JobDocument:
         return f"{location}: {dotted}: {message}" if dotted else f"{location}: {message}"
 
     def setting_at(self, key: KeyPath) -> Setting | None:
-        """Return the setting that gave the value of exactly this key; None if a file gave it."""
+        """Return the setting from which the value of exactly this key comes; None if it comes from a file."""
         place = self._places.get(key)
         setting = self._settings.get(place.source) if place is not None else None
         return setting if setting is not None and setting.key == key else None
 
     def order(self, key: KeyPath) -> tuple[int, int]:
-        """Return where a key stands among all keys, for sorting complaints: number of its source, and its line."""
+        """Return the position of a key, by which error messages are sorted: number of its source, and its line."""
         return self._nearest(key, self._places) or _Place(0, 0)
 
     def _nearest(self, key: KeyPath, places: Mapping[KeyPath, _Place]) -> _Place | None:

@@ -1,7 +1,7 @@
 """Describe job.toml as a JSON Schema, with which editors complete, explain and check it.
 
 The schema comes from the tables themselves. It accepts every valid job.toml; rules about several keys are left to
-``rrl check``. Draft 7 is the newest version that the usual plugin of editors for TOML (Taplo) reads; there, keywords
+``rrl check``. Draft 7 is the newest version that Taplo, the usual TOML plugin of editors, reads; in draft 7, keywords
 beside ``$ref`` are ignored.
 """
 
@@ -103,7 +103,7 @@ def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def _without_titles(schema: Any) -> Any:
-    """Return a schema without the titles that pydantic makes of names, and without keywords outside of the draft."""
+    """Return a schema without the titles that pydantic derives from names, and without keywords that draft 7 lacks."""
     if isinstance(schema, list):
         return [_without_titles(one) for one in schema]
     if not isinstance(schema, dict):

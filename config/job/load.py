@@ -1,10 +1,10 @@
-"""Make a :class:`rrl.config.job.schema.Job` of a job spec, or report what is wrong in it.
+"""Make a :class:`rrl.config.job.schema.Job` from a job spec, or report the mistakes in the job spec.
 
 A report lists all mistakes at once, one line each: the place, what is wrong, and what would be right::
 
     job.toml:12: roles.rollout.replica: unknown key; did you mean "replicas"?
 
-No file content raises any exception but SpecError.
+Whatever the file contains, no exception but SpecError is raised.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class _Mistake(NamedTuple):
     missing: bool = False
     """True if the key is missing."""
     wanted_text: bool = False
-    """True if the value must be text, and is a number, a truth value or a list."""
+    """True if the value must be text, but is a number, a boolean or a list."""
 
 
 def load_job(path: Path, folder: Path | None = None) -> Job:

@@ -42,7 +42,8 @@ class Role(Table):
     exclusive: bool = False
     """Give each replica whole nodes that no other role uses."""
     env: Annotated[dict[str, str], AfterValidator(environment)] = {}
-    """Environment variables of the role's processes. From your shell only PATH, HOME and the like are passed on."""
+    """Environment variables of the role's processes. From your shell only a fixed list of
+    variables such as PATH and HOME, and those in [env] passed, are passed on."""
     launcher: Literal["direct", "apptainer", "pyxis"] = "direct"
     """direct: run on the node itself; apptainer, pyxis: run in a container ([container])."""
     image: str | None = None
@@ -150,7 +151,7 @@ class RewardRole(Role):
 
 
 class AgentsRole(Role):
-    """Runs agents of yours, each for an episode, and serves them an OpenAI endpoint (docs/agents.md).
+    """Runs your agents, each for one episode, and serves them an OpenAI endpoint (docs/agents.md).
 
     With this table, the answers of an agent are what is trained, and ``[task]`` gives the items and, for an agent that
     returns no reward, the score of its last answer.
@@ -166,7 +167,7 @@ class AgentsRole(Role):
     """With command. attempt: one process for each attempt; replica: one for each replica, which calls rrl.join() and
     me.episodes()."""
     concurrency: Annotated[int, Field(ge=1, le=4096)] = 16
-    """Episodes at work at once in each replica."""
+    """Number of episodes that each replica runs at the same time."""
     timeout: Time = 1200.0
     """Longest time of one attempt at an episode; a longer one has failed."""
     reward_timeout: OptionalTime = None
@@ -198,8 +199,8 @@ class EndpointRole(Role):
     changes with each restart."""
     foreign: Literal["refuse", "context"] = _ENDPOINT.foreign
     """What happens to a call that would sample from another policy than the job's (its temperature, penalties, seed,
-    ...). refuse: it gets 400 that names the key. context: it is served, and its answer is context that is never
-    trained."""
+    ...). refuse: it gets status 400, with the name of the key. context: it is served, and its answer is context that is
+    never trained."""
     timeout: OptionalTime = None
     """Longest time of one attempt at an episode; a longer one has failed. Default: 20 min. With [roles.agents], write
     it there."""

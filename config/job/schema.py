@@ -140,7 +140,7 @@ class ModelTable(Table):
     tokenizer: TokenizerTable | None = None
     """Tokenizer of a model that rrl builds, which needs one; a model in ``path`` has its own."""
     tool_parser: Literal["qwen3", "qwen3.5", "glm", "deepseek-v3"] | None = None
-    """How the model writes calls of tools, where its chat template is not one that the endpoint knows
+    """How the model writes tool calls, if the endpoint does not recognise this from the chat template
     (docs/agents.md)."""
 
 
@@ -191,7 +191,7 @@ class SamplingTable(Table):
     for mathematics). Without a limit, a trainer whose weights no longer reach the rollouts continues to train and ruins
     the policy."""
     late: Literal["wait", "drop"] = _SAMPLING.late
-    """What a step does about a group that no later step may train, because its tokens would be too old. ``wait``: the
+    """What a step does with a group that no later step may train, because its tokens would be too old. ``wait``: the
     step waits for it. ``drop``: the group is dropped, which affects mostly long answers; the trained answers are then
     shorter than the sampled ones (docs/architecture.md, trajectories, 10)."""
     stream: bool = _SAMPLING.stream

@@ -16,7 +16,7 @@ from .base import OptionalTime, SbatchOptions, Strings, Table, Time
 
 NOTIFICATION_KINDS: tuple[NotificationKind, ...] = get_args(NotificationKind)
 MASK = "..."
-"""Stands for what may be secret in the target of notifications."""
+"""Replaces the parts of a notification's target that may be secret."""
 
 
 def _lines(lines: tuple[str, ...]) -> tuple[str, ...]:
@@ -135,7 +135,8 @@ class EnvTable(Table):
     python: str | None = None
     """The interpreter on the nodes that has rrl and runs the built-in roles; default: the interpreter of rrl submit."""
     passed: Annotated[tuple[str, ...], Field(strict=False), AfterValidator(_variables)] = ()
-    """Variables of the submitting shell that roles get besides PATH, HOME and the like: "WANDB_API_KEY", "NCCL_*"."""
+    """Variables of the submitting shell that roles get besides a fixed list such as PATH and HOME; for example
+    "WANDB_API_KEY", "NCCL_*"."""
     probe: Annotated[tuple[str, ...], Field(strict=False), AfterValidator(_modules)] = ()
     """Python modules that each node must be able to import before a role is placed there."""
 
@@ -155,7 +156,7 @@ class ContainerTable(Table):
 
 
 class NotifyTable(Table):
-    """Notifications: a message when something happens to the run, at most one an hour of each kind (docs/explain.md).
+    """Notifications: messages about what happens to the run, at most one an hour of each kind (docs/explain.md).
 
     Needs ``command`` or ``webhook``. Only the manager sends them, so a run whose manager cannot run sends none.
     """

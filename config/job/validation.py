@@ -121,7 +121,7 @@ def _model(job: Job) -> None:
 
 
 def _agents(job: Job) -> None:
-    """Check that agents, of the job or outside of it, have a chat template, and how those of the job are given."""
+    """Check that agents, of the job or outside of it, have a chat template, and that the job's agents are valid."""
     agents, endpoint, model = job.roles.agents, job.roles.endpoint, job.model
     if agents is None and endpoint is None:
         return
@@ -152,11 +152,11 @@ def _agent_program(agents: AgentsRole) -> None:
     if agents.function is not None and agents.command is not None:
         raise mistake((*at, "command"), "an agent is a function or a command; remove this key, or remove function")
     if agents.function is not None and "per" in agents.model_fields_set:
-        raise mistake((*at, "per"), "says what a process of command is for; remove this key, or write command")
+        raise mistake((*at, "per"), "has no effect without command; remove this key, or set command")
 
 
 def _endpoint(job: Job) -> None:
-    """Check that no key of the endpoint is without effect, and that replicas on one machine do not want one port."""
+    """Check that every key of the endpoint has an effect, and that replicas on one machine do not share a port."""
     endpoint, at = job.roles.endpoint, ("roles", "endpoint")
     if endpoint is None:
         return
@@ -164,7 +164,7 @@ def _endpoint(job: Job) -> None:
         for key in ("timeout", "retries", "reward_timeout"):
             if getattr(endpoint, key) is not None:
                 raise mistake(
-                    (*at, key), f"is that of the agents in this job; remove this key, or set {key} in [roles.agents]"
+                    (*at, key), f"has no effect beside [roles.agents]; remove this key, or set {key} in [roles.agents]"
                 )
     if endpoint.port and endpoint.replicas > 1 and (not endpoint.exclusive or job.cluster.kind == "local"):
         raise mistake(

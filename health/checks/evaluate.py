@@ -114,8 +114,9 @@ def _stuck_in_driver(state: NodeState) -> str:
 
 _READERS_CHECK = Check(
     "readers", READERS, _check_readers, "whether each reader of the node answers in time",
-    "a reader does not answer: UNKNOWN; NVML's reader does not answer for readers.stall s: WARN, support; neither does"
-    " DCGM's, or a process is stuck in the driver: FAIL, reboot", "NVSentinel (probe deadline)", any_reader=True,
+    "a reader does not answer: UNKNOWN; NVML's reader does not answer for readers.stall s: WARN, support; DCGM's"
+    " reader does not either, or a process is stuck in the driver: FAIL, reboot", "NVSentinel (probe deadline)",
+    any_reader=True,
 )  # fmt: skip
 
 CHECKS: tuple[Check, ...] = (

@@ -61,7 +61,7 @@ class Problem(Struct, frozen=True):
 
 
 class SlurmAnswer(Struct, frozen=True):
-    """What Slurm says about the jobs of a run."""
+    """Slurm's answer to the test of a run's jobs."""
 
     problems: list[Problem]
     """Why Slurm would reject a job, or why that could not be determined."""

@@ -46,7 +46,7 @@ class Demand(Struct, frozen=True):
     """Maximum of GPU-hours that the run's own nodes take. Replacements of failed nodes come in addition, until the run
     gives the failed nodes back."""
     core_hours: float
-    """The same of cores."""
+    """Maximum of core-hours, counted in the same way."""
     jobs_to_start: int
     """Slurm jobs that must be running before the run starts; 0 on the local cluster."""
     jobs: int
@@ -193,7 +193,7 @@ def allocations(spec: RunSpec) -> list[tuple[str, str]]:
         ]
     requests = {
         request.node_group: request for request in reversed(initial_requests(_example_run_id(spec), spec))
-    }  # of requests for the same node group, the first
+    }  # if several requests are for the same node group, the first one
     counts = {node_group.name: node_group.nodes for node_group in spec.node_groups if node_group.separate_jobs}
     texts = []
     for request in reversed(requests.values()):

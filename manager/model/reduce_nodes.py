@@ -180,7 +180,7 @@ def _note_reclaimed(state: State, at: float, allocation: Allocation, status: All
     current_allocations = {replica.allocation for replica in state.replicas.values() if replica.is_current}
     remaining = {tag: detail for tag, detail in state.reclaimed.items() if tag in current_allocations}
     if reclaimed and not allocation.releasing:
-        remaining[allocation.tag] = _detail_suffix(status).removeprefix(": ") or "its time is over"
+        remaining[allocation.tag] = _detail_suffix(status).removeprefix(": ") or "its walltime is over"
     return replace(state, reclaimed=remaining)
 
 

@@ -1,7 +1,7 @@
 """Durable claims of notifications: each is written before its notification is sent, so that none is sent twice.
 
-A manager that dies between claim and sending leaves a notification unsent; nobody sends it again. Of two managers that
-claim at once, one of which was frozen, only one creates the file.
+If a manager dies between claim and sending, its notification is never sent. If two managers claim at the same time,
+because one was frozen and has been replaced, only one of them creates the file.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ...core.run_spec import NotificationKind
 
 
 class Claim(Struct, frozen=True):
-    """A notification that is sent, or was to be sent."""
+    """The claim of a notification, whether the notification was sent or not."""
 
     kind: NotificationKind
     at: float
@@ -80,7 +80,7 @@ class Claims:
 
 
 def _read(path: Path, kind: NotificationKind) -> Claim:
-    """Return a claim; one whose writer died still counts for its time."""
+    """Return a claim; if its writer died, it has no keys, and the time of the file."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=Claim)
     except msgspec.MsgspecError:

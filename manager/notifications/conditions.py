@@ -1,7 +1,7 @@
-"""What a notification is sent about: conditions of a run that hold in its state. Pure.
+"""The conditions of a run that notifications are sent about, found in the state of the run. Pure.
 
 A condition has a key that names this one occurrence. Since conditions follow from the state, a new manager finds those
-that its predecessor did not live to send.
+that its predecessor died before sending.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from ..model.queries import workers
 from ..model.state import Node, Replica, State, Status
 
 LIMIT_S = 3600.0
-"""Time (s) after a notification in which no other one of its kind is sent. A run that has ended for longer is not
-notified of any more."""
+"""Time (s) after a notification in which no other one of its kind is sent. The end of a run is no
+longer sent after this time."""
 STALLED_AFTER_S = 1800.0
-"""Least time (s) without a committed training step after which a run counts as stalled: as long as the first pass of a
-phase may take (``limits.first_pass``)."""
+"""Minimum time (s) without a committed training step after which a run counts as stalled: as long as the first pass of
+a phase may take (``limits.first_pass``)."""
 USUAL_STEPS = 20
 """Number of newest training steps from whose durations the usual one is computed."""
 _LEARNED_STEPS = 3
-"""Number of durations from which on they say what is usual, as for the deadlines of phases."""
+"""Number of durations from which the usual one is computed, as for the deadlines of phases."""
 
 
 class Condition(Struct, frozen=True):
@@ -38,9 +38,9 @@ class Condition(Struct, frozen=True):
 
 
 class StallClock:
-    """Measures for how long a run has committed no training step, from the states that one manager shows to it.
+    """Measures for how long a run has committed no training step, from the states that one manager passes to it.
 
-    Under a new manager the time starts again, as all deadlines do.
+    A new manager begins to measure at 0 again, as for all deadlines.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class StallClock:
         if state.running_since is None or not state.job.steps or state.finish is not None:
             self._since = None
             return None
-        if self._since is None or state.running_since != self._running_since:  # it begins, or was resumed
+        if self._since is None or state.running_since != self._running_since:  # the run begins, or was resumed
             self._since, self._step, self._running_since = now, state.step, state.running_since
         if state.step != self._step:
             self._durations = [*self._durations, (now - self._since) / max(1, state.step - self._step)][-USUAL_STEPS:]
@@ -85,7 +85,7 @@ def conditions(state: State, now: float, stalled_s: float | None) -> list[Condit
 
 
 def _end(state: State, now: float) -> Iterator[Condition]:
-    """Yield the end of a run, unless it was cancelled or is long past."""
+    """Yield the end of a run, unless the run was cancelled or ended longer ago than :data:`LIMIT_S`."""
     kinds: dict[Outcome, NotificationKind] = {
         Outcome.COMPLETED: "completed", Outcome.FAILED: "failed", Outcome.REJECTED: "failed"
     }  # fmt: skip
@@ -103,7 +103,7 @@ def _degraded(state: State) -> Iterator[Condition]:
 
 
 def _reason(member: Replica) -> str:
-    """Return why a retired member is retired; empty if only an earlier stop has a reason."""
+    """Return why a member is retired; empty if no reason was recorded for its retirement."""
     restart = member.uncharged_restart
     if restart is not None and restart.at == member.since:
         return restart.why

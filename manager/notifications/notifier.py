@@ -1,9 +1,9 @@
 """Send the notifications that are due, from a thread of its own and by a child process for each.
 
-The thread looks at the newest state once a second, so notifications cost the manager's loop nothing. What it sees
-counts only once it is durable. For each kind it claims what holds and is not claimed yet (``claims``), at most once an
-hour, and then sends it: never twice, and not at all if the manager dies between claim and sending. A notification that
-fails or hangs costs one line of the log.
+Once a second the thread reads the newest state, so notifications do not delay the manager's loop; a state that is not
+durable yet is ignored. For each kind, at most once an hour, the thread claims the conditions that hold and are not
+claimed yet (``claims``), and then sends one notification about them: never twice, and not at all if the manager dies
+between claim and sending. A notification that fails or hangs only leads to one line in the log.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _log = logging.getLogger("rrl.manager")
 
 SENDER_MODULE = "rrl.manager.notifications.sender"
 CHECK_INTERVAL_S = 1.0
-"""Seconds between two looks at the state."""
+"""Seconds between two checks of the state."""
 SEND_TIMEOUT_S = 30.0
 """Seconds until a child process that sends a notification is killed. Starting Python from shared storage can take some
 seconds."""
@@ -48,7 +48,7 @@ class Notifier:
         state: Returns the newest state, or None before the first record.
         durable_seq: Returns the number of the newest record that is durable.
         now: Returns the manager's time (s).
-        check_interval_s: Seconds between two looks at the state.
+        check_interval_s: Seconds between two checks of the state.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Notifier:
         self._thread.start()
 
     def close(self) -> None:
-        """Look at the state once more, and wait for a limited time until everything is sent (blocking)."""
+        """Check the state once more, and wait for a limited time until everything is sent (blocking)."""
         state = self._state()
         ended = state is not None and state.outcome is not None
         self._closing.set()
@@ -103,7 +103,7 @@ class Notifier:
                 self._send(kind, message(self._run, state, kind, due, now))
 
     def _claim(self, kind: NotificationKind, held: Sequence[Condition], now: float) -> bool:
-        """Claim everything of a kind that holds; return False if all of it is claimed, or the hour is not over."""
+        """Claim the conditions of a kind; return False if all are claimed already, or if the hour is not over."""
         newest_at = self._claims.newest_at(kind)
         if newest_at is not None and now < newest_at + LIMIT_S:
             return False

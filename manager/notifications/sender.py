@@ -1,7 +1,7 @@
 """Send one notification: ``python -m rrl.manager.notifications.sender RUN_DIR``, with the JSON document on stdin.
 
-Where to send it stands in the run's job.toml alone, since an address or an argument may be a secret: no other file of
-the run and no message contains it. A command replaces this process. On failure one line is written to stderr, for the
+Only the run's job.toml contains the target, since an address or an argument may be a secret: no other file of the run
+and no message contains it. A command replaces this process. On failure one line is written to stderr, for the
 manager's log; exit code 0 means that the notification was accepted.
 """
 
@@ -23,8 +23,8 @@ from ...core.run_dir import RunDir
 REQUEST_TIMEOUT_S = 20.0
 """Seconds for each operation on the connection to a webhook."""
 LIFETIME_S = 60
-"""Seconds after which the kernel ends this process, or the command that replaces it, if the manager did not live to do
-so."""
+"""Seconds after which the kernel ends this process, or the command that replaces it, if the manager died before it
+could."""
 
 
 class NotSent(Exception):
@@ -32,7 +32,7 @@ class NotSent(Exception):
 
 
 def main(run_dir: str) -> None:
-    """Send the document on stdin to where the job wants it."""
+    """Send the document on stdin to the target that the job names."""
     signal.alarm(LIFETIME_S)  # survives execve
     run = RunDir(Path(run_dir))
     target = _target(run)

@@ -188,7 +188,7 @@ def _of_stream(figures: StreamFigures) -> Iterator[Metric]:
 
 def _of_episodes(figures: EpisodeFigures) -> Iterator[Metric]:
     """Yield the numbers of episodes and turns of a run with agents."""
-    yield _gauge("rrl_episodes_at_work", "Episodes whose attempt was being made at the newest commit.", figures.at_work)
+    yield _gauge("rrl_episodes_at_work", "Episodes with an attempt in progress at the newest commit.", figures.at_work)
     ends = {"finished": figures.finished, "retried": figures.retried, "replayed": figures.replayed,
             "dropped": figures.dropped}  # fmt: skip
     yield _counted("rrl_episodes", "Episodes finished and dropped, and attempts that began again or by a replay.",
@@ -211,7 +211,7 @@ def _of_nodes(state: State, counters: RunCounters) -> Iterator[Metric]:
                     {(name,): float(nodes[name]) for name in (*NodeState, "excluded")})  # fmt: skip
     yield _labelled("rrl_findings", "Standing findings about nodes and replicas.", ("verdict", "detector", "node"),
                     _findings(state))  # fmt: skip
-    yield _counted("rrl_failures_found", "Findings of FAIL, by detector and cause.", ("detector", "cause"),
+    yield _counted("rrl_failures_found", "Findings that became FAIL, by detector and cause.", ("detector", "cause"),
                    counters.failures)  # fmt: skip
     yield _counted("rrl_exclusions", "Nodes excluded, by cause.", ("cause",),
                    {(cause,): number for cause, number in counters.exclusions.items()})  # fmt: skip

@@ -34,7 +34,7 @@ class MarkKind(StrEnum):
     RESTART = "restart"
     """A replica that was down works again."""
     MANAGER = "manager"
-    """Another manager took the run over."""
+    """Another manager took over the run."""
     RESUMED = "resumed"
     """A user resumed the run after its end."""
     ENDED = "ended"
@@ -105,9 +105,9 @@ class StepRows:
         """After a change of managers: how many pending rows were reported before it, and the time (s) of the newest
         commit before it."""
         self._clock: tuple[tuple[int, int], dict[str, int]] = (0, 0), {}
-        """(incarnation number, start) of the trainer's process that reported last, and its ns by phase."""
+        """(incarnation number, start) of the trainer's process that reported last, and its time (ns) by phase."""
         self._spent = Counter[str]()
-        """ns of the trainer by phase that are part of no row yet."""
+        """Time (ns) of the trainer by phase that is part of no row yet."""
         self._logged: dict[str, dict[str, float]] = {}
         self._marks: list[Mark] = []
 

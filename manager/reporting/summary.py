@@ -257,7 +257,7 @@ def _escaped(value: Any) -> Any:
 def write_summary(run: RunDir) -> Summary:
     """Replay the run's journal, write ``summary.json`` and return the summary.
 
-    The reasons for dropped episodes come from the store's audit, and where the weights are from the run directory.
+    The reasons for dropped episodes come from the store's audit, and the folders of the weights from the run directory.
     """
     summary = summarize(replay(run), str(run.path))
     folders = model_folders(run, summary.steps)

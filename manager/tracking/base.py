@@ -1,7 +1,7 @@
-"""The interface of experiment trackers, and what they get of a row (:mod:`rrl.manager.reporting.step_metrics`).
+"""The interface of experiment trackers, and the values that they get (:mod:`rrl.manager.reporting.step_metrics`).
 
-A tracker finds out by itself which steps it has: from its own files, or from its server. Nothing that is noted beside
-it could say this for certain, because the process may be killed between sending a step and noting that.
+Which steps a tracker has is read from its own files or its server. A separate record could be wrong, because the
+process may be killed between sending a step and recording that.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ...core.types import Outcome
 from ..reporting.step_metrics import MarkKind, StepRow
 
 PREFIX = "rrl/"
-"""Begin of the names under which values are sent that are not metrics of the trainer."""
+"""Prefix of the names of values that are not metrics of the trainer."""
 
 
 class TrackedRun(Struct, frozen=True):
@@ -30,7 +30,7 @@ class TrackedRun(Struct, frozen=True):
     job: dict[str, Any]
     """The job spec with every default, without values of environment variables."""
     changed: bool
-    """True if the tracker has not got this job spec yet: it is new, or a resume has changed it."""
+    """True if the tracker does not have this job spec yet: the run is new, or a resume has changed the job spec."""
 
 
 class Tracker(Protocol):
@@ -48,7 +48,7 @@ class Tracker(Protocol):
         """Hand over what was sent, so that it outlives this process."""
 
     def finish(self, outcome: Outcome, last: StepRow | None) -> None:
-        """Mark the run as ended; ``last`` is what happened after the newest step. May be called several times."""
+        """Mark the run as ended; ``last`` is the row after the newest step, if any. May be called repeatedly."""
 
     def close(self) -> None:
         """Close the connection or the files. The run may go on in another process."""

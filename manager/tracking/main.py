@@ -1,11 +1,12 @@
 """Send the steps of one run to one tracker: ``python -m rrl.manager.tracking.main RUN_DIR TRACKER PARENT MODE``.
 
 The process reads the journal from its beginning, sends the steps that the tracker does not have, then follows the
-journal. It shares nothing with the manager but the run directory: a tracker that hangs, refuses or is away can delay
-only this process. A call that takes longer than ``[track] timeout`` ends it, and its supervisor starts another one.
+journal. It shares nothing with the manager but the run directory: a tracker that hangs, refuses or is unreachable can
+delay only this process. A call that takes longer than ``[track] timeout`` ends it, and its supervisor starts another
+one.
 
-PARENT is the pid of the process that started it, with which it ends. MODE is ``follow`` (until SIGTERM), ``end`` (until
-the run has ended and its end is sent) or ``once`` (until what is in the journal is sent).
+PARENT is the pid of the process that started this process, which ends with it. MODE is ``follow`` (until SIGTERM),
+``end`` (until the run has ended and its end is sent) or ``once`` (until what is in the journal is sent).
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ from .base import TrackedRun, Tracker
 from .tracker_files import TRACKER_ENV, Locked, Progress, end_leftovers, locked, mark_of, read_progress, write_progress
 
 POLL_S = 1.0
-"""Seconds between two looks into the journal."""
+"""Seconds between two reads of the journal."""
 FLUSH_ROWS = 500
-"""Number of rows after which a long backlog is flushed and noted."""
+"""Number of rows after which a long backlog is flushed and the progress recorded."""
 HUNG_EXIT, LOCKED_EXIT = 3, 4
 """Exit codes: a call of the tracker took longer than ``[track] timeout``; another process tracks this run."""
 FOLLOW, UNTIL_END, ONCE = "follow", "end", "once"
@@ -91,7 +92,7 @@ class TrackingProcess:
         self._deadline = Deadline()
 
     def run(self) -> None:
-        """Send rows until the end of the mode. Raises whatever the journal or the tracker raise."""
+        """Send rows until the end of the mode. Raises whatever the journal or the tracker raises."""
         while True:
             last_pass = self._stopping.is_set() or self._mode == ONCE
             self._read()
@@ -138,7 +139,7 @@ class TrackingProcess:
             self._note(tracker)
 
     def _opened(self) -> Tracker:
-        """Return the tracker, which is opened first, and opened again after a resume has changed the job spec."""
+        """Return the tracker; open it first if it is not open, or if a resume has changed the job spec."""
         written_at = self._run.resolved.stat().st_mtime_ns
         if self._tracker is not None and written_at == self._job_written_at:
             return self._tracker

@@ -1,8 +1,8 @@
 """MLflow: one run, found by its tag; each step is one batch of metrics.
 
-The metric ``rrl/step`` is the last one of each batch, so its history says which steps are complete. A store of files
-writes a batch metric by metric: of the step after the newest complete one, some metrics may be there already, and are
-not sent again.
+The metric ``rrl/step`` is the last one of each batch, so its history says which steps are complete. MLflow's file
+store writes a batch metric by metric, so it may already have some metrics of the step after the newest complete one;
+these are not sent again.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class MlflowRun:
             self._may_be_partial = False
             metrics = [metric for metric in metrics if not self._is_there(metric)]
         metrics.append(Metric(STEP_METRIC, row.step, at, row.step))
-        if marks := annotation(row):  # first, because a store of files writes the tags of a batch last
+        if marks := annotation(row):  # first, because the file store writes the tags of a batch last
             self._client.set_tag(self._id, f"rrl.marks.{row.step:08d}", marks[:MAX_TAG_CHARS])
         for batch in _batches(metrics):
             self._client.log_batch(self._id, metrics=batch)
@@ -83,14 +83,14 @@ class MlflowRun:
         """Do nothing: there is no connection to close."""
 
     def _find(self, run: TrackedRun) -> Run:
-        """Return the run in MLflow, which is created if it is not there."""
+        """Return the run in MLflow; create it if it does not exist."""
         experiment = self._client.get_experiment_by_name(run.project)
         place = experiment.experiment_id if experiment is not None else self._client.create_experiment(run.project)
         found = self._client.search_runs([place], f"tags.`{RUN_TAG}` = '{run.id}'", ViewType.ACTIVE_ONLY, max_results=1)
         return found[0] if found else self._client.create_run(place, run_name=run.id, tags={RUN_TAG: run.id})
 
     def _send_job(self, run: TrackedRun, known: dict[str, str]) -> None:
-        """Log the job as params. A param cannot be changed: what a resume has changed becomes a tag."""
+        """Log the job as params. A param cannot be changed, so a value that a resume has changed becomes a tag."""
         job = {_name(key): value[:MAX_VALUE_CHARS] for key, value in flattened(run.job).items()}
         params = [Param(key, value) for key, value in job.items() if key not in known]
         tags = [RunTag(f"rrl.job.{key}", value) for key, value in job.items() if known.get(key, value) != value]

@@ -1,7 +1,7 @@
 """TensorBoard: event files in the run directory, one for each process that sent steps.
 
-A step is one record of a file, with a checksum, so that a file has it completely or not at all. The files say which
-steps there are: a process that begins reads all of them first. A torn record at the end of a file of a killed process
+A step is one record of a file, with a checksum, so that a file has it completely or not at all. A new
+process first reads all files to learn which steps they have. A torn record at the end of a file of a killed process
 is ignored by TensorBoard, and by this module.
 """
 
@@ -29,7 +29,7 @@ FILE_PATTERN = "events.out.tfevents.*"
 
 
 class TensorBoardFiles:
-    """Writes one event file, after those that are there."""
+    """Writes a new event file beside the existing ones."""
 
     def __init__(self, run: TrackedRun) -> None:
         self.newest_step = self._sent = newest_step(run.folder)
@@ -53,7 +53,7 @@ class TensorBoardFiles:
         self._writer.flush()
 
     def finish(self, outcome: Outcome, last: StepRow | None) -> None:
-        """Add how the run ended, unless the files have it."""
+        """Add the outcome of the run, unless a file has it already."""
         marks = annotation(last) if last is not None else ""
         if last is not None and marks and last.at not in set(_end_times(Path(self._writer.get_logdir()))):
             self._add(self._sent, last.at, [_text(f"{PREFIX}end", marks.replace("\n", "\n\n"))])

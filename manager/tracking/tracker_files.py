@@ -1,6 +1,6 @@
-"""How far the process of a tracker is, as a file beside the tracker's own files, and which of its processes may write.
+"""The progress of a tracker's process, as a file beside the tracker's own files, and the lock for its only writer.
 
-The file is for people and for the supervisor. What was sent is decided by the tracker itself (:mod:`.base`).
+The file is for people and for the supervisor. Which steps were sent is read from the tracker itself (:mod:`.base`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ KILL_TIMEOUT_S = 5.0
 
 
 class Progress(Struct, frozen=True):
-    """What the process of a tracker has noted."""
+    """What the process of a tracker has recorded."""
 
     step: int = 0
     """Newest step that was sent."""
@@ -52,7 +52,7 @@ def mark_of(run: RunDir, tracker: str) -> str:
 
 
 def read_progress(run: RunDir, tracker: str) -> Progress:
-    """Return what was noted about a tracker; the defaults if there is nothing, or it cannot be read."""
+    """Return the recorded progress of a tracker; the defaults if there is none, or it cannot be read."""
     try:
         return msgspec.json.decode(_file(run, tracker, "json").read_bytes(), type=Progress)
     except (OSError, msgspec.MsgspecError):
@@ -60,7 +60,7 @@ def read_progress(run: RunDir, tracker: str) -> Progress:
 
 
 def write_progress(run: RunDir, tracker: str, progress: Progress) -> None:
-    """Note the progress of a tracker. Raises OSError."""
+    """Record the progress of a tracker. Raises OSError."""
     write_atomically(_file(run, tracker, "json"), msgspec.json.encode(progress))
 
 
@@ -73,8 +73,8 @@ def log_file(run: RunDir, tracker: str) -> Path:
 def locked(run: RunDir, tracker: str, *, wait: bool) -> Iterator[None]:
     """Hold the lock of a tracker, so that a run has one process for it at a time, on whatever host.
 
-    The kernel, or the file server, releases the lock when the process ends. On storage without locks there is none; the
-    processes of one host are then still kept apart (:func:`end_leftovers`).
+    The kernel, or the file server, releases the lock when the process ends. On storage without locks none is held;
+    then a new process still ends the other processes on its own host (:func:`end_leftovers`).
 
     Raises:
         Locked: another process holds the lock, and ``wait`` is False.
@@ -98,10 +98,10 @@ def locked(run: RunDir, tracker: str, *, wait: bool) -> Iterator[None]:
 
 
 def end_leftovers(run: RunDir, tracker: str) -> None:
-    """Kill the processes of this user on this host that a process of the tracker has left, and wait for their end.
+    """Kill this user's processes on this host that a process of the tracker left behind, and wait for their end.
 
-    A tracker's own service process may write for some time after its parent was killed; a file that it still writes
-    says nothing about which steps it will have.
+    A tracker's own service process may write for some time after its parent was killed; until it has ended, its file
+    does not show which steps the file will have.
     """
     mark = f"{TRACKER_ENV}={mark_of(run, tracker)}".encode()
     left = []

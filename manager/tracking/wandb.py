@@ -1,11 +1,11 @@
 """Weights & Biases: one run with a fixed id, whose steps are the training steps of the run.
 
-Online, the server says at the start which step it has, and the run is resumed there. Offline (WANDB_MODE=offline) each
-process writes a folder of its own with one log file; the log files say which steps there are, and ``wandb sync``
-uploads all folders into the same run.
+Online, the server reports at the start which step it has, and the run is resumed there. Offline (WANDB_MODE=offline)
+each process writes a folder of its own with one log file; the log files show which steps were written, and ``wandb
+sync`` uploads all folders into the same run.
 
-wandb's own service process (wandb-core) does the writing and the uploading. Before a run is opened, that of an earlier
-process must have ended: :mod:`rrl.manager.tracking.main` ends it.
+wandb's own service process (wandb-core) does the writing and the uploading. Before a run is opened, the service of an
+earlier process must have ended: :mod:`rrl.manager.tracking.main` ends it.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ class WandbRun:
             self.newest_step, self.place = max(0, self._run.starting_step - 1), self._run.url or ""
 
     def send(self, row: StepRow) -> None:
-        """Log a step, which is written at once: a killed process leaves no step that is half logged."""
+        """Log a step, which is written at once: a killed process leaves no step that is partly logged."""
         values: dict[str, float | str] = {**scalars(row), "_timestamp": row.at}
         if marks := annotation(row):
             values[f"{PREFIX}marks"] = marks
         self._run.log(values, step=row.step, commit=True)
 
     def flush(self) -> None:
-        """Do nothing: wandb's service has what was logged, and a later process finds out what became of it."""
+        """Do nothing: wandb's service already has the steps, and a later process reads which of them were written."""
 
     def finish(self, outcome: Outcome, last: StepRow | None) -> None:
         """Set the outcome, and mark the run as finished or failed."""

@@ -29,11 +29,11 @@ _log = logging.getLogger("rrl.agents")
 
 FAULTS_WINDOW = 32
 """Number of newest attempts among which the faults of the agent's own code are counted. If more than half of them
-failed so, the code is at fault rather than a few episodes, and this process ends with the exception."""
+failed by such a fault, the code is at fault rather than a few episodes, and this process ends with the exception."""
 
 
 class AttemptsStore(Protocol):
-    """What attempts ask of the store."""
+    """The requests of attempts to the store."""
 
     async def finish_episode(self, episode: int, attempt: int, reward: float | None, later: bool) -> None:
         """End an episode with its reward, durably; with ``later`` the reward comes from outside."""
@@ -45,7 +45,7 @@ class AttemptsStore(Protocol):
 
 
 class AgentEndpoint(Protocol):
-    """Where the agents of this process reach the model."""
+    """The endpoint at which the agents of this process reach the model."""
 
     @property
     def base_url(self) -> str:
@@ -58,7 +58,7 @@ class AgentEndpoint(Protocol):
 
 
 class AgentContext(Struct, frozen=True):
-    """What every attempt of this process has in common."""
+    """The values that are the same for every attempt of this process."""
 
     agent: Agent
     settings: AgentsSettings
@@ -73,12 +73,12 @@ class _Failure(Exception):
 
 
 class Attempts:
-    """The attempts that this process makes now. It belongs to the event loop in which it is used.
+    """The attempts that this process makes now; used in one event loop only.
 
     Args:
-        context: What they have in common.
-        endpoint: Where the agents reach the model.
-        store: Where their results go.
+        context: The values that all attempts share.
+        endpoint: The endpoint at which the agents reach the model.
+        store: Receives their results.
         on_change: Called whenever an attempt has ended.
     """
 
@@ -99,18 +99,18 @@ class Attempts:
 
     @property
     def episodes(self) -> tuple[int, ...]:
-        """The episodes at work."""
+        """The episodes that are being attempted."""
         return tuple(self._running)
 
     def start(self, item: EpisodeItem) -> None:
-        """Begin an attempt, unless it is made already."""
+        """Begin an attempt, unless it has begun already."""
         if item.episode not in self._running:
             task = asyncio.get_running_loop().create_task(self._make(item))
             self._running[item.episode] = task
             task.add_done_callback(lambda task: self._remove(item.episode, task))
 
     async def cancel(self) -> None:
-        """Cancel all attempts, whose episodes others then attempt again."""
+        """Cancel all attempts; other replicas then attempt their episodes again."""
         tasks = list(self._running.values())
         for task in tasks:
             task.cancel()
@@ -183,13 +183,13 @@ class Attempts:
         raise self._failure(problem, item, None)
 
     def _failure(self, why: str, item: EpisodeItem, error: BaseException | None) -> _Failure:
-        """Log the first failure of its kind, renew the note, and return the failure."""
+        """Log the first failure of its kind, update the note, and return the failure."""
         self.note = f"the newest failed attempt: {why}"
         kind = why if error is None else type(error).__name__
         if kind not in self._reported:
             self._reported.add(kind)
             _log.warning(
-                "attempt %d at an episode of item %d failed: %s; further ones of this kind cause no warning",
+                "attempt %d at an episode of item %d failed: %s; further failures of this kind are not logged",
                 item.attempt, item.item, why, exc_info=None if isinstance(error, ProgramFailed) else error,
             )  # fmt: skip
         return _Failure(why)

@@ -54,15 +54,15 @@ class StoreRequests:
 
 
 async def serve(me: rrl.Worker, agent: AgentContext, chat: ModelChat) -> None:
-    """Serve the endpoint, and keep as many attempts at work as the job allows, until a stop is requested.
+    """Serve the endpoint, and run as many attempts as the job allows, until a stop is requested.
 
     Args:
         me: This process.
-        agent: What all attempts have in common.
+        agent: The values that all attempts share.
         chat: Tokenizer and chat template.
 
     Raises:
-        Exception: What the agent raises most of the time.
+        Exception: The exception with which more than half of the newest attempts failed.
     """
     with me.episode_status() as status:
         reported = status.endpoint_changed

@@ -11,7 +11,7 @@ from typing import Any
 from ..models.tasks import FunctionMissing, import_function
 
 Agent = Callable[[str, str, str], Awaitable[Any]]
-"""Plays one episode: gets the task's text of the item, base URL and API key, and returns the reward or None."""
+"""Runs one episode: takes the task's text of the item, base URL and API key, and returns the reward or None."""
 _SIGNATURE = "async def run(item, base_url, api_key)"
 
 

@@ -1,7 +1,7 @@
 """The user's agent as a program: ``[roles.agents] command``, of which one process is started for each attempt.
 
-The program knows nothing of rrl: it finds its endpoint, its key and its item in environment variables that OpenAI's
-clients read anyway, and prints the reward.
+The program needs no code for rrl: the endpoint and its key are in the environment variables that OpenAI's clients read,
+the item is in another one, and the program prints the reward.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from .user_function import Agent
 ITEM_ENV = "RRL_ITEM"
 """Environment variable with the text of the item."""
 TEMPORARY_FAILURE = os.EX_TEMPFAIL
-"""Exit code with which a program says that something outside of it has failed (sysexits.h)."""
+"""Exit code with which a program reports that something outside of it has failed (sysexits.h)."""
 _TAIL_BYTES = 4096
 """Bytes of the end of each output that are kept: the reward or the reason is in the last line."""
 _LAST_READS = 16
-"""Number of reads of 64 KiB after the end: a pipe holds that much once, unless another process still writes to it."""
+"""Maximum number of reads of 64 KiB after the end: a pipe holds that much once, but other processes may still write."""
 _MAX_REASON_CHARS = 300
 
 
@@ -46,7 +46,7 @@ def program_agent(command: Sequence[str], folder: Path) -> Agent:
     """Return an agent that starts a command for each attempt, and kills its process group when the attempt is over.
 
     The agent raises :class:`ProgramFailed` for an exit code other than 0, and returns the last line of stdout as a
-    number, or None if it is none.
+    number, or None if it is not a number.
 
     Args:
         command: The program and its arguments.
@@ -106,7 +106,7 @@ class _Tail:
         return on_one_line(lines[-1]).strip()[:_MAX_REASON_CHARS] if lines else ""
 
     def _read(self) -> bool:
-        """Read what is there, and return whether there may be more."""
+        """Read what the pipe contains, and return whether there may be more."""
         try:
             read = os.read(self._pipe.fileno(), 2**16)
         except BlockingIOError:
@@ -118,7 +118,7 @@ class _Tail:
 
 
 async def _ended(pid: int) -> None:
-    """Return when a child process has ended; it is not reaped."""
+    """Wait until a child process has ended; do not reap it."""
     loop, descriptor = asyncio.get_running_loop(), os.pidfd_open(pid)
     ended: asyncio.Future[None] = loop.create_future()
 

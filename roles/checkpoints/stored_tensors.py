@@ -134,7 +134,7 @@ class _Unpickler(pickle.Unpickler):
     """Creates only :class:`_Recorded` objects, numbers, texts and containers."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return what stands for a class or a dtype of torch."""
+        """Return the replacement of a class or of a dtype of torch."""
         if module == "torch" and name in _DTYPES:
             return name
         return _CLASSES.get(name, _Recorded)

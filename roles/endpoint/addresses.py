@@ -1,7 +1,7 @@
 """The addresses of the endpoint's replicas, each a file in the run directory.
 
 A replica writes its address when it listens. The file of a replica that has died remains until the next incarnation of
-the replica replaces it, so an address says where a replica was last, not that it answers.
+the replica replaces it, so an address is where a replica listened last, whether it still answers or not.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ...core.run_dir import RunDir, write_atomically
 
 
 class EndpointAddress(Struct, frozen=True):
-    """Where a replica of the endpoint listens."""
+    """The address at which a replica of the endpoint listens."""
 
     base_url: str
     """Base URL for OpenAI's clients: ``http://<host>:<port>/v1``."""
@@ -35,7 +35,7 @@ def write_address(run: RunDir, replica: int, base_url: str) -> None:
 
 
 def read_addresses(run: RunDir) -> dict[int, str]:
-    """Return the base URL of each replica that has written its address, by index; without files that are damaged.
+    """Return the base URL of each replica that has written its address, by index; damaged files are skipped.
 
     Raises:
         OSError: The folder cannot be read; a missing one is empty.

@@ -1,10 +1,11 @@
 """The HTTP application: OpenAI's chat completions, completions and models over the turns of the trajectory store.
 
-A call opens one turn for each answer and follows it until its last token is durable. A call that was repeated because
-its connection broke is joined to its turns; so is one whose server was restarted, because everything that this process
-knows can be read from the store again. A call of an attempt that replays an earlier one takes over the turns that were
-recorded for the same call. Every wait ends with tokens, however long the store or the rollouts are away: until then the
-agent gets white space before the JSON, or comments in a stream, so that its read timeout does not pass.
+A call opens one turn for each answer and follows it until its last token is durable. A client repeats a
+call if its connection broke or the server was restarted; the repeated call continues the same turns, because everything
+that this process knows can be read from the store again. A call of an attempt that replays an earlier one takes over
+the turns that were recorded for the same call. A call waits for tokens however long the store or the rollouts are
+unavailable. Meanwhile the agent gets white space before the JSON, or comments in a stream, so that its read timeout
+does not expire.
 """
 
 from __future__ import annotations
@@ -47,13 +48,13 @@ MODEL = "policy"
 _RETRY_HEADER = "x-stainless-retry-count"
 """Header in which OpenAI's clients count the repetitions of a request."""
 _RELAY_HEADER = "x-rrl-relay"
-"""Header of a relay, which gets the position of a stream after each event."""
+"""Header that a relay sends; the relay then gets the position of a stream after each event."""
 _CALL_HEADER, _SENT_HEADER = "x-rrl-call", "x-rrl-sent"
-"""Headers with which a relay repeats a call: the position that it was told last."""
+"""Headers with which a relay repeats a call: the newest position that it received."""
 
 
 class ServedRun(Struct, frozen=True):
-    """What the endpoint must know of the run."""
+    """The properties of the run that the endpoint needs."""
 
     run: str
     """Name of the run directory."""
@@ -66,7 +67,7 @@ class ServedRun(Struct, frozen=True):
 
 
 def served_run(job: RunSpec, run: str, secret: bytes) -> ServedRun:
-    """Return what the endpoint in a process of a run must know.
+    """Return the properties of a run for the endpoint in one of its processes.
 
     Args:
         job: The job.
@@ -79,7 +80,7 @@ def served_run(job: RunSpec, run: str, secret: bytes) -> ServedRun:
 
 
 class _Repeated(Struct, frozen=True):
-    """What a request says about its earlier tries."""
+    """The headers of a request about its earlier tries."""
 
     repeated: bool = False
     number: int | None = None
@@ -92,7 +93,7 @@ class Endpoint:
     """The application and the calls that it serves now.
 
     Args:
-        run: What it must know of the run.
+        run: The properties of the run.
         chat: Tokenizer and chat template of the model.
         turns: The turns in the store.
         on_change: Called whenever ``waiting`` or ``answered`` changes.
@@ -107,8 +108,8 @@ class Endpoint:
         self._on_change = on_change
         self._known = KnownTurns(turns, chat.tokenizer)
         self._locks: WeakValueDictionary[int, asyncio.Lock] = WeakValueDictionary()
-        """For each episode the lock under which its turns are opened, so that equal calls at once get turns of their
-        own."""
+        """For each episode the lock under which its turns are opened, so that equal calls at the same time get
+        different turns."""
         self._served: set[tuple[int, str]] = set()
         """Episode and request of each turn that a connection waits for."""
         self.waiting = 0
@@ -139,7 +140,7 @@ class Endpoint:
     async def _answer(self, request: Request, parse: Callable[[bytes, Policy], Call]) -> Response:
         key = bearer_key(request, self._run.run, self._run.secret)
         if not key.attempt:
-            message = "this is the key of the run; POST /rrl/v1/episodes opens an episode, whose api_key serves calls"
+            message = "this is the key of the run; POST /rrl/v1/episodes opens an episode, whose api_key is for calls"
             raise ApiError(403, message, "permission_error", "episode_key_needed")
         call = parse(await read_body(request), self._run.policy)
         repeated = _repeated(request)
@@ -219,7 +220,7 @@ class Endpoint:
     def _joined(self, key: EpisodeKey, call: Call, earlier: Sequence[Turn], number: int | None) -> int | None:
         """Return the number of the call that a repeated request continues; None if no turn of it was opened.
 
-        Of several equal calls it is the one that the client names, else the newest one that no connection waits for.
+        Among several equal calls this is the one that the client names, else the newest that no connection waits for.
         """
         numbers = sorted({_number(turn) for turn in earlier}, reverse=True)
         if number in numbers:
@@ -243,7 +244,7 @@ class Endpoint:
 
     # ── replies ────────────────────────────────────────────────────────────────────────────────────────────────────
     async def _whole(self, reply: Reply, served: set[tuple[int, str]]) -> Response:
-        """Return a reply without a stream: as a whole if it is soon complete, and otherwise after white space."""
+        """Return a reply that is no stream: as a whole if it is complete soon, otherwise with white space before it."""
         content = asyncio.ensure_future(self._complete(reply, served))
         await asyncio.wait([content], timeout=replies.KEEP_ALIVE_S)
         if content.done():

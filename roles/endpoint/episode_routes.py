@@ -1,8 +1,8 @@
 """The routes with which agents outside of the run open episodes and end them.
 
 ``POST /rrl/v1/episodes`` with the key of the run opens an episode, and returns its key. With that key, the paths
-``finish``, ``reward`` and ``fail`` below it end the episode. Opening may be repeated with the same ``Idempotency-Key``,
-and each of the others with the same body.
+``finish``, ``reward`` and ``fail`` below it end the episode. A request that opens an episode may be repeated with the
+same ``Idempotency-Key``, any other request with the same body.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ OPEN_TIMEOUT_S = 30.0
 _OPEN_WAIT_S = 5.0
 """Seconds that a request to the store waits for an episode before it is repeated."""
 _RETRY_AFTER_S = 5.0
-"""Seconds after which a client should ask again for an episode."""
+"""Seconds after which a client should repeat its request for an episode."""
 _MAX_REQUEST_CHARS = 200
 """Characters of the longest ``Idempotency-Key``."""
 _MAX_REASON_CHARS = 2000
@@ -73,7 +73,7 @@ class EpisodeRoutes(Struct, frozen=True):
                 }  # fmt: skip
                 return JSONResponse(opened)
         raise ApiError(
-            503, f"the run has no episode to give out within {OPEN_TIMEOUT_S:g} s; ask again", "server_error",
+            503, f"the run had no free episode within {OPEN_TIMEOUT_S:g} s; repeat the request", "server_error",
             "no_episode", retry_after=_RETRY_AFTER_S,
         )  # fmt: skip
 

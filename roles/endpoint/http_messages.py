@@ -1,4 +1,4 @@
-"""What all routes of the endpoint have in common: keys and bodies of requests, and errors as replies."""
+"""Parts that all routes of the endpoint share: keys and bodies of requests, and errors as replies."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _log = logging.getLogger("rrl.endpoint")
 MAX_BODY_BYTES = 16 * 2**20
 """Bytes of the largest body: a conversation of 1 M tokens has about 4 MB of text."""
 BODY_TIMEOUT_S = 60.0
-"""Seconds in which a body must arrive, so that slow senders do not occupy memory for ever."""
+"""Seconds in which a body must arrive, so that slow senders do not occupy memory indefinitely."""
 _SERVED = "served here are POST /v1/chat/completions, POST /v1/completions, GET /v1/models and POST /rrl/v1/episodes"
 
 
@@ -29,7 +29,7 @@ class Abandoned(Exception):
 
 
 def bearer_key(request: Request, run: str, secret: bytes) -> EpisodeKey:
-    """Return what the key of a request names.
+    """Return the content of a request's key.
 
     Args:
         request: The request.
@@ -37,7 +37,7 @@ def bearer_key(request: Request, run: str, secret: bytes) -> EpisodeKey:
         secret: The secret of the run.
 
     Raises:
-        ApiError: This run has not made the key.
+        ApiError: This run has not issued the key.
     """
     scheme, _, text = request.headers.get("authorization", "").partition(" ")
     key = decode_key(text.strip(), run, secret) if scheme == "Bearer" else None
@@ -82,7 +82,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 async def _disconnected(_: Request, error: Exception) -> Response:
-    return Response(status_code=400)  # nobody receives it
+    return Response(status_code=400)  # the client has disconnected, so this is not sent
 
 
 async def _attempt_over(request: Request, error: Exception) -> Response:
@@ -101,9 +101,9 @@ async def _superseded(request: Request, error: Exception) -> Response:
 async def _unexpected(request: Request, error: Exception) -> Response:
     if isinstance(error, Abandoned):
         _log.info("%s ended without an answer: %s", request.url.path, error)
-        return Response(status_code=403)  # is not sent
+        return Response(status_code=403)  # not sent: the connection is closed
     _log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    return JSONResponse(ApiError(500, "the endpoint failed; its log has more", "server_error").body, 500)
+    return JSONResponse(ApiError(500, "the endpoint failed; see its log", "server_error").body, 500)
 
 
 EXCEPTION_HANDLERS: dict[Any, Any] = {
@@ -115,4 +115,4 @@ EXCEPTION_HANDLERS: dict[Any, Any] = {
     ClientDisconnect: _disconnected,
     Exception: _unexpected,
 }
-"""Makes the reply to a request of its exception."""
+"""Functions that turn an exception into the reply to the request, by the type of the exception."""

@@ -1,7 +1,7 @@
 """Serves an application in a thread with an event loop of its own.
 
-So code of the agents that blocks their event loop delays only themselves, and never an answer. What strangers send to
-the port is bounded: the number of connections, the bytes of a request's head, and the time until it is complete.
+Therefore agents whose code blocks their event loop delay only themselves, never an answer. Anyone may connect to the
+port, so the number of connections, the bytes of a request's head, and the time until it is complete are bounded.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ _MAX_CONNECTIONS = 8192
 _MAX_HEADER_BYTES = 64 * 2**10
 """Bytes of the largest header that is buffered."""
 IDLE_S = 75.0
-"""Seconds in which a connection must send the next request: longer than clients keep theirs, so that none breaks in
-use."""
+"""Seconds in which a connection must send the next request: longer than clients keep idle connections, so that the
+server never closes one that a client is about to use."""
 _SEND_BUFFER_BYTES = 128 * 2**10
-"""Bytes that the kernel holds for a reader that does not read, instead of megabytes; a stream has hundreds a second."""
+"""Bytes that the kernel buffers for a client that does not read, instead of megabytes; a stream has hundreds a
+second."""
 _STOP_TIMEOUT_S = 5.0
 """Seconds for open calls to end once the server is stopped."""
 
@@ -48,7 +49,7 @@ class EndpointServer:
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)  # also of its connections
         self.base_url = f"http://{host}:{self._socket.getsockname()[1]}/v1"
         """Base URL for OpenAI's clients."""
-        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # the application logs what matters of it
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # the application has logs of its own
         self._server = uvicorn.Server(
             uvicorn.Config(
                 application, log_config=None, access_log=False, lifespan="off", ws="none", http=_BoundedProtocol,
@@ -84,7 +85,7 @@ class _BoundedProtocol(H11Protocol):
         self._wait_for_head(HEAD_TIMEOUT_S)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the deadline."""
+        """Cancel the deadline."""
         self._head_arrived()
         super().connection_lost(exc)
 
@@ -96,13 +97,13 @@ class _BoundedProtocol(H11Protocol):
             self.transport.abort()
 
     def handle_events(self) -> None:
-        """Look for the end of a head in what has arrived."""
+        """Check whether the received bytes complete the head of a request."""
         super().handle_events()
         if self.cycle is not None and not self.cycle.response_complete:
             self._head_arrived()
 
     def on_response_complete(self) -> None:
-        """Begin to wait for the next request, unless its head is here already."""
+        """Begin to wait for the next request, unless its head has arrived already."""
         self._wait_for_head(IDLE_S)
         super().on_response_complete()
 

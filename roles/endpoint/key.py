@@ -1,7 +1,7 @@
-"""The API key of an episode: it names the run, the episode and the attempt, and proves that the run made it.
+"""The API key of an episode: it names the run, the episode and the attempt, and proves that the run issued it.
 
-An agent gets one key for each attempt, and gives it to whatever works for it. An endpoint needs no state to check a
-key: it recomputes the key's signature with the secret of the run.
+An agent gets one key for each attempt, and passes it on to its sub-agents and tools. An endpoint needs no state to
+check a key: it recomputes the key's signature with the secret of the run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MAX_KEY_CHARS = 400
 
 
 class EpisodeKey(Struct, frozen=True):
-    """What a key names."""
+    """The content of a key."""
 
     run: str
     """Name of the run directory."""
@@ -40,7 +40,7 @@ def encode_key(key: EpisodeKey, secret: bytes) -> str:
     """Return the text of a key.
 
     Args:
-        key: What the key names.
+        key: The content of the key.
         secret: The secret of the run (:attr:`rrl.transport.keys.RunKeys.secret`).
     """
     content = _NUMBERS.pack(key.episode, key.attempt) + key.run.encode()
@@ -59,7 +59,7 @@ def run_key(run: str, secret: bytes) -> str:
 
 
 def decode_key(sent: str, run: str, secret: bytes) -> EpisodeKey | None:
-    """Return what a key names, or None if this run has not made it.
+    """Return the content of a key, or None if this run has not issued it.
 
     Args:
         sent: The key as an agent sent it.

@@ -1,6 +1,6 @@
 """The endpoint for the agents of one process, on the loopback address and in a thread of that process.
 
-Agents and endpoint share their fate, so no address ever changes under an agent.
+The endpoint lives as long as the agents of its process, so its address never changes for an agent.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from .turns.store_turns import AskStore, StoreTurns
 
 
 class LoopbackEndpoint:
-    """An endpoint of this process; to be used as a context manager, in which it serves.
+    """An endpoint of this process: a context manager that serves while its block runs.
 
     Args:
         job: The job.
         run: Name of the run directory.
         secret: The secret of the run.
         chat: Tokenizer and chat template.
-        ask: How requests to the store are sent.
+        ask: Sends requests to the store.
         on_change: Called in the thread of the endpoint with the number of calls that wait for tokens, and of those that
             were answered so far, whenever one of them has changed.
     """

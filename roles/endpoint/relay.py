@@ -2,12 +2,13 @@
 
 It passes every call to a replica of the endpoint. If that replica is lost, the relay looks for the address again and
 repeats the call, which the endpoint joins to the turn that the call has opened. Meanwhile it sends white space before a
-JSON answer, and comments in a stream, so that no read timeout of the agent passes. It knows nothing of tokens: after
-each event of a stream the endpoint tells it the number of the call and how many tokens the agent has by then
-(``: rrl CALL SENT``), and the relay names both when it repeats the call.
+JSON answer, and comments in a stream, so that no read timeout of the agent expires. It does not interpret tokens: after
+each event of a stream the endpoint sends the number of the call and the number of tokens that the agent has by then
+(``: rrl CALL SENT``), and the relay repeats the call with both.
 
 A relay keeps the body of each call, one event of each stream and each answer without a stream until it is complete, all
-within :data:`MAX_MEMORY_BYTES`. An agent that reads slowly makes its own answer slow, back to the endpoint.
+within :data:`MAX_MEMORY_BYTES`. If an agent reads slowly, only its own answer is delayed, at the relay and at the
+endpoint.
 """
 
 from __future__ import annotations
@@ -45,13 +46,13 @@ KEEP_ALIVE_S = 0.5
 SILENCE_S = 15.0
 """Seconds without a byte of an answer after which the replica counts as lost: it sends a byte twice a second."""
 OPENING_SILENCE_S = 60.0
-"""The same for other requests, which send no signs of life: opening an episode may take 30 s."""
+"""The same for other requests, whose answers have no signs of life: opening an episode may take 30 s."""
 CONNECT_TIMEOUT_S = 5.0
 """Seconds for a TCP connection to a replica; a node that is gone does not refuse connections."""
 RETRY_S = 0.3
-"""Seconds between two looks for the endpoint while it is away."""
+"""Seconds between two attempts to reach the endpoint while it is unavailable."""
 LOOK_INTERVAL_S = 1.0
-"""Seconds between two looks into the run directory for the addresses of the endpoint."""
+"""Seconds between two reads of the endpoint's addresses from the run directory."""
 _COMPLETIONS = ("/v1/chat/completions", "/v1/completions")
 _EPISODES = "/rrl/v1/episodes"
 _RETRY_HEADER = "x-stainless-retry-count"
@@ -65,7 +66,7 @@ _DONE = b"data: [DONE]"
 _POSITION = b": rrl "
 T = TypeVar("T")
 Take = Callable[[int], None]
-"""Takes further bytes of the relay's memory for a call. Raises ApiError if there are too few."""
+"""Reserves further bytes of the relay's memory for a call. Raises ApiError if there are too few."""
 
 
 class _Streamed(Struct):
@@ -90,7 +91,7 @@ class _Memory:
 
     @contextmanager
     def share(self) -> Iterator[Take]:
-        """Give a function that takes further bytes; all of them are given back at the end of the block.
+        """Yield a function that reserves further bytes; all of them are released at the end of the block.
 
         The function raises ApiError if all calls together would keep too much.
         """
@@ -99,7 +100,7 @@ class _Memory:
         def take(count: int) -> None:
             nonlocal mine
             if self._taken + count > MAX_MEMORY_BYTES:
-                raise ApiError(503, "the relay keeps too many bytes of other calls; repeat the call later",
+                raise ApiError(503, "the relay has no memory left for this call; repeat it later",
                                "server_error", "relay_busy")  # fmt: skip
             mine += count
             self._taken += count
@@ -131,7 +132,7 @@ class _Call:
 
     @property
     def owner(self) -> int:
-        """A number of the API key: all calls of an episode go to the same replica while it lives."""
+        """A number derived from the API key: all calls of an episode go to the same replica while it is up."""
         return zlib.crc32(self._headers.get("authorization", "").encode())
 
     @property
@@ -218,7 +219,7 @@ class Relay:
 
     # ── replies ────────────────────────────────────────────────────────────────────────────────────────────────────
     async def _held(self, call: _Call, request: Request, take: Take) -> Response:
-        """Return the answer to a call that is no completion, once there is one, however long the agent waits."""
+        """Wait for the answer to a call that is not a completion, as long as the agent waits, and return the answer."""
         fetching = call.start(self._fetch(call, take))
         while not fetching.done():
             await asyncio.wait([fetching], timeout=KEEP_ALIVE_S)
@@ -230,7 +231,7 @@ class Relay:
         return Response(answer.content, answer.status, answer.headers)
 
     async def _padded(self, call: _Call, take: Take) -> Response:
-        """Return the answer to a completion: as a whole if it is soon complete, and otherwise after white space."""
+        """Return the answer to a completion: whole if it is complete soon, otherwise with white space before it."""
         fetching = call.start(self._fetch(call, take))
         await asyncio.wait([fetching], timeout=KEEP_ALIVE_S)
         if fetching.done():
@@ -252,7 +253,7 @@ class Relay:
         return StreamingResponse(padded(), media_type="application/json")
 
     async def _stream(self, call: _Call, take: Take) -> Response:
-        """Return the answer to a completion that is a stream; from its begin on, every error is an event of it."""
+        """Return the answer to a completion that is a stream; after its beginning, errors are events of it."""
         opening = call.start(self._open(call))
         await asyncio.wait([opening], timeout=KEEP_ALIVE_S)
         if opening.done() and opening.result().status_code != 200:
@@ -274,7 +275,7 @@ class Relay:
                             if event.startswith(_DONE):
                                 return
                 if begun and call.position is None:
-                    raise Abandoned("the endpoint did not say which tokens the agent has")
+                    raise Abandoned("the endpoint did not report how many tokens the agent has")
                 upstream = await self._open_again(call)
             refused = await self._fetch(call, take, upstream)
             yield b"data: " + refused.content.replace(b"\n", b" ") + b"\n\n"  # the endpoint's error object
@@ -317,7 +318,7 @@ class Relay:
                 try:
                     upstream = await self._client.send(request, stream=True)
                 except (httpx2.ConnectError, httpx2.ConnectTimeout):
-                    continue  # it has not seen the call
+                    continue  # the replica has not received the call
                 except httpx2.TransportError:
                     call.repeated = True
                     continue
@@ -331,7 +332,7 @@ class Relay:
             await asyncio.sleep(RETRY_S)
 
     async def _roots(self, owner: int) -> Sequence[str]:
-        """Return the addresses of the replicas without path, that of the owner's first."""
+        """Return the addresses of the replicas without path, first the replica that this owner's calls go to."""
         async with self._looking:
             if time.monotonic() - self._looked_at >= LOOK_INTERVAL_S:
                 self._addresses, self._over = await asyncio.to_thread(self._look)
@@ -364,8 +365,8 @@ async def _with_comments(events: AsyncGenerator[bytes]) -> AsyncIterator[bytes]:
 async def _tracked_events(call: _Call, upstream: httpx2.Response, take: Take) -> AsyncGenerator[bytes]:
     """Yield the events of an upstream without its comments, each once the position after it is known.
 
-    An event without a position is yielded with the next one. What the upstream has sent behind the last position when
-    it is lost is not yielded: it sends that again.
+    An event without a position is yielded with the next one. If the upstream is lost, what it sent after the last
+    position is not yielded, because it is sent again.
     """
     held: list[bytes] = []
     async with aclosing(_blocks(upstream, take)) as blocks:
@@ -384,7 +385,7 @@ async def _tracked_events(call: _Call, upstream: httpx2.Response, take: Take) ->
 
 
 async def _blocks(upstream: httpx2.Response, take: Take) -> AsyncGenerator[bytes]:
-    """Yield what stands between the blank lines of an upstream's stream."""
+    """Yield the blocks between the blank lines of an upstream's stream."""
     buffered, taken = bytearray(), 0
     try:
         async for piece in upstream.aiter_raw():
@@ -422,7 +423,7 @@ async def _content(upstream: httpx2.Response, take: Take) -> bytes:
 def _is_unavailable(upstream: httpx2.Response) -> bool:
     """Return whether a replica could not take a call, or was stopped before it has begun its answer.
 
-    A 503 of the endpoint that says when to come again is an answer (no episode is free), and so is a 500 with an error
+    A 503 of the endpoint with a ``Retry-After`` is an answer (no episode is free), and so is a 500 with an error
     object. Any other 5xx comes from the server below the application, which has not answered the call.
     """
     if upstream.status_code == 503:
@@ -453,6 +454,6 @@ def _passed_headers(upstream: httpx2.Response) -> dict[str, str]:
 async def _unexpected(request: Request, error: Exception) -> Response:
     if isinstance(error, Abandoned):
         _log.info("%s ended without an answer: %s", request.url.path, error)
-        return Response(status_code=502)  # is not sent
+        return Response(status_code=502)  # not sent: the connection is closed
     _log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    return JSONResponse(ApiError(500, "the relay failed; its output has more", "server_error").body, 500)
+    return JSONResponse(ApiError(500, "the relay failed; see its output", "server_error").body, 500)

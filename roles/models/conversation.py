@@ -37,7 +37,7 @@ class Message(Struct, frozen=True, omit_defaults=True):
 
 
 class AnswerContent(Struct, frozen=True):
-    """What an answer of the model says."""
+    """The content of a model's answer: text, tool calls and reasoning."""
 
     content: str
     calls: tuple[tuple[str, str], ...] = ()
@@ -50,7 +50,7 @@ class ToolsUnsupported(ValueError):
 
 
 class Chat(Protocol):
-    """Converts conversations to tokens, and sampled tokens to what they say."""
+    """Converts conversations to tokens, and sampled tokens to the content of an answer."""
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -86,7 +86,7 @@ class Chat(Protocol):
         ...
 
     def read(self, context: tuple[int, ...], sampled: tuple[int, ...]) -> AnswerContent:
-        """Return what an answer says that was sampled after ``context``."""
+        """Return the content of an answer that was sampled after ``context``."""
         ...
 
 

@@ -189,7 +189,7 @@ class TemplateTools:
 
 
 class ParsedChat:
-    """The template of a folder with tools, whose calls are read from the text of an answer.
+    """The chat template of a folder with tools; tool calls are read from the text of an answer.
 
     Args:
         chat: The template with its tools.

@@ -1,4 +1,4 @@
-"""Sampling in plain torch of turns that are sampled otherwise than the job says, as vLLM would sample them."""
+"""Sample foreign turns, whose sampling differs from the job's, in plain torch and in the same way as vLLM."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def next_token(
 
     Args:
         logits: Logits of the next token: [vocabulary].
-        sampling: What differs from the job.
+        sampling: The settings that differ from the job's.
         temperature: Temperature of the job.
         prompt: Tokens before the answer.
         sampled: Tokens of the answer so far.

@@ -99,7 +99,7 @@ def store_address(peers: Peers | None, role: str = "trajectories") -> Address | 
 
 
 class Appended(NamedTuple):
-    """What an append led to."""
+    """The result of an append."""
 
     lost: tuple[int, ...]
     """The trajectories that are no longer leased to this incarnation; it must stop working on them."""
@@ -309,11 +309,11 @@ class TrajectoryClient:
         return opened.turn
 
     async def end_turn(self, turn: int, length: int) -> None:
-        """End the answer of a turn after ``length`` sampled tokens, durably; what follows them is discarded."""
+        """End the answer of a turn after ``length`` sampled tokens, durably; later tokens are discarded."""
         await self._decide(EndTurn(self._incarnation, turn, length))
 
     async def follow(self, turn: int, offset: int, wait: float = 5.0) -> TurnTokens | None:
-        """Return the sampled tokens of a turn from ``offset`` on; None if ``wait`` seconds bring no new one."""
+        """Return the sampled tokens of a turn from ``offset`` on; None if there is none within ``wait`` seconds."""
         answer = await self._ask(Follow(self._incarnation, turn, offset, wait), wait)
         return answer if isinstance(answer, TurnTokens) else None
 

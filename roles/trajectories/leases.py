@@ -170,8 +170,8 @@ class WorkQueue:
         trajectory); an outdated entry is skipped when it is popped. See :mod:`.steps.staleness` for "begun with"."""
         self._engines = Engines(state.lengths.limit, self._known, self.leases.leased_to, state.times_of)
         self._estimates: dict[int, GroupEstimate] = {}
-        """Estimates of unfinished groups, by number. That of a group is removed when an answer of the group grows, and
-        all are when an answer ends, since the store may learn from it."""
+        """Estimates of unfinished groups, by number. The estimate of a group is removed when an answer of the group
+        grows; all are removed when any answer ends, because the store may learn from it."""
 
     def rebuild(self) -> None:
         """Build the heap from the state."""
@@ -230,7 +230,7 @@ class WorkQueue:
     def lease(
         self, incarnation: Incarnation, at_most: int, weights: int | None, now: float | None
     ) -> list[TrajectoryState]:
-        """Lease to a rollout its share of what waits: what comes first if lengths are not expected to differ.
+        """Lease to a rollout its share of the waiting trajectories, or the first ones if lengths hardly differ.
 
         No trajectory is leased after the first one that a rollout with these weights may not work on. A turn is left to
         the rollout that has its prefix, if that rollout requests work, too (:mod:`.dispatch.prefix_cache`).
@@ -283,7 +283,7 @@ class WorkQueue:
         return track
 
     def waits_for(self, incarnation: Incarnation) -> bool:
-        """Return whether a trajectory waits that is not kept for another rollout."""
+        """Return whether a trajectory is waiting that is not reserved for another rollout."""
         popped = []
         while (track := self.first()) is not None and self._engines.withheld(track.id, incarnation):
             popped.append(heappop(self._heap))
@@ -296,7 +296,7 @@ class WorkQueue:
     ) -> TimesObserved | None:
         """Record an append, and the trajectories that are complete with it, whose leases end.
 
-        Returns what it shows of the rollout's times, for the caller to write.
+        Returns the observations of the rollout's times that follow from it, for the caller to write.
         """
         tokens: dict[int, int] = {}
         for packed in segments:
@@ -322,10 +322,9 @@ class WorkQueue:
                 self.offer(track)
 
     def hand_back(self, incarnation: Incarnation, *, more: bool) -> tuple[int, ...]:
-        """Return which trajectories a rollout should hand over so that everything ends earlier.
+        """Return which trajectories a rollout should hand over so that all answers end earlier.
 
-        ``more`` says whether more groups may be created: then a free place elsewhere gets new work, as it does if a
-        trajectory waits.
+        None is chosen while trajectories wait or ``more`` groups may be created: then free places get new work instead.
         """
         if self._state.lengths.informed and not more and not self.waits_for(incarnation):
             self._engines.choose_moves(incarnation)

@@ -116,7 +116,7 @@ REQUESTS_CAUSE = "requests"
 """Idle cause of a store that has answered all requests that it can."""
 UNTAKEN_AFTER_S = 10.0
 """Seconds without a request for data, after which the trainer is considered not to request any. A trainer that waits
-repeats its request at once, each of which waits for 1 s (5 s in clients of its own)."""
+repeats its request at once; each request waits for 1 s (5 s by default in :class:`TrajectoryClient`)."""
 _FRAME_OVERHEAD_BYTES = 1024
 """Upper bound of the bytes in a frame that are not part of the answer."""
 
@@ -138,8 +138,8 @@ class Server:
             without a result do not count: a store that cannot serve any request makes no progress.
         note: Called with a text for people that says why the trainer has waited for a batch or part for
             ``NOTE_AFTER_S``, and with an empty text once it is bound.
-        on_durable: Called after each flush with what is committed.
-        idle: Returns the context in which the server waits for what it is given (:meth:`rrl.Worker.idle`).
+        on_durable: Called after each flush with the committed step.
+        idle: Called with an idle cause; returns the context in which the server waits (:meth:`rrl.Worker.idle`).
     """
 
     def __init__(
@@ -309,7 +309,7 @@ class Server:
 
 
 def _precedence(parked: _Parked) -> int:
-    """Return the place of a request in its round: first requests that may make others possible, then these others.
+    """Return the place of a request in its round: first requests that may let others succeed, then these others.
 
     A part is then bound in the round in which its last score arrives, and new work is leased in the same round.
     """

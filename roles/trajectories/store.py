@@ -222,7 +222,7 @@ class Store:
     ) -> Leased | Denied | NotReady:  # fmt: skip
         """Lease unfinished trajectories, in the order of the last steps that may train their groups.
 
-        What is leased to this incarnation already and not in ``holding`` comes first, unless ``holding`` is None.
+        Trajectories that are leased to this incarnation already and not in ``holding`` come first, unless that is None.
         A trajectory is not leased if tokens sampled with weights of step ``weights`` would make its group too old.
         ``now`` is the time of the request in seconds, None if it is unknown; without work the request stays open until
         ``open_until``.

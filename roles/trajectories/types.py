@@ -81,7 +81,7 @@ class Item(Struct, frozen=True):
     max_new: int = 0
     """Number of tokens that may still be appended."""
     sampling: Sampling | None = None
-    """How to sample it; None as the job says."""
+    """How to sample it; None: as the job says."""
 
 
 class ToScore(Struct, frozen=True):

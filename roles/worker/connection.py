@@ -314,7 +314,7 @@ class ManagerConnection:
 
     async def _close(self) -> None:
         if self._dialer.connected and not self.launch.standby:
-            await self._send_clock()  # the last one, so that the whole lifetime is reported
+            await self._send_clock()  # so that the clock's whole lifetime is reported
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

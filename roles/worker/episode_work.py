@@ -214,7 +214,7 @@ class EpisodeWork:
             return False
         finally:
             with self._lock:
-                del self._attempts[of.episode]  # only now: until the store has answered, it counts as held
+                del self._attempts[of.episode]  # only now: until the store has answered, the episode counts as leased
                 self._status.attempts_changed(len(self._attempts))
             self._changed.set()
         self._connection.progress(1)

@@ -197,7 +197,7 @@ def test_a_dropped_trajectory_grows_no_more_and_the_others_go_on(engine: Engine)
     assert 1 in made.finished
 
 
-def test_whoever_leaves_hands_over_what_was_made_so_far(engine: Engine) -> None:
+def test_stopped_engine_returns_the_tokens_generated_so_far(engine: Engine) -> None:
     given, made = engines.items(4, max_new=200), Made()
     engine.add(given)
     made.steps(engine, 5)

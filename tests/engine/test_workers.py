@@ -108,7 +108,7 @@ def test_workers_outlive_the_wish_to_stop_that_their_whole_process_group_gets(en
     assert made.worst(given, {0: _A}, TEMPERATURE)[0] < ATOL
 
 
-def test_a_forked_worker_would_outlive_it_too_and_the_role_itself_still_hears_it(
+def test_forked_worker_ignores_sigterm_and_the_role_still_handles_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(WeightTransferEngine, "__init__", lambda self: None)

@@ -154,7 +154,7 @@ def test_the_picture_shows_a_rollout_that_was_replaced(tmp_path: Path) -> None:
     assert "http" not in drawn.replace("http://www.w3.org/", ""), "the picture loads something from elsewhere"
 
 
-def test_there_is_no_picture_of_a_run_in_which_nothing_failed(tmp_path: Path) -> None:
+def test_run_without_a_failure_gives_no_picture(tmp_path: Path) -> None:
     with pytest.raises(LookupError):
         make_picture.representative_state(Story().works().written(tmp_path))
 

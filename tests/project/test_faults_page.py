@@ -33,7 +33,7 @@ def test_every_kind_has_a_row_in_their_order() -> None:
 
 
 @pytest.mark.parametrize("kind", FaultKind)
-def test_a_row_says_what_the_traits_say(kind: FaultKind) -> None:
+def test_row_of_the_page_agrees_with_the_traits(kind: FaultKind) -> None:
     _, target, needed, effect, _ = rows()[kind.value]
     traits = FAULT_TRAITS[kind]
     assert (target, needed, effect) == (traits.target_kind.value, needs(traits), traits.effect.value)

@@ -102,7 +102,7 @@ _HEAVY = ("torch", "transformers", "vllm", "ucxx", "reasoning_gym")
     "module",
     ["rrl", "rrl.manager.runtime", "rrl.manager.bootstrap.start", "rrl.config.job.schema", "rrl.cli.job.check"],
 )
-def test_a_login_node_needs_nothing_heavy_for(module: str) -> None:
+def test_command_on_a_login_node_imports_no_heavy_package(module: str) -> None:
     assert not _loaded_by(module) & set(_HEAVY)
 
 

@@ -176,7 +176,7 @@ def test_a_connection_that_does_not_complete_a_request_is_cut_off(victim: Victim
     victim.serve_an_agent()
 
 
-def test_streams_that_nobody_reads_stop_and_take_little_memory(victim: Victim) -> None:
+def test_streams_without_a_reader_stop_and_take_little_memory(victim: Victim) -> None:
     with victim.stream(0) as reader:
         assert reader.recv(15) == b"HTTP/1.1 200 OK"  # what the first stream loads stays
     before = victim.footprint

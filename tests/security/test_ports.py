@@ -206,7 +206,7 @@ def test_nothing_that_strangers_do_lasts_and_members_are_served_meanwhile(victim
     asyncio.run(victim.serve_a_member())
 
 
-def test_who_falls_silent_before_it_has_proved_itself_is_cut_off(victim: Victim) -> None:
+def test_connection_that_is_silent_before_authentication_is_closed(victim: Victim) -> None:
     before = victim.footprint
     for port in victim.ports:
         with half_open(port, HALF_OPEN, victim.weights) as connections:

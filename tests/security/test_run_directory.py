@@ -77,7 +77,7 @@ def test_torn_record_at_the_end_is_ignored_and_reported(
     torn = capsys.readouterr()
     assert torn.out == whole.out
     assert torn.err == (
-        "rrl: the journal ends in 50 bytes of an unfinished record, which are ignored: nobody was told of it\n"
+        "rrl: the journal ends in 50 bytes of an unfinished record, which are ignored: no process has acted on it\n"
     )
     Journal(run, 9).close()
     assert ": ignored 50 bytes of an unfinished record" in caplog.text, "its next manager says so too"
@@ -142,7 +142,7 @@ def _cut(path: Path) -> None:
         ("keys.json", lambda path: path.chmod(0o640), "keys.json has mode 0640; the run's keys must be 0600: chmod"),
     ],
 )  # fmt: skip
-def test_a_run_without_what_a_manager_needs_gets_none(
+def test_run_without_the_files_of_a_manager_gets_none(
     run: RunDir, capsys: pytest.CaptureFixture[str], name: str, damage: Callable[[Path], None], says: str
 ) -> None:
     damage(run.path / name)
@@ -248,7 +248,7 @@ def test_submission_on_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
 
 
 # ── where the manager is said to be ────────────────────────────────────────────────────────────────────────────────
-def test_who_is_shown_a_wrong_address_tells_it_nothing_and_finds_its_manager_in_the_end(run: RunDir) -> None:
+def test_worker_with_a_wrong_address_sends_it_nothing_and_finds_its_manager_later(run: RunDir) -> None:
     """manager.json names a port where nobody listens, then the manager of another run, is torn, and is right again."""
     keys, incarnation = RunKeys.load(run.keys), Incarnation(ReplicaId("rollout/0"), 1)
 

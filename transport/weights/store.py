@@ -44,7 +44,7 @@ class StoredVersion(Struct, frozen=True):
 
 
 class Superseded(Exception):
-    """The version that was being received has been given up for another one."""
+    """The version that was being received has been replaced by another one."""
 
 
 class NotReady(Exception):

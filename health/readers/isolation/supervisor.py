@@ -348,7 +348,7 @@ def main() -> int:
     start_logging()
     config = msgspec.json.decode(sys.argv[1], type=framing.ReaderConfig)
     client = socket.socket(fileno=os.dup(0))
-    for class_path in config.readers.values():  # imported once here, its memory is shared by all readers
+    for class_path in config.readers.values():  # all readers share the memory of a module that is imported here
         with contextlib.suppress(Exception):  # the reader's own process reports the error
             __import__(class_path.partition(":")[0])
     gc.collect()

@@ -72,7 +72,7 @@ class NvmlReader:
                 self._events.close()
             nvml.nvmlShutdown()
         except nvml.NVMLError:
-            pass  # it has ended already, or will end with this process
+            pass  # the session has ended already, or will end with this process
         self._events, self._devices = None, []
 
     def _read(self, session_may_end: bool) -> NvmlData:

@@ -1,1 +1,1 @@
-"""The manager's decisions, explained: their reasons, and whether what they expected came. Pure."""
+"""Explanations of the manager's decisions: their reasons, and whether their expected effects occurred. Pure."""

@@ -1,7 +1,7 @@
-"""Whether what a decision expected came: by a join, a grant, an answer of the cluster, or the end of the run. Pure.
+"""Whether the expected effects of decisions have occurred, such as a join, a grant or an answer of the cluster. Pure.
 
-A decision says in words what it expects (``Why.expects``). What counts as its arrival follows from the kind of the
-action, never from these words.
+A decision describes its expected effect in a text (``Why.expects``). Which event counts as this effect follows from the
+kind of the action, never from the text.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ _ENDED_BADLY = (Outcome.FAILED, Outcome.REJECTED)
 
 
 class Arrival(StrEnum):
-    """Whether what was expected came."""
+    """Whether an expected effect has occurred."""
 
     OPEN = "awaited"
     CAME = "came"
     MISSED = "did not come"
     HOLDS = "holds so far"
-    """For what is expected to last: a node that is not used, a replica without which the run continues."""
+    """For an effect that is expected to last: a node is not used, or the run continues without a replica."""
 
 
 class Result(Struct):
-    """What became of an expectation."""
+    """The result of an expectation."""
 
     arrival: Arrival = Arrival.OPEN
     at: float | None = None
-    """Manager's time (s) at which it came, or at which it was certain not to come; None while that is open."""
+    """Manager's time (s) at which the effect occurred, or was certain not to occur; None while that is open."""
     text: str = ""
     """What happened, in words."""
 
@@ -81,15 +81,15 @@ class Expectations:
         self._requests: dict[str, Result] = {}
         """Requests for nodes, by tag."""
         self._answers: dict[str, Result] = {}
-        """Actions that are done once the cluster or a process says so, by tag."""
+        """Actions that are done once the cluster or a process confirms them, by tag."""
         self._stops: dict[str, Result] = {}
         """Stops, by the step that is to end."""
         self._absences: dict[ReplicaId, list[Result]] = {}
         """Replicas without which the run continues."""
         self._unused: dict[NodeName, list[Result]] = {}
-        """Nodes that are not used any more."""
+        """Excluded nodes, which should not be used."""
         self._reused: dict[NodeName, Result] = {}
-        """Nodes whose agents are to join."""
+        """Readmitted nodes whose agents have not joined yet."""
         self._restarts: list[_WholeRestart] = []
         self._faults: dict[str, tuple[InjectFault, Result]] = {}
         self._end: list[Result] = []
@@ -97,7 +97,7 @@ class Expectations:
 
     # ── decisions ───────────────────────────────────────────────────────────────────────────────────────────────────
     def begin(self, result: Result, action: Action, at: float) -> None:
-        """Follow what a decision expects; ``at`` is the manager's time (s) of the decision."""
+        """Follow the expected effect of a decision; ``at`` is the manager's time (s) of the decision."""
         match action:
             case Fence():
                 self._on_fence(result, action, at)
@@ -195,13 +195,13 @@ class Expectations:
 
     # ── events ──────────────────────────────────────────────────────────────────────────────────────────────────────
     def apply(self, stamped: ev.Stamped) -> None:
-        """Settle the expectations about which an event decides."""
+        """Settle the expectations that an event fulfils or rules out."""
         handler = _HANDLERS.get(type(stamped.event))
         if handler is not None:
             handler(self, stamped.event, stamped.at)
 
     def close(self) -> None:
-        """Mark what holds at the newest event: replicas and nodes without which the run continues."""
+        """Mark the lasting effects that hold at the newest event: the run continues without a replica or node."""
         for held in (*self._absences.values(), *self._unused.values()):
             for result in held:
                 result.arrival = Arrival.HOLDS

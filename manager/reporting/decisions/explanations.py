@@ -1,7 +1,7 @@
 """The manager's decisions in order, each explained: a fold of the run's events. Pure.
 
-An explanation has the evidence of a decision, the findings that stood then, the rung of the repair ladder, what the
-rungs before it would have needed, what was expected by when, and whether it came (``expectations``).
+An explanation has the evidence of a decision, the findings at that time, the rung of the repair ladder, what the rungs
+before it would have needed, the expected effect with its deadline, and whether it occurred (``expectations``).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Explanation(Struct):
     findings: tuple[Finding, ...] = ()
     """Failures that detectors or checks had found, about the process or its node."""
     result: Result = field(default_factory=Result)
-    """Whether what was expected came."""
+    """Whether the expected effect has occurred."""
 
     def concerns(self, name: str) -> bool:
         """Return whether the decision is about a role, a replica, an incarnation, or a node of this name."""

@@ -1,1 +1,1 @@
-"""Collects the logs of roles whose nodes have no disk that is shared with the manager."""
+"""Collects the newest log lines of every incarnation in the manager, in case its log file is lost with its node."""

@@ -1,6 +1,6 @@
 """Receive the newest log lines of all incarnations, in a thread and on a socket of its own.
 
-So neither a flood of lines nor a hung disk delays the manager's loop.
+This way neither a flood of lines nor a hung disk delays the manager's loop.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from .messages import parse_message, take_tools
 from .sampling import foreign_sampling
 
 MAX_CHOICES = 128
-"""Greatest number of answers to one request, as OpenAI's."""
+"""Greatest number of answers to one request, as in OpenAI's API."""
 _MAX_STOPS = 16
 """Greatest number of stop texts: each is looked for after every token. OpenAI allows 4, vLLM any number."""
 _MAX_STOP_CHARS = 1000
@@ -29,14 +29,14 @@ class Policy(Struct, frozen=True):
 
     temperature: float
     foreign: str = "refuse"
-    """``context`` to serve calls that would sample otherwise, as turns that are not trained; else ``refuse``."""
+    """``context``: serve calls that would sample in another way, as turns that are not trained; or ``refuse``."""
 
 
 class Call(Struct, frozen=True):
     """A request for answers."""
 
     digest: str
-    """Digest of the body: a repeated request has the same."""
+    """Digest of the body: a repeated request has the same digest."""
     model: str
     messages: tuple[Message, ...] | None
     """The conversation; None for a plain prompt."""
@@ -50,9 +50,9 @@ class Call(Struct, frozen=True):
     tools: str = ""
     """OpenAI's list of tools as JSON; empty if there is none."""
     may_call: bool = False
-    """True if calls of tools in an answer are shown as such."""
+    """True if the agent gets the tool calls in an answer as ``tool_calls``; False if it gets them as text."""
     sampling: Sampling | None = None
-    """How a foreign call is sampled; None: as the job says."""
+    """How a foreign call is sampled; None: the sampling of the job."""
     stream: bool = False
     include_usage: bool = False
     """True if a stream ends with the numbers of tokens."""
@@ -146,7 +146,7 @@ def _stop(given: dict[str, Any]) -> tuple[str, ...]:
     texts = [] if stop is None else stop if isinstance(stop, list) else [stop]
     if len(texts) > _MAX_STOPS or not all(isinstance(text, str) and 0 < len(text) <= _MAX_STOP_CHARS for text in texts):
         raise wrong(
-            "stop", f"must be a text, or a list of at most {_MAX_STOPS} texts of 1 to {_MAX_STOP_CHARS} letters"
+            "stop", f"must be a text, or a list of at most {_MAX_STOPS} texts of 1 to {_MAX_STOP_CHARS} characters"
         )
     return tuple(texts)
 

@@ -34,6 +34,6 @@ def wrong(key: str, problem: str) -> ApiError:
 
 
 def unsupported(key: str, value: Any, problem: str) -> ApiError:
-    """Return the error for a value that is valid for OpenAI, and not served here."""
+    """Return the error for a value that is valid in OpenAI's API, but not supported here."""
     shown = json.dumps(value)[:40]
     return ApiError(400, f"{key} = {shown} is not supported: {problem}", code="unsupported_value", param=key)

@@ -13,7 +13,7 @@ from .errors import unsupported, wrong
 _EMPTY_KEYS = frozenset({"refusal", "function_call", "audio", "annotations", "tool_calls"})
 """Keys of an answer's message, which a client may send back without a value."""
 _MAX_TOOLS = 128
-"""Greatest number of tools, as OpenAI's."""
+"""Greatest number of tools, as in OpenAI's API."""
 
 
 class _Function(msgspec.Struct, frozen=True):
@@ -87,11 +87,11 @@ def take_tools(given: dict[str, Any]) -> tuple[str, bool]:
         OpenAI's list of tools as JSON, empty if there is none; and whether answers may call them.
 
     Raises:
-        ApiError: A key is invalid, or asks for what would be another policy.
+        ApiError: A key is invalid, or would change the policy that samples.
     """
     tools, choice = given.pop("tools", None) or [], given.pop("tool_choice", None)
     if choice not in (None, "none", "auto"):
-        problem = 'a forced call would be another policy than the one that is trained; write "auto" or "none"'
+        problem = 'a forced call is not sampled from the policy that is trained; write "auto" or "none"'
         raise unsupported("tool_choice", choice, problem)
     if not isinstance(tools, list) or len(tools) > _MAX_TOOLS or not all(map(_is_tool, tools)):
         raise wrong(
@@ -113,7 +113,7 @@ def _is_tool(tool: Any) -> bool:
 
 
 def canonical_arguments(arguments: str) -> str:
-    """Return the arguments of a call in a form in which equal objects are equal texts, however an agent wrote them."""
+    """Return the arguments of a call in a canonical form: equal objects give equal texts, however they were written."""
     try:
         return json.dumps(json.loads(arguments), sort_keys=True)
     except (ValueError, RecursionError):

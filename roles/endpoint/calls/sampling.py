@@ -1,7 +1,7 @@
-"""The keys of a body that say how to sample.
+"""The keys of a body that determine how an answer is sampled.
 
 The policy that is trained must be the policy that sampled. A call that asks for another one is *foreign*: it is refused
-by the name of the key or, where the job allows it, sampled as it asks and never trained.
+with the name of the key or, if the job allows it, sampled as requested and never trained.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _IGNORED = frozenset({
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
     "parallel_tool_calls",
 })  # fmt: skip
-"""Keys of OpenAI's that do not concern the answer."""
+"""Keys of OpenAI's API that do not affect the answer."""
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "top_p": (1,), "presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,), "top_k": (0, -1),
     "min_p": (0,), "logit_bias": ({},), "stop_token_ids": ([],), "tools": ([],),
@@ -36,7 +36,7 @@ _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "frequency_penalty": (lambda value: -2 <= value <= 2, "must be a number from -2 to 2"),
     "repetition_penalty": (lambda value: 0 < value <= 100, "must be a number above 0 and at most 100"),
 }
-"""Keys of :class:`Sampling` that are numbers, and what they may be."""
+"""Keys of :class:`Sampling` that are numbers, and their valid values."""
 _WHOLE = {
     "top_k": (lambda value: 1 <= value < 2**31, "must be a whole number, 1 or more"),
     "seed": (lambda value: -(2**63) <= value < 2**63, "must be a whole number of 64 bits"),
@@ -53,7 +53,7 @@ def foreign_sampling(given: Mapping[str, Any], temperature: float, *, refused: b
         refused: True if foreign calls are refused.
 
     Raises:
-        ApiError: A key is unknown or invalid, or the call is foreign and must not be.
+        ApiError: A key is unknown or invalid, or the call is foreign and foreign calls are refused.
     """
     changes: dict[str, Any] = {}
     for key, value in given.items():
@@ -61,13 +61,13 @@ def foreign_sampling(given: Mapping[str, Any], temperature: float, *, refused: b
             continue
         if key not in Sampling.__struct_fields__:
             known = key in _NEUTRAL
-            problem = ("it would make another policy than the one that is trained" if known
+            problem = ("it would change the policy that samples" if known
                        else "this endpoint does not have this key")  # fmt: skip
             raise unsupported(key, value, f"{problem}; remove the key")
         if refused and key == "temperature":
             raise unsupported(key, value, f"[sampling] temperature of the job is {temperature:g}; remove the key")
         if refused:
-            problem = "it would make another policy than the one that is trained; remove the key"
+            problem = "it would change the policy that samples; remove the key"
             raise unsupported(key, value, problem)
         changes[key] = _checked(key, value)
     return msgspec.convert(changes, Sampling) if changes else None

@@ -11,7 +11,7 @@ from ..turns.shown_answer import AnswerFormat, end_at_stop, shown_answer, stable
 
 
 class SampledAnswer:
-    """One answer, which grows by tokens.
+    """One answer, which grows token by token.
 
     Args:
         call: The request.
@@ -44,7 +44,7 @@ class SampledAnswer:
 
     @property
     def position(self) -> str:
-        """How far the stream is: the number of tokens that it has sent, and a dot if it has sent the end."""
+        """The position of the stream: the number of tokens that it has sent, and a dot if it has sent the end."""
         return f"{self._reported}{'.' * self._end_reported}"
 
     def grow(self, tokens: Sequence[int], logprobs: Sequence[float], finished: bool) -> bool:
@@ -102,7 +102,7 @@ class SampledAnswer:
         return self.finished and not self._end_reported
 
     def _text(self, length: int) -> str:
-        """Return the text of which a stream has sent everything after so many tokens of an unfinished answer."""
+        """Return the text that a stream has sent after the first ``length`` tokens of an unfinished answer."""
         return "" if self._form.calls else stable_text(self._tokens[:length], self._form.stop, self._chat.tokenizer)
 
     def _shown(self) -> Message:

@@ -42,7 +42,7 @@ class Reply:
         opened: Its turns.
         grow: Follows a turn.
         relayed: True if the client is a relay, which gets the position of a stream after each event.
-        resumed: Position behind which a stream goes on, as an earlier stream has told it; empty for the beginning.
+        resumed: Position after which a stream continues, as the earlier stream sent it; empty for a new stream.
     """
 
     def __init__(self, call: Call, opened: OpenedTurns, grow: Grow, relayed: bool = False, resumed: str = "") -> None:
@@ -135,7 +135,7 @@ def _positions(resumed: str, choices: int) -> Sequence[tuple[int, bool]] | None:
 
 
 async def _all(coroutines: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Run coroutines at once; the first exception ends all of them."""
+    """Run coroutines concurrently; the first exception ends all of them."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         await asyncio.gather(*tasks)

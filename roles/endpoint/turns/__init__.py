@@ -1,1 +1,1 @@
-"""The turns of an episode as the endpoint sees them: what is known of them, and where the next one begins."""
+"""The turns of an episode in the endpoint: a cache of them, requests to the store, and the context of the next turn."""

@@ -1,7 +1,7 @@
-"""The turns of an episode, of which complete ones are fetched from the store once.
+"""A cache of an episode's turns: a complete turn is fetched from the store only once.
 
-What is kept here only saves work: everything can be read from the store again. It is bounded in size, and belongs to
-one attempt of an episode, because in the next attempt other turns count.
+The cache only saves work: everything can be read from the store again. It is bounded in size, and is valid for one
+attempt at an episode, because other turns count in the next attempt.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _HASH_WEIGHT = 4
 
 
 class EpisodeReader(Protocol):
-    """What is asked of the store."""
+    """The request to the store that the cache needs."""
 
     async def get_episode(self, episode: int, holding: Sequence[int] = ()) -> EpisodeTurns:
         """Return the newest attempt at an episode, and its turns without those that the caller has (``holding``)."""
@@ -42,7 +42,7 @@ class KnownTurns:
     Args:
         store: Where the turns are read.
         tokenizer: Tokenizer of the model.
-        max_weight: Bound of what is kept.
+        max_weight: Maximum weight of all turns that are kept.
     """
 
     def __init__(self, store: EpisodeReader, tokenizer: Tokenizer, max_weight: int = MAX_WEIGHT) -> None:
@@ -69,7 +69,7 @@ class KnownTurns:
         return EpisodeTurns(read.attempt, tuple(turns[number] for number in sorted(turns)), read.recorded)
 
     def _keep(self, episode: int, read: EpisodeTurns) -> None:
-        """Keep the complete ones of the turns that were read."""
+        """Keep those of the turns that are complete."""
         kept = self._kept.setdefault(episode, _Kept(read.attempt, {}))
         self._kept.move_to_end(episode)
         for turn in filter(self._is_complete, read.turns):
@@ -91,5 +91,5 @@ class KnownTurns:
 
 
 def _weight(turn: Turn) -> int:
-    """Return about how much memory a turn takes, in tokens."""
+    """Return the approximate memory of a turn, in tokens."""
     return 16 + len(turn.given) + len(turn.sampled) + _HASH_WEIGHT * len(turn.messages)

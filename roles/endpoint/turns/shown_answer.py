@@ -1,7 +1,7 @@
-"""How an agent sees an answer: as text, cut before a stop text, with the calls of tools in it.
+"""An answer as an agent gets it: its text, cut before a stop text, and its tool calls.
 
-It follows from the sampled tokens and from what the turn keeps as ``options``, so that an answer is the same whenever
-it is shown, and can be recognised in a later request. Everything here is pure.
+It is computed from the sampled tokens and the ``options`` of the turn only, so an answer is the same each time, and can
+be recognised in a later request. Everything here is pure.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ INCOMPLETE = "\ufffd"
 
 
 class AnswerFormat(Struct, frozen=True, omit_defaults=True):
-    """What the request for an answer said about how it is shown."""
+    """The settings of a request that determine the form of its answers."""
 
     stop: tuple[str, ...] = ()
     calls: bool = False
-    """True if calls of tools are shown as such."""
+    """True if the agent gets tool calls as ``tool_calls``; False if it gets them as text."""
 
     def encode(self) -> str:
         """Return the options of a turn."""
@@ -39,7 +39,7 @@ class StopEnd(Struct, frozen=True):
     """The end of an answer at a stop text."""
 
     length: int
-    """Number of tokens up to the one with which the stop text is complete."""
+    """Number of tokens up to the token that completes the stop text."""
     text: str
     """Text before the stop text."""
 
@@ -48,7 +48,7 @@ def end_at_stop(tokens: Sequence[int], stop: Sequence[str], tokenizer: Tokenizer
     """Return where an answer ends because of the first stop text in it; None if it contains none."""
     if not stop or (cut := _first_stop(tokenizer.decode(tokens), stop)) is None:
         return None
-    low, high = 0, len(tokens)  # without a stop text; with one
+    low, high = 0, len(tokens)  # numbers of tokens whose text has no stop text, and has one
     while high - low > 1:
         middle = (low + high) // 2
         found = _first_stop(_stable(tokenizer.decode(tokens[:middle])), stop)
@@ -86,10 +86,10 @@ def shown_answer(
     """Return a complete answer as the agent sees it.
 
     Args:
-        turn: Number of the turn, of which the ids of calls are made.
+        turn: Number of the turn, from which the ids of tool calls are made.
         context: The tokens before the answer.
         sampled: The tokens of the answer, up to a stop text.
-        form: How it is shown.
+        form: The form of the answer.
         chat: Format of the conversation, with the tools that were offered.
     """
     end = end_at_stop(sampled, form.stop, chat.tokenizer)
@@ -106,7 +106,7 @@ def shown_answer(
 
 
 def _tokens_of(text: str, sampled: Sequence[int], tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Return the most tokens whose text is within ``text``, which the sampled ones begin with."""
+    """Return the longest beginning of the sampled tokens whose text is a beginning of ``text``."""
     length = len(sampled)
     while length and (part := tokenizer.decode(sampled[:length])) != text[: len(part)]:
         length -= 1

@@ -1,6 +1,6 @@
-"""What the endpoint asks of the trajectory store.
+"""The requests of the endpoint to the trajectory store.
 
-Tests can implement the interfaces without a store; a process of a run sends requests.
+In a run each method sends a request. Tests can implement the interfaces without a store.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class AskStore(Protocol):
 
 
 class _Asking:
-    """Sends the requests of this process; once the process itself is fenced, each attempt is over for it."""
+    """Sends the requests of this process; once the process is fenced, every request raises that the attempt is over."""
 
     def __init__(self, ask: AskStore) -> None:
         self._send = ask
@@ -86,7 +86,7 @@ class StoreTurns:
     """Requests to the store of the run, each awaited in the event loop of the caller; see :class:`Turns`.
 
     Args:
-        ask: How requests are sent: :meth:`rrl.Worker.ask_store`.
+        ask: Sends a request: :meth:`rrl.Worker.ask_store`.
     """
 
     def __init__(self, ask: AskStore) -> None:
@@ -120,7 +120,7 @@ class StoreEpisodes:
     """Requests to the store of the run about whole episodes; see :class:`Episodes`.
 
     Args:
-        ask: How requests are sent: :meth:`rrl.Worker.ask_store`.
+        ask: Sends a request: :meth:`rrl.Worker.ask_store`.
     """
 
     def __init__(self, ask: AskStore) -> None:

@@ -1,11 +1,11 @@
-"""The context of an answer in tokens, made of a request's messages and of the turns that the episode has already.
+"""The context of an answer in tokens, made from the messages of a request and the existing turns of the episode.
 
-Tokens that were sampled are never made of text again: decoding and encoding changes a good part of all answers, and a
-model would then be trained on tokens that it has not sampled. So where a recorded answer stands at the end of a
-beginning of the conversation, the path of its turn is the context, and only the messages after it are encoded. A
-conversation without a recorded answer (edited history, a sub-agent's prompt, an answer that the agent has changed) is
-encoded as a whole, and branches off the turn with which it shares the most tokens. Its text is then context, and is
-not trained.
+Sampled tokens are never replaced by an encoding of their text: decoding and encoding changes many answers, and the
+model would be trained on tokens that it has not sampled. So if the conversation contains a recorded answer, preceded by
+the same messages as when it was sampled, the context begins with the path of that answer's turn, and only the messages
+after the answer are encoded. A conversation without a recorded answer (edited history, a sub-agent's prompt, an answer
+that the agent has changed) is encoded as a whole, and branches off the turn with which it shares the most tokens. Its
+text is then context, and is not trained.
 
 Messages are compared by rolling hashes from the front, as the turns record them. Everything here is pure.
 """
@@ -28,18 +28,18 @@ _HASH_CHARS = 32
 
 
 class Context(Struct, frozen=True):
-    """Where a new turn begins."""
+    """The context of a new turn."""
 
     parent: int | None
-    """Turn whose path the context begins with; None if it has nothing in common with any."""
+    """Turn whose path the context begins with; None if the context shares no token with any turn."""
     offset: int
     """Number of tokens of the parent's path that the context keeps."""
     given: tuple[int, ...]
-    """Tokens that follow them."""
+    """Tokens that follow the kept tokens."""
     messages: tuple[str, ...]
     """Rolling hashes of the messages."""
     tokens: tuple[int, ...]
-    """The whole context: what it keeps of the parent's path, and the given tokens."""
+    """The whole context: the kept tokens of the parent's path, and the given tokens."""
 
     @property
     def length(self) -> int:
@@ -51,7 +51,7 @@ class Paths:
     """The paths of an episode's turns, each computed once.
 
     Args:
-        turns: The turns, in which every parent is contained.
+        turns: The turns; each parent of a turn is among them.
     """
 
     def __init__(self, turns: Sequence[Turn]) -> None:
@@ -85,7 +85,7 @@ def rolling_hashes(messages: Sequence[Message], tools: str = "") -> tuple[str, .
 
     Args:
         messages: The conversation.
-        tools: OpenAI's list of tools as JSON, with which it begins.
+        tools: OpenAI's list of tools as JSON, which is hashed before the messages.
     """
     hashes: list[str] = []
     before = _hash(tools.encode()) if tools else ""
@@ -114,7 +114,7 @@ def chat_context(messages: Sequence[Message], turns: Sequence[Turn], chat: Chat,
         messages: The conversation.
         turns: Turns of the attempt.
         chat: The chat format, which already contains the tools.
-        tools: The same tools as OpenAI's JSON, from which conversations with other tools are told apart; may be empty.
+        tools: The same tools as OpenAI's JSON, so that conversations with other tools differ; may be empty.
 
     Raises:
         ValueError: The conversation cannot be encoded.
@@ -139,7 +139,7 @@ def plain_context(tokens: Sequence[int], turns: Sequence[Turn]) -> Context:
 def _newest_answer(hashes: Sequence[str], turns: Sequence[Turn], paths: Paths, chat: Chat) -> tuple[int, Turn | None]:
     """Find the recorded answer after which the fewest messages follow.
 
-    Two answers that say the same in the same conversation are the same for the agent; the first of them counts. An
+    Two equal answers in the same conversation are the same for the agent; the first of them counts. An
     agent may leave out the reasoning of an answer.
 
     Returns:
@@ -162,7 +162,7 @@ def _newest_answer(hashes: Sequence[str], turns: Sequence[Turn], paths: Paths, c
 
 
 def _branch(tokens: tuple[int, ...], turns: Sequence[Turn], paths: Paths, hashes: tuple[str, ...]) -> Context:
-    """Return the context ``tokens`` as a branch off the turn whose path begins with the most of them."""
+    """Return ``tokens`` as a context that branches off the turn whose path has the longest common beginning with it."""
     parent, offset = None, 0
     for turn in sorted(turns, key=lambda turn: turn.id):
         common = _common_length(tokens, paths.path(turn.id))

@@ -111,7 +111,7 @@ class Bucket(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 
 class RrlWeightTransferEngine(WeightTransferEngine[_Init, Bucket]):  # type: ignore[misc]
-    """The backend in each of vLLM's workers."""
+    """Receives weights in each of vLLM's workers."""
 
     init_info_cls, update_info_cls = _Init, Bucket
 

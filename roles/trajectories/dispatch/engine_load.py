@@ -1,4 +1,4 @@
-"""The expected time in which an engine finishes what it runs.
+"""The expected time in which an engine finishes its running answers.
 
 An engine with b answers running takes τ(b) seconds for a token of each. So n answers take Σ L_j (τ(j) - τ(j - 1))
 seconds, where L_j are the tokens that are left, longest first. With N(x) answers that have more than x tokens left,
@@ -22,14 +22,14 @@ from itertools import pairwise
 from .lengths import GroupEstimate, partial_means, survival
 
 FIRST_CELL_TOKENS = 32
-"""Tokens of the first range: half a segment. What happens within fewer tokens cannot be decided any more."""
+"""Tokens of the first range: half a segment. A decision about fewer tokens would come too late."""
 _CERTAIN = 1e-6
 """Smallest probability that an answer ends within a range, so that logarithms are finite."""
 _STEPS = 64
 """Resolution of a curve's arguments: steps per factor e of mean and deviation, and of the progress, or of what is left
 to the limit if that is less. The errors are below 1 %, 1 % and 2 %."""
 _MAX_CURVES = 65_536
-"""Number of curves that are stored, 0.5 kB each, before the store of curves begins anew."""
+"""Number of curves that are stored, 0.5 kB each, before all of them are deleted."""
 
 Curve = tuple[tuple[float, ...], tuple[float, ...]]
 """For each range of tokens: the probability that an answer goes on through it, and the logarithm of its complement."""
@@ -40,7 +40,7 @@ Course = list[tuple[float, float]]
 
 
 class CurveTable:
-    """Curves of what is left of answers, which are computed once for similar estimates and progress.
+    """Curves of the tokens that are left of answers, each computed once for similar estimates and progress.
 
     Args:
         limit: Number of tokens at which answers are cut.
@@ -85,7 +85,7 @@ class CurveTable:
 
 
 class EngineLoad:
-    """What an engine runs, as the sum of curves; answers can be added and removed.
+    """The running answers of an engine, as the sum of their curves; answers can be added and removed.
 
     Args:
         widths: Tokens of each range.
@@ -135,15 +135,15 @@ class EngineLoad:
         return _finish(self._widths, self._times, self._expected, self._none)
 
     def course(self) -> Course:
-        """Return the course of what the engine runs."""
+        """Return the course of the engine's answers."""
         return _course(self._widths, self._times, self._expected, self._none)
 
     def course_with(self, curve: Curve) -> Course:
-        """Return the same with one more answer."""
+        """Return the course with one more answer."""
         return _course(self._widths, self._times, *self._with(curve))
 
     def course_without(self, curve: Curve) -> Course:
-        """Return the same without one of its answers."""
+        """Return the course without one of the answers."""
         return _course(self._widths, self._times, *self._without(curve))
 
     def _with(self, curve: Curve) -> tuple[list[float], list[float]]:

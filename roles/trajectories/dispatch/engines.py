@@ -1,4 +1,4 @@
-"""The rollouts' engines as the store knows them: their places, their times, and what is on its way to them.
+"""The rollouts' engines as the store knows them: their places and times, and the answers that will move to them.
 
 All of this except the times is volatile, as leases are: after a restart of the store each engine is known again with
 its first request. Times are a fold over the store's log (:mod:`.token_times`).
@@ -19,8 +19,8 @@ from .token_times import AppendTimes, Observed, TokenTimes
 from .work_sharing import EngineView, Running, Waiting, hand_back, share
 
 _TOKENS_PER_CHOICE = 4
-"""Tokens for each running answer that an engine appends between two choices of moves. A choice compares all that the
-engine runs (10 ms for 512 answers), but an append may have a segment of one answer only: with segments of 64 tokens a
+"""Tokens for each running answer that an engine appends between two choices of moves. A choice compares all answers
+of the engine (10 ms for 512 answers), but an append may have a segment of one answer only: with segments of 64 tokens a
 choice then costs as much as 32 appends, and 16 are made while a segment is generated."""
 
 
@@ -38,7 +38,7 @@ class _Engine(Struct):
     appends: AppendTimes = field(default_factory=AppendTimes)
     requested_back: set[int] = set()
     load: EngineLoad | None = None
-    """What it runs and what is on its way to it; None if that has changed."""
+    """Its running answers and those that will move to it; None if these have changed."""
     tokens: int = 0
     """Number of tokens that it appended since its moves were chosen."""
     weights: int | None = None
@@ -67,9 +67,9 @@ class Engines:
         self._times = times
         self._engines: dict[Incarnation, _Engine] = {}
         self._read_before: dict[int, int] = {}
-        """Number of tokens that were read when a trajectory moved last."""
+        """For each trajectory that has moved, the number of tokens that its new engine had to read."""
         self.reserved: dict[int, Incarnation] = {}
-        """The engine on which a trajectory should continue that its engine was requested to hand over."""
+        """For each trajectory that an engine was requested to hand over, the engine on which it should continue."""
 
     # ── what happens ───────────────────────────────────────────────────────────────────────────────────────────────
     def requested(self, engine: Incarnation, free: int, weights: int | None = None, open_until: float = -inf) -> None:
@@ -108,7 +108,7 @@ class Engines:
     ) -> Observed:
         """Record an append of (trajectory, number of new tokens), and the trajectories that are complete with it.
 
-        Returns what it shows of the engine's times, for the caller to record.
+        Returns the observations of the engine's times that follow from it, for the caller to record.
         """
         entry = self._engine(engine)
         entry.load = None
@@ -121,7 +121,7 @@ class Engines:
         return observed
 
     def released(self, engine: Incarnation, trajectories: Iterable[int]) -> None:
-        """Record that an engine does not run these trajectories any more."""
+        """Record that an engine no longer runs these trajectories."""
         entry = self._engine(engine)
         entry.load = None
         for trajectory in trajectories:
@@ -137,7 +137,7 @@ class Engines:
             self._read_before.pop(trajectory, None)
 
     def retain(self, current: frozenset[Incarnation]) -> None:
-        """Forget all engines that are not current, and what was to continue there."""
+        """Forget all engines that are not current, and the reservations for them."""
         self._engines = {engine: entry for engine, entry in self._engines.items() if engine in current}
         self.reserved = {each: target for each, target in self.reserved.items() if target in current}
         for entry in self._engines.values():
@@ -146,9 +146,9 @@ class Engines:
 
     # ── deciding ───────────────────────────────────────────────────────────────────────────────────────────────────
     def withheld(self, trajectory: int, engine: Incarnation) -> bool:
-        """Return whether a waiting trajectory is kept for another engine than this one.
+        """Return whether a waiting trajectory is reserved for another engine than this one.
 
-        It is kept as long as the other engine is current and has a free place: that engine requests work soon.
+        It is reserved as long as the other engine is current and has a free place: that engine requests work soon.
         """
         target = self.reserved.get(trajectory)
         return target is not None and target != engine and self._free(target) > 0
@@ -223,7 +223,7 @@ class Engines:
         entry, running = self._engine(engine), self._running(engine)
         coming = sorted(each for each, target in self.reserved.items() if target == engine)
         times = self._times(engine)
-        if entry.load is None or not times.observed:  # what is assumed changes with what is learned of other engines
+        if entry.load is None or not times.observed:  # assumed times follow those of other engines
             here = sorted({*(running - entry.requested_back), *coming})
             table = times.table_among(map(self._times, self._engines))
             entry.load = EngineLoad(self._curves.widths, table, map(self._curve, here))

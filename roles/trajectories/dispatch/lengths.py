@@ -3,15 +3,15 @@
 The length of an answer is modelled as log-normal, capped at ``max_new_tokens``. The mean of its logarithm belongs to
 the prompt. It is estimated from four sources, each weighted by its variance, which is learned too:
 
-- the prompt's tokens (:mod:`.prompt_regression`), calibrated by a linear regression on what they predicted before. If
-  they predict nothing, every prompt is expected to be like the mean;
+- the prompt's tokens (:mod:`.prompt_regression`), calibrated by a linear regression on their earlier predictions. If
+  these predict nothing, every prompt gets the mean;
 - the same prompt's earlier answers;
-- the answers of the same group that are done;
-- the progress of the group's running answers, which are longer than what they have.
+- the finished answers of the same group;
+- the progress of the group's running answers, a lower bound of their lengths.
 
 An answer that was cut by ``max_new_tokens``, or with its dropped group, is *censored*: only a lower bound of its length
-is known. Its logarithm counts as the expected value above that bound. Where all answers are cut, each such value would
-raise the next one without end: means and variances are therefore bounded.
+is known. Its logarithm counts as the expected value above that bound. If all answers are cut, each such value would
+raise the next one without limit: means and variances are therefore bounded.
 
 :class:`Lengths` is a fold over durable facts in their order. Its state is one record with exact floats: a fold that
 continues from the record gives the same bits as a fold over all facts.
@@ -34,7 +34,7 @@ RETAINED_PROMPTS = 65_536
 _HORIZON_GROUPS = 128
 """Number of groups over which statistics are averaged: the policy changes, and lengths with it."""
 _FIRST_GROUPS = 16
-"""Number of groups before which no prompt is expected to differ from another one."""
+"""Number of observed groups below which all prompts have the same expected length."""
 _LONGEST_SHARE = 0.2
 """Share of the groups that count as the longest, for :attr:`Lengths.recall`, as in StreamRL."""
 _HISTORY_DECAY = 0.5
@@ -48,7 +48,7 @@ _CENSORED_ITERATIONS = 3
 _FIRST_LOG_LENGTH = math.log(512.0)
 """Expected logarithm of a length before a group is observed."""
 _LEAST_EXPLAINED = 0.05
-"""Share of the variance between groups that must be explained before an order by expected length replaces today's."""
+"""Share of the variance between groups that must be explained before groups are ordered by expected length."""
 _MAX_SLOPE = 1.25
 """Largest slope of the calibration: a regression that shrinks too much is corrected, noise is not amplified."""
 _MAX_BEYOND_LIMIT = 1.0
@@ -99,7 +99,7 @@ class LengthState(Struct, array_like=True):
 
 
 class Lengths:
-    """What the lengths of the run's answers are expected to be.
+    """The expected lengths of the run's answers, learned from its groups.
 
     Args:
         limit: Number of tokens at which answers are cut (``max_new_tokens``).
@@ -178,7 +178,7 @@ class Lengths:
 
     @property
     def typical(self) -> GroupEstimate:
-        """The estimate of a group of whose prompt nothing is known."""
+        """The estimate of a group if nothing is known about its prompt."""
         mean, variance = self._moments.typical
         return GroupEstimate(_bounded(mean, self.limit), variance, self._moments.within)
 
@@ -213,12 +213,12 @@ class Lengths:
 
     @property
     def separates(self) -> bool:
-        """True if what was expected of the last groups before they began has ordered them better than chance."""
+        """True if the lengths expected before the last groups began ordered these groups better than chance."""
         return self._moments.separates
 
 
 def expected_left(estimate: GroupEstimate, progress: int, limit: int) -> float:
-    """Return how many more tokens an answer with ``progress`` tokens is expected to have, at least 1 of them."""
+    """Return how many more tokens an answer with ``progress`` tokens is expected to have, at least 1."""
     if progress >= limit:
         return 0.0
     deviation = estimate.deviation
@@ -365,7 +365,7 @@ class _Moments:
     def add_group(self, predicted: float, expected: float, observed: float, noise: float) -> None:
         """Add a group's observed mean logarithm, and the variance of its noise.
 
-        ``predicted`` is what the regression predicted of it, ``expected`` what all sources together made of that.
+        ``predicted`` is the prediction of the regression alone, ``expected`` the estimate from all sources together.
         """
         self._predicted.add(predicted, observed, _HORIZON_GROUPS)
         self._expected.add(expected, observed, _HORIZON_GROUPS // 2)

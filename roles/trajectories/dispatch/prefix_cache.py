@@ -1,7 +1,7 @@
 """Decides which rollout gets which turns, so that a turn continues where its prefix is cached.
 
 The rollout that sampled the parent of a turn has computed everything before the turn. As long as its weights have not
-changed it need not read that again. So it gets the turn if it requests work now; no turn waits for a busy rollout.
+changed, it need not compute that again. So it gets the turn if it requests work now; no turn waits for a busy rollout.
 
 Only as many turns are dealt out as there are places in all rollouts that request work now, the first ones in the order
 of leases. Each of them is leased at once, so the preference makes no turn wait and lets none overtake another.

@@ -1,8 +1,8 @@
 """Seconds that an engine takes for a token, learned for each rollout from the times of its own appends.
 
 An engine that runs b answers takes τ(b) seconds for one token of each of them. τ differs between models, GPUs and
-engines, so no table of devices is needed: what a rollout appends shows how fast it is. A rollout also pauses (it loads
-weights, or waits for work), so a low quantile of the last observations counts. τ never falls with b.
+engines, so τ is observed in a rollout's appends rather than looked up in a table of devices. A rollout also pauses (it
+loads weights, or waits for work), so a low quantile of the last observations counts. τ never falls with b.
 
 :class:`AppendTimes` makes observations of appends, and :class:`TokenTimes` is a fold over observations. The store
 writes each observation to its log before it counts, so a restarted store knows the same times.
@@ -64,7 +64,7 @@ class TokenTimes:
         self._reads.extend(observed.reads)
 
     def observations(self) -> Observed:
-        """Return the observations that count: added to new times, they make them equal to these."""
+        """Return the observations that count; a new object to which they are added equals this one."""
         return Observed(tuple(pair for ring in self._ranges.values() for pair in ring), tuple(self._reads))
 
     def observe(self, running: int, seconds: float) -> None:
@@ -135,8 +135,8 @@ class AppendTimes:
     ) -> Observed:  # fmt: skip
         """Record an append of (trajectory, number of new tokens), and how many answers the rollout runs.
 
-        Returns what it shows, given the ``times`` that are known so far: a rollout that continues a trajectory reads
-        its prefix, and then makes tokens as fast as before.
+        Returns the observations that follow, given the ``times`` that are known so far: a rollout that continues a
+        trajectory reads its prefix, and then makes tokens as fast as before.
         """
         pairs: list[tuple[int, float]] = []
         reads: list[float] = []
@@ -154,7 +154,7 @@ class AppendTimes:
         return Observed(tuple(pairs), tuple(reads))
 
     def ended(self, trajectories: Iterable[int]) -> None:
-        """Forget answers that the rollout does not run any more."""
+        """Forget answers that the rollout no longer runs."""
         for trajectory in trajectories:
             self._last.pop(trajectory, None)
 

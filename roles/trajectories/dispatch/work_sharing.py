@@ -1,13 +1,14 @@
 """Decides which rollout gets which answers, and which running answers should continue elsewhere.
 
-Rollouts pull. A rollout that requests work gets the first of what waits: earliest deadline first, then longest expected
-first (:func:`length_class`), then in the order of creation. If other engines have free places, too, then what waits
-is dealt out in that order, each of the first answers to the engine that would finish first with it
-(:mod:`.engine_load`), and each further one, which is shorter, to the engine whose tokens are fastest with it. The
-rollout gets its share; the rest is left to the others. A rollout that runs nothing never gets nothing while work waits.
+Rollouts pull work. A rollout that requests work gets the first of the waiting answers: earliest deadline first, then
+longest expected first (:func:`length_class`), then in the order of creation. If other engines have free places, too,
+then the waiting answers are dealt out in that order, each of the first answers to the engine that would finish first
+with it (:mod:`.engine_load`), and each further one, which is shorter, to the engine whose tokens are fastest with it.
+The rollout gets its share; the rest is left to the others. A rollout that runs nothing gets at least one answer while
+any waits.
 
 Where lengths are not known to differ (:attr:`.lengths.Lengths.separates`), the caller leases one answer after another
-in the order of creation, as a store without a ranker does.
+in the order of creation.
 
 A running answer moves only if nothing waits, if its engine is expected to finish last, and if the expected time
 until both engines are done falls by at least twice the cost of reading its prefix again, and by :data:`_LEAST_GAIN`. An
@@ -26,24 +27,24 @@ from msgspec import Struct
 from .engine_load import Curve, EngineLoad, finish_of_both
 
 _CLASSES_PER_OCTAVE = 2
-"""Classes of expected length per factor 2: what a ranker of prompts can tell apart (its error is 0.3 to 0.6 of log)."""
+"""Classes of expected length per factor 2. Smaller ones would be noise: the error of the logarithm is 0.3 to 0.6."""
 CONSIDERED = 256
 """Number of waiting answers, the first ones, among which one decision chooses: bounds its time."""
 _DEALT = 64
-"""Number of them that are dealt out one by one. They are the longest, which decide when a step ends."""
+"""Number of these answers that are dealt out one by one. They are the longest, which decide when a step ends."""
 _CANDIDATES = 2
 """Number of engines, those that finish first, that are compared for each of them."""
 _COST_FACTOR = 2.0
-"""Expected gain of a move over the cost of reading the prefix again, at least."""
+"""Minimum expected gain of a move, as a multiple of the cost of reading the prefix again."""
 _LEAST_GAIN = 0.05
-"""Expected gain of a move as a share of the time that its engine still needs, at least. Estimates of a few percent are
+"""Minimum expected gain of a move, as a share of the time that its engine still needs. Estimates of a few percent are
 noise: with 0.02, moves on engines with a flat τ lost 1 % in simulation."""
 _LONGEST, _SHORTEST, _TARGETS = 4, 3, 2
 """Number of an engine's longest and shortest answers, and of target engines, among which a move is chosen."""
 
 
 class EngineView(Struct):
-    """An engine as a decision sees it."""
+    """The values of an engine on which decisions depend."""
 
     name: str
     load: EngineLoad
@@ -91,7 +92,7 @@ def share(waiting: Sequence[Waiting], rollout: EngineView, others: Sequence[Engi
     least one; one that has work may get nothing if engines with free places would finish all of it earlier.
 
     Args:
-        waiting: The first of what may be given to this rollout, in the order of leases; :data:`CONSIDERED` suffice.
+        waiting: The first answers that this rollout may get, in the order of leases; :data:`CONSIDERED` suffice.
         rollout: The engine that requests work.
         others: The other engines; those without free places are ignored.
     """
@@ -125,7 +126,7 @@ def share(waiting: Sequence[Waiting], rollout: EngineView, others: Sequence[Engi
 
 
 def _fill(rest: Sequence[Waiting], loads: Sequence[EngineLoad], places: Sequence[int]) -> list[int]:
-    """Deal the rest out, each answer to the engine whose tokens are fastest with it; return what the first one gets."""
+    """Deal out the rest, each answer to the engine with the fastest tokens then; return the first engine's share."""
     fastest = [(load.token_time(load.count + 1), index) for index, load in enumerate(loads) if places[index]]
     heapify(fastest)
     dealt, given = [0] * len(loads), []
@@ -150,8 +151,8 @@ def hand_back(
 
     Args:
         source: The engine that runs them.
-        running: What it runs, except what it was already requested to hand over.
-        others: The other engines, with what is on its way to them.
+        running: Its answers, except those that it was already requested to hand over.
+        others: The other engines, with the answers that will move to them.
         read: Seconds to read one token of a prefix.
         at_most: Maximum number of moves.
     """

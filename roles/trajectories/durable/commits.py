@@ -15,7 +15,7 @@ RETRY_DELAY_S = 0.2
 """Seconds between two attempts."""
 _TAG = b"step_committed"
 _TAG_WITHIN_BYTES = 24
-"""Bytes from the begin of a payload in which the tag of its record ends. Only the payloads of commits are decoded,
+"""Bytes from the start of a payload in which the tag of its record ends. Only the payloads of commits are decoded,
 since a log has far more bytes of tokens."""
 
 

@@ -1,6 +1,6 @@
-"""What the records of episodes change in the store's state, what they count, and which of them a rewritten log needs.
+"""The effect of episode records on the store's state and counts, and the records that a rewritten log needs.
 
-If the process dies that makes an attempt, its turns become *recorded* ones (unless the job begins episodes again). They
+If the process that makes an attempt dies, its turns become *recorded* ones (unless the job begins episodes again). They
 stay where they are, and rollouts go on extending those that are not complete. The next attempt takes over each of them
 that it asks for again; what it has not taken over when it finishes is deleted.
 """
@@ -44,14 +44,14 @@ class EpisodeRecords:
     """The fold over the records of episodes.
 
     Args:
-        answers: What rollouts extend, by number; this class adds and removes turns.
+        answers: The turns that rollouts extend, by number; this class adds and removes turns.
     """
 
     def __init__(self, answers: dict[int, TrajectoryState]) -> None:
         self._answers = answers
         self.counted = EpisodesCounted()
         self.changed: set[int] = set()
-        """Turns that have grown, ended or been deleted since whoever follows turns has cleared this set."""
+        """Turns that have grown, ended or been deleted since the reader of this set cleared it."""
 
     def figures(self) -> dict[str, float]:
         """Return the counts of episodes and turns by metric name; empty until an episode is finished or dropped."""
@@ -85,7 +85,7 @@ class EpisodeRecords:
                 track.finished, episode.counted, episode.awaits_reward = True, counted, later and reward is None
                 self._delete(episode, episode.turns.keys() - with_ancestors(counted, episode.turns))
                 for number in episode.turns.keys() - {*counted}:
-                    self._answers.pop(number, None)  # an ancestor that is not complete, and does not grow any more
+                    self._answers.pop(number, None)  # an ancestor that is not complete: it no longer grows
                     self.changed.add(number)
                 self._count_finished(track, episode)
 
@@ -109,7 +109,7 @@ class EpisodeRecords:
             group.oldest = record.weights if group.oldest is None else min(group.oldest, record.weights)
 
     def _end_turn(self, episode: EpisodeState, turn: TrajectoryState, length: int) -> None:
-        """Discard what was sampled after ``length`` tokens. A turn that continues from there has it as given tokens."""
+        """Discard tokens sampled after the first ``length``; a turn that continues after them gets them as given."""
         assert turn.turn is not None
         whole, end = sampled_tokens(turn), prompt_length(turn) + length
         for other in episode.turns.values():

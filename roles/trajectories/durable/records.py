@@ -205,7 +205,7 @@ class TimesObserved(Struct, frozen=True, tag="times_observed", array_like=True):
 
 
 class AttemptStarted(Struct, frozen=True, tag="attempt_started", array_like=True):
-    """Begin of an attempt at an episode by an incarnation.
+    """Beginning of an attempt at an episode by an incarnation.
 
     ``weights`` is the step of the weights that the episode's first turn is expected to be sampled with; None if it is
     not known.
@@ -275,7 +275,7 @@ class TurnsNumbered(Struct, frozen=True, tag="turns_numbered", array_like=True):
 
 
 class EpisodeFinished(Struct, frozen=True, tag="episode_finished", array_like=True):
-    """End of an episode with a result, to which ``turns`` count. Its score is ``reward`` unless that is None."""
+    """End of an episode with a result; ``turns`` are those that count. Its score is ``reward`` unless that is None."""
 
     episode: int
     attempt: int
@@ -301,7 +301,7 @@ class EpisodesCounted(Struct, frozen=True, tag="episodes_counted", array_like=Tr
     given_tokens: int = 0
     """Tokens that agents gave to these turns."""
     untrained_turns: int = 0
-    """Those of the turns that were sampled from another policy than the one that is trained."""
+    """Number of these turns that were sampled from another policy than the one that is trained."""
     token_drift: int = 0
     """Trained tokens that differ, or whose context differs, from what the engine had. It must be 0."""
 

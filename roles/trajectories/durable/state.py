@@ -51,11 +51,11 @@ METRICS_RETAINED_STEPS = 4096
 few MB."""
 
 TOKENS_AGED = "tokens_aged_"
-"""Begin of the names of figures that count a step's tokens of one age, in training steps, which follows."""
+"""Prefix of the names of figures that count a step's tokens of one age; the age in training steps follows it."""
 EPISODES_AT_WORK = "episodes_at_work"
 """Name of the figure that counts the episodes whose newest attempt is being made."""
 MAX_COUNTED_AGE = 15
-"""Age of which and above which all tokens count together: without a limit on staleness, ages can be large."""
+"""Age from which on all tokens are counted together: without a limit on staleness, ages can be large."""
 
 
 class State:
@@ -355,7 +355,7 @@ class State:
         yield self._counted
         yield LengthsLearned(
             self.lengths.state()
-        )  # last, as the counts: it replaces what the records above teach once more
+        )  # the last records: they replace what the records above have counted and learned again
 
     # ── binding ────────────────────────────────────────────────────────────────────────────────────────────────────
     def binding(self, number: int, groups: tuple[int, ...]) -> Binding:
@@ -370,9 +370,9 @@ class State:
         return Binding(number, groups, len(tracks), digest, self.stale, max_age, ages, self.unscored)
 
     def next_part(self, groups: tuple[int, ...], lacking: int) -> Part:
-        """Return the record of the next part of the open step, which lacks ``lacking`` groups after it.
+        """Return the record of the next part of the open step; after this part the step lacks ``lacking`` groups.
 
-        Its digest covers what the digest of a binding covers, and the digest of the part before.
+        Its digest covers the same values as the digest of a binding, and the digest of the part before.
         """
         number, before = self.latest + 1, self.open_parts
         tracks = self._trajectories_of(groups)

@@ -1,6 +1,6 @@
 """The open requests for further tokens of turns, which are evaluated only when their turn has changed.
 
-Agents wait for tokens most of the time, so nearly every call at work has such a request open. They are stored apart
+Agents wait for tokens most of the time, so nearly every running call has such a request open. They are stored apart
 from requests for work or batches, which are evaluated in every round of the server.
 """
 
@@ -44,7 +44,7 @@ class TurnFollowers:
         self._waiting: dict[_Key, _Waiting] = {}
         self._by_turn: dict[int, set[_Key]] = {}
         self._due: list[tuple[float, _Key]] = []
-        """Time and request of every end of a wait; that of a request which was answered or repeated is skipped."""
+        """(end of the wait, request) of all requests; an entry of an answered or repeated request is skipped."""
         self._arrived: set[_Key] = set()
         self._evaluate_all = False
         self._unnumbered = count(-1, -1)

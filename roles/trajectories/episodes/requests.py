@@ -2,7 +2,7 @@
 
 An *episode* is one trajectory of a group in a job with agents. An *attempt* is one execution of the agent's code for an
 episode, numbered from 1. A *turn* is one sampled answer within an attempt. Requests are idempotent, and name the
-attempt: once a later attempt has begun, or the episode has ended, those of the older one are answered with
+attempt: once a later attempt has begun, or the episode has ended, requests of the older attempt are answered with
 :class:`..types.Denied` whose ``fenced_attempt`` is set.
 """
 
@@ -32,9 +32,9 @@ class LeaseEpisodes(Struct, frozen=True, tag=True):
 class OpenTurn(Struct, frozen=True, tag=True):
     """Request to sample an answer. It is durable once it is answered with :class:`TurnOpened`.
 
-    The tokens before the answer are the first ``offset`` tokens of the path of turn ``parent`` (of none: 0), and then
-    ``given``. ``request`` identifies the agent's call: if it is repeated within the attempt, the answer names the same
-    turn.
+    The tokens before the answer are the first ``offset`` tokens of the path of turn ``parent`` (0 without a parent),
+    and then ``given``. ``request`` identifies the agent's call: if it is repeated within the attempt, the answer names
+    the same turn.
     """
 
     incarnation: Incarnation
@@ -53,14 +53,14 @@ class OpenTurn(Struct, frozen=True, tag=True):
     """What the endpoint needs to show the answer again exactly as the agent saw it (stop texts, tools). The store only
     keeps it, for :class:`GetEpisode`."""
     sampling: Sampling | None = None
-    """Not None for a *foreign* turn: it is sampled so, from another policy than the one that is trained. Its answer
-    counts as given tokens and is never trained."""
+    """For a *foreign* turn, which is sampled from another policy than the one that is trained, this sampling; else
+    None. The answer of a foreign turn counts as given tokens and is never trained."""
 
 
 class EndTurn(Struct, frozen=True, tag=True):
     """Request to end an answer after its first ``length`` sampled tokens, because they contain a stop text.
 
-    What was sampled after them is discarded. The end is durable once it is answered with :class:`..types.Done`; the
+    Tokens sampled after them are discarded. The end is durable once it is answered with :class:`..types.Done`; the
     rollout learns of it with its next append.
     """
 

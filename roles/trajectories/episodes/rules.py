@@ -5,8 +5,8 @@ incarnation makes an attempt is durable, so that a restart of the store ends no 
 
 A rollout with weights that are too old for an episode's group may not begin it (:mod:`..steps.staleness`). In a job
 with agents this is decided when the episode is leased: it counts as begun with the newest weights that a rollout has
-reported. An agent that works therefore never waits for the admission of a turn, and agents whose places are all taken
-cannot keep an episode waiting that a step needs.
+reported. So a running agent never waits for the admission of a turn, and agents that occupy all places cannot block an
+episode that a step needs.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ NO_ANSWER = "the agent ended without a complete answer of the model"
 """Reason for the failure of an attempt that has nothing to train."""
 _NO_EPISODES = "the job has no agents"
 """Why an episode is refused in a job without them."""
-NO_AGENTS = "the job has no agents any more"
+NO_AGENTS = "the job no longer has agents"
 """Reason for dropping the groups of agents in a job without them."""
 
 _MAX_REASON_CHARS = 200
@@ -66,8 +66,8 @@ class EpisodeSettings(Struct, frozen=True):
     retries: int = 2
     """Number of failed attempts at an episode after which another failure drops its group."""
     on_death: Literal["replay", "again", "drop"] = "replay"
-    """What becomes of an episode when the process dies that makes an attempt at it: the next attempt takes over the
-    turns that it repeats; it begins from the beginning; or the group is dropped. The attempt never counts as failed."""
+    """What happens to an episode if the process that makes an attempt at it dies: the next attempt takes over the turns
+    that it repeats, or begins again without them, or the group is dropped. The attempt never counts as failed."""
     timeout: float = 1200.0
     """Duration after which an attempt of an agent outside of the run counts as failed."""
     reward_timeout: float = 3600.0
@@ -75,7 +75,7 @@ class EpisodeSettings(Struct, frozen=True):
 
 
 class StoreRules(Protocol):
-    """The rules of the store that those of episodes need."""
+    """The rules of the store that the rules of episodes use."""
 
     newest_weights: int | None
 
@@ -107,7 +107,7 @@ class Episodes:
         rules: The rules that hold for all jobs, with or without agents.
         durable: State and log of the store.
         staleness: Limit on the age of tokens.
-        work: The queue of what rollouts extend.
+        work: The queue of the turns that rollouts extend.
         settings: Settings of the episodes; None for a job without agents.
     """
 
@@ -133,7 +133,7 @@ class Episodes:
         """
 
     def rebuild(self) -> None:
-        """Build leases and queue from the state; in a job without agents, drop the groups that only agents complete."""
+        """Build leases and queue from the state; without agents, drop the groups that only agents can complete."""
         for group in [group for group in self._state.groups.values() if group.has_episodes]:
             if not self._has_agents and group.unscored:
                 self._rules.drop(group, NO_AGENTS, DropCause.OTHER)
@@ -148,7 +148,7 @@ class Episodes:
                 heappush(self._heap, (self._staleness.begun_with(group), track.id))
 
     def _resume(self, track: TrajectoryState, episode: EpisodeState) -> None:
-        """Go on with what a store before this one began."""
+        """Continue an episode that an earlier process of the store began."""
         if track.finished:
             if episode.awaits_reward and track.score is None:
                 self._limits.begin(track.id, episode.attempt, self._settings.reward_timeout)

@@ -1,7 +1,7 @@
-"""When attempts of agents outside of the run, and rewards that come later, count as missing.
+"""Time limits of attempts by agents outside of the run, and of rewards that come later.
 
-Nothing of it is durable: after a restart of the store every limit begins anew. The caller checks what expires, so that
-nothing has to be removed when an attempt ends or a reward arrives.
+Time limits are not durable: after a restart of the store each begins again. The caller checks whether an expired limit
+still applies, so that no limit has to be removed when an attempt ends or a reward arrives.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from math import inf
 
 
 class TimeLimits:
-    """The time limits of episodes. Times are in seconds of the clock of whoever calls :meth:`expired`."""
+    """The time limits of episodes. Times are in seconds of the clock whose time is passed to :meth:`expired`."""
 
     def __init__(self) -> None:
         self._new: list[tuple[float, int, int]] = []

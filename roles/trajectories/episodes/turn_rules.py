@@ -26,7 +26,7 @@ class TurnRules:
 
     Args:
         durable: State and log of the store.
-        work: The queue of what rollouts extend.
+        work: The queue of the turns that rollouts extend.
     """
 
     def __init__(self, durable: DurableState, work: WorkQueue) -> None:
@@ -134,7 +134,7 @@ def _shown(turns: Iterable[TrajectoryState], without: AbstractSet[int]) -> tuple
 
 
 def _content(created: TurnCreated) -> tuple[object, ...]:
-    """Return what a repeated request has in common with the one that opened a turn."""
+    """Return the fields of a turn's request that are equal in a repeated request."""
     return (
         created.request, created.parent, created.offset, created.given, created.max_new, created.options,
         created.sampling,
@@ -142,7 +142,7 @@ def _content(created: TurnCreated) -> tuple[object, ...]:
 
 
 def sampling_problem(sampling: Sampling | None) -> str | None:
-    """Return which field of a turn's sampling no engine accepts, and what would be right; None if all are right."""
+    """Return which field of a turn's sampling no engine accepts, and a valid value; None if all fields are valid."""
     for name, value in ({} if sampling is None else asdict(sampling)).items():
         accepts, words = _ACCEPTED[name]
         if value is not None and not (math.isfinite(value) and accepts(value)):
@@ -161,7 +161,7 @@ _ACCEPTED: dict[str, tuple[Callable[[float], bool], str]] = {
     "repetition_penalty": (lambda value: value > 0, "more than 0"),
     "seed": (lambda value: -(2**63) <= value < 2**63, "an integer of 64 bits"),
 }
-"""For each field of :class:`..types.Sampling` what vLLM accepts, which raises an error for any other value."""
+"""The values of each field of :class:`..types.Sampling` that vLLM accepts; it raises an error for any other value."""
 
 
 def _problem(request: OpenTurn, episode: EpisodeState) -> str | None:

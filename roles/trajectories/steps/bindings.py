@@ -3,7 +3,8 @@
 The rules on a batch are numbered as in docs/architecture.md, "Exactly once". The *open step* is the one after the
 newest step that is bound completely. It may have parts already: a trainer that does not wait for whole batches requests
 part 0, 1, … of the step, and each request takes the groups that are complete at that time. So the pace of the trainer
-determines where a step is cut. A part never changes, and neither does the number of groups of a step that has parts.
+determines into which parts a step is cut. A part never changes, and neither does the number of groups of a step that
+has parts.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ class Bindings:
 
         The part gets all complete groups that may be bound, as :meth:`bind` orders them, but not more than fit into a
         message. Returns None if the part exists now or did already, and Denied if ``index`` is not the next part of the
-        open step. Returns NotReady in the cases of :meth:`bind`, where fewer groups suffice.
+        open step. Returns NotReady in the same cases as :meth:`bind`, but fewer groups suffice.
         """
         count = len(self._state.parts_of(number))
         if index in range(count):
@@ -140,7 +141,7 @@ class Bindings:
         return int(min(len(self._ready), self._staleness.bindable()))
 
     def _least(self, index: int | None) -> int:
-        """Return how many groups are bound at least by a request for a part, or (None) for the batch."""
+        """Return the minimum number of groups that a request for a part, or for the batch (None), binds."""
         return self.lacking if index is None else min(self._per_part, self.lacking)
 
     def _take(self, at_most: int) -> tuple[int, ...]:

@@ -93,9 +93,9 @@ class StalenessLimit:
 
     # ── counting ───────────────────────────────────────────────────────────────────────────────────────────────────
     def begun_with(self, group: Group) -> float:
-        """Return the step of the weights that the group was begun with.
+        """Return v, the step of the weights that the group was *begun with*.
 
-        Returns inf if the group is not begun, or if there is no limit.
+        Returns inf if the group has not begun, or if there is no limit.
         """
         return self._begun.get(group.created.group, inf)
 

@@ -23,7 +23,7 @@ def _recovered(run: TestRun) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: str(path.relative_to(EXAMPLES)))
-def test_a_shipped_job_is_right(path: Path) -> None:
+def test_shipped_job_is_valid(path: Path) -> None:
     assert resolve(load_job(path), "python").roles
 
 
@@ -33,7 +33,7 @@ def test_shipped_job_polls_slurm_no_more_often_than_the_default(path: Path) -> N
 
 
 @pytest.mark.torch
-def test_a_trainer_and_a_rollout_of_ones_own_learn_though_each_is_killed(tmp_path: Path) -> None:
+def test_own_trainer_and_own_rollout_learn_although_each_is_killed(tmp_path: Path) -> None:
     shutil.copytree(EXAMPLES / "bring_your_own", tmp_path, dirs_exist_ok=True)
     toml = (tmp_path / "job.toml").read_text()
     for old, new in (("steps = 150", "steps = 60"), ("step=30", "step=10"), ("step=60", "step=25")):

@@ -89,7 +89,7 @@ def _commands(run: TestRun) -> None:
     run.wait(lambda state: "stranger" in state.triggered_faults)
 
 
-def test_a_run_goes_on_through_every_fault_and_tells_each_from_what_was_real(tmp_path: Path) -> None:
+def test_run_survives_every_fault_and_marks_only_these_failures_as_injected(tmp_path: Path) -> None:
     toml = light_job("local", STEPS, rollouts=3, spares=2, extra=HANGS_ARE_FOUND + _faults())
     run = submit_here(tmp_path, toml.replace('quiet = "10s"', 'quiet = "10s"\nfirst_pass = "1s"'))
     run.wait(lambda state: state.replica(ReplicaId("reward/0")).status is Status.JOINED)

@@ -59,8 +59,8 @@ def _excluded(run: TestRun) -> Iterator[Exclude]:
 
 
 def _placed(run: TestRun) -> set[NodeName]:
-    """Nodes on which a role was ever started. Shadows may stand by before the first look at a virtual node, for which
-    nobody waits where the job asks for no GPUs."""
+    """Return the nodes on which a role was started. Standby processes are left out: they may start before the first
+    sample of a virtual node if the job requests no GPUs."""
     launches = [s.event.action for s in run.events() if isinstance(s.event, ev.Intended)]
     return {one.node for one in launches
             if isinstance(one, Launch) and role_of(one.incarnation.replica) not in (AGENT, STANDBY_ROLE)}  # fmt: skip

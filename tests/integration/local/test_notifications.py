@@ -33,7 +33,7 @@ def files_with_the_secret(run: TestRun) -> list[Path]:
     return [path for path in files if SECRET.encode() in path.read_bytes()]
 
 
-def test_run_that_loses_its_manager_tells_once_that_it_is_complete(tmp_path: Path) -> None:
+def test_run_that_loses_its_manager_notifies_once_that_it_is_complete(tmp_path: Path) -> None:
     run = submit_here(tmp_path, light_job("local", STEPS, extra=notify(tmp_path)))
     run.wait_steps(3)
     os.kill(json.loads((run.run.epochs / "000001").read_text())["pid"], signal.SIGKILL)

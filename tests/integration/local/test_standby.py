@@ -1,4 +1,4 @@
-"""Trainers that go on as the shadow of their node, rollouts as the one on a spare: whole runs of light roles."""
+"""Trainers and rollouts that continue in a standby process: whole runs of light roles."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def standbys(state: State) -> list[Replica]:
 
 
 def wait_for_standby(run: TestRun) -> Replica:
-    """Of the trainer's own node; everybody works. Meanwhile the run stands, however slow the shadow is to start."""
+    """Wait, with paused rollouts, until every role works and the trainer's node has a standby process; return it."""
     run.wait_steps(3)
     for index in (0, 1):
         run.hold_in_the_middle(index)
@@ -68,7 +68,7 @@ def end_well(run: TestRun) -> None:
 
 
 def is_promoted_to_trainer(run: TestRun, standby: Replica) -> None:
-    """The trainer is killed; its next life is this process, and nobody else is touched."""
+    """Kill the trainer: its next incarnation is this process, and no other replica changes."""
     before = current_incarnations(run.state())
     os.kill(pid_of(run.state().replica(TRAINER)), signal.SIGKILL)
     after = run.wait_back_alone(before, TRAINER)
@@ -134,7 +134,7 @@ def test_a_rollout_whose_node_crashes_goes_on_at_once_as_the_one_that_is_kept_re
 
 @pytest.mark.long
 def test_a_manager_killed_over_the_adoption_is_followed_by_one_that_goes_through_with_it(tmp_path: Path) -> None:
-    """The shadow hears nothing before the next manager is there: it is frozen when the first one tells it."""
+    """The standby process is frozen when the first manager promotes it, so that the next manager must do it."""
     run = submit_here(tmp_path, light_job("local", 100))
     standby_process = wait_for_standby(run)
     before = current_incarnations(run.state())
@@ -197,8 +197,8 @@ def test_slurm_standby_waits_beside_steps_with_the_whole_node_and_is_promoted(sl
 def test_slurm_warm_rollout_keeps_its_node_beside_the_trainers_standby_until_needed(
     slurm_lab: SlurmLab, victim: ReplicaId
 ) -> None:
-    """Its step has all CPUs of the spare, as a rollout's has. Whose node is lost goes on there: as the rollout that is
-    ready, or as the trainer's shadow, for which that one makes way."""
+    """The step of the standby rollout has all CPUs of the spare, like the step of a rollout. The replica that loses its
+    node continues there: a rollout as the standby rollout, the trainer as its own standby process."""
     job = warm_rollouts("slurm", 100_000).replace('light_rollout.py"]\nmem', 'light_rollout.py"]\ncpus = 2\nmem')
     run = submit_on(slurm_lab, f"warm-{victim.partition('/')[0]}", job)
     try:

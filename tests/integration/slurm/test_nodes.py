@@ -68,7 +68,7 @@ def test_plain_user_can_exclude_a_node_which_the_run_gives_back(slurm_lab: Slurm
     try:
         if slurm_lab.user == "root":
             return
-        assert out.startswith(f"{node} is used no more by this run; its drain is asked for in summary.json"), out
+        assert out.startswith(f"this run no longer uses {node}; its drain is requested in summary.json"), out
         state = run.wait(lambda s: all_work(s) and s.nodes[node].allocation == "")
         assert node_of(run, R0) != node
         assert state.replica(R0).failures == ()

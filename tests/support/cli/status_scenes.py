@@ -44,8 +44,8 @@ def crowded() -> Story:
 
 
 def gang() -> Story:
-    """Two ranks and their shadows, one more on a rollout's node, one that is not ready yet; a rollout that is kept
-    ready; a node that was left."""
+    """Two ranks and their standby processes, one more on a rollout's node, one not ready yet; a standby rollout;
+    a node that the run has left."""
     job = job_view()
     ranks = {"trainer": 2, "rollout": 1}
     roles = tuple(msgspec.structs.replace(r, ranks=ranks.get(r.name, 1), warm=r.name in ranks) for r in job.roles)

@@ -73,7 +73,7 @@ def test_env_becomes_this_text() -> None:
     assert prelude(env) == GOLDEN
 
 
-def test_an_env_that_sets_nothing_up_is_no_text() -> None:
+def test_env_without_setup_has_no_prelude() -> None:
     assert prelude(EnvSpec(passed=("WANDB_API_KEY",), probe=("torch",), python="/x/python")) == ""
 
 

@@ -60,7 +60,7 @@ def test_an_exit_record_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\0" * 40, b"[1]", b'{"tag":"\xff"}'])
-def test_what_is_no_exit_record_is_none(tmp_path: Path, content: bytes) -> None:
+def test_invalid_exit_record_is_none(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "exit").write_bytes(content)
     assert read_exit(tmp_path / "exit") is None
 

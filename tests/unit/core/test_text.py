@@ -19,13 +19,13 @@ def test_no_control_character_and_no_mark_of_direction_is_left() -> None:
     }  # fmt: skip
 
 
-def test_what_is_escaped_can_still_be_read() -> None:
+def test_escaped_text_can_still_be_read() -> None:
     assert escaped("a\x1b[31mb\x9b\u202e\nc") == r"a\x1b[31mb\x9b\u202e\nc"
     assert escaped_lines("a\nb\r\n") == "a\nb\\r\n"
     assert escaped("ä → 日本 [red] \\x1b\tok") == "ä → 日本 [red] \\x1b\tok"
 
 
-def test_an_escaped_json_document_says_the_same() -> None:
+def test_escaped_json_document_has_the_same_content() -> None:
     document = json.dumps({"text": HOSTILE, "list": ["\u2028"]}, ensure_ascii=False, indent=2)
     safe = escaped_json(document)
     assert json.loads(safe) == json.loads(document)

@@ -24,13 +24,13 @@ def test_sizes_are_read_with_their_unit(text: str, expected: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "5", "s", "-5s", "5 weeks", "1e3s", "1:2", "٣s", "9" * 400 + "s"])
-def test_what_is_no_duration_is_refused_with_an_example(text: str) -> None:
+def test_invalid_duration_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(ValueError, match='write for example "90s"'):
         seconds(text)
 
 
 @pytest.mark.parametrize("text", ["", "5", "GiB", "5G", "-1GiB", "5 gib", "9" * 400 + "B", "9" * 15 + "TiB"])
-def test_what_is_no_size_is_refused_with_an_example(text: str) -> None:
+def test_invalid_size_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(ValueError, match='write for example "16GiB"'):
         size(text)
 
@@ -40,6 +40,6 @@ def test_slurm_times_read_back_as_written(whole: int) -> None:
     assert seconds(slurm_time(whole)) == whole
 
 
-def test_what_slurm_is_asked_for_is_rounded_up() -> None:
+def test_requested_resources_are_rounded_up() -> None:
     assert slurm_time(0.2) == "0-00:00:01"
     assert slurm_mem(2**20 + 1) == "2M"

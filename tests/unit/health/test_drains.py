@@ -15,5 +15,5 @@ from rrl.health.drains import DrainOwner, drain_owner
         ("", DrainOwner.OTHER),
     ],
 )
-def test_a_drain_belongs_to_whoever_marked_its_reason(reason: str, owner: DrainOwner) -> None:
+def test_owner_of_a_drain_is_read_from_its_reason(reason: str, owner: DrainOwner) -> None:
     assert drain_owner(reason) is owner

@@ -65,13 +65,13 @@ def test_a_code_that_dcgm_counts_for_the_first_time_has_happened_now() -> None:
     assert node.reads(DcgmData(gpus=(DcgmGpu(uuid="GPU-0", xid_counts={79: 1}),))).verdict("xid") is Verdict.FAIL
 
 
-def test_where_the_exporter_was_away_its_counts_are_a_beginning_again() -> None:
+def test_counts_of_an_exporter_that_was_unreachable_start_again() -> None:
     away = DcgmData(unread={"exporter": "connection refused"})
     node = ObservedNode().gpus().reads(away).reads(DcgmData(gpus=(DcgmGpu(uuid="GPU-0", xid_counts={79: 1}),)))
     assert node.verdict("xid") is Verdict.OK
 
 
-def test_what_happens_again_after_the_driver_was_content_is_not_over() -> None:
+def test_xid_that_recurs_after_the_driver_cleared_it_fails_again() -> None:
     node = ObservedNode().gpus().xid(119)
     node.xid(154, text="GPU recovery action changed from 0x1 (GPU Reset Required) to 0x0 (None)")
     node.log().log()
@@ -87,7 +87,7 @@ def test_an_xid_that_preceded_our_kill_counts(code: int) -> None:
     assert node.passes(20).gpus(times=3).verdict("xid") is Verdict.WARN
 
 
-def test_the_xid_of_a_crash_counts_though_what_it_left_was_swept_at_once() -> None:
+def test_xid_of_a_crash_counts_although_its_processes_were_killed_at_once() -> None:
     node = ObservedNode().gpus()
     node.node_state.on_our_kill(node.now)  # orphans of the role that crashed
     node.gpus().xid(31)

@@ -67,7 +67,7 @@ def run_to_end(prepared: Callable[[Site], None] = lambda site: None, job: RunSpe
 
 
 def incarnations_of(site: Site) -> dict[ReplicaId, set[Incarnation]]:
-    """Every life that joined, by replica; shadows and agents left out."""
+    """Return every incarnation that joined, by replica, without standby processes and agents."""
     found: dict[ReplicaId, set[Incarnation]] = {}
     for stamped in site.records:
         if isinstance(stamped.event, ev.Joined) and not stamped.event.incarnation.replica.startswith(STANDBY_ROLE):
@@ -81,7 +81,7 @@ def assert_nobody_else_came_back(site: Site, but: ReplicaId = TRAINER) -> None:
 
 
 def around_the_promotion(records: list[ev.Stamped]) -> range:
-    """Numbers of the records from the trainer's fence to the first commit of what its shadow became."""
+    """Return the numbers of the records from the trainer's fence to the first commit of its promoted standby."""
     fence = next(s.seq for s in records if isinstance(s.event, ev.Decided) and isinstance(s.event.action, Fence))
     commit = next(
         s.seq

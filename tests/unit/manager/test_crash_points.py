@@ -113,7 +113,7 @@ SCRIPTS = {
 
 
 def _worked(site: Site) -> dict[ReplicaId, int]:
-    """How many lives of each role's replica worked."""
+    """Return how many incarnations of each role's replica worked."""
     return dict(Counter(incarnation.replica for incarnation in sorted(site.worked)))
 
 

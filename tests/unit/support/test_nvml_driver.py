@@ -48,7 +48,7 @@ def test_a_process_of_its_own_finds_it_by_the_loaders_path(driver: FakeDriver) -
     assert done.stdout == "4\n", done.stderr
 
 
-def test_without_its_state_it_says_that_no_driver_is_loaded(
+def test_stand_in_without_a_state_file_reports_an_unloaded_driver(
     driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So that a process which loaded it once is, for all other tests, one without a driver."""
@@ -65,7 +65,7 @@ def test_setting_of_one_gpu_overrides_that_of_all(driver: FakeDriver) -> None:
     pynvml.nvmlShutdown()
 
 
-def test_many_who_ask_at_once_get_one_whole_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_builds_give_one_whole_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
     with ThreadPoolExecutor(4) as pool:
         folders = set(pool.map(lambda _: library(), range(4)))
@@ -84,7 +84,7 @@ def test_functions_may_be_named_without_their_version(driver: FakeDriver) -> Non
     pynvml.nvmlShutdown()
 
 
-def test_a_function_that_nobody_calls_is_refused(driver: FakeDriver) -> None:
+def test_function_that_the_driver_lacks_is_refused(driver: FakeDriver) -> None:
     for order in (driver.hang, lambda function: driver.fail(function, "TIMEOUT")):
         with pytest.raises(ValueError, match="no function"):
             order("nvmlDeviceGetTemprature")

@@ -369,7 +369,7 @@ def test_truth_that_is_not_required_is_neither_missed_nor_a_false_alarm(tmp_path
          "required = false\n", "truth.0: within has no meaning with required = false"),
     ],
 )  # fmt: skip
-def test_a_mistake_in_a_new_key_is_one_line_with_what_is_right(tmp_path: Path, text: str, expected_text: str) -> None:
+def test_mistake_in_a_new_key_is_one_line_with_a_correct_form(tmp_path: Path, text: str, expected_text: str) -> None:
     with pytest.raises(ScenarioError) as error:
         scenario(tmp_path, text)
     (line,) = str(error.value).splitlines()

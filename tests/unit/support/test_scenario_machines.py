@@ -1,4 +1,4 @@
-"""The simulated machines and lives of scenarios: what a detector hears of an event is what a cluster would tell."""
+"""The simulated machines and processes of scenarios: detectors observe of an event what a real cluster would show."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def _has_a_port_down(reading: Reading) -> bool:
 
 
 # ── who has what ─────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_two_on_one_node_have_gpus_of_their_own(tmp_path: Path) -> None:
+def test_two_rollouts_on_one_node_have_different_gpus(tmp_path: Path) -> None:
     judge = readings(tmp_path, '[roles.rollout]\nreplicas = 2\ngpus = 4\non = ["n3", "n3"]\n')
     had = dict(judge.had)
     assert had["rollout/0"] == [f"GPU-n3-{n}" for n in range(4)]
@@ -251,7 +251,7 @@ def test_an_exact_truth_is_found_by_the_rank_that_it_names(tmp_path: Path) -> No
          "event.0.after: a, b come after each other, so none of them comes"),
     ],
 )  # fmt: skip
-def test_a_mistake_is_one_line_that_says_where_and_what_is_right(tmp_path: Path, text: str, expected_text: str) -> None:
+def test_mistake_is_one_line_with_its_place_and_a_correct_form(tmp_path: Path, text: str, expected_text: str) -> None:
     with pytest.raises(ScenarioError) as error:
         scenario(tmp_path, text)
     (line,) = str(error.value).splitlines()

@@ -34,7 +34,7 @@ def test_an_interface_is_taken_by_its_name_or_by_a_network_that_any_of_its_addre
     assert own_address(wanted) == taken.address
 
 
-def test_what_the_job_says_wins_over_the_environment(host: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_job_setting_takes_precedence_over_the_environment(host: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(address.NETWORK_ENV, "192.168.0.0/16")
     assert own_address() == "192.168.1.5"
     assert own_address("ib0") == "10.4.0.7"

@@ -27,7 +27,7 @@ def connected() -> Iterator[tuple[socket.socket, socket.socket]]:
                 yield here, dialled
 
 
-def test_a_listener_that_is_closed_meanwhile_makes_nobody_else_deaf(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_listener_closed_during_inspection_does_not_affect_another_socket(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its descriptor is somebody else's as soon as it has been looked at."""
     borrowed = tcp_inspection._borrow
     with socket.create_server(("127.0.0.1", 0)) as listener, connected() as (here, dialled):
@@ -46,7 +46,7 @@ def test_a_listener_that_is_closed_meanwhile_makes_nobody_else_deaf(monkeypatch:
         assert here.recv(5) == b"heard"
 
 
-def test_what_has_come_is_counted_where_the_kernel_tells_and_not_known_where_it_does_not(
+def test_received_bytes_are_unknown_if_the_kernel_does_not_report_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with connected() as (here, dialled):
@@ -59,7 +59,7 @@ def test_what_has_come_is_counted_where_the_kernel_tells_and_not_known_where_it_
 
 
 @pytest.mark.parametrize("tells", [True, False])
-def test_only_who_is_known_to_be_silent_is_cut_off(monkeypatch: pytest.MonkeyPatch, tells: bool) -> None:
+def test_only_connections_known_to_be_silent_are_closed(monkeypatch: pytest.MonkeyPatch, tells: bool) -> None:
     monkeypatch.setattr(ucx, "SILENT_TIMEOUT_S", 0.0)
     monkeypatch.setattr(ucx, "_SILENT_POLL_S", 0.01)
     shut: list[int] = []

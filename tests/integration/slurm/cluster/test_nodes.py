@@ -71,7 +71,7 @@ def test_own_drain_can_be_repeated_is_listed_and_is_removed(lab: SlurmLab) -> No
     as_admin(lab, scenario)
 
 
-def test_drain_by_somebody_else_stays_and_is_named(lab: SlurmLab) -> None:
+def test_drain_by_another_user_stays_and_is_named(lab: SlurmLab) -> None:
     set_down(lab, N1, "DOWN", "bad fan")
     set_down(lab, N2, "DRAIN", "bad disk")
     set_down(lab, N3, "DRAIN", "rrl:run-2:gpu: another run")

@@ -98,7 +98,7 @@ def changed(before: str, after: str) -> str:
         (f'{JOB}[commands.judge]\ncommand = ["juge"]\n', '25: commands.judge.command: there is no command "juge" in'),
     ],
 )  # fmt: skip
-def test_local_job_that_cannot_run_on_this_machine_is_one_line_before_it_starts(
+def test_local_job_that_cannot_run_on_this_machine_is_refused_in_one_line(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

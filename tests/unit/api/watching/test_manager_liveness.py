@@ -115,7 +115,7 @@ def test_status_and_list_of_a_local_run_without_a_manager_say_unattended(
     assert "unattended" in capsys.readouterr().out
 
 
-def test_where_slurm_cannot_be_asked_the_standing_is_unknown() -> None:
+def test_standing_is_unknown_if_slurm_does_not_answer() -> None:
     found = judge(Story(RUN).works().recorded(), GONE, SlurmJobs(unknown="squeue: no answer within 5 s"))
     assert found.standing == UNKNOWN
     assert "squeue: no answer within 5 s" in found.advice

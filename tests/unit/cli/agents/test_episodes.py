@@ -194,7 +194,7 @@ def test_both_forms_print_json_for_programs(run: RunDir, store: Store, capsys: p
     assert "leaves turn 1 after 4 of its 5 tokens" in capsys.readouterr().out
 
 
-def test_what_cannot_be_shown_is_one_line(
+def test_episodes_that_cannot_be_shown_are_one_line(
     run: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store_log, "_PAUSE_S", 0.0)

@@ -86,7 +86,7 @@ def test_every_check_has_a_meaning_and_every_meaning_a_check() -> None:
     assert {name.partition(".")[0] for name in names} == set(GROUPS)
 
 
-def test_where_all_is_well_only_what_hetjobs_do_is_warned_of() -> None:
+def test_healthy_site_only_warns_of_heterogeneous_jobs() -> None:
     assert [check.name for check in judge(findings.facts()) if check.verdict is not OK] == ["slurm.hetjob"]
 
 
@@ -165,7 +165,8 @@ SPOILT: list[tuple[str, Verdict, str, Facts]] = [
     ("host.filter", FAIL, 'weights = "nixl" does not start over TCP', host(
         network=network(filter_refused="Operation not permitted"), python=msgspec.structs.replace(
             findings.host().python, packages={"nixl-cu12": "1.5.1"}))),
-    ("host.filter", OK, "nothing here needs one", host(network=network(filter_refused="Operation not permitted"))),
+    ("host.filter", OK, "no installed package needs one",
+     host(network=network(filter_refused="Operation not permitted"))),
     ("host.ucx", UNKNOWN, "names no transport", host(ucx=Ucx("1.21.0", {}, "the system's UCX"))),
     ("host.nvml", OK, "2 x", host(nvml=Nvml("550.1", ("2 x",)))),
     ("host.nvml", WARN, "Driver/library version mismatch", host(nvml=NVML_ERROR)),
@@ -382,13 +383,13 @@ SCENES: dict[str, Facts] = {
 
 @pytest.mark.parametrize("width", [100, 80])
 @pytest.mark.parametrize("scene", SCENES)
-def test_the_answer_looks_as_kept(scene: str, width: int) -> None:
+def test_doctor_view_equals_the_snapshot(scene: str, width: int) -> None:
     text = drawn(doctor_view(judge(SCENES[scene])), width)
     assert max(map(len, text.splitlines())) <= width
     matches_stored(f"doctor_{scene}_{width}", text)
 
 
-def test_what_slurm_says_is_never_taken_for_markup() -> None:
+def test_text_of_slurm_is_never_taken_for_markup() -> None:
     text = drawn(doctor_view([Check("slurm.pool", FAIL, "[red]boom[/red] [/nonsense]", "[slurm] account")]), 100)
     assert "[red]boom[/red] [/nonsense]" in text
     assert "→ [slurm] account" in text

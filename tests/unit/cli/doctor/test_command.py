@@ -83,7 +83,7 @@ def test_a_reader_that_never_answers_leaves_the_others_their_say(
     assert "OK      machine" in shown
 
 
-def test_nobody_is_asked_and_no_job_is_run_without_consent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_consent_there_is_no_question_and_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "read_facts", lambda wanted: findings.facts(node=None))
     for consent in (None, False):
         assert doctor.gather_facts(DoctorOptions(), consent=consent, interactive=True).node == Unavailable(
@@ -102,7 +102,7 @@ def test_with_consent_a_job_looks(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 
 
 @pytest.mark.parametrize(("answer", "looked"), [("y", True), ("Yes ", True), ("\n", False), ("n", False), ("", False)])
-def test_somebody_at_a_terminal_is_asked(monkeypatch: pytest.MonkeyPatch, answer: str, looked: bool) -> None:
+def test_user_at_a_terminal_is_asked(monkeypatch: pytest.MonkeyPatch, answer: str, looked: bool) -> None:
     class Terminal:
         def isatty(self) -> bool:
             return True

@@ -32,7 +32,7 @@ def test_cgroups_are_read_where_slurm_prints_them_with_its_configuration() -> No
     }  # fmt: skip
 
 
-def test_something_else_is_no_configuration() -> None:
+def test_other_output_is_no_slurm_configuration() -> None:
     with pytest.raises(Unreadable, match="printed: 'slurm_load_ctl_conf error'"):
         text.read_config("slurm_load_ctl_conf error\n")
 

@@ -96,7 +96,7 @@ def test_it_needs_no_home_and_no_run_and_starts_fast(tmp_path: Path) -> None:
     assert done.stdout.startswith(f"FAIL mounts: {tmp_path}/no: No such file or directory\n")
 
 
-def test_where_nobody_hears_it_the_exit_code_is_that_of_the_node(tmp_path: Path) -> None:
+def test_exit_code_is_that_of_the_node_if_the_output_cannot_be_written(tmp_path: Path) -> None:
     check = f"{Path(sys.executable).parent}/rrl health check --checks mounts --prolog --mount {tmp_path}/no"
     for unheard in (">/dev/full", ">&-", "| true; exit ${PIPESTATUS[0]}"):
         done = subprocess.run(["bash", "-c", f"{check} {unheard}"], env={CONFIG_ENV: "/dev/null"}, timeout=60)
@@ -207,7 +207,7 @@ def test_gpus_of_the_job_must_be_free_before_it_starts() -> None:
         assert overall(found) is verdict
 
 
-def test_slurmd_tells_a_prolog_which_gpus_the_job_has() -> None:
+def test_gpus_of_the_job_are_read_from_the_prolog_environment() -> None:
     assert _job_gpus("") == ()
     assert _job_gpus("0,2-4") == ("0", "2", "3", "4")
     assert _job_gpus("GPU-abc") == ()

@@ -72,7 +72,7 @@ def test_a_failure_whose_drain_is_held_back_keeps_the_node_and_says_so(
         "#!/bin/sh\nkill -9 $$\n", "#!/bin/sh\necho 'Usage: rrl'\nexit 2\n",
     ],
 )  # fmt: skip
-def test_a_tool_that_does_not_run_drains_nobody_and_says_so(name: str, rrl: str, tmp_path: Path) -> None:
+def test_tool_that_does_not_run_drains_no_node_and_is_logged(name: str, rrl: str, tmp_path: Path) -> None:
     code, asked, logged = hook(name, tmp_path, rrl)
     assert (code, asked) == (0, "")
     assert "this node was not checked" in logged

@@ -100,13 +100,13 @@ def test_a_drain_beyond_the_limit_that_was_left_is_taken_back_by_the_next_call(c
     assert cluster.drained() == ["n1", "n2"]
 
 
-def test_a_node_that_somebody_else_drained_is_left_as_it_is(cluster: Cluster) -> None:
+def test_node_drained_by_another_user_is_left_as_it_is(cluster: Cluster) -> None:
     cluster.drain("n5", "the fan is loud")
     assert drain() == 0
     assert cluster.nodes["n5"][2] == "the fan is loud"
 
 
-def test_a_slurm_that_does_not_answer_drains_nobody(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_node_is_drained_if_slurm_does_not_answer(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
     cluster.answers = False
     assert drain() == 3
     assert "not drained: sinfo: slurm_load_partitions: Unable to contact" in capsys.readouterr().out

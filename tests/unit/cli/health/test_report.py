@@ -60,7 +60,7 @@ def test_site_without_failures_is_reported_in_a_few_lines() -> None:
     matches_stored("health_report_quiet", shown)
 
 
-def test_drains_that_are_asked_for_are_shown_with_who_wants_them() -> None:
+def test_requested_drains_are_shown_with_the_user_who_requested_them() -> None:
     requests = open_requests(
         [*week(), *sourced(ANNA, "s", acted(DAY_S, "n9", "drain_requested", by="anna: fan", cause=""))]
     )
@@ -138,7 +138,7 @@ def test_the_page_is_whole_has_plots_and_refers_to_nothing() -> None:
         assert word in " ".join(read.text)
 
 
-def test_what_users_write_stays_text() -> None:
+def test_text_of_users_is_escaped() -> None:
     evil = '</code><script>alert("x")</script><img src=http://evil onerror=alert(1)>'
     records = [began(0, "r", ANNA), *held(0, "n1"), found(5, "n1", text=evil, component=evil),
                acted(6, "n1", "drain_requested", reason=f"rrl:{evil}", outcome=evil, by=evil)]  # fmt: skip
@@ -238,7 +238,7 @@ def test_a_history_is_found_by_the_sites_variable(
     assert "n3" in capsys.readouterr().out
 
 
-def test_where_no_cluster_answers_the_report_says_so(
+def test_report_says_if_no_cluster_answers(
     history: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def silent(nodes: list[str]) -> dict[str, DrainState]:

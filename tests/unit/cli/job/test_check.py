@@ -61,7 +61,7 @@ def test_check_shows_every_script_the_managers_job_and_the_most_that_the_run_can
     shown, reported = capsys.readouterr()
     for words in ("#SBATCH --partition=main\n", "dependency = singleton\n", "'no-requeue': True", "2 to start; "):
         assert words in shown
-    assert "limits  none that hold for this user and these options" in shown
+    assert "limits  none for this user and these options" in shown
     assert shown.endswith(
         " is right as far as it was checked: its task was not tried (--no-task); nothing was submitted\n"
     )
@@ -217,7 +217,7 @@ def test_check_as_json_has_the_warnings_too(site: Site, capsys: pytest.CaptureFi
          "the run needs 2 jobs to start, and MaxJobs of account astro is 1"),
     ],
 )  # fmt: skip
-def test_what_could_never_start_is_one_line_exit_code_2_and_nothing_started(
+def test_job_that_can_never_start_is_one_line_and_exit_code_2(
     site: Site, capsys: pytest.CaptureFixture[str], command: str, commands: dict[str, str], extra: str, line: str
 ) -> None:
     assert site.has(**commands).run(command, extra=extra) == 2
@@ -265,7 +265,7 @@ def test_a_models_folder_is_looked_at_where_the_job_is_checked(site: Site, capsy
          " (the maximum length of a text); set `max_length` in [model]"),
         ("config.json", "{", f"10: model.path: {folder}/config.json cannot be read: "),
         ("config.json", '{"n_ctx": 5, "eos_token_id": 0}', "sampling.max_new_tokens: 5 leaves no room for a prompt:"
-         " the model of path takes 5 tokens in all; lower it"),
+         " the model in path takes 5 tokens in all; lower it"),
         ("config.json", None, f"10: model.path: {str(folder)!r} has no config.json; name a folder that save_pretrained"
          " of transformers wrote for a model"),
     ]:  # fmt: skip
@@ -338,7 +338,7 @@ def test_a_model_that_is_not_here_is_refused_only_where_the_roles_run_here(
         ("[sampling]\nstream = true\n", False),
     ],
 )
-def test_stream_with_a_trainer_of_ones_own_is_a_warning(
+def test_stream_with_an_own_trainer_is_a_warning(
     site: Site, capsys: pytest.CaptureFixture[str], extra: str, warned: bool
 ) -> None:
     assert site.slurm().run("check", extra=extra) == 0
@@ -352,10 +352,11 @@ def test_stream_with_a_trainer_of_ones_own_is_a_warning(
 @pytest.mark.parametrize(
     ("kind", "network", "warning"),
     [
-        ("local", "", 'roles.endpoint: without [transport] network, kind = "local" is the loopback of a machine: agents'
-         " on other machines cannot reach the endpoint; set `network` to an interface that they reach"),
-        ("local", "lo", 'roles.endpoint: [transport] network = "lo" is the loopback'),
-        ("slurm", "127.0.0.0/8", 'roles.endpoint: [transport] network = "127.0.0.0/8" is the loopback'),
+        ("local", "", 'roles.endpoint: with kind = "local" without [transport] network the endpoint listens on a'
+         " loopback address, which agents on other machines cannot reach; set `network` to an interface that they can"
+         " reach"),
+        ("local", "lo", 'with [transport] network = "lo" the endpoint listens on a loopback'),
+        ("slurm", "127.0.0.0/8", 'with [transport] network = "127.0.0.0/8" the endpoint listens on a loopback'),
         ("slurm", "10.0.0.0/8", ""),
         ("slurm", "ib0", ""),
         ("slurm", "", ""),

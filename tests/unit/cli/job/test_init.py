@@ -60,7 +60,7 @@ PLACES: dict[str, Facts] = {
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_what_is_written_is_a_job_and_its_lines_can_be_read(tmp_path: Path, place: str) -> None:
+def test_written_job_can_be_read_and_its_lines_are_short(tmp_path: Path, place: str) -> None:
     text, job = written(tmp_path, PLACES[place])
     assert max(map(len, text.splitlines())) <= 120
     assert not any(line != line.rstrip() for line in text.splitlines())
@@ -79,7 +79,7 @@ def test_without_slurm_it_is_the_quickstarts_job(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", ["local", "slurm"])
-def test_what_it_has_in_comments_can_be_used(tmp_path: Path, place: str) -> None:
+def test_commented_lines_of_the_job_can_be_used(tmp_path: Path, place: str) -> None:
     text = written(tmp_path, PLACES[place])[0]
     for line in ("# ranks = 2", "# donor_rollouts = 0", "# [recovery]", '# policy = "role"'):
         assert line in text

@@ -157,7 +157,7 @@ def test_rotated_files_belong_to_their_log(run: RunDir, capsys: pytest.CaptureFi
     assert [line[-1] for line in shown(capsys, "rollout/0", "--grep", "[ac]", "-n", "1")] == ["c"]
 
 
-def test_a_line_that_a_manager_kept_too_is_shown_once(
+def test_line_that_the_manager_stored_too_is_shown_once(
     run: RunDir, capsys: pytest.CaptureFixture[str], utc: None
 ) -> None:
     gap = missing_notice(99).decode()

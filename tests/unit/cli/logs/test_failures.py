@@ -132,7 +132,7 @@ def found(story: Story) -> list[FailureReport]:
     return failures(story.stamped)
 
 
-def test_what_was_asked_to_end_has_not_failed() -> None:
+def test_process_that_was_asked_to_end_has_not_failed() -> None:
     story = Story(RUN).works()
     incarnation, step = story.incarnation("rollout/0"), "x"
     story.record(ev.Intended(StopStep(step, incarnation, 1.0, Why(("one too many",)))))

@@ -88,7 +88,7 @@ def test_node_outside_of_the_run_is_reported_in_one_line(
 def test_a_run_that_has_ended_or_not_begun_has_no_nodes(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     completed(RUN).written(root)
     assert main.run(["drain", RUN, "n3"]) == 2
-    assert capsys.readouterr().err == f"rrl: {RUN} is completed: it uses no node any more\n"
+    assert capsys.readouterr().err == f"rrl: {RUN} is completed: it no longer uses a node\n"
     fresh = RunDir(root / "fresh-1")
     fresh.create()
     assert main.run(["drain", "fresh-1", "n3"]) == 2
@@ -101,19 +101,19 @@ def test_it_says_that_the_node_is_drained_and_how(root: Path, capsys: pytest.Cap
     assert capsys.readouterr().out == f"n5 is drained: {REASON}\n"
 
 
-def test_it_says_that_we_may_not_and_who_is_asked(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_drain_without_permission_is_requested_in_the_summary(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     refused = ev.IntentSettled("n5!drain", False, "we may not drain nodes here: slurm_update error: Invalid user id")
     assert answered(works(), root, ["drain", RUN, "n5"], sent_command("drain"), EXCLUDED, DRAIN, refused) == 0
     assert capsys.readouterr().out == (
-        "n5 is used no more by this run; its drain is asked for in summary.json: we may not drain nodes here:"
+        "this run no longer uses n5; its drain is requested in summary.json: we may not drain nodes here:"
         " slurm_update error: Invalid user id\n"
     )
 
 
-def test_it_says_what_somebody_else_has_laid_down(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_drain_set_by_another_user_is_shown(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = ev.NodeChanged(N5, NodeStatus(NodeState.DRAINING, "IDLE+DRAIN: bad fan"))
     assert answered(works(), root, ["drain", RUN, "n5"], sent_command("drain"), other, EXCLUDED) == 0
-    assert capsys.readouterr().out == "n5 is used no more by this run; IDLE+DRAIN: bad fan\n"
+    assert capsys.readouterr().out == "this run no longer uses n5; IDLE+DRAIN: bad fan\n"
 
 
 def test_it_says_that_the_node_may_be_used_again(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

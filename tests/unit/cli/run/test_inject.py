@@ -190,7 +190,7 @@ def test_killed_manager_without_successor_is_reported_and_not_awaited(
     assert capsys.readouterr().out == f"{RUN}: kill manager: {reported}\n"
 
 
-def test_a_manager_that_goes_before_it_tells_what_became_of_a_fault_is_not_waited_for(
+def test_command_does_not_wait_for_a_manager_that_ends_before_it_reports_the_fault(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _, codes, waiting, _, _ = begun(root, "rollout/0")
@@ -200,7 +200,7 @@ def test_a_manager_that_goes_before_it_tells_what_became_of_a_fault_is_not_waite
 
 
 @pytest.mark.parametrize("target", ["manager", "rollout/0"])
-def test_a_next_manager_tells_what_nobody_knows_and_a_manager_that_is_gone_was_killed(
+def test_next_manager_reports_a_fault_whose_result_is_unknown(
     root: Path, capsys: pytest.CaptureFixture[str], target: str
 ) -> None:
     run, codes, waiting, story, fault = begun(root, target, lease=60.0)
@@ -238,7 +238,7 @@ def test_wait_ends_with_a_message_when_the_run_ends_first(root: Path, capsys: py
     assert f"rrl: {RUN} has ended (completed) before kill rollout/0 was due" in capsys.readouterr().err
 
 
-def test_wait_without_a_manager_says_how_to_start_one(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wait_without_a_manager_names_the_command_to_start_one(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = allowing(lease=0.3).written(root)
     (run.epochs / "000001").write_bytes(
         msgspec.json.encode(LeaseHolder("elsewhere", 1, 17))

@@ -79,7 +79,7 @@ def test_a_run_goes_on_with_more_steps_and_time_and_its_new_spec_is_a_valid_one(
     assert not ended.run.resume_claimed.exists()
 
 
-def test_where_no_manager_can_be_started_nothing_is_changed(ended: Ended, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_changed_if_no_manager_can_be_started(ended: Ended, capsys: pytest.CaptureFixture[str]) -> None:
     def fail() -> None:
         raise OSError("no such partition")
 
@@ -154,7 +154,7 @@ def test_an_order_that_no_manager_took_up_is_taken_up_by_one_that_is_started_by_
     assert load_job(ended.run.job_toml).run.steps == 50
 
 
-def test_who_was_overtaken_by_another_resume_that_works_already_starts_nothing(ended: Ended) -> None:
+def test_resume_after_another_resume_starts_nothing(ended: Ended) -> None:
     before, job = ended.everything(), load_job(ended.job)
     with pytest.raises(RuntimeError, match="the run has been resumed already"):
         starting.resume(ended.run, job, resolve(job, "python"), ended.job.read_bytes(), ended.job, end=-1.0)
@@ -282,7 +282,7 @@ def test_a_run_of_an_earlier_rrl_whose_spec_had_fewer_keys_is_the_same_run(ended
     [
         (Outcome.COMPLETED, f"{RUN} is complete; to train more steps: rrl resume {RUN} --steps 24"),
         (Outcome.FAILED, f"{RUN} has ended (failed); to continue it: rrl resume {RUN}"),
-        (None, f"{RUN} is ending: nothing of it is restarted any more"),
+        (None, f"{RUN} is ending: no replica is restarted any more"),
     ],
 )
 def test_restart_after_the_end_advises_what_is_possible(

@@ -108,7 +108,7 @@ def test_a_run_that_has_finished_no_episode_yet_shows_those_at_work() -> None:
 
 
 @pytest.mark.parametrize("width", [80, 200])
-def test_status_of_a_run_with_agents_looks_as_kept(width: int) -> None:
+def test_status_of_a_run_with_agents_equals_the_snapshot(width: int) -> None:
     story = Story().works()
     reported = {"loss": 0.5, "token_drift": 0.0, **EPISODES}
     story.record(ev.StepCommitted(story.incarnation("trainer/0"), 13, reported))

@@ -42,7 +42,7 @@ def test_unwritable_storage_is_shown_although_the_journal_cannot_record_it(
 
 
 def test_absent_run_directory_is_shown_too(tmp_path: Path) -> None:
-    assert storage_trouble(RunDir(tmp_path / "nothing")).startswith("the run directory is away (No such file")
+    assert storage_trouble(RunDir(tmp_path / "nothing")).startswith("the run directory is unavailable (No such file")
 
 
 @pytest.mark.parametrize(

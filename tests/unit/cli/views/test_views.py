@@ -34,7 +34,7 @@ from rrl.tests.support.cli.text_snapshots import drawn, matches_stored
 
 @pytest.mark.parametrize("width", [200, 80])
 @pytest.mark.parametrize("scene", SCENES)
-def test_the_status_of_a_run_looks_as_kept(scene: str, width: int) -> None:
+def test_status_of_a_run_equals_the_snapshot(scene: str, width: int) -> None:
     story = SCENES[scene]()
     text = drawn(status_view(story.recorded(), story.now + 4, width), width)
     assert max(map(len, text.splitlines())) <= width
@@ -119,7 +119,7 @@ def test_the_same_state_gives_the_same_picture() -> None:
     assert drawn(status_view(state, story.now, 100), 100) == drawn(status_view(story.recorded(), story.now, 100), 100)
 
 
-def test_what_a_run_says_is_never_taken_for_markup() -> None:
+def test_text_of_a_run_is_never_taken_for_markup() -> None:
     story = Story().works().ends(Outcome.FAILED, "[red]boom[/red] [/nonsense] :smile:")
     assert "[red]boom[/red] [/nonsense] :smile:" in drawn(status_view(story.recorded(), story.now, 100), 100)
 
@@ -138,14 +138,14 @@ def test_nodes_that_were_kept_beyond_the_runs_end_are_not_forgotten() -> None:
     assert "kept" not in picture(keep=False)
 
 
-def test_one_line_tells_who_is_not_at_work() -> None:
+def test_one_line_names_the_replicas_that_do_not_work() -> None:
     story = just_lost().fences("rollout/0")
     assert one_line(story.recorded(), story.now, silent=True) == (
         "small-1120-064114: recovering, step 12/40, reward 0.94, rollout/0#1 dead, its manager does not respond"
     )
 
 
-def test_the_summary_of_a_run_looks_as_kept(tmp_path: Path) -> None:
+def test_summary_of_a_run_equals_the_snapshot(tmp_path: Path) -> None:
     summary = summary_of(completed().written(tmp_path))
     assert summary is not None
     matches_stored("summary", drawn(summary_view(summary | {"run_dir": "/runs/small"}), 100))
@@ -254,7 +254,7 @@ def test_status_says_which_pipe_weights_move_over_and_when_they_cannot() -> None
     )
 
 
-def test_status_and_summary_tell_how_many_groups_could_not_be_scored_where_there_are_any() -> None:
+def test_status_and_summary_show_the_number_of_unscored_groups_if_there_are_any() -> None:
     def status(**metrics: float) -> str:
         story = Story().works()
         story.record(StepCommitted(story.incarnation("trainer/0"), 30, {"reward": 0.5, **metrics}))
@@ -283,13 +283,13 @@ def test_status_is_shown_whatever_a_trainer_reports_as_metrics(metrics: list[dic
     assert "trainer" in drawn(status_view(story.recorded(), story.now, 140), 140)
 
 
-def test_a_summary_tells_what_was_dropped_for_its_age_where_anything_was() -> None:
+def test_summary_shows_the_number_of_stale_groups_if_there_are_any() -> None:
     reported = drawn(summary_view({"stale_groups": 7, "stale_share": 0.0123}), 100)
     assert "7 groups, 1.2% of those generated, were dropped: older than [sampling] staleness allows" in reported
     assert "stale" not in drawn(summary_view({"stale_groups": 0, "stale_share": 0.0}), 100)
 
 
-def test_the_list_of_runs_looks_as_kept() -> None:
+def test_list_of_runs_equals_the_snapshot() -> None:
     blank = RunState("quick-1120-070000", "quick", None, "submitted", 0, 40, None, 0, None, None, None, "")
     before: dict[str, Any] = {
         "standing": "completed",

@@ -73,13 +73,13 @@ def test_a_planned_fault_of_a_role_hits_one_of_its_replicas() -> None:
         ("phase=train", FaultTrigger(phase="train")),
     ],
 )
-def test_a_moment_is_read_and_shown_as_it_is_written(text: str, at: FaultTrigger) -> None:
+def test_trigger_is_read_and_shown_as_written(text: str, at: FaultTrigger) -> None:
     assert parse_trigger(text) == at
     assert str(at) == text
 
 
 @pytest.mark.parametrize("text", ["", "step", "step=", "step=-1", "step=1.5", "time=soon", "when=1", "step=9999999999"])
-def test_what_is_no_moment_is_refused_with_what_would_be_right(text: str) -> None:
+def test_invalid_trigger_is_refused_with_a_valid_example(text: str) -> None:
     with pytest.raises(ValueError, match=r"step=5|whole number|write for example"):
         parse_trigger(text)
 

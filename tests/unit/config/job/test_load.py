@@ -351,7 +351,7 @@ WRONG: list[tuple[str, str, str]] = [
     ("[roles.rollout]", '[roles.agents]\nfunction = "m:f"\ncommand = ["python", "m.py"]\n[roles.rollout]',
      "job.toml:18: roles.agents.command: an agent is a function or a command; remove this key, or remove function"),
     ("[roles.rollout]", '[roles.agents]\nfunction = "m:f"\nper = "replica"\n[roles.rollout]',
-     "job.toml:18: roles.agents.per: says what a process of command is for; remove this key, or write command"),
+     "job.toml:18: roles.agents.per: has no effect without command; remove this key, or set command"),
     ("[roles.rollout]", '[roles.agents]\nfunction = "m:f"\non_death = "reply"\n[roles.rollout]',
      'job.toml:18: roles.agents.on_death: must be "replay", "again" or "drop", not "reply"; did you mean "replay"?'),
     ('[model.tokenizer]\npieces = "0123456789+= "\n', '[model]\npath = "m"\n[roles.agents]\nfunction = "m:f"\n',
@@ -367,7 +367,7 @@ WRONG: list[tuple[str, str, str]] = [
      " = 2\n", "job.toml:13: roles.endpoint.port: 2 replicas may share a machine, where only one of them can listen on"
      " port 80; write port = 0, or replicas = 1"),
     ('pieces = "0123456789+= "\n', 'pieces = "01"\nchat = { user = "{content}" }\n[roles.agents]\nfunction = "m:f"\n'
-     '[roles.endpoint]\nretries = 0\n', "job.toml:15: roles.endpoint.retries: is that of the agents in this job; remove"
+     '[roles.endpoint]\nretries = 0\n', "job.toml:15: roles.endpoint.retries: has no effect beside [roles.agents]; remove"
      " this key, or set retries in [roles.agents]"),
     ('pieces = "0123456789+= "\n', 'pieces = "01"\nchat = { user = "hello" }\n', "job.toml:11:"
      " model.tokenizer.chat: the piece of 'user' is 'hello'; write {content} in it once: \"{content}=\""),
@@ -468,7 +468,7 @@ def test_vllm_arguments_that_break_recording_or_leave_gpus_idle_are_refused(
          " each rank of the built-in trainer computes on one GPU; write gpus = 1, and ranks = 8 for as many GPUs"),
     ],
 )  # fmt: skip
-def test_gpus_that_nobody_would_compute_on_are_refused(tmp_path: Path, old: str, new: str, expected: str) -> None:
+def test_gpus_that_no_process_would_use_are_refused(tmp_path: Path, old: str, new: str, expected: str) -> None:
     text = JOB.replace("cpus = 4", "gpus = 8, cpus = 4")
     assert error_text(tmp_path, text.replace(old, new)) == expected
 
@@ -528,7 +528,7 @@ def test_a_role_that_shares_its_node_has_no_allocation_of_its_own(tmp_path: Path
     )
 
 
-def test_a_job_may_consist_of_a_role_of_ones_own(tmp_path: Path) -> None:
+def test_job_may_consist_of_an_own_role_only(tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_text(NOTHING + OWN)
     view = resolve(load_job(tmp_path / "job.toml"), "python")
     assert [(role.name, role.kind, role.argv, role.service) for role in view.roles] == [
@@ -537,7 +537,7 @@ def test_a_job_may_consist_of_a_role_of_ones_own(tmp_path: Path) -> None:
     assert view.steps == 0
 
 
-def test_what_is_no_text_is_refused_with_the_line(tmp_path: Path) -> None:
+def test_file_that_is_not_text_is_refused_with_the_line(tmp_path: Path) -> None:
     assert error_text(tmp_path, b"[run]\nname = '\xff'") == "job.toml:2: byte 0xff is not UTF-8; save the file as UTF-8"
 
 
@@ -546,7 +546,7 @@ def test_control_characters_of_a_file_never_reach_the_terminal(tmp_path: Path) -
     assert lines.isprintable()
 
 
-def test_what_cannot_be_opened_is_one_line(tmp_path: Path) -> None:
+def test_file_that_cannot_be_opened_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     lines = []

@@ -35,7 +35,7 @@ def test_a_counter_that_starts_over_has_not_risen() -> None:
     assert trail.increase_within(60, 130) == 2
 
 
-def test_a_counter_that_is_back_where_it_was_has_not_risen_and_one_that_counts_anew_has() -> None:
+def test_counter_that_returns_to_its_value_has_not_risen_and_a_reset_counter_has() -> None:
     trail = CounterHistory(100, 40)
     trail.add(110, 50)
     for at, total in ((200, 3), (210, 0), (240, 52)):
@@ -71,7 +71,7 @@ def _event(at: float) -> XidEvent:
     return XidEvent("GPU-0", 13, at)
 
 
-def test_what_a_node_tells_of_itself_costs_the_agent_little() -> None:
+def test_checks_of_a_node_with_eight_gpus_cost_little_cpu_time() -> None:
     """Eight GPUs at 1 Hz, with all their links: a second's work is a few milliseconds."""
     from time import process_time
 
@@ -153,7 +153,7 @@ def test_rules_that_everybody_may_write_are_refused(tmp_path: Path) -> None:
     assert load_rules(path).expect.gpus == 99
 
 
-def test_what_dcgm_says_of_gpus_that_nobody_else_knows_is_dropped() -> None:
+def test_dcgm_values_of_gpus_that_only_dcgm_lists_are_dropped() -> None:
     gpus = tuple(DcgmGpu(uuid=uuid, remap_failed=True) for uuid in ("GPU-0", "GPU-driver", "GPU-made-up"))
     data = DcgmData(gpus=gpus, driver_gpus=("GPU-driver",))
     node = ObservedNode().reads(data)

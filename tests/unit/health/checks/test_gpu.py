@@ -79,7 +79,7 @@ def test_what_only_warns(check: str, fields: dict[str, Any]) -> None:
         ("nvlink_fabric", "fabric_state"), ("pcie_replays", "pcie_replays"), ("gpu_memory", "memory_used"),
     ],
 )  # fmt: skip
-def test_what_a_gpu_does_not_tell_is_unknown_with_the_reason(check: str, field: str) -> None:
+def test_value_that_a_gpu_does_not_report_is_unknown_with_the_reason(check: str, field: str) -> None:
     blank = {"temperature_memory": None} if field == "temperature" else {}
     silent = [gpu(i, **{field: None}, **blank, unread={field: "not supported"}) for i in range(2)]
     node = ObservedNode().gpus(*silent, times=5)

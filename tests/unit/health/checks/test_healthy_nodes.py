@@ -106,7 +106,7 @@ def test_clocks_that_an_administrator_set_are_wanted() -> None:
     assert ill(node) == []
 
 
-def test_a_slowed_gpu_is_the_same_finding_whoever_slows_it() -> None:
+def test_slowed_gpu_gives_the_same_finding_for_every_reason() -> None:
     node = ObservedNode().gpus(gpu(0, clock_reasons=("sw_thermal",)), times=10)
     first = node.one("gpu_throttle")
     for reasons in (("hw_slowdown", "hw_thermal"), ("hw_thermal", "sw_thermal"), ("sw_thermal",)):
@@ -139,7 +139,7 @@ def test_a_rise_of_hours_ago_is_none_of_the_last_minute() -> None:
 
 # ── Xids ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize("code", [48, 64, 79, 95, 140])
-def test_what_a_reset_has_cured_counts_no_more_also_with_old_drivers(code: int) -> None:
+def test_xid_cured_by_a_reset_no_longer_counts_even_with_old_drivers(code: int) -> None:
     assert ObservedNode().gpus(old_driver()).xid(code, age=HOUR).verdict("xid") is Verdict.WARN
 
 
@@ -166,14 +166,14 @@ def test_a_driver_that_hangs_does_not_bring_back_what_it_had_dealt_with() -> Non
 
 
 # ── ports, logs ──────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_counters_of_a_port_that_nobody_uses_are_no_failure() -> None:
+def test_counters_of_an_unused_port_are_no_failure() -> None:
     node = ObservedNode()
     for downed in (1, 5):
         node.reads(FabricData(ports=(port(), port("mlx5_9", state="DOWN", counters={"link_downed": downed}))))
     assert ill(node) == []
 
 
-def test_receivers_that_are_not_ready_are_the_programs_matter() -> None:
+def test_receiver_not_ready_errors_are_no_failure_of_the_fabric() -> None:
     node = ObservedNode()
     for naks in (1, 5000):
         node.reads(FabricData(ports=(port(counters={"rnr_nak_retry_err": naks}),)))

@@ -222,7 +222,7 @@ def test_third_flap_within_an_hour_fails_on_infiniband_and_never_on_ethernet() -
         assert node.verdict("kernel_nic") is verdict
 
 
-def test_a_kill_for_memory_is_the_users_and_those_before_us_are_nobodys() -> None:
+def test_oom_kill_has_cause_user_and_earlier_ones_do_not_count() -> None:
     assert ObservedNode().log(line("oom", "Out of memory", age=HOUR)).verdict("oom") is Verdict.OK
     node = ObservedNode().reads(host(oom_kills=3)).reads(host(oom_kills=4))
     assert (node.verdict("oom"), node.one("oom").cause) == (Verdict.WARN, Cause.USER)

@@ -37,7 +37,7 @@ def test_a_port_that_went_down_while_no_agent_looked_is_found() -> None:
         assert any(one.verdict in (Verdict.WARN, Verdict.FAIL) and "mlx5_2" in str(one) for one in node.found) is found
 
 
-def test_another_boot_begins_anew_and_so_does_one_of_which_nobody_knows_which_it_is() -> None:
+def test_inventory_is_reset_after_another_boot_or_an_unknown_boot() -> None:
     for boot in ("b2", ""):
         assert hardware_inventory(agent(restored_state(), boot).node_state) == HardwareInventory(boot)
     unknown = NodeState()

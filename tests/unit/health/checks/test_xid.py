@@ -51,7 +51,7 @@ def test_an_unknown_number_is_of_the_rest_and_a_site_may_say_otherwise() -> None
         ("0x0 (None) to 0x9 (Something New)", (False, None)),
     ],
 )
-def test_the_text_of_154_says_what_the_driver_wants(text: str, expected_text: tuple[bool, Remedy | None]) -> None:
+def test_text_of_xid_154_states_the_recovery_action(text: str, expected_text: tuple[bool, Remedy | None]) -> None:
     assert (
         parse_recovery_action(f"NVRM: Xid (PCI:0000:1b:00): 154, GPU recovery action changed from {text}")
         == expected_text
@@ -88,18 +88,18 @@ def test_application_xid_alone_does_not_fail_the_node(code: int) -> None:
 
 
 @pytest.mark.parametrize("code", sorted(_codes(TABLE_5B["ignore"])))
-def test_45_and_what_is_only_recorded_is_never_a_cause(code: int) -> None:
+def test_xid_45_and_recorded_only_xids_are_never_a_cause(code: int) -> None:
     node = ObservedNode().gpus().xid(code).passes(400).xid(code).passes(400).xid(code)
     assert node.verdict("xid") is Verdict.OK
 
 
-def test_45_beside_another_xid_adds_nothing() -> None:
+def test_xid_45_beside_another_xid_adds_no_finding() -> None:
     node = ObservedNode().gpus().xid(45).xid(95).xid(45, index=1)
     assert [one.component for one in node.of("xid")] == ["GPU-0"]
     assert "45" not in node.text("xid")
 
 
-def test_the_authority_decides_what_is_done() -> None:
+def test_authority_of_the_source_decides_on_the_action() -> None:
     node = ObservedNode().gpus().xid(95).xid(154, text="GPU recovery action changed from 0x0 (None) to 0x2 (Node Reboot"
                                          " Required)")  # fmt: skip
     found = node.gpus(gpu(0, recovery_action="node_reboot")).one("xid")
@@ -114,7 +114,7 @@ def test_once_the_driver_wants_nothing_any_more_the_gpu_is_trusted_again() -> No
     assert node.verdict("xid") is Verdict.OK
 
 
-def test_a_154_without_words_says_nothing() -> None:
+def test_xid_154_without_a_text_has_no_effect() -> None:
     assert ObservedNode().gpus().gpus(xids=(GpuXid("GPU-0", 154),)).verdict("xid") is Verdict.OK
 
 
@@ -141,7 +141,7 @@ def test_the_same_on_different_gpus_is_the_applications_bug() -> None:
     assert "suspect" not in node.text("xid")
 
 
-def test_after_a_day_it_is_forgotten() -> None:
+def test_xid_is_forgotten_after_a_day() -> None:
     node = ObservedNode().gpus().xid(13).passes(25 * HOUR).xid(13)
     assert "suspect" not in node.text("xid")
     assert node.passes(25 * HOUR).gpus(times=3).verdict("xid") is Verdict.OK
@@ -154,7 +154,7 @@ def test_one_nvlink_error_warns_and_a_fatal_or_second_one_fails() -> None:
     assert (again.verdict("xid"), again.one("xid").remedy) == (Verdict.FAIL, Remedy.SUPPORT)
 
 
-def test_five_fatal_ones_within_a_day_are_the_makers_matter() -> None:
+def test_five_fatal_xids_within_a_day_need_support() -> None:
     node = ObservedNode().gpus()
     for _ in range(5):
         node.xid(119).passes(HOUR)
@@ -172,13 +172,13 @@ def test_rare_xid_warns_and_fails_only_near_the_death_of_a_role(code: int) -> No
     assert (found.verdict, found.remedy) == (Verdict.FAIL, Remedy.EXCLUDE)
 
 
-def test_a_role_that_died_long_after_is_no_witness() -> None:
+def test_role_that_died_long_after_the_xid_is_no_evidence() -> None:
     node = ObservedNode().gpus().xid(61)
     node.node_state.on_role_death(["GPU-0"], node.now + 120)
     assert node.check_again().verdict("xid") is Verdict.WARN
 
 
-def test_a_cable_is_the_administrators_matter() -> None:
+def test_xid_of_a_missing_power_cable_warns_and_needs_support() -> None:
     found = ObservedNode().gpus().xid(54).one("xid")
     assert (found.verdict, found.remedy) == (Verdict.WARN, Remedy.SUPPORT)
 
@@ -204,7 +204,7 @@ def test_the_gravest_act_also_around_our_own_kill(code: int) -> None:
     assert node.xid(code).gpus(LOST).verdict("xid") is Verdict.FAIL
 
 
-def test_kernel_log_nvml_and_dcgm_tell_of_one_event() -> None:
+def test_reports_of_kernel_log_nvml_and_dcgm_are_one_event() -> None:
     node = ObservedNode().gpus().reads(DcgmData(gpus=(DcgmGpu(uuid="GPU-0", xid_counts={74: 7}),)))
     node.xid(74).gpus(xids=(GpuXid("GPU-0", 74), GpuXid("", 74)))
     node.passes(60).reads(DcgmData(gpus=(DcgmGpu(uuid="GPU-0", xid_counts={74: 9}),)))
@@ -234,7 +234,7 @@ def test_an_old_line_of_the_log_counts_unless_the_driver_says_that_all_is_well()
     assert ObservedNode().gpus(gpu(0, recovery_action=None)).xid(119, age=30 * HOUR).verdict("xid") is Verdict.OK
 
 
-def test_a_crash_before_us_says_nothing_of_the_gpu_and_several_do() -> None:
+def test_one_earlier_crash_does_not_count_but_several_do() -> None:
     once = ObservedNode().gpus().xid(31, age=HOUR)
     assert once.verdict("xid") is Verdict.OK
     once.xid(31, age=5 * HOUR)
@@ -242,7 +242,7 @@ def test_a_crash_before_us_says_nothing_of_the_gpu_and_several_do() -> None:
     assert "suspect the hardware" in once.text("xid")
 
 
-def test_what_goes_on_is_an_equal_finding() -> None:
+def test_unchanged_problem_gives_an_equal_finding() -> None:
     node = ObservedNode().gpus().xid(95)
     first = node.one("xid")
     for _ in range(5):
@@ -274,7 +274,7 @@ def test_switches_have_their_own() -> None:
     assert ObservedNode().log(mild).verdict("nvswitch") is Verdict.WARN
 
 
-def test_where_nobody_hears_xids_they_are_unknown() -> None:
+def test_xids_are_unknown_if_no_reader_receives_them() -> None:
     node = (
         ObservedNode(Rules()).cannot("kernel", "denied", "dmesg_restrict is set").cannot("nvml", "absent", "no driver")
     )

@@ -50,7 +50,7 @@ def test_all_written_records_are_read(folder: Path, file: Path) -> None:
     assert (sources.files, sources.records, sources.skipped, sources.refused) == (1, 4, 0, ())
 
 
-def test_what_is_new_is_added_and_the_old_is_not_read_again(folder: Path, file: Path) -> None:
+def test_new_records_are_added_and_old_ones_are_not_read_again(folder: Path, file: Path) -> None:
     path = write(folder, ME, "r", records())
     read(folder, file)
     db = sqlite3.connect(file)
@@ -63,7 +63,7 @@ def test_what_is_new_is_added_and_the_old_is_not_read_again(folder: Path, file: 
     assert [getattr(one, "node", "") for one in records_read] == ["", "n9", "n9", "n9", "n1"]
 
 
-def test_a_torn_line_is_read_once_it_is_whole(folder: Path, file: Path) -> None:
+def test_torn_line_is_read_once_it_is_complete(folder: Path, file: Path) -> None:
     path = write(folder, ME, "r", records())
     whole = encode_line(left(9, "n1"))
     with path.open("ab") as more:
@@ -76,7 +76,7 @@ def test_a_torn_line_is_read_once_it_is_whole(folder: Path, file: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["shrunk", "replaced", "rewritten"])
-def test_a_file_that_shrank_or_is_another_one_is_read_anew(folder: Path, file: Path, how: str) -> None:
+def test_file_that_shrank_or_was_replaced_is_read_again(folder: Path, file: Path, how: str) -> None:
     path = write(folder, ME, "r", records())
     read(folder, file)
     new = [began(1, "r", ME), *held(1, "n2")]
@@ -107,13 +107,13 @@ def test_damaged_lines_are_skipped_and_counted(folder: Path, file: Path) -> None
     assert sources.skipped == 3
 
 
-def test_what_a_file_says_in_another_name_is_skipped(folder: Path, file: Path) -> None:
+def test_records_in_the_name_of_another_user_are_skipped(folder: Path, file: Path) -> None:
     write(folder, ME, "r", [began(0, "r", "somebody"), *held(0, "n1")])
     records_read, sources = read(folder, file)
     assert (records_read, sources.skipped) == (held(0, "n1"), 1)
 
 
-def test_a_file_in_a_folder_of_somebody_else_is_refused(folder: Path, file: Path) -> None:
+def test_file_in_a_folder_of_another_user_is_refused(folder: Path, file: Path) -> None:
     write(folder, "nosuchuser", "r", records())
     records_read, sources = read(folder, file)
     assert records_read == []
@@ -170,7 +170,7 @@ def test_old_records_are_left_out_except_those_of_held_nodes(folder: Path, file:
 
 
 @pytest.mark.parametrize("damage", [b"", b"this is no database" * 100, "truncated"])
-def test_a_damaged_cache_is_made_anew(folder: Path, file: Path, damage: bytes | str) -> None:
+def test_damaged_cache_is_rebuilt(folder: Path, file: Path, damage: bytes | str) -> None:
     write(folder, ME, "r", [*records(), *(found(i, f"n{i}") for i in range(10, 500))])
     before = read(folder, file)[0]
     file.write_bytes(damage if isinstance(damage, bytes) else file.read_bytes()[: 3 * 4096])

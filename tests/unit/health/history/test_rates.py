@@ -71,7 +71,7 @@ def test_so_many_failures_are_unlikely_where_few_are_expected() -> None:
     assert poisson_at_least(10, 1.0) < 1e-6
 
 
-def test_what_two_runs_hold_at_once_is_counted_once() -> None:
+def test_overlapping_intervals_are_counted_once() -> None:
     spans = merge_intervals([(0.0, DAY_S), (DAY_S / 2, 2 * DAY_S), (3 * DAY_S, 4 * DAY_S), (5 * DAY_S, 5 * DAY_S)])
     assert spans == [(0.0, 2 * DAY_S), (3 * DAY_S, 4 * DAY_S)]
     assert total_length(clip(spans, DAY_S, 3.5 * DAY_S)) == 1.5 * DAY_S

@@ -69,7 +69,7 @@ def test_a_field_that_is_not_known_yet_is_no_obstacle() -> None:
         b'{"kind":"recovery_done","at":1,"replica":"r/0","node":"n1","since":0,"gpu_hours":1e308}',
     ],
 )  # fmt: skip
-def test_what_is_damaged_or_of_an_unknown_kind_is_nothing(text: bytes) -> None:
+def test_damaged_record_or_one_of_an_unknown_kind_is_none(text: bytes) -> None:
     assert read_line(text) is None
 
 

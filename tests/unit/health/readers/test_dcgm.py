@@ -228,7 +228,7 @@ def test_health_is_asked_seldom_and_its_incidents_stay_meanwhile(metrics: Export
 @pytest.mark.parametrize(
     "text", ["Error: Health watches not enabled. Please enable watches. ", "", "{}", "[1", '{"body": 3}']
 )
-def test_what_is_no_report_is_unread(text: str) -> None:
+def test_invalid_output_of_dcgmi_health_is_rejected(text: str) -> None:
     with pytest.raises(NotUnderstood):
         health(text, {})
 

@@ -74,7 +74,7 @@ def test_a_port_that_is_down_says_so(tmp_path: Path) -> None:
     assert reader(tmp_path).read().ports[0].state == "DOWN"
 
 
-def test_what_a_device_does_not_tell_is_unread_with_its_reason(tmp_path: Path) -> None:
+def test_value_that_a_device_does_not_report_is_unread_with_its_reason(tmp_path: Path) -> None:
     plant(tmp_path, {"sys/class/infiniband/efa_0/ports/1/rate": "unknown"})
     (port,) = reader(tmp_path).read().ports
     assert (port.state, port.rate, port.counters) == (None, None, {})

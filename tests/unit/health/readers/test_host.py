@@ -66,7 +66,7 @@ def wait_until(done: Callable[[], bool]) -> None:
 
 
 # ── mounts ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_mount_that_answers_tells_its_file_system_and_its_fill(tmp_path: Path) -> None:
+def test_mount_that_answers_has_its_file_system_and_used_share(tmp_path: Path) -> None:
     with mounts_reader(tmp_path, "/proc") as mounts_:
         here, proc = mounts_.read()
     assert here.answers
@@ -75,7 +75,7 @@ def test_a_mount_that_answers_tells_its_file_system_and_its_fill(tmp_path: Path)
     assert (proc.answers, proc.filesystem, proc.used) == (True, "proc", None)  # of no size
 
 
-def test_a_path_that_is_not_there_does_not_answer_and_says_why(tmp_path: Path) -> None:
+def test_missing_path_does_not_answer_and_has_a_reason(tmp_path: Path) -> None:
     with mounts_reader(tmp_path / "nowhere") as mounts_:
         (mount,) = mounts_.read()
     assert (mount.answers, mount.why) == (False, "No such file or directory")
@@ -190,7 +190,7 @@ def test_a_stuck_process_ages_from_look_to_look(tmp_path: Path, clock: Clock) ->
     assert reading.read().stuck[0].seconds == 25.0
 
 
-def test_a_process_that_went_on_meanwhile_begins_anew(tmp_path: Path, clock: Clock) -> None:
+def test_time_of_a_stuck_process_restarts_after_it_has_run(tmp_path: Path, clock: Clock) -> None:
     reading = reader(tmp_path)
     for state in "DSD":
         plant(tmp_path / "proc", 7, state)
@@ -199,7 +199,7 @@ def test_a_process_that_went_on_meanwhile_begins_anew(tmp_path: Path, clock: Clo
     assert [one.seconds for one in stuck] == [0.0]
 
 
-def test_a_pid_that_was_given_to_another_begins_anew(tmp_path: Path, clock: Clock) -> None:
+def test_time_of_a_stuck_process_restarts_if_its_pid_is_reused(tmp_path: Path, clock: Clock) -> None:
     reading = reader(tmp_path)
     plant(tmp_path / "proc", 7, "D", started=100)
     reading.read()
@@ -277,7 +277,7 @@ def test_host_figures_are_read_in_their_units(tmp_path: Path) -> None:
     assert data.unread == {}
 
 
-def test_what_a_host_does_not_have_is_unread(tmp_path: Path) -> None:
+def test_value_that_a_host_lacks_is_unread(tmp_path: Path) -> None:
     (tmp_path / "proc").mkdir()
     data = reader(tmp_path).read()
     assert (data.memory_total, data.oom_kills, data.load, data.governor) == (None, None, None, None)

@@ -265,7 +265,7 @@ def test_a_record_that_comes_in_pieces_is_one(log: Log, reader: KernelReader) ->
     assert [event.xid for event in reader.read().events] == [79]
 
 
-def test_what_the_kernel_overwrote_is_counted(log: Log, reader: KernelReader) -> None:
+def test_lines_overwritten_by_the_kernel_are_counted(log: Log, reader: KernelReader) -> None:
     log.write("one")
     log.write("five", skip=3)
     assert reader.read().dropped == 3

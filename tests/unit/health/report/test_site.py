@@ -88,7 +88,7 @@ def test_evidence_of_another_run_counts_and_that_of_another_node_does_not() -> N
     assert {one[0]: one[1] for one in owners(here + there)} == {"n1": "infra", "n2": "software"}
 
 
-def test_a_finding_about_a_replica_says_nothing_of_its_node() -> None:
+def test_finding_about_a_replica_does_not_affect_its_node() -> None:
     hangs = found(5, "n1", incarnation="rollout/0#1", cause=Cause.HANG)
     records = [began(0, "r", ANNA), hangs, failed(10, "n1", cause="hang")]
     assert owners(sourced(ANNA, "r", records)) == [("n1", "software", "hang")]
@@ -115,7 +115,7 @@ def test_two_nodes_with_the_same_cause_within_ten_minutes_point_at_each_other() 
     assert node(week(), "n5").related_nodes == ["n6"]
 
 
-def test_what_an_earlier_run_found_says_nothing_of_a_failure_long_after_it() -> None:
+def test_finding_of_an_earlier_run_is_no_evidence_of_a_much_later_failure() -> None:
     first = sourced(ANNA, "r", began(0, "r", ANNA), held(0, "n1"), found(HOUR, "n1"), over(2 * HOUR))
     soon = sourced(BEN, "s", began(DAY_S, "s", BEN), held(2 * HOUR, "n1"), failed(2 * HOUR + 300, "n1"))
     late = sourced(BEN, "s", began(DAY_S, "s", BEN), held(DAY_S, "n1"), failed(DAY_S + HOUR, "n1"))
@@ -131,7 +131,7 @@ def test_evidence_counts_until_the_run_that_has_it_gives_the_node_back() -> None
 
 
 # ── cost ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_who_fails_again_before_it_works_bears_the_time_until_then() -> None:
+def test_second_failure_before_work_bears_the_time_from_the_first_one() -> None:
     records = [began(0, "r", ANNA), failed(0, "n1", "rollout/0#1"), failed(300, "n2", "rollout/0#2"),
                mended(1200, "rollout/0", "n1", 0, 4.0)]  # fmt: skip
     (chapter,) = by_run(sourced(ANNA, "r", records))
@@ -146,7 +146,7 @@ def test_a_restart_of_everything_is_charged_to_the_one_that_failed() -> None:
     assert [cost for _, cost in costs(chapter)] == [3.0]
 
 
-def test_a_standstill_without_a_failure_costs_nobody_anything() -> None:
+def test_outage_without_a_failure_is_charged_to_no_node() -> None:
     records = [began(0, "r", ANNA), failed(0, "n1", "rollout/0#1"), mended(60, "rollout/0", "n1", 0, 1.0),
                mended(900, "rollout/0", "n1", 600, 9.0)]  # fmt: skip
     (chapter,) = by_run(sourced(ANNA, "r", records))
@@ -186,7 +186,7 @@ def test_records_before_the_window_are_in_no_figure() -> None:
     assert (site.failures, round(site.node_days)) == (2, 7)
 
 
-def test_a_manager_that_takes_over_goes_on_holding_what_it_tells_anew() -> None:
+def test_node_span_continues_over_a_change_of_managers_if_it_is_listed_again() -> None:
     records = [began(0, "r", ANNA), *held(0, "n1", "n2"), failed(HOUR, "n1"), began(2 * HOUR, "r", ANNA, 2),
                *held(2 * HOUR, "n1"), over(4 * HOUR)]  # fmt: skip
     (chapter,) = by_run(sourced(ANNA, "r", records))
@@ -236,7 +236,7 @@ def test_what_was_taken_back_no_longer_stands() -> None:
 
 
 @pytest.mark.parametrize(("hours", "verdict"), [(0.5, "WARN"), (1.5, "OK")])
-def test_a_finding_that_nobody_took_back_is_past_once_a_later_run_was_well_there(hours: float, verdict: str) -> None:
+def test_uncleared_finding_expires_once_a_later_run_used_the_node_without_one(hours: float, verdict: str) -> None:
     first = sourced(ANNA, "r", began(0, "r", ANNA), held(0, "n1"), found(HOUR, "n1"), over(2 * HOUR))
     later = sourced(BEN, "s", began(3 * HOUR, "s", BEN), held(3 * HOUR, "n1"), over((3 + hours) * HOUR))
     assert node(first + later, "n1").verdict == verdict
@@ -261,7 +261,7 @@ def test_managers_that_follow_each_other_go_on_counting() -> None:
     assert node(sourced(ANNA, "r", first, then), "n1").count == 3
 
 
-def test_what_was_injected_stands_against_nobody() -> None:
+def test_injected_failure_does_not_count_against_a_node() -> None:
     hit = msgspec.structs.replace(found(60, "n1", cause=Cause.NODE, detector="node_down"), injected=True)
     one = node(sourced(ANNA, "r", began(0, "r", ANNA), held(0, "n1"), hit,
                     failed(60, "n1", cause="node", lost=True, injected=True), over(HOUR)), "n1")  # fmt: skip
@@ -335,7 +335,7 @@ def test_finding_on_many_nodes_at_once_is_reported_for_the_site() -> None:
     ]
 
 
-def test_what_most_nodes_have_though_it_is_proved_blames_none_of_them() -> None:
+def test_finding_of_most_nodes_blames_none_of_them_even_with_proof() -> None:
     held_back = (Flag.HELD_BACK, Flag.ON_MOST_NODES)
     wrong = found(5, "n1", Verdict.WARN, detector="gpu_count", proof=False, flags=held_back)
     assert owners(sourced(ANNA, "r", began(0, "r", ANNA), wrong, failed(10, "n1")))[0][1] == "software"

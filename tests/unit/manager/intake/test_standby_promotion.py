@@ -53,7 +53,7 @@ def promoted(handling: Handling) -> Handling:
 
 @pytest.fixture
 def standing(tmp_path: Path) -> Handling:
-    """A shadow that stands by."""
+    """Return a handler with a ready standby process."""
     hearing = Handling(tmp_path, *STANDS_BY)
     hearing.handle(WANTED, peer=b"first")
     hearing.handle(HELLO, peer=b"worker")
@@ -138,7 +138,7 @@ def test_process_of_another_step_is_not_accepted_as_the_incarnation(standing: Ha
     assert state_of(standing).replica(TRAINER).status is Status.LAUNCHING
 
 
-# ── heard under the name of the shadow ─────────────────────────────────────────────────────────────────────────────
+# ── messages under the standby id ──────────────────────────────────────────────────────────────────────────────────
 def test_promoted_step_is_admitted_by_the_next_manager_under_its_standby_id(standing: Handling) -> None:
     promoted(standing).next_manager()
     assert standing.handle(WANTED, peer=b"first") == [msg.Admitted(STEP, True)]
@@ -230,7 +230,7 @@ def test_fence_notifies_worker_and_first_process_or_else_the_agent(standing: Han
 # ── GPUs ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.fixture
 def with_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Handling:
-    """The old trainer and a rollout have one GPU each; the shadow sees all four of the node."""
+    """The old trainer and a rollout have one GPU each; the standby process sees all four of the node."""
     job = gang_job(2, 2)
     roles = tuple(msgspec.structs.replace(one, per_member=Resources(1, 1)) if one.warm else one for one in job.roles)
     rollout = Incarnation(ReplicaId("rollout/0"), 1)
@@ -241,7 +241,7 @@ def with_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Handling:
         hearing.handle(hello, peer=str(incarnation).encode())
     visible = ("GPU-a", "GPU-b", "GPU-c", "GPU-d")
     hearing.handle(msgspec.structs.replace(HELLO, gpus=visible), peer=b"worker")
-    assert not state_of(hearing).findings, "a shadow takes no GPU from anybody"
+    assert not state_of(hearing).findings, "a standby process takes no GPU from a role"
     return hearing
 
 

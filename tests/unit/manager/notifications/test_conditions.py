@@ -73,7 +73,7 @@ def test_replicas_that_stop_with_the_run_are_no_condition() -> None:
         (Outcome.CANCELLED, []),
     ],
 )  # fmt: skip
-def test_an_end_is_a_condition_unless_somebody_cancelled_the_run(outcome: Outcome, kinds: list[str]) -> None:
+def test_end_of_a_run_is_a_condition_unless_a_user_cancelled_it(outcome: Outcome, kinds: list[str]) -> None:
     story = Story().works().ends(outcome, "because")
     assert [one.kind for one in conditions(story.recorded(), story.now, None)] == kinds
     assert [one.text for one in conditions(story.recorded(), story.now, None)] == ["because"] * len(kinds)

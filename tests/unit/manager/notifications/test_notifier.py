@@ -146,7 +146,7 @@ def test_at_most_one_of_a_kind_is_sent_in_an_hour(tmp_path: Path) -> None:
     assert [one["details"] for one in received(tmp_path)] == [["its nodes are gone"], ["again"]]
 
 
-def test_what_lasts_is_sent_once(tmp_path: Path) -> None:
+def test_lasting_condition_is_sent_once(tmp_path: Path) -> None:
     story = Story(job=msgspec.structs.replace(job_view(), notify=KINDS)).works()
     drain = Drain(N3, "rrl:small:gpu: Xid 79", Why(("xid: Xid 79",)))
     story.record(ev.Decided(Exclude(N3, Why(("xid: Xid 79",)))), ev.Intended(drain), ev.IntentSettled(drain.tag, True))
@@ -377,7 +377,7 @@ def test_manager_that_dies_between_claim_and_sending_leaves_nothing_that_is_sent
     assert [one["details"] for one in received(tmp_path)] == [["again"]], "the next occurrence is sent"
 
 
-def test_what_a_manager_did_not_live_to_claim_is_sent_once_by_the_next_one(tmp_path: Path) -> None:
+def test_condition_that_a_dead_manager_did_not_claim_is_sent_once_by_the_next_one(tmp_path: Path) -> None:
     story = ended()
     run = recorded(story, tmp_path, to_file(tmp_path))
     assert mortal_manager(run, story, tmp_path, "before the claim").wait(60) == -signal.SIGKILL

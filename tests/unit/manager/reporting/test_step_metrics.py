@@ -138,7 +138,7 @@ def test_a_failure_and_the_restart_after_it_are_marks_of_the_next_step() -> None
     assert (restart.kind, restart.about, restart.down_s) == (MarkKind.RESTART, "rollout/1#2", 3.0)
 
 
-def test_what_happens_after_the_newest_step_of_a_failed_run_is_a_row_without_a_step() -> None:
+def test_events_after_the_newest_step_of_a_failed_run_are_a_row_without_a_step() -> None:
     story = commits(begun(), 1)
     story.record(ev.RunEnded(Outcome.FAILED, "rollout/0 failed too often"))
     rows = rows_of(story)

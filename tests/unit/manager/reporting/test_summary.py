@@ -235,7 +235,7 @@ def test_rewards_are_means_over_the_first_and_last_ten_steps_each_counted_once()
     assert summary(started()).reward_first10 is None
 
 
-def test_summary_has_the_age_of_the_oldest_token_even_of_steps_that_nobody_reported() -> None:
+def test_summary_has_the_age_of_the_oldest_token_even_of_unreported_steps() -> None:
     def age_reported(step: int, oldest: float, of_run: float) -> At:
         metrics = {"token_age_max": oldest, "token_age_run_max": of_run}
         return 20.0 + step, ev.StepCommitted(Incarnation(TRAINER, 1), step, metrics)

@@ -41,7 +41,7 @@ STATUS = _status(9, 3, s8="checkpoints/step-8.2.0", s9="checkpoints/step-9.3.1")
         ("step-3", False),
     ],
 )
-def test_only_what_nobody_can_need_is_garbage(name: str, is_garbage: bool) -> None:
+def test_only_unneeded_folders_are_garbage(name: str, is_garbage: bool) -> None:
     assert (garbage([name], STATUS, keep_checkpoints=2) == [name]) is is_garbage
 
 

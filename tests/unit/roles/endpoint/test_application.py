@@ -225,7 +225,7 @@ def test_a_request_that_would_be_another_policy_or_is_wrong_is_refused_by_name(
     assert scene.opened == []
 
 
-def test_values_that_say_what_happens_anyway_are_accepted(scene: Scene) -> None:
+def test_values_that_change_nothing_are_accepted(scene: Scene) -> None:
     scene.answers("1")
     create(scene, temperature=1.0, top_p=1, presence_penalty=0, stop=[], tools=[], user="me", extra_body={"seed": None})
 

@@ -112,7 +112,7 @@ def test_a_failed_attempt_ends_the_episode_and_its_key(outside: Outside) -> None
     assert outside.end(opened, "finish", {"reward": 1.0}) == 403
 
 
-def test_no_episode_within_the_time_is_answered_with_when_to_ask_again(
+def test_missing_episode_is_answered_with_the_time_to_repeat_the_request(
     outside: Outside, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(episode_routes, "OPEN_TIMEOUT_S", 0.3)

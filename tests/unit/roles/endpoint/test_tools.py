@@ -74,7 +74,7 @@ def test_an_agent_with_a_tool_goes_on_behind_the_very_tokens_of_its_call(scene: 
     assert scene.chat.tokenizer.encode(f"I add.\n{CALL}") != scene.sampled(0)[:-1]
 
 
-def test_arguments_that_an_agent_has_written_anew_are_the_same_call(scene: ToolScene) -> None:
+def test_reformatted_arguments_are_the_same_call(scene: ToolScene) -> None:
     scene.says(CALL)
     message = scene.create(ASKED, tools=TOOLS).choices[0].message.model_dump()
     function = message["tool_calls"][0]["function"]

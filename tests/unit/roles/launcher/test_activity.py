@@ -49,7 +49,7 @@ PTRACE_ATTACH = 16
 
 
 @pytest.mark.parametrize("by_tracer", [False, True])
-def test_usage_tells_whether_a_process_is_stopped(by_tracer: bool) -> None:
+def test_usage_shows_whether_a_process_is_stopped(by_tracer: bool) -> None:
     with subprocess.Popen(["sleep", "600"]) as process:
         try:
             assert not one_usage(process.pid).stopped
@@ -63,7 +63,7 @@ def test_usage_tells_whether_a_process_is_stopped(by_tracer: bool) -> None:
             process.kill()
 
 
-def test_load_of_a_step_tells_that_a_process_is_stopped() -> None:
+def test_load_of_a_step_shows_a_stopped_process() -> None:
     sampler = StepLoadSampler(lambda path: "tag" if path == "launch" else None)
     with subprocess.Popen(["sleep", "600"]) as process:
         try:

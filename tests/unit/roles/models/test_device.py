@@ -21,7 +21,7 @@ def _launch(role: str, gpus: int) -> Launch:
     return Launch("t", "/r", Incarnation(ReplicaId(f"{role}/0"), 1), NodeName("n7"), (), {}, "/", 1.0, False, gpus=gpus)
 
 
-def test_whoever_asked_for_no_gpu_computes_on_the_cpu_even_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_role_without_gpus_computes_on_the_cpu_even_if_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert assigned_device(_launch("trainer", 0)) == torch.device("cpu")
     assert assigned_device(_launch("trainer", 1)) == torch.device("cuda", 0)

@@ -231,7 +231,7 @@ def test_tokens_that_follow_those_of_a_lost_trajectory_are_not_appended(monkeypa
     assert [(segments, finished) for segments, finished, _ in me.appended] == [([0, 0, 1, 1], []), ([1, 1], [1])]
 
 
-def test_what_is_complete_is_appended_although_all_other_trajectories_are_lost(
+def test_complete_trajectory_is_appended_although_all_others_are_lost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class WholeLeases(_Engine):
@@ -289,7 +289,7 @@ def test_new_weights_come_before_the_first_step_and_then_between_two_and_are_pro
     assert engine.did == ["v0.1", "probe", "step", "step", "v2.1", "probe", "step", "step"]
 
 
-def test_what_was_lost_is_dropped_by_the_engine() -> None:
+def test_lost_trajectory_is_dropped_by_the_engine() -> None:
     me, engine = _Worker(_items(2, 9, 9), (1, 2)), _Engine(3)
     _roll(me, engine)
     assert engine.did[-2:] == ["dropped 1", "dropped 2"]

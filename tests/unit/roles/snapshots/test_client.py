@@ -364,7 +364,7 @@ def test_a_copy_is_kept_by_another_nodes_agent_and_fetched_from_there(
                 assert (meta, bytes(data)) == (b"step %d" % each.step, contents[each.step])
 
 
-def test_what_is_there_already_is_not_sent_again(
+def test_snapshot_that_exists_already_is_not_copied_again(
     one: SnapshotClient, far: SnapshotServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keep(one, 1)
@@ -373,7 +373,7 @@ def test_what_is_there_already_is_not_sent_again(
     assert one.copy_to(far.address).step == 1
 
 
-def test_nothing_to_copy_and_nobody_to_copy_to_are_errors(one: SnapshotClient, far: SnapshotServer) -> None:
+def test_copy_without_a_snapshot_or_without_a_target_is_an_error(one: SnapshotClient, far: SnapshotServer) -> None:
     with pytest.raises(SnapshotError, match="no snapshot is sealed yet"):
         one.copy_to(far.address)
     keep(one, 1)
@@ -510,7 +510,7 @@ def test_a_fenced_member_cannot_touch_what_its_successor_keeps(
 
 
 @pytest.mark.usefixtures("hasty")
-def test_what_the_manager_fenced_is_not_taken_in(keys: RunKeys, one: SnapshotClient, far: SnapshotServer) -> None:
+def test_copy_of_a_fenced_incarnation_is_refused(keys: RunKeys, one: SnapshotClient, far: SnapshotServer) -> None:
     keep(one, 1)
     far.fence(Incarnation(ReplicaId("trainer/0.3"), 1))
     with pytest.raises(Fenced):

@@ -87,14 +87,14 @@ def test_strangers_at_the_local_door_are_few_and_short_lived_and_members_are_ser
     wait_until(lambda: len(here._buffers.snapshots(GANG)) == 1 and descriptors() <= before + 4)
 
 
-def test_who_says_nothing_at_the_local_door_is_let_go(keys: RunKeys, here: SnapshotServer) -> None:
+def test_silent_connection_at_the_local_socket_is_closed(keys: RunKeys, here: SnapshotServer) -> None:
     with socket.socket(socket.AF_UNIX) as silent:
         silent.connect(abstract_address(name_of(keys)))
         assert select.select([silent], [], [], TIMEOUT_S)[0]
         assert silent.recv(100) == b""
 
 
-def test_members_of_another_run_are_not_heard_at_either_door(keys: RunKeys, here: SnapshotServer) -> None:
+def test_clients_of_another_run_are_rejected_at_both_sockets(keys: RunKeys, here: SnapshotServer) -> None:
     async def knock(secret: bytes) -> None:
         for line, key in (
             (await dial_unix(name_of(keys)), local_key(NODE, secret)),
@@ -126,7 +126,7 @@ def test_a_proof_for_weights_or_for_another_node_opens_no_door(keys: RunKeys, he
     asyncio.run(knock(remote_key(keys.secret), local_key(NODE, keys.secret)))
 
 
-def test_who_took_the_name_of_an_agent_learns_and_gives_nothing(keys: RunKeys) -> None:
+def test_process_with_the_socket_name_of_an_agent_gets_and_serves_no_snapshot(keys: RunKeys) -> None:
     async def impostor() -> None:
         answering = []
 

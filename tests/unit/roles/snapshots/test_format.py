@@ -29,7 +29,7 @@ def test_a_head_that_was_written_in_part_is_none(old: Head, new: Head, data: st.
 
 
 @pytest.mark.parametrize("junk", [b"", b"rrlsnap1", EMPTY_HEAD, b"\xff" * 100])
-def test_what_is_no_head_is_none(junk: bytes) -> None:
+def test_invalid_head_is_none(junk: bytes) -> None:
     assert Head.decode(junk) is None
 
 

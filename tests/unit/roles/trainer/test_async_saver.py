@@ -115,7 +115,7 @@ def scene(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Scene]:
     made.me.may_commit.set()
 
 
-def test_nobody_gives_up_waiting_before_the_manager_judges_whoever_is_at_work() -> None:
+def test_collectives_wait_longer_than_the_manager_allows_any_phase() -> None:
     """A member waits in a collective for the slowest, and the training thread for the saving one."""
     assert max(phase(name).longest for name in ("train", "checkpoint", "publish")) < COLLECTIVE_TIMEOUT_S
 
@@ -200,7 +200,7 @@ def test_saving_error_ends_the_process_and_is_raised_by_the_next_save(scene: Sce
     wait_until(lambda: scene.failed == [scene.me.raises])
 
 
-def test_to_be_asked_to_leave_is_no_error(scene: Scene) -> None:
+def test_stop_request_is_no_error(scene: Scene) -> None:
     scene.me.raises = Stopping()
     scene.me.may_commit.set()
     scene.save(1)

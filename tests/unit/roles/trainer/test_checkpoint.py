@@ -49,7 +49,7 @@ def _data(files: list[Path]) -> Path:
     return next(path for path in files if path.suffix == ".distcp")
 
 
-def test_what_the_manifest_names_is_restored_though_newer_files_lie_beside_it(run_dir: RunDir) -> None:
+def test_files_of_the_manifest_are_restored_although_newer_files_exist(run_dir: RunDir) -> None:
     manifest = describe(run_dir.path, _write(Checkpoints(run_dir), run_dir, 4))
     _write(Checkpoints(run_dir), run_dir, 5)
     student, expected = _read(Checkpoints(run_dir), manifest), _learner(4)

@@ -86,7 +86,7 @@ def _send_raw(group: dist.ProcessGroup, rank: int, data: bytes) -> None:
         exchange._encoded = real
 
 
-def test_members_tell_each_other_values_and_a_pickle_among_them_is_refused(played: Path) -> None:
+def test_members_exchange_values_and_refuse_a_pickle(played: Path) -> None:
     assert not list(played.glob("executed-*"))
 
 

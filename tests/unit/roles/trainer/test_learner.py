@@ -122,7 +122,7 @@ def test_a_model_that_is_loaded_and_never_initialised_computes_the_same() -> Non
     assert torch.equal(whole(input_ids=tokens).logits, empty(input_ids=tokens).logits)
 
 
-def test_a_buffer_that_nobody_could_fill_is_refused_not_left_to_chance() -> None:
+def test_buffer_that_cannot_be_computed_is_refused() -> None:
     empty = skeleton(harness.SMALL, 13)
     empty.register_buffer("table", torch.ones(3, device="meta"), persistent=False)
     with pytest.raises(ValueError, match="table"):
@@ -267,7 +267,7 @@ def test_a_warm_start_in_parts_is_the_same_too() -> None:
     assert parts.warm_start(examples) == pytest.approx(whole.warm_start(examples), rel=1e-4)
 
 
-def test_answer_without_tokens_counts_for_nothing_even_alone() -> None:
+def test_answer_without_tokens_has_no_effect_on_the_loss() -> None:
     made = _batch(1, harness.learner())
     empty = msgspec.structs.replace(made.trajectories[2], tokens=(), logprobs=(), versions=())
     batch = msgspec.structs.replace(made, trajectories=(*made.trajectories[:2], empty, *made.trajectories[3:]))

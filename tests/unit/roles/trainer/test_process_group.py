@@ -122,7 +122,7 @@ def test_loss_of_a_member_is_distinguished_from_an_own_error() -> None:
     assert not is_lost_member(OSError("Connection reset by peer"))
 
 
-def test_alone_a_trainer_needs_nobody() -> None:
+def test_gang_of_one_rank_needs_no_process_group() -> None:
     gang = Gang()
     assert (gang.rank, gang.world, gang.sum([1.5]), gang.gather("x", str)) == (0, 1, [1.5], ["x"])
     model = torch.nn.Linear(2, 2)

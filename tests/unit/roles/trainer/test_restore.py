@@ -102,7 +102,7 @@ def test_damaged_snapshot_falls_back_to_a_copy_then_to_an_older_one() -> None:
     assert (found.meta.number, bytes(found.data), found.uncommitted) == (4, b"tcp://b:1", None)
 
 
-def test_a_snapshot_of_another_rank_is_nobody_elses() -> None:
+def test_snapshot_of_another_rank_is_not_used() -> None:
     assert find_restore_point(Client({None: [stored_snapshot(5, rank=1)]}), commit(4, 1)).meta is None
 
 

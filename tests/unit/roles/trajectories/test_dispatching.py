@@ -117,7 +117,7 @@ def test_the_longest_are_leased_first_once_lengths_are_known_to_differ(tmp_path:
     assert _kinds(store, _step(store, TAUGHT + 1)) == [3, 3, 2, 2, 1, 1, 0, 0]
 
 
-def test_todays_order_stays_where_lengths_do_not_differ(tmp_path: Path) -> None:
+def test_order_of_creation_is_kept_if_lengths_do_not_differ(tmp_path: Path) -> None:
     store = _open(tmp_path, next_prompt=lambda item: Prompt(item, (2, 31)))
     for number in range(1, 9):
         order = _step(store, number)

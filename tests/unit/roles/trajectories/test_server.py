@@ -441,9 +441,7 @@ def _ready(tmp_path: Path) -> Store:
     return store
 
 
-def test_a_batch_that_many_members_ask_for_is_made_once_a_round(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_batch_requested_by_many_members_is_made_once_a_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
     make = State.batch
 
@@ -465,7 +463,7 @@ def test_a_batch_that_many_members_ask_for_is_made_once_a_round(
     _serve(tmp_path, play, store=_ready(tmp_path))
 
 
-def test_a_part_that_many_members_ask_for_is_made_once_a_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_part_requested_by_many_members_is_made_once_a_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
     make = State.part
 
@@ -543,7 +541,7 @@ def test_fenced_member_is_denied_a_batch_that_others_get(tmp_path: Path) -> None
     _serve(tmp_path, play, store=_ready(tmp_path))
 
 
-def test_who_says_the_same_again_while_it_waits_is_answered_once(tmp_path: Path) -> None:
+def test_request_repeated_while_it_waits_is_answered_once(tmp_path: Path) -> None:
     answers_sent: list[int | None] = []
 
     async def play(store: Store, server: Server, script: Script) -> None:
@@ -657,7 +655,7 @@ def test_vocabulary_that_fits_no_prompt_ends_the_store_before_it_joins(
     assert message.endswith("add '7' to `pieces` or to `ignore`\n")
 
 
-def test_where_the_model_is_the_users_own_nobody_knows_how_long_a_prompt_may_be(tmp_path: Path) -> None:
+def test_prompt_of_any_length_is_accepted_if_the_model_is_the_users_own(tmp_path: Path) -> None:
     own = {"command": ["true"]}
     assert len(_prompts(tmp_path, trainer=own, rollout=own)(100).tokens) == 100
 
@@ -764,7 +762,7 @@ def test_note_gives_the_wait_reason_and_is_cleared_with_the_batch(
     _serve(tmp_path, play, store=open_store(tmp_path, staleness=0), note=notes.append)
 
 
-def test_note_tells_what_a_part_waits_for_and_is_cleared_though_a_batch_is_requested_then(
+def test_note_on_a_waiting_part_is_cleared_when_a_batch_is_requested(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server_module, "NOTE_AFTER_S", 0.0)
@@ -817,7 +815,7 @@ def test_a_store_that_only_says_that_there_is_nothing_does_no_work(tmp_path: Pat
     assert sum(served) == 3
 
 
-def test_a_store_that_only_tells_of_weight_versions_does_no_work(tmp_path: Path) -> None:
+def test_answers_about_weight_versions_do_not_count_as_work_of_the_store(tmp_path: Path) -> None:
     """Else a store that serves no work would never count as hung: every rollout asks it each few seconds."""
     served: list[int] = []
 

@@ -103,7 +103,7 @@ def test_two_rollouts_never_hold_the_same_trajectory(tmp_path: Path) -> None:
     assert not mine & yours
 
 
-def test_what_was_leased_in_an_answer_that_got_lost_is_given_again(tmp_path: Path) -> None:
+def test_trajectory_leased_in_a_lost_answer_is_sent_again(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     first = lease(store, ROLLOUT, 2)
     assert lease(store, ROLLOUT, 2) == first
@@ -177,7 +177,7 @@ def test_an_item_without_a_prompt_is_dropped_and_the_next_one_takes_its_place(tm
     assert audit.made == audit.trained + 4 * GROUP + audit.open
 
 
-def test_items_without_a_prompt_take_nobodys_turn_where_age_is_limited(tmp_path: Path) -> None:
+def test_items_without_a_prompt_do_not_make_a_rollout_wait_for_newer_weights(tmp_path: Path) -> None:
     """A rollout with the newest weights would be told to wait for newer ones, which there are not."""
     store = open_store(tmp_path, staleness=0, next_prompt=_without(*range(BATCH)))
     answer = store.lease(ROLLOUT, 1, (), 0)
@@ -242,7 +242,7 @@ def test_the_same_segments_again_change_nothing(tmp_path: Path) -> None:
         pytest.param(segment(99, 0, (7,)), id="a trajectory that nobody made"),
     ],
 )
-def test_what_neither_continues_nor_repeats_is_denied_and_nothing_of_it_is_kept(tmp_path: Path, wrong: Segment) -> None:
+def test_segment_that_neither_continues_nor_repeats_is_denied_and_not_stored(tmp_path: Path, wrong: Segment) -> None:
     store = open_store(tmp_path)
     lease(store)
     assert store.append(ROLLOUT, [segment(0, 0, (5, 6))]) == Done()
@@ -351,7 +351,7 @@ def test_tokens_are_never_put_behind_a_prefix_they_were_not_sampled_from(tmp_pat
     assert late.lost == (0,)
 
 
-def test_an_heir_who_only_ends_a_trajectory_can_say_so_again(tmp_path: Path) -> None:
+def test_rollout_that_only_finishes_a_trajectory_can_repeat_the_append(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     lease(store, ROLLOUT)
     store.append(ROLLOUT, [segment(0, 0, (5,))])
@@ -687,7 +687,7 @@ def test_when_the_run_is_complete_everything_ends_trained_or_dropped(tmp_path: P
     train(store, 2)
 
 
-def test_who_was_succeeded_acknowledges_nothing_more(tmp_path: Path) -> None:
+def test_superseded_store_acknowledges_no_append(tmp_path: Path) -> None:
     old = open_store(tmp_path)
     generate(old)
     old.append(ROLLOUT, [segment(0)])

@@ -104,7 +104,7 @@ def test_fenced_holders_are_removed_and_a_version_goes_with_its_last_holder(stor
     assert newest(store) == (Version(3, 2), [NEXT_TRAINER])
 
 
-def test_a_rollout_hears_of_so_many_holders_at_most(store: Store) -> None:
+def test_rollout_gets_at_most_max_sources(store: Store) -> None:
     rollouts = [incarnation_of(f"rollout/{index}") for index in range(2 * MAX_SOURCES)]
     store.update_membership([TRAINER, *rollouts])
     for each in (TRAINER, *rollouts):
@@ -162,7 +162,7 @@ def test_only_the_latest_request_of_an_incarnation_is_answered(store: Store) -> 
     assert asking.poll(TRAINER, Version(4, 1), Version(4, 1)).keys() == {2}
 
 
-def test_where_no_version_is_known_the_wait_ends_without_one(store: Store) -> None:
+def test_wait_without_a_known_version_ends_without_one(store: Store) -> None:
     asking = StoreFollowers(store)
     assert asking.poll(ROLLOUT) == {}
     assert asking.answers(WAIT) == {1: NotReady()}
@@ -176,7 +176,7 @@ def test_a_trainer_that_is_succeeded_while_it_waits_is_refused_at_once(store: St
     assert answer_sent[1].fenced
 
 
-def test_a_rollout_that_the_store_did_not_know_hears_of_the_version_once_it_is_named(store: Store) -> None:
+def test_rollout_gets_the_version_once_the_manager_has_reported_it(store: Store) -> None:
     asking, late = StoreFollowers(store), incarnation_of("rollout/7")
     asking.poll(TRAINER, Version(4, 1), Version(4, 1))
     assert asking.poll(late) == {}

@@ -189,7 +189,7 @@ def test_group_that_cannot_be_scored_keeps_no_place(tmp_path: Path) -> None:
     assert bind(store, 1).groups == (1, 2)
 
 
-def test_append_that_no_step_can_take_in_time_is_taken_away_and_leased_anew(tmp_path: Path) -> None:
+def test_trajectory_with_a_too_old_append_is_leased_again(tmp_path: Path) -> None:
     """Its tokens are of older weights than the rollout told when it took the trajectory."""
     store = open_store(tmp_path, staleness=0)
     generate(store, weights=0)

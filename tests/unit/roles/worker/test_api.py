@@ -493,7 +493,7 @@ def test_step_is_committed_in_another_thread_during_the_next_batch(scene: Scene,
 
 
 # ── the store goes and comes ───────────────────────────────────────────────────────────────────────────────────────
-def test_unreachable_store_ends_no_other_role(scene: Scene) -> None:
+def test_unreachable_store_does_not_end_other_roles(scene: Scene) -> None:
     async def story() -> None:
         store = scene.open_store()
         crew.generate(store)

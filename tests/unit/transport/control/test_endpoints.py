@@ -123,7 +123,7 @@ def raw_dealer(context: zmq.Context[zmq.Socket[bytes]], keys: RunKeys | None = K
 
 
 # ── the conversation ───────────────────────────────────────────────────────────────────────────────────────────────
-def test_an_ask_gets_its_own_answer_and_a_push_arrives() -> None:
+def test_each_request_gets_its_own_answer_and_a_push_arrives() -> None:
     async def test() -> None:
         async with listening() as listener, dialling(lambda: listener.address) as dialer:
             requests = [asyncio.create_task(dialer.request(Ping(n), SOON)) for n in range(3)]
@@ -150,7 +150,7 @@ def test_hello_comes_before_what_was_queued_before_the_connection() -> None:
     run(test())
 
 
-def test_an_ask_without_an_answer_times_out() -> None:
+def test_request_without_an_answer_times_out() -> None:
     async def test() -> None:
         async with listening() as listener, dialling(lambda: listener.address) as dialer:
             with pytest.raises(TimeoutError):
@@ -171,7 +171,7 @@ def test_resent_request_keeps_its_id_and_accepts_a_late_reply() -> None:
     run(test())
 
 
-def test_an_ask_that_nobody_takes_is_kept_once() -> None:
+def test_request_without_a_receiver_is_queued_once() -> None:
     async def test() -> None:
         async with listening() as listener:
             ready = threading.Event()
@@ -249,7 +249,7 @@ def test_a_client_without_curve_never_gets_through() -> None:
 
 
 @pytest.mark.parametrize("garbage", [b"", b"GET / HTTP/1.1\r\n\r\n", b"\0" * 65536, b"\xff" * 65536])
-def test_garbage_at_the_port_harms_nothing(garbage: bytes) -> None:
+def test_garbage_at_the_port_has_no_effect(garbage: bytes) -> None:
     async def test() -> None:
         async with listening() as listener:
             _, writer = await asyncio.open_connection("127.0.0.1", port_of(listener))
@@ -445,7 +445,7 @@ def test_a_long_absence_costs_the_oldest_messages_and_no_ask(monkeypatch: pytest
     run(test())
 
 
-def test_a_peer_that_does_not_read_blocks_nobody() -> None:
+def test_peer_that_does_not_read_does_not_block_other_peers() -> None:
     few = sockets.Bounds(sockets.CONTROL_BOUNDS.max_frame_bytes, 5)
 
     async def test() -> None:
@@ -463,7 +463,7 @@ def test_a_peer_that_does_not_read_blocks_nobody() -> None:
     run(test())
 
 
-def test_pushes_that_nobody_takes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_queue_of_unread_pushes_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoints, "MAX_QUEUED_MESSAGES", 10)
 
     async def test() -> None:
@@ -486,7 +486,7 @@ def test_an_answer_to_a_peer_that_is_gone_is_dropped_silently() -> None:
     run(test())
 
 
-def test_several_live_in_one_loop_beside_the_main_thread_and_leave_nothing_behind() -> None:
+def test_several_endpoints_in_one_loop_leave_nothing_behind() -> None:
     def things() -> set[tuple[str, str]]:
         """The open descriptors but that of this listing, and the threads, each by its number."""
         files = [number for number in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{number}")]

@@ -80,7 +80,7 @@ def test_one_that_holds_a_newer_version_may_still_have_this_one() -> None:
     assert requested_sources(0, holders) == names(1)
 
 
-def test_without_a_publisher_those_who_have_it_serve_the_others() -> None:
+def test_without_a_publisher_complete_holders_are_requested_first() -> None:
     holders = rollouts(5, complete=[2, 4])
     assert requested_sources(0, holders) == names(2, 4)
     assert requested_sources(3, holders) == names(2, 4, 1, 0)
@@ -112,7 +112,7 @@ def test_the_publisher_is_the_first_source_of_two_at_most_and_everybody_reaches_
 
 @settings(max_examples=30, deadline=None)
 @given(runs, st.randoms(use_true_random=False))
-def test_nobody_ever_waits_for_itself_whatever_each_has_heard(
+def test_no_cycle_of_waits_arises_whatever_each_receiver_knows(
     drawn: tuple[set[int], int], chance: random.Random
 ) -> None:
     """Who waits for whom: for one that has not got the version. Each sees some of the others, and some as complete."""
@@ -133,7 +133,7 @@ def test_nobody_ever_waits_for_itself_whatever_each_has_heard(
 
 @settings(max_examples=30, deadline=None)
 @given(runs, st.integers(0, 250), st.booleans())
-def test_one_that_nobody_has_heard_of_is_given_its_place_too(
+def test_receiver_that_is_not_listed_yet_has_its_place_in_the_chain(
     drawn: tuple[set[int], int], me: int, publisher: bool
 ) -> None:
     there, chain = drawn
@@ -145,7 +145,7 @@ def test_one_that_nobody_has_heard_of_is_given_its_place_too(
 
 @settings(max_examples=30, deadline=None)
 @given(runs, st.randoms(use_true_random=False))
-def test_all_who_have_the_version_are_asked_by_whoever_lacks_it(
+def test_every_complete_holder_is_among_the_requested_sources(
     drawn: tuple[set[int], int], chance: random.Random
 ) -> None:
     there, chain = drawn

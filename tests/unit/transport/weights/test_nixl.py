@@ -189,7 +189,7 @@ def test_a_line_that_is_given_up_before_its_read_looks_again_leaves_the_slot_to_
         assert (reads._remotes, remote.users) == ({}, 0)
 
 
-def test_a_line_that_is_given_up_while_nixl_is_busy_costs_nobody_else_anything(reads: NixlRuntime) -> None:
+def test_connection_closed_while_nixl_is_busy_does_not_delay_other_reads(reads: NixlRuntime) -> None:
     """It leaves its peer behind a registration that takes long; the thread that reads goes on meanwhile."""
     with stopped(reads) as (still, remote, landing):
         leaving = threading.Thread(target=reads.release_remote, args=(remote,))
@@ -211,7 +211,7 @@ def test_a_line_that_is_given_up_while_nixl_is_busy_costs_nobody_else_anything(r
         reads.release_remote(again)
 
 
-def test_what_everybody_has_left_is_not_read_any_more(reads: NixlRuntime) -> None:
+def test_peer_without_connections_is_no_longer_read(reads: NixlRuntime) -> None:
     with other() as one:
         remote = reads.add_remote(one.name, one.replies)
         reads.release_remote(remote)
@@ -292,7 +292,7 @@ def test_a_buffer_that_was_given_up_is_not_copied_to() -> None:
     assert into == content(10)
 
 
-def test_who_cannot_be_reached_holds_up_nobody_else(reads: NixlRuntime) -> None:
+def test_unreachable_peer_does_not_delay_other_reads(reads: NixlRuntime) -> None:
     far, near = NixlRuntime("127.0.0.1"), NixlRuntime("127.0.0.1")
     try:
         near.set_ports_open(True)
@@ -390,7 +390,7 @@ def test_what_is_asked_while_a_holder_waits_for_its_slots_is_answered_later() ->
     run(test())
 
 
-def test_who_takes_nothing_holds_few_slots_and_gives_them_back_when_it_is_gone() -> None:
+def test_reader_that_takes_nothing_holds_few_slots_until_it_is_gone() -> None:
     async def test() -> None:
         async with transport_for("nixl") as source, transport_for("nixl") as pipe, transport_for("nixl") as other:
             at = await source.serve(holding(size=20 * CHUNK), "127.0.0.1")
@@ -412,7 +412,7 @@ def test_who_takes_nothing_holds_few_slots_and_gives_them_back_when_it_is_gone()
     run(test())
 
 
-def test_a_member_gone_mad_loses_its_connection_and_nobody_else_does() -> None:
+def test_member_that_sends_invalid_messages_loses_only_its_own_connection() -> None:
     mad = [(nixl._KIND_READ, 0, b""), (nixl._KIND_PIECE, 10, bytes(8)), (nixl._KIND_METADATA, 100, bytes(100)),
            (nixl._KIND_BYTES, 34, bytes(34)), (9, 0, b"")]  # fmt: skip
 

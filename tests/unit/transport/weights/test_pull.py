@@ -121,7 +121,7 @@ def test_a_holder_that_will_hold_the_version_soon_is_waited_for(kind: str, run: 
     run(test())
 
 
-def test_a_version_that_its_holder_has_not_heard_of_is_waited_for_a_moment(
+def test_version_that_its_holder_does_not_know_yet_is_awaited_for_a_moment(
     kind: str, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def test() -> None:
@@ -211,7 +211,7 @@ def test_the_only_source_is_asked_again_after_it_missed_a_deadline(kind: str, ru
     run(test())
 
 
-def test_a_stopped_source_harms_nobody_who_dials_it(kind: str, run: Run) -> None:
+def test_source_can_be_pulled_from_after_it_was_stopped(kind: str, run: Run) -> None:
     async def test() -> None:
         async with child(kind) as (at, pid), transport_for(kind) as pipe:
             os.kill(pid, signal.SIGSTOP)
@@ -252,7 +252,7 @@ async def stopped_halfway(transport: WeightTransport, at: str, pid: int, into: m
     return False
 
 
-def test_a_stopped_source_that_nobody_has_met_costs_its_patience_once(kind: str, run: Run) -> None:
+def test_stopped_source_without_a_connection_costs_one_timeout(kind: str, run: Run) -> None:
     """However many chunks are asked of it at once: it accepts connections, as the kernel does for who is stopped."""
 
     async def test() -> None:
@@ -443,7 +443,7 @@ def test_a_pull_ends_when_another_version_is_begun(kind: str, run: Run) -> None:
     run(test())
 
 
-def test_a_cancelled_pull_harms_neither_end_and_is_gone_on_with(kind: str, run: Run) -> None:
+def test_cancelled_pull_can_be_continued(kind: str, run: Run) -> None:
     async def test() -> None:
         mine = WeightStore()
         async with served(kind, holding()) as at, transport_for(kind) as pipe:
@@ -517,7 +517,9 @@ def test_a_receiver_that_dies_while_it_is_sent_to_is_noticed_at_once(
     run(test())
 
 
-def test_who_leaves_says_so_and_who_dies_does_not(kind: str, run: Run, caplog: pytest.LogCaptureFixture) -> None:
+def test_only_a_connection_that_ends_without_a_goodbye_is_logged(
+    kind: str, run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.DEBUG, "rrl.weights")
 
     async def test() -> None:
@@ -559,7 +561,7 @@ def test_a_request_that_waits_costs_its_connection_and_nothing_once_that_is_gone
 
 
 # ── who is spoken to ───────────────────────────────────────────────────────────────────────────────────────────────
-def test_another_runs_secret_is_refused_by_the_one_who_dials(kind: str, run: Run) -> None:
+def test_secret_of_another_run_is_refused_by_the_connecting_side(kind: str, run: Run) -> None:
     async def test() -> None:
         async with served(kind, holding()) as at, transport_for(kind, b"t" * 32) as pipe:
             with pytest.raises(TransportError, match="does not know this run's secret"):
@@ -568,7 +570,7 @@ def test_another_runs_secret_is_refused_by_the_one_who_dials(kind: str, run: Run
     run(test())
 
 
-def test_another_runs_secret_is_refused_by_the_one_who_listens(kind: str, run: Run) -> None:
+def test_secret_of_another_run_is_refused_by_the_listening_side(kind: str, run: Run) -> None:
     async def test() -> None:
         async with served(kind, holding()) as at, transport_for(kind) as pipe:
             line = await pipe._dial(at)  # type: ignore[attr-defined]
@@ -614,7 +616,7 @@ def test_a_silent_stranger_is_dropped(kind: str, run: Run) -> None:
 
 
 @pytest.mark.parametrize("garbage", [b"", b"GET / HTTP/1.1\r\n\r\n", b"\0" * 65536, b"\xff" * 65536, os.urandom(2**20)])
-def test_garbage_at_the_port_harms_nothing(kind: str, run: Run, garbage: bytes) -> None:
+def test_garbage_at_the_port_has_no_effect(kind: str, run: Run, garbage: bytes) -> None:
     async def test() -> None:
         mine = WeightStore()
         async with served(kind, holding(size=CHUNK)) as at, transport_for(kind) as pipe:

@@ -174,7 +174,7 @@ def test_the_version_that_came_last_is_current_even_if_it_counts_lower() -> None
     assert current.manifest.version == Version(2, 2)
 
 
-def test_an_evicted_version_stays_valid_for_who_reads_it() -> None:
+def test_evicted_version_stays_valid_for_its_readers() -> None:
     store = WeightStore()
     manifest, flat = made(V1)
     store.offer(manifest, memoryview(bytearray(flat)))
@@ -209,7 +209,7 @@ def test_of_a_version_that_arrives_each_chunk_can_be_read_once_it_is_verified() 
             store.read(V1, range(900, 1001), "a")
 
 
-def test_a_version_that_nobody_pulls_any_more_is_not_promised() -> None:
+def test_version_that_is_no_longer_pulled_is_evicted() -> None:
     store = WeightStore()
     manifest, flat = made(V1)
     with store.awaiting(V1):
@@ -236,7 +236,7 @@ def test_a_version_newer_than_all_that_is_known_may_be_on_its_way_an_older_one_i
         store.read(V3, range(1), "a")
 
 
-def test_who_waits_for_a_part_has_it_the_moment_it_is_verified_in_another_thread() -> None:
+def test_waiting_reader_gets_a_part_as_soon_as_another_thread_has_verified_it() -> None:
     store = WeightStore()
     manifest, flat = made(V1)
 
@@ -322,7 +322,7 @@ def address(flat: memoryview) -> int:
     return id(flat.obj)
 
 
-def test_memory_of_a_version_that_was_given_up_is_used_again_unless_somebody_has_a_view_of_it() -> None:
+def test_memory_of_an_abandoned_version_is_reused_unless_a_view_of_it_exists() -> None:
     store = WeightStore()
     manifest, flat = made(V1)
     for version in (V1, V2):

@@ -123,7 +123,7 @@ def test_chunks_pass_down_the_chain_while_the_version_is_still_coming_in(kind: s
     run(test())
 
 
-def test_who_comes_late_takes_nothing_from_the_publisher(kind: str, run: Run) -> None:
+def test_late_receiver_pulls_nothing_from_the_publisher(kind: str, run: Run) -> None:
     async def test() -> None:
         async with AsyncExitStack() as stack:
             chain = await chained(kind, stack)
@@ -220,7 +220,7 @@ def test_corrupt_chunks_are_fetched_again_and_their_source_is_dropped(kind: str,
     run(test())
 
 
-def test_when_the_middle_one_falls_silent_it_is_left(kind: str, run: Run) -> None:
+def test_receiver_leaves_a_silent_source_in_the_middle_of_the_chain(kind: str, run: Run) -> None:
     async def test() -> None:
         async with AsyncExitStack() as stack:
             chain = await chained(kind, stack)
@@ -266,7 +266,7 @@ def test_receiver_pulls_from_publisher_when_the_chain_head_is_gone(kind: str, ru
     run(test())
 
 
-def test_without_a_publisher_those_who_have_the_version_serve_it(kind: str, run: Run) -> None:
+def test_without_a_publisher_complete_holders_serve_the_version(kind: str, run: Run) -> None:
     async def test() -> None:
         async with AsyncExitStack() as stack:
             chain = await chained(kind, stack)
@@ -281,7 +281,7 @@ def test_without_a_publisher_those_who_have_the_version_serve_it(kind: str, run:
 
 
 # ── newer versions ─────────────────────────────────────────────────────────────────────────────────────────────────
-def test_what_is_half_received_is_finished_though_a_newer_version_is_out(kind: str, run: Run) -> None:
+def test_half_received_version_is_finished_although_a_newer_one_exists(kind: str, run: Run) -> None:
     async def test() -> None:
         async with AsyncExitStack() as stack:
             chain = await chained(kind, stack)
@@ -294,7 +294,7 @@ def test_what_is_half_received_is_finished_though_a_newer_version_is_out(kind: s
     run(test())
 
 
-def test_whoever_drops_a_version_tells_those_who_wait_for_it(kind: str, run: Run) -> None:
+def test_source_that_drops_a_version_reports_it_to_waiting_receivers(kind: str, run: Run) -> None:
     async def test() -> None:
         async with AsyncExitStack() as stack:
             chain = await chained(kind, stack)

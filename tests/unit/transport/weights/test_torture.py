@@ -39,7 +39,7 @@ def check(tally: Tally, faults: int, memory: int) -> None:
 
 
 @pytest.mark.long
-def test_what_is_committed_is_right_whoever_is_killed_stopped_or_restarted(kind: str) -> None:
+def test_committed_versions_are_right_whichever_process_is_killed_stopped_or_restarted(kind: str) -> None:
     check(asyncio.run(torture(kind, 15, seed=1)), 15, _HELD_UP + _LEAKED)
 
 

@@ -515,7 +515,7 @@ def test_reward_role_without_loads_may_be_waiting_for_a_judge() -> None:
     assert trace.found() == {fail("no_progress", REWARD)}
 
 
-def test_reward_role_that_loops_waits_for_no_judge() -> None:
+def test_looping_reward_role_does_not_count_as_waiting_for_a_judge() -> None:
     trace = Trace().node("n4", REWARD, phase="score")
     trace.answers, trace.loads = {REWARD: NO_PROBE_HANDLER}, {REWARD: (1.0, None, None)}
     trace.play(30)

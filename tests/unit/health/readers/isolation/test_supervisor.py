@@ -100,7 +100,7 @@ async def test_readings_come_again_and_again_in_the_readers_time(tmp_path: Path)
 
 
 @story
-async def test_what_is_absent_or_denied_or_broken_says_so_with_its_reason(tmp_path: Path) -> None:
+async def test_absent_denied_or_broken_source_is_reported_with_its_reason(tmp_path: Path) -> None:
     async with isolated_reader(tmp_path, readers.IsAbsent, readers.IsDenied, readers.Raises) as client:
         found = [await asyncio.wait_for(client.next_reading(), TIMEOUT_S) for _ in range(3)]
     states = {(reading.reader, reading.state, reading.why) for reading in found}
@@ -157,7 +157,7 @@ async def test_a_new_process_reads_where_the_hung_one_waited_for_what_is_gone(tm
 
 
 @story
-async def test_a_reader_that_hangs_while_it_is_made_hangs_nobody_else(tmp_path: Path) -> None:
+async def test_reader_that_hangs_at_its_start_does_not_block_other_readers(tmp_path: Path) -> None:
     async with isolated_reader(tmp_path, readers.HangsAtStart, readers.Good) as client:
         for _ in range(5):
             await first(client, reader="good")
@@ -188,7 +188,7 @@ async def test_reader_that_sends_garbage_does_not_affect_others(tmp_path: Path) 
 
 
 @story
-async def test_where_no_process_can_be_started_the_others_go_on(tmp_path: Path) -> None:
+async def test_other_readers_continue_if_one_process_cannot_be_started(tmp_path: Path) -> None:
     async with isolated_reader(tmp_path, readers.Good, readers.Dies) as client:
         process = client.pid
         assert process is not None
@@ -229,7 +229,7 @@ async def test_next_may_be_cancelled_at_any_time_and_loses_nothing(tmp_path: Pat
 
 
 @story
-async def test_who_takes_no_readings_is_not_drowned_in_them(tmp_path: Path) -> None:
+async def test_client_that_takes_no_readings_causes_no_growing_queue(tmp_path: Path) -> None:
     async with isolated_reader(tmp_path, readers.Floods) as client:
         assert client.pid is not None
         await first(client, reader="floods")

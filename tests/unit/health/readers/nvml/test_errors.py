@@ -88,7 +88,7 @@ def test_error_that_prevents_all_reads_is_one_line(driver: FakeDriver, reader: N
         assert len(reader.read().gpus) == 2, "it is back with the next read"
 
 
-def test_what_is_not_supported_or_not_permitted_is_called_so(driver: FakeDriver, reader: NvmlReader) -> None:
+def test_unsupported_and_forbidden_fields_are_reported_as_such(driver: FakeDriver, reader: NvmlReader) -> None:
     driver.set(0, "power", None).fail("nvmlDeviceGetComputeRunningProcesses_v3", "NO_PERMISSION", 0)
     driver.fail("field:230", "INVALID_ARGUMENT", 0).fail("nvmlDeviceGetMaxClockInfo", "FUNCTION_NOT_FOUND", 0)
     gpu = reader.read().gpus[0]
@@ -156,7 +156,7 @@ def test_a_lost_gpu_that_was_reset_is_found_again(driver: FakeDriver, reader: Nv
     assert "temperature" not in gpu.unread
 
 
-def test_a_lost_gpu_keeps_its_name_when_the_session_is_opened_anew(
+def test_lost_gpu_keeps_its_name_when_the_session_is_reopened(
     driver: FakeDriver, reader: NvmlReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(nvml_reader, "_LOST_SEARCH_READS", 2)
@@ -173,7 +173,7 @@ def test_unknown_error_of_one_function_does_not_mark_the_gpu_lost(driver: FakeDr
     assert (gpu.lost, gpu.temperature, gpu.unread["temperature"]) == ("", None, "Unknown Error")
 
 
-def test_a_gpu_of_somebody_elses_allocation_is_not_lost(driver: FakeDriver, reader: NvmlReader) -> None:
+def test_gpu_of_another_allocation_is_not_lost(driver: FakeDriver, reader: NvmlReader) -> None:
     """NVML counts what the job's cgroup forbids, and refuses the handle."""
     driver.fail("nvmlDeviceGetHandleByIndex_v2", "NO_PERMISSION", 0)
     forbidden, ours = reader.read().gpus
@@ -207,7 +207,7 @@ def test_storm_of_xids_is_spread_over_several_reads(driver: FakeDriver, reader: 
     assert [len(reader.read().xids) for _ in range(3)] == [256, 44, 0]
 
 
-def test_the_xid_of_a_gpu_that_is_lost_at_once_is_heard(driver: FakeDriver, reader: NvmlReader) -> None:
+def test_xid_of_a_gpu_that_is_lost_at_once_is_read(driver: FakeDriver, reader: NvmlReader) -> None:
     reader.read()
     driver.lose(1).xid(1, 79)
     data = reader.read()
@@ -234,7 +234,7 @@ def test_reason_for_missing_xids_is_reported_until_they_arrive(
     assert [xid.xid for xid in reader.read().xids] == [94]
 
 
-def test_one_gpu_without_events_leaves_the_others_heard(driver: FakeDriver, reader: NvmlReader) -> None:
+def test_xids_of_other_gpus_are_read_if_one_gpu_has_no_events(driver: FakeDriver, reader: NvmlReader) -> None:
     driver.set(0, "xid_events", None)
     assert reader.read().xid_events == f"{driver.uuid(0)}: not supported"
     for code in range(30):  # longer than the time until it tries again

@@ -176,7 +176,7 @@ def test_in_another_pid_namespace_no_owner_is_guessed(driver: FakeDriver, tmp_pa
     reader.close()
 
 
-def test_what_may_not_wait_is_read_every_time(driver: FakeDriver, reader: NvmlReader) -> None:
+def test_urgent_fields_are_read_every_time(driver: FakeDriver, reader: NvmlReader) -> None:
     reader.read()
     driver.set(0, "recovery_action", "gpu_reset").set(0, "temperature", 90).set(0, "ecc_volatile_uncorrected", 1)
     driver.set(0, "utilization", 100).set(0, "clock_reasons", ("hw_thermal",))

@@ -54,7 +54,7 @@ def test_recorded_driver_can_be_replayed(tmp_path: Path) -> None:
     same(recording, tmp_path / "played")
 
 
-def test_where_there_is_no_driver_nothing_is_recorded_and_one_line_says_why(tmp_path: Path) -> None:
+def test_without_a_driver_nothing_is_recorded_and_one_line_says_why(tmp_path: Path) -> None:
     driver = FakeDriver(tmp_path)
     driver.state.unlink()
     done = recorded(driver.env())

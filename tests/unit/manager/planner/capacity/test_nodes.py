@@ -42,7 +42,7 @@ def test_node_with_a_hardware_fault_is_drained_once_with_run_and_reason() -> Non
 
 
 @pytest.mark.parametrize("cause", [Cause.PROCESS, Cause.SOFTWARE, Cause.HANG, Cause.USER])
-def test_what_a_process_did_neither_drains_nor_excludes_a_node(cause: Cause) -> None:
+def test_finding_about_a_process_neither_drains_nor_excludes_a_node(cause: Cause) -> None:
     w = world()
     w.exclude(w.node_of(R0), cause)
     w.wait(30.0)

@@ -281,7 +281,7 @@ def test_cancelled_allocation_of_several_is_replaced_every_time() -> None:
     assert (world.state.finish, world.state.replica(R0).incarnation_number) == (None, 6)
 
 
-def test_held_request_ends_no_run_however_long_it_waits() -> None:
+def test_held_request_does_not_end_the_run_however_long_it_waits() -> None:
     world = World(job(), nodes=1).play(timeout_s=5.0)
     with_status(world, POOL, detail="PENDING: held by an administrator (scontrol release)")
     world.wait(10 * HOUR)

@@ -442,7 +442,7 @@ def test_standbys_do_not_count_as_replicas_and_store_no_snapshots() -> None:
         incarnation = world.state.replica(replica_id("agent", node)).incarnation
         world.record(ev.AgentJoined(incarnation, node, node, 100, snapshot_address=f"tcp://{node}:1"))
     assert set(build_directory(world.state).snapshot_servers) == {N2, N6}
-    assert not any("shadow" in id for id in build_directory(world.state).peers)
+    assert not any("standby" in id for id in build_directory(world.state).peers)
 
 
 def test_failed_standby_affects_no_replica_and_is_replaced() -> None:

@@ -169,7 +169,7 @@ def test_environmental_or_other_exception_does_not_count_as_the_same(change: dic
     assert (world.works(), world.decided(Finish)) == (True, [])
 
 
-def test_injected_exceptions_end_no_run() -> None:
+def test_injected_exceptions_do_not_end_the_run() -> None:
     world = World(job(recovery=Recovery(per_node=99))).steady()
     for number in range(4):
         replica = world.state.replica(R0)
@@ -320,7 +320,7 @@ def test_return_after_an_injected_fault_does_not_count() -> None:
     assert (world.works(), world.decided(Finish)) == (True, [])
 
 
-def test_resumed_run_counts_the_returns_of_its_programs_anew() -> None:
+def test_resumed_run_counts_clean_exits_from_zero() -> None:
     world = World(job(rollouts=1, spares=0)).steady()
     for _ in range(3):
         leave(world, R0)

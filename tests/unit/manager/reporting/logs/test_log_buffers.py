@@ -1,4 +1,4 @@
-"""What a manager keeps of the newest lines of every life, and when it writes it."""
+"""The newest lines of every incarnation that a manager keeps, and when it writes them."""
 
 from __future__ import annotations
 

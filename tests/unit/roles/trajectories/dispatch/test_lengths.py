@@ -155,7 +155,7 @@ def test_answers_that_are_nearly_always_cut_do_not_raise_the_estimate_without_en
     assert abs(lengths.typical.mean - math.log(4)) < 0.5, "it follows the answers when they become shorter"
 
 
-def test_an_answer_of_the_limits_length_counts_as_cut_whoever_says_that_it_ended() -> None:
+def test_answer_of_maximum_length_counts_as_cut_even_if_reported_as_ended() -> None:
     first, second = Lengths(100), Lengths(100)
     first.observe((1,), [Answer(100, True), Answer(50, True)])
     second.observe((1,), [Answer(100, False), Answer(50, True)])

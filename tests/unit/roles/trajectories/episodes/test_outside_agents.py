@@ -93,7 +93,9 @@ def test_attempt_that_takes_too_long_fails_and_is_made_again(store: Store) -> No
     assert store.audit().dropped == {"the agent did not finish within 1min": GROUP}
 
 
-def test_time_of_an_attempt_begins_anew_with_the_store_and_ends_with_its_result(store: Store, tmp_path: Path) -> None:
+def test_time_limit_of_an_attempt_restarts_with_the_store_and_ends_with_its_result(
+    store: Store, tmp_path: Path
+) -> None:
     item = _open(store)
     store.episodes.expire(1000.0)
     store = reopened(store, tmp_path, MEMBERS, episodes=SETTINGS)

@@ -162,7 +162,7 @@ def test_stranger_and_a_job_without_agents_get_no_episode(store: Store, tmp_path
     assert isinstance(answer(plain, LeaseEpisodes(AGENTS, 1)), Denied)
 
 
-def test_job_resumed_without_agents_drops_the_episodes_that_nobody_would_finish(store: Store, tmp_path: Path) -> None:
+def test_job_resumed_without_agents_drops_its_unfinished_episodes(store: Store, tmp_path: Path) -> None:
     episodes(store, 1)
     store.flush()
     store.close()
@@ -243,7 +243,7 @@ def test_follower_gets_the_tokens_from_where_it_is_and_waits_at_the_end(store: S
     assert isinstance(answer(store, Follow(AGENTS, number, 4)), Denied)
 
 
-def test_episode_can_be_read_as_it_was_asked_by_whoever_knows_nothing(store: Store, tmp_path: Path) -> None:
+def test_episode_can_be_read_with_all_turns_by_a_new_reader(store: Store, tmp_path: Path) -> None:
     item, *_ = episodes(store, 1)
     first = turn(store, item, (2, 3), (5, 6))
     second = ask(store, item, "2", (7,), first, 4)

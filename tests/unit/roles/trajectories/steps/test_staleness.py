@@ -139,7 +139,7 @@ def test_the_words_of_a_batch_that_is_bound_are_right_again_however_old(tmp_path
     assert bind(store, 1) == first
 
 
-def test_without_a_limit_nothing_is_dropped_and_nobody_is_held_back(tmp_path: Path) -> None:
+def test_without_a_limit_no_group_is_dropped_and_no_rollout_waits(tmp_path: Path) -> None:
     store = open_store(tmp_path, max_ahead_batches=20)
     generate(store, weights=0)
     for number in range(1, 20):
@@ -182,7 +182,7 @@ def test_a_limit_that_is_new_since_the_store_was_open_last_holds_for_what_it_kep
     assert [bind(store, number) for number in (1, 2)] == bound
 
 
-def test_a_batch_tells_how_many_groups_were_dropped_before_it_and_tells_it_for_ever(tmp_path: Path) -> None:
+def test_batch_always_has_the_number_of_groups_dropped_before_it(tmp_path: Path) -> None:
     changed: dict[str, Any] = {"staleness": 0, "compact_from": 1}
     store = open_store(tmp_path, **changed)
     train(store, 1)  # by a rollout that does not say which weights it has: half of it is for step 2
@@ -228,13 +228,13 @@ def test_rollout_leases_as_far_ahead_as_its_weights_stay_fresh(tmp_path: Path) -
     assert _outdated(store, 3, incarnation_of("rollout/2")) is False, "its own is given again"
 
 
-def test_full_store_does_not_ask_for_newer_weights(tmp_path: Path) -> None:
+def test_full_store_does_not_request_newer_weights(tmp_path: Path) -> None:
     store = open_store(tmp_path, staleness=5)
     assert len(lease(store, weights=0)) == 2 * SIZE
     assert not _outdated(store, 0, OTHER)
 
 
-def test_what_the_dead_began_goes_to_nobody_whose_weights_are_too_old_for_it(tmp_path: Path) -> None:
+def test_trajectory_of_a_dead_rollout_is_not_leased_to_one_with_too_old_weights(tmp_path: Path) -> None:
     store = open_store(tmp_path, staleness=0)
     train(store, 1)
     store.append(ROLLOUT, [segment(item.trajectory, 0, (5,), 1) for item in lease(store, weights=1)])
