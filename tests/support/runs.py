@@ -32,11 +32,21 @@ TIMEOUT_S = 120.0
 RRL = str(Path(sys.executable).parent / "rrl")
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.toml"
 LIGHT = Path(__file__).with_name("light_roles")
+WITHOUT_MODEL = tuple(
+    (f"[roles.{role}]", f'[roles.{role}]\ncommand = ["{sys.executable}", "{LIGHT}/{program}"]\nmem = "256MiB"')
+    for role, program in (("trainer", "light_trainer.py"), ("rollout", "light_turn_rollout.py"))
+)
+"""Changes of ``examples/agents.toml``: a trainer and rollouts that load no torch, which takes each process 4 s of CPU.
+The answer to each turn is a random digit."""
 
 
-def light_job(cluster: str, steps: int, *, rollouts: int = 2, spares: int = 1, extra: str = "") -> str:
-    """Return the job.toml of a run without models: manager, steps, agents, store, reward and weight transport are
-    real."""
+def light_job(
+    cluster: str, steps: int, *, rollouts: int = 2, spares: int = 1, warm: bool = True, extra: str = ""
+) -> str:  # fmt: skip
+    """Return the job.toml of a run without models: manager, steps, agents, store, reward and weight transport are real.
+
+    Each spare node and each standby of the trainer (``warm``) costs processes: a test that needs none has none.
+    """
     python = sys.executable
     return f"""
 [run]
@@ -55,6 +65,7 @@ prompts_per_step = 2
 group_size = 4
 max_new_tokens = 5
 [roles.trainer]
+warm = {str(warm).lower()}
 command = ["{python}", "{LIGHT}/light_trainer.py"]
 mem = "256MiB"
 [roles.rollout]

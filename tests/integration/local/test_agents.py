@@ -1,4 +1,8 @@
-"""``[roles.agents]`` in whole runs: the shipped example with its real agent, roles and client of OpenAI."""
+"""``[roles.agents]`` in whole runs: the shipped example with its real agent and client of OpenAI.
+
+The trainer and the rollouts are light, because the tests are about agents and the store. The example with its model is
+played by ``make test-long``. In ``make test``, test_outside_agents.py trains that model.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +19,12 @@ from rrl.manager.model import events as ev
 from rrl.roles.endpoint.key import decode_key
 from rrl.roles.trajectories.durable.log import read_frames
 from rrl.roles.trajectories.durable.records import SegmentsAppended, TurnCreated, decode, unpack
-from rrl.tests.support.runs import TestRun, all_work, check_sound, submit_here
+from rrl.tests.support.runs import WITHOUT_MODEL, TestRun, all_work, check_sound, submit_here
 from rrl.transport.keys import RunKeys
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 AGENTS, ROLLOUT, STORE = ReplicaId("agents/0"), ReplicaId("rollout/1"), ReplicaId("trajectories/0")
 TIMEOUT_S = 240.0
-STEPS = 40
-"""More than are trained while the rollout is away; without the store or the agents no step is trained."""
 WATCHED = """
 import guess_task
 from guess_task import Digits
@@ -42,10 +44,8 @@ async def run(item, base_url, api_key):
 WATCHED_AGENT = ("guess_task:run", "watched_task:run")
 PAGE = Path(__file__).parents[3] / "docs" / "agents.md"
 FEW = (("prompts_per_step = 8", "prompts_per_step = 1"), ("group_size = 8", "group_size = 4"))
-"""steps of 4 episodes, each with a process of its own"""
+"""Steps of 4 episodes."""
 SEVERAL_AGENTS = "replicas = 2                    # an OpenAI client takes 3 ms of a core for each call\n"
-
-pytestmark = pytest.mark.torch
 
 
 def submit(folder: Path, steps: int, *changes: tuple[str, str]) -> TestRun:
@@ -93,27 +93,29 @@ def wait_completed(run: TestRun, steps: int, episodes_per_step: int = 64) -> Non
     assert audit["trained"] == steps * episodes_per_step
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of the job that :func:`killed` plays, in which its agents record their errors."""
-    return tmp_path_factory.mktemp("agents")
+@pytest.fixture(
+    scope="module", params=["light", pytest.param("with its model", marks=[pytest.mark.long, pytest.mark.torch])]
+)
+def killed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TestRun:
+    """Play the example while a rollout and the store, and then the process of the agents, are killed.
 
-
-@pytest.fixture(scope="module")
-def killed(folder: Path) -> TestRun:
-    """Play the example while a rollout and the store, and then the process of the agents, are killed."""
-    run = submit(folder, STEPS, WATCHED_AGENT, ("[roles.trainer]", 'on_death = "again"\n\n[roles.trainer]'))
+    It has more steps than are trained while the rollout is away; without the store or the agents no step is trained.
+    """
+    light = request.param == "light"
+    steps, episodes, changes = (100, 4, (*FEW, *WITHOUT_MODEL)) if light else (40, 64, ())
+    died = ("[roles.trainer]", 'on_death = "again"\n\n[roles.trainer]')
+    run = submit(tmp_path_factory.mktemp("agents"), steps, WATCHED_AGENT, died, *changes)
     run.wait(lambda state: state.step >= 2, TIMEOUT_S)
     kill(run, ROLLOUT)
     kill(run, STORE)
     assert run.state().replica(AGENTS).incarnation_number == 1, "the agents were restarted, too"
     kill(run, AGENTS)
-    wait_completed(run, STEPS)
+    wait_completed(run, steps, episodes)
     return run
 
 
-def test_an_agent_sees_no_error_while_a_rollout_and_the_store_die(killed: TestRun, folder: Path) -> None:
-    errors = folder / "errors.txt"
+def test_an_agent_sees_no_error_while_a_rollout_and_the_store_die(killed: TestRun) -> None:
+    errors = killed.run.path.parents[1] / "errors.txt"
     assert not errors.exists(), errors.read_text()
     ended = {event.event.incarnation for event in killed.events() if isinstance(event.event, ev.StepEnded)}
     assert {Incarnation(ROLLOUT, 1), Incarnation(STORE, 1)} <= ended
@@ -124,24 +126,26 @@ def test_episodes_of_agents_that_die_begin_again(killed: TestRun) -> None:
     second = Incarnation(AGENTS, 2)
     joined = next(event for event in records if isinstance(event, ev.Joined) and event.incarnation == second)
     steps = [event.step for event in records[records.index(joined) :] if isinstance(event, ev.StepCommitted)]
-    assert steps[-1:] == [STEPS], "no step was trained after the agents had died"
+    assert steps[-1:] == [killed.state().job.steps], "no step was trained after the agents had died"
 
 
 REPLAYED = """
-import asyncio, json, os, sys
-import openai
+import asyncio, json, os, urllib.request
+
+def complete(base_url, api_key, messages):
+    body = json.dumps({"model": "policy", "messages": messages, "return_token_ids": True}).encode()
+    headers = {"authorization": f"Bearer {api_key}", "content-type": "application/json"}
+    with urllib.request.urlopen(urllib.request.Request(f"{base_url}/chat/completions", body, headers)) as reply:
+        return json.load(reply)["choices"][0]
 
 async def run(item, base_url, api_key):
-    client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0)
     secret, messages, reward = int(item), [{"role": "user", "content": "?"}], 0.0
     for turn in range(3):
-        reply = await client.chat.completions.create(
-            model="policy", messages=messages, extra_body={"return_token_ids": True}
-        )
+        choice = await asyncio.to_thread(complete, base_url, api_key, messages)
         with open("turns.jsonl", "a") as file:  # one write of a short line is not mixed with others
-            file.write(json.dumps([api_key, turn, reply.choices[0].token_ids]) + "\\n")
-        answer = reply.choices[0].message
-        guess = int(answer.content) if len(answer.content) == 1 and answer.content.isdigit() else -1
+            file.write(json.dumps([api_key, turn, choice["token_ids"]]) + "\\n")
+        answer = choice["message"]
+        guess = int(answer["content"]) if answer["content"].isdigit() else -1
         if guess == secret:
             reward = 1.0 - 0.1 * turn
         messages += [answer, {"role": "user", "content": "<" if secret < guess else ">"}]
@@ -152,7 +156,10 @@ async def run(item, base_url, api_key):
 if __name__ == "__main__":
     print(asyncio.run(run(*(os.environ[name] for name in ("RRL_ITEM", "OPENAI_BASE_URL", "OPENAI_API_KEY")))))
 """
-"""An agent that always has three turns, and waits after the second one until the test lets it go on."""
+"""An agent that always has three turns, and waits after the second one until the test lets it go on.
+
+It has no client of OpenAI, because each process of the second case would take a second of CPU to import that.
+"""
 
 
 @pytest.mark.parametrize("key", ['function = "replayed:run"', 'command = ["python", "replayed.py"]'])
@@ -162,7 +169,7 @@ def test_agents_that_are_killed_in_the_middle_of_their_turns_are_replayed_and_no
     steps, at_once = 3, 8
     (tmp_path / "replayed.py").write_text(REPLAYED)
     agent = ('function = "guess_task:run"\nconcurrency = 48', f"{key}\nconcurrency = {at_once}")
-    run = submit(tmp_path, steps, *FEW, agent)
+    run = submit(tmp_path, steps, *FEW, *WITHOUT_MODEL, agent)
     shown, go = tmp_path / "turns.jsonl", tmp_path / "go"
     run.wait(lambda _: shown.exists() and len(shown.read_text().splitlines()) >= 2 * at_once, TIMEOUT_S)
     kill(run, AGENTS)
@@ -219,14 +226,15 @@ def sampled_turns(run: TestRun) -> dict[int, list[tuple[str, list[int]]]]:
 def test_a_program_for_each_attempt_is_the_one_of_the_page(tmp_path: Path) -> None:
     (tmp_path / "guess.py").write_text(program_of_the_page("guess.py"))
     command = ('function = "guess_task:run"\nconcurrency = 48', 'command = ["python", "guess.py"]\nconcurrency = 4')
-    run = submit(tmp_path, 3, *FEW, command)
-    wait_completed(run, 3, 4)
+    run = submit(tmp_path, 1, *FEW, *WITHOUT_MODEL, command)
+    wait_completed(run, 1, 4)
 
 
 def test_a_program_that_plays_many_episodes_is_the_one_of_the_page_and_goes_on_after_its_death(tmp_path: Path) -> None:
-    steps = 8
+    steps = 10
     (tmp_path / "player.py").write_text(program_of_the_page("player.py"))
-    run = submit(tmp_path, steps, ('function = "guess_task:run"', 'command = ["python", "player.py"]\nper = "replica"'))
+    player = ('function = "guess_task:run"', 'command = ["python", "player.py"]\nper = "replica"')
+    run = submit(tmp_path, steps, *FEW, *WITHOUT_MODEL, player)
     run.wait(lambda state: state.step >= 2, TIMEOUT_S)
     kill(run, AGENTS)
-    wait_completed(run, steps)
+    wait_completed(run, steps, 4)

@@ -36,7 +36,13 @@ def test_shipped_job_polls_slurm_no_more_often_than_the_default(path: Path) -> N
 def test_own_trainer_and_own_rollout_learn_although_each_is_killed(tmp_path: Path) -> None:
     shutil.copytree(EXAMPLES / "bring_your_own", tmp_path, dirs_exist_ok=True)
     toml = (tmp_path / "job.toml").read_text()
-    for old, new in (("steps = 150", "steps = 60"), ("step=30", "step=10"), ("step=60", "step=25")):
+    changes = (
+        ("steps = 150", "steps = 60"),
+        ("step=30", "step=10"),
+        ("step=60", "step=25"),
+        ("spares = 1", "spares = 0"),
+    )
+    for old, new in changes:
         assert old in toml
         toml = toml.replace(old, new)
     run = submit_here(tmp_path, toml)

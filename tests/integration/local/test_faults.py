@@ -143,7 +143,9 @@ getattr(test_faults, sys.argv[2])(disk)
 
 def survives_a_full_disk(disk: Path) -> None:
     full = '[[faults.planned]]\nkind = "disk_full"\nat = "step=3"\nseconds = "2s"\n'
-    run = submit_here(disk, light_job("local", 20, extra=f'[recovery]\nbackoff = "100ms"\n{full}'))
+    run = submit_here(
+        disk, light_job("local", 20, spares=0, warm=False, extra=f'[recovery]\nbackoff = "100ms"\n{full}')
+    )
     state = run.wait_end()
     assert (state.outcome, state.step, state.epoch) == ("completed", 20, 1), state.why
     run.wait_gone()
@@ -155,7 +157,7 @@ def survives_a_full_disk(disk: Path) -> None:
 
 def is_cancelled_on_a_full_disk(disk: Path) -> None:
     """Nothing else than the reserve of the run makes room: the filler stays until the end."""
-    run = submit_here(disk, light_job("local", 100_000))
+    run = submit_here(disk, light_job("local", 100_000, spares=0, warm=False))
     run.wait_steps(2)
     with (disk / "filler").open("wb", buffering=0) as filler, contextlib.suppress(OSError):
         while filler.write(bytes(4096)):

@@ -26,7 +26,7 @@ from rrl.cli import main
 from rrl.core.types import ReplicaId
 from rrl.roles.endpoint.addresses import read_addresses
 from rrl.roles.endpoint.key import run_key
-from rrl.tests.support.runs import TestRun, all_work, check_sound, submit_here
+from rrl.tests.support.runs import WITHOUT_MODEL, TestRun, all_work, check_sound, submit_here
 from rrl.transport.keys import RunKeys
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -35,17 +35,19 @@ TIMEOUT_S = 240.0
 AGENTS_AT_ONCE = 16
 STEPS, PROMPTS, GROUP = 8, 2, 8
 
-pytestmark = pytest.mark.torch
 
+def submit(folder: Path, port: int, *changes: tuple[str, str]) -> TestRun:
+    """Submit the example of agents with an endpoint instead of agents of its own, and with ``changes`` of job.toml.
 
-def submit(folder: Path, port: int) -> TestRun:
-    """Submit the example of agents with an endpoint instead of agents of its own."""
+    It has no spare node and no standby of the trainer, which loads torch and is not needed here.
+    """
     toml = (EXAMPLES / "agents.toml").read_text().partition("[[faults.planned]]")[0]
     for old, new in (
         ("steps = 120", f"steps = {STEPS}"), ("prompts_per_step = 12", f"prompts_per_step = {PROMPTS}"),
         ("group_size = 8", f"group_size = {GROUP}"), ("[roles.agents]\n", f"[roles.endpoint]\nport = {port}\n"),
-        ('function = "guess_task:run"\n', ""), ("concurrency = 48 ", "retries = 0 "),
+        ('function = "guess_task:run"\n', ""), ("concurrency = 48 ", "retries = 0 "), ("spares = 1", "spares = 0"),
         ("replicas = 2                    # an OpenAI client takes 3 ms of a core for each call\n", ""),
+        ("entropy = 0.01", "entropy = 0.01\ndonor_rollouts = 0"), *changes,
     ):  # fmt: skip
         assert toml.count(old) == 1, old
         toml = toml.replace(old, new)
@@ -159,6 +161,7 @@ def check_trained(run: TestRun, player: Player) -> None:
     assert set(audit["dropped"]) <= {"the run is complete"}, "no attempt has failed"
 
 
+@pytest.mark.torch
 def test_agents_outside_of_the_run_train_the_model_and_outlive_the_endpoint(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]  # a port that a restart keeps
@@ -170,7 +173,7 @@ def test_agents_outside_of_the_run_train_the_model_and_outlive_the_endpoint(tmp_
 def test_agents_behind_a_relay_notice_nothing_of_an_endpoint_that_moves(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = submit(tmp_path, 0)
+    run = submit(tmp_path, 0, *WITHOUT_MODEL)
     run.wait(lambda state: all_work(state) and bool(read_addresses(run.run)), TIMEOUT_S)
     before = read_addresses(run.run)
     with relay_of(run) as base_url:

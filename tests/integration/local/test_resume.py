@@ -21,7 +21,7 @@ def _recorded(run: TestRun, *argv: str) -> tuple[int, str, str]:
 
 
 def test_cancelled_run_leaves_nothing_and_is_resumed_from_its_last_step(tmp_path: Path) -> None:
-    run = submit_here(tmp_path, light_job("local", 40))
+    run = submit_here(tmp_path, light_job("local", 40, spares=0, warm=False))
     run.wait_steps(4)
     (run.run.mailbox / "0.json").write_text("no command")  # it must not be in the way of the cancellation
     assert _recorded(run, "cancel", run.run.id)[0] == 0

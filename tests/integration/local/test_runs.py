@@ -44,7 +44,7 @@ def _end_well(run: TestRun) -> None:
 
 
 def test_a_killed_rollout_alone_comes_back_and_its_unfinished_prompts_go_on_from_their_prefix(tmp_path: Path) -> None:
-    run = submit_here(tmp_path, light_job("local", 60))
+    run = submit_here(tmp_path, light_job("local", 60, spares=0, warm=False))
     before = joined_incarnations(run)
     pid = before[VICTIM][1]
     assert pid is not None
@@ -113,7 +113,7 @@ def test_a_crashed_node_is_excluded_and_its_rollout_moves_to_the_spare(tmp_path:
     ids=["killed", "warned of its walltime"],
 )
 def test_next_manager_adopts_the_running_steps(tmp_path: Path, end: signal.Signals) -> None:
-    run = submit_here(tmp_path, light_job("local", 150))
+    run = submit_here(tmp_path, light_job("local", 150, spares=0, warm=False))
     before = joined_incarnations(run)
     holder = json.loads((run.run.epochs / "000001").read_text())
     os.kill(holder["pid"], end)
@@ -127,7 +127,7 @@ def test_next_manager_adopts_the_running_steps(tmp_path: Path, end: signal.Signa
 
 
 def test_ctrl_c_in_the_foreground_cancels_the_run_and_leaves_nothing(tmp_path: Path) -> None:
-    job = write_job(tmp_path, light_job("local", 10_000))
+    job = write_job(tmp_path, light_job("local", 10_000, spares=0, warm=False))
     env = {**os.environ, RUNS_ENV: str(tmp_path / "runs")}
     argv = [RRL, "submit", "--foreground", str(job)]
     with subprocess.Popen(argv, env=env, text=True, stdout=subprocess.DEVNULL) as process:
@@ -164,7 +164,7 @@ with rrl.join() as me:
 
 def test_exception_in_the_users_rollout_ends_the_run_within_three_starts(tmp_path: Path) -> None:
     (tmp_path / "rollout.py").write_text(ROLLOUT_WITH_A_MISTAKE)
-    toml = light_job("local", 10, rollouts=1, spares=0)
+    toml = light_job("local", 10, rollouts=1, spares=0, warm=False)
     run = submit_here(tmp_path, toml.replace(f"{LIGHT}/light_rollout.py", "rollout.py"))
     state = run.wait_end()
     assert state.outcome == "failed"
@@ -176,7 +176,9 @@ def test_exception_in_the_users_rollout_ends_the_run_within_three_starts(tmp_pat
 
 
 def test_configuration_that_a_role_finds_invalid_rejects_the_run_at_its_first_start(tmp_path: Path) -> None:
-    toml = light_job("local", 10).replace('function = "light_task:make"', 'dataset = "no_such_dataset"')
+    toml = light_job("local", 10, rollouts=1, spares=0, warm=False).replace(
+        'function = "light_task:make"', 'dataset = "no_such_dataset"'
+    )
     env = {**os.environ, RUNS_ENV: str(tmp_path / "runs")}
     argv = [RRL, "submit", "--wait", str(write_job(tmp_path, toml))]
     ended = subprocess.run(argv, env=env, text=True, capture_output=True, timeout=TIMEOUT_S)
@@ -194,7 +196,7 @@ def test_configuration_that_a_role_finds_invalid_rejects_the_run_at_its_first_st
 
 def test_no_replica_has_two_current_incarnations(tmp_path: Path) -> None:
     """A frozen rollout is replaced; thawed, it is told that it is fenced, and leaves."""
-    run = submit_here(tmp_path, light_job("local", 100_000))
+    run = submit_here(tmp_path, light_job("local", 100_000, spares=0, warm=False))
     before = joined_incarnations(run)
     pid = before[VICTIM][1]
     assert pid is not None

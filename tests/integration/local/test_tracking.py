@@ -25,8 +25,11 @@ from rrl.tests.support.trackers.sent_steps import check_once_each, mlflow_runs, 
 
 
 @pytest.mark.timeout(600)
-def test_every_step_is_there_once_after_three_kills_of_trackers_one_of_the_manager_and_a_resume(tmp_path: Path) -> None:
-    run = play(tmp_path)
+@pytest.mark.parametrize("kills", [1, pytest.param(3, marks=pytest.mark.long)])
+def test_every_step_is_there_once_after_kills_of_trackers_one_of_the_manager_and_a_resume(
+    tmp_path: Path, kills: int
+) -> None:
+    run = play(tmp_path, kills)
     steps = run.state().step
     for tracker in TRACKERS:
         check_once_each(sent(run.run, tracker, "reward"), steps)
@@ -77,7 +80,9 @@ def test_metrics_and_logged_values_of_a_run_that_goes_on_are_followed_to_its_end
     assert commit in program
     logging = f"me.log(first=part.number); me.log(second=-part.number); {commit}"
     (tmp_path / "my_trainer.py").write_text(program.replace(commit, logging))
-    run = submit_here(tmp_path, light_job("local", 25).replace(f"{LIGHT}/light_trainer.py", "my_trainer.py"))
+    run = submit_here(
+        tmp_path, light_job("local", 25, spares=0, warm=False).replace(f"{LIGHT}/light_trainer.py", "my_trainer.py")
+    )
     process = run.call("metrics", run.run.id, "--follow", "--csv", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err

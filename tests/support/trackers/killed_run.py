@@ -1,4 +1,4 @@
-"""A whole local run whose trackers are killed three times and whose manager is killed once, and which is resumed."""
+"""A whole local run whose trackers are killed repeatedly and whose manager is killed once, and which is resumed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from rrl.manager.tracking.tracker_files import TRACKER_ENV, log_file, read_progr
 from rrl.tests.support.runs import TIMEOUT_S, TestRun, light_job, submit_here
 
 TRACKERS: tuple[TrackerName, ...] = ("tensorboard", "wandb", "mlflow")
-KILLS = 3
 STEPS_AFTER_RESUME = 10
 MANY_STEPS = 100_000
 """More steps than the run makes before it is cancelled."""
@@ -27,15 +26,15 @@ KEY_ENV, KEY = "TRACKER_TEST_KEY", "key-5a17c9"
 def tracked_job(steps: int, trackers: tuple[TrackerName, ...], extra: str = "") -> str:
     names = ", ".join(f'"{name}"' for name in trackers)
     passed = f'[env]\npassed = ["{KEY_ENV}", "WANDB_MODE", "MLFLOW_TRACKING_URI"]\n'
-    return light_job("local", steps, extra=f"[track]\nto = [{names}]\n{extra}{passed}")
+    return light_job("local", steps, spares=0, warm=False, extra=f"[track]\nto = [{names}]\n{extra}{passed}")
 
 
-def play(folder: Path) -> TestRun:
-    """Return the run after its end: killed, cancelled, resumed and completed."""
+def play(folder: Path, kills: int) -> TestRun:
+    """Return the run after its end: each tracker killed ``kills`` times, cancelled, resumed and completed."""
     os.environ |= {"WANDB_MODE": "offline", KEY_ENV: KEY}
     run = submit_here(folder, tracked_job(MANY_STEPS, TRACKERS))
     run.wait_steps(1)
-    for _ in range(KILLS):
+    for _ in range(kills):
         wait_for_more(run)
         for pid in list(tracker_pids(run.run)):
             os.kill(pid, signal.SIGKILL)

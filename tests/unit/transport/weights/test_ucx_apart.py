@@ -19,6 +19,9 @@ from rrl.transport.weights.base import installed_package
 
 HERE = Path(__file__).parent
 MODULES = ("test_ucx.py", "test_pull.py", "test_seam.py", "test_swarm.py", "test_torture.py")
+STRANGERS = "../../../security/test_ports.py"
+WHOLE = ("test_ucx.py", "test_seam.py", "test_torture.py", "test_ports.py and ucx")
+"""What make test runs over UCX without exception, as pytest's ``-k`` selects it."""
 REPRESENTATIVE = (
     "a_pull_brings_every_byte", "a_late_joiner_pulls", "source_killed_in_mid_pull", "a_lying_source_is_refused",
     "receiver_that_dies_while_it_is_sent", "not_written_to_after_its_fetch_was_given_up", "chunks_pass_down_the_chain",
@@ -46,18 +49,14 @@ def passes(*argv: str, timeout_s: float = TIMEOUT_S) -> None:
     assert child.returncode == 0, child.stdout[-5000:] + child.stderr[-2000:]
 
 
-def test_weights_move_over_ucx_through_deaths_late_joiners_and_relays() -> None:
-    passes("test_ucx.py", "test_seam.py", "test_torture.py")
-    passes("test_pull.py", "test_swarm.py", "-k", " or ".join(REPRESENTATIVE))
+def test_weights_move_over_ucx_through_deaths_late_joiners_relays_and_strangers() -> None:
+    """All in one process, because each start of pytest takes seconds of CPU."""
+    passes(*MODULES, STRANGERS, "-k", " or ".join((*WHOLE, *REPRESENTATIVE)))
 
 
 @pytest.mark.long  # the same tests over TCP run in make test
 def test_all_tests_of_weight_transports_pass_over_ucx() -> None:
     passes(*MODULES)
-
-
-def test_strangers_at_a_port_of_ucx_weights_cost_nothing_that_lasts() -> None:
-    passes("../../../security/test_ports.py", "-k", "ucx")
 
 
 @pytest.mark.long
