@@ -120,7 +120,7 @@ test-slurm-versions: setup
 # Tests that take long, and all property tests with many examples: an hour and more.
 test-long: setup
 	-@$(BIN)/python -m rrl.tests.support.slurm.lab install --accounting
-	RRL_TEST_EXAMPLES=many $(BIN)/python -m pytest -m 'long or hypothesis'
+	RRL_TEST_EXAMPLES=many $(BIN)/python -m pytest --timeout 3600 -m 'long or hypothesis'
 
 # Random faults on whole runs, and every invariant; half an hour at most. One JSON object is its last line.
 soak: setup

@@ -47,7 +47,7 @@ class Sending:
 
 
 class Pinning(Protocol):
-    """Page-locks memory for copies from a GPU; implemented where torch is known (``roles.trainer.pinned_memory``)."""
+    """Page-locks memory for copies from a GPU; implemented where torch is known (``roles.trainer.host_buffers``)."""
 
     def pin(self, memory: memoryview) -> None:
         """Page-lock memory whose pages are allocated."""

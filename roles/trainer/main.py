@@ -38,9 +38,8 @@ from ..snapshots.client import SnapshotClient
 from . import restore
 from .async_saver import MAX_UNCOMMITTED, AsyncSaver
 from .checkpoint import Checkpoints
-from .host_buffers import HostBuffers, buddy_of
+from .host_buffers import HostBuffers, PinnedMemory, buddy_of
 from .learner import Example, Learner
-from .pinned_memory import PinnedMemory
 from .process_group import Gang, init_process_group, parts, wait_to_be_fenced
 from .publisher import Publisher
 

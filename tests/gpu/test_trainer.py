@@ -62,9 +62,8 @@ def test_state_on_the_gpu_fills_a_host_buffer_and_is_loaded_from_it_bit_equal(
     import torch
 
     from rrl.roles.models.policy import build_model
-    from rrl.roles.trainer.host_buffers import Layout
+    from rrl.roles.trainer.host_buffers import Layout, PinnedMemory
     from rrl.roles.trainer.learner import Learner
-    from rrl.roles.trainer.pinned_memory import PinnedMemory
     from rrl.roles.trainer.process_group import Gang
     from rrl.tests.support.roles.trainer import harness
 
@@ -97,8 +96,7 @@ def test_copy_into_page_locked_memory_is_measured(device: torch.device, record: 
     """The figures are recorded and not compared: this machine may be busy."""
     import torch
 
-    from rrl.roles.trainer.host_buffers import HostBuffers, Layout
-    from rrl.roles.trainer.pinned_memory import PinnedMemory
+    from rrl.roles.trainer.host_buffers import HostBuffers, Layout, PinnedMemory
 
     if device.type != "cuda":
         pytest.skip("a rehearsal has no GPU memory")

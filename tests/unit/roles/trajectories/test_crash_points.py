@@ -96,6 +96,7 @@ def test_crash_at_any_call_keeps_answers_and_requests_can_be_repeated(lived: Rec
 
 
 @pytest.mark.long
+@pytest.mark.timeout(3600)
 def test_torn_at_every_byte_of_every_write_it_keeps_what_it_promised(lived: Recorded, tmp_path: Path) -> None:
     assert _crash_everywhere(lived, tmp_path, range) > 2000
 

@@ -80,5 +80,6 @@ def test_crash_at_any_call_keeps_episodes_and_requests_can_be_repeated(recorded:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(3600)
 def test_crash_at_every_byte_of_every_write_keeps_episodes(recorded: Recorded, tmp_path: Path) -> None:
     assert _crash_everywhere(recorded, tmp_path, range) > 2000
