@@ -117,8 +117,8 @@ def _unused(name: str, spec: TokenizerSpec) -> str:
 def _tokenizer(spec: TokenizerSpec, pad: str, eos: str) -> dict[str, Any]:
     """Return the tokenizer.json that encodes as :class:`.tokenizer.VocabularyTokenizer` does.
 
-    A text that no piece matches is an error there, too. Decoded pieces are joined by nothing or by a blank: the format
-    has no other separator.
+    A text that no piece matches is an error there, too. Decoded pieces are joined without a separator or by a space:
+    the format has no other separator.
     """
     ids = {pad: PAD, eos: EOS} | {piece: EOS + 1 + place for place, piece in enumerate(spec.pieces)}
     longest_first = sorted(spec.pieces, key=len, reverse=True)

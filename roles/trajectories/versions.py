@@ -74,7 +74,7 @@ class VersionDirectory:
 
 
 class VersionStore(Protocol):
-    """What requests about versions need of the store."""
+    """The methods of the store that requests about versions use."""
 
     @property
     def newest_version(self) -> NewestVersion | None:
