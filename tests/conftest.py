@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,27 +24,41 @@ _NETWORK_FILES = ["integration/slurm/lab/test_isolated_nodes.py", "integration/s
 collect_ignore = [] if netns.possible() else _NETWORK_FILES
 """Nodes with a network of their own need root: where there is none, their tests are not there either."""
 LONG_FILES = (
-    "integration/local/test_runs.py", "integration/local/test_quickstart.py", "integration/local/test_faults.py",
-    "integration/local/test_agents.py", "unit/transport/weights/test_ucx_apart.py",
-    "integration/local/test_tracking.py", "integration/slurm/test_runs.py", "integration/slurm/cluster/test_cluster.py",
-    "unit/manager/tracking/test_main.py",
-    "integration/local/test_stream.py", "integration/local/test_resume.py", "integration/local/test_bring_your_own.py",
-    "unit/roles/trainer/test_gang.py", "unit/roles/agent/test_node_monitor.py", "security/test_run_under_attack.py",
-    "security/test_listening_sockets.py", "integration/local/test_manager_away.py",
+    "unit/roles/trainer/test_gang.py", "integration/local/test_runs.py", "integration/slurm/cluster/test_cluster.py",
+    "integration/local/test_stream.py",
+    "unit/manager/tracking/test_main.py", "integration/local/test_faults.py", "integration/local/test_tracking.py",
+    "integration/local/test_outside_agents.py", "integration/slurm/test_runs.py", "integration/local/test_resume.py",
+    "integration/local/test_quickstart.py", "integration/local/test_agents.py",
+    "integration/local/test_bring_your_own.py", "unit/transport/weights/test_ucx_apart.py",
+    "unit/roles/agent/test_node_monitor.py", "security/test_run_under_attack.py",
+    "security/test_listening_sockets.py", "integration/local/test_manager_away.py", "integration/local/test_export.py",
     "integration/local/test_standby.py", "integration/local/test_user_code.py", "integration/local/test_python_api.py",
     "unit/health/readers/test_dcgm.py", "integration/local/test_node_health.py", "security/test_default_run.py",
     "integration/slurm/test_doctor.py", "unit/cli/health/test_report.py", "integration/slurm/test_all_cancelled.py",
     "unit/manager/cluster/test_local.py", "integration/local/test_environment.py",
     "integration/local/test_idle_shares.py", "unit/manager/test_crash_points.py",
-    "unit/roles/trainer/test_folder_gang.py", "unit/health/detection/test_scenarios.py",
+    "unit/health/detection/test_scenarios.py",
 )  # fmt: skip
 """Files that take longest on two cores, the longest first. They start first: pytest-xdist gives a whole file to
 one worker, and a long file that starts last leaves the other workers without work."""
+_TOGETHER = "tests/unit/roles/trainer/"
+"""Folder whose files one worker gets, because they fork trainer processes from one that has loaded torch."""
 
 
 def pytest_sessionstart() -> None:
     """SIGTERM ends the session as Ctrl-C does: fixtures are torn down."""
     exit_on_sigterm(lambda: pytest.exit("SIGTERM", returncode=SIGTERM_EXIT_CODE))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect no garbage while modules are imported, and later none of theirs: they create a million objects."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -73,6 +89,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if gone := [str(file) for file in rank if not file.exists()]:
         raise pytest.UsageError(f"LONG_FILES names files that are not there: {', '.join(gone)}")
     items.sort(key=lambda item: rank.get(item.path, len(rank)))
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give each worker whole files with ``--dist loadfile``, and one worker all files of :data:`_TOGETHER`."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return _TOGETHER if nodeid.startswith(_TOGETHER) else super()._split_scope(nodeid)
+
+    return Scheduling(config, log)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -26,6 +26,8 @@ FAST = SlurmLimits(
     reads_per_minute=100_000,
 )
 TIMEOUT_S = 30.0
+_POLL_S = 0.2
+"""Seconds between two observations, each of which starts several commands of Slurm."""
 SCRIPT = """trap "echo TERM >> $1.signals; exit 0" TERM
 echo $$ > $1.pid.new; mv $1.pid.new $1.pid
 while :; do sleep 0.1; done"""
@@ -77,7 +79,7 @@ async def until(slurm: SlurmCluster, condition: Callable[[ClusterSnapshot], obje
     deadline = time.monotonic() + TIMEOUT_S
     while not condition(observed := await slurm.observe()):
         assert time.monotonic() < deadline, f"not observed within {TIMEOUT_S:.0f} s: {observed}"
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(_POLL_S)
     return observed
 
 
@@ -93,4 +95,4 @@ def state(snapshot: ClusterSnapshot, tag: str) -> AllocationState | None:
 
 
 def is_alive(pid: int) -> bool:
-    return pid in slurm_processes.running_processes()
+    return slurm_processes.running_process(pid) is not None

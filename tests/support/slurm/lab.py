@@ -48,6 +48,8 @@ _PORTS = range(20_000, 32_000)
 """Ports below Linux's ephemeral range, so that no outgoing connection uses one of them."""
 _DEADLINE_S = 120.0
 """Generous deadline in s: a busy machine needs many times as long as Slurm otherwise takes."""
+_POLL_S = 0.2
+"""Seconds between two questions to Slurm. Each starts a command, which takes about 20 ms of CPU."""
 COMPLETING_TIMEOUT_S = 200.0
 """Seconds for Slurm to complete jobs that have ended. If a slurmd has not answered a request to end a job in time,
 slurmctld repeats it after 55 s (measured on 22.05), and the job stays COMPLETING until then. On a busy machine
@@ -208,7 +210,7 @@ class SlurmLab:
             else:
                 if all(states.get(node) == state for node, state in wanted.items()):
                     return
-            time.sleep(0.05)
+            time.sleep(_POLL_S)
         raise RuntimeError(
             f"nodes did not become {dict(wanted)} within {timeout_s:.0f} s: {observed}; see {self.dir}/log"
         )
@@ -224,7 +226,7 @@ class SlurmLab:
         while not condition():
             if time.monotonic() > deadline:
                 raise RuntimeError(f"{failure_text} within {_DEADLINE_S:.0f} s; see {self.dir}/log")
-            time.sleep(0.05)
+            time.sleep(_POLL_S)
 
     def processes(self) -> dict[int, Process]:
         """Return every process of this cluster: daemons, jobs, and commands that talk to it."""
@@ -241,7 +243,7 @@ class SlurmLab:
             while left := [job for job in self.jobs() if not (completing and job.endswith(" COMPLETING"))]:
                 if time.monotonic() > deadline:
                     raise RuntimeError(f"jobs are left after {timeout_s:.0f} s: {left}; see {self.dir}/log")
-                time.sleep(0.1)
+                time.sleep(_POLL_S)
 
     def clear(self, timeout_s: float = COMPLETING_TIMEOUT_S) -> None:
         """Cancel every job, start crashed daemons, and wait until every node is idle, so that tests do not affect

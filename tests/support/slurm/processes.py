@@ -37,12 +37,13 @@ def running_processes() -> dict[int, Process]:
     """Return every running process, without zombies, that this user may inspect."""
     found = {}
     for entry in os.listdir("/proc"):
-        if entry.isdigit() and (process := _read(int(entry))):
+        if entry.isdigit() and (process := running_process(int(entry))):
             found[process.pid] = process
     return found
 
 
-def _read(pid: int) -> Process | None:
+def running_process(pid: int) -> Process | None:
+    """Return the process with this pid; None if it has ended, is a zombie, or belongs to another user."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
         comm, _, rest = stat.partition("(")[2].rpartition(")")
@@ -197,4 +198,4 @@ def kill_all(find: Callable[[], dict[int, Process]]) -> None:
             raise TimeoutError(f"cannot be killed: {[process.command for process in left.values()]}")
         send(left, signal.SIGSTOP)
         send(left, signal.SIGKILL)
-        time.sleep(0.01)
+        time.sleep(0.05)

@@ -58,7 +58,7 @@ async def hold(slurm: SlurmCluster, at: Lab) -> NodeName:
         if pool in allocations and allocations[pool].state is AllocationState.RUNNING:
             return allocations[pool].nodes[0]
         assert time.monotonic() < deadline, allocations
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.2)
 
 
 def step(at: Lab, launch: Launch, resources: Resources, agent: bool = False) -> Step:

@@ -29,6 +29,8 @@ TRACKERS: tuple[TrackerName, ...] = ("tensorboard", "wandb", "mlflow")
 TIMEOUT_S = 120.0
 STEPS = 12
 """Steps of :meth:`Story.works`."""
+OPENING, FIRST, MIDDLE, LAST, FLUSH = 1, 2, 7, 1 + STEPS, 2 + STEPS
+"""Numbers of calls of the tracker after which a test kills the process."""
 KILL_AFTER_CALLS = """
 import os, signal, sys
 from rrl.manager.tracking import main
@@ -96,14 +98,17 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.parametrize(
+    "killed_after",
+    [(OPENING, MIDDLE, FLUSH), pytest.param((OPENING, FIRST, MIDDLE, LAST, FLUSH), marks=pytest.mark.long)],
+)
 @pytest.mark.parametrize("tracker", TRACKERS)
-def test_steps_are_sent_once_each_though_the_process_is_killed_at_any_call(
-    recorded: Recorded, tracker: TrackerName
+def test_steps_are_sent_once_each_though_the_process_is_killed_at_a_call_of_each_kind(
+    recorded: Recorded, tracker: TrackerName, killed_after: tuple[int, ...]
 ) -> None:
     recorded.story.clocks("trainer/0", train=30.0)  # completes the rows
     recorded.write()
-    opening, first, middle, last, flush = 1, 2, 7, 1 + STEPS, 2 + STEPS
-    for calls in (opening, first, middle, last, flush):
+    for calls in killed_after:
         code = recorded.track(tracker, ONCE, ("-c", KILL_AFTER_CALLS.format(calls)))
         assert code in (-signal.SIGKILL, 0), recorded.output(tracker)  # 0: earlier processes had sent the steps
     assert recorded.track(tracker) == 0, recorded.output(tracker)
