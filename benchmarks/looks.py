@@ -76,13 +76,12 @@ def time_commands() -> dict[str, float]:
     taken: dict[str, list[float]] = {"status_s": [], "explain_s": []}
     with tempfile.TemporaryDirectory() as root:
         write_long_run(Path(root))
+        environment = os.environ | {"RRL_RUNS_DIR": root}
         for _ in range(ROUNDS):
             for name, times in taken.items():
                 began = time.perf_counter()
-                subprocess.run(
-                    [RRL, name.removesuffix("_s"), LONG_RUN], env=os.environ | {"RRL_RUNS_DIR": root}, stdout=subprocess.DEVNULL,
-                    check=True,
-                )  # fmt: skip
+                argv = [RRL, name.removesuffix("_s"), LONG_RUN]
+                subprocess.run(argv, env=environment, stdout=subprocess.DEVNULL, check=True)
                 times.append(time.perf_counter() - began)
     return {name: statistics.median(times) for name, times in taken.items()}
 
