@@ -12,6 +12,7 @@ from rrl.manager.model.reducer import fold
 from rrl.manager.storage.journal import SEGMENT_RECORDS, Journal
 from rrl.tests.support.cli.story import BEGAN, Story, job_view
 
+LONG_RUN = "long-1120-064114"
 LONG_RUN_STEPS = 10_000
 STEP_S = 6.0
 PHASES = ("wait_data", "train", "checkpoint")
@@ -29,7 +30,7 @@ METRICS = dict.fromkeys(
 
 def write_long_run(root: Path) -> None:
     """Write the journal of a run with two rollouts: for each step eight events, which are of all its processes."""
-    story = Story("long-1120-064114", job_view(LONG_RUN_STEPS)).works()
+    story = Story(LONG_RUN, job_view(LONG_RUN_STEPS)).works()
     run, state = story.written(root), story.recorded()
     journal, seq, at = Journal(run, 2), len(story.stamped), story.at
     for step in range(13, LONG_RUN_STEPS + 1):
