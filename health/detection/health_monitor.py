@@ -253,6 +253,11 @@ class HealthMonitor:
         if (view := self._view_of(incarnation)) and view.gone_witnessed_at is None:
             view.gone_witnessed_at = now
 
+    def on_step_unlisted(self, incarnation: Incarnation, now: float) -> None:
+        """Record that the cluster no longer lists the step of an incarnation whose node is silent."""
+        if (view := self._view_of(incarnation)) and view.unlisted_at is None:
+            view.unlisted_at = now
+
     def on_step_alive(self, incarnation: Incarnation, now: float) -> None:
         """Record that the agent found the step's first process running, which extends the join deadline."""
         if view := self._view_of(incarnation):
@@ -450,6 +455,6 @@ class HealthMonitor:
         self._resume_node(view.node_view, now)  # a suspended process sends nothing
         if view.status == "launched":
             view.status, view.joined_at, view.standby = "joined", now, None
-        view.last_message_at, view.last_message = now, source
+        view.last_message_at, view.last_message, view.unlisted_at = now, source, None
         view.node_view.last_message_at = now
         view.node_view.forget_departed()

@@ -337,6 +337,9 @@ class ReplicaView:
     """Exit record of the incarnation's step."""
     gone_witnessed_at: float | None = None
     """Time when the agent found the step's first process gone, without an exit record."""
+    unlisted_at: float | None = None
+    """Time when the step was found gone because the cluster no longer lists it and its node is silent. A later message
+    of the incarnation clears it."""
     step_alive_at: float | None = None
     """Time when the agent last found the step's first process running."""
     goodbye_at: float | None = None
@@ -375,8 +378,8 @@ class ReplicaView:
 
     @property
     def ended(self) -> bool:
-        """Whether the incarnation's process has ended, according to its exit record or to the agent of its node."""
-        return self.exit is not None or self.gone_witnessed_at is not None
+        """Whether the process has ended, according to its exit record, the agent of its node, or the cluster."""
+        return self.exit is not None or self.gone_witnessed_at is not None or self.unlisted_at is not None
 
     @property
     def left_at(self) -> float | None:

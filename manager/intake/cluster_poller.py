@@ -11,7 +11,7 @@ from ..context import RunContext
 from ..model.actions import Launch
 from ..model.state import State
 from .message_handler import with_reason
-from .reconcile import AbsenceCounter, expects_change, has_undecided_launch, reconcile
+from .reconcile import AbsenceCounter, expects_change, has_undecided_launch, reconcile, unlisted_steps
 
 FAST_POLL_S = 1.0
 """Seconds between two polls of the cluster while a change is expected."""
@@ -86,6 +86,9 @@ class ClusterPoller:
                 self._on_allocation_status(state, status, polled_at, now)
         for event in reconcile(state, snapshot, self._absences, now, self._busy()):
             self._context.record(with_reason(self._context.run_dir, event))
+        monitor = self._context.monitor
+        for incarnation in unlisted_steps(self._context.state(), snapshot, self._absences, monitor, now):
+            monitor.on_step_unlisted(incarnation, now)
 
     def _delay_join_deadlines(self, state: State, now: float) -> None:
         """Delay the join deadline of open launches after a failed poll: the cluster may still carry them out."""

@@ -1,4 +1,4 @@
-"""Derive events from one poll of the cluster, for open intents and known allocations. Pure.
+"""Derive events from one poll of the cluster, for open intents and known allocations; find steps that are gone. Pure.
 
 An intent whose call got no reply is settled by its tag. If the tag is listed, the action was done. If the tag stays
 unlisted for a quiet period after the intent, the action was certainly not done. The period is long, because a timed-out
@@ -11,12 +11,17 @@ from __future__ import annotations
 
 import msgspec
 
-from ...core.types import NodeName, Verdict
+from ...core.run_spec import Limits
+from ...core.types import Incarnation, NodeName, Verdict
+from ...health.detection.detectors.base import heartbeat_slack
+from ...health.detection.detectors.node_liveness import is_silent_with_node
+from ...health.detection.health_monitor import HealthMonitor
+from ...health.detection.records import ReplicaView
 from ..cluster.base import AllocationState, AllocationStatus, ClusterSnapshot, NodeState, NodeStatus, RejectReason
 from ..model.actions import Drain, ExternalAction, Launch, Request, Shrink, Undrain
 from ..model.events import AllocationChanged, Event, IntentSettled, NodeChanged
-from ..model.queries import open_requests
-from ..model.state import NEVER_APPEARED, Allocation, State
+from ..model.queries import open_requests, workers
+from ..model.state import NEVER_APPEARED, Allocation, Replica, State
 
 FAST_POLL_AFTER_REQUEST_S = 60.0
 """Seconds after a request during which rrl polls faster than the site's interval while the allocation is pending."""
@@ -28,7 +33,7 @@ seconds."""
 
 
 class AbsenceCounter:
-    """Counts for each allocation, launch or node in how many polls in a row it was missing, and since when.
+    """Counts for each allocation, step or node in how many polls in a row it was missing, and since when.
 
     The counts are not journaled: a new manager begins with empty counts.
     """
@@ -102,6 +107,63 @@ def reconcile(
         if node is not None and node.status != node_status:
             events.append(NodeChanged(name, node_status))
     return events
+
+
+def unlisted_steps(
+    state: State, snapshot: ClusterSnapshot, absences: AbsenceCounter, monitor: HealthMonitor, now: float
+) -> list[Incarnation]:
+    """Return the incarnations whose steps have ended according to the cluster, and whose nodes are silent.
+
+    Usually the agent of a node reports the end of a step at once. If the agent was lost together with the step, the
+    cluster is the only other witness. Its list counts only under these conditions:
+
+    - Messages of the incarnation and of every other process on its node are overdue. So a step that works is never
+      found here, whatever the cluster lists.
+    - The same poll lists the allocation of the step as running, with the node. Allocations that are missing, ending or
+      suspended, and nodes that an allocation has lost, are judged by :func:`reconcile`.
+    - The list contains each step that has just sent a message. A list without such a step is incomplete, or is older
+      than the step, and does not count.
+    - The step is missing in ``MIN_ABSENT_POLLS`` polls in a row and for ``limits.quiet`` seconds, as an allocation has
+      to be. A poll that could not read the steps does not count.
+
+    A launch whose intent is open is judged by :func:`reconcile`. The steps of a node that is cut off are not found here
+    while they run: Slurm lists them until it reports the node as down.
+
+    A wrong result costs a restart, but never leaves two current incarnations. The finding that follows has the
+    incarnation fenced before the next one is launched, so that none of its later messages is accepted. The fenced step
+    is an orphan: the manager requests the cluster to stop it, and its process ends as soon as it reaches the manager.
+    """
+    if snapshot.steps is None or snapshot.allocations is None:
+        return []
+    limits = state.job.limits
+    unlisted = {
+        replica.incarnation
+        for replica in state.replicas.values()
+        if replica.is_current and replica.step is not None and replica.step not in snapshot.steps
+    }
+    missing = [view for view in monitor.replicas.values() if view.incarnation in unlisted]
+    if any(_sends_messages(view, limits, now) for view in missing):
+        return []
+    silent = {view.incarnation for view in missing if is_silent_with_node(view, limits, now)}
+    gone: list[Incarnation] = []
+    for replica in workers(state):
+        if replica.step is None or replica.step in state.intents:
+            continue
+        listed = replica.incarnation not in silent or not _holds_node(snapshot.allocations, replica)
+        if absences.is_gone(f"{replica.step}!ended", listed, now, limits.quiet):
+            gone.append(replica.incarnation)
+    return gone
+
+
+def _sends_messages(view: ReplicaView, limits: Limits, now: float) -> bool:
+    """Return whether the process of an incarnation has just sent a message, so that its step runs."""
+    return view.status == "joined" and not view.ended and now < view.last_message_at + heartbeat_slack(limits)
+
+
+def _holds_node(allocations: dict[str, AllocationStatus], replica: Replica) -> bool:
+    """Return whether a poll lists the allocation of the replica as running, with the replica's node."""
+    status = allocations.get(replica.allocation or "")
+    return status is not None and status.state is AllocationState.RUNNING and replica.node in status.nodes
 
 
 def _confirmed_by(action: ExternalAction, snapshot: ClusterSnapshot) -> bool:

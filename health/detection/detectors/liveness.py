@@ -73,12 +73,21 @@ def exit_flags(reason: ExitReason, code: int | None) -> tuple[Flag, ...]:
 
 
 def step_gone(view: ReplicaView, limits: Limits, now: float) -> Result:
-    """Find a step whose first process has ended without an exit record, according to the agent of its node."""
-    at = view.gone_witnessed_at
-    if at is None or view.exit is not None or view.stop_requested_at is not None:
+    """Find a step that has ended without an exit record.
+
+    The witness is the agent of its node or, if nothing arrives from the node, the cluster's list of steps. The cluster
+    does not say when the step ended, so such a finding begins with the last message of the incarnation.
+    """
+    if view.exit is not None or view.stop_requested_at is not None:
         return NO_FINDING
-    text = "its process is gone and left no exit record"
-    return finding_about(view, "step_gone", Verdict.FAIL, Cause.PROCESS, Remedy.RESTART, at, "agent", text, True), inf
+    if (at := view.gone_witnessed_at) is not None:
+        source, text = "agent", "its process is gone and left no exit record"
+    elif view.unlisted_at is not None:
+        at, source = view.last_message_at, "cluster"
+        text = f"its step is no longer listed, and {view.node} sends no messages"
+    else:
+        return NO_FINDING
+    return finding_about(view, "step_gone", Verdict.FAIL, Cause.PROCESS, Remedy.RESTART, at, source, text, True), inf
 
 
 # ── overdue stop ─────────────────────────────────────────────────────────────────────────────────────────────────────

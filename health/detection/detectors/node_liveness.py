@@ -9,7 +9,7 @@ from ....core.run_spec import Limits
 from ....core.types import Cause, Evidence, Finding, NodeName, Remedy, Verdict
 from ..health_monitor import HealthMonitor
 from ..records import FLAP_COUNT, FLAP_WINDOW_S, NodeView, ReplicaView
-from .base import NO_FINDING, Result, expects_heartbeats, heartbeat_slack, silence_deadline
+from .base import NO_FINDING, Result, expects_heartbeats, heartbeat_slack, silence_deadline, silence_limit
 
 _SUSPEND_CHECK_TIMEOUT_S = 30.0
 """Time (s) within which the cluster must report whether a silent node is suspended. After this time the node is
@@ -102,10 +102,24 @@ def node_flaps(view: NodeView, limits: Limits, now: float) -> Result:
     return _node_finding(view, "node_flaps", Verdict.FAIL, Remedy.EXCLUDE, since, evidence), ends_at
 
 
+def is_silent_with_node(view: ReplicaView, limits: Limits, now: float) -> bool:
+    """Return whether the messages of a replica, and of all other processes on its node, are overdue.
+
+    A replica that has ended, left or been suspended is not silent, since it is not expected to send messages.
+    """
+    last_message_at = view.node_view.last_message_at
+    node_silent = last_message_at is None or now >= last_message_at + silence_limit(limits)
+    return expects_heartbeats(view) and node_silent and now >= silence_deadline(view, limits)
+
+
 def _is_witness(view: ReplicaView, limits: Limits) -> bool:
-    """Return whether the replica's silence is evidence: it has not ended, and had not left before it fell silent."""
+    """Return whether the replica's silence is evidence: it neither ended nor left before it fell silent.
+
+    If the cluster no longer lists the step (``unlisted_at``), the replica was silent before, so it remains a witness.
+    """
+    ended = view.exit is not None or view.gone_witnessed_at is not None
     left = view.left_at is not None and view.left_at < silence_deadline(view, limits)
-    return not view.ended and not left
+    return not ended and not left
 
 
 def _few(names: list[str]) -> str:

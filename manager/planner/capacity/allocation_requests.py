@@ -13,7 +13,7 @@ from ...cluster.base import AllocationRequest
 from ...model.actions import Action, Finish, Request, Rung, Why, every_lower
 from ...model.state import Allocation, RejectedRequest, State
 from ..deadlines import NEVER
-from .node_fitness import unfit_nodes
+from .node_fitness import barred_nodes, unfit_nodes
 from .nodes import NodeInventory
 
 MAX_REJECTIONS = 3
@@ -136,9 +136,9 @@ def _next_tag(state: State, node_group: NodeGroup) -> str:
 
 
 def _excluded_nodes(state: State) -> tuple[NodeName, ...]:
-    """Return the nodes that requests exclude: nodes that the run has excluded, and nodes that cannot run its roles."""
+    """Return the nodes that requests exclude: nodes that are excluded, barred, or cannot run the run's roles."""
     excluded = {name for name, node in state.nodes.items() if node.excluded is not None}
-    return tuple(sorted(excluded | unfit_nodes(state).keys()))
+    return tuple(sorted(excluded | barred_nodes(state) | unfit_nodes(state).keys()))
 
 
 def _start_timeout(state: State, inventory: NodeInventory) -> Finish:

@@ -11,6 +11,8 @@ HARDWARE_CAUSES = frozenset({Cause.NODE, Cause.GPU, Cause.FABRIC, Cause.STORAGE}
 """Causes that make a node unusable for any job. Other causes concern a process and not its node."""
 _NODE_STAYS_USABLE = frozenset({Remedy.NONE, Remedy.RESTART})
 """Remedies that do not require leaving the node."""
+_NODE_LOST = "node_lost"
+"""Detector that reports a node from which no message arrives."""
 MAX_NAMED_NODES = 4
 """Maximum number of nodes named in a reason; the others are counted."""
 
@@ -19,6 +21,18 @@ def excludes_node(finding: Finding) -> bool:
     """Return whether the finding is a node's hardware failure whose remedy requires leaving the node."""
     of_node = finding.node is not None and finding.verdict is Verdict.FAIL
     return of_node and finding.cause in HARDWARE_CAUSES and finding.remedy not in _NODE_STAYS_USABLE
+
+
+def barred_nodes(state: State) -> set[NodeName]:
+    """Return the nodes on which no replica is placed, even if the circuit breaker keeps them in use.
+
+    There is proof of a defect of the node, or no message arrives from it, so that no replica could join there.
+    """
+    return {
+        finding.node
+        for finding in state.findings.values()
+        if finding.node is not None and excludes_node(finding) and (finding.proof or finding.detector == _NODE_LOST)
+    }
 
 
 def is_usable(state: State, node: Node, now: float) -> bool:

@@ -18,7 +18,7 @@ from ...model.queries import failed_first_starts, gang, gangs, workers
 from ...model.reduce_nodes import DRAIN
 from ...model.state import Replica, State, Status
 from ..deadlines import NEVER, rotate_at
-from .node_fitness import agent_failed_last, excludes_node, is_usable, needs_probe, probe_pending
+from .node_fitness import agent_failed_last, barred_nodes, is_usable, needs_probe, probe_pending
 from .warm_pool import (
     Occupancy,
     donors,
@@ -75,7 +75,8 @@ class NodeInventory:
         ]
         self._candidates: dict[str, list[CandidateNode]] = {node_group.name: [] for node_group in state.job.node_groups}
         self._unprobed: Counter[str] = Counter()
-        proven_bad = {finding.node for finding in state.findings.values() if finding.proof and excludes_node(finding)}
+        self.barred = barred_nodes(state)
+        """Nodes on which no replica is placed, even while the circuit breaker keeps them in use."""
         suspects = {finding.node for finding in state.findings.values() if finding.node is not None}
         suspects |= {node for node in state.nodes if agent_failed_last(state, node)}
         for candidate in sorted(
@@ -83,8 +84,7 @@ class NodeInventory:
         ):  # a stable sort keeps the natural order
             node_group, node = state.allocations[candidate.allocation].request.node_group, state.nodes[candidate.node]
             probe_error, must_report = node.probe_error, bool(node.exclusions) or needs_probe(state, node)
-            # The circuit breaker may keep a node with a proven failure from being excluded.
-            if candidate.node in self.draining or candidate.node in proven_bad:
+            if candidate.node in self.draining or candidate.node in self.barred:
                 continue
             if probe_error == "" or (probe_error is None and not must_report):
                 self._candidates[node_group].append(candidate)

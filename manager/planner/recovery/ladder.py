@@ -103,12 +103,16 @@ def _min_replicas_text(case: FailureCase) -> str:
 
 
 _NODE_USABLE = Need(lambda case: case.inventory.is_usable(case.failed.node), _node_text)
+_NODE_NOT_BARRED = Need(
+    lambda case: not case.inventory.is_usable(case.failed.node) or case.failed.node not in case.inventory.barred,
+    lambda case: f"messages from {case.failed.node}, and no proof of its failure",
+)
 _FEW_FAILURES_HERE = Need(lambda case: not fails_often_here(case), _few_failures_text)
 _FURTHER_TRY = Need(
     lambda case: not _last_try_on_other_node(case),
     lambda case: "a start after this one: the last try is made on another node",
 )
-_TRANSIENT = (_NODE_USABLE, _FEW_FAILURES_HERE, _FURTHER_TRY)
+_TRANSIENT = (_NODE_USABLE, _NODE_NOT_BARRED, _FEW_FAILURES_HERE, _FURTHER_TRY)
 """Needs of a restart on the same node: it is likely to help."""
 _STANDBY_HERE = Need(
     lambda case: bool(case.inventory.ready_standbys(case.failed.node, case.failed.role)),
@@ -286,7 +290,7 @@ POLICIES: dict[str, tuple[RungSpec, ...]] = {
         RungSpec(Rung.SPARE, (_FREE_NODE,), "joins again on a spare node", _join),
         RungSpec(
             Rung.IN_PLACE,
-            (_NODE_USABLE, _NODE_NOT_AT_FAULT),
+            (_NODE_USABLE, _NODE_NOT_BARRED, _NODE_NOT_AT_FAULT),
             "joins again on {node}: the node is not the cause",
             _join,
         ),

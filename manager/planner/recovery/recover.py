@@ -32,7 +32,7 @@ from .ladder import (
     lower_rungs,
     severity,
 )
-from .node_exclusion import exclusions
+from .node_exclusion import exclusions, limit_exclusions
 from .rejection import command_missing, invalid_config, never_joined, no_fit_node, rejected, role_exhausted
 from .repeated_end import failed_by_code, others_may_work, repeated_clean_exit, repeated_exception, scorer_fails
 from .software_fault import suggests_software_fault
@@ -46,7 +46,8 @@ def recover(state: State, inventory: NodeInventory, now: float) -> list[Decision
     if mistake is not None:
         return [mistake]
     exclude_decisions = exclusions(state, inventory)
-    excluded_nodes = {exclude.node for exclude in exclude_decisions}
+    held_back = {deferred.exclude.node for deferred in limit_exclusions(state, list(exclude_decisions), now)[1]}
+    excluded_nodes = {exclude.node for exclude in exclude_decisions} - (held_back & inventory.barred)
     decisions: list[Decision] = [*exclude_decisions, *_vacate_for_promotion(state, inventory, now)]
     dropped: set[ReplicaId] = set()
     for members in (
@@ -150,7 +151,9 @@ def _repair_gang(
 ) -> Decision | None:
     """Return the decision about a gang if one of its members has failed; None if none has.
 
-    Return None, too, while the exclusion of a member's node is pending: the node is excluded first.
+    Return None, too, while the exclusion of a member's node is pending: the node is excluded first. ``excluded_nodes``
+    lacks the barred nodes whose exclusion the circuit breaker holds back. A member that failed there need not wait for
+    the exclusion, since it is launched on another node anyway.
     """
     failing = [
         (member, evidence) for member in members if member.is_current and (evidence := _failure_evidence(state, member))

@@ -107,6 +107,25 @@ def test_a_crashed_node_is_excluded_and_its_rollout_moves_to_the_spare(tmp_path:
     assert f"{before[VICTIM][0]} is here" in _last_lines_stored(run)
 
 
+@pytest.mark.long
+def test_rollout_leaves_a_third_crashed_node_although_the_breaker_keeps_that_node(tmp_path: Path) -> None:
+    run = submit_here(tmp_path, light_job("local", 100_000, spares=3))
+    after = joined_incarnations(run)
+    nodes: list[NodeName] = []
+    for _ in range(3):
+        before = after
+        nodes.append(NodeName(before[VICTIM][2] or ""))
+        crash(run.run, nodes[-1])
+        after = run.wait_back_alone(before, VICTIM, *(ReplicaId(f"agent/{node}") for node in nodes))
+    assert after[VICTIM][2] not in nodes
+    assert [run.state().nodes[node].excluded is None for node in nodes] == [False, False, True]
+    with run.call("cancel", run.run.id) as process:
+        assert process.wait(90) == 0
+    assert run.wait_end().outcome == "cancelled"
+    run.wait_gone()
+    assert [recovery["rung"] for recovery in run.summary()["recoveries"]] == ["spare node"] * 3
+
+
 @pytest.mark.parametrize(
     "end",
     [signal.SIGKILL, pytest.param(signal.SIGUSR2, marks=pytest.mark.long)],

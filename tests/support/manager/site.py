@@ -94,6 +94,12 @@ class Site:
         self.lifetimes_ns: dict[Incarnation, int] = {}
         """Lifetime that each incarnation of a role last reported, whether a manager received the report or not."""
         self.dead_nodes: set[NodeName] = set()
+        self.still_listed: dict[str, NodeName] = {}
+        """Steps of dead nodes that the cluster lists until their allocation loses the node, as Slurm does."""
+        self.cut_off: set[NodeName] = set()
+        """Nodes whose processes run, although no message from or to them arrives."""
+        self.is_silent = False
+        """True if the cluster answers no poll."""
         self.actors: dict[str, Actor] = {}
         """Everything that runs on the site, by step tag."""
         self.committed = 0
@@ -228,6 +234,8 @@ class Site:
 
     def observe(self) -> ClusterSnapshot:
         self.polls += 1
+        if self.is_silent:
+            return ClusterSnapshot(None, None, None, "timed out")
         if self.blink and self.polls % 2:
             return (
                 ClusterSnapshot({}, {}, {}) if self.polls % 4 == 1 else ClusterSnapshot(None, None, None, "timed out")
@@ -238,7 +246,10 @@ class Site:
         for tag, ended in self.cancelled.items():
             statuses[tag] = AllocationStatus(AllocationState.ENDED, "7", ended, "CANCELLED", cancelled=True)
         nodes = {node: self._node(node) for members in self.allocations.values() for node in members}
-        return ClusterSnapshot(nodes, statuses, {tag: actor.node for tag, actor in self.actors.items()})
+        steps = {tag: actor.node for tag, actor in self.actors.items()}
+        return ClusterSnapshot(
+            nodes, statuses, steps | {tag: node for tag, node in self.still_listed.items() if node in nodes}
+        )
 
     def _node(self, node: NodeName) -> NodeStatus:
         reason = self.drained.get(node)
@@ -313,9 +324,12 @@ class Site:
             ]:
                 actor.finds(finding)
 
-    def crash(self, node: NodeName) -> None:
+    def crash(self, node: NodeName, listed: bool = False) -> None:
+        """End everything on the node. ``listed``: the cluster does not notice, and still lists the steps there."""
         self.dead_nodes.add(node)
         for actor in [actor for actor in self.actors.values() if actor.node == node]:
+            if listed:
+                self.still_listed[actor.tag] = node
             actor.vanish()
 
     async def to_rest(self) -> None:
@@ -495,7 +509,7 @@ class Actor:
 
     def _send(self, message: Any) -> None:
         listener = self.site.listener
-        if listener is not None and listener is self._known:
+        if listener is not None and listener is self._known and self.node not in self.site.cut_off:
             asyncio.get_running_loop().call_later(WIRE, listener.take, Incoming(self.peer, None, message))
 
 
@@ -522,7 +536,7 @@ class FakeListener:
 
     def _deliver(self, tag: str, message: Any) -> None:
         actor = self._site.actors.get(tag)
-        if actor is not None:
+        if actor is not None and actor.node not in self._site.cut_off:
             actor.receive(message)
 
     async def close(self) -> None:

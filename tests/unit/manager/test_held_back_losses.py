@@ -13,7 +13,9 @@ import msgspec
 import pytest
 
 from rrl.core.run_spec import Limits
-from rrl.core.types import NodeName, Outcome, ReplicaId
+from rrl.core.types import Finding, NodeName, Outcome, ReplicaId, Verdict
+from rrl.manager.model import events as ev
+from rrl.manager.model.actions import Exclude, Finish, Rung
 from rrl.manager.model.reducer import fold
 from rrl.manager.model.state import State
 from rrl.manager.planner.recovery.node_exclusion import deferred_exclusions, exclusions_allowed
@@ -36,15 +38,36 @@ def test_breaker_allows_two_of_five_nodes_and_a_fifth_of_many(nodes: int, allowe
 
 
 def _loses_node_of(replica: ReplicaId, noticed_after_s: float | None = None) -> Callable[[Site], None]:
-    """For ``at_step``: the node under the replica dies; ``noticed_after_s`` later Slurm takes it from its job."""
+    """For ``at_step``: the node under the replica dies.
+
+    ``noticed_after_s``: time (s) after which Slurm takes the node from its job; until then it lists the steps there.
+    With None the cluster no longer lists the steps, and keeps the node in its job.
+    """
 
     def crash(site: Site) -> None:
         node = site.working()[replica][-1].node
-        site.crash(node)
+        site.crash(node, listed=noticed_after_s is not None)
         if noticed_after_s is not None:
             site.spawn(_taken_from_its_job(site, node, noticed_after_s))
 
     return crash
+
+
+def _cuts_off_node_of(replica: ReplicaId, seconds: float, cluster_is_silent: bool) -> Callable[[Site], None]:
+    """For ``at_step``: nothing arrives from the replica's node for so many seconds, although its processes run."""
+
+    def cut(site: Site) -> None:
+        site.spawn(_cut_off(site, site.working()[replica][-1].node, seconds, cluster_is_silent))
+
+    return cut
+
+
+async def _cut_off(site: Site, node: NodeName, seconds: float, cluster_is_silent: bool) -> None:
+    site.cut_off.add(node)
+    site.is_silent = cluster_is_silent
+    await asyncio.sleep(seconds)
+    site.cut_off.remove(node)
+    site.is_silent = False
 
 
 async def _taken_from_its_job(site: Site, node: NodeName, after_s: float) -> None:
@@ -102,3 +125,72 @@ def test_open_breaker_names_the_node_its_finding_and_its_end() -> None:
     assert held.why == "2 of 6 nodes excluded within 600 s, and no more may be"
     first = min(node.excluded_at for node in state.nodes.values() if node.excluded is not None)
     assert held.until == first + state.job.recovery.window > at
+
+
+THIRD_STEP_ENDS = msgspec.structs.replace(LOSES_THREE, at_step={**LOSES_TWO.at_step, 150: _loses_node_of(R0)})
+
+
+@functools.cache
+def _third_step_ends() -> tuple[Site, Outcome, State]:
+    return run_to_end(THIRD_STEP_ENDS)
+
+
+def _excluded(site: Site) -> list[NodeName]:
+    decisions = [stamped.event.action for stamped in site.records if isinstance(stamped.event, ev.Decided)]
+    return [decision.node for decision in decisions if isinstance(decision, Exclude)]
+
+
+def _node_lost(site: Site) -> list[Finding]:
+    """Return the recorded findings ``node_lost`` in order, up to the decision that ends the run."""
+    findings: list[Finding] = []
+    for stamped in site.records:
+        if isinstance(stamped.event, ev.FindingChanged) and stamped.event.finding.detector == "node_lost":
+            findings.append(stamped.event.finding)
+        elif isinstance(stamped.event, ev.Decided) and isinstance(stamped.event.action, Finish):
+            break
+    return findings
+
+
+def test_replica_leaves_a_node_that_the_breaker_keeps_once_the_cluster_no_longer_lists_its_step() -> None:
+    site, outcome, _ = _third_step_ends()
+    assert outcome is Outcome.COMPLETED
+    third = summarize(site.records).recoveries[2]
+    assert (third.replica, third.incarnation, third.rung) == (R0, 3, Rung.REPLACEMENT)
+    assert third.total_s is not None
+    assert third.total_s < LIMITS.silence + LIMITS.quiet + 3 * LIMITS.poll, "it did not wait for the breaker"
+    assert third.node_before not in _excluded(site)
+    assert len(_excluded(site)) == 2
+
+
+def test_node_counts_as_lost_after_its_replica_has_left() -> None:
+    site, _, _ = _third_step_ends()
+    node = summarize(site.records).recoveries[2].node_before
+    assert [finding.verdict for finding in _node_lost(site) if finding.node == node][-1] is Verdict.FAIL
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["recorded", "not recorded"])
+def test_manager_that_is_killed_when_it_finds_the_step_gone_leaves_the_repair_to_the_next_one(before: bool) -> None:
+    """The next manager has not found the node lost yet, so a recorded finding makes it try that node once more."""
+    events = [stamped.event for stamped in _third_step_ends()[0].records]
+    found = [isinstance(event, ev.FindingChanged) and event.finding.detector == "step_gone" for event in events]
+
+    def kill_manager(site: Site) -> None:
+        site.kill_at, site.before = 1 + found.index(True), before
+
+    site, outcome, state = run_to_end(THIRD_STEP_ENDS, kill_manager)
+    assert (outcome, site.managers, len(_excluded(site))) == (Outcome.COMPLETED, 2, 2)
+    restarted = state.replica(R0)
+    assert restarted.incarnation_number == (3 if before else 4)
+    assert restarted.node not in site.dead_nodes
+
+
+@pytest.mark.parametrize("cluster_is_silent", [False, True], ids=["step is listed", "cluster is silent"])
+def test_replica_on_a_node_that_is_cut_off_continues_once_messages_arrive_again(cluster_is_silent: bool) -> None:
+    """The exclusion of the node is held back, and its steps run all the time."""
+    cut = _cuts_off_node_of(R0, 5 * LIMITS.quiet, cluster_is_silent)
+    script = msgspec.structs.replace(LOSES_TWO, at_step={**LOSES_TWO.at_step, 150: cut})
+    site, outcome, state = run_to_end(script)
+    assert outcome is Outcome.COMPLETED
+    assert len({finding.node for finding in _node_lost(site) if finding.verdict is Verdict.FAIL}) == 3
+    assert state.replica(R0).incarnation_number == 2
+    assert len(_excluded(site)) == 2

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 import pytest
 
 from rrl.core.launch import tag_of
-from rrl.core.types import Incarnation, NodeName
+from rrl.core.types import AGENT, Incarnation, NodeName, replica_id
+from rrl.health.detection.health_monitor import HealthMonitor
 from rrl.manager.cluster.base import (
     AllocationRequest,
     AllocationState,
@@ -22,6 +25,7 @@ from rrl.manager.intake.reconcile import (
     expects_change,
     has_undecided_launch,
     reconcile,
+    unlisted_steps,
 )
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Drain, Launch, Release, Request, Shrink, Undrain, Why
@@ -381,3 +385,213 @@ def test_released_node_is_settled_by_the_allocation_without_it() -> None:
     assert looks.poll(listed(RUNNING)) == []
     less = msgspec.structs.replace(RUNNING, nodes=(N1,))
     assert ev.IntentSettled(shrink.tag, True, "confirmed by the cluster") in looks.poll(listed(less))
+
+
+# ── steps that the cluster no longer lists ───────────────────────────────────────────────────────────────────────────
+R2, AGENT_1, AGENT_2 = (Incarnation(ROLLOUTS[1], 1), *(Incarnation(replica_id(AGENT, node), 1) for node in (N1, N2)))
+STEPS = {tag_of(RUN, incarnation): node for incarnation, node in ((R2, N2), (AGENT_2, N2))}
+"""Steps that still run after the node of the first rollout was lost."""
+LIMITS = job().limits
+LOST_AT = 1000.0
+SILENT_AT = LOST_AT + LIMITS.silence
+
+
+class LostNode:
+    """A rollout on each of two nodes. Since ``LOST_AT`` no message arrives from ``n1``, neither of its agent."""
+
+    def __init__(self, allocation: str = POOL, component: str = POOL) -> None:
+        held = AllocationStatus(AllocationState.RUNNING, "7", (N1, N2))
+        request = AllocationRequest(allocation, 2, NODE, 60.0)
+        if component != allocation:
+            request = msgspec.structs.replace(
+                request, further_components=(AllocationRequest(component, 1, NODE, 60.0, node_group="rollout"),)
+            )
+        on_nodes = ((R1, N1), (R2, N2), (AGENT_1, N1), (AGENT_2, N2))
+        launches = [Launch(one, tag_of(RUN, one), component, node, WHY) for one, node in on_nodes]
+        self.polls = Polls(
+            ev.Intended(Request(request, WHY)), ev.IntentSettled(allocation, True),
+            ev.AllocationChanged(component, held), *(ev.Intended(launch) for launch in launches),
+            *(ev.Admitted(launch.incarnation, launch.step, launch.node, 1) for launch in launches),
+            *(ev.Joined(one, node, node, 2) for one, node in on_nodes[:2]),
+            *(ev.AgentJoined(one, node, node, 2) for one, node in on_nodes[2:]),
+        )  # fmt: skip
+        self.snapshot = ClusterSnapshot({}, {component: held}, dict(STEPS))
+        self.monitor = HealthMonitor()
+        for one, node in on_nodes:
+            self.monitor.on_launched(one, node, LOST_AT)
+        self.hears(R1, R2, AGENT_1, AGENT_2, at=LOST_AT)
+
+    @property
+    def state(self) -> State:
+        assert self.polls.state is not None
+        return self.polls.state
+
+    def hears(self, *senders: Incarnation, at: float) -> None:
+        for sender in senders:
+            node = N1 if sender in (R1, AGENT_1) else N2
+            if sender in (R1, R2):
+                self.monitor.on_hello(sender, node, "generate", at)
+            else:
+                self.monitor.on_agent_message(node, sender, at)
+
+    def gone(
+        self, at: float, snapshot: ClusterSnapshot | None = None, busy: frozenset[str] = frozenset(),
+        others_send: bool = True,
+    ) -> list[Incarnation]:  # fmt: skip
+        """Poll; the other node's processes have just sent their heartbeats."""
+        if others_send:
+            self.hears(R2, AGENT_2, at=at)
+        observed = self.snapshot if snapshot is None else snapshot
+        self.polls.poll(observed, at, busy)
+        return unlisted_steps(self.state, observed, self.polls.misses, self.monitor, at)
+
+
+def test_step_on_a_silent_node_is_gone_once_the_cluster_has_not_listed_it_for_the_quiet_period() -> None:
+    lost = LostNode()
+    assert lost.gone(SILENT_AT) == []
+    assert lost.gone(SILENT_AT + QUIET - 1.0) == []
+    assert lost.gone(SILENT_AT + QUIET) == [R1]
+
+
+def test_one_poll_without_a_step_is_never_enough() -> None:
+    assert LostNode().gone(SILENT_AT + 10 * QUIET) == []
+
+
+def test_a_poll_that_lists_the_step_begins_the_count_anew() -> None:
+    lost = LostNode()
+    assert lost.gone(SILENT_AT) == []
+    listed = msgspec.structs.replace(lost.snapshot, steps={**STEPS, STEP: N1})
+    assert lost.gone(SILENT_AT + QUIET - 1.0, listed) == []
+    assert lost.gone(SILENT_AT + QUIET) == []
+    assert lost.gone(SILENT_AT + 2 * QUIET) == [R1]
+
+
+@pytest.mark.parametrize(
+    ("allocation", "component"), [(POOL, POOL), (f"{RUN}.rollout-0",) * 2, (f"{RUN}.trainer", f"{RUN}.rollout")],
+    ids=["pool", "replica", "hetjob"],
+)  # fmt: skip
+def test_gone_step_is_found_in_each_form_of_allocation(allocation: str, component: str) -> None:
+    lost = LostNode(allocation, component)
+    assert lost.gone(SILENT_AT) == []
+    assert lost.gone(SILENT_AT + QUIET) == [R1]
+
+
+def test_node_whose_agent_was_lost_earlier_and_is_restarting_needs_no_finding() -> None:
+    lost = LostNode()
+    lost.monitor.remove(AGENT_1)
+    lost.monitor.on_launched(Incarnation(AGENT_1.replica, 2), N1, SILENT_AT)
+    assert lost.gone(SILENT_AT) == []
+    assert lost.gone(SILENT_AT + QUIET) == [R1]
+
+
+def _snapshots(change: Callable[[ClusterSnapshot], ClusterSnapshot]) -> Callable[[LostNode, float], ClusterSnapshot]:
+    return lambda lost, at: change(lost.snapshot)
+
+
+def _with_steps(*tags: str) -> Callable[[LostNode, float], ClusterSnapshot]:
+    return _snapshots(lambda snapshot: msgspec.structs.replace(snapshot, steps=dict.fromkeys(tags, N1)))
+
+
+def _with_allocation(status: AllocationStatus | None) -> Callable[[LostNode, float], ClusterSnapshot]:
+    allocations = {} if status is None else {POOL: status}
+    return _snapshots(lambda snapshot: msgspec.structs.replace(snapshot, allocations=allocations))
+
+
+def _hearing(sender: Incarnation, *listed: str) -> Callable[[LostNode, float], ClusterSnapshot]:
+    def hears(lost: LostNode, at: float) -> ClusterSnapshot:
+        lost.hears(sender, at=at)
+        return msgspec.structs.replace(lost.snapshot, steps={**STEPS, **dict.fromkeys(listed, N1)})
+
+    return hears
+
+
+def _suspended(lost: LostNode, at: float) -> ClusterSnapshot:
+    lost.monitor.on_job_status(N1, True, at, at)
+    return lost.snapshot
+
+
+def _stop_requested(lost: LostNode, at: float) -> ClusterSnapshot:
+    lost.monitor.on_stop_requested(R1, at)
+    return lost.snapshot
+
+
+@pytest.mark.parametrize(
+    "poll",
+    [
+        _with_steps(*STEPS, STEP),
+        _snapshots(lambda _: BLIND),
+        _snapshots(lambda snapshot: msgspec.structs.replace(snapshot, steps=None)),
+        _snapshots(lambda snapshot: msgspec.structs.replace(snapshot, allocations=None)),
+        _with_steps(),
+        _with_steps(next(iter(STEPS))),
+        _with_allocation(None),
+        _with_allocation(msgspec.structs.replace(RUNNING, nodes=(N2,))),
+        *(_with_allocation(msgspec.structs.replace(RUNNING, state=state))
+          for state in AllocationState if state is not AllocationState.RUNNING),
+        _hearing(AGENT_1, tag_of(RUN, AGENT_1)), _hearing(R1), _suspended, _stop_requested,
+    ],
+    ids=[
+        "the node is cut off, and its step is listed", "the cluster is silent", "the steps could not be read",
+        "the allocations could not be read", "the list of steps is empty", "the list of steps breaks off",
+        "the allocation is missing", "the allocation has lost the node",
+        *(f"the allocation is {state.value}" for state in AllocationState if state is not AllocationState.RUNNING),
+        "the agent sends heartbeats", "the replica sends heartbeats", "the node is suspended", "its stop is requested",
+    ],
+)  # fmt: skip
+def test_step_is_not_gone_while(poll: Callable[[LostNode, float], ClusterSnapshot]) -> None:
+    lost = LostNode()
+    for n in range(20):
+        at = SILENT_AT + n * QUIET / 2
+        assert lost.gone(at, poll(lost, at)) == []
+
+
+@pytest.mark.parametrize(
+    ("steps_read", "allocations_read"), [(True, True), (False, True), (True, False), (False, False)]
+)
+def test_lists_without_any_step_count_if_nothing_of_the_run_sends_messages(
+    steps_read: bool, allocations_read: bool
+) -> None:
+    lost = LostNode()
+    lost.snapshot = msgspec.structs.replace(
+        lost.snapshot, steps={} if steps_read else None,
+        allocations=lost.snapshot.allocations if allocations_read else None,
+    )  # fmt: skip
+    assert lost.gone(SILENT_AT, others_send=False) == []
+    gone = lost.gone(SILENT_AT + QUIET, others_send=False)
+    assert gone == ([R1, R2] if steps_read and allocations_read else [])
+
+
+def _relaunched(lost: LostNode, *events: ev.Event) -> str:
+    """Launch a second incarnation on the silent node, and return the tag of its step."""
+    second = Incarnation(ROLLOUTS[0], 2)
+    launch = Launch(second, tag_of(RUN, second), POOL, N1, WHY)
+    for event in (ev.Intended(launch), *events):
+        lost.polls.state = fold(lost.state, ev.Stamped(lost.state.seq + 1, SILENT_AT, 1, event))
+    lost.monitor.on_launched(second, N1, SILENT_AT)
+    return launch.step
+
+
+def test_step_whose_launch_is_still_running_is_not_gone() -> None:
+    lost = LostNode()
+    step = _relaunched(lost)
+    for n in range(20):
+        assert lost.gone(SILENT_AT + n * QUIET / 2, busy=frozenset({step})) == []
+
+
+def test_admitted_step_that_is_not_listed_yet_is_not_gone_before_it_had_to_join() -> None:
+    lost, second = LostNode(), Incarnation(ROLLOUTS[0], 2)
+    _relaunched(lost, ev.Admitted(second, tag_of(RUN, second), N1, 1))
+    for at in (0.0, QUIET, LIMITS.join - 1.0, LIMITS.join):
+        assert lost.gone(SILENT_AT + at) == []
+    assert lost.gone(SILENT_AT + LIMITS.join + QUIET) == [second]
+
+
+def test_new_manager_counts_polls_and_silence_from_its_own_start() -> None:
+    lost = LostNode()
+    assert lost.gone(SILENT_AT) == []
+    lost.polls.misses = AbsenceCounter()
+    lost.monitor.restart(SILENT_AT + QUIET)
+    started = SILENT_AT + QUIET
+    assert lost.gone(started + LIMITS.join - 1.0) == []
+    assert lost.gone(started + LIMITS.join) == []
+    assert lost.gone(started + LIMITS.join + QUIET) == [R1]

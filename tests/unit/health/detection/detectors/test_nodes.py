@@ -243,3 +243,49 @@ def test_silent_agent_of_a_suspended_spare_does_not_fail() -> None:
     trace.monitor.on_job_status(NodeName("n9"), True, trace.now, trace.now)
     trace.play(20 * LIMITS.silence)
     assert trace.found() == set()
+
+
+# ── the cluster as the witness of a step's end ───────────────────────────────────────────────────────────────────────
+def lost_with_unlisted_step() -> Trace:
+    """Return two nodes, of which the first sends nothing; the cluster no longer lists the step of its rollout."""
+    trace = Trace().node("n1", ROLLOUT).node("n2", ROLLOUTS[2])
+    trace.heartbeat_missing |= {agent_of("n1"), ROLLOUT}
+    trace.play(2 * LIMITS.silence)
+    trace.monitor.on_step_unlisted(ROLLOUT, trace.now)
+    return trace
+
+
+def test_unlisted_step_on_a_lost_node_is_proof_and_dates_from_its_last_message() -> None:
+    trace = Trace().node("n1", ROLLOUT).node("n2", ROLLOUTS[2])
+    last = trace.now
+    trace = lost_with_unlisted_step()
+    assert trace.found() == {fail("node_lost", "n1"), fail("step_gone", ROLLOUT)}
+    finding = next(one for one in trace.findings() if one.detector == "step_gone")
+    assert (finding.proof, finding.remedy, finding.since) == (True, Remedy.RESTART, last)
+    assert [(one.source, one.at) for one in finding.evidence] == [("cluster", last)]
+
+
+def test_node_stays_lost_after_its_unlisted_replica_was_fenced() -> None:
+    trace = lost_with_unlisted_step()
+    trace.monitor.remove(ROLLOUT)
+    trace.monitor.on_launched(Incarnation(ROLLOUT.replica, 2), NodeName("n2"), trace.now)
+    trace.play(LIMITS.silence)
+    assert trace.found() == {fail("node_lost", "n1")}
+
+
+def test_message_of_an_unlisted_replica_shows_that_it_runs() -> None:
+    trace = lost_with_unlisted_step()
+    trace.heartbeat_missing.clear()
+    trace.monitor.on_heartbeat(ROLLOUT, "generate", 1, None, trace.now)
+    trace.play(LIMITS.heartbeat)
+    assert trace.found() == set()
+
+
+def test_unlisted_step_that_was_to_stop_or_left_an_exit_record_is_not_gone() -> None:
+    trace = lost_with_unlisted_step()
+    trace.monitor.on_stop_requested(ROLLOUT, trace.now)
+    assert "step_gone" not in {finding.detector for finding in trace.findings()}
+    trace = lost_with_unlisted_step()
+    trace.monitor.on_step_ended(ROLLOUT, 1, None, ExitReason.EXITED, trace.now)
+    assert fail("exit_record", ROLLOUT) in trace.found()
+    assert fail("step_gone", ROLLOUT) not in trace.found()
