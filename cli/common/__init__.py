@@ -1,1 +1,1 @@
-"""Code that several commands share: finding runs, sending commands to a manager, output."""
+"""Arguments and output that several commands share."""
