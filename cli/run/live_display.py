@@ -46,15 +46,10 @@ class LiveDisplay:
         """True if the screen must be cleared before the next drawing."""
 
     def lines(self, view: RenderableType) -> list[Line]:
-        """Return the lines of a view at the present width of the terminal.
-
-        Escaped text may be longer than the columns that it was given. It is cut off, since a line that the terminal
-        wraps would move all others.
-        """
-        width = self._console.width
-        options = self._console.options.update(width=width, height=None)
+        """Return the lines of a view, cut off at the present width of the terminal."""
+        options = self._console.options.update(width=self._console.width, height=None)
         rendered = self._console.render_lines(Escaped(view), options, pad=False)
-        return [_cropped(_cells(line, self._console.no_color), width) for line in rendered]
+        return [_cells(line, self._console.no_color) for line in rendered]
 
     @property
     def width(self) -> int:
@@ -150,13 +145,6 @@ def _cells(segments: Sequence[Segment], no_color: bool) -> Line:
     while cells and cells[-1][0] == " " and not _is_visible(cells[-1][1]):
         cells.pop()
     return cells
-
-
-def _cropped(line: Line, width: int) -> Line:
-    """Return at most ``width`` cells of a line, without half of a wide character."""
-    if len(line) <= width:
-        return line
-    return line[: width - 1] if not line[width][0] else line[:width]
 
 
 def _is_visible(style: Style | None) -> bool:
