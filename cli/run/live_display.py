@@ -46,7 +46,7 @@ class LiveDisplay:
         """True if the screen must be cleared before the next drawing."""
 
     def lines(self, view: RenderableType) -> list[Line]:
-        """Return the lines of a view at the present width of the terminal."""
+        """Return the lines of a view, cut off at the present width of the terminal."""
         options = self._console.options.update(width=self._console.width, height=None)
         rendered = self._console.render_lines(Escaped(view), options, pad=False)
         return [_cells(line, self._console.no_color) for line in rendered]

@@ -87,15 +87,16 @@ def _pace(state: State) -> dict[str, float | None]:
     """Return how fast the run trains: the figures of the row ``pace``, and the weights' lag in steps."""
     now = time.time() if state.ended is None else state.ended
     training, run_seconds = state.training_time, state.run_seconds(now)
-    step_s = training.seconds_per_step
-    lag = weights_lag_steps(state)
+    step_s, lag = training.seconds_per_step, weights_lag_steps(state)
+    left_s = step_s * (state.job.steps - state.step) if step_s is not None and state.finish is None else None
     ettr = training.seconds(now) / run_seconds if training.began is not None and run_seconds > 0 else None
-    left_s = None if state.finish is not None or step_s is None else step_s * (state.job.steps - state.step)
     return {
-        "seconds_per_step": step_s, "seconds_left": left_s,
-        "ettr": ettr, "ettr_last_hour": None if state.outcome is not None else training.recent_share(now),
+        "seconds_per_step": step_s,
+        "seconds_left": left_s,
+        "ettr": ettr,
+        "ettr_last_hour": None if state.outcome is not None else training.recent_share(now),
         "weights_lag_steps": None if lag is None else lag[1],
-    }  # fmt: skip
+    }
 
 
 def picture(

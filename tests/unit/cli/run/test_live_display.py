@@ -156,3 +156,13 @@ def test_control_characters_of_a_view_do_not_reach_the_terminal() -> None:
     screen = Screen()
     assert "\x1b[31m" not in screen.draw(Text("a\x1b[31mb\x07"))
     assert screen.text[0].startswith("a")
+
+
+@pytest.mark.parametrize("end", ["", "世"])
+def test_escaped_text_that_is_longer_than_its_line_moves_no_other_line(end: str) -> None:
+    screen = Screen()
+    screen.draw(Text("\x1b" * (COLUMNS - 1 - 2 * len(end)) + end), Text("two"))
+    screen.draw(Text("\x1b" * COLUMNS), Text("TWO"))
+    assert screen.text[1:] == ["TWO", *[""] * (ROWS - 2)]
+    screen.draw(Text(f"{'a' * (COLUMNS - 7)}\x1b{end}"), Text("TWO"))
+    assert screen.text[0] == f"{'a' * (COLUMNS - 7)}\\x1b{end}"
