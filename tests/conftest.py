@@ -98,7 +98,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         return None
     from xdist.scheduler import LoadFileScheduling
 
-    class Scheduling(LoadFileScheduling):
+    class Scheduling(LoadFileScheduling):  # type: ignore[misc]  # pytest-xdist has no types
         def _split_scope(self, nodeid: str) -> str:
             return _TOGETHER if nodeid.startswith(_TOGETHER) else super()._split_scope(nodeid)
 

@@ -25,7 +25,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> TestRun:
     toml = QUICKSTART.read_text().partition("[[faults.planned]]")[0]
     changes = (
         ("steps = 300", f"steps = {STEPS}"), ("spares = 1", "spares = 0"), ("replicas = 2", "replicas = 1"),
-        ("[roles.trainer]\n", "[roles.trainer]\nexport = 3\nranks = 2\nwarm = false\n"),
+        ("[roles.trainer]\n", "[roles.trainer]\nexport = 3\nkeep_checkpoints = 5\nranks = 2\nwarm = false\n"),
         ("warm_start_steps = 30", "warm_start_steps = 1"),
     )  # fmt: skip
     for before, after in changes:
