@@ -41,7 +41,6 @@ def test_a_trainer_and_a_rollout_of_ones_own_learn_though_each_is_killed(tmp_pat
         ("step=30", "step=10"),
         ("step=60", "step=25"),
         ("spares = 1", "spares = 0"),
-        ("learning_rate = 0.01", "learning_rate = 0.01\nwarm = false"),  # a standby loads torch, too
     )
     for old, new in changes:
         assert old in toml

@@ -80,7 +80,7 @@ def test_a_run_that_has_not_ended_is_not_resumed_and_another_job_is_refused(tmp_
     code, out, error = _recorded(run, "drain", run.run.id, left)
     assert (code, out) == (0, f"{left} is used no more by this run\n"), error
     step = run.wait(lambda state: state.nodes[NodeName(left)].excluded is not None).step
-    run.wait(lambda state: state.step >= step + 45)  # longer than limits.silence: nothing speaks there any more
+    run.wait(lambda state: state.step >= step + 60)  # longer than limits.silence: nothing speaks there any more
     against = [one.event.finding for one in run.events() if isinstance(one.event, ev.FindingChanged)]
     assert [finding for finding in against if finding.node == left] == []
 

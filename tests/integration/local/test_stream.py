@@ -84,14 +84,14 @@ def test_open_step_outlives_its_trainer_and_a_resume_that_waits_for_whole_batche
 def test_the_example_trains_in_parts_through_the_death_of_its_trainer(tmp_path: Path) -> None:
     toml = (EXAMPLES / "stream.toml").read_text()
     for old, new in (
-        ("\nsteps = 300", "\nsteps = 10"), ('at = "step=60"', 'at = "step=4"'),
+        ("\nsteps = 300", "\nsteps = 16"), ('at = "step=60"', 'at = "step=4"'),
         ("spares = 1", "spares = 0"), ("replicas = 2", "replicas = 1"),  # each process loads torch: 4 s of CPU
     ):  # fmt: skip
         assert toml.count(old) == 1, old
         toml = toml.replace(old, new)
     run = submit_here(tmp_path, toml)
     state = run.wait_end(TORCH_TIMEOUT_S)
-    assert (state.outcome, state.step) == ("completed", 10), state.why
+    assert (state.outcome, state.step) == ("completed", 16), state.why
     assert state.replica(TRAINER).incarnation_number == 2
     run.wait_gone()
     check_sound(run.run)
