@@ -22,9 +22,9 @@ STEPS = 5
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> TestRun:
-    toml = QUICKSTART.read_text().partition("[[faults.planned]]")[0]
+    toml = QUICKSTART.read_text()
     changes = (
-        ("steps = 300", f"steps = {STEPS}"), ("spares = 1", "spares = 0"), ("replicas = 2", "replicas = 1"),
+        ("steps = 300", f"steps = {STEPS}"), ("spares = 1", "spares = 0"), ('at = "step=60"', 'at = "step=900"'),
         ("[roles.trainer]\n", "[roles.trainer]\nexport = 3\nranks = 2\nwarm = false\n"),
         ("warm_start_steps = 30", "warm_start_steps = 1"),
     )  # fmt: skip
