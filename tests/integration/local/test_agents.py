@@ -102,7 +102,8 @@ def killed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     It has more steps than are trained while the rollout is away; without the store or the agents no step is trained.
     """
     light = request.param == "light"
-    steps, episodes, changes = (100, 4, (*FEW, *WITHOUT_MODEL)) if light else (40, 64, ())
+    steps, episodes = (100, 4) if light else (40, 64)
+    changes: tuple[tuple[str, str], ...] = (*FEW, *WITHOUT_MODEL) if light else ()
     died = ("[roles.trainer]", 'on_death = "again"\n\n[roles.trainer]')
     run = submit(tmp_path_factory.mktemp("agents"), steps, WATCHED_AGENT, died, *changes)
     run.wait(lambda state: state.step >= 2, TIMEOUT_S)
