@@ -18,7 +18,6 @@ from .capacity.rotation import preemptions, rotate
 from .capacity.standbys import plan_standbys
 from .deadlines import NEVER
 from .planned_faults import due_faults
-from .recovery.node_exclusion import limit_exclusions
 from .recovery.recover import recover
 from .shutdown import plan_shutdown
 
@@ -47,7 +46,7 @@ def plan(state: State, now: float) -> Plan:
     inventory = NodeInventory(state, now)
     if preempted := preemptions(state, inventory, now):
         return Plan(tuple(preempted), now)
-    decisions, deferred = limit_exclusions(state, recover(state, inventory, now), now)
+    decisions, deferred = recover(state, inventory, now)
     breaker_wake = min((exclusion.until for exclusion in deferred), default=NEVER)
     if decisions:
         return Plan(tuple(decisions), now)

@@ -15,13 +15,13 @@ manager and the network work. In runs of up to four nodes, where two nodes are n
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from msgspec import Struct
 
 from ....core.types import AGENT, Cause, Finding, NodeName, Remedy, is_support, replica_id
 from ...cluster.base import NodeState
-from ...model.actions import Decision, Exclude, Why
+from ...model.actions import Exclude, Why
 from ...model.queries import most_severe, workers
 from ...model.state import Replica, State, Status
 from ..capacity.node_fitness import excludes_node, unfit_nodes
@@ -139,9 +139,9 @@ def exclusions_allowed(share: float, nodes: int) -> int:
 
 
 def limit_exclusions(
-    state: State, decisions: list[Decision], now: float
-) -> tuple[list[Decision], list[DeferredExclusion]]:
-    """Return the decisions that may be carried out now, and the exclusions that the circuit breaker holds back.
+    state: State, excludes: Sequence[Exclude], now: float
+) -> tuple[list[Exclude], list[DeferredExclusion]]:
+    """Return the exclusions that may be carried out now, and those that the circuit breaker holds back.
 
     ``now`` is the manager's time (s). An exclusion is held back while too many nodes were excluded within the recovery
     window, or while the cluster itself has lost too many of the run's nodes.
@@ -154,29 +154,27 @@ def limit_exclusions(
     ends = sorted(node.excluded_at + recovery.window for node in excluded_nodes)
     recent = [end for end in ends if end > now]
     excluded = len(recent)
-    passed: list[Decision] = []
+    passed: list[Exclude] = []
     deferred: list[DeferredExclusion] = []
     down = _down_nodes(state)
     outage = len(down) > max(1, OUTAGE_SHARE * len(state.nodes))
-    for decision in decisions:
-        if isinstance(decision, Exclude):
-            if outage and decision.node not in down:
-                why = f"{len(down)} of {len(state.nodes)} nodes are down: only those are excluded"
-                deferred.append(DeferredExclusion(decision, why, NEVER))
-                continue
-            if excluded >= allowed:
-                share = f"{excluded} of {len(state.nodes)} nodes"
-                why = f"{share} excluded within {recovery.window:g} s, and no more may be"
-                deferred.append(DeferredExclusion(decision, why, recent[0] if recent else now + recovery.window))
-                continue
+    for exclude in excludes:
+        if outage and exclude.node not in down:
+            why = f"{len(down)} of {len(state.nodes)} nodes are down: only those are excluded"
+            deferred.append(DeferredExclusion(exclude, why, NEVER))
+        elif excluded >= allowed:
+            share = f"{excluded} of {len(state.nodes)} nodes"
+            why = f"{share} excluded within {recovery.window:g} s, and no more may be"
+            deferred.append(DeferredExclusion(exclude, why, recent[0] if recent else now + recovery.window))
+        else:
             excluded += 1
-        passed.append(decision)
+            passed.append(exclude)
     return passed, deferred
 
 
 def deferred_exclusions(state: State, now: float) -> list[DeferredExclusion]:
     """Return the exclusions that the circuit breaker holds back at ``now`` (manager's time, s), for users."""
-    return limit_exclusions(state, list(exclusions(state, NodeInventory(state, now))), now)[1]
+    return limit_exclusions(state, exclusions(state, NodeInventory(state, now)), now)[1]
 
 
 def _down_nodes(state: State) -> set[NodeName]:

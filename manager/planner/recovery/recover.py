@@ -32,7 +32,7 @@ from .ladder import (
     lower_rungs,
     severity,
 )
-from .node_exclusion import exclusions, limit_exclusions
+from .node_exclusion import DeferredExclusion, exclusions, limit_exclusions
 from .rejection import command_missing, invalid_config, never_joined, no_fit_node, rejected, role_exhausted
 from .repeated_end import failed_by_code, others_may_work, repeated_clean_exit, repeated_exception, scorer_fails
 from .software_fault import suggests_software_fault
@@ -40,15 +40,20 @@ from .software_fault import suggests_software_fault
 _Members = Sequence[Replica]
 
 
-def recover(state: State, inventory: NodeInventory, now: float) -> list[Decision]:
-    """Return the decisions for everything that failed. ``now`` is the manager's time (s)."""
+def recover(
+    state: State, inventory: NodeInventory, now: float
+) -> tuple[list[Decision], list[DeferredExclusion]]:  # fmt: skip
+    """Return the decisions for everything that failed, and the exclusions that the circuit breaker holds back.
+
+    ``now`` is the manager's time (s).
+    """
     mistake = invalid_config(state) or scorer_fails(state) or command_missing(state, inventory) or no_fit_node(state)
     if mistake is not None:
-        return [mistake]
-    exclude_decisions = exclusions(state, inventory)
-    held_back = {deferred.exclude.node for deferred in limit_exclusions(state, list(exclude_decisions), now)[1]}
-    excluded_nodes = {exclude.node for exclude in exclude_decisions} - (held_back & inventory.barred)
-    decisions: list[Decision] = [*exclude_decisions, *_vacate_for_promotion(state, inventory, now)]
+        return [mistake], []
+    excludes, deferred = limit_exclusions(state, exclusions(state, inventory), now)
+    held_back = {one.exclude.node for one in deferred}
+    excluded_nodes = {exclude.node for exclude in excludes} | (held_back - inventory.barred)
+    decisions: list[Decision] = [*excludes, *_vacate_for_promotion(state, inventory, now)]
     dropped: set[ReplicaId] = set()
     for members in (
         *inventory.gangs,
@@ -73,7 +78,7 @@ def recover(state: State, inventory: NodeInventory, now: float) -> list[Decision
             break
         if any(isinstance(decision, Fence) and decision.rung is Rung.DEGRADED for decision in decided):
             dropped.add(gang_of(members[0].id))
-    return decisions
+    return decisions, deferred
 
 
 # ── restarts and moves without a failure of the member ───────────────────────────────────────────────────────────────
