@@ -3,22 +3,44 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
+from typing import NamedTuple
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from ...core.run_dir import RunDir
 from ...core.run_spec import RunSpec
-from ...core.types import Finding, OperationFailed, Outcome, UsageError, Verdict
+from ...core.types import Finding, Incarnation, NodeName, OperationFailed, Outcome, UsageError, Verdict
 from ...manager.model.queries import workers
-from ...manager.model.state import State, Status
+from ...manager.model.state import Replica, State, Status
 from ..runs import job_of, read_state, resume_pending
 from .manager_liveness import Liveness, SlurmJobs, ask_slurm, judge, owner_of, stale_lease
 from .start_check import StartCheck
 
 NORMAL_STATUSES = (Status.JOINED, Status.COMPLETED)
 """Statuses of replicas that need no attention."""
+
+
+class Failures(NamedTuple):
+    """The oldest finding that something failed, by incarnation and by node, and the failed nodes that stay in use."""
+
+    of: Mapping[Incarnation | NodeName, Finding]
+    held_nodes: Collection[NodeName] = ()
+
+    def about(self, replica: Replica) -> Finding | None:
+        """Return the finding that the replica failed, else that its node failed; None if there is none."""
+        own = self.of.get(replica.incarnation)
+        return own if own is not None or replica.node is None else self.of.get(replica.node)
+
+
+def failures_of(state: State, held_nodes: Collection[NodeName] = ()) -> Failures:
+    """Return the failures of a run; ``held_nodes`` are failed nodes that stay in use."""
+    failing = sorted(
+        (one for one in state.findings.values() if one.verdict is Verdict.FAIL), key=lambda one: -one.since
+    )
+    subjects = ((one.incarnation or one.node, one) for one in failing)
+    return Failures({subject: finding for subject, finding in subjects if subject is not None}, held_nodes)
 
 
 class RunState(Struct, frozen=True):
@@ -81,10 +103,10 @@ def standing(state: State) -> str:
         return f"ending ({state.finish.outcome.value})"
     if not any(allocation.running for allocation in state.allocations.values()):
         return "waiting for nodes"
-    failures = [finding for finding in state.findings.values() if finding.verdict is Verdict.FAIL]
-    failed = {finding.incarnation or finding.node for finding in failures}
-    failing = any(replica.incarnation in failed or replica.node in failed for replica in workers(state)) or any(
-        not _is_on_excluded_node(state, finding) for finding in failures
+    failures = failures_of(state)
+    failing = any(failures.about(replica) is not None for replica in workers(state)) or any(
+        finding.verdict is Verdict.FAIL and not _is_on_excluded_node(state, finding)
+        for finding in state.findings.values()
     )
     if failing or any(replica.status not in NORMAL_STATUSES for replica in workers(state)):
         return "recovering" if failing or state.recoveries else "starting"

@@ -17,10 +17,10 @@ from ...api.watching.run_state import listed_states, standing
 from ...api.watching.start_check import StartCheck
 from ...core.run_dir import RunDir, runs_root
 from ...core.types import Outcome
-from ...manager.model.queries import weights_lag_steps
 from ...manager.model.state import State
 from ...manager.storage.model_folders import model_folders
 from ..common.output import console, print_json, print_line, show
+from ..views.pace import pace_of
 from ..views.replicas import MAX_LISTED
 from ..views.status import status_view
 from ..views.summary import recoveries_view, runs_view
@@ -76,27 +76,12 @@ def _as_json(run: RunDir, state: State) -> dict[str, Any]:
     stream = stream_summary(state.idle_times, state.stream_figures)
     figures = decoded["episode_figures"]
     turns = {name: figures[name] for name in ("turns", "branches", "given_tokens", "untrained_turns", "token_drift")}
-    sections = {"stream": stream, "episodes": episode_counts(state.episode_figures), "pace": _pace(state)}
+    pace = pace_of(state, time.time())
+    sections = {"stream": stream, "episodes": episode_counts(state.episode_figures), "pace": pace}
     folders: dict[str, Any] = msgspec.to_builtins(model_folders(run, state.step))
     return decoded | standing_keys | turns | folders | {
         name: msgspec.to_builtins(section, str_keys=True) for name, section in sections.items()
     }  # fmt: skip
-
-
-def _pace(state: State) -> dict[str, float | None]:
-    """Return how fast the run trains: the figures of the row ``pace``, and the weights' lag in steps."""
-    now = time.time() if state.ended is None else state.ended
-    training, run_seconds = state.training_time, state.run_seconds(now)
-    step_s, lag = training.seconds_per_step, weights_lag_steps(state)
-    left_s = step_s * (state.job.steps - state.step) if step_s is not None and state.finish is None else None
-    ettr = training.seconds(now) / run_seconds if training.began is not None and run_seconds > 0 else None
-    return {
-        "seconds_per_step": step_s,
-        "seconds_left": left_s,
-        "ettr": ettr,
-        "ettr_last_hour": None if state.outcome is not None else training.recent_share(now),
-        "weights_lag_steps": None if lag is None else lag[1],
-    }
 
 
 def picture(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from msgspec import Struct
 from rich.text import Text
 
 from ...core.run_spec import RoleSpec
 from ...manager.model.figures.idle_times import START, RolePoint, idle_shares, rate
 from ...manager.model.figures.stream_figures import EpisodeFigures, StreamFigures
+from ...manager.model.queries import weights_lag_steps
 from ...manager.model.state import State
 from .formatting import span
 
@@ -62,6 +64,33 @@ def token_rates(state: State) -> list[Text]:
     return rates
 
 
+class Pace(Struct, frozen=True):
+    """How fast a run trains; each figure is None while it is unknown."""
+
+    seconds_per_step: float | None
+    seconds_left: float | None
+    """Seconds until the last step at this pace; None once the end of the run is decided."""
+    ettr: float | None
+    """Share of the run's time that was effective training."""
+    ettr_last_hour: float | None
+    weights_lag_steps: int | None
+    """Steps by which the weights of the last rollout are behind."""
+
+
+def pace_of(state: State, now: float) -> Pace:
+    """Return how fast a run trains at ``now`` (wall clock, s), or trained until its end."""
+    until = now if state.ended is None else state.ended
+    training, run_seconds = state.training_time, state.run_seconds(until)
+    step_s, lag = training.seconds_per_step, weights_lag_steps(state)
+    return Pace(
+        step_s,
+        step_s * (state.job.steps - state.step) if step_s is not None and state.finish is None else None,
+        training.seconds(until) / run_seconds if training.began is not None and run_seconds > 0 else None,
+        None if state.outcome is not None else training.recent_share(until),
+        None if lag is None else lag[1],
+    )
+
+
 def progress_figures(state: State, now: float) -> list[Text]:
     """Return how fast the run trains: seconds of a step, time left, and effective training time (ETTR).
 
@@ -69,15 +98,13 @@ def progress_figures(state: State, now: float) -> list[Text]:
     """
     if not state.job.steps:
         return []
-    found, time = [], state.training_time
-    if (seconds := time.seconds_per_step) is not None:
+    found, pace = [], pace_of(state, now)
+    if (seconds := pace.seconds_per_step) is not None:
         found.append(Text(f"{seconds:.3g} s a step" if seconds < 1000 else f"{span(seconds)} a step"))
-        if state.finish is None and state.outcome is None and state.step < state.job.steps:
-            found.append(_time_left(seconds * (state.job.steps - state.step), state.ends_at - now))
-    until = now if state.ended is None else state.ended
-    if time.began is not None and (run_seconds := state.run_seconds(until)) > 0 and state.step:
-        text = f"ETTR {percent(min(1.0, time.seconds(until) / run_seconds))}"
-        recent = time.recent_share(now) if state.outcome is None else None
+        if pace.seconds_left is not None and state.outcome is None and state.step < state.job.steps:
+            found.append(_time_left(pace.seconds_left, state.ends_at - now))
+    if pace.ettr is not None and state.step:
+        text, recent = f"ETTR {percent(min(1.0, pace.ettr))}", pace.ettr_last_hour
         found.append(Text(text if recent is None else f"{text}, last hour {percent(recent)}"))
     return found
 

@@ -6,7 +6,7 @@ Reasons wrap and are never cut off, because their ends matter.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from rich import box
@@ -14,9 +14,9 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ...api.watching.run_state import NORMAL_STATUSES
+from ...api.watching.run_state import NORMAL_STATUSES, Failures
 from ...core.phases import phase
-from ...core.types import Cause, Finding, Incarnation, NodeName, Verdict
+from ...core.types import Cause, Finding, Verdict
 from ...manager.model.queries import workers
 from ...manager.model.state import FailedIncarnation, Replica, State, Status, UnchargedRestart
 from .formatting import span
@@ -45,27 +45,6 @@ _FAILED = {Cause.PROCESS: "dead", Cause.HANG: "hung", Cause.NODE: "lost"}
 """What a replica is called of which a finding of this cause says that it failed; ``failed`` for other causes."""
 _DETECTORS = {"exit_record": "process ended", "step_gone": "process gone"}
 """Names of detectors for people, if they differ from the detector's name."""
-
-
-class Failures(NamedTuple):
-    """The oldest finding that something failed, by incarnation and by node, and the failed nodes that stay in use."""
-
-    of: Mapping[Incarnation | NodeName, Finding]
-    held_nodes: Collection[NodeName] = ()
-
-    def about(self, replica: Replica) -> Finding | None:
-        """Return the finding that the replica failed, else that its node failed; None if there is none."""
-        own = self.of.get(replica.incarnation)
-        return own if own is not None or replica.node is None else self.of.get(replica.node)
-
-
-def failures_of(state: State, held_nodes: Collection[NodeName] = ()) -> Failures:
-    """Return the failures of a run; ``held_nodes`` are failed nodes that stay in use."""
-    failing = sorted(
-        (one for one in state.findings.values() if one.verdict is Verdict.FAIL), key=lambda one: -one.since
-    )
-    subjects = ((one.incarnation or one.node, one) for one in failing)
-    return Failures({subject: finding for subject, finding in subjects if subject is not None}, held_nodes)
 
 
 class Doing(NamedTuple):

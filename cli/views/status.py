@@ -12,7 +12,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ...api.watching.run_state import NORMAL_STATUSES, standing
+from ...api.watching.run_state import NORMAL_STATUSES, failures_of, standing
 from ...core.phases import STANDBY
 from ...core.run_spec import INTEROPERABLE_TRANSPORTS
 from ...core.types import (
@@ -39,7 +39,6 @@ from .replicas import (
     NARROW_COLUMNS,
     bounded,
     doing,
-    failures_of,
     findings_view,
     replicas_view,
     restarts_view,
@@ -111,7 +110,8 @@ def one_line(state: State, now: float, silent: bool = False, known_standing: str
 
 # ── header ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 def _title(state: State, until: float, width: int, known_standing: str) -> Iterator[tuple[str, str] | str]:
-    word, colour = (known_standing, "red") if known_standing else (standing(state), _standing_colour(state))
+    word = known_standing or standing(state)
+    colour = "red" if known_standing else _standing_colour(state, word)
     done, all_ = progress(state)
     before, after = f"   {_progress_text(state)} ", f" {100 * done // max(1, all_)}%   {span(state.run_seconds(until))}"
     free = width - len(f"{state.run}  ● {word}{before}{after}")
@@ -130,12 +130,12 @@ def _progress_text(state: State) -> str:
     return f"{'step' if state.job.steps else 'done'} {done}/{all_}"
 
 
-def _standing_colour(state: State) -> str:
-    """Return the colour of the run's standing."""
+def _standing_colour(state: State, word: str) -> str:
+    """Return the colour of the run's standing, ``word``."""
     outcome = state.outcome or (state.finish.outcome if state.finish is not None else None)
     if outcome is not None:
         return _OUTCOME[outcome]
-    return {"waiting for nodes": "yellow", "running": "green"}.get(standing(state), "cyan")
+    return {"waiting for nodes": "yellow", "running": "green"}.get(word, "cyan")
 
 
 def _facts(
