@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping
 from datetime import datetime
 
 from ...core.run_spec import Resources, RunSpec
+from ...core.text import span
 from ...core.units import duration_text
 from ...manager.bootstrap.preview import Demand
-from ..views.formatting import size, span
+from ..views.formatting import size
 
 
 def overview_text(spec: RunSpec, needs: Demand, starts: Mapping[str, str], now: datetime | None = None) -> str:

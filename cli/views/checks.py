@@ -8,10 +8,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from ...core.text import span
 from ...core.types import WORST_FIRST, Finding, Remedy, Verdict
 from ...health.report.drain_requests import DrainRequest
 from ...health.report.model import DrainState
-from .formatting import span
 from .health_report import drain_text
 
 VERDICT_COLOUR = {Verdict.OK: "green", Verdict.WARN: "yellow", Verdict.FAIL: "red", Verdict.UNKNOWN: "magenta"}

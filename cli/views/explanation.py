@@ -10,11 +10,12 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.text import Text
 
+from ...core.text import span
 from ...core.types import Finding
 from ...manager.model.actions import Finish, Why
 from ...manager.reporting.decisions.expectations import Arrival, Result
 from ...manager.reporting.decisions.explanations import Explanation, is_repair, subject_of, words_of
-from .formatting import span, stage
+from .formatting import stage
 
 MAX_GROUP_NAMES = 8
 """Number of processes that are named of those that were started or stopped together."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from math import isfinite, nan
 
-from ...core.text import span as span
+from ...core.text import span
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 

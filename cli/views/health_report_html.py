@@ -11,9 +11,10 @@ from typing import Any
 
 import jinja2
 
+from ...core.text import span
 from ...health.history.cache import Sources
 from ...health.report.model import Day, NodeReport, Report, SiteReport
-from .formatting import folded, span
+from .formatting import folded
 from .health_report import drain_text, interval, is_notable, rows_of, utc_time
 from .health_report import figure as digits
 

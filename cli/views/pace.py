@@ -8,11 +8,11 @@ from msgspec import Struct
 from rich.text import Text
 
 from ...core.run_spec import RoleSpec
+from ...core.text import span
 from ...manager.model.figures.idle_times import START, RolePoint, idle_shares, rate
 from ...manager.model.figures.stream_figures import EpisodeFigures, StreamFigures
 from ...manager.model.queries import weights_lag_steps
 from ...manager.model.state import State
-from .formatting import span
 
 _SEPARATOR = " · "
 _IDLE_CAUSES = {"store": "the store", "external": "external services"}

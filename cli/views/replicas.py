@@ -16,10 +16,10 @@ from rich.text import Text
 
 from ...api.watching.run_state import NORMAL_STATUSES, Failures
 from ...core.phases import phase
+from ...core.text import span
 from ...core.types import Cause, Finding, Verdict
 from ...manager.model.queries import workers
 from ...manager.model.state import FailedIncarnation, Replica, State, Status, UnchargedRestart
-from .formatting import span
 
 NARROW_COLUMNS = 95
 """Number of columns below which less important details are left out."""

@@ -15,6 +15,7 @@ from rich.text import Text
 from ...api.watching.run_state import NORMAL_STATUSES, failures_of, standing
 from ...core.phases import STANDBY
 from ...core.run_spec import INTEROPERABLE_TRANSPORTS
+from ...core.text import span
 from ...core.types import (
     AGENT,
     STANDBY_ROLE,
@@ -32,7 +33,7 @@ from ...manager.model.queries import progress, weights_lag_steps, workers
 from ...manager.model.reduce_nodes import DRAIN
 from ...manager.model.state import Allocation, Node, State
 from ...manager.storage.model_folders import ModelFolders
-from .formatting import bar, curve, folded, number, resampled, span
+from .formatting import bar, curve, folded, number, resampled
 from .pace import agent_figures, idle_shares_of_roles, length_figures, packed, percent, progress_figures, token_rates
 from .replicas import (
     MAX_LISTED,

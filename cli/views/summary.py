@@ -12,8 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from ...api.watching.run_state import RunState
+from ...core.text import span
 from ...manager.storage.model_folders import ModelFolders
-from .formatting import number, span, stage
+from .formatting import number, stage
 from .pace import idle_text
 
 _OUTCOME_COLOUR = {"completed": "green", "cancelled": "yellow", "failed": "red", "rejected": "red"}

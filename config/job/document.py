@@ -24,7 +24,7 @@ _MAX_FILE_BYTES = 2**20
 _NO_FILE = "job.toml"
 """Path of a job spec without a file."""
 _ARGUMENT = "job"
-"""What complaints call TOML text or a table: the argument of ``rrl.submit``."""
+"""Name of TOML text or of a table in error messages: the argument of ``rrl.submit``."""
 _MAX_OPTION_CHARS = 120
 """Maximum number of characters of an option that a message quotes."""
 
@@ -221,14 +221,14 @@ def _merge(into: dict[str, Any], data: dict[str, Any], path: KeyPath) -> Iterato
 
 # ── Python values ──────────────────────────────────────────────────────────────────────────────────────────────────
 def _source_name(part: JobPart, index: int, parts: int) -> str:
-    """Return what complaints call a part: a file by its path, anything else as the argument of the Python API."""
+    """Return the name of a part in error messages: a file's path, or else the argument of the Python API."""
     if isinstance(part, Path):
         return _one_line(part)
     return _ARGUMENT if parts == 1 else f"{_ARGUMENT}[{index}]"
 
 
 def _plain(value: Any, shown: str) -> Any:
-    """Return a Python value as TOML has it: paths as text, sequences as lists. ``shown`` names it in complaints.
+    """Return a Python value as TOML has it: paths as text, sequences as lists. ``shown`` names it in error messages.
 
     Raises:
         SpecError: The value, or one in it, has no form in TOML.

@@ -244,7 +244,7 @@ class Bindings:
         return CommittedState(newest.number, newest.manifest) if newest else CommittedState(None, None)
 
     def commit_status(self) -> CommitStatus:
-        """Return what decides which checkpoints can be deleted; durable only after the log was flushed."""
+        """Return the newest commit and the folder of each commit; it is durable only once the log is flushed."""
         folders = {number: commit.manifest.get("folder", "") for number, commit in self._state.commitments.items()}
         return CommitStatus(self._state.committed, self._state.fences.get(TRAINER, -1), folders)
 

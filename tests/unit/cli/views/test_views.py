@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from rrl.api.runs import summary_of
 from rrl.api.watching.run_state import RunState, standing
-from rrl.cli.views.formatting import bar, curve, folded, resampled, span, stage
+from rrl.cli.views.formatting import bar, curve, folded, resampled, stage
 from rrl.cli.views.status import one_line, status_view
 from rrl.cli.views.summary import next_steps_view, runs_view, summary_view
+from rrl.core.text import span
 from rrl.core.types import NodeName, Outcome
 from rrl.manager.model.actions import Exclude, Fence, RestartAll, Rung, Why
 from rrl.manager.model.events import (
