@@ -19,10 +19,10 @@ from rrl.manager.model import events as ev
 from rrl.roles.endpoint.key import decode_key
 from rrl.roles.trajectories.durable.log import read_frames
 from rrl.roles.trajectories.durable.records import SegmentsAppended, TurnCreated, decode, unpack
-from rrl.tests.support.runs import WITHOUT_MODEL, TestRun, all_work, check_sound, submit_here
+from rrl.tests.support.agents_example import submit_agents_example
+from rrl.tests.support.runs import WITHOUT_MODEL, TestRun, all_work, check_sound
 from rrl.transport.keys import RunKeys
 
-EXAMPLES = Path(__file__).parents[3] / "examples"
 AGENTS, ROLLOUT, STORE = ReplicaId("agents/0"), ReplicaId("rollout/1"), ReplicaId("trajectories/0")
 TIMEOUT_S = 240.0
 WATCHED = """
@@ -45,29 +45,12 @@ WATCHED_AGENT = ("guess_task:run", "watched_task:run")
 PAGE = Path(__file__).parents[3] / "docs" / "agents.md"
 FEW = (("prompts_per_step = 8", "prompts_per_step = 1"), ("group_size = 8", "group_size = 4"))
 """Steps of 4 episodes."""
-SEVERAL_AGENTS = "replicas = 2                    # an OpenAI client takes 3 ms of a core for each call\n"
 
 
 def submit(folder: Path, steps: int, *changes: tuple[str, str]) -> TestRun:
-    """Submit the example with one replica of the agents, without its own fault, with steps of 64 episodes, and with
-    further changes of job.toml.
-
-    It has no spare node and no standby of the trainer, which loads torch and is not needed here.
-    """
-    toml = (EXAMPLES / "agents.toml").read_text().partition("[[faults.planned]]")[0]
-    smaller = (
-        ("steps = 120", f"steps = {steps}"),
-        ("prompts_per_step = 12", "prompts_per_step = 8"),
-        (SEVERAL_AGENTS, ""),
-        ("spares = 1", "spares = 0"),
-        ("entropy = 0.01", "entropy = 0.01\ndonor_rollouts = 0"),
-    )
-    for old, new in (*smaller, *changes):
-        assert toml.count(old) == 1, old
-        toml = toml.replace(old, new)
-    (folder / "guess_task.py").write_text((EXAMPLES / "guess_task.py").read_text())
+    """Submit the example with steps of 64 episodes, and with further changes of job.toml."""
     (folder / "watched_task.py").write_text(WATCHED)
-    return submit_here(folder, toml)
+    return submit_agents_example(folder, steps, 8, *changes)
 
 
 def kill(run: TestRun, replica: ReplicaId) -> None:

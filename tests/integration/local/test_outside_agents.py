@@ -26,10 +26,10 @@ from rrl.cli import main
 from rrl.core.types import ReplicaId
 from rrl.roles.endpoint.addresses import read_addresses
 from rrl.roles.endpoint.key import run_key
-from rrl.tests.support.runs import WITHOUT_MODEL, TestRun, all_work, check_sound, submit_here
+from rrl.tests.support.agents_example import submit_agents_example
+from rrl.tests.support.runs import WITHOUT_MODEL, TestRun, all_work, check_sound
 from rrl.transport.keys import RunKeys
 
-EXAMPLES = Path(__file__).parents[3] / "examples"
 ENDPOINT = ReplicaId("endpoint/0")
 TIMEOUT_S = 240.0
 AGENTS_AT_ONCE = 16
@@ -37,22 +37,12 @@ STEPS, PROMPTS, GROUP = 8, 2, 8
 
 
 def submit(folder: Path, port: int, *changes: tuple[str, str]) -> TestRun:
-    """Submit the example of agents with an endpoint instead of agents of its own, and with ``changes`` of job.toml.
-
-    It has no spare node and no standby of the trainer, which loads torch and is not needed here.
-    """
-    toml = (EXAMPLES / "agents.toml").read_text().partition("[[faults.planned]]")[0]
-    for old, new in (
-        ("steps = 120", f"steps = {STEPS}"), ("prompts_per_step = 12", f"prompts_per_step = {PROMPTS}"),
-        ("group_size = 8", f"group_size = {GROUP}"), ("[roles.agents]\n", f"[roles.endpoint]\nport = {port}\n"),
-        ('function = "guess_task:run"\n', ""), ("concurrency = 48 ", "retries = 0 "), ("spares = 1", "spares = 0"),
-        ("replicas = 2                    # an OpenAI client takes 3 ms of a core for each call\n", ""),
-        ("entropy = 0.01", "entropy = 0.01\ndonor_rollouts = 0"), *changes,
-    ):  # fmt: skip
-        assert toml.count(old) == 1, old
-        toml = toml.replace(old, new)
-    (folder / "guess_task.py").write_text((EXAMPLES / "guess_task.py").read_text())
-    return submit_here(folder, toml)
+    """Submit the example of agents with an endpoint instead of agents of its own, and with ``changes`` of job.toml."""
+    endpoint = (
+        ("[roles.agents]\n", f"[roles.endpoint]\nport = {port}\n"), ('function = "guess_task:run"\n', ""),
+        ("concurrency = 48 ", "retries = 0 "),
+    )  # fmt: skip
+    return submit_agents_example(folder, STEPS, PROMPTS, *endpoint, *changes)
 
 
 class Player:

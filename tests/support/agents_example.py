@@ -1,0 +1,33 @@
+"""``examples/agents.toml`` for tests: small, and without what they do not need."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rrl.tests.support.runs import TestRun, submit_here
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+_CHANGES = (
+    ("replicas = 2                    # an OpenAI client takes 3 ms of a core for each call\n", ""),
+    ("spares = 1", "spares = 0"),
+    ("entropy = 0.01", "entropy = 0.01\ndonor_rollouts = 0"),
+)
+
+
+def submit_agents_example(folder: Path, steps: int, prompts: int, *changes: tuple[str, str]) -> TestRun:
+    """Submit the example with one replica of the agents, without its own fault, a spare node, and a standby process of
+    the trainer, which loads torch.
+
+    Args:
+        folder: Folder of the job and of its task.
+        steps: Steps of the run.
+        prompts: Prompts of a step; each has eight episodes.
+        changes: Further pairs of an old and a new text of job.toml, each of which occurs once.
+    """
+    toml = (EXAMPLES / "agents.toml").read_text().partition("[[faults.planned]]")[0]
+    sizes = ("steps = 120", f"steps = {steps}"), ("prompts_per_step = 12", f"prompts_per_step = {prompts}")
+    for old, new in (*sizes, *_CHANGES, *changes):
+        assert toml.count(old) == 1, old
+        toml = toml.replace(old, new)
+    (folder / "guess_task.py").write_text((EXAMPLES / "guess_task.py").read_text())
+    return submit_here(folder, toml)
