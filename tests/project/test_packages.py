@@ -26,7 +26,7 @@ def test_the_wheel_has_every_folder_with_python_in_it() -> None:
     assert sorted(listed) == sorted(".".join(("rrl", *folder.parts)) for folder in shipped)
 
 
-def test_every_package_says_that_it_is_one() -> None:
+def test_every_package_has_an_init_file() -> None:
     with (ROOT / "pyproject.toml").open("rb") as file:
         listed = tomllib.load(file)["tool"]["setuptools"]["packages"]
     without = [name for name in listed if not (ROOT.joinpath(*name.split(".")[1:]) / "__init__.py").exists()]

@@ -44,7 +44,7 @@ def test_addresses_and_the_call_that_opens_an_episode_are_printed(
     assert f"rrl relay {RUN}" in shown
 
 
-def test_json_has_the_same_for_programs(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_output_has_the_addresses_and_the_opening_call(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     written_with_endpoint(begun(), root, *URLS)
     assert main.run(["endpoint", RUN, "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
@@ -69,7 +69,9 @@ def test_a_run_without_an_endpoint_is_one_line_and_exit_code_2(
     )
 
 
-def test_an_endpoint_that_has_not_started_yet_is_one_line(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_endpoint_that_has_not_started_yet_is_one_line_and_exit_code_1(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = written_with_endpoint(Story(RUN, endpoint_job()), root)
     assert main.run(["endpoint", RUN]) == 1
     assert capsys.readouterr().err == f"rrl: the endpoint of {RUN} has not started yet; see: rrl status {RUN}\n"

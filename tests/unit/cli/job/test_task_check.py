@@ -294,7 +294,7 @@ AGENTS_JOB = changed(JOB, 'pieces = "0123456789"', 'pieces = "01"\nchat = { user
 PLAYER = "async def run(item, base_url, api_key):\n    return 1.0\n"
 
 
-def test_agents_that_are_programs_are_looked_for_and_not_started(checked: Checked) -> None:
+def test_agent_program_is_searched_for_and_not_started(checked: Checked) -> None:
     job = AGENTS_JOB.replace('function = "player:run"', 'command = ["python", "player.py"]')
     assert '"player.py" does not exist in' in (missing := checked.line(job=job))
     assert missing.startswith("20: roles.agents.command: ")
