@@ -106,7 +106,7 @@ def test_the_typer_app_answers_to_its_own_runner() -> None:
     assert "--live" in result.stdout
 
 
-def test_version_is_that_of_the_distribution(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_version_is_the_distributions(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(["--version"]) == 0
     assert capsys.readouterr().out == "rrl 0.1.0\n"
 
