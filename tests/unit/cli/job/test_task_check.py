@@ -248,7 +248,7 @@ def test_task_without_right_answers_is_scored_with_an_empty_one(checked: Checked
 
 
 # ── where the task cannot be tried ─────────────────────────────────────────────────────────────────────────────────
-def test_no_task_checks_the_rest_and_says_so(checked: Checked) -> None:
+def test_check_with_no_task_checks_the_rest_and_reports_that_the_task_was_not_tried(checked: Checked) -> None:
     assert checked.run("raise OSError", JOB, "--no-task") == 0
     assert checked.out.endswith(
         "is right as far as it was checked: its task was not tried (--no-task); nothing was submitted\n"

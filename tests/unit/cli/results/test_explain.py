@@ -391,7 +391,7 @@ def test_example_in_the_docs_equals_the_output_of_the_program() -> None:
     assert f"\n{entry}\n" in drawn(explanation_view(repairs(spare_node()), grouped=True), 100)
 
 
-def test_explain_of_a_run_without_decisions_says_so(
+def test_explain_of_a_run_without_decisions_reports_that_there_are_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv(RUNS_ENV, str(tmp_path))

@@ -110,7 +110,7 @@ def test_exported_weights_are_those_published_for_the_step_bit_for_bit(
     asyncio.run(story())
 
 
-def test_note_says_from_which_step_and_files_the_folder_was_made(made: CommittedRun, tmp_path: Path) -> None:
+def test_note_names_the_step_and_files_that_the_folder_was_made_from(made: CommittedRun, tmp_path: Path) -> None:
     export_checkpoint(made.run, 2, tmp_path / "out")
     note = json.loads((tmp_path / "out" / NOTE).read_text())
     assert (note["run"], note["step"], note["trainer"]) == (made.run.id, 2, "trainer/0#1")

@@ -35,7 +35,7 @@ def undisturbed_end(tmp_path_factory: pytest.TempPathFactory, processes: ForkSer
     return end
 
 
-def test_two_members_learn_what_one_process_learns(undisturbed_end: Undisturbed) -> None:
+def test_two_members_reach_the_weights_of_one_process(undisturbed_end: Undisturbed) -> None:
     async def story() -> None:
         assert (await undisturbed_end(1, 3)).distance(await undisturbed_end(2, 3)) < 1e-5
 

@@ -344,7 +344,7 @@ def test_append_with_a_request_for_work_is_answered_once_and_repeated_without_ef
     _serve(tmp_path, play)
 
 
-def test_append_that_is_denied_leases_nothing_until_it_is_sent_without_what_is_lost(tmp_path: Path) -> None:
+def test_denied_append_leases_nothing_until_it_is_sent_without_lost_trajectories(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     assert len(lease(store, ROLLOUT, 2)) == 2
     store.append(ROLLOUT, [segment(0), segment(1)])

@@ -111,7 +111,7 @@ def test_trajectory_leased_in_a_lost_answer_is_sent_again(tmp_path: Path) -> Non
     assert [item.trajectory for item in more] == [2, 3]
 
 
-def test_request_without_a_list_of_what_is_held_gets_only_new_work(tmp_path: Path) -> None:
+def test_request_without_a_list_of_held_trajectories_gets_only_new_work(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     first = lease(store, ROLLOUT, 2)
     assert [item.trajectory for item in lease(store, ROLLOUT, 1, holding=None)] == [2]

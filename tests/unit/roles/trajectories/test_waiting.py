@@ -219,7 +219,7 @@ def test_begun_trajectories_are_leased_before_new_ones_and_oldest_first(tmp_path
     assert lease(store, OTHER, 1, [newer], weights=1)[0].trajectory == left.trajectory
 
 
-def test_store_opened_with_a_smaller_limit_drops_only_what_no_step_can_take(tmp_path: Path) -> None:
+def test_store_opened_with_a_smaller_limit_drops_only_groups_that_no_step_can_take(tmp_path: Path) -> None:
     store = open_store(tmp_path, staleness=4, max_ahead_batches=9)
     generate(store, at_most=4 * SIZE, weights=0)
     score(store)

@@ -642,7 +642,7 @@ def test_rollout_works_on_while_the_store_answers_its_append(scene: Scene) -> No
     play(story)
 
 
-def test_lease_that_waits_gets_nothing_that_an_append_leases_meanwhile(scene: Scene) -> None:
+def test_waiting_lease_gets_no_trajectory_that_an_append_has_leased(scene: Scene) -> None:
     async def story() -> None:
         store, results = scene.open_store(), list[object]()
         me = scene.worker(crew.ROLLOUT)

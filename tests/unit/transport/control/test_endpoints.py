@@ -137,7 +137,7 @@ def test_each_request_gets_its_own_answer_and_a_push_arrives() -> None:
     run(test())
 
 
-def test_hello_comes_before_what_was_queued_before_the_connection() -> None:
+def test_hello_is_sent_before_messages_queued_before_the_connection() -> None:
     async def test() -> None:
         async with listening() as listener:
             ready = threading.Event()

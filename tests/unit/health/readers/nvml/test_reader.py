@@ -235,7 +235,7 @@ def test_read_of_urgent_fields_makes_four_nvml_calls_per_gpu(
     assert whole > calls.total() / SLOW_EVERY * 4, "the first read is the one that asks everything"
 
 
-def test_old_driver_reports_what_it_supports(tmp_path: Path) -> None:
+def test_old_driver_reports_the_fields_that_it_supports(tmp_path: Path) -> None:
     driver = FakeDriver(tmp_path, old=True).gpus(1).process(0, os.getpid(), 7)
     driver.set(0, "memory_used", 1 << 30).set(0, "memory_reserved", 0).set(0, "clock_reasons", ("hw_slowdown",))
     gpu = read_in_child(driver.env()).gpus[0]

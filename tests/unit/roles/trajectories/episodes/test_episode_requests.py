@@ -162,7 +162,7 @@ def test_agent_of_an_older_attempt_is_fenced_and_an_invalid_request_does_not_end
     asyncio.run(main())
 
 
-def test_replica_that_replays_reads_what_was_sampled_before_and_after_the_death(process: StoreProcess) -> None:
+def test_replaying_replica_reads_tokens_sampled_before_and_after_the_death(process: StoreProcess) -> None:
     successor = incarnation_of("agents/0", 2)
 
     async def main() -> None:
