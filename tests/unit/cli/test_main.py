@@ -407,7 +407,7 @@ def test_submit_as_json_names_run_and_folder(
 ) -> None:
     _pretends(monkeypatch, root, Story("small-7"))
     assert main.run(["submit", job_toml, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"run": "small-7", "run_dir": f"{root}/small-7"}
+    assert json.loads(capsys.readouterr().out) == {"schema": 1, "run": "small-7", "run_dir": f"{root}/small-7"}
 
 
 @pytest.mark.parametrize("how", ["--wait", "--foreground"])
