@@ -98,7 +98,8 @@ def recorded_state() -> State:
 def record(run: RunDir) -> None:
     """Keep the representative state of a run. Raises LookupError."""
     text = msgspec.json.format(msgspec.json.encode(representative_state(run)), indent=0).decode()
-    for folder, shown in ((run.path.parent, "/home/user/rrl-runs"), (ROOT, "/home/user/rrl"), (Path.home(), "/home/user")):
+    for folder, name in ((run.path.parent, "/rrl-runs"), (ROOT, "/rrl"), (Path.home(), "")):
+        shown = f"/home/user{name}"
         text = text.replace(f"{folder}/", f"{shown}/").replace(f'{folder}"', f'{shown}"')
     STATE.write_text(text + "\n", encoding="utf-8")
 

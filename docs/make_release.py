@@ -34,6 +34,7 @@ def version() -> str:
 
 def with_absolute_links(page: str, repository: str) -> str:
     """Return Markdown whose relative links and pictures lead to the tag of this version in the repository."""
+
     def absolute(link: re.Match[str]) -> str:
         return f"{link[1]}[{link[2]}]({repository}/{'raw' if link[1] else 'blob'}/v{version()}/{link[3]})"
 
@@ -85,7 +86,9 @@ def _urls(repository: str) -> str:
 def main() -> None:
     """Build into the folder that the command line names."""
     if len(sys.argv) != 3 or not sys.argv[1].startswith("https://"):
-        sys.exit("the repository's URL is missing; write for example: make dist REPOSITORY=https://example.org/team/rrl")
+        sys.exit(
+            "the repository's URL is missing; write for example: make dist REPOSITORY=https://example.org/team/rrl"
+        )
     for file in build(sys.argv[1].rstrip("/"), Path(sys.argv[2])):
         print(file)
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
 import re
-import textwrap
 import types
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -14,6 +12,8 @@ from typing import Any, Literal, NewType, Union, get_args, get_origin, get_type_
 
 from msgspec import Struct
 from msgspec.structs import fields
+
+from rrl.config.job.json_schema import field_docstrings
 
 MAX_LISTED = 10
 """Values of an enum, or structs of a union, that are listed in a cell; otherwise only their number is given."""
@@ -54,7 +54,7 @@ class Tables:
         return f"[{self._titles[struct]}](#{self._titles[struct].lower()})"
 
     def _rows(self, struct: type[Struct]) -> Iterator[str]:
-        hints, texts, config = _hints(struct), _attribute_docstrings(struct), struct.__struct_config__
+        hints, texts, config = _hints(struct), _docstrings(struct), struct.__struct_config__
         if config.tag is not None:
             yield f'| `{config.tag_field}` | `"{config.tag}"` | |'
         for field in fields(struct):
@@ -112,16 +112,7 @@ def _hints(struct: type[Struct]) -> dict[str, Any]:
     return {field.name: hints[field.name] for field in fields(struct)}
 
 
-def _attribute_docstrings(struct: type[Struct]) -> dict[str, str]:
-    """Return the string below each field in the source, also of the classes that the struct inherits from."""
-    found: dict[str, str] = {}
-    for base in reversed(struct.__mro__):
-        if base is Struct or not issubclass(base, Struct):
-            continue
-        definition = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
-        assert isinstance(definition, ast.ClassDef)
-        for field, after in zip(definition.body, definition.body[1:], strict=False):
-            match field, after:
-                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
-                    found[name] = text
-    return found
+def _docstrings(struct: type[Struct]) -> dict[str, str]:
+    """Return the docstrings under the fields of a struct, also of the structs that it inherits from."""
+    bases = [base for base in reversed(struct.__mro__) if base is not Struct and issubclass(base, Struct)]
+    return {name: text for base in bases for name, text in field_docstrings(base).items()}

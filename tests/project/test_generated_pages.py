@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,12 +19,22 @@ from rrl.docs import make_commands, make_events, make_json, make_metrics
 from rrl.docs.struct_tables import Tables
 from rrl.manager.model import events as ev
 from rrl.tests.support.cli.story import Story
+from rrl.tests.support.job_toml import JOB
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("maker", [make_commands, make_events, make_json, make_metrics], ids=lambda one: one.__name__)
 def test_a_generated_page_is_that_of_the_code(maker: ModuleType) -> None:
     remedy = f"run .venv/bin/python -m {maker.__name__}"
     assert maker.PAGE.read_text() == maker.page(), remedy
+
+
+def test_the_page_for_coding_agents_is_short_and_names_every_program_that_makes_a_file() -> None:
+    page = (ROOT / "AGENTS.md").read_text()
+    makers = {path.stem for path in (ROOT / "docs").glob("make_*.py")} - {"make_release"}
+    assert set(re.findall(r"rrl\.docs\.(make_\w+)", page)) == makers
+    assert len(page.splitlines()) <= 70
 
 
 def test_every_command_is_on_the_page_of_commands() -> None:
@@ -53,12 +64,13 @@ def test_every_command_with_json_is_on_the_page_of_json_outputs() -> None:
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A run with a failure, which has ended."""
-    root = tmp_path / "runs"
+def subject(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
+    """What each command is asked about: by default a run in which a rollout was replaced."""
+    root, job = tmp_path / "runs", tmp_path / "job.toml"
     monkeypatch.setenv(RUNS_ENV, str(root))
-    story = Story().works().recovers("rollout/0")
-    return story.written(root).id
+    job.write_text(JOB)
+    run = Story().works().recovers("rollout/0").written(root)
+    return {"check": [str(job), "--no-task"], "list": [], "": [run.id]}
 
 
 def _keys(command: str) -> set[str]:
@@ -73,13 +85,20 @@ def _keys(command: str) -> set[str]:
 
 @pytest.mark.parametrize(
     "command",
-    ["rrl status --json", "rrl list --json", "rrl explain --json", "rrl metrics", "rrl logs --failed --json"],
+    [
+        "rrl status --json",
+        "rrl list --json",
+        "rrl check --json",
+        "rrl explain --json",
+        "rrl metrics",
+        "rrl logs --failed --json",
+    ],
 )
 def test_the_keys_of_an_output_are_those_of_the_page(
-    command: str, run: str, capsys: pytest.CaptureFixture[str]
+    command: str, subject: dict[str, list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = command.split()[1:]
-    assert main.run([words[0], *([] if words[0] == "list" else [run]), *words[1:]]) == 0
+    assert main.run([words[0], *subject.get(words[0], subject[""]), *words[1:]]) == 0
     text = capsys.readouterr().out
     (output,) = [one for one in make_json.OUTPUTS if one.command == command]
     documents: list[dict[str, Any]]

@@ -1,4 +1,4 @@
-"""The sdist and the wheel: what is in them, what an index shows, and that an installed rrl works outside of the clone."""
+"""What sdist and wheel contain, what an index shows of them, and that an installed rrl works without the clone."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_the_wheel_has_py_typed_and_every_data_file(built: tuple[Path, Path]) ->
     data = {f"rrl/{path.relative_to(ROOT)}" for path in files if path.relative_to(ROOT).parts[0] != "tests"}
     with zipfile.ZipFile(built[1]) as wheel:
         shipped = set(wheel.namelist())
-    assert len(data) > 10
+    assert len(data) >= 9
     assert data <= shipped, f"not in the wheel: {sorted(data - shipped)}"
 
 

@@ -38,7 +38,9 @@ def complaints(tmp_path_factory: pytest.TempPathFactory) -> str:
     (source / "docs").mkdir()
     shutil.copy(ROOT / "docs" / "conf.py", source / "docs")
     (source / "docs" / "index.md").write_text("# Site\n\n## Reference\n- [One](one.md): a page\n")
-    (source / "docs" / "one.md").write_text("# One\n\n## Here\n[a](two.md), [b](#there), [c](one.md#there), [d](#here)\n")
+    (source / "docs" / "one.md").write_text(
+        "# One\n\n## Here\n[a](two.md), [b](#there), [c](one.md#there), [d](#here)\n"
+    )
     (source / "docs" / "lost.md").write_text("# Lost\n")
     done = build(source, source / "out")
     assert done.returncode == 1

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ast
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from rrl.tests.project.test_structure import PACKAGES
 from rrl.tests.support.syntax_tree import parse
 
 ROOT = Path(__file__).parents[2]
@@ -21,8 +21,8 @@ MIN_CHARS = 4
 
 def _texts() -> Iterator[str]:
     """Yield the texts in the code; an f-string with … for its values."""
-    for package in PACKAGES:
-        for path in sorted((ROOT / package).rglob("*.py")):
+    for package in tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]:
+        for path in sorted(ROOT.joinpath(*package.split(".")[1:]).glob("*.py")):
             for node in ast.walk(parse(path.read_text(), path)):
                 if isinstance(node, ast.JoinedStr):
                     yield "".join(str(one.value) if isinstance(one, ast.Constant) else "…" for one in node.values)
@@ -59,4 +59,5 @@ def test_a_message_that_nobody_prints_is_found(texts: str) -> None:
 def test_every_symptom_says_something_about_each_message() -> None:
     for section in re.split(r"^## ", PAGE.read_text(), flags=re.MULTILINE)[1:]:
         for group in re.findall(r"((?:^> .+\n)+)\n(.*)", section, re.MULTILINE):
-            assert group[1].strip() and not group[1].startswith((">", "#")), group[0]
+            assert group[1].strip(), group[0]
+            assert not group[1].startswith((">", "#")), group[0]
