@@ -70,10 +70,10 @@ def _check_navigation(app: Sphinx, env: BuildEnvironment) -> None:
     """Warn of pages that the navigation does not reach; ``-W`` makes the warning an error."""
     reached = {root_doc, *(page for pages in env.toctree_includes.values() for page in pages)}
     for page in sorted(env.found_docs - reached):
-        path = f"{page.removeprefix('docs/')}.md" if page.startswith("docs/") else f"../{page}.md"
+        link = f"{page.removeprefix('docs/')}.md" if page.startswith("docs/") else f"../{page}.md"
         _log.warning(
-            "%s.md is not in the navigation: add the line '- [Title](%s): what it is about' to a section of %s.md",
-            page, path, root_doc,
+            "%s is not in the navigation: add the line '- [Title](%s): what it is about' to a section of %s",
+            f"{page}.md", link, f"{root_doc}.md",
         )  # fmt: skip
 
 

@@ -27,8 +27,8 @@ _EXPLANATION = re.compile(r"( {2,})(?=\S)")
 _INTRODUCTION = """\
 # Commands
 
-Made from the help of the commands by `.venv/bin/python -m rrl.docs.make_commands`; do not edit. `rrl COMMAND --help`
-shows the same.
+Made from the help of the commands by `.venv/bin/python -m rrl.docs.make_commands`; do not edit. The option
+`--help` of each command shows the same.
 
 Exit codes: 0 for success, 1 if the run or the operation failed, 2 if the request is not valid, 130 after Ctrl-C or `q`.
 Those of `rrl health check` describe the node ([health.md](health.md#the-command)). RUN is the id of a run or the

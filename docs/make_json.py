@@ -91,7 +91,8 @@ Times are seconds since 1970 unless their meaning says otherwise. "None" in a me
 
 def page() -> str:
     """Return the page."""
-    structs = list(dict.fromkeys([*(struct for output in OUTPUTS for struct in output.structs), *ALSO]))
+    named: list[type[Struct]] = [*(struct for output in OUTPUTS for struct in output.structs), *ALSO]
+    structs = list(dict.fromkeys(named))
     tables = Tables(structs)
     rows = [_row(output, tables) for output in OUTPUTS]
     parts = [_INTRODUCTION + "\n".join(rows), "", "## The objects", "", *map(tables.table, structs)]

@@ -99,7 +99,8 @@ def json_line(value: Any) -> str:
 
 def with_schema(value: Any) -> dict[str, Any]:
     """Return the keys of a struct or dict after the key ``schema``."""
-    return {"schema": JSON_SCHEMA} | msgspec.to_builtins(value, str_keys=True)
+    keys: dict[str, Any] = msgspec.to_builtins(value, str_keys=True)
+    return {"schema": JSON_SCHEMA} | keys
 
 
 def indented_json(value: Any) -> str:

@@ -95,15 +95,15 @@ def rrl(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> R
     folder = tmp_path_factory.mktemp("installed")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True)
     python = folder / "venv/bin/python"
-    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-index", built[1]]
-    subprocess.run(pip, check=True)
+    pip = [sys.executable, "-m", "pip", "--python", str(python)]
+    subprocess.run([*pip, "install", "--quiet", "--no-deps", "--no-index", str(built[1])], check=True)
     [site] = (folder / "venv/lib").glob("python3*/site-packages")
     (site / "requirements.pth").write_text(sysconfig.get_path("purelib") + "\n")
     env = {key: value for key, value in os.environ.items() if not key.startswith(("RRL_", "PYTHON", "SLURM"))}
     env |= {"PATH": str(folder / "venv/bin"), RUNS_ENV: str(folder / "runs")}
 
     def call(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [folder / "venv/bin/rrl", *arguments]
+        command = [str(folder / "venv/bin/rrl"), *arguments]
         return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
 
     return call

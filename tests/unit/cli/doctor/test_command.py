@@ -54,7 +54,7 @@ def test_slurms_commands_without_a_cluster_are_no_slurm(alone: Path, capsys: pyt
 def test_as_json_the_checks_and_their_facts_are_one_document(alone: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(["doctor", "--json"]) == 0
     reported = json.loads(capsys.readouterr().out)
-    assert set(reported) == {"checks", "facts"}
+    assert set(reported) == {"schema", "checks", "facts"}
     assert [set(check) for check in reported["checks"]] == [{"name", "verdict", "found", "fix"}] * len(
         reported["checks"]
     )
