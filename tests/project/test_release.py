@@ -118,7 +118,6 @@ def test_an_installed_rrl_makes_and_checks_a_job_outside_of_the_clone(rrl: Rrl) 
     assert "local" in checked.stdout
 
 
-@pytest.mark.long
 @pytest.mark.torch
 def test_an_installed_rrl_trains_and_exports_a_model(rrl: Rrl) -> None:
     rrl("init", "--force")
