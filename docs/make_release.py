@@ -89,7 +89,7 @@ def main() -> None:
         sys.exit(
             "the repository's URL is missing; write for example: make dist REPOSITORY=https://example.org/team/rrl"
         )
-    for file in build(sys.argv[1].rstrip("/"), Path(sys.argv[2])):
+    for file in build(sys.argv[1].rstrip("/").removesuffix(".git"), Path(sys.argv[2])):
         print(file)
 
 
