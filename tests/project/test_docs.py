@@ -154,6 +154,12 @@ def test_the_picture_shows_a_rollout_that_was_replaced(tmp_path: Path) -> None:
     assert "http" not in drawn.replace("http://www.w3.org/", ""), "the picture loads something from elsewhere"
 
 
+def test_the_picture_is_not_older_than_the_view() -> None:
+    drawn = make_picture.picture(make_picture.recorded_state())
+    remedy = "run .venv/bin/python -m rrl.docs.make_picture, and look at the picture"
+    assert drawn == make_picture.PICTURE.read_text(), remedy
+
+
 def test_run_without_a_failure_gives_no_picture(tmp_path: Path) -> None:
     with pytest.raises(LookupError):
         make_picture.representative_state(Story().works().written(tmp_path))

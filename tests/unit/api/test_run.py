@@ -19,6 +19,7 @@ import pytest
 
 import rrl
 from rrl.cli import main
+from rrl.cli.common.output import JSON_SCHEMA
 from rrl.config.job.load import load_job, resolved
 from rrl.core.log_lines import stamp
 from rrl.core.run_dir import RUNS_ENV, RunDir
@@ -174,10 +175,10 @@ def test_state_and_metrics_equal_the_output_of_the_commands(root: Path, capsys: 
     assert capsys.readouterr() == ("", "")
     assert (state.outcome, state.step, state.recoveries, state.why) == ("completed", 12, 1, "all steps are done")
     assert main.run(["list", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == [msgspec.to_builtins(state)]
+    assert json.loads(capsys.readouterr().out) == [{"schema": JSON_SCHEMA} | msgspec.to_builtins(state)]
     assert main.run(["metrics", RUN]) == 0
     printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert printed == [json.loads(msgspec.json.encode(row)) for row in rows]
+    assert printed == [{"schema": JSON_SCHEMA} | json.loads(msgspec.json.encode(row)) for row in rows]
     assert [row.step for row in run.metrics(follow=True)] == [*range(1, 13), None]
 
 

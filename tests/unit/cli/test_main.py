@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import msgspec
@@ -106,9 +107,10 @@ def test_the_typer_app_answers_to_its_own_runner() -> None:
     assert "--live" in result.stdout
 
 
-def test_the_version_is_the_distributions(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_version_is_that_of_pyproject(capsys: pytest.CaptureFixture[str]) -> None:
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
     assert main.run(["--version"]) == 0
-    assert capsys.readouterr().out == "rrl 0.1.0\n"
+    assert capsys.readouterr().out == f"rrl {project['version']}\n"
 
 
 @pytest.mark.parametrize(
@@ -302,8 +304,8 @@ def test_list_gives_stable_keys_as_json(root: Path, capsys: pytest.CaptureFixtur
     completed("aaa-1").written(root)
     assert main.run(["list", "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)
-    assert set(row) == {"run", "name", "outcome", "standing", "step", "steps", "reward", "recoveries", "started",
-                        "ended", "run_seconds", "run_dir", "why"}  # fmt: skip
+    assert set(row) == {"schema", "run", "name", "outcome", "standing", "step", "steps", "reward", "recoveries",
+                        "started", "ended", "run_seconds", "run_dir", "why"}  # fmt: skip
     assert (row["run"], row["outcome"], row["step"], row["recoveries"]) == ("aaa-1", "completed", 12, 1)
 
 
@@ -407,7 +409,7 @@ def test_submit_as_json_names_run_and_folder(
 ) -> None:
     _pretends(monkeypatch, root, Story("small-7"))
     assert main.run(["submit", job_toml, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"run": "small-7", "run_dir": f"{root}/small-7"}
+    assert json.loads(capsys.readouterr().out) == {"schema": 1, "run": "small-7", "run_dir": f"{root}/small-7"}
 
 
 @pytest.mark.parametrize("how", ["--wait", "--foreground"])

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from rrl.cli import main
+from rrl.cli.common.output import JSON_SCHEMA
 from rrl.core.run_dir import RUNS_ENV
 from rrl.core.types import Outcome
 from rrl.roles.endpoint.key import EpisodeKey, decode_key
@@ -50,6 +51,7 @@ def test_json_output_has_the_addresses_and_the_opening_call(root: Path, capsys: 
     shown = json.loads(capsys.readouterr().out)
     assert shown.pop("run_key").startswith("rrl-")
     assert shown == {
+        "schema": JSON_SCHEMA,
         "run": RUN,
         "replicas": [
             {"replica": "endpoint/0", "base_url": URLS[0], "joined": True},

@@ -54,7 +54,7 @@ def test_slurm_commands_without_a_cluster_count_as_no_slurm(alone: Path, capsys:
 def test_json_output_is_one_document_with_checks_and_facts(alone: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(["doctor", "--json"]) == 0
     reported = json.loads(capsys.readouterr().out)
-    assert set(reported) == {"checks", "facts"}
+    assert set(reported) == {"schema", "checks", "facts"}
     assert [set(check) for check in reported["checks"]] == [{"name", "verdict", "found", "fix"}] * len(
         reported["checks"]
     )

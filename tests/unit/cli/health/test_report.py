@@ -190,7 +190,7 @@ def test_the_table_is_printed_with_lines_to_paste(history: Path, capsys: pytest.
 def test_json_report_has_stable_names(history: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(["health", "report", "--history", str(history), "--format", "json", *SINCE]) == 0
     reported = json.loads(capsys.readouterr().out)
-    assert set(reported) == {"report", "sources", "drains_unknown"}
+    assert set(reported) == {"schema", "report", "sources", "drains_unknown"}
     assert set(reported["report"]) == {"version", "site", "nodes"}
     matches_stored("health_report_names", "".join(f"{name}\n" for name in sorted(names(reported))))
 

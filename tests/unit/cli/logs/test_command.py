@@ -12,6 +12,7 @@ import pytest
 from rrl.api.logs.files import all_logs
 from rrl.api.logs.merge import LineFilter, LogTail
 from rrl.cli import main
+from rrl.cli.common.output import JSON_SCHEMA
 from rrl.core.log_lines import missing_notice, stamp
 from rrl.core.run_dir import RUNS_ENV, RunDir
 from rrl.core.types import Incarnation, Outcome, ReplicaId
@@ -214,6 +215,7 @@ def test_json_output_is_one_object_per_line(run: RunDir, capsys: pytest.CaptureF
     (run.submit / "1_0_log.out").write_text("managing\n")
     assert main.run(["logs", RUN, "--json"]) == 0
     reported = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [one.pop("schema") for one in reported] == [JSON_SCHEMA] * 3
     assert sorted(reported, key=lambda one: str(one["log"])) == [
         {"time": None, "incarnation": "rollout/0#1", "log": "launcher", "text": "no time"},
         {"time": None, "incarnation": "manager", "log": "manager", "text": "managing"},
