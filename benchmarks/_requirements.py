@@ -34,6 +34,7 @@ NEEDS: Mapping[str, tuple[Need, ...]] = {
     "cli_startup": (),
     "detection": (),
     "dispatch": (Need.TORCH,),
+    "ettr": (Need.TORCH, Need.SLURM),
     "hostile_ports": (),
     "looks": (),
     "manager_away": (Need.TORCH, Need.SLURM),

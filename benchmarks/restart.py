@@ -102,7 +102,8 @@ def restarts(run: RunDir) -> list[Restart]:
                 step = max(step, number)
                 if current is not None and current.training is not None:
                     current.committed = at
-                    current.lost_steps = max(0, current.step + UNCOMMITTED - restored_step(run, current))
+                    assert current.incarnation is not None
+                    current.lost_steps = max(0, current.step + UNCOMMITTED - restored_step(run, current.incarnation))
                     current = None
             case _ if current is not None:
                 _apply(current, event, at)
@@ -111,14 +112,11 @@ def restarts(run: RunDir) -> list[Restart]:
     return result
 
 
-def restored_step(run: RunDir, restart: Restart) -> int:
-    """Return the step from which the trainer continues, according to its log."""
-    assert restart.incarnation is not None
-    log = run.log_file(tag_of(run.id, restart.incarnation)).read_text()
-    matches = re.findall(
-        rf"{re.escape(str(restart.incarnation))} continues from the (?:snapshot|commit) of step (\d+)", log
-    )
-    assert matches, f"{restart.incarnation} does not say what it goes on from:\n{log[-2000:]}"
+def restored_step(run: RunDir, incarnation: Incarnation) -> int:
+    """Return the step from which an incarnation of the trainer continues, according to its log."""
+    log = run.log_file(tag_of(run.id, incarnation)).read_text()
+    matches = re.findall(rf"{re.escape(str(incarnation))} continues from the (?:snapshot|commit) of step (\d+)", log)
+    assert matches, f"{incarnation} does not say what it goes on from:\n{log[-2000:]}"
     return int(matches[-1])
 
 

@@ -1,0 +1,111 @@
+"""What a run of benchmarks/ettr.py shows, read from its journal and the trainer's logs. Pure but for the logs.
+
+The clock of a run starts when its trainer first trains, and stops when its last step is committed.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from msgspec import Struct
+
+from rrl.benchmarks._ettr_faults import Kill
+from rrl.benchmarks.restart import restored_step
+from rrl.core.run_dir import RunDir
+from rrl.core.types import TRAINER, Incarnation
+from rrl.manager.model import events as ev
+
+
+class Outage(Struct, frozen=True):
+    """One kill of the trainer and the recovery from it."""
+
+    killed: float
+    """Time of the kill (s)."""
+    seconds: float
+    """Seconds from the kill until the next incarnation of the trainer trains."""
+    lost_steps: int
+    """Steps that may have been trained before the kill and were trained again."""
+
+
+class Sample(Struct, frozen=True):
+    """What one run has shown."""
+
+    arm: str
+    seed: int
+    seconds: float
+    """Seconds from the first training to the commit of the last step."""
+    committed: tuple[float, ...]
+    """Seconds from the first training to the commit of each step, in order."""
+    outages: tuple[Outage, ...] = ()
+    overrun: tuple[float, float] = (0.0, 0.0)
+    """Share of the seconds by which trainer and rollouts did not keep their pace."""
+    load: float = 0.0
+    """Load of this machine (1 minute) at the end."""
+
+
+def commits_of(events: Iterable[ev.Stamped]) -> tuple[float, list[float]]:
+    """Return when the trainer first trained, and when each step was committed, in order (s)."""
+    began: float | None = None
+    commits: dict[int, float] = {}
+    for stamped in events:
+        match stamped.event:
+            case ev.PhaseEntered(incarnation, "train") if incarnation.replica == TRAINER and began is None:
+                began = stamped.at
+            case ev.StepCommitted(_, step):
+                commits.setdefault(step, stamped.at)
+            case _:
+                pass
+    assert began is not None, "the trainer never trained"
+    return began, [commits[step] for step in sorted(commits)]
+
+
+def trained_again(events: Iterable[ev.Stamped], kill: Kill) -> tuple[float, Incarnation] | None:
+    """Return when the trainer first trained after a kill (s), and its incarnation then; None if it did not."""
+    for stamped in events:
+        match stamped.event:
+            case ev.PhaseEntered(incarnation, "train") if (
+                incarnation.replica == TRAINER and incarnation.number > kill.incarnation.number
+            ):
+                return stamped.at, incarnation
+            case _:
+                pass
+    return None
+
+
+def outages(run: RunDir, events: Sequence[ev.Stamped], kills: Sequence[Kill], uncommitted: int) -> tuple[Outage, ...]:
+    """Return the outage after each kill. An outage that the next kill made longer ends at the same time as the next."""
+    found = []
+    for kill in kills:
+        again = trained_again(events, kill)
+        assert again is not None, f"the trainer did not train after {kill}"
+        lost = max(0, kill.step + uncommitted - restored_step(run, again[1]))
+        found.append(Outage(kill.at, round(again[0] - kill.at, 3), lost))
+    return tuple(found)
+
+
+def strict(sample: Sample, samples: Sequence[Sample]) -> float:
+    """Return the strict ETTR of a run: the seconds of ``clean`` with the same seed, divided by its seconds."""
+    clean = next(each for each in samples if each.arm == "clean" and each.seed == sample.seed)
+    return clean.seconds / sample.seconds
+
+
+def outage_median(samples: Sequence[Sample], arm: str) -> float | None:
+    """Return the median seconds of the outages of an arm; None if it had none."""
+    found = [outage.seconds for sample in samples if sample.arm == arm for outage in sample.outages]
+    return statistics.median(found) if found else None
+
+
+def share_at(step_s: float, steps_per_fault: float, outage_s: float) -> float:
+    """Return the strict ETTR of a run with steps of ``step_s`` whose trainer fails every ``steps_per_fault`` steps.
+
+    A failure costs the outage, and half of a step on average, which is trained again.
+    """
+    useful = step_s * steps_per_fault
+    return useful / (useful + outage_s + step_s / 2)
+
+
+def spread(values: Sequence[float]) -> dict[str, Any]:
+    """Return median, lowest and highest value."""
+    return {"median": round(statistics.median(values), 4), "range": [round(min(values), 4), round(max(values), 4)]}
