@@ -25,7 +25,7 @@ from ..model.figures.stream_figures import EpisodeFigures, StreamFigures
 from ..model.figures.training_time import effective_share
 from ..model.queries import weights_lag_steps, workers
 from ..model.state import State, Status
-from .effective_time import EffectiveSeconds
+from .accounting.effective_time import EffectiveSeconds
 from .failure_records import Changes
 from .failure_timeline import FailureTimeline, fences
 
