@@ -36,6 +36,7 @@ NEEDS: Mapping[str, tuple[Need, ...]] = {
     "dispatch": (Need.TORCH,),
     "hostile_ports": (),
     "looks": (),
+    "report": (),
     "manager_away": (Need.TORCH, Need.SLURM),
     "publishing": (Need.TORCH,),
     "restart": (Need.TORCH, Need.SLURM),

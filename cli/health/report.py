@@ -172,7 +172,7 @@ def _rendered(document: Document, format: str) -> str:
     if format == "json":
         return escaped_json(msgspec.json.format(msgspec.json.encode(document), indent=2).decode()) + "\n"
     if format == "html":
-        from ..views.health_report_html import page
+        from ..views.health.health_report_html import page
 
         return page(document.report, document.sources, document.drains_unknown)
     screen = Console(file=io.StringIO(), width=PLAIN_WIDTH, markup=False, highlight=False, emoji=False)

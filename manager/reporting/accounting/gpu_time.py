@@ -21,7 +21,7 @@ from ...model import events as ev
 from ...model.actions import Request
 from ...model.figures.training_time import member_weights
 from .committed_steps import CommittedSteps
-from .lanes import Lane, Use
+from .lanes import USEFUL, Lane
 
 _GRANTED = (AllocationState.RUNNING, AllocationState.SUSPENDED)
 
@@ -72,7 +72,13 @@ class ReservedTime:
 def gpu_hours(reserved: ReservedTime, lanes: Collection[Lane], steps: CommittedSteps, now: float) -> GpuHours:
     """Return what the reserved GPU time was used for, up to ``now`` (s)."""
     weights = {lane.replica: reserved.weights.get(role_of(lane.replica), 0.0) for lane in lanes}
-    useful = sum(weights[lane.replica] * lane.seconds(Use.WORKS, now) for lane in lanes)
+    spent = [(lane, lane.seconds(now)) for lane in lanes if weights[lane.replica]]
+    useful = sum(
+        weights[lane.replica] * seconds
+        for lane, by_activity in spent
+        for activity, seconds in by_activity.items()
+        if activity.use in USEFUL
+    )
     weight = sum(weight for replica, weight in weights.items() if gang_of(replica) == TRAINER)
     discarded_s = sum(one.until - one.since for step in steps.steps for one in step.discarded)
     redone = min(useful, weight * (discarded_s + steps.discarded_since_last_commit_s))

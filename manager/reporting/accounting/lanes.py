@@ -1,15 +1,15 @@
 """A lane for each member of a role's replica: its incarnations, and what it did at any time of the run. Pure.
 
-A lane is a list of intervals. The use of an interval comes from the phase that the member reported. A run of many steps
-has very many intervals, so :meth:`Lane.spans` returns the use that prevailed in each of a limited number of equal parts
-of the run.
+A lane is a list of intervals, each with the phase that the member reported. A run of many steps has very many
+intervals, so :meth:`Lane.spans` then returns the activity that prevailed in each of a limited number of equal parts of
+the run.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Callable
-from enum import IntEnum
+from enum import StrEnum
 from functools import lru_cache
 from typing import Any
 
@@ -22,31 +22,50 @@ from ...model.actions import Finish, Launch
 from ..failure_timeline import fences
 
 MAX_SPANS = 400
-"""Number of intervals from which on a lane is shown in equal parts of the run; also their number."""
+"""Largest number of intervals of a lane; one with more is shown in so many equal parts of the run."""
 
 
-class Use(IntEnum):
-    """What a member did in an interval."""
+class Use(StrEnum):
+    """What kind of activity a member was in."""
 
-    ABSENT = 0
+    ABSENT = "absent"
     """It was never launched, or the run has ended."""
-    STARTS = 1
+    STARTS = "starts"
     """It was launched, and has not joined yet."""
-    WORKS = 2
-    WAITS = 3
+    WORKS = "works"
+    WRITES = "writes"
+    """It wrote a checkpoint, or published weights."""
+    WAITS = "waits"
     """It waited for another role or a service."""
-    LOADS = 4
-    """It was in a phase that does not count as training, for example to load weights."""
-    DOWN = 5
+    LOADS = "loads"
+    """It was in a phase that does not count as training, for example to restore a checkpoint."""
+    DOWN = "down"
     """Its incarnation had ended, and the next one was not launched yet."""
 
 
+USEFUL = (Use.WORKS, Use.WRITES)
+"""Uses of GPU time that count as useful."""
+_WRITING = ("checkpoint", "publish")
+
+
+class Activity(Struct, frozen=True):
+    """A phase that a member reported, or the time between two incarnations (``launching``, ``down``)."""
+
+    phase: str
+    use: Use
+
+
+_ABSENT, _LAUNCHING, _DOWN = Activity("", Use.ABSENT), Activity("launching", Use.STARTS), Activity("down", Use.DOWN)
+
+
 @lru_cache(maxsize=4096)
-def use_of(name: str, waits_for: str | None) -> Use:
-    """Return the use of the time in a phase; ``waits_for`` is what the member reported that it waits for."""
+def activity(name: str, waits_for: str | None) -> Activity:
+    """Return the activity of a phase; ``waits_for`` is what the member reported that it waits for."""
     if idle_cause(name, waits_for):
-        return Use.WAITS
-    return Use.WORKS if phase(name).useful else Use.LOADS
+        return Activity(name, Use.WAITS)
+    if not phase(name).useful:
+        return Activity(name, Use.LOADS)
+    return Activity(name, Use.WRITES if name in _WRITING else Use.WORKS)
 
 
 class LaneIncarnation(Struct):
@@ -61,11 +80,11 @@ class LaneIncarnation(Struct):
 
 
 class Span(Struct, frozen=True, array_like=True):
-    """An interval (s) and the use of it."""
+    """An interval (s) and what the member did in it."""
 
     since: float
     until: float
-    use: Use
+    activity: Activity
 
 
 class Lane:
@@ -77,53 +96,56 @@ class Lane:
         self.current = 0
         """Number of the incarnation that is launched and not fenced; 0 if there is none."""
         self.starts: list[float] = []
-        self.uses: list[Use] = []
-        """Begin and use of each interval; neighbours differ. The last one lasts on."""
+        self.activities: list[Activity] = []
+        """Begin and activity of each interval; neighbours differ. The last one lasts on."""
 
-    def enter(self, at: float, use: Use) -> None:
-        """Begin an interval, which replaces what was recorded after ``at``."""
-        while self.starts and self.starts[-1] >= at:
-            self.starts.pop()
-            self.uses.pop()
-        if not self.uses or self.uses[-1] is not use:
-            self.starts.append(at)
-            self.uses.append(use)
+    def enter(self, at: float, activity: Activity) -> None:
+        """Begin an interval, which replaces what was recorded at ``at`` or after it."""
+        starts, activities = self.starts, self.activities
+        while starts and starts[-1] >= at:
+            starts.pop()
+            activities.pop()
+        if not activities or activities[-1] is not activity:
+            starts.append(at)
+            activities.append(activity)
 
-    def seconds(self, use: Use, now: float) -> float:
-        """Return the seconds of one use up to ``now``."""
-        ends = (*self.starts[1:], now)
-        return sum(end - start for start, end, one in zip(self.starts, ends, self.uses, strict=True) if one is use)
+    def seconds(self, now: float) -> dict[Activity, float]:
+        """Return the seconds of each activity up to ``now``."""
+        spent: dict[Activity, float] = defaultdict(float)
+        for start, end, one in zip(self.starts, (*self.starts[1:], now), self.activities, strict=True):
+            spent[one] += end - start
+        spent.pop(_ABSENT, None)
+        return spent
 
     def spans(self, since: float, until: float) -> list[Span]:
-        """Return the intervals between two times; of many, the use that prevailed in each part of the time."""
-        if len(self.starts) <= MAX_SPANS:
-            ends = (*self.starts[1:], until)
-            return [
-                Span(start, end, use) for start, end, use in zip(self.starts, ends, self.uses, strict=True)
-                if use is not Use.ABSENT and end > start
-            ]  # fmt: skip
-        return self._prevailing(since, until)
+        """Return the intervals between two times; of many, the activity that prevailed in each part of the time."""
+        if len(self.starts) > MAX_SPANS:
+            return self._prevailing(since, until)
+        return [
+            Span(start, end, one)
+            for start, end, one in zip(self.starts, (*self.starts[1:], until), self.activities, strict=True)
+            if one.use is not Use.ABSENT and end > start
+        ]
 
     def _prevailing(self, since: float, until: float) -> list[Span]:
         part_s = (until - since) / MAX_SPANS
+        spent: list[dict[Activity, float]] = [defaultdict(float) for _ in range(MAX_SPANS)]
+        for start, end, one in zip(self.starts, (*self.starts[1:], until), self.activities, strict=True):
+            first, last = int((start - since) / part_s), min(MAX_SPANS - 1, int((end - since) / part_s))
+            if first >= last:
+                spent[last][one] += end - start
+                continue
+            for part in range(first, last + 1):
+                begun, ended = since + part * part_s, since + (part + 1) * part_s
+                spent[part][one] += max(0.0, min(end, ended) - max(start, begun))
         spans: list[Span] = []
-        index = max(0, bisect_right(self.starts, since) - 1)
-        for part in range(MAX_SPANS):
+        for part, by_activity in enumerate(spent):
+            prevailing = max(by_activity, key=by_activity.__getitem__, default=_ABSENT)
             start, end = since + part * part_s, since + (part + 1) * part_s
-            spent = [0.0] * len(Use)
-            while True:
-                following = self.starts[index + 1] if index + 1 < len(self.starts) else until
-                begun = max(self.starts[index], start)
-                if (lasted := min(following, end) - begun) > 0:
-                    spent[self.uses[index]] += lasted
-                if following >= end or index + 1 >= len(self.starts):
-                    break
-                index += 1
-            use = Use(max(range(len(Use)), key=spent.__getitem__)) if any(spent) else Use.ABSENT
-            if spans and spans[-1].use is use and spans[-1].until == start:
-                spans[-1] = Span(spans[-1].since, end, use)
-            elif use is not Use.ABSENT:
-                spans.append(Span(start, end, use))
+            if spans and spans[-1].activity == prevailing and spans[-1].until == start:
+                spans[-1] = Span(spans[-1].since, end, prevailing)
+            elif prevailing.use is not Use.ABSENT:
+                spans.append(Span(start, end, prevailing))
         return spans
 
 
@@ -146,7 +168,7 @@ class Lanes:
         incarnation = event.incarnation
         lane = self.lanes.get(incarnation.replica)
         if lane is not None and lane.current == incarnation.number:
-            lane.enter(at, use_of(event.phase, event.waits_for))
+            lane.enter(at, activity(event.phase, event.waits_for))
 
     def _on_intended(self, event: ev.Intended, at: float) -> None:
         action = event.action
@@ -156,7 +178,7 @@ class Lanes:
             lane = self.lanes.setdefault(incarnation.replica, Lane(incarnation.replica))
             lane.incarnations.append(LaneIncarnation(incarnation.number, action.node, at))
             lane.current = incarnation.number
-            lane.enter(at, Use.STARTS)
+            lane.enter(at, _LAUNCHING)
 
     def _on_joined(self, event: ev.Joined, at: float) -> None:
         incarnation = self._incarnation(event.incarnation)
@@ -177,7 +199,7 @@ class Lanes:
             return
         lane.current = 0
         lane.incarnations[-1].ended_at = at
-        lane.enter(at, Use.ABSENT if self._ending else Use.DOWN)
+        lane.enter(at, _ABSENT if self._ending else _DOWN)
 
     def _on_resumed(self, event: ev.Resumed, at: float) -> None:
         self._ending = False
@@ -185,7 +207,7 @@ class Lanes:
     def _on_run_ended(self, event: ev.RunEnded, at: float) -> None:
         for lane in self.lanes.values():
             lane.current = 0
-            lane.enter(at, Use.ABSENT)
+            lane.enter(at, _ABSENT)
 
     def _incarnation(self, incarnation: Incarnation) -> LaneIncarnation | None:
         lane = self.lanes.get(incarnation.replica)

@@ -21,7 +21,7 @@ from .curves import CurveRecorder, Curves
 from .effective_time import WorkIntervals
 from .gpu_time import GpuHours, ReservedTime, gpu_hours
 from .interruptions import UNKNOWN, Interruption, Interruptions
-from .lanes import LaneIncarnation, Lanes, Span, Use
+from .lanes import LaneIncarnation, Lanes, Span
 from .lost_time import SlidingPoint, lost_time, sliding_ettr
 
 MAX_DECISIONS = 1000
@@ -74,7 +74,7 @@ class LaneReport(Struct, frozen=True):
     incarnations: list[LaneIncarnation]
     spans: list[Span]
     seconds: dict[str, float]
-    """Seconds by use, in lower case: ``works``, ``waits``, ``loads``, ``starts``, ``down``."""
+    """Seconds by phase; ``launching`` until an incarnation joined, ``down`` until the next one was launched."""
 
 
 class Strict(Struct, frozen=True):
@@ -243,8 +243,9 @@ class Account:
             window_s=round(window_s, 2), sliding=sliding, curves=self.curves.curves(),
             lanes=[
                 LaneReport(
-                    lane.replica, lane.incarnations, lane.spans(self.began, until),
-                    {use.name.lower(): round(lane.seconds(use, until), 1) for use in Use if use is not Use.ABSENT},
+                    lane.replica, lane.incarnations, lane.spans(self.began, until), {
+                        activity.phase: round(seconds, 1) for activity, seconds in lane.seconds(until).items()
+                    },
                 )
                 for lane in lanes
             ],
