@@ -134,7 +134,9 @@ def _events(steps: int) -> Iterator[tuple[float, ev.Event]]:
     replicas = [ReplicaId(f"{role}/{index}") for role, count in _ROLES.items() for index in range(count)]
     node_of = dict(zip(replicas, nodes, strict=True))
     for replica in replicas:
-        yield from _starts(Incarnation(replica, 1), node_of[replica], 10.0, 60.0)
+        yield from _starts(Incarnation(replica, 1), node_of[replica], 10.0, 60.0, 0)
+    for service, phase in zip(replicas[:2], ("serve", "score"), strict=True):
+        yield 60.0, ev.PhaseEntered(Incarnation(service, 1), phase)
     current = dict.fromkeys(replicas, 1)
     trainer, rollouts, at = replicas[2], replicas[3:], 70.0
     for step in range(1, steps + 1):
@@ -142,11 +144,13 @@ def _events(steps: int) -> Iterator[tuple[float, ev.Event]]:
             failed = rollouts[step // ROLLOUT_FAILS_EVERY % len(rollouts)]
             yield from _fails(Incarnation(failed, current[failed]), at, node_of[failed])
             current[failed] += 1
-            yield from _starts(Incarnation(failed, current[failed]), node_of[failed], at + 2, at + 12)
+            yield from _starts(Incarnation(failed, current[failed]), node_of[failed], at + 2, at + 12, step - 1)
         if step % TRAINER_FAILS_EVERY == 0:
             yield from _fails(Incarnation(trainer, current[trainer]), at + 20, node_of[trainer])
             current[trainer] += 1
-            yield from _starts(Incarnation(trainer, current[trainer]), node_of[trainer], at + 22, at + RESTART_S)
+            yield from _starts(
+                Incarnation(trainer, current[trainer]), node_of[trainer], at + 22, at + RESTART_S, step - 1
+            )
             at += RESTART_S
         for phase, offset in (("wait_data", 0.0), ("train", 0.1), ("checkpoint", 0.9)):
             yield at + STEP_S * offset, ev.PhaseEntered(Incarnation(trainer, current[trainer]), phase)
@@ -170,12 +174,12 @@ def _events(steps: int) -> Iterator[tuple[float, ev.Event]]:
 
 
 def _starts(
-    incarnation: Incarnation, node: NodeName, launched_at: float, works_at: float
+    incarnation: Incarnation, node: NodeName, launched_at: float, works_at: float, version: int
 ) -> Iterator[tuple[float, ev.Event]]:  # fmt: skip
     step = f"{RUN}.{incarnation.replica.replace('/', '-')}.{incarnation.number}"
     yield launched_at, ev.Intended(Launch(incarnation, step, f"{RUN}.pool", node, Why(())))
     yield works_at - 5, ev.Joined(incarnation, node, node, 1)
-    yield works_at - 3, ev.VersionAvailable(incarnation, Version(0, 1))
+    yield works_at - 3, ev.VersionAvailable(incarnation, Version(version, incarnation.number))
     yield works_at, ev.FirstWorkDone(incarnation)
 
 

@@ -19,7 +19,7 @@ WIDTH, LANE_HEIGHT, CURVE_HEIGHT = 1000, 10, 120
 """Sizes of the drawings."""
 MAX_TITLED_SPANS = 3000
 """Number of intervals in a page up to which each has a title; beyond it only incarnations have one."""
-MAX_TICKS = 5
+TICKS = 4
 
 
 class Axis:
@@ -38,8 +38,7 @@ class Axis:
         """Return marks (position in percent, text) at equal times since the begin."""
         length = self.until - self.since
         return [
-            {"x": round(100 * index / MAX_TICKS, 1), "text": span(length * index / MAX_TICKS)}
-            for index in range(MAX_TICKS + 1)
+            {"x": round(100 * index / TICKS, 1), "text": span(length * index / TICKS)} for index in range(TICKS + 1)
         ]
 
 
@@ -111,13 +110,13 @@ def curve(
 
     lines = [
         {
-            "name": label, "last": f"{points[-1].value:.4g}",
+            "name": label, "last": f"{points[-1].value:,.4f}".rstrip("0").rstrip("."),
             "points": " ".join(f"{axis.x(point.at):g},{y(point.value):g}" for point in points),
         }
         for label, points in series
         if points
     ]  # fmt: skip
-    return {"name": name, "unit": unit, "lines": lines, "low": f"{low:g}", "high": f"{high:g}"}
+    return {"name": name, "unit": unit, "lines": lines, "low": f"{low:,g}", "high": f"{high:,g}"}
 
 
 def _rounded_up(value: float) -> float:

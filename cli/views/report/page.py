@@ -18,7 +18,7 @@ from ....manager.reporting.accounting.lost_time import ALL_STAGES, OTHER
 from ....manager.reporting.accounting.run_report import RunReport
 from ..formatting import stage
 from .drawing import CURVE_HEIGHT, LANE_HEIGHT, WIDTH, Axis, curve, lanes, marks
-from .tables import figures, percent
+from .tables import amount, figures, percent
 
 MAX_ROWS = 500
 """Maximum number of rows of a table of interruptions or decisions; the JSON has all."""
@@ -89,7 +89,7 @@ def _headline(report: RunReport) -> list[tuple[str, str, str]]:
         ettr,
         ("RobustRL's ETTR", percent(report.ettr), f"of {span(report.run_seconds)}"),
         ("time lost", span(sum(one.seconds for one in report.lost)), f"of {span(report.wall_s)}"),
-        (unit, f"{hours.useful:.3g}", f"useful of {hours.reserved:.3g} reserved"),
+        (unit, amount(hours.useful), f"useful of {amount(hours.reserved)} reserved"),
     ]
 
 

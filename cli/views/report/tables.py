@@ -36,7 +36,7 @@ def figures(report: RunReport) -> list[tuple[str, str]]:
         (f"{unit} useful", _share_of(hours.useful, hours.reserved)),
         (f"{unit} redone", _share_of(hours.redone, hours.reserved)),
         (f"{unit} idle", _share_of(hours.idle, hours.reserved)),
-        (f"{unit} reserved", f"{hours.reserved:.3g}"),
+        (f"{unit} reserved", amount(hours.reserved)),
         ("managers", str(report.managers)),
     ]
 
@@ -47,7 +47,12 @@ def percent(share: float | None) -> str:
 
 
 def _share_of(part: float, whole: float) -> str:
-    return f"{part:.3g} ({100 * part / whole:.0f} %)" if whole else f"{part:.3g}"
+    return f"{amount(part)} ({100 * part / whole:.0f} %)" if whole else amount(part)
+
+
+def amount(value: float) -> str:
+    """Format a number with three digits at least, and without an exponent."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 def interruptions_text(report: RunReport) -> str:

@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import msgspec
 from msgspec import Struct
 
 from ....core.run_spec import RunSpec
-from ....core.types import NodeName
+from ....core.types import TRAINER, NodeName
 from ...model import events as ev
 from ...model.actions import Action, Fence, Launch, Release, Request, RestartAll, Rung, StopStep
 from ..decisions.explanations import Explanation, subject_of, words_of
@@ -164,13 +165,13 @@ class Account:
             return
         if isinstance(event, ev.ClocksRecorded | ev.NoteChanged | ev.GpuUseRecorded | ev.ValuesLogged):
             return
-        changes = self.timeline.apply(stamped)
-        for change in changes.work:
+        for change in self.timeline.apply(stamped).work:
             self._work.apply(change)
-        self.steps.apply(stamped, self.interruptions.apply(stamped))
         self.lanes.apply(stamped)
-        if not isinstance(event, ev.PhaseEntered):
-            self._on_rare(event, at, before)
+        if isinstance(event, ev.PhaseEntered) and event.incarnation.replica != TRAINER:
+            return
+        self.steps.apply(stamped, self.interruptions.apply(stamped))
+        self._on_rare(event, at, before)
 
     def _on_rare(self, event: ev.Event, at: float, before: float) -> None:
         match event:
@@ -321,7 +322,7 @@ def _doubts(run: Account, clean: Account) -> Iterator[str]:
         yield "The runs have committed different numbers of steps: only the steps of both are compared."
 
 
-_COMPARED = {
+_COMPARED: dict[str, Callable[[RunSpec], Any]] = {
     "seed": lambda job: job.seed,
     "the model": lambda job: msgspec.to_builtins(job.model),
     "sampling": lambda job: msgspec.to_builtins(job.sampling),
