@@ -61,9 +61,9 @@ def test_two_runs_are_side_by_side() -> None:
 
 def test_command_prints_a_table_and_json(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     interrupted().written(root)
-    assert main.main(["report", "small"]) == 0
+    assert main.run(["report", "small"]) == 0
     assert "estimated ETTR" in capsys.readouterr().out
-    assert main.main(["report", "small", "small", "--clean", "small", "--json"]) == 0
+    assert main.run(["report", "small", "small", "--clean", "small", "--json"]) == 0
     first, second = json.loads(capsys.readouterr().out)["runs"]
     assert first == second
     assert first["strict"]["ettr"] == 1.0
@@ -75,7 +75,7 @@ def test_command_prints_a_table_and_json(root: Path, capsys: pytest.CaptureFixtu
 def test_python_returns_the_same_report(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = interrupted().written(root)
     report = rrl.run(run.id).report(clean=rrl.run(run.id))
-    assert main.main(["report", "--clean", "small", "--json"]) == 0
+    assert main.run(["report", "--clean", "small", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["runs"] == [msgspec.to_builtins(report)]
 
 
@@ -113,7 +113,7 @@ def _no_clean(root: Path) -> list[str]:
 def test_what_cannot_be_reported_is_one_line(
     argv: Callable[[Path], list[str]], code: int, word: str, root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main.main(argv(root)) == code
+    assert main.run(argv(root)) == code
     err = capsys.readouterr().err
     assert word in err
     assert err.count("\n") == 1
@@ -156,7 +156,7 @@ def elements(text: str) -> list[tuple[str, dict[str, str | None]]]:
 def test_page_is_one_file_without_scripts_that_loads_nothing(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     interrupted().written(root)
     target = root / "small.html"
-    assert main.main(["report", "small", "--html", str(target)]) == 0
+    assert main.run(["report", "small", "--html", str(target)]) == 0
     assert str(target) in capsys.readouterr().out
     text = target.read_text()
     found = elements(text)
