@@ -41,7 +41,7 @@ def test_failure_that_delays_no_step_costs_no_time() -> None:
     assert lost(accounted(story).report()) == {}
 
 
-def test_time_without_a_manager_and_slow_steps_are_told_apart() -> None:
+def test_time_without_a_manager_is_not_that_of_slow_steps() -> None:
     story = trained(begun(), 1, 5).wait(20).record(ev.ManagerStarted("login2", 9))
     story = trained(trained(story, 6, 8).wait(4), 9, 12)
     assert lost(accounted(story).report()) == {
@@ -135,7 +135,7 @@ def test_overhead_of_the_protection_is_that_of_a_run_without_interruptions() -> 
     assert strict.ft_overhead == pytest.approx(0.05)
 
 
-def test_what_the_journal_lacks_is_said() -> None:
+def test_what_the_journal_lacks_is_listed() -> None:
     assert accounted(begun()).report().missing == ["No step is committed: there is no time to account for."]
     story = Story().works().ends(Outcome.COMPLETED, "done")
     missing = " ".join(accounted(story).report().missing)
