@@ -86,6 +86,12 @@ def _empty(root: Path) -> list[str]:
     return ["report", "empty"]
 
 
+def _damaged(root: Path) -> list[str]:
+    (segment, *_) = interrupted().written(root).journal.glob("*.seg")
+    segment.write_bytes(b"no journal")
+    return ["report", "small"]
+
+
 def _unwritable(root: Path) -> list[str]:
     interrupted().written(root)
     return ["report", "--html", str(root / "absent" / "x.html")]
@@ -105,6 +111,7 @@ def _no_clean(root: Path) -> list[str]:
     ("argv", "code", "word"),
     [
         (_empty, 2, "no events yet"),
+        (_damaged, 2, "not a journal of rrl"),
         (_unwritable, 1, "x.html"),
         (_both, 2, "exclude each other"),
         (_no_clean, 2, "other"),
