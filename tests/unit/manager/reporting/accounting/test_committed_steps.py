@@ -38,6 +38,7 @@ def test_work_that_a_snapshot_kept_counts_as_the_predecessors_attempt() -> None:
     story.record(ev.StepCommitted(story.incarnation("trainer/0"), 6, {})).enters("trainer/0", "train")
     steps = accounted(trained(story, 7, 10)).steps
     assert steps.steps[5].useful_s(STEP_S) == pytest.approx(2.5)
+    assert steps.steps[5].discarded == ()
     assert steps.estimate == pytest.approx((9 * STEP_S + 2.5) / (9 * STEP_S + 2.5 + OUTAGE_S))
 
 

@@ -34,6 +34,15 @@ def test_wait_for_a_failed_rollout_is_lost_by_the_rollouts_stages() -> None:
     assert lost(accounted(story).report()) == {"process": pytest.approx(STAGES, abs=0.001)}
 
 
+def test_delay_by_a_failed_rollout_is_divided_in_proportion_to_its_stages() -> None:
+    story = trained(begun(), 1, 5)
+    story.loses("rollout/0")
+    story.wait(1).fences("rollout/0").wait(2).launches("rollout/0").wait(1)
+    report = accounted(trained(story, 6, 6)).report()  # it took 7 s instead of 3 s
+    stages = {"decide": 4 / 7, "queue": 8 / 7, "start": 16 / 7}
+    assert lost(report) == {"process": pytest.approx(stages, abs=0.001)}
+
+
 def test_failure_that_delays_no_step_costs_no_time() -> None:
     story = trained(begun(), 1, 5)
     story.loses("rollout/0")
