@@ -256,6 +256,8 @@ class Account:
     def _missing(self) -> Iterator[str]:
         """Yield what the journal does not say."""
         steps, curves = self.steps, self.curves.curves()
+        if not self.reserved.weights:
+            yield "The job has neither trainer nor rollouts: all reserved time is shown as idle."
         if not steps.steps:
             yield "No step is committed: there is no time to account for."
             return

@@ -14,6 +14,7 @@ from rrl.manager.reporting.accounting.lost_time import MANAGER, OTHER, SLOW_STEP
 from rrl.manager.reporting.accounting.run_report import RunReport, account
 from rrl.tests.support.cli.story import Story, wide
 from rrl.tests.support.manager.accounted import OUTAGE_S, STAGES, STEP_S, accounted, begun, failed, trained
+from rrl.tests.support.manager.jobs import commands, role
 
 
 def lost(report: RunReport) -> dict[str, dict[str, float]]:
@@ -150,5 +151,7 @@ def test_what_the_journal_lacks_is_listed() -> None:
     missing = " ".join(accounted(story).report().missing)
     assert "No phase `train` before the first commit" in missing
     assert "no `tokens`" in missing
+    bare = accounted(Story(job=commands(role("work"))))
+    assert "neither trainer nor rollouts" in bare.report().missing[0]
     with pytest.raises(ValueError, match="no events"):
         account([])
