@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from rrl.core.types import OperationFailed as OperationFailed
     from rrl.core.types import UsageError as UsageError
     from rrl.core.types import Version as Version
+    from rrl.manager.reporting.accounting.run_report import RunReport as RunReport
     from rrl.manager.reporting.step_metrics import StepRow as StepRow
     from rrl.manager.reporting.summary import Summary as Summary
     from rrl.roles.models.tensors import pack as pack
@@ -55,6 +56,7 @@ _HOMES = {
     "LogLine": "rrl.api.logs.log_reader",
     "OperationFailed": "rrl.core.types",
     "Run": "rrl.api.run",
+    "RunReport": "rrl.manager.reporting.accounting.run_report",
     "RunState": "rrl.api.watching.run_state",
     "StepRow": "rrl.manager.reporting.step_metrics",
     "Summary": "rrl.manager.reporting.summary",
@@ -80,9 +82,9 @@ _HOMES = {
     "WorkLease": "rrl.roles.worker.work_items",
 }
 __all__ = [
-    "Batch", "Episode", "Exported", "Item", "LogLine", "NewWeights", "OperationFailed", "Part", "Run", "RunState",
-    "Score", "ScoringLease", "Segment", "StepRow", "Summary", "ToScore", "Trajectory", "UsageError", "Version",
-    "WorkLease", "Worker", "join", "pack", "run", "submit", "unpack", "waiting",
+    "Batch", "Episode", "Exported", "Item", "LogLine", "NewWeights", "OperationFailed", "Part", "Run", "RunReport",
+    "RunState", "Score", "ScoringLease", "Segment", "StepRow", "Summary", "ToScore", "Trajectory", "UsageError",
+    "Version", "WorkLease", "Worker", "join", "pack", "run", "submit", "unpack", "waiting",
 ]  # fmt: skip
 
 

@@ -23,6 +23,7 @@ from .watching.run_watcher import completed_summary
 
 if TYPE_CHECKING:  # what needs the job's models or a checkpoint is imported when it is used
     from ..config.job.document import JobPart, Setting
+    from ..manager.reporting.accounting.run_report import RunReport
     from ..manager.reporting.step_metrics import StepRow
     from ..manager.reporting.summary import Summary
     from ..roles.trainer.checkpoint_export import Exported
@@ -106,6 +107,20 @@ class Run:
         """
         for rows in step_rows(self._run_dir, follow=follow):
             yield from rows
+
+    def report(self, clean: Run | None = None) -> RunReport:
+        """Return where the time and the GPUs of the run went, as ``rrl report`` does (docs/report.md).
+
+        Args:
+            clean: The same job without faults and protection: the report then has the strict ETTR against it.
+
+        Raises:
+            UsageError: The journal of a run is damaged or empty.
+            OperationFailed: A run cannot be read.
+        """
+        from .accounts import account_of
+
+        return account_of(self._run_dir).report(None if clean is None else account_of(clean._run_dir))
 
     def wait(self) -> Summary:
         """Wait until the run has completed, and return its summary (``summary.json``).

@@ -37,6 +37,7 @@ NEEDS: Mapping[str, tuple[Need, ...]] = {
     "ettr": (Need.TORCH, Need.SLURM),
     "hostile_ports": (),
     "looks": (),
+    "report": (),
     "manager_away": (Need.TORCH, Need.SLURM),
     "publishing": (Need.TORCH,),
     "restart": (Need.TORCH, Need.SLURM),

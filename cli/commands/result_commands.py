@@ -126,6 +126,38 @@ def export(
     raise typer.Exit(command.export(run, folder, step, json=json))
 
 
+@app.command(short_help="Account for a run's time and GPUs.")
+def report(
+    run: Run = None,
+    other: Annotated[
+        str | None, typer.Argument(metavar="OTHER", help="A second run, to compare.", show_default=False)
+    ] = None,
+    clean: Annotated[
+        str | None,
+        typer.Option("--clean", metavar="RUN", show_default=False,
+                     help="The same job without faults and protection: shows the strict ETTR against it."),
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Write one HTML page instead.", show_default=False)
+    ] = None,
+    json: Json = False,
+) -> None:  # fmt: skip
+    """Account for a run: effective training time, time lost by cause and by stage, and GPU-hours (docs/report.md).
+
+    The page also has a lane for each replica, decisions with their evidence, and curves. Only the journal is read, so
+    the run may be at work or have ended.
+
+    \b
+    rrl report quick                        where the time of a run went
+    rrl report quick --html quick.html      the same as a page
+    rrl report quick slow                   two runs side by side
+    rrl report quick --clean undisturbed    with the strict ETTR
+    """
+    from ..results import reports as command
+
+    raise typer.Exit(command.report(run, other, clean, html, json=json))
+
+
 @app.command(short_help="Explain why a run was repaired, moved or ended.")
 def explain(
     run: NamedRun,

@@ -170,7 +170,7 @@ def _rendered(document: Document, format: str) -> str:
     if format == "json":
         return json_document(document)
     if format == "html":
-        from ..views.health_report_html import page
+        from ..views.health.health_report_html import page
 
         return page(document.report, document.sources, document.drains_unknown)
     screen = Console(file=io.StringIO(), width=PLAIN_WIDTH, markup=False, highlight=False, emoji=False)

@@ -25,7 +25,7 @@ from ..model.figures.stream_figures import EpisodeFigures, StreamFigures
 from ..model.figures.training_time import effective_share
 from ..model.queries import weights_lag_steps, workers
 from ..model.state import State, Status
-from .effective_time import EffectiveSeconds
+from .accounting.effective_time import EffectiveSeconds
 from .failure_records import Changes
 from .failure_timeline import FailureTimeline, fences
 
@@ -125,8 +125,10 @@ def _of_run(state: State, counters: RunCounters, facts: Facts) -> Iterator[Metri
     yield _counter("rrl_tokens_generated", "Tokens that rollouts generated under this manager.", facts.tokens)
     spent, effective = max(0.0, facts.now - counters.began), counters.effective.until(facts.now)
     yield _counter("rrl_managed_seconds", "Time that this manager has managed the run.", spent)
-    yield _counter("rrl_effective_seconds", "Effective training time within rrl_managed_seconds (ETTR).", effective)
-    yield _gauge("rrl_effective_time_ratio", "Share of effective training so far (ETTR).",
+    yield _counter(
+        "rrl_effective_seconds", "Effective training time within rrl_managed_seconds (RobustRL's ETTR).", effective
+    )
+    yield _gauge("rrl_effective_time_ratio", "Share of effective training so far (RobustRL's ETTR).",
                  effective / spent if spent else 0.0)  # fmt: skip
     yield _counter("rrl_gpu_seconds_lost", "GPU time lost while replicas were down, from failure to work.",
                    counters.timeline.gpu_seconds_until(facts.now))  # fmt: skip

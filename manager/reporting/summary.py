@@ -2,7 +2,7 @@
 
 The summary contains the recoveries with the durations of their stages, effective training time, rewards, and the nodes
 that an administrator should drain. Failures and recoveries come from the timeline of failures (``failure_timeline``).
-``effective_time`` explains ETTR; ``ettr_strict`` counts only time in which every replica works.
+``training_time`` explains ETTR, and ``committed_steps`` the estimate of the strict ETTR.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from ..model.figures.idle_times import START, IdleTimes, idle_shares, phase_time
 from ..model.figures.stream_figures import EpisodeFigures, StreamFigures, as_count
 from ..storage.journal import replay
 from ..storage.model_folders import ModelFolder, model_folders
-from .effective_time import WorkIntervals
+from .accounting.committed_steps import CommittedSteps
+from .accounting.effective_time import WorkIntervals
+from .accounting.interruptions import Interruptions
 from .failure_records import Failure
 from .failure_timeline import FailureTimeline
 
@@ -201,10 +203,12 @@ class Summary(Struct, frozen=True):
     unprovoked: int
     """Number of failures that were not injected, from which the run recovered or which ended the run."""
     ettr: float
-    ettr_strict: float
+    """Effective training time ratio as in RobustRL."""
     run_seconds: float
     epochs: int
     """Managers that this run has had."""
+    ettr_estimate: float | None = None
+    """Estimate of the strict ETTR, from the first ``train`` to the newest commit; None without an undisturbed step."""
     outage_tokens: int = 0
     """Kept tokens that rollouts generated while the trainer was down. Only outages within one manager's epoch count."""
     max_age: int | None = None
@@ -304,6 +308,8 @@ class _SummaryBuilder:
         self.run, self.job, self.began, self.now = run, job, at, at
         self.timeline = FailureTimeline()
         self.work_intervals = WorkIntervals()
+        self.interruptions = Interruptions(self.timeline)
+        self.committed_steps = CommittedSteps(self.interruptions)
         self.drain_requests = DrainRequests()
         self.rewards: dict[int, float] = {}
         """Mean reward by training step."""
@@ -333,6 +339,7 @@ class _SummaryBuilder:
         self.drain_requests.apply(stamped)
         for change in self.timeline.apply(stamped).work:
             self.work_intervals.apply(change)
+        self.committed_steps.apply(stamped, self.interruptions.apply(stamped))
         if isinstance(event, ev.StepCommitted):
             self._committed(event, at)
         elif isinstance(event, ev.ClocksRecorded):
@@ -375,8 +382,9 @@ class _SummaryBuilder:
     def summary(self, run_dir: str) -> Summary:
         """Return the summary as of the newest event."""
         wall = max(self.now - self.began - self.ended_s, 1e-9)
-        effective, strict = self.work_intervals.effective(self.job, self.now, self.committed_at)
+        effective = self.work_intervals.effective(self.job, self.now, self.committed_at)
         rewards = [reward for _, reward in sorted(self.rewards.items())]
+        estimate = self.committed_steps.estimate
         return Summary(
             run=self.run,
             run_dir=run_dir,
@@ -389,9 +397,9 @@ class _SummaryBuilder:
             recoveries=[_recovery(failure) for failure in self.timeline.fenced],
             unprovoked=sum(not failure.injected for failure in self.timeline.counted),
             ettr=round(effective / wall, 4),
-            ettr_strict=round(strict / wall, 4),
             run_seconds=round(wall, 2),
             epochs=self.epochs,
+            ettr_estimate=None if estimate is None else round(estimate, 4),
             outage_tokens=self.outage_tokens,
             max_age=None if self.max_age is None else as_count(self.max_age),
             stale_groups=self.stale[0],

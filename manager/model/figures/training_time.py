@@ -1,11 +1,12 @@
 """The time that a run spent training: effective training time (ETTR) as in RobustRL (docs/sources.md), and its steps.
 
-Time in which the trainer works counts fully. While the trainer is restored and rollouts continue, time counts with the
-factor #rollouts / (#rollouts + #trainers). While everything is down, it counts 0. :func:`effective_share` has this
-formula. A replica that failed counts as down from the first symptom of its failure.
+Time in which the trainer works counts fully. While the trainer is restored and rollouts continue, time counts by the
+rollouts' share of the GPUs, or of the nodes in a job without GPUs. While everything is down, it counts 0.
+:func:`effective_share` has this formula. A replica that failed counts as down from the first symptom of its failure.
 
 :class:`TrainingTime` is part of the state, so that ``rrl status`` knows the figures without reading the whole journal.
-``summary.json`` computes its total from the intervals of each member (:mod:`rrl.manager.reporting.effective_time`).
+``summary.json`` computes its total from the intervals of each member
+(:mod:`rrl.manager.reporting.accounting.effective_time`).
 """
 
 from __future__ import annotations
@@ -86,20 +87,34 @@ class TrainingTime(Struct, frozen=True):
         return times[len(times) // 2] if times else None
 
 
+def member_weights(job: RunSpec) -> tuple[str, dict[str, float]]:
+    """Return what the members of trainers and rollouts are weighted by, and the weight of one member by role.
+
+    Members are weighted by their GPUs (``gpu``); in a job whose trainers and rollouts use none, by their share of the
+    replica's nodes (``node``).
+    """
+    roles = [role for role in job.roles if role.kind in ("trainer", "rollout")]
+    if any(role.per_member.gpus for role in roles):
+        return "gpu", {role.name: float(role.per_member.gpus) for role in roles}
+    return "node", {role.name: role.nodes / role.ranks for role in roles}
+
+
 def effective_share(job: RunSpec, at_work: Mapping[str, int], committed: bool) -> float:
     """Return the share of the time that is effective training while ``at_work`` members of each role work.
 
     The share is 1 while all ranks of the trainer work. Else it is 0 before a first step is ``committed``, and then the
-    number of working rollouts divided by that number plus the number of trainers.
+    weight of the working rollouts divided by the weight of all trainers and rollouts (:func:`member_weights`).
     """
-    ranks = wanted = 0
-    for role in job.roles:
-        if role.kind == "trainer":
-            ranks, wanted = ranks + role.replicas * role.ranks, wanted + role.replicas
+    ranks = sum(role.replicas * role.ranks for role in job.roles if role.kind == "trainer")
     if ranks and at_work.get("trainer", 0) >= ranks:
         return 1.0
-    rollouts = at_work.get("rollout", 0)
-    return rollouts / (rollouts + wanted) if rollouts and committed else 0.0
+    if not committed:
+        return 0.0
+    _, weights = member_weights(job)
+    rollouts = [role for role in job.roles if role.kind == "rollout"]
+    total = sum(role.replicas * role.ranks * weights[role.name] for role in job.roles if role.name in weights)
+    working = sum(min(at_work.get(role.name, 0), role.replicas * role.ranks) * weights[role.name] for role in rollouts)
+    return working / total if total else 0.0
 
 
 def begun(at: float) -> TrainingTime:

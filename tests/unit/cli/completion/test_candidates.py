@@ -62,7 +62,7 @@ def test_table_of_commands_is_that_of_the_command_line() -> None:
 
 
 def test_commands_and_their_options_are_offered(offered: Callable[..., list[str]]) -> None:
-    assert offered("re") == ["resume", "restart", "relay"]
+    assert offered("re") == ["resume", "report", "restart", "relay"]
     assert offered("health", "dr") == ["drain-node", "drain-requests"]
     assert offered("submit", "--s") == ["--set"]
     assert offered("--runs-dir", "/x", "stat") == ["status"]

@@ -212,7 +212,9 @@ def test_effective_share_follows_the_working_replicas() -> None:
     assert value(at_work, "rrl_effective_seconds_total") == pytest.approx(93)
     story.record(ev.Decided(Fence(story.incarnation("trainer/0"), Rung.IN_PLACE, Why(()))))
     without = series(story, Facts(story.now + 30))
-    assert value(without, "rrl_effective_seconds_total") == pytest.approx(36 + 30 * 2 / 3)
+    assert value(without, "rrl_effective_seconds_total") == pytest.approx(
+        36 + 30 * 8 / 16
+    )  # rollouts: 2 x 4 GPUs, trainer: 8
 
 
 def test_new_manager_counts_replicas_that_work_already() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
+from rrl.core.run_spec import Resources
 from rrl.core.types import Outcome
 from rrl.manager.model import events as ev
 from rrl.manager.model.figures.training_time import (
@@ -12,11 +14,14 @@ from rrl.manager.model.figures.training_time import (
     RECENT_S,
     TrainingTime,
     begun,
+    effective_share,
+    member_weights,
     with_commit,
     with_work,
 )
 from rrl.manager.reporting.summary import summarize
-from rrl.tests.support.cli.story import BEGAN, Story
+from rrl.tests.support.cli.story import BEGAN, Story, wide
+from rrl.tests.support.manager.jobs import gang_job, job
 
 
 def test_seconds_count_by_their_share() -> None:
@@ -65,6 +70,26 @@ def test_seconds_of_a_step_are_the_median_of_the_newest_steps() -> None:
     assert with_commit(time, 39, at + 50) == time, "a step that is reported again"
     reported_late = with_commit(with_commit(TrainingTime(), 1, 10.0), 5, 18.0)
     assert reported_late.seconds_per_step == 2.0, "four steps were committed while no manager ran"
+
+
+def test_sixteen_machines_against_sixteen_count_as_half() -> None:
+    gang = gang_job(ranks=128, per_node=8, rollouts=16)
+    gpus = {"trainer": Resources(1, 1), "rollout": Resources(8, 8)}
+    roles = tuple(replace(role, per_member=gpus.get(role.name, role.per_member)) for role in gang.roles)
+    machines = replace(gang, roles=roles)
+    assert member_weights(machines) == ("gpu", {"trainer": 1.0, "rollout": 8.0})
+    assert effective_share(machines, {"rollout": 16}, committed=True) == 0.5
+    assert effective_share(machines, {"rollout": 12, "trainer": 127}, committed=True) == 12 / 32
+    assert effective_share(machines, {"trainer": 128}, committed=True) == 1.0
+    assert effective_share(machines, {"rollout": 16}, committed=False) == 0.0
+
+
+def test_without_gpus_nodes_are_weighed() -> None:
+    gang = gang_job(ranks=4, per_node=2, rollouts=3)
+    assert member_weights(gang) == ("node", {"trainer": 0.5, "rollout": 1.0})
+    assert effective_share(gang, {"rollout": 3}, committed=True) == 3 / 5
+    assert effective_share(job(rollouts=2), {"rollout": 1}, committed=True) == 1 / 3
+    assert effective_share(wide(), {"rollout": 2}, committed=True) == 8 / 16, "two of four GPUs against one of eight"
 
 
 @pytest.mark.parametrize("replica", ["rollout/0", "trainer/0", "trajectories/0"])

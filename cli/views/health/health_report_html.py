@@ -1,6 +1,6 @@
 """The health report as one self-contained HTML file.
 
-Pure: the numbers of the plots are computed here, and the template (cli/views/health.html.j2) escapes its input.
+Pure: the numbers of the plots are computed here, and the template (cli/views/health/health.html.j2) escapes its input.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from typing import Any
 
 import jinja2
 
-from ...core.text import span
-from ...health.history.cache import Sources
-from ...health.report.model import Day, NodeReport, Report, SiteReport
-from .formatting import folded
-from .health_report import drain_text, interval, is_notable, rows_of, utc_time
-from .health_report import figure as digits
+from ....core.text import span
+from ....health.history.cache import Sources
+from ....health.report.model import Day, NodeReport, Report, SiteReport
+from ..formatting import folded
+from ..health_report import drain_text, interval, is_notable, rows_of, utc_time
+from ..health_report import figure as digits
 
 WIDTH, HEIGHT, LEFT, BOTTOM = 900, 180, 34, 22
 """Sizes and margins of the plot, in units of its SVG viewBox."""

@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from ...core.run_spec import RunSpec
-from ...core.types import ReplicaId, role_of
-from ..model.figures.training_time import effective_share
-from .failure_records import WorkChange
+from ....core.run_spec import RunSpec
+from ....core.types import ReplicaId, role_of
+from ...model.figures.training_time import effective_share
+from ..failure_records import WorkChange
 
 
 class EffectiveSeconds:
@@ -55,22 +55,19 @@ class WorkIntervals:
             if since < at:
                 done.append((since, at))
 
-    def effective(self, job: RunSpec, until: float, committed_at: float | None) -> tuple[float, float]:
-        """Return the seconds up to ``until`` of effective training, and those in which every member works.
+    def effective(self, job: RunSpec, until: float, committed_at: float | None) -> float:
+        """Return the seconds of effective training up to ``until``.
 
         ``committed_at`` is the time (s) of the first commit; None if there is no commit.
         """
-        all_members = sum(role.replicas * role.ranks for role in job.roles)
-        effective = strict = 0.0
+        effective = 0.0
         for start, end, at_work in self._intervals(until):
             split = end if committed_at is None else min(max(start, committed_at), end)
             if split > start:
                 effective += (split - start) * effective_share(job, at_work, committed=False)
             if end > split:
                 effective += (end - split) * effective_share(job, at_work, committed=True)
-            if at_work.total() == all_members:
-                strict += end - start
-        return effective, strict
+        return effective
 
     def _intervals(self, until: float) -> Iterator[tuple[float, float, Counter[str]]]:
         """Yield (start, end, number of working members by role) for every interval up to ``until``, in order."""

@@ -1,0 +1,25 @@
+"""Account for a run from its journal alone: the report of a run, also beside a clean run."""
+
+from __future__ import annotations
+
+from ..core.run_dir import RunDir
+from ..core.types import OperationFailed, UsageError
+from ..manager.reporting.accounting.run_report import Account, account
+from ..manager.storage.journal import JournalError, replay
+
+
+def account_of(run: RunDir) -> Account:
+    """Return the account of a run, up to the newest event of its journal.
+
+    Raises:
+        UsageError: The journal is damaged, or has no events yet.
+        OperationFailed: The journal cannot be read.
+    """
+    try:
+        return account(replay(run))
+    except JournalError as error:
+        raise UsageError(str(error)) from None
+    except ValueError:
+        raise UsageError(f"{run.id} has not begun: its journal has no events yet") from None
+    except OSError as error:
+        raise OperationFailed(f"{run.journal}: {error.strerror}") from None

@@ -1,0 +1,56 @@
+"""``rrl report``: where the time and the GPUs of one run or two went, as a table, as JSON or as a page."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+from ...api.accounts import account_of
+from ...api.runs import find_run
+from ...core.run_dir import write_atomically
+from ...core.types import OperationFailed, UsageError
+from ...manager.reporting.accounting.run_report import RunReport
+from ..common.output import print_json, print_line, show
+from ..views.report.tables import report_view
+
+PAGE_MODE = 0o600
+"""Mode of the HTML file: text of roles and the job's names are the user's own."""
+
+
+def report(run: str | None, other: str | None, clean: str | None, html: Path | None, *, json: bool) -> int:
+    """Print the reports, or write them into an HTML file; returns exit code 0.
+
+    Args:
+        run: The run.
+        other: A second run, which is shown beside it.
+        clean: A run without faults and protection, against which the strict ETTR of both is computed.
+        html: File to write; None prints a table, or JSON.
+        json: Whether to print JSON.
+
+    Raises:
+        UsageError: There is no such run, its journal is damaged, or both ``html`` and ``json`` are given.
+        OperationFailed: A journal cannot be read, or the file cannot be written.
+    """
+    if json and html is not None:
+        raise UsageError("--json and --html exclude each other; write one of them")
+    gc.disable()  # a long journal makes millions of objects that stay: no collection finds anything among them
+    runs = [find_run(run), *([find_run(other)] if other is not None else [])]
+    clean_account = None if clean is None else account_of(find_run(clean))
+    reports = [account_of(one).report(clean_account) for one in runs]
+    if html is not None:
+        _write_page(reports, html)
+        print_line(f"{html}: the report of {' and '.join(one.run for one in reports)}")
+    elif json:
+        print_json({"runs": reports})
+    else:
+        show(report_view(reports))
+    return 0
+
+
+def _write_page(reports: list[RunReport], path: Path) -> None:
+    from ..views.report.page import page
+
+    try:
+        write_atomically(path, page(reports).encode(), PAGE_MODE)
+    except OSError as error:
+        raise OperationFailed(f"{path}: {error.strerror}") from None

@@ -1,0 +1,137 @@
+"""The report of one run or two as one self-contained HTML page without scripts. Pure.
+
+The shapes are computed in ``drawing``; the template (cli/views/report/report.html.j2) escapes its input.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from ....core.text import escaped, span
+from ....manager.reporting.accounting.curves import CurvePoint
+from ....manager.reporting.accounting.lost_time import ALL_STAGES, OTHER
+from ....manager.reporting.accounting.run_report import RunReport
+from ..formatting import stage
+from .drawing import CURVE_HEIGHT, LANE_HEIGHT, WIDTH, Axis, curve, lanes, marks
+from .tables import amount, figures, percent
+
+MAX_ROWS = 500
+"""Maximum number of rows of a table of interruptions or decisions; the JSON has all."""
+
+
+def _safe(value: Any) -> Any:
+    """Return text without control and directional characters; other values as they are."""
+    return escaped(value) if type(value) is str else value
+
+
+_TEMPLATES = jinja2.Environment(
+    loader=jinja2.FileSystemLoader(Path(__file__).parent), undefined=jinja2.StrictUndefined, finalize=_safe,
+    autoescape=True, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
+)  # fmt: skip
+
+
+def page(reports: Sequence[RunReport]) -> str:
+    """Return the HTML text of one report, or of two side by side."""
+    of_runs = [figures(report) for report in reports]
+    rows = [(name, [values[row][1] for values in of_runs]) for row, (name, _) in enumerate(of_runs[0])]
+    return _TEMPLATES.get_template("report.html.j2").render(
+        runs=[_run(report) for report in reports], rows=[row for row in rows if any(value != "–" for value in row[1])],
+        title=" and ".join(report.run for report in reports),
+        width=WIDTH, lane_height=LANE_HEIGHT, curve_height=CURVE_HEIGHT, stages=(*ALL_STAGES, OTHER),
+    )  # fmt: skip
+
+
+def _run(report: RunReport) -> dict[str, Any]:
+    axis = Axis(report.began, report.until)
+    return {
+        "run": report.run,
+        "outcome": report.outcome,
+        "why": report.why if report.outcome not in ("completed", "running") else "",
+        "period": f"{_clock(report.began)} to {_clock(report.until)} UTC",
+        "headline": _headline(report),
+        "lost": _lost(report),
+        "lanes": lanes(report, axis),
+        "marks": marks(report, axis),
+        "ticks": axis.ticks,
+        "curves": [one for one in _curves(report, axis) if one is not None],
+        "interruptions": [_interruption(report, one) for one in report.interruptions[:MAX_ROWS]],
+        "decisions": [
+            {
+                "at": span(one.at - report.began), "what": one.what, "about": one.about, "rung": one.rung,
+                "evidence": one.evidence, "fault": one.is_fault,
+            }
+            for one in report.decisions[:MAX_ROWS]
+        ],
+        "decisions_left_out": report.decisions_left_out + max(0, len(report.decisions) - MAX_ROWS),
+        "interruptions_left_out": max(0, len(report.interruptions) - MAX_ROWS),
+        "notes": [*report.missing, *(report.strict.doubts if report.strict is not None else ())],
+    }  # fmt: skip
+
+
+def _clock(at: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(at))
+
+
+def _headline(report: RunReport) -> list[tuple[str, str, str]]:
+    """Return the most important figures as (name, value, explanation)."""
+    if report.strict is not None:
+        ettr = ("strict ETTR", percent(report.strict.ettr), f"against {report.strict.clean}")
+    else:
+        ettr = ("estimated ETTR", percent(report.ettr_estimate), "of first train to last commit")
+    hours = report.gpu_hours
+    unit = "GPU-hours" if hours.unit == "gpu" else "node-hours"
+    return [
+        ettr,
+        ("RobustRL's ETTR", percent(report.ettr), f"of {span(report.run_seconds)}"),
+        ("time lost", span(sum(one.seconds for one in report.lost)), f"of {span(report.wall_s)}"),
+        (unit, amount(hours.useful), f"useful of {amount(hours.reserved)} reserved"),
+    ]
+
+
+def _lost(report: RunReport) -> list[dict[str, Any]]:
+    largest = max((one.seconds for one in report.lost), default=0.0) or 1.0
+    rows = []
+    for one in report.lost:
+        x = 0.0
+        bars = []
+        for name, seconds in one.stages.items():
+            width = WIDTH * seconds / largest
+            bars.append({
+                "stage": name, "x": round(x, 1), "width": round(width, 1), "title": f"{name} {stage(seconds)}",
+            })  # fmt: skip
+            x += width
+        cells = [stage(one.stages[name]) if name in one.stages else "" for name in (*ALL_STAGES, OTHER)]
+        share = percent(one.seconds / report.wall_s)
+        rows.append({"cause": one.cause, "seconds": stage(one.seconds), "share": share, "bars": bars, "cells": cells})
+    return rows
+
+
+def _interruption(report: RunReport, one: Any) -> dict[str, Any]:
+    moved = one.node_after and one.node_after != one.node
+    return {
+        "at": span(one.at - report.began), "replica": f"{one.replica}#{one.number}", "cause": one.cause,
+        "injected": one.injected, "rung": one.rung, "seconds": stage(one.seconds), "open": one.until is None,
+        "node": f"{one.node} → {one.node_after}" if moved else one.node,
+        "cells": [stage(one.stages[name]) if name in one.stages else "" for name in ALL_STAGES[:-1]],
+        "evidence": one.evidence,
+    }  # fmt: skip
+
+
+def _curves(report: RunReport, axis: Axis) -> list[dict[str, Any] | None]:
+    curves = report.curves
+    sliding = [CurvePoint(point.at, 0, point.share) for point in report.sliding]
+    window = f"sliding ETTR (estimate, window {stage(report.window_s)})"
+    return [
+        curve(window, [("share", sliding)], axis, unit_range=True),
+        curve("reward", [("mean reward", curves.reward)], axis),
+        curve("throughput", [("trained tokens", curves.tokens_per_second)], axis, "tokens/s"),
+        curve(
+            "weight versions", [("trainer", curves.trainer_version), ("oldest rollout", curves.oldest_version)], axis,
+            "step",
+        ),
+    ]  # fmt: skip

@@ -1,0 +1,141 @@
+"""The report of one run or two as tables for a terminal. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from ....core.text import span
+from ....manager.reporting.accounting.lost_time import ALL_STAGES, OTHER
+from ....manager.reporting.accounting.run_report import InterruptionReport, RunReport
+from ..formatting import stage
+
+MAX_INTERRUPTIONS = 30
+"""Maximum number of interruptions that the table shows; the JSON and the page have all."""
+
+
+def figures(report: RunReport) -> list[tuple[str, str]]:
+    """Return the figures of a run as (name, value); the names are the same for every run."""
+    strict, hours = report.strict, report.gpu_hours
+    unit = "GPU-hours" if hours.unit == "gpu" else "node-hours"
+    against = "–" if strict is None else f"{percent(strict.ettr)} against {strict.clean}, {strict.steps} steps"
+    overhead = "–" if strict is None or strict.ft_overhead is None else f"{100 * strict.ft_overhead:+.1f} %"
+    return [
+        ("outcome", f"{report.outcome}, {report.steps} steps in {span(report.run_seconds)}"),
+        ("strict ETTR", against),
+        ("estimated ETTR", f"{percent(report.ettr_estimate)} (from this run alone)"),
+        ("RobustRL's ETTR", percent(report.ettr)),
+        ("protection costs", overhead),
+        ("first train to last commit", stage(report.wall_s)),
+        ("undisturbed step", stage(report.step_s)),
+        ("interruptions", interruptions_text(report)),
+        (f"{unit} useful", _share_of(hours.useful, hours.reserved)),
+        (f"{unit} redone", _share_of(hours.redone, hours.reserved)),
+        (f"{unit} idle", _share_of(hours.idle, hours.reserved)),
+        (f"{unit} reserved", amount(hours.reserved)),
+        ("managers", str(report.managers)),
+    ]
+
+
+def percent(share: float | None) -> str:
+    """Format a share in percent with one decimal; a dash for None."""
+    return "–" if share is None else f"{100 * share:.1f} %"
+
+
+def _share_of(part: float, whole: float) -> str:
+    return f"{amount(part)} ({100 * part / whole:.0f} %)" if whole else amount(part)
+
+
+def amount(value: float) -> str:
+    """Format a number with three digits at least, and without an exponent."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+
+
+def interruptions_text(report: RunReport) -> str:
+    """Return the number of interruptions, and how many of them were injected or planned."""
+    failed = [one for one in report.interruptions if one.charged]
+    counts = {
+        "injected": sum(one.injected for one in failed), "planned": len(report.interruptions) - len(failed),
+    }  # fmt: skip
+    more = ", ".join(f"{count} {word}" for word, count in counts.items() if count)
+    return f"{len(report.interruptions)}{f' ({more})' if more else ''}"
+
+
+def report_view(reports: Sequence[RunReport]) -> RenderableType:
+    """Return the view of one report, or of two side by side."""
+    return Group(*_parts(reports))
+
+
+def _parts(reports: Sequence[RunReport]) -> Iterator[RenderableType]:
+    yield _figures_table(reports)
+    for report in reports:
+        name = f" of {report.run}" if len(reports) > 1 else ""
+        if report.lost:
+            yield Text(f"\ntime lost{name} (s), by cause and stage", "bold")
+            yield _lost_table(report)
+        if report.interruptions:
+            yield Text(f"\ninterruptions{name} (s)", "bold")
+            yield from _interruptions(report.interruptions)
+    notes = dict.fromkeys(note for report in reports for note in (*report.missing, *_doubts(report)))
+    if notes:
+        yield Text()
+        yield from (Text(f"· {note}", "bright_black") for note in notes)
+
+
+def _doubts(report: RunReport) -> list[str]:
+    return report.strict.doubts if report.strict is not None else []
+
+
+def _plain_table() -> Table:
+    return Table(
+        box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False, show_edge=False,
+        header_style="bright_black", border_style="bright_black",
+    )  # fmt: skip
+
+
+def _figures_table(reports: Sequence[RunReport]) -> Table:
+    table = _plain_table()
+    table.add_column("")
+    for report in reports:
+        table.add_column(Text(report.run, "bold"), overflow="fold")
+    of_runs = [figures(report) for report in reports]
+    for row, (name, _) in enumerate(of_runs[0]):
+        values = [values[row][1] for values in of_runs]
+        if any(value != "–" for value in values):
+            table.add_row(Text(name, "bright_black"), *map(Text, values))
+    return table
+
+
+def _lost_table(report: RunReport) -> Table:
+    stages = [name for name in (*ALL_STAGES, OTHER) if any(one.stages.get(name) for one in report.lost)]
+    table = _plain_table()
+    table.add_column("cause", no_wrap=True)
+    for name in ("total", "share", *stages):
+        table.add_column(name, justify="right", no_wrap=True)
+    for one in report.lost:
+        cells = [stage(one.stages[name]) if name in one.stages else "" for name in stages]
+        table.add_row(Text(one.cause), stage(one.seconds), percent(one.seconds / report.wall_s), *cells)
+    return table
+
+
+def _interruptions(interruptions: Sequence[InterruptionReport]) -> Iterator[RenderableType]:
+    shown = interruptions[-MAX_INTERRUPTIONS:]
+    stages = [name for name in ALL_STAGES if any(name in one.stages for one in shown)]
+    table = _plain_table()
+    table.add_column("replica", no_wrap=True)
+    table.add_column("cause", no_wrap=True)
+    for name in ("total", *stages):
+        table.add_column(name, justify="right", no_wrap=True)
+    for one in shown:
+        cells = [stage(one.stages.get(name)) if name in one.stages else "" for name in stages]
+        total = Text(stage(one.seconds), "none" if one.until is not None else "yellow")
+        table.add_row(f"{one.replica}#{one.number}", f"{one.cause}{' *' * one.injected}", total, *cells)
+    yield table
+    if any(one.injected for one in shown):
+        yield Text("* a fault was injected", "bright_black")
+    if len(interruptions) > len(shown):
+        yield Text(f"{len(interruptions) - len(shown)} earlier ones are in --json and --html", "bright_black")

@@ -1,0 +1,194 @@
+"""The time of committed training steps: what of a run's time counts, and an estimate of its strict ETTR. Pure.
+
+*Strict ETTR* is the duration of a run without faults and without protection, divided by the duration of this run, for
+equal numbers of committed steps. A duration lasts from the first ``train`` to the commit of the last step, and includes
+the time in which a run had ended before it was resumed (:func:`strict_ettr`).
+
+The *estimate* needs this run alone. Each committed step counts with the time of the attempt that was committed, at most
+with the median of the undisturbed steps. The estimate is their sum divided by the same duration. Training that was done
+again, waits and the time of every interruption are losses. What the protection costs in each step is part of the
+median, so the estimate does not contain it.
+
+An attempt lasts from the commit before, or after an interruption from the trainer's first ``train``, to the commit. A
+trainer that commits a step before it has trained commits the work of its predecessor, which a snapshot has kept: then
+the predecessor's attempt counts. Steps that were committed while no manager ran share their time evenly. A step is
+undisturbed if no replica was interrupted since the commit before, and the manager was the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Any
+
+from msgspec import Struct
+
+from ....core.types import TRAINER
+from ...model import events as ev
+from .interruptions import TRAIN, Interruption, Interruptions
+
+
+class Attempt(Struct, frozen=True):
+    """The time (s) of an attempt at a step that its incarnation did not commit, and what ended it."""
+
+    since: float
+    until: float
+    ended_by: Interruption
+
+
+class CommittedStep(Struct, frozen=True):
+    """A committed step, or several whose commits were reported together. Times are the manager's (s)."""
+
+    step: int
+    """The newest of these steps."""
+    count: int
+    since: float
+    """Time of the commit before, or of the first ``train``."""
+    at: float
+    attempt_since: float
+    attempt_until: float
+    """Interval of the attempt that was committed."""
+    discarded: tuple[Attempt, ...]
+    """Attempts since the commit before whose work was lost."""
+    disturbed: bool
+
+    def useful_s(self, step_s: float) -> float:
+        """Return the seconds that count, at most ``step_s`` for each step."""
+        return min(self.attempt_until - self.attempt_since, self.count * step_s)
+
+
+class CommittedSteps:
+    """Collects the committed steps of a run, from its first event on.
+
+    ``interruptions`` is fed the same events before.
+    """
+
+    def __init__(self, interruptions: Interruptions) -> None:
+        self.steps: list[CommittedStep] = []
+        self.began: float | None = None
+        """Time (s) of the first ``train``; if none was recorded before the first commit, of the trainer's join."""
+        self.began_with_train = False
+        self._interruptions = interruptions
+        self._newest = 0
+        self._joined_at: float | None = None
+        self._previous_at = 0.0
+        self._attempt_since: float | None = None
+        """Begin of the current attempt; None until the trainer has begun one."""
+        self._discarded: list[Attempt] = []
+        self._disturbed = True
+
+    def apply(self, stamped: ev.Stamped, begun: Sequence[Interruption]) -> None:
+        """Apply an event; ``begun`` are the interruptions that it begins."""
+        for interruption in begun:
+            self._on_interruption(interruption, stamped.at)
+        handler = _HANDLERS.get(type(stamped.event))
+        if handler is not None:
+            handler(self, stamped.event, stamped.at)
+
+    @property
+    def ended(self) -> float | None:
+        """Return the time (s) of the newest commit; None before the first one."""
+        return self.steps[-1].at if self.steps else None
+
+    @property
+    def wall_s(self) -> float:
+        """Return the seconds from the first ``train`` to the newest commit; 0 before the first commit."""
+        return 0.0 if self.began is None or self.ended is None else self.ended - self.began
+
+    @property
+    def discarded_since_last_commit_s(self) -> float:
+        """Return the seconds of the attempts since the newest commit that were discarded."""
+        return sum(attempt.until - attempt.since for attempt in self._discarded)
+
+    @property
+    def step_s(self) -> float | None:
+        """Return the median seconds of the undisturbed steps; None if there are none."""
+        undisturbed = [step.at - step.since for step in self.steps if not step.disturbed]
+        return median(undisturbed) if undisturbed else None
+
+    @property
+    def estimate(self) -> float | None:
+        """Return the estimate of the strict ETTR; None without an undisturbed step."""
+        step_s, wall_s = self.step_s, self.wall_s
+        if step_s is None or wall_s <= 0:
+            return None
+        return sum(step.useful_s(step_s) for step in self.steps) / wall_s
+
+    def duration(self, step: int) -> float | None:
+        """Return the seconds from the first ``train`` to the commit of a step; None if it is not committed."""
+        at = next((committed.at for committed in self.steps if committed.step >= step), None)
+        return None if at is None or self.began is None else at - self.began
+
+    def _on_interruption(self, interruption: Interruption, at: float) -> None:
+        self._disturbed = True
+        if interruption.replica == TRAINER and self._attempt_since is not None:
+            until = max(self._attempt_since, min(interruption.failed_at, at))
+            self._discarded.append(Attempt(self._attempt_since, until, interruption))
+            self._attempt_since = None
+
+    def _on_disturbance(self, event: ev.ManagerStarted | ev.Resumed, at: float) -> None:
+        self._disturbed = True
+
+    def _on_joined(self, event: ev.Joined, at: float) -> None:
+        if self._joined_at is None and event.incarnation.replica == TRAINER:
+            self._joined_at = at
+
+    def _on_phase(self, event: ev.PhaseEntered, at: float) -> None:
+        if event.phase == TRAIN and event.incarnation.replica == TRAINER:
+            if self.began is None:
+                self.began, self._previous_at, self.began_with_train = at, at, True
+            self._begin_attempt(at)
+
+    def _on_first_work(self, event: ev.FirstWorkDone, at: float) -> None:
+        if event.incarnation.replica == TRAINER and self.began is not None:
+            self._begin_attempt(at)
+
+    def _begin_attempt(self, at: float) -> None:
+        if self._attempt_since is None and TRAINER not in self._interruptions.open:
+            self._attempt_since = at
+
+    def _on_committed(self, event: ev.StepCommitted, at: float) -> None:
+        if event.step <= self._newest:
+            return
+        if self.began is None:
+            self.began = self._previous_at = self._attempt_since = at if self._joined_at is None else self._joined_at
+        if self._attempt_since is not None:
+            since, until = self._attempt_since, at
+        elif self._discarded:  # a snapshot has kept the work of the predecessor
+            kept = self._discarded.pop()
+            since, until = kept.since, kept.until
+        else:
+            since, until = self._previous_at, at
+        disturbed = self._disturbed or bool(self._interruptions.open)
+        self.steps.append(
+            CommittedStep(
+                event.step, event.step - self._newest, self._previous_at, at, since, until, tuple(self._discarded),
+                disturbed,
+            )
+        )  # fmt: skip
+        self._newest, self._previous_at = event.step, at
+        self._attempt_since = None if TRAINER in self._interruptions.open else at
+        self._discarded, self._disturbed = [], False
+
+
+_HANDLERS: dict[type, Callable[[CommittedSteps, Any, float], None]] = {
+    ev.ManagerStarted: CommittedSteps._on_disturbance,
+    ev.Resumed: CommittedSteps._on_disturbance,
+    ev.Joined: CommittedSteps._on_joined,
+    ev.PhaseEntered: CommittedSteps._on_phase,
+    ev.FirstWorkDone: CommittedSteps._on_first_work,
+    ev.StepCommitted: CommittedSteps._on_committed,
+}
+
+
+def strict_ettr(run: CommittedSteps, clean: CommittedSteps) -> tuple[float, int] | None:
+    """Return the strict ETTR against a clean run, and the number of steps that were compared; None if there are none.
+
+    ``clean`` is the same job, seed and pace without faults and with every protection off. If one of the runs has
+    committed fewer steps, only so many are compared.
+    """
+    steps = min(run.steps[-1].step, clean.steps[-1].step) if run.steps and clean.steps else 0
+    duration, clean_duration = run.duration(steps), clean.duration(steps)
+    if not steps or not duration or clean_duration is None:
+        return None
+    return clean_duration / duration, steps

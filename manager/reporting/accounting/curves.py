@@ -1,0 +1,118 @@
+"""Curves over a run: reward, throughput, and the weight versions of trainer and rollouts. Pure.
+
+A curve of many steps is reduced to :data:`MAX_POINTS` means over equal numbers of steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import isfinite
+from typing import TypeVar
+
+from msgspec import Struct
+
+from ....core.types import TRAINER, ReplicaId, Version, role_of
+from ...model import events as ev
+from ...model.figures.stream_figures import TOKENS_AGED, as_count
+
+T = TypeVar("T")
+
+MAX_POINTS = 300
+"""Maximum number of points of a curve."""
+
+
+class CurvePoint(Struct, frozen=True, array_like=True):
+    """A value at the manager's time ``at`` (s) and training step ``step``."""
+
+    at: float
+    step: int
+    value: float
+
+
+class Curves(Struct, frozen=True):
+    """The curves of a run; one without values is empty."""
+
+    reward: list[CurvePoint] = []
+    """Mean reward of the steps."""
+    tokens_per_second: list[CurvePoint] = []
+    """Trained tokens divided by the time since the commit before."""
+    trainer_version: list[CurvePoint] = []
+    """Step of the newest weights that the trainer had published when the step was committed."""
+    oldest_version: list[CurvePoint] = []
+    """Step of the oldest weights that a rollout held when the step was committed."""
+
+
+class CurveRecorder:
+    """Collects the curves of a run, from its first event on."""
+
+    def __init__(self) -> None:
+        self._reward: list[CurvePoint] = []
+        self._tokens: list[tuple[float, int, int, float]] = []
+        """(time, step, tokens, seconds since the commit before) of each step."""
+        self._trainer: list[CurvePoint] = []
+        self._oldest: list[CurvePoint] = []
+        self._versions: dict[ReplicaId, int] = {}
+        """Step of the newest weights of each rollout that is at work."""
+        self._published: Version | None = None
+        self._newest = 0
+        self._previous_at: float | None = None
+
+    def on_version(self, event: ev.VersionAvailable) -> None:
+        """Record that an incarnation holds a weight version."""
+        replica = event.incarnation.replica
+        if replica == TRAINER:
+            self._published = event.version
+        elif role_of(replica) == "rollout":
+            self._versions[replica] = event.version.step
+
+    def on_replica_down(self, replica: ReplicaId) -> None:
+        """Leave out the weights of a replica that is down."""
+        self._versions.pop(replica, None)
+
+    def on_committed(self, event: ev.StepCommitted, at: float) -> None:
+        """Record the values of a committed step."""
+        step, metrics = event.step, event.metrics
+        if step <= self._newest:
+            return
+        if isfinite(reward := metrics.get("reward", float("nan"))):
+            self._reward.append(CurvePoint(at, step, reward))
+        if self._previous_at is not None and (tokens := _tokens(metrics)):
+            self._tokens.append((at, step, tokens, at - self._previous_at))
+        if self._published is not None and self._versions:
+            self._trainer.append(CurvePoint(at, step, self._published.step))
+            self._oldest.append(CurvePoint(at, step, min(self._versions.values())))
+        self._newest, self._previous_at = step, at
+
+    @property
+    def has_versions(self) -> bool:
+        """Return whether any weight version of a rollout was recorded."""
+        return bool(self._oldest)
+
+    def curves(self) -> Curves:
+        """Return the curves."""
+        throughput = []
+        for part in _parts(self._tokens):
+            seconds = sum(since for _, _, _, since in part)
+            if seconds > 0:
+                rate = sum(tokens for _, _, tokens, _ in part) / seconds
+                throughput.append(CurvePoint(part[-1][0], part[-1][1], round(rate, 3)))
+        return Curves(_reduced(self._reward), throughput, _reduced(self._trainer), _reduced(self._oldest))
+
+
+def _tokens(metrics: dict[str, float]) -> int:
+    """Return the tokens that a step trained on: as its trainer counts them, else those whose age is known."""
+    if "tokens" in metrics:
+        return as_count(metrics["tokens"])
+    return sum(as_count(count) for name, count in metrics.items() if name.startswith(TOKENS_AGED))
+
+
+def _parts(values: Sequence[T]) -> list[Sequence[T]]:
+    size = -(-len(values) // MAX_POINTS)
+    return [values[index : index + size] for index in range(0, len(values), size)] if values else []
+
+
+def _reduced(points: Sequence[CurvePoint]) -> list[CurvePoint]:
+    return [
+        CurvePoint(part[-1].at, part[-1].step, round(sum(one.value for one in part) / len(part), 6))
+        for part in _parts(points)
+    ]

@@ -1,0 +1,87 @@
+"""The GPU time that a run reserved, and what the replicas used it for. Pure.
+
+Reserved is the time of all GPUs on the nodes that the cluster had granted. A member of a replica uses its GPUs
+*usefully* while it is in a phase that counts as training and waits for nothing. Useful time of a trainer whose work was
+discarded is *redone*. All other reserved time is *idle*: members that start, load or wait, nodes of replicas that are
+down, standby processes and spare nodes. In a job whose trainers and rollouts use no GPUs, nodes are counted instead.
+
+The journal does not say which tokens of a failed rollout were lost, so redone is the time of trainers only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from msgspec import Struct
+
+from ....core.run_spec import RunSpec
+from ....core.types import TRAINER, gang_of, role_of
+from ...cluster.base import AllocationRequest, AllocationState
+from ...model import events as ev
+from ...model.actions import Request
+from ...model.figures.training_time import member_weights
+from .committed_steps import CommittedSteps
+from .lanes import USEFUL, Lane
+
+_GRANTED = (AllocationState.RUNNING, AllocationState.SUSPENDED)
+
+
+class GpuHours(Struct, frozen=True):
+    """GPU-hours, or node-hours if ``unit`` is ``node``; ``useful``, ``redone`` and ``idle`` add up to ``reserved``."""
+
+    unit: str
+    useful: float
+    redone: float
+    idle: float
+    reserved: float
+
+
+class ReservedTime:
+    """Counts the time of the nodes that a run holds, weighted by their GPUs, or by 1 in a job without GPUs."""
+
+    def __init__(self, job: RunSpec) -> None:
+        self.unit, self.weights = member_weights(job)
+        self._seconds = 0.0
+        self._node_weights: dict[str, int] = {}
+        """Weight of a node of each requested allocation, by tag."""
+        self._held: dict[str, tuple[int, float]] = {}
+        """Weight of the nodes of each granted allocation, and since when (s)."""
+
+    def on_intended(self, event: ev.Intended) -> None:
+        """Remember what the nodes of a requested allocation are like."""
+        if isinstance(event.action, Request):
+            request = event.action.request
+            for component in (request, *request.further_components):
+                self._node_weights[component.tag] = self._weight(component)
+
+    def _weight(self, request: AllocationRequest) -> int:
+        return request.node.gpus if self.unit == "gpu" else 1
+
+    def on_allocation(self, event: ev.AllocationChanged, at: float) -> None:
+        """Count the nodes of an allocation until ``at`` (s), and from then on those that it has now."""
+        weight, since = self._held.pop(event.tag, (0, at))
+        self._seconds += weight * (at - since)
+        if event.status is not None and event.status.state in _GRANTED:
+            self._held[event.tag] = self._node_weights.get(event.tag, 0) * len(event.status.nodes), at
+
+    def until(self, now: float) -> float:
+        """Return the reserved GPU seconds up to ``now`` (s)."""
+        return self._seconds + sum(weight * (now - since) for weight, since in self._held.values())
+
+
+def gpu_hours(reserved: ReservedTime, lanes: Collection[Lane], steps: CommittedSteps, now: float) -> GpuHours:
+    """Return what the reserved GPU time was used for, up to ``now`` (s)."""
+    weights = {lane.replica: reserved.weights.get(role_of(lane.replica), 0.0) for lane in lanes}
+    spent = [(lane, lane.seconds(now)) for lane in lanes if weights[lane.replica]]
+    useful = sum(
+        weights[lane.replica] * seconds
+        for lane, by_activity in spent
+        for activity, seconds in by_activity.items()
+        if activity.use in USEFUL
+    )
+    weight = sum(weight for replica, weight in weights.items() if gang_of(replica) == TRAINER)
+    discarded_s = sum(one.until - one.since for step in steps.steps for one in step.discarded)
+    redone = min(useful, weight * (discarded_s + steps.discarded_since_last_commit_s))
+    total = max(reserved.until(now), useful)
+    hours = [round(seconds / 3600, 4) for seconds in (useful - redone, redone, total - useful, total)]
+    return GpuHours(reserved.unit, *hours)

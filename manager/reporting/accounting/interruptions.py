@@ -1,0 +1,240 @@
+"""Interruptions of replicas and the stages of each: from the failure until the replica works again. Pure.
+
+An interruption begins when an incarnation of a role is fenced, also if it had not failed (a drain, a restart that a
+user requested). Its stages end with these events:
+
+=============  =========================================================================================
+``detect``     the finding of the failure, from the injected fault or else the first symptom
+``decide``     the fence of the incarnation, or the end of a run that is resumed
+``queue``      the launch of the next incarnation: until then the replica waits for a node, or for a resume
+``start``      its ``Joined``: the scheduler has started the step, and the process has joined the run
+``load``       its first weight version: it has loaded or received the state to work with
+``reconnect``  its first training phase, or its first unit of work
+=============  =========================================================================================
+
+A role without weights works as soon as it has joined, so its interruption ends there. If no weight version is recorded
+before the first work, the time since ``Joined`` is ``load``. The stage ``replay``, which is training that is done
+again, is part of no interruption (``committed_steps``). An incarnation that is fenced before it has joined continues
+the interruption.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from msgspec import Struct
+
+from ....core.types import TRAINER, Incarnation, NodeName, ReplicaId, gang_of, is_support, rank_of, role_of
+from ...model import events as ev
+from ...model.actions import Fence, Finish, Launch, RestartAll
+from ..failure_records import Failure
+from ..failure_timeline import RECOVERED_BY_FIRST_WORK, FailureTimeline, fences
+
+STAGES = ("detect", "decide", "queue", "start", "load", "reconnect")
+"""The stages of an interruption, in order."""
+PLANNED = "planned"
+"""Cause of an interruption without a failure: a drain, a move, or a restart that a user requested."""
+RUN_ENDED = "run ended"
+"""Cause of an interruption by the end of a run that was resumed later."""
+UNKNOWN = "unknown"
+"""Cause of a failure without a finding, for example of a launch that the cluster rejected."""
+TRAIN = "train"
+"""Phase of a trainer that computes a training step."""
+
+
+class Interruption(Struct, eq=False):
+    """The time in which one replica did not work. Times are the manager's (s); None: not reached."""
+
+    replica: ReplicaId
+    number: int
+    """Number of the incarnation that ended."""
+    cause: str
+    """A :class:`rrl.core.types.Cause`, or one of the causes above."""
+    failed_at: float
+    detected_at: float
+    fenced_at: float
+    node: str = ""
+    evidence: tuple[str, ...] = ()
+    rung: str = ""
+    injected: bool = False
+    charged: bool = False
+    """True if the incarnation had failed."""
+    launched_at: float | None = None
+    node_after: str = ""
+    joined_at: float | None = None
+    weights_at: float | None = None
+    worked_at: float | None = None
+    ended_at: float | None = None
+    """When the interruption ended: with the first work, the next failure, or the end of the run."""
+
+    def stages(self, now: float) -> Iterator[tuple[str, float, float]]:
+        """Yield (stage, start, end) of the stages that took time; the last one lasts until ``now`` if it is open."""
+        end = now if self.ended_at is None else self.ended_at
+        weights_at = self.weights_at if self.weights_at is not None else self.worked_at
+        ends = (self.detected_at, self.fenced_at, self.launched_at, self.joined_at, weights_at, self.worked_at)
+        since = self.failed_at
+        for stage, reached_at in zip(STAGES, ends, strict=True):
+            until = end if reached_at is None else min(reached_at, end)
+            if until > since:
+                yield stage, since, until
+                since = until
+            if reached_at is None:
+                return
+
+    def seconds(self, now: float) -> dict[str, float]:
+        """Return the seconds of each stage that took time."""
+        return {stage: until - since for stage, since, until in self.stages(now)}
+
+
+class Interruptions:
+    """Collects the interruptions of a run, from its first event on. ``timeline`` is fed the same events before."""
+
+    def __init__(self, timeline: FailureTimeline) -> None:
+        self.all: list[Interruption] = []
+        """All interruptions, in the order in which they were recorded."""
+        self.open: dict[ReplicaId, Interruption] = {}
+        """The interruptions that last, by replica (a gang as a whole)."""
+        self._timeline = timeline
+        self._kinds: dict[str, str] = {}
+        """Kind of each role."""
+        self._nodes: dict[Incarnation, NodeName] = {}
+        self._joined: dict[ReplicaId, int] = {}
+        """Newest incarnation number of each replica that has joined."""
+        self._finished: tuple[float, Finish] | None = None
+
+    def apply(self, stamped: ev.Stamped) -> list[Interruption]:
+        """Apply an event and return the interruptions that it begins."""
+        handler = _HANDLERS.get(type(stamped.event))
+        return [] if handler is None else handler(self, stamped.event, stamped.at) or []
+
+    def _on_run_started(self, event: ev.RunStarted, at: float) -> None:
+        self._kinds = {role.name: role.kind for role in event.job.roles}
+
+    def _on_decided(self, event: ev.Decided, at: float) -> list[Interruption]:
+        if isinstance(event.action, Finish):
+            self._finished = at, event.action
+            for interruption in self.open.values():
+                interruption.ended_at = at
+            self.open.clear()
+            return []
+        if self._finished is not None:
+            return []
+        about = event.action.failed if isinstance(event.action, RestartAll) else None
+        begun = (self._on_fence(fence, about, at) for fence in fences(event))
+        return [interruption for interruption in begun if interruption is not None]
+
+    def _on_fence(self, fence: Fence, about: Incarnation | None, at: float) -> Interruption | None:
+        """Begin an interruption. ``about``: the failed incarnation, if the fence is part of a restart of the run."""
+        gang = fence.incarnation.gang
+        if is_support(gang.replica):
+            return None
+        failure = self._timeline.failures.get(about or fence.incarnation) if about or fence.charged else None
+        held = self.open.get(gang.replica)
+        if held is not None and (held.number == gang.number or self._joined.get(gang.replica, 0) < gang.number):
+            held.rung = fence.rung.value
+            if failure is not None and not held.charged:  # a member had been fenced before the one that failed
+                self._explain(held, failure, fence)
+            return None
+        if held is not None:
+            held.ended_at = min(at, at if failure is None else failure.failed_at)
+        interruption = Interruption(
+            gang.replica, gang.number, PLANNED, at, at, at, self._nodes.get(gang, NodeName("")),
+            tuple(fence.why.evidence), fence.rung.value,
+        )  # fmt: skip
+        if failure is not None:
+            self._explain(interruption, failure, fence)
+        elif fence.charged or about:
+            interruption.cause, interruption.charged = UNKNOWN, True
+        self.open[gang.replica] = interruption
+        self.all.append(interruption)
+        return interruption
+
+    def _explain(self, interruption: Interruption, failure: Failure, fence: Fence) -> None:
+        """Add the cause and the times of a failure."""
+        finding = failure.diagnosis.finding
+        interruption.cause = finding.cause.value if finding is not None else UNKNOWN
+        interruption.injected, interruption.charged = failure.injected, True
+        interruption.failed_at = min(failure.failed_at, interruption.fenced_at)
+        interruption.detected_at = min(failure.diagnosis.detected_at, interruption.fenced_at)
+        interruption.evidence = tuple(fence.why.evidence)
+
+    def _on_intended(self, event: ev.Intended, at: float) -> None:
+        if not isinstance(event.action, Launch):
+            return
+        incarnation = event.action.incarnation
+        self._nodes[incarnation] = event.action.node
+        interruption = self._successor_of(incarnation)
+        if interruption is not None and interruption.launched_at is None:
+            interruption.launched_at, interruption.node_after = at, event.action.node
+
+    def _on_joined(self, event: ev.Joined, at: float) -> None:
+        incarnation = event.incarnation
+        if is_support(incarnation.replica) or rank_of(incarnation.replica):
+            return
+        self._joined[incarnation.replica] = max(incarnation.number, self._joined.get(incarnation.replica, 0))
+        interruption = self._successor_of(incarnation)
+        if interruption is not None and interruption.joined_at is None:
+            interruption.joined_at = at
+            if self._kinds.get(role_of(incarnation.replica)) not in RECOVERED_BY_FIRST_WORK:
+                self._end(interruption, at)
+
+    def _on_version(self, event: ev.VersionAvailable, at: float) -> None:
+        if not self.open:
+            return
+        interruption = self._successor_of(event.incarnation)
+        if interruption is not None and interruption.joined_at is not None and interruption.weights_at is None:
+            interruption.weights_at = at
+
+    def _on_phase(self, event: ev.PhaseEntered, at: float) -> None:
+        if self.open and event.phase == TRAIN and event.incarnation.replica == TRAINER:
+            self._on_work(event, at)
+
+    def _on_work(self, event: ev.PhaseEntered | ev.FirstWorkDone, at: float) -> None:
+        interruption = self._successor_of(event.incarnation)
+        if interruption is not None and interruption.joined_at is not None:
+            self._end(interruption, at)
+
+    def _on_resumed(self, event: ev.Resumed, at: float) -> list[Interruption]:
+        """Begin the interruption of the trainer by the end of the run, which began with the decision to end it."""
+        self._kinds = {role.name: role.kind for role in event.job.roles}
+        finished, self._finished = self._finished, None
+        number = self._joined.get(TRAINER, 0)
+        if finished is None or not number:
+            return []
+        ended_at, action = finished
+        evidence = tuple(action.why.evidence)
+        interruption = Interruption(TRAINER, number, RUN_ENDED, ended_at, ended_at, ended_at, evidence=evidence)
+        failures = [
+            one for one in self._timeline.counted
+            if one.ended_run and one.incarnation is not None and gang_of(one.incarnation.replica) == TRAINER
+            and one.incarnation.number == number
+        ]  # fmt: skip
+        if failures:
+            interruption.failed_at = min(failures[-1].failed_at, ended_at)
+            interruption.detected_at = min(failures[-1].diagnosis.detected_at, ended_at)
+            interruption.injected, interruption.charged = failures[-1].injected, True
+        self.open[TRAINER] = interruption
+        self.all.append(interruption)
+        return [interruption]
+
+    def _successor_of(self, incarnation: Incarnation) -> Interruption | None:
+        """Return the open interruption that this incarnation is to end; None for other members of a gang."""
+        interruption = self.open.get(incarnation.replica)
+        return interruption if interruption is not None and incarnation.number > interruption.number else None
+
+    def _end(self, interruption: Interruption, at: float) -> None:
+        interruption.worked_at = interruption.ended_at = at
+        self.open.pop(interruption.replica, None)
+
+
+_HANDLERS: dict[type, Callable[[Interruptions, Any, float], list[Interruption] | None]] = {
+    ev.RunStarted: Interruptions._on_run_started,
+    ev.Decided: Interruptions._on_decided,
+    ev.Intended: Interruptions._on_intended,
+    ev.Joined: Interruptions._on_joined,
+    ev.VersionAvailable: Interruptions._on_version,
+    ev.PhaseEntered: Interruptions._on_phase,
+    ev.FirstWorkDone: Interruptions._on_work,
+    ev.Resumed: Interruptions._on_resumed,
+}

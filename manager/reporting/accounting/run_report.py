@@ -1,0 +1,339 @@
+"""The report of a whole run, folded from its journal: where its time and its GPUs went, and why. Pure.
+
+:func:`account` folds the events once; ``rrl report`` shows the result as a table, as JSON or as a page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from ....core.run_spec import RunSpec
+from ....core.types import TRAINER, NodeName
+from ...model import events as ev
+from ...model.actions import Action, Fence, Launch, Release, Request, RestartAll, Rung, StopStep
+from ..decisions.explanations import Explanation, subject_of, words_of
+from ..failure_timeline import FailureTimeline
+from .committed_steps import CommittedSteps, strict_ettr
+from .curves import CurveRecorder, Curves
+from .effective_time import WorkIntervals
+from .gpu_time import GpuHours, ReservedTime, gpu_hours
+from .interruptions import UNKNOWN, Interruption, Interruptions
+from .lanes import LaneIncarnation, Lanes, Span
+from .lost_time import SlidingPoint, lost_time, sliding_ettr
+
+MAX_DECISIONS = 1000
+"""Maximum number of decisions in a report; of more, the newest are left out and counted."""
+
+
+class Loss(Struct, frozen=True):
+    """Time (s) that was lost for one cause."""
+
+    cause: str
+    seconds: float
+    stages: dict[str, float]
+    """Seconds by stage."""
+
+
+class InterruptionReport(Struct, frozen=True):
+    """One interruption of a replica. Times are the manager's (s)."""
+
+    replica: str
+    number: int
+    cause: str
+    injected: bool
+    charged: bool
+    rung: str
+    node: str
+    node_after: str
+    at: float
+    until: float | None
+    """When the replica worked again; None if it did not."""
+    seconds: float
+    stages: dict[str, float]
+    evidence: tuple[str, ...]
+
+
+class DecisionReport(Struct, frozen=True):
+    """A decision of the manager, or an injected fault, with its evidence."""
+
+    at: float
+    what: str
+    about: str
+    rung: str
+    evidence: tuple[str, ...]
+    is_fault: bool
+
+
+class LaneReport(Struct, frozen=True):
+    """What one member did."""
+
+    replica: str
+    incarnations: list[LaneIncarnation]
+    spans: list[Span]
+    seconds: dict[str, float]
+    """Seconds by phase; ``launching`` until an incarnation joined, ``down`` until the next one was launched."""
+
+
+class Strict(Struct, frozen=True):
+    """The strict ETTR against a clean run."""
+
+    ettr: float
+    clean: str
+    """Id of the clean run."""
+    steps: int
+    """Number of steps that were compared."""
+    ft_overhead: float | None
+    """How much longer than the clean run a run without interruptions took, as a share; None after an interruption."""
+    doubts: list[str]
+    """Why the comparison may not be valid."""
+
+
+class RunReport(Struct, frozen=True):
+    """The report of one run. Times are the manager's (s since 1970), durations are in seconds."""
+
+    run: str
+    outcome: str
+    why: str
+    began: float
+    until: float
+    """Time of the newest event."""
+    run_seconds: float
+    """Seconds of the run without the time between an end and the next resume."""
+    steps: int
+    first_train: float | None
+    last_commit: float | None
+    wall_s: float
+    """Seconds from the first ``train`` to the newest commit."""
+    step_s: float | None
+    """Median seconds of the undisturbed steps."""
+    ettr: float
+    """RobustRL's ETTR over ``run_seconds``."""
+    ettr_estimate: float | None
+    """Estimate of the strict ETTR from this run alone."""
+    strict: Strict | None
+    lost: list[Loss]
+    interruptions: list[InterruptionReport]
+    decisions: list[DecisionReport]
+    decisions_left_out: int
+    gpu_hours: GpuHours
+    managers: int
+    window_s: float
+    sliding: list[SlidingPoint]
+    """Estimated ETTR over a sliding window of ``window_s``."""
+    curves: Curves
+    lanes: list[LaneReport]
+    missing: list[str]
+    """What the journal does not say, and what that means for the figures."""
+
+
+class Account:
+    """The fold of one run's events."""
+
+    def __init__(self, event: ev.RunStarted, at: float) -> None:
+        self.run, self.job, self.began, self.now = event.run, event.job, at, at
+        self.timeline = FailureTimeline()
+        self.interruptions = Interruptions(self.timeline)
+        self.steps = CommittedSteps(self.interruptions)
+        self.lanes = Lanes()
+        self.curves = CurveRecorder()
+        self.reserved = ReservedTime(event.job)
+        self.managers = 0
+        self._work = WorkIntervals()
+        self._committed_at: float | None = None
+        self._outcome, self._why = "running", ""
+        self._ended_at: float | None = None
+        self._ended_s = 0.0
+        self._away: list[tuple[float, float]] = []
+        """Intervals (s) in which no manager ran."""
+        self._decisions: list[DecisionReport] = []
+        self._left_out = 0
+        self._nodes: dict[str, NodeName] = {}
+        """Node of each incarnation."""
+
+    def apply(self, stamped: ev.Stamped) -> None:
+        """Apply an event. A long run has very many weight versions and phases, so these take the shortest way."""
+        event, at = stamped.event, stamped.at
+        before, self.now = self.now, at
+        if isinstance(event, ev.VersionAvailable):
+            self.curves.on_version(event)
+            if self.interruptions.open:
+                self.interruptions.apply(stamped)
+            return
+        if isinstance(event, ev.ClocksRecorded | ev.NoteChanged | ev.GpuUseRecorded | ev.ValuesLogged):
+            return
+        for change in self.timeline.apply(stamped).work:
+            self._work.apply(change)
+        self.lanes.apply(stamped)
+        if isinstance(event, ev.PhaseEntered) and event.incarnation.replica != TRAINER:
+            return
+        self.steps.apply(stamped, self.interruptions.apply(stamped))
+        self._on_rare(event, at, before)
+
+    def _on_rare(self, event: ev.Event, at: float, before: float) -> None:
+        match event:
+            case ev.StepCommitted():
+                self.curves.on_committed(event, at)
+                self._committed_at = at if self._committed_at is None else self._committed_at
+            case ev.Decided():
+                self._on_action(event.action, at)
+            case ev.Intended():
+                self.reserved.on_intended(event)
+                self._on_action(event.action, at)
+            case ev.AllocationChanged():
+                self.reserved.on_allocation(event, at)
+            case ev.ManagerStarted():
+                self.managers += 1
+                if self.managers > 1 and self._ended_at is None:
+                    self._away.append((before, at))
+            case ev.RunEnded():
+                self._outcome, self._why, self._ended_at = event.outcome.value, event.why, at
+            case ev.Resumed():
+                self._ended_s += at - (at if self._ended_at is None else self._ended_at)
+                self.job, self._outcome, self._why, self._ended_at = event.job, "running", "", None
+
+    def _on_action(self, action: Action, at: float) -> None:
+        if isinstance(action, Launch):
+            self._nodes[str(action.incarnation)] = action.node
+            return
+        if isinstance(action, Fence):
+            self.curves.on_replica_down(action.incarnation.replica)
+        if isinstance(action, StopStep | Request | Release):
+            return
+        if len(self._decisions) >= MAX_DECISIONS:
+            self._left_out += 1
+            return
+        node = self._nodes.get(str(getattr(action, "incarnation", "")), NodeName(getattr(action, "node", "")))
+        if isinstance(action, RestartAll) and action.failed is not None:
+            node = self._nodes.get(str(action.failed), NodeName(""))
+        rung = action.rung if isinstance(action, Fence) else action.why.rung
+        self._decisions.append(
+            DecisionReport(
+                at, words_of(action), subject_of(Explanation(0, at, 0, action, node)),
+                rung.value if isinstance(rung, Rung) else "", tuple(action.why.evidence),
+                words_of(action) == "inject",
+            )
+        )  # fmt: skip
+
+    def report(self, clean: Account | None = None) -> RunReport:
+        """Return the report as of the newest event, with the strict ETTR if there is a ``clean`` run."""
+        steps, until = self.steps, self.now
+        run_seconds = max(until - self.began - self._ended_s, 1e-9)
+        window_s, sliding = sliding_ettr(steps)
+        estimate = steps.estimate
+        losses = lost_time(steps, self.interruptions.all, self._away)
+        lanes = list(self.lanes.lanes.values())
+        return RunReport(
+            run=self.run, outcome=self._outcome, why=self._why, began=self.began, until=until,
+            run_seconds=round(run_seconds, 2), steps=steps.steps[-1].step if steps.steps else 0,
+            first_train=steps.began, last_commit=steps.ended, wall_s=round(steps.wall_s, 3),
+            step_s=None if steps.step_s is None else round(steps.step_s, 4),
+            ettr=round(self._work.effective(self.job, until, self._committed_at) / run_seconds, 4),
+            ettr_estimate=None if estimate is None else round(estimate, 4),
+            strict=None if clean is None else _strict(self, clean),
+            lost=[
+                Loss(cause, round(sum(stages.values()), 3), {name: round(lost, 3) for name, lost in stages.items()})
+                for cause, stages in losses.items()
+            ],
+            interruptions=[_interruption(one, until) for one in self.interruptions.all],
+            decisions=self._decisions, decisions_left_out=self._left_out,
+            gpu_hours=gpu_hours(self.reserved, lanes, steps, until), managers=self.managers,
+            window_s=round(window_s, 2), sliding=sliding, curves=self.curves.curves(),
+            lanes=[
+                LaneReport(
+                    lane.replica, lane.incarnations, lane.spans(self.began, until), {
+                        activity.phase: round(seconds, 1) for activity, seconds in lane.seconds(until).items()
+                    },
+                )
+                for lane in lanes
+            ],
+            missing=list(self._missing()),
+        )  # fmt: skip
+
+    def _missing(self) -> Iterator[str]:
+        """Yield what the journal does not say."""
+        steps, curves = self.steps, self.curves.curves()
+        if not self.reserved.weights:
+            yield "The job has neither trainer nor rollouts: all reserved time is shown as idle."
+        if not steps.steps:
+            yield "No step is committed: there is no time to account for."
+            return
+        if not steps.began_with_train:
+            yield "No phase `train` before the first commit: durations begin when the trainer joined."
+        if steps.step_s is None:
+            yield "No step was undisturbed: lost time and the estimate of the ETTR are unknown."
+        if without := [one for one in self.interruptions.all if one.cause == UNKNOWN]:
+            yield f"{len(without)} failures have no finding: their cause is unknown."
+        late = [one for one in self.interruptions.all if one.worked_at is not None and one.weights_at is None]
+        if with_weights := [one for one in late if one.replica.partition("/")[0] in self.reserved.weights]:
+            yield (
+                f"{len(with_weights)} recoveries have no weight version before the first work: load is not"
+                " told apart from reconnect."
+            )
+        if not curves.reward:
+            yield "The metrics of the steps have no `reward`."
+        if not curves.tokens_per_second:
+            yield "The metrics of the steps have no `tokens`: the throughput is unknown."
+        if any(one.replica.startswith("rollout/") and one.charged for one in self.interruptions.all):
+            yield "Which tokens a failed rollout lost is not recorded: GPU time that was redone is that of the trainer."
+
+
+def account(events: Iterable[ev.Stamped]) -> Account:
+    """Fold all events of a run. Raise ValueError if there are none."""
+    folded: Account | None = None
+    for stamped in events:
+        if folded is None and isinstance(stamped.event, ev.RunStarted):
+            folded = Account(stamped.event, stamped.at)
+        if folded is not None:
+            folded.apply(stamped)
+    if folded is None:
+        raise ValueError("the journal has no events")
+    return folded
+
+
+def _interruption(one: Interruption, now: float) -> InterruptionReport:
+    stages = {stage: round(seconds, 3) for stage, seconds in one.seconds(now).items()}
+    ended_at = now if one.ended_at is None else one.ended_at
+    return InterruptionReport(
+        one.replica, one.number, one.cause, one.injected, one.charged, one.rung, one.node, one.node_after,
+        one.failed_at, one.worked_at, round(max(0.0, ended_at - one.failed_at), 3), stages, one.evidence,
+    )  # fmt: skip
+
+
+def _strict(run: Account, clean: Account) -> Strict | None:
+    found = strict_ettr(run.steps, clean.steps)
+    if found is None:
+        return None
+    ettr, steps = found
+    overhead = None if run.interruptions.all else round(1 / ettr - 1, 4)
+    return Strict(round(ettr, 4), clean.run, steps, overhead, list(_doubts(run, clean)))
+
+
+def _doubts(run: Account, clean: Account) -> Iterator[str]:
+    """Yield why the strict ETTR may not be what it says."""
+    if clean.interruptions.all:
+        yield f"{clean.run} was interrupted {len(clean.interruptions.all)} times: it is not a clean run."
+    if protections := list(_protections(clean.job)):
+        yield f"{clean.run} had protection on ({', '.join(protections)}): the strict ETTR does not contain its cost."
+    if differ := [name for name, of in _COMPARED.items() if of(run.job) != of(clean.job)]:
+        yield f"The jobs differ in {', '.join(differ)}."
+    if run.steps.steps[-1].step != clean.steps.steps[-1].step:
+        yield "The runs have committed different numbers of steps: only the steps of both are compared."
+
+
+_COMPARED: dict[str, Callable[[RunSpec], Any]] = {
+    "seed": lambda job: job.seed,
+    "the model": lambda job: msgspec.to_builtins(job.model),
+    "sampling": lambda job: msgspec.to_builtins(job.sampling),
+    "the number of replicas": lambda job: {role.name: (role.replicas, role.ranks) for role in job.roles},
+}
+
+
+def _protections(job: RunSpec) -> Iterator[str]:
+    if job.trainer.snapshots:
+        yield "snapshots"
+    if any(role.warm for role in job.roles):
+        yield "standby processes"

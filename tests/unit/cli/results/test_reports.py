@@ -1,0 +1,226 @@
+"""``rrl report``: as a table, JSON and a page; two runs, a clean run, and names that are wrong."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+
+import msgspec
+import pytest
+
+import rrl
+from rrl.cli import main
+from rrl.cli.views.report.page import page
+from rrl.cli.views.report.tables import report_view
+from rrl.core.run_dir import RUNS_ENV, RunDir
+from rrl.core.types import Outcome
+from rrl.manager.reporting.accounting.run_report import Account, account
+from rrl.manager.storage.journal import Journal
+from rrl.tests.support.cli.story import Story
+from rrl.tests.support.cli.text_snapshots import drawn, matches_stored
+from rrl.tests.support.manager.accounted import accounted, begun, failed, trained
+
+HOSTILE = "\x1b]0;owned\x07</table><script>alert(1)</script>\u202egnp"
+
+
+def interrupted(run: str = "small-1120-064114") -> Story:
+    """Return a run whose trainer and one of whose rollouts failed."""
+    story = trained(begun(), 1, 5).wait(2)
+    story = trained(failed(trained(failed(story, "trainer/0"), 6, 9), "rollout/1"), 10, 12)
+    return story.ends(Outcome.COMPLETED, "all steps are done")
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(RUNS_ENV, str(tmp_path))
+    monkeypatch.delenv("COLUMNS", raising=False)
+    return tmp_path
+
+
+def clean_account() -> Account:
+    clean = accounted(trained(begun(), 1, 12))
+    clean.run = "clean-1120-070000"
+    return clean
+
+
+@pytest.mark.parametrize("width", [80, 140])
+def test_the_table_is_as_it_was_looked_at(width: int) -> None:
+    report = accounted(interrupted()).report(clean_account())
+    matches_stored(f"report_{width}", drawn(report_view([report]), width))
+
+
+def test_two_runs_are_side_by_side() -> None:
+    clean = clean_account()
+    shown = drawn(report_view([accounted(interrupted()).report(clean), clean.report(clean)]), 140)
+    matches_stored("report_two_140", shown)
+    assert "time lost of small-1120-064114" in shown
+
+
+def test_command_prints_a_table_and_json(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    interrupted().written(root)
+    assert main.run(["report", "small"]) == 0
+    assert "estimated ETTR" in capsys.readouterr().out
+    assert main.run(["report", "small", "small", "--clean", "small", "--json"]) == 0
+    first, second = json.loads(capsys.readouterr().out)["runs"]
+    assert first == second
+    assert first["strict"]["ettr"] == 1.0
+    stages = {stage for loss in first["lost"] for stage in loss["stages"]}
+    assert stages == {"detect", "decide", "queue", "start", "load", "reconnect", "replay"}
+    assert first["ettr_estimate"] == json.loads((root / first["run"] / "summary.json").read_text())["ettr_estimate"]
+
+
+def test_python_returns_the_same_report(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = interrupted().written(root)
+    report = rrl.run(run.id).report(clean=rrl.run(run.id))
+    assert main.run(["report", "--clean", "small", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["runs"] == [json.loads(msgspec.json.encode(report))]
+
+
+def _empty(root: Path) -> list[str]:
+    run = RunDir(root / "empty-1120-064114")
+    run.create()
+    Journal(run, 1).close()
+    return ["report", "empty"]
+
+
+def _damaged(root: Path) -> list[str]:
+    (segment, *_) = interrupted().written(root).journal.glob("*.seg")
+    segment.write_bytes(b"no journal")
+    return ["report", "small"]
+
+
+def _unwritable(root: Path) -> list[str]:
+    interrupted().written(root)
+    return ["report", "--html", str(root / "absent" / "x.html")]
+
+
+def _both(root: Path) -> list[str]:
+    interrupted().written(root)
+    return ["report", "--json", "--html", str(root / "x.html")]
+
+
+def _no_clean(root: Path) -> list[str]:
+    interrupted().written(root)
+    return ["report", "small", "--clean", "other"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "word"),
+    [
+        (_empty, 2, "no events yet"),
+        (_damaged, 2, "not a journal of rrl"),
+        (_unwritable, 1, "x.html"),
+        (_both, 2, "exclude each other"),
+        (_no_clean, 2, "other"),
+    ],
+)
+def test_what_cannot_be_reported_is_one_line(
+    argv: Callable[[Path], list[str]], code: int, word: str, root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.run(argv(root)) == code
+    err = capsys.readouterr().err
+    assert word in err
+    assert err.count("\n") == 1
+
+
+# ── the page ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+class Elements(HTMLParser):
+    """Collects the elements of a page, and checks that they are closed in order."""
+
+    VOID = ("meta", "rect", "path", "line", "polyline", "br")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self._open: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+        if tag not in ("meta",):
+            self._open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def close(self) -> None:
+        super().close()
+        assert self._open == []
+
+
+def elements(text: str) -> list[tuple[str, dict[str, str | None]]]:
+    parser = Elements()
+    parser.feed(text)
+    parser.close()
+    return parser.found
+
+
+def test_page_is_one_file_without_scripts_that_loads_nothing(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    interrupted().written(root)
+    target = root / "small.html"
+    assert main.run(["report", "small", "--html", str(target)]) == 0
+    assert str(target) in capsys.readouterr().out
+    text = target.read_text()
+    found = elements(text)
+    assert {tag for tag, _ in found} & {"script", "link", "img", "iframe", "object"} == set()
+    assert not any(name.startswith("on") or name in ("src", "href") for _, attributes in found for name in attributes)
+    assert "url(" not in text
+    policy = [attributes["content"] for _, attributes in found if attributes.get("http-equiv")]
+    assert policy == ["default-src 'none'; style-src 'unsafe-inline'"]
+
+
+def test_page_has_lanes_marks_losses_and_curves() -> None:
+    text = page([accounted(interrupted()).report(clean_account())])
+    labels = [attributes.get("aria-label") or "" for tag, attributes in elements(text) if tag == "svg"]
+    for replica in ("trajectories/0", "reward/0", "trainer/0", "rollout/0", "rollout/1"):
+        assert any(label.startswith(f"{replica}: ") for label in labels), replica
+    assert {"injected faults", "decisions", "reward", "weight versions"} <= set(labels)
+    assert any(label.startswith("sliding ETTR") for label in labels)
+    assert any(label.startswith("process ") for label in labels), "the bar of lost time"
+    assert "<title>rollout/1#2 on n4, launched" in text
+    assert "trainer/0 ×2" in text
+    assert "killed by signal 9" in text
+    assert "strict ETTR" in text
+
+
+def test_all_shapes_lie_within_their_drawings() -> None:
+    text = page([accounted(interrupted()).report()])
+    for _, attributes in elements(text):
+        for name in ("x", "x1", "x2", "width"):
+            value = attributes.get(name) or "0"
+            assert value.endswith("%") or 0 <= float(value) <= 1000.1
+        for pair in re.findall(r"[\d.e+-]+,[\d.e+-]+", attributes.get("points") or ""):
+            x, y = map(float, pair.split(","))
+            assert 0 <= x <= 1000
+            assert 0 <= y <= 120
+
+
+def test_long_lanes_are_paths_and_the_page_stays_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rrl.cli.views.report.drawing.MAX_TITLED_SPANS", 5)
+    text = page([accounted(interrupted()).report()])
+    found = elements(text)
+    paths = [attributes for tag, attributes in found if tag == "path"]
+    assert {str(one["class"]) for one in paths} >= {"works", "starts", "down"}
+    assert all(re.fullmatch(r"(M[\d.]+ 0h[\d.]+v10h-[\d.]+z)+", str(one["d"])) for one in paths)
+
+
+def test_text_of_roles_and_users_cannot_add_elements_or_control_characters() -> None:
+    story = trained(begun(), 1, 5)
+    story.loses("rollout/0", HOSTILE)
+    story.fences("rollout/0", HOSTILE)
+    story.stamped = trained(story, 6, 8).stops(Outcome.FAILED, HOSTILE).stamped
+    report = account(story.stamped).report()
+    text = page([report])
+    assert not any(tag == "script" for tag, _ in elements(text))
+    assert not set("\x1b\x07\u202e") & set(text)
+    assert HOSTILE[-4:-3] not in text
+
+
+def test_run_without_steps_has_a_page() -> None:
+    found = elements(page([accounted(begun()).report()]))
+    assert not any(attributes.get("aria-label") == "reward" for _, attributes in found)

@@ -1,0 +1,113 @@
+"""The time of committed steps: which attempt counts, at most how long, and the estimate beside the strict ETTR."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from rrl.core.types import Outcome, ReplicaId
+from rrl.manager.model import events as ev
+from rrl.manager.reporting.accounting.committed_steps import strict_ettr
+from rrl.manager.reporting.accounting.run_report import Account, account
+from rrl.tests.support.manager.accounted import OUTAGE_S, STEP_S, accounted, begun, failed, trained
+from rrl.tests.support.manager.jobs import ROLLOUTS, TRAINER, job
+from rrl.tests.support.manager.scripted_runs import LIMITS, Script, run_to_end
+from rrl.tests.support.manager.site import Site
+
+
+def test_without_a_failure_all_time_counts() -> None:
+    steps = accounted(trained(begun(), 1, 10)).steps
+    assert (steps.wall_s, steps.step_s, steps.estimate) == (10 * STEP_S, STEP_S, 1.0)
+
+
+def test_discarded_training_and_the_outage_are_lost() -> None:
+    story = trained(begun(), 1, 5).wait(2)
+    steps = accounted(trained(failed(story, "trainer/0"), 6, 10)).steps
+    assert steps.wall_s == pytest.approx(10 * STEP_S + 2 + OUTAGE_S)
+    assert steps.estimate == pytest.approx(10 * STEP_S / steps.wall_s)
+    (discarded,) = steps.steps[5].discarded
+    assert discarded.until - discarded.since == pytest.approx(2)
+
+
+def test_work_that_a_snapshot_kept_counts_as_the_predecessors_attempt() -> None:
+    story = failed(trained(begun(), 1, 5).wait(2.5), "trainer/0")
+    kept = story.stamped.pop()  # the successor commits step 6 before it trains
+    assert kept.event == ev.PhaseEntered(story.incarnation("trainer/0"), "train")
+    story.record(ev.StepCommitted(story.incarnation("trainer/0"), 6, {})).enters("trainer/0", "train")
+    steps = accounted(trained(story, 7, 10)).steps
+    assert steps.steps[5].useful_s(STEP_S) == pytest.approx(2.5)
+    assert steps.steps[5].discarded == ()
+    assert steps.estimate == pytest.approx((9 * STEP_S + 2.5) / (9 * STEP_S + 2.5 + OUTAGE_S))
+
+
+def test_a_wait_for_data_counts_at_most_as_the_median_step() -> None:
+    story = failed(trained(begun(), 1, 5), "rollout/0")  # nothing is committed meanwhile
+    steps = accounted(trained(story, 6, 10)).steps
+    assert steps.steps[5].disturbed
+    assert steps.estimate == pytest.approx(10 * STEP_S / (10 * STEP_S + OUTAGE_S))
+
+
+def test_steps_that_were_committed_without_a_manager_share_their_time() -> None:
+    story = trained(begun(), 1, 5).wait(4 * STEP_S)
+    story.record(ev.ManagerStarted("login2", 9), ev.StepCommitted(story.incarnation("trainer/0"), 9, {}))
+    steps = accounted(trained(story, 10, 12)).steps
+    assert (steps.steps[5].count, steps.steps[5].disturbed) == (4, True)
+    assert steps.estimate == pytest.approx(1.0)
+
+
+def test_time_after_the_end_of_a_run_that_was_resumed_is_lost() -> None:
+    story = trained(begun(), 1, 5).ends(Outcome.FAILED, "no time left").wait(100)
+    story.record(ev.ManagerStarted("login2", 9), ev.Resumed("ada", "c1", story.job))
+    story.launches("trainer/0").wait(5).joins("trainer/0", "train")
+    steps = accounted(trained(story, 6, 10)).steps
+    assert steps.wall_s == pytest.approx(10 * STEP_S + 106)
+    assert steps.estimate == pytest.approx(10 * STEP_S / steps.wall_s)
+
+
+def test_without_an_undisturbed_step_there_is_no_estimate() -> None:
+    assert accounted(begun()).steps.estimate is None
+    assert accounted(trained(begun(), 1, 1)).steps.estimate is None
+
+
+def test_strict_ettr_compares_equal_numbers_of_steps() -> None:
+    clean = accounted(trained(begun(), 1, 8)).steps
+    run = accounted(trained(failed(trained(begun(), 1, 5).wait(2), "trainer/0"), 6, 10)).steps
+    found = strict_ettr(run, clean)
+    assert found is not None
+    assert found[0] == pytest.approx(8 * STEP_S / (8 * STEP_S + 2 + OUTAGE_S))
+    assert found[1] == 8
+    assert strict_ettr(run, accounted(begun()).steps) is None
+
+
+def killing(replica: ReplicaId, after_s: float) -> Callable[[Site], None]:
+    """Return what kills the current process of a replica some seconds after a commit."""
+
+    async def kill(site: Site) -> None:
+        await asyncio.sleep(after_s)
+        site.working()[replica][-1].die()
+
+    def begin(site: Site) -> None:
+        site.spawn(kill(site))
+
+    return begin
+
+
+def played(at_step: dict[int, Callable[[Site], None]]) -> Account:
+    """Play a run of the real manager in virtual time, with steps of two seconds."""
+    script = Script(Outcome.COMPLETED, 1, job=job(spares=0, steps=40, limits=LIMITS), at_step=at_step)
+    site, outcome, _ = run_to_end(script)
+    assert outcome is Outcome.COMPLETED
+    return account(site.records)
+
+
+def test_estimate_is_within_3_percent_of_the_strict_ettr_of_a_run_of_the_real_manager() -> None:
+    clean = played({})
+    kills = {8: killing(TRAINER, 1.3), 18: killing(ROLLOUTS[0], 0.7), 29: killing(TRAINER, 0.4)}
+    run = played(kills)
+    assert [one.replica for one in run.interruptions.all] == [TRAINER, ROLLOUTS[0], TRAINER]
+    found = strict_ettr(run.steps, clean.steps)
+    assert found is not None
+    assert found[0] < 0.95, "the failures cost nothing"
+    assert run.steps.estimate == pytest.approx(found[0], abs=0.03)
