@@ -31,6 +31,7 @@ from .local_machine import size_problem, this_machine
 from .manager_host import listens_on_loopback, metrics_problem, network_problem
 from .notifications import notification_problem
 from .role_commands import command_problems
+from .task_files import task_file_problems
 
 ENDPOINT_PACKAGES = ("starlette", "uvicorn")
 """Packages of the extra ``endpoint``, with which agents are served."""
@@ -94,6 +95,7 @@ def _preflight(job: Job, spec: RunSpec, document: JobDocument, foreground: bool)
         *_check_endpoint_route(job),
         *_check_trackers_installed(job),
         *_check_model(job, document),
+        *_check_task_files(job, document),
         *_check_stream(job),
     ]
     if job.cluster.kind == "local" and (problem := size_problem(job, spec, this_machine())):
@@ -316,6 +318,17 @@ def _check_model(job: Job, document: JobDocument) -> list[str]:
     else:
         return []
     raise UsageError(with_location(document, problem))
+
+
+def _check_task_files(job: Job, document: JobDocument) -> list[str]:
+    """Return a warning for each file of prompts that this machine lacks or cannot read; the nodes may be able to.
+
+    Raises UsageError for a file with a row that cannot be used, or if the roles run on this machine.
+    """
+    problems = task_file_problems(job)
+    if certain := [with_location(document, problem) for problem in problems if problem.certain]:
+        raise UsageError("\n".join(certain))
+    return [f"{'.'.join(problem.key)}: {problem.text}; the nodes need it" for problem in problems]
 
 
 def _check_stream(job: Job) -> list[str]:

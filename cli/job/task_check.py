@@ -62,6 +62,8 @@ def try_task(job: Job, spec: RunSpec, path: Path) -> TaskReport:
         return TaskReport(not_tried=f"{role.argv[0]} does not exist on this machine")
     if spec.model.path is not None and not Path(spec.model.path).exists():
         return TaskReport(not_tried="the folder of [model] path does not exist on this machine")
+    if spec.task.file is not None and not Path(spec.task.file).exists():
+        return TaskReport(not_tried="the file of [task] does not exist on this machine")
     folder = path.absolute().parent
     command: Sequence[str] = (role.argv[0], "-B", "-m", _TRIAL_MODULE)  # -B: write no __pycache__ into the job's folder
     if here and (script := prelude(spec.env)):  # [env] is for the nodes, which a login node may differ from

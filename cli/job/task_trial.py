@@ -37,7 +37,7 @@ _PIECES = ("model", "tokenizer", "pieces")
 
 def source_key(spec: RunSpec) -> tuple[str, str]:
     """Return the key of job.toml that names the task's source."""
-    return "task", "dataset" if spec.task.function is None else "function"
+    return "task", "function" if spec.task.function else "file" if spec.task.file else "dataset"
 
 
 class TrialRequest(Struct, frozen=True):

@@ -1,4 +1,4 @@
-"""The source of prompts and rewards: a reasoning-gym dataset, or a function of the user."""
+"""The source of prompts and rewards: a reasoning-gym dataset, the rows of a file, or a function of the user."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
+from ...config.prompt_file import PromptFileError, open_rows
 from ...core.run_spec import TaskSpec
+from .file_task import FileTask, right_share
 from .tokenizer import Tokenizer
 
 _MAX_SHOWN_DATASETS = 5
@@ -68,8 +70,14 @@ def load_task(spec: TaskSpec, seed: int, tokenizer: Tokenizer | None = None, fol
     """
     if spec.function is not None:
         return _call(spec.function, seed, spec.args, folder)
+    split = tokenizer.encode if tokenizer else str.split
+    if spec.file is not None:
+        return _open_file(spec, seed, split, folder)
     if spec.dataset is None:
-        raise TaskError("dataset", 'missing; write dataset = "<reasoning-gym name>" or function = "module:function"')
+        raise TaskError(
+            "dataset",
+            'missing; write dataset = "<reasoning-gym name>", file = "prompts.jsonl" or function = "module:function"',
+        )
     return DatasetTask(
         spec.dataset,
         spec.args,
@@ -77,8 +85,31 @@ def load_task(spec: TaskSpec, seed: int, tokenizer: Tokenizer | None = None, fol
         prompt=spec.prompt,
         size=spec.size,
         partial_credit=spec.partial_credit,
-        split=tokenizer.encode if tokenizer else str.split,
+        split=split,
     )
+
+
+def _open_file(spec: TaskSpec, seed: int, split: Callable[[str], Sequence[object]], folder: Path | None) -> FileTask:
+    """Return the task of ``[task] file``.
+
+    Raises:
+        TaskError: The file, one of its rows, or the function of ``reward`` is invalid.
+    """
+    assert spec.file is not None
+    try:
+        rows = open_rows(Path(spec.file), spec.prompt, spec.required_columns)
+    except PromptFileError as error:
+        raise TaskError("file", str(error), error.missing_package) from None
+    reward = None
+    if spec.reward is not None:
+        try:
+            reward = import_function(spec.reward, folder)
+        except FunctionMissing as error:
+            raise TaskError("reward", error.problem, error.missing_package) from error.__cause__
+    return FileTask(
+        rows, seed, prompt=spec.prompt, answer_column=spec.answer_column, reward=reward,
+        partial_credit=spec.partial_credit, split=split,
+    )  # fmt: skip
 
 
 def _call(name: str, seed: int, args: Mapping[str, Any], folder: Path | None) -> Task:
@@ -227,11 +258,7 @@ class DatasetTask:
         reward = float(self._dataset.score_answer(answer, self._item(i % self._size)))
         if reward >= 1 or not self._partial_credit:
             return reward, reward
-        given, right = self._split(answer), self._split(self.answer(i))
-        if len(given) != len(right) or not right:
-            return reward, reward
-        share = sum(a == b for a, b in zip(given, right, strict=True)) / len(right)
-        return reward, reward + self._partial_credit * share
+        return reward, reward + self._partial_credit * right_share(answer, self.answer(i), self._split)
 
 
 def _create_dataset(name: str, args: Mapping[str, Any], *, seed: int, size: int) -> Any:
