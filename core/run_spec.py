@@ -319,6 +319,21 @@ class SamplingSpec(Struct, frozen=True):
     window: int = 1
 
 
+class EvalSpec(Struct, frozen=True):
+    """Evaluations during the run (:class:`rrl.config.job.schema.EvalTable`)."""
+
+    every: int
+    count: int = 256
+    samples: int = 1
+    temperature: float = 0.0
+    task: TaskSpec | None = None
+    """None: the dataset of ``[task]``, with items that no step trains on."""
+
+    def is_due(self, step: int, steps: int) -> bool:
+        """Return whether the weights of a step are evaluated in a run of ``steps`` steps."""
+        return step % self.every == 0 or step == steps
+
+
 class TransportSpec(Struct, frozen=True):
     """How weights are transferred, and where processes listen (:class:`rrl.config.job.schema.TransportTable`)."""
 
@@ -434,6 +449,7 @@ class RunSpec(Struct, frozen=True):
     model: ModelSpec = ModelSpec()
     task: TaskSpec = TaskSpec()
     sampling: SamplingSpec = SamplingSpec()
+    eval: EvalSpec | None = None
     trainer: TrainerSettings = TrainerSettings()
     rollout: RolloutSettings = RolloutSettings()
     reward: RewardSettings = RewardSettings()

@@ -97,6 +97,7 @@ def _preflight(job: Job, spec: RunSpec, document: JobDocument, foreground: bool)
         *_check_model(job, document),
         *_check_task_files(job, document),
         *_check_stream(job),
+        *_check_eval(job),
     ]
     if job.cluster.kind == "local" and (problem := size_problem(job, spec, this_machine())):
         raise UsageError(with_location(document, problem))
@@ -337,6 +338,17 @@ def _check_stream(job: Job) -> list[str]:
         return []
     return ["sampling.stream = true: a trainer of your own (roles.trainer.command) waits for whole batches unless it"
             " calls me.parts() (docs/bring-your-own.md)"]  # fmt: skip
+
+
+def _check_eval(job: Job) -> list[str]:
+    """Return a warning for each role of evaluations that is the user's own program, which may not know of them."""
+    doubts = {
+        "trainer": "must publish the weights of each step that is evaluated, before it requests the next batch",
+        "rollout": "must sample as `item.sampling` says",
+        "reward": "must score answers whose `evaluation` is true as those of [eval]",
+    }
+    own = [name for name in doubts if job.eval is not None and job.roles.named()[name].command is not None]
+    return [f"eval: your own {name} (roles.{name}.command) {doubts[name]} (docs/evaluation.md)" for name in own]
 
 
 def _exceeded_limits(worst: WorstCase, observed: JobLimits) -> list[Problem]:

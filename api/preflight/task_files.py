@@ -16,12 +16,11 @@ def task_file_problems(job: Job) -> list[Problem]:
     A problem is certain if it is one of the file itself, or if the roles that read the file run on this machine;
     otherwise the nodes may have a file, or a package, that this machine lacks.
     """
-    if job.task is None:
-        return []
     readers = (job.roles.trajectories, job.roles.reward)
     here = job.cluster.kind == "local" and all(role.launcher == "direct" for role in readers)
-    problem = _problem(("task", "file"), job.task, here)
-    return [problem] if problem is not None else []
+    tasks = {("task", "file"): job.task, ("eval", "task", "file"): job.eval.task if job.eval is not None else None}
+    found = (_problem(key, task, here) for key, task in tasks.items() if task is not None)
+    return [problem for problem in found if problem is not None]
 
 
 def _problem(key: tuple[str, ...], task: TaskTable, here: bool) -> Problem | None:

@@ -113,6 +113,9 @@ def _with_absolute_paths(job: Job, folder: Path) -> Job:
         changes["model"] = job.model.model_copy(update={"path": _absolute(job.model.path, folder)})
     if job.task is not None and job.task.file is not None:
         changes["task"] = job.task.model_copy(update={"file": _absolute(job.task.file, folder)})
+    if job.eval is not None and job.eval.task is not None and job.eval.task.file is not None:
+        task = job.eval.task.model_copy(update={"file": _absolute(job.eval.task.file, folder)})
+        changes["eval"] = job.eval.model_copy(update={"task": task})
     return job.model_copy(update=changes) if changes else job
 
 

@@ -187,6 +187,26 @@ class TaskTable(Table):
         return self
 
 
+class EvalTable(Table):
+    """Evaluations: the rollouts answer held-out prompts with the weights of one step (docs/evaluation.md).
+
+    The weights before the first step, those of every Nth step and those of the last step are evaluated. The trainer
+    waits for its next batch meanwhile.
+    """
+
+    every: Annotated[int, Field(ge=1)]
+    """Evaluate after every N training steps, and before the first and after the last one."""
+    count: Annotated[int, Field(ge=1, le=100_000)] = run_spec.EvalSpec(1).count
+    """Prompts of an evaluation: the first items of its task; of a file at most its rows."""
+    samples: Annotated[int, Field(ge=1, le=1024)] = run_spec.EvalSpec(1).samples
+    """Answers to each prompt."""
+    temperature: Annotated[float, Field(ge=0)] = run_spec.EvalSpec(1).temperature
+    """Temperature of the answers; 0 takes the most likely tokens."""
+    task: TaskTable | None = None
+    """The prompts, with the keys of [task]. Default: the dataset of [task], with items that no step trains on. The rows
+    of a file come in the order of the file."""
+
+
 class SamplingTable(Table):
     """How rollouts sample, and how many samples make a training step."""
 
@@ -352,6 +372,7 @@ class Job(Table):
     model: ModelTable | None = None
     task: TaskTable | None = None
     sampling: SamplingTable = SamplingTable()
+    eval: EvalTable | None = None
     roles: Roles = Roles()
     commands: Annotated[dict[str, CommandRole], AfterValidator(_role_names)] = {}
     limits: LimitsTable = LimitsTable()
@@ -402,5 +423,6 @@ class Job(Table):
 
     def _scores_by_own_code(self) -> bool:
         """Return whether code of the user scores the answers: a task function, or a reward role's own program."""
-        own_task = self.task is not None and (self.task.function or self.task.reward) is not None
+        tasks = (self.task, self.eval.task if self.eval is not None else None)
+        own_task = any(task is not None and (task.function or task.reward) is not None for task in tasks)
         return self.roles.reward.command is not None or own_task

@@ -41,6 +41,7 @@ def check(job: Job) -> None:
     """
     _work(job)
     _task(job.task, ("task",))
+    _eval(job)
     _model(job)
     _late(job)
     _ahead(job)
@@ -96,6 +97,32 @@ def _task(task: TaskTable | None, at: tuple[str, ...]) -> None:
     columns = prompt_columns(task.prompt) if source == "file" else {"": False}
     if source == "file" and (not columns or "" in columns or any(name.isdecimal() for name in columns)):
         raise mistake((*at, "prompt"), f'{task.prompt!r} must name a column of the file in braces: "{{question}}"')
+
+
+def _eval(job: Job) -> None:
+    """Check that the prompts of evaluations are held out, and that every answer can be sampled and scored."""
+    evaluation = job.eval
+    if evaluation is None:
+        return
+    if job.task is None:
+        raise mistake(("eval",), "evaluates the trainer's steps, but there is no [task]; remove this table")
+    if job.roles.agents is not None or job.roles.endpoint is not None:
+        raise mistake(("eval",), "evaluates single answers, but this job has agents; remove this table")
+    _task(evaluation.task, ("eval", "task"))
+    if evaluation.task is None and job.task.dataset is None:
+        source = "function" if job.task.function is not None else "file"
+        raise mistake(
+            ("eval", "task"),
+            f"missing; the {source} of [task] is trained on: write a table [eval.task] with other prompts",
+        )
+    if evaluation.task is not None and evaluation.task.file is not None and evaluation.task.file == job.task.file:
+        raise mistake(("eval", "task", "file"), "is the file of [task], whose rows are trained on; name another one")
+    if evaluation.task is not None and evaluation.task.partial_credit:
+        raise mistake(("eval", "task", "partial_credit"), "has no effect: nothing is trained on; remove this key")
+    if evaluation.samples > 1 and not evaluation.temperature:
+        raise mistake(
+            ("eval", "samples"), "would all be equal at temperature = 0; write samples = 1, or a temperature above 0"
+        )
 
 
 _SOURCES_OF_TASK_KEYS = {"answer_column": ("file",), "reward": ("file",), "args": ("dataset", "function"),

@@ -39,6 +39,10 @@ class FileTask:
         self._row = lru_cache(maxsize=1024)(self._read)  # an item is used once per trajectory of its group
         self._order = lru_cache(maxsize=_PASSES_IN_MEMORY)(self._shuffled)
 
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return len(self._rows)
+
     def prompt(self, i: int) -> str:
         """See :class:`.tasks.Task`."""
         return self._prompt.format_map(self._row(i))

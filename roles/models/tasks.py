@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ...config.prompt_file import PromptFileError, open_rows
-from ...core.run_spec import TaskSpec
+from ...core.run_spec import RunSpec, TaskSpec
 from .file_task import FileTask, right_share
 from .tokenizer import Tokenizer
 
 _MAX_SHOWN_DATASETS = 5
 """Number of datasets that an error shows: reasoning-gym has about a hundred."""
+EVALUATION_SEED = -1
+"""Seed of a dataset for evaluations: no run has it, and datasets of different seeds share no item (DatasetTask)."""
 _LIST_DATASETS = "python -c 'from reasoning_gym.factory import DATASETS; print(*sorted(DATASETS))'"
 """Shell command that lists the datasets of reasoning-gym."""
 
@@ -41,38 +43,41 @@ class Task(Protocol):
 
 
 class TaskError(ValueError):
-    """The ``[task]`` table is invalid.
+    """The ``[task]`` table, or that of an evaluation, is invalid.
 
     Args:
         key: The key of ``[task]`` to change.
         problem: What is wrong with its value, and what would be right.
         missing_package: Package that the task needs and this Python lacks; empty for any other problem.
+        table: The table.
     """
 
-    def __init__(self, key: str, problem: str, missing_package: str = "") -> None:
-        super().__init__(f"[task] {key}: {problem}")
+    def __init__(self, key: str, problem: str, missing_package: str = "", table: str = "task") -> None:
+        super().__init__(f"[{table}] {key}: {problem}")
+        self.table = table
         self.key = key
         self.problem = problem
         self.missing_package = missing_package
 
 
-def load_task(spec: TaskSpec, seed: int, tokenizer: Tokenizer | None = None, folder: Path | None = None) -> Task:
+def load_task(spec: TaskSpec, seed: int | None, tokenizer: Tokenizer | None = None, folder: Path | None = None) -> Task:
     """Return the task of ``[task]``.
 
     Args:
         spec: The ``[task]`` table.
-        seed: Seed of the run.
+        seed: Seed of the run; None for the rows of a file in their order.
         tokenizer: Splits answers into tokens for partial credit. If None, answers are split into words.
         folder: Folder of job.toml, from which a user's function is imported.
 
     Raises:
         TaskError: The table is invalid.
     """
-    if spec.function is not None:
-        return _call(spec.function, seed, spec.args, folder)
     split = tokenizer.encode if tokenizer else str.split
     if spec.file is not None:
         return _open_file(spec, seed, split, folder)
+    assert seed is not None
+    if spec.function is not None:
+        return _call(spec.function, seed, spec.args, folder)
     if spec.dataset is None:
         raise TaskError(
             "dataset",
@@ -89,7 +94,33 @@ def load_task(spec: TaskSpec, seed: int, tokenizer: Tokenizer | None = None, fol
     )
 
 
-def _open_file(spec: TaskSpec, seed: int, split: Callable[[str], Sequence[object]], folder: Path | None) -> FileTask:
+def load_evaluation_task(
+    job: RunSpec, tokenizer: Tokenizer | None = None, folder: Path | None = None
+) -> tuple[Task, int]:
+    """Return the task of a job's evaluations, and the number of prompts of an evaluation.
+
+    Its items are in no training step: a dataset has a seed that no run has, and the rows of a file come in the order of
+    the file. A function of the user gets the seed of the run.
+
+    Raises:
+        TaskError: The table is invalid.
+    """
+    assert job.eval is not None
+    spec = job.eval.task or job.task
+    seed = None if spec.file is not None else job.seed if spec.function is not None else EVALUATION_SEED
+    try:
+        task = load_task(spec, seed, tokenizer, folder)
+    except TaskError as error:
+        if job.eval.task is None:
+            raise
+        raise TaskError(error.key, error.problem, error.missing_package, "eval.task") from error.__cause__
+    size = len(task) if isinstance(task, FileTask) else spec.size if spec.dataset is not None else job.eval.count
+    return task, min(job.eval.count, size)
+
+
+def _open_file(
+    spec: TaskSpec, seed: int | None, split: Callable[[str], Sequence[object]], folder: Path | None
+) -> FileTask:
     """Return the task of ``[task] file``.
 
     Raises:
