@@ -2,7 +2,7 @@
 # A system interpreter is preferred: jobs of another user must be able to run it.
 PYTHON ?= $(firstword $(wildcard /usr/bin/python3.11) python3.11)
 BIN := .venv/bin
-EXTRAS := dev,torch,ucx,nixl,endpoint,parquet,tensorboard,wandb,mlflow
+EXTRAS := dev,docs,torch,ucx,nixl,endpoint,parquet,tensorboard,wandb,mlflow
 # Wheels of torch without CUDA: 190 MB instead of 3 GB. Other wheels: make setup TORCH_INDEX=https://pypi.org/simple
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 # Number of pytest processes on the two cores of CI: whole runs, and even more the tests of Slurm, mostly wait.
@@ -19,7 +19,7 @@ export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/.venv/cache/torchinductor
 export MPLCONFIGDIR ?= $(CURDIR)/.venv/cache/matplotlib
 
 .PHONY: setup setup-vllm smollm2 demo demo-agents demo-slurm test test-fast test-security test-vllm test-gpu wheelhouse test-long \
-  test-slurm-versions slurm uninstall-slurm check bench clean soak
+  test-slurm-versions slurm uninstall-slurm check docs dist bench clean soak
 
 setup: .venv/.ready
 
@@ -127,6 +127,16 @@ soak: setup
 	-@$(BIN)/python -m rrl.tests.support.slurm.lab install --accounting
 	@$(BIN)/python -m rrl.tests.support.soak
 
+# The site of the documentation, strict: build/docs/html/index.html
+docs: setup
+	$(BIN)/python -m sphinx -q -n -W --keep-going -c docs -d build/docs/doctrees -b html . build/docs/html
+
+# sdist and wheel in dist/; links and pictures of their description lead to REPOSITORY, by default the remote "origin".
+REPOSITORY ?= $(shell git remote get-url origin 2>/dev/null)
+
+dist: setup
+	@$(BIN)/python -m rrl.docs.make_release '$(REPOSITORY)' dist
+
 check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -139,4 +149,4 @@ bench: setup
 	@for program in benchmarks/[a-z]*.py; do echo "== $$program"; $(BIN)/python $$program || exit 1; done
 
 clean:
-	rm -rf .venv .venv-vllm .venv-gpu wheelhouse build *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-vllm .venv-gpu wheelhouse build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

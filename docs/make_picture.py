@@ -1,9 +1,11 @@
 """docs/status.svg: the status view of a real run, shortly after a killed rollout came back.
 
-    .venv/bin/python -m rrl.docs.make_picture ~/rrl-runs/quickstart-1120-072205
+    .venv/bin/python -m rrl.docs.make_picture                                          # after a change of the view
+    .venv/bin/python -m rrl.docs.make_picture ~/rrl-runs/quickstart-1120-072205        # of another run
 
-Nothing in it is staged: the run's journal is folded up to that moment and drawn by the view that ``rrl status`` draws
-with. Any run will do in which a rollout died and came back; ``make demo`` leaves one.
+Nothing in it is staged: the run's journal is folded up to that moment, the state is kept in docs/status.json, and it is
+drawn by the view that ``rrl status`` draws with. Any run will do in which a rollout died and came back; ``make demo``
+leaves one. A test (tests/project/test_docs.py) draws the state again and compares the pictures.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import io
 import sys
 from pathlib import Path
 
+import msgspec
 from rich.console import Console
 from rich.padding import Padding
 from rich.terminal_theme import TerminalTheme
@@ -25,7 +28,10 @@ from rrl.manager.model.reducer import fold
 from rrl.manager.model.state import State
 from rrl.manager.storage.journal import replay
 
+ROOT = Path(__file__).parents[1]
 PICTURE = Path(__file__).parent / "status.svg"
+STATE = PICTURE.with_suffix(".json")
+"""State of the run in the picture, without the folders of the machine on which it ran."""
 COLUMNS = 96
 MAX_WAIT_S = 1.0
 """s after the moment: no reader should have to decipher spans of 0s"""
@@ -84,10 +90,26 @@ def picture(state: State) -> str:
     return screen.export_svg(title="rrl status", theme=_THEME, code_format=_SVG, unique_id="rrl")
 
 
+def recorded_state() -> State:
+    """The state that the picture shows."""
+    return msgspec.json.decode(STATE.read_bytes(), type=State)
+
+
+def record(run: RunDir) -> None:
+    """Keep the representative state of a run. Raises LookupError."""
+    text = msgspec.json.format(msgspec.json.encode(representative_state(run)), indent=0).decode()
+    for folder, name in ((run.path.parent, "/rrl-runs"), (ROOT, "/rrl"), (Path.home(), "")):
+        shown = f"/home/user{name}"
+        text = text.replace(f"{folder}/", f"{shown}/").replace(f'{folder}"', f'{shown}"')
+    STATE.write_text(text + "\n", encoding="utf-8")
+
+
 def main() -> None:
-    if len(sys.argv) != 2:
-        sys.exit(f"usage: python -m {__spec__.name if __spec__ else 'rrl.docs.make_picture'} RUN_DIRECTORY")
-    PICTURE.write_text(picture(representative_state(RunDir(Path(sys.argv[1]).absolute()))), encoding="utf-8")
+    if len(sys.argv) > 2:
+        sys.exit(f"usage: python -m {__spec__.name if __spec__ else 'rrl.docs.make_picture'} [RUN_DIRECTORY]")
+    if sys.argv[1:]:
+        record(RunDir(Path(sys.argv[1]).absolute()))
+    PICTURE.write_text(picture(recorded_state()), encoding="utf-8")
 
 
 if __name__ == "__main__":

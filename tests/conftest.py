@@ -28,7 +28,7 @@ LONG_FILES = (
     "integration/local/test_stream.py",
     "unit/manager/tracking/test_main.py", "integration/local/test_faults.py", "integration/local/test_tracking.py",
     "integration/local/test_outside_agents.py", "integration/slurm/test_runs.py", "integration/local/test_resume.py",
-    "integration/local/test_quickstart.py", "integration/local/test_agents.py",
+    "integration/local/test_quickstart.py", "integration/local/test_tutorial.py", "integration/local/test_agents.py",
     "integration/local/test_bring_your_own.py", "unit/transport/weights/test_ucx_apart.py",
     "unit/roles/agent/test_node_monitor.py", "security/test_run_under_attack.py",
     "security/test_listening_sockets.py", "integration/local/test_manager_away.py", "integration/local/test_export.py",

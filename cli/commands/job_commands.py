@@ -65,9 +65,9 @@ def schema() -> None:
     rrl schema > job.schema.json   beside a job.toml that begins with: #:schema ./job.schema.json
     """
     from ...config.job.json_schema import json_schema
-    from ..common.output import print_json
+    from ..common.output import indented_json
 
-    print_json(json_schema())
+    typer.echo(indented_json(json_schema()), nl=False)
 
 
 class Shell(StrEnum):

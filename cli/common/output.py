@@ -21,6 +21,9 @@ from ...core.types import UsageError
 
 PLAIN_WIDTH = 100
 """Width (columns) of output that does not go to a terminal."""
+JSON_SCHEMA = 1
+"""Version of the form of all JSON outputs (docs/json.md), which every object has in its key ``schema``. It is increased
+when a key is removed or changes its meaning; a new key does not change it."""
 
 
 def console() -> Console:
@@ -80,8 +83,29 @@ def print_warnings(warnings: Iterable[str]) -> None:
 
 
 def print_json(value: Any) -> None:
-    """Print one JSON document to stdout; its keys are the fields of the struct or the keys of the dict."""
-    sys.stdout.write(escaped_json(msgspec.json.format(msgspec.json.encode(value), indent=2).decode()) + "\n")
+    """Print a struct, a dict or a list of these as one JSON document, with the key ``schema`` in each object."""
+    sys.stdout.write(json_document(value))
+
+
+def json_document(value: Any) -> str:
+    """Return what :func:`print_json` prints."""
+    return indented_json([with_schema(one) for one in value] if isinstance(value, list) else with_schema(value))
+
+
+def json_line(value: Any) -> str:
+    """Return a struct or dict as JSON in one line, with the key ``schema``."""
+    return escaped_json(msgspec.json.encode(with_schema(value)).decode()) + "\n"
+
+
+def with_schema(value: Any) -> dict[str, Any]:
+    """Return the keys of a struct or dict after the key ``schema``."""
+    keys: dict[str, Any] = msgspec.to_builtins(value, str_keys=True)
+    return {"schema": JSON_SCHEMA} | keys
+
+
+def indented_json(value: Any) -> str:
+    """Return a value as JSON without the key ``schema``, in lines."""
+    return escaped_json(msgspec.json.format(msgspec.json.encode(value), indent=2).decode()) + "\n"
 
 
 _AGO = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*(s|m|min|h|d)")

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 import msgspec
+from msgspec import Struct
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -25,6 +26,14 @@ from .host_checks import host_checks, storage_checks
 from .node_checks import node_checks
 from .node_probe.host import Unavailable
 from .slurm_checks import slurm_checks
+
+
+class DoctorReport(Struct, frozen=True):
+    """The output of ``rrl doctor --json``."""
+
+    checks: list[Check]
+    facts: Facts
+    """What was read, and from which the checks were judged."""
 
 
 def judge(facts: Facts) -> list[Check]:
@@ -48,7 +57,7 @@ def doctor(wanted: DoctorOptions, *, consent: bool | None, json: bool) -> int:
     facts = gather_facts(wanted, consent=consent, interactive=not json)
     checks = judge(facts)
     if json:
-        print_json({"checks": checks, "facts": facts})
+        print_json(DoctorReport(checks, facts))
     else:
         show(doctor_view(checks))
     return int(any(check.verdict is Verdict.FAIL for check in checks))

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec import Struct
 
 from ...config.health_rules_file import RulesError, load_rules
 from ...core.types import Finding, NodeName, UsageError, Verdict
@@ -90,7 +91,7 @@ def _print_result(node: NodeName, verdict: Verdict, findings: Sequence[Finding],
     if sys.stdout is None:  # closed
         return
     if json:
-        print_json(_as_json(node, verdict, findings))
+        print_json(_result(node, verdict, findings))
     else:
         print(headline(verdict, findings), flush=True)
         show(health_check_view(findings))
@@ -140,11 +141,24 @@ def _job_gpus(text: str) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _as_json(node: NodeName, verdict: Verdict, findings: Sequence[Finding]) -> dict[str, Any]:
-    """Return the result as JSON. Times are s since 1970, because a node's monotonic clock means nothing elsewhere."""
+class HealthCheckResult(Struct, frozen=True):
+    """The output of ``rrl health check --json``. Times are s since 1970.
+
+    A node's monotonic clock would mean nothing elsewhere.
+    """
+
+    node: NodeName
+    verdict: Verdict
+    code: int
+    """Exit code of the command without ``--prolog``."""
+    checked_at: float
+    findings: list[Finding]
+
+
+def _result(node: NodeName, verdict: Verdict, findings: Sequence[Finding]) -> HealthCheckResult:
     offset = time.time() - time.monotonic()
     dated = [_dated(finding, offset) for finding in findings]
-    return {"node": node, "verdict": verdict, "code": EXIT_CODES[verdict], "checked_at": time.time(), "findings": dated}
+    return HealthCheckResult(node, verdict, EXIT_CODES[verdict], time.time(), dated)
 
 
 def _dated(finding: Finding, offset: float) -> Finding:

@@ -7,6 +7,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from msgspec import Struct
+
 from ...core.types import OperationFailed
 from ...health.report.drain_requests import DrainRequest, confirmation, confirmed_reason, open_requests
 from ...health.report.model import DrainState
@@ -16,6 +18,40 @@ from . import node_drains, remote_checks
 from .report import read_records, warn, without_implausible
 
 _now = time.time
+
+
+class OpenDrainRequest(Struct, frozen=True):
+    """A node that runs want drained: an object of the output of ``rrl health drain-requests --json``."""
+
+    node: str
+    reason: str
+    cause: str
+    evidence: tuple[str, ...]
+    at: float
+    """Time of the newest request (s since 1970)."""
+    users: tuple[str, ...]
+    runs: tuple[str, ...]
+    requested_by: str
+    rejection: str
+    """Why the cluster did not let the run drain the node."""
+    state: str
+    """State of the node according to Slurm; empty if it is not known."""
+    drained: bool
+    owner: str
+    """Owner of the drain of the node."""
+    accused: bool
+    """False if the records of one user other than root are the only evidence."""
+    scontrol: str
+    """Command that drains the node; empty if it should not be drained now."""
+
+
+class DrainResult(Struct, frozen=True):
+    """What became of a request: an object of the output of ``rrl health drain-requests --apply --json``."""
+
+    node: str
+    drained: bool
+    """True if the node needs no drain any more."""
+    outcome: str
 
 
 def drain_requests(since: str, history: Sequence[Path], *, apply: bool, json: bool) -> int:
@@ -37,7 +73,7 @@ def drain_requests(since: str, history: Sequence[Path], *, apply: bool, json: bo
     if apply:
         return _apply(requests, drains, unknown, json)
     if json:
-        print_json([_as_json(one, drains.get(one.node, DrainState())) for one in requests])
+        print_json([_open_request(one, drains.get(one.node, DrainState())) for one in requests])
         return 0
     from ..views.checks import requests_view
 
@@ -76,7 +112,7 @@ def _apply(requests: list[DrainRequest], drains: dict[str, DrainState], unknown:
     except node_drains.SlurmUnavailable as error:
         raise OperationFailed(f"nothing was drained: {error}") from None
     if json:
-        print_json([{"node": node, "drained": ok, "outcome": outcome} for node, ok, outcome in outcomes])
+        print_json([DrainResult(node, ok, outcome) for node, ok, outcome in outcomes])
     else:
         for node, ok, outcome in outcomes:
             print_line(f"{node}: {outcome}" if ok else f"{node}: not drained: {outcome}")
@@ -99,10 +135,8 @@ def _scontrol(one: DrainRequest, state: DrainState) -> str:
     return drain_line(one.node, one.reason) if wanted else ""
 
 
-def _as_json(one: DrainRequest, state: DrainState) -> dict[str, object]:
-    return {
-        "node": one.node, "reason": one.reason, "cause": one.cause, "evidence": list(one.evidence), "at": one.at,
-        "users": list(one.users), "runs": list(one.runs), "requested_by": one.by, "rejection": one.rejection,
-        "state": state.state,
-        "drained": state.drained, "owner": state.owner, "accused": one.accused, "scontrol": _scontrol(one, state),
-    }  # fmt: skip
+def _open_request(one: DrainRequest, state: DrainState) -> OpenDrainRequest:
+    return OpenDrainRequest(
+        one.node, one.reason, one.cause, tuple(one.evidence), one.at, tuple(one.users), tuple(one.runs), one.by,
+        one.rejection, state.state, state.drained, state.owner, one.accused, _scontrol(one, state),
+    )  # fmt: skip

@@ -12,14 +12,12 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import msgspec
 from ClusterShell.NodeSet import RESOLVER_NOGROUP, NodeSet, NodeSetException
 from msgspec import Struct
 from msgspec.structs import replace
 from rich.console import Console
 
 from ...core.run_dir import HISTORY_ENV, write_atomically
-from ...core.text import escaped_json
 from ...core.types import OperationFailed, UsageError
 from ...health.history import rates
 from ...health.history.cache import HistoryCache, Sources
@@ -27,7 +25,7 @@ from ...health.history.plausibility import plausible
 from ...health.history.records import SourcedRecord, is_node
 from ...health.report.model import DrainState, Report
 from ...health.report.site import report as make_report
-from ..common.output import PLAIN_WIDTH, Escaped, parse_time, print_line, show
+from ..common.output import PLAIN_WIDTH, Escaped, json_document, parse_time, print_line, show
 from ..views.formatting import folded
 from ..views.health_report import report_view, to_paste
 from . import node_drains
@@ -170,7 +168,7 @@ def _write(document: Document, format: str, output: Path | None) -> None:
 
 def _rendered(document: Document, format: str) -> str:
     if format == "json":
-        return escaped_json(msgspec.json.format(msgspec.json.encode(document), indent=2).decode()) + "\n"
+        return json_document(document)
     if format == "html":
         from ..views.health_report_html import page
 

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
+from msgspec import Struct
 
 from ...api.preflight.job_preflight import checked, with_location
 from ...api.preflight.notifications import notifications_text
@@ -17,11 +19,46 @@ from ...config.job.load import job_from, resolved
 from ...config.job.render import as_toml
 from ...config.job.schema import Job
 from ...core.types import UsageError
-from ...manager.bootstrap.preview import demand
+from ...manager.bootstrap.preview import Demand, demand
 from ...transport.weights.select import UntrustedNetwork, detect_capabilities, select_transport
 from ..common.output import print_json
 from .overview import overview_text
 from .task_check import TaskReport, try_task
+from .task_trial import Sample
+
+
+class Overview(Demand, frozen=True, kw_only=True):
+    """What the run asks of its cluster."""
+
+    starts: dict[str, str]
+    """Slurm's estimates of when jobs would start, by node group, as local times (ISO 8601)."""
+
+
+class PlanPart(Struct, frozen=True):
+    """One part of what would be submitted, as text."""
+
+    title: str
+    text: str
+
+
+class TriedTask(Struct, frozen=True):
+    """The result of trying the task on this machine."""
+
+    not_tried: str
+    """Why the task was not tried; empty if it was tried, or if there is no task."""
+    samples: tuple[Sample, ...]
+
+
+class CheckReport(Struct, frozen=True):
+    """The output of ``rrl check --json``."""
+
+    job: dict[str, Any]
+    """Every key of job.toml with its value."""
+    overview: Overview
+    plan: tuple[PlanPart, ...]
+    task: TriedTask
+    warnings: tuple[str, ...]
+    """Reasons for which the run may fail or wait."""
 
 
 def check(files: Sequence[Path], settings: Sequence[str], *, task: bool, defaults: bool, json: bool) -> int:
@@ -51,11 +88,10 @@ def check(files: Sequence[Path], settings: Sequence[str], *, task: bool, default
     doubts = [*found.doubts, *report.warnings]
     plan += [("at most", found.limits)] if found.limits else []
     if json:
-        shown = [{"title": title, "text": text} for title, text in plan]
-        tried = {"not_tried": report.not_tried, "samples": report.samples}
-        overview = msgspec.to_builtins(needs) | {"starts": found.starts}
-        print_json({"job": resolved(job), "overview": overview, "plan": shown,
-                    "task": msgspec.to_builtins(tried), "warnings": doubts})  # fmt: skip
+        overview = Overview(**msgspec.structs.asdict(needs), starts=found.starts)
+        parts_of_plan = tuple(PlanPart(title, text) for title, text in plan)
+        tried = TriedTask(report.not_tried, report.samples)
+        print_json(CheckReport(resolved(job), overview, parts_of_plan, tried, tuple(doubts)))
         return 0
     _print(("doubts", "\n".join(f"- {doubt}" for doubt in doubts) or "none"), *plan)
     _print(*([("the task, tried on this machine", report.text)] if report.text else []))

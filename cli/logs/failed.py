@@ -5,22 +5,45 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-import msgspec
+from msgspec import Struct
 
 from ...api.logs.files import Log, all_logs
 from ...api.logs.merge import Line, LineFilter, LogTail
 from ...core.log_lines import seconds_of, stamp
 from ...core.run_dir import RunDir
-from ...core.text import escaped, escaped_json
+from ...core.text import escaped
 from ...core.types import AGENT, UsageError
 from ...manager.reporting.failure_records import Failure
 from ...manager.storage.journal import JournalError, replay
+from ..common.output import json_line
 from .failures import FailureReport, concerns, failures
-from .printer import Printer
+from .printer import LogRecord, Printer
 
 CLOCK_SLACK_S = 1.0
 """Assumed difference (s) of nodes' clocks. Lines that are later than a failure by at most this time count as before
 it."""
+
+
+class FailureRecord(Struct, frozen=True):
+    """One failure: a line of the output of ``rrl logs --failed --json``."""
+
+    time: str
+    """When the failure was recorded (ISO 8601, UTC)."""
+    incarnation: str | None
+    """The failed incarnation; None if only a node failed."""
+    node: str | None
+    found: tuple[str, ...]
+    """Findings, the end of the step, and stacks, as text."""
+    injected: bool
+    """True if an injected fault can have caused the failure."""
+    rung: str | None
+    """The repair that was chosen."""
+    successor: str | None
+    """The incarnation that took over; None if it has not worked yet."""
+    recovered_s: float | None
+    """Seconds until the successor worked."""
+    lines: list[LogRecord]
+    """The last lines of the incarnation; of its launcher if it wrote none."""
 
 
 def show_failures(run: RunDir, selector: str | None, wanted: LineFilter, newest: int, printer: Printer) -> int:
@@ -106,15 +129,14 @@ def _recovery_text(failure: Failure) -> str:
 def _json(report: FailureReport, lines: list[tuple[Log, Line]], printer: Printer) -> str:
     failure, evidence = report
     recovered_at = failure.recovered_at
-    document = {
-        "time": stamp(int(failure.recorded_at * 1e6)).decode(),
-        "incarnation": None if failure.incarnation is None else str(failure.incarnation),
-        "node": failure.node or None,
-        "found": evidence,
-        "injected": failure.injected,
-        "rung": None if failure.rung is None else failure.rung.value,
-        "successor": None if recovered_at is None else str(failure.successor),
-        "recovered_s": None if recovered_at is None else round(recovered_at - failure.recorded_at, 3),
-        "lines": [msgspec.Raw(printer.format_line(log, line).encode()) for log, line in lines],
-    }
-    return escaped_json(msgspec.json.encode(document).decode()) + "\n"
+    return json_line(FailureRecord(
+        time=stamp(int(failure.recorded_at * 1e6)).decode(),
+        incarnation=None if failure.incarnation is None else str(failure.incarnation),
+        node=failure.node or None,
+        found=evidence,
+        injected=failure.injected,
+        rung=None if failure.rung is None else failure.rung.value,
+        successor=None if recovered_at is None else str(failure.successor),
+        recovered_s=None if recovered_at is None else round(recovered_at - failure.recorded_at, 3),
+        lines=[printer.record(log, line) for log, line in lines],
+    ))  # fmt: skip

@@ -7,15 +7,28 @@ import sys
 import time
 from collections.abc import Iterator
 
-import msgspec
+from msgspec import Struct
 
 from ...api.logs.files import Log
 from ...api.logs.merge import Line
 from ...core.log_lines import STAMP_BYTES, seconds_of
-from ...core.text import escaped, escaped_json
+from ...core.text import escaped
+from ..common.output import json_line
 
 _COLOURS = (36, 33, 32, 35, 34, 31)
 """ANSI codes of the colours of labels, in the order in which logs get them."""
+
+
+class LogRecord(Struct, frozen=True):
+    """One line of a log: a line of the output of ``rrl logs --json``."""
+
+    time: str | None
+    """When the line was written (ISO 8601, UTC); None if it is not known."""
+    incarnation: str
+    """Incarnation that wrote the line; ``manager`` for the manager."""
+    log: str
+    """Kind of the log."""
+    text: str
 
 
 class Printer:
@@ -43,12 +56,14 @@ class Printer:
         """Return one line as it is printed."""
         text = line.text.decode("utf-8", "replace")
         if self.json:
-            at = line.stamp.decode() or None
-            document = {"time": at, "incarnation": log.owner, "log": log.kind, "text": text}
-            return escaped_json(msgspec.json.encode(document).decode())
+            return json_line(self.record(log, line)).rstrip("\n")
         text = text if self.raw else escaped(text)
         time_of_day = f"{self.local_time(line.stamp)} " if line.stamp else ""
         return f"{time_of_day}{self._paint(log.label)} | {text}" if self.labelled else f"{time_of_day}{text}"
+
+    def record(self, log: Log, line: Line) -> LogRecord:
+        """Return one line as its fields in JSON."""
+        return LogRecord(line.stamp.decode() or None, log.owner, log.kind, line.text.decode("utf-8", "replace"))
 
     def local_time(self, stamped: bytes) -> str:
         """Return a line's time in the local time zone: ``11-20 09:00:00.123``."""

@@ -7,7 +7,7 @@ from ...core.types import UsageError
 from ...manager.reporting.decisions.explanations import Explanation, explain, known_names
 from ...manager.storage.journal import JournalError, replay
 from ..common.output import print_json, print_line, show
-from ..views.explanation import explanation_json, explanation_view
+from ..views.explanation import decision_record, explanation_view
 
 MAX_NAMES = 12
 """Maximum number of names in a message."""
@@ -25,7 +25,7 @@ def explain_run(name: str, about: str | None, *, json: bool) -> int:
         raise UsageError(str(error)) from None
     selected = explanations if about is None else _about(explanations, about, run.id)
     if json:
-        print_json([explanation_json(explanation) for explanation in selected])
+        print_json([decision_record(explanation) for explanation in selected])
     elif selected:
         show(explanation_view(selected, grouped=about is None))
     else:

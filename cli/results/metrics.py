@@ -7,18 +7,15 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-import msgspec
-
 from ...api.runs import find_run
 from ...api.step_rows import step_rows
-from ...core.text import escaped, escaped_json
+from ...core.text import escaped
 from ...manager.reporting.step_metrics import StepRow
 from ...manager.tracking.base import EVALUATION_PREFIX
-from ..common.output import print_line
+from ..common.output import json_line, print_line
 
 _FIXED = ("step", "at", "incarnation", "seconds", "tokens", "tokens_per_second", "token_age_p50", "token_age_max")
 """First columns of the CSV: fields of a row."""
-_encode = msgspec.json.Encoder().encode
 
 
 def metrics(name: str | None, *, as_csv: bool, follow: bool) -> int:
@@ -33,7 +30,7 @@ def metrics(name: str | None, *, as_csv: bool, follow: bool) -> int:
         _print_csv(batches)
         return 0
     for rows in batches:
-        sys.stdout.writelines(escaped_json(_encode(row).decode()) + "\n" for row in rows)
+        sys.stdout.writelines(map(json_line, rows))
         sys.stdout.flush()
     return 0
 

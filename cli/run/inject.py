@@ -24,6 +24,7 @@ from ...manager.model.actions import fault_tag
 from ...manager.model.state import State
 from ...manager.storage.journal import replay
 from ..common.output import print_json, print_line
+from .json_documents import RequestedFault
 
 _T = TypeVar("_T")
 
@@ -144,7 +145,7 @@ def _fault_text(fault: Fault) -> str:
 
 def _print_request(run: RunDir, fault: Fault, status: str, json: bool) -> None:
     if json:
-        print_json({"run": run.id, **msgspec.to_builtins(fault)})
+        print_json(RequestedFault(**msgspec.structs.asdict(fault), run=run.id))
     else:
         when = "" if fault.at == FaultTrigger() else f" at {fault.at}"
         print(f"{run.id}: {_fault_text(fault)}{when} is {status} ({fault.id})")

@@ -5,22 +5,19 @@ from __future__ import annotations
 import os
 import sys
 import time
-from typing import Any
 
-import msgspec
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from ...api.runs import StateReader, all_runs, find_run, job_of, submit_time, summary_of
 from ...api.watching.manager_liveness import Liveness, liveness, manager_gone
-from ...api.watching.run_state import listed_states, standing
+from ...api.watching.run_state import listed_states
 from ...api.watching.start_check import StartCheck
 from ...core.run_dir import RunDir, runs_root
 from ...core.types import Outcome
 from ...manager.model.state import State
 from ...manager.storage.model_folders import model_folders
 from ..common.output import console, print_json, print_line, show
-from ..views.pace import pace_of
 from ..views.replicas import MAX_LISTED
 from ..views.status import status_view
 from ..views.summary import recoveries_view, runs_view
@@ -46,10 +43,13 @@ def status(name: str | None, *, json: bool) -> int:
     if state is not None and failure:
         print(f"rrl: {run.id} was to go on, but {failure}; to try again: rrl manage {run.id}", file=sys.stderr)
     if state is not None and json:
-        print_json(_as_json(run, state))
+        from .json_documents import status_document
+
+        print_json(status_document(run, state, _current_liveness(run, state), metrics_failure(run, state)))
     elif json:
-        outcome = Outcome.REJECTED if failure else None
-        print_json({"run": run.id, "outcome": outcome, "why": waiting_text(run, failure)})
+        from .json_documents import UnstartedRun
+
+        print_json(UnstartedRun(run.id, Outcome.REJECTED if failure else None, waiting_text(run, failure)))
     elif state is None:
         print_line(f"{run.id}: {waiting_text(run, failure)}")
     else:
@@ -62,26 +62,6 @@ def _current_liveness(run: RunDir, state: State) -> Liveness:
         return Liveness()
     judged = liveness(run, state)
     return judged if judged.note else Liveness(storage_trouble(run))
-
-
-def _as_json(run: RunDir, state: State) -> dict[str, Any]:
-    """Return the state, with the run's standing by its journal, its manager and its jobs."""
-    from ...manager.reporting.summary import episode_counts, stream_summary
-
-    judged = _current_liveness(run, state)
-    standing_keys = {"standing": judged.standing or standing(state), "note": str(judged)}
-    if failure := metrics_failure(run, state):
-        standing_keys["metrics_failure"] = failure
-    decoded: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(state))
-    stream = stream_summary(state.idle_times, state.stream_figures)
-    figures = decoded["episode_figures"]
-    turns = {name: figures[name] for name in ("turns", "branches", "given_tokens", "untrained_turns", "token_drift")}
-    pace = pace_of(state, time.time())
-    sections = {"stream": stream, "episodes": episode_counts(state.episode_figures), "pace": pace}
-    folders: dict[str, Any] = msgspec.to_builtins(model_folders(run, state.step))
-    return decoded | standing_keys | turns | folders | {
-        name: msgspec.to_builtins(section, str_keys=True) for name, section in sections.items()
-    }  # fmt: skip
 
 
 def picture(

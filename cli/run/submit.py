@@ -26,6 +26,7 @@ from ...manager.storage.resume_request import read_pending
 from ..common.output import print_json, print_warnings, program, show
 from ..views.summary import next_steps_view, summary_view
 from .follow import follow
+from .json_documents import StartedRun, UnstartedRun
 
 STOPPED_WATCHING = 130
 """Exit code if the user stopped watching: that of a program that Ctrl-C ended, since the run's end is not known."""
@@ -62,7 +63,7 @@ def watch_until_end(run: RunDir, json: bool) -> int:
             state = follow(run, require_manager=True, summary_follows=True)
     except NeverBegan as error:
         if json:
-            print_json({"run": run.id, "outcome": Outcome.REJECTED, "why": str(error)})
+            print_json(UnstartedRun(run.id, Outcome.REJECTED, str(error)))
         raise
     except KeyboardInterrupt:
         state = None
@@ -132,7 +133,7 @@ def _manager(run: RunDir, *, foreground: bool) -> str | None:
 def print_started(run: RunDir, json: bool) -> int:
     """Print that the run was started; return exit code 0."""
     if json:
-        print_json({"run": run.id, "run_dir": str(run.path)})
+        print_json(StartedRun(run.id, str(run.path)))
     else:
         print(run.id, flush=True)
         print(f"watch it with: {program()} status {run.id} --live", file=sys.stderr)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 from itertools import groupby
-from typing import Any
 
+from msgspec import Struct
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.text import Text
 
@@ -152,32 +152,79 @@ def _deadline(at: float, decided_at: float) -> str:
     return f"{datetime.fromtimestamp(at):%H:%M:%S}" if datetime.fromtimestamp(at).date() == day else _date_and_time(at)
 
 
-def explanation_json(explanation: Explanation) -> dict[str, Any]:
+class EvidenceRecord(Struct, frozen=True):
+    """One line of evidence of a finding."""
+
+    source: str
+    text: str
+    time: float
+    """When it was observed (s since 1970)."""
+
+
+class FindingRecord(Struct, frozen=True):
+    """A finding behind a decision."""
+
+    detector: str
+    cause: str
+    since: float
+    """Since when it holds (s since 1970)."""
+    evidence: list[EvidenceRecord]
+
+
+class SmallerRepair(Struct, frozen=True):
+    """Repairs that come before the one that was taken, and what they would have needed."""
+
+    repairs: list[str]
+    """Empty: all that come before."""
+    needed: str
+
+
+class DecisionRecord(Struct, frozen=True):
+    """A decision: an object of the output of ``rrl explain --json``. Times are the manager's (s since 1970)."""
+
+    time: float
+    step: int
+    """Training step in progress; 0 in a run without training."""
+    decision: str
+    subject: str
+    node: str | None
+    evidence: list[str]
+    findings: list[FindingRecord]
+    repair: str | None
+    smaller_repairs: list[SmallerRepair]
+    expected: str
+    """What the decision should achieve."""
+    deadline: float | None
+    result: str
+    """``came``, ``did not come``, ``awaited`` or ``holds so far``."""
+    result_text: str
+    result_time: float | None
+    late: bool
+    """True if the result came after the deadline."""
+
+
+def decision_record(explanation: Explanation) -> DecisionRecord:
     """Return a decision as plain values, for programs."""
     why, result = explanation.action.why, explanation.result
-    return {
-        "time": explanation.at,
-        "step": explanation.step,
-        "decision": words_of(explanation.action),
-        "subject": subject_of(explanation),
-        "node": explanation.node or None,
-        "evidence": list(why.evidence),
-        "findings": [_finding_json(one) for one in explanation.findings],
-        "repair": why.rung.value if why.rung is not None else None,
-        "smaller_repairs": [{"repairs": [rung.value for rung in one.rungs], "needed": one.needed} for one in why.lower],
-        "expected": why.expects,
-        "deadline": why.deadline,
-        "result": result.arrival.value,
-        "result_text": result.text,
-        "result_time": result.at,
-        "late": is_late(explanation),
-    }
+    return DecisionRecord(
+        time=explanation.at,
+        step=explanation.step,
+        decision=words_of(explanation.action),
+        subject=subject_of(explanation),
+        node=explanation.node or None,
+        evidence=list(why.evidence),
+        findings=[_finding_record(one) for one in explanation.findings],
+        repair=why.rung.value if why.rung is not None else None,
+        smaller_repairs=[SmallerRepair([rung.value for rung in one.rungs], one.needed) for one in why.lower],
+        expected=why.expects,
+        deadline=why.deadline,
+        result=result.arrival.value,
+        result_text=result.text,
+        result_time=result.at,
+        late=is_late(explanation),
+    )
 
 
-def _finding_json(finding: Finding) -> dict[str, Any]:
-    return {
-        "detector": finding.detector,
-        "cause": finding.cause.value,
-        "since": finding.since,
-        "evidence": [{"source": one.source, "text": one.text, "time": one.at} for one in finding.evidence],
-    }
+def _finding_record(finding: Finding) -> FindingRecord:
+    evidence = [EvidenceRecord(one.source, one.text, one.at) for one in finding.evidence]
+    return FindingRecord(finding.detector, finding.cause.value, finding.since, evidence)

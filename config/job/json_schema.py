@@ -47,7 +47,7 @@ def description_of(table: type[BaseModel], name: str) -> str:
     """Return the description of a key, as in the code; empty if it has none."""
     field = table.model_fields[name]
     struct = _DOCUMENTED_BY.get(table)
-    text = (field.description if struct is None else _field_docstrings(struct).get(name)) or ""
+    text = (field.description if struct is None else field_docstrings(struct).get(name)) or ""
     if DURATION in field.metadata:  # a user writes the unit into the value
         text = text.replace("Time (s) ", "Time ", 1)
     return text
@@ -115,7 +115,7 @@ def _without_titles(schema: Any) -> Any:
     return cleaned | ({"properties": properties} if properties is not None else {})
 
 
-def _field_docstrings(struct: type) -> dict[str, str]:
+def field_docstrings(struct: type) -> dict[str, str]:
     """Return the docstrings under the fields of a class, by field."""
     body = ast.parse(inspect.getsource(struct)).body[0]
     assert isinstance(body, ast.ClassDef)

@@ -275,8 +275,8 @@ class PhaseTable(Table):
     A role is restarted if it stays in a phase without progress for ``adaptive`` times the usual duration of the phase,
     but not before ``shortest`` and at the latest after ``longest``. Until three durations are known, the longest pass
     so far counts as usual. Before the first pass has ended, the deadline is ``longest``, or a quarter of it if the role
-    is idle (docs/health.md); ``first_pass`` is added in the first pass. A phase of your own without a table only causes
-    a warning. If your own code scores the answers ([task] function, or [roles.reward] command), ``shortest`` of
+    is idle (docs/detection.md); ``first_pass`` is added in the first pass. A phase of your own without a table only
+    causes a warning. If your own code scores the answers ([task] function, or [roles.reward] command), ``shortest`` of
     ``score`` is 30 min by default.
     """
 

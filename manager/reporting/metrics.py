@@ -107,8 +107,8 @@ def samples(state: State, counters: RunCounters, facts: Facts) -> Iterator[Metri
 
 
 def _of_run(state: State, counters: RunCounters, facts: Facts) -> Iterator[Metric]:
-    info = {"run": state.run, "job": state.job.name, "cluster": state.job.cluster}
-    yield _labelled("rrl_run_info", "The run that this manager manages.", tuple(info), {tuple(info.values()): 1.0})
+    info = (state.run, state.job.name, state.job.cluster)
+    yield _labelled("rrl_run_info", "The run that this manager manages.", ("run", "job", "cluster"), {info: 1.0})
     now = _run_state(state)
     yield _labelled("rrl_run_state", "1 for the state that the run is in.", ("state",),
                     {(name,): float(name == now) for name in RUN_STATES})  # fmt: skip

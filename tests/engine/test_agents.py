@@ -38,7 +38,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     shutil.rmtree(tmp_path)
 
 
-def test_an_agent_that_others_wrote_runs_unchanged_and_its_turns_are_trained(folder: Path) -> None:
+def test_third_party_agent_runs_unchanged_and_its_turns_are_trained(folder: Path) -> None:
     shutil.copy(THIRD_PARTY / "agent.py", folder)
     run = submit_here(folder, (THIRD_PARTY / "job.toml").read_text())
     state = run.wait_end(TIMEOUT_S)
@@ -52,7 +52,7 @@ def test_an_agent_that_others_wrote_runs_unchanged_and_its_turns_are_trained(fol
     assert max(turns.values()) > 1, "the agent made no second call"
 
 
-def test_trained_tokens_of_a_tool_a_second_conversation_and_a_condensed_context_are_those_that_vllm_sampled(
+def test_trained_tokens_of_branching_conversations_are_those_that_vllm_sampled(
     folder: Path,
 ) -> None:
     from rrl.benchmarks import _agents_drift

@@ -84,7 +84,7 @@ def test_running_trajectories_continue_with_new_weights_per_segment(engine: Engi
     assert min(wrong.values()) > 0.1, "the two models cannot be told apart"
 
 
-def test_segments_are_as_long_as_asked_for_and_a_trajectory_ends_once(engine: Engine) -> None:
+def test_segments_have_the_requested_length_and_a_trajectory_ends_once(engine: Engine) -> None:
     given, made = engines.items(LEASE, max_new=30), Made()
     engine.add(given)
     made.to_the_end(engine)
@@ -115,7 +115,7 @@ def _digest(*tokens: int) -> bytes:
     return path.value()
 
 
-def test_segments_carry_the_digest_of_what_vllm_had_across_an_update(engine: Engine) -> None:
+def test_segments_carry_the_digest_of_the_tokens_of_vllm_across_an_update(engine: Engine) -> None:
     so_far = (Segment(30, 0, (5, 6, 7), (-1.0, -1.0, -1.0), Version(0, 1)),)
     given, made = [*engines.items(4, max_new=30), Item(30, 9, (2, 3, 4), so_far, max_new=12)], Made()
     made.segments[30] = list(so_far)
@@ -131,7 +131,7 @@ def test_segments_carry_the_digest_of_what_vllm_had_across_an_update(engine: Eng
     assert any(segment.version.step == 1 for segment in made.segments[0])
 
 
-def test_foreign_turns_are_sampled_as_they_say_beside_turns_of_the_job(engine: Engine) -> None:
+def test_foreign_turns_use_their_own_sampling_beside_turns_of_the_job(engine: Engine) -> None:
     prompt = tuple(range(2, 12))
     penalties = Overrides(presence_penalty=0.5, frequency_penalty=0.5, repetition_penalty=1.2, top_p=0.9, min_p=0.01)
     seeded = Overrides(seed=7)
@@ -146,7 +146,7 @@ def test_foreign_turns_are_sampled_as_they_say_beside_turns_of_the_job(engine: E
     assert made.worst(given, {0: _A}, TEMPERATURE)[0] < ATOL, "the turn of the job is sampled as before"
 
 
-def test_a_trajectory_with_nowhere_to_grow_is_finished_without_a_segment(engine: Engine) -> None:
+def test_trajectory_that_is_ended_or_full_is_finished_without_a_segment(engine: Engine) -> None:
     ended = Item(1, 0, (2, 3), (Segment(1, 0, (4, EOS), (-1.0, -1.0), Version(0, 1)),), max_new=5)
     full = Item(2, 0, (2, 3), (), max_new=0)
     too_long = Item(3, 0, (2,) * 256, (), max_new=5)
@@ -156,7 +156,7 @@ def test_a_trajectory_with_nowhere_to_grow_is_finished_without_a_segment(engine:
     assert not engine.has_work
 
 
-def test_a_trajectory_ends_where_the_models_length_does(engine: Engine) -> None:
+def test_trajectory_ends_at_the_maximum_length_of_the_model(engine: Engine) -> None:
     item, made = Item(1, 0, tuple(range(2, 102)) + (2,) * 150, (), max_new=200), Made()
     engine.add([item])
     made.to_the_end(engine)
@@ -183,7 +183,7 @@ def test_free_slots_grow_as_trajectories_end(engine: Engine) -> None:
     assert made.worst([*given, *late], {0: _A}, TEMPERATURE)[0] < ATOL
 
 
-def test_a_dropped_trajectory_grows_no_more_and_the_others_go_on(engine: Engine) -> None:
+def test_dropped_trajectory_stops_without_effect_on_the_others(engine: Engine) -> None:
     given, made = engines.items(4, max_new=200), Made()
     engine.add(given)
     made.steps(engine, 5)
@@ -224,7 +224,7 @@ def test_weights_of_another_model_are_refused_and_the_old_ones_stay(engine: Engi
     assert made.worst(given, {0: _A}, TEMPERATURE)[0] < ATOL
 
 
-def test_loaded_weights_do_not_hang_on_the_memory_they_came_in(engine: Engine) -> None:
+def test_loaded_weights_do_not_share_memory_with_their_source(engine: Engine) -> None:
     borrowed = {name: tensor.clone() for name, tensor in weights(_B).items()}
     engine.load(Version(1, 1), borrowed.items())
     for tensor in borrowed.values():
@@ -235,7 +235,7 @@ def test_loaded_weights_do_not_hang_on_the_memory_they_came_in(engine: Engine) -
     assert made.worst(given, {1: _B}, TEMPERATURE)[1] < ATOL
 
 
-def test_a_probe_notices_weights_that_cannot_be_right_also_while_trajectories_run(engine: Engine) -> None:
+def test_probe_fails_with_weights_that_give_nan_logits_also_while_trajectories_run(engine: Engine) -> None:
     broken = weights(_B) | {"lm_head.weight": torch.full_like(weights(_B)["lm_head.weight"], torch.nan)}
     engine.load(Version(1, 1), broken.items())
     with pytest.raises(RuntimeError, match=r"weights v1\.1 returned the log-probability nan"):
@@ -248,7 +248,7 @@ def test_a_probe_notices_weights_that_cannot_be_right_also_while_trajectories_ru
         engine.probe()
 
 
-def test_tied_embeddings_are_the_new_ones_in_the_output_too(tmp_path: Path) -> None:
+def test_tied_embeddings_are_updated_in_the_output_too(tmp_path: Path) -> None:
     spec = engines.tied_folder(tmp_path / "model")
     first, second = engines.random_weights(spec, 1), engines.random_weights(spec, 2)
     engine = engines.vllm_engine(spec, tmp_path, Sampling(segment_tokens=SEGMENT))
@@ -264,7 +264,7 @@ def test_tied_embeddings_are_the_new_ones_in_the_output_too(tmp_path: Path) -> N
     engine.close()
 
 
-def test_nothing_is_sampled_before_weights_have_come(tmp_path: Path) -> None:
+def test_nothing_is_sampled_before_weights_are_loaded(tmp_path: Path) -> None:
     engine = engines.vllm_engine(SPEC, tmp_path, Sampling())
     engine.add(engines.items(1))
     with pytest.raises(RuntimeError, match="no weights"):
@@ -272,7 +272,7 @@ def test_nothing_is_sampled_before_weights_have_come(tmp_path: Path) -> None:
     engine.close()
 
 
-def test_what_vllm_makes_of_loaded_weights_is_not_asked_of_the_next_version(
+def test_parameters_that_vllm_derives_from_weights_are_not_required_of_the_next_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As the scales of fp8 are made: parameters that stand in no file. (The CPU has no fp8 of vLLM's.)"""

@@ -58,7 +58,7 @@ def test_vllm_continues_a_prompt_with_an_exported_folder_as_transformers_does(tm
     assert _continued_by_vllm(tmp_path / "out", "12=") == _continued_by_transformers(tmp_path / "out", "12=")
 
 
-def test_vllm_continues_a_prompt_with_a_tied_model_as_with_the_folder_that_it_comes_from(tmp_path: Path) -> None:
+def test_vllm_continues_a_prompt_with_an_exported_tied_model_as_with_its_original_folder(tmp_path: Path) -> None:
     source = folders.tied_llama(tmp_path / "llama", head_dim=32)
     made = CommittedRun(tmp_path / "run", {"path": str(source)})
     made.commit(1, untrained=True)

@@ -62,7 +62,7 @@ step_grace = "60s"
 """
 
 
-def test_a_run_learns_from_vllm_rollouts_and_goes_on_while_a_killed_one_comes_back(tmp_path: Path) -> None:
+def test_run_learns_from_vllm_rollouts_and_continues_while_a_killed_one_restarts(tmp_path: Path) -> None:
     with _running(tmp_path, _job(100_000, 2)) as run:
         victim = run.wait(lambda s: s.step >= 3 and all_work(s), timeout_s=TIMEOUT_S).replica(VICTIM)
         os.kill(victim.pid or 0, signal.SIGKILL)
@@ -83,7 +83,7 @@ def test_a_run_learns_from_vllm_rollouts_and_goes_on_while_a_killed_one_comes_ba
     assert not [end.incarnation.replica for end in ends if end.code], "somebody failed by itself"
 
 
-def test_a_rollout_dies_with_a_worker_process_of_vllm_and_every_one_of_them_with_it(tmp_path: Path) -> None:
+def test_rollout_ends_with_all_its_vllm_workers_when_one_of_them_dies(tmp_path: Path) -> None:
     with _running(tmp_path, _job(100_000, 1, vllm="tensor_parallel_size = 2")) as run:
         first = run.wait(lambda s: s.step >= 1, timeout_s=TIMEOUT_S).replica(ROLLOUT)
         workers = _workers(run, first.step or "")

@@ -59,14 +59,14 @@ def test_unused_gpu_is_reported_in_one_line(tmp_path: Path) -> None:
         _configure(tmp_path, gpus=2)
 
 
-def test_the_arguments_that_vllm_has_are_known_without_importing_it() -> None:
+def test_installed_vllm_arguments_are_read_without_importing_it() -> None:
     from vllm import EngineArgs
 
     assert installed_arguments() == {each.name for each in fields(EngineArgs)}
     assert RESERVED_ARGUMENTS.keys() <= installed_arguments()
 
 
-def test_workers_are_spawned_and_meet_on_loopback_in_any_environment(
+def test_workers_are_spawned_and_use_loopback_in_any_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     right = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
@@ -76,7 +76,7 @@ def test_workers_are_spawned_and_meet_on_loopback_in_any_environment(
     assert {name: os.environ[name] for name in right} == right
 
 
-def test_the_users_arguments_reach_vllm_and_the_rest_fits_a_rollout_on_cpu(tmp_path: Path) -> None:
+def test_user_arguments_reach_vllm_and_the_defaults_fit_a_rollout_on_cpu(tmp_path: Path) -> None:
     plain, moved = _configure(tmp_path), _configure(tmp_path, max_num_seqs=5, kv_cache_memory_bytes=2**25)
     assert (plain.scheduler_config.max_num_seqs, moved.scheduler_config.max_num_seqs) == (16, 5)
     assert moved.cache_config.kv_cache_memory_bytes == 2**25

@@ -56,7 +56,7 @@ def engine(shared: Engine, monkeypatch: pytest.MonkeyPatch) -> Engine:
     return shared
 
 
-def test_running_trajectories_go_on_with_the_new_weights_in_several_processes(engine: Engine) -> None:
+def test_running_trajectories_continue_with_new_weights_in_several_processes(engine: Engine) -> None:
     given, made = engines.items(8, max_new=200), Made()
     engine.add(given)
     for step, model in ((1, _B), (2, _A)):
@@ -91,13 +91,13 @@ def test_weights_are_shared_not_copied_and_their_memory_is_freed(
 
 
 @pytest.mark.usefixtures("engine")
-def test_workers_are_reached_from_this_machine_alone() -> None:
+def test_workers_listen_only_on_this_machine() -> None:
     found = [address for pid in _workers() for address in _listening(pid)]
     assert found, "they talk to each other some other way"
     assert set(found) == {"0100007F"}, "not only 127.0.0.1"
 
 
-def test_workers_outlive_the_wish_to_stop_that_their_whole_process_group_gets(engine: Engine) -> None:
+def test_workers_survive_a_sigterm_to_their_whole_process_group(engine: Engine) -> None:
     given, made = engines.items(4, max_new=100), Made()
     engine.add(given)
     made.steps(engine, 3)

@@ -42,7 +42,9 @@ def failures(findings: tuple[Finding, ...]) -> list[str]:
     return [found.detector for found in findings if found.verdict is Verdict.FAIL]
 
 
-def test_node_is_admitted_and_a_gpu_too_few_is_found(tmp_path: Path, nvml: Any, driver_env: str) -> None:
+def test_node_with_the_requested_gpus_is_admitted_and_one_gpu_too_few_fails(
+    tmp_path: Path, nvml: Any, driver_env: str
+) -> None:
     present = nvml.nvmlDeviceGetCount()
     assert failures(admitted(tmp_path / "a", driver_env, gpus=present)) == []
     assert failures(admitted(tmp_path / "b", driver_env, gpus=present + 1)) == ["gpu_count"]

@@ -49,7 +49,7 @@ def test_a_benchmark_reads_its_options_before_it_begins(
 
 
 @pytest.mark.parametrize("benchmark", [restart, manager_away])
-def test_a_benchmark_without_slurm_ends_with_one_line_and_2(
+def test_benchmark_without_slurm_ends_with_one_line_and_exit_code_2(
     benchmark: object, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _without_slurm(monkeypatch)
@@ -65,7 +65,7 @@ def test_a_benchmark_without_slurm_ends_with_one_line_and_2(
     )
 
 
-def test_options_that_do_without_a_need_do_not_check_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_that_need_no_requirement_do_not_check_it(monkeypatch: pytest.MonkeyPatch) -> None:
     _without_slurm(monkeypatch)
     _requirements.check_requirements("restart", without=(Need.SLURM,))
 
@@ -81,7 +81,7 @@ def test_all_needs_are_checked_before_the_first_benchmark(
     }  # fmt: skip
 
 
-def test_a_module_that_cannot_be_found_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_module_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     (line,) = _requirements.unmet("weights", [Need.UCX])
     assert line == (

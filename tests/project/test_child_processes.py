@@ -44,7 +44,7 @@ def test_commands_are_only_started_by_the_command_runner() -> None:
     assert found == set(STARTERS)
 
 
-def test_start_of_a_process_is_found() -> None:
+def test_call_that_starts_a_process_is_found() -> None:
     assert starts_of("import subprocess\nchild = subprocess.Popen(['true'])\n") == [2]
     assert starts_of("async def f():\n    await asyncio.create_subprocess_exec('true')\n") == [2]
     assert starts_of("run(['true'], 1.0)\n") == []

@@ -131,7 +131,7 @@ def _defines(file: Path, name: str) -> bool:
 
 
 # ── the generated pages ────────────────────────────────────────────────────────────────────────────────────────────
-def test_the_reference_of_job_toml_is_that_of_the_code() -> None:
+def test_reference_of_job_toml_matches_the_code() -> None:
     assert make_reference.PAGE.read_text() == make_reference.reference(), make_reference.__doc__
 
 
@@ -152,6 +152,12 @@ def test_the_picture_shows_a_rollout_that_was_replaced(tmp_path: Path) -> None:
     drawn = make_picture.picture(state)
     assert "works" in drawn
     assert "http" not in drawn.replace("http://www.w3.org/", ""), "the picture loads something from elsewhere"
+
+
+def test_the_picture_is_not_older_than_the_view() -> None:
+    drawn = make_picture.picture(make_picture.recorded_state())
+    remedy = "run .venv/bin/python -m rrl.docs.make_picture, and look at the picture"
+    assert drawn == make_picture.PICTURE.read_text(), remedy
 
 
 def test_run_without_a_failure_gives_no_picture(tmp_path: Path) -> None:
@@ -190,7 +196,7 @@ def _used(program: str) -> Iterator[tuple[str, ast.Attribute]]:
 
 
 @pytest.mark.parametrize("program", _API_PROGRAMS)
-def test_a_program_of_a_page_uses_what_the_worker_api_has(program: str) -> None:
+def test_program_of_a_page_uses_only_existing_names_of_the_worker_api(program: str) -> None:
     used = [(name, node.attr) for name, node in _used(program)]
     assert ("me", "phase") in used
     assert not [f"{name}.{attribute}" for name, attribute in used if attribute not in _attributes(_HELD[name])]
@@ -198,7 +204,7 @@ def test_a_program_of_a_page_uses_what_the_worker_api_has(program: str) -> None:
     assert offered <= set(dir(rrl))
 
 
-def test_the_pages_on_own_code_and_on_python_name_everything_that_the_package_offers() -> None:
+def test_pages_on_own_code_and_python_name_every_public_name_of_the_package() -> None:
     own_code, python = ((ROOT / "docs" / name).read_text() for name in ("bring-your-own.md", "python.md"))
     methods = {name for name in vars(Worker) if not name.startswith("_")} | {"job", "options", "run_dir"}
     runs = {"rrl.submit", "rrl.run", "rrl.Run"} | {f"run.{name}" for name in vars(Run) if not name.startswith("_")}
@@ -209,14 +215,14 @@ def test_the_pages_on_own_code_and_on_python_name_everything_that_the_package_of
     assert missing == []
 
 
-def test_the_programs_of_the_readme_are_as_short_as_it_says() -> None:
+def test_programs_of_the_readme_have_at_most_the_stated_length() -> None:
     lengths = [len([line for line in program.splitlines() if line.strip()]) for program in _programs()]
     assert len(lengths) == 2
     assert max(lengths) <= 16
 
 
 @pytest.mark.parametrize("program", _API_PROGRAMS)
-def test_a_program_of_a_page_calls_the_worker_api_as_it_is(program: str) -> None:
+def test_program_of_a_page_calls_the_worker_api_with_valid_arguments(program: str) -> None:
     for call in [node for node in ast.walk(ast.parse(program)) if isinstance(node, ast.Call)]:
         match call.func:
             case ast.Attribute(value=ast.Name(id=name), attr=method) if name in _HELD:
@@ -261,7 +267,7 @@ class Engine:
 
 
 @pytest.mark.torch
-def test_the_programs_of_the_readme_train_a_run_as_they_stand(tmp_path: Path) -> None:
+def test_programs_of_the_readme_train_a_run_unchanged(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     trainer, rollout = _programs()
     toml = light_job("local", 3, rollouts=1, spares=0, warm=False)

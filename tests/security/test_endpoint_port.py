@@ -133,7 +133,7 @@ def attack(victim: Victim, seed: int) -> None:
             stranger.recv(4096)
 
 
-def test_nothing_that_strangers_do_lasts_and_agents_are_served_meanwhile(victim: Victim) -> None:
+def test_attacks_have_no_lasting_effect_and_agents_are_served_during_them(victim: Victim) -> None:
     before = victim.footprint
     for seed in range(ROUNDS):
         before = victim.footprint

@@ -79,7 +79,7 @@ def test_exporter_of_another_user_is_rejected(owner: PlainUser, attacker: PlainU
             assert f"port {port} of 127.0.0.1 belongs to uid {attacker.uid}" in found.evidence[0].text
 
 
-def test_an_exporter_cannot_invent_a_gpu(tmp_path: Path, owner: PlainUser) -> None:
+def test_foreign_exporter_cannot_report_a_gpu_that_does_not_exist(tmp_path: Path, owner: PlainUser) -> None:
     (tmp_path / "net").symlink_to("/proc/net")
     rules = Rules(readers=ReaderRules(dcgm_user=owner.name))
     with exporter_of(owner) as port:
@@ -125,7 +125,7 @@ def kernel_messages(after: int) -> list[str]:
         os.close(log)
 
 
-def test_crashes_of_programs_with_hostile_names_say_nothing_of_the_node(attacker: PlainUser) -> None:
+def test_crashes_of_programs_with_hostile_names_cause_no_finding_about_the_node(attacker: PlainUser) -> None:
     """A real user's program, the real kernel's lines, where this machine prints crashes (debug.exception-trace)."""
     before = int((kernel_messages(-1) or ["0,-1"])[-1].split(",")[1])
 

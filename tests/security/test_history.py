@@ -40,7 +40,7 @@ NODES = [f"n{i}" for i in range(1, 9)]
 
 @pytest.fixture
 def history() -> Iterator[Path]:
-    """A history folder as docs/health.md has an administrator make it, which both users reach."""
+    """A history folder as docs/health-history.md has an administrator make it, which both users reach."""
     folder = Path(tempfile.mkdtemp(prefix="rrl-history-", dir="/tmp"))
     folder.chmod(0o1777)
     yield folder

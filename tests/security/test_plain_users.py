@@ -8,7 +8,7 @@ from pathlib import Path
 from rrl.tests.support.plain_user import PlainUser
 
 
-def test_the_attacker_cannot_read_what_the_owner_wrote(owner: PlainUser, attacker: PlainUser) -> None:
+def test_attacker_cannot_read_files_of_the_owner(owner: PlainUser, attacker: PlainUser) -> None:
     secret = owner.home / "secret"
 
     def write() -> None:

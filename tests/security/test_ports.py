@@ -179,7 +179,7 @@ def until_back(victim: Victim, before: Footprint) -> None:
     until(lambda: victim.footprint.descriptors <= before.descriptors, f"descriptors are kept: {before}")
 
 
-def test_nothing_that_strangers_do_lasts_and_members_are_served_meanwhile(victim: Victim) -> None:
+def test_attacks_have_no_lasting_effect_and_members_are_served_during_them(victim: Victim) -> None:
     """UCX's own port, which hears nobody but while a member connects, is left out: it never lets go of what hits it in
     those milliseconds (docs/sources.md)."""
     recorded = victim.recorded()
@@ -217,7 +217,7 @@ def test_connection_that_is_silent_before_authentication_is_closed(victim: Victi
             until_back(victim, before)
 
 
-def test_a_byte_now_and_then_does_not_hold_the_door_open(victim: Victim) -> None:
+def test_slowly_sent_bytes_do_not_keep_an_unauthenticated_connection_open(victim: Victim) -> None:
     printed = attacks.greeting() + bytes(500)
     with socket.create_connection(victim.port) as slow:
         ended = threading.Event()
@@ -241,7 +241,7 @@ def test_a_byte_now_and_then_does_not_hold_the_door_open(victim: Victim) -> None
     asyncio.run(victim.serve_a_member())
 
 
-def test_replayed_session_gets_nothing_but_the_challenge(victim: Victim) -> None:
+def test_replayed_session_receives_only_the_challenge(victim: Victim) -> None:
     recorded = victim.recorded()
     assert len(recorded) > 64
     with socket.create_connection(victim.port) as replayer:
@@ -274,7 +274,7 @@ def _cut(connection: socket.socket) -> bool:
 
 
 # ── keys ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_member_of_another_run_is_not_answered(victim: Victim) -> None:
+def test_member_of_another_run_gets_no_reply(victim: Victim) -> None:
     other = RunKeys.make()
 
     async def ask() -> None:

@@ -83,9 +83,7 @@ def test_torn_record_at_the_end_is_ignored_and_reported(
     assert ": ignored 50 bytes of an unfinished record" in caplog.text, "its next manager says so too"
 
 
-def test_a_journal_of_another_run_is_not_taken_for_this_ones(
-    root: Path, run: RunDir, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_journal_of_another_run_is_refused(root: Path, run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     other = Story("other-1").works().written(root)
     newest(run).write_bytes(newest(other).read_bytes())
     for command in ("status", "manage", "cancel"):
@@ -107,7 +105,7 @@ def test_a_journal_of_another_run_is_not_taken_for_this_ones(
     ],
     ids=["newer", "something else"],
 )
-def test_a_journal_that_this_rrl_cannot_read_is_left_alone(
+def test_unreadable_journal_is_refused_and_left_unchanged(
     run: RunDir, capsys: pytest.CaptureFixture[str], segment: bytes, says: str
 ) -> None:
     path = run.journal / "000007-000001.seg"
@@ -142,7 +140,7 @@ def _cut(path: Path) -> None:
         ("keys.json", lambda path: path.chmod(0o640), "keys.json has mode 0640; the run's keys must be 0600: chmod"),
     ],
 )  # fmt: skip
-def test_run_without_the_files_of_a_manager_gets_none(
+def test_run_with_damaged_or_missing_manager_files_gets_no_manager(
     run: RunDir, capsys: pytest.CaptureFixture[str], name: str, damage: Callable[[Path], None], says: str
 ) -> None:
     damage(run.path / name)
@@ -151,7 +149,7 @@ def test_run_without_the_files_of_a_manager_gets_none(
     assert main.run(["status"]) == 0, "it can be looked at all the same"
 
 
-def test_a_second_manager_says_where_the_first_one_is_and_leaves_it_alone(
+def test_second_manager_names_the_place_of_the_first_one_and_leaves_it_alone(
     run: RunDir, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counter = iter(range(1, 10_000))
@@ -248,7 +246,7 @@ def test_submission_on_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
 
 
 # ── where the manager is said to be ────────────────────────────────────────────────────────────────────────────────
-def test_worker_with_a_wrong_address_sends_it_nothing_and_finds_its_manager_later(run: RunDir) -> None:
+def test_worker_sends_nothing_to_a_wrong_address_and_finds_its_manager_later(run: RunDir) -> None:
     """manager.json names a port where nobody listens, then the manager of another run, is torn, and is right again."""
     keys, incarnation = RunKeys.load(run.keys), Incarnation(ReplicaId("rollout/0"), 1)
 
@@ -273,6 +271,6 @@ def test_worker_with_a_wrong_address_sends_it_nothing_and_finds_its_manager_late
     asyncio.run(story())
 
 
-def test_a_run_that_has_ended_is_whole_without_any_of_it(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ended_run_is_readable_without_any_file_of_a_manager(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     completed("done-1").written(root)
     assert error_line(capsys, 2, "manage", "done-1") == "rrl: done-1 has ended already: completed\n"

@@ -12,7 +12,7 @@ of it.
 The results of 1 and 2 are limited to the range from ``shortest`` to ``longest`` of the phase. In an incarnation's
 *first pass* the deadline is extended by ``limits.first_pass``, unless the replica is idle, since an idle replica
 neither compiles nor packs. So with the same evidence (idle, at work, or unknown) and passes of equal length, deadlines
-never become longer from pass to pass. docs/health.md has a table of the resulting times.
+never become longer from pass to pass. docs/detection.md has a table of the resulting times.
 
 A replica that is observed at work has ``BUSY_DEADLINE_FACTOR`` times its deadline. A replica whose code may call a
 service outside of the run has at least ``MIN_SERVICE_WAIT_S``, unless its CPU is observed at work. While storage stalls

@@ -98,7 +98,7 @@ def killed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return run
 
 
-def test_an_agent_sees_no_error_while_a_rollout_and_the_store_die(killed: TestRun) -> None:
+def test_agents_get_no_error_although_a_rollout_and_the_store_die(killed: TestRun) -> None:
     errors = killed.run.path.parents[1] / "errors.txt"
     assert not errors.exists(), errors.read_text()
     ended = {event.event.incarnation for event in killed.events() if isinstance(event.event, ev.StepEnded)}
@@ -147,9 +147,7 @@ It has no client of OpenAI, because each process of the second case would take a
 
 
 @pytest.mark.parametrize("key", ['function = "replayed:run"', 'command = ["python", "replayed.py"]'])
-def test_agents_that_are_killed_in_the_middle_of_their_turns_are_replayed_and_nothing_is_sampled_twice(
-    tmp_path: Path, key: str
-) -> None:
+def test_killed_agents_are_replayed_without_sampling_any_turn_twice(tmp_path: Path, key: str) -> None:
     steps, at_once = 3, 8
     (tmp_path / "replayed.py").write_text(REPLAYED)
     agent = ('function = "guess_task:run"\nconcurrency = 48', f"{key}\nconcurrency = {at_once}")
@@ -207,14 +205,14 @@ def sampled_turns(run: TestRun) -> dict[int, list[tuple[str, list[int]]]]:
     return episodes
 
 
-def test_a_program_for_each_attempt_is_the_one_of_the_page(tmp_path: Path) -> None:
+def test_documented_program_that_plays_one_attempt_trains_a_run(tmp_path: Path) -> None:
     (tmp_path / "guess.py").write_text(program_of_the_page("guess.py"))
     command = ('function = "guess_task:run"\nconcurrency = 48', 'command = ["python", "guess.py"]\nconcurrency = 4')
     run = submit(tmp_path, 1, *FEW, *WITHOUT_MODEL, command)
     wait_completed(run, 1, 4)
 
 
-def test_a_program_that_plays_many_episodes_is_the_one_of_the_page_and_goes_on_after_its_death(tmp_path: Path) -> None:
+def test_documented_program_that_plays_many_episodes_trains_a_run_and_restarts_after_its_death(tmp_path: Path) -> None:
     steps = 10
     (tmp_path / "player.py").write_text(program_of_the_page("player.py"))
     player = ('function = "guess_task:run"', 'command = ["python", "player.py"]\nper = "replica"')

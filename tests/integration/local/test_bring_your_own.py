@@ -65,7 +65,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "bring-your-own.md"
 
 @pytest.mark.torch
 @pytest.mark.long  # 20 s; test_docs.py compares the programs with the API, and the shipped example runs above
-def test_the_example_in_the_page_learns_as_it_stands(tmp_path: Path) -> None:
+def test_example_of_the_page_learns_unchanged(tmp_path: Path) -> None:
     files = dict(re.findall(r"^`([\w.]+)`:\n```\w+\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL))
     assert files.keys() == {"job.toml", "task.py", "trainer.py", "rollout.py"}
     for name, text in files.items():
@@ -80,7 +80,7 @@ def test_the_example_in_the_page_learns_as_it_stands(tmp_path: Path) -> None:
     assert len(list(run.run.checkpoints.iterdir())) == state.job.trainer.keep_checkpoints
 
 
-def test_any_program_is_watched_and_starts_again_when_it_dies(tmp_path: Path) -> None:
+def test_program_without_the_worker_api_is_restarted_when_it_dies(tmp_path: Path) -> None:
     shutil.copytree(EXAMPLES / "any_command", tmp_path / "any_command")
     toml = (EXAMPLES / "any_command.toml").read_text()
     for old, new in (("until = 40", "until = 20"), ("seq 20", "seq 10")):

@@ -66,7 +66,7 @@ def matches_request(given: dict[str, str]) -> None:
     assert not [name for name in given if name.startswith(("SLURM", "PMI", "OMPI"))]
 
 
-def test_roles_get_what_is_set_up_and_passed_and_one_of_them_in_a_container(
+def test_roles_get_the_configured_environment_also_in_a_container(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in SHELL.items():
@@ -83,7 +83,7 @@ def test_roles_get_what_is_set_up_and_passed_and_one_of_them_in_a_container(
     assert {path.stat().st_mode & 0o777 for path in reported} == {0o600}
 
 
-def test_an_interpreter_without_rrl_on_the_nodes_rejects_the_job_in_its_own_words(tmp_path: Path) -> None:
+def test_interpreter_without_rrl_on_the_nodes_rejects_the_job_with_its_own_message(tmp_path: Path) -> None:
     path = tmp_path / "python"
     path.write_text("#!/bin/sh\necho \"$0: No module named 'rrl'\" >&2; exit 1\n")
     path.chmod(0o755)
@@ -95,7 +95,7 @@ def test_an_interpreter_without_rrl_on_the_nodes_rejects_the_job_in_its_own_word
 
 
 @pytest.mark.slurm
-def test_roles_on_slurm_get_the_same_and_nothing_of_slurms(slurm_lab: SlurmLab) -> None:
+def test_roles_on_slurm_get_the_configured_environment_and_no_slurm_variables(slurm_lab: SlurmLab) -> None:
     run = submit_on(slurm_lab, "look", job("slurm"), SHELL)
     ends_well(run)
     matches_request(observed(slurm_lab.user_home / "look", "look"))

@@ -37,7 +37,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> TestRun:
     return run
 
 
-def test_the_run_exports_what_was_asked_before_it_ends(run: TestRun, tmp_path: Path) -> None:
+def test_run_exports_the_requested_checkpoints_before_it_ends(run: TestRun, tmp_path: Path) -> None:
     assert sorted(path.name for path in run.run.exports.iterdir()) == ["step-3", "step-5"]
     assert not run.run.export_failure.exists()
     with run.call("export", run.run.id, str(tmp_path / "mine"), stdout=subprocess.DEVNULL) as process:

@@ -91,7 +91,7 @@ def test_idle_shares_name_what_each_role_waited_for(run: TestRun) -> None:
     assert idle["trainer"]["rollouts"] == pytest.approx(waited, abs=0.001)
 
 
-def test_status_has_the_shares_of_the_summary(run: TestRun) -> None:
+def test_status_and_summary_have_the_same_idle_shares(run: TestRun) -> None:
     shown = run.call("status", str(run.run.path), "--json", stdout=subprocess.PIPE)
     out, _ = shown.communicate(timeout=60)
     assert json.loads(out)["stream"] == run.summary()["stream"]
@@ -99,7 +99,7 @@ def test_status_has_the_shares_of_the_summary(run: TestRun) -> None:
     assert "idle (waits for rollouts" in text
 
 
-def test_readings_are_few_in_the_journal(run: TestRun) -> None:
+def test_clock_readings_in_the_journal_are_few(run: TestRun) -> None:
     records = [one for one in run.events() if isinstance(one.event, ev.ClocksRecorded)]
     gaps = [after.at - before.at for before, after in pairwise(records)]
     assert all(gap >= COMMIT_RECORD_INTERVAL_S for gap in gaps[:-1]), "only the last record does not wait"

@@ -113,7 +113,7 @@ def test_a_run_whose_manager_is_dead_trains_its_last_step_on_new_versions(tmp_pa
 @pytest.mark.slurm
 @pytest.mark.long
 @pytest.mark.timeout(900)
-def test_both_managers_of_a_slurm_run_are_cancelled_and_versions_arrive_nevertheless(slurm_lab: SlurmLab) -> None:
+def test_versions_arrive_although_both_managers_of_a_slurm_run_are_cancelled(slurm_lab: SlurmLab) -> None:
     """The one that manages and the one that waits; the run is managed again by hand once its last step is trained."""
     steps = 3 + STEPS_AWAY
     run = submit_on(slurm_lab, "both-cancelled", light_job("slurm", steps, spares=0))

@@ -73,7 +73,7 @@ def _ends_well(run: TestRun) -> None:
     check_sound(run.run)
 
 
-def test_broken_gpus_cost_their_nodes_and_only_the_role_on_them_moves(tmp_path: Path) -> None:
+def test_broken_gpus_exclude_their_nodes_and_only_the_role_on_them_moves(tmp_path: Path) -> None:
     """A spare that is broken from the start is never used; then two nodes after each other lose a GPU."""
     gpus = Gpus(tmp_path, nodes=10)
     broken = NodeName("local5")

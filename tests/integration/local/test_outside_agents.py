@@ -160,7 +160,7 @@ def test_agents_outside_of_the_run_train_the_model_and_outlive_the_endpoint(tmp_
     check_trained(run, asyncio.run(play(run, read_addresses(run.run)[0], retries=20)))
 
 
-def test_agents_behind_a_relay_notice_nothing_of_an_endpoint_that_moves(
+def test_agents_behind_a_relay_get_no_error_when_the_endpoint_moves(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = submit(tmp_path, 0, *WITHOUT_MODEL)

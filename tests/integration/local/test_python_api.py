@@ -57,7 +57,7 @@ def test_a_notebook_finds_the_best_of_three_learning_rates(
         check_sound(RunDir(run.path))
 
 
-def test_the_programs_of_the_page_work_as_they_stand(job: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_programs_of_the_python_page_work_unchanged(job: Path, capfd: pytest.CaptureFixture[str]) -> None:
     names: dict[str, Any] = {}
     programs = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     for program in programs:

@@ -93,7 +93,7 @@ def test_killed_rollout_comes_back_with_current_weights_over_ucx(run: TestRun) -
     assert recovery["weights_s"] is not None, "it was given work before it held weights"
 
 
-def test_roles_that_are_asked_to_leave_need_not_be_killed(run: TestRun) -> None:
+def test_roles_exit_on_a_stop_request_without_being_killed(run: TestRun) -> None:
     ends = [s.event for s in run.events() if isinstance(s.event, ev.StepEnded) and s.event.signal == 9]
     reasons = {  # a standby process gets no grace, and a wedged one does not use it
         end.reason

@@ -11,7 +11,7 @@ from rrl.tests.support.runs import light_job, submit_here
 
 
 @pytest.mark.long
-def test_a_run_whose_directory_is_removed_ends_with_everything_of_it(tmp_path: Path) -> None:
+def test_run_whose_directory_is_removed_ends_with_all_its_processes(tmp_path: Path) -> None:
     run = submit_here(tmp_path, light_job("local", 100_000))
     run.wait_steps(1)
     while run.run.path.exists():  # somebody may be writing into it at this moment

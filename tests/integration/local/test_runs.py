@@ -43,7 +43,7 @@ def _end_well(run: TestRun) -> None:
     check_sound(run.run)
 
 
-def test_a_killed_rollout_alone_comes_back_and_its_unfinished_prompts_go_on_from_their_prefix(tmp_path: Path) -> None:
+def test_killed_rollout_restarts_alone_and_its_prompts_continue_from_their_prefix(tmp_path: Path) -> None:
     run = submit_here(tmp_path, light_job("local", 60, spares=0, warm=False))
     before = joined_incarnations(run)
     pid = before[VICTIM][1]
@@ -59,7 +59,7 @@ def test_a_killed_rollout_alone_comes_back_and_its_unfinished_prompts_go_on_from
     assert None not in (recovery[0]["detect_s"], recovery[0]["weights_s"], recovery[0]["first_work_s"])
 
 
-def test_killed_store_trainer_and_launcher_each_come_back_alone(tmp_path: Path) -> None:
+def test_killed_store_trainer_and_launcher_each_restart_alone(tmp_path: Path) -> None:
     """The store goes on from its log, the trainer from its commit, and a launcher takes its role along.
 
     While the store or the trainer is away no step is committed, so that the run cannot end before the last kill.

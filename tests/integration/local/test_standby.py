@@ -120,7 +120,7 @@ def is_promoted_to_rollout(run: TestRun, engine: Replica, lose: Callable[[str], 
     assert adoption.standby == engine.incarnation
 
 
-def test_a_rollout_whose_node_crashes_goes_on_at_once_as_the_one_that_is_kept_ready(tmp_path: Path) -> None:
+def test_rollout_of_a_crashed_node_continues_at_once_in_the_warm_rollout(tmp_path: Path) -> None:
     run = submit_here(tmp_path, warm_rollouts("local", 12))
     engine = wait_for_engine(run)
     shown = run.call("status", str(run.run.path), stdout=subprocess.PIPE).communicate(timeout=60)[0]
@@ -133,7 +133,7 @@ def test_a_rollout_whose_node_crashes_goes_on_at_once_as_the_one_that_is_kept_re
 
 
 @pytest.mark.long
-def test_a_manager_killed_over_the_adoption_is_followed_by_one_that_goes_through_with_it(tmp_path: Path) -> None:
+def test_next_manager_completes_a_promotion_interrupted_by_the_managers_death(tmp_path: Path) -> None:
     """The standby process is frozen when the first manager promotes it, so that the next manager must do it."""
     run = submit_here(tmp_path, light_job("local", 100))
     standby_process = wait_for_standby(run)

@@ -52,7 +52,9 @@ def _has(records: int, state: State) -> bool:
 
 
 @pytest.mark.parametrize("victim", [STORE, REWARD])
-def test_killed_at_random_records_it_alone_comes_back_and_nothing_is_lost(tmp_path: Path, victim: ReplicaId) -> None:
+def test_store_or_reward_role_killed_at_random_records_restarts_alone_and_loses_nothing(
+    tmp_path: Path, victim: ReplicaId
+) -> None:
     chance = random.Random(victim)
     run = submit_here(tmp_path, light_job("local", 200, extra=OFTEN))
     run.wait_steps(2)
@@ -68,7 +70,7 @@ def test_killed_at_random_records_it_alone_comes_back_and_nothing_is_lost(tmp_pa
 
 
 @pytest.mark.parametrize("victim", [STORE, REWARD])
-def test_one_that_stands_still_for_longer_than_the_trainers_deadlines_is_not_the_trainers_fault(
+def test_stopped_store_or_reward_role_is_fenced_alone_without_blaming_the_trainer(
     tmp_path: Path, victim: ReplicaId
 ) -> None:
     toml = light_job("local", 60, extra=HASTY + OFTEN).replace('silence = "4s"', 'silence = "12s"')

@@ -81,7 +81,7 @@ def test_open_step_outlives_its_trainer_and_a_resume_that_waits_for_whole_batche
 
 
 @pytest.mark.torch
-def test_the_example_trains_in_parts_through_the_death_of_its_trainer(tmp_path: Path) -> None:
+def test_example_trains_in_parts_although_its_trainer_dies(tmp_path: Path) -> None:
     toml = (EXAMPLES / "stream.toml").read_text()
     for old, new in (
         ("\nsteps = 300", "\nsteps = 16"), ('at = "step=60"', 'at = "step=4"'),

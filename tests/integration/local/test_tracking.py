@@ -26,7 +26,7 @@ from rrl.tests.support.trackers.sent_steps import check_once_each, mlflow_runs, 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("kills", [1, pytest.param(3, marks=pytest.mark.long)])
-def test_every_step_is_there_once_after_kills_of_trackers_one_of_the_manager_and_a_resume(
+def test_every_step_is_tracked_once_after_kills_of_trackers_and_manager_and_a_resume(
     tmp_path: Path, kills: int
 ) -> None:
     run = play(tmp_path, kills)
@@ -48,7 +48,7 @@ def test_every_step_is_there_once_after_kills_of_trackers_one_of_the_manager_and
     assert kinds >= {"manager", "resumed", "ended"}
 
 
-def test_a_tracker_that_refuses_costs_one_line_and_its_steps_are_sent_afterwards(
+def test_tracker_that_refuses_is_logged_in_one_line_and_its_steps_are_sent_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "nonsense://nowhere")

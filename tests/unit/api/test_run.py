@@ -19,6 +19,7 @@ import pytest
 
 import rrl
 from rrl.cli import main
+from rrl.cli.common.output import JSON_SCHEMA
 from rrl.config.job.load import load_job, resolved
 from rrl.core.log_lines import stamp
 from rrl.core.run_dir import RUNS_ENV, RunDir
@@ -82,7 +83,7 @@ def test_a_path_a_text_and_a_dict_give_the_same_job(started: list[RunDir], tmp_p
     assert runs[0].warnings[-1] == "no successor is queued"
 
 
-def test_of_several_parts_and_settings_the_last_one_counts(started: list[RunDir], tmp_path: Path) -> None:
+def test_last_of_several_parts_and_settings_counts(started: list[RunDir], tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "more.toml").write_text("[run]\nsteps = 20\n[roles.rollout]\nreplicas = 3\n")
     run = rrl.submit(
@@ -128,7 +129,7 @@ def test_a_table_that_contains_itself_is_refused(started: list[RunDir]) -> None:
         rrl.submit(table)
 
 
-def test_a_run_whose_manager_cannot_be_started_is_no_run(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_start_of_a_manager_leaves_no_run(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def start_manager(run: RunDir, spec: RunSpec) -> str:
         raise RuntimeError("sbatch: error: Invalid account")
 
@@ -138,7 +139,7 @@ def test_a_run_whose_manager_cannot_be_started_is_no_run(root: Path, monkeypatch
     assert not list(root.iterdir())
 
 
-def test_a_running_event_loop_does_not_prevent_questions_to_slurm(
+def test_slurm_is_queried_within_a_running_event_loop(
     started: list[RunDir], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "bin").mkdir()
@@ -157,7 +158,7 @@ def test_a_running_event_loop_does_not_prevent_questions_to_slurm(
 
 
 # ── find ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_run_is_found_by_id_prefix_and_folder_and_the_newest_without_any(root: Path) -> None:
+def test_run_is_found_by_id_prefix_folder_or_as_the_newest(root: Path) -> None:
     written = completed(RUN).written(root)
     for id in (RUN, "small", str(written.path), written.path, None):
         assert (rrl.run(id).id, rrl.run(id).path) == (RUN, written.path)
@@ -167,28 +168,28 @@ def test_a_run_is_found_by_id_prefix_and_folder_and_the_newest_without_any(root:
 
 
 # ── watch ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_state_and_metrics_are_what_the_commands_print(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_state_and_metrics_equal_the_output_of_the_commands(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     completed(RUN).written(root)
     run = rrl.run(RUN)
     state, rows = run.state(), list(run.metrics())
     assert capsys.readouterr() == ("", "")
     assert (state.outcome, state.step, state.recoveries, state.why) == ("completed", 12, 1, "all steps are done")
     assert main.run(["list", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == [msgspec.to_builtins(state)]
+    assert json.loads(capsys.readouterr().out) == [{"schema": JSON_SCHEMA} | msgspec.to_builtins(state)]
     assert main.run(["metrics", RUN]) == 0
     printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert printed == [json.loads(msgspec.json.encode(row)) for row in rows]
+    assert printed == [{"schema": JSON_SCHEMA} | json.loads(msgspec.json.encode(row)) for row in rows]
     assert [row.step for row in run.metrics(follow=True)] == [*range(1, 13), None]
 
 
-def test_a_run_without_a_manager_says_why_it_stands_still(root: Path) -> None:
+def test_run_without_a_manager_states_why_it_makes_no_progress(root: Path) -> None:
     Story(RUN).works().written(root)
     state = rrl.run(RUN).state()
     assert (state.outcome, state.standing) == (None, "unattended")
     assert state.why == f"none is running; the roles go on. Start one: rrl manage {RUN}"
 
 
-def test_a_damaged_journal_is_reported_and_not_a_state(root: Path) -> None:
+def test_damaged_journal_raises_instead_of_returning_a_state(root: Path) -> None:
     run = completed(RUN).written(root)
     for segment in run.journal.iterdir():
         segment.write_bytes(b"x" * 100)
@@ -216,7 +217,7 @@ def test_wait_returns_the_summary_of_a_completed_run(root: Path, capsys: pytest.
         (Outcome.REJECTED, rrl.UsageError, f"{RUN} was rejected: no nodes"),
     ],
 )
-def test_wait_raises_if_the_run_ends_otherwise(
+def test_wait_raises_if_the_run_does_not_complete(
     root: Path, outcome: Outcome, error: type[Exception], message: str
 ) -> None:
     Story(RUN).works().ends(outcome, "no nodes").written(root)
@@ -313,7 +314,7 @@ class FakeManager:
         return list(self.run.mailbox.glob("[!.]*.json"))
 
 
-def test_cancel_and_restart_return_when_the_manager_has_done_it(root: Path) -> None:
+def test_cancel_and_restart_return_once_the_manager_has_carried_them_out(root: Path) -> None:
     manager = FakeManager(Story(RUN).works(), root)
 
     async def both() -> None:
@@ -372,7 +373,7 @@ def test_an_ended_run_is_resumed_with_changed_values(started: list[RunDir], root
 
 
 @pytest.mark.torch
-def test_export_writes_a_folder_as_the_page_shows(root: Path) -> None:
+def test_export_writes_a_folder_as_documented(root: Path) -> None:
     pytest.importorskip("torch")
     from rrl.tests.support.roles.trainer.committed_run import CommittedRun
 

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import msgspec
@@ -85,7 +86,7 @@ def test_help_shows_every_command_in_a_section(capsys: pytest.CaptureFixture[str
     assert re.search(r"^  manage +Run a manager here", shown, re.MULTILINE), "messages tell users to type it"
 
 
-def test_words_of_similar_programs_are_not_those_of_rrl_and_their_answers_are() -> None:
+def test_words_of_similar_programs_are_no_rrl_commands_and_are_answered_with_existing_ones() -> None:
     group = typer.main.get_group(commands.app)
     assert not set(command_group.COMMAND_WORDS) & set(group.commands)
     answers = list(command_group.COMMAND_WORDS.values())
@@ -106,9 +107,10 @@ def test_the_typer_app_answers_to_its_own_runner() -> None:
     assert "--live" in result.stdout
 
 
-def test_the_version_is_the_distributions(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_version_is_that_of_pyproject(capsys: pytest.CaptureFixture[str]) -> None:
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
     assert main.run(["--version"]) == 0
-    assert capsys.readouterr().out == "rrl 0.1.0\n"
+    assert capsys.readouterr().out == f"rrl {project['version']}\n"
 
 
 @pytest.mark.parametrize(
@@ -134,7 +136,7 @@ def test_the_version_is_the_distributions(capsys: pytest.CaptureFixture[str]) ->
         (["status", "-w"], "rrl: -w is not an option of rrl; write: rrl status RUN --live"),
     ],
 )
-def test_a_mistake_is_one_line_on_stderr_and_exit_code_2(
+def test_usage_error_is_one_line_on_stderr_and_exit_code_2(
     root: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], expected_text: str
 ) -> None:
     assert main.run(arguments) == 2
@@ -142,9 +144,7 @@ def test_a_mistake_is_one_line_on_stderr_and_exit_code_2(
 
 
 @pytest.mark.parametrize("command", ["status", "logs", "cancel", "manage"])
-def test_a_run_that_is_not_there_is_one_line_with_candidates(
-    root: Path, capsys: pytest.CaptureFixture[str], command: str
-) -> None:
+def test_unknown_run_is_one_line_with_candidates(root: Path, capsys: pytest.CaptureFixture[str], command: str) -> None:
     assert main.run([command, "x"]) == 2
     assert capsys.readouterr().err == f"rrl: there are no runs in {root}; start one with: rrl submit job.toml\n"
     for run in ("small-1", "small-2", "other-1"):
@@ -159,7 +159,7 @@ def test_a_run_that_is_not_there_is_one_line_with_candidates(
     assert capsys.readouterr().err == "rrl: /tmp/nope is not the directory of a run; list the runs with: rrl list\n"
 
 
-def test_an_unexpected_error_is_one_line_unless_debugging(
+def test_unexpected_error_is_one_line_without_debug_mode(
     root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: object, **__: object) -> int:
@@ -177,7 +177,7 @@ def test_an_unexpected_error_is_one_line_unless_debugging(
 
 
 # ── status and list ────────────────────────────────────────────────────────────────────────────────────────────────
-def test_status_shows_the_newest_run_or_the_one_whose_id_begins_so(
+def test_status_shows_the_newest_run_or_the_one_with_the_given_id_prefix(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     old, new = completed("aaa-1").written(root), Story("bbb-1").works().written(root)
@@ -243,7 +243,7 @@ def test_status_as_json_has_the_effective_time_of_an_ended_run(root: Path, capsy
 
 
 @pytest.mark.parametrize(("where", "queued"), [("job", "manager"), ("pool", "pool")])
-def test_on_slurm_a_run_that_has_not_begun_names_the_job_that_brings_its_manager(
+def test_slurm_run_that_has_not_begun_names_the_job_that_starts_its_manager(
     root: Path, capsys: pytest.CaptureFixture[str], where: str, queued: str
 ) -> None:
     run = RunDir(root / "fresh-1")
@@ -264,7 +264,7 @@ def submit_long_ago(run: RunDir) -> None:
     os.utime(run.resolved, (1, 1))
 
 
-def test_run_without_a_manager_is_starting_for_a_while_and_then_names_what_to_do(
+def test_run_without_a_manager_is_starting_for_a_while_and_then_names_the_command(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = RunDir(root / "fresh-1")
@@ -304,12 +304,12 @@ def test_list_gives_stable_keys_as_json(root: Path, capsys: pytest.CaptureFixtur
     completed("aaa-1").written(root)
     assert main.run(["list", "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)
-    assert set(row) == {"run", "name", "outcome", "standing", "step", "steps", "reward", "recoveries", "started",
-                        "ended", "run_seconds", "run_dir", "why"}  # fmt: skip
+    assert set(row) == {"schema", "run", "name", "outcome", "standing", "step", "steps", "reward", "recoveries",
+                        "started", "ended", "run_seconds", "run_dir", "why"}  # fmt: skip
     assert (row["run"], row["outcome"], row["step"], row["recoveries"]) == ("aaa-1", "completed", 12, 1)
 
 
-def test_option_of_rrl_itself_after_the_command_is_answered_with_its_place(capsys: pytest.CaptureFixture[str]) -> None:
+def test_global_option_after_the_command_is_answered_with_its_place(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(["list", "--runs-dir", "/tmp"]) == 2
     assert capsys.readouterr().err == "rrl: --runs-dir stands before the command; see: rrl --help\n"
 
@@ -329,7 +329,9 @@ def test_advice_names_the_program_as_the_user_can_start_it(
     assert program() == shown
 
 
-def test_runs_dir_comes_before_the_environment(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_option_runs_dir_overrides_the_environment(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     completed("else-1").written(tmp_path / "elsewhere")
     assert main.run(["--runs-dir", str(tmp_path / "elsewhere"), "status"]) == 0
     assert capsys.readouterr().out.startswith("else-1")
@@ -394,7 +396,7 @@ def _pretends(monkeypatch: pytest.MonkeyPatch, root: Path, story: Story) -> None
     monkeypatch.setattr(starting, "run_manager", run_here)
 
 
-def test_submit_prints_the_id_alone_on_stdout(
+def test_submit_prints_only_the_id_on_stdout(
     root: Path, job_toml: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _pretends(monkeypatch, root, Story("small-7"))
@@ -407,12 +409,12 @@ def test_submit_as_json_names_run_and_folder(
 ) -> None:
     _pretends(monkeypatch, root, Story("small-7"))
     assert main.run(["submit", job_toml, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"run": "small-7", "run_dir": f"{root}/small-7"}
+    assert json.loads(capsys.readouterr().out) == {"schema": 1, "run": "small-7", "run_dir": f"{root}/small-7"}
 
 
 @pytest.mark.parametrize("how", ["--wait", "--foreground"])
 @pytest.mark.parametrize(("outcome", "code"), [(Outcome.COMPLETED, 0), (Outcome.FAILED, 1), (Outcome.REJECTED, 2)])
-def test_a_run_that_is_waited_for_ends_in_a_summary_and_its_exit_code(
+def test_awaited_run_ends_with_a_summary_and_its_exit_code(
     root: Path, job_toml: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, how: str,
     outcome: Outcome, code: int,
 ) -> None:  # fmt: skip
@@ -469,14 +471,14 @@ def test_a_disk_that_is_full_is_one_line_and_exit_code_2_and_leaves_nothing(
     assert list(root.iterdir()) == []
 
 
-def test_a_run_that_has_ended_gets_no_manager(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ended_run_gets_no_manager(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     completed("small-7").written(root)
     assert main.run(["manage", "small-7"]) == 2
     assert capsys.readouterr().err == "rrl: small-7 has ended already: completed\n"
 
 
 # ── for real ───────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_as_a_process_codes_and_streams_are_the_same(root: Path, job_toml: str) -> None:
+def test_exit_codes_and_streams_are_the_same_in_a_process_of_its_own(root: Path, job_toml: str) -> None:
     completed("small-7").written(root)
 
     def rrl(*arguments: str) -> subprocess.CompletedProcess[str]:

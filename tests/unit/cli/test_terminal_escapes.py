@@ -46,7 +46,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
         ("logs", "--failed", "--json"),
     ],
 )  # fmt: skip
-def test_a_roles_text_is_escaped_by_every_command_that_shows_it(
+def test_text_of_a_role_is_escaped_by_every_command_that_shows_it(
     run: RunDir, capsys: pytest.CaptureFixture[str], command: tuple[str, ...]
 ) -> None:
     assert main.run([command[0], RUN, *command[1:]]) == 0
@@ -59,7 +59,7 @@ def test_a_roles_text_is_escaped_by_every_command_that_shows_it(
 
 
 @pytest.mark.parametrize("options", [(), ("--failed",)])
-def test_raw_logs_are_as_they_were_written(
+def test_raw_logs_are_shown_unescaped(
     run: RunDir, capsys: pytest.CaptureFixture[str], options: tuple[str, ...]
 ) -> None:
     assert main.run(["logs", RUN, "--raw", *options]) == 0
@@ -71,7 +71,7 @@ def test_raw_json_is_refused_in_one_line(run: RunDir, capsys: pytest.CaptureFixt
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_the_summary_file_can_be_shown_by_any_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_summary_file_has_no_control_characters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     story = Story(RUN).works()
     story.record(ev.RunEnded(Outcome.FAILED, HOSTILE))
     run = story.written(tmp_path)

@@ -15,7 +15,7 @@ BUILT = ModelSpec(
 )  # fmt: skip
 
 
-def test_weights_of_a_built_model_are_those_of_torch() -> None:
+def test_estimated_weights_of_a_built_model_equal_those_of_torch() -> None:
     pytest.importorskip("torch")
     from rrl.roles.models.policy import skeleton
 
@@ -23,7 +23,7 @@ def test_weights_of_a_built_model_are_those_of_torch() -> None:
     assert weight_count(BUILT) == sum(parameter.numel() for parameter in model.parameters())
 
 
-def test_weights_of_a_folder_are_those_in_its_files(tmp_path: Path) -> None:
+def test_estimated_weights_of_a_folder_equal_those_in_its_files(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     from safetensors.torch import load_file
 

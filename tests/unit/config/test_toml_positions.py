@@ -10,7 +10,7 @@ from rrl.config.toml_positions import Path, lines_of, nearest_line
 from rrl.tests.support.examples import examples
 
 
-def test_every_way_to_write_a_key_is_found_on_its_line() -> None:
+def test_key_written_in_any_form_is_found_on_its_line() -> None:
     text = '''\
 # a comment with [header] = "x"
 top = 1
@@ -61,7 +61,7 @@ q = 3
     assert set(lines) == set(_paths(tomllib.loads(text), ()))
 
 
-def test_a_key_that_is_not_written_down_is_at_its_table() -> None:
+def test_missing_key_is_located_at_its_table() -> None:
     lines = lines_of("\n[a.b]\nc = 1\n")
     assert nearest_line(lines, ("a", "b", "missing", "deep")) == 2
     assert nearest_line(lines, ("other",)) is None
@@ -96,7 +96,7 @@ _LINE = st.one_of(
 
 @examples(150, many=3000)
 @given(st.lists(_LINE, max_size=8))
-def test_the_scanner_sees_exactly_the_keys_that_the_parser_sees(lines: list[str]) -> None:
+def test_scanner_finds_exactly_the_keys_that_the_parser_finds(lines: list[str]) -> None:
     text = ""
     for line in lines:  # keep the lines that leave the document valid
         try:

@@ -10,12 +10,12 @@ from rrl.config.vllm_arguments import installed_arguments, unknown_argument_text
 from rrl.tests.support.fake_vllm import fake_vllm
 
 
-def test_arguments_are_read_and_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arguments_are_read_without_importing_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_vllm(tmp_path, monkeypatch)
     assert installed_arguments() == {"max_num_seqs", "tensor_parallel_size", "gpu_memory_utilization"}
 
 
-def test_of_a_vllm_that_is_written_otherwise_nothing_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unparsable_vllm_source_gives_no_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_vllm(tmp_path, monkeypatch, "def (:")
     assert installed_arguments() == frozenset()
 

@@ -179,7 +179,7 @@ def _expect_ended(pid: int) -> None:
         time.sleep(0.01)
 
 
-def test_coroutine_is_run_to_its_end_also_below_a_running_event_loop() -> None:
+def test_coroutine_completes_within_a_running_event_loop() -> None:
     def blocking() -> CommandResult:
         return run_coroutine(run_async(["echo", "hello"], TIMEOUT_S))
 
@@ -189,7 +189,7 @@ def test_coroutine_is_run_to_its_end_also_below_a_running_event_loop() -> None:
     assert blocking() == asyncio.run(cell()) == CommandResult(0, "hello\n", "")
 
 
-def test_exception_of_a_coroutine_is_raised_below_a_running_event_loop() -> None:
+def test_exception_of_a_coroutine_is_raised_within_a_running_event_loop() -> None:
     async def cell() -> None:
         run_coroutine(run_async(["/no/such/command"], TIMEOUT_S))
 

@@ -57,16 +57,16 @@ def test_a_message_has_time_level_logger_and_text() -> None:
     ]  # fmt: skip
 
 
-def test_a_role_leaves_the_time_to_its_launcher() -> None:
+def test_message_of_a_role_has_no_time_since_its_launcher_adds_it() -> None:
     assert logged("'error', stamped=False") == "ERROR rrl.agent: said at error\n"
 
 
 @pytest.mark.parametrize(("level", "count"), [("debug", 4), ("error", 1)])
-def test_the_environment_takes_precedence_over_the_given_level(level: str, count: int) -> None:
+def test_level_of_the_environment_overrides_the_given_one(level: str, count: int) -> None:
     assert len(logged("'warning'", level=level).splitlines()) == count
 
 
-def test_an_unknown_level_in_the_environment_is_named_and_the_given_one_counts() -> None:
+def test_unknown_level_in_the_environment_is_named_and_the_given_one_is_used() -> None:
     first, *rest = logged("'error'", level="loud", after="log.info('x')").splitlines()
     assert "RRL_LOG_LEVEL=loud is not a log level; use one of debug, info, warning, error" in first
     assert len(rest) == 1
@@ -81,20 +81,20 @@ def test_a_program_that_configures_logging_itself_gets_each_message_once() -> No
     assert logged("'error'", after=later).count("later") == 1
 
 
-def test_a_message_cannot_command_the_terminal_and_keeps_its_lines() -> None:
+def test_message_has_its_control_characters_escaped_and_keeps_its_lines() -> None:
     lines = logged("'error'", after="log.error('a\\x1b[2J\\nb')").splitlines()[1:]
     assert lines[0].endswith(r"ERROR rrl.agent: a\x1b[2J")
     assert lines[1] == "b"
 
 
-def test_messages_that_cannot_be_written_end_no_process() -> None:
+def test_unwritable_log_messages_end_no_process() -> None:
     with Path("/dev/full").open("wb") as full:
         logged(err=full.fileno())
     logged(after="import sys; sys.stderr.close(); log.error('x')")
 
 
 @pytest.mark.parametrize("verbose", [True, False])
-def test_the_level_reaches_processes_on_nodes(verbose: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_level_is_passed_to_processes_on_nodes(verbose: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(LOG_LEVEL_ENV, raising=False)
     if verbose:
         monkeypatch.setenv(LOG_LEVEL_ENV, "debug")
@@ -104,14 +104,14 @@ def test_the_level_reaches_processes_on_nodes(verbose: bool, tmp_path: Path, mon
     assert given[LOG_LEVEL_ENV] == ("debug" if verbose else "warning")
 
 
-def test_a_level_that_does_not_exist_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_level_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = tmp_path / "job.toml"
     job.write_text(JOB.format(level="loud"))
     assert main.run(["check", str(job)]) == 2
     assert re.search(r"log_level.*debug.*error", capsys.readouterr().err)
 
 
-def test_verbose_sets_the_level_of_what_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verbose_sets_the_level_of_started_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(LOG_LEVEL_ENV, "")
     assert main.run(["--verbose", "--runs-dir", str(tmp_path), "list"]) == 0
     assert os.environ[LOG_LEVEL_ENV] == "debug"

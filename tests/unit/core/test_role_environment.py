@@ -66,7 +66,7 @@ exec "${rrl_command[@]}"
 """
 
 
-def test_env_becomes_this_text() -> None:
+def test_prelude_of_an_environment_equals_the_stored_text() -> None:
     env = EnvSpec(
         setup=("source /opt/site/profile.sh", "export WHO='me'"), modules=("cuda/12.4",), venv="~/venvs/rl", conda="rl"
     )
@@ -96,7 +96,7 @@ class PreludeResult:
             self.report = file.read()
 
 
-def test_lines_are_run_in_order_in_one_shell_and_the_command_sees_what_they_set() -> None:
+def test_setup_lines_run_in_order_in_one_shell_and_set_variables_of_the_command() -> None:
     result = PreludeResult(
         EnvSpec(setup=("A=1", "export B=$((A + 1))", "cd /usr")), "sh", "-c", "echo $B $A $PWD; echo own >&2"
     )
@@ -114,7 +114,7 @@ def test_lines_are_run_in_order_in_one_shell_and_the_command_sees_what_they_set(
         ("source /no/such/file", "1", "No such file"),
     ],
 )
-def test_a_line_that_fails_keeps_the_command_from_starting_and_is_named(line: str, code: str, word: str) -> None:
+def test_failing_setup_line_prevents_the_command_and_is_named(line: str, code: str, word: str) -> None:
     result = PreludeResult(EnvSpec(setup=("true", line, "echo on >&2")), "echo", "started")
     assert result.report.startswith(f"[env] setup line 2 failed (exit {code})") or code == "1"
     assert result.report.startswith("[env] setup line 2 failed (exit ")
@@ -138,7 +138,7 @@ def test_modules_are_loaded_by_the_sites_own_function_and_one_that_is_missing_is
     assert "Unable to locate" in result.stderr
 
 
-def test_a_node_without_modules_says_so() -> None:
+def test_node_without_environment_modules_is_reported() -> None:
     result = PreludeResult(EnvSpec(modules=("cuda",)))
     assert result.report == "[env] modules failed (exit 1)"
     assert 'there is no "module" on this node' in result.stderr
@@ -171,7 +171,7 @@ def test_missing_command_is_reported_with_the_searched_path() -> None:
     assert result.code == 127
 
 
-def test_variables_pass_by_name_or_beginning_but_never_those_of_a_launcher() -> None:
+def test_variables_are_passed_by_name_or_prefix_but_never_those_of_a_launcher() -> None:
     shell = {
         "WANDB_API_KEY": "secret", "NCCL_DEBUG": "INFO", "NCCL_P2P_LEVEL": "SYS", "OTHER": "x", "SLURM_JOB_ID": "7",
         "PMIX_RANK": "0", "PMI_RANK": "0", "OMPI_COMM_WORLD_RANK": "0", "RRL_LAUNCH": "/x",

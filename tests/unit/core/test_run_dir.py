@@ -36,7 +36,7 @@ def test_a_file_is_replaced_and_readable_by_its_owner_alone(tmp_path: Path) -> N
     assert os.listdir(tmp_path) == ["file"]
 
 
-def test_a_disk_that_takes_only_a_part_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+def test_partial_write_leaves_the_old_file_and_no_other(tmp_path: Path) -> None:
     path = tmp_path / "file"
     write_atomically(path, OLD)
     with no_file_larger_than(len(NEW) - 5), pytest.raises(OSError, match="too large"):
@@ -45,7 +45,7 @@ def test_a_disk_that_takes_only_a_part_leaves_the_old_file_and_nothing_else(tmp_
     assert os.listdir(tmp_path) == ["file"]
 
 
-def test_a_file_that_cannot_take_its_place_is_taken_away(tmp_path: Path) -> None:
+def test_file_that_cannot_be_renamed_is_removed(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     with pytest.raises(OSError, match="directory"):
         write_atomically(tmp_path / "folder", NEW)
@@ -60,11 +60,11 @@ def test_an_exit_record_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\0" * 40, b"[1]", b'{"tag":"\xff"}'])
-def test_invalid_exit_record_is_none(tmp_path: Path, content: bytes) -> None:
+def test_invalid_exit_record_reads_as_none(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "exit").write_bytes(content)
     assert read_exit(tmp_path / "exit") is None
 
 
-def test_an_exit_record_that_storage_does_not_give_is_none(tmp_path: Path) -> None:
+def test_unreadable_exit_record_reads_as_none(tmp_path: Path) -> None:
     assert read_exit(tmp_path / "absent") is None
     assert read_exit(tmp_path) is None  # EISDIR; as good as EIO or ESTALE

@@ -10,7 +10,7 @@ from rrl.core.text import escaped, escaped_json, escaped_lines
 HOSTILE = "\x1b]0;title\x07 \x1b[2J \x9b31m \x90q\x9c \u202eevil\u2066 \x7f \r \x00"
 
 
-def test_no_control_character_and_no_mark_of_direction_is_left() -> None:
+def test_escaped_text_has_no_control_characters_and_no_direction_marks() -> None:
     every = "".join(chr(code) for code in range(0x110000))
     left = {sign for sign in escaped(every) if unicodedata.category(sign) in ("Cc", "Cs", "Zl", "Zp")}
     assert left == {"\t"}
@@ -19,7 +19,7 @@ def test_no_control_character_and_no_mark_of_direction_is_left() -> None:
     }  # fmt: skip
 
 
-def test_escaped_text_can_still_be_read() -> None:
+def test_escaped_text_stays_readable() -> None:
     assert escaped("a\x1b[31mb\x9b\u202e\nc") == r"a\x1b[31mb\x9b\u202e\nc"
     assert escaped_lines("a\nb\r\n") == "a\nb\\r\n"
     assert escaped("ä → 日本 [red] \\x1b\tok") == "ä → 日本 [red] \\x1b\tok"

@@ -14,7 +14,7 @@ from rrl.core.units import seconds, size, slurm_mem, slurm_time
         ("30:00", 1800), ("1:30:00", 5400), ("1-12:00", 129600), ("1-12:00:30", 129630),
     ],
 )  # fmt: skip
-def test_durations_are_read_with_their_unit_or_as_slurm_writes_them(text: str, expected: float) -> None:
+def test_durations_are_parsed_with_a_unit_or_in_slurms_format(text: str, expected: float) -> None:
     assert seconds(text) == expected
 
 

@@ -24,13 +24,13 @@ def test_a_fifth_of_the_nodes_may_be_drained_within_ten_minutes() -> None:
     assert over_limit(HookDrain(1601.0, "m"), drains(20), 100, RULES) == "", "those were long ago"
 
 
-def test_one_node_may_be_drained_however_small_the_cluster() -> None:
+def test_one_node_may_be_drained_in_a_cluster_of_any_size() -> None:
     assert over_limit(HookDrain(1000.0, "m"), [], 1, RULES) == ""
     assert over_limit(HookDrain(1000.0, "m"), [], 3, RULES) == ""
     assert over_limit(HookDrain(1001.0, "m"), drains(1), 3, RULES) != ""
 
 
-def test_no_more_than_a_quarter_of_the_nodes_stand_drained() -> None:
+def test_at_most_a_quarter_of_the_nodes_are_drained_at_the_same_time() -> None:
     assert over_limit(HookDrain(9000.0, "m"), drains(24), 100, RULES) == ""
     assert "25 of 100 nodes are still drained" in over_limit(HookDrain(9000.0, "m"), drains(25), 100, RULES)
 
@@ -39,7 +39,7 @@ def test_no_more_than_a_quarter_of_the_nodes_stand_drained() -> None:
     st.lists(st.tuples(st.integers(0, 3), st.integers(0, 99)), min_size=1, unique_by=lambda each: each[1]),
     st.integers(1, 100), st.randoms(),
 )  # fmt: skip
-def test_of_drains_made_at_once_as_many_stand_as_the_limit_permits(
+def test_concurrent_drains_leave_as_many_as_the_limit_permits(
     made: list[tuple[int, int]], nodes: int, order: Random
 ) -> None:
     """Each node takes its drain back if it ranks beyond the limit; it may read before or after others did so."""

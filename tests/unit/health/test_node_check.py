@@ -18,9 +18,7 @@ from rrl.tests.support.health.simulated_node import ObservedNode, gpu, port
         ({"lost": "GPU is lost", "recovery_action": None}, Remedy.REBOOT),
     ],
 )
-def test_of_a_gpu_that_is_lost_the_driver_may_still_say_what_would_help(
-    fields: dict[str, str | None], remedy: Remedy
-) -> None:
+def test_lost_gpu_has_the_remedy_that_the_driver_reports(fields: dict[str, str | None], remedy: Remedy) -> None:
     found = ObservedNode().gpus(gpu(0, **fields)).one("gpu_lost")
     assert (found.verdict, found.remedy) == (Verdict.FAIL, remedy)
 
@@ -29,43 +27,43 @@ def test_of_a_gpu_that_is_lost_the_driver_may_still_say_what_would_help(
     ("action", "remedy"),
     [("bus_reset", Remedy.RESET_GPU), ("system_reboot", Remedy.REBOOT)],
 )
-def test_the_newest_recovery_actions_are_known(action: str, remedy: Remedy) -> None:
+def test_newest_recovery_actions_give_their_remedies(action: str, remedy: Remedy) -> None:
     found = ObservedNode().gpus(gpu(0, recovery_action=action), times=3).one("gpu_recovery_action")
     assert (found.verdict, found.remedy) == (Verdict.FAIL, remedy)
 
 
 @pytest.mark.parametrize("action", ["recover_imex_domain", "unknown (9)"])
-def test_action_of_many_nodes_or_of_a_newer_driver_fails_no_node(action: str) -> None:
+def test_recovery_action_for_several_nodes_or_of_a_newer_driver_only_warns(action: str) -> None:
     found = ObservedNode().gpus(gpu(0, recovery_action=action), times=9).one("gpu_recovery_action")
     assert (found.verdict, found.remedy) == (Verdict.WARN, Remedy.SUPPORT)
 
 
-def test_all_devices_of_infiniband_gone_at_once_are_missed() -> None:
+def test_simultaneous_loss_of_all_infiniband_devices_fails() -> None:
     node = ObservedNode().reads(FabricData(ports=(port(), port("mlx5_1"))))
     for _ in range(3):
         node.cannot("fabric", "absent", "there is no InfiniBand or RoCE device")
     assert {one.component for one in node.of("hca_count") if one.verdict is Verdict.FAIL} == {"mlx5_0", "mlx5_1"}
 
 
-def test_a_driver_that_was_there_and_is_gone_leaves_doubt() -> None:
+def test_driver_that_disappears_makes_the_node_unknown() -> None:
     node = ObservedNode().gpus().cannot("nvml", "absent", "the NVIDIA driver is not loaded")
     assert overall(node.found) is Verdict.UNKNOWN
 
 
-def test_a_port_that_is_down_stays_so_while_it_cannot_be_read() -> None:
+def test_port_that_went_down_still_fails_while_its_state_cannot_be_read() -> None:
     node = ObservedNode().reads(FabricData(ports=(port(),)))
     node.reads(FabricData(ports=(port(state="DOWN"),)), times=3)
     node.reads(FabricData(ports=(port(state=None, unread={"state": "not permitted"}),)), times=4)
     assert node.verdict("fabric_port") is Verdict.FAIL
 
 
-def test_a_code_that_dcgm_counts_for_the_first_time_has_happened_now() -> None:
+def test_code_that_dcgm_counts_for_the_first_time_is_a_new_event() -> None:
     """Its metric is not there before: it counts the Xids of the exporter's last minutes."""
     node = ObservedNode().gpus().reads(DcgmData(gpus=(DcgmGpu(uuid="GPU-0"),)))
     assert node.reads(DcgmData(gpus=(DcgmGpu(uuid="GPU-0", xid_counts={79: 1}),))).verdict("xid") is Verdict.FAIL
 
 
-def test_counts_of_an_exporter_that_was_unreachable_start_again() -> None:
+def test_counts_of_an_exporter_restart_after_it_was_unreachable() -> None:
     away = DcgmData(unread={"exporter": "connection refused"})
     node = ObservedNode().gpus().reads(away).reads(DcgmData(gpus=(DcgmGpu(uuid="GPU-0", xid_counts={79: 1}),)))
     assert node.verdict("xid") is Verdict.OK

@@ -60,7 +60,7 @@ def _end(role: str, main: Callable[[], None], monkeypatch: pytest.MonkeyPatch, *
         (_NOWHERE, "rrl: [model] path: /nowhere/model"),
     ],
 )
-def test_a_model_that_cannot_be_is_one_line_and_exit_code_2(
+def test_invalid_model_is_one_line_and_exit_code_2(
     role: str, main: Callable[[], None], model: dict[str, Any], expected_text: str, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
@@ -71,7 +71,7 @@ def test_a_model_that_cannot_be_is_one_line_and_exit_code_2(
 
 
 @pytest.mark.parametrize(("role", "main"), [("reward", reward.main), ("trajectories", server.main)])
-def test_a_task_that_cannot_be_is_too(
+def test_invalid_task_is_one_line_and_exit_code_2(
     role: str, main: Callable[[], None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert _end(role, main, monkeypatch) == 2
@@ -119,7 +119,7 @@ def test_store_log_of_another_format_is_one_line_and_exit_code_2(
     assert message.count("\n") == 1
 
 
-def test_of_what_a_users_own_code_raises_the_traceback_is_kept() -> None:
+def test_traceback_of_an_exception_in_user_code_is_kept() -> None:
     with pytest.raises(ValueError, match="mine"), exits_on_invalid_config(TaskError):
         raise ValueError("mine")
 

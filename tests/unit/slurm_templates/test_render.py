@@ -40,7 +40,7 @@ def options(**extra: str) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def test_an_allocation_is_these_lines_and_one_exec() -> None:
+def test_allocation_script_equals_the_stored_text() -> None:
     made = allocation_options(
         tag="run.more-7", comment="rrl run replacement run.more-7", nodes=3, node=NODE, walltime=129600.5,
         exclude=("n9", "n4"), extra={"partition": "main", "exclusive": ""},
@@ -84,7 +84,7 @@ def component(name: str, nodes: int, node: Resources, **extra: str) -> tuple[str
     )
 
 
-def test_a_heterogeneous_job_has_its_components_one_after_another_each_with_its_own_name() -> None:
+def test_heterogeneous_script_has_its_components_in_order_each_with_its_own_name() -> None:
     components = component("rollout", 6, NODE, partition="spot"), component("trainer", 2, Resources(cpus=16))
     assert allocation_script(*components) == HETJOB
 
@@ -108,7 +108,7 @@ def test_option_that_does_not_fit_into_a_line_is_refused(name: str, value: str) 
         options(**{name: value})
 
 
-def test_typed_gpus_stand_in_for_ours_and_excluded_nodes_add_up() -> None:
+def test_typed_gpus_replace_the_default_request_and_excluded_nodes_add_up() -> None:
     made = options(gres="gpu:a100:2", exclude="n[7-8]")
     assert [option for option in made if "gres" in option] == ["--gres=gpu:a100:2"]
     assert [option for option in made if "exclude" in option] == ["--exclude=n[4,7-8]"]
@@ -121,7 +121,7 @@ def test_output_given_by_the_user_replaces_the_default() -> None:
 
 
 @pytest.mark.slurm
-def test_real_sbatch_would_take_each_form_from_a_plain_user(slurm_lab: SlurmLab) -> None:
+def test_real_sbatch_accepts_each_form_from_a_plain_user(slurm_lab: SlurmLab) -> None:
     small = Resources(cpus=1, gpus=1, mem=2**28)
     forms = {
         "pool": allocation_script(component("pool", 3, small)),
@@ -136,7 +136,7 @@ def test_real_sbatch_would_take_each_form_from_a_plain_user(slurm_lab: SlurmLab)
 
 
 @pytest.mark.slurm
-def test_real_sbatch_reads_every_line_as_it_was_meant(slurm_lab: SlurmLab) -> None:
+def test_real_sbatch_parses_every_line_as_intended(slurm_lab: SlurmLab) -> None:
     comment = r"""a "b" \ # $HOME 'c' | é"""
     made = allocation_options(
         tag="run.pool", comment=comment, nodes=2, node=Resources(3, 1, 2**30), walltime=120, exclude=("n1",),

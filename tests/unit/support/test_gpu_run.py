@@ -26,7 +26,7 @@ def program(environ: dict[str, str], timeout_s: float = 120) -> subprocess.Compl
     [(False, "the NVIDIA driver does not start (NVML code 9)"), (True, "the NVIDIA driver lists no GPU")],
     ids=["no driver", "no GPU"],
 )
-def test_without_a_gpu_one_line_says_so_and_the_target_succeeds(tmp_path: Path, loaded: bool, why: str) -> None:
+def test_without_a_gpu_the_target_succeeds_with_one_line(tmp_path: Path, loaded: bool, why: str) -> None:
     driver = FakeDriver(tmp_path).gpus(0)
     if not loaded:
         driver.state.unlink()
@@ -49,7 +49,7 @@ def test_every_gpu_test_is_collected_and_none_without_the_marker() -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_gpu_tests_pass_in_a_rehearsal_on_the_cpu_and_the_stand_in_driver(tmp_path: Path) -> None:
+def test_gpu_tests_pass_in_a_rehearsal_on_the_cpu_and_the_fake_driver(tmp_path: Path) -> None:
     """What a GPU does is not shown; that the tests can run on one is, as far as it can be shown without one."""
     driver = FakeDriver(tmp_path).gpus(2)
     done = program({**driver.env(), run.REHEARSAL_ENV: "1"}, timeout_s=600)

@@ -25,12 +25,12 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     return driver
 
 
-def test_a_role_names_the_gpus_that_it_was_given(driver: FakeDriver) -> None:
+def test_assigned_gpus_of_a_role_are_named_by_uuid(driver: FakeDriver) -> None:
     environ = {GPUS_ENV: "0,2", "CUDA_VISIBLE_DEVICES": "0,2"}
     assert assigned_gpus(environ) == (driver.uuid(0), driver.uuid(2))
 
 
-def test_a_role_sees_its_gpus_work(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_load_of_a_role_is_that_of_its_gpus(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2")
     driver.set(0, "utilization", 90)
     gpus = Gpus()
@@ -41,14 +41,14 @@ def test_a_role_sees_its_gpus_work(driver: FakeDriver, monkeypatch: pytest.Monke
     assert gpus.any_busy() is False
 
 
-def test_a_process_of_its_own_finds_it_by_the_loaders_path(driver: FakeDriver) -> None:
+def test_separate_process_finds_the_fake_library_by_the_loader_path(driver: FakeDriver) -> None:
     program = "import pynvml; pynvml.nvmlInit(); print(pynvml.nvmlDeviceGetCount())"
     argv = [sys.executable, "-c", program]
     done = subprocess.run(argv, env={**os.environ, **driver.env()}, capture_output=True, text=True, timeout=60)
     assert done.stdout == "4\n", done.stderr
 
 
-def test_stand_in_without_a_state_file_reports_an_unloaded_driver(
+def test_fake_driver_without_a_state_file_reports_an_unloaded_driver(
     driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So that a process which loaded it once is, for all other tests, one without a driver."""
@@ -91,6 +91,6 @@ def test_function_that_the_driver_lacks_is_refused(driver: FakeDriver) -> None:
 
 
 @pytest.mark.parametrize("wrong", ["temprature", "lost"])
-def test_a_field_that_it_does_not_have_is_refused_at_once(driver: FakeDriver, wrong: str) -> None:
+def test_unknown_field_is_refused_at_once(driver: FakeDriver, wrong: str) -> None:
     with pytest.raises(ValueError, match="no field"):
         driver.set(0, wrong, 1)

@@ -24,7 +24,7 @@ def test_a_step_takes_the_time_of_each_token_with_the_trajectories_that_get_one(
     assert tau.seconds_of([]) == 0.0
 
 
-def test_a_paced_engine_samples_the_tokens_of_the_engine_that_it_paces() -> None:
+def test_paced_engine_samples_the_tokens_of_the_wrapped_engine() -> None:
     weights = harness.learner()
     items = [Item(number, number, (2, 3), max_new=6) for number in range(5)]
     sampling = Sampling(segment_tokens=2)
@@ -77,11 +77,11 @@ def test_the_overrun_is_the_share_of_seconds_beyond_the_pace() -> None:
     assert overrun([]) == 0.0
 
 
-def test_each_eight_prompts_in_a_row_have_every_length_once() -> None:
+def test_eight_consecutive_prompts_have_every_length_once() -> None:
     assert all(sorted(map(kind_of, range(first, first + 8))) == sorted(MEAN_POINTS) for first in range(0, 800, 8))
 
 
-def test_only_symbols_in_the_other_order_after_points_are_right() -> None:
+def test_answer_is_right_only_with_swapped_last_symbols_after_optional_points() -> None:
     task = ThinkingTask(0)
     symbols = task.prompt(5)[1:5]
     right = symbols[:2] + symbols[3] + symbols[2]

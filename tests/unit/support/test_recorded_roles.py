@@ -94,14 +94,14 @@ def test_trained_tokens_that_were_sampled_in_their_context_do_not_drift(folder: 
         ({"masked": ()}, 1),  # a given token is trained
     ],
 )
-def test_each_difference_from_what_was_sampled_is_drift(
+def test_each_difference_from_the_sampled_tokens_counts_as_drift(
     changes: dict[str, tuple[object, ...]], differing: int, folder: Path
 ) -> None:
     record_sample(folder, msgspec.structs.replace(SAMPLE, **changes))
     assert _recorded.drift(folder)[0] == differing
 
 
-def test_an_answer_that_another_engine_continues_keeps_its_context(tmp_path: Path) -> None:
+def test_answer_continued_by_another_engine_keeps_its_context(tmp_path: Path) -> None:
     record_engine(tmp_path, "1", Item(7, 3, (2, 3)), SEGMENTS[:1])
     record_engine(tmp_path, "2", Item(7, 3, (2, 3), SEGMENTS[:1], 10), SEGMENTS[1:])
     record_sample(tmp_path, msgspec.structs.replace(
@@ -111,7 +111,7 @@ def test_an_answer_that_another_engine_continues_keeps_its_context(tmp_path: Pat
     assert _recorded.answers(tmp_path) >= {((2, 3), (5, 6, 8, EOS))}
 
 
-def test_half_a_line_of_a_killed_process_is_left_out(folder: Path) -> None:
+def test_incomplete_last_line_of_a_killed_process_is_skipped(folder: Path) -> None:
     record_sample(folder, SAMPLE)
     for name in ("trainer-2", "rollout-3"):
         (folder / f"{name}.jsonl").write_text('{"type":"sampled","turn":1,"tok')
@@ -149,7 +149,7 @@ DEATH: list[Record] = [
 ]  # fmt: skip
 
 
-def test_a_turn_that_the_next_attempt_takes_over_is_not_sampled_again() -> None:
+def test_replayed_turn_is_not_counted_as_sampled_again() -> None:
     log = read([*DEATH, TurnTaken(1, 1), *turn(2, 2, "second", 3), EpisodeFinished(1, 2, (1, 2), 1.0)])
     assert log.resampled_tokens() == 0
     assert log.replayed_turns() == [True]
@@ -161,7 +161,7 @@ def test_a_turn_that_is_sampled_again_is_counted() -> None:
     assert log.replayed_turns() == [False]
 
 
-def test_a_failed_attempt_is_made_again_without_being_counted() -> None:
+def test_repetition_of_a_failed_attempt_is_not_counted() -> None:
     log = read([*turn(1, 1, "first", 6), AttemptFailed(1, 1, 1, "ToolGone"), *turn(2, 2, "first", 6)])
     assert log.resampled_tokens() == 0
     assert log.failures == {(1, 1): "ToolGone"}

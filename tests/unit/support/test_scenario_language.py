@@ -140,7 +140,7 @@ class Gaps(Recorder):
 
 
 # ── rounds ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_phase_comes_in_every_third_round_only(tmp_path: Path) -> None:
+def test_phase_with_every_rounds_3_occurs_in_every_third_round_only(tmp_path: Path) -> None:
     rhythm = phase("trainer", "train", '"20s"') + phase("trainer", "checkpoint", '"4s"', "every_rounds = 3")
     judge = recorded(tmp_path, QUICK + rhythm + phase("trainer", "publish", '"2s"'))
     names = [name for _, name in judge.phases["trainer/0"] if name not in ("starting", "publish")]
@@ -175,7 +175,7 @@ def test_replicas_leave_a_barrier_together_when_the_slowest_has_arrived(tmp_path
     assert judge.loads["rollout/0", "wait_others"].gpu == 0.0
 
 
-def test_a_barrier_stays_closed_until_a_replica_that_failed_has_arrived_again(tmp_path: Path) -> None:
+def test_barrier_stays_closed_until_a_failed_replica_has_arrived_again(tmp_path: Path) -> None:
     judge = recorded(tmp_path, BARRIER + event("crash", "rollout/0", '"3min"'))
     waits = [end - begin for begin, end in zip(judge.begins("rollout/1", "wait_others"),
              judge.begins("rollout/1", "generate")[1:], strict=False)]  # fmt: skip
@@ -212,7 +212,7 @@ QUEUE = (
 )
 
 
-def test_a_consumer_waits_until_the_queue_has_what_it_takes(tmp_path: Path) -> None:
+def test_consumer_waits_until_the_queue_has_enough(tmp_path: Path) -> None:
     judge = recorded(tmp_path, QUEUE)
     first = judge.begins("trainer/0", "train")[0]
     puts = sorted(at + 10.0 for index in (0, 1) for at in judge.begins(f"rollout/{index}", "generate"))
@@ -283,7 +283,7 @@ def jump(how: str) -> str:
 
 
 @pytest.mark.parametrize(("how", "clock"), [('forward = "1h"', 3960.0), ('back = "1h"', 300.0)])
-def test_the_next_manager_begins_with_the_clock_of_its_node_but_never_earlier(
+def test_clock_of_the_next_manager_is_that_of_its_node_but_never_earlier(
     tmp_path: Path, how: str, clock: float
 ) -> None:
     judge = Clock()

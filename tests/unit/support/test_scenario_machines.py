@@ -64,7 +64,7 @@ def data(judge: Listening, kind: type, node: str = "n4") -> list[object]:
 
 
 # ── what is read ─────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_the_node_has_disks_of_its_own_and_shared_ones(tmp_path: Path) -> None:
+def test_node_has_local_and_shared_file_systems(tmp_path: Path) -> None:
     *_, host = data(readings(tmp_path, event("mount", 'path = "/local/x"\nset = {used = 0.5}')), HostData)
     assert isinstance(host, HostData)
     assert {one.path: one.filesystem for one in host.mounts} == {
@@ -87,7 +87,7 @@ def test_an_xid_is_found_where_the_kernel_log_may_not_be_read(tmp_path: Path) ->
     assert one.in_time
 
 
-def test_nodes_have_been_up_for_long_and_old_lines_are_of_their_boot(tmp_path: Path) -> None:
+def test_nodes_have_a_long_uptime_and_old_lines_belong_to_their_boot(tmp_path: Path) -> None:
     line = 'text = "mlx5_core 0000:9a:00.0 ib4: Link down"'
     judge = readings(tmp_path, event("kernel", line, "0s") + event("kernel", line))
     reported = [(reading.at - one.age, one) for _, reading in judge.readings if isinstance(reading.data, KernelData)
@@ -96,14 +96,14 @@ def test_nodes_have_been_up_for_long_and_old_lines_are_of_their_boot(tmp_path: P
     assert {(one.kind, one.device) for _, one in reported} == {("nic", "ib4")}
 
 
-def test_a_line_may_be_of_any_age(tmp_path: Path) -> None:
+def test_kernel_log_line_may_have_any_age(tmp_path: Path) -> None:
     judge = readings(tmp_path, event("xid", 'xid = 31\nage = "2h"', "0s"))
     (line,) = [one for each in data(judge, KernelData) for one in each.events]  # type: ignore[attr-defined]
     assert line.age == pytest.approx(7200.0, abs=10.0)
     assert not any(each.xids for each in data(judge, NvmlData))  # type: ignore[attr-defined]
 
 
-def test_gpus_and_hcas_go_and_what_an_old_driver_does_not_know_is_unread(tmp_path: Path) -> None:
+def test_gpus_and_hcas_can_vanish_and_fields_of_an_old_driver_are_unread(tmp_path: Path) -> None:
     judge = readings(
         tmp_path,
         event("gpu_gone", 'gpu = [0, 3]\nfor = "1min"')
@@ -123,12 +123,12 @@ def test_gpus_and_hcas_go_and_what_an_old_driver_does_not_know_is_unread(tmp_pat
     assert [one.link for one in other.gpus[1].nvlinks or () if one.crc_data] == [7]
 
 
-def test_what_the_site_expects_of_nodes_is_judged(tmp_path: Path) -> None:
+def test_expectations_of_the_site_are_checked(tmp_path: Path) -> None:
     truth = '[[truth]]\nwho = "n4"\ncause = "software"\nverdict = "WARN"\nat = "0s"\n'
     assert played(tmp_path, f'[expect]\ndriver = "999"\n{truth}').outcomes[0].in_time
 
 
-def test_a_node_is_read_at_full_pace_from_an_event_that_follows_another(tmp_path: Path) -> None:
+def test_node_is_sampled_at_full_rate_from_an_event_that_follows_another(tmp_path: Path) -> None:
     slow = event("mount", "set = {used = 0.5}", at="1min", who="n6")
     down = event("port", 'set = {state = "DOWN"}\nafter = "mount"', at="380s")
     judge = readings(tmp_path, slow + down)
@@ -181,7 +181,7 @@ def test_effects_of_a_failure_end_with_the_repaired_incarnation(tmp_path: Path) 
     assert (len(reported.outcomes), reported.false, reported.broken) == (1, (), "")
 
 
-def test_a_node_that_dies_while_no_manager_is_there_is_found_by_the_next_one(tmp_path: Path) -> None:
+def test_node_that_dies_without_a_manager_is_found_by_the_next_manager(tmp_path: Path) -> None:
     away = '[[event]]\nat = "5min"\ndo = "manager_restart"\nfor = "60s"\nname = "away"\n'
     dies = event("node_dies", 'down_after = "never"\nafter = "away"', "20s", "@rollout/1")
     truth = '[[truth]]\nwho = "@rollout/1"\nor = "rollout/1"\nof = "node_dies"\ncause = "node"\nwithin = "4min"\n'
@@ -192,7 +192,7 @@ def test_a_node_that_dies_while_no_manager_is_there_is_found_by_the_next_one(tmp
 DISK = event("mount", 'path = "/scratch"\nset = {used = 0.9}')
 
 
-def test_a_warning_that_stands_when_its_truth_begins_has_found_it(tmp_path: Path) -> None:
+def test_warning_that_exists_when_its_truth_begins_counts_as_found(tmp_path: Path) -> None:
     truth = '[[truth]]\nwho = "n4"\ncause = "storage"\nverdict = "WARN"\nat = "8min"\nwithin = "10s"\n'
     (one,) = played(tmp_path, DISK + truth).outcomes
     assert (one.in_time, one.found_at) == (True, one.since)
@@ -266,12 +266,12 @@ def test_events_that_would_come_after_the_end_with_every_seed_are_refused(tmp_pa
         load(file)
 
 
-def test_one_file_can_be_played_too(tmp_path: Path) -> None:
+def test_single_file_can_be_played(tmp_path: Path) -> None:
     scenario(tmp_path, "")
     assert list(load_all(tmp_path / "one.toml")) == ["one"]
 
 
-def test_both_spellings_of_a_gpus_use_are_taken(tmp_path: Path) -> None:
+def test_both_spellings_of_gpu_use_are_accepted(tmp_path: Path) -> None:
     reported = scenario(
         tmp_path,
         event("quiet", 'gpu = 0.9\nfor = "1min"', "5min", "rollout/1")

@@ -71,6 +71,6 @@ def test_the_page_has_every_key_of_every_table() -> None:
     assert not sorted(key for key in keys if not re.search(rf"[`\[]{key}\b", PAGE))
 
 
-def test_the_page_has_every_word_that_a_reader_uses() -> None:
+def test_page_has_every_allowed_value_of_a_reader() -> None:
     words = {word for words in ALLOWED_VALUES.values() for word in words} | set(get_args(KernelKind))
     assert not sorted(word for word in words if f"`{word}`" not in PAGE)

@@ -27,7 +27,7 @@ def test_the_interfaces_of_this_host_are_read_from_the_kernel() -> None:
 @pytest.mark.parametrize(
     ("wanted", "taken"), [("ib0", HERE[2]), ("10.5.0.0/16", HERE[3]), ("192.168.1.0/24", HERE[1]), ("lo", HERE[0])]
 )
-def test_an_interface_is_taken_by_its_name_or_by_a_network_that_any_of_its_addresses_is_in(
+def test_interface_is_selected_by_its_name_or_by_a_network_of_any_of_its_addresses(
     host: None, wanted: str, taken: Interface
 ) -> None:
     assert interface_on(wanted) == taken
@@ -62,7 +62,7 @@ def reached_by(monkeypatch: pytest.MonkeyPatch, named: str, route: str | None) -
         ("10.9.9.9", "192.168.1.5", "192.168.1.5"),  # an entry of /etc/hosts that is out of date
     ],
 )
-def test_the_address_of_the_host_name_goes_before_that_of_the_default_route(
+def test_address_of_the_host_name_precedes_that_of_the_default_route(
     host: None, monkeypatch: pytest.MonkeyPatch, named: str, route: str, taken: str
 ) -> None:
     reached_by(monkeypatch, named, route)
@@ -89,7 +89,7 @@ def test_several_addresses_without_a_default_route_are_refused_and_listed(
 
 
 @pytest.mark.parametrize("route", [None, "127.0.0.1"])
-def test_loopback_is_never_published_unless_it_is_asked_for(
+def test_loopback_is_never_published_without_a_request(
     host: None, monkeypatch: pytest.MonkeyPatch, route: str | None
 ) -> None:
     monkeypatch.setattr(address, "interfaces", lambda: HERE[:1])

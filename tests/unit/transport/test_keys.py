@@ -7,7 +7,7 @@ import pytest
 from rrl.transport.keys import RunKeys
 
 
-def test_keys_come_back_from_their_file_which_only_the_owner_can_read(tmp_path: Path) -> None:
+def test_keys_are_restored_from_a_file_readable_only_by_its_owner(tmp_path: Path) -> None:
     keys = RunKeys.make()
     keys.save(tmp_path / "keys.json")
     assert RunKeys.load(tmp_path / "keys.json") == keys
@@ -15,14 +15,14 @@ def test_keys_come_back_from_their_file_which_only_the_owner_can_read(tmp_path: 
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620])
-def test_a_key_file_that_others_may_touch_is_refused(tmp_path: Path, mode: int) -> None:
+def test_key_file_accessible_by_others_is_refused(tmp_path: Path, mode: int) -> None:
     RunKeys.make().save(tmp_path / "keys.json")
     (tmp_path / "keys.json").chmod(mode)
     with pytest.raises(PermissionError, match="chmod 600"):
         RunKeys.load(tmp_path / "keys.json")
 
 
-def test_no_secret_is_shown_when_keys_are_printed() -> None:
+def test_printed_keys_show_no_secret() -> None:
     keys = RunKeys.make()
     assert keys.server_secret not in repr(keys)
     assert keys.client_secret not in repr(keys)

@@ -29,7 +29,7 @@ def problem(machine: Machine = SMALL, **tables: Any) -> Problem | None:
     return size_problem(job, resolve(job, "python"), machine)
 
 
-def test_job_that_may_fit_is_accepted_whatever_cores_it_names() -> None:
+def test_job_that_may_fit_is_accepted_with_any_number_of_cores() -> None:
     assert problem() is None
     assert (
         problem(cluster={"node": {"cpus": 64, "mem": "24GiB"}}, roles={"rollout": {"replicas": 8, "cpus": 8}}) is None

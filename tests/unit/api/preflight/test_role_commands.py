@@ -71,18 +71,18 @@ def test_file_that_hides_the_package_rrl_is_named(folder: Path) -> None:
     assert problem.text.startswith(f"rrl.py in {folder} hides the package rrl")
 
 
-def test_path_of_the_role_decides_which_commands_there_are(folder: Path) -> None:
+def test_path_of_the_role_determines_which_commands_are_found(folder: Path) -> None:
     assert problems(folder, ["judge"], role={"env": {"PATH": str(folder / "bin")}}) == []
     assert problems(folder, ["sh"], role={"env": {"PATH": str(folder / "bin")}}) != []
 
 
-def test_setup_that_may_change_path_leaves_only_files_to_be_looked_for(folder: Path) -> None:
+def test_setup_that_may_change_path_limits_the_check_to_files(folder: Path) -> None:
     env = {"setup": ["module load judge"]}
     assert problems(folder, ["juge"], env=env) == []
     assert problems(folder, ["./juge"], env=env) != []
 
 
-def test_on_a_slurm_cluster_a_missing_file_is_uncertain_and_a_command_unknown(folder: Path) -> None:
+def test_missing_file_is_uncertain_and_a_command_unknown_on_a_slurm_cluster(folder: Path) -> None:
     assert problems(folder, ["juge"], "slurm") == []
     (found,) = problems(folder, ["python", "juge.py"], "slurm")
     assert not found.certain

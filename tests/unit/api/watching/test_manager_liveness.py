@@ -72,17 +72,17 @@ def job(name: str, state: AllocationState = AllocationState.RUNNING, detail: str
     return Job("12", state, (), f"{RUN}.{name}", detail, f"rrl {RUN} {name}")
 
 
-def test_a_run_of_which_slurm_knows_no_job_is_interrupted_and_says_how_it_goes_on() -> None:
+def test_run_without_any_slurm_job_is_interrupted_with_the_command_to_continue() -> None:
     found = judge(Story(RUN, job=job_view(cluster="slurm")).works().recorded(), GONE, SlurmJobs())
     assert (found.standing, found.advice) == (INTERRUPTED, f"rrl manage {RUN} goes on from step 12")
 
 
-def test_a_run_with_nodes_and_no_manager_job_goes_on() -> None:
+def test_run_with_nodes_and_no_manager_job_is_unattended() -> None:
     found = judge(Story(RUN).works().recorded(), GONE, SlurmJobs((job("pool"),)))
     assert (found.standing, str(found)) == (UNATTENDED, f"{GONE}; the roles go on. Start one: rrl manage {RUN}")
 
 
-def test_a_job_of_another_run_whose_name_begins_alike_does_not_count() -> None:
+def test_job_of_another_run_with_the_same_name_prefix_does_not_count() -> None:
     other = Job("12", AllocationState.RUNNING, (), f"{RUN}0.pool", "RUNNING", f"rrl {RUN}0 {RUN}0.pool")
     assert judge(Story(RUN).works().recorded(), GONE, SlurmJobs((other,))).standing == INTERRUPTED
 
@@ -148,7 +148,7 @@ def test_status_and_list_say_unknown_where_squeue_fails(
     assert json.loads(capsys.readouterr().out)[0]["standing"] == UNKNOWN
 
 
-def test_slurm_is_asked_once_for_a_list_and_not_at_all_about_ended_or_renewed_runs(root: Path, squeue: Squeue) -> None:
+def test_squeue_is_called_once_for_a_list_and_never_for_ended_or_renewed_runs(root: Path, squeue: Squeue) -> None:
     for index in range(3):
         on_slurm(root, f"lost-{index}")
     assert main.run(["list"]) == 0

@@ -123,7 +123,7 @@ def test_a_local_manager_that_was_started_on_another_machine_is_not_judged(root:
 
 
 @pytest.mark.parametrize(("line", "state", "may_be"), [(b"", "R", True), (b"", "Z", False), (b"other\0", "S", False)])
-def test_a_process_in_the_middle_of_execve_may_be_the_managers_and_a_zombie_is_not(
+def test_process_during_execve_may_be_the_manager_and_a_zombie_may_not(
     root: Path, tmp_path: Path, line: bytes, state: str, may_be: bool
 ) -> None:
     run = submitted_to_slurm(root)
@@ -156,7 +156,7 @@ def test_a_run_that_a_manager_began_and_ended_during_the_check_is_not_rejected(
     assert start_check.StartCheck(run).failure(None) == ""
 
 
-def test_a_resumed_run_whose_new_managers_died_says_so_until_one_takes_the_order(
+def test_resumed_run_whose_new_managers_died_reports_it_until_one_takes_the_request(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     squeue(tmp_path, monkeypatch, "exit 0")

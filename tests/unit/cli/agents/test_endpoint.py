@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from rrl.cli import main
+from rrl.cli.common.output import JSON_SCHEMA
 from rrl.core.run_dir import RUNS_ENV
 from rrl.core.types import Outcome
 from rrl.roles.endpoint.key import EpisodeKey, decode_key
@@ -44,12 +45,13 @@ def test_addresses_and_the_call_that_opens_an_episode_are_printed(
     assert f"rrl relay {RUN}" in shown
 
 
-def test_json_has_the_same_for_programs(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_output_has_the_addresses_and_the_opening_call(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     written_with_endpoint(begun(), root, *URLS)
     assert main.run(["endpoint", RUN, "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown.pop("run_key").startswith("rrl-")
     assert shown == {
+        "schema": JSON_SCHEMA,
         "run": RUN,
         "replicas": [
             {"replica": "endpoint/0", "base_url": URLS[0], "joined": True},
@@ -69,7 +71,9 @@ def test_a_run_without_an_endpoint_is_one_line_and_exit_code_2(
     )
 
 
-def test_an_endpoint_that_has_not_started_yet_is_one_line(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_endpoint_that_has_not_started_yet_is_one_line_and_exit_code_1(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = written_with_endpoint(Story(RUN, endpoint_job()), root)
     assert main.run(["endpoint", RUN]) == 1
     assert capsys.readouterr().err == f"rrl: the endpoint of {RUN} has not started yet; see: rrl status {RUN}\n"

@@ -79,7 +79,7 @@ def read(run: RunDir) -> list[Episode]:
     return episodes_of(state)
 
 
-def test_an_episode_has_the_turns_of_its_newest_attempt_with_what_is_trained(run: RunDir, store: Store) -> None:
+def test_episode_shows_the_turns_of_its_newest_attempt_and_what_is_trained(run: RunDir, store: Store) -> None:
     played(store)
     tree, again, other, unbegun = read(run)
     assert (tree.state, tree.reward, tree.branches, tree.given, tree.sampled, tree.trained) == (
@@ -96,7 +96,7 @@ def test_an_episode_has_the_turns_of_its_newest_attempt_with_what_is_trained(run
     assert (unbegun.state, unbegun.attempt, unbegun.holder, unbegun.turns) == ("waiting", 0, None, ())
 
 
-def test_a_trained_episode_says_in_which_step(run: RunDir, store: Store) -> None:
+def test_trained_episode_names_its_step(run: RunDir, store: Store) -> None:
     leased = episodes(store, 4)
     for item in leased:
         turn(store, item, (2, 3), (5, 1))
@@ -110,7 +110,7 @@ def test_a_trained_episode_says_in_which_step(run: RunDir, store: Store) -> None
     assert {one.state for one in read(run)} == {"trained"}
 
 
-def test_turns_of_a_dead_process_wait_for_their_replay(run: RunDir, store: Store) -> None:
+def test_turns_of_a_dead_process_are_shown_as_waiting_for_replay(run: RunDir, store: Store) -> None:
     (item,) = episodes(store, 1)
     first = turn(store, item, (2, 3), (5, 1))
     ask(store, item, "2", (7,), first, 4)
@@ -151,7 +151,7 @@ def test_an_episode_of_an_outside_agent_may_await_its_reward(run: RunDir, store:
     assert read(run)[0].state == "awaits reward"
 
 
-def test_figures_of_a_step_have_the_episodes_that_are_at_work(store: Store) -> None:
+def test_figures_of_a_step_have_the_episodes_in_progress(store: Store) -> None:
     trained, at_work = episodes(store, 4), episodes(store, 1, OTHER_AGENTS)
     for item in trained:
         turn(store, item, (2, 3), (5, 1))
@@ -162,7 +162,7 @@ def test_figures_of_a_step_have_the_episodes_that_are_at_work(store: Store) -> N
     assert (figures["episodes_at_work"], figures["episodes_finished"]) == (1.0, 4.0)
 
 
-def test_the_list_and_the_tree_are_drawn(run: RunDir, store: Store) -> None:
+def test_list_and_tree_of_episodes_are_drawn(run: RunDir, store: Store) -> None:
     played(store)
     found = read(run)
     for width in (80, 100):

@@ -80,7 +80,7 @@ def unread(struct: Any, why: Unavailable = WHY) -> Any:
 
 
 # ── the whole answer ───────────────────────────────────────────────────────────────────────────────────────────────
-def test_every_check_has_a_meaning_and_every_meaning_a_check() -> None:
+def test_every_check_has_a_description_and_every_description_a_check() -> None:
     names = [check.name for check in judge(findings.facts())]
     assert sorted(names) == sorted(MEANINGS)
     assert {name.partition(".")[0] for name in names} == set(GROUPS)
@@ -98,7 +98,7 @@ def test_a_check_whose_reader_failed_is_unknown_with_the_reason() -> None:
 
 
 @pytest.mark.parametrize("part", Slurm.__struct_fields__)
-def test_one_reader_of_slurm_that_failed_makes_nothing_good(part: str) -> None:
+def test_failure_of_one_slurm_reader_makes_only_its_checks_unknown(part: str) -> None:
     good = judge(findings.facts())
     without = judge(slurm(**{part: NO_ANSWER}))
     changed = [now for now, before in zip(without, good, strict=True) if now != before]
@@ -107,7 +107,7 @@ def test_one_reader_of_slurm_that_failed_makes_nothing_good(part: str) -> None:
 
 
 @pytest.mark.parametrize("part", Host.__struct_fields__)
-def test_one_reader_of_a_machine_that_failed_makes_nothing_good(part: str) -> None:
+def test_failure_of_one_machine_reader_makes_no_check_ok(part: str) -> None:
     for facts, group in ((host(**{part: WHY}), "host."), (there(**{part: WHY}), "node.")):
         changed = [now for now, before in zip(judge(facts), judge(findings.facts()), strict=True) if now != before]
         assert any(check.name.startswith(group) for check in changed) or (group, part) in (
@@ -116,7 +116,7 @@ def test_one_reader_of_a_machine_that_failed_makes_nothing_good(part: str) -> No
         assert not any(check.verdict is OK and WHY.why in check.found for check in changed)
 
 
-def test_without_slurm_the_answer_is_about_the_local_cluster() -> None:
+def test_without_slurm_the_checks_describe_the_local_cluster() -> None:
     checks = judge(ALONE)
     assert [check.name for check in checks if check.name.startswith(("slurm.", "node."))] == ["slurm.here"]
     assert of(ALONE, "slurm.here").verdict is WARN
@@ -316,7 +316,9 @@ SPOILT: list[tuple[str, Verdict, str, Facts]] = [
     SPOILT,
     ids=[f"{one[0]}-{one[1].value}-{i}" for i, one in enumerate(SPOILT)],
 )
-def test_what_was_found_is_judged(name: str, verdict: Verdict, expected_text: str, facts: Facts) -> None:
+def test_facts_give_the_expected_verdict_and_text(
+    name: str, verdict: Verdict, expected_text: str, facts: Facts
+) -> None:
     check = of(facts, name)
     assert (check.verdict, expected_text in check.found) == (verdict, True), check
     if verdict in (WARN, FAIL):
@@ -339,7 +341,7 @@ def fixes() -> list[str]:
     return sorted(made | {meaning.fix for meaning in MEANINGS.values()} - {""})
 
 
-def test_every_key_of_job_toml_that_a_fix_names_is_one() -> None:
+def test_every_key_of_job_toml_that_a_fix_names_exists() -> None:
     named = {match for fix in fixes() for match in re.findall(r"\[([a-z]+(?:\.\*)?)\] (?:default )?([a-z_]+)", fix)}
     assert ("transport", "network") in named
     assert ("manager", "where") in named
@@ -350,7 +352,7 @@ def test_every_key_of_job_toml_that_a_fix_names_is_one() -> None:
         assert key in model.model_fields, f"[{table}] {key}"
 
 
-def test_every_command_of_rrl_that_a_fix_names_is_one() -> None:
+def test_every_command_of_rrl_that_a_fix_names_exists() -> None:
     commands = typer.main.get_group(app).commands
     named = {word for fix in fixes() for word in re.findall(r"\brrl (?:--\S+ \S+, )?([a-z]+)\b", fix)}
     assert {"submit", "doctor"} <= named
@@ -364,7 +366,7 @@ def test_every_command_of_rrl_that_a_fix_names_is_one() -> None:
     }
 
 
-def test_the_page_about_the_doctor_is_that_of_the_code() -> None:
+def test_page_about_the_doctor_matches_the_code() -> None:
     assert make_doctor.PAGE.read_text() == make_doctor.page(), make_doctor.__doc__
 
 
@@ -389,7 +391,7 @@ def test_doctor_view_equals_the_snapshot(scene: str, width: int) -> None:
     matches_stored(f"doctor_{scene}_{width}", text)
 
 
-def test_text_of_slurm_is_never_taken_for_markup() -> None:
+def test_text_of_slurm_is_never_rendered_as_markup() -> None:
     text = drawn(doctor_view([Check("slurm.pool", FAIL, "[red]boom[/red] [/nonsense]", "[slurm] account")]), 100)
     assert "[red]boom[/red] [/nonsense]" in text
     assert "→ [slurm] account" in text

@@ -30,7 +30,7 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_without_slurm_the_doctor_says_what_works_and_changes_nothing(
+def test_doctor_without_slurm_reports_what_works_and_changes_nothing(
     alone: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main.run(["doctor"]) == 0
@@ -40,7 +40,7 @@ def test_without_slurm_the_doctor_says_what_works_and_changes_nothing(
     assert list(alone.rglob("*")) == [alone / "home"]
 
 
-def test_slurms_commands_without_a_cluster_are_no_slurm(alone: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_slurm_commands_without_a_cluster_count_as_no_slurm(alone: Path, capsys: pytest.CaptureFixture[str]) -> None:
     error = "slurm_load_ctl_conf error: Could not establish a configuration source"
     for name in ("sbatch", "scontrol", "sacctmgr"):
         (alone / name).write_text(f"#!/bin/sh\necho '{error}' >&2; exit 1\n")
@@ -51,10 +51,10 @@ def test_slurms_commands_without_a_cluster_are_no_slurm(alone: Path, capsys: pyt
     assert "compute node" not in shown
 
 
-def test_as_json_the_checks_and_their_facts_are_one_document(alone: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_output_is_one_document_with_checks_and_facts(alone: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(["doctor", "--json"]) == 0
     reported = json.loads(capsys.readouterr().out)
-    assert set(reported) == {"checks", "facts"}
+    assert set(reported) == {"schema", "checks", "facts"}
     assert [set(check) for check in reported["checks"]] == [{"name", "verdict", "found", "fix"}] * len(
         reported["checks"]
     )
@@ -62,7 +62,7 @@ def test_as_json_the_checks_and_their_facts_are_one_document(alone: Path, capsys
     assert {check["name"]: check["verdict"] for check in reported["checks"]}["runs.writable"] == "OK"
 
 
-def test_a_folder_of_runs_that_cannot_be_written_is_a_failure(
+def test_unwritable_folder_of_runs_is_a_failure(
     alone: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(RUNS_ENV, "/proc/runs")
@@ -70,7 +70,7 @@ def test_a_folder_of_runs_that_cannot_be_written_is_a_failure(
     assert "FAIL    writable   /proc: No such file or directory" in capsys.readouterr().out
 
 
-def test_a_reader_that_never_answers_leaves_the_others_their_say(
+def test_reader_that_never_answers_does_not_affect_other_readers(
     alone: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(root: Path) -> object:
@@ -83,7 +83,7 @@ def test_a_reader_that_never_answers_leaves_the_others_their_say(
     assert "OK      machine" in shown
 
 
-def test_without_consent_there_is_no_question_and_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_consent_no_question_is_printed_and_no_job_submitted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "read_facts", lambda wanted: findings.facts(node=None))
     for consent in (None, False):
         assert doctor.gather_facts(DoctorOptions(), consent=consent, interactive=True).node == Unavailable(
@@ -91,7 +91,9 @@ def test_without_consent_there_is_no_question_and_no_job(monkeypatch: pytest.Mon
         )
 
 
-def test_with_consent_a_job_looks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_with_consent_a_node_is_visited_by_a_job(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def visit(facts: Facts) -> Unavailable:
         return Unavailable("no node is free")
 
@@ -132,14 +134,14 @@ def test_user_at_a_terminal_is_asked(monkeypatch: pytest.MonkeyPatch, answer: st
 
 
 # ── init ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_init_writes_a_job_that_check_takes(alone: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_init_writes_a_job_that_check_accepts(alone: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(["init"]) == 0
     assert capsys.readouterr().out == "wrote job.toml; see what it would start: rrl check job.toml\n"
     assert load_job(alone / "job.toml").cluster.kind == "local"
     assert main.run(["check", "job.toml"]) == 0
 
 
-def test_init_never_replaces_a_file_unasked(alone: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_init_replaces_a_file_only_on_request(alone: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (alone / "mine.toml").write_text("mine")
     assert main.run(["init", "--out", "mine.toml"]) == 2
     reported = capsys.readouterr().err
@@ -152,14 +154,14 @@ def test_init_never_replaces_a_file_unasked(alone: Path, capsys: pytest.CaptureF
     assert sorted(path.name for path in alone.iterdir()) == ["dangling.toml", "home", "mine.toml"]
 
 
-def test_init_where_nothing_can_be_written_is_one_line(alone: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_init_into_a_missing_folder_is_one_line(alone: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for flags in ([], ["--force"]):
         assert main.run(["init", "--out", "absent/job.toml", *flags]) == 2
         reported = "rrl: absent/job.toml: there is no folder absent; create it first, or name another file with --out\n"
         assert capsys.readouterr().err == reported
 
 
-def test_nothing_heavy_is_imported_to_answer() -> None:
+def test_doctor_imports_no_heavy_package() -> None:
     code = (
         "import sys; from rrl.cli import main as app; app.run(['doctor', '--no']);"
         " print('\\n', *{'torch', 'ucxx', 'vllm', 'submitit', 'transformers', 'pynvml'} & set(sys.modules))"

@@ -16,7 +16,7 @@ def recorded(name: str) -> str:
     return (RECORDED / f"{name}-22.05.txt").read_text()
 
 
-def test_the_configuration_is_read_as_slurm_prints_it() -> None:
+def test_configuration_printed_by_slurm_is_parsed() -> None:
     values = text.read_config(recorded("config"))
     assert values["SLURM_VERSION"] == "22.05.8"
     assert (values["InactiveLimit"], values["SlurmUser"]) == ("0 sec", "root(0)")
@@ -24,7 +24,7 @@ def test_the_configuration_is_read_as_slurm_prints_it() -> None:
     assert values["SchedulerParameters"] == "sched_interval=2,sched_min_interval=0,bf_interval=2"
 
 
-def test_cgroups_are_read_where_slurm_prints_them_with_its_configuration() -> None:
+def test_cgroup_settings_are_parsed_from_the_configuration_printed_by_slurm() -> None:
     more = "\nCgroup Support Configuration:\nConstrainDevices        = yes\nCgroupPlugin            = autodetect\n"
     assert text.read_config(recorded("config") + more)["ConstrainDevices"] == "yes"
     assert text.read_pairs("# ours\nConstrainDevices=yes # GPUs\n ConstrainRAMSpace = no\n") == {
@@ -32,18 +32,18 @@ def test_cgroups_are_read_where_slurm_prints_them_with_its_configuration() -> No
     }  # fmt: skip
 
 
-def test_other_output_is_no_slurm_configuration() -> None:
+def test_output_without_a_slurm_configuration_is_rejected() -> None:
     with pytest.raises(Unreadable, match="printed: 'slurm_load_ctl_conf error'"):
         text.read_config("slurm_load_ctl_conf error\n")
 
 
-def test_partitions_are_read() -> None:
+def test_partitions_are_parsed() -> None:
     assert text.read_partitions(recorded("partitions")).partitions == (Partition("main", True, True, None, False),)
     line = "PartitionName=preempt AllowGroups=ALL Default=NO MaxTime=1-12:00:00 State=DOWN PreemptMode=REQUEUE"
     assert text.read_partitions(line).partitions == (Partition("preempt", False, False, 129600.0, True),)
 
 
-def test_nodes_are_read() -> None:
+def test_nodes_are_parsed() -> None:
     nodes = text.read_nodes(recorded("nodes")).nodes
     assert nodes[0] == Node("n1", ("main",), NodeState.UP, 8, 8000 * 2**20, {"": 2})
     assert len(nodes) == 3
@@ -70,7 +70,7 @@ def test_gpus_are_counted_by_type(gres: str, gpus: dict[str, int]) -> None:
     assert gpus_by_type(gres) == gpus
 
 
-def test_accounts_are_read_as_sacctmgr_prints_them() -> None:
+def test_accounts_printed_by_sacctmgr_are_parsed() -> None:
     assert text.read_accounts("None|astro\n", "astro\nbio\nastro\n") == Accounts("None", "astro", ("astro", "bio"))
     assert text.read_accounts("", "") == Accounts("", "", ())
     with pytest.raises(Unreadable, match="what"):

@@ -88,7 +88,7 @@ def test_a_mistake_in_the_rules_names_its_line(tmp_path: Path, capsys: pytest.Ca
     assert 'checks.gpu_lots: no such check; did you mean "gpu_lost"?' in capsys.readouterr().err
 
 
-def test_it_needs_no_home_and_no_run_and_starts_fast(tmp_path: Path) -> None:
+def test_check_needs_no_home_directory_and_no_run(tmp_path: Path) -> None:
     program = Path(sys.executable).parent / "rrl"
     argv = [str(program), "health", "check", "--checks", "mounts", "--prolog", "--mount", str(tmp_path / "no")]
     done = subprocess.run(argv, env={CONFIG_ENV: "/dev/null"}, cwd="/", capture_output=True, text=True, timeout=60)
@@ -118,14 +118,14 @@ if can_hang():  # collected only where it can run: nothing is skipped
         assert done.stdout.startswith(f"FAIL mounts: {hung}: did not answer within 3 s")
 
 
-def test_the_hooks_give_a_check_the_time_to_be_sure_of_a_mount_that_hangs() -> None:
+def test_timeouts_of_the_shipped_hooks_suffice_to_detect_a_hung_mount() -> None:
     for name in ("prolog.sh", "healthcheck.sh"):
         (within,) = re.findall(r"health check .*--within (\d+)s", (EXAMPLES / name).read_text())
         assert mount_timeout_s(Rules(), float(within)) == Rules().host.mount_hung
 
 
 # ── what it says ─────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_json_has_the_verdict_and_every_finding_with_times_that_others_understand(
+def test_json_output_has_the_verdict_and_every_finding_in_wall_clock_time(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main.run([*MOUNTS, "--mount", "/no/such", "--json"]) == 2
@@ -144,11 +144,11 @@ def ill() -> ObservedNode:
 
 
 @pytest.mark.parametrize("width", [80, 100])
-def test_the_worst_is_read_first(width: int) -> None:
+def test_most_severe_finding_is_listed_first(width: int) -> None:
     matches_stored(f"health_check_{width}", drawn(health_check_view(ill().found), width))
 
 
-def test_the_first_line_is_fit_to_be_a_drains_reason() -> None:
+def test_first_line_is_usable_as_a_drain_reason() -> None:
     found = ill().found
     assert headline(overall(found), found) == "FAIL gpu_recovery_action: GPU 1: the driver requires: gpu reset"
 
@@ -193,7 +193,7 @@ def test_finding_not_confirmed_fails_no_node_and_a_healthy_one_is_read_once() ->
     assert healthy.requests == 1
 
 
-def test_without_time_to_look_again_it_stays_a_warning() -> None:
+def test_without_time_for_a_second_reading_the_finding_stays_a_warning() -> None:
     read = Scripted(dead())
     assert overall(check_node(Rules(), 0.5, only=["mounts"], read=read)) is Verdict.WARN
     assert read.requests == 1

@@ -56,7 +56,7 @@ def test_a_failure_fails_the_prolog_and_drains(tmp_path: Path) -> None:
     (1, "held back: hooks have drained 20 of 100 nodes within 600 s"), (3, "not drained: sinfo: no answer"),
     (2, "Usage: rrl"), (137, ""),
 ])  # fmt: skip
-def test_a_failure_whose_drain_is_held_back_keeps_the_node_and_says_so(
+def test_failure_whose_drain_is_held_back_keeps_the_node_and_is_logged(
     name: str, code: int, outcome: str, tmp_path: Path
 ) -> None:
     ended, _, logged = hook(name, tmp_path, failing(code, outcome))
@@ -72,14 +72,14 @@ def test_a_failure_whose_drain_is_held_back_keeps_the_node_and_says_so(
         "#!/bin/sh\nkill -9 $$\n", "#!/bin/sh\necho 'Usage: rrl'\nexit 2\n",
     ],
 )  # fmt: skip
-def test_tool_that_does_not_run_drains_no_node_and_is_logged(name: str, rrl: str, tmp_path: Path) -> None:
+def test_unusable_tool_drains_no_node_and_is_logged(name: str, rrl: str, tmp_path: Path) -> None:
     code, asked, logged = hook(name, tmp_path, rrl)
     assert (code, asked) == (0, "")
     assert "this node was not checked" in logged
 
 
 @pytest.mark.parametrize("name", ["prolog.sh", "healthcheck.sh"])
-def test_a_reader_that_is_left_in_the_kernel_holds_nothing_up(name: str, tmp_path: Path) -> None:
+def test_reader_stuck_in_the_kernel_does_not_delay_the_hook(name: str, tmp_path: Path) -> None:
     """It has stderr open."""
     pid = tmp_path / "pid"
     left = f"[ $2 = check ] && {{ echo noise >&2; sleep 1000 >/dev/null & echo $! > {pid}; }}\n"

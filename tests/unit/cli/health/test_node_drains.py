@@ -67,7 +67,7 @@ def test_a_node_is_drained_with_a_reason_of_the_hooks(cluster: Cluster) -> None:
     assert cluster.nodes["n5"][2] == "rrl:health: mounts: /scratch hangs"
 
 
-def test_a_drain_beyond_the_limit_is_held_back_and_says_why(
+def test_drain_beyond_the_limit_is_held_back_with_the_reason(
     cluster: Cluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cluster.drain("n1")
@@ -77,22 +77,20 @@ def test_a_drain_beyond_the_limit_is_held_back_and_says_why(
     assert capsys.readouterr().out.startswith("held back: hooks have drained 2 of 10 nodes within 600 s")
 
 
-def test_drains_of_others_do_not_use_the_limit_up(cluster: Cluster) -> None:
+def test_drains_by_others_do_not_count_against_the_limit(cluster: Cluster) -> None:
     for node in ("n1", "n2", "n3", "n4"):
         cluster.drain(node, "the fan is loud")
     assert drain() == 0
 
 
-def test_a_drain_that_met_others_at_the_same_moment_is_taken_back(
-    cluster: Cluster, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_concurrent_drain_beyond_the_limit_is_taken_back(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
     cluster.at_same_time = ["n1", "n2"]
     assert drain() == 1
     assert cluster.drained() == ["n1", "n2"]
     assert "held back" in capsys.readouterr().out
 
 
-def test_a_drain_beyond_the_limit_that_was_left_is_taken_back_by_the_next_call(cluster: Cluster) -> None:
+def test_leftover_drain_beyond_the_limit_is_taken_back_by_the_next_call(cluster: Cluster) -> None:
     for ago, node in enumerate(("n5", "n2", "n1")):
         cluster.drain(node, ago=60.0 * ago)
     assert drain("n5") == 1

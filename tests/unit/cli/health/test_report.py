@@ -47,7 +47,7 @@ def made(**drains: DrainState) -> Report:
 
 
 # ── pictures ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_the_table_is_as_it_was_looked_at() -> None:
+def test_table_of_the_report_equals_the_snapshot() -> None:
     drains = {"n3": DrainState("IDLE"), "n7": FOREIGN, "n5": OURS}
     whole = made(**drains)
     matches_stored("health_report", drawn(report_view(whole, SOURCES, ""), 100) + to_paste(whole))
@@ -119,11 +119,11 @@ class Page(HTMLParser):
     [(0.0, "0"), (0.00286, "0.00286"), (3.214, "3.21"), (47.0, "47.0"), (106.38, "106"), (217444.6, "217,000"),
      (1e-5, "1e-05")],
 )  # fmt: skip
-def test_figures_show_the_digits_that_count(value: float, expected_text: str) -> None:
+def test_figures_are_rounded_to_significant_digits(value: float, expected_text: str) -> None:
     assert figure(value) == expected_text
 
 
-def test_the_page_is_whole_has_plots_and_refers_to_nothing() -> None:
+def test_html_page_is_self_contained_and_has_plots() -> None:
     text = page(made(n7=FOREIGN), SOURCES, "")
     read = Page(text)
     assert read.open == []
@@ -148,7 +148,7 @@ def test_text_of_users_is_escaped() -> None:
     assert evil in "".join(read.text)
 
 
-def test_bars_are_as_high_as_their_numbers_and_stay_inside() -> None:
+def test_bar_heights_are_proportional_and_within_the_chart() -> None:
     days = [Day(BEGAN + i * DAY_S, 1.0, {"gpu": i, "node": 2 * i} if i else {}) for i in range(40)]
     drawn_chart = chart(days)
     heights = [bar["height"] for bar in drawn_chart["bars"]]
@@ -187,10 +187,10 @@ def test_the_table_is_printed_with_lines_to_paste(history: Path, capsys: pytest.
     assert "\nscontrol update nodename=n3 state=drain reason='rrl:math-1: gpu: Xid 48: double-bit ECC error'\n" in shown
 
 
-def test_the_json_has_stable_names(history: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_report_has_stable_names(history: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(["health", "report", "--history", str(history), "--format", "json", *SINCE]) == 0
     reported = json.loads(capsys.readouterr().out)
-    assert set(reported) == {"report", "sources", "drains_unknown"}
+    assert set(reported) == {"schema", "report", "sources", "drains_unknown"}
     assert set(reported["report"]) == {"version", "site", "nodes"}
     matches_stored("health_report_names", "".join(f"{name}\n" for name in sorted(names(reported))))
 
@@ -230,7 +230,7 @@ def test_a_page_is_written_to_a_file_that_others_may_read(history: Path, tmp_pat
     assert out.stat().st_mode & 0o777 == 0o644
 
 
-def test_a_history_is_found_by_the_sites_variable(
+def test_history_folder_is_found_by_the_environment_variable_of_the_site(
     history: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv(HISTORY_ENV, str(history))
@@ -271,7 +271,7 @@ def test_report_says_if_no_cluster_answers(
         (["report", "--history", "HERE", "--node", ""], "names no nodes"),
     ],
 )
-def test_what_cannot_be_meant_is_one_line(
+def test_invalid_request_is_one_line(
     history: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], expected_text: str
 ) -> None:
     assert main.run(["health", *(str(history) if word == "HERE" else word for word in arguments)]) == 2
@@ -288,12 +288,12 @@ def test_node_that_no_run_had_is_reported_unknown(history: Path, capsys: pytest.
     assert "1 node of lab" in out
 
 
-def test_seven_days_are_seven_days(history: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_since_7d_covers_seven_days(history: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(["health", "report", "--history", str(history), "--since", "7d"]) == 0
     assert "(7d00h)" in capsys.readouterr().out
 
 
-def test_why_slurm_was_not_asked_is_one_line() -> None:
+def test_reason_for_an_unreachable_slurm_is_one_line() -> None:
     tried = "scontrol: error: resolve_ctls_from_dns_srv: Unknown host\nscontrol: fatal: Could not establish a source\n"
     assert node_drains._error_line(CommandResult(1, "", tried)) == "Could not establish a source"
 
@@ -329,7 +329,7 @@ def test_a_node_that_was_booted_since_is_not_drained_again(
     assert capsys.readouterr().out == "n3: was booted after the drain was requested: not drained\n"
 
 
-def test_help_and_mistakes_need_nothing_heavy() -> None:
+def test_help_and_usage_errors_import_no_heavy_package() -> None:
     code = (
         "import sys; from rrl.cli.main import run; run(['health', '--help']); "
         "print(*sorted({n.partition('.')[0] for n in sys.modules} & {'sqlite3', 'jinja2', 'prometheus_client', 'torch',"
@@ -370,7 +370,7 @@ def reason_of(lab: SlurmLab, node: str) -> str:
     return lab.slurm("sinfo", "-h", "-n", node, "-o", "%T %E").strip()
 
 
-def test_an_administrator_has_the_drains_made(slurm_lab: SlurmLab, tmp_path: Path, broken_mount: str) -> None:
+def test_administrator_can_carry_out_drain_requests(slurm_lab: SlurmLab, tmp_path: Path, broken_mount: str) -> None:
     lab, folder = slurm_lab, tmp_path / "history"
     folder.mkdir()
     lab.clear()
@@ -436,7 +436,7 @@ def test_request_for_a_node_too_busy_for_a_check_drains_nothing(
         lab.clear()
 
 
-def test_one_command_drains_few_nodes_and_a_pasted_line_does_as_it_says(
+def test_number_of_drains_per_command_is_limited_and_a_pasted_command_drains_its_node(
     slurm_lab: SlurmLab, tmp_path: Path, broken_mount: str
 ) -> None:
     lab, folder = slurm_lab, tmp_path / "history"

@@ -54,7 +54,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
     return Site(tmp_path, monkeypatch)
 
 
-def test_check_shows_every_script_the_managers_job_and_the_most_that_the_run_can_have(
+def test_check_shows_every_script_the_managers_job_and_the_limits_of_the_run(
     site: Site, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert site.slurm().run("check", extra='[slurm]\npartition = "main"\n') == 0
@@ -80,7 +80,7 @@ def test_each_form_shows_its_scripts_once(site: Site, capsys: pytest.CaptureFixt
         assert ("; 2 of these)" in shown) == (form == "replica")
 
 
-def test_check_shows_the_ranks_of_a_gang_its_nodes_and_how_many_are_kept_warm(
+def test_check_shows_the_ranks_and_nodes_of_a_gang_and_its_number_of_standbys(
     site: Site, capsys: pytest.CaptureFixture[str]
 ) -> None:
     site.job.write_text(JOB + "[roles.trainer]\nranks = 3\nranks_per_node = 2\n")
@@ -91,14 +91,14 @@ def test_check_shows_the_ranks_of_a_gang_its_nodes_and_how_many_are_kept_warm(
             " is committed") in shown  # fmt: skip
 
 
-def test_check_shows_on_how_many_spares_a_rollout_is_kept_ready(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_shows_the_number_of_spares_with_a_warm_rollout(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
     site.job.write_text(JOB.replace("replicas = 2", "replicas = 2\nwarm = true"))
     assert main.run(["check", "--no-task", str(site.job)]) == 0
     shown = capsys.readouterr().out
     assert "warm rollout  at most 1: on 1 of the spares, its engine running; once a step is committed" in shown
 
 
-def test_check_says_which_pipe_weights_would_move_over(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_names_the_weight_transport_that_would_be_used(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
     site.job.write_text(JOB + '[transport]\nweights = "tcp"\n')
     assert main.run(["check", "--no-task", str(site.job)]) == 0
     assert "over tcp: the job requests tcp\n" in capsys.readouterr().out
@@ -183,7 +183,7 @@ def test_argument_unknown_to_the_installed_vllm_is_reported_before_the_start(
     assert main.run(["check", "--no-task", str(site.job)]) == 0
 
 
-def test_a_tracker_whose_package_is_missing_is_a_warning_since_its_steps_can_be_sent_later(
+def test_missing_package_of_a_tracker_is_a_warning_since_its_steps_can_be_sent_later(
     site: Site, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(job_preflight, "find_spec", lambda name: None if name == "wandb" else name)
@@ -238,7 +238,7 @@ def test_a_limit_that_replacements_could_meet_is_a_warning(site: Site, capsys: p
     assert len([doubt for doubt in doubts_in(shown) if doubt.startswith("the run can have ")]) == 2
 
 
-def test_folders_of_the_environment_that_only_nodes_may_have_are_warned_of(
+def test_environment_folders_that_may_exist_only_on_nodes_are_a_warning(
     site: Site, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert site.slurm().run("check", extra='[env]\nvenv = "/on/nodes/venv"\npython = "/on/nodes/python"\n') == 0
@@ -252,7 +252,7 @@ def _with_model(more: str = "") -> str:
     return JOB.replace('[model.tokenizer]\npieces = "0123456789+= "\n', f'[model]\npath = "m"\nchat = true\n{more}')
 
 
-def test_a_models_folder_is_looked_at_where_the_job_is_checked(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+def test_model_folder_is_checked_where_the_job_is_checked(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
     folder = model_folders.make(site.job.parent / "m", 128)
     site.job.write_text(_with_model())
     assert main.run(["check", "--no-task", "--defaults", str(site.job)]) == 0
@@ -302,7 +302,7 @@ def test_a_models_folder_is_looked_at_where_the_job_is_checked(site: Site, capsy
     ("model.safetensors", '\x1f\0\0\0\0\0\0\0{"a": {"data_offsets": [0, 9]}}',
      "path: {m}/model.safetensors has only 39 of the 48 bytes that its header declares; copy it again"),
 ])  # fmt: skip
-def test_a_model_that_cannot_be_trained_is_refused_before_a_queue_is_waited_in(
+def test_model_that_cannot_be_trained_is_refused_before_the_job_is_queued(
     site: Site, name: str, content: str, expected_text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = model_folders.make(site.job.parent / "m", 128)
@@ -315,7 +315,7 @@ def test_a_model_that_cannot_be_trained_is_refused_before_a_queue_is_waited_in(
     assert f"model.{expected_text.replace('{m}', str(folder), 2) if '{m}' in expected_text else expected_text}" in line
 
 
-def test_a_model_that_is_not_here_is_refused_only_where_the_roles_run_here(
+def test_model_missing_on_this_machine_is_refused_only_if_the_roles_run_here(
     site: Site, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A node's own disk, or a container, may have it."""
@@ -362,7 +362,7 @@ def test_stream_with_an_own_trainer_is_a_warning(
         ("slurm", "", ""),
     ],
 )  # fmt: skip
-def test_an_endpoint_on_the_loopback_is_warned_of(
+def test_endpoint_on_loopback_is_a_warning(
     site: Site, capsys: pytest.CaptureFixture[str], kind: str, network: str, warning: str
 ) -> None:
     pieces = 'pieces = "0123456789+= "'

@@ -70,7 +70,7 @@ def test_written_job_can_be_read_and_its_lines_are_short(tmp_path: Path, place: 
     assert job.cluster.form == "pool"
 
 
-def test_without_slurm_it_is_the_quickstarts_job(tmp_path: Path) -> None:
+def test_job_without_slurm_is_that_of_the_quickstart(tmp_path: Path) -> None:
     text, job = written(tmp_path, PLACES["local"])
     quickstart = load_job(Path(__file__).parents[4] / "examples/quickstart.toml")
     for part in ("model", "task", "sampling", "roles"):
@@ -89,12 +89,12 @@ def test_commented_lines_of_the_job_can_be_used(tmp_path: Path, place: str) -> N
     assert (job.roles.trainer.ranks, job.roles.trainer.donor_rollouts, job.recovery.policy) == (2, 0, "role")
 
 
-def test_slurm_that_takes_nothing_is_named_as_the_reason_for_a_local_job(tmp_path: Path) -> None:
+def test_slurm_that_accepts_no_job_is_named_as_the_reason_for_a_local_job(tmp_path: Path) -> None:
     assert "Slurm refuses jobs: sbatch: error: invalid partition" in written(tmp_path, PLACES["refused"])[0]
     assert "Slurm does not answer: Unable to contact slurm controller" in written(tmp_path, PLACES["deaf"])[0]
 
 
-def test_partition_account_and_qos_are_those_that_were_found_or_asked_for(tmp_path: Path) -> None:
+def test_partition_account_and_qos_are_those_found_or_requested(tmp_path: Path) -> None:
     assert written(tmp_path, PLACES["slurm"])[1].slurm == {"partition": "gpu", "account": "astro"}
     text, job = written(tmp_path, PLACES["many_accounts"])
     assert job.slurm == {"partition": "gpu"}
@@ -108,7 +108,7 @@ def test_the_walltime_fits_the_partition(tmp_path: Path) -> None:
     assert "may be preempted" in written(tmp_path, PLACES["preempted"])[0]
 
 
-def test_the_manager_goes_where_its_job_is_taken(tmp_path: Path) -> None:
+def test_manager_is_placed_where_its_job_is_accepted(tmp_path: Path) -> None:
     assert written(tmp_path, PLACES["slurm"])[1].manager.where == "job"
     assert written(tmp_path, PLACES["no_manager"])[1].manager.where == "pool"
     other = written(tmp_path, PLACES["other_manager"])[1].manager
@@ -138,7 +138,7 @@ def test_gpus_are_mentioned_and_not_requested(tmp_path: Path) -> None:
         (nodes(count=5, memory=2 * GIB), 1, 0, False),
     ],
 )  # fmt: skip
-def test_the_roles_lie_on_the_nodes_that_are_there(
+def test_roles_are_distributed_over_the_available_nodes(
     tmp_path: Path, there: Nodes, rollouts: int, spares: int, exclusive: bool
 ) -> None:
     text, job = written(tmp_path, slurm(nodes=there))
@@ -150,7 +150,7 @@ def test_the_roles_lie_on_the_nodes_that_are_there(
     assert ("TOO LITTLE" in text) is not bool(fitting)
 
 
-def test_nodes_that_are_down_carry_nothing() -> None:
+def test_nodes_that_are_down_are_not_counted() -> None:
     down = Nodes(tuple(findings.node(f"n{i}", state=NodeState.DOWN if i > 1 else NodeState.UP) for i in range(8)))
     assert choose_shape(findings.slurm(nodes=down), DoctorOptions()).exclusive is False
 

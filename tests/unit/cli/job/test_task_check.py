@@ -248,7 +248,7 @@ def test_task_without_right_answers_is_scored_with_an_empty_one(checked: Checked
 
 
 # ── where the task cannot be tried ─────────────────────────────────────────────────────────────────────────────────
-def test_no_task_checks_the_rest_and_says_so(checked: Checked) -> None:
+def test_check_with_no_task_checks_the_rest_and_reports_that_the_task_was_not_tried(checked: Checked) -> None:
     assert checked.run("raise OSError", JOB, "--no-task") == 0
     assert checked.out.endswith(
         "is right as far as it was checked: its task was not tried (--no-task); nothing was submitted\n"
@@ -294,7 +294,7 @@ AGENTS_JOB = changed(JOB, 'pieces = "0123456789"', 'pieces = "01"\nchat = { user
 PLAYER = "async def run(item, base_url, api_key):\n    return 1.0\n"
 
 
-def test_agents_that_are_programs_are_looked_for_and_not_started(checked: Checked) -> None:
+def test_agent_program_is_searched_for_and_not_started(checked: Checked) -> None:
     job = AGENTS_JOB.replace('function = "player:run"', 'command = ["python", "player.py"]')
     assert '"player.py" does not exist in' in (missing := checked.line(job=job))
     assert missing.startswith("20: roles.agents.command: ")

@@ -12,6 +12,7 @@ import pytest
 from rrl.api.logs.files import all_logs
 from rrl.api.logs.merge import LineFilter, LogTail
 from rrl.cli import main
+from rrl.cli.common.output import JSON_SCHEMA
 from rrl.core.log_lines import missing_notice, stamp
 from rrl.core.run_dir import RUNS_ENV, RunDir
 from rrl.core.types import Incarnation, Outcome, ReplicaId
@@ -58,7 +59,7 @@ def utc(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     time.tzset()
 
 
-def test_one_log_is_shown_bare_and_several_with_their_incarnations(
+def test_single_log_is_shown_without_a_prefix_and_several_with_their_incarnations(
     run: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write(run, "rollout-0.1", "one", "two")
@@ -101,7 +102,7 @@ def test_every_kind_of_log_file_is_distinguished(run: RunDir) -> None:
     }  # fmt: skip
 
 
-def test_standbys_log_is_shown_once_as_that_of_its_promoted_incarnation(
+def test_log_of_a_promoted_standby_is_shown_once_under_its_incarnation(
     run: RunDir, capsys: pytest.CaptureFixture[str], utc: None
 ) -> None:
     own = write(run, "standby-n2.3", at(2, "imports"), at(3, "becomes"))
@@ -124,7 +125,7 @@ def test_standbys_log_is_shown_once_as_that_of_its_promoted_incarnation(
     assert shown(capsys, "standby/n2#4") == ["12:00:09.000 another"]
 
 
-def test_a_gang_is_asked_for_by_its_own_name(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_gang_is_selected_by_the_name_of_its_first_member(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     write(run, "trainer-0.1", "zero")
     write(run, "trainer-0.1.1", "one")
     assert shown(capsys, "trainer/0") == ["trainer/0#1 | zero", "trainer/0.1#1 | one"]
@@ -145,7 +146,9 @@ def test_logs_are_merged_by_time(run: RunDir, capsys: pytest.CaptureFixture[str]
     ]  # fmt: skip
 
 
-def test_rotated_files_belong_to_their_log(run: RunDir, capsys: pytest.CaptureFixture[str], utc: None) -> None:
+def test_rotated_files_are_read_as_part_of_their_log(
+    run: RunDir, capsys: pytest.CaptureFixture[str], utc: None
+) -> None:
     path = write(run, "rollout-0.1", at(1, "a"), at(2, "b"))
     os.replace(path, f"{path}.2")
     os.replace(write(run, "rollout-0.1", at(3, "c")), f"{path}.1")
@@ -175,7 +178,7 @@ def test_lines_found_nowhere_are_reported_missing(run: RunDir, capsys: pytest.Ca
     assert shown(capsys, "rollout/0") == ["12:00:02.000 [rrl: 99 bytes of this log are missing here]", "12:00:03.000 c"]
 
 
-def test_since_takes_times_and_spans(run: RunDir, capsys: pytest.CaptureFixture[str], utc: None) -> None:
+def test_since_accepts_times_and_durations(run: RunDir, capsys: pytest.CaptureFixture[str], utc: None) -> None:
     now = time.time() - NOON / 1e6
     write(run, "rollout-0.1", *(at(n, f"old {n}") for n in range(100)), at(now - 300, "lately"))
     assert [line.split()[-1] for line in shown(capsys, "--since", "10m")] == ["lately"]
@@ -188,14 +191,14 @@ def test_since_takes_times_and_spans(run: RunDir, capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize("since", ["yesterday", "10", "10 parsecs", "2026-13-01", "", "0001-01-01"])
-def test_a_time_that_is_none_is_one_line(run: RunDir, capsys: pytest.CaptureFixture[str], since: str) -> None:
+def test_invalid_time_is_one_line(run: RunDir, capsys: pytest.CaptureFixture[str], since: str) -> None:
     assert main.run(["logs", RUN, "--since", since]) == 2
     reported = capsys.readouterr().err
     assert reported.startswith(f'rrl: --since "{since}" is not a time; write for example ')
     assert reported.count("\n") == 1
 
 
-def test_grep_shows_the_lines_in_which_it_is_found(run: RunDir, capsys: pytest.CaptureFixture[str], utc: None) -> None:
+def test_grep_shows_matching_lines_only(run: RunDir, capsys: pytest.CaptureFixture[str], utc: None) -> None:
     write(run, "rollout-0.1", *(at(n, f"step {n} loss {n / 7:.3f}") for n in range(50)), at(60, "CUDA out of memory"))
     assert shown(capsys, "--grep", "(?i)out of MEMORY|^step 1 ") == [
         "12:00:01.000 step 1 loss 0.143", "12:01:00.000 CUDA out of memory",
@@ -206,12 +209,13 @@ def test_grep_shows_the_lines_in_which_it_is_found(run: RunDir, capsys: pytest.C
     assert reported.count("\n") == 1
 
 
-def test_programs_get_an_object_a_line(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_output_is_one_object_per_line(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     write(run, "rollout-0.1", at(1, 'say "hi"'))
     write(run, "rollout-0.1.step", "no time")
     (run.submit / "1_0_log.out").write_text("managing\n")
     assert main.run(["logs", RUN, "--json"]) == 0
     reported = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [one.pop("schema") for one in reported] == [JSON_SCHEMA] * 3
     assert sorted(reported, key=lambda one: str(one["log"])) == [
         {"time": None, "incarnation": "rollout/0#1", "log": "launcher", "text": "no time"},
         {"time": None, "incarnation": "manager", "log": "manager", "text": "managing"},
@@ -219,7 +223,7 @@ def test_programs_get_an_object_a_line(run: RunDir, capsys: pytest.CaptureFixtur
     ]
 
 
-def test_a_log_of_any_size_is_read_from_where_it_is_wanted(run: RunDir) -> None:
+def test_log_of_any_size_is_read_from_the_required_position(run: RunDir) -> None:
     path = run.log_file(f"{RUN}.rollout-0.1")
     with path.open("wb") as file:
         file.truncate(40 * 2**30)  # zeros without a line end, and without a block on the disk
@@ -244,17 +248,13 @@ def test_only_the_newest_lines_are_shown(run: RunDir, capsys: pytest.CaptureFixt
     assert capsys.readouterr().out == ""
 
 
-def test_an_unfinished_line_and_bytes_that_are_no_text_are_shown(
-    run: RunDir, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unfinished_line_and_invalid_utf8_are_shown(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     run.log_file(f"{RUN}.rollout-0.1").write_bytes(b"whole\n\xff half")
     assert main.run(["logs", RUN, "rollout/0"]) == 0
     assert capsys.readouterr().out == "whole\n� half\n"
 
 
-def test_a_role_that_is_not_there_is_one_line_with_those_that_are(
-    run: RunDir, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unknown_role_is_one_line_with_the_existing_ones(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(["logs", RUN]) == 2
     assert capsys.readouterr().err == f"rrl: {RUN} has no logs yet\n"
     write(run, "rollout-0.1", "x")
@@ -327,7 +327,7 @@ def finish(story: Story, run: RunDir) -> None:
     journal.close()
 
 
-def test_following_a_run_that_has_ended_shows_its_logs_and_leaves(
+def test_following_an_ended_run_shows_its_logs_and_exits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv(RUNS_ENV, str(tmp_path))

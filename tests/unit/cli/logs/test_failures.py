@@ -42,7 +42,7 @@ def write(run: RunDir, name: str, *lines: tuple[float, str]) -> None:
         file.writelines(f"{stamp(int((BEGAN + at) * 1e6)).decode()} {text}\n" for at, text in lines)
 
 
-def test_each_failure_is_shown_with_what_was_found_and_the_last_lines_before_it(
+def test_each_failure_is_shown_with_its_finding_and_the_last_lines_before_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     story = Story(RUN).works()
@@ -117,7 +117,7 @@ def test_lines_before_the_finding_of_a_continuing_incarnation_are_shown(
     assert "    it kept running\n" in out
 
 
-def test_following_failures_makes_no_sense(
+def test_failed_and_follow_together_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     written(Story(RUN).works(), tmp_path, monkeypatch)
@@ -168,7 +168,7 @@ def test_injected_failure_is_marked() -> None:
     assert [report.failure.injected for report in found(story)] == [True, False]
 
 
-def test_what_fails_with_a_node_that_was_crashed_on_purpose_is_injected_too_and_nothing_on_other_nodes() -> None:
+def test_failure_caused_by_a_planned_node_crash_is_injected_and_one_on_another_node_is_not() -> None:
     story = Story(RUN).works()
     crash = InjectFault(Fault("f1", FaultKind.CRASH, "rollout/0"), "x", NodeName("n3"), Why(()))
     story.record(ev.Intended(crash))
@@ -222,7 +222,7 @@ def test_successor_in_a_role_that_need_not_work_has_recovered_by_joining() -> No
     assert failure.recovered_at == story.now
 
 
-def test_what_helps_on_a_node_that_a_person_has_the_run_leave_has_not_failed() -> None:
+def test_agent_fenced_on_a_node_that_a_user_drains_has_not_failed() -> None:
     story = Story(RUN).works()
     story.record(ev.CommandReceived(DRAIN, "ada", "c1", "n2"))
     story.record(
@@ -255,7 +255,7 @@ def test_stacks_of_a_failed_incarnation_are_printed_with_their_file() -> None:
     assert evidence[-2:] == ("stacks: rollout/0#1: step (engine.py:95)", "stacks: all stacks: stacks/x.txt")
 
 
-def test_stacks_of_a_suspicion_that_passed_long_before_say_nothing_of_a_failure() -> None:
+def test_stacks_of_an_earlier_suspicion_are_not_shown_for_a_later_failure() -> None:
     story = Story(RUN).works()
     story.record(_stacks(story)).wait(600)
     ((_, evidence),) = failures(story.recovers("rollout/0").stamped)

@@ -235,7 +235,7 @@ def test_join_after_the_deadline_is_late() -> None:
     assert "came after 5.00s, rollout/0#2 joined on n3 (too late)" in " ".join(text.split())
 
 
-def test_refused_request_and_refused_launch_say_what_the_cluster_answered() -> None:
+def test_refused_request_and_refused_launch_show_the_answer_of_the_cluster() -> None:
     world = World(job(spares=0), nodes=4).steady()
     world.refuse = "QOSMaxNodePerUserLimit"
     world.lose_node(world.node_of(R0))
@@ -257,7 +257,7 @@ def test_excluded_node_stays_unused_until_it_is_used_again() -> None:
     assert results(world, Exclude) == [(Arrival.CAME, "until the node was used again")]
 
 
-def test_injected_fault_is_followed_to_the_repair() -> None:
+def test_injected_fault_is_explained_up_to_its_repair() -> None:
     fault = Fault("f0", FaultKind.KILL, R0, FaultTrigger(step=1))
     world = World(job(faults=[fault])).steady()
     world.commit(1)
@@ -329,7 +329,7 @@ def test_a_replica_selects_its_own_decisions(run: RunDir, capsys: pytest.Capture
     assert {subject.partition("#")[0] for _, subject in decided(capsys, "rollout")} == {R0, R1}
 
 
-def test_a_node_selects_what_was_decided_about_it(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_node_selects_the_decisions_about_it(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     assert ("stop using", "n2") in decided(capsys, "n2")
     assert ("replace", "trainer/0#1 on n2") in decided(capsys, "n2")
     assert ("start", "trainer/0#2 on n5") in decided(capsys, "n5")
@@ -386,12 +386,12 @@ def test_text_of_roles_and_nodes_is_escaped(
     assert "\x1b" not in shown(capsys, "--json")
 
 
-def test_entry_in_the_docs_is_what_the_program_prints() -> None:
+def test_example_in_the_docs_equals_the_output_of_the_program() -> None:
     (entry,) = re.findall(r"```text\n(.*?)\n```", (ROOT / "docs" / "explain.md").read_text(), re.DOTALL)
     assert f"\n{entry}\n" in drawn(explanation_view(repairs(spare_node()), grouped=True), 100)
 
 
-def test_explain_of_a_run_without_decisions_says_so(
+def test_explain_of_a_run_without_decisions_reports_that_there_are_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv(RUNS_ENV, str(tmp_path))

@@ -24,7 +24,7 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CommittedRun:
     return run
 
 
-def test_export_writes_the_newest_checkpoint_and_says_where_it_is(
+def test_export_writes_the_newest_checkpoint_and_prints_its_folder(
     made: CommittedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "models" / "quick"
@@ -56,7 +56,7 @@ def test_export_of_one_step_as_json(made: CommittedRun, tmp_path: Path, capsys: 
         (["slow", "out"], 'no run "slow" in '),
     ],
 )
-def test_a_wrong_request_is_one_line(
+def test_invalid_request_is_one_line_and_exit_code_2(
     made: CommittedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
     arguments: list[str], message: str,
 ) -> None:  # fmt: skip
@@ -69,7 +69,7 @@ def test_a_wrong_request_is_one_line(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_damaged_checkpoint_is_a_failure(
+def test_damaged_checkpoint_is_exit_code_1(
     made: CommittedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (made.folders[2] / "about.json").write_text("{}")
@@ -78,7 +78,7 @@ def test_a_damaged_checkpoint_is_a_failure(
     assert line.startswith("rrl: step 2 of quick-1 cannot be exported: ")
 
 
-def test_a_folder_that_cannot_be_made_is_a_failure(
+def test_folder_that_cannot_be_created_is_exit_code_1(
     made: CommittedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").touch()

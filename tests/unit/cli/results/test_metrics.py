@@ -50,8 +50,8 @@ def test_each_step_is_one_json_line_with_the_failures_before_it(root: Path, caps
         ("failure", "rollout/0#1"), ("restart", "rollout/0#2"),
     ]  # fmt: skip
     assert rows[0].keys() == {
-        "step", "at", "incarnation", "seconds", "tokens", "tokens_per_second", "phase_seconds", "token_age_p50",
-        "token_age_max", "metrics", "logged", "marks",
+        "schema", "step", "at", "incarnation", "seconds", "tokens", "tokens_per_second", "phase_seconds",
+        "token_age_p50", "token_age_max", "metrics", "logged", "marks",
     }  # fmt: skip
 
 

@@ -71,9 +71,7 @@ def test_a_missing_package_is_named_with_its_extra(
     )  # fmt: skip
 
 
-def test_a_tracker_to_which_another_process_sends_is_left_to_it(
-    run: RunDir, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tracker_in_use_by_another_process_is_left_to_it(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     run.trackers.mkdir()
     lock = os.open(run.trackers / "tensorboard.lock", os.O_RDWR | os.O_CREAT)
     fcntl.flock(lock, fcntl.LOCK_EX)

@@ -59,7 +59,7 @@ def test_cancel_waits_until_the_manager_has_ended_the_run(root: Path, capsys: py
     assert capsys.readouterr().out == f"{RUN}: cancelled after 12 steps; everything is given back\n"
 
 
-def test_a_run_that_has_ended_is_left_alone(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cancel_of_an_ended_run_changes_nothing(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = completed(RUN).written(root)
     assert main.run(["cancel", RUN]) == 0
     assert capsys.readouterr().out == f"{RUN} has ended already: completed\n"
@@ -67,7 +67,7 @@ def test_a_run_that_has_ended_is_left_alone(root: Path, capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize(("cluster", "hint"), [("local", ""), ("slurm", "scancel --name=small-7.manager")])
-def test_without_a_living_manager_cancel_says_how_to_start_one(
+def test_cancel_without_a_live_manager_names_the_command_to_start_one(
     root: Path, capsys: pytest.CaptureFixture[str], cluster: str, hint: str
 ) -> None:
     job = job_view(cluster=cluster)

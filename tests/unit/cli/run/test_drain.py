@@ -63,7 +63,9 @@ def answered(story: Story, root: Path, arguments: list[str], *events: ev.Event) 
 
 
 @pytest.mark.parametrize("command", ["drain", "undrain"])
-def test_one_command_is_left_for_the_manager(root: Path, capsys: pytest.CaptureFixture[str], command: str) -> None:
+def test_drain_and_undrain_leave_one_command_for_the_manager(
+    root: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
     run = works().written(root)
     flags = ["--reason", "fan is loud"] if command == "drain" else []
     assert main.run([command, RUN, "n3", *flags, "--no-wait"]) == 0
@@ -85,7 +87,7 @@ def test_node_outside_of_the_run_is_reported_in_one_line(
     assert not pending_commands(run)
 
 
-def test_a_run_that_has_ended_or_not_begun_has_no_nodes(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ended_or_not_yet_begun_run_has_no_nodes_to_drain(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     completed(RUN).written(root)
     assert main.run(["drain", RUN, "n3"]) == 2
     assert capsys.readouterr().err == f"rrl: {RUN} is completed: it no longer uses a node\n"
@@ -95,7 +97,7 @@ def test_a_run_that_has_ended_or_not_begun_has_no_nodes(root: Path, capsys: pyte
     assert "fresh-1 has not begun yet" in capsys.readouterr().err
 
 
-def test_it_says_that_the_node_is_drained_and_how(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_drain_reports_that_the_node_is_drained_and_its_reason(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     done = (sent_command("drain"), EXCLUDED, DRAIN, ev.IntentSettled("n5!drain", True))
     assert answered(works(), root, ["drain", RUN, "n5", "--reason", "fan"], *done) == 0
     assert capsys.readouterr().out == f"n5 is drained: {REASON}\n"
@@ -116,7 +118,7 @@ def test_drain_set_by_another_user_is_shown(root: Path, capsys: pytest.CaptureFi
     assert capsys.readouterr().out == "this run no longer uses n5; IDLE+DRAIN: bad fan\n"
 
 
-def test_it_says_that_the_node_may_be_used_again(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_undrain_reports_that_the_node_may_be_used_again(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     story = works().record(sent_command("drain"), EXCLUDED, DRAIN, ev.IntentSettled("n5!drain", True))
     story.record(ev.NodeChanged(N5, NodeStatus(NodeState.DRAINING, f"IDLE+DRAIN: {REASON}", REASON)))
     back = (

@@ -74,7 +74,7 @@ def test_a_live_picture_follows_the_journal_and_ends_with_the_run(tmp_path: Path
 
 @pytest.mark.parametrize("command", [STATUS_LIVE, SUBMIT_WAIT], ids=["status", "submit"])
 @pytest.mark.parametrize("leave", ["q", "ctrl-c"])
-def test_to_stop_looking_leaves_the_run_alone(tmp_path: Path, leave: str, command: str) -> None:
+def test_leaving_the_view_does_not_affect_the_run(tmp_path: Path, leave: str, command: str) -> None:
     run = Story(RUN).works().written(tmp_path)
     before = sorted(path for path in run.path.rglob("*"))
     with terminal_with(tmp_path, command) as terminal:
@@ -105,7 +105,7 @@ def test_pressed_keys_leave_nothing_in_the_view(tmp_path: Path, command: str) ->
         assert len([line for line in terminal.lines if "step 12/40" in line]) == 1
 
 
-def test_a_manager_in_the_foreground_is_not_left_by_a_key(tmp_path: Path) -> None:
+def test_key_press_does_not_detach_a_manager_in_the_foreground(tmp_path: Path) -> None:
     story = Story(RUN).works()
     run = story.written(tmp_path)
     with terminal_with(tmp_path, FOREGROUND) as terminal:
@@ -119,7 +119,7 @@ def test_a_manager_in_the_foreground_is_not_left_by_a_key(tmp_path: Path) -> Non
         assert "q stops watching" not in terminal.drawn
 
 
-def test_the_end_of_a_watched_run_is_shown_once_with_what_to_do_next(tmp_path: Path) -> None:
+def test_end_of_a_watched_run_is_shown_once_with_the_next_steps(tmp_path: Path) -> None:
     run = completed(RUN).written(tmp_path)
     (run.checkpoints / "step-12.1.0").mkdir()
     with terminal_with(tmp_path, SUBMIT_WAIT) as terminal:
@@ -159,7 +159,7 @@ def test_view_and_hint_fit_the_screen(tmp_path: Path, story: Callable[[], Story]
     assert ("rollout/300" in "\n".join(lines)) is (story is many_rollouts)
 
 
-def test_what_does_not_fit_is_counted_and_shown_after_the_terminal_grows(tmp_path: Path) -> None:
+def test_lines_beyond_the_screen_are_counted_and_shown_after_the_terminal_grows(tmp_path: Path) -> None:
     Story(RUN).works().written(tmp_path)
     with terminal_with(tmp_path, columns=80, rows=8) as terminal:
         eventually(lambda: "more lines do not fit" in "".join(terminal.lines))
@@ -188,7 +188,7 @@ def test_run_that_has_ended_already_is_shown_once(tmp_path: Path) -> None:
         assert len([line for line in terminal.lines if line.startswith("small-7")]) == 1
 
 
-def test_ctrl_l_draws_everything_again(tmp_path: Path) -> None:
+def test_ctrl_l_redraws_the_screen(tmp_path: Path) -> None:
     Story(RUN).works().written(tmp_path)
     with terminal_with(tmp_path) as terminal:
         eventually(lambda: "q stops watching" in terminal.drawn)
@@ -254,9 +254,7 @@ def test_without_a_terminal_each_change_of_a_replica_is_one_line(
     ]
 
 
-def test_waiting_gives_up_when_nothing_here_could_ever_end_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_waiting_ends_if_no_local_process_can_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rrl.api.watching.run_watcher.STALE_LEASES", 0.01)
     run = Story(RUN).works().written(tmp_path)  # it has no manager and no lease
     Output(monkeypatch)

@@ -71,7 +71,7 @@ def test_commands_never_share_an_id_and_are_printed_as_json_too(root: Path, caps
 
 
 @pytest.mark.parametrize("target", [["--target", "rollout"], []])
-def test_a_role_or_nothing_is_one_replica_and_a_seed_draws_the_same_again(root: Path, target: list[str]) -> None:
+def test_role_or_empty_target_draws_one_replica_reproducibly_by_the_seed(root: Path, target: list[str]) -> None:
     run = allowing().written(root)
     for seed in "1111111123456789":
         assert main.run(["inject", RUN, "kill", *target, "--seed", seed]) == 0
@@ -99,7 +99,7 @@ def test_a_role_or_nothing_is_one_replica_and_a_seed_draws_the_same_again(root: 
         (["outage", "--target", "n1", "--for", "5s"], "outage takes no target"),
     ],
 )
-def test_a_fault_that_cannot_be_is_refused_in_one_line_and_nothing_is_ordered(
+def test_invalid_fault_is_refused_in_one_line_and_no_command_written(
     root: Path, capsys: pytest.CaptureFixture[str], text: list[str], why: str
 ) -> None:
     run = allowing().written(root)
@@ -112,7 +112,7 @@ def test_a_fault_that_cannot_be_is_refused_in_one_line_and_nothing_is_ordered(
     assert pending_commands(run) == []
 
 
-def test_a_run_whose_job_spec_does_not_allow_it_is_left_alone(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_whose_job_spec_does_not_allow_faults_is_left_alone(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = Story(RUN).works().written(root)
     assert main.run(["inject", RUN, "kill", "--target", "rollout/0"]) == 2
     reported = capsys.readouterr().err
@@ -123,7 +123,7 @@ def test_a_run_whose_job_spec_does_not_allow_it_is_left_alone(root: Path, capsys
     assert pending_commands(run) == []
 
 
-def test_a_run_that_has_ended_is_left_alone(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ended_run_is_left_alone(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     story = completed(RUN)
     run = story.written(root)
     assert main.run(["inject", RUN, "kill", "--target", "rollout/0"]) == 2

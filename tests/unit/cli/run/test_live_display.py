@@ -92,7 +92,9 @@ def _expected(frame: list[Text]) -> list[str]:
 
 @examples(10, 500)
 @given(_frames, st.integers(4, 40), st.integers(1, 12))
-def test_screen_after_a_change_of_size_has_nothing_of_before(frames: list[list[Text]], columns: int, rows: int) -> None:
+def test_screen_after_a_change_of_size_has_no_remains_of_before(
+    frames: list[list[Text]], columns: int, rows: int
+) -> None:
     changed = Screen()
     changed.draw(*frames[0])
     changed.resize(columns, rows)
@@ -109,7 +111,7 @@ def test_unchanged_view_sends_nothing_and_a_changed_digit_few_bytes() -> None:
     assert screen.draw(Text("step 12"), Text("for 42s"), Text("end")) == "\r\x1b[1A\x1b[6G2"
 
 
-def test_a_second_of_a_whole_view_is_a_small_part_of_it() -> None:
+def test_update_of_one_second_is_a_small_part_of_a_whole_view() -> None:
     story, screen = Story().works(), Screen(200, 60)
 
     def draw(seconds: float) -> int:
@@ -124,7 +126,7 @@ def test_a_second_of_a_whole_view_is_a_small_part_of_it() -> None:
 
 
 @pytest.mark.parametrize("no_color", [False, True])
-def test_colours_are_left_out_where_they_are_not_wanted(no_color: bool) -> None:
+def test_colours_are_omitted_where_they_are_unwanted(no_color: bool) -> None:
     screen = Screen(no_color=no_color)
     screen.draw(Text("dead", "bold red"))
     assert screen.cells[0][0] == ("d", "default" if no_color else "red", True)

@@ -149,7 +149,7 @@ def test_without_yes_the_user_is_asked(
     assert run.path.exists() == bool(code)
 
 
-def test_without_a_terminal_yes_is_needed(
+def test_without_a_terminal_option_yes_is_required(
     root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = completed("over-1").written(root)

@@ -71,7 +71,7 @@ def ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ended:
     return Ended(tmp_path, monkeypatch)
 
 
-def test_a_run_goes_on_with_more_steps_and_time_and_its_new_spec_is_a_valid_one(ended: Ended) -> None:
+def test_run_is_resumed_with_more_steps_and_time_and_a_valid_new_spec(ended: Ended) -> None:
     assert main.run(["resume", RUN, "--steps", "50", "--walltime", "2h"]) == 0
     job = load_job(ended.run.job_toml)
     assert (job.run.steps, job.cluster.walltime, ended.started) == (50, 7200.0, 1)
@@ -92,7 +92,7 @@ def test_nothing_is_changed_if_no_manager_can_be_started(ended: Ended, capsys: p
     assert load_job(ended.run.job_toml).run.steps == 40
 
 
-def test_a_manager_that_took_the_order_goes_on_though_its_start_was_reported_as_failed(
+def test_manager_that_took_the_request_continues_although_its_start_was_reported_as_failed(
     ended: Ended, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def unanswered() -> None:
@@ -142,7 +142,7 @@ def test_second_of_two_concurrent_resumes_is_refused_in_one_line(
     assert msgspec.json.decode(ended.run.resolved.read_bytes())["job"]["run"]["steps"] == steps
 
 
-def test_an_order_that_no_manager_took_up_is_taken_up_by_one_that_is_started_by_hand(
+def test_request_that_no_manager_took_is_taken_by_one_started_by_hand(
     ended: Ended, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert main.run(["manage", RUN]) == 2
@@ -174,7 +174,7 @@ COMMITTED = f"{RUN} has committed 12 steps already; to train more, for example: 
         (("--steps", "0"), '--steps: must be at least 1, not "0"'),
     ],
 )
-def test_what_cannot_be_meant_is_refused_and_nothing_is_changed(
+def test_invalid_request_is_refused_and_nothing_is_changed(
     ended: Ended, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], why: str
 ) -> None:
     assert ended.refuses(capsys, *options).startswith(f"rrl: {why}")
@@ -187,7 +187,7 @@ def test_fewer_steps_than_a_complete_run_has_are_refused_with_the_true_number(
     assert complete.refuses(capsys, "--steps", "10") == f"rrl: {COMMITTED}\n"
 
 
-def test_a_walltime_that_a_role_does_not_fit_into_is_refused(ended: Ended, capsys: pytest.CaptureFixture[str]) -> None:
+def test_walltime_too_short_for_a_role_is_refused(ended: Ended, capsys: pytest.CaptureFixture[str]) -> None:
     spec = JOB.replace("steps = 10", "steps = 40").replace('"local"', '"slurm"\nform = "replica"')
     ended.run.job_toml.write_text(spec.replace("replicas = 2", 'replicas = 2\nwalltime = "2h"'))
     assert ended.refuses(capsys, "--walltime", "1h") == (
@@ -231,7 +231,7 @@ def test_files_of_a_resume_are_merged_from_left_to_right(ended: Ended) -> None:
     assert (job.run.steps, job.roles.rollout.replicas, job.run.name) == (60, 3, "small")
 
 
-def test_how_long_a_text_may_be_can_change(ended: Ended) -> None:
+def test_maximum_length_of_texts_may_change(ended: Ended) -> None:
     """A prompt that does not fit can have been what ended it."""
     longer = "[model]\nmax_length = 50\n[model.tokenizer]"
     ended.job.write_text(ended.job.read_text().replace("[model.tokenizer]", longer))
@@ -241,7 +241,7 @@ def test_how_long_a_text_may_be_can_change(ended: Ended) -> None:
     assert model.max_length == 50
 
 
-def test_the_way_in_which_groups_become_steps_can_change(ended: Ended) -> None:
+def test_composition_of_steps_from_groups_may_change(ended: Ended) -> None:
     """Also over a step of which some parts are bound: the store answers either request."""
     sampling = "[sampling]\nstream = true\nstaleness = 2\nwindow = 2\n[model.tokenizer]"
     ended.job.write_text(ended.job.read_text().replace("[model.tokenizer]", sampling))
@@ -250,7 +250,9 @@ def test_the_way_in_which_groups_become_steps_can_change(ended: Ended) -> None:
     assert (spec.sampling.stream, spec.sampling.staleness, spec.sampling.window) == (True, 2, 2)
 
 
-def test_what_a_task_calls_by_that_name_is_the_tasks(ended: Ended, capsys: pytest.CaptureFixture[str]) -> None:
+def test_task_argument_with_the_name_of_a_model_key_may_not_change(
+    ended: Ended, capsys: pytest.CaptureFixture[str]
+) -> None:
     resolved = msgspec.json.decode(ended.run.resolved.read_bytes())
     resolved["job"]["task"]["args"]["max_length"] = 5
     ended.run.resolved.write_bytes(msgspec.json.encode(resolved))
@@ -259,9 +261,7 @@ def test_what_a_task_calls_by_that_name_is_the_tasks(ended: Ended, capsys: pytes
     assert printed == f"rrl: {ended.job}:12: task: is not that of {RUN}; to change it start a new run\n"
 
 
-def test_a_run_that_lost_its_job_spec_goes_on_with_the_one_that_is_named(
-    ended: Ended, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_run_without_its_job_spec_resumes_with_the_given_one(ended: Ended, capsys: pytest.CaptureFixture[str]) -> None:
     ended.run.job_toml.unlink()
     assert ended.refuses(capsys).endswith(
         "no such file; it was a copy of your job spec: name the original with --job\n"
@@ -270,7 +270,7 @@ def test_a_run_that_lost_its_job_spec_goes_on_with_the_one_that_is_named(
     assert (ended.run.job_toml.read_bytes(), ended.started) == (ended.job.read_bytes(), 1)
 
 
-def test_a_run_of_an_earlier_rrl_whose_spec_had_fewer_keys_is_the_same_run(ended: Ended) -> None:
+def test_run_of_an_earlier_rrl_with_fewer_spec_keys_counts_as_the_same_job(ended: Ended) -> None:
     resolved = msgspec.json.decode(ended.run.resolved.read_bytes())
     del resolved["job"]["task"]["size"]
     ended.run.resolved.write_bytes(msgspec.json.encode(resolved))
@@ -297,7 +297,7 @@ def test_restart_after_the_end_advises_what_is_possible(
     assert capsys.readouterr().err == f"rrl: {advice}\n"
 
 
-def test_one_rank_is_not_restarted_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+def test_restart_of_a_single_rank_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                          capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
     monkeypatch.setenv(RUNS_ENV, str(tmp_path))
     job = job_view()

@@ -62,7 +62,7 @@ def test_second_failure_waits_for_its_pause() -> None:
     assert " ".join(row(story, "rollout/0", 0.0)[5:]) in ("v12 restarts in 2s on n3", "v12 restarts in 3s on n3")
 
 
-def test_retired_replica_says_that_the_run_goes_on_and_when_it_is_tried_again() -> None:
+def test_retired_replica_shows_that_the_run_continues_and_when_it_is_tried_again() -> None:
     story = Story().works()
     story.loses("rollout/0")
     story.record(Decided(Fence(story.incarnation("rollout/0"), Rung.DEGRADED, Why(("it fails",)))))
@@ -85,7 +85,7 @@ def test_replica_on_a_lost_node_is_lost_until_it_moves() -> None:
     assert "● recovering" in drawn(status_view(story.recorded(), story.now, 80), 80)
 
 
-def test_replica_on_a_failed_node_that_stays_in_use_says_so() -> None:
+def test_replica_on_a_failed_node_that_stays_in_use_is_shown_as_such() -> None:
     story = Story().works().loses_node("n3").wait(100)
     (lost,) = story.recorded().findings.values()
     story.record(FindingChanged(msgspec.structs.replace(lost, node=NodeName("n2"), since=story.now)))
@@ -136,7 +136,7 @@ def test_compact_view_lists_only_unusual_replicas() -> None:
 
 
 @pytest.mark.parametrize("detector", [one.__name__ for one in (*PROGRESS_DETECTORS, *NODE_DETECTORS)])
-def test_no_detector_is_called_by_an_inside_word(detector: str) -> None:
+def test_no_internal_word_is_shown_for_a_detector(detector: str) -> None:
     story = Story().works()
     finding = Finding(detector, Verdict.WARN, Cause.HANG, Remedy.NONE, BEGAN, (Evidence("m", "why", BEGAN),),
                       incarnation=story.incarnation("rollout/0"))  # fmt: skip
@@ -145,7 +145,7 @@ def test_no_detector_is_called_by_an_inside_word(detector: str) -> None:
     assert "_" not in shown[shown.index("! WARN") :]
 
 
-def test_every_reason_is_shown_to_its_end_not_only_the_newest() -> None:
+def test_all_failure_reasons_are_shown_in_full() -> None:
     story = Story().works()
     for replica in ("rollout/0", "rollout/1", "trainer/0"):
         story.loses(replica, f"exited with code 1: {'words and ' * 20}the end of {replica}")

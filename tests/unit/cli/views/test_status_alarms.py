@@ -41,7 +41,7 @@ def test_unwritable_storage_is_shown_although_the_journal_cannot_record_it(
     assert not expected_text or "the roles go on" in reported
 
 
-def test_absent_run_directory_is_shown_too(tmp_path: Path) -> None:
+def test_missing_run_directory_is_shown(tmp_path: Path) -> None:
     assert storage_trouble(RunDir(tmp_path / "nothing")).startswith("the run directory is unavailable (No such file")
 
 
@@ -55,7 +55,7 @@ def test_absent_run_directory_is_shown_too(tmp_path: Path) -> None:
     ],
     ids=["suspended", "preempted", "held"],
 )  # fmt: skip
-def test_what_the_cluster_does_with_an_allocation_is_shown(changes: dict[str, object], expected_text: str) -> None:
+def test_cluster_state_of_an_allocation_is_shown(changes: dict[str, object], expected_text: str) -> None:
     story = Story().works()
     (held,) = story.recorded().allocations.values()
     assert held.status is not None

@@ -122,7 +122,7 @@ def test_use_of_many_gpus_is_shown_with_its_extremes() -> None:
     assert "gpus        512 on 64 nodes · 89 % busy (least: g17 3 %) · memory 50 % full (most: g4 99 %)" in shown
 
 
-def test_drain_that_the_cluster_refused_is_left_to_an_administrator() -> None:
+def test_drain_refused_by_the_cluster_is_shown_as_left_to_an_administrator() -> None:
     story = Story().works()
     drain = Drain(NodeName("n4"), "rrl: gpu", Why(("Xid 79",)))
     story.record(ev.Decided(Exclude(NodeName("n4"), Why(("Xid 79",)))), ev.Intended(drain))
@@ -155,7 +155,7 @@ def test_number_of_the_manager_is_shown_if_it_is_not_the_first() -> None:
 # ── every terminal ─────────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize("width", [80, 200])
 @pytest.mark.parametrize("scene", SCENES)
-def test_no_inside_word_is_shown(scene: str, width: int) -> None:
+def test_no_internal_word_is_shown(scene: str, width: int) -> None:
     story = SCENES[scene]()
     assert not INSIDE_WORDS.findall(drawn(status_view(story.recorded(), story.now + 4, width), width))
 
@@ -189,7 +189,7 @@ def test_text_is_the_same_without_colour(scene: str) -> None:
     assert [line.rstrip() for line in plain.splitlines()] == drawn(view, 80).splitlines()
 
 
-def test_pipe_gets_plain_lines_without_blanks_at_their_ends(
+def test_output_to_a_pipe_is_plain_lines_without_trailing_blanks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     story = Story("small-7").works()

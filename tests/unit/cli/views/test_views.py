@@ -54,7 +54,7 @@ def test_replicas_stopped_with_the_run_are_not_shown_as_lost() -> None:
     assert "the run continues without it; failed on n3" in drawn(status_view(retired.recorded(), retired.now, 80), 80)
 
 
-def test_a_drained_replica_is_not_blamed_on_its_older_failure() -> None:
+def test_drained_replica_does_not_show_its_older_failure_as_the_reason() -> None:
     story = drained()
     lines = drawn(status_view(story.recorded(), story.now, 120), 120).splitlines()
     assert lines[-2:] == [
@@ -69,7 +69,7 @@ def test_a_node_to_be_drained_is_named_with_the_reason() -> None:
     assert "drain       n4, requested by ada: new fan" in drawn(status_view(story.recorded(), story.now, 80), 80)
 
 
-def test_a_restart_of_the_whole_run_is_one_line() -> None:
+def test_full_restart_is_shown_in_one_line() -> None:
     story = Story().works()
     story.loses("rollout/0")
     why = Why(("killed by signal 9",), Rung.FULL_RESTART)
@@ -83,7 +83,7 @@ def test_a_restart_of_the_whole_run_is_one_line() -> None:
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
-def test_the_newest_failure_and_finding_are_shown_to_their_ends(width: int) -> None:
+def test_newest_failure_and_finding_are_shown_in_full(width: int) -> None:
     story = Story().works()
     cause = "exited with code 1: " + "a" * 40 + " TypeError: Expected state_dict to be dict-like"
     story.loses("rollout/0", cause)
@@ -104,7 +104,7 @@ def test_the_reason_for_the_end_is_shown_in_full_while_and_after_the_run_ends() 
         assert shown in " ".join(drawn(status_view(story.recorded(), story.now, 80), 80).split())
 
 
-def test_a_note_about_the_manager_takes_the_place_of_its_line() -> None:
+def test_note_about_the_manager_replaces_its_line() -> None:
     story = Story().works()
     text = drawn(status_view(story.recorded(), story.now, 100, ["silent for 40 s", "job 7 waits"]), 100)
     assert "manager     silent for 40 s" in text
@@ -114,18 +114,18 @@ def test_a_note_about_the_manager_takes_the_place_of_its_line() -> None:
     assert note in " ".join(drawn(status_view(story.recorded(), story.now, 80, [note]), 80).split())
 
 
-def test_the_same_state_gives_the_same_picture() -> None:
+def test_decoded_state_gives_the_same_picture() -> None:
     story = node_lost()
     state = msgspec.msgpack.decode(msgspec.msgpack.encode(story.recorded()), type=type(story.recorded()))
     assert drawn(status_view(state, story.now, 100), 100) == drawn(status_view(story.recorded(), story.now, 100), 100)
 
 
-def test_text_of_a_run_is_never_taken_for_markup() -> None:
+def test_text_of_a_run_is_never_rendered_as_markup() -> None:
     story = Story().works().ends(Outcome.FAILED, "[red]boom[/red] [/nonsense] :smile:")
     assert "[red]boom[/red] [/nonsense] :smile:" in drawn(status_view(story.recorded(), story.now, 100), 100)
 
 
-def test_nodes_that_were_kept_beyond_the_runs_end_are_not_forgotten() -> None:
+def test_nodes_kept_after_the_end_of_the_run_are_shown() -> None:
     def picture(keep: bool) -> str:
         story = (
             Story()
@@ -139,7 +139,7 @@ def test_nodes_that_were_kept_beyond_the_runs_end_are_not_forgotten() -> None:
     assert "kept" not in picture(keep=False)
 
 
-def test_one_line_names_the_replicas_that_do_not_work() -> None:
+def test_one_line_summary_names_the_replicas_that_do_not_work() -> None:
     story = just_lost().fences("rollout/0")
     assert one_line(story.recorded(), story.now, silent=True) == (
         "small-1120-064114: recovering, step 12/40, reward 0.94, rollout/0#1 dead, its manager does not respond"
@@ -152,7 +152,7 @@ def test_summary_of_a_run_equals_the_snapshot(tmp_path: Path) -> None:
     matches_stored("summary", drawn(summary_view(summary | {"run_dir": "/runs/small"}), 100))
 
 
-def test_the_summary_says_how_much_of_its_time_the_trainer_was_idle(tmp_path: Path) -> None:
+def test_summary_shows_the_idle_share_of_the_trainer(tmp_path: Path) -> None:
     summary = summary_of(paced_and_ended().written(tmp_path))
     assert summary is not None
     assert summary["stream"]["idle"]["trainer"] == {"rollouts": 0.07, "commits": 0.02}
@@ -178,7 +178,7 @@ def test_the_summary_of_a_run_with_agents_says_why_episodes_were_dropped() -> No
         ("rejected", ["rrl export x FOLDER", "rrl logs x --failed", "rrl list"]),
     ],
 )
-def test_the_next_steps_fit_the_outcome(outcome: str, commands: list[str]) -> None:
+def test_suggested_next_steps_match_the_outcome(outcome: str, commands: list[str]) -> None:
     shown = drawn(
         next_steps_view({"run": "x", "outcome": outcome, "steps": 12}, 40, "rrl export x FOLDER"), 80
     ).splitlines()
@@ -205,7 +205,7 @@ def test_status_names_the_folders_with_the_weights() -> None:
     assert "checkpoint" not in drawn(status_view(state, state.at, 80), 80)
 
 
-def test_a_summary_with_holes_is_shown_with_dashes() -> None:
+def test_summary_with_missing_values_is_shown_with_dashes() -> None:
     summary: dict[str, Any] = {
         "run": "x", "outcome": "failed", "why": "no nodes", "steps": 0, "reward_first10": None, "reward_last10": None,
         "faults": 0, "ettr": None, "run_seconds": None, "run_dir": "/runs/x",
@@ -216,7 +216,7 @@ def test_a_summary_with_holes_is_shown_with_dashes() -> None:
 
 
 @pytest.mark.parametrize(("share", "shown"), [(0.5, False), (0.62, True)])
-def test_status_warns_where_most_of_what_is_made_is_too_old(share: float, shown: bool) -> None:
+def test_status_warns_if_most_groups_are_dropped_for_their_age(share: float, shown: bool) -> None:
     story = Story().works()
     metrics = {"reward": 0.5, "stale_groups": 40.0, "stale_share": share}
     story.record(StepCommitted(story.incarnation("trainer/0"), 30, metrics))
@@ -240,7 +240,7 @@ def test_status_always_shows_the_age_of_trained_tokens_and_what_the_trainer_wait
     assert "token_age" not in picture, "it has a row of its own"
 
 
-def test_status_says_which_pipe_weights_move_over_and_when_they_cannot() -> None:
+def test_status_names_the_weight_transport_and_its_failure() -> None:
     story = Story().works()
 
     def serves(replica: str, at: str) -> str:
@@ -277,7 +277,7 @@ METRICS = ("reward", "loss", "unscored_groups", "unscored_share", "stale_share",
 
 @settings(deadline=None)
 @given(st.lists(st.dictionaries(st.sampled_from(METRICS), st.floats()), max_size=3))
-def test_status_is_shown_whatever_a_trainer_reports_as_metrics(metrics: list[dict[str, float]]) -> None:
+def test_status_is_shown_with_any_reported_metrics(metrics: list[dict[str, float]]) -> None:
     story = Story().works()
     for step, each in enumerate(metrics, 30):
         story.record(StepCommitted(story.incarnation("trainer/0"), step, each))
@@ -333,14 +333,14 @@ def test_the_pause_before_a_resume_is_no_run_time(tmp_path: Path) -> None:
     assert summary["run_seconds"] == story.recorded().run_seconds(story.now + 900) == worked + 7
 
 
-def test_spans_have_two_units_at_most() -> None:
+def test_durations_have_at_most_two_units() -> None:
     assert [span(s) for s in (-1, 0.9, 59, 60, 134, 3600, 11100, 187200)] == [
         "0s", "0s", "59s", "1m00s", "2m14s", "1h00m", "3h05m", "2d04h",
     ]  # fmt: skip
     assert [stage(s) for s in (None, 0.123, 99.9, 150)] == ["–", "0.12s", "99.90s", "2m30s"]
 
 
-def test_a_curve_has_one_block_a_value_and_the_whole_range() -> None:
+def test_curve_has_one_block_per_value_and_covers_the_whole_range() -> None:
     assert curve([0.0, 0.5, 1.0]) == "▁▅█"
     assert curve([-5.0, 0.0, 5.0]) == "▁▅█"
     assert curve([3.0, 3.0]) == "▁▁"
@@ -386,14 +386,14 @@ def test_node_names_are_folded_or_at_least_listed() -> None:
     assert folded([]) == ""
 
 
-def test_a_run_that_works_without_a_lost_node_runs_though_that_node_is_still_lost() -> None:
+def test_run_whose_replicas_work_is_running_although_a_node_is_still_lost() -> None:
     story = node_lost()
     assert standing(story.recorded()) == "recovering"
     story.wait(0.2).launches("rollout/1", "n2").joins("rollout/1", "generate")
     assert standing(story.recorded()) == "running"
 
 
-def test_an_exclusion_that_the_breaker_holds_back_names_node_time_reason_and_finding() -> None:
+def test_exclusion_held_back_by_the_breaker_shows_node_time_reason_and_finding() -> None:
     story = Story().works().loses_node("n3").wait(100)
     (lost,) = story.recorded().findings.values()
     story.record(Decided(Exclude(NodeName("n4"), Why(("node_lost: silent",)))))

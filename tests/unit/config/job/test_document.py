@@ -119,7 +119,7 @@ def test_setting_that_cannot_be_read_is_refused(setting: str, complaint: str) ->
             "0.toml + 1.toml: run: missing; add a table [run] with name"]),
     ],
 )  # fmt: skip
-def test_complaint_names_the_file_and_line_or_the_setting(
+def test_error_names_the_file_and_line_or_the_setting(
     tmp_path: Path, texts: tuple[str, ...], settings: tuple[str, ...], expected: list[str]
 ) -> None:
     found = complaints(document(tmp_path, *texts, settings=settings))
@@ -128,7 +128,7 @@ def test_complaint_names_the_file_and_line_or_the_setting(
         assert line.startswith(start)
 
 
-def test_file_that_is_not_there_but_reads_like_a_setting_is_answered_with_the_option(tmp_path: Path) -> None:
+def test_missing_file_that_looks_like_a_setting_is_answered_with_the_option(tmp_path: Path) -> None:
     for word in ("run.steps=5", "+run.steps=5", "~run.steps=5"):
         with pytest.raises(SpecError, match=r"no such file; to set a key, write --set run\.steps=5$"):
             JobDocument([Path(word)])
@@ -136,7 +136,7 @@ def test_file_that_is_not_there_but_reads_like_a_setting_is_answered_with_the_op
         JobDocument([tmp_path / "missing.toml"])
 
 
-def test_tables_that_are_nested_too_deeply_are_refused(tmp_path: Path) -> None:
+def test_too_deeply_nested_tables_are_refused(tmp_path: Path) -> None:
     deep = ".".join(["a"] * 2000) + " = 1\n"
     with pytest.raises(SpecError, match="nested"):
         job_from(document(tmp_path, deep, deep))
@@ -156,7 +156,7 @@ _VALUES = st.recursive(
 
 @examples(few=60, many=3000)
 @given(st.dictionaries(st.text(st.characters(exclude_categories=["Cs"]), max_size=4), _VALUES, max_size=4))
-def test_merged_text_reads_back_as_it_was(data: dict[str, Any]) -> None:
+def test_merged_text_reads_back_unchanged(data: dict[str, Any]) -> None:
     data = tomllib.loads(merged_toml(data)) if data else {}
     assert tomllib.loads(merged_toml(data)) == data
 
@@ -175,12 +175,12 @@ def test_text_and_tables_are_merged_with_files_and_kept_as_one_toml_file(tmp_pat
     assert merged.name == f'{tmp_path}/job.toml + job[1] + job[2] + set["roles.rollout.env.FOO"]'
 
 
-def test_text_alone_is_kept_as_it_was_given() -> None:
+def test_single_text_is_kept_as_given() -> None:
     merged = JobDocument([f"# why\n{JOB}"])
     assert (merged.text(), merged.file, merged.source) == (f"# why\n{JOB}", None, Path("job.toml"))
 
 
-def test_complaints_about_text_and_tables_name_the_argument_in_the_order_of_the_parts() -> None:
+def test_errors_in_text_and_tables_name_the_argument_in_the_order_of_the_parts() -> None:
     merged = JobDocument([f"{JOB}[roles.reward]\nx = 1\n", {"run": {"stepz": 1}}], [typed_setting("run.seed", "x")])
     assert complaints(merged) == [
         "job[0]:25: roles.reward.x: unknown key; known here: " + complaints(merged)[0].partition("known here: ")[2],
@@ -189,7 +189,7 @@ def test_complaints_about_text_and_tables_name_the_argument_in_the_order_of_the_
     ]
 
 
-def test_table_that_is_given_is_never_changed() -> None:
+def test_given_table_is_never_changed() -> None:
     table: dict[str, Any] = {"run": {"name": "a"}}
     merged = JobDocument([table, "[run]\nname = 'b'\n"], [typed_setting("run.steps", 3)])
     assert (merged.data["run"], table) == ({"name": "b", "steps": 3}, {"run": {"name": "a"}})

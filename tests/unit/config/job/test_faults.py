@@ -48,12 +48,12 @@ def test_random_faults_come_at_their_rate_over_the_whole_run_and_each_hits_one_r
     assert len({fault.id for fault in faults}) == len(faults)
 
 
-def test_what_a_kind_does_not_take_is_left_out_of_a_drawn_one() -> None:
+def test_parameters_that_a_kind_does_not_take_are_omitted_from_a_drawn_fault() -> None:
     how = {fault.kind: (fault.seconds, fault.amount) for fault in drawn(seed=3, random=[RANDOM])}
     assert how == {FaultKind.KILL: (0.0, 0.0), FaultKind.FREEZE: (5.0, 0.0), FaultKind.SLOW: (5.0, 0.5)}
 
 
-def test_however_many_could_be_the_journal_holds_no_more_than_it_can_bear() -> None:
+def test_number_of_random_faults_is_bounded() -> None:
     faults = drawn(horizon=86400.0, random=[{**RANDOM, "every": "1s"}])
     assert len(faults) == MAX_RANDOM_FAULTS
     assert len(msgspec.msgpack.encode(faults)) < 100 * MAX_RANDOM_FAULTS
@@ -114,7 +114,7 @@ def test_every_kind_fits_some_target(kind: FaultKind) -> None:
         ("rollout/1.1", 'no rank "rollout/1.1"; rollout/1 is one process'),
     ],
 )  # fmt: skip
-def test_every_rank_and_standby_process_is_a_valid_target(target: str, why: str) -> None:
+def test_only_existing_ranks_and_standby_processes_are_valid_targets(target: str, why: str) -> None:
     wrong = validate_fault(FaultKind.KILL, target, 0.0, 0.0, REPLICAS, ranks={"trainer": 4})
     assert wrong == (InvalidFault(FaultProblem.NO_SUCH_TARGET, why) if why else None)
 
@@ -125,7 +125,7 @@ def test_standby_process_accepts_only_signal_faults() -> None:
     assert wrong.text == "a standby process can only be the target of kill, freeze, slow, not of exit"
 
 
-def test_the_run_itself_is_no_target_that_could_be_drawn() -> None:
+def test_fault_of_the_whole_run_draws_no_target() -> None:
     assert resolve_target("", FaultKind.OUTAGE, REPLICAS, random.Random(0)) == ""
 
 

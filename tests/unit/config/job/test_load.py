@@ -52,7 +52,7 @@ def test_model_path_is_relative_to_the_job_or_the_given_folder(
         path.write_text(text)
 
 
-def test_a_model_that_is_built_has_its_length_filled_in(tmp_path: Path) -> None:
+def test_built_model_gets_its_length_filled_in(tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_text(JOB)
     assert resolved(load_job(tmp_path / "job.toml"))["model"]["max_length"] == 64
 
@@ -70,7 +70,7 @@ def test_byte_order_mark_and_windows_line_ends_are_accepted(tmp_path: Path) -> N
     assert load_job(tmp_path / "job.toml").run.name == "small"
 
 
-def test_the_manager_s_view_has_the_phases_as_the_job_moves_them(tmp_path: Path) -> None:
+def test_run_spec_of_the_manager_has_the_phases_as_the_job_changes_them(tmp_path: Path) -> None:
     own = '[phases.train]\nlongest = "8h"\n[phases."my eval"]\nlongest = "2h"\nprogresses = false\n'
     (tmp_path / "job.toml").write_text(JOB + own)
     limits = resolve(load_job(tmp_path / "job.toml"), "python").limits
@@ -423,7 +423,7 @@ def test_mistake_is_reported_with_file_line_key_and_correction(
          ' for standby rollouts; remove this key, or write form = "pool"'),
     ],
 )  # fmt: skip
-def test_a_rollout_is_kept_ready_where_there_are_spare_nodes(tmp_path: Path, old: str, new: str, expected: str) -> None:
+def test_warm_rollout_needs_spare_nodes(tmp_path: Path, old: str, new: str, expected: str) -> None:
     warm = JOB.replace("replicas = 2", "warm = true")
     assert error_text(tmp_path, warm.replace(old, new)) == expected
     (tmp_path / "job.toml").write_text(warm)
@@ -512,11 +512,11 @@ UNFIT: list[tuple[str, str]] = [
 
 
 @pytest.mark.parametrize(("text", "expected"), UNFIT)
-def test_a_job_needs_something_to_do(tmp_path: Path, text: str, expected: str) -> None:
+def test_job_without_any_role_to_run_is_refused(tmp_path: Path, text: str, expected: str) -> None:
     assert error_text(tmp_path, text) == expected
 
 
-def test_a_gang_is_for_the_trainer_and_for_programs_that_know_of_ranks(tmp_path: Path) -> None:
+def test_gang_is_accepted_only_for_the_trainer_and_for_programs_that_know_ranks(tmp_path: Path) -> None:
     gangs = (
         "[roles.trainer]\nranks = 3\nranks_per_node = 2\ndonor_rollouts = 2\n",
         '[roles.reward]\nranks = 2\ncommand = ["x"]\n',
@@ -613,7 +613,7 @@ _PIECES = st.one_of(
 
 @examples(100, many=2000)
 @given(st.data())
-def test_no_mutation_of_a_valid_file_gives_anything_but_a_job_or_lines(
+def test_any_mutation_of_a_valid_file_gives_a_job_or_error_lines(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     text = JOB
@@ -632,7 +632,7 @@ def test_no_mutation_of_a_valid_file_gives_anything_but_a_job_or_lines(
 
 @examples(300, many=2000)
 @given(st.binary(max_size=200))
-def test_no_bytes_at_all_give_a_traceback(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
+def test_random_bytes_give_an_error_without_a_traceback(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
     path = tmp_path_factory.getbasetemp() / "bytes.toml"
     path.write_bytes(data)
     with pytest.raises(SpecError):

@@ -25,7 +25,7 @@ def written(folder: Path, table: str, job: str = JOB) -> Path:
     return path
 
 
-def test_without_the_table_nothing_is_sent(tmp_path: Path) -> None:
+def test_job_without_the_table_sends_nothing(tmp_path: Path) -> None:
     path = tmp_path / "job.toml"
     path.write_text(JOB)
     job = load_job(path)

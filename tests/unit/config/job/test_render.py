@@ -28,7 +28,7 @@ def test_the_written_spec_is_a_valid_job_toml_of_the_same_job() -> None:
 
 
 @pytest.mark.parametrize("form", ["replica", "hetjob"])
-def test_what_is_written_of_a_form_without_a_pool_can_be_read_again(form: str) -> None:
+def test_written_form_without_a_pool_can_be_read_again(form: str) -> None:
     before = job(cluster={"kind": "slurm", "form": form, "one_node_components": True})
     text = as_toml(before)
     after = Job.model_validate(tomllib.loads(text))
@@ -72,7 +72,7 @@ _ARGS = st.dictionaries(
 
 @settings(deadline=None)
 @given(_ARGS, st.lists(_TEXT, min_size=1, max_size=3))
-def test_whatever_the_values_the_round_trip_keeps_them(args: dict[str, Any], command: list[str]) -> None:
+def test_round_trip_keeps_any_values(args: dict[str, Any], command: list[str]) -> None:
     before = job(task={"dataset": "x", "args": args}, roles={"reward": {"command": command}})
     after = Job.model_validate(tomllib.loads(as_toml(before)))
     assert resolved(after) == resolved(before)

@@ -42,13 +42,13 @@ def test_typed_table_has_fields_and_defaults_of_job_toml(table: type[BaseModel],
     }
 
 
-def test_whole_table_without_role_keys_is_in_the_typed_one() -> None:
+def test_typed_table_has_every_key_of_a_table_without_role_keys() -> None:
     for table, struct in TABLES:
         if not issubclass(table, TrainerRole | RolloutRole | RewardRole):
             assert set(table.model_fields) == set(struct.__struct_fields__), table
 
 
-def test_written_values_reach_the_roles_through_the_file_of_the_run() -> None:
+def test_written_values_reach_the_roles_through_the_run_spec_file() -> None:
     text = """
 [sampling]
 staleness = "unlimited"
@@ -118,12 +118,14 @@ def test_worker_api_is_imported_without_pydantic() -> None:
         ({"task": {"function": "module:task"}, "phases": {"score": {"longest": "2h"}}}, 1800.0),
     ],
 )
-def test_score_by_code_of_the_user_has_time_for_a_rate_limit(changes: dict[str, Any], shortest: float) -> None:
+def test_phase_score_with_user_code_lasts_long_enough_for_a_rate_limit(
+    changes: dict[str, Any], shortest: float
+) -> None:
     job = Job.model_validate(tomllib.loads(JOB) | changes)
     assert resolve(job, "python").limits.phase("score").shortest == shortest
 
 
-def test_agents_are_a_role_with_settings_and_may_act_for_as_long_as_an_attempt_may_last() -> None:
+def test_agents_are_a_role_whose_phase_act_may_last_as_long_as_an_attempt() -> None:
     plain = spec()
     assert plain.agents is None
     assert "agents" not in [role.name for role in plain.roles]
@@ -150,7 +152,7 @@ def test_agents_are_a_role_with_settings_and_may_act_for_as_long_as_an_attempt_m
     assert (made.role("agents").argv, made.role("agents").built_in) == (("./play", "-v"), False)
 
 
-def test_an_endpoint_is_a_role_whose_settings_are_those_written_and_the_defaults() -> None:
+def test_endpoint_is_a_role_with_the_written_settings_and_the_defaults() -> None:
     assert spec().endpoint is None
     pieces = 'pieces = "0123456789+= "'
     job = JOB.replace(pieces, f'{pieces}\nchat = {{ user = "{{content}}=" }}')

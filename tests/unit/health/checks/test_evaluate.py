@@ -19,7 +19,7 @@ DOCS = Path(__file__).parents[4] / "docs"
 
 
 # ── counters ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_the_first_total_is_where_a_counter_starts() -> None:
+def test_first_total_of_a_counter_is_its_start_value() -> None:
     trail = CounterHistory(100, 40)
     assert (trail.increase, trail.increase_within(1000, 200)) == (0, 0)
     trail.add(150, 43)
@@ -60,7 +60,7 @@ def test_a_counter_that_rises_every_second_for_a_day_costs_little() -> None:
     assert trail.increase == 86_399
 
 
-def test_a_flood_of_xids_is_remembered_within_bounds() -> None:
+def test_stored_xids_are_bounded_during_a_flood_of_xids() -> None:
     node = ObservedNode().gpus()
     for _ in range(700):
         node.passes(200).node_state.xids.add(_event(node.now))
@@ -82,7 +82,7 @@ def test_checks_of_a_node_with_eight_gpus_cost_little_cpu_time() -> None:
 
 
 # ── rules ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_site_says_what_it_expects_and_where_it_disagrees() -> None:
+def test_rules_of_a_site_set_expectations_check_modes_xid_classes_and_limits() -> None:
     rules = parse_rules(
         '[expect]\ngpus = 8\nmounts = ["/scratch"]\n[checks]\ngpu_throttle = "off"\n[xid.classes]\n109 = "app"\n'
         "[gpu]\nhot = 60\n"
@@ -111,7 +111,7 @@ def test_a_mistake_in_the_rules_is_one_line(text: str, expected_text: str) -> No
     assert str(caught.value).isprintable()
 
 
-def test_rules_lie_where_the_site_puts_them_and_without_any_the_defaults_hold(
+def test_rules_are_read_from_the_configured_file_or_else_defaults_apply(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(CONFIG_ENV, raising=False)
@@ -134,7 +134,7 @@ def test_unknown_check_name_in_rules_is_reported() -> None:
 
 
 # ── the table ────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_every_check_is_in_the_documentation_as_it_is_here() -> None:
+def test_row_of_each_check_in_the_docs_matches_the_code() -> None:
     text = (DOCS / "health.md").read_text()
     for check in CHECKS:
         cells = (", ".join(check.readers), check.description, check.failure_description, check.threshold_source)
@@ -143,7 +143,7 @@ def test_every_check_is_in_the_documentation_as_it_is_here() -> None:
     assert len({check.name for check in CHECKS}) == len(CHECKS)
 
 
-def test_rules_that_everybody_may_write_are_refused(tmp_path: Path) -> None:
+def test_rules_file_writable_by_everybody_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "health.toml"
     path.write_text("[expect]\ngpus = 99\n")
     path.chmod(0o666)

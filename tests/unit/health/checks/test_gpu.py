@@ -16,7 +16,7 @@ from rrl.tests.support.health.simulated_node import LINKS, ObservedNode, gpu, ho
 EIGHT = Rules(expect=Expect(gpus=8))
 
 
-def test_a_healthy_node_is_well_in_every_check_of_nvml() -> None:
+def test_healthy_node_passes_every_nvml_check() -> None:
     node = ObservedNode().gpus(times=5)
     assert {one.verdict for one in node.found if one.detector.startswith(("gpu", "nvlink", "pcie"))} == {Verdict.OK}
 
@@ -40,7 +40,7 @@ def test_one_sample_with_proof_fails_at_once(check: str, fields: dict[str, Any],
     assert (found.component, found.node) == ("GPU-1", "n1")
 
 
-def test_a_failure_names_the_gpu_as_a_request_for_another_one_must_also_once_it_is_gone() -> None:
+def test_evidence_names_serial_vbios_and_driver_even_after_the_gpu_is_lost() -> None:
     named = gpu(1, serial="1650924012345", vbios="96.00.74", ecc_volatile_uncorrected=1)
     node = ObservedNode().gpus(named)
     label = node.one("gpu_ecc_uncorrected").evidence[-1].text
@@ -65,7 +65,7 @@ def test_a_failure_names_the_gpu_as_a_request_for_another_one_must_also_once_it_
         ("gpu_versions", {"vbios": "96.01"}),
     ],
 )
-def test_what_only_warns(check: str, fields: dict[str, Any]) -> None:
+def test_gpu_condition_that_needs_no_repair_warns_and_clears(check: str, fields: dict[str, Any]) -> None:
     node = ObservedNode().gpus(gpu(1, **fields), times=20)
     assert node.verdict(check) is Verdict.WARN
     assert node.gpus(times=2).verdict(check) is Verdict.OK
@@ -98,7 +98,7 @@ def test_failed_gpu_stays_failed_without_samples_and_clears_after_two_passes() -
 
 
 # ── there at all ─────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_unknown_error_of_every_gpu_at_once_is_what_a_changed_cgroup_does() -> None:
+def test_unknown_error_of_all_gpus_at_once_warns_as_a_software_cause() -> None:
     gone = [gpu(i, lost="Unknown Error") for i in range(2)]
     found = ObservedNode().gpus(times=2).gpus(*gone, times=60).one("gpu_lost")
     assert (found.verdict, found.cause, found.remedy) == (Verdict.WARN, Cause.SOFTWARE, Remedy.SUPPORT)
@@ -119,12 +119,12 @@ def test_gpu_count_below_expected_fails_and_without_expectation_passes() -> None
     assert ObservedNode().gpus().verdict("gpu_count") is Verdict.OK
 
 
-def test_a_gpu_that_vanishes_is_missed_also_where_no_number_is_expected() -> None:
+def test_gpu_that_vanishes_fails_gpu_count_without_an_expected_count() -> None:
     node = ObservedNode().gpus().reads(NvmlData(driver="570.1", gpus=(gpu(0),)))
     assert (node.one("gpu_count").verdict, node.one("gpu_count").remedy) == (Verdict.FAIL, Remedy.REBOOT)
 
 
-def test_a_node_without_a_driver_is_unknown_and_that_decides_only_where_gpus_are_expected() -> None:
+def test_node_without_a_driver_is_unknown_and_fails_only_if_gpus_are_expected() -> None:
     nothing = ObservedNode().cannot("nvml", "absent", "no NVIDIA driver")
     assert nothing.text("gpu_count") == "cannot be known here: nvml: no NVIDIA driver"
     assert nothing.verdict("readers") is Verdict.OK
@@ -134,7 +134,7 @@ def test_a_node_without_a_driver_is_unknown_and_that_decides_only_where_gpus_are
 
 
 # ── growing, heat ────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_aggregate_ecc_errors_of_the_past_are_no_failure_and_new_ones_are() -> None:
+def test_ecc_errors_from_before_monitoring_pass_and_new_ones_fail() -> None:
     old = {"ecc_volatile_uncorrected": 0, "ecc_aggregate_uncorrected": 12}
     node = ObservedNode().gpus(gpu(0, **old), times=3)
     assert node.verdict("gpu_ecc_uncorrected") is Verdict.OK
@@ -142,7 +142,7 @@ def test_aggregate_ecc_errors_of_the_past_are_no_failure_and_new_ones_are() -> N
     assert node.verdict("gpu_ecc_uncorrected") is Verdict.FAIL
 
 
-def test_an_aggregate_that_blinks_has_not_grown_and_one_beyond_what_it_was_has() -> None:
+def test_ecc_total_that_drops_and_returns_passes_and_one_above_its_maximum_fails() -> None:
     def with_total(total: int) -> Any:
         return gpu(0, ecc_aggregate_uncorrected=total)
 
@@ -162,7 +162,7 @@ def test_high_rate_of_corrected_errors_warns_and_low_rate_does_not() -> None:
     )
 
 
-def test_corrected_errors_that_go_on_for_minutes_warn_below_the_rate() -> None:
+def test_corrected_errors_over_minutes_warn_even_below_the_rate_limit() -> None:
     node = ObservedNode()
     for tick in range(34):
         node.gpus(gpu(0, ecc_volatile_corrected=600 * tick)).passes(9)
@@ -180,7 +180,7 @@ def test_pages_retired_during_monitoring_fail_from_fifteen_on() -> None:
     assert node.verdict("gpu_retired_pages") is Verdict.FAIL
 
 
-def test_heat_fails_only_when_it_lasts() -> None:
+def test_high_temperature_fails_only_if_it_lasts() -> None:
     node = ObservedNode().gpus(gpu(0, temperature=90), times=29, every=10)
     assert node.verdict("gpu_temperature") is Verdict.WARN
     node.gpus(gpu(0, temperature=90), times=5, every=10)
@@ -188,7 +188,7 @@ def test_heat_fails_only_when_it_lasts() -> None:
     assert (found.verdict, found.remedy, found.proof) == (Verdict.FAIL, Remedy.EXCLUDE, False)
 
 
-def test_heat_that_comes_and_goes_does_not_add_up() -> None:
+def test_separate_periods_of_high_temperature_are_not_added_up() -> None:
     node = ObservedNode()
     for _ in range(20):
         node.gpus(gpu(0, temperature=90), times=5, every=10).gpus(times=1, every=10)
@@ -227,20 +227,20 @@ def test_used_memory_and_foreign_processes_matter_only_before_a_role_starts() ->
         assert (found.verdict, found.cause, found.remedy) == (Verdict.FAIL, Cause.USER, Remedy.NONE)
 
 
-def test_other_jobs_gpus_are_theirs() -> None:
+def test_gpus_of_other_jobs_need_not_be_free() -> None:
     node = ObservedNode()
     node.node_state.set_expected_free(["1"])
     node.gpus(gpu(0, memory_used=2**34, processes=(GpuProcess(77, 1001, 2**34),)), times=5)
     assert (node.verdict("gpu_memory"), node.verdict("gpu_processes")) == (Verdict.OK, Verdict.OK)
 
 
-def test_what_the_driver_reserves_is_no_use() -> None:
+def test_memory_reserved_by_the_driver_does_not_count_as_used() -> None:
     node = ObservedNode()
     node.node_state.set_expected_free([ALL_GPUS])
     assert node.gpus(gpu(0, memory_used=500 * 2**20), times=5).verdict("gpu_memory") is Verdict.OK
 
 
-def test_another_driver_or_vbios_than_the_fleets_warns() -> None:
+def test_driver_or_vbios_other_than_expected_warns() -> None:
     node = ObservedNode(Rules(expect=Expect(driver="570.1", vbios="96.00"))).gpus()
     assert node.verdict("gpu_versions") is Verdict.OK
     assert ObservedNode(Rules(expect=Expect(driver="575.2"))).gpus().verdict("gpu_versions") is Verdict.WARN
@@ -259,7 +259,7 @@ def test_link_that_goes_down_fails_after_three_samples() -> None:
     assert (found.verdict, found.remedy) == (Verdict.FAIL, Remedy.EXCLUDE)
 
 
-def test_links_that_never_were_active_are_how_the_machine_is_built() -> None:
+def test_links_that_were_never_active_are_not_reported() -> None:
     never = tuple(NvLink(link=i, active=False) for i in range(4))
     node = ObservedNode().gpus(gpu(0, nvlinks=never), gpu(1, nvlinks=never), times=5)
     assert node.verdict("nvlink_state") is Verdict.OK
@@ -274,7 +274,7 @@ def test_one_burst_of_link_errors_warns_and_errors_in_most_windows_fail() -> Non
     assert (found.verdict, found.component) == (Verdict.FAIL, "GPU-0/nvlink0")
 
 
-def test_link_errors_of_the_past_count_for_nothing_and_new_ones_are_forgotten_after_their_windows() -> None:
+def test_link_errors_before_monitoring_are_ignored_and_later_ones_expire_with_their_windows() -> None:
     node = ObservedNode().gpus(gpu(0, nvlinks=_links(replay=9999)), times=3)
     assert node.verdict("nvlink_errors") is Verdict.OK
     node.gpus(gpu(0, nvlinks=_links(replay=10_000)))
@@ -291,7 +291,7 @@ def test_flood_of_crc_errors_fails() -> None:
 
 
 @pytest.mark.parametrize("state", ["in_progress", "not_started"])
-def test_a_gpu_has_two_minutes_to_register_with_its_fabric(state: str) -> None:
+def test_fabric_registration_of_a_gpu_may_take_two_minutes(state: str) -> None:
     node = ObservedNode().gpus(gpu(0, fabric_state=state, fabric_status=None), times=120)
     assert node.verdict("nvlink_fabric") is Verdict.WARN
     node.gpus(gpu(0, fabric_state=state, fabric_status=None), times=3)
@@ -299,7 +299,7 @@ def test_a_gpu_has_two_minutes_to_register_with_its_fabric(state: str) -> None:
     assert (found.verdict, found.remedy) == (Verdict.FAIL, Remedy.EXCLUDE)
 
 
-def test_a_gpu_that_registers_again_has_its_time_again() -> None:
+def test_time_limit_of_fabric_registration_restarts_with_each_registration() -> None:
     node = ObservedNode().gpus(gpu(0, fabric_state="in_progress"), times=100).gpus(times=2)
     assert node.verdict("nvlink_fabric") is Verdict.OK
     assert node.gpus(gpu(0, fabric_state="in_progress"), times=100).verdict("nvlink_fabric") is Verdict.WARN
@@ -311,7 +311,7 @@ def test_failed_fabric_registration_fails_after_three_samples() -> None:
     assert node.gpus(gpu(0, fabric_status="failure")).verdict("nvlink_fabric") is Verdict.FAIL
 
 
-def test_a_machine_without_a_fabric_is_well() -> None:
+def test_gpu_without_a_fabric_passes_the_fabric_check() -> None:
     no_fabric = gpu(0, fabric_state="not_supported", fabric_status=None)
     assert ObservedNode().gpus(no_fabric, times=5).verdict("nvlink_fabric") is Verdict.OK
 
@@ -330,7 +330,7 @@ def test_pcie_replays_are_judged_by_generation_and_lanes(gen: int, lanes: int, u
 
 
 # ── readers that hang ────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_hung_nvml_is_unknown_then_a_warning_until_another_witness_of_the_driver_hangs_as_long() -> None:
+def test_hung_nvml_is_unknown_then_warns_until_a_second_witness_of_the_driver_hangs_too() -> None:
     node = ObservedNode().reads(host()).gpus()
     for _ in range(6):
         node.cannot("nvml").passes(10)
@@ -374,7 +374,7 @@ def test_hung_nvml_and_process_stuck_in_its_driver_fail_after_a_minute() -> None
         ("nvidia-smi", None, Verdict.WARN),
     ],
 )
-def test_a_task_of_the_driver_that_the_kernel_calls_hung_is_a_witness(
+def test_driver_task_that_the_kernel_reports_as_hung_is_a_second_witness(
     name: str, uid: int | None, verdict: Verdict
 ) -> None:
     text = f"INFO: task {name}:771 blocked for more than 120 seconds."
@@ -384,7 +384,7 @@ def test_a_task_of_the_driver_that_the_kernel_calls_hung_is_a_witness(
     assert node.log(line).verdict("readers") is verdict
 
 
-def test_a_process_stuck_elsewhere_is_no_witness_of_the_driver() -> None:
+def test_process_stuck_outside_of_the_driver_is_no_witness_of_the_driver() -> None:
     stuck: HostData = host(
         stuck=(StuckProcess(pid=9, uid=1001, name="cp", seconds=40, kernel_function="nfs_wait_bit_killable"),)
     )
@@ -395,7 +395,7 @@ def test_a_process_stuck_elsewhere_is_no_witness_of_the_driver() -> None:
 
 
 # ── guards ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_check_can_be_observed_only_or_off() -> None:
+def test_check_in_mode_observe_only_warns_and_in_mode_off_reports_nothing() -> None:
     bad = gpu(0, ecc_volatile_uncorrected=1)
     observed = ObservedNode(Rules(checks={"gpu_ecc_uncorrected": "observe"})).gpus(bad).one("gpu_ecc_uncorrected")
     assert (observed.verdict, observed.remedy, observed.proof) == (Verdict.WARN, Remedy.NONE, False)
@@ -414,20 +414,20 @@ def test_findings_of_an_unchanged_situation_are_equal_and_keep_their_times() -> 
         assert node.one("gpu_ecc_uncorrected") == first[[f.detector for f in first].index("gpu_ecc_uncorrected")]
 
 
-def test_new_rules_do_not_forgive() -> None:
+def test_changed_rules_do_not_clear_a_failure() -> None:
     node = ObservedNode().gpus(gpu(0, recovery_action="gpu_reset"))
     node.rules = Rules(gpu=GpuRules(hot=100))
     assert node.check_again().verdict("gpu_recovery_action") is Verdict.FAIL
 
 
-def test_looking_again_without_a_reading_changes_nothing() -> None:
+def test_repeated_check_without_a_new_reading_changes_nothing() -> None:
     node = ObservedNode().gpus().gpus(gpu(0, fabric_state="in_progress"))
     before = node.found
     for _ in range(5):
         assert node.check_again().found == before
 
 
-def test_every_finding_has_a_key_of_its_own() -> None:
+def test_every_finding_has_a_unique_key() -> None:
     ill = [gpu(i, temperature=99, recovery_action="node_reboot", pcie_width=8) for i in range(2)]
     node = ObservedNode(EIGHT).gpus(*ill, times=5).xid(79).cannot("kernel", "broken", "x").cannot("nvml")
     keys = [one.key for one in node.found]

@@ -39,7 +39,7 @@ def old_driver(index: int = 0, **fields: Any) -> Gpu:
 
 
 # ── boards ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_boards_of_which_some_are_bridged_and_others_not() -> None:
+def test_bridged_and_unbridged_boards_in_one_node_have_no_findings() -> None:
     for name in ("NVIDIA H100 PCIe", "NVIDIA H200 NVL"):
         card = {**PCIE, "name": name}
         node = ObservedNode().gpus(gpu(0, **card), gpu(1, **card), gpu(2, **card, nvlinks=DOWN), times=5)
@@ -54,13 +54,13 @@ def test_gpu_of_a_switched_board_without_any_link_is_reported() -> None:
         assert node.verdict("nvlink_state") is Verdict.WARN, name
 
 
-def test_a_gpu_in_mig_mode_has_its_links_down_and_needs_no_fabric() -> None:
+def test_gpu_in_mig_mode_may_have_inactive_links_and_no_fabric() -> None:
     split = {"mig": True, "nvlinks": DOWN, "fabric_state": "not_started", "utilization": None}
     node = ObservedNode().gpus(times=2).gpus(gpu(0, **split), times=5)
     assert ill(node) == []
 
 
-def test_dcgm_calls_links_down_that_no_bridge_connects() -> None:
+def test_dcgm_incident_on_an_unbridged_nvlink_warns_and_on_a_switched_board_fails() -> None:
     data = DcgmData(incidents=(DcgmIncident("GPU-0", "NVLink", "NVLINK_DOWN", "fail", "words"),))
     node = ObservedNode().gpus(gpu(0, **PCIE, nvlinks=DOWN), gpu(1, **PCIE, nvlinks=DOWN)).reads(data, times=5)
     assert node.verdict("dcgm_health") is Verdict.WARN
@@ -68,7 +68,7 @@ def test_dcgm_calls_links_down_that_no_bridge_connects() -> None:
 
 
 # ── whose GPUs ───────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_gpus_that_a_device_cgroup_keeps_from_us_are_not_missing() -> None:
+def test_gpus_withheld_by_a_device_cgroup_are_not_counted_as_missing() -> None:
     node = ObservedNode(Rules(expect=Expect(gpus=8)))
     half = NvmlData(driver="570.1", gpus=tuple(gpu(i) for i in range(4)), granted=4, withheld=4)
     assert node.reads(half, times=5).verdict("gpu_count") is Verdict.OK
@@ -77,7 +77,7 @@ def test_gpus_that_a_device_cgroup_keeps_from_us_are_not_missing() -> None:
     assert ObservedNode(Rules(expect=Expect(gpus=4))).reads(lacking).verdict("gpu_count") is Verdict.FAIL
 
 
-def test_indices_of_slurm_name_no_gpu_where_mig_splits_one() -> None:
+def test_gpu_indices_of_slurm_are_not_used_on_a_node_with_a_mig_gpu() -> None:
     busy = {"processes": (GpuProcess(7, 1001, None),), "memory_used": 2**34}
     node = ObservedNode()
     node.node_state.set_expected_free(["1"])
@@ -85,14 +85,14 @@ def test_indices_of_slurm_name_no_gpu_where_mig_splits_one() -> None:
     assert ill(node) == []
 
 
-def test_the_server_of_mps_is_the_sites() -> None:
+def test_mps_server_process_does_not_count_as_a_foreign_process() -> None:
     node = ObservedNode()
     node.node_state.set_expected_free([ALL_GPUS])
     node.gpus(gpu(0, processes=(GpuProcess(7, 0, 30 * 2**20, "nvidia-cuda-mps"),)), times=15)
     assert node.verdict("gpu_processes") is Verdict.OK
 
 
-def test_a_job_that_ends_slowly_has_ten_looks_to_give_its_memory_back() -> None:
+def test_memory_of_a_slowly_ending_job_may_be_freed_within_ten_samples() -> None:
     node = ObservedNode()
     node.node_state.set_expected_free([ALL_GPUS])
     used = gpu(0, memory_used=2**34, processes=(GpuProcess(7, 1001, 2**34),))
@@ -101,7 +101,7 @@ def test_a_job_that_ends_slowly_has_ten_looks_to_give_its_memory_back() -> None:
 
 
 # ── clocks and links that rest ───────────────────────────────────────────────────────────────────────────────────────
-def test_clocks_that_an_administrator_set_are_wanted() -> None:
+def test_application_clocks_set_by_an_administrator_are_not_reported() -> None:
     node = ObservedNode().gpus(gpu(0, clock_sm=1100, clock_reasons=("applications_clocks",)), times=20)
     assert ill(node) == []
 
@@ -113,7 +113,7 @@ def test_slowed_gpu_gives_the_same_finding_for_every_reason() -> None:
         assert node.gpus(gpu(0, clock_reasons=reasons)).one("gpu_throttle") == first
 
 
-def test_a_link_of_an_idle_gpu_that_rests_at_generation_1_is_judged_as_what_it_can_do() -> None:
+def test_pcie_link_of_an_idle_gpu_is_judged_by_its_maximum_generation() -> None:
     node = ObservedNode().gpus(gpu(0, pcie_replays=0, pcie_gen=1))
     node.gpus(gpu(0, pcie_replays=20, pcie_gen=1, utilization=0))
     assert node.verdict("pcie_replays") is Verdict.OK
@@ -122,7 +122,7 @@ def test_a_link_of_an_idle_gpu_that_rests_at_generation_1_is_judged_as_what_it_c
     assert node.gpus(gpu(0, pcie_replays=60, pcie_gen=5)).one("pcie_replays") == first
 
 
-def test_crc_errors_that_are_read_every_20_s_are_no_rate_of_one_second() -> None:
+def test_crc_errors_sampled_every_20_s_do_not_count_as_a_rate_per_second() -> None:
     node = ObservedNode().gpus(every=20)
     for look in range(1, 9):  # 60 a second
         link = msgspec.structs.replace(LINKS[0], crc_flit=1200 * look)
@@ -130,7 +130,7 @@ def test_crc_errors_that_are_read_every_20_s_are_no_rate_of_one_second() -> None
         assert node.verdict("nvlink_errors") is Verdict.WARN
 
 
-def test_a_rise_of_hours_ago_is_none_of_the_last_minute() -> None:
+def test_counter_increase_from_hours_ago_does_not_count_in_the_last_minute() -> None:
     trail = CounterHistory(0, 0)
     trail.add(10, 1000)
     trail.add(4 * HOUR, 1001)
@@ -148,7 +148,7 @@ def test_xid_cured_by_a_reset_no_longer_counts_even_with_old_drivers(code: int) 
     [(95, {"ecc_volatile_uncorrected": 2}), (64, {"remap_failed": True}), (79, {"lost": "GPU is lost"}), (119, {}),
      (95, {"ecc_volatile_uncorrected": None})],
 )  # fmt: skip
-def test_what_is_still_there_or_cannot_be_known_counts_on(code: int, fields: dict[str, Any]) -> None:
+def test_xid_whose_condition_persists_or_cannot_be_read_still_fails(code: int, fields: dict[str, Any]) -> None:
     assert ObservedNode().gpus(old_driver(**fields)).xid(code, age=HOUR).verdict("xid") is Verdict.FAIL
 
 
@@ -160,7 +160,7 @@ def test_xid_without_a_catalogue_action_follows_the_driver(code: int) -> None:
     assert bad.verdict("xid") is Verdict.FAIL
 
 
-def test_a_driver_that_hangs_does_not_bring_back_what_it_had_dealt_with() -> None:
+def test_xid_resolved_before_the_driver_hung_only_warns() -> None:
     node = ObservedNode().gpus().xid(119, age=HOUR).cannot("nvml").log()
     assert node.verdict("xid") is Verdict.WARN
 
@@ -180,20 +180,20 @@ def test_receiver_not_ready_errors_are_no_failure_of_the_fabric() -> None:
     assert node.verdict("fabric_errors") is Verdict.OK
 
 
-def test_links_come_and_go_while_the_machine_boots() -> None:
+def test_network_links_that_flap_during_boot_pass() -> None:
     node = ObservedNode()  # a log of 1000 s of uptime
     lost = [KernelEvent(kind="nic", text="ib0: Lost carrier", device="ib0", age=age) for age in (980.0, 970.0, 960.0)]
     assert node.log(*lost).verdict("kernel_nic") is Verdict.OK
 
 
 @pytest.mark.parametrize("filesystem", ["squashfs", "iso9660", "erofs"])
-def test_an_image_is_always_full(filesystem: str) -> None:
+def test_full_read_only_image_passes_the_disk_check(filesystem: str) -> None:
     mount = Mount(path="/", answers=True, filesystem=filesystem, used=1.0, inodes_used=1.0)
     assert ObservedNode().reads(host(mounts=(mount,)), times=5).verdict("disk") is Verdict.OK
 
 
 @pytest.mark.parametrize(("uid", "verdict"), [(0, Verdict.WARN), (1002, Verdict.WARN), (1001, Verdict.FAIL)])
-def test_a_process_in_state_d_that_is_not_ours_did_not_outlive_our_kill(uid: int, verdict: Verdict) -> None:
+def test_foreign_process_in_state_d_does_not_count_as_a_survivor_of_our_kill(uid: int, verdict: Verdict) -> None:
     node = ObservedNode()
     node.node_state.own_uid = 1001
     node.node_state.on_our_kill(node.now - 70)
@@ -202,7 +202,7 @@ def test_a_process_in_state_d_that_is_not_ours_did_not_outlive_our_kill(uid: int
     assert node.verdict("stuck") is verdict
 
 
-def test_a_machine_on_which_nothing_answers_is_no_broken_driver() -> None:
+def test_node_on_which_no_reader_answers_is_unknown_and_no_driver_failure() -> None:
     node = ObservedNode()
     for name in ("nvml", "dcgm", "kernel", "fabric", "host"):
         node.cannot(name)

@@ -147,7 +147,9 @@ def line(kind: Any, text: str, device: str = "", age: float = 0.0) -> KernelEven
         (line("oom", "Out of memory: Killed process 7 (python)"), "oom", Verdict.WARN, Cause.USER),
     ],
 )  # fmt: skip
-def test_lines_of_the_kernel_log(event: KernelEvent, check: str, verdict: Verdict, cause: Cause | None) -> None:
+def test_kernel_log_event_gives_its_verdict_and_cause(
+    event: KernelEvent, check: str, verdict: Verdict, cause: Cause | None
+) -> None:
     node = ObservedNode().log(event)
     assert node.verdict(check) is verdict
     assert cause is None or node.one(check).cause is cause
@@ -208,7 +210,7 @@ def test_hung_task_gives_an_equal_finding_for_an_hour() -> None:
     assert node.passes(2 * HOUR).log().log().verdict("kernel_hung") is Verdict.OK
 
 
-def test_a_line_counts_for_a_day() -> None:
+def test_kernel_log_event_counts_for_a_day() -> None:
     node = ObservedNode().log(line("io", "nvme0n1: I/O error", "nvme0n1", age=23 * HOUR))
     assert node.verdict("kernel_io") is Verdict.FAIL
     assert node.passes(2 * HOUR).log().log().verdict("kernel_io") is Verdict.OK
@@ -259,7 +261,7 @@ def test_an_expected_port_must_be_up_from_the_beginning() -> None:
     assert {one.component for one in node.of("fabric_port") if one.verdict is Verdict.FAIL} == {"mlx5_0/1", "mlx5_7/1"}
 
 
-def test_devices_are_counted() -> None:
+def test_infiniband_device_count_below_the_expected_or_earlier_one_fails() -> None:
     rules = Rules(expect=Expect(hcas=2))
     assert ObservedNode(rules).reads(ports(port()), times=3).verdict("hca_count") is Verdict.FAIL
     assert ObservedNode(rules).reads(ports(port(), port("mlx5_1")), times=3).verdict("hca_count") is Verdict.OK
@@ -343,7 +345,7 @@ def test_mount_that_does_not_answer_fails_after_three_samples() -> None:
 
 
 @pytest.mark.parametrize(("device", "verdict"), [("sda1", Verdict.FAIL), ("loop0", Verdict.OK)])
-def test_a_damaged_image_that_a_user_brought_along_says_nothing_of_the_node(device: str, verdict: Verdict) -> None:
+def test_file_system_error_of_a_users_loop_device_does_not_fail_the_node(device: str, verdict: Verdict) -> None:
     error = KernelEvent(kind="filesystem", text=f"EXT4-fs error (device {device}): ext4_lookup:1602", device=device)
     assert ObservedNode().log(error).verdict("kernel_filesystem") is verdict
 
@@ -361,7 +363,9 @@ def scratch(attempts: int, hung_for: float, *, others: bool = True) -> HostData:
     (scratch(3, 15.1, others=False), Verdict.WARN),  # the whole node stood still
     (scratch(0, 0.0), Verdict.WARN),
 ])  # fmt: skip
-def test_one_sample_of_a_mount_fails_after_a_time_and_several_attempts(reading: HostData, verdict: Verdict) -> None:
+def test_single_sample_of_a_hung_mount_fails_after_enough_time_and_attempts(
+    reading: HostData, verdict: Verdict
+) -> None:
     found = next(one for one in ObservedNode().reads(reading).of("mounts") if one.component == "/scratch")
     assert found.verdict is verdict
 
@@ -379,14 +383,14 @@ def test_disk_usage_is_judged_by_file_system_and_share(
     assert ObservedNode().reads(host(mounts=(mount,)), times=3).verdict("disk") is verdict
 
 
-def test_memory_against_what_is_there_and_what_is_expected() -> None:
+def test_memory_below_the_available_or_expected_amount_warns() -> None:
     assert ObservedNode().reads(host(memory_available=10 * 2**30)).verdict("memory") is Verdict.WARN
     rules = Rules(expect=Expect(memory=1024 * 2**30))
     assert ObservedNode(rules).reads(host()).verdict("memory") is Verdict.WARN
     assert ObservedNode(Rules(expect=Expect(memory=500 * 2**30))).reads(host()).verdict("memory") is Verdict.OK
 
 
-def test_governor_and_clock_source() -> None:
+def test_unexpected_cpu_governor_or_clock_source_warns() -> None:
     rules = Rules(expect=Expect(governor="performance", clock_source="tsc"))
     assert ObservedNode(rules).reads(host()).verdict("cpu_governor") is Verdict.OK
     assert ObservedNode(rules).reads(host(governor="powersave")).verdict("cpu_governor") is Verdict.WARN
@@ -412,6 +416,6 @@ def test_process_in_state_d_warns_after_five_minutes_and_fails_after_our_kill() 
     assert (node.verdict("stuck"), node.one("stuck").remedy) == (Verdict.FAIL, Remedy.REBOOT)
 
 
-def test_zombies() -> None:
+def test_more_than_fifty_zombies_warn() -> None:
     assert ObservedNode().reads(host(zombies=3)).verdict("zombies") is Verdict.OK
     assert ObservedNode().reads(host(zombies=51)).verdict("zombies") is Verdict.WARN

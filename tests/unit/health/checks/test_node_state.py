@@ -31,7 +31,7 @@ def test_next_agent_restores_the_hardware_inventory() -> None:
     assert hardware_inventory(agent(past).node_state) == past
 
 
-def test_a_port_that_went_down_while_no_agent_looked_is_found() -> None:
+def test_port_that_went_down_between_two_agents_is_found() -> None:
     for past, found in ((restored_state(), True), (None, False)):
         node = agent(past).reads(FabricData(ports=(DOWN,)), times=60, every=5.0)
         assert any(one.verdict in (Verdict.WARN, Verdict.FAIL) and "mlx5_2" in str(one) for one in node.found) is found
@@ -45,7 +45,7 @@ def test_inventory_is_reset_after_another_boot_or_an_unknown_boot() -> None:
     assert unknown.max_gpus == 0
 
 
-def test_another_job_may_be_given_other_gpus_of_the_node() -> None:
+def test_gpu_inventory_of_another_job_is_not_restored() -> None:
     past = hardware_inventory(agent().gpus().node_state, "4711")
     for job, gpus in (("4711", 2), ("4712", 0)):
         node = agent()

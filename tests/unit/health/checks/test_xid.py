@@ -34,7 +34,7 @@ def test_every_code_of_the_table_is_in_the_catalogue_with_its_class() -> None:
     assert all(one.meaning and one.source and one.fault for one in catalogue().values())
 
 
-def test_an_unknown_number_is_of_the_rest_and_a_site_may_say_otherwise() -> None:
+def test_unknown_xid_has_class_rest_and_a_site_may_reclassify_any_xid() -> None:
     assert xid(999, XidRules()).kind == "rest"
     ours = xid(109, XidRules(classes={"109": "app"}))
     assert (ours.kind, ours.action, ours.source) == ("app", Remedy.RESTART, "site")
@@ -58,7 +58,7 @@ def test_text_of_xid_154_states_the_recovery_action(text: str, expected_text: tu
     )
 
 
-def test_fatal_is_not_non_fatal() -> None:
+def test_non_fatal_text_is_not_parsed_as_fatal() -> None:
     assert is_fatal("149, NETIR_LINK_EVT Fatal XC0 i0 Link 00")
     assert not any(map(is_fatal, ("Nonfatal", "Non-fatal", "non fatal", "", "NETIR_LINK_EVT")))
 
@@ -76,7 +76,7 @@ def test_gpu_off_the_bus_fails_as_soon_as_nvml_loses_it() -> None:
 
 
 @pytest.mark.parametrize("code", [48, 62, 64, 95, 119, 120, 140, 158])
-def test_those_that_need_a_reset_say_so(code: int) -> None:
+def test_xid_that_needs_a_reset_fails_with_remedy_reset_gpu(code: int) -> None:
     found = ObservedNode().gpus().xid(code).one("xid")
     assert (found.verdict, found.remedy, found.proof) == (Verdict.FAIL, Remedy.RESET_GPU, True)
 
@@ -99,7 +99,7 @@ def test_xid_45_beside_another_xid_adds_no_finding() -> None:
     assert "45" not in node.text("xid")
 
 
-def test_authority_of_the_source_decides_on_the_action() -> None:
+def test_recovery_action_of_the_driver_overrides_that_of_the_catalogue() -> None:
     node = ObservedNode().gpus().xid(95).xid(154, text="GPU recovery action changed from 0x0 (None) to 0x2 (Node Reboot"
                                          " Required)")  # fmt: skip
     found = node.gpus(gpu(0, recovery_action="node_reboot")).one("xid")
@@ -107,14 +107,14 @@ def test_authority_of_the_source_decides_on_the_action() -> None:
     assert "Xid 95" in node.text("xid")
 
 
-def test_once_the_driver_wants_nothing_any_more_the_gpu_is_trusted_again() -> None:
+def test_xid_clears_once_the_driver_reports_that_no_action_is_needed() -> None:
     node = ObservedNode().gpus().xid(119).passes(200)
     assert node.verdict("xid") is Verdict.FAIL
     node.xid(154, text="GPU recovery action changed from 0x1 (GPU Reset Required) to 0x0 (None)").gpus(times=3)
     assert node.verdict("xid") is Verdict.OK
 
 
-def test_xid_154_without_a_text_has_no_effect() -> None:
+def test_xid_154_without_action_text_has_no_effect() -> None:
     assert ObservedNode().gpus().gpus(xids=(GpuXid("GPU-0", 154),)).verdict("xid") is Verdict.OK
 
 
@@ -132,7 +132,7 @@ def test_repeated_application_xid_on_one_gpu_warns_and_under_two_roles_fails() -
     assert not found.proof
 
 
-def test_the_same_on_different_gpus_is_the_applications_bug() -> None:
+def test_application_xid_on_different_gpus_under_two_roles_only_warns() -> None:
     node = ObservedNode().gpus()
     for role, incarnation in (("rollout", "rollout/0#1"), ("trainer", "trainer/0#1")):
         node.node_state.set_tenant(["GPU-0", "GPU-1"], role, incarnation)
@@ -185,7 +185,7 @@ def test_xid_of_a_missing_power_cable_warns_and_needs_support() -> None:
 
 # ── whose end it is, and who tells it ────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize("code", [13, 31, 74, 54, 61])
-def test_around_our_own_kill_xids_are_only_recorded(code: int) -> None:
+def test_application_xid_around_our_own_kill_has_no_finding(code: int) -> None:
     node = ObservedNode().gpus()
     node.node_state.on_our_kill(node.now - 20)
     assert node.xid(code).verdict("xid") is Verdict.OK
@@ -198,7 +198,7 @@ def test_around_our_own_kill_xids_are_only_recorded(code: int) -> None:
 
 
 @pytest.mark.parametrize("code", [79, 95])
-def test_the_gravest_act_also_around_our_own_kill(code: int) -> None:
+def test_severe_xid_around_our_own_kill_still_fails(code: int) -> None:
     node = ObservedNode().gpus()
     node.node_state.on_our_kill(node.now)
     assert node.xid(code).gpus(LOST).verdict("xid") is Verdict.FAIL
@@ -228,13 +228,13 @@ def test_counts_of_dcgm_before_us_are_no_events() -> None:
     assert node.verdict("xid") is Verdict.OK
 
 
-def test_an_old_line_of_the_log_counts_unless_the_driver_says_that_all_is_well() -> None:
+def test_xid_logged_before_the_start_counts_unless_the_driver_needs_no_action() -> None:
     assert ObservedNode().gpus().xid(119, age=HOUR).verdict("xid") is Verdict.WARN
     assert ObservedNode().gpus(gpu(0, recovery_action=None)).xid(119, age=HOUR).verdict("xid") is Verdict.FAIL
     assert ObservedNode().gpus(gpu(0, recovery_action=None)).xid(119, age=30 * HOUR).verdict("xid") is Verdict.OK
 
 
-def test_one_earlier_crash_does_not_count_but_several_do() -> None:
+def test_one_earlier_application_xid_has_no_finding_and_two_warn() -> None:
     once = ObservedNode().gpus().xid(31, age=HOUR)
     assert once.verdict("xid") is Verdict.OK
     once.xid(31, age=5 * HOUR)
@@ -266,7 +266,7 @@ def test_contained_error_fails_by_its_count_and_not_by_its_xid() -> None:
     assert (alone.verdict("xid"), alone.verdict("gpu_ecc_uncorrected")) == (Verdict.WARN, Verdict.OK)
 
 
-def test_switches_have_their_own() -> None:
+def test_fatal_sxid_of_a_switch_fails_and_a_non_fatal_one_warns() -> None:
     fatal = KernelEvent(kind="sxid", text="nvidia-nvswitch0: SXid (PCI:0000:c1:00.0): 12028, Fatal", pci="0000:c1:00",
                         pci_exists=True)  # fmt: skip
     mild = KernelEvent(kind="sxid", text="nvidia-nvswitch0: SXid (PCI:0000:c1:00.0): 20034, Non-fatal, Link 30")
@@ -319,7 +319,7 @@ def test_xid_79_that_nvml_also_reports_fails_at_once() -> None:
     assert ObservedNode().gpus().xid(79).gpus(xids=(GpuXid("GPU-0", 79),)).verdict("xid") is Verdict.FAIL
 
 
-def test_a_demand_for_a_reset_that_nvml_does_not_repeat_is_a_warning() -> None:
+def test_reset_request_that_nvml_does_not_repeat_warns() -> None:
     node = (
         ObservedNode().gpus().xid(154, text="GPU recovery action changed from 0x0 (None) to 0x1 (GPU Reset Required)")
     )
@@ -333,6 +333,6 @@ def test_a_fatal_sxid_of_a_switch_that_the_node_does_not_have_is_a_warning(exist
     assert ObservedNode().log(line).verdict("nvswitch") is Verdict.WARN
 
 
-def test_the_name_of_a_process_does_not_make_an_nvlink_error_fatal() -> None:
+def test_process_name_that_contains_fatal_does_not_make_an_nvlink_error_fatal() -> None:
     node = ObservedNode().gpus().xid(74, text="pid=4711, name=a, fatal, b, NVLink: recoverable error on link 3")
     assert node.verdict("xid") is Verdict.WARN

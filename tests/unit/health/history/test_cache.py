@@ -89,7 +89,7 @@ def test_file_that_shrank_or_was_replaced_is_read_again(folder: Path, file: Path
     assert read(folder, file)[0] == new
 
 
-def test_a_file_that_was_removed_is_forgotten(folder: Path, file: Path) -> None:
+def test_removed_file_is_dropped_from_the_cache(folder: Path, file: Path) -> None:
     path = write(folder, ME, "r", records())
     read(folder, file)
     path.unlink()
@@ -143,7 +143,7 @@ def test_links_pipes_and_other_files_are_not_read(folder: Path, file: Path) -> N
 
 
 @pytest.mark.parametrize("run", [b"x\xff", b"x\x1b[2J", b"x\n", b"-"])
-def test_a_file_that_no_run_would_be_called_is_not_looked_at(folder: Path, file: Path, run: bytes) -> None:
+def test_file_whose_name_no_run_can_have_is_not_read(folder: Path, file: Path, run: bytes) -> None:
     name = run + b".000001.jsonl"
     path = write(folder, ME, "r", records())
     (folder / ME / os.fsdecode(name)).write_bytes(path.read_bytes())
@@ -178,13 +178,13 @@ def test_damaged_cache_is_rebuilt(folder: Path, file: Path, damage: bytes | str)
     assert read(folder, file)[0] == before
 
 
-def test_a_cache_that_cannot_be_written_is_done_without(folder: Path, tmp_path: Path) -> None:
+def test_reading_works_without_a_cache_that_can_be_written(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     write(folder, ME, "r", records())
     assert read(folder, tmp_path / "file" / "history.sqlite")[0] == records()
 
 
-def test_two_reports_at_once_see_the_same(folder: Path, file: Path) -> None:
+def test_two_concurrent_reports_read_the_same_records(folder: Path, file: Path) -> None:
     write(folder, ME, "r", [*records(), *(found(i, f"n{i}") for i in range(2000))])
     counts: list[int] = []
     threads = [threading.Thread(target=lambda: counts.append(len(read(folder, file)[0]))) for _ in range(4)]

@@ -45,7 +45,7 @@ def test_honest_records_are_all_kept() -> None:
         (mended(HOUR, "rollout/0", "n1", 0, 17.0), "with more GPU-hours than the run's nodes could give"),
     ],
 )
-def test_a_record_that_cannot_be_true_is_left_out_with_its_reason(record: Record, reason: str) -> None:
+def test_implausible_record_is_left_out_with_its_reason(record: Record, reason: str) -> None:
     records = sourced(ANNA, "r", HONEST)
     kept, left_out = plausible([*records, *sourced(ANNA, "r", record)], NOW, {})
     assert kept == records
@@ -93,7 +93,7 @@ def test_only_the_newest_failures_of_a_user_are_counted(monkeypatch: pytest.Monk
     assert left_out == (f"{ANNA}: 20 records beyond the limit for one user: only the newest count",)
 
 
-def test_a_finding_that_is_repeated_counts_once_against_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeated_finding_counts_once_against_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(MAX_USER_RECORDS_OF_KIND, type(found(0, "n1")), 2)
     again = sourced(ANNA, "r", began(0, "r", ANNA), [found(i * 600.0, "n1", count=i + 1) for i in range(50)])
     assert plausible(again, NOW, {}) == (again, ())

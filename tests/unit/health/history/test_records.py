@@ -32,7 +32,7 @@ EVERY: list[Record] = [
 ]  # fmt: skip
 
 
-def test_every_kind_of_record_has_one_of_it_here() -> None:
+def test_sample_records_cover_every_record_kind() -> None:
     kinds = {
         RunStarted,
         NodeAcquired,
@@ -55,7 +55,7 @@ def test_a_record_is_one_line_and_is_read_as_it_was_written(record: Record) -> N
     assert read_line(text.strip()) == record
 
 
-def test_a_field_that_is_not_known_yet_is_no_obstacle() -> None:
+def test_unknown_field_of_a_record_is_ignored() -> None:
     assert read_line(b'{"kind":"node_released","at":2.0,"node":"n1","new":{"a":1}}') == NodeReleased(2.0, "n1")
 
 
@@ -69,7 +69,7 @@ def test_a_field_that_is_not_known_yet_is_no_obstacle() -> None:
         b'{"kind":"recovery_done","at":1,"replica":"r/0","node":"n1","since":0,"gpu_hours":1e308}',
     ],
 )  # fmt: skip
-def test_damaged_record_or_one_of_an_unknown_kind_is_none(text: bytes) -> None:
+def test_damaged_record_or_record_of_an_unknown_kind_reads_as_none(text: bytes) -> None:
     assert read_line(text) is None
 
 
@@ -80,19 +80,19 @@ def test_record_that_does_not_name_one_node_is_ignored(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["n1", "gpu-0042.cluster.example", "NODE_7"])
-def test_names_of_nodes_are(name: str) -> None:
+def test_valid_node_name_is_recognised(name: str) -> None:
     assert is_node(name)
 
 
 @pytest.mark.parametrize("text", ["\x1b[2Jgone", "two\nlines", "bell\a", "\u202eback", "nul\0"])
-def test_characters_that_move_a_cursor_are_neither_written_nor_read(text: str) -> None:
+def test_cursor_control_characters_are_neither_written_nor_read(text: str) -> None:
     forged = encode_line(RunEnded(1.0, "completed", text))
     assert read_line(forged.strip()) is None
     written = encode_line(RunEnded(1.0, "completed", clipped(text)))
     assert read_line(written.strip()) == RunEnded(1.0, "completed", clipped(text))
 
 
-def test_quotes_and_backslashes_are_nothing_to_fear() -> None:
+def test_quotes_and_backslashes_in_a_record_are_read_as_written() -> None:
     record = RunEnded(1.0, "failed", 'C:\\new "quoted" \\x1b is only letters')
     assert read_line(encode_line(record).strip()) == record
 

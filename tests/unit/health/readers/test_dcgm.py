@@ -100,7 +100,7 @@ def test_xids_of_a_moving_window_add_up_to_totals(metrics: Exporter) -> None:
     assert totals == [{31: 2}, {31: 3}, {31: 3}, None, {31: 4}]
 
 
-def test_where_the_exporter_has_a_true_counter_of_xids_the_window_is_not_added_to_it(metrics: Exporter) -> None:
+def test_window_of_xids_is_ignored_if_the_exporter_has_a_true_xid_counter(metrics: Exporter) -> None:
     reader = DcgmReader(ReaderOptions(dcgm_user=ME, exporter=metrics.url, dcgmi=NOT_INSTALLED))
     totals = []
     for total, window in ((2, 2), (3, 1), (3, 0)):
@@ -111,7 +111,7 @@ def test_where_the_exporter_has_a_true_counter_of_xids_the_window_is_not_added_t
     assert totals == [{31: 2}, {31: 3}, {31: 3}]
 
 
-def test_of_a_gpu_in_instances_the_busiest_counts(metrics: Exporter) -> None:
+def test_tensor_activity_of_a_gpu_with_instances_is_that_of_its_busiest_one(metrics: Exporter) -> None:
     lines = (f'DCGM_FI_PROF_PIPE_TENSOR_ACTIVE{labels(0, UUID, f",GPU_I_ID={i!r}".replace(chr(39), chr(34)))} 0.{i}'
              for i in ("1", "7", "3"))  # fmt: skip
     metrics.text = page(GPUS, *lines)
@@ -128,18 +128,18 @@ def test_of_a_gpu_in_instances_the_busiest_counts(metrics: Exporter) -> None:
     "DCGM_FI_DEV_ECC_DBE_VOL_TOTAL_NEW{gpu=\"0\",UUID=\"GPU-aaaa\"} 5",
     "\x00\x01{",
 ])  # fmt: skip
-def test_lines_without_sense_and_blank_values_are_passed_over(metrics: Exporter, bad: str) -> None:
+def test_malformed_lines_and_blank_values_of_the_exporter_are_skipped(metrics: Exporter, bad: str) -> None:
     metrics.text = page(GPUS, bad, f"DCGM_FI_DEV_ECC_DBE_VOL_TOTAL{labels(1, OTHER)} 1 1700000000000")
     assert [(gpu.uuid, gpu.ecc_volatile_uncorrected) for gpu in read(metrics).gpus] == [(OTHER, 1)]
 
 
-def test_labels_may_hold_what_they_like(metrics: Exporter) -> None:
+def test_label_values_may_contain_braces_commas_and_quotes(metrics: Exporter) -> None:
     more = r',pod="a}b,c=\"d\" {",err_msg="x\\y"'
     metrics.text = page(GPUS, f"DCGM_FI_DEV_ECC_DBE_VOL_TOTAL{labels(0, UUID, more)} 4")
     assert [gpu.ecc_volatile_uncorrected for gpu in read(metrics).gpus] == [4]
 
 
-def test_an_exporter_that_hangs_is_unread_in_time(
+def test_hung_exporter_is_unread_within_its_timeout(
     metrics: Exporter, replies: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dcgm, "_EXPORTER_TIMEOUT_S", 0.3)
@@ -148,12 +148,12 @@ def test_an_exporter_that_hangs_is_unread_in_time(
     assert data.unread["exporter"] == f"{metrics.url} did not answer within 0.3 s"
 
 
-def test_an_exporter_in_trouble_is_unread_with_what_it_says(metrics: Exporter, replies: Path) -> None:
+def test_http_error_of_the_exporter_is_the_reason_for_unread_values(metrics: Exporter, replies: Path) -> None:
     metrics.status = "500 Internal Server Error"
     assert read(metrics, FAKE).unread["exporter"] == f"{metrics.url}: HTTP/1.0 500 Internal Server Error"
 
 
-def test_with_neither_exporter_nor_dcgmi_there_is_nothing_to_read() -> None:
+def test_dcgm_reader_is_absent_without_exporter_and_dcgmi() -> None:
     reader = DcgmReader(ReaderOptions(dcgm_user=ME, exporter="http://127.0.0.1:1/metrics", dcgmi=NOT_INSTALLED))
     with pytest.raises(
         NotInstalled, match=r"no dcgm-exporter \(http://127.0.0.1:1/metrics: no process listens on port 1"
@@ -161,7 +161,7 @@ def test_with_neither_exporter_nor_dcgmi_there_is_nothing_to_read() -> None:
         reader.read()
 
 
-def test_only_plain_http_is_read() -> None:
+def test_exporter_address_other_than_plain_http_is_not_read() -> None:
     with pytest.raises(NotInstalled, match="it must be http://"):
         DcgmReader(ReaderOptions(dcgm_user=ME, exporter="https://127.0.0.1/metrics", dcgmi=NOT_INSTALLED)).read()
 
@@ -197,21 +197,21 @@ def test_health_incidents_name_gpu_system_and_code() -> None:
     )  # fmt: skip
 
 
-def test_messages_that_were_strung_together_are_an_incident_each() -> None:
+def test_concatenated_health_messages_are_separate_incidents() -> None:
     messages = ["GPU 0 had uncorrectable memory errors and row remapping failed., GPU had an",
             "uncontained error (XID 95)"]  # fmt: skip
     found = health(report(GPU={"0": {"Memory system": ("Failure", messages)}}), {})
     assert {incident.code for incident in found} == {"ROW_REMAP_FAILURE", "UNCONTAINED_ERROR"}
 
 
-def test_an_incident_of_a_switch_is_of_no_gpu() -> None:
+def test_incident_of_a_switch_names_no_gpu() -> None:
     (found,) = health(
         report(Switch={"2": {"NVLINK system": ("Failure", ["Detected fatal errors on NvSwitch 2 link 7"])}}), {}
     )
     assert (found.gpu, found.system, found.code) == ("", "Switch 2 NVLINK", "NVSWITCH_FATAL_ERROR")
 
 
-def test_health_is_asked_seldom_and_its_incidents_stay_meanwhile(metrics: Exporter, replies: Path) -> None:
+def test_health_is_queried_seldom_and_its_incidents_are_repeated_in_between(metrics: Exporter, replies: Path) -> None:
     (replies / "health").write_text(report(GPU={"1": {"PCIe system": ("Warning", ["x"])}}))
     metrics.text = page(GPUS, f"DCGM_FI_PROF_PIPE_TENSOR_ACTIVE{labels(1, OTHER)} 0.5")
     reader = DcgmReader(ReaderOptions(dcgm_user=ME, exporter=metrics.url, dcgmi=FAKE))
@@ -233,13 +233,13 @@ def test_invalid_output_of_dcgmi_health_is_rejected(text: str) -> None:
         health(text, {})
 
 
-def test_a_host_engine_that_is_away_is_unread_with_what_dcgmi_says(metrics: Exporter, replies: Path) -> None:
+def test_unreachable_host_engine_is_unread_with_the_message_of_dcgmi(metrics: Exporter, replies: Path) -> None:
     why = read(metrics, FAKE).unread["health"]
     assert why == "health -c: Error: unable to establish a connection to the specified host: localhost"
 
 
 @pytest.mark.parametrize("how", ["", "deaf"])
-def test_a_dcgmi_that_hangs_is_asked_to_end_before_it_is_killed(
+def test_hung_dcgmi_gets_sigterm_before_sigkill(
     metrics: Exporter, replies: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     monkeypatch.setattr(dcgm, "_HEALTH_TIMEOUT_S", 1.0)
@@ -259,7 +259,7 @@ DcgmReader(ReaderOptions(dcgm_user=sys.argv[2], exporter="http://127.0.0.1:1/", 
 """
 
 
-def test_dcgmi_is_asked_to_end_when_the_reader_is_killed(replies: Path, hostengine: int) -> None:
+def test_dcgmi_gets_sigterm_when_its_reader_is_killed(replies: Path, hostengine: int) -> None:
     (replies / "hang").touch()
     with subprocess.Popen([sys.executable, "-c", _READS, FAKE, ME, str(hostengine)]) as reader:
         _until(lambda: (replies / "calls").exists())
@@ -304,7 +304,7 @@ def test_failed_test_of_dcgm_4_has_its_code() -> None:
     )
 
 
-def test_a_setting_of_the_node_is_a_warning_and_no_failure() -> None:
+def test_persistence_mode_reported_by_diag_is_a_warning() -> None:
     (found,) = diag(document("software", {"entity_group": "GPU", "entity_id": 0, "status": "Fail",
                                           "warnings": [PERSISTENCE]}), {})  # fmt: skip
     assert (found.code, found.severity, found.gpu) == ("PERSISTENCE_MODE", "warn", "0")
@@ -329,7 +329,7 @@ def test_a_diagnostic_that_could_not_run_is_unread_with_its_reason(metrics: Expo
     assert read(metrics, FAKE, diag=True).unread == {"diag": "diag -r: another diagnostic is running"}
 
 
-def test_the_diagnostic_runs_once_and_only_where_asked_for(metrics: Exporter, replies: Path) -> None:
+def test_diagnostic_runs_once_and_only_on_request(metrics: Exporter, replies: Path) -> None:
     (replies / "health").write_text(report())
     failed = {"entity_group": "GPU", "entity_id": 0, "status": "Fail", "warnings": [PERSISTENCE]}
     (replies / "diag").write_text(document("software", failed))
@@ -353,7 +353,7 @@ def test_gpus_of_the_driver_are_listed(metrics: Exporter, tmp_path: Path) -> Non
     assert read(metrics, proc=str(tmp_path)).driver_gpus == ("GPU-0a-1",)
 
 
-def test_a_user_that_does_not_exist_is_named(metrics: Exporter) -> None:
+def test_unknown_dcgm_user_is_named_in_the_reason(metrics: Exporter) -> None:
     reader = DcgmReader(ReaderOptions(dcgm_user="nobody-of-that-name", exporter=metrics.url, dcgmi=FAKE))
     replies = reader.read().unread
     assert "there is no such user" in replies["exporter"]

@@ -39,7 +39,7 @@ def reader(root: Path) -> FabricReader:
     return FabricReader(ReaderOptions(sysfs=str(root / "sys"), dev=str(root / "dev")))
 
 
-def test_port_has_all_its_counters(tmp_path: Path) -> None:
+def test_port_reading_has_all_counters(tmp_path: Path) -> None:
     device(tmp_path, "mlx5_0")
     (port,) = reader(tmp_path).read().ports
     assert (port.device, port.port, port.state, port.physical) == ("mlx5_0", 1, "ACTIVE", "LinkUp")
@@ -51,13 +51,13 @@ def test_port_has_all_its_counters(tmp_path: Path) -> None:
     assert port.unread == {}
 
 
-def test_a_roce_port_brings_the_carrier_changes_of_its_interface(tmp_path: Path) -> None:
+def test_roce_port_has_the_carrier_changes_of_its_interface(tmp_path: Path) -> None:
     device(tmp_path, "mlx5_2", layer="Ethernet", net="ens1f0np0")
     (port,) = reader(tmp_path).read().ports
     assert port.counters["carrier_changes"] == 3
 
 
-def test_of_two_ports_each_has_the_interface_of_its_own_number(tmp_path: Path) -> None:
+def test_each_of_two_ports_has_the_interface_with_its_own_number(tmp_path: Path) -> None:
     for number, changes in ((1, "5"), (2, "9")):
         port = f"sys/class/infiniband/mlx4_0/ports/{number}"
         net = f"sys/class/infiniband/mlx4_0/device/net/ib{number}"
@@ -69,7 +69,7 @@ def test_of_two_ports_each_has_the_interface_of_its_own_number(tmp_path: Path) -
     assert (first.counters["carrier_changes"], second.counters["carrier_changes"]) == (5, 9)
 
 
-def test_a_port_that_is_down_says_so(tmp_path: Path) -> None:
+def test_port_that_is_down_is_reported_as_down(tmp_path: Path) -> None:
     device(tmp_path, "mlx5_1", state="1: DOWN")
     assert reader(tmp_path).read().ports[0].state == "DOWN"
 
@@ -93,7 +93,7 @@ def test_unreadable_counter_is_unread_and_the_others_are_read(tmp_path: Path) ->
     assert port.counters["symbol_error"] == 7
 
 
-def test_a_character_device_that_is_missing_is_named_but_not_the_subnet_managers(tmp_path: Path) -> None:
+def test_missing_character_devices_are_named_except_those_of_the_subnet_manager(tmp_path: Path) -> None:
     device(tmp_path, "mlx5_0")
     for name in (
         "infiniband_verbs/uverbs0",
@@ -108,14 +108,14 @@ def test_a_character_device_that_is_missing_is_named_but_not_the_subnet_managers
 
 
 @pytest.mark.parametrize("there", [True, False])
-def test_a_node_without_a_device_is_absent(tmp_path: Path, there: bool) -> None:
+def test_node_without_an_infiniband_device_is_absent(tmp_path: Path, there: bool) -> None:
     if there:
         (tmp_path / "sys/class/infiniband").mkdir(parents=True)
     with pytest.raises(NotInstalled, match="no InfiniBand or RoCE device"):
         reader(tmp_path).read()
 
 
-def test_a_sysfs_that_is_kept_from_us_is_denied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_sysfs_is_reported_as_permission_denied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(_: str) -> list[str]:
         raise PermissionError(13, "Permission denied")
 

@@ -85,7 +85,7 @@ def _children() -> set[int]:
     return {process.pid for process in descendants(os.getpid()) if process.parent == os.getpid()}
 
 
-def test_a_dead_mount_holds_up_one_look_and_no_other_mount(dead: Path, tmp_path: Path) -> None:
+def test_hung_mount_delays_one_read_only_and_no_other_mount(dead: Path, tmp_path: Path) -> None:
     before = _children()  # earlier tests of this process may have left some
     with mounts_reader(dead, tmp_path, timeout_s=0.5) as mounts_:
         for _ in range(3):
@@ -98,7 +98,7 @@ def test_a_dead_mount_holds_up_one_look_and_no_other_mount(dead: Path, tmp_path:
         assert gone.hung_for >= 0.5
 
 
-def test_a_mount_that_answers_only_a_later_process_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mount_that_answers_only_a_second_process_is_healthy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lost = tmp_path / "lost"
 
     def figures(path: str) -> mounts._MountAnswer:
@@ -115,7 +115,7 @@ def test_a_mount_that_answers_only_a_later_process_answers(tmp_path: Path, monke
         assert second.answers
 
 
-def test_a_mount_that_comes_back_answers_again(dead: Path) -> None:
+def test_mount_that_recovers_is_reported_as_answering_again(dead: Path) -> None:
     with mounts_reader(dead, timeout_s=0.3) as mounts_:
         assert not mounts_.read()[0].answers
         (dead.parent / "dead.away").unlink()
@@ -125,7 +125,7 @@ def test_a_mount_that_comes_back_answers_again(dead: Path) -> None:
             time.sleep(_POLL_INTERVAL_S)
 
 
-def test_the_process_that_looks_at_a_dead_mount_ends_with_the_reader(dead: Path) -> None:
+def test_process_that_probes_a_hung_mount_ends_with_the_reader(dead: Path) -> None:
     read, write = os.pipe()
     reader = os.fork()
     if reader == 0:  # a reader's process, killed while it waits
@@ -179,7 +179,7 @@ def reader(root: Path) -> HostReader:
     return HostReader(ReaderOptions(mounts=(), proc=str(root / "proc"), sysfs=str(root / "sys")))
 
 
-def test_a_stuck_process_ages_from_look_to_look(tmp_path: Path, clock: Clock) -> None:
+def test_stuck_time_of_a_process_grows_from_read_to_read(tmp_path: Path, clock: Clock) -> None:
     plant(tmp_path / "proc", 7, "D", name="a) b")
     plant(tmp_path / "proc", 8, "S")
     reading = reader(tmp_path)
@@ -208,7 +208,7 @@ def test_time_of_a_stuck_process_restarts_if_its_pid_is_reused(tmp_path: Path, c
     assert reading.read().stuck[0].seconds == 0.0
 
 
-def test_threads_of_the_kernel_may_sleep_as_they_please(tmp_path: Path, clock: Clock) -> None:
+def test_kernel_threads_in_state_d_are_not_reported_as_stuck(tmp_path: Path, clock: Clock) -> None:
     plant(tmp_path / "proc", 9, "D", name="kworker/0:1", flags=_KERNEL_THREAD)
     reading = reader(tmp_path)
     assert reading.read().stuck == ()
@@ -216,7 +216,7 @@ def test_threads_of_the_kernel_may_sleep_as_they_please(tmp_path: Path, clock: C
     assert [len(reading.read().stuck) for _ in range(40)][-1] == 1
 
 
-def test_zombies_count_when_they_are_old(tmp_path: Path, clock: Clock) -> None:
+def test_only_old_zombies_are_counted(tmp_path: Path, clock: Clock) -> None:
     plant(tmp_path / "proc", 7, "Z")
     reading = reader(tmp_path)
     assert reading.read().zombies == 0
@@ -225,7 +225,7 @@ def test_zombies_count_when_they_are_old(tmp_path: Path, clock: Clock) -> None:
     assert reading.read().zombies == 1
 
 
-def test_of_many_stuck_processes_the_oldest_are_reported(tmp_path: Path, clock: Clock) -> None:
+def test_oldest_of_many_stuck_processes_are_reported(tmp_path: Path, clock: Clock) -> None:
     reading = reader(tmp_path)
     plant(tmp_path / "proc", 999, "D")
     reading.read()
@@ -285,7 +285,7 @@ def test_value_that_a_host_lacks_is_unread(tmp_path: Path) -> None:
     assert data.unread == dict.fromkeys(fields, "not there")
 
 
-def test_this_host_is_read() -> None:
+def test_real_host_can_be_read() -> None:
     reading = HostReader(ReaderOptions(mounts=("/",)))
     data = reading.read()
     reading.close()

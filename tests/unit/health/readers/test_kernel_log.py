@@ -114,7 +114,7 @@ LINES = [
 
 
 @pytest.mark.parametrize(("line", "expected"), LINES, ids=[line[:30] for line, _ in LINES])
-def test_a_line_that_means_something_is_recognised(line: str, expected: dict[str, object]) -> None:
+def test_kernel_log_line_of_a_known_failure_is_recognised(line: str, expected: dict[str, object]) -> None:
     event = recognise(line.encode(), 1.5)
     assert event is not None
     assert {name: getattr(event, name) for name in expected} == expected
@@ -188,7 +188,7 @@ def as_the_kernel_prints(comm: str) -> str:
 
 
 @pytest.mark.parametrize("form", KERNEL_FORMATS)
-def test_no_name_that_a_user_chooses_is_taken_for_a_message(form: str) -> None:
+def test_name_that_a_user_chooses_is_never_recognised_as_a_kernel_message(form: str) -> None:
     for comm in ("x", *HOSTILE):
         for file in ("x", *HOSTILE):
             line = form.format(comm=as_the_kernel_prints(comm), file=file)
@@ -201,7 +201,9 @@ def test_no_name_that_a_user_chooses_is_taken_for_a_message(form: str) -> None:
     st.text(max_size=15),
     st.sampled_from(HOSTILE),
 )
-def test_no_mixture_of_names_is_taken_for_a_message(form: str, parts: list[str], comm: str, file: str) -> None:
+def test_combination_of_user_chosen_names_is_never_recognised_as_a_kernel_message(
+    form: str, parts: list[str], comm: str, file: str
+) -> None:
     for name in (comm, "".join(parts)):
         line = form.format(comm=as_the_kernel_prints(name), file="".join(parts) or file)
         assert recognise(line.encode(), 0.0) is None, line
@@ -213,14 +215,14 @@ def test_no_mixture_of_names_is_taken_for_a_message(form: str, parts: list[str],
     ("28,101,1000,-", []),  # facility 3: a daemon did
     ("4,101,1000,c", []), ("4,101,1000,+", []),  # goes on with another record
 ])  # fmt: skip
-def test_only_what_the_kernel_itself_wrote_counts(tmp_path: Path, head: str, expected: list[int]) -> None:
+def test_only_records_of_the_kernel_facility_count(tmp_path: Path, head: str, expected: list[int]) -> None:
     (tmp_path / "kmsg").write_text(f"{head};{XID_79}\n")
     reader = KernelReader(ReaderOptions(kmsg=str(tmp_path / "kmsg")))
     assert [event.xid for event in reader.read().events] == expected
     reader.close()
 
 
-def test_an_xid_says_whether_the_node_has_such_a_device(tmp_path: Path) -> None:
+def test_xid_event_states_whether_the_node_has_its_pci_device(tmp_path: Path) -> None:
     devices = tmp_path / "sys/bus/pci/devices"
     for address, vendor in (("0000:1b:00.0", "0x10de"), ("0000:cb:00.0", "0x8086")):
         (devices / address).mkdir(parents=True)
@@ -235,20 +237,20 @@ def test_an_xid_says_whether_the_node_has_such_a_device(tmp_path: Path) -> None:
     reader.close()
 
 
-def test_an_xid_says_nothing_of_its_device_where_devices_cannot_be_listed(tmp_path: Path) -> None:
+def test_xid_event_has_no_device_state_where_devices_cannot_be_listed(tmp_path: Path) -> None:
     (tmp_path / "kmsg").write_text(f"4,1,1000,-;{XID_79}\n")
     reader = KernelReader(ReaderOptions(kmsg=str(tmp_path / "kmsg"), sysfs=str(tmp_path), proc=str(tmp_path)))
     assert [event.pci_exists for event in reader.read().events] == [None]
     reader.close()
 
 
-def test_a_long_line_is_cut() -> None:
+def test_long_kernel_log_line_is_cut() -> None:
     event = recognise((XID_79 + "x" * 5000).encode(), 0.0)
     assert event is not None
     assert len(event.text) == MAX_TEXT_CHARS
 
 
-def test_lines_from_before_come_first_with_their_age_and_new_ones_once(log: Log, reader: KernelReader) -> None:
+def test_earlier_lines_are_read_first_with_their_age_and_new_ones_once(log: Log, reader: KernelReader) -> None:
     log.write(XID_79, age=120.0)
     log.write("just talk")
     (old,) = reader.read().events
@@ -259,7 +261,7 @@ def test_lines_from_before_come_first_with_their_age_and_new_ones_once(log: Log,
     assert reader.read().events == ()
 
 
-def test_a_record_that_comes_in_pieces_is_one(log: Log, reader: KernelReader) -> None:
+def test_record_longer_than_one_read_is_skipped_and_the_next_one_is_read(log: Log, reader: KernelReader) -> None:
     log.write("talk " * 2000)  # longer than one read
     log.write(XID_79)
     assert [event.xid for event in reader.read().events] == [79]
@@ -271,7 +273,7 @@ def test_lines_overwritten_by_the_kernel_are_counted(log: Log, reader: KernelRea
     assert reader.read().dropped == 3
 
 
-def test_a_flood_is_cut_and_counted_and_hides_no_xid(tmp_path: Path) -> None:
+def test_flood_of_lines_is_cut_and_counted_without_hiding_an_xid(tmp_path: Path) -> None:
     noise = [f"4,{n},1000,-;Buffer I/O error on dev sda, logical block {n}" for n in range(5000)]
     noise[2500] = f"4,2500,1000,-;{XID_79}"
     noise[3000] = "4,3000,1000,-;Out of memory: Killed process 5 (x)"
@@ -285,7 +287,7 @@ def test_a_flood_is_cut_and_counted_and_hides_no_xid(tmp_path: Path) -> None:
     assert data.events[0].kind == "io"  # in the order in which they were written
 
 
-def test_a_storm_of_one_xid_hides_no_other_xid(tmp_path: Path) -> None:
+def test_storm_of_one_xid_does_not_hide_another_xid(tmp_path: Path) -> None:
     lines = [f"4,{n},1000,-;NVRM: Xid (PCI:0000:1b:00): 13, pid=1, again {n}" for n in range(1000)]
     lines.append(f"4,1000,1000,-;{XID_79}")
     (tmp_path / "kmsg").write_text("\n".join(lines) + "\n")
@@ -295,7 +297,7 @@ def test_a_storm_of_one_xid_hides_no_other_xid(tmp_path: Path) -> None:
     assert {event.xid for event in events} == {13, 79}
 
 
-def test_lines_that_are_no_records_are_passed_over(tmp_path: Path) -> None:
+def test_malformed_kernel_log_records_are_skipped(tmp_path: Path) -> None:
     (tmp_path / "kmsg").write_bytes(
         b"\n;;\nx,y,z;NVRM: Xid (PCI:0000:1b:00): 79\n6,1\n\xff\xfe;\n4,1,5,-;" + XID_79.encode() + b"\n"
     )
@@ -309,7 +311,9 @@ def test_a_missing_log_is_absent(tmp_path: Path) -> None:
         KernelReader(ReaderOptions(kmsg=str(tmp_path / "kmsg")))
 
 
-def test_a_log_that_may_not_be_read_says_which_switch_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_kernel_log_names_the_setting_that_forbids_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refused(*_: object) -> int:
         raise PermissionError(1, "Operation not permitted")
 

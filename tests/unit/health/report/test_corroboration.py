@@ -72,7 +72,7 @@ def test_the_same_evidence_of_two_users_accuses() -> None:
 
 
 @pytest.mark.parametrize("honest", ["crash", "other cause", "taken back", "exclusion"])
-def test_what_an_honest_user_met_for_another_reason_confirms_no_invention(honest: str) -> None:
+def test_unrelated_record_of_an_honest_user_does_not_confirm_invented_evidence(honest: str) -> None:
     at = 2 * DAY_S
     those: dict[str, list[Record]] = {
         "crash": [failed(at, "n1")],  # which eve's findings make infrastructure's: it is her word all the same
@@ -88,13 +88,13 @@ def test_what_an_honest_user_met_for_another_reason_confirms_no_invention(honest
 
 
 @pytest.mark.parametrize("proof", [True, False])
-def test_one_user_with_a_proof_that_the_sites_own_check_repeats_accuses(proof: bool) -> None:
+def test_proof_of_one_user_accuses_the_node_if_the_sites_own_check_confirms_it(proof: bool) -> None:
     records = sourced(ANNA, "r", began(0, "r", ANNA), held(0, "n1"), found(19 * DAY_S, "n1", proof=proof))
     assert reports(records)["n1"].verdict == "WARN"
     assert reports(records, n1=CHECKED)["n1"].verdict == ("FAIL" if proof else "WARN")
 
 
-def test_roots_record_accuses_by_itself_and_confirms_that_of_one_user() -> None:
+def test_record_of_root_accuses_alone_and_confirms_that_of_one_user() -> None:
     records = sourced("root", "r", began(0, "r", "root"), held(0, "n1"), found(19 * DAY_S, "n1"), trusted=True)
     assert reports(records)["n1"].verdict == "FAIL"
     weeks = [found(day * DAY_S, "n1", count=day) for day in range(1, 19)]

@@ -51,7 +51,7 @@ def owners(records: list[SourcedRecord]) -> list[tuple[str, str, str]]:
     return [(one.node, one.owner, one.cause) for one in incidents(by_run(records))]
 
 
-def test_each_failure_of_the_week_is_attributed_as_it_was() -> None:
+def test_failures_of_a_sample_week_have_the_expected_owner_and_cause() -> None:
     assert owners(week()) == [
         ("n3", "infra", "gpu"), ("n1", "software", "process"), ("n2", "software", "process"), ("n5", "infra", "fabric"),
         ("n6", "infra", "fabric"), ("n3", "infra", "gpu"), ("n7", "infra", "node"), ("n8", "user", "user"),
@@ -94,7 +94,7 @@ def test_finding_about_a_replica_does_not_affect_its_node() -> None:
     assert owners(sourced(ANNA, "r", records)) == [("n1", "software", "hang")]
 
 
-def test_a_node_that_takes_several_replicas_along_is_one_incident_and_costs_what_all_cost() -> None:
+def test_node_failure_with_several_replicas_is_one_incident_with_the_sum_of_their_costs() -> None:
     records = [
         began(0, "r", ANNA), failed(10, "n1", "rollout/0#1", lost=True), failed(11, "n1", "rollout/1#1", lost=True),
         failed(12, "n1", "", lost=True), mended(100, "rollout/0", "n1", 10, 2.0),
@@ -105,11 +105,11 @@ def test_a_node_that_takes_several_replicas_along_is_one_incident_and_costs_what
     assert one.incarnations == ("rollout/0#1", "rollout/1#1")
 
 
-def test_a_node_that_is_left_without_evidence_is_no_failure_of_its_own() -> None:
+def test_node_excluded_without_evidence_is_no_failure() -> None:
     assert owners(sourced(ANNA, "r", began(0, "r", ANNA), failed(12, "n1", ""))) == []
 
 
-def test_two_nodes_with_the_same_cause_within_ten_minutes_point_at_each_other() -> None:
+def test_fabric_incidents_of_two_nodes_within_ten_minutes_name_each_other_as_related() -> None:
     by_node = {one.node: one.related_nodes for one in incidents(by_run(week())) if one.cause == "fabric"}
     assert by_node == {"n5": ("n6",), "n6": ("n5",)}
     assert node(week(), "n5").related_nodes == ["n6"]
@@ -123,7 +123,7 @@ def test_finding_of_an_earlier_run_is_no_evidence_of_a_much_later_failure() -> N
     assert owners(first + late)[0][1] == "software"  # repaired or not: nobody knows
 
 
-def test_evidence_counts_until_the_run_that_has_it_gives_the_node_back() -> None:
+def test_evidence_counts_until_its_run_releases_the_node() -> None:
     back = [left(2 * HOUR, "n1"), over(DAY_S)]
     first = sourced(ANNA, "r", began(0, "r", ANNA), held(0, "n1", "n2"), found(HOUR, "n1"), back)
     late = sourced(BEN, "s", began(4 * HOUR, "s", BEN), held(4 * HOUR, "n1"), failed(5 * HOUR, "n1"))
@@ -131,14 +131,14 @@ def test_evidence_counts_until_the_run_that_has_it_gives_the_node_back() -> None
 
 
 # ── cost ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_second_failure_before_work_bears_the_time_from_the_first_one() -> None:
+def test_cost_of_an_outage_with_two_failures_is_split_at_the_second_failure() -> None:
     records = [began(0, "r", ANNA), failed(0, "n1", "rollout/0#1"), failed(300, "n2", "rollout/0#2"),
                mended(1200, "rollout/0", "n1", 0, 4.0)]  # fmt: skip
     (chapter,) = by_run(sourced(ANNA, "r", records))
     assert [round(cost, 6) for _, cost in costs(chapter)] == [1.0, 3.0]
 
 
-def test_a_restart_of_everything_is_charged_to_the_one_that_failed() -> None:
+def test_cost_of_a_full_restart_is_charged_to_the_replica_that_failed() -> None:
     all_of_them = ("rollout/0", "trainer/0")
     records = [began(0, "r", ANNA), failed(0, "n1", "trainer/0#1", restarted=all_of_them),
                mended(60, "rollout/0", "n2", 0, 1.0), mended(90, "trainer/0", "n1", 0, 2.0)]  # fmt: skip
@@ -154,7 +154,7 @@ def test_outage_without_a_failure_is_charged_to_no_node() -> None:
 
 
 # ── the site ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_the_sites_figures_are_those_of_the_week() -> None:
+def test_site_figures_of_a_sample_week_are_as_expected() -> None:
     site = made(week()).site
     # 4 days of ten nodes; 2 of n3, n4 and 1 of n7 (and 5 s); 1 of n8, n9
     assert site.node_days == pytest.approx(40 + 4 + 1 + 2, abs=0.01)
@@ -201,7 +201,7 @@ def test_run_without_an_end_held_its_nodes_until_its_last_record() -> None:
 
 
 # ── a node ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_broken_node_is_reported_with_what_an_administrator_needs() -> None:
+def test_report_of_a_broken_node_has_verdict_remedy_facts_runs_and_cost() -> None:
     one = node(week(), "n3")
     assert (one.verdict, one.cause, one.remedy) == ("FAIL", "gpu", "reset_gpu")
     assert (one.incidents, one.count) == (2, 3)
@@ -218,7 +218,7 @@ def test_broken_node_is_reported_with_what_an_administrator_needs() -> None:
     assert 0 < len(one.evidence) <= 5
 
 
-def test_the_worst_nodes_come_first() -> None:
+def test_worst_nodes_are_listed_first() -> None:
     assert [one.node for one in made(week()).nodes][:2] == ["n3", "n7"]
 
 
@@ -229,7 +229,7 @@ def test_drained_node_names_its_owner_and_gets_no_command() -> None:
     assert (foreign.drain.owner, foreign.scontrol, foreign.action) == ("foreign", "", "none: it is already drained")
 
 
-def test_what_was_taken_back_no_longer_stands() -> None:
+def test_cleared_finding_leaves_the_node_ok_with_its_evidence() -> None:
     one = node(week(), "n5")
     assert (one.verdict, one.count, one.scontrol) == ("OK", 1, "")
     assert [line.text for line in one.evidence] == ["mlx5_0/1 is DOWN, was ACTIVE"]
@@ -242,20 +242,20 @@ def test_uncleared_finding_expires_once_a_later_run_used_the_node_without_one(ho
     assert node(first + later, "n1").verdict == verdict
 
 
-def test_a_node_that_was_given_back_is_not_well_for_that() -> None:
+def test_release_of_a_node_does_not_clear_its_warning() -> None:
     away = [left(HOUR, "n1"), found(HOUR + 1, "n1", Verdict.OK), over(HOUR + 2)]
     records = sourced(ANNA, "r", began(0, "r", ANNA), held(0, "n1"), found(60, "n1"), away)
     assert node(records, "n1").verdict == "WARN"
 
 
-def test_a_finding_that_comes_and_goes_is_counted_each_time_once() -> None:
+def test_intermittent_finding_is_counted_once_for_each_time() -> None:
     on_and_off: list[Record] = []
     for i in range(5):
         on_and_off += [found(i * HOUR, "n1"), found(i * HOUR + 60, "n1", Verdict.OK)]
     assert node(sourced(ANNA, "r", began(0, "r", ANNA), held(0, "n1"), on_and_off, over(DAY_S)), "n1").count == 5
 
 
-def test_managers_that_follow_each_other_go_on_counting() -> None:
+def test_finding_counts_continue_across_managers() -> None:
     first = [began(0, "r", ANNA), *held(0, "n1"), found(60, "n1"), found(700, "n1", count=2)]
     then = [began(HOUR, "r", ANNA, 2), *held(HOUR, "n1"), found(HOUR, "n1", count=0), found(2 * HOUR, "n1", count=1)]
     assert node(sourced(ANNA, "r", first, then), "n1").count == 3
@@ -268,23 +268,23 @@ def test_injected_failure_does_not_count_against_a_node() -> None:
     assert (one.verdict, one.scontrol, one.lemon.score, one.injected) == ("OK", "", 0.0, 1)
 
 
-def test_a_node_that_rrl_drained_needs_the_rest_of_the_advice_only() -> None:
+def test_advice_for_a_node_drained_by_rrl_omits_the_drain() -> None:
     drained = DrainState("IDLE+DRAIN", True, "rrl", "rrl:math-1: gpu: Xid 48", "root")
     assert node(week(), "n3", n3=drained).action.startswith("reset its GPU")
 
 
-def test_of_two_runs_on_a_node_each_has_gpus_of_its_own() -> None:
+def test_gpu_days_of_two_runs_on_one_node_are_added() -> None:
     both = [sourced(user, "r", began(0, "r", user), held(0, "n1", gpus=4), over(DAY_S)) for user in (ANNA, BEN)]
     site = made([*both[0], *both[1]]).site
     assert (site.node_days, site.gpu_days) == (1.0, 8.0)
 
 
-def test_of_named_nodes_only_their_runs_are_counted() -> None:
+def test_report_of_named_nodes_counts_only_runs_on_these_nodes() -> None:
     site = report(week(), BEGAN, NOW, {}, frozenset({"n8"})).site
     assert (site.nodes, site.runs, site.users) == (1, 2, 2)
 
 
-def test_of_many_evidence_lines_five_are_reported() -> None:
+def test_at_most_five_evidence_lines_are_reported() -> None:
     records = [found(i, "n1", detector=f"check{i}", text=f"reading {i}") for i in range(9)]
     assert len(node(sourced(ANNA, "r", began(0, "r", ANNA), records), "n1").evidence) == 5
 
@@ -296,7 +296,7 @@ def test_reason_with_shell_syntax_stays_one_argument() -> None:
 
 
 # ── lemons ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_the_score_is_the_documented_formula() -> None:
+def test_score_matches_the_documented_formula() -> None:
     signals = Signals(node_failures_alone=2, xids=1, days=2)
     assert score_lemon(signals).score == pytest.approx(1 - 0.7**2 * 0.9, abs=1e-3)
     assert score_lemon(Signals()).score == 0.0
@@ -310,7 +310,7 @@ def weak_node(user: str, days: tuple[int, ...], trusted: bool = False) -> list[S
     return sourced(user, "r", records, over(6 * DAY_S), trusted=trusted)
 
 
-def test_a_node_that_fails_again_and_again_is_a_lemon() -> None:
+def test_node_that_fails_repeatedly_is_a_lemon() -> None:
     everything = made(weak_node(ANNA, (1, 3)) + weak_node(BEN, (2, 4)))
     assert everything.site.lemons == ["n1"]
     one = everything.nodes[0]
@@ -320,7 +320,7 @@ def test_a_node_that_fails_again_and_again_is_a_lemon() -> None:
     assert one.scontrol
 
 
-def test_one_bad_day_makes_no_lemon() -> None:
+def test_failures_on_a_single_day_make_no_lemon() -> None:
     many = Signals(node_failures_alone=9, hardware_findings=1, days=1)
     assert score_lemon(many).score > rates.LEMON_SCORE
     assert not score_lemon(many).lemon
@@ -341,7 +341,7 @@ def test_finding_of_most_nodes_blames_none_of_them_even_with_proof() -> None:
     assert owners(sourced(ANNA, "r", began(0, "r", ANNA), wrong, failed(10, "n1")))[0][1] == "software"
 
 
-def test_storage_that_fails_everybody_again_and_again_makes_no_node_a_lemon() -> None:
+def test_recurring_storage_failure_of_all_nodes_makes_no_lemon() -> None:
     outages: list[Record] = []
     for at, i in product((DAY_S / 4 * k for k in range(20)), range(4)):
         where = {"cause": Cause.STORAGE, "detector": "mounts", "component": "/scratch", "proof": False}
@@ -358,21 +358,21 @@ def test_a_crash_loop_of_a_users_own_program_makes_no_lemon() -> None:
     assert (one.lemon.score, one.other_failures, one.incidents) == (0.0, 99, 0)
 
 
-def test_two_failures_are_many_only_where_others_have_few() -> None:
+def test_failure_count_is_excessive_only_relative_to_that_of_other_nodes() -> None:
     assert fails_more_often(4, DAY_S, 5, 1000 * DAY_S)
     assert not fails_more_often(4, DAY_S, 4000, 1000 * DAY_S)
     assert not fails_more_often(1, DAY_S, 1, 1000 * DAY_S)
 
 
 # ── drains that are asked for ────────────────────────────────────────────────────────────────────────────────────────
-def test_a_drain_is_asked_for_until_its_run_takes_it_back() -> None:
+def test_drain_request_stays_open_until_its_own_run_readmits_the_node() -> None:
     (one,) = open_requests(week())
     assert (one.node, one.cause, one.users, one.rejection) == ("n3", "gpu", ("anna",), "we may not drain nodes here")
     assert open_requests([*week(), *sourced(ANNA, "math-1", acted(3 * DAY_S, "n3", "readmitted"))]) == []
     assert len(open_requests([*week(), *sourced(BEN, "other", acted(3 * DAY_S, "n3", "readmitted"))])) == 1
 
 
-def test_a_drain_is_no_longer_asked_for_once_another_run_was_well_there() -> None:
+def test_drain_request_is_closed_once_a_later_run_used_the_node_without_a_finding() -> None:
     requested = sourced(
         ANNA, "r", began(0, "r", ANNA), held(0, "n1"), found(60, "n1"), acted(61, "n1", "drain_requested"), over(90)
     )
@@ -384,7 +384,7 @@ def test_a_drain_is_no_longer_asked_for_once_another_run_was_well_there() -> Non
     assert [len(open_requests([*requested, *then])) for then in (short, longer, again)] == [1, 0, 1]
 
 
-def test_a_reason_that_is_not_ours_is_made_so() -> None:
+def test_drain_reason_of_a_request_gets_the_prefix_of_rrl() -> None:
     (one,) = open_requests(sourced(ANNA, "r", acted(0, "n1", "drain_requested", reason="because")))
     assert one.reason == "rrl:r: because"
 

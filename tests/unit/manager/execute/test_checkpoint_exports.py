@@ -98,7 +98,7 @@ def _play(story: Callable[[], Awaitable[None]]) -> None:
         (5, Outcome.COMPLETED, ["step-5"]),
     ],
 )
-def test_checkpoints_that_are_due_are_exported(
+def test_due_checkpoints_are_exported(
     tmp_path: Path, export: Literal["end"] | int | None, outcome: Outcome, made: list[str]
 ) -> None:
     async def story() -> None:
@@ -114,7 +114,7 @@ def test_checkpoints_that_are_due_are_exported(
     _play(story)
 
 
-def test_while_one_is_exported_only_the_newest_step_waits(tmp_path: Path) -> None:
+def test_during_an_export_only_the_newest_step_waits(tmp_path: Path) -> None:
     async def story() -> None:
         run = Exporting(tmp_path, 1)
         run.commit(1, 2, 3)
@@ -124,7 +124,7 @@ def test_while_one_is_exported_only_the_newest_step_waits(tmp_path: Path) -> Non
     _play(story)
 
 
-def test_a_failure_is_reported_until_an_export_succeeds(tmp_path: Path) -> None:
+def test_export_failure_is_reported_until_an_export_succeeds(tmp_path: Path) -> None:
     async def story() -> None:
         run = Exporting(tmp_path, 1, step2="fails")
         run.commit(1)
@@ -158,7 +158,7 @@ def test_an_export_that_does_not_end_is_ended_and_reported(tmp_path: Path, monke
     _play(story)
 
 
-def test_an_export_that_was_made_before_is_not_made_again(tmp_path: Path) -> None:
+def test_existing_export_is_not_repeated(tmp_path: Path) -> None:
     async def story() -> None:
         run = Exporting(tmp_path, "end")
         run.run.export_of(4).mkdir(parents=True)
@@ -188,7 +188,7 @@ def test_an_export_ends_with_its_manager_and_with_a_cancelled_run(tmp_path: Path
     _play(story)
 
 
-def test_a_program_that_cannot_be_started_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_export_program_that_cannot_be_started_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def story() -> None:
         run = Exporting(tmp_path, 1)
         run.commit(1)

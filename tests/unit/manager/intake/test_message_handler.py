@@ -27,7 +27,7 @@ def hearing(tmp_path: Path) -> Handling:
     return Handling(tmp_path, *LAUNCHED)
 
 
-def test_note_of_a_replica_is_recorded_when_it_changes_and_cannot_move_the_cursor(tmp_path: Path) -> None:
+def test_note_of_a_replica_is_recorded_on_change_with_escaped_control_characters(tmp_path: Path) -> None:
     hearing = Handling(tmp_path, *LAUNCHED)
     hearing.handle(WANTED, HELLO)
     for note in ("waits for \x1b[2Jgroup 3\n", "waits for \x1b[2Jgroup 3\n", ""):
@@ -90,7 +90,7 @@ def test_heartbeat_causes_no_event_but_a_new_phase_does(hearing: Handling) -> No
     assert hearing.events[before:] == [ev.PhaseEntered(R1, "generate")]
 
 
-def test_a_hello_carries_what_a_new_manager_must_know(hearing: Handling) -> None:
+def test_hello_records_phase_and_weight_version_for_a_new_manager(hearing: Handling) -> None:
     hello = msgspec.structs.replace(HELLO, phase="generate", weight_version=Version(3, 1))
     (welcome,) = hearing.handle(WANTED, hello)[1:]
     assert isinstance(welcome, msg.Welcome)
@@ -243,7 +243,7 @@ def test_command_may_continue_with_another_worker_after_a_goodbye(hearing: Handl
     assert isinstance(refused, msg.Fenced)
 
 
-def test_an_agent_bears_witness_to_steps_that_start_on_its_node(tmp_path: Path) -> None:
+def test_agent_is_a_witness_for_steps_that_start_on_its_node(tmp_path: Path) -> None:
     agent = Incarnation(ReplicaId("agent/n1"), 1)
     tag = tag_of(RUN, agent)
     hearing = Handling(tmp_path, *LAUNCHED, ev.Intended(Launch(agent, tag, "pool", N1, WHY)))
@@ -276,7 +276,7 @@ HELLO_MESSAGES = (
 
 
 @pytest.mark.parametrize("again", range(len(HELLO_MESSAGES)), ids=lambda n: type(HELLO_MESSAGES[n]).__name__)
-def test_a_message_that_arrives_twice_in_a_session_changes_nothing_the_second_time(tmp_path: Path, again: int) -> None:
+def test_message_repeated_within_a_session_changes_nothing(tmp_path: Path, again: int) -> None:
     def heard(folder: str, *messages: Any) -> State:
         hearing = Handling(tmp_path / folder, *LAUNCHED)
         hearing.handle(*messages)

@@ -123,7 +123,7 @@ def test_heterogeneous_request_is_found_by_any_of_its_components() -> None:
     assert looks.poll(NOTHING, at=3 * QUIET) == [ev.AllocationChanged(f"{RUN}.b", None)]
 
 
-def test_a_heterogeneous_request_of_which_no_component_is_found_was_never_made() -> None:
+def test_heterogeneous_request_without_any_listed_component_is_settled_as_refused() -> None:
     looks = Polls(HET)
     looks.poll(NOTHING, at=QUIET + 1)
     assert looks.poll(NOTHING, at=QUIET + 2) == [_never_came(POOL, "never appeared in the queue")]
@@ -131,7 +131,7 @@ def test_a_heterogeneous_request_of_which_no_component_is_found_was_never_made()
     assert looks.state.allocations == {}
 
 
-def test_a_request_whose_command_still_runs_settles_itself() -> None:
+def test_request_whose_command_still_runs_is_not_settled_by_polls_without_it() -> None:
     looks = Polls(REQUEST)
     busy = frozenset({POOL})
     for at in (QUIET + 1, QUIET + 2, QUIET + 3):
@@ -240,7 +240,7 @@ def test_new_manager_counts_absences_from_zero() -> None:
     assert looks.poll(NOTHING) == []
 
 
-def test_an_allocation_that_the_cluster_says_has_ended_is_gone_at_once() -> None:
+def test_allocation_that_the_cluster_reports_as_ended_is_gone_at_once() -> None:
     ended = AllocationStatus(AllocationState.ENDED, "7", (N1, N2), "TIMEOUT")
     looks = Polls(*HELD)
     assert looks.poll(listed(ended)) == [ev.AllocationChanged(POOL, ended)]
@@ -306,13 +306,13 @@ def test_launch_whose_command_ended_is_settled_by_two_polls() -> None:
     assert not has_undecided_launch(looks.state, ended), "settled"  # type: ignore[arg-type]
 
 
-def test_a_step_that_is_listed_though_its_command_has_ended_stays_open() -> None:
+def test_launch_whose_step_is_listed_stays_open_after_its_command_has_ended() -> None:
     looks = Polls(*HELD, LAUNCH)
     ended = msgspec.structs.replace(steps(STEP), launchers_ended=frozenset({STEP}))
     assert [looks.poll(ended, at) for at in (1.0, 2.0, 3.0)] == [[], [], []]
 
 
-def test_a_launch_whose_command_still_runs_settles_itself() -> None:
+def test_launch_whose_command_still_runs_is_not_settled_by_polls_without_it() -> None:
     looks = Polls(*HELD, LAUNCH)
     for at in (QUIET + 1, QUIET + 2, QUIET + 3):
         assert looks.poll(steps(), at=at, busy=frozenset({STEP})) == []
@@ -453,11 +453,11 @@ def test_step_on_a_silent_node_is_gone_once_the_cluster_has_not_listed_it_for_th
     assert lost.gone(SILENT_AT + QUIET) == [R1]
 
 
-def test_one_poll_without_a_step_is_never_enough() -> None:
+def test_single_poll_without_a_step_is_not_enough() -> None:
     assert LostNode().gone(SILENT_AT + 10 * QUIET) == []
 
 
-def test_a_poll_that_lists_the_step_begins_the_count_anew() -> None:
+def test_poll_that_lists_the_step_restarts_the_quiet_period() -> None:
     lost = LostNode()
     assert lost.gone(SILENT_AT) == []
     listed = msgspec.structs.replace(lost.snapshot, steps={**STEPS, STEP: N1})
@@ -538,7 +538,9 @@ def _stop_requested(lost: LostNode, at: float) -> ClusterSnapshot:
         "the agent sends heartbeats", "the replica sends heartbeats", "the node is suspended", "its stop is requested",
     ],
 )  # fmt: skip
-def test_step_is_not_gone_while(poll: Callable[[LostNode, float], ClusterSnapshot]) -> None:
+def test_step_stays_while_a_condition_for_its_loss_is_missing(
+    poll: Callable[[LostNode, float], ClusterSnapshot],
+) -> None:
     lost = LostNode()
     for n in range(20):
         at = SILENT_AT + n * QUIET / 2

@@ -41,7 +41,7 @@ def _lose_for_good(world: World, replica: ReplicaId, times: int) -> None:
         world.play(world.works, timeout_s=100.0)
 
 
-def test_a_replica_without_which_the_run_continues_is_a_condition_of_its_last_incarnation() -> None:
+def test_lost_replica_that_the_run_can_spare_is_a_condition_of_its_last_incarnation() -> None:
     world = World(job(recovery=Recovery(per_node=9, per_replica=1))).steady()
     _lose_for_good(world, R0, 2)
     (degraded,) = held(world)
@@ -52,7 +52,7 @@ def test_a_replica_without_which_the_run_continues_is_a_condition_of_its_last_in
     assert held(world) == []
 
 
-def test_a_gang_is_one_condition() -> None:
+def test_lost_gang_is_one_condition() -> None:
     crew = msgspec.structs.replace(command("crew", 2, least=1), ranks=2, per_node=1)
     world = World(commands(crew, recovery=Recovery(per_node=9, per_replica=1), spares=2)).steady()
     _lose_for_good(world, ReplicaId("crew/1.1"), 2)
@@ -79,7 +79,7 @@ def test_end_of_a_run_is_a_condition_unless_a_user_cancelled_it(outcome: Outcome
     assert [one.text for one in conditions(story.recorded(), story.now, None)] == ["because"] * len(kinds)
 
 
-def test_an_end_that_is_long_past_is_no_condition() -> None:
+def test_end_of_a_run_long_ago_is_no_condition() -> None:
     story = Story().works().ends(Outcome.FAILED, "because")
     assert conditions(story.recorded(), story.now + LIMIT_S, None) == []
 
@@ -134,7 +134,7 @@ def test_a_run_without_a_step_for_half_an_hour_stalls_once_its_usual_steps_are_k
     assert shown.after(0) is None, "it goes on"
 
 
-def test_long_steps_are_waited_for() -> None:
+def test_stall_limit_grows_with_the_usual_duration_of_steps() -> None:
     shown = Shown(Story().works())
     assert shown.after(0) is None
     shown.steps(13, 3, 1200.0)
@@ -159,7 +159,7 @@ def test_a_run_that_waits_for_its_first_nodes_or_ends_does_not_stall() -> None:
     assert ending.after(1e6) is None
 
 
-def test_a_resumed_run_has_its_time_again() -> None:
+def test_stall_limit_restarts_with_a_resume() -> None:
     story = Story().works()
     shown = Shown(story)
     assert shown.after(0) is None

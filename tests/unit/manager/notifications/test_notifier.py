@@ -167,7 +167,7 @@ def test_different_kinds_do_not_wait_for_each_other(tmp_path: Path) -> None:
     assert [one["kind"] for one in received(tmp_path)] == ["completed", "failed"]
 
 
-def test_the_end_is_sent_before_the_manager_leaves(tmp_path: Path) -> None:
+def test_end_of_the_run_is_sent_before_the_manager_exits(tmp_path: Path) -> None:
     story = ended()
     run = recorded(story, tmp_path, to_file(tmp_path))
     manager = Notifier(run, story.recorded, lambda: story.recorded().seq, lambda: story.now, check_interval_s=3600.0)
@@ -190,7 +190,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
         ("", "has no table [notify] with command or webhook"),
     ],
 )  # fmt: skip
-def test_a_notification_that_fails_costs_one_line_and_is_not_repeated(
+def test_failed_notification_is_logged_in_one_line_and_not_repeated(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, target: str, reason: str
 ) -> None:
     story = ended()
@@ -203,7 +203,7 @@ def test_a_notification_that_fails_costs_one_line_and_is_not_repeated(
     assert SECRET not in caplog.text
 
 
-def test_a_command_that_hangs_is_killed_and_costs_one_line(
+def test_hung_command_is_killed_and_logged_in_one_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(notifying, "SEND_TIMEOUT_S", 2.0)
@@ -220,7 +220,7 @@ def test_a_command_that_hangs_is_killed_and_costs_one_line(
     assert received(tmp_path) == []
 
 
-def test_a_folder_that_cannot_be_written_costs_one_line_and_sends_nothing(
+def test_unwritable_folder_of_claims_is_logged_in_one_line_and_nothing_is_sent(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     story = ended()
@@ -304,7 +304,7 @@ def test_webhook_gets_the_message_as_json(tmp_path: Path, caplog: pytest.LogCapt
 
 
 @pytest.mark.parametrize("code", [302, 404, 500])
-def test_webhook_that_refuses_costs_one_line_without_its_address(
+def test_webhook_that_refuses_is_logged_in_one_line_without_its_address(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, code: int
 ) -> None:
     story = ended()
@@ -320,7 +320,7 @@ def _wait(over: threading.Event) -> None:
     over.wait(60)
 
 
-def test_webhook_that_never_answers_costs_one_line(
+def test_webhook_that_never_answers_is_logged_in_one_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(notifying, "SEND_TIMEOUT_S", 2.0)
@@ -362,7 +362,7 @@ def mortal_manager(run: RunDir, story: Story, root: Path, moment: str) -> subpro
     return subprocess.Popen([sys.executable, "-c", _MORTAL_MANAGER, str(run.path), str(state), moment])
 
 
-def test_manager_that_dies_between_claim_and_sending_leaves_nothing_that_is_sent_later(tmp_path: Path) -> None:
+def test_notification_claimed_by_a_manager_that_died_is_not_sent_later(tmp_path: Path) -> None:
     story = ended()
     run = recorded(story, tmp_path, to_file(tmp_path))
     assert mortal_manager(run, story, tmp_path, "between claim and sending").wait(60) == -signal.SIGKILL

@@ -55,7 +55,7 @@ def stopped_at(world: World) -> list[float]:
 
 
 # ── the start ────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_from_nothing_one_request_one_agent_a_node_and_every_replica_once() -> None:
+def test_new_run_has_one_request_one_agent_per_node_and_one_launch_per_replica() -> None:
     world = World(job()).steady()
     assert requests(world) == [POOL]
     assert world.requests[POOL].count == 5
@@ -86,7 +86,7 @@ def test_undelivered_request_is_repeated_under_other_tags_but_not_without_end() 
     assert_nothing_is_left(world, Outcome.FAILED)
 
 
-def test_a_request_that_is_made_again_is_as_good_as_the_first() -> None:
+def test_repeated_first_request_serves_like_the_original_one() -> None:
     world = World(job())
     world.unanswered = True
     world.play(timeout_s=1.0)
@@ -147,7 +147,7 @@ def test_a_hung_process_is_fenced_stopped_and_restarted(replica: ReplicaId) -> N
     assert world.incarnations() == ONCE | {replica: 2}
 
 
-def test_a_replica_that_fails_again_and_again_on_one_node_moves_to_the_spare() -> None:
+def test_replica_that_fails_repeatedly_on_one_node_moves_to_the_spare() -> None:
     world = World(job(recovery=Recovery(per_node=2))).steady()
     homes = []
     for _ in range(3):
@@ -194,7 +194,7 @@ def test_minute_of_simultaneous_failures_costs_only_restarts(spares: int) -> Non
     assert world.state.finish is None
 
 
-def test_a_replica_that_fails_on_two_nodes_is_not_given_a_third() -> None:
+def test_replica_that_fails_on_two_nodes_gets_no_third_node() -> None:
     world = World(job(recovery=Recovery(per_replica=99, breaker=1.0), steps=99), nodes=20).steady()
     for step in range(1, 13):
         world.commit(step)
@@ -205,7 +205,7 @@ def test_a_replica_that_fails_on_two_nodes_is_not_given_a_third() -> None:
     assert [rung for rung in rungs(world) if rung is not Rung.IN_PLACE] == [Rung.SPARE]
 
 
-def test_a_replica_whose_launches_are_refused_on_two_nodes_is_given_a_third() -> None:
+def test_replica_whose_launches_are_refused_on_two_nodes_gets_a_third_node() -> None:
     world = World(job(), nodes=20)
     world.refuse_launch = {N3, N5}
     world.steady()
@@ -274,7 +274,7 @@ def test_rollout_that_exceeded_its_budget_is_retired() -> None:
 
 
 @pytest.mark.parametrize("replica", [STORE, TRAINER])
-def test_a_replica_that_cannot_be_spared_ends_the_run_when_its_budget_is_spent(replica: ReplicaId) -> None:
+def test_required_replica_ends_the_run_when_its_budget_is_spent(replica: ReplicaId) -> None:
     world = World(job(recovery=Recovery(per_node=9, per_replica=3, full_restarts=0))).steady()
     for _ in range(4):
         world.kill(replica)
@@ -284,7 +284,7 @@ def test_a_replica_that_cannot_be_spared_ends_the_run_when_its_budget_is_spent(r
     assert f"3 restarts of {replica} within 600 s" in world.decided(Finish)[0].why.evidence
 
 
-def test_the_last_rollout_that_the_run_needs_cannot_be_spared_either() -> None:
+def test_rollout_at_the_configured_minimum_ends_the_run_when_its_budget_is_spent() -> None:
     world = World(job(min_rollouts=2, recovery=Recovery(per_node=9, per_replica=1, full_restarts=0))).steady()
     world.kill(R0)
     world.steady()
@@ -321,7 +321,7 @@ def test_rollout_may_be_retired_while_another_restarts() -> None:
     assert world.state.replica(R1).status is Status.JOINED
 
 
-def test_restarts_that_lie_further_back_than_the_window_do_not_count() -> None:
+def test_restarts_older_than_the_window_do_not_count() -> None:
     world = World(job(recovery=Recovery(per_node=1, per_replica=2, window=600.0))).steady()
     for _ in range(4):
         world.kill(R0)
@@ -330,7 +330,7 @@ def test_restarts_that_lie_further_back_than_the_window_do_not_count() -> None:
     assert rungs(world) == [Rung.IN_PLACE] * 4
 
 
-def test_a_launch_that_is_refused_is_tried_again_until_the_budget_is_spent() -> None:
+def test_refused_launch_is_repeated_until_the_budget_is_spent() -> None:
     world = World(job(min_rollouts=1, recovery=Recovery(per_node=9, per_replica=2)))
     world.refuse_launch = {N3}
     world.play(timeout_s=120.0)
@@ -347,7 +347,7 @@ def test_after_too_many_refused_launches_on_one_node_the_next_node_is_tried() ->
     assert world.node_of(R0) == N5
 
 
-def test_a_stop_that_was_refused_is_asked_for_again_after_a_pause() -> None:
+def test_refused_stop_is_repeated_after_a_pause() -> None:
     world = World(job(recovery=Recovery(per_node=1))).steady()
     world.refuse_stop = 2
     world.freeze(R0)
@@ -358,7 +358,7 @@ def test_a_stop_that_was_refused_is_asked_for_again_after_a_pause() -> None:
     ]  # fmt: skip
 
 
-def test_a_stop_that_was_refused_is_asked_for_again_while_the_run_ends_too() -> None:
+def test_refused_stop_is_repeated_while_the_run_ends() -> None:
     world = World(job(limits=Limits(step_grace=20.0))).steady()
     world.refuse_stop = 1
     world.cancel()
@@ -397,7 +397,7 @@ def test_orphan_step_occupies_its_node_until_it_has_ended() -> None:
 
 
 # ── nodes ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_lost_node_is_excluded_and_what_ran_there_moves_to_the_spare() -> None:
+def test_lost_node_is_excluded_and_its_replica_moves_to_the_spare() -> None:
     world = World(job()).steady()
     world.lose_node(N3)
     world.play(lambda: world.incarnations()[R0] == 2).steady()
@@ -417,7 +417,7 @@ def test_replicas_of_a_lost_node_are_not_restarted_on_it() -> None:
     assert (rungs(world), world.node_of(R0)) == ([Rung.SPARE], N5)
 
 
-def test_a_node_is_kept_for_the_replica_that_is_about_to_restart_there() -> None:
+def test_node_is_reserved_for_the_replica_that_is_about_to_restart_there() -> None:
     world = World(job(spares=0, recovery=Recovery(per_node=9, backoff=60.0)), nodes=6).steady()
     world.kill(R0)
     world.steady()
@@ -440,7 +440,7 @@ def test_free_node_goes_to_a_replica_due_now_before_one_in_backoff() -> None:
     assert world.steady().node_of(R0) == N6
 
 
-def test_everything_that_shared_a_lost_node_moves_together() -> None:
+def test_replicas_that_shared_a_lost_node_move_together() -> None:
     world = World(job()).steady()
     world.lose_node(N1)
     world.play(lambda: world.incarnations()[STORE] == 2).steady()
@@ -472,7 +472,7 @@ def test_a_node_that_left_with_its_allocation_stays_excluded_in_later_requests()
     assert [world.requests[tag].exclude for tag in requests(world)] == [(), (N3,), (N3,), (N3, N5)]
 
 
-def test_one_replacement_is_waited_for_and_not_asked_for_again() -> None:
+def test_pending_replacement_is_waited_for_and_not_requested_again() -> None:
     world = World(job(spares=0)).steady()
     world.lose_node(N3)
     world.wait(100.0)
@@ -519,7 +519,7 @@ def test_nothing_is_launched_with_the_decision_to_end_for_lack_of_nodes() -> Non
     assert_nothing_is_left(world, Outcome.FAILED)
 
 
-def test_requests_that_are_refused_are_further_and_further_apart() -> None:
+def test_pause_between_refused_requests_grows() -> None:
     world = World(job(spares=0)).steady()
     world.refuse = "no"
     world.lose_node(N3)
@@ -571,7 +571,7 @@ def test_late_replacement_is_used_by_the_retired_replica() -> None:
     assert len(requests(world)) == 2
 
 
-def test_the_breaker_stops_the_exclusion_of_many_nodes_at_once() -> None:
+def test_breaker_stops_the_exclusion_of_a_third_of_six_nodes() -> None:
     world = World(job(spares=2)).steady()
     world.lose_node(N3)
     world.lose_node(N4)
@@ -645,7 +645,7 @@ def test_failed_replica_waits_on_a_suspected_node_that_the_breaker_keeps() -> No
     assert (world.incarnations()[R0], world.state.nodes[node].excluded) == (2, None)
 
 
-def test_the_breaker_lets_a_fifth_of_the_nodes_go() -> None:
+def test_breaker_permits_the_exclusion_of_a_fifth_of_the_nodes() -> None:
     world = World(job(rollouts=6, spares=2)).steady()
     for node in (N3, N4, N5):
         world.lose_node(node)
@@ -653,7 +653,7 @@ def test_the_breaker_lets_a_fifth_of_the_nodes_go() -> None:
     assert [action.node for action in world.decided(Exclude)] == [N3, N4]
 
 
-def test_a_draining_node_gets_nothing_new_and_loses_nothing() -> None:
+def test_draining_node_keeps_its_replicas_and_gets_no_new_ones() -> None:
     world = World(job()).steady()
     for node in (N5, N4):
         world.record(ev.NodeChanged(node, NodeStatus(NodeState.DRAINING, "MIXED+DRAIN")))
@@ -698,7 +698,7 @@ def test_an_agent_whose_budget_is_spent_is_retired_and_tried_again_after_the_win
 
 
 # ── planned faults ───────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_planned_fault_is_set_off_once_when_its_step_is_committed() -> None:
+def test_planned_fault_is_triggered_once_when_its_step_is_committed() -> None:
     faults = [Fault(f"f{i}", FaultKind.KILL, target, FaultTrigger(step=2)) for i, target in enumerate((R0, TRAINER))]
     world = World(job(faults=faults)).steady()
     world.commit(1)
@@ -713,7 +713,7 @@ def test_a_planned_fault_is_set_off_once_when_its_step_is_committed() -> None:
     assert world.incarnations() == ONCE | {R0: 2, TRAINER: 2, R1: 2}
 
 
-def test_a_planned_fault_waits_for_its_target_to_work() -> None:
+def test_planned_fault_waits_until_its_target_works() -> None:
     world = World(job(faults=[Fault("f0", FaultKind.KILL, R0, FaultTrigger(step=0))]))
     world.play(lambda: world.state.replica(R0).status is Status.STARTING)
     assert world.decided(InjectFault) == []
@@ -741,7 +741,7 @@ def end_of(world: World) -> None:
     assert order == ["role"] * 5 + ["agent"] * 5 + ["allocation"]
 
 
-def test_a_cancelled_run_gives_everything_back_in_order_and_is_over_only_then() -> None:
+def test_cancelled_run_is_over_once_everything_is_released_in_order() -> None:
     world = World(job()).steady()
     world.cancel()
     assert not world.over
@@ -750,7 +750,7 @@ def test_a_cancelled_run_gives_everything_back_in_order_and_is_over_only_then() 
     assert_nothing_is_left(world, Outcome.CANCELLED)
 
 
-def test_a_completed_run_gives_everything_back_in_order_and_is_over_only_then() -> None:
+def test_completed_run_is_over_once_everything_is_released_in_order() -> None:
     world = World(job(steps=3)).steady()
     world.commit(2)
     assert world.state.finish is None
@@ -781,7 +781,7 @@ def test_run_is_not_over_while_its_allocation_is_listed() -> None:
     assert_nothing_is_left(world, Outcome.CANCELLED)
 
 
-def test_a_run_cancelled_before_it_has_nodes_gives_the_request_back() -> None:
+def test_run_cancelled_before_it_has_nodes_releases_its_request() -> None:
     world = World(job(), nodes=2)
     world.play(timeout_s=10.0)
     world.cancel()
@@ -868,7 +868,7 @@ def test_replacements_are_requested_for_the_remaining_walltime() -> None:
     assert min(ask.walltime for ask in world.requests.values()) >= MIN_WALLTIME_MARGIN_S
 
 
-def test_a_request_that_certainly_was_not_done_leaves_nothing_to_give_back() -> None:
+def test_request_that_was_certainly_not_made_is_not_released() -> None:
     world = World(job())
     world.unanswered = True
     world.play(timeout_s=1.0)
@@ -878,7 +878,7 @@ def test_a_request_that_certainly_was_not_done_leaves_nothing_to_give_back() -> 
     assert_nothing_is_left(world, Outcome.CANCELLED)
 
 
-def test_a_refused_give_back_is_asked_for_again_after_a_pause() -> None:
+def test_refused_release_is_repeated_after_a_pause() -> None:
     world = World(job()).steady()
     world.refuse_release = 2
     world.cancel()
@@ -900,7 +900,7 @@ def test_step_that_does_not_end_is_given_up_and_goes_with_its_allocation() -> No
     assert world.now - began < 6 * world.state.job.limits.step_grace
 
 
-def test_a_lost_node_does_not_hold_up_the_end() -> None:
+def test_lost_node_does_not_delay_the_end_of_the_run() -> None:
     world = World(job()).steady()
     world.lose_node(N3)
     world.play(lambda: world.incarnations()[R0] == 2).steady()
@@ -911,7 +911,7 @@ def test_a_lost_node_does_not_hold_up_the_end() -> None:
     assert world.now - began < 2.0
 
 
-def test_nothing_is_launched_or_set_off_once_the_end_is_decided() -> None:
+def test_nothing_is_launched_or_injected_once_the_end_is_decided() -> None:
     world = World(job(faults=[Fault("f0", FaultKind.KILL, R0, FaultTrigger(step=3))], steps=3)).steady()
     before = len(world.decided(Launch))
     world.kill(R1)
@@ -923,7 +923,7 @@ def test_nothing_is_launched_or_set_off_once_the_end_is_decided() -> None:
     assert_nothing_is_left(world, Outcome.CANCELLED)
 
 
-def test_a_run_that_has_ended_is_over_and_not_planned_for() -> None:
+def test_ended_run_is_over_and_has_no_further_plan() -> None:
     world = World(job()).steady()
     world.kill(R0)
     state = fold(world.state, ev.Stamped(99999, world.now, 1, ev.RunEnded(Outcome.FAILED, "")))

@@ -46,7 +46,7 @@ def test_a_row_has_time_incarnation_rate_and_staleness_of_its_step() -> None:
     assert row.metrics == {"tokens": 640.0, "reward": 0.5, "token_age_p50": 1.0, "token_age_max": 2.0}
 
 
-def test_tokens_of_a_trainer_that_does_not_count_them_are_those_whose_age_is_known() -> None:
+def test_tokens_of_a_step_without_a_token_count_are_those_with_a_known_age() -> None:
     story = commits(begun(), 1, 2.0, tokens_aged_0=100.0, tokens_aged_1=20.0)
     commits(story, 2, 2.0, loss=1.0)
     first, second = rows_of(story)
@@ -54,7 +54,7 @@ def test_tokens_of_a_trainer_that_does_not_count_them_are_those_whose_age_is_kno
     assert (second.tokens, second.tokens_per_second) == (None, None)
 
 
-def test_steps_share_the_time_of_the_trainer_between_two_readings_of_its_clock() -> None:
+def test_trainer_time_between_two_clock_readings_is_shared_by_its_steps() -> None:
     story = begun()
     story.record(ev.ClocksRecorded((story.reading("trainer/0", wait_data=1.0),)))
     commits(story, 1)
@@ -67,7 +67,7 @@ def test_steps_share_the_time_of_the_trainer_between_two_readings_of_its_clock()
     assert three == {"train": 2.0, "wait_data": 0.5}
 
 
-def test_a_reading_just_before_a_commit_counts_for_that_step() -> None:
+def test_clock_reading_just_before_a_commit_counts_for_that_step() -> None:
     story = begun().wait(60)
     story.record(ev.ClocksRecorded((story.reading("trainer/0", train=50.0),)))
     commits(story, 1, 0.1)
@@ -96,7 +96,7 @@ def test_rows_are_complete_once_a_clock_reading_follows_and_then_never_change() 
     assert (complete.step, complete.phase_seconds, rows.rest()) == (1, {"train": 3.0}, [])
 
 
-def test_each_step_has_one_row_though_it_is_reported_again_or_not_at_all() -> None:
+def test_step_that_is_reported_repeatedly_or_never_has_one_row() -> None:
     story = commits(begun(), 1, reward=0.1)
     commits(story, 1, 1.0, reward=0.1)
     commits(story, 4, 1.0, reward=0.4)
@@ -107,7 +107,7 @@ def test_each_step_has_one_row_though_it_is_reported_again_or_not_at_all() -> No
     assert [row.metrics for row in rows] == [{"reward": 0.1}, {}, {}, {"reward": 0.4}]
 
 
-def test_steps_of_an_outage_of_the_manager_share_its_time_and_are_marked() -> None:
+def test_steps_committed_while_the_manager_was_away_share_its_time_and_are_marked() -> None:
     story = commits(begun(), 1, tokens=100.0)
     story.record(ev.ClocksRecorded((story.reading("trainer/0", train=3.0),)))
     story.wait(57).epoch = 2
@@ -149,7 +149,7 @@ def test_events_after_the_newest_step_of_a_failed_run_are_a_row_without_a_step()
     ]
 
 
-def test_a_completed_run_ends_with_the_row_of_its_last_step() -> None:
+def test_no_row_follows_the_last_step_of_a_completed_run() -> None:
     story = commits(begun(), 1)
     story.record(ev.RunEnded(Outcome.COMPLETED, "done"))
     assert [row.step for row in rows_of(story)] == [1]
@@ -166,7 +166,7 @@ def test_the_first_step_after_a_resume_is_timed_from_the_join_of_its_trainer() -
     assert [mark.kind for mark in row.marks] == [MarkKind.RESUMED]
 
 
-def test_logged_values_are_part_of_the_next_step_by_replica_the_newest_of_each_name() -> None:
+def test_next_step_has_the_newest_logged_value_of_each_name_by_replica() -> None:
     story = commits(begun(), 1)
     for value in (0.25, 0.5):
         story.record(ev.ValuesLogged(story.incarnation("reward/0"), {"accuracy": value}))
@@ -190,7 +190,7 @@ def test_each_report_of_logged_values_is_a_row_in_a_run_without_a_trainer() -> N
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -1.0, 1e300])
-def test_no_number_of_tokens_breaks_a_row(value: float) -> None:
+def test_invalid_token_count_of_a_trainer_counts_as_zero(value: float) -> None:
     [row] = rows_of(commits(begun(), 1, tokens=value))
     assert row.tokens == 0
     assert row.tokens_per_second == 0.0

@@ -621,6 +621,6 @@ def test_moved_or_gang_restarted_member_is_no_recovery() -> None:
 
 
 @given(st.dictionaries(st.sampled_from(METRICS), st.floats()))
-def test_a_summary_is_written_whatever_a_trainer_reports_as_metrics(metrics: dict[str, float]) -> None:
+def test_summary_is_written_with_any_reported_metrics(metrics: dict[str, float]) -> None:
     got = summary(started(20.0), (50.0, ev.StepCommitted(Incarnation(TRAINER, 1), 1, metrics)), finished(100.0, 110.0))
     assert msgspec.json.decode(msgspec.json.encode(got))["steps"] == 1

@@ -398,7 +398,7 @@ def test_each_event_is_followed_once_across_segments_and_managers(run: RunDir) -
     assert [stamped.seq for stamped in followed] == [1, 2, 3, 4, 5, 6, 7]
 
 
-def test_a_follower_goes_on_with_the_successor_of_a_manager_whose_last_records_it_has_read(run: RunDir) -> None:
+def test_follower_continues_with_the_successor_after_the_last_records_of_a_manager(run: RunDir) -> None:
     frozen = Writer(run).begin().steps(1).flush()
     follower = EventFollower(run)
     followed = list(follower.events())

@@ -103,7 +103,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
     [(OPENING, MIDDLE, FLUSH), pytest.param((OPENING, FIRST, MIDDLE, LAST, FLUSH), marks=pytest.mark.long)],
 )
 @pytest.mark.parametrize("tracker", TRACKERS)
-def test_steps_are_sent_once_each_though_the_process_is_killed_at_a_call_of_each_kind(
+def test_each_step_is_sent_once_although_the_process_is_killed_at_calls_of_each_kind(
     recorded: Recorded, tracker: TrackerName, killed_after: tuple[int, ...]
 ) -> None:
     recorded.story.clocks("trainer/0", train=30.0)  # completes the rows
@@ -120,7 +120,7 @@ def test_steps_are_sent_once_each_though_the_process_is_killed_at_a_call_of_each
 
 
 @pytest.mark.parametrize("tracker", TRACKERS)
-def test_the_same_run_of_a_tracker_goes_on_after_the_end_and_a_resume(recorded: Recorded, tracker: TrackerName) -> None:
+def test_tracker_run_continues_after_the_end_and_a_resume(recorded: Recorded, tracker: TrackerName) -> None:
     recorded.story.ends(Outcome.FAILED, "rollout/0 failed too often")
     recorded.write()
     assert recorded.track(tracker, UNTIL_END) == 0, recorded.output(tracker)
@@ -141,7 +141,7 @@ def test_the_same_run_of_a_tracker_goes_on_after_the_end_and_a_resume(recorded: 
 
 
 @pytest.mark.parametrize("tracker", TRACKERS)
-def test_a_process_that_follows_sends_new_steps_and_ends_on_sigterm(recorded: Recorded, tracker: TrackerName) -> None:
+def test_following_process_sends_new_steps_and_ends_on_sigterm(recorded: Recorded, tracker: TrackerName) -> None:
     process = recorded.start(tracker, FOLLOW)
     recorded.story.clocks("trainer/0", train=30.0)
     recorded.write()
@@ -179,7 +179,7 @@ sys.exit(main.main())
         check_once_each(sent(recorded.run, "mlflow", metric), STEPS)
 
 
-def test_job_failures_and_end_go_along_without_values_of_the_environment(recorded: Recorded) -> None:
+def test_job_failures_and_end_are_sent_without_values_of_the_environment(recorded: Recorded) -> None:
     secret = "sk-1234"
     recorded.set_job({
         "run": {"name": "small"}, "env": {"setup": [f"export KEY={secret}"], "passed": ["WANDB_API_KEY"]},
@@ -215,7 +215,7 @@ def _words(path: Path) -> set[str]:
     return {word for word in ("sk-1234", "wandb-5678") if word.encode() in content}
 
 
-def test_a_torn_record_at_the_end_of_an_event_file_is_ignored_and_its_step_sent_again(recorded: Recorded) -> None:
+def test_step_with_a_torn_record_at_the_end_of_an_event_file_is_sent_again(recorded: Recorded) -> None:
     recorded.story.clocks("trainer/0", train=30.0)
     recorded.write()
     assert recorded.track("tensorboard") == 0
@@ -263,7 +263,7 @@ def test_a_second_process_for_a_tracker_exits_while_the_first_one_runs(recorded:
     assert follower.wait(TIMEOUT_S) == 0
 
 
-def test_processes_that_a_killed_process_left_are_ended_before_the_next_one_opens(recorded: Recorded) -> None:
+def test_children_of_a_killed_process_are_ended_before_the_next_one_opens(recorded: Recorded) -> None:
     env = {**os.environ, "RRL_TRACKER": f"{recorded.run.path}/tensorboard"}
     left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], env=env)
     other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"],
@@ -276,6 +276,6 @@ def test_processes_that_a_killed_process_left_are_ended_before_the_next_one_open
     other.wait()
 
 
-def test_progress_that_cannot_be_read_counts_as_none(recorded: Recorded) -> None:
+def test_unreadable_progress_counts_as_no_progress(recorded: Recorded) -> None:
     (recorded.run.trackers / "wandb.json").write_text(json.dumps({"step": "x"}))
     assert read_progress(recorded.run, "wandb") == Progress()

@@ -57,7 +57,7 @@ async def until(condition: Callable[[], object]) -> None:
         await asyncio.sleep(0.02)
 
 
-def test_a_process_that_fails_again_and_again_is_logged_once(run: RunDir, caplog: pytest.LogCaptureFixture) -> None:
+def test_process_that_fails_repeatedly_is_logged_once(run: RunDir, caplog: pytest.LogCaptureFixture) -> None:
     passes(run, FAKE_TRACKER="fail")
 
     async def fail_often() -> None:
@@ -73,7 +73,7 @@ def test_a_process_that_fails_again_and_again_is_logged_once(run: RunDir, caplog
     ]
 
 
-def test_a_process_that_fails_after_it_has_sent_more_steps_is_logged_again(
+def test_process_that_fails_after_sending_more_steps_is_logged_again(
     run: RunDir, caplog: pytest.LogCaptureFixture
 ) -> None:
     passes(run, FAKE_TRACKER="fail")
@@ -93,7 +93,7 @@ def test_a_process_that_fails_after_it_has_sent_more_steps_is_logged_again(
     )
 
 
-def test_a_process_that_does_not_end_is_killed_and_what_is_missing_is_named(
+def test_process_that_does_not_end_is_killed_and_the_unsent_steps_are_named(
     run: RunDir, caplog: pytest.LogCaptureFixture
 ) -> None:
     passes(run, FAKE_TRACKER="ignore SIGTERM")
@@ -143,7 +143,7 @@ def test_a_process_gets_only_the_variables_that_the_job_passes(run: RunDir, monk
     assert "AWS_SECRET_ACCESS_KEY" not in starts(run)[0]
 
 
-def test_a_job_without_trackers_starts_nothing(run: RunDir) -> None:
+def test_job_without_trackers_starts_no_process(run: RunDir) -> None:
     async def start() -> None:
         supervisor = TrackerSupervisor(run, job())
         supervisor.start()

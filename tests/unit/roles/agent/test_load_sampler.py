@@ -29,7 +29,7 @@ def gpu(index: int, utilization: int | None = 50, used: int | None = 20 * GIB) -
     ],
     ids=["no reading", "no GPU", "all", "by number", "by UUID", "none of ours", "partly read", "not read"],
 )
-def test_use_of_gpus_is_the_mean_over_those_of_the_run(
+def test_gpu_load_of_a_run_is_the_mean_over_its_gpus(
     gpus: tuple[Gpu, ...] | None, own: tuple[str, ...], expected: GpuUse | None
 ) -> None:
     assert gpu_use(gpus, own) == expected

@@ -110,7 +110,7 @@ def test_wrapper_that_will_exec_a_first_process_is_not_killed(tmp_path: Path) ->
         asyncio.run(story(at))
 
 
-def test_next_manager_receives_what_the_last_one_may_have_missed(tmp_path: Path) -> None:
+def test_next_manager_receives_reports_that_the_last_one_may_have_missed(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
         async with node(at) as lab_node:
             lost, _ = await lab_node.step(*SLEEP)

@@ -85,7 +85,9 @@ def test_an_agent_gets_item_url_and_key_and_its_reward_is_recorded_once() -> Non
 
 
 @pytest.mark.parametrize(("returned", "reward"), [(None, None), (True, 1.0), (2, 2.0)])
-def test_a_number_is_a_reward_and_none_leaves_it_to_the_task(returned: object, reward: float | None) -> None:
+def test_returned_number_is_the_reward_and_none_leaves_the_reward_to_the_task(
+    returned: object, reward: float | None
+) -> None:
     async def agent(*_: str) -> object:
         return returned
 
@@ -106,7 +108,7 @@ def test_an_episode_without_a_reward_waits_for_one_if_the_job_gives_it_time(retu
 
 
 @pytest.mark.parametrize("returned", ["much", math.nan, math.inf, [1]])
-def test_any_other_result_is_a_failed_attempt(returned: object) -> None:
+def test_returned_value_other_than_a_finite_number_or_none_fails_the_attempt(returned: object) -> None:
     async def agent(*_: str) -> object:
         return returned
 
@@ -116,7 +118,7 @@ def test_any_other_result_is_a_failed_attempt(returned: object) -> None:
     assert "return the reward, a finite number, or None" in store.failed[0][2]
 
 
-def test_an_exception_is_a_failed_attempt_with_its_place_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_exception_fails_the_attempt_with_its_place_and_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     async def agent(*_: str) -> None:
         raise KeyError("tool")
 
@@ -130,7 +132,7 @@ def test_an_exception_is_a_failed_attempt_with_its_place_and_logged_once(caplog:
     assert attempts.error is None
 
 
-def test_an_agent_that_does_not_return_in_time_has_failed_and_its_own_timeouts_are_exceptions() -> None:
+def test_agent_beyond_its_timeout_fails_and_its_own_timeout_error_counts_as_an_exception() -> None:
     async def endless(*_: str) -> None:
         await asyncio.Event().wait()
 
@@ -144,7 +146,7 @@ def test_an_agent_that_does_not_return_in_time_has_failed_and_its_own_timeouts_a
     assert "the agent raised TimeoutError: the tool is slow" in store.failed[1][2]
 
 
-def test_an_agent_that_exits_or_cancels_itself_fails_its_attempt_alone() -> None:
+def test_agent_that_exits_or_cancels_itself_fails_only_its_own_attempt() -> None:
     async def exits(*_: str) -> None:
         raise SystemExit(3)
 
@@ -157,7 +159,7 @@ def test_an_agent_that_exits_or_cancels_itself_fails_its_attempt_alone() -> None
     assert ["SystemExit" in store.failed[0][2], "CancelledError" in store.failed[1][2]] == [True, True]
 
 
-def test_an_older_attempt_ends_without_a_word() -> None:
+def test_fenced_attempt_ends_without_a_report() -> None:
     async def agent(*_: str) -> float:
         return 1.0
 
@@ -176,9 +178,7 @@ def test_an_older_attempt_ends_without_a_word() -> None:
         (ProgramFailed("gone", environmental=True), False),
     ],
 )
-def test_the_process_ends_with_an_exception_that_most_attempts_raise_if_the_code_is_at_fault(
-    error: Exception, ends: bool
-) -> None:
+def test_exception_of_most_attempts_ends_the_process_if_the_code_is_at_fault(error: Exception, ends: bool) -> None:
     async def agent(*_: str) -> None:
         raise error
 

@@ -66,7 +66,7 @@ JOB = resolve(
 )  # fmt: skip
 
 
-def test_a_frozen_process_that_thaws_after_its_replacement_gets_403_and_ends(tmp_path: Path) -> None:
+def test_thawed_process_that_was_replaced_gets_403_and_ends(tmp_path: Path) -> None:
     with lab(tmp_path) as at:
         scene, notes = Scene(at), at.run.path / "notes"
         write_atomically(at.run.run_spec, msgspec.json.encode(JOB))

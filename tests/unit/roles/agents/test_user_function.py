@@ -48,9 +48,7 @@ def test_an_async_function_of_the_jobs_folder_is_loaded(folder: Path) -> None:
         ("no_such_agent:run", "there is no module no_such_agent"),
     ],
 )
-def test_a_function_that_cannot_be_an_agent_is_named_with_what_would_be_right(
-    folder: Path, name: str, problem: str
-) -> None:
+def test_unusable_agent_function_is_refused_with_the_reason(folder: Path, name: str, problem: str) -> None:
     with pytest.raises(AgentError, match=r"^\[roles\.agents\] function: ") as raised:
         load_agent(name, folder)
     assert problem in raised.value.problem

@@ -28,7 +28,7 @@ def run(folder: Path, source: str, item: str = "an item") -> float | None:
     return asyncio.run(main())
 
 
-def test_a_program_finds_item_url_and_key_in_its_environment_and_its_folder_is_that_of_the_job(tmp_path: Path) -> None:
+def test_program_gets_item_url_and_key_in_its_environment_and_starts_in_the_jobs_folder(tmp_path: Path) -> None:
     names = ["OPENAI_BASE_URL", "OPENAI_API_KEY", "RRL_ITEM"]
     source = f"import json, os\njson.dump([os.environ[name] for name in {names}], open('given.json', 'w'))\n"
     run(tmp_path, source, "several\nlines")
@@ -61,7 +61,7 @@ def test_the_last_line_of_stdout_is_the_reward_if_it_is_a_number(
         ("import os\nos.kill(os.getpid(), 9)", "ended with signal 9 (Killed)", True),
     ],
 )
-def test_any_other_exit_is_a_failure_with_the_last_line_of_stderr(
+def test_nonzero_exit_is_a_failure_with_the_last_line_of_stderr(
     tmp_path: Path, source: str, why: str, environmental: bool
 ) -> None:
     with pytest.raises(ProgramFailed) as raised:
@@ -70,7 +70,7 @@ def test_any_other_exit_is_a_failure_with_the_last_line_of_stderr(
     assert raised.value.environmental is environmental
 
 
-def test_a_program_that_cannot_be_started_is_a_failure_of_its_own(tmp_path: Path) -> None:
+def test_program_that_cannot_be_started_is_a_failure_that_states_the_reason(tmp_path: Path) -> None:
     with pytest.raises(ProgramFailed, match="no-such-program cannot be started: ") as raised:
         asyncio.run(program_agent(["no-such-program"], tmp_path)("i", "u", "k"))  # type: ignore[arg-type]
     assert not raised.value.environmental
@@ -95,7 +95,7 @@ def is_gone(pid: int) -> bool:
         return True
 
 
-def test_a_cancelled_attempt_ends_the_program_and_what_it_has_started(tmp_path: Path) -> None:
+def test_cancelled_attempt_ends_the_program_and_its_children(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(ENDLESS)
     pids = tmp_path / "pids"
 
@@ -118,7 +118,7 @@ def test_a_cancelled_attempt_ends_the_program_and_what_it_has_started(tmp_path: 
     assert is_gone(child)
 
 
-def test_a_child_that_goes_on_in_a_session_of_its_own_does_not_delay_the_end(tmp_path: Path) -> None:
+def test_child_in_a_session_of_its_own_does_not_delay_the_end_of_the_attempt(tmp_path: Path) -> None:
     source = ENDLESS.replace('600)"]', '600)"], start_new_session=True').replace("\ntime.sleep(600)", "\nprint(1.5)")
     assert run(tmp_path, source) == 1.5
     os.kill(int((tmp_path / "pids").read_text().split()[1]), 9)

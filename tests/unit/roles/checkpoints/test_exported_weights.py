@@ -32,7 +32,7 @@ def _written(tmp_path: Path, dtype: str, max_file_bytes: int = 10**9) -> list[Pa
     return write_weights(read_index(tmp_path / "saved").values(), tmp_path / "saved", target, dtype, max_file_bytes)
 
 
-def test_tensors_of_every_shape_and_dtype_return_as_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_of_every_shape_and_dtype_are_read_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stored_tensors, "BLOCK_BYTES", 64)  # so that a tensor has several blocks
     torch.manual_seed(0)
     saved = _saved(tmp_path / "saved", {
@@ -49,7 +49,7 @@ def test_tensors_of_every_shape_and_dtype_return_as_they_were(tmp_path: Path, mo
         assert torch.equal(read[name], tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor), name
 
 
-def test_float32_becomes_the_bfloat16_that_torch_rounds_it_to(tmp_path: Path) -> None:
+def test_conversion_of_float32_to_bfloat16_equals_that_of_torch(tmp_path: Path) -> None:
     torch.manual_seed(1)
     bits = torch.randint(-(2**31), 2**31 - 1, (2**16,), dtype=torch.int32)  # any float32: tiny, huge, infinite, NaN
     ties = (torch.arange(-100, 100, dtype=torch.int32) << 16) + 2**15
@@ -105,7 +105,7 @@ def test_a_tensor_that_is_not_stored_by_rows_is_refused(
         read_index(tmp_path)
 
 
-def test_a_list_of_tensors_cannot_run_code(tmp_path: Path) -> None:
+def test_pickled_metadata_cannot_run_code(tmp_path: Path) -> None:
     class Harmful:
         def __reduce__(self) -> tuple[object, tuple[str]]:
             return Path.touch, (tmp_path / "harm",)  # type: ignore[return-value]

@@ -24,7 +24,7 @@ def test_files_of_a_checkpoint_that_are_not_a_list_are_refused(files: object) ->
         as_paths(files)
 
 
-def test_files_of_a_checkpoint_may_be_texts() -> None:
+def test_paths_of_checkpoint_files_may_be_strings() -> None:
     assert as_paths(["a/state.pt"]) == [Path("a/state.pt")]
 
 

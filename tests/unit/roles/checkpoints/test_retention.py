@@ -56,7 +56,7 @@ def test_folder_of_an_old_step_that_the_newest_commit_names_is_kept() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_no_store_ever_deletes_a_checkpoint_that_a_later_one_retains(seed: int) -> None:
+def test_no_store_deletes_a_checkpoint_that_a_later_store_retains(seed: int) -> None:
     """A store that was superseded acts on old facts, at any later moment."""
     dice, keep_checkpoints = random.Random(seed), 2 + seed % 2
     committed, trainer, commits, attempts = 0, 1, dict[int, str](), list[str]()

@@ -49,7 +49,7 @@ def test_a_conversation_over_several_calls_keeps_the_sampled_tokens(scene: Scene
     assert scene.opened[1].parent == scene.opened[0].id
 
 
-def test_an_answer_that_was_cut_has_its_end_given_in_the_next_context(scene: Scene) -> None:
+def test_truncated_answer_gets_its_end_token_in_the_next_context(scene: Scene) -> None:
     scene.answers("12", end=None)
     first = create(scene, max_tokens=1)
     assert (first.choices[0].finish_reason, scene.turns.max_new[scene.opened[0].id]) == ("length", 1)
@@ -57,7 +57,7 @@ def test_an_answer_that_was_cut_has_its_end_given_in_the_next_context(scene: Sce
     assert scene.opened[1].given == (EOS, *CHAT.tokenizer.encode("?>="))
 
 
-def test_several_answers_are_turns_of_their_own_in_one_context(scene: Scene) -> None:
+def test_several_choices_of_a_call_are_separate_turns_with_one_context(scene: Scene) -> None:
     scene.answers("1", "2", "3")
     reply = create(scene, n=3)
     assert [choice.message.content for choice in reply.choices] == ["1", "2", "3"]
@@ -66,13 +66,13 @@ def test_several_answers_are_turns_of_their_own_in_one_context(scene: Scene) -> 
     assert reply.usage.completion_tokens == 6
 
 
-def test_log_probabilities_are_those_of_the_sampled_tokens(scene: Scene) -> None:
+def test_returned_logprobs_are_those_of_the_sampled_tokens(scene: Scene) -> None:
     scene.answers("34")
     content = create(scene, logprobs=True).choices[0].logprobs.content
     assert [(entry.token, entry.logprob) for entry in content] == [("3", -0.5), ("4", -0.5), ("", -0.5)]
 
 
-def test_a_stream_sends_tokens_as_they_become_durable_and_then_the_end(scene: Scene) -> None:
+def test_stream_sends_tokens_once_they_are_durable(scene: Scene) -> None:
     stream = create(scene, stream=True, stream_options={"include_usage": True})
     turn = scene.wait_opened(1)
     scene.turns.sample(turn.id, *CHAT.tokenizer.encode("5"))
@@ -87,7 +87,7 @@ def test_a_stream_sends_tokens_as_they_become_durable_and_then_the_end(scene: Sc
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_call_that_waits_longer_than_the_read_timeout_is_not_given_up(
+def test_call_that_lasts_longer_than_the_read_timeout_is_kept_alive(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
     monkeypatch.setattr(replies, "KEEP_ALIVE_S", 0.1)
@@ -102,7 +102,7 @@ def test_a_call_that_waits_longer_than_the_read_timeout_is_not_given_up(
     assert len(scene.opened) == 1
 
 
-def test_a_call_whose_connection_breaks_is_joined_to_its_turn(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+def test_repeated_call_after_a_broken_connection_joins_its_turn(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
     """The first connection goes through a relay that closes it once the turn is open."""
     port = int(scene.server.base_url.rpartition(":")[2].partition("/")[0])
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -142,7 +142,7 @@ def forward(source: socket.socket, sink: socket.socket) -> None:
     threading.Thread(target=pump, daemon=True).start()
 
 
-def test_equal_calls_at_once_get_turns_of_their_own(scene: Scene) -> None:
+def test_concurrent_equal_calls_get_separate_turns(scene: Scene) -> None:
     scene.answers("1", "2", "3", "4")
 
     async def ask() -> list[str | None]:
@@ -168,7 +168,7 @@ def test_turns_of_another_episode_or_attempt_are_not_continued(scene: Scene) -> 
 
 
 # ── refused ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_key_that_this_run_has_not_made_is_refused(scene: Scene) -> None:
+def test_key_of_another_run_is_refused(scene: Scene) -> None:
     for key in ("sk-other", scene.key(secret=bytes(32)), encode_key(EpisodeKey("guess-2", 0, 1), SECRET)):
         with pytest.raises(openai.AuthenticationError) as raised:
             scene.client(api_key=key).chat.completions.create(model="any", messages=USER)
@@ -191,7 +191,7 @@ def test_a_key_of_an_older_attempt_is_refused_at_once_and_in_the_middle_of_a_cal
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_call_whose_attempt_ends_after_its_reply_has_begun_is_broken_off_and_refused_when_repeated(
+def test_call_of_an_ended_attempt_is_broken_off_and_its_repetition_is_refused(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, stream: bool
 ) -> None:
     monkeypatch.setattr(replies, "KEEP_ALIVE_S", 0.05)
@@ -215,9 +215,7 @@ def test_a_call_whose_attempt_ends_after_its_reply_has_begun_is_broken_off_and_r
         ("messages", [{"role": "tool", "content": "1", "tool_call_id": "a"}]), ("temperature", True),
     ],
 )  # fmt: skip
-def test_a_request_that_would_be_another_policy_or_is_wrong_is_refused_by_name(
-    scene: Scene, key: str, value: object
-) -> None:
+def test_invalid_or_policy_changing_parameter_is_refused_by_name(scene: Scene, key: str, value: object) -> None:
     with pytest.raises(openai.BadRequestError) as raised:
         create(scene, extra_body={key: value})
     assert key in str(raised.value.param)
@@ -225,7 +223,7 @@ def test_a_request_that_would_be_another_policy_or_is_wrong_is_refused_by_name(
     assert scene.opened == []
 
 
-def test_values_that_change_nothing_are_accepted(scene: Scene) -> None:
+def test_parameters_with_no_effect_are_accepted(scene: Scene) -> None:
     scene.answers("1")
     create(scene, temperature=1.0, top_p=1, presence_penalty=0, stop=[], tools=[], user="me", extra_body={"seed": None})
 
@@ -239,7 +237,7 @@ def test_text_that_cannot_be_encoded_and_unknown_roles_are_refused(scene: Scene)
             create(scene, [message])
 
 
-def test_a_context_that_leaves_no_tokens_for_an_answer_is_refused_as_agents_expect_it(scene: Scene) -> None:
+def test_context_without_space_for_an_answer_is_refused_as_context_length_exceeded(scene: Scene) -> None:
     scene.answers("1")
     fits = "1" * (MAX_LENGTH - 3)
     create(scene, [{"role": "user", "content": fits}])
@@ -266,13 +264,13 @@ def test_completions_take_text_or_tokens(scene: Scene) -> None:
             scene.client().completions.create(model="any", prompt=wrong)
 
 
-def test_models_are_listed_and_other_paths_name_what_is_served(scene: Scene) -> None:
+def test_models_are_listed_and_an_unknown_path_is_answered_with_the_valid_ones(scene: Scene) -> None:
     assert [model.id for model in scene.client().models.list()] == ["policy"]
     with pytest.raises(openai.NotFoundError, match="served here are POST /v1/chat/completions"):
         scene.client().responses.create(model="any", input="hi")
 
 
-def test_garbage_and_too_large_bodies_get_an_error_and_the_server_goes_on(
+def test_garbage_and_oversized_bodies_get_an_error_and_the_server_continues(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_messages, "MAX_BODY_BYTES", 1000)

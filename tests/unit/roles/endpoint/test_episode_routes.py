@@ -97,7 +97,7 @@ def test_a_repeated_request_for_an_episode_gets_the_same_one(outside: Outside) -
     assert outside.open()["api_key"] != outside.open()["api_key"]
 
 
-def test_a_reward_may_come_after_the_end(outside: Outside) -> None:
+def test_reward_may_be_posted_after_the_end_of_the_episode(outside: Outside) -> None:
     opened = outside.open()
     outside.answer(opened)
     assert outside.end(opened, "finish", {"later": True}) == 200
@@ -131,14 +131,16 @@ def test_missing_episode_is_answered_with_the_time_to_repeat_the_request(
         ("reward", b'{"reward": 1e999}', None),
     ],
 )  # fmt: skip
-def test_a_body_that_is_wrong_names_the_key(outside: Outside, how: str, body: Any, param: str | None) -> None:
+def test_invalid_body_is_refused_with_the_name_of_its_key(
+    outside: Outside, how: str, body: Any, param: str | None
+) -> None:
     opened = outside.open()
     status, replied = outside.post(f"/rrl/v1/episodes/{how}", opened["api_key"], body)
     assert status == 400
     assert replied["error"]["param"] == param
 
 
-def test_each_key_serves_its_own_purpose_only(outside: Outside) -> None:
+def test_key_of_an_episode_and_key_of_the_run_are_not_interchangeable(outside: Outside) -> None:
     opened = outside.open()
     assert outside.post("/rrl/v1/episodes", opened["api_key"])[1]["error"]["code"] == "run_key_needed"
     refused = outside.post("/rrl/v1/episodes/finish", RUN_KEY, {"reward": 1.0})

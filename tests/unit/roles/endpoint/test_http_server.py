@@ -18,7 +18,7 @@ from rrl.roles.endpoint.http_server import EndpointServer
 TIMEOUT_S = 30.0
 
 
-def test_a_stop_breaks_a_call_that_waits_for_its_answer_instead_of_answering_it() -> None:
+def test_stop_breaks_the_connection_of_a_waiting_call_without_a_reply() -> None:
     arrived = threading.Event()
 
     async def wait(_: Request) -> Response:

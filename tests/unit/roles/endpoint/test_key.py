@@ -17,9 +17,7 @@ KEY = EpisodeKey("guess-1", 7, 2)
     st.integers(0, 2**32 - 1),
     st.binary(),
 )
-def test_a_key_that_this_run_made_names_run_episode_and_attempt(
-    run: str, episode: int, attempt: int, secret: bytes
-) -> None:
+def test_valid_key_names_run_episode_and_attempt(run: str, episode: int, attempt: int, secret: bytes) -> None:
     key = EpisodeKey(run, episode, attempt)
     text = encode_key(key, secret)
     assert decode_key(text, run, secret) == key
@@ -49,5 +47,5 @@ def test_a_key_with_any_changed_bit_is_not_valid(data: st.DataObject) -> None:
 
 
 @given(st.one_of(st.text(), st.text(st.sampled_from("Aa0-_=")).map("rrl-".__add__)))
-def test_any_other_text_is_not_a_key_and_raises_nothing(text: str) -> None:
+def test_text_that_is_no_key_is_rejected_without_an_exception(text: str) -> None:
     assert decode_key(text, "guess-1", SECRET) is None

@@ -93,7 +93,7 @@ def texts(stream: Any) -> list[str]:
     return [chunk.choices[0].delta.content for chunk in stream]
 
 
-def test_a_call_and_its_answer_pass_unchanged(scene: Scene) -> None:
+def test_call_and_answer_pass_the_relay_unchanged(scene: Scene) -> None:
     replica = scene.serves()
     got = scene.create(extra_headers={"x-rrl-sent": "9", "x-mine": "1"})
     assert got.choices[0].message.content == "5"
@@ -114,7 +114,7 @@ def test_a_refusal_of_the_endpoint_keeps_its_status_and_object(scene: Scene, str
     assert refused.value.body["code"] == "attempt_over"
 
 
-def test_a_plain_answer_that_breaks_off_is_repeated_as_joined_and_arrives_once(scene: Scene) -> None:
+def test_plain_answer_that_breaks_off_is_requested_again_as_joined_and_sent_once(scene: Scene) -> None:
     broken = scene.serves(breaks(b"  ", json.dumps(completion("4")).encode()[:40]))
     other = scene.replica(replies(completion("5")))
 
@@ -142,7 +142,7 @@ def test_a_call_that_no_replica_has_received_is_not_repeated_as_joined(scene: Sc
     assert headers_of(replica)["x-stainless-retry-count"] == "0"
 
 
-def test_a_stream_goes_on_behind_the_tokens_that_the_agent_has(scene: Scene) -> None:
+def test_interrupted_stream_continues_after_the_last_token_that_the_agent_has(scene: Scene) -> None:
     begun = (event("1", 3, "2"), b": waiting\n\n", event("2", 3, "5"), event("lost")[:-1])
     first = scene.serves(breaks(*begun, media_type="text/event-stream"))
     second = scene.replica(streams(event("3", 3, "6"), event("4", 3, "9"), DONE))
@@ -163,13 +163,13 @@ def test_an_event_whose_position_was_lost_is_not_sent_twice(scene: Scene) -> Non
     assert texts(scene.create(stream=True)) == ["1", "2"]
 
 
-def test_a_stream_that_ends_without_its_last_event_is_repeated(scene: Scene) -> None:
+def test_stream_without_its_last_event_is_requested_again(scene: Scene) -> None:
     replica = scene.serves(streams(event("1", 1, "1")), streams(event("2", 1, "2"), DONE))
     assert texts(scene.create(stream=True)) == ["1", "2"]
     assert headers_of(replica, 1)["x-rrl-sent"] == "1"
 
 
-def test_a_stream_whose_attempt_is_over_meanwhile_ends_with_the_error(scene: Scene) -> None:
+def test_interrupted_stream_of_an_ended_attempt_ends_with_the_error(scene: Scene) -> None:
     scene.serves(breaks(event("1", 1, "1"), media_type="text/event-stream"), replies(FENCED, 403))
     stream = scene.create(stream=True)
     assert next(stream).choices[0].delta.content == "1"
@@ -177,7 +177,7 @@ def test_a_stream_whose_attempt_is_over_meanwhile_ends_with_the_error(scene: Sce
         next(stream)
 
 
-def test_a_plain_answer_whose_attempt_is_over_meanwhile_becomes_the_refusal(scene: Scene) -> None:
+def test_interrupted_plain_answer_of_an_ended_attempt_becomes_the_refusal(scene: Scene) -> None:
     scene.serves(breaks(b" "), replies(FENCED, 403))
     with pytest.raises(openai.PermissionDeniedError):
         scene.client().chat.completions.create(model="m", messages=USER)  # its client repeats the broken call
@@ -195,7 +195,7 @@ def test_a_call_that_a_stopped_replica_interrupts_is_repeated(scene: Scene) -> N
     assert len(replica.requests) == 4
 
 
-def test_calls_of_an_episode_go_to_one_replica_and_to_another_one_when_it_is_gone(scene: Scene) -> None:
+def test_calls_of_an_episode_go_to_one_replica_until_it_is_gone(scene: Scene) -> None:
     one, two = scene.replica(), scene.replica()
     scene.addresses = [one.base_url, two.base_url]
     for _ in range(4):
@@ -221,7 +221,7 @@ def test_an_opened_episode_gets_the_relay_as_its_base_url_and_is_opened_once(sce
     assert headers_of(replica, 3)["idempotency-key"] == "mine"
 
 
-def test_no_free_episode_is_an_answer_and_a_full_replica_is_not(scene: Scene) -> None:
+def test_answer_no_episode_is_passed_on_and_answer_busy_is_retried(scene: Scene) -> None:
     none = {"error": {"message": "no episode", "type": "server_error", "param": None, "code": "no_episode"}}
     replica = scene.serves(
         replies("busy", 503), replies("bad gateway", 502), replies(none, 503, **{"retry-after": "1"})
@@ -237,7 +237,7 @@ def test_a_call_of_an_ended_run_is_refused(scene: Scene) -> None:
     assert (plain.value.status_code, plain.value.body["code"]) == (410, "run_ended")
 
 
-def test_a_stream_of_a_run_that_ends_meanwhile_ends_with_the_error(scene: Scene) -> None:
+def test_interrupted_stream_of_an_ended_run_ends_with_the_error(scene: Scene) -> None:
     replica = scene.serves(breaks(event("1", 1, "1"), media_type="text/event-stream"))
     stream = scene.create(stream=True)
     assert next(stream).choices
@@ -247,7 +247,7 @@ def test_a_stream_of_a_run_that_ends_meanwhile_ends_with_the_error(scene: Scene)
         next(stream)
 
 
-def test_a_reader_that_stops_reading_stops_the_replica_too(scene: Scene) -> None:
+def test_agent_that_stops_reading_stops_the_replica_from_sending(scene: Scene) -> None:
     piece, sent, stopped = event("x" * 2**16, 1, "1"), 0, threading.Event()
 
     async def flood(request: Request) -> Response:
@@ -283,7 +283,7 @@ def test_a_reader_that_stops_reading_stops_the_replica_too(scene: Scene) -> None
     assert stopped.wait(DEADLINE_S), "an agent that is gone ends its call at the replica"
 
 
-def test_a_plain_call_whose_agent_is_gone_ends_at_the_replica(scene: Scene) -> None:
+def test_call_whose_agent_has_disconnected_ends_at_the_replica(scene: Scene) -> None:
     ended = threading.Event()
 
     async def waits(request: Request) -> Response:
@@ -307,7 +307,7 @@ def test_a_plain_call_whose_agent_is_gone_ends_at_the_replica(scene: Scene) -> N
     assert ended.wait(DEADLINE_S)
 
 
-def test_bodies_are_bounded_one_by_one_and_all_together(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_size_of_each_body_and_of_all_bodies_together_is_bounded(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     replica = scene.serves()
     monkeypatch.setattr(http_messages, "MAX_BODY_BYTES", 1000)
     assert scene.post("/v1/chat/completions", content=b"x" * 1001)[0] == 413

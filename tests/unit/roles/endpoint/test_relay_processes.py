@@ -142,7 +142,7 @@ async def dies_and_returns(made: Site) -> None:
     assert made.address != before
 
 
-def test_a_stream_goes_on_at_its_token_when_the_endpoint_is_killed(runs: Path) -> None:
+def test_stream_continues_at_its_token_after_the_endpoint_is_killed(runs: Path) -> None:
     async def play() -> None:
         async with site(runs) as made:
             tokens: list[int] = []
@@ -174,7 +174,7 @@ def test_a_stream_goes_on_at_its_token_when_the_endpoint_is_killed(runs: Path) -
     asyncio.run(asyncio.wait_for(play(), DEADLINE_S))
 
 
-def test_a_plain_answer_is_a_later_one_when_the_endpoint_is_killed(runs: Path) -> None:
+def test_plain_answer_is_complete_after_the_endpoint_is_killed_and_restarted(runs: Path) -> None:
     async def play() -> None:
         async with site(runs) as made:
             asking = asyncio.create_task(made.agent.chat.completions.create(model="m", messages=USER))
@@ -188,7 +188,7 @@ def test_a_plain_answer_is_a_later_one_when_the_endpoint_is_killed(runs: Path) -
     asyncio.run(asyncio.wait_for(play(), DEADLINE_S))
 
 
-def test_a_call_while_no_endpoint_is_there_is_answered_once_there_is_one(runs: Path) -> None:
+def test_call_without_a_running_endpoint_is_answered_once_one_starts(runs: Path) -> None:
     async def play() -> None:
         async with site(runs) as made:
             made.endpoint.kill()

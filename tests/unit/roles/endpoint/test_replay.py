@@ -128,7 +128,7 @@ def play(ask: Callable[[list[Any]], Any], second: str) -> list[str]:
     return [first.content, ask(messages).choices[0].message.content]
 
 
-def test_an_attempt_whose_process_died_is_replayed_without_sampling_anything_again(run: Run) -> None:
+def test_attempt_of_a_dead_process_is_replayed_without_sampling_again(run: Run) -> None:
     item = run.lease()
     answers = play(lambda messages: run.ask(item, messages), "<")
     turns = run.turns(item).turns
@@ -139,7 +139,7 @@ def test_an_attempt_whose_process_died_is_replayed_without_sampling_anything_aga
     assert run.rollout.sampled == 2
 
 
-def test_a_replay_goes_on_by_sampling_at_the_first_call_that_differs(run: Run) -> None:
+def test_replay_samples_from_the_first_call_that_differs(run: Run) -> None:
     item = run.lease()
     first, _ = play(lambda messages: run.ask(item, messages), "<")
     again, server = run.die()
@@ -149,7 +149,7 @@ def test_a_replay_goes_on_by_sampling_at_the_first_call_that_differs(run: Run) -
     assert (two.parent, two.offset, run.rollout.sampled) == (one.id, len(encode("?7=0")) + 1, 3)
 
 
-def test_recorded_turns_are_taken_over_in_any_order(run: Run) -> None:
+def test_recorded_turns_may_be_replayed_in_any_order(run: Run) -> None:
     item = run.lease()
     calls: list[list[Any]] = [[{"role": "user", "content": text}] for text in ("12", "13")]
     answers = [run.ask(item, messages).choices[0].message.content for messages in calls]
@@ -160,7 +160,7 @@ def test_recorded_turns_are_taken_over_in_any_order(run: Run) -> None:
     assert run.rollout.sampled == 2
 
 
-def test_equal_calls_of_a_replay_get_the_recorded_answers_one_after_the_other(run: Run) -> None:
+def test_equal_calls_of_a_replay_get_the_recorded_answers_in_order(run: Run) -> None:
     item = run.lease()
     messages: list[Any] = [{"role": "user", "content": "7"}]
     answers = [run.ask(item, messages).choices[0].message.content for _ in range(3)]
@@ -168,7 +168,7 @@ def test_equal_calls_of_a_replay_get_the_recorded_answers_one_after_the_other(ru
     assert [run.ask(again, messages, server).choices[0].message.content for _ in range(4)] == [*answers, "3"]
 
 
-def test_an_answer_with_several_choices_and_a_stop_text_is_replayed_as_it_was(run: Run) -> None:
+def test_recorded_answer_with_several_choices_and_a_stop_text_is_replayed_unchanged(run: Run) -> None:
     item = run.lease()
     messages: list[Any] = [{"role": "user", "content": "7"}]
     answers = [choice.message.content for choice in run.ask(item, messages, n=3, stop=["1"]).choices]
@@ -188,7 +188,7 @@ def test_a_key_of_the_attempt_whose_process_died_is_refused(run: Run) -> None:
 
 
 # ── a stream that goes on behind what a relay has ───────────────────────────────────────────────────────────────────
-def test_a_stream_of_a_relay_goes_on_behind_the_position_that_the_relay_has(run: Run) -> None:
+def test_stream_of_a_relay_continues_after_the_position_that_the_relay_has(run: Run) -> None:
     item = run.lease()
     messages: list[Any] = [{"role": "user", "content": "7"}]
     for number in (1, 2):  # equal calls: the position says which of them goes on
@@ -208,7 +208,7 @@ def test_a_stream_of_a_relay_goes_on_behind_the_position_that_the_relay_has(run:
 
 
 @pytest.mark.parametrize("sent", ["x", "1,1", "-1", "9" * 30, "²"])
-def test_a_position_that_is_not_one_begins_the_stream_from_the_front(run: Run, sent: str) -> None:
+def test_invalid_position_of_a_relay_restarts_the_stream_from_the_beginning(run: Run, sent: str) -> None:
     item = run.lease()
     messages: list[Any] = [{"role": "user", "content": "7"}]
     raw_stream(run, item, messages, {"x-rrl-relay": "1"})

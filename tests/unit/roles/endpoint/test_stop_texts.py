@@ -23,7 +23,7 @@ def scene() -> Iterator[Scene]:
     made.server.stop()
 
 
-def test_an_answer_ends_at_a_stop_text_and_its_turn_with_the_token_that_completes_it(scene: Scene) -> None:
+def test_answer_ends_before_a_stop_text_and_its_turn_with_the_completing_token(scene: Scene) -> None:
     scene.answers("45>=67")
     choice = scene.create(stop=["=6", "9"], extra_body={"return_token_ids": True}).choices[0]
     assert (choice.message.content, choice.finish_reason) == ("45>", "stop")
@@ -32,7 +32,7 @@ def test_an_answer_ends_at_a_stop_text_and_its_turn_with_the_token_that_complete
     assert turn.finished
 
 
-def test_the_next_call_goes_on_behind_the_tokens_of_an_answer_that_ended_at_a_stop_text(scene: Scene) -> None:
+def test_next_call_continues_after_the_tokens_of_an_answer_cut_at_a_stop_text(scene: Scene) -> None:
     scene.answers("45>=67", "8")
     message = scene.create(stop="=").choices[0].message
     scene.create([*USER, message, {"role": "user", "content": "<"}], stop="=")
@@ -42,7 +42,7 @@ def test_the_next_call_goes_on_behind_the_tokens_of_an_answer_that_ended_at_a_st
     assert scene.turns.turns[first.id].options == '{"stop":["="]}'
 
 
-def test_a_stream_sends_no_part_of_a_stop_text_and_ends_at_it(scene: Scene) -> None:
+def test_stream_ends_at_a_stop_text_and_sends_no_part_of_it(scene: Scene) -> None:
     stream = scene.create(stream=True, stop="<>")
     turn = scene.wait_opened(1)
     texts: list[str] = []
@@ -57,20 +57,20 @@ def test_a_stream_sends_no_part_of_a_stop_text_and_ends_at_it(scene: Scene) -> N
     assert scene.turns.turns[turn.id].sampled == encode("4<5<>")
 
 
-def test_text_that_only_begins_a_stop_text_is_sent_at_the_end(scene: Scene) -> None:
+def test_incomplete_stop_text_is_sent_at_the_end_of_the_stream(scene: Scene) -> None:
     scene.answers("45<")
     stream = scene.create(stream=True, stop="<>")
     assert "".join(chunk.choices[0].delta.content for chunk in stream) == "45<"
 
 
-def test_completions_stop_too(scene: Scene) -> None:
+def test_stop_text_ends_a_completion(scene: Scene) -> None:
     scene.answers("45>=67")
     reply = scene.client().completions.create(model="any", prompt="7=", stop=">")
     assert (reply.choices[0].text, reply.choices[0].finish_reason) == ("45", "stop")
 
 
 # ── foreign calls ────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_foreign_call_is_sampled_with_its_own_settings_where_the_job_allows_it(scene: Scene) -> None:
+def test_foreign_call_uses_its_own_sampling_settings_if_the_job_allows_it(scene: Scene) -> None:
     scene.answers("1")
     scene.create(temperature=0, top_p=0.5, seed=7, presence_penalty=1, extra_body={"top_k": 3, "min_p": 0.1})
     scene.create(temperature=1.0, top_p=1)
@@ -87,14 +87,16 @@ def test_a_foreign_call_is_sampled_with_its_own_settings_where_the_job_allows_it
         ("guided_json", {}), ("presence_penalty", True),
     ],
 )  # fmt: skip
-def test_a_foreign_call_that_no_engine_can_serve_is_refused_by_name(scene: Scene, key: str, value: Any) -> None:
+def test_foreign_call_with_settings_that_no_engine_supports_is_refused_by_name(
+    scene: Scene, key: str, value: Any
+) -> None:
     with pytest.raises(openai.BadRequestError) as raised:
         scene.create(extra_body={key: value})
     assert raised.value.param == key
     assert scene.opened == []
 
 
-def test_the_options_of_a_turn_are_read_back() -> None:
+def test_options_of_a_turn_are_decoded_as_encoded() -> None:
     from rrl.roles.endpoint.turns.shown_answer import AnswerFormat
 
     for form in (AnswerFormat(), AnswerFormat(("=", "x")), AnswerFormat(calls=True)):

@@ -58,7 +58,7 @@ def result(call: Any, content: str = "it is 12") -> dict[str, Any]:
     return {"role": "tool", "tool_call_id": call.id, "content": content}
 
 
-def test_an_agent_with_a_tool_goes_on_behind_the_very_tokens_of_its_call(scene: ToolScene) -> None:
+def test_call_after_a_tool_result_continues_the_sampled_tokens_of_the_tool_call(scene: ToolScene) -> None:
     scene.says(f"I add.\n{CALL}", "12")
     first = scene.create(ASKED, tools=TOOLS).choices[0]
     (call,) = first.message.tool_calls
@@ -74,7 +74,7 @@ def test_an_agent_with_a_tool_goes_on_behind_the_very_tokens_of_its_call(scene: 
     assert scene.chat.tokenizer.encode(f"I add.\n{CALL}") != scene.sampled(0)[:-1]
 
 
-def test_reformatted_arguments_are_the_same_call(scene: ToolScene) -> None:
+def test_tool_call_with_reformatted_arguments_is_recognised(scene: ToolScene) -> None:
     scene.says(CALL)
     message = scene.create(ASKED, tools=TOOLS).choices[0].message.model_dump()
     function = message["tool_calls"][0]["function"]
@@ -88,7 +88,7 @@ def test_reformatted_arguments_are_the_same_call(scene: ToolScene) -> None:
     assert scene.opened[2].offset < len(scene.paths().path(scene.opened[0].id)), "an edited call is a branch"
 
 
-def test_of_equal_answers_the_one_is_continued_whose_call_has_the_result(scene: ToolScene) -> None:
+def test_tool_result_continues_the_one_of_several_equal_answers_with_its_call_id(scene: ToolScene) -> None:
     scene.says(CALL)
     choices = scene.create(ASKED, tools=TOOLS, n=3).choices
     assert len({choice.message.tool_calls[0].id for choice in choices}) == 3
@@ -97,7 +97,7 @@ def test_of_equal_answers_the_one_is_continued_whose_call_has_the_result(scene: 
     assert scene.opened[3].parent == scene.opened[2].id
 
 
-def test_a_stream_sends_calls_with_its_end(scene: ToolScene) -> None:
+def test_stream_sends_tool_calls_at_its_end(scene: ToolScene) -> None:
     scene.says(f"I add.\n{CALL}\n{CALL}")
     chunks = list(scene.create(ASKED, tools=TOOLS, stream=True))
     deltas = [chunk.choices[0].delta for chunk in chunks]
@@ -109,7 +109,7 @@ def test_a_stream_sends_calls_with_its_end(scene: ToolScene) -> None:
     assert [call.function.arguments for call in whole.tool_calls] == [call.function.arguments for call in calls]
 
 
-def test_reasoning_is_a_key_of_its_own_and_may_be_left_out_of_the_next_request(scene: ToolScene) -> None:
+def test_reasoning_is_a_separate_key_that_the_next_request_may_omit(scene: ToolScene) -> None:
     scene.says(f"<think>\nhm\n</think>\n\n{CALL}", "12")
     message = scene.create(ASKED, tools=TOOLS).choices[0].message
     assert (message.reasoning_content, message.content) == ("hm", None)
@@ -125,13 +125,13 @@ def test_reasoning_is_a_key_of_its_own_and_may_be_left_out_of_the_next_request(s
     assert scene.opened[3].offset < len(scene.paths().path(two.id)), "a new question drops the reasoning: a branch"
 
 
-def test_without_a_choice_of_tools_calls_are_text(scene: ToolScene) -> None:
+def test_tool_choice_none_returns_tool_calls_as_text(scene: ToolScene) -> None:
     scene.says(CALL)
     choice = scene.create(ASKED, tools=TOOLS, tool_choice="none").choices[0]
     assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == (CALL, None, "stop")
 
 
-def test_other_tools_are_another_conversation(scene: ToolScene) -> None:
+def test_call_with_other_tools_starts_another_conversation(scene: ToolScene) -> None:
     scene.says(CALL, "12")
     message = scene.create(ASKED, tools=TOOLS).choices[0].message
     other = [{"type": "function", "function": {"name": "subtract"}}]

@@ -101,7 +101,7 @@ def _torch_error(name: str, module: str) -> Exception:
     (RuntimeError("a shape"), False),
     (KeyError("a key"), False),
 ], ids=lambda case: type(case).__name__)  # fmt: skip
-def test_errors_of_storage_network_and_memory_may_pass(error: Exception, environmental: bool) -> None:
+def test_errors_of_storage_network_and_memory_are_environmental(error: Exception, environmental: bool) -> None:
     assert caught(_raise(error)).environmental is environmental
 
 
@@ -109,11 +109,11 @@ def test_errors_of_storage_network_and_memory_may_pass(error: Exception, environ
     ("module", "name"),
     [("httpx", "TransportError"), ("urllib3.exceptions", "HTTPError"), ("aiohttp.client_exceptions", "ClientError")],
 )
-def test_errors_of_clients_of_services_may_pass(module: str, name: str) -> None:
+def test_errors_of_service_clients_are_environmental(module: str, name: str) -> None:
     assert caught(_raise(_torch_error(name, module))).environmental
 
 
-def test_exception_that_leaves_a_wait_for_a_service_may_pass() -> None:
+def test_exception_that_leaves_a_wait_for_a_service_is_environmental() -> None:
     def ask() -> None:
         with rrl.waiting("judge"):
             raise KeyError("choices")

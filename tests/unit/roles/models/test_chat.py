@@ -14,7 +14,7 @@ def chat(pieces: dict[str, str]) -> Chat:
     return open_chat(ModelSpec(tokenizer=TokenizerSpec((*"0123456789", "<", "|", "=", "!"), chat=pieces)))
 
 
-def test_a_message_is_the_piece_of_its_role_and_an_answer_ends_with_the_end_of_sequence() -> None:
+def test_message_is_rendered_by_its_role_and_an_answer_ends_with_the_end_of_sequence() -> None:
     made = chat({"user": "{content}=", "tool": "|{content}"})
     encode = made.tokenizer.encode
     assert made.prompt([ASKED]) == encode("7=")
@@ -23,7 +23,7 @@ def test_a_message_is_the_piece_of_its_role_and_an_answer_ends_with_the_end_of_s
     assert made.extend((5,), (6, EOS), [ASKED, ANSWERED], 2) == (5, 6, EOS)
 
 
-def test_what_surrounds_an_answer_in_its_piece_surrounds_the_sampled_one() -> None:
+def test_text_around_an_answer_in_its_template_surrounds_the_sampled_tokens() -> None:
     made = chat({"user": "{content}", "tool": "{content}", "assistant": "={content}!"})
     encode = made.tokenizer.encode
     assert made.prompt([ASKED]) == encode("7=")
@@ -31,12 +31,12 @@ def test_what_surrounds_an_answer_in_its_piece_surrounds_the_sampled_one() -> No
     assert made.prompt([ASKED, ANSWERED, HINT]) == (*encode("7=12"), EOS, *encode("!<="))
 
 
-def test_a_role_without_a_piece_is_named_with_those_that_have_one() -> None:
+def test_role_without_a_template_is_refused_with_the_roles_that_have_one() -> None:
     with pytest.raises(UnknownRole, match="no piece for role 'system'; it has assistant, user"):
         chat({"user": "{content}"}).prompt([Message("system", "1")])
 
 
-def test_a_piece_that_cannot_be_encoded_and_a_missing_template_are_mistakes_of_the_job() -> None:
+def test_template_that_cannot_be_encoded_or_is_missing_is_a_mistake_of_the_job() -> None:
     with pytest.raises(ValueError, match="no piece of"):
         chat({"assistant": "{content} end"})
     with pytest.raises(ValueError, match="needs `chat`"):

@@ -36,7 +36,7 @@ def _rolls_out(me: Any) -> None:
 
 
 @pytest.mark.parametrize(("role", "begin"), [("trainer", _trains), ("rollout", _rolls_out)])
-def test_a_gpu_that_was_asked_for_and_is_not_found_is_one_line_and_exit_code_2(
+def test_missing_gpu_that_was_requested_is_one_line_and_exit_code_2(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], role: str, begin: Callable[[Any], None]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -77,6 +77,6 @@ def test_dtype_is_changed_under_the_name_that_the_file_has(tmp_path: Path) -> No
     assert written == {"torch_dtype": "bfloat16", "text_config": {"torch_dtype": "bfloat16", "n": 1}}
 
 
-def test_a_folder_that_has_gone_is_named(tmp_path: Path) -> None:
+def test_removed_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"gone/config\.json does not exist"):
         write_model_files(ModelSpec(path=str(tmp_path / "gone")), tmp_path)

@@ -21,7 +21,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_it_gives_what_transformers_gives(folder: Path) -> None:
+def test_prompt_of_a_chat_folder_equals_that_of_transformers(folder: Path) -> None:
     from transformers import AutoTokenizer
 
     theirs = AutoTokenizer.from_pretrained(folder, local_files_only=True)
@@ -37,7 +37,7 @@ def test_it_gives_what_transformers_gives(folder: Path) -> None:
         assert plain.decode(tokens) == theirs.decode(tokens, skip_special_tokens=True)
 
 
-def test_an_answer_ends_at_the_first_of_several_ends_and_has_no_special_tokens_in_it(folder: Path) -> None:
+def test_decoding_ends_at_the_first_stop_token_and_omits_special_tokens(folder: Path) -> None:
     folders.rewrite(folder / "generation_config.json", eos_token_id=[folders.END, folders.TURN])
     tokenizer = open_tokenizer(ModelSpec(str(folder)))
     assert (tokenizer.eos, tokenizer.stop_tokens) == (folders.END, frozenset({folders.END, folders.TURN}))
@@ -46,7 +46,7 @@ def test_an_answer_ends_at_the_first_of_several_ends_and_has_no_special_tokens_i
     assert tokenizer.decode((*tokenizer.encode("yes"), 100_000)) == "yes"  # a model may embed more than there are
 
 
-def test_where_generation_config_says_nothing_config_and_the_tokenizer_do(folder: Path) -> None:
+def test_stop_tokens_fall_back_to_config_and_then_to_the_tokenizer(folder: Path) -> None:
     folders.rewrite(folder / "config.json", eos_token_id=folders.TURN)
     assert open_tokenizer(ModelSpec(str(folder))).stop_tokens == {folders.END, folders.TURN}
     folders.rewrite(folder / "tokenizer_config.json", eos_token=None, pad_token=None)
@@ -61,7 +61,7 @@ def test_where_generation_config_says_nothing_config_and_the_tokenizer_do(folder
         open_tokenizer(ModelSpec(str(folder)))
 
 
-def test_a_template_in_the_configuration_does_too(folder: Path) -> None:
+def test_chat_template_in_the_tokenizer_configuration_is_used(folder: Path) -> None:
     expected = open_tokenizer(ModelSpec(str(folder), chat=True)).prompt("x")
     (folder / "chat_template.jinja").unlink()
     for template in (folders.CHAT, [{"name": "tools", "template": "?"}, {"name": "default", "template": folders.CHAT}]):
@@ -69,7 +69,7 @@ def test_a_template_in_the_configuration_does_too(folder: Path) -> None:
         assert open_tokenizer(ModelSpec(str(folder), chat=True)).prompt("x") == expected
 
 
-def test_a_template_may_mark_generations_write_json_and_gets_no_date(folder: Path) -> None:
+def test_chat_template_supports_generation_marks_and_json_but_no_date(folder: Path) -> None:
     template = "{% generation %}{{ messages | tojson }}{% endgeneration %}{{ strftime_now is defined }}"
     (folder / "chat_template.jinja").write_text(template)
     tokenizer = open_tokenizer(ModelSpec(str(folder), chat=True))
@@ -100,7 +100,7 @@ def test_a_folder_without_a_tokenizer_is_refused_by_name(tmp_path: Path) -> None
         open_tokenizer(ModelSpec(str(tmp_path)))
 
 
-def test_a_store_and_a_reward_role_open_it_without_torch_or_transformers(folder: Path) -> None:
+def test_store_and_reward_role_open_the_tokenizer_without_torch_or_transformers(folder: Path) -> None:
     code = (
         "import sys; from rrl.core.run_spec import ModelSpec; from rrl.roles.models.tokenizer import open_tokenizer;"
         f"print(open_tokenizer(ModelSpec({str(folder)!r}, chat=True)).prompt('x') != ());"

@@ -68,7 +68,7 @@ MOE = Qwen3MoeConfig(**_SMALL, num_experts=4, moe_intermediate_size=8)
         pytest.param(_of(GPT2), 3, {"lm_head.weight"}, id="GPT-2, other names"),
     ],
 )
-def test_a_folders_model_computes_what_transformers_computes(
+def test_logits_of_a_folders_model_equal_those_of_transformers(
     tmp_path: Path, save: Callable[[Path], Path], layers: int, tied: set[str]
 ) -> None:
     folder = save(tmp_path / "model")
@@ -80,7 +80,7 @@ def test_a_folders_model_computes_what_transformers_computes(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_what_a_trainer_sends_of_a_tied_model_is_what_a_rollout_computes_with(
+def test_rollout_computes_with_the_weights_that_a_trainer_sends_of_a_tied_model(
     tmp_path: Path, dtype: Literal["float32", "bfloat16"]
 ) -> None:
     """Once, and tied again at the other end: bytes of the wire, in the dtype of the rollout."""
@@ -103,7 +103,7 @@ def test_what_a_trainer_sends_of_a_tied_model_is_what_a_rollout_computes_with(
     assert torch.equal(_logits(rollout), _logits(expected))
 
 
-def test_a_tied_tensor_may_come_under_each_of_its_names(tmp_path: Path) -> None:
+def test_tied_tensor_may_be_loaded_under_each_of_its_names(tmp_path: Path) -> None:
     spec = _spec(folders.tied_llama(tmp_path / "model"))
     one, other = (build_model(spec, folders.VOCABULARY, seed=0) for _ in range(2))
     with torch.no_grad():
@@ -124,7 +124,7 @@ def test_a_tied_tensor_may_come_under_each_of_its_names(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_weights_of_another_model_are_refused_and_nothing_of_them_is_loaded(
+def test_weights_of_another_model_are_refused_and_none_is_loaded(
     tmp_path: Path, change: Callable[[dict[str, Tensor]], object], why: str
 ) -> None:
     model = build_model(_spec(folders.qwen3(tmp_path / "model")), folders.VOCABULARY, seed=0)
@@ -148,7 +148,7 @@ def test_only_the_files_of_the_index_are_read(tmp_path: Path) -> None:
     assert torch.equal(_logits(build_model(_spec(folder), folders.VOCABULARY, seed=0)), expected)
 
 
-def test_a_folder_that_has_the_head_and_not_the_embeddings_it_is_tied_to_is_read(tmp_path: Path) -> None:
+def test_folder_of_a_tied_model_with_only_the_output_head_is_read(tmp_path: Path) -> None:
     folder = folders.tied_llama(tmp_path / "model")
     expected = _logits(build_model(_spec(folder), folders.VOCABULARY, seed=0))
     file = folder / "model.safetensors"
@@ -190,7 +190,7 @@ def _cut(folder: Path) -> None:
                      r"lacks \[.*experts.*rrl supports only checkpoints", id="a mixture of experts"),
     ],
 )  # fmt: skip
-def test_a_folder_that_is_not_fit_is_refused_with_what_is_wrong(
+def test_unsuitable_model_folder_is_refused_with_the_reason(
     tmp_path: Path, spoil: Callable[[Path], object], why: str
 ) -> None:
     folder = folders.qwen3(tmp_path / "model")

@@ -27,7 +27,7 @@ DIGITS = VocabularyTokenizer(TokenizerSpec(tuple("0123456789="), join=" ", ignor
 
 
 # ── tokenizer ──────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_text_becomes_tokens_and_back() -> None:
+def test_encoded_text_decodes_to_itself() -> None:
     tokens = DIGITS.encode("[[1, 2], [0, 9]]=")
     assert tokens == (3, 4, 2, 11, 12)
     assert DIGITS.decode(tokens) == "1 2 0 9 ="
@@ -39,12 +39,12 @@ def test_decoding_ends_at_the_end_of_sequence_and_skips_padding() -> None:
     assert DIGITS.decode((EOS,)) == DIGITS.decode(()) == ""
 
 
-def test_the_longest_piece_is_taken() -> None:
+def test_longest_matching_piece_is_encoded() -> None:
     tokenizer = VocabularyTokenizer(TokenizerSpec(("a", "ab", "abc", "c", "b")))
     assert [tokenizer.decode([token]) for token in tokenizer.encode("abcabaca")] == ["abc", "ab", "a", "c", "a"]
 
 
-def test_what_cannot_be_encoded_is_named() -> None:
+def test_text_that_cannot_be_encoded_is_named() -> None:
     with pytest.raises(ValueError, match=r"matches the text at 'x7'.*add 'x' to `pieces` or to `ignore`"):
         DIGITS.encode("1 2 x7")
 
@@ -52,13 +52,13 @@ def test_what_cannot_be_encoded_is_named() -> None:
 @pytest.mark.parametrize(
     "spec", [TokenizerSpec(("a", "b", "a")), TokenizerSpec(("a", "")), TokenizerSpec(("a", " "), ignore=" ")]
 )
-def test_a_vocabulary_that_cannot_work_is_refused(spec: TokenizerSpec) -> None:
+def test_invalid_vocabulary_is_refused(spec: TokenizerSpec) -> None:
     with pytest.raises(ValueError, match=r"\[model.tokenizer\]"):
         VocabularyTokenizer(spec)
 
 
 # ── tasks ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_an_item_is_the_same_in_every_process_and_its_answer_scores_full() -> None:
+def test_item_is_equal_in_every_process_and_its_answer_has_full_score() -> None:
     pytest.importorskip("reasoning_gym")
     one, other = load_task(SPIRAL, 7, DIGITS), load_task(SPIRAL, 7, DIGITS)
     for i in (0, 5, 999, 1005):
@@ -112,7 +112,7 @@ def test_partial_credit_applies_to_wrong_answers_in_training_only() -> None:
         ),
     ],
 )
-def test_a_task_that_cannot_be_used_says_why(spec: TaskSpec, match: str) -> None:
+def test_unusable_task_is_refused_with_the_reason(spec: TaskSpec, match: str) -> None:
     pytest.importorskip("reasoning_gym")
     with pytest.raises(TaskError, match=match):
         load_task(spec, 0)
@@ -134,7 +134,7 @@ def users_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_function_of_the_users_is_found_beside_the_job_file(users_folder: Path) -> None:
+def test_function_of_the_user_is_imported_from_the_folder_of_the_job(users_folder: Path) -> None:
     task = load_task(TaskSpec(function="my_rrl_task:Doubles", args={"offset": 3}), 5, folder=users_folder)
     assert (task.prompt(1), task.answer(1), task.score(1, "8")) == ("4", "8", (1 / 3, 1.0))
     for spec, problem in (
@@ -163,9 +163,7 @@ def test_package_that_the_users_module_lacks_is_named_and_other_exceptions_stay(
 
 
 # ── reward ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_scorer_that_breaks_costs_the_trajectory_not_the_run(
-    users_folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_scorer_that_raises_loses_only_the_trajectory(users_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     tokenizer = VocabularyTokenizer(TokenizerSpec(tuple("0123456789x")))
     scorer = Scorer(
         load_task(TaskSpec(function="my_rrl_task:Doubles"), 5, folder=users_folder), tokenizer, users_folder

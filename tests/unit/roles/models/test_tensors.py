@@ -34,7 +34,7 @@ def _round_trip(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int64, torch.int8,
      torch.uint8, torch.bool, torch.complex64],
 )  # fmt: skip
-def test_every_dtype_arrives_bit_for_bit(dtype: torch.dtype) -> None:
+def test_every_dtype_is_unpacked_bit_for_bit(dtype: torch.dtype) -> None:
     raw = torch.randint(0, 2 if dtype is torch.bool else 256, (6, 16), dtype=torch.uint8)
     tensor = raw.view(dtype)
     arrived = _round_trip({"t": tensor})["t"]
@@ -48,7 +48,7 @@ def test_every_dtype_arrives_bit_for_bit(dtype: torch.dtype) -> None:
     [torch.arange(12.0).view(3, 4).T, torch.arange(20.0)[::3], torch.arange(3.0).expand(5, 3),
      torch.tensor(7.0), torch.empty(0, 4), torch.arange(24.0).view(2, 3, 4).permute(2, 0, 1)],
 )  # fmt: skip
-def test_any_layout_arrives_with_its_values_and_shape(tensor: Tensor) -> None:
+def test_any_memory_layout_is_unpacked_with_its_values_and_shape(tensor: Tensor) -> None:
     arrived = _round_trip({"t": tensor})["t"]
     assert arrived.shape == tensor.shape
     assert torch.equal(arrived, tensor)
@@ -65,7 +65,7 @@ def test_a_parameter_that_requires_a_gradient_is_packed() -> None:
     assert torch.equal(_round_trip({"w": torch.ones(2, requires_grad=True)})["w"], torch.ones(2))
 
 
-def test_a_tied_tensor_travels_under_each_of_its_names() -> None:
+def test_tied_tensor_is_packed_under_each_of_its_names() -> None:
     shared = torch.randn(4, 2)
     arrived = _round_trip({"embed": shared, "head": shared, "row": shared[1]})
     assert torch.equal(arrived["embed"], shared)
@@ -87,7 +87,7 @@ def test_mixed_dtypes_are_read_without_a_copy() -> None:
         assert tensor.data_ptr() == start + spec.offset
 
 
-def test_a_misaligned_tensor_is_copied_rather_than_misread() -> None:
+def test_misaligned_tensor_is_copied() -> None:
     values = torch.tensor([1.5, -2.0])
     flat = bytearray(b"x" + values.numpy().tobytes())
     ((_, tensor),) = unpack([_spec("float32", (2,), 1, 8)], memoryview(flat))
@@ -114,7 +114,7 @@ def test_read_only_memory_is_read_without_a_warning() -> None:
         (_spec("float32", (-1, -1), 0, 4), "does not take 4"),
     ],
 )
-def test_a_description_that_cannot_be_right_is_refused(spec: TensorSpec, why: str) -> None:
+def test_invalid_tensor_description_is_refused(spec: TensorSpec, why: str) -> None:
     with pytest.raises(ValueError, match=why):
         list(unpack([spec], memoryview(bytes(8))))
 

@@ -52,7 +52,7 @@ def drifting(chat: Chat, text: str) -> tuple[int, ...]:
     return (*tokens, *chat.tokenizer.encode(END))
 
 
-def test_a_family_is_known_by_its_template_and_any_other_needs_the_name_of_a_parser(family: Chat, parsed: Chat) -> None:
+def test_tool_family_is_recognised_by_its_template_or_needs_the_name_of_a_parser(family: Chat, parsed: Chat) -> None:
     assert isinstance(family, FamilyChat)
     assert isinstance(parsed, ParsedChat)
     conversation = [Message("system", "Be brief."), ASKED, CALLED, RESULT]
@@ -60,7 +60,7 @@ def test_a_family_is_known_by_its_template_and_any_other_needs_the_name_of_a_par
     assert written[0] == written[1]
 
 
-def test_calls_in_an_answer_are_read_from_its_tokens(chat: Chat) -> None:
+def test_tool_calls_in_an_answer_are_parsed_from_its_tokens(chat: Chat) -> None:
     context = chat.prompt([ASKED])
     read = chat.read(context, drifting(chat, CALL_TEXT))
     assert (read.content, read.calls) == ("", (("add", '{"a":12}'),))
@@ -69,7 +69,7 @@ def test_calls_in_an_answer_are_read_from_its_tokens(chat: Chat) -> None:
     assert chat.read(context, drifting(chat, "12")).content == "12"
 
 
-def test_a_call_that_cannot_be_used_is_shown_as_it_was_written(chat: Chat) -> None:
+def test_unusable_tool_call_stays_text(chat: Chat) -> None:
     for text in (
         '<tool_call>\n{"name": "add", "arguments": [1]}\n</tool_call>', "<tool_call>\nadd(12)\n</tool_call>",
         '<tool_call>\n{"arguments": {}}\n</tool_call>', '<tool_call>\n{"name": 3, "arguments": {}}\n</tool_call>',
@@ -79,7 +79,7 @@ def test_a_call_that_cannot_be_used_is_shown_as_it_was_written(chat: Chat) -> No
         assert (read.content, read.calls) == (text, ())
 
 
-def test_reasoning_is_kept_apart_from_what_follows_and_its_calls_are_not_made(family: Chat, parsed: Chat) -> None:
+def test_reasoning_is_separated_and_tool_calls_within_it_are_ignored(family: Chat, parsed: Chat) -> None:
     text = f"<think>\nor {CALL_TEXT}?\n</think>\n\n{CALL_TEXT}"
     read = family.read(family.prompt([ASKED]), drifting(family, text))
     assert (read.content, read.reasoning.startswith("or"), len(read.calls)) == ("", True, 1)
@@ -89,7 +89,9 @@ def test_reasoning_is_kept_apart_from_what_follows_and_its_calls_are_not_made(fa
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(0, 265)), st.booleans())
-def test_whatever_a_model_samples_is_read(family: Chat, parsed: Chat, tokens: list[int], tags: bool) -> None:
+def test_any_sampled_tokens_are_parsed_without_an_exception(
+    family: Chat, parsed: Chat, tokens: list[int], tags: bool
+) -> None:
     chat = family if tags else parsed
     sampled = tuple(token for token in tokens if token < chat.tokenizer.size)
     chat.read(chat.prompt([ASKED]), sampled)
@@ -105,7 +107,7 @@ def test_a_result_of_a_tool_follows_the_very_tokens_of_the_call(family: Chat) ->
     assert extended[len(context + sampled) :] == whole[-len(extended[len(context + sampled) :]) :]
 
 
-def test_an_answer_that_was_cut_gets_its_end_before_what_follows(family: Chat) -> None:
+def test_truncated_answer_gets_its_end_before_the_next_message(family: Chat) -> None:
     context, sampled = family.prompt([ASKED]), drifting(family, "12")[:-1]
     answered = [ASKED, Message("assistant", "12"), Message("tool", "and?")]
     extended = family.extend(context, sampled, answered, 2)
@@ -121,14 +123,14 @@ def test_reasoning_that_the_family_drops_at_a_new_question_keeps_no_tokens(famil
 
 
 # ── refused ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_model_without_a_parser_of_calls_names_the_key_and_its_values(tmp_path: Path) -> None:
+def test_model_without_a_tool_parser_is_refused_with_the_key_and_its_values(tmp_path: Path) -> None:
     with pytest.raises(ToolsUnsupported, match=r"tool_parser \(deepseek-v3, glm, qwen3, qwen3.5\)"):
         opened(make(tmp_path, PLAIN_TEMPLATE, tags=False)).with_tools(TOOLS)
     with pytest.raises(ToolsUnsupported, match="rrl builds"):
         open_chat(ModelSpec(tokenizer=TokenizerSpec(("1",), chat={"user": "{content}"}))).with_tools(TOOLS)
 
 
-def test_a_parser_for_a_template_that_hides_tools_is_a_mistake_of_the_job(tmp_path: Path) -> None:
+def test_parser_for_a_template_without_tools_is_a_mistake_of_the_job(tmp_path: Path) -> None:
     with pytest.raises(ToolsUnsupported, match="does not show tools"):
         opened(make(tmp_path, PLAIN_TEMPLATE), "qwen3")
 

@@ -262,7 +262,7 @@ def test_results_of_a_full_engine_are_appended_together(monkeypatch: pytest.Monk
     assert me.appended == [([0] * 7, [0], "generate")]
 
 
-def test_turn_that_appears_while_the_engine_samples_another_is_begun_after_that_step() -> None:
+def test_turn_that_arrives_during_a_step_of_another_begins_after_that_step() -> None:
     def on_step(number: int) -> None:
         if number == 2:
             assert me.waiting is not None
@@ -274,7 +274,7 @@ def test_turn_that_appears_while_the_engine_samples_another_is_begun_after_that_
     assert engine.did_with[:5] == [{0}, {0}, {0, 7}, {0, 7}, {0}]
 
 
-def test_appends_request_work_only_for_the_slots_for_which_no_request_waits() -> None:
+def test_append_requests_work_only_for_slots_without_a_pending_request() -> None:
     me = _Worker(_items(1, 4), agents="any")
     _roll(me, _Engine(3))
     assert me.waiting is not None
@@ -282,7 +282,7 @@ def test_appends_request_work_only_for_the_slots_for_which_no_request_waits() ->
     assert [at_most for at_most, wait, _ in me.leased if not wait] == [2, 1], "the last one when all three are free"
 
 
-def test_new_weights_come_before_the_first_step_and_then_between_two_and_are_probed() -> None:
+def test_new_weights_are_loaded_and_probed_before_the_first_step_and_between_steps() -> None:
     me = _Worker(_items(4))
     engine = _Engine(2, on_step=lambda number: me.new.append(Version(number, 1)) if number == 2 else None)
     _roll(me, engine)
@@ -295,7 +295,7 @@ def test_lost_trajectory_is_dropped_by_the_engine() -> None:
     assert engine.did[-2:] == ["dropped 1", "dropped 2"]
 
 
-def test_a_rollout_asked_to_stop_hands_over_what_was_made_and_works_no_more() -> None:
+def test_rollout_asked_to_stop_hands_over_its_tokens_and_samples_no_more() -> None:
     me = _Worker(_items(9))
     engine = _Engine(1, on_step=lambda number: me.stopping.set() if number == 3 else None)
     _roll(me, engine)
@@ -318,7 +318,7 @@ def test_a_rollout_asked_to_stop_leases_no_more_work() -> None:
     assert me.leased == [(2, True, "between"), (1, False, "generate")], "none with the append after the stop"
 
 
-def test_a_probe_makes_the_engine_work_once_it_has_weights() -> None:
+def test_probe_runs_the_engine_once_it_has_weights() -> None:
     me, probe_texts = _Worker(_items(2)), []
     me.new = []
 

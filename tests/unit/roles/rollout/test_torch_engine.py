@@ -86,7 +86,7 @@ def test_temperature_is_part_of_the_recorded_logprobs() -> None:
     assert segment.logprobs[0] == pytest.approx((logits / 0.5).log_softmax(-1)[segment.tokens[0]].item(), abs=1e-5)
 
 
-def test_a_greedy_answer_is_the_same_in_pieces_resumed_and_at_once() -> None:
+def test_greedy_answer_is_equal_sampled_in_pieces_resumed_or_at_once() -> None:
     engine = _endless(Sampling(greedy=True))
     items = [_item(n, length=3 + n, max_new=9) for n in range(4)]
     at_once = harness.roll_out(engine, items)
@@ -100,7 +100,7 @@ def test_a_greedy_answer_is_the_same_in_pieces_resumed_and_at_once() -> None:
         assert _tokens(in_pieces[n]) == _tokens(at_once[n]) == _tokens(resumed[n])
 
 
-def test_segments_follow_one_another_and_continue_the_earlier_lifes_offset() -> None:
+def test_segments_are_consecutive_and_continue_at_the_offset_of_an_earlier_incarnation() -> None:
     item = _item(5, so_far=(3, 4, 5), max_new=5)
     segments = harness.roll_out(_endless(Sampling(segment_tokens=2)), [item])[5]
     assert [each.offset for each in segments] == [0, 3, 5, 7]
@@ -116,13 +116,13 @@ def test_nothing_is_sampled_after_the_end_of_sequence() -> None:
         assert tokens[-1] == EOS or len(tokens) == 40
 
 
-def test_each_trajectory_keeps_to_its_own_limit() -> None:
+def test_trajectory_ends_at_its_own_limit() -> None:
     items = [_item(n, max_new=1 + n) for n in range(5)]
     rolled = harness.roll_out(_endless(Sampling(segment_tokens=3)), items)
     assert [len(_tokens(rolled[n])) for n in range(5)] == [1, 2, 3, 4, 5]
 
 
-def test_the_model_is_asked_once_for_each_token_of_the_longest_trajectory() -> None:
+def test_model_runs_once_for_each_token_of_the_longest_trajectory() -> None:
     model = build_model(harness.SMALL, 13, 3)
     read: list[torch.Size] = []
     model.register_forward_pre_hook(lambda _, __, given: read.append(given["input_ids"].shape), with_kwargs=True)
@@ -133,7 +133,7 @@ def test_the_model_is_asked_once_for_each_token_of_the_longest_trajectory() -> N
     assert [tuple(each) for each in read] == [(1, 5), (16, 1), (16, 1), (5, 1)]
 
 
-def test_a_trajectory_with_nowhere_to_grow_is_finished_without_a_segment() -> None:
+def test_trajectory_that_is_ended_or_full_is_finished_without_a_segment() -> None:
     ended = _item(1, so_far=(4, EOS), max_new=3)
     full = _item(2, so_far=(4, 5), max_new=0)
     rolled = harness.roll_out(harness.engine(harness.learner()), [ended, _item(3), full])
@@ -154,7 +154,7 @@ def test_free_slots_are_zero_until_the_whole_lease_is_complete() -> None:
     assert engine.flush() == ([], [])
 
 
-def test_what_is_added_to_others_on_their_way_grows_as_it_would_alone() -> None:
+def test_trajectory_added_during_generation_gets_the_same_tokens_as_alone() -> None:
     greedy = Sampling(segment_tokens=2, greedy=True)
     early, late = [_item(n, length=3 + n, max_new=6) for n in range(2)], [_item(2, length=9, max_new=6)]
     expected = harness.roll_out(_endless(greedy), [*early, *late])
@@ -170,7 +170,7 @@ def test_what_is_added_to_others_on_their_way_grows_as_it_would_alone() -> None:
         assert _tokens([each for each in segments if each.trajectory == n]) == _tokens(expected[n])
 
 
-def test_any_of_several_tokens_ends_a_trajectory() -> None:
+def test_each_of_several_stop_tokens_ends_a_trajectory() -> None:
     items = [_item(n, max_new=40) for n in range(16)]
     ends, sampling = frozenset({2, 7}), Sampling(segment_tokens=5)
     engine = TorchEngine(build_model(harness.SMALL, 13, 3), stop_tokens=ends, seed=0, sampling=sampling)
@@ -183,7 +183,7 @@ def test_any_of_several_tokens_ends_a_trajectory() -> None:
     assert last >= ends
 
 
-def test_running_trajectories_survive_new_weights_and_say_which_made_each_segment() -> None:
+def test_running_trajectories_continue_with_new_weights_and_name_the_version_of_each_segment() -> None:
     engine, other = _endless(Sampling(segment_tokens=2, greedy=True)), harness.learner(seed=9)
     items = [_item(n, length=3 + n, max_new=6) for n in range(3)]
     engine.add(items)
@@ -197,7 +197,7 @@ def test_running_trajectories_survive_new_weights_and_say_which_made_each_segmen
         assert _difference(expected, late.logprobs).max() < 1e-4
 
 
-def test_a_dropped_trajectory_grows_no_more_and_the_others_are_untouched_by_it() -> None:
+def test_dropped_trajectory_stops_without_effect_on_the_others() -> None:
     engine = _endless(Sampling(segment_tokens=2, greedy=True))
     items = [_item(n, length=3 + n, max_new=6) for n in range(3)]
     expected = harness.roll_out(engine, items)
@@ -246,7 +246,7 @@ def test_weights_of_another_model_are_refused_and_the_old_ones_stay() -> None:
     assert harness.roll_out(engine, [_item(0)]) == expected
 
 
-def test_loaded_weights_do_not_hang_on_the_memory_they_came_in() -> None:
+def test_loaded_weights_do_not_share_memory_with_their_source() -> None:
     engine = _endless(Sampling(greedy=True))
     weights = {name: tensor.clone() for name, tensor in harness.learner(seed=4).weights().items()}
     engine.load(Version(1, 1), weights.items())
@@ -256,14 +256,14 @@ def test_loaded_weights_do_not_hang_on_the_memory_they_came_in() -> None:
     assert harness.roll_out(engine, [_item(0)]) == expected
 
 
-def test_nothing_is_sampled_before_weights_have_come() -> None:
+def test_nothing_is_sampled_before_weights_are_loaded() -> None:
     engine = TorchEngine(build_model(harness.SMALL, 13, 0), stop_tokens=frozenset({EOS}), seed=0)
     engine.add([_item(0)])
     with pytest.raises(RuntimeError, match="no weights"):
         engine.step()
 
 
-def test_a_probe_notices_weights_that_cannot_be_right() -> None:
+def test_probe_fails_with_weights_that_give_nan_logits() -> None:
     engine = _endless()
     engine.probe()
     weights = harness.learner().weights()
@@ -273,7 +273,7 @@ def test_a_probe_notices_weights_that_cannot_be_right() -> None:
         engine.probe()
 
 
-def test_all_that_it_computes_with_is_on_the_models_device() -> None:
+def test_all_tensors_of_the_engine_are_on_the_device_of_the_model() -> None:
     """There is no GPU here: instead whatever is not put where the model is goes to a device that computes nothing."""
     items = [_item(n, length=3 + n % 3, so_far=_prompt(n, n % 2), max_new=4 + n) for n in range(6)]
     student, sampling = harness.learner(), Sampling(segment_tokens=2)
@@ -300,7 +300,7 @@ def test_segments_carry_the_digest_of_all_tokens_that_the_engine_had() -> None:
                 assert segment.digest == had.value()
 
 
-def test_foreign_turn_is_sampled_otherwise_beside_turns_of_the_job() -> None:
+def test_foreign_turn_uses_its_own_sampling_beside_turns_of_the_job() -> None:
     """The same prompt three times: as the job says, and twice at temperature 0 with what it would take anyway."""
     prompt = _prompt(0, 5)
     overrides = {1: Overrides(temperature=0.0), 2: Overrides(top_k=1, seed=5)}

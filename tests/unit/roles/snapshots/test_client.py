@@ -78,7 +78,7 @@ def steps(stored: list[SnapshotInfo]) -> list[tuple[int, int]]:
 
 
 # ── on its own node ────────────────────────────────────────────────────────────────────────────────────────────────
-def test_the_last_two_snapshots_are_kept_and_read_again(one: SnapshotClient) -> None:
+def test_last_two_snapshots_are_kept_and_can_be_read(one: SnapshotClient) -> None:
     contents = {step: keep(one, step, 5 * 2**20 + step) for step in (1, 2, 3)}
     kept = one.list_snapshots()
     assert steps(kept) == [(3, 1), (2, 1)]
@@ -88,7 +88,7 @@ def test_the_last_two_snapshots_are_kept_and_read_again(one: SnapshotClient) -> 
         assert (meta, bytes(data)) == (b"step %d" % each.step, contents[each.step])
 
 
-def test_a_snapshot_does_not_count_before_it_is_sealed_and_the_one_before_it_does(one: SnapshotClient) -> None:
+def test_unsealed_snapshot_does_not_count_and_leaves_the_one_before_it(one: SnapshotClient) -> None:
     keep(one, 1)
     keep(one, 2)
     one.buffer(1000, 3)[:] = b"3" * 1000
@@ -98,7 +98,7 @@ def test_a_snapshot_does_not_count_before_it_is_sealed_and_the_one_before_it_doe
     assert steps(one.list_snapshots()) == [(3, 1), (2, 1)]
 
 
-def test_the_memory_of_a_snapshot_grows_with_it_and_is_used_again(keys: RunKeys, here: SnapshotServer) -> None:
+def test_memory_of_a_snapshot_grows_with_it_and_is_reused(keys: RunKeys, here: SnapshotServer) -> None:
     with member(keys) as one:
         for step, size in ((1, 10), (2, 10), (3, 100_000), (4, 10), (5, 5 * 2**20), (6, 0)):
             content = keep(one, step, size)
@@ -150,7 +150,7 @@ def _descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def test_sealing_goes_on_beside_the_next_step_and_the_next_buffer_waits_for_it(
+def test_sealing_runs_during_the_next_step_and_the_next_buffer_waits_for_it(
     one: SnapshotClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keep(one, 1)
@@ -191,7 +191,7 @@ def test_invalid_seal_raises(one: SnapshotClient) -> None:
     assert len(one.read(one.list_snapshots()[0])[0]) == MAX_META_BYTES
 
 
-def test_a_byte_that_changed_is_found(one: SnapshotClient, here: SnapshotServer) -> None:
+def test_changed_byte_of_a_snapshot_is_detected(one: SnapshotClient, here: SnapshotServer) -> None:
     keep(one, 1)
     keep(one, 2)
     newest, older = one.list_snapshots()
@@ -202,9 +202,7 @@ def test_a_byte_that_changed_is_found(one: SnapshotClient, here: SnapshotServer)
     assert one.read(older)[0] == b"step 1"
 
 
-def test_every_rank_and_every_node_has_memory_of_its_own(
-    keys: RunKeys, here: SnapshotServer, far: SnapshotServer
-) -> None:
+def test_every_rank_and_every_node_has_its_own_memory(keys: RunKeys, here: SnapshotServer, far: SnapshotServer) -> None:
     with member(keys, rank=0) as zero, member(keys, rank=1) as one, member(keys, rank=1, node=FAR) as other:
         for number, client in enumerate((zero, one, other)):
             keep(client, 10 + number)
@@ -213,9 +211,7 @@ def test_every_rank_and_every_node_has_memory_of_its_own(
         assert zero.list_snapshots(far.address) == other.list_snapshots()
 
 
-def test_without_an_agent_nothing_is_kept_and_with_the_next_one_it_is_again(
-    keys: RunKeys, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_snapshot_is_kept_until_an_agent_runs_again(keys: RunKeys, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "RETRY_DELAY_S", 0.0)
     with member(keys) as client:
         with pytest.raises(SnapshotError, match=r"cannot connect .* a container must share the node's network"):
@@ -232,9 +228,7 @@ def test_without_an_agent_nothing_is_kept_and_with_the_next_one_it_is_again(
             assert steps(client.list_snapshots()) == [(5, 1)]
 
 
-def test_an_agent_that_is_killed_costs_its_snapshots_and_no_more(
-    keys: RunKeys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_agent_loses_only_its_snapshots(keys: RunKeys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "RETRY_DELAY_S", 0.0)
     with member(keys) as client:
         with process(keys, tmp_path) as (agent, _):
@@ -249,7 +243,7 @@ def test_an_agent_that_is_killed_costs_its_snapshots_and_no_more(
             assert steps(client.list_snapshots()) == [(3, 1)]
 
 
-def test_a_hanging_agent_is_not_asked_at_every_step(
+def test_hung_agent_is_not_contacted_at_every_step(
     keys: RunKeys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stream_connection, "HANDSHAKE_TIMEOUT_S", 1.0)
@@ -275,7 +269,7 @@ def test_a_hanging_agent_is_not_asked_at_every_step(
         keep(client, 4)
 
 
-def test_an_agent_that_hangs_costs_a_member_nothing_once_it_has_its_memory(keys: RunKeys, tmp_path: Path) -> None:
+def test_hung_agent_does_not_delay_a_member_that_has_its_memory(keys: RunKeys, tmp_path: Path) -> None:
     with process(keys, tmp_path) as (agent, _), member(keys) as client:
         keep(client, 1)
         keep(client, 2)
@@ -302,7 +296,7 @@ def test_buffer_beyond_memory_share_is_refused_and_snapshots_stay(
     assert steps(one.list_snapshots()) == [(3, 1), (2, 1)]
 
 
-def test_a_member_takes_no_memory_that_its_own_step_does_not_have(
+def test_snapshot_larger_than_the_available_memory_is_refused(
     one: SnapshotClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rrl.roles.snapshots.mapping.available_memory", lambda: 10**6)
@@ -310,7 +304,7 @@ def test_a_member_takes_no_memory_that_its_own_step_does_not_have(
         one.buffer(40 * 10**6, 1)
 
 
-def test_a_limit_of_file_sizes_is_named(
+def test_file_size_limit_is_named_in_the_error(
     one: SnapshotClient, here: SnapshotServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def limited(fd: int, size: int) -> None:
@@ -384,7 +378,7 @@ def test_copy_without_a_snapshot_or_without_a_target_is_an_error(one: SnapshotCl
     assert steps(one.list_snapshots()) == [(1, 1)]
 
 
-def test_a_receiver_that_dies_in_the_middle_costs_an_error(
+def test_receiver_that_dies_during_a_copy_gives_an_error(
     keys: RunKeys, one: SnapshotClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keep(one, 1, BIG)
@@ -404,7 +398,7 @@ def test_a_receiver_that_dies_in_the_middle_costs_an_error(
     keep(one, 2, BIG)
 
 
-def test_a_sender_that_dies_in_the_middle_leaves_the_copy_before_it(
+def test_sender_that_dies_during_a_copy_leaves_the_previous_copy(
     keys: RunKeys, one: SnapshotClient, far: SnapshotServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keep(one, 1, BIG)
@@ -424,7 +418,7 @@ def test_a_sender_that_dies_in_the_middle_leaves_the_copy_before_it(
     assert steps(one.list_snapshots(far.address)) == [(2, 1), (1, 1)]
 
 
-def test_a_copy_that_arrived_otherwise_does_not_count(
+def test_copy_that_was_damaged_on_the_way_is_rejected(
     one: SnapshotClient, far: SnapshotServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keep(one, 1)
@@ -438,7 +432,7 @@ def test_a_copy_that_arrived_otherwise_does_not_count(
     assert one.list_snapshots(far.address) == []
 
 
-def test_a_receiver_that_hangs_is_given_up(
+def test_copy_to_a_hung_receiver_is_given_up(
     keys: RunKeys, one: SnapshotClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keep(one, 1, BIG)
@@ -489,7 +483,7 @@ def _stops_on_request(pid: int, monkeypatch: pytest.MonkeyPatch) -> threading.Ev
 
 # ── lives ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.usefixtures("hasty")
-def test_a_fenced_member_cannot_touch_what_its_successor_keeps(
+def test_fenced_member_cannot_change_the_snapshots_of_its_successor(
     keys: RunKeys, one: SnapshotClient, far: SnapshotServer
 ) -> None:
     keep(one, 1)
@@ -520,7 +514,7 @@ def test_copy_of_a_fenced_incarnation_is_refused(keys: RunKeys, one: SnapshotCli
         assert other.copy_to(far.address).step == 1
 
 
-def test_a_copy_whose_sender_is_fenced_meanwhile_does_not_count(
+def test_copy_whose_sender_is_fenced_during_the_transfer_is_rejected(
     one: SnapshotClient, far: SnapshotServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keep(one, 1)
@@ -569,7 +563,7 @@ def test_restored_snapshot_is_not_overwritten_before_the_first_own_snapshot(
 
 
 @pytest.mark.usefixtures("hasty")
-def test_what_is_left_on_a_node_that_a_rank_has_moved_away_from_is_let_go_of(
+def test_snapshots_on_the_previous_node_of_a_moved_rank_are_released(
     keys: RunKeys, one: SnapshotClient, here: SnapshotServer, far: SnapshotServer
 ) -> None:
     keep(one, 1)
@@ -580,7 +574,7 @@ def test_what_is_left_on_a_node_that_a_rank_has_moved_away_from_is_let_go_of(
         assert {(each.rank, each.step) for each in moved.list_snapshots(here.address)} == {(1, 1)}
 
 
-def test_memory_is_named_after_the_run_and_leaves_no_file(one: SnapshotClient, here: SnapshotServer) -> None:
+def test_snapshot_memory_is_named_after_the_run_and_leaves_no_file(one: SnapshotClient, here: SnapshotServer) -> None:
     shm = set(os.listdir("/dev/shm"))
     keep(one, 1)
     names = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _is_link(fd)]

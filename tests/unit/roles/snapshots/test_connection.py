@@ -65,7 +65,7 @@ def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def test_strangers_at_the_local_door_are_few_and_short_lived_and_members_are_served(
+def test_unauthenticated_local_connections_are_few_and_short_and_members_are_served(
     keys: RunKeys, here: SnapshotServer
 ) -> None:
     before, connections = descriptors(), []
@@ -114,7 +114,7 @@ def test_clients_of_another_run_are_rejected_at_both_sockets(keys: RunKeys, here
         client.list_snapshots(here.address)
 
 
-def test_a_proof_for_weights_or_for_another_node_opens_no_door(keys: RunKeys, here: SnapshotServer) -> None:
+def test_proof_for_weights_or_for_another_node_is_rejected(keys: RunKeys, here: SnapshotServer) -> None:
     async def knock(local: bytes, remote: bytes) -> None:
         for dialling, key in ((dial_unix(name_of(keys)), local), (dial(here.address, "tcp"), remote)):
             line = await dialling
@@ -152,7 +152,7 @@ def test_process_with_the_socket_name_of_an_agent_gets_and_serves_no_snapshot(ke
     asyncio.run(impostor())
 
 
-def test_a_name_that_is_still_taken_is_tried_again(keys: RunKeys) -> None:
+def test_socket_name_that_is_still_in_use_is_tried_again(keys: RunKeys) -> None:
     with socket.socket(socket.AF_UNIX) as frozen:
         frozen.bind(abstract_address(name_of(keys)))
         frozen.listen()
@@ -210,7 +210,7 @@ _STORED = SnapshotInfo(GANG, 0, 1, 5, 10, bytes(16), True)
         (msg.Resize(_WHO, 7, 10), "no such snapshot buffer"),
     ],
 )
-def test_what_cannot_be_is_refused_and_the_line_goes_on(
+def test_invalid_request_is_refused_and_the_connection_continues(
     keys: RunKeys, here: SnapshotServer, request_: msg.Request, why: str
 ) -> None:
     with member(keys, 5) as client:
@@ -235,7 +235,7 @@ def test_copy_of_another_incarnation_and_missing_snapshot_are_refused(keys: RunK
 @pytest.mark.parametrize(
     "expected_text", [b"\xc1", b"\x91" * 500, b"", random.Random(0).randbytes(100), b"\x93\xa4Lend"]
 )
-def test_what_cannot_be_read_ends_the_line_and_nothing_else(
+def test_undecodable_request_closes_only_its_own_connection(
     keys: RunKeys, here: SnapshotServer, expected_text: bytes
 ) -> None:
     async def rave(length: int) -> None:
@@ -255,7 +255,7 @@ def test_what_cannot_be_read_ends_the_line_and_nothing_else(
         assert client.list_snapshots() == client.list_snapshots(here.address) == []
 
 
-def test_descriptors_that_did_not_come_are_an_error() -> None:
+def test_missing_descriptors_raise_an_error() -> None:
     async def story() -> None:
         left, right = (UnixConnection(end) for end in socket.socketpair(socket.AF_UNIX))
         await left.send_descriptors([0])
@@ -277,7 +277,7 @@ def test_descriptors_that_did_not_come_are_an_error() -> None:
     asyncio.run(story())
 
 
-def test_a_name_is_short_enough_whatever_the_run_is_called(keys: RunKeys) -> None:
+def test_socket_name_is_short_enough_for_any_run_name(keys: RunKeys) -> None:
     assert len(abstract_address(socket_name("x" * 200, NODE, keys.secret))) <= 108
     with pytest.raises(ValueError, match="longer than 107 bytes"):
         abstract_address("x" * 108)

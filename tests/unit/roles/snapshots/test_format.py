@@ -21,7 +21,9 @@ GANG = ReplicaId("trainer/0")
 
 
 @given(_heads, _heads, st.data())
-def test_a_head_that_was_written_in_part_is_none(old: Head, new: Head, data: st.DataObject) -> None:
+def test_torn_head_is_rejected_unless_it_equals_the_old_or_the_new_one(
+    old: Head, new: Head, data: st.DataObject
+) -> None:
     written, below = new.encode(), data.draw(st.sampled_from([EMPTY_HEAD, old.encode()]))
     assert Head.decode(written) == new
     torn = written[: (cut := data.draw(st.integers(0, len(written))))] + below[cut:]
@@ -29,11 +31,11 @@ def test_a_head_that_was_written_in_part_is_none(old: Head, new: Head, data: st.
 
 
 @pytest.mark.parametrize("junk", [b"", b"rrlsnap1", EMPTY_HEAD, b"\xff" * 100])
-def test_invalid_head_is_none(junk: bytes) -> None:
+def test_invalid_head_is_rejected(junk: bytes) -> None:
     assert Head.decode(junk) is None
 
 
-def test_a_digest_sees_each_byte_the_order_of_chunks_and_where_the_meta_ends() -> None:
+def test_digest_depends_on_each_byte_the_order_of_chunks_and_the_end_of_the_meta() -> None:
     payload = bytearray(2 * CHUNK_BYTES + 5)
     payload[7] = 1
     observed = {digest_of(b"", memoryview(payload))}
@@ -87,7 +89,7 @@ def _limit(folder: Path, **files: str) -> None:
         (folder / name.replace("__", ".")).write_text(text + "\n")
 
 
-def test_what_is_available_is_the_least_of_the_machine_and_of_every_cgroup_above(tmp_path: Path) -> None:
+def test_available_memory_is_the_least_of_the_machine_and_of_all_parent_cgroups(tmp_path: Path) -> None:
     proc, cgroups = _machine(tmp_path, "0::/slurm/job_1/step_0\n")
     assert available_memory(proc, cgroups) == 5000 * 1024
     _limit(cgroups / "slurm/job_1/step_0", memory__max="max", memory__current="7")
@@ -99,7 +101,7 @@ def test_what_is_available_is_the_least_of_the_machine_and_of_every_cgroup_above
     assert available_memory(proc, cgroups) == 0
 
 
-def test_cgroups_of_the_older_kind_count_too(tmp_path: Path) -> None:
+def test_available_memory_respects_cgroups_of_version_1(tmp_path: Path) -> None:
     proc, cgroups = _machine(tmp_path, "4:cpu,memory:/slurm/job_1\n1:name=systemd:/\n0::/\n")
     job = cgroups / "memory/slurm/job_1"
     _limit(job, memory__stat="total_inactive_file 1")
@@ -108,7 +110,7 @@ def test_cgroups_of_the_older_kind_count_too(tmp_path: Path) -> None:
     assert available_memory(proc, cgroups) == 3097
 
 
-def test_this_machine_has_memory() -> None:
+def test_available_memory_of_the_real_machine_is_positive() -> None:
     assert available_memory() > 2**20
 
 
@@ -128,7 +130,7 @@ def test_snapshots_of_a_node_share_its_memory_and_closed_ones_free_it() -> None:
         snapshot_buffers.close()
 
 
-def test_one_copy_of_a_rank_is_on_its_way_at_a_time() -> None:
+def test_one_copy_of_a_rank_is_in_transfer_at_a_time() -> None:
     snapshot_buffers, who = SnapshotBuffers("rrl/test"), Member(GANG, 0, 1)
     kept = SnapshotInfo(GANG, 0, 1, 1, 10, bytes(16), False)
     try:

@@ -36,7 +36,7 @@ def _is_on(node: str, message: msg.AgentHello) -> bool:
     return message.node == node
 
 
-def test_agents_say_where_they_keep_and_keep_until_they_leave(tmp_path: Path) -> None:
+def test_agents_announce_snapshot_addresses_and_keep_snapshots_until_they_leave(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
         async with at.manager() as manager:
             launches = {node: agent_on(at, node) for node in ("local1", "local2")}
@@ -105,7 +105,7 @@ def test_fenced_incarnation_cannot_store_snapshots(tmp_path: Path) -> None:
         asyncio.run(story(at))
 
 
-def test_an_agent_that_no_other_node_reaches_keeps_for_its_own(tmp_path: Path) -> None:
+def test_agent_unreachable_from_other_nodes_keeps_snapshots_of_its_own_node(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
         async with at.manager() as manager:
             launch = msgspec.structs.replace(agent_on(at, "local1"), network="nowhere0")

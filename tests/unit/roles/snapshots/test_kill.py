@@ -96,10 +96,10 @@ def kill_many(folder: Path, kills: int) -> None:
         members.close()
 
 
-def test_whenever_a_member_is_killed_a_whole_snapshot_of_its_last_steps_is_left(tmp_path: Path) -> None:
+def test_member_killed_at_any_time_leaves_a_complete_snapshot_of_its_last_steps(tmp_path: Path) -> None:
     kill_many(tmp_path, 50)
 
 
 @pytest.mark.long
-def test_of_500_members_that_are_killed_each_leaves_a_whole_snapshot(tmp_path: Path) -> None:
+def test_each_of_500_killed_members_leaves_a_complete_snapshot(tmp_path: Path) -> None:
     kill_many(tmp_path, 500)

@@ -138,7 +138,7 @@ def test_steps_are_saved_concurrently_up_to_the_uncommitted_limit(scene: Scene, 
     assert all({".metadata", "about.json", "rank-0.msgpack"} < files for _, files in scene.me.commits)
 
 
-def test_what_is_committed_is_the_state_of_the_call_not_of_a_later_step(scene: Scene) -> None:
+def test_committed_state_is_that_of_the_call_and_not_of_a_later_step(scene: Scene) -> None:
     before = harness.saved(scene.student)
     scene.save(1)
     for tensor in scene.student.tensors().values():
@@ -153,7 +153,7 @@ def test_what_is_committed_is_the_state_of_the_call_not_of_a_later_step(scene: S
     assert all((tensor == before[0][name]).all() for name, tensor in other.tensors().items())
 
 
-def test_each_copy_is_offered_to_the_publisher_before_its_commit_and_its_wait_is_a_metric(scene: Scene) -> None:
+def test_copy_is_offered_to_the_publisher_before_its_commit_and_blocked_time_is_a_metric(scene: Scene) -> None:
     scene.save(1)
     assert scene.publisher.offered == [1]
     assert scene.me.commits == []
@@ -164,7 +164,7 @@ def test_each_copy_is_offered_to_the_publisher_before_its_commit_and_its_wait_is
     assert scene.me.metrics == [{"publish_blocked_s": 0.25}] * 2
 
 
-def test_a_member_that_waits_for_the_commit_says_that_it_waits_for_the_first_one(
+def test_member_that_waits_for_the_commit_reports_that_it_waits_for_rank_0(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = RunDir(tmp_path / "run")
@@ -209,7 +209,7 @@ def test_stop_request_is_no_error(scene: Scene) -> None:
     assert scene.failed == []
 
 
-def test_a_disk_too_full_for_a_folder_is_waited_out_too(
+def test_full_disk_during_the_creation_of_a_folder_is_waited_out(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(saver_module, "_DISK_FULL_RETRY_S", 0.01)
@@ -230,7 +230,7 @@ def test_a_disk_too_full_for_a_folder_is_waited_out_too(
     assert caplog.text.count("; trying again") == 2
 
 
-def test_a_full_disk_is_waited_out_and_any_other_trouble_is_not(
+def test_full_disk_is_waited_out_and_another_error_is_raised(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(saver_module, "_DISK_FULL_RETRY_S", 0.01)

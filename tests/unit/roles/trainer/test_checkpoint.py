@@ -73,7 +73,7 @@ def test_a_flipped_byte_is_noticed_before_anything_is_loaded(run_dir: RunDir, su
     assert all(torch.equal(tensor, before[name]) for name, tensor in student.tensors().items())
 
 
-def test_a_missing_or_a_cut_off_file_is_noticed(run_dir: RunDir) -> None:
+def test_missing_or_truncated_file_is_detected(run_dir: RunDir) -> None:
     files = _write(Checkpoints(run_dir), run_dir, 1)
     manifest, data = describe(run_dir.path, files), _data(files)
     data.write_bytes(data.read_bytes()[:-1])
@@ -84,7 +84,7 @@ def test_a_missing_or_a_cut_off_file_is_noticed(run_dir: RunDir) -> None:
         verified(run_dir.path, manifest)
 
 
-def test_a_manifest_without_our_files_is_refused(run_dir: RunDir) -> None:
+def test_manifest_without_torchs_metadata_is_refused(run_dir: RunDir) -> None:
     other = fresh_folder(run_dir.checkpoints, 1, 1) / "other.bin"
     other.write_bytes(b"x")
     with pytest.raises(DamagedCheckpoint, match=r"lacks the file \.metadata; it contains \['other\.bin'\]"):
@@ -109,7 +109,7 @@ def test_write_error_is_returned_and_a_full_disk_is_distinguished(
         assert folder.name in written.trouble
 
 
-def test_a_checkpoint_is_never_written_over_another(run_dir: RunDir) -> None:
+def test_checkpoint_never_overwrites_another_one(run_dir: RunDir) -> None:
     files = _write(Checkpoints(run_dir), run_dir, 1)
     student = _learner(2)
     manifest = describe(run_dir.path, files)
@@ -131,7 +131,7 @@ def test_new_reference_replaces_those_of_earlier_incarnations(run_dir: RunDir) -
     assert verified(run_dir.path, {"folder": files.folder, "files": files.files})
 
 
-def test_the_files_of_a_checkpoint_lie_in_one_folder_of_the_run(run_dir: RunDir, tmp_path: Path) -> None:
+def test_files_of_a_checkpoint_must_be_in_one_folder_of_the_run(run_dir: RunDir, tmp_path: Path) -> None:
     files = _write(Checkpoints(run_dir), run_dir, 1) + _write(Checkpoints(run_dir), run_dir, 2)
     for wrong in ([], files):
         with pytest.raises(ValueError, match="must be in one folder"):

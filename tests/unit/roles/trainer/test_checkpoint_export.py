@@ -110,7 +110,7 @@ def test_exported_weights_are_those_published_for_the_step_bit_for_bit(
     asyncio.run(story())
 
 
-def test_note_says_from_which_step_and_files_the_folder_was_made(made: CommittedRun, tmp_path: Path) -> None:
+def test_note_names_the_step_and_files_that_the_folder_was_made_from(made: CommittedRun, tmp_path: Path) -> None:
     export_checkpoint(made.run, 2, tmp_path / "out")
     note = json.loads((tmp_path / "out" / NOTE).read_text())
     assert (note["run"], note["step"], note["trainer"]) == (made.run.id, 2, "trainer/0#1")
@@ -119,7 +119,7 @@ def test_note_says_from_which_step_and_files_the_folder_was_made(made: Committed
     assert len(note["batch"]) == 64
 
 
-def test_every_step_whose_checkpoint_is_kept_can_be_exported_after_the_log_was_rewritten(tmp_path: Path) -> None:
+def test_every_retained_step_can_be_exported_after_the_log_was_rewritten(tmp_path: Path) -> None:
     made = CommittedRun(tmp_path / "run", keep=4)
     for step in range(1, 7):
         made.commit(step)
@@ -231,7 +231,7 @@ def test_a_newer_checkpoint_is_exported_if_the_newest_is_deleted_before_it_is_op
     assert _hidden(made.run.path) == []
 
 
-def test_without_hard_links_the_files_are_read_where_they_are(
+def test_without_hard_links_the_files_are_read_in_place(
     made: CommittedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:
@@ -244,9 +244,7 @@ def test_without_hard_links_the_files_are_read_where_they_are(
 
 
 # ── an export that ends early ──────────────────────────────────────────────────────────────────────────────────────
-def test_an_export_that_fails_leaves_nothing(
-    made: CommittedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_export_leaves_no_files(made: CommittedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(_: Path) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -305,7 +303,7 @@ def test_a_killed_export_leaves_no_folder_that_looks_whole(
 
 
 @pytest.mark.parametrize("how", ["stdin is closed", "SIGTERM"])
-def test_an_export_that_is_ended_removes_its_files(
+def test_export_that_gets_sigterm_removes_its_files(
     made: CommittedRun, stopped: subprocess.Popen[bytes], how: str
 ) -> None:
     assert stopped.stdin is not None

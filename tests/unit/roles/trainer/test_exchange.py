@@ -141,7 +141,7 @@ def _described(metadata: Metadata) -> dict[str, Any]:
     return described
 
 
-def test_a_checkpoint_that_is_written_without_pickled_messages_is_what_torch_writes(played: Path) -> None:
+def test_checkpoint_written_without_pickled_messages_equals_that_of_torch(played: Path) -> None:
     theirs, ours = (FileSystemReader(played / name).read_metadata() for name in ("torch", "ours"))
     assert _described(ours) == _described(theirs)
     assert (ours.planner_data, ours.version) == (theirs.planner_data, theirs.version)
@@ -153,7 +153,7 @@ def test_a_checkpoint_that_is_written_without_pickled_messages_is_what_torch_wri
 
 
 @pytest.mark.parametrize(("dtype", "file"), [("load", "__0_0.distcp"), ("float32", "../../keys.json")])
-def test_a_piece_that_no_member_wrote_is_refused(tmp_path: Path, dtype: str, file: str) -> None:
+def test_invalid_shard_description_of_another_member_is_refused(tmp_path: Path, dtype: str, file: str) -> None:
     with pytest.raises(RuntimeError, match="another member of the gang reported a shard with an invalid"):
         write_metadata(tmp_path, [Piece("weight", dtype, (2,), (0,), (2,), file, 0, 8)])
     assert list(tmp_path.iterdir()) == []
@@ -221,5 +221,5 @@ def test_no_module_unpickles_data_from_outside(package: str) -> None:
         "from torch.distributed.checkpoint.state_dict_loader import load as l\nl(a, no_dist=alone)",
     ],
 )  # fmt: skip
-def test_whatever_unpickles_is_found(line: str) -> None:
+def test_every_form_of_unpickling_is_detected(line: str) -> None:
     assert unpickles(line) != []

@@ -58,7 +58,7 @@ def test_a_bfloat16_gang_with_a_reference_ends_bit_equal_after_a_death(
 
 
 @pytest.mark.long
-def test_two_members_learn_from_a_folders_model_what_one_process_learns(
+def test_two_members_with_a_folders_model_reach_the_weights_of_one_process(
     tmp_path: Path, processes: ForkServerContext, llama: dict[str, Any]
 ) -> None:
     async def story() -> None:

@@ -35,7 +35,7 @@ def undisturbed_end(tmp_path_factory: pytest.TempPathFactory, processes: ForkSer
     return end
 
 
-def test_two_members_learn_what_one_process_learns(undisturbed_end: Undisturbed) -> None:
+def test_two_members_reach_the_weights_of_one_process(undisturbed_end: Undisturbed) -> None:
     async def story() -> None:
         assert (await undisturbed_end(1, 3)).distance(await undisturbed_end(2, 3)) < 1e-5
 
@@ -79,7 +79,7 @@ def test_member_killed_during_batch_sharing_is_blamed_and_the_batch_repeats(
     asyncio.run(story())
 
 
-def test_a_trainer_killed_while_it_saves_ends_bit_equal_to_one_that_was_not(
+def test_trainer_killed_while_it_saves_ends_bit_equal_to_an_undisturbed_one(
     tmp_path: Path, processes: ForkServerContext, undisturbed_end: Undisturbed
 ) -> None:
     async def story() -> None:
@@ -95,7 +95,7 @@ def test_a_trainer_killed_while_it_saves_ends_bit_equal_to_one_that_was_not(
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_gang_killed_while_it_publishes_serves_no_half_version_and_publishes_its_commit_first(
+def test_gang_killed_while_publishing_serves_no_partial_version_and_publishes_its_commit_first(
     tmp_path: Path, processes: ForkServerContext, undisturbed_end: Undisturbed, rank: int
 ) -> None:
     async def story() -> None:
@@ -111,7 +111,7 @@ def test_a_gang_killed_while_it_publishes_serves_no_half_version_and_publishes_i
     asyncio.run(story())
 
 
-def test_a_gang_goes_on_from_its_snapshots_and_finishes_their_commit(
+def test_gang_resumes_from_its_snapshots_and_finishes_their_commit(
     tmp_path: Path, processes: ForkServerContext, undisturbed_end: Undisturbed
 ) -> None:
     async def story() -> None:
@@ -152,7 +152,7 @@ def test_trainer_killed_repeatedly_ends_bit_equal(
     asyncio.run(story())
 
 
-def test_another_number_of_members_goes_on_from_the_same_checkpoint(
+def test_gang_of_another_size_resumes_from_the_same_checkpoint(
     tmp_path: Path, processes: ForkServerContext, undisturbed_end: Undisturbed
 ) -> None:
     async def story() -> None:

@@ -22,18 +22,18 @@ def _loss(
     return grpo_loss(new, old, torch.tensor(gain), mask, 0.2, torch.full_like(new, entropy), 0.5)
 
 
-def test_an_advantage_is_measured_against_the_own_group_alone() -> None:
+def test_advantage_depends_on_its_own_group_only() -> None:
     apart = _advantages([1, 0], [7, 7]) + _advantages([5, 9, 1], [3, 3, 3])
     mixed = _advantages([5, 1, 9, 0, 1], [3, 7, 3, 7, 3])
     assert mixed == pytest.approx([apart[2], apart[0], apart[3], apart[1], apart[4]])
 
 
-def test_an_advantage_is_the_distance_from_the_mean_over_deviation_plus_floor() -> None:
+def test_advantage_is_the_deviation_from_the_mean_divided_by_spread_plus_floor() -> None:
     deviation = math.sqrt(0.5)
     assert _advantages([1, 0], [0, 0]) == pytest.approx([0.5 / (deviation + 0.1), -0.5 / (deviation + 0.1)])
 
 
-def test_a_group_that_agrees_and_a_group_of_one_teach_nothing() -> None:
+def test_group_with_equal_rewards_and_group_of_one_have_zero_advantage() -> None:
     assert _advantages([0.5, 0.5, 0.5, 3.0], [1, 1, 1, 2]) == [0, 0, 0, 0]
 
 
@@ -46,7 +46,7 @@ def test_on_policy_the_gradient_is_the_plain_policy_gradient() -> None:
     assert stats == {"drift": 0.0, "clipped": 0.0}
 
 
-def test_a_token_already_far_more_likely_is_not_pushed_further() -> None:
+def test_gradient_of_a_token_above_the_clip_range_is_zero() -> None:
     new = torch.tensor([[-1.0, -1.0]], requires_grad=True)
     loss, stats = _loss(new, torch.tensor([[-2.0, -1.0]]), [1.0])
     loss.backward()  # type: ignore[no-untyped-call]
@@ -56,7 +56,7 @@ def test_a_token_already_far_more_likely_is_not_pushed_further() -> None:
     assert stats["drift"] == 0.5
 
 
-def test_a_wrong_move_is_corrected_however_far_it_went() -> None:
+def test_gradient_of_a_token_with_negative_advantage_is_not_clipped_from_above() -> None:
     new = torch.tensor([[-1.0]], requires_grad=True)
     loss, _ = _loss(new, torch.tensor([[-2.0]]), [-1.0])
     loss.backward()  # type: ignore[no-untyped-call]
@@ -64,7 +64,7 @@ def test_a_wrong_move_is_corrected_however_far_it_went() -> None:
     assert new.grad.item() == pytest.approx(math.e)
 
 
-def test_padding_changes_neither_loss_nor_gradient_whatever_it_holds() -> None:
+def test_padding_of_any_value_changes_neither_loss_nor_gradient() -> None:
     new = torch.tensor([[-1.0, -3.0]], requires_grad=True)
     loss, stats = _loss(new, torch.tensor([[-1.1, math.inf]]), [1.0], torch.tensor([[True, False]]), entropy=2.0)
     alone, alone_stats = _loss(torch.tensor([[-1.0]]), torch.tensor([[-1.1]]), [1.0], entropy=2.0)
@@ -75,7 +75,7 @@ def test_padding_changes_neither_loss_nor_gradient_whatever_it_holds() -> None:
     assert new.grad[0, 1] == 0.0
 
 
-def test_long_answers_weigh_by_their_tokens() -> None:
+def test_loss_weighs_answers_by_their_tokens() -> None:
     zeros = torch.zeros(2, 3)
     loss, _ = _loss(zeros, zeros, [1.0, -1.0], torch.tensor([[1, 1, 1], [1, 0, 0]]))
     assert loss.item() == pytest.approx(-(3 - 1) / 4)
@@ -86,7 +86,7 @@ def test_entropy_lowers_the_loss() -> None:
     assert _loss(zeros, zeros, [0.0], entropy=2.0)[0].item() == pytest.approx(-1.0)
 
 
-def test_the_divergence_is_the_never_negative_estimate_of_each_token() -> None:
+def test_kl_is_the_non_negative_estimate_of_each_token() -> None:
     new = torch.tensor([[-1.0, -2.0, -3.0]], requires_grad=True)
     reference, mask = torch.tensor([[-1.0, -1.0, math.inf]]), torch.tensor([[True, True, False]])
     loss, stats = grpo_loss(

@@ -63,7 +63,7 @@ def _buffers(client: Client | None, **named: Any) -> HostBuffers:
     return HostBuffers(client, **named)  # type: ignore[arg-type]
 
 
-def test_each_member_of_a_ring_sends_its_copies_to_the_next_node_that_keeps_any() -> None:
+def test_ring_member_sends_its_copies_to_the_next_node_that_keeps_snapshots() -> None:
     nodes = [A, A, B, B, C]
     assert [buddy_of(node, nodes, STORES) for node in (A, B, C)] == [STORES[B], STORES[C], STORES[A]]
     assert buddy_of(A, nodes, {A: "x", C: "y"}) == "y"
@@ -75,7 +75,7 @@ def test_a_gang_on_one_node_sends_its_copies_to_a_standby_and_never_to_itself() 
     assert buddy_of(A, [A], {}) is None
 
 
-def test_the_agents_memory_is_used_and_sealed_and_its_copy_sent_on() -> None:
+def test_memory_of_the_agent_is_filled_sealed_and_copied_on() -> None:
     client = Client()
     buffers = _buffers(client, buddy=lambda: "tcp://b:1")
     buffers.buffer(8, 1)[:2] = b"ab"
@@ -117,7 +117,7 @@ def test_missing_agent_is_logged_once_and_the_step_is_still_copied(
     assert [step for step, _ in client.sealed] == [3]
 
 
-def test_own_memory_takes_turns_so_that_what_is_being_written_is_left_alone() -> None:
+def test_own_buffers_alternate_so_that_one_being_written_is_not_reused() -> None:
     buffers = _buffers(None, own=2)
     first, second = buffers.buffer(4, 1), buffers.buffer(4, 2)
     first[:], second[:] = b"1111", b"2222"
@@ -127,7 +127,7 @@ def test_own_memory_takes_turns_so_that_what_is_being_written_is_left_alone() ->
     assert bytes(first) == b"3333"
 
 
-def test_a_layout_gives_back_what_it_was_filled_with_whatever_its_shapes_and_types() -> None:
+def test_layout_returns_the_stored_tensors_of_any_shape_and_type() -> None:
     tensors = {
         "odd": torch.randn(3, 5),
         "none": torch.empty(0, 7),
@@ -145,7 +145,7 @@ def test_a_layout_gives_back_what_it_was_filled_with_whatever_its_shapes_and_typ
     assert all(torch.equal(others[name], tensor) for name, tensor in tensors.items())
 
 
-def test_what_is_written_of_a_buffer_is_each_tensors_own_part() -> None:
+def test_storage_of_each_view_covers_only_its_own_tensor() -> None:
     """torch.save writes the whole storage of a view."""
     layout = Layout({"a": torch.ones(1000), "b": torch.ones(10)})
     views = layout.views(memoryview(bytearray(layout.nbytes)))

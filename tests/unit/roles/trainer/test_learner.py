@@ -51,7 +51,7 @@ def _same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
     )
 
 
-def test_a_policy_learns_from_its_own_samples_though_they_are_two_versions_old() -> None:
+def test_policy_learns_from_own_samples_that_are_two_versions_old() -> None:
     student = harness.learner(seed=1, steps=60, learning_rate=4e-3, entropy=0.0)
     student.warm_start([[_example(16 * k + n) for n in range(16)] for k in range(10)])
     rollout = harness.engine(student)
@@ -86,7 +86,7 @@ def test_a_restored_learner_goes_on_bit_for_bit() -> None:
     assert restored.extra_state() == undisturbed.extra_state()
 
 
-def test_every_source_of_chance_is_restored() -> None:
+def test_every_random_generator_is_restored() -> None:
     student = harness.learner()
     numpy.random.normal()  # leaves a second value behind, which is part of the state too
     saved = student.extra_state()
@@ -103,7 +103,7 @@ def test_every_source_of_chance_is_restored() -> None:
     assert draw() == after
 
 
-def test_the_state_has_the_same_shape_before_the_first_step_and_after_it() -> None:
+def test_state_has_the_same_shape_before_and_after_the_first_step() -> None:
     student = harness.learner()
     before = Layout(student.tensors())
     student.step(_batch(1, student))
@@ -112,7 +112,7 @@ def test_the_state_has_the_same_shape_before_the_first_step_and_after_it() -> No
     assert Layout(harness.learner(vocabulary=14).tensors()).digest != before.digest
 
 
-def test_a_model_that_is_loaded_and_never_initialised_computes_the_same() -> None:
+def test_model_loaded_without_initialisation_computes_the_same() -> None:
     whole = build_model(harness.SMALL, 13, seed=4)
     empty = skeleton(harness.SMALL, 13)
     assert all(tensor.is_meta for tensor in (*empty.parameters(), *empty.buffers()))
@@ -129,7 +129,7 @@ def test_buffer_that_cannot_be_computed_is_refused() -> None:
         materialise(empty, torch.device("cpu"))
 
 
-def test_practice_leaves_no_trace_but_what_it_has_loaded() -> None:
+def test_warmup_changes_neither_random_state_nor_process_groups() -> None:
     torch.manual_seed(5)
     expected = torch.rand(1)
     torch.manual_seed(5)
@@ -138,7 +138,7 @@ def test_practice_leaves_no_trace_but_what_it_has_loaded() -> None:
     assert not torch.distributed.is_initialized()
 
 
-def test_the_same_seed_builds_the_same_model_and_leaves_chance_as_it_was() -> None:
+def test_same_seed_builds_the_same_model_and_keeps_the_random_state() -> None:
     torch.manual_seed(5)
     expected = torch.rand(1)
     torch.manual_seed(5)
@@ -156,14 +156,14 @@ def test_a_batch_of_another_step_is_refused() -> None:
         student.step(batch)
 
 
-def test_the_order_and_the_padding_of_trajectories_do_not_change_what_is_learned() -> None:
+def test_order_and_padding_of_trajectories_do_not_change_the_update() -> None:
     batch = _batch(1, harness.learner())
     turned = msgspec.structs.replace(batch, trajectories=batch.trajectories[::-1])
     one, other = harness.learner(), harness.learner()
     assert one.step(batch) == pytest.approx(other.step(turned), rel=1e-4, abs=1e-6)
 
 
-def test_metrics_report_the_tasks_own_score_apart_from_what_was_trained_on() -> None:
+def test_metrics_report_the_tasks_own_score_beside_the_trained_reward() -> None:
     student = harness.learner()
     student.number = 6
     old, new = Version(4, 1), Version(6, 2)
@@ -179,7 +179,7 @@ def test_metrics_report_the_tasks_own_score_apart_from_what_was_trained_on() -> 
     assert metrics.keys() == {"reward", "training_reward", "loss", "drift", "clipped", "tokens", "staleness"}
 
 
-def test_a_batch_without_tokens_is_a_step_that_teaches_nothing() -> None:
+def test_batch_without_tokens_is_a_step_that_changes_no_weights() -> None:
     student = harness.learner()
     before = {name: tensor.clone() for name, tensor in student.weights().items()}
     empty = tuple(Trajectory(n, 0, (2, 3), (), (), (), reward=0.0, training=float(n)) for n in range(2))
@@ -189,7 +189,7 @@ def test_a_batch_without_tokens_is_a_step_that_teaches_nothing() -> None:
     assert _same(student.weights(), before)
 
 
-def test_a_gradient_that_is_not_finite_ends_the_step_before_it_touches_the_weights() -> None:
+def test_gradient_that_is_not_finite_raises_before_it_changes_the_weights() -> None:
     student = harness.learner()
     batch = _batch(1, student)
     before = {name: tensor.clone() for name, tensor in student.weights().items()}
@@ -206,7 +206,7 @@ def test_the_learning_rate_falls_linearly_to_its_floor() -> None:
     assert shares == [1.0, 0.5, 0.25]
 
 
-def test_a_warm_start_teaches_the_answer_and_not_the_prompt() -> None:
+def test_warm_start_trains_the_answer_and_not_the_prompt() -> None:
     student = harness.learner(seed=1)
     examples = [_example(n) for n in range(32)]
     first = student.warm_start([examples])
@@ -234,7 +234,7 @@ def _gradient_of(student: Learner, batch: Batch, sizes: Sequence[int] | None = N
 
 
 @pytest.mark.parametrize("size", [1, 3, 16, 100])
-def test_a_batch_in_parts_has_the_gradient_and_the_metrics_of_the_whole(size: int) -> None:
+def test_batch_in_micro_batches_has_the_gradient_and_the_metrics_of_the_whole(size: int) -> None:
     """The reference is another model, so that the divergence counts too."""
     whole, parts = (harness.learner(kl=0.1, micro_batch=each) for each in (None, size))
     for each in (whole, parts):
@@ -248,7 +248,7 @@ def test_a_batch_in_parts_has_the_gradient_and_the_metrics_of_the_whole(size: in
     assert parts.step(batch) == pytest.approx(whole.step(batch), rel=1e-4, abs=1e-5)
 
 
-def test_members_with_fewer_examples_take_part_in_as_many_parts() -> None:
+def test_members_with_fewer_examples_take_part_in_as_many_micro_batches() -> None:
     """Else a gang would wait for ever."""
     pairs = [_example(n) for n in range(7)]
     counted = []
@@ -261,7 +261,7 @@ def test_members_with_fewer_examples_take_part_in_as_many_parts() -> None:
     assert counted == [[True, True, True], [True, True, False], [True, True, False]]
 
 
-def test_a_warm_start_in_parts_is_the_same_too() -> None:
+def test_warm_start_in_micro_batches_equals_the_whole_one() -> None:
     whole, parts = (harness.learner(micro_batch=each) for each in (None, 3))
     examples = [[_example(n) for n in range(8)]] * 3
     assert parts.warm_start(examples) == pytest.approx(whole.warm_start(examples), rel=1e-4)
@@ -280,7 +280,7 @@ def test_answer_without_tokens_has_no_effect_on_the_loss() -> None:
         assert metrics_reported[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
 
 
-def test_a_divergence_holds_the_policy_near_its_reference() -> None:
+def test_kl_term_keeps_the_policy_near_its_reference() -> None:
     drifted = []
     for kl in (0.0, 3.0):
         student = harness.learner(seed=1, kl=kl, learning_rate=2e-3, entropy=0.0)
@@ -296,7 +296,7 @@ def test_a_divergence_holds_the_policy_near_its_reference() -> None:
     assert drifted[1] < drifted[0] / 3
 
 
-def test_a_divergence_without_a_reference_is_refused_before_anything_is_learnt() -> None:
+def test_kl_term_without_a_reference_model_is_refused_before_the_first_step() -> None:
     student = harness.learner(kl=0.1)
     with pytest.raises(RuntimeError, match="this run has no reference model"):
         student.step(_batch(1, student))
@@ -350,7 +350,7 @@ def _distance(one: Learner, other: Learner) -> float:
 
 
 @pytest.mark.parametrize("changes", [{}, {"micro_batch": 3}, {"kl": 0.1}, {"gradient_clip": 0.01}])
-def test_a_batch_in_one_four_or_random_parts_teaches_what_the_whole_batch_does(changes: dict[str, Any]) -> None:
+def test_batch_in_parts_gives_the_same_weights_and_metrics_as_the_whole_batch(changes: dict[str, Any]) -> None:
     whole, expected = _taught("batch", **changes)
     moved = _distance(whole, harness.learner())
     assert moved > 1e-3, "ten steps changed nothing"
@@ -384,7 +384,7 @@ def test_the_same_parts_twice_give_the_same_bits(changes: dict[str, Any]) -> Non
     assert metrics == metrics_again
 
 
-def test_a_step_that_is_begun_again_forgets_its_parts() -> None:
+def test_restarted_step_discards_its_parts() -> None:
     batch, interrupted, undisturbed = _batches()[0], harness.learner(), harness.learner()
     interrupted.open(1)
     for part in harness.parts_of(batch, (2, 2, 4))[:2]:
@@ -435,7 +435,7 @@ def test_a_step_without_its_last_part_is_not_closed() -> None:
     assert _same(student.tensors(), before)
 
 
-def test_a_part_whose_answers_have_no_tokens_counts_for_nothing() -> None:
+def test_part_whose_answers_have_no_tokens_has_no_effect() -> None:
     batch, student, expected = _batches()[0], harness.learner(), harness.learner()
     first, second = harness.parts_of(batch, (2, 6))
     empty = tuple(msgspec.structs.replace(each, tokens=(), logprobs=(), versions=()) for each in first.trajectories)
@@ -490,14 +490,14 @@ def test_masked_tokens_are_context_whatever_is_recorded_for_them() -> None:
     assert (metrics["tokens"], metrics["staleness"]) == (4.0, 0.0)
 
 
-def test_masked_tokens_at_the_begin_teach_what_they_would_teach_as_the_prompt() -> None:
+def test_masked_tokens_at_the_beginning_act_as_part_of_the_prompt() -> None:
     one, metrics = _learned(*_episode(((2,), (3, 5, 6, 1), ((0, 2),))))
     other, again = _learned(*_episode(((2, 3, 5), (6, 1), ())))
     assert metrics == pytest.approx(again, rel=1e-5)
     assert _gradient_distance(one, other) < 1e-5
 
 
-def test_masked_tokens_change_what_is_learned() -> None:
+def test_masked_tokens_change_the_update() -> None:
     one, _ = _learned(*_episode(((2,), (3, 5, 6, 1), ((1, 2),))))
     other, _ = _learned(*_episode(((2,), (3, 5, 6, 1), ())))
     assert not _same(one.weights(), other.weights())

@@ -80,17 +80,17 @@ def _beside_the_logits(how: str) -> float:
     return float(done.stdout)
 
 
-def test_a_large_vocabulary_takes_no_second_tensor_of_its_logits() -> None:
+def test_likelihood_of_a_large_vocabulary_allocates_no_second_logits_tensor() -> None:
     """But for a handful of pieces of 8 MiB: their gradient takes their place."""
     assert _beside_the_logits("pieces") < 0.6
 
 
 @pytest.mark.long
-def test_what_that_saves() -> None:
+def test_plain_likelihood_allocates_four_times_the_logits() -> None:
     assert _beside_the_logits("plainly") > 4
 
 
-def test_memory_that_is_written_to_is_not_read_again_unnoticed() -> None:
+def test_second_backward_through_overwritten_logits_raises() -> None:
     logits = torch.zeros(1, 2, 3, requires_grad=True) * 1
     chosen, _ = likelihood(logits, torch.zeros(1, 2, dtype=torch.long), 1.0)
     chosen.sum().backward(retain_graph=True)  # type: ignore[no-untyped-call]

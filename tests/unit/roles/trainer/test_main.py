@@ -243,7 +243,7 @@ def test_trainer_killed_after_a_part_ends_with_the_same_weights(
     assert _learned(first.metrics + second.metrics) == _learned(undisturbed.metrics)
 
 
-def test_a_snapshot_that_is_not_committed_is_compared_with_the_last_part_of_its_step(
+def test_digest_of_an_uncommitted_snapshot_is_compared_with_the_last_part_of_its_step(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     saved: list[tuple[str, dict[str, float]]] = []
@@ -309,9 +309,7 @@ def test_trainer_killed_while_publishing_publishes_the_committed_step_first_and_
     assert _bytes(second.published[-1]) == _bytes(undisturbed.published[-1])
 
 
-def test_the_memory_of_a_snapshot_is_let_go_of_once_it_is_loaded(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_memory_of_a_snapshot_is_released_once_it_is_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """One that was fetched is as large as the member's state; one of the own node is the agent's to use again."""
     held, observed = [memoryview(bytearray(8))], list[bool]()
     memory = weakref.ref(held[0])
@@ -477,7 +475,7 @@ def test_a_rollout_loads_new_weights_before_it_works_and_hands_over_every_segmen
     assert worker.segments[0] != worker.segments[1]  # it goes on sampling, it does not repeat itself
 
 
-def test_a_rollout_stops_working_on_what_is_no_longer_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_rollout_stops_work_on_lost_trajectories(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     run_dir = _run_dir(tmp_path / "run")
     trainer = _train(monkeypatch, _Worker("trainer/0", 1, run_dir, {}), [])
     items = tuple(Item(n, n, (2, 3, 4), (), 60) for n in range(20))

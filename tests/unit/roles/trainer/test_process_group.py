@@ -57,7 +57,7 @@ def _place(*says: Peers) -> str:
     return gang_module._await_members(me, FIRST)
 
 
-def test_a_member_goes_where_the_first_of_its_own_incarnation_listens() -> None:
+def test_member_connects_to_the_address_of_rank_0_of_its_own_incarnation() -> None:
     here, second = Peer(FIRST, "tcp://h:1", joined=True), Peer(SECOND, joined=True)
     assert _place(_answers(here, second)) == "tcp://h:1"
 
@@ -74,12 +74,12 @@ def test_a_member_goes_where_the_first_of_its_own_incarnation_listens() -> None:
         pytest.param(_answers(Peer(FIRST, "tcp://h:1", True)), id="a member is missing"),
     ],
 )
-def test_until_all_have_joined_a_member_waits_and_leaves_when_it_is_asked_to(expected_text: Peers) -> None:
+def test_member_waits_until_all_have_joined_and_leaves_on_a_stop_request(expected_text: Peers) -> None:
     with pytest.raises(Stopping):
         _place(expected_text)
 
 
-def test_gloo_is_not_left_to_choose_an_interface_where_none_has_the_runs_address(
+def test_process_group_uses_the_interface_of_the_runs_address_or_raises(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
@@ -91,7 +91,7 @@ def test_gloo_is_not_left_to_choose_an_interface_where_none_has_the_runs_address
     assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]) == ("lo", "=lo")
 
 
-def test_the_store_listens_at_the_runs_address_alone() -> None:
+def test_store_listens_only_at_the_address_of_the_run() -> None:
     me: Any = Member()
     store = gang_module._open_store(me)
     host, _, port = me.announced.removeprefix("tcp://").partition(":")
@@ -107,7 +107,7 @@ def test_the_store_listens_at_the_runs_address_alone() -> None:
     del store
 
 
-def test_no_two_gangs_of_any_run_meet_under_the_same_keys() -> None:
+def test_key_prefixes_of_gangs_are_unique_across_runs_and_incarnations() -> None:
     names = [
         gang_module._store_prefix(secret, incarnation)
         for secret in (b"a", b"b")

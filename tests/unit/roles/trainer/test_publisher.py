@@ -88,7 +88,7 @@ def scenes() -> Iterator[Callable[..., Scene]]:
         scene.me.may_publish.set()
 
 
-def test_each_version_has_the_cast_values_of_its_step_and_integers_as_they_are(scenes: Callable[..., Scene]) -> None:
+def test_each_version_has_the_cast_values_of_its_step_and_unchanged_integers(scenes: Callable[..., Scene]) -> None:
     scene = scenes()
     scene.publisher.publish_live(0)
     assert torch.equal(scene.me.tensors(0)["a"], torch.arange(5.0).to(torch.bfloat16))
@@ -101,7 +101,7 @@ def test_each_version_has_the_cast_values_of_its_step_and_integers_as_they_are(s
     assert scene.me.announced == [0, 1, 2, 3]
 
 
-def test_half_a_version_is_never_current_and_training_goes_on_meanwhile(scenes: Callable[..., Scene]) -> None:
+def test_partial_version_is_never_current_and_training_continues_meanwhile(scenes: Callable[..., Scene]) -> None:
     scene = scenes()
     scene.publisher.publish_live(0)
     scene.hang()
@@ -154,7 +154,7 @@ def test_publisher_that_was_overtaken_skips_to_the_copy_that_is_being_made(scene
     assert scene.complete(3)
 
 
-def test_a_copy_waits_for_no_newer_one_whose_memory_it_is_in_itself(scenes: Callable[..., Scene]) -> None:
+def test_copy_in_the_only_buffer_is_published_without_waiting_for_a_newer_one(scenes: Callable[..., Scene]) -> None:
     scene = scenes(buffers=1)
     for number in range(1, 50):
         scene.save(number)

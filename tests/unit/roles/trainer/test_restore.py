@@ -34,13 +34,13 @@ def commit(number: int, incarnation: int) -> Commit:
         pytest.param({(5, 2), (5, 3)}, [(5, 3), (5, 2)], id="the later life first"),
     ],
 )
-def test_a_snapshot_must_follow_from_what_is_committed(
+def test_snapshot_must_descend_from_the_committed_step(
     names: set[tuple[int, int]], expected: list[tuple[int, int]]
 ) -> None:
     assert candidates(names, commit(4, 2)) == expected
 
 
-def test_before_the_first_commit_only_the_first_step_will_do() -> None:
+def test_before_the_first_commit_only_a_snapshot_of_step_1_is_a_candidate() -> None:
     assert candidates({(1, 1), (2, 1)}, Commit(0, None)) == [(1, 1)]
 
 
@@ -80,7 +80,7 @@ def find_restore_point(client: Client | None, committed: Commit) -> RestorePoint
     return agree_on_restore_point(me, Gang(), client)  # type: ignore[arg-type]
 
 
-def test_the_own_nodes_snapshot_is_taken_before_a_copy() -> None:
+def test_snapshot_of_the_own_node_is_preferred_to_a_copy() -> None:
     client = Client({None: [stored_snapshot(5)], "tcp://b:1": [stored_snapshot(5)], "tcp://c:1": []})
     found = find_restore_point(client, commit(4, 1))
     assert found.meta is not None
@@ -107,7 +107,7 @@ def test_snapshot_of_another_rank_is_not_used() -> None:
 
 
 @pytest.mark.parametrize("client", [None, Client({}), Client({None: [stored_snapshot(9)]})])
-def test_without_a_usable_snapshot_the_commit_does(client: Client | None) -> None:
+def test_without_a_usable_snapshot_the_commit_is_restored(client: Client | None) -> None:
     found = find_restore_point(client, commit(4, 1))
     assert found.meta is None
     assert not found.fresh

@@ -114,7 +114,7 @@ def test_all_members_get_the_same_parts_and_only_rank_0_requests_them(monkeypatc
     assert [member.done for member in members] == [STEPS * PARTS] * WORLD
 
 
-def test_the_others_say_that_they_wait_for_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_members_report_that_they_wait_for_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
     members, _ = _play(monkeypatch)
     assert members[0].phases == []  # it says so itself, of the store
     assert members[1].phases == members[2].phases == [("wait_data", GANG)] * STEPS * PARTS
@@ -122,7 +122,7 @@ def test_the_others_say_that_they_wait_for_the_first(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("rank", range(WORLD))
 @pytest.mark.parametrize("part", ["1.0", "1.1"])
-def test_whichever_member_is_asked_to_stop_all_end_after_the_same_part(
+def test_stop_request_to_any_member_ends_all_members_after_the_same_part(
     monkeypatch: pytest.MonkeyPatch, rank: int, part: str
 ) -> None:
     _, given = _play(monkeypatch, **{f"r{rank}": part})

@@ -21,7 +21,7 @@ from rrl.tests.support.roles.trainer.stage import GANG, Stage
 pytestmark = pytest.mark.torch
 
 
-def test_two_members_learn_in_parts_what_one_process_learns_from_whole_batches(
+def test_two_members_with_parts_reach_the_weights_of_one_process_with_whole_batches(
     tmp_path: Path, processes: ForkServerContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[tuple[Incarnation, int, int | None]] = []

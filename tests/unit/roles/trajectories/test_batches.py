@@ -54,7 +54,7 @@ WHOLE = Batch(9, (3, 7), "digest", (
 ), stale=2)  # fmt: skip
 
 
-def test_a_batch_is_read_as_plain_tuples_whatever_its_way() -> None:
+def test_batch_is_decoded_to_plain_tuples_on_every_path() -> None:
     read = Codec(Answer).decode(encode_frame(1, 2, Bound(_batch())))
     assert read is not None
     assert decode(read[2].batch) == WHOLE
@@ -86,7 +86,7 @@ def _part() -> PackedPart:
     return PackedPart(9, 2, batch.groups, "digest", batch.prompts, batch.trajectories, True, stale=2, max_age=3)
 
 
-def test_a_part_is_read_and_shared_as_a_batch_is() -> None:
+def test_part_is_decoded_and_sharded_like_a_batch() -> None:
     read = Codec(Answer).decode(encode_frame(1, 2, PartBound(_part())))
     assert read is not None
     assert decode_part(read[2].part) == Part(9, 2, (3, 7), "digest", WHOLE.trajectories, True, 2, 3)
@@ -96,14 +96,14 @@ def test_a_part_is_read_and_shared_as_a_batch_is() -> None:
         assert msgspec.structs.replace(mine, trajectories=_part().trajectories) == _part()
 
 
-def test_tokens_that_another_member_has_are_never_taken_for_none() -> None:
+def test_access_to_tokens_of_another_member_raises() -> None:
     theirs = decode_part(shard_for(whole_part(_batch()), 0, 2)).trajectories[3]
     assert isinstance(theirs.tokens, NotLocal)
     with pytest.raises(LookupError, match="another member"):
         list(theirs.tokens)
 
 
-def test_no_batch_that_the_check_of_job_toml_lets_pass_is_larger_than_its_message() -> None:
+def test_batch_accepted_by_the_check_of_job_toml_fits_into_a_message() -> None:
     assert CONTROL_BOUNDS.max_frame_bytes == validation.MAX_BATCH_BYTES
     tokens, versions = 1000, 60
     trajectory = _packed(2**40, 2**40, tokens, ((tokens // versions + 2**20, 2**20, 2**20),) * versions)

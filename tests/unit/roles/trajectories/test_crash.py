@@ -43,7 +43,7 @@ def _cuts(script: Script) -> list[int]:
     return sorted(near | set(range(start, len(content), 41)))
 
 
-def test_cut_anywhere_nothing_acknowledged_is_lost_and_nothing_is_trained_twice(script: Script, tmp_path: Path) -> None:
+def test_log_cut_anywhere_loses_no_acknowledged_token_and_trains_none_twice(script: Script, tmp_path: Path) -> None:
     content = log_in(script.folder).read_bytes()
     cuts = _cuts(script)
     assert len(cuts) > 100
@@ -65,7 +65,7 @@ def test_a_torn_tail_of_any_bytes_is_cut_off(script: Script, tmp_path: Path) -> 
         check(_crashed(tmp_path / name, content[:whole] + tail), _promised_at(script, whole), to=6)
 
 
-def test_crash_after_crash_keeps_every_promise(script: Script, tmp_path: Path) -> None:
+def test_repeated_crashes_lose_no_acknowledged_data(script: Script, tmp_path: Path) -> None:
     content = log_in(script.folder).read_bytes()
     for cut in _cuts(script)[::9]:
         folder = _crashed(tmp_path / str(cut), content[:cut])
@@ -75,7 +75,7 @@ def test_crash_after_crash_keeps_every_promise(script: Script, tmp_path: Path) -
         check(folder, _promised_at(script, cut), to=6)
 
 
-def test_damage_before_the_last_flush_is_reported_not_guessed_away(script: Script, tmp_path: Path) -> None:
+def test_damage_before_the_last_flush_is_reported(script: Script, tmp_path: Path) -> None:
     content = bytearray(log_in(script.folder).read_bytes())
     for name, at in (("head", 20), ("middle", len(content) // 2), ("last but one", script.promised[-2].size - 9)):
         damaged = content.copy()
@@ -84,7 +84,7 @@ def test_damage_before_the_last_flush_is_reported_not_guessed_away(script: Scrip
             open_store(_crashed(tmp_path / name, bytes(damaged)))
 
 
-def test_a_crash_while_the_log_is_rewritten_leaves_the_old_one_valid(script: Script, tmp_path: Path) -> None:
+def test_crash_during_a_log_rewrite_leaves_the_old_log_valid(script: Script, tmp_path: Path) -> None:
     content = log_in(script.folder).read_bytes()
     for name, half in (("claimed", None), ("half", 100), ("unnamed", len(content))):
         folder = _crashed(tmp_path / name, content)
@@ -95,7 +95,9 @@ def test_a_crash_while_the_log_is_rewritten_leaves_the_old_one_valid(script: Scr
         assert [path.name for path in folder.iterdir()] == ["log.3"]
 
 
-def test_a_crash_between_new_name_and_removal_of_the_old_log_is_harmless(script: Script, tmp_path: Path) -> None:
+def test_crash_after_the_rename_of_a_new_log_and_before_the_removal_of_the_old_one_is_harmless(
+    script: Script, tmp_path: Path
+) -> None:
     content = log_in(script.folder).read_bytes()
     folder = _crashed(tmp_path / "both", content[: script.promised[3].size])
     (folder / "log.2").write_bytes(content)
@@ -110,7 +112,7 @@ Move = st.tuples(
 
 @examples(50, many=1000)
 @given(moves=st.lists(Move, max_size=60))
-def test_whatever_happens_in_whatever_order_every_trajectory_is_accounted_for(
+def test_every_trajectory_is_accounted_for_after_any_sequence_of_operations(
     tmp_path_factory: pytest.TempPathFactory, moves: list[tuple[str, int]]
 ) -> None:
     folder = tmp_path_factory.mktemp("any")

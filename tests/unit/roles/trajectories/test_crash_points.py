@@ -63,7 +63,7 @@ def _quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(os, name, lambda fd: None)
 
 
-def test_the_script_meets_every_kind_of_record_and_of_call(lived: Recorded) -> None:
+def test_script_covers_every_kind_of_record_and_of_system_call(lived: Recorded) -> None:
     kinds: set[type[Record]] = set()
     for data in {image for moment in lived[1].moments for image in moment.now.values() if image}:
         path = lived[0].folder / "some"
@@ -99,7 +99,7 @@ def test_crash_at_any_call_keeps_answers_and_requests_can_be_repeated(lived: Rec
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-def test_torn_at_every_byte_of_every_write_it_keeps_what_it_promised(lived: Recorded, tmp_path: Path) -> None:
+def test_write_torn_at_any_byte_loses_no_acknowledged_data(lived: Recorded, tmp_path: Path) -> None:
     assert _crash_everywhere(lived, tmp_path, range) > 2000
 
 

@@ -109,7 +109,7 @@ def _kinds(store: Store, order: list[int]) -> list[int]:
     return [kind(store._state.trajectories[trajectory].group.created.item) for trajectory in order]
 
 
-def test_the_longest_are_leased_first_once_lengths_are_known_to_differ(tmp_path: Path) -> None:
+def test_longest_trajectories_are_leased_first_once_lengths_are_known_to_differ(tmp_path: Path) -> None:
     store = _open(tmp_path)
     assert _kinds(store, _step(store, 1)) == [0, 0, 1, 1, 2, 2, 3, 3], "in the order of creation"
     for number in range(2, TAUGHT + 1):
@@ -198,7 +198,7 @@ def _step_of_two(store: Store, number: int, clock: Clock) -> list[object]:
     return decided
 
 
-def test_a_restarted_store_decides_on_moves_as_before_because_it_knows_the_same_times(tmp_path: Path) -> None:
+def test_restarted_store_restores_token_times_and_decides_on_the_same_moves(tmp_path: Path) -> None:
     one, other = _open(tmp_path / "one"), _open(tmp_path / "other")
     clocks = Clock(), Clock()
     moves = decisions = 0
@@ -227,7 +227,7 @@ def test_times_of_an_earlier_incarnation_do_not_count(tmp_path: Path) -> None:
     assert store._state.times_of(ROLLOUT).table == TokenTimes().table
 
 
-def test_the_limit_of_lengths_is_that_of_the_time_when_they_were_cut(tmp_path: Path) -> None:
+def test_length_limit_of_truncated_answers_is_that_at_the_time_of_truncation(tmp_path: Path) -> None:
     cut = LIMIT // 4
     store = _taught(tmp_path, steps=2, max_new_tokens=cut)
     before = store._state.lengths.state()
@@ -264,7 +264,7 @@ def test_length_bias_compares_trained_answers_with_all_that_ended(tmp_path: Path
     assert store.commit(TRAINER, 1, manifest(1), batch.digest, {"loss": 1.0}) == committed, "so does the same request"
 
 
-def test_running_answers_of_groups_that_are_dropped_for_their_age_count_with_what_they_had(tmp_path: Path) -> None:
+def test_running_answers_of_groups_dropped_for_age_count_with_the_tokens_they_had(tmp_path: Path) -> None:
     settings = {"groups_per_batch": 1, "max_ahead_batches": 2, "staleness": 0, "wait_for_late": False}
     store = _open(tmp_path, **settings)
     leased = [item.trajectory for item in lease(store, ROLLOUT, 4)]
@@ -279,7 +279,7 @@ def test_running_answers_of_groups_that_are_dropped_for_their_age_count_with_wha
         store = _open(tmp_path, **settings)
 
 
-def test_recall_and_what_is_expected_to_be_long_are_known_once_lengths_are_learned(tmp_path: Path) -> None:
+def test_recall_and_expected_long_groups_are_reported_once_lengths_are_learned(tmp_path: Path) -> None:
     store = _taught(tmp_path)
     figures = store._state.figures(TAUGHT)
     assert figures["recall20"] >= 0.5, "a fifth of the groups is shorter than the long quarter of the prompts"
@@ -291,7 +291,7 @@ def test_recall_and_what_is_expected_to_be_long_are_known_once_lengths_are_learn
 
 
 # ── order of prompts ─────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_window_orders_the_prompts_of_its_batches_and_each_is_asked_once(tmp_path: Path) -> None:
+def test_window_orders_the_prompts_of_its_batches_and_uses_each_once(tmp_path: Path) -> None:
     store = _taught(tmp_path, steps=36, window=3)
     store.flush()
     ordered: list[int] = []
@@ -314,7 +314,7 @@ def test_a_window_orders_the_prompts_of_its_batches_and_each_is_asked_once(tmp_p
     assert sorted([*created, *ordered]) == list(range(len(created) + len(ordered)))
 
 
-def test_another_window_after_a_restart_loses_no_prompt(tmp_path: Path) -> None:
+def test_changed_window_after_a_restart_loses_no_prompt(tmp_path: Path) -> None:
     store = _taught(tmp_path, window=3)
     created: set[int] = set()
     first = TAUGHT - 1
@@ -373,7 +373,7 @@ def test_a_trajectory_moves_to_an_idle_rollout_with_all_its_tokens(tmp_path: Pat
     assert late.lost == (moved[0],)
 
 
-def test_a_rollout_that_hands_nothing_back_goes_on_as_before(tmp_path: Path) -> None:
+def test_rollout_that_ignores_a_hand_over_request_continues_unchanged(tmp_path: Path) -> None:
     store, items, now = _crowded(tmp_path)
     first = _grow(store, items, 0, now, [])
     assert isinstance(first, Done)
@@ -409,7 +409,7 @@ def test_a_store_that_restarts_after_a_hand_over_gives_the_trajectory_to_another
     assert [item.trajectory for item in lease(store, OTHER, 4)] == [moved]
 
 
-def test_another_rollout_may_take_it_if_the_idle_one_is_full_by_then(tmp_path: Path) -> None:
+def test_handed_over_trajectory_may_go_to_a_third_rollout_if_the_idle_one_is_full(tmp_path: Path) -> None:
     third = Incarnation(ReplicaId("rollout/2"), 1)
     store, items, now = _crowded(tmp_path)
     answer = _grow(store, items, 0, now, [])
@@ -421,7 +421,7 @@ def test_another_rollout_may_take_it_if_the_idle_one_is_full_by_then(tmp_path: P
     assert {item.trajectory for item in lease(store, third, 4)} == set(answer.hand_back)
 
 
-def test_a_hand_over_of_what_ended_or_belongs_to_others_changes_nothing(tmp_path: Path) -> None:
+def test_hand_over_of_an_ended_or_foreign_trajectory_changes_nothing(tmp_path: Path) -> None:
     store, items, now = _crowded(tmp_path)
     first, second, *_ = items
     store.append(ROLLOUT, [segment(first.trajectory)], [first.trajectory], [first.trajectory], now + 1)
@@ -430,7 +430,7 @@ def test_a_hand_over_of_what_ended_or_belongs_to_others_changes_nothing(tmp_path
     assert lease(store, OTHER, 4) == ()
 
 
-def test_a_client_hands_over_with_the_next_segment_what_was_requested_back(tmp_path: Path) -> None:
+def test_client_hands_over_requested_trajectories_with_its_next_segment(tmp_path: Path) -> None:
     store, items, now = _crowded(tmp_path)
     requests: list[Append] = []
 
@@ -461,7 +461,7 @@ def test_a_client_hands_over_with_the_next_segment_what_was_requested_back(tmp_p
     assert {*second, *third, *fourth} <= {item.trajectory for item in lease(store, OTHER, 4)}
 
 
-def test_one_segment_among_many_running_answers_does_not_choose_moves_again(tmp_path: Path) -> None:
+def test_single_segment_among_many_running_answers_chooses_no_further_moves(tmp_path: Path) -> None:
     store, items, now = _crowded(tmp_path)
     before = _grow(store, items, 0, now, [])
     assert isinstance(before, Done)

@@ -142,9 +142,7 @@ class Crew:
 
 
 @pytest.mark.parametrize("parts", [False, True])
-def test_a_run_goes_on_exactly_once_while_the_store_is_killed_again_and_again(
-    process: StoreProcess, parts: bool
-) -> None:
+def test_run_continues_exactly_once_although_the_store_is_killed_repeatedly(process: StoreProcess, parts: bool) -> None:
     async def run() -> Crew:
         crew = Crew(40, parts)
         process.start(ALL)
@@ -175,7 +173,7 @@ def test_a_run_goes_on_exactly_once_while_the_store_is_killed_again_and_again(
                 assert acknowledged is None or acknowledged.tokens == (token,)
 
 
-def test_work_of_a_dead_rollout_continues_elsewhere_and_it_is_refused(
+def test_work_of_a_dead_rollout_continues_elsewhere_and_its_own_requests_are_refused(
     process: StoreProcess,
 ) -> None:
     async def run() -> None:
@@ -197,7 +195,7 @@ def test_work_of_a_dead_rollout_continues_elsewhere_and_it_is_refused(
     asyncio.run(run())
 
 
-def test_only_what_is_lost_of_an_append_is_left_out(process: StoreProcess) -> None:
+def test_only_lost_trajectories_of_an_append_are_left_out(process: StoreProcess) -> None:
     async def run() -> None:
         process.start(ALL)
         async with clients(process, ROLLOUT, OTHER, REWARD) as (mine, other, reward):
@@ -210,7 +208,7 @@ def test_only_what_is_lost_of_an_append_is_left_out(process: StoreProcess) -> No
     asyncio.run(run())
 
 
-def test_a_trainer_that_was_succeeded_cannot_commit(process: StoreProcess) -> None:
+def test_superseded_trainer_cannot_commit(process: StoreProcess) -> None:
     async def run() -> None:
         process.start(ALL)
         crew = Crew(1)
@@ -346,7 +344,7 @@ def test_append_with_a_request_for_work_is_answered_once_and_repeated_without_ef
     _serve(tmp_path, play)
 
 
-def test_append_that_is_denied_leases_nothing_until_it_is_sent_without_what_is_lost(tmp_path: Path) -> None:
+def test_denied_append_leases_nothing_until_it_is_sent_without_lost_trajectories(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     assert len(lease(store, ROLLOUT, 2)) == 2
     store.append(ROLLOUT, [segment(0), segment(1)])
@@ -416,7 +414,7 @@ def test_answer_that_cannot_be_made_durable_is_not_sent(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
-def test_a_request_waits_for_as_long_as_it_says_and_is_served_as_soon_as_it_can_be(tmp_path: Path) -> None:
+def test_request_waits_for_its_stated_time_and_is_answered_as_soon_as_possible(tmp_path: Path) -> None:
     async def play(store: Store, server: Server, script: Script) -> None:
         script.send_request(1, GetBatch(TRAINER, 1, wait=0.05))
         await script.until(lambda: script.replies.get(1) == NotReady())
@@ -441,7 +439,9 @@ def _ready(tmp_path: Path) -> Store:
     return store
 
 
-def test_batch_requested_by_many_members_is_made_once_a_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batch_requested_by_many_members_is_built_once_per_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made: list[int] = []
     make = State.batch
 
@@ -463,7 +463,9 @@ def test_batch_requested_by_many_members_is_made_once_a_round(tmp_path: Path, mo
     _serve(tmp_path, play, store=_ready(tmp_path))
 
 
-def test_part_requested_by_many_members_is_made_once_a_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_part_requested_by_many_members_is_built_once_per_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made: list[int] = []
     make = State.part
 
@@ -565,7 +567,7 @@ def test_request_repeated_while_it_waits_is_answered_once(tmp_path: Path) -> Non
     _serve(tmp_path, play)
 
 
-def test_a_batch_larger_than_a_message_is_refused_and_not_sent_in_vain(
+def test_batch_larger_than_a_message_is_refused_before_it_is_sent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server_module, "CONTROL_BOUNDS", Bounds(2**10, 1000))
@@ -581,7 +583,7 @@ def test_a_batch_larger_than_a_message_is_refused_and_not_sent_in_vain(
     _serve(tmp_path, play, store=_ready(tmp_path))
 
 
-def test_an_answer_that_takes_long_is_the_answer_though_the_question_was_repeated(
+def test_slow_reply_is_accepted_although_the_request_was_repeated(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A store that needs longer for a batch than a question waits: it would answer each for nothing."""
@@ -793,7 +795,7 @@ def test_note_on_a_waiting_part_is_cleared_when_a_batch_is_requested(
     _serve(tmp_path, play, note=notes.append)
 
 
-def test_a_store_that_only_says_that_there_is_nothing_does_no_work(tmp_path: Path) -> None:
+def test_negative_replies_do_not_count_as_work_of_the_store(tmp_path: Path) -> None:
     served: list[int] = []
 
     async def play(store: Store, server: Server, script: Script) -> None:
@@ -849,7 +851,7 @@ def test_rollout_gets_versions_once_the_manager_has_reported_it(tmp_path: Path) 
     _serve(tmp_path, play)
 
 
-def test_a_store_that_is_asked_for_work_answers_from_its_own_loop(tmp_path: Path) -> None:
+def test_probe_of_the_store_is_answered_by_its_own_event_loop(tmp_path: Path) -> None:
     async def story() -> None:
         answers: list[ProbeReply] = []
         probes, stopping, announced = ProbeResponder(answers.append), threading.Event(), asyncio.Event()
@@ -875,7 +877,7 @@ def test_a_store_that_is_asked_for_work_answers_from_its_own_loop(tmp_path: Path
 
 
 # ── data that the trainer does not take ──────────────────────────────────────────────────────────────────────────────
-def test_data_are_untaken_while_the_trainer_does_not_request_the_step_that_is_complete(
+def test_data_are_untaken_while_the_trainer_does_not_request_a_complete_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def play(store: Store, server: Server, script: Script) -> None:
@@ -913,7 +915,7 @@ def test_requests_of_a_fenced_trainer_do_not_hide_untaken_data(tmp_path: Path) -
     _serve(tmp_path, play, store=_ready(tmp_path))
 
 
-def test_groups_that_the_staleness_bound_holds_back_are_no_untaken_data(tmp_path: Path) -> None:
+def test_groups_held_back_by_the_staleness_limit_are_no_untaken_data(tmp_path: Path) -> None:
     store = open_store(tmp_path, staleness=0)
     store.lease(ROLLOUT, BATCH * GROUP, weights=0)
     last = BATCH * GROUP - 1

@@ -55,7 +55,7 @@ def _is_fenced(answer: object) -> bool:
 
 
 # ── metrics of commits ─────────────────────────────────────────────────────────────────────────────────────────────
-def test_metrics_of_commits_outlive_the_store_and_the_trainer_and_come_in_order(tmp_path: Path) -> None:
+def test_commit_metrics_outlive_store_and_trainer_and_are_returned_in_order(tmp_path: Path) -> None:
     store = open_store(tmp_path, compact_from=0)
     for number in range(1, 7):
         train(store, number, metrics={"reward": number / 10})
@@ -78,7 +78,7 @@ def test_trajectories_of_a_group_share_a_prompt_and_groups_take_prompts_in_order
     assert all(item.max_new == MAX_NEW and item.so_far == () for item in items)
 
 
-def test_no_more_groups_are_under_way_than_batches_ahead_allow(tmp_path: Path) -> None:
+def test_groups_in_progress_are_limited_by_batches_ahead(tmp_path: Path) -> None:
     store = open_store(tmp_path, max_ahead_batches=2)
     assert len(lease(store)) == 3 * BATCH * GROUP
     assert lease(store, OTHER) == ()
@@ -111,7 +111,7 @@ def test_trajectory_leased_in_a_lost_answer_is_sent_again(tmp_path: Path) -> Non
     assert [item.trajectory for item in more] == [2, 3]
 
 
-def test_request_without_a_list_of_what_is_held_gets_only_new_work(tmp_path: Path) -> None:
+def test_request_without_a_list_of_held_trajectories_gets_only_new_work(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     first = lease(store, ROLLOUT, 2)
     assert [item.trajectory for item in lease(store, ROLLOUT, 1, holding=None)] == [2]
@@ -122,7 +122,7 @@ def test_request_without_a_list_of_what_is_held_gets_only_new_work(tmp_path: Pat
     assert lease(store, ROLLOUT, 1, holding=[2]) == first[1:], "an answer that got lost is repeated by a list"
 
 
-def test_a_lease_of_the_dead_goes_to_the_next_with_all_that_was_made(tmp_path: Path) -> None:
+def test_lease_of_a_dead_rollout_goes_to_the_next_one_with_all_its_tokens(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     (item,) = lease(store, ROLLOUT, 1)
     made = [segment(item.trajectory, 0, (5,)), segment(item.trajectory, 1, (6, 7), step=3)]
@@ -160,7 +160,7 @@ def _without(*items: int) -> Callable[[int], Prompt]:
     return made
 
 
-def test_an_item_without_a_prompt_is_dropped_and_the_next_one_takes_its_place(tmp_path: Path) -> None:
+def test_item_without_a_prompt_is_dropped_and_replaced_by_the_next_one(tmp_path: Path) -> None:
     store = open_store(tmp_path, next_prompt=_without(0, 2, 3))
     items = lease(store)
     assert len(items) == 2 * BATCH * GROUP, "there is as much to work on as ever"
@@ -211,14 +211,14 @@ def test_task_without_prompts_ends_the_store_and_records_every_item(tmp_path: Pa
     assert [item.group for item in lease(healed, at_most=1)] == [0]
 
 
-def test_items_without_a_prompt_here_and_there_end_nothing(tmp_path: Path) -> None:
+def test_few_consecutive_items_without_a_prompt_do_not_end_the_store(tmp_path: Path) -> None:
     bad = [index for index in range(4 * MAX_ITEMS_WITHOUT_PROMPT) if index % MAX_ITEMS_WITHOUT_PROMPT]
     store = open_store(tmp_path, max_ahead_batches=1, next_prompt=_without(*bad))
     assert [item.group for item in lease(store)][::GROUP] == [0, 32, 64, 96]
 
 
 # ── appending ──────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_the_same_segments_again_change_nothing(tmp_path: Path) -> None:
+def test_repeated_segments_change_nothing(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     lease(store)
     words = ([segment(0, 0, (5, 6)), segment(0, 2, (7,))], [0])
@@ -271,7 +271,7 @@ def test_a_malformed_segment_is_denied(tmp_path: Path, bad: Segment) -> None:
     assert "malformed" in answer.why
 
 
-def test_one_without_the_lease_is_denied(tmp_path: Path) -> None:
+def test_append_of_a_rollout_without_the_lease_is_denied(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     lease(store, ROLLOUT)
     answer = store.append(OTHER, [segment(0)])
@@ -280,7 +280,7 @@ def test_one_without_the_lease_is_denied(tmp_path: Path) -> None:
     assert isinstance(store.append(OTHER, [], [0]), Denied)
 
 
-def test_a_fenced_rollout_is_refused_at_the_store(tmp_path: Path) -> None:
+def test_fenced_rollout_is_refused_by_the_store(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     lease(store)
     store.update_membership({incarnation_of("rollout/0", 2), *ALL[1:]})
@@ -289,7 +289,7 @@ def test_a_fenced_rollout_is_refused_at_the_store(tmp_path: Path) -> None:
     assert isinstance(store.lease(incarnation_of("rollout/0", 2), 1), Leased)
 
 
-def test_one_that_the_manager_no_longer_names_is_refused_without_a_successor(tmp_path: Path) -> None:
+def test_replica_removed_from_the_membership_without_a_successor_is_refused(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     lease(store)
     store.update_membership({OTHER, REWARD, TRAINER})
@@ -300,7 +300,7 @@ def test_one_that_the_manager_no_longer_names_is_refused_without_a_successor(tmp
     assert _is_fenced(store.post_scores(REWARD, ()))
 
 
-def test_one_that_the_manager_has_not_named_yet_waits(tmp_path: Path) -> None:
+def test_replica_not_yet_in_the_membership_gets_not_ready(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     new = incarnation_of("rollout/0", 2)
     assert store.lease(new, 1) == NotReady()
@@ -318,7 +318,7 @@ def test_trajectory_at_its_maximum_length_is_finished(tmp_path: Path) -> None:
     assert [item.trajectory for item in scoring.items] == [0]
 
 
-def test_after_a_restart_of_the_store_a_rollout_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_rollout_continues_at_its_position_after_a_restart_of_the_store(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     lease(store)
     store.append(ROLLOUT, [segment(0, 0, (5, 6))])
@@ -328,7 +328,7 @@ def test_after_a_restart_of_the_store_a_rollout_goes_on_where_it_was(tmp_path: P
     assert store.append(ROLLOUT, [segment(0, 2, (7,))], [0]) == Done()
 
 
-def test_after_a_restart_of_the_store_what_a_rollout_holds_is_not_given_away(tmp_path: Path) -> None:
+def test_trajectories_held_by_a_rollout_are_not_leased_to_others_after_a_restart_of_the_store(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     held = [item.trajectory for item in lease(store, ROLLOUT, 3)]
     store.flush()
@@ -337,7 +337,7 @@ def test_after_a_restart_of_the_store_what_a_rollout_holds_is_not_given_away(tmp
     assert not {item.trajectory for item in lease(store, OTHER)} & set(held)
 
 
-def test_tokens_are_never_put_behind_a_prefix_they_were_not_sampled_from(tmp_path: Path) -> None:
+def test_tokens_are_never_appended_to_a_prefix_they_were_not_sampled_from(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     lease(store, ROLLOUT)
     store.append(ROLLOUT, [segment(0, 0, (5,))])
@@ -372,7 +372,7 @@ def test_only_finished_trajectories_are_offered_for_scoring(tmp_path: Path) -> N
     assert isinstance(store.post_scores(REWARD, [Score(0, 1.0, 1.0)]), Denied)
 
 
-def test_a_scoring_lease_of_the_dead_is_free_again_and_given_again_to_the_living(tmp_path: Path) -> None:
+def test_scoring_lease_of_a_dead_replica_is_freed_and_that_of_a_live_one_is_repeated(tmp_path: Path) -> None:
     store = open_store(tmp_path, members=(*ALL, incarnation_of("reward/1")))
     generate(store, at_most=2)
     first = store.lease_scoring(REWARD, 9)
@@ -382,7 +382,7 @@ def test_a_scoring_lease_of_the_dead_is_free_again_and_given_again_to_the_living
     assert store.lease_scoring(incarnation_of("reward/1"), 9) == first
 
 
-def test_the_first_score_stands(tmp_path: Path) -> None:
+def test_first_score_is_kept(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     generate(store)
     score(store, reward=0.25)
@@ -441,7 +441,7 @@ def test_scorer_is_at_fault_once_it_has_failed_for_more_than_half_of_the_newest_
     assert fail_group(store) == HALF + 2
 
 
-def test_failures_that_are_no_fault_of_the_scorer_are_counted_but_end_nothing(tmp_path: Path) -> None:
+def test_failures_without_a_fault_of_the_scorer_are_counted_and_do_not_end_it(tmp_path: Path) -> None:
     store = open_store(tmp_path, max_ahead_batches=FAULTS_WINDOW)
     assert {fail_group(store, faulty=False) for _ in range(2 * HALF)} == {0}
     assert fail_group(store) == 0
@@ -473,7 +473,7 @@ def test_reopened_store_keeps_the_number_of_unscored_groups_and_begins_to_count_
 
 
 # ── binding and committing ─────────────────────────────────────────────────────────────────────────────────────────
-def test_a_batch_is_the_oldest_complete_scored_groups(tmp_path: Path) -> None:
+def test_batch_consists_of_the_oldest_complete_scored_groups(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     lease(store)
     store.append(ROLLOUT, [segment(t) for t in (6, 7, 4, 5, 0)], (6, 7, 4, 5, 0))
@@ -495,7 +495,7 @@ def test_repeated_batch_request_returns_the_same_batch_after_a_restart(tmp_path:
     assert bind(store, 1, incarnation_of("trainer/0", 2)) == batch
 
 
-def test_the_digest_covers_what_the_step_sees(tmp_path: Path) -> None:
+def test_batch_digest_depends_on_tokens_and_rewards(tmp_path: Path) -> None:
     digests = set()
     for name, tokens, reward in (("a", (5, 1), 1.0), ("b", (6, 1), 1.0), ("c", (5, 1), 0.5), ("d", (5, 1), 1.0)):
         store = open_store(tmp_path / name)
@@ -517,7 +517,7 @@ def test_batches_are_numbered_without_gaps(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("most", [1, 2])
-def test_a_step_can_begin_while_as_many_as_asked_for_are_done_and_not_committed(tmp_path: Path, most: int) -> None:
+def test_steps_beyond_the_limit_of_uncommitted_steps_are_not_bound(tmp_path: Path, most: int) -> None:
     store = open_store(tmp_path, keep_uncommitted=most, max_ahead_batches=5)
     generate(store)
     score(store)
@@ -543,7 +543,7 @@ def test_commit_may_be_repeated_and_counts_once(tmp_path: Path) -> None:
     assert store.committed(TRAINER) == CommittedState(1, manifest(1))
 
 
-def test_a_commit_with_other_words_than_the_bound_or_the_committed_is_denied(tmp_path: Path) -> None:
+def test_commit_whose_digest_differs_from_the_bound_or_committed_batch_is_denied(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     generate(store)
     score(store)
@@ -569,7 +569,7 @@ def test_trainer_is_fenced_by_the_managers_membership(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("word", ["committed", "batch"])
-def test_trainer_is_fenced_by_the_first_message_of_the_next_one(tmp_path: Path, word: str) -> None:
+def test_trainer_is_fenced_by_the_first_message_of_its_successor(tmp_path: Path, word: str) -> None:
     store = open_store(tmp_path)
     generate(store)
     score(store)
@@ -583,7 +583,7 @@ def test_trainer_is_fenced_by_the_first_message_of_the_next_one(tmp_path: Path, 
     commit(store, batch, new)
 
 
-def test_the_managers_fence_holds_after_a_restart_before_it_speaks_again(tmp_path: Path) -> None:
+def test_fence_by_the_manager_holds_after_a_restart_before_a_new_membership_arrives(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     generate(store)
     score(store)
@@ -594,7 +594,7 @@ def test_the_managers_fence_holds_after_a_restart_before_it_speaks_again(tmp_pat
     assert _is_fenced(store.commit(TRAINER, 1, manifest(1), batch.digest))
 
 
-def test_the_next_trainer_can_finish_the_commit_of_the_last_one(tmp_path: Path) -> None:
+def test_next_trainer_can_finish_the_commit_of_its_predecessor(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     batch = train(store, 1)
     new = incarnation_of("trainer/0", 2)
@@ -606,7 +606,7 @@ def test_the_next_trainer_can_finish_the_commit_of_the_last_one(tmp_path: Path) 
 SECOND = incarnation_of("trainer/0.1")
 
 
-def test_each_member_of_a_gang_gets_the_same_batch_and_only_the_first_commits(tmp_path: Path) -> None:
+def test_each_gang_member_gets_the_same_batch_and_only_rank_0_commits(tmp_path: Path) -> None:
     store = open_store(tmp_path, members=(*ALL, SECOND))
     generate(store)
     score(store)
@@ -645,7 +645,7 @@ def test_membership_of_one_member_fences_the_previous_gang(tmp_path: Path) -> No
 
 
 # ── keeping and forgetting ─────────────────────────────────────────────────────────────────────────────────────────
-def test_the_last_two_committed_batches_can_still_be_asked_for_older_ones_not(tmp_path: Path) -> None:
+def test_last_two_committed_batches_can_be_requested_again_and_older_ones_cannot(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     batches = [train(store, n) for n in range(1, 5)]
     assert bind(store, 4) == batches[3]
@@ -670,7 +670,7 @@ def test_memory_and_disk_stay_bounded_and_the_audit_still_knows_every_step(tmp_p
         assert audit.made == audit.trained + audit.open
 
 
-def test_when_the_run_is_complete_everything_ends_trained_or_dropped(tmp_path: Path) -> None:
+def test_at_the_end_of_the_run_every_trajectory_is_trained_or_dropped(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     train(store, 1)
     generate(store)

@@ -37,7 +37,7 @@ def newest(store: Store) -> tuple[Version, list[Incarnation]] | None:
 
 
 # ── whose reports count ────────────────────────────────────────────────────────────────────────────────────────────
-def test_the_trainer_names_the_newest_version_and_rollouts_that_serve_it_are_added(store: Store) -> None:
+def test_trainer_announces_the_newest_version_and_rollouts_that_serve_it_become_sources(store: Store) -> None:
     assert newest(store) is None
     assert store.report_version(weight_source(TRAINER, 4)) is None
     assert store.report_version(weight_source(ROLLOUT, 4)) is None
@@ -47,7 +47,7 @@ def test_the_trainer_names_the_newest_version_and_rollouts_that_serve_it_are_add
     assert newest(store) == (Version(5, 1), [TRAINER])
 
 
-def test_a_rollout_cannot_name_a_version_that_the_trainer_has_not_published(store: Store) -> None:
+def test_rollout_cannot_announce_a_version_that_the_trainer_has_not_published(store: Store) -> None:
     assert store.report_version(weight_source(ROLLOUT, 9)) is None
     assert newest(store) is None
     store.report_version(weight_source(TRAINER, 4))
@@ -55,7 +55,7 @@ def test_a_rollout_cannot_name_a_version_that_the_trainer_has_not_published(stor
     assert newest(store) == (Version(4, 1), [TRAINER])
 
 
-def test_a_trainer_that_was_succeeded_names_no_version(store: Store) -> None:
+def test_superseded_trainer_cannot_announce_a_version(store: Store) -> None:
     store.report_version(weight_source(TRAINER, 8))
     assert store.report_version(weight_source(NEXT_TRAINER, 5, 2)) is None  # it restarted from an earlier step
     assert newest(store) == (Version(5, 2), [NEXT_TRAINER])
@@ -65,19 +65,19 @@ def test_a_trainer_that_was_succeeded_names_no_version(store: Store) -> None:
     assert newest(store) == (Version(5, 2), [NEXT_TRAINER])
 
 
-def test_a_rollout_with_a_dead_trainers_later_step_changes_nothing_for_its_successor(store: Store) -> None:
+def test_later_version_of_a_dead_trainer_reported_by_a_rollout_does_not_replace_its_successors(store: Store) -> None:
     store.report_version(weight_source(TRAINER, 8))
     store.report_version(weight_source(NEXT_TRAINER, 5, 2))
     store.report_version(weight_source(ROLLOUT, 8, 1))
     assert newest(store) == (Version(5, 2), [NEXT_TRAINER])
 
 
-def test_a_trainer_cannot_name_a_version_of_another_incarnation(store: Store) -> None:
+def test_trainer_cannot_announce_a_version_of_another_incarnation(store: Store) -> None:
     assert isinstance(store.report_version(weight_source(TRAINER, 4, 2)), Denied)
     assert newest(store) is None
 
 
-def test_of_a_gang_only_the_first_member_names_versions(store: Store) -> None:
+def test_only_rank_0_of_a_gang_announces_versions(store: Store) -> None:
     second = incarnation_of(member_id(TRAINER.replica, 1))
     assert isinstance(store.report_version(weight_source(second, 4)), Denied)
     assert newest(store) is None
@@ -168,7 +168,7 @@ def test_wait_without_a_known_version_ends_without_one(store: Store) -> None:
     assert asking.answers(WAIT) == {1: NotReady()}
 
 
-def test_a_trainer_that_is_succeeded_while_it_waits_is_refused_at_once(store: Store) -> None:
+def test_waiting_trainer_that_is_superseded_is_refused_at_once(store: Store) -> None:
     asking = StoreFollowers(store)
     asking.poll(TRAINER, Version(4, 1), Version(4, 1))
     answer_sent = asking.poll(NEXT_TRAINER, Version(2, 2), Version(2, 2))

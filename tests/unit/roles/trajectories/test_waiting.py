@@ -75,7 +75,7 @@ _Mishap = st.tuples(
 
 @examples(20, many=500)
 @given(setting=_settings(), mishaps=st.lists(_Mishap, max_size=15), seed=st.integers(0, 2**32))
-def test_no_token_is_too_old_no_group_is_dropped_for_age_and_each_step_comes_about(
+def test_no_token_is_too_old_no_group_is_dropped_for_age_and_each_step_is_completed(
     tmp_path_factory: pytest.TempPathFactory, setting: Setting, mishaps: list[tuple[int, str, int]], seed: int
 ) -> None:
     """``VirtualRun`` checks every batch and part: none changes, no group is in two steps, and no token is too old."""
@@ -170,14 +170,14 @@ def test_step_leaves_no_more_groups_than_the_steps_after_it_have_places_for(tmp_
     assert store.audit().dropped == {}
 
 
-def test_lease_counts_before_its_first_token(tmp_path: Path) -> None:
+def test_lease_counts_as_begun_before_its_first_token(tmp_path: Path) -> None:
     """What rollouts hold is as old as the weights they took it with, whether they have said a word of it or not."""
     store = open_store(tmp_path, staleness=1, max_ahead_batches=9)
     assert len(lease(store, ROLLOUT, weights=0)) == 2 * SIZE
     assert lease(store, OTHER, weights=0) == ()
 
 
-def test_group_that_cannot_be_scored_keeps_no_place(tmp_path: Path) -> None:
+def test_group_that_cannot_be_scored_occupies_no_place_in_a_step(tmp_path: Path) -> None:
     store = open_store(tmp_path, staleness=0)
     generate(store, weights=0)
     assert store.lease_scoring(REWARD, 1000)
@@ -219,7 +219,7 @@ def test_begun_trajectories_are_leased_before_new_ones_and_oldest_first(tmp_path
     assert lease(store, OTHER, 1, [newer], weights=1)[0].trajectory == left.trajectory
 
 
-def test_store_opened_with_a_smaller_limit_drops_only_what_no_step_can_take(tmp_path: Path) -> None:
+def test_store_opened_with_a_smaller_limit_drops_only_groups_that_no_step_can_take(tmp_path: Path) -> None:
     store = open_store(tmp_path, staleness=4, max_ahead_batches=9)
     generate(store, at_most=4 * SIZE, weights=0)
     score(store)

@@ -76,7 +76,7 @@ def test_worker_starts_after_its_welcome(scene: Scene) -> None:
     play(story)
 
 
-def test_worker_used_outside_of_its_with_block_says_so(scene: Scene) -> None:
+def test_worker_used_outside_of_its_with_block_raises_an_explanation(scene: Scene) -> None:
     with not_started(scene.worker(crew.ROLLOUT)) as me:
         for use in (lambda: next(me.work()), lambda: me.committed, lambda: next(me.batches())):
             with pytest.raises(RuntimeError, match=r"use `me` inside `with rrl\.join"):
@@ -236,7 +236,7 @@ def test_short_wait_for_a_service_is_not_reported(monkeypatch: pytest.MonkeyPatc
         assert external_waits.reported_phase(("score", None)) == ("score", None)
 
 
-def test_wait_that_raises_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wait_for_a_service_ends_with_an_exception(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(external_waits, "REPORTED_AFTER_S", 0.0)
     with pytest.raises(TimeoutError), rrl.waiting("judge"):
         raise TimeoutError
@@ -642,7 +642,7 @@ def test_rollout_works_on_while_the_store_answers_its_append(scene: Scene) -> No
     play(story)
 
 
-def test_lease_that_waits_gets_nothing_that_an_append_leases_meanwhile(scene: Scene) -> None:
+def test_waiting_lease_gets_no_trajectory_that_an_append_has_leased(scene: Scene) -> None:
     async def story() -> None:
         store, results = scene.open_store(), list[object]()
         me = scene.worker(crew.ROLLOUT)

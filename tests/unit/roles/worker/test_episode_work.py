@@ -115,7 +115,7 @@ def records(scene: Scene, kind: type[_Record]) -> list[_Record]:
     return [record for record in map(decode, read_frames(log)) if isinstance(record, kind)]
 
 
-def test_an_episode_has_what_a_client_needs_and_its_reward_is_recorded(scene: Scene) -> None:
+def test_episode_has_url_and_key_for_a_client_and_its_reward_is_recorded(scene: Scene) -> None:
     def program(me: Worker, reported: queue.Queue[object]) -> None:
         for episode in me.episodes(at_most=1):
             client = openai.OpenAI(base_url=episode.base_url, api_key=episode.api_key, max_retries=0)
@@ -142,7 +142,7 @@ def test_an_episode_has_what_a_client_needs_and_its_reward_is_recorded(scene: Sc
     assert [(one.episode, one.attempt, one.reward) for one in records(scene, EpisodeFinished)] == [(0, 1, 0.5)]
 
 
-def test_at_most_so_many_episodes_are_at_work_and_a_failed_one_gives_its_place_back(scene: Scene) -> None:
+def test_concurrent_episodes_are_limited_and_a_failed_one_frees_its_place(scene: Scene) -> None:
     def program(me: Worker, reported: queue.Queue[object]) -> None:
         held: list[Episode] = []
         for episode in me.episodes(at_most=2):
@@ -159,7 +159,7 @@ def test_at_most_so_many_episodes_are_at_work_and_a_failed_one_gives_its_place_b
     assert (failed.attempt, failed.failures, failed.reason) == (1, 1, "the browser crashed")
 
 
-def test_an_attempt_that_lasts_too_long_is_failed_and_its_end_counts_no_more(scene: Scene) -> None:
+def test_attempt_beyond_its_time_limit_fails_and_its_later_end_is_ignored(scene: Scene) -> None:
     def program(me: Worker, reported: queue.Queue[object]) -> None:
         held: list[Episode] = []
         for episode in me.episodes(at_most=1):  # it comes again once the first attempt has lasted too long
@@ -173,7 +173,7 @@ def test_an_attempt_that_lasts_too_long_is_failed_and_its_end_counts_no_more(sce
     play_program(scene, program, then, timeout="300ms")
 
 
-def test_a_process_that_was_replaced_can_end_nothing(scene: Scene) -> None:
+def test_replaced_process_cannot_end_an_episode(scene: Scene) -> None:
     replaced = threading.Event()
 
     def program(me: Worker, reported: queue.Queue[object]) -> None:
@@ -203,7 +203,7 @@ def test_a_process_that_was_replaced_can_end_nothing(scene: Scene) -> None:
         (1.0, True, "give a reward, or later=True for one that comes from outside"),
     ],
 )
-def test_a_mistake_in_a_reward_is_one_line(scene: Scene, reward: float, later: bool, problem: str) -> None:
+def test_invalid_reward_is_one_line(scene: Scene, reward: float, later: bool, problem: str) -> None:
     def program(me: Worker, reported: queue.Queue[object]) -> None:
         for episode in me.episodes(at_most=1):
             with pytest.raises(Misuse) as refused:

@@ -89,7 +89,7 @@ def test_trajectory_with_all_its_tokens_may_be_listed_as_complete_later(leased: 
     leased.check([], [7])
 
 
-def test_what_a_rollout_adds_to_a_lost_trajectory_is_left_to_the_store(leased: LeasedTrajectories) -> None:
+def test_tokens_for_a_lost_trajectory_are_left_to_the_store_to_refuse(leased: LeasedTrajectories) -> None:
     leased.appended([segment(4, 0, 2), segment(7, 2, 3)], [4], [4, 7])
     leased.check([segment(4, 1, 2), segment(7, 0, 1)], [7])
     leased.add([Item(7, 2, (9,), (segment(7, 0, 3, 4), segment(7, 2, 8)), 2)])  # leased to this process once more

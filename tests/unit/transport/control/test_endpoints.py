@@ -137,7 +137,7 @@ def test_each_request_gets_its_own_answer_and_a_push_arrives() -> None:
     run(test())
 
 
-def test_hello_comes_before_what_was_queued_before_the_connection() -> None:
+def test_hello_is_sent_before_messages_queued_before_the_connection() -> None:
     async def test() -> None:
         async with listening() as listener:
             ready = threading.Event()
@@ -208,7 +208,7 @@ def test_closed_dialer_fails_open_requests_and_sends_its_last_messages() -> None
 
 
 # ── who gets in ────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_client_key_that_is_not_the_runs_never_gets_through() -> None:
+def test_client_with_a_key_of_another_run_cannot_connect() -> None:
     async def test() -> None:
         other = RunKeys.make()
         stranger = msgspec.structs.replace(KEYS, client_public=other.client_public, client_secret=other.client_secret)
@@ -232,7 +232,7 @@ def test_listener_without_the_run_key_receives_nothing() -> None:
     run(test())
 
 
-def test_a_client_without_curve_never_gets_through() -> None:
+def test_client_without_curve_cannot_connect() -> None:
     async def test() -> None:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         async with listening() as listener:
@@ -261,7 +261,7 @@ def test_garbage_at_the_port_has_no_effect(garbage: bytes) -> None:
     run(test())
 
 
-def test_a_recorded_connection_that_is_replayed_is_refused() -> None:
+def test_replayed_connection_is_refused() -> None:
     async def test() -> None:
         async with listening() as listener, Proxy(port_of(listener)) as proxy:
             via = Address(1, f"tcp://127.0.0.1:{proxy.port}")
@@ -349,7 +349,7 @@ def test_a_successor_is_found_though_the_old_listener_still_answers(monkeypatch:
     run(test())
 
 
-def test_a_listener_of_an_older_epoch_is_not_listened_to() -> None:
+def test_messages_of_a_listener_of_an_older_epoch_are_ignored() -> None:
     async def test() -> None:
         async with listening(epoch=1) as stale:
             async with dialling(lambda: Address(2, stale.endpoint), (Joined("me"),)) as dialer:
@@ -402,7 +402,7 @@ def test_silent_listener_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> Non
     run(test())
 
 
-def test_a_find_that_cannot_read_its_storage_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_address_lookup_with_unreadable_storage_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoints, "ADDRESS_POLL_S", 0.02)
 
     async def test() -> None:
@@ -423,7 +423,7 @@ def test_a_find_that_cannot_read_its_storage_is_asked_again(monkeypatch: pytest.
 
 
 # ── bounds ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_long_absence_costs_the_oldest_messages_and_no_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_absence_drops_the_oldest_messages_and_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoints, "MAX_QUEUED_MESSAGES", 10)
     monkeypatch.setattr(endpoints, "ADDRESS_POLL_S", 0.02)
 

@@ -11,7 +11,7 @@ def line(n: int, text: bytes = b"x") -> bytes:
 SIZE = len(line(1))
 
 
-def test_what_is_put_is_taken_once_in_order() -> None:
+def test_lines_put_into_the_backlog_are_taken_once_in_order() -> None:
     backlog = Backlog(10 * SIZE)
     assert backlog.empty
     assert backlog.pop_oldest(100) == b""

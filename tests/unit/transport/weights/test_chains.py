@@ -38,7 +38,7 @@ runs = st.tuples(st.sets(st.integers(0, 250), max_size=200), st.integers(1, 20))
 
 
 # ── the order ──────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_names_are_in_the_order_that_people_count_in() -> None:
+def test_replica_names_are_in_natural_order() -> None:
     members = [ReplicaId("rollout/1.10"), ReplicaId("rollout/1.9")]
     assert sorted([*names(10, 2, 1), *members], key=natural_sort_key) == [
         "rollout/1", "rollout/1.9", "rollout/1.10", "rollout/2", "rollout/10",
@@ -75,7 +75,7 @@ def test_receivers_begin_at_different_holders() -> None:
     assert len({requested_sources(index, holders)[1] for index in (1, 2, 3, 4)}) == 4
 
 
-def test_one_that_holds_a_newer_version_may_still_have_this_one() -> None:
+def test_holder_of_a_newer_version_is_requested_for_its_older_one() -> None:
     holders = [rollout(0, OLD), rollout(1, Version(8, 1)), rollout(2, OLD)]
     assert requested_sources(0, holders) == names(1)
 
@@ -95,7 +95,9 @@ def test_overtaken_receiver_pulls_from_the_publisher_first() -> None:
 # ── what always holds ──────────────────────────────────────────────────────────────────────────────────────────────
 @settings(max_examples=30, deadline=None)
 @given(runs)
-def test_the_publisher_is_the_first_source_of_two_at_most_and_everybody_reaches_it(drawn: tuple[set[int], int]) -> None:
+def test_publisher_is_the_first_source_of_at_most_two_and_every_receiver_reaches_it(
+    drawn: tuple[set[int], int],
+) -> None:
     there, chain = drawn
     holders = [PUBLISHER, *map(rollout, sorted(there))]
     plans = {index: requested_sources(index, holders, chain) for index in there}
@@ -112,7 +114,7 @@ def test_the_publisher_is_the_first_source_of_two_at_most_and_everybody_reaches_
 
 @settings(max_examples=30, deadline=None)
 @given(runs, st.randoms(use_true_random=False))
-def test_no_cycle_of_waits_arises_whatever_each_receiver_knows(
+def test_no_knowledge_of_receivers_leads_to_a_cycle_of_waits(
     drawn: tuple[set[int], int], chance: random.Random
 ) -> None:
     """Who waits for whom: for one that has not got the version. Each sees some of the others, and some as complete."""

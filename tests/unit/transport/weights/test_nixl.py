@@ -102,7 +102,7 @@ def came(slot: nixl_memory.Slot) -> bool:
     return slot.view[: nixl_memory._FRAGMENT_BYTES] == content(nixl_memory._FRAGMENT_BYTES)
 
 
-def test_a_read_that_was_given_up_keeps_its_slot_until_it_has_ended(reads: NixlRuntime) -> None:
+def test_abandoned_read_keeps_its_slot_until_it_has_ended(reads: NixlRuntime) -> None:
     with other() as stopped:
         remote = reads.add_remote(stopped.name, stopped.replies)
         os.kill(stopped.pid, signal.SIGSTOP)
@@ -171,7 +171,7 @@ def swept(reads: NixlRuntime) -> bool:
     return not reads._stalled
 
 
-def test_a_line_that_is_given_up_before_its_read_looks_again_leaves_the_slot_to_the_read(reads: NixlRuntime) -> None:
+def test_connection_abandoned_during_a_read_leaves_its_slot_to_the_read(reads: NixlRuntime) -> None:
     """The order in which a line does it: it leaves its peer while the thread that reads sleeps between two looks."""
     with stopped(reads) as (still, remote, landing):
         landing.claim.revoke()
@@ -224,7 +224,7 @@ def test_peer_without_connections_is_no_longer_read(reads: NixlRuntime) -> None:
     assert len(reads._free) == len(reads._slots) == 1
 
 
-def test_a_peer_that_is_killed_costs_one_read_and_the_next_one_is_read(reads: NixlRuntime) -> None:
+def test_killed_peer_fails_one_read_and_the_next_peer_is_read(reads: NixlRuntime) -> None:
     for _ in range(2):
         with other() as one:
             remote = reads.add_remote(one.name, one.replies)
@@ -260,7 +260,7 @@ land()
 """
 
 
-def test_a_reader_that_is_killed_while_its_holder_stands_still_costs_the_holder_nothing(reads: NixlRuntime) -> None:
+def test_reader_killed_while_its_holder_is_stopped_does_not_affect_the_holder(reads: NixlRuntime) -> None:
     """UCX ends a holder whose answer of several segments meets a closed connection."""
     with other() as holder:
         argv = [sys.executable, "-c", READER, holder.name.decode(), holder.replies.hex(), str(holder.address)]
@@ -283,7 +283,7 @@ def test_a_reader_that_is_killed_while_its_holder_stands_still_costs_the_holder_
             reads.release_remote(remote)
 
 
-def test_a_buffer_that_was_given_up_is_not_copied_to() -> None:
+def test_abandoned_buffer_is_not_written_to() -> None:
     claim, into = BufferClaim(), memoryview(bytearray(10))
     claim.copy(content(10), into)
     assert into == content(10)
@@ -349,7 +349,7 @@ async def come(what: Callable[[], bool]) -> None:
     await asyncio.to_thread(until, what)
 
 
-def test_nixls_ports_hear_only_while_a_member_connects() -> None:
+def test_nixl_ports_accept_packets_only_while_a_member_connects() -> None:
     async def test() -> None:
         async with transport_for("nixl") as source, transport_for("nixl") as pipe:
             at = await source.serve(holding(), "127.0.0.1")
@@ -371,7 +371,7 @@ def test_nixls_ports_hear_only_while_a_member_connects() -> None:
 
 
 # ── lines ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_what_is_asked_while_a_holder_waits_for_its_slots_is_answered_later() -> None:
+def test_request_to_a_holder_that_waits_for_slots_is_answered_later() -> None:
     size, chunk = 40 * CHUNK, 20 * CHUNK
 
     async def test() -> None:
@@ -460,7 +460,7 @@ def test_source_with_invalid_frames_is_refused() -> None:
     run(test())
 
 
-def test_the_loop_is_free_and_the_deadline_holds_while_nixl_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_event_loop_and_deadlines_work_while_nixl_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     released, land = threading.Event(), NixlRuntime.read_into
 
     def blocked(self: NixlRuntime, *args: Any) -> None:
@@ -484,7 +484,7 @@ def test_the_loop_is_free_and_the_deadline_holds_while_nixl_blocks(monkeypatch: 
     run(test())
 
 
-def test_connections_that_come_and_go_leave_nothing() -> None:
+def test_repeated_connections_leave_no_resources() -> None:
     async def test() -> None:
         async with transport_for("nixl") as source, transport_for("nixl") as pipe:
             at = await source.serve(holding(size=CHUNK), "127.0.0.1")
@@ -507,7 +507,7 @@ def test_connections_that_come_and_go_leave_nothing() -> None:
     run(test())
 
 
-def test_a_slot_that_is_filled_in_the_turn_in_which_its_line_is_aborted_is_given_back() -> None:
+def test_slot_assigned_at_the_moment_of_an_abort_is_released() -> None:
     async def test() -> None:
         async with served("nixl", holding(size=CHUNK)) as at, transport_for("nixl") as pipe:
             line = await pipe._dial(at)  # type: ignore[attr-defined]
@@ -525,7 +525,7 @@ def test_a_slot_that_is_filled_in_the_turn_in_which_its_line_is_aborted_is_given
     run(test())
 
 
-def test_a_transport_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unavailable_ucx_transport_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCX_TLS", "pigeons")
 
     async def test() -> None:
@@ -536,7 +536,7 @@ def test_a_transport_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch)
     run(test())
 
 
-def test_nixl_is_missed_only_when_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_nixl_fails_only_a_job_that_names_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(pipes.PACKAGES, "nixl", ("no_such_package",))
     with pytest.raises(ImportError, match=r"\.\[nixl\]"):
         select.open_transport("nixl", SECRET, trusted_network=True)

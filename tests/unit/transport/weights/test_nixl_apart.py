@@ -15,8 +15,8 @@ from rrl.transport.weights.base import installed_package
 HERE = Path(__file__).parent
 MODULES = ("test_nixl.py", "test_pull.py", "test_seam.py", "test_swarm.py", "test_torture.py",
            "../../../security/test_ports.py")  # fmt: skip
-MAIN = ("test_nixl.py", "test_pull.py", "-k", "line_that_is_given_up or aborted or reader_that_is_killed or "
-        "answered_later or deadline_holds or late_joiner or lying_source")  # fmt: skip
+MAIN = ("test_nixl.py", "test_pull.py", "-k", "connection_abandoned or moment_of_an_abort or reader_killed or "
+        "answered_later or deadlines_work or late_joiner or source_of_corrupt_chunks")  # fmt: skip
 """Tests of a few seconds: versions are read, corrupt chunks are refused, and aborted connections and dead peers leave
 nothing behind."""
 TIMEOUT_S, TORTURE_TIMEOUT_S = 280.0, 1800.0
@@ -39,7 +39,7 @@ def passes(*argv: str, timeout_s: float = TIMEOUT_S) -> None:
     assert child.returncode == 0, child.stdout[-5000:] + child.stderr[-2000:]
 
 
-def test_versions_are_read_over_nixl_and_what_is_given_up_is_kept() -> None:
+def test_main_pull_tests_pass_over_nixl() -> None:
     passes(*MAIN)
 
 
@@ -50,5 +50,5 @@ def test_all_tests_of_weight_transports_pass_over_nixl() -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(TORTURE_TIMEOUT_S + 60)
-def test_hundreds_of_faults_over_nixl_leave_right_versions_and_nothing_else() -> None:
+def test_hundreds_of_faults_over_nixl_leave_correct_versions_and_no_leaks() -> None:
     passes("test_torture.py", "-m", "long", timeout_s=TORTURE_TIMEOUT_S)

@@ -6,11 +6,11 @@ from rrl.transport.weights.protocol import NOT_READY_INTERVAL_S
 from rrl.transport.weights.pull import FIRST_CHUNK_TIMEOUT_S, MIN_CHUNK_TIMEOUT_S, AdaptiveTimeout
 
 
-def test_before_anything_has_come_a_second_is_normal() -> None:
+def test_timeout_before_the_first_chunk_is_the_initial_one() -> None:
     assert AdaptiveTimeout().timeout() == FIRST_CHUNK_TIMEOUT_S
 
 
-def test_a_few_times_the_usual_is_normal_but_never_less_than_several_not_yets() -> None:
+def test_timeout_is_a_multiple_of_the_usual_time_and_covers_several_not_ready_replies() -> None:
     pace = AdaptiveTimeout()
     pace.observe(0.5)
     assert pace.timeout() == 2.0

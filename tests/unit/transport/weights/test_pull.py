@@ -43,7 +43,7 @@ from rrl.transport.weights.store import WeightStore
 
 
 # ── pulling ────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_pull_brings_every_byte_and_the_manifest(kind: str, run: Run) -> None:
+def test_pull_transfers_every_byte_and_the_manifest(kind: str, run: Run) -> None:
     async def test() -> None:
         source, mine = holding(), WeightStore()
         async with served(kind, source) as at, transport_for(kind) as pipe:
@@ -57,7 +57,7 @@ def test_a_pull_brings_every_byte_and_the_manifest(kind: str, run: Run) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 63, 65537])
-def test_small_versions_come_whole(kind: str, run: Run, size: int) -> None:
+def test_small_version_is_pulled_completely(kind: str, run: Run, size: int) -> None:
     async def test() -> None:
         mine = WeightStore()
         async with served(kind, holding(size=size)) as at, transport_for(kind) as pipe:
@@ -67,7 +67,7 @@ def test_small_versions_come_whole(kind: str, run: Run, size: int) -> None:
     run(test())
 
 
-def test_version_after_version_comes_over_one_connection(kind: str, run: Run) -> None:
+def test_consecutive_versions_are_pulled_over_one_connection(kind: str, run: Run) -> None:
     async def test() -> None:
         source, mine = WeightStore(), WeightStore()
         async with served(kind, source) as at, transport_for(kind) as pipe:
@@ -103,7 +103,7 @@ def test_a_late_joiner_pulls_from_a_rollout_that_has_pulled(kind: str, run: Run)
     run(test())
 
 
-def test_a_holder_that_will_hold_the_version_soon_is_waited_for(kind: str, run: Run) -> None:
+def test_holder_that_will_soon_have_the_version_is_waited_for(kind: str, run: Run) -> None:
     async def test() -> None:
         source, mine = WeightStore(), WeightStore()
         async with served(kind, source) as at, transport_for(kind) as pipe:
@@ -121,7 +121,7 @@ def test_a_holder_that_will_hold_the_version_soon_is_waited_for(kind: str, run: 
     run(test())
 
 
-def test_version_that_its_holder_does_not_know_yet_is_awaited_for_a_moment(
+def test_version_unknown_to_its_holder_is_awaited_for_a_limited_time(
     kind: str, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def test() -> None:
@@ -298,7 +298,7 @@ def test_a_buffer_is_not_written_to_after_its_fetch_was_given_up(kind: str, run:
     run(test())
 
 
-def test_a_lying_source_is_refused_and_put_aside(kind: str, run: Run) -> None:
+def test_source_of_corrupt_chunks_is_refused_and_put_aside(kind: str, run: Run) -> None:
     async def test() -> None:
         mine, liar = WeightStore(), WeightStore()
         flat = content(SIZE)
@@ -323,7 +323,7 @@ def test_a_lying_source_is_refused_and_put_aside(kind: str, run: Run) -> None:
     run(test())
 
 
-def test_an_only_source_that_lied_once_is_asked_again(kind: str, run: Run) -> None:
+def test_only_source_is_requested_again_after_one_corrupt_chunk(kind: str, run: Run) -> None:
     class CorruptOnce(WeightStore):
         lied = False
 
@@ -375,9 +375,7 @@ def test_a_slow_source_is_kept_as_long_as_it_gives(kind: str, run: Run) -> None:
     run(test())
 
 
-def test_a_receiver_whose_verifying_takes_long_loses_no_chunk(
-    kind: str, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_receiver_that_verifies_slowly_loses_no_chunk(kind: str, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     class Slow(WeightStore):
         accepted = 0
 
@@ -413,7 +411,7 @@ def test_a_pull_without_a_source_says_what_each_one_did(kind: str, run: Run) -> 
     run(test())
 
 
-def test_a_source_that_is_gone_before_the_pull_is_passed_over(kind: str, run: Run) -> None:
+def test_source_gone_before_the_pull_is_skipped(kind: str, run: Run) -> None:
     async def test() -> None:
         mine = WeightStore()
         async with served(kind, holding()) as gone:
@@ -497,7 +495,7 @@ def connections(transport: WeightTransport) -> int:
     return len(desk.close.__self__._tasks)
 
 
-def test_a_receiver_that_dies_while_it_is_sent_to_is_noticed_at_once(
+def test_death_of_a_receiver_during_a_send_is_detected_at_once(
     kind: str, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(protocol, "_SEND_TIMEOUT_S", 100 * TIMEOUT_S)
@@ -538,7 +536,7 @@ def test_only_a_connection_that_ends_without_a_goodbye_is_logged(
     run(test())
 
 
-def test_a_request_that_waits_costs_its_connection_and_nothing_once_that_is_gone(kind: str, run: Run) -> None:
+def test_waiting_request_occupies_only_its_connection_and_ends_with_it(kind: str, run: Run) -> None:
     async def test() -> None:
         publisher = Publisher()
         async with transport_for(kind) as pipe:
@@ -586,7 +584,7 @@ def test_secret_of_another_run_is_refused_by_the_listening_side(kind: str, run: 
     run(test())
 
 
-def test_a_proof_cannot_be_mirrored_back(kind: str, run: Run) -> None:
+def test_mirrored_proof_is_rejected(kind: str, run: Run) -> None:
     async def test() -> None:
         async with served(kind, holding()) as at, transport_for(kind) as pipe:
             line = await pipe._dial(at)  # type: ignore[attr-defined]
@@ -602,7 +600,7 @@ def test_a_proof_cannot_be_mirrored_back(kind: str, run: Run) -> None:
     run(test())
 
 
-def test_a_silent_stranger_is_dropped(kind: str, run: Run) -> None:
+def test_silent_unauthenticated_connection_is_closed(kind: str, run: Run) -> None:
     async def test() -> None:
         async with served(kind, holding()) as at, transport_for(kind) as pipe:
             line = await pipe._dial(at)  # type: ignore[attr-defined]

@@ -54,7 +54,7 @@ class _HungConnection:
             self.pending.set_exception(TransportError("aborted"))
 
 
-def test_at_a_deadline_the_abort_comes_before_the_buffer_is_free() -> None:
+def test_at_a_deadline_the_connection_is_aborted_before_the_buffer_is_released() -> None:
     async def test() -> None:
         line = _HungConnection()
         with pytest.raises(TransportError, match="no reply within"):
@@ -65,7 +65,7 @@ def test_at_a_deadline_the_abort_comes_before_the_buffer_is_free() -> None:
     asyncio.run(test())
 
 
-def test_a_loop_that_stood_still_itself_gives_the_other_end_its_time_again() -> None:
+def test_time_in_which_the_own_event_loop_stood_still_extends_the_deadline() -> None:
     async def test() -> None:
         line, loop = _HungConnection(), asyncio.get_running_loop()
 
@@ -133,7 +133,9 @@ def test_a_missing_ucxx_fails_only_a_job_that_names_ucx(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_pipes_closed_in_mid_pull_leave_no_thread_and_no_complaint(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_transports_closed_during_a_pull_leave_no_thread_and_no_error(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
     if kind == "ucx" and importlib.util.find_spec("ucxx") is None:
         pytest.skip("ucxx is not installed")
 
@@ -166,12 +168,12 @@ def test_every_transport_that_a_job_may_name_has_a_module_of_that_name(name: str
     assert getattr(module, f"{name.title()}Transport").kind == name
 
 
-def test_an_unknown_pipe_is_named_with_the_known_ones() -> None:
+def test_unknown_transport_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ValueError, match='"auto", "ucx", "tcp", "nixl"'):
         select.select_transport("pigeon", NO_RDMA, trusted_network=False)
 
 
-def test_settings_of_the_job_are_the_transports_and_auto() -> None:
+def test_allowed_settings_are_auto_and_the_names_of_all_transports() -> None:
     assert get_args(WeightsSetting) == ("auto", *get_args(WeightTransportName))
     assert get_type_hints(TransportTable)["weights"] == WeightsSetting
     assert get_type_hints(TransportSpec)["weights"] == WeightsSetting

@@ -35,7 +35,7 @@ def fill(store: WeightStore, manifest: Manifest, flat: memoryview, indices: list
 
 
 # ── manifest ───────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_tensors_lie_aligned_and_back_to_back() -> None:
+def test_tensors_are_aligned_and_contiguous() -> None:
     specs, nbytes = layout([("a", "float32", (5,), 20), ("b", "bfloat16", (64,), 128), ("c", "uint8", (), 1)])
     assert [spec.offset for spec in specs] == [0, ALIGN_BYTES, 3 * ALIGN_BYTES]
     assert nbytes == 3 * ALIGN_BYTES + 1
@@ -47,7 +47,7 @@ def test_chunks_cover_the_buffer_and_the_manifest_survives_the_wire() -> None:
     assert manifests.decode(manifests.encode(manifest), V1, SECRET) == manifest
 
 
-def test_a_buffer_that_its_tensors_do_not_fill_is_refused() -> None:
+def test_buffer_larger_than_its_tensors_is_refused() -> None:
     with pytest.raises(ValueError, match="need 20"):
         describe(V1, [("a", "float32", (5,), 20)], content(21), SECRET)
 
@@ -66,7 +66,7 @@ def test_a_manifest_of_another_run_or_version_or_with_a_changed_byte_is_refused(
             manifests.decode(changed, V1, SECRET)
 
 
-def test_digests_of_what_is_filled_are_computed_while_the_rest_still_changes() -> None:
+def test_digests_of_filled_parts_are_computed_while_the_rest_still_changes() -> None:
     flat = memoryview(bytearray(content(1000)))
     with ManifestBuilder(V1, [("w", "uint8", (1000,), 1000)], flat, SECRET, 300, threads=2) as describing:
         describing.mark_filled(700)
@@ -79,7 +79,7 @@ def test_digests_of_what_is_filled_are_computed_while_the_rest_still_changes() -
     assert manifest == describe(V1, [("w", "uint8", (1000,), 1000)], flat, SECRET, 300)
 
 
-def test_digests_are_computed_side_by_side() -> None:
+def test_digests_are_computed_concurrently() -> None:
     """Each waits until the other one is under way."""
     meeting = threading.Barrier(2)
 
@@ -94,7 +94,7 @@ def test_digests_are_computed_side_by_side() -> None:
 
 
 @pytest.mark.parametrize("change", ["gap", "short", "outside"])
-def test_a_signed_manifest_that_does_not_fit_together_is_refused(change: str) -> None:
+def test_inconsistent_signed_manifest_is_refused(change: str) -> None:
     manifest, _ = made(V1)
     if change == "gap":
         bad = msgspec.structs.replace(manifest, chunks=manifest.chunks[1:])
@@ -127,7 +127,7 @@ def test_a_version_is_visible_only_once_it_is_complete() -> None:
     assert store.begin(manifest) == []
 
 
-def test_wrong_bytes_are_not_accepted() -> None:
+def test_chunk_with_wrong_bytes_is_not_accepted() -> None:
     store = WeightStore()
     manifest, flat = made(V1)
     store.begin(manifest)
@@ -136,7 +136,7 @@ def test_wrong_bytes_are_not_accepted() -> None:
     assert 0 in store.begin(manifest)
 
 
-def test_a_half_received_version_is_dropped_when_another_begins() -> None:
+def test_incomplete_version_is_dropped_when_another_begins() -> None:
     store = WeightStore()
     first, flat = made(V1)
     second, second_flat = made(V2)
@@ -165,7 +165,7 @@ def test_at_most_two_versions_are_in_memory_the_arriving_one_included() -> None:
     assert store.versions() == (Version(5, 1),)
 
 
-def test_the_version_that_came_last_is_current_even_if_it_counts_lower() -> None:
+def test_newest_arrived_version_is_current_even_with_a_lower_step() -> None:
     store = WeightStore()
     store.offer(*made(V3))
     store.offer(*made(Version(2, 2)))
@@ -187,7 +187,7 @@ def test_evicted_version_stays_valid_for_its_readers() -> None:
 
 
 # ── what others may read of it ─────────────────────────────────────────────────────────────────────────────────────
-def test_of_a_version_that_arrives_each_chunk_can_be_read_once_it_is_verified() -> None:
+def test_each_chunk_of_an_arriving_version_can_be_read_once_it_is_verified() -> None:
     store = WeightStore()
     manifest, flat = made(V1)
     with store.awaiting(V1):
@@ -225,7 +225,7 @@ def test_version_that_is_no_longer_pulled_is_evicted() -> None:
             look()
 
 
-def test_a_version_newer_than_all_that_is_known_may_be_on_its_way_an_older_one_is_not() -> None:
+def test_version_newer_than_all_known_ones_is_awaited_and_an_older_one_is_not() -> None:
     store = WeightStore()
     with pytest.raises(VersionUnknown):
         store.manifest(V1)
@@ -258,7 +258,7 @@ def test_waiting_reader_gets_a_part_as_soon_as_another_thread_has_verified_it() 
     asyncio.run(asyncio.wait_for(test(), SOON))
 
 
-def test_waiting_reader_fails_when_its_version_is_given_up() -> None:
+def test_waiting_reader_fails_when_its_version_is_abandoned() -> None:
     store = WeightStore()
 
     async def test() -> None:
@@ -303,7 +303,7 @@ def test_a_version_stays_while_a_part_of_it_is_being_sent_however_long_that_take
 
 
 @pytest.mark.parametrize("why", ["left", "idle", "slow"])
-def test_a_reader_that_has_left_or_takes_too_long_keeps_nothing(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reader_that_has_left_or_takes_too_long_retains_no_version(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stores, "READER_IDLE_TIMEOUT_S", 0.0 if why == "idle" else SOON)
     monkeypatch.setattr(stores, "READ_TIMEOUT_S", 0.0 if why == "slow" else SOON)
     store = WeightStore()
@@ -350,7 +350,7 @@ def test_memory_of_an_abandoned_version_is_reused_unless_a_view_of_it_exists() -
     assert held.flat == flat
 
 
-def test_a_publisher_writes_the_next_version_where_the_oldest_was() -> None:
+def test_publisher_reuses_the_memory_of_the_oldest_version() -> None:
     store = WeightStore()
     places = []
     for step in range(1, 7):
@@ -373,7 +373,7 @@ def test_memory_of_another_size_is_not_used_again() -> None:
     assert store.allocate(10).nbytes == 10
 
 
-def test_threads_offer_and_read_without_ever_seeing_a_third_version() -> None:
+def test_concurrent_threads_that_offer_and_read_never_find_a_third_version() -> None:
     store = WeightStore()
     many = [made(Version(step, 1)) for step in range(200)]
     counts: list[int] = []

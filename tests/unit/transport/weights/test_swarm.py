@@ -104,7 +104,7 @@ async def chained(kind: str, stack: AsyncExitStack) -> Chain:
 
 
 # ── a chain that works ─────────────────────────────────────────────────────────────────────────────────────────────
-def test_chunks_pass_down_the_chain_while_the_version_is_still_coming_in(kind: str, run: Run) -> None:
+def test_chunks_pass_down_the_chain_while_the_version_is_still_arriving(kind: str, run: Run) -> None:
     async def test() -> None:
         async with AsyncExitStack() as stack:
             chain = await chained(kind, stack)
@@ -153,7 +153,7 @@ def test_late_receiver_pulls_nothing_from_the_publisher(kind: str, run: Run) -> 
     run(test())
 
 
-def test_a_source_that_is_itself_waiting_is_not_taken_for_a_hung_one(kind: str, run: Run) -> None:
+def test_source_that_is_itself_waiting_does_not_count_as_hung(kind: str, run: Run) -> None:
     async def test() -> None:
         async with AsyncExitStack() as stack:
             chain = await chained(kind, stack)
@@ -232,7 +232,7 @@ def test_receiver_leaves_a_silent_source_in_the_middle_of_the_chain(kind: str, r
     run(test())
 
 
-def test_a_source_that_only_ever_says_not_yet_is_left(kind: str, run: Run) -> None:
+def test_source_that_only_replies_not_yet_is_left(kind: str, run: Run) -> None:
     async def test() -> None:
         async with AsyncExitStack() as stack:
             chain = await chained(kind, stack)
@@ -281,7 +281,7 @@ def test_without_a_publisher_complete_holders_serve_the_version(kind: str, run: 
 
 
 # ── newer versions ─────────────────────────────────────────────────────────────────────────────────────────────────
-def test_half_received_version_is_finished_although_a_newer_one_exists(kind: str, run: Run) -> None:
+def test_partly_received_version_is_completed_although_a_newer_one_exists(kind: str, run: Run) -> None:
     async def test() -> None:
         async with AsyncExitStack() as stack:
             chain = await chained(kind, stack)

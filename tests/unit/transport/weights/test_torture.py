@@ -39,7 +39,7 @@ def check(tally: Tally, faults: int, memory: int) -> None:
 
 
 @pytest.mark.long
-def test_committed_versions_are_right_whichever_process_is_killed_stopped_or_restarted(kind: str) -> None:
+def test_committed_versions_are_correct_after_kills_stops_and_restarts_of_any_process(kind: str) -> None:
     check(asyncio.run(torture(kind, 15, seed=1)), 15, _HELD_UP + _LEAKED)
 
 
@@ -60,7 +60,7 @@ async def broken_off(kind: str, transport: WeightTransport, pages: mmap.mmap) ->
         return isinstance(fetching.exception(), TransportError)
 
 
-def test_a_fetch_that_broke_off_lets_go_of_its_buffer(kind: str, run: Run) -> None:
+def test_interrupted_fetch_releases_its_buffer(kind: str, run: Run) -> None:
     async def test() -> None:
         async with transport_for(kind) as pipe:
             pages = mmap.mmap(-1, 64 * 2**20)
@@ -74,5 +74,5 @@ def test_a_fetch_that_broke_off_lets_go_of_its_buffer(kind: str, run: Run) -> No
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-def test_hundreds_of_faults_leave_right_versions_and_nothing_else(kind: str) -> None:
+def test_hundreds_of_faults_leave_correct_versions_and_no_leaks(kind: str) -> None:
     check(asyncio.run(torture(kind, 250, seed=2)), 250, _LEAKED)

@@ -52,7 +52,7 @@ def opened(**env: str) -> str:
     return child.stdout + child.stderr
 
 
-def test_every_setting_is_one_that_ucx_knows_and_the_environments_own_win() -> None:
+def test_every_ucx_setting_is_known_to_ucx_and_the_environment_overrides_it() -> None:
     output = opened(UCX_WARN_UNUSED_ENV_VARS="y", UCX_LOG_LEVEL="warn", UCX_TCP_KEEPIDLE="7s", UCX_NOT_A_SETTING="1")
     expected = SETTINGS | {"UCX_WARN_UNUSED_ENV_VARS": "y", "UCX_LOG_LEVEL": "warn", "UCX_TCP_KEEPIDLE": "7s"}
     assert str(expected) in output
@@ -76,7 +76,7 @@ def test_progress_is_made_in_a_thread_that_wakes_asyncio() -> None:
     assert "UCX notifier" not in [thread.name for thread in threading.enumerate()]
 
 
-def test_a_version_comes_without_tcp_and_no_port_of_ucx_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_version_is_pulled_without_tcp_and_no_ucx_port_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
     """As over RDMA, where TCP is off too: here through shared memory. The environment asks for TCP all the same."""
     monkeypatch.setenv("UCX_TLS", "tcp,posix,cma,self")
 
@@ -120,7 +120,7 @@ def test_nodes_with_and_without_ucx_pull_from_each_other(serving: str, asking: s
     asyncio.run(test())
 
 
-def test_ends_whose_ucx_does_not_reach_the_other_go_on_over_tcp(caplog: pytest.LogCaptureFixture) -> None:
+def test_peers_that_ucx_cannot_connect_continue_over_tcp(caplog: pytest.LogCaptureFixture) -> None:
     async def test() -> None:
         mine = WeightStore()
         source, pipe = UcxTransport(SECRET, None), UcxTransport(SECRET, "127.0.0.1")

@@ -23,8 +23,8 @@ STRANGERS = "../../../security/test_ports.py"
 WHOLE = ("test_ucx.py", "test_seam.py", "test_torture.py", "test_ports.py and ucx")
 """What make test runs over UCX without exception, as pytest's ``-k`` selects it."""
 REPRESENTATIVE = (
-    "a_pull_brings_every_byte", "a_late_joiner_pulls", "source_killed_in_mid_pull", "a_lying_source_is_refused",
-    "receiver_that_dies_while_it_is_sent", "not_written_to_after_its_fetch_was_given_up", "chunks_pass_down_the_chain",
+    "pull_transfers_every_byte", "a_late_joiner_pulls", "source_killed_in_mid_pull", "source_of_corrupt_chunks",
+    "death_of_a_receiver_during_a_send", "not_written_to_after_its_fetch_was_given_up", "chunks_pass_down_the_chain",
     "receiver_skips_a_dead_or_hung_neighbour",
 )  # fmt: skip
 """Parts of the names of tests that make test also runs over UCX: transfers, deaths, late joiners and relays."""
@@ -61,5 +61,5 @@ def test_all_tests_of_weight_transports_pass_over_ucx() -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(TORTURE_TIMEOUT_S + 60)
-def test_hundreds_of_faults_over_ucx_leave_right_versions_and_nothing_else() -> None:
+def test_hundreds_of_faults_over_ucx_leave_correct_versions_and_no_leaks() -> None:
     passes("test_torture.py", "-m", "long", timeout_s=TORTURE_TIMEOUT_S)

@@ -31,7 +31,7 @@ INTERFACES = (Interface("lo", "127.0.0.1"), Interface("eth0", "10.0.0.2"), Inter
         ("^cma", "^cma,tcp"),
     ],
 )
-def test_tcp_is_taken_out_of_any_choice_of_transports(requested: str, expected_text: str) -> None:
+def test_tcp_is_removed_from_any_choice_of_transports(requested: str, expected_text: str) -> None:
     assert without_tcp(requested) == expected_text
     assert ucx_limits({"UCX_TLS": requested}, ("mlx5_0:1",), INTERFACES, None) == {"UCX_TLS": expected_text}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from importlib.metadata import version
 from pathlib import Path
 
 import msgspec
@@ -88,7 +89,7 @@ def test_host_of_this_machine_survives_serialization() -> None:
     assert isinstance(mine.network, host.Network)
     assert Interface("lo", "127.0.0.1", "127.0.0.0/8") in mine.network.interfaces
     assert isinstance(mine.python, host.Python)
-    assert (mine.python.executable, mine.python.packages["rrl-slurm"]) == (sys.executable, "0.1.0")
+    assert (mine.python.executable, mine.python.packages["rrl-slurm"]) == (sys.executable, version("rrl-slurm"))
     assert isinstance(mine.machine, host.Machine)
     assert 0 < mine.machine.available <= mine.machine.memory
     assert isinstance(mine.limits, host.Limits)

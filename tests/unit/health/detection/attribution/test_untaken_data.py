@@ -94,7 +94,7 @@ def test_first_rank_of_a_gang_is_charged_and_its_other_ranks_are_not() -> None:
     assert trace.found() == CHARGED
 
 
-def test_rank_that_waits_for_the_first_one_is_not_charged_while_that_does_something_else() -> None:
+def test_rank_waiting_for_rank_0_is_not_charged_while_rank_0_is_in_another_phase() -> None:
     trace = job()
     trace.waiting[RANK_1] = TRAINER.replica
     trace.node("n4", RANK_1, phase=WAIT_DATA)

@@ -247,7 +247,7 @@ def test_worker_that_a_tracer_stops_has_three_times_the_limit() -> None:
     assert trace.only().evidence[0].text.endswith("; one of its processes is stopped (SIGSTOP, or a tracer)")
 
 
-def test_worker_that_a_tracer_lets_go_on_is_not_found() -> None:
+def test_worker_that_a_tracer_continues_has_no_finding() -> None:
     trace = rollout_that_a_tracer_stops()
     for _ in range(11):
         trace.play(1)

@@ -90,7 +90,7 @@ def resident(pid: int) -> int:
 
 
 @story
-async def test_readings_come_again_and_again_in_the_readers_time(tmp_path: Path) -> None:
+async def test_readings_repeat_at_the_interval_of_the_reader(tmp_path: Path) -> None:
     async with isolated_reader(tmp_path, readers.Good) as client:
         readings = [await first(client, reader="good") for _ in range(5)]
     assert [count(reading) for reading in readings] == [1, 2, 3, 4, 5]
@@ -113,7 +113,7 @@ async def test_absent_denied_or_broken_source_is_reported_with_its_reason(tmp_pa
 
 
 @story
-async def test_a_reader_that_is_not_there_is_broken_and_no_other_one_minds(tmp_path: Path) -> None:
+async def test_reader_whose_module_is_missing_is_broken_and_other_readers_continue(tmp_path: Path) -> None:
     client = ReaderClient(["nowhere=rrl.nowhere:Nobody", place(readers.Good)], ReaderOptions(proc=str(tmp_path)))
     await client.start()
     try:
@@ -147,7 +147,7 @@ async def test_reader_that_hangs_for_long_gets_a_new_process(tmp_path: Path) -> 
 
 
 @story
-async def test_a_new_process_reads_where_the_hung_one_waited_for_what_is_gone(tmp_path: Path) -> None:
+async def test_new_process_reads_again_while_the_hung_one_still_waits(tmp_path: Path) -> None:
     (tmp_path / "hang").touch()
     async with isolated_reader(tmp_path, readers.Hangs, hung_timeout_s=0.5) as client:
         await first(client, reader="hangs", state="hung")
@@ -201,7 +201,7 @@ async def test_other_readers_continue_if_one_process_cannot_be_started(tmp_path:
 
 
 @story
-async def test_closing_lets_readers_close_what_they_hold(tmp_path: Path) -> None:
+async def test_closed_readers_release_their_resources(tmp_path: Path) -> None:
     async with isolated_reader(tmp_path, readers.Good) as client:
         await first(client, reader="good")
     assert noted(tmp_path, "good-closed") == noted(tmp_path, "good-made")
@@ -218,7 +218,7 @@ async def test_closing_ends_a_reader_that_no_signal_handler_reaches(tmp_path: Pa
 
 
 @story
-async def test_next_may_be_cancelled_at_any_time_and_loses_nothing(tmp_path: Path) -> None:
+async def test_cancelled_wait_for_the_next_reading_loses_no_reading(tmp_path: Path) -> None:
     async with isolated_reader(tmp_path, readers.Good) as client:
         counts: list[int] = []
         deadline = time.monotonic() + TIMEOUT_S
@@ -252,7 +252,7 @@ async def test_supervisor_that_is_killed_is_reported_and_restarted(tmp_path: Pat
 
 
 @story
-async def test_the_processes_carry_the_mark_of_the_launch_and_no_mark_of_a_step(tmp_path: Path) -> None:
+async def test_reader_processes_carry_the_launch_mark_and_no_step_mark(tmp_path: Path) -> None:
     launch = str(tmp_path / "steps" / "agent.launch")
     async with isolated_reader(tmp_path, readers.Good, env={LAUNCH_ENV: launch}) as client:
         await first(client, reader="good")
@@ -312,7 +312,7 @@ def test_readers_of_a_killed_supervisor_end_by_themselves(tmp_path: Path) -> Non
     assert noted(tmp_path, "good-closed") == [reader]
 
 
-def test_one_reading_of_each_is_had_without_a_loop(tmp_path: Path) -> None:
+def test_read_all_returns_one_reading_of_each_reader_without_an_event_loop(tmp_path: Path) -> None:
     kinds = (readers.Good, readers.HangsInC, readers.Dies, readers.IsAbsent)
     found = read_all([place(kind) for kind in kinds], 1.0, ReaderOptions(proc=str(tmp_path)))
     assert [(reading.reader, reading.state) for reading in found] == [
@@ -322,6 +322,6 @@ def test_one_reading_of_each_is_had_without_a_loop(tmp_path: Path) -> None:
     assert noted(tmp_path, "good-closed") == noted(tmp_path, "good-made")
 
 
-def test_one_reading_of_each_takes_as_long_as_the_caller_gives(tmp_path: Path) -> None:
+def test_read_all_takes_as_long_as_the_caller_permits(tmp_path: Path) -> None:
     (reading,) = read_all([place(readers.HangsAtStart)], 0.5, ReaderOptions(proc=str(tmp_path)))
     assert (reading.state, reading.why) == ("hung", "did not start within 0.5 s")

@@ -43,7 +43,7 @@ def read_fresh() -> tuple[Gpu, ...]:
 
 
 @pytest.mark.parametrize("error", EACH_ERROR)
-def test_an_error_of_any_function_costs_its_value_and_says_why(
+def test_error_of_any_nvml_function_loses_only_its_value_and_states_the_reason(
     driver: FakeDriver, monkeypatch: pytest.MonkeyPatch, error: str
 ) -> None:
     """Of the first GPU; for a reader that comes, and for one that it answered until now. The second GPU is as ever."""
@@ -63,7 +63,7 @@ def test_an_error_of_any_function_costs_its_value_and_says_why(
 
 
 @pytest.mark.parametrize("error", EACH_ERROR)
-def test_an_error_of_a_function_on_all_gpus_costs_no_more_than_its_value(driver: FakeDriver, error: str) -> None:
+def test_error_of_an_nvml_function_on_all_gpus_loses_only_its_value(driver: FakeDriver, error: str) -> None:
     driver.set(None, "memory_reserved", 0)
     healthy = read_fresh()
     felt = set()
@@ -99,7 +99,7 @@ def test_unsupported_and_forbidden_fields_are_reported_as_such(driver: FakeDrive
     assert (gpu.power, gpu.processes, gpu.recovery_action, gpu.clock_sm_max, gpu.lost) == (None, None, None, None, "")
 
 
-def test_where_field_values_fail_the_functions_behind_them_are_asked(driver: FakeDriver, reader: NvmlReader) -> None:
+def test_without_field_values_the_older_functions_are_called(driver: FakeDriver, reader: NvmlReader) -> None:
     driver.set(0, "retired_uncorrected", 3).set(0, "retired_corrected", 0).set(0, "retired_pending", 1)
     driver.set(0, "ecc_volatile_uncorrected", 2).set(0, "remap_failed", 1).set(0, "pcie_replays", 9)
     driver.fail("nvmlDeviceGetFieldValues", "FUNCTION_NOT_FOUND")
@@ -137,7 +137,7 @@ def test_lost_gpu_is_listed_without_values_of_earlier_reads(
 
 
 @pytest.mark.parametrize("error", ["GPU_IS_LOST", "UNKNOWN", "IRQ_ISSUE"])
-def test_a_gpu_that_was_lost_before_we_came_has_no_name_but_is_counted(driver: FakeDriver, error: str) -> None:
+def test_gpu_lost_before_the_first_read_is_listed_without_a_uuid(driver: FakeDriver, error: str) -> None:
     driver.lose(0, error)
     lost, other = read_fresh()
     assert (lost.index, lost.uuid, bool(lost.lost)) == (0, "", True)
@@ -243,18 +243,18 @@ def test_xids_of_other_gpus_are_read_if_one_gpu_has_no_events(driver: FakeDriver
 
 
 # ── drivers that are absent, go, and come ────────────────────────────────────────────────────────────────────────────
-def test_without_the_library_there_is_nothing_to_read() -> None:
+def test_without_the_nvml_library_the_reader_is_absent() -> None:
     output = result_of_child({})
     assert output == "NotInstalled: libnvidia-ml.so.1 is not found: no NVIDIA driver is installed"
 
 
-def test_without_a_loaded_driver_there_is_nothing_to_read(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_loaded_driver_the_reader_is_absent(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(STATE_ENV)
     with pytest.raises(NotInstalled, match="driver is not loaded"):
         read_fresh()
 
 
-def test_a_driver_without_any_gpu_has_nothing_to_read(driver: FakeDriver) -> None:
+def test_driver_without_any_gpu_makes_the_reader_absent(driver: FakeDriver) -> None:
     driver.fail("nvmlInitWithFlags", "GPU_NOT_FOUND")
     with pytest.raises(NotInstalled, match="finds no GPU"):
         read_fresh()
@@ -266,7 +266,7 @@ def test_driver_that_refuses_access_is_denied(driver: FakeDriver) -> None:
         read_fresh()
 
 
-def test_a_driver_that_is_reloaded_is_read_on(driver: FakeDriver, reader: NvmlReader) -> None:
+def test_reading_continues_with_a_reloaded_driver(driver: FakeDriver, reader: NvmlReader) -> None:
     reader.read()
     driver.reload().version("575.1").set(0, "temperature", 33)
     data = reader.read()
@@ -285,7 +285,7 @@ def test_replaced_driver_is_reported_and_reopened(driver: FakeDriver, reader: Nv
     assert len(reader.read().gpus) == 2
 
 
-def test_an_unloaded_driver_is_absent_until_it_is_back(driver: FakeDriver, reader: NvmlReader) -> None:
+def test_unloaded_driver_is_absent_until_it_is_loaded_again(driver: FakeDriver, reader: NvmlReader) -> None:
     reader.read()
     driver.reload().fail("nvmlInitWithFlags", "DRIVER_NOT_LOADED")
     with pytest.raises(NotInstalled):
@@ -335,7 +335,7 @@ def test_hung_call_blocks_only_its_process_and_continues_on_return(driver: FakeD
     assert process.returncode == 0
 
 
-def test_a_process_in_a_call_that_hangs_can_be_ended(driver: FakeDriver) -> None:
+def test_process_blocked_in_a_hung_nvml_call_can_be_ended(driver: FakeDriver) -> None:
     driver.hang("nvmlDeviceGetUtilizationRates", gpu=1)
     process = start(driver.env())
     query(process)

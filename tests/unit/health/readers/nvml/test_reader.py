@@ -37,7 +37,7 @@ def after(reader: NvmlReader, reads: int) -> Gpu:
     return [reader.read() for _ in range(reads)][-1].gpus[0]
 
 
-def test_each_field_is_what_the_driver_says(driver: FakeDriver, reader: NvmlReader) -> None:
+def test_each_field_has_the_value_that_the_driver_reports(driver: FakeDriver, reader: NvmlReader) -> None:
     for field, value in VALUES.items():
         driver.set(0, field, value)
     driver.set(0, "pci", "00000000:C7:00.0").link(0, 3, "active", 0).link(0, 3, "replay", 41)
@@ -75,7 +75,7 @@ def test_recovery_action_is_reported_by_name(driver: FakeDriver, reader: NvmlRea
     assert reader.read().gpus[0].recovery_action == text
 
 
-def test_links_and_fabric_that_changed_are_looked_at_with_each_of_the_next_reads(
+def test_links_and_fabric_that_changed_are_read_with_each_of_the_next_reads(
     driver: FakeDriver, reader: NvmlReader
 ) -> None:
     """Else three looks of a check would be one of the reader."""
@@ -89,7 +89,7 @@ def test_links_and_fabric_that_changed_are_looked_at_with_each_of_the_next_reads
     assert back[5].active
 
 
-def test_a_fabric_that_is_not_ready_at_first_is_looked_at_again_at_once(driver: FakeDriver, tmp_path: Path) -> None:
+def test_fabric_that_is_not_ready_at_first_is_read_again_at_once(driver: FakeDriver, tmp_path: Path) -> None:
     driver.set(0, "fabric_state", "in_progress")
     reader = NvmlReader(ReaderOptions())
     assert reader.read().gpus[0].fabric_state == "in_progress"
@@ -98,7 +98,7 @@ def test_a_fabric_that_is_not_ready_at_first_is_looked_at_again_at_once(driver: 
     reader.close()
 
 
-def test_gpus_that_a_device_cgroup_withholds_are_counted_by_their_files(
+def test_gpus_withheld_by_a_device_cgroup_are_counted_by_their_device_files(
     driver: FakeDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("nvidia0", "nvidia1", "nvidia2", "nvidiactl", "nvidia-uvm"):
@@ -110,7 +110,7 @@ def test_gpus_that_a_device_cgroup_withholds_are_counted_by_their_files(
     reader.close()
 
 
-def test_a_fabric_registration_that_failed_says_why(driver: FakeDriver, reader: NvmlReader) -> None:
+def test_failed_fabric_registration_states_the_reason(driver: FakeDriver, reader: NvmlReader) -> None:
     driver.set(0, "fabric_status", pynvml.NVML_ERROR_TIMEOUT)
     gpu = reader.read().gpus[0]
     assert (gpu.fabric_state, gpu.fabric_status) == ("completed", "the driver timed out")
@@ -140,7 +140,7 @@ def test_memory_in_use_is_without_the_drivers_own_reserve(driver: FakeDriver, re
     assert reader.read().gpus[0].memory_used == 0
 
 
-def test_a_gpu_without_nvlink_has_none_and_says_so(driver: FakeDriver, reader: NvmlReader) -> None:
+def test_gpu_without_nvlink_has_no_links_and_states_the_reason(driver: FakeDriver, reader: NvmlReader) -> None:
     driver.set(0, "nvlinks", None).set(1, "nvlinks", 0)
     first, second = reader.read().gpus
     assert (first.nvlinks, first.unread["nvlinks"]) == (None, "not supported")
@@ -159,13 +159,13 @@ def test_counters_of_nvlink_before_hopper_are_read_by_function(driver: FakeDrive
     assert (links[5].replay, links[5].crc_data, links[4].replay) == (9, 8, 0)
 
 
-def test_a_process_that_is_gone_has_no_owner(driver: FakeDriver, reader: NvmlReader) -> None:
+def test_process_that_has_ended_has_no_owner(driver: FakeDriver, reader: NvmlReader) -> None:
     nobody = 4194304  # one above the highest pid of 64-bit Linux
     driver.process(0, nobody, 5)
     assert reader.read().gpus[0].processes == (GpuProcess(nobody, None, 5),)
 
 
-def test_in_another_pid_namespace_no_owner_is_guessed(driver: FakeDriver, tmp_path: Path) -> None:
+def test_process_in_another_pid_namespace_has_no_owner(driver: FakeDriver, tmp_path: Path) -> None:
     (tmp_path / "proc/self/ns").mkdir(parents=True)
     (tmp_path / "proc/self/ns/pid").symlink_to("pid:[4026532999]")
     (tmp_path / "proc/12").mkdir()
@@ -185,7 +185,9 @@ def test_urgent_fields_are_read_every_time(driver: FakeDriver, reader: NvmlReade
     assert (gpu.utilization, gpu.clock_reasons) == (100, ("hw_thermal",))
 
 
-def test_slow_counters_are_carried_on_and_read_again_in_time(driver: FakeDriver, reader: NvmlReader) -> None:
+def test_slow_counters_are_read_at_their_interval_and_repeated_in_between(
+    driver: FakeDriver, reader: NvmlReader
+) -> None:
     before = reader.read().gpus[0]
     driver.link(0, 3, "replay", 7).set(0, "remapped_uncorrected", 1).set(0, "power", 650_000)
     assert after(reader, 1).nvlinks == before.nvlinks
@@ -195,19 +197,19 @@ def test_slow_counters_are_carried_on_and_read_again_in_time(driver: FakeDriver,
     assert (gpu.nvlinks[3].replay, gpu.remapped_uncorrected) == (7, 1)
 
 
-def test_another_recovery_action_has_everything_read_at_once(driver: FakeDriver, reader: NvmlReader) -> None:
+def test_changed_recovery_action_triggers_a_full_read(driver: FakeDriver, reader: NvmlReader) -> None:
     reader.read()
     driver.set(0, "remap_pending", 1).set(0, "recovery_action", "gpu_reset")
     assert reader.read().gpus[0].remap_pending is True
 
 
-def test_an_xid_has_everything_of_its_gpu_read_at_once(driver: FakeDriver, reader: NvmlReader) -> None:
+def test_xid_triggers_a_full_read_of_its_gpu(driver: FakeDriver, reader: NvmlReader) -> None:
     reader.read()
     driver.set(None, "ecc_aggregate_uncorrected", 3).xid(1, 48)
     assert [gpu.ecc_aggregate_uncorrected for gpu in reader.read().gpus] == [0, 3]
 
 
-def test_a_read_that_is_not_due_for_more_makes_four_calls_a_gpu(
+def test_read_of_urgent_fields_makes_four_nvml_calls_per_gpu(
     driver: FakeDriver, reader: NvmlReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each is a call into the driver: that is what the reader costs on a real node."""
@@ -233,7 +235,7 @@ def test_a_read_that_is_not_due_for_more_makes_four_calls_a_gpu(
     assert whole > calls.total() / SLOW_EVERY * 4, "the first read is the one that asks everything"
 
 
-def test_old_driver_reports_what_it_supports(tmp_path: Path) -> None:
+def test_old_driver_reports_the_fields_that_it_supports(tmp_path: Path) -> None:
     driver = FakeDriver(tmp_path, old=True).gpus(1).process(0, os.getpid(), 7)
     driver.set(0, "memory_used", 1 << 30).set(0, "memory_reserved", 0).set(0, "clock_reasons", ("hw_slowdown",))
     gpu = read_in_child(driver.env()).gpus[0]

@@ -37,7 +37,7 @@ def same(recording: Recording, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("path", RECORDINGS, ids=lambda path: path.stem)
-def test_a_real_gpu_and_the_stand_in_read_alike(path: Path, tmp_path: Path) -> None:
+def test_recording_of_a_real_gpu_reads_the_same_from_the_fake_driver(path: Path, tmp_path: Path) -> None:
     same(msgspec.json.decode(path.read_bytes(), type=Recording), tmp_path / "played")
 
 
@@ -54,7 +54,7 @@ def test_recorded_driver_can_be_replayed(tmp_path: Path) -> None:
     same(recording, tmp_path / "played")
 
 
-def test_without_a_driver_nothing_is_recorded_and_one_line_says_why(tmp_path: Path) -> None:
+def test_recording_without_a_driver_writes_nothing_and_states_the_reason_in_one_line(tmp_path: Path) -> None:
     driver = FakeDriver(tmp_path)
     driver.state.unlink()
     done = recorded(driver.env())

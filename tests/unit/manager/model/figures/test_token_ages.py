@@ -29,7 +29,7 @@ def reported(medians: Sequence[float], ages: TokenAges = TokenAges(), first: int
     ([1.0, 1.0, 1.0, 1.0, 1.0, 2.0, 3.0, 4.0, 4.0, 4.0], True),
     ([5.0, 5.0, 5.0, 4.0, 4.0, 4.0, 4.0, 4.0, 4.0, 4.0], False),  # falling
 ])  # fmt: skip
-def test_median_age_is_warned_of_once_it_passes_the_usual_age_and_grows(medians: list[float], warned: bool) -> None:
+def test_median_age_above_the_usual_age_gives_a_warning_once_it_grows(medians: list[float], warned: bool) -> None:
     assert (token_age_finding(reported(medians), SamplingSpec(ahead=1)) is not None) is warned
 
 

@@ -70,7 +70,7 @@ def test_nothing_is_launched_before_the_minimum_of_nodes_is_there(part: str) -> 
     assert world.incarnations() == ONCE
 
 
-def test_nodes_beyond_the_minimum_are_used_when_they_come() -> None:
+def test_nodes_beyond_the_minimum_are_used_once_granted() -> None:
     world = World(in_node_groups(rollouts=3), nodes=3)
     world.closed["rollout"] = "Priority"
     world.play(timeout_s=60.0)
@@ -287,7 +287,7 @@ def test_a_heterogeneous_job_is_one_request_with_a_tag_for_each_component() -> N
     assert world.incarnations() == ONCE
 
 
-def test_a_refused_heterogeneous_job_leaves_nothing_of_any_component() -> None:
+def test_refused_heterogeneous_job_leaves_no_allocation_of_any_component() -> None:
     world = World(in_node_groups("hetjob"))
     world.refuse = "sbatch: error: Batch job submission failed: Requested node configuration is not available"
     world.play()
@@ -429,7 +429,7 @@ def test_half_of_a_short_allocation_is_used_before_rotation() -> None:
     assert world.now == began + 300.0
 
 
-def test_a_role_moves_one_replica_at_a_time() -> None:
+def test_replicas_of_a_role_move_one_at_a_time() -> None:
     world = World(in_node_groups(rollouts=4, terms={"rollout": 2 * HOUR}), nodes=20).steady()
     began = len(world.events)
     world.play(lambda: len(moves(world)) == 4, timeout_s=2 * HOUR).steady()

@@ -92,7 +92,7 @@ def test_suspect_node_keeps_its_replicas_and_gets_new_ones_only_as_a_last_resort
     assert w.node_of(R1) == spares[1], "the first spare is a suspect"
 
 
-def test_a_suspect_is_better_than_no_node() -> None:
+def test_suspect_node_is_used_if_no_other_node_is_free() -> None:
     w = world(spares=1, nodes=5)
     spare = next(iter(set(w.state.nodes) - {replica.node for replica in workers(w.state)}))
     w.exclude(spare, Cause.GPU, verdict=Verdict.WARN)
@@ -131,7 +131,7 @@ def test_straggler_leaves_its_node_only_if_configured_and_a_spare_exists(wish: s
     assert w.works()
 
 
-def test_of_two_stragglers_one_leaves_its_node_where_there_is_one_spare() -> None:
+def test_only_one_of_two_stragglers_leaves_its_node_if_there_is_one_spare() -> None:
     spec = job(spares=1, steps=1000, recovery=Recovery(backoff=0.0, breaker=1.0))
     w = Nodes(msgspec.structs.replace(spec, health=HealthSpec(stragglers="exclude")), 5)
     w.steady()
@@ -307,7 +307,7 @@ def test_failed_node_is_drained_before_its_release_in_form_replica_too() -> None
 
 
 # ── used again ───────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_an_exclusion_without_proof_decays_and_doubles_each_time() -> None:
+def test_exclusion_without_proof_expires_and_its_duration_doubles_each_time() -> None:
     w = world(spares=1, exclusion=HOUR, drain=False)
     w.shrinks = "no"
     node = w.node_of(R0)
@@ -429,7 +429,7 @@ def test_silence_before_readmission_does_not_exclude_the_node_again() -> None:
     assert w.tags(Exclude) == [f"{node}!exclude"]
 
 
-def test_requests_leave_out_excluded_nodes_and_ask_for_the_remaining_time() -> None:
+def test_requests_exclude_bad_nodes_and_have_the_remaining_walltime() -> None:
     w = world(spares=0, nodes=8)
     w.wait(1000.0)
     node = w.node_of(R0)

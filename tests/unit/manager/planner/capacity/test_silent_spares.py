@@ -41,7 +41,7 @@ def test_silent_agent_of_a_spare_is_restarted_and_the_spare_stays() -> None:
     assert (excluded(world), requests(world)) == ([], [f"{RUN}.pool"])
 
 
-def test_spare_that_does_not_answer_twice_is_excluded_and_replaced() -> None:
+def test_spare_whose_agent_is_silent_twice_is_excluded_and_replaced() -> None:
     world = with_spare()
     die(world)
     assert (excluded(world), world.state.replica(SPARE_AGENT).incarnation_number) == ([], 2)
@@ -68,7 +68,7 @@ def test_request_for_a_spare_waits_however_long_the_queue_takes() -> None:
     assert world.works()
 
 
-def test_trainer_does_not_go_to_a_spare_whose_agent_is_silent_while_there_is_another() -> None:
+def test_trainer_prefers_a_spare_whose_agent_is_responsive() -> None:
     world = World(job(spares=2), nodes=6).steady()
     die(world)
     world.lose_node(world.node_of(TRAINER))

@@ -59,7 +59,7 @@ def test_configured_number_of_donors_is_taken_from_the_last_rollouts(standbys: i
     assert sorted(world.ready_standbys()) == [N2, N3, *nodes]
 
 
-def test_the_last_rollout_is_never_taken() -> None:
+def test_last_rollout_is_never_a_donor() -> None:
     small = gang_job(3, 1, standbys=3, spares=0, recovery=Recovery(breaker=0.9))
     world = World(small).steady().warmed()
     for node in (N2, N3, N4):

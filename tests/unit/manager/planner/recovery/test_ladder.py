@@ -373,7 +373,7 @@ def test_required_role_out_of_budget_restarts_the_run_once_and_then_ends_it() ->
     assert_nothing_is_left(world, Outcome.FAILED)
 
 
-def test_a_run_without_a_trainer_has_no_checkpoint_to_restart_from() -> None:
+def test_run_without_a_trainer_is_not_restarted_as_a_whole() -> None:
     world = World(commands(command("solver"), recovery=Recovery(per_node=9, per_replica=1))).steady()
     for _ in range(2):
         world.kill(ReplicaId("solver/0"))

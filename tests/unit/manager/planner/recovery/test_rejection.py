@@ -284,7 +284,7 @@ def test_nodes_whose_agents_never_start_are_replaced_without_waiting() -> None:
     world.steady()
 
 
-def test_an_agent_that_never_starts_has_no_fit_node() -> None:
+def test_agent_that_never_starts_leaves_its_node_unfit() -> None:
     world = World(probing(job()))
     world.broken_incarnations = {ReplicaId("agent/n2"): "exited: no python"}
     world.steady()

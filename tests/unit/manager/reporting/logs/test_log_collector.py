@@ -129,7 +129,7 @@ def test_end_of_an_unwritable_log_is_sent_before_the_step_leaves(tmp_path: Path)
         asyncio.run(story(at))
 
 
-def test_a_step_whose_file_is_complete_leaves_nothing_to_keep(tmp_path: Path) -> None:
+def test_step_whose_file_is_complete_leaves_no_buffer(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
         async with at.manager(), collecting(at) as collector:
             launch = at.launch("sh", "-c", "echo hello; sleep 0.2; exit 3")

@@ -38,7 +38,7 @@ def test_complete_turns_are_fetched_once_and_others_each_time() -> None:
     assert {*turns.holding} == {first, second}
 
 
-def test_a_turn_that_will_still_be_cut_at_its_stop_text_is_not_kept() -> None:
+def test_turn_that_is_not_yet_cut_at_its_stop_text_is_not_cached() -> None:
     turns = FakeTurns()
     known = KnownTurns(turns, CHAT.tokenizer)
     kept = [opened(turns, f"{text}/1/0", text, stop=("=",)) for text in ("12", "3=", "45=6")]
@@ -49,7 +49,7 @@ def test_a_turn_that_will_still_be_cut_at_its_stop_text_is_not_kept() -> None:
     assert asyncio.run(known.read(0)).turns[2].sampled == encode("45=")
 
 
-def test_another_attempt_has_turns_of_its_own() -> None:
+def test_cached_turns_of_one_attempt_are_not_used_for_another() -> None:
     turns = FakeTurns()
     known = KnownTurns(turns, CHAT.tokenizer)
     old = opened(turns, "a/1/0")
@@ -60,7 +60,7 @@ def test_another_attempt_has_turns_of_its_own() -> None:
     assert [turn.id for turn in asyncio.run(known.read(0)).turns] == [new] != [old]
 
 
-def test_what_is_kept_is_bounded_over_all_episodes() -> None:
+def test_cache_of_turns_is_bounded_over_all_episodes() -> None:
     turns = FakeTurns()
     known = KnownTurns(turns, CHAT.tokenizer, max_weight=100)
     for episode in range(20):
@@ -73,7 +73,7 @@ def test_what_is_kept_is_bounded_over_all_episodes() -> None:
     assert not turns.holding, "the episode that was read longest ago is forgotten first"
 
 
-def test_recorded_turns_are_passed_on_and_never_kept() -> None:
+def test_recorded_turns_are_returned_and_never_cached() -> None:
     turns = FakeTurns()
     known = KnownTurns(turns, CHAT.tokenizer)
     recorded = msgspec.structs.replace(turns.turns[opened(turns, "a/1/0", episode=9)], id=5)
@@ -83,7 +83,7 @@ def test_recorded_turns_are_passed_on_and_never_kept() -> None:
         assert (read.turns, read.recorded, turns.holding) == ((), (recorded,), ())
 
 
-def test_an_episode_that_is_over_is_reported() -> None:
+def test_ended_episode_is_reported() -> None:
     class Over(FakeTurns):
         async def get_episode(self, episode: int, holding: object = ()) -> object:  # type: ignore[override]
             raise FencedAttempt("over")

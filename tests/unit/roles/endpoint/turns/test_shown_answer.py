@@ -33,7 +33,7 @@ def tokens_of(chat: ModelChat, sampled: list[int]) -> list[int]:
 @settings(max_examples=300, deadline=None)
 @given(BYTES, STOPS)
 @example(list(b"aab"), ["ab", "b"])
-def test_the_text_of_a_stream_is_that_of_the_whole_answer_whatever_its_parts(
+def test_streamed_text_equals_that_of_the_whole_answer_however_it_is_split(
     chat: ModelChat, sampled: list[int], stops: list[str]
 ) -> None:
     """What is sent after each token only ever grows, and is never taken back by a stop text."""

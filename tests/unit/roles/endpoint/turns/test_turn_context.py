@@ -52,7 +52,7 @@ def whole(context: Context, turns: list[Turn]) -> tuple[int, ...]:
 
 
 @given(st.lists(st.tuples(texts, answers, st.booleans()), min_size=1, max_size=5), texts)
-def test_a_conversation_that_goes_on_keeps_every_sampled_token_as_it_was_sampled(
+def test_continued_conversation_keeps_every_sampled_token(
     exchange: list[tuple[str, tuple[int, ...], bool]], last: str
 ) -> None:
     turns: list[Turn] = []
@@ -74,7 +74,7 @@ def test_a_conversation_that_goes_on_keeps_every_sampled_token_as_it_was_sampled
     assert context.parent is not None
 
 
-def test_an_answer_whose_text_encodes_differently_stays_as_sampled() -> None:
+def test_answer_whose_text_encodes_differently_keeps_its_sampled_tokens() -> None:
     one, two = CHAT.tokenizer.encode("1") + CHAT.tokenizer.encode("2"), CHAT.tokenizer.encode("12")
     assert one != two
     turns: list[Turn] = []
@@ -95,7 +95,7 @@ def test_an_answer_that_the_agent_changed_is_context_of_a_branch() -> None:
     assert context.given == (*CHAT.tokenizer.encode("6"), EOS, *CHAT.tokenizer.encode("|?<="))
 
 
-def test_another_conversation_of_the_episode_has_no_parent_unless_it_begins_alike() -> None:
+def test_unrelated_conversation_of_an_episode_has_a_parent_only_with_a_common_beginning() -> None:
     turns: list[Turn] = []
     record(turns, ask(CHAT, [Message("user", "0")], turns)[0], (EOS,))
     context, _ = ask(CHAT, [Message("assistant", "7"), Message("user", "8")], turns)
@@ -159,7 +159,7 @@ def folder_chat(tmp_path_factory: pytest.TempPathFactory) -> Chat:
     st.text(max_size=5),
 )
 @pytest.mark.torch
-def test_with_a_template_that_keeps_prefixes_every_sampled_token_stays(
+def test_template_that_keeps_prefixes_keeps_every_sampled_token(
     folder_chat: Chat, exchange: list[tuple[str, list[int], bool]], last: str
 ) -> None:
     """Random bytes are often not valid text, which decoding and encoding would change."""
@@ -184,7 +184,7 @@ def test_with_a_template_that_keeps_prefixes_every_sampled_token_stays(
 
 
 @pytest.mark.torch
-def test_a_template_that_writes_an_answer_otherwise_than_it_begins_makes_branches(tmp_path: Path) -> None:
+def test_template_that_renders_an_earlier_answer_differently_makes_a_branch(tmp_path: Path) -> None:
     from rrl.tests.support.roles import folders
 
     folders.tokenizer(tmp_path)

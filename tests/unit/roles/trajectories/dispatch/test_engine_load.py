@@ -23,14 +23,14 @@ def seconds(lengths: list[float]) -> float:
     return sum(length * (TIMES[j] - TIMES[j - 1]) for j, length in enumerate(sorted(lengths, reverse=True), 1))
 
 
-def test_known_lengths_take_the_sum_over_the_longest_first() -> None:
+def test_time_of_known_lengths_is_the_sum_over_the_longest_first() -> None:
     lengths = [2000, 700, 650, 300, 120, 40]
     curves = [TABLE.curve(GroupEstimate(math.log(length), 0.0, 1e-4), 0) for length in lengths]
     assert EngineLoad(TABLE.widths, TIMES, curves).finish() == pytest.approx(seconds([*map(float, lengths)]), rel=0.06)
 
 
 @pytest.mark.parametrize("progress", [0, 500])
-def test_uncertain_lengths_take_the_mean_of_what_they_would_take(progress: int) -> None:
+def test_time_of_uncertain_lengths_is_the_mean_over_their_distribution(progress: int) -> None:
     rng, estimate = random.Random(0), GroupEstimate(math.log(400), 0.1, 0.4)
     taken: list[float] = []
     while len(taken) < 1500:
@@ -45,7 +45,7 @@ def test_uncertain_lengths_take_the_mean_of_what_they_would_take(progress: int) 
 
 @settings(max_examples=80, deadline=None)
 @given(st.lists(st.tuples(ESTIMATES, st.integers(0, LIMIT)), min_size=1, max_size=12))
-def test_an_answer_more_takes_longer_and_can_be_removed_again(those: list[tuple[GroupEstimate, int]]) -> None:
+def test_added_answer_lengthens_the_time_and_can_be_removed_again(those: list[tuple[GroupEstimate, int]]) -> None:
     curves: list[Curve] = [TABLE.curve(*each) for each in those]
     load = EngineLoad(TABLE.widths, TIMES, curves[1:])
     before = load.finish()
@@ -60,7 +60,7 @@ def test_an_answer_more_takes_longer_and_can_be_removed_again(those: list[tuple[
     assert load.finish() == after, "a copy changes nothing"
 
 
-def test_two_engines_are_both_done_after_the_mean_of_the_larger_of_their_times() -> None:
+def test_finish_of_two_engines_is_the_mean_of_the_later_of_both_times() -> None:
     rng, estimate = random.Random(0), GroupEstimate(math.log(400), 0.1, 0.4)
 
     def drawn(count: int) -> list[float]:
@@ -75,7 +75,7 @@ def test_two_engines_are_both_done_after_the_mean_of_the_larger_of_their_times()
 
 @settings(max_examples=80, deadline=None)
 @given(*[st.lists(st.tuples(ESTIMATES, st.integers(0, LIMIT)), max_size=8)] * 2)
-def test_two_engines_take_as_long_as_the_slower_one_and_less_than_one_after_the_other(
+def test_finish_of_two_engines_is_between_the_slower_time_and_the_sum_of_both(
     one: list[tuple[GroupEstimate, int]], other: list[tuple[GroupEstimate, int]]
 ) -> None:
     first, second = (EngineLoad(TABLE.widths, TIMES, [TABLE.curve(*each) for each in those]) for those in (one, other))
@@ -90,7 +90,7 @@ def test_two_engines_take_as_long_as_the_slower_one_and_less_than_one_after_the_
         assert finish_of_both(first.course_without(curve), []) == pytest.approx(rest.finish())
 
 
-def test_curves_hold_what_is_expected_to_be_left() -> None:
+def test_curve_sums_to_the_expected_remaining_length() -> None:
     estimate = GroupEstimate(math.log(300), 0.2, 0.3)
     for progress in (0, 64, 300, 1000, 3900):
         goes_on, _ = TABLE.curve(estimate, progress)

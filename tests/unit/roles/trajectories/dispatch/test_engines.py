@@ -18,7 +18,7 @@ ROLLOUTS = [Incarnation(ReplicaId(f"rollout/{index}"), 1) for index in range(3)]
 
 
 @pytest.mark.parametrize("token_s", [0.001, 0.3])
-def test_a_new_rollout_gets_as_much_as_those_whose_times_are_known(token_s: float) -> None:
+def test_new_rollout_gets_as_much_work_as_those_with_known_times(token_s: float) -> None:
     """Its engine is assumed to be like theirs, also if it requested work before anything was known of them."""
     times = defaultdict[Incarnation, TokenTimes](TokenTimes)
     engines = Engines(4_000, lambda trajectory: KNOWN, lambda engine: frozenset(), lambda engine: times[engine])

@@ -48,7 +48,7 @@ def taught(groups: int = 200, seed: int = 0) -> Lengths:
 
 @settings(max_examples=60, deadline=None)
 @given(FACTS, st.integers(0, 30))
-def test_a_fold_that_continues_from_a_written_state_gives_the_same_bits(facts: list[Fact], cut: int) -> None:
+def test_fold_continued_from_a_written_state_gives_the_same_bits(facts: list[Fact], cut: int) -> None:
     whole, first = Lengths(LIMIT), Lengths(LIMIT)
     for prompt, those in facts[:cut]:
         whole.observe(prompt, those)
@@ -85,7 +85,7 @@ def test_new_prompts_are_ranked_by_their_tokens() -> None:
     assert 25 < math.exp(short.mean) < 100
 
 
-def test_lengths_that_do_not_depend_on_prompts_do_not_separate() -> None:
+def test_lengths_independent_of_prompts_do_not_separate() -> None:
     lengths, rng = Lengths(LIMIT), random.Random(3)
     for number in range(300):
         lengths.observe((1, 2, 7 + number % 2, 10 + number), answers(math.log(300) + rng.gauss(0, 1), rng))
@@ -100,12 +100,12 @@ def test_a_ranker_that_was_right_and_is_wrong_now_stops_separating() -> None:
     assert not lengths.separates
 
 
-def test_nothing_separates_before_enough_groups() -> None:
+def test_lengths_do_not_separate_before_enough_groups() -> None:
     assert not taught(15).separates
     assert not taught(15).informed
 
 
-def test_earlier_answers_of_a_prompt_correct_what_its_tokens_say() -> None:
+def test_earlier_answers_of_a_prompt_correct_the_estimate_from_its_tokens() -> None:
     lengths, rng = taught(), random.Random(5)
     for number in range(60):  # every prompt comes twice; one with token 8 has long answers all the same
         usual = (1, 2, 7 + number % 2, 5000 + number % 30)
@@ -131,7 +131,7 @@ def test_only_the_most_recent_prompts_are_remembered(monkeypatch: pytest.MonkeyP
     assert one.state().prompts in kept
 
 
-def test_answers_that_were_cut_count_as_longer_than_the_limit() -> None:
+def test_truncated_answers_count_as_longer_than_the_limit() -> None:
     cut, ended = Lengths(100), Lengths(10_000)
     for number in range(50):
         those = [Answer(100, False)] * 6 + [Answer(60, True)] * 2
@@ -162,7 +162,7 @@ def test_answer_of_maximum_length_counts_as_cut_even_if_reported_as_ended() -> N
     assert first.state() == second.state()
 
 
-def test_siblings_that_are_done_and_running_ones_refine_the_estimate() -> None:
+def test_finished_and_running_siblings_refine_the_estimate() -> None:
     lengths = Lengths(LIMIT)
     before = GroupEstimate(math.log(200), 0.8, 0.3)
     done = lengths.refine(before, [Answer(1500, True), Answer(1200, True), Answer(10, False)])
@@ -176,7 +176,7 @@ def test_siblings_that_are_done_and_running_ones_refine_the_estimate() -> None:
     assert lengths.refine(before, [Answer(0, False)]) == before
 
 
-def test_what_is_left_is_the_mean_above_the_progress() -> None:
+def test_expected_remaining_length_is_the_mean_above_the_progress() -> None:
     estimate, rng = GroupEstimate(math.log(300), 0.1, 0.3), random.Random(1)
     sample = [min(LIMIT, rng.lognormvariate(estimate.mean, estimate.deviation)) for _ in range(40_000)]
     for progress in (0, 200, 800):

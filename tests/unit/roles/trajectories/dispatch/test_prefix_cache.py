@@ -20,13 +20,13 @@ A, B, C = (incarnation_of(f"rollout/{index}") for index in range(3))
 ENGINES = (A, B, C)
 
 
-def test_engine_gets_what_it_has_and_what_no_other_engine_has() -> None:
+def test_engine_gets_turns_that_it_has_cached_and_those_cached_nowhere() -> None:
     waiting = [(1, None), (2, A), (3, B), (4, C)]
     assert deal(waiting, A, 4, {B: 1}) == [2, 1, 4]
     assert deal(waiting, B, 4, {A: 1}) == [3, 1, 4]
 
 
-def test_engine_that_has_more_turns_than_places_leaves_the_last_to_others() -> None:
+def test_engine_with_more_cached_turns_than_places_leaves_the_last_to_others() -> None:
     waiting = [(1, B), (2, B), (3, B)]
     assert deal(waiting, A, 2, {B: 1}) == [2, 3]
     assert deal(waiting, B, 1, {A: 2}) == [1]
@@ -40,7 +40,7 @@ def test_turn_is_not_overtaken_by_one_whose_prefix_is_cached() -> None:
     st.lists(st.sampled_from([None, *ENGINES]), max_size=12),
     st.dictionaries(st.sampled_from(ENGINES), st.integers(1, 5)),
 )
-def test_engines_together_get_the_first_of_what_waits_and_each_turn_once(
+def test_engines_together_get_the_first_waiting_turns_each_once(
     cached: list[Incarnation | None], places: dict[Incarnation, int]
 ) -> None:
     waiting = list(enumerate(cached))
@@ -102,7 +102,7 @@ def test_next_turn_goes_to_any_rollout_if_the_one_that_has_its_prefix_cannot_tak
     assert _lease(store, OTHER) == [number]
 
 
-def test_turn_is_kept_for_the_rollout_that_waits_and_given_away_once_that_is_served(store: Store) -> None:
+def test_turn_is_kept_for_the_waiting_rollout_with_its_prefix_until_that_has_work(store: Store) -> None:
     (item,) = episodes(store, 1)
     first = _turn_of(store, item, ROLLOUT)
     assert _lease(store, ROLLOUT, 1) == []

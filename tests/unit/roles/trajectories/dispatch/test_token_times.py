@@ -12,7 +12,7 @@ from rrl.roles.trajectories.dispatch.token_times import MAX_RUNNING, AppendTimes
 
 
 @given(st.lists(st.tuples(st.integers(-1, 600), st.floats(-1.0, 10.0)), max_size=80))
-def test_more_answers_never_take_less_time_a_token(observed: list[tuple[int, float]]) -> None:
+def test_time_per_token_never_falls_with_more_answers(observed: list[tuple[int, float]]) -> None:
     times = TokenTimes()
     for running, seconds in observed:
         times.observe(running, seconds)
@@ -23,7 +23,7 @@ def test_more_answers_never_take_less_time_a_token(observed: list[tuple[int, flo
     assert table[1] > 0.0
 
 
-def test_times_follow_what_was_observed() -> None:
+def test_token_times_follow_the_observations() -> None:
     times = TokenTimes()
     for running in (1, 4, 16, 64):
         for _ in range(8):
@@ -43,7 +43,7 @@ def test_pauses_do_not_count_but_a_slower_engine_does() -> None:
     assert times.table[8] == pytest.approx(0.03)
 
 
-def test_an_engine_of_which_nothing_was_observed_counts_as_the_median_of_the_others() -> None:
+def test_engine_without_observations_has_the_median_times_of_the_others() -> None:
     fast, usual, slow, new = TokenTimes(), TokenTimes(), TokenTimes(), TokenTimes()
     for times, seconds in ((fast, 0.001), (usual, 0.002), (slow, 0.009)):
         times.observe(8, seconds)
@@ -67,14 +67,14 @@ def test_an_append_shows_the_time_of_a_token_and_that_of_reading_a_prefix() -> N
     assert times.read == pytest.approx(0.5 / 1000, rel=0.05)
 
 
-def test_an_append_of_an_answer_that_ended_teaches_nothing() -> None:
+def test_append_of_an_ended_answer_gives_no_observation() -> None:
     appends = AppendTimes()
     appends.leased(1, 0, 1, 0.0)
     appends.ended([1])
     assert appends.appended([(1, 64)], 1, 0.64, TokenTimes()) == Observed()
 
 
-def test_reading_is_never_free() -> None:
+def test_time_of_reading_a_prefix_is_never_zero() -> None:
     times = TokenTimes()
     times.add(Observed((), (0.0,) * 5))  # the engine's cache had the prefix
     assert times.read > 0.0
@@ -85,7 +85,7 @@ def test_reading_is_never_free() -> None:
     st.lists(st.floats(0.0, 1.0), max_size=40),
     st.lists(st.tuples(st.integers(1, 600), st.floats(0.001, 10.0)), max_size=20),
 )
-def test_times_from_the_observations_that_count_stay_equal_whatever_is_observed_next(
+def test_times_restored_from_counted_observations_stay_equal_after_further_ones(
     tokens: list[tuple[int, float]], reads: list[float], later: list[tuple[int, float]]
 ) -> None:
     one = TokenTimes()

@@ -67,7 +67,7 @@ def test_a_rollout_gets_at_most_its_places_and_an_idle_one_gets_work(
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.floats(10.0, 3000.0), min_size=1, max_size=24), st.integers(2, 4), st.integers(1, 8))
-def test_everything_is_given_out_in_the_end(lengths: list[float], count: int, places: int) -> None:
+def test_every_waiting_answer_is_eventually_leased(lengths: list[float], count: int, places: int) -> None:
     """Engines request work in turn, as often as they have free places: no answer waits for ever."""
     left = waiting(*sorted(lengths, reverse=True))
     running: list[list[Waiting]] = [[] for _ in range(count)]
@@ -87,7 +87,7 @@ def test_everything_is_given_out_in_the_end(lengths: list[float], count: int, pl
     assert not left
 
 
-def test_long_answers_are_dealt_to_different_engines() -> None:
+def test_long_answers_are_distributed_over_engines() -> None:
     work = waiting(2000, 2000, 100, 100, 100, 100, 100, 100)
     own, other = engine("a", 4), engine("b", 4)
     first = share(work, own, [other])
@@ -105,12 +105,12 @@ def test_a_slow_engine_gets_less() -> None:
     assert 1 <= len(few) < len(many)
 
 
-def test_many_alike_answers_even_out_what_engines_run_although_one_has_more_free_places() -> None:
+def test_many_equal_answers_balance_the_load_despite_unequal_free_places() -> None:
     given_to = share(waiting(*[500.0] * 120), engine("idle", 128), [engine("busy", 452, *[500.0] * 60)])
     assert len(given_to) == pytest.approx((120 + 60) / 2, abs=5), "both run 90 then"
 
 
-def test_an_engine_with_work_leaves_the_last_answer_to_an_idle_one() -> None:
+def test_busy_engine_leaves_the_last_answer_to_an_idle_one() -> None:
     work = waiting(900)
     assert share(work, engine("busy", 4, 500, 500, 500), [engine("idle", 4)]) == []
     assert share(work, engine("idle", 4), [engine("busy", 4, 500, 500, 500)]) == [0]
@@ -121,7 +121,7 @@ def test_an_idle_engine_gets_work_also_if_another_one_would_end_earlier() -> Non
     assert share(waiting(900), engine("slow", 4, times=slow), [engine("fast", 4)]) == [0]
 
 
-def test_classes_of_length_are_half_octaves() -> None:
+def test_length_classes_are_half_octaves() -> None:
     assert length_class(1000.0) == length_class(1010.0)
     assert length_class(1000.0) < length_class(1600.0) < length_class(2400.0)
     assert length_class(0.0) == length_class(1.0) == 0
@@ -152,13 +152,15 @@ def test_an_answer_moves_from_the_engine_that_ends_last_to_an_idle_one() -> None
         ("engines are as fast with many answers", [("idle", 4)], READ, FLAT),
     ],
 )
-def test_nothing_moves_if(why: str, others: list[tuple[str, int]], read: float, times: tuple[float, ...]) -> None:
+def test_no_answer_moves_without_sufficient_gain(
+    why: str, others: list[tuple[str, int]], read: float, times: tuple[float, ...]
+) -> None:
     those = running(1500, 1500, 1500, 1500)
     views = [engine(name, free, times=times) for name, free in others]
     assert hand_back(source(those, times), those, views, read) == [], why
 
 
-def test_nothing_moves_if_only_the_risk_of_a_long_answer_would() -> None:
+def test_no_answer_moves_if_only_the_risk_of_a_long_answer_would_move() -> None:
     """Either engine would wait for the answer if it becomes long, and other answers do not make it slower."""
     those = [Running(number, curve(500, 64, deviation=1.0), 84) for number in range(6)]
     other = EngineView("other", EngineLoad(TABLE.widths, FLAT, [those[0].curve]), 1, 4)
@@ -167,28 +169,28 @@ def test_nothing_moves_if_only_the_risk_of_a_long_answer_would() -> None:
 
 
 @pytest.mark.parametrize(("share_of_gain", "moves"), [(0.4, 0), (0.2, 1)])
-def test_reading_may_cost_half_of_the_gain_that_is_left(share_of_gain: float, moves: int) -> None:
+def test_prefix_reading_may_cost_half_of_the_gain_of_a_move(share_of_gain: float, moves: int) -> None:
     those, other = running(1500, 1500, 1500, 1500), [engine("other", 1, 1450, 1450)]
     (free,) = hand_back(source(those), those, other, 0.0)
     read = share_of_gain * free.gain / those[0].prefix
     assert len(hand_back(source(those), those, other, read)) == moves
 
 
-def test_an_answer_that_moved_moves_again_once_its_prefix_is_twice_as_long() -> None:
+def test_moved_answer_moves_again_only_once_its_prefix_has_doubled() -> None:
     those = running(1500, 1500, 1500, 1500)
     for read_before, moves in ((those[0].prefix // 2 + 1, 0), (those[0].prefix // 2, 1)):
         moved = [Running(each.trajectory, each.curve, each.prefix, read_before) for each in those]
         assert len(hand_back(source(moved), moved, [engine("idle", 1)], READ)) == moves
 
 
-def test_nothing_moves_from_an_engine_that_does_not_end_last() -> None:
+def test_no_answer_moves_from_an_engine_that_does_not_end_last() -> None:
     those = running(300, 300)
     assert hand_back(source(those), those, [engine("idle", 4), engine("later", 0, 3000, 3000)], READ) == []
 
 
 @settings(max_examples=80, deadline=None)
 @given(st.lists(st.floats(10.0, 3000.0), max_size=10), ENGINES, st.floats(1e-6, 1e-2), st.integers(0, 2000))
-def test_every_move_gains_twice_its_cost(
+def test_gain_of_every_move_is_at_least_twice_its_cost(
     lengths: list[float], others: list[tuple[int, list[float]]], read: float, progress: int
 ) -> None:
     those = running(*lengths, progress=progress)

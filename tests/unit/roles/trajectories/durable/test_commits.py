@@ -41,7 +41,7 @@ def test_store_keeps_as_many_commits_as_checkpoints(tmp_path: Path) -> None:
     assert store.commit_status.folders == {5: "checkpoints/5", 6: "checkpoints/6"}
 
 
-def test_a_flush_that_is_half_written_is_left_out(tmp_path: Path) -> None:
+def test_partly_written_flush_is_left_out(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     train(store, 1)
     before = log_files(tmp_path)[-1].stat().st_size
@@ -53,7 +53,7 @@ def test_a_flush_that_is_half_written_is_left_out(tmp_path: Path) -> None:
     assert sorted(read_commits(tmp_path)) == [1]
 
 
-def test_a_log_that_a_new_store_has_only_claimed_is_left_out(tmp_path: Path) -> None:
+def test_empty_log_claimed_by_a_new_store_is_left_out(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     train(store, 1)
     (tmp_path / "log.9").touch()

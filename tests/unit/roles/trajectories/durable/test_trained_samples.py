@@ -40,7 +40,7 @@ def _trained(one: Trajectory) -> list[int]:
     return [token for place, token in enumerate(one.tokens) if place not in masked]
 
 
-def test_turns_in_a_row_are_one_sample_that_masks_what_was_given(store: Store) -> None:
+def test_consecutive_turns_are_one_sample_that_masks_the_given_tokens(store: Store) -> None:
     (item,) = episodes(store, 1)
     first = turn(store, item, (2, 3), (5, 6), step=0)
     turn(store, item, (7,), (8,), first, 4, step=1)
@@ -53,7 +53,7 @@ def test_turns_in_a_row_are_one_sample_that_masks_what_was_given(store: Store) -
     assert (one.reward, one.training) == (0.5, 0.5)
 
 
-def test_second_branch_has_what_the_first_trains_as_its_prompt(store: Store) -> None:
+def test_second_branch_has_the_trained_tokens_of_the_first_as_its_prompt(store: Store) -> None:
     (item,) = episodes(store, 1)
     root = turn(store, item, (2, 3), (5, 6))
     turn(store, item, (7,), (8,), root, 4)
@@ -63,7 +63,7 @@ def test_second_branch_has_what_the_first_trains_as_its_prompt(store: Store) -> 
     assert (other.prompt, other.tokens, _trained(other)) == ((2, 3, 5, 6, 9), (10, 11), [10, 11])
 
 
-def test_answer_that_a_later_turn_keeps_only_the_begin_of_is_a_sample_of_its_own(store: Store) -> None:
+def test_answer_of_which_a_later_turn_keeps_only_the_beginning_is_a_separate_sample(store: Store) -> None:
     (item,) = episodes(store, 1)
     root = turn(store, item, (2, 3), (5, 6, 7))
     turn(store, item, (9,), (8,), root, 3)  # keeps only the 5
@@ -72,7 +72,7 @@ def test_answer_that_a_later_turn_keeps_only_the_begin_of_is_a_sample_of_its_own
     assert (other.prompt + other.tokens, _trained(other)) == ((2, 3, 5, 9, 8), [8])
 
 
-def test_turn_that_leaves_its_parent_before_the_parents_own_tokens_does_not_have_them(store: Store) -> None:
+def test_turn_that_branches_before_the_tokens_of_its_parent_does_not_contain_them(store: Store) -> None:
     (item,) = episodes(store, 1)
     root = turn(store, item, (2, 3), (5,))
     second = turn(store, item, (4,), (6,), root, 3)
@@ -103,7 +103,7 @@ def test_answer_without_a_token_adds_nothing(store: Store) -> None:
     assert one.prompt + one.tokens == (2, 5)
 
 
-def test_digest_covers_what_was_given_where_and_what_was_sampled(tmp_path: Path) -> None:
+def test_digest_depends_on_given_tokens_their_place_and_sampled_tokens(tmp_path: Path) -> None:
     digests = set()
     for number, (given, tokens, reward) in enumerate(
         [
@@ -122,7 +122,7 @@ def test_digest_covers_what_was_given_where_and_what_was_sampled(tmp_path: Path)
     assert len(digests) == 5
 
 
-def test_member_of_a_gang_gets_lengths_and_masks_of_all_and_the_tokens_of_its_own(store: Store) -> None:
+def test_shard_of_a_gang_member_has_lengths_and_masks_of_all_and_its_own_tokens(store: Store) -> None:
     for item in episodes(store, BATCH * GROUP):
         first = turn(store, item, (2, 3), (5, 6))
         turn(store, item, (7,), (8,), first, 4)

@@ -103,7 +103,7 @@ class _Run:
             await self.advanced.wait_for(lambda: self.step >= step)
 
 
-def test_what_agents_have_read_is_trained_token_for_token_while_the_store_is_killed_again_and_again(
+def test_answers_read_by_agents_are_trained_token_for_token_although_the_store_is_killed(
     process: StoreProcess,
 ) -> None:
     async def main() -> _Run:
@@ -132,7 +132,9 @@ def test_what_agents_have_read_is_trained_token_for_token_while_the_store_is_kil
         assert tokens == (*first, 2, 3, *second)
 
 
-def test_agent_of_an_older_attempt_learns_that_it_is_over_and_a_mistake_does_not_end_it(process: StoreProcess) -> None:
+def test_agent_of_an_older_attempt_is_fenced_and_an_invalid_request_does_not_end_an_attempt(
+    process: StoreProcess,
+) -> None:
     async def main() -> None:
         process.start(CREW)
         async with _clients(process, AGENTS, OTHER_AGENTS) as (old, new):
@@ -160,7 +162,7 @@ def test_agent_of_an_older_attempt_learns_that_it_is_over_and_a_mistake_does_not
     asyncio.run(main())
 
 
-def test_replica_that_replays_reads_what_was_sampled_before_and_after_the_death(process: StoreProcess) -> None:
+def test_replaying_replica_reads_tokens_sampled_before_and_after_the_death(process: StoreProcess) -> None:
     successor = incarnation_of("agents/0", 2)
 
     async def main() -> None:
@@ -211,7 +213,7 @@ def test_agent_outside_of_the_run_gets_an_episode_and_posts_its_reward_later(pro
     asyncio.run(main())
 
 
-def test_reward_that_does_not_come_in_time_drops_its_group_while_no_request_arrives(tmp_path: Path) -> None:
+def test_group_whose_reward_is_overdue_is_dropped_without_a_further_request(tmp_path: Path) -> None:
     process = StoreProcess(tmp_path, agents=True, reward_timeout=0.25)
 
     async def main() -> None:

@@ -70,7 +70,7 @@ def _opened(scene: _Scene) -> tuple[EpisodeItem, int, int]:
     return item, ask(scene.store, item, "a"), ask(scene.store, item, "b")
 
 
-def test_request_is_evaluated_when_it_arrives_and_when_its_turn_has_changed_only(scene: _Scene) -> None:
+def test_request_is_evaluated_only_on_arrival_and_when_its_turn_has_changed(scene: _Scene) -> None:
     _, first, second = _opened(scene)
     one, other = scene.follow(first), scene.follow(second)
     assert scene.answers() == {}
@@ -97,7 +97,7 @@ def test_request_for_tokens_that_are_there_is_answered_at_once(scene: _Scene) ->
     assert given.finished
 
 
-def test_wait_ends_without_tokens_at_its_time(scene: _Scene) -> None:
+def test_request_without_new_tokens_is_answered_when_its_wait_ends(scene: _Scene) -> None:
     _, first, second = _opened(scene)
     late, early = scene.follow(first, wait=5.0), scene.follow(second, wait=2.0)
     assert scene.answers() == {}
@@ -109,7 +109,7 @@ def test_wait_ends_without_tokens_at_its_time(scene: _Scene) -> None:
     assert scene.answers() == {late: NotReady()}
 
 
-def test_request_that_is_repeated_gets_one_answer(scene: _Scene) -> None:
+def test_repeated_request_gets_one_answer(scene: _Scene) -> None:
     _, first, _ = _opened(scene)
     identity = scene.follow(first)
     scene.answers()
@@ -121,7 +121,7 @@ def test_request_that_is_repeated_gets_one_answer(scene: _Scene) -> None:
 
 
 @pytest.mark.parametrize("change", ["end", "fail", "finish", "drop", "die", "fence"])
-def test_followers_learn_of_everything_that_ends_a_turn(scene: _Scene, change: str) -> None:
+def test_followers_are_notified_of_every_end_of_a_turn(scene: _Scene, change: str) -> None:
     store = scene.store
     item, first, _ = _opened(scene)
     done = turn(store, item, (9,), (4, 4))

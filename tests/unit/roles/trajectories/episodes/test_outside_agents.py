@@ -47,7 +47,9 @@ def _open(store: Store, request: str = "a", who: Incarnation = ENDPOINT) -> Epis
     return item
 
 
-def test_request_that_is_repeated_gets_the_same_episode_and_another_one_the_next(store: Store, tmp_path: Path) -> None:
+def test_repeated_request_returns_the_same_episode_and_another_request_the_next_one(
+    store: Store, tmp_path: Path
+) -> None:
     item = _open(store)
     assert (item.episode, item.attempt) == (0, 1)
     assert _open(store) == item
@@ -77,7 +79,7 @@ def test_request_gets_another_episode_once_its_attempt_is_over(store: Store) -> 
     assert (again.episode, again.attempt) == (1, 2)
 
 
-def test_attempt_that_takes_too_long_fails_and_is_made_again(store: Store) -> None:
+def test_attempt_beyond_its_time_limit_fails_and_is_repeated(store: Store) -> None:
     item = _open(store)
     assert store.episodes.due < 1000.0, "the limit begins with the next round"
     store.episodes.expire(1000.0)
@@ -136,7 +138,7 @@ def _post(store: Store, item: EpisodeItem, reward: float, attempt: int = 1) -> o
     return answer(store, PostReward(ENDPOINT, item.episode, attempt, reward))
 
 
-def test_reward_that_comes_later_is_the_episodes_and_comes_once(store: Store, tmp_path: Path) -> None:
+def test_late_reward_is_accepted_once(store: Store, tmp_path: Path) -> None:
     items = [_ended(store, str(number)) for number in range(BATCH * GROUP)]
     assert store.lease_scoring(REWARD, 9) == Scoring(())
     store = reopened(store, tmp_path, MEMBERS, episodes=SETTINGS)
@@ -151,7 +153,7 @@ def test_reward_that_comes_later_is_the_episodes_and_comes_once(store: Store, tm
     assert [one.reward for one in bind(store, 1).trajectories] == [0.0, 0.25, 0.5, 0.75]
 
 
-def test_reward_that_does_not_come_in_time_drops_the_group(store: Store, tmp_path: Path) -> None:
+def test_overdue_reward_drops_the_group(store: Store, tmp_path: Path) -> None:
     item = _ended(store)
     store = reopened(store, tmp_path, MEMBERS, episodes=SETTINGS)
     store.episodes.expire(10.0)
@@ -162,7 +164,7 @@ def test_reward_that_does_not_come_in_time_drops_the_group(store: Store, tmp_pat
     assert is_over(_post(store, item, 1.0))
 
 
-def test_reward_in_time_ends_the_limit(store: Store) -> None:
+def test_reward_in_time_clears_the_limit(store: Store) -> None:
     item = _ended(store)
     store.episodes.expire(10.0)
     _post(store, item, 1.0)
@@ -170,7 +172,7 @@ def test_reward_in_time_ends_the_limit(store: Store) -> None:
     assert store.audit().dropped == {}
 
 
-def test_reward_is_refused_before_the_end_of_another_attempt_and_if_it_is_no_number(store: Store) -> None:
+def test_reward_before_the_end_of_another_attempt_or_that_is_no_number_is_refused(store: Store) -> None:
     item = _open(store)
     early = _post(store, item, 1.0)
     assert isinstance(early, Denied)

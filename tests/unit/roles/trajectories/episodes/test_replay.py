@@ -92,7 +92,7 @@ def test_next_attempt_gets_the_recorded_turns_by_repeating_their_requests(store:
     assert lease(store, OTHER)[0].trajectory != second
 
 
-def test_open_turn_is_sampled_on_while_no_process_makes_the_attempt(store: Store, tmp_path: Path) -> None:
+def test_open_turn_is_sampled_to_its_end_while_no_process_executes_the_attempt(store: Store, tmp_path: Path) -> None:
     (item,) = episodes(store, 1)
     number = ask(store, item)
     lease(store)
@@ -160,7 +160,7 @@ def test_turns_that_the_finished_attempt_did_not_use_are_not_trained(store: Stor
     assert (len(shown.turns), shown.recorded) == (2, ())
 
 
-def test_attempt_that_failed_is_not_replayed(store: Store) -> None:
+def test_failed_attempt_is_not_replayed(store: Store) -> None:
     (item,) = episodes(store, 1)
     first = turn(store, item, (2, 3), (5, 6))
     who, again = _next(store, 2)
@@ -170,7 +170,7 @@ def test_attempt_that_failed_is_not_replayed(store: Store) -> None:
     assert ask(store, third, "(2, 3) None 0", who=who) > first
 
 
-def test_job_that_begins_again_records_nothing(tmp_path: Path) -> None:
+def test_job_with_on_death_again_records_no_turns(tmp_path: Path) -> None:
     store = open_agents_store(tmp_path, episodes=EpisodeSettings(on_death="again"))
     (item,) = episodes(store, 1)
     first = turn(store, item, (2, 3), (5, 6))
@@ -179,7 +179,7 @@ def test_job_that_begins_again_records_nothing(tmp_path: Path) -> None:
     assert ask(store, again, "(2, 3) None 0", who=who) > first
 
 
-def test_attempt_that_replays_may_die_too(store: Store, tmp_path: Path) -> None:
+def test_replaying_attempt_may_die_too(store: Store, tmp_path: Path) -> None:
     (item,) = episodes(store, 1)
     first = turn(store, item, (2, 3), (5, 6))
     second = turn(store, item, (7,), (8,), first, 4)
@@ -195,7 +195,7 @@ def test_attempt_that_replays_may_die_too(store: Store, tmp_path: Path) -> None:
     assert [one.tokens for one in _samples(store, again, who)] == [(5, 6, 7, 8), (4,)]
 
 
-def test_turns_are_taken_over_in_another_order_than_they_were_recorded(store: Store, tmp_path: Path) -> None:
+def test_turns_may_be_replayed_in_another_order_than_they_were_recorded(store: Store, tmp_path: Path) -> None:
     """Two sub-agents with the same beginning: the second branched off the first, and asks first this time."""
     (item,) = episodes(store, 1)
     one = turn(store, item, (2, 3), (5, 6))
@@ -218,7 +218,7 @@ def test_recorded_turn_is_neither_followed_nor_continued_until_it_is_taken_over(
     assert "is not one of attempt 2" in refused.why
 
 
-def test_attempts_that_replay_are_counted_apart_from_those_that_begin_again(store: Store) -> None:
+def test_replayed_attempts_are_counted_apart_from_restarted_ones(store: Store) -> None:
     items = episodes(store, 2)
     turn(store, items[0], (2, 3), (5, 6))
     turn(store, items[1], (2, 3), (5, 6))
@@ -233,7 +233,7 @@ def test_attempts_that_replay_are_counted_apart_from_those_that_begin_again(stor
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.sampled_from(["ask", "branch", "sample", "die", "reopen", "diverge"]), max_size=14), st.data())
-def test_whatever_dies_when_a_deterministic_agent_reads_the_same_answers_again(
+def test_deterministic_agent_reads_the_same_answers_again_after_any_death(
     tmp_path_factory: pytest.TempPathFactory, steps: list[str], data: st.DataObject
 ) -> None:
     """An agent whose every attempt asks the same: each request gets the same turn, whose answer was sampled once."""

@@ -69,7 +69,7 @@ def test_rollouts_begin_no_group_in_a_job_with_agents_and_wait_for_turns(store: 
     assert store.audit().made == 0
 
 
-def test_lost_answer_to_a_lease_is_sent_again_with_the_same_attempts(store: Store) -> None:
+def test_repeated_lease_after_a_lost_answer_returns_the_same_attempts(store: Store) -> None:
     items = episodes(store, 3)
     assert episodes(store, 3) == items
     assert episodes(store, 3, holding=[0, 1])[0] == items[2]
@@ -216,7 +216,7 @@ def test_repeated_request_opens_one_turn_and_another_request_a_second(store: Sto
         (None, 0, (2,), 5, "max_new is 5; it must be 1 to 4"),
     ],
 )
-def test_turn_that_continues_nothing_is_refused_with_what_would_be_right(
+def test_turn_with_an_invalid_parent_is_refused_with_the_correct_form(
     store: Store, parent: int | None, offset: int, given: tuple[int, ...], max_new: int, words: str
 ) -> None:
     item, *_ = episodes(store, 1)
@@ -227,7 +227,7 @@ def test_turn_that_continues_nothing_is_refused_with_what_would_be_right(
     assert not refused.fenced_attempt
 
 
-def test_follower_gets_the_tokens_from_where_it_is_and_waits_at_the_end(store: Store) -> None:
+def test_follower_gets_the_tokens_after_its_position_and_waits_at_the_end(store: Store) -> None:
     item, *_ = episodes(store, 1)
     number = ask(store, item)
     assert answer(store, Follow(AGENTS, number, 0)) == NotReady()
@@ -265,7 +265,7 @@ def test_turn_numbers_are_never_used_again_although_turns_are_deleted(store: Sto
     assert ask(store, again) == number + 1
 
 
-def test_tokens_of_a_turn_whose_attempt_is_over_are_lost_to_the_rollout(store: Store) -> None:
+def test_append_to_a_turn_of_an_ended_attempt_is_lost_for_the_rollout(store: Store) -> None:
     item, *_ = episodes(store, 1)
     number = ask(store, item)
     lease(store)
@@ -303,7 +303,7 @@ def test_episode_without_a_reward_is_scored_by_its_last_answer(store: Store) -> 
     assert store.lease_scoring(REWARD, 9) == Scoring(())
 
 
-def test_turn_that_is_open_when_its_episode_ends_is_taken_from_its_rollout_and_not_trained(store: Store) -> None:
+def test_open_turn_of_an_ended_episode_is_taken_from_its_rollout_and_not_trained(store: Store) -> None:
     item, *_ = episodes(store, 1)
     first = turn(store, item, (2,), (5, 1))
     left = ask(store, item, "2", (3,), first, 3)
@@ -339,7 +339,7 @@ def test_reward_that_is_no_number_is_refused_and_the_episode_goes_on(store: Stor
 
 
 # ── age ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_episodes_begin_only_as_far_as_steps_may_train_them_and_their_turns_are_never_held_back(tmp_path: Path) -> None:
+def test_episodes_begin_only_if_steps_can_train_them_and_their_turns_are_always_leased(tmp_path: Path) -> None:
     store = open_agents_store(tmp_path, staleness=0)
     store.lease(ROLLOUT, 1, (), 0)  # reports its weights
     begun = episodes(store)

@@ -149,9 +149,7 @@ def test_answer_of_an_episode_that_has_ended_does_not_change(store: Store) -> No
 
 
 # ── foreign turns ────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_foreign_turn_reaches_rollouts_with_its_sampling_and_is_context_of_what_follows(
-    store: Store, tmp_path: Path
-) -> None:
+def test_foreign_turn_is_leased_with_its_sampling_and_is_context_of_later_turns(store: Store, tmp_path: Path) -> None:
     (item,) = episodes(store, 1)
     first = turn(store, item, (2, 3), (5, 6))
     opened = answer(store, OpenTurn(AGENTS, item.episode, 1, "hot", first, 4, (9,), 4, (), "{}", HOT))
@@ -173,7 +171,7 @@ def test_foreign_turn_reaches_rollouts_with_its_sampling_and_is_context_of_what_
     assert (audit.episodes["untrained_turns"], audit.episodes["turns"]) == (1, 2 + 1 + 3)
 
 
-def test_foreign_answer_is_no_sample_but_may_be_the_last_answer_that_is_scored(store: Store) -> None:
+def test_foreign_answer_is_not_trained_but_may_be_scored_as_the_last_answer(store: Store) -> None:
     (item,) = episodes(store, 1)
     first = turn(store, item, (2, 3), (5, 6))
     _foreign(store, item, first, 4, (8, 7))
@@ -218,7 +216,7 @@ def _digested(part: Segment, prompt: tuple[int, ...]) -> Segment:
     return replace(part, digest=path.value())
 
 
-def test_tokens_are_what_the_engine_had_in_every_branch(store: Store, tmp_path: Path) -> None:
+def test_context_digest_of_the_engine_matches_in_every_branch(store: Store, tmp_path: Path) -> None:
     (item,) = episodes(store, 1)
     first = ask(store, item)
     (work,) = lease(store)
@@ -246,7 +244,7 @@ def test_trained_tokens_whose_context_the_engine_did_not_have_are_counted(store:
     assert store.audit().episodes["token_drift"] == 1
 
 
-def test_segment_that_an_end_cuts_is_not_compared(store: Store) -> None:
+def test_segment_that_is_cut_at_an_end_is_not_compared(store: Store) -> None:
     (item,) = episodes(store, 1)
     first = ask(store, item)
     lease(store)
@@ -257,7 +255,7 @@ def test_segment_that_an_end_cuts_is_not_compared(store: Store) -> None:
 
 
 # ── readers ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_reader_is_not_sent_the_turns_that_it_has(store: Store) -> None:
+def test_turns_that_the_reader_already_has_are_not_sent(store: Store) -> None:
     (item,) = episodes(store, 1)
     first = turn(store, item, (2, 3), (5, 6))
     second = ask(store, item, "2", (7,), first, 4)
@@ -265,7 +263,7 @@ def test_reader_is_not_sent_the_turns_that_it_has(store: Store) -> None:
     assert [each.id for each in turns_of(store, item.episode, holding=(first, second, 99)).turns] == []
 
 
-def test_figures_of_the_episodes_come_with_the_commit_and_survive_a_rewritten_log(tmp_path: Path) -> None:
+def test_episode_figures_are_in_the_commit_and_survive_a_rewritten_log(tmp_path: Path) -> None:
     store = open_agents_store(tmp_path, compact_from=1)
     metrics = []
     for number in (1, 2, 3):

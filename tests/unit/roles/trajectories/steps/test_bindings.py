@@ -77,7 +77,7 @@ def test_a_part_gets_all_complete_groups_but_no_more_than_the_step_lacks(tmp_pat
 @pytest.mark.parametrize(
     ("groups", "wanted", "least"), [(16, None, 2), (17, None, 3), (4, None, 1), (4, 3, 3), (4, 9, 4)]
 )
-def test_a_part_has_at_least_the_groups_asked_for_or_an_eighth_of_the_step(
+def test_part_has_at_least_the_requested_groups_or_an_eighth_of_the_step(
     tmp_path: Path, groups: int, wanted: int | None, least: int
 ) -> None:
     store = open_store(tmp_path, groups_per_batch=groups, groups_per_part=wanted)
@@ -126,7 +126,7 @@ def _with_a_late_group(folder: Path, **changed: Any) -> Store:
     return store
 
 
-def test_a_part_takes_no_place_of_an_older_group_that_is_not_complete(tmp_path: Path) -> None:
+def test_part_takes_no_place_of_an_older_incomplete_group(tmp_path: Path) -> None:
     store = _with_a_late_group(tmp_path)
     assert part(store, 2, 0).groups == (5, 6, 7)
     assert store.part(TRAINER, 2, 1) == NotReady(), "group 8 is complete, but the place is that of group 4"
@@ -224,7 +224,7 @@ def _denied(answer: object) -> str:
     return answer.why
 
 
-def test_parts_are_requested_in_order_and_of_no_step_before_the_one_before_it_is_complete(tmp_path: Path) -> None:
+def test_parts_are_requested_in_order_and_only_once_the_previous_step_is_complete(tmp_path: Path) -> None:
     store = open_store(tmp_path, keep_uncommitted=9)
     lease(store)
     complete(store, 0, 1)
@@ -240,7 +240,7 @@ def test_parts_are_requested_in_order_and_of_no_step_before_the_one_before_it_is
     assert store.part(TRAINER, 2, 0) == NotReady()
 
 
-def test_no_part_is_bound_while_too_many_steps_are_not_committed_but_those_there_are_can_be_had(tmp_path: Path) -> None:
+def test_with_too_many_uncommitted_steps_only_parts_already_bound_are_returned(tmp_path: Path) -> None:
     store = open_store(tmp_path, keep_uncommitted=1, groups_per_batch=BATCH)
     lease(store)
     complete(store, 0, 1)
@@ -287,7 +287,7 @@ def test_a_step_that_was_bound_as_a_whole_has_one_part(tmp_path: Path) -> None:
     assert store.audit().parts == {}
 
 
-def test_a_batch_of_an_open_step_waits_for_the_rest_which_becomes_its_last_part(tmp_path: Path) -> None:
+def test_batch_request_for_an_open_step_waits_for_the_rest_as_its_last_part(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     lease(store)
     complete(store, 1)
@@ -307,7 +307,7 @@ def test_a_batch_of_an_open_step_waits_for_the_rest_which_becomes_its_last_part(
     assert store.audit().parts == {1: ((1,), (0, 2, 3))}
 
 
-def test_reason_of_a_wait_for_a_part_counts_groups_while_any_group_would_do(tmp_path: Path) -> None:
+def test_wait_reason_of_a_part_counts_the_missing_groups(tmp_path: Path) -> None:
     store = open_store(tmp_path, staleness=1, groups_per_part=2)
     assert len(lease(store, weights=0)) == 2 * STEP * GROUP
     assert store.wait_reason(1, 0) == "the trainer waits for 2 more of the 4 groups of step 1"
@@ -318,7 +318,7 @@ def test_reason_of_a_wait_for_a_part_counts_groups_while_any_group_would_do(tmp_
 
 
 # ── what fits into a message ───────────────────────────────────────────────────────────────────────────────────────
-def test_a_part_is_cut_where_it_would_not_fit_into_a_message(tmp_path: Path) -> None:
+def test_part_is_cut_to_the_size_of_a_message(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     generate(store)
     score(store)
@@ -361,7 +361,9 @@ def test_bytes_of_groups_are_never_more_than_estimated(tmp_path: Path, runs: int
 
 # ── groups of a part stay ──────────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize(("waits", "groups"), [(True, STEP), (True, 1), (False, STEP)])
-def test_a_smaller_limit_drops_only_groups_that_are_in_no_part(tmp_path: Path, waits: bool, groups: int) -> None:
+def test_smaller_staleness_limit_drops_only_groups_that_are_in_no_part(
+    tmp_path: Path, waits: bool, groups: int
+) -> None:
     store = open_store(tmp_path, staleness=1, max_ahead_batches=3)
     lease(store, weights=0)
     complete(store, 0, 1, 2, 3)
@@ -391,7 +393,7 @@ def test_a_failed_score_of_a_group_in_a_part_is_ignored(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("groups", [1, 3, 8])
-def test_a_step_that_has_parts_keeps_its_size_when_the_run_has_other_steps(tmp_path: Path, groups: int) -> None:
+def test_step_that_has_parts_keeps_its_size_if_the_run_changes_its_step_size(tmp_path: Path, groups: int) -> None:
     store = open_store(tmp_path, max_ahead_batches=0)
     lease(store)
     complete(store, 0, 2)
@@ -406,7 +408,7 @@ def test_a_step_that_has_parts_keeps_its_size_when_the_run_has_other_steps(tmp_p
     assert len(bind(store, 2).groups) == groups
 
 
-def test_a_batch_of_an_open_step_can_be_had_though_the_window_has_become_smaller(tmp_path: Path) -> None:
+def test_batch_of_an_open_step_is_completed_despite_a_smaller_window(tmp_path: Path) -> None:
     store = open_store(tmp_path, max_ahead_batches=0)
     lease(store, at_most=GROUP)
     complete(store, 0)
@@ -450,7 +452,7 @@ def _write(folder: Path, records: list[Any]) -> None:
     log.close()
 
 
-def test_a_crash_between_the_last_part_and_its_binding_is_made_good(tmp_path: Path) -> None:
+def test_crash_between_the_last_part_and_its_binding_is_recovered(tmp_path: Path) -> None:
     store = open_store(tmp_path / "run")
     lease(store)
     complete(store, 0, 1)

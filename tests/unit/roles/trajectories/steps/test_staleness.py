@@ -76,7 +76,7 @@ def test_groups_too_old_for_the_next_step_are_dropped_at_the_binding(tmp_path: P
 
 
 @pytest.mark.parametrize("most", [0, 1, 3])
-def test_a_token_may_be_just_as_old_as_allowed_and_not_a_version_older(tmp_path: Path, most: int) -> None:
+def test_token_of_the_maximum_age_is_trained_and_one_version_older_is_not(tmp_path: Path, most: int) -> None:
     store = open_store(tmp_path, staleness=most, max_ahead_batches=9)
     lease(store, weights=None)
     for number in range(1, most + 2):
@@ -90,7 +90,7 @@ def test_a_token_may_be_just_as_old_as_allowed_and_not_a_version_older(tmp_path:
     assert store.batch(TRAINER, most + 2) == NotReady()
 
 
-def test_one_old_token_of_one_trajectory_costs_the_whole_group_and_no_other(tmp_path: Path) -> None:
+def test_one_old_token_drops_its_whole_group_and_no_other(tmp_path: Path) -> None:
     store = open_store(tmp_path, staleness=0)
     lease(store)
     assert store.append(ROLLOUT, [segment(t, 0, (5, 6), 0) for t in range(SIZE)], range(SIZE)) == Done()
@@ -116,7 +116,7 @@ def test_unfinished_group_that_is_too_old_is_dropped_and_not_leased(tmp_path: Pa
     assert not set(half) & {item.trajectory for item in lease(store, OTHER, weights=1)}
 
 
-def test_tokens_of_weights_too_old_are_not_kept_and_their_group_ends_there(tmp_path: Path) -> None:
+def test_append_with_too_old_weights_is_denied_and_its_group_dropped(tmp_path: Path) -> None:
     store = open_store(tmp_path, staleness=0)
     train(store, 1)
     (item, *_) = lease(store, weights=1)
@@ -127,7 +127,7 @@ def test_tokens_of_weights_too_old_are_not_kept_and_their_group_ends_there(tmp_p
     assert store.audit().dropped[_too_old(0)] >= GROUP
 
 
-def test_the_words_of_a_batch_that_is_bound_are_right_again_however_old(tmp_path: Path) -> None:
+def test_digest_of_a_bound_batch_is_valid_again_however_old_it_is(tmp_path: Path) -> None:
     store = open_store(tmp_path, staleness=0, keep_uncommitted=2)
     generate(store, at_most=SIZE)
     score(store)
@@ -171,7 +171,7 @@ def test_trainer_set_back_gets_the_same_batches_and_versions(
     assert bind(store, 4, again).stale == 0
 
 
-def test_a_limit_that_is_new_since_the_store_was_open_last_holds_for_what_it_kept(tmp_path: Path) -> None:
+def test_new_staleness_limit_applies_to_groups_of_a_reopened_store(tmp_path: Path) -> None:
     store = open_store(tmp_path, max_ahead_batches=3)
     generate(store)
     score(store)
@@ -201,7 +201,7 @@ def test_batch_always_has_the_number_of_groups_dropped_before_it(tmp_path: Path)
 
 
 # ── nothing is begun in vain ───────────────────────────────────────────────────────────────────────────────────────
-def test_a_rollout_waits_for_newer_weights_rather_than_begin_what_will_be_too_old(tmp_path: Path) -> None:
+def test_rollout_waits_for_newer_weights_instead_of_beginning_groups_that_would_be_too_old(tmp_path: Path) -> None:
     store = open_store(tmp_path, staleness=0, max_ahead_batches=3)
     assert len(lease(store, weights=0)) == SIZE, "what step 1 takes, whatever may be worked ahead"
     assert _outdated(store, 0, OTHER)
@@ -414,7 +414,7 @@ def test_batch_metrics_have_token_ages_and_dropped_groups(tmp_path: Path) -> Non
 
 # ── it is told ─────────────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize(("vain", "warned"), [(1, 0), (2, 1)])
-def test_it_is_warned_of_once_when_most_of_what_is_made_is_dropped(tmp_path: Path, vain: int, warned: int) -> None:
+def test_one_warning_is_given_if_most_groups_are_dropped_for_their_age(tmp_path: Path, vain: int, warned: int) -> None:
     store = open_store(tmp_path, staleness=0)
     warnings_given = []
     for number in range(1, 8):

@@ -142,7 +142,7 @@ def test_external_waits_are_measured_however_short_they_are() -> None:
     assert external_waits.waited_ns(boot_time_ns()) == ended
 
 
-def test_restarted_clock_knows_nothing_of_before(fake: Fake) -> None:
+def test_restarted_clock_starts_from_zero(fake: Fake) -> None:
     fake.clock.enter("standby")
     fake.passes(10, external=3)
     fake.clock.restart("starting")
@@ -151,7 +151,7 @@ def test_restarted_clock_knows_nothing_of_before(fake: Fake) -> None:
     assert (reading.began, reading.done, reading.times) == (1_010, 7, (PhaseTime("starting", "", 2),))
 
 
-def test_reading_stays_small_however_many_phases_a_role_makes_up(fake: Fake) -> None:
+def test_reading_has_a_bounded_size_for_any_number_of_phases(fake: Fake) -> None:
     for number in range(10 * MAX_CLOCK_ENTRIES):
         fake.clock.enter(f"shard {number}")
         fake.passes(1)
@@ -177,7 +177,9 @@ PHASES = st.sampled_from(["train", "wait_data", "checkpoint", "publish", "my eva
     ),
     st.lists(st.integers(0, 100), min_size=40, max_size=40),
 )
-def test_times_add_up_to_the_lifetime_whatever_happens(events: list[tuple[str, object]], gaps: list[int]) -> None:
+def test_times_add_up_to_the_lifetime_after_any_sequence_of_events(
+    events: list[tuple[str, object]], gaps: list[int]
+) -> None:
     fake = Fake()
 
     def waits(cause: str, ns: int) -> None:

@@ -20,7 +20,7 @@ class Reported:
         self.done += units
 
 
-def test_the_phase_is_what_attempts_and_calls_do() -> None:
+def test_phase_of_an_agents_process_follows_its_attempts_and_calls() -> None:
     reported = Reported()
     with reported.status as status:
         status.attempts_changed(1)
@@ -34,7 +34,7 @@ def test_the_phase_is_what_attempts_and_calls_do() -> None:
     assert reported.done == 2
 
 
-def test_a_process_whose_code_blocks_acts_once_its_calls_are_answered() -> None:
+def test_process_with_blocking_code_is_in_phase_act_once_its_calls_are_answered() -> None:
     reported = Reported()
     reported.status.attempts_changed(2)
     reported.status.endpoint_changed(waiting=2, answered=0)

@@ -39,7 +39,7 @@ def test_the_newest_value_of_each_logged_name_is_reported_once() -> None:
         ({f"n{number}": 1.0 for number in range(65)}, ValueError, "more than 64 names"),
     ],
 )
-def test_values_that_cannot_be_reported_are_refused_and_none_of_them_is_kept(
+def test_invalid_logged_values_are_refused_and_none_of_them_is_kept(
     values: dict[str, Any], error: type[Exception], text: str
 ) -> None:
     status = WorkStatus("between")

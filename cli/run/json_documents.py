@@ -1,0 +1,94 @@
+"""What ``rrl submit``, ``rrl status`` and ``rrl inject`` print with ``--json``."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from ...api.watching.manager_liveness import Liveness
+from ...api.watching.run_state import standing
+from ...core.faults import Fault
+from ...core.run_dir import RunDir
+from ...core.types import Outcome
+from ...manager.model.figures.stream_figures import EpisodeFigures
+from ...manager.model.state import State
+from ...manager.reporting.summary import EpisodeCounts, StreamSummary, episode_counts, stream_summary
+from ...manager.storage.model_folders import ModelFolders, model_folders
+from ..views.pace import Pace, pace_of
+
+
+class StartedRun(Struct, frozen=True):
+    """The output of ``rrl submit --json``: the run that was started."""
+
+    run: str
+    """The run's id."""
+    run_dir: str
+    """Absolute path of the run directory."""
+
+
+class UnstartedRun(Struct, frozen=True):
+    """A run without a journal: it has not begun yet, or never will."""
+
+    run: str
+    outcome: Outcome | None
+    """``rejected`` if it will never begin, else None."""
+    why: str
+    """What it waits for, or why it will never begin."""
+
+
+class RequestedFault(Fault, frozen=True, kw_only=True):
+    """The output of ``rrl inject --json``: the fault that the run's manager is asked for."""
+
+    run: str = ""
+
+
+class StatusFigures(ModelFolders, frozen=True, kw_only=True):
+    """What ``rrl status --json`` has beside the state of the run."""
+
+    standing: str
+    """As in ``rrl list``."""
+    note: str
+    """What is wrong with the manager or the run directory, and what to do; empty if nothing is."""
+    metrics_failure: str
+    """Why the manager serves no metrics; empty if it does, or should not."""
+    stream: StreamSummary
+    episodes: EpisodeCounts
+    pace: Pace
+    turns: int
+    """Turns of the finished episodes; the next four as in ``summary.json``."""
+    branches: int
+    given_tokens: int
+    untrained_turns: int
+    token_drift: int
+
+
+def status_document(run: RunDir, state: State, judged: Liveness, metrics_failure: str) -> dict[str, Any]:
+    """Return the state of a run, with the figures that are computed from it.
+
+    Args:
+        run: The run.
+        state: Its state.
+        judged: What is known about its manager.
+        metrics_failure: Why the manager serves no metrics.
+    """
+    episodes: EpisodeFigures = state.episode_figures
+    figures = StatusFigures(
+        **msgspec.structs.asdict(model_folders(run, state.step)),
+        standing=judged.standing or standing(state),
+        note=str(judged),
+        metrics_failure=metrics_failure,
+        stream=stream_summary(state.idle_times, state.stream_figures),
+        episodes=episode_counts(episodes),
+        pace=pace_of(state, time.time()),
+        turns=episodes.turns,
+        branches=episodes.branches,
+        given_tokens=episodes.given_tokens,
+        untrained_turns=episodes.untrained_turns,
+        token_drift=episodes.token_drift,
+    )
+    decoded: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(state))
+    shown: dict[str, Any] = msgspec.to_builtins(figures, str_keys=True)
+    return decoded | shown

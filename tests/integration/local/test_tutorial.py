@@ -1,0 +1,45 @@
+"""The commands of docs/tutorial.md, in their order, in one shell: a real run with torch that survives a kill."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rrl.core.run_dir import RUNS_ENV
+
+ROOT = Path(__file__).parents[3]
+PAGE = ROOT / "docs" / "tutorial.md"
+INSTALL = ["make setup", ". .venv/bin/activate"]
+"""The commands that the environment of the tests comes from."""
+COMMANDS = [line for block in re.findall(r"^```sh\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+            for line in block.splitlines()]  # fmt: skip
+TIMEOUT_S = 270
+
+
+@pytest.mark.torch
+def test_the_commands_of_the_tutorial_do_what_it_says(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    assert COMMANDS[: len(INSTALL)] == INSTALL
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    env = os.environ | {"PATH": path, RUNS_ENV: str(tmp_path / "runs")}
+    script = "\n".join(f"echo '== {number}'\n{line}" for number, line in enumerate(COMMANDS[len(INSTALL) :]))
+    done = subprocess.run(
+        ["bash", "-e", "-c", script], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=TIMEOUT_S
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    shown = dict(zip(COMMANDS[len(INSTALL) :], re.split(r"^== \d+$", done.stdout, flags=re.MULTILINE)[1:], strict=True))
+    assert "SIGKILL to process group" in shown["rrl inject tutorial kill --target rollout/1 --at step=20 --wait"]
+    assert "rollout/1#1" in shown["rrl logs tutorial --failed"]
+    explained = shown["rrl explain tutorial rollout/1"]
+    assert re.search(r"replace rollout/1#1.*\n +because +ended by signal 9 \(SIGKILL\)", explained)
+    assert re.search(r"expected +joins again on local4 by \S+: came after \S+, rollout/1#2 joined", explained)
+    assert "completed, step 200/200" in shown["rrl status tutorial --live"]
+    assert len((tmp_path / "steps.csv").read_text().splitlines()) == 201
+    assert "model.safetensors" in shown["ls model"]
+    assert list((tmp_path / "runs").glob("tutorial-*")) == []

@@ -1,0 +1,130 @@
+"""What sdist and wheel contain, what an index shows of them, and that an installed rrl works without the clone."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
+from collections.abc import Callable
+from email.message import Message
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+
+from rrl.core.run_dir import RUNS_ENV
+from rrl.docs import make_release
+
+ROOT = Path(__file__).parents[2]
+REPOSITORY = "https://example.org/team/rrl"
+DATA = {".bash", ".csv", ".fish", ".j2", ".json", ".typed", ".zsh"}
+"""Suffixes of the files besides Python that the product reads, and py.typed: type checkers then use its annotations."""
+Rrl = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Sdist and wheel."""
+    sdist, wheel = make_release.build(REPOSITORY, tmp_path_factory.mktemp("dist"))
+    return sdist, wheel
+
+
+@pytest.fixture(scope="module")
+def metadata(built: tuple[Path, Path]) -> Message:
+    with zipfile.ZipFile(built[1]) as wheel:
+        [name] = [name for name in wheel.namelist() if name.endswith(".dist-info/METADATA")]
+        return Parser().parsestr(wheel.read(name).decode())
+
+
+def test_the_wheel_installs_nothing_but_rrl_and_its_dist_info(built: tuple[Path, Path]) -> None:
+    with zipfile.ZipFile(built[1]) as wheel:
+        tops = {name.partition("/")[0] for name in wheel.namelist()}
+    assert tops == {"rrl", f"rrl_slurm-{make_release.version()}.dist-info"}
+
+
+def test_the_wheel_has_py_typed_and_every_data_file(built: tuple[Path, Path]) -> None:
+    folders = [path for path in ROOT.iterdir() if path.is_dir() and (path / "__init__.py").exists()]
+    files = [ROOT / "py.typed", *(path for folder in folders for path in folder.rglob("*") if path.suffix in DATA)]
+    data = {f"rrl/{path.relative_to(ROOT)}" for path in files if path.relative_to(ROOT).parts[0] != "tests"}
+    with zipfile.ZipFile(built[1]) as wheel:
+        shipped = set(wheel.namelist())
+    assert len(data) >= 9
+    assert data <= shipped, f"not in the wheel: {sorted(data - shipped)}"
+
+
+def test_the_sdist_has_the_sources_the_license_and_no_tests(built: tuple[Path, Path]) -> None:
+    with tarfile.open(built[0]) as sdist:
+        names = {name.partition("/")[2] for name in sdist.getnames()}
+    assert {"pyproject.toml", "README.md", "LICENSE", "cli/main.py", "slurm_templates/allocation.sbatch.j2"} <= names
+    assert not [name for name in names if name.startswith(("tests", "benchmarks", "examples", "docs", "."))]
+
+
+def test_an_index_shows_links_classifiers_and_pictures(metadata: Message) -> None:
+    links = dict(line.split(", ", 1) for line in metadata.get_all("Project-URL", []))
+    assert links["Repository"] == REPOSITORY
+    assert all(link.startswith(REPOSITORY) for link in links.values())
+    assert "Programming Language :: Python :: 3.11" in metadata.get_all("Classifier", [])
+    page = str(metadata.get_payload())
+    assert f"]({REPOSITORY}/raw/v{make_release.version()}/docs/status.svg)" in page
+    assert f"]({REPOSITORY}/blob/v{make_release.version()}/docs/job.md)" in page
+    assert re.findall(r"\]\((?!https?:|#)[^)]*\)", page) == []
+
+
+def test_the_changelog_keeps_its_form_and_names_the_version_once_it_is_released() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text()
+    releases = re.findall(r"^## \[([^\]]+)\](?: - \d{4}-\d\d-\d\d)?$", text, re.MULTILINE)
+    assert len(re.findall(r"^## ", text, re.MULTILINE)) == len(releases)
+    assert releases[0] == "Unreleased"
+    assert releases[1:2] in ([], [make_release.version()]), "the newest release is not the version of pyproject.toml"
+    kinds = re.findall(r"^### (.+)$", text, re.MULTILINE)
+    assert set(kinds) <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
+    assert len(kinds) == len(set(kinds)) or len(releases) > 1, "a section is there twice"
+
+
+# ── installed ────────────────────────────────────────────────────────────────────────────────────────────────────────
+@pytest.fixture(scope="module")
+def rrl(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Rrl:
+    """The rrl of the wheel in an environment of its own, outside of the clone and without Slurm on PATH.
+
+    Its requirements are those of this environment, which is after it on the path of modules.
+    """
+    folder = tmp_path_factory.mktemp("installed")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True)
+    python = folder / "venv/bin/python"
+    pip = [sys.executable, "-m", "pip", "--python", str(python)]
+    subprocess.run([*pip, "install", "--quiet", "--no-deps", "--no-index", str(built[1])], check=True)
+    [site] = (folder / "venv/lib").glob("python3*/site-packages")
+    (site / "requirements.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    env = {key: value for key, value in os.environ.items() if not key.startswith(("RRL_", "PYTHON", "SLURM"))}
+    env |= {"PATH": str(folder / "venv/bin"), RUNS_ENV: str(folder / "runs")}
+
+    def call(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [str(folder / "venv/bin/rrl"), *arguments]
+        return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
+
+    return call
+
+
+def test_an_installed_rrl_makes_and_checks_a_job_outside_of_the_clone(rrl: Rrl) -> None:
+    assert rrl("--version").stdout == f"rrl {make_release.version()}\n"
+    made = rrl("init")
+    assert made.returncode == 0, made.stderr
+    checked = rrl("check", "job.toml", "--no-task")
+    assert checked.returncode == 0, checked.stderr
+    assert "local" in checked.stdout
+
+
+@pytest.mark.torch
+def test_an_installed_rrl_trains_and_exports_a_model(rrl: Rrl) -> None:
+    rrl("init", "--force")
+    settings = ("run.steps=3", "cluster.spares=0", "roles.rollout.replicas=1", "faults.planned=[]")
+    sets = [word for setting in settings for word in ("--set", setting)]
+    ended = rrl("submit", "job.toml", *sets, "--wait")
+    assert ended.returncode == 0, ended.stderr + ended.stdout
+    exported = rrl("export", "quick", "model")
+    assert exported.returncode == 0, exported.stderr
+    assert "step 3" in exported.stdout
