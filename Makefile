@@ -2,7 +2,7 @@
 # A system interpreter is preferred: jobs of another user must be able to run it.
 PYTHON ?= $(firstword $(wildcard /usr/bin/python3.11) python3.11)
 BIN := .venv/bin
-EXTRAS := dev,docs,torch,ucx,nixl,endpoint,tensorboard,wandb,mlflow
+EXTRAS := dev,docs,torch,ucx,nixl,endpoint,parquet,tensorboard,wandb,mlflow
 # Wheels of torch without CUDA: 190 MB instead of 3 GB. Other wheels: make setup TORCH_INDEX=https://pypi.org/simple
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 # Number of pytest processes on the two cores of CI: whole runs, and even more the tests of Slurm, mostly wait.

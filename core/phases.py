@@ -50,6 +50,15 @@ class Phase(Struct, frozen=True):
     colour: str = "white"
 
 
+class PhaseSpec(Struct, frozen=True):
+    """The settings of a phase in job.toml; None keeps the value in :data:`PHASES`, else of :class:`Phase`."""
+
+    shortest: float | None = None
+    longest: float | None = None
+    progresses: bool | None = None
+    waits_for: str | None = None
+
+
 STANDBY = "standby"
 """Phase of a standby process until it is promoted: no replica waits for it, and it need not make progress."""
 WAIT_DATA = "wait_data"

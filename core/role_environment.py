@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from shlex import quote
 
-from .run_spec import EnvSpec
+from msgspec import Struct
 
 STARTED = b"begun"
 """Content of REPORT once the setup has succeeded and the command is about to start."""
@@ -44,6 +44,24 @@ printf begun >&"$rrl_report"
 exec 2>&"$rrl_stderr" {rrl_stderr}>&- {rrl_messages}>&- {rrl_report}>&-
 exec "${rrl_command[@]}"
 """
+
+
+class EnvSpec(Struct, frozen=True):
+    """The setup of a node before a process of a role starts there."""
+
+    setup: tuple[str, ...] = ()
+    """Lines of bash."""
+    modules: tuple[str, ...] = ()
+    venv: str = ""
+    conda: str = ""
+    passed: tuple[str, ...] = ()
+    """Names, or patterns with ``*``, of variables that roles get from the submitting shell."""
+    probe: tuple[str, ...] = ()
+    """Python modules that each node must be able to import before a role is placed there."""
+    python: str = ""
+    """The interpreter on the nodes that has rrl installed."""
+    probe_python: str = "python"
+    """The interpreter that must import the probe's modules: [env] python, or that of the venv or conda environment."""
 
 
 def prelude(env: EnvSpec) -> str:

@@ -13,8 +13,11 @@ from msgspec import Struct
 
 from .faults import Fault
 from .phases import PHASES, Phase
+from .phases import PhaseSpec as PhaseSpec
 from .phases import phase as declared_phase
+from .role_environment import EnvSpec as EnvSpec
 from .types import DEFAULT_LOG_LEVEL, LogLevel
+from .types import Resources as Resources
 
 WeightTransportName = Literal["ucx", "tcp", "nixl"]
 """The weight transports. Each one is implemented in the module of that name in ``rrl.transport.weights``."""
@@ -22,15 +25,6 @@ WeightsSetting = Literal["auto", WeightTransportName]
 """Values of ``[transport] weights``. With ``auto`` each machine selects its transport."""
 INTEROPERABLE_TRANSPORTS: frozenset[WeightTransportName] = frozenset({"tcp", "ucx"})
 """Transports that can pull from each other. Any other transport can pull only from addresses of its own kind."""
-
-
-class Resources(Struct, frozen=True):
-    """CPUs, GPUs and memory that a member uses, or that a node provides."""
-
-    cpus: int = 1
-    gpus: int = 0
-    mem: int = 0
-    """Bytes; 0: the cluster's default."""
 
 
 class RoleSpec(Struct, frozen=True):
@@ -96,24 +90,6 @@ class RoleSpec(Struct, frozen=True):
         return min((self.replicas, *(available // needed for available, needed in pairs if needed)))
 
 
-class EnvSpec(Struct, frozen=True):
-    """The setup of a node before a process of a role starts there."""
-
-    setup: tuple[str, ...] = ()
-    """Lines of bash."""
-    modules: tuple[str, ...] = ()
-    venv: str = ""
-    conda: str = ""
-    passed: tuple[str, ...] = ()
-    """Names, or patterns with ``*``, of variables that roles get from the submitting shell."""
-    probe: tuple[str, ...] = ()
-    """Python modules that each node must be able to import before a role is placed there."""
-    python: str = ""
-    """The interpreter on the nodes that has rrl installed."""
-    probe_python: str = "python"
-    """The interpreter that must import the probe's modules: [env] python, or that of the venv or conda environment."""
-
-
 class ContainerSpec(Struct, frozen=True):
     """The container of roles whose launcher is apptainer or pyxis."""
 
@@ -154,15 +130,6 @@ class NodeGroup(Struct, frozen=True):
     """True if each node is a Slurm job of its own (form ``replica``)."""
     min_nodes: int = 0
     """Number of nodes without which the run does not start."""
-
-
-class PhaseSpec(Struct, frozen=True):
-    """The settings of a phase in job.toml; None keeps the value in :mod:`rrl.core.phases`, else of ``Phase``."""
-
-    shortest: float | None = None
-    longest: float | None = None
-    progresses: bool | None = None
-    waits_for: str | None = None
 
 
 class Limits(Struct, frozen=True):
@@ -314,14 +281,23 @@ class ModelSpec(Struct, frozen=True):
 
 
 class TaskSpec(Struct, frozen=True):
-    """The source of prompts and rewards (:class:`rrl.config.job.schema.TaskTable`): a dataset or a function."""
+    """The source of prompts and rewards (:class:`rrl.config.job.schema.TaskTable`): a dataset, file or function."""
 
     dataset: str | None = None
     args: dict[str, Any] = {}  # read by the dataset or the function only
     function: str | None = None
+    file: str | None = None
+    """Absolute path."""
+    answer_column: str = "answer"
+    reward: str | None = None
     prompt: str = "{question}"
     size: int = 200_000
     partial_credit: float = 0.0
+
+    @property
+    def required_columns(self) -> tuple[str, ...]:
+        """Return the columns that a row of ``file`` needs beside those of the prompt."""
+        return () if self.reward is not None and not self.partial_credit else (self.answer_column,)
 
 
 DEFAULT_STALENESS = 4
@@ -341,6 +317,21 @@ class SamplingSpec(Struct, frozen=True):
     late: Literal["wait", "drop"] = "wait"
     stream: bool = False
     window: int = 1
+
+
+class EvalSpec(Struct, frozen=True):
+    """Evaluations during the run (:class:`rrl.config.job.schema.EvalTable`)."""
+
+    every: int
+    count: int = 256
+    samples: int = 1
+    temperature: float = 0.0
+    task: TaskSpec | None = None
+    """None: the dataset of ``[task]``, with items that no step trains on."""
+
+    def is_due(self, step: int, steps: int) -> bool:
+        """Return whether the weights of a step are evaluated in a run of ``steps`` steps."""
+        return step % self.every == 0 or step == steps
 
 
 class TransportSpec(Struct, frozen=True):
@@ -458,6 +449,7 @@ class RunSpec(Struct, frozen=True):
     model: ModelSpec = ModelSpec()
     task: TaskSpec = TaskSpec()
     sampling: SamplingSpec = SamplingSpec()
+    eval: EvalSpec | None = None
     trainer: TrainerSettings = TrainerSettings()
     rollout: RolloutSettings = RolloutSettings()
     reward: RewardSettings = RewardSettings()

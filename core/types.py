@@ -313,3 +313,12 @@ class UsageError(Exception):
 
 class OperationFailed(Exception):
     """A valid request could not be carried out, or the run failed. Exit code 1 of a command."""
+
+
+class Resources(Struct, frozen=True):
+    """CPUs, GPUs and memory that a member uses, or that a node provides."""
+
+    cpus: int = 1
+    gpus: int = 0
+    mem: int = 0
+    """Bytes; 0: the cluster's default."""

@@ -15,7 +15,7 @@ import rrl
 from ..core.text import shortened
 from ..core.types import RaisedException
 from .launcher.end_report import ScorerFails, described, exits_on_invalid_config, users_place
-from .models.tasks import Task, TaskError, load_task
+from .models.tasks import Task, TaskError, load_evaluation_task, load_task
 from .models.tokenizer import Tokenizer, open_tokenizer
 from .trajectories.types import Score, ToScore
 
@@ -47,10 +47,11 @@ class Scorer:
         task: The task.
         tokenizer: Converts tokens to the text that is scored.
         folder: The job's folder; file names in messages are relative to it.
+        evaluation_task: The task of evaluations; None if there are none.
     """
 
-    def __init__(self, task: Task, tokenizer: Tokenizer, folder: Path) -> None:
-        self._task = task
+    def __init__(self, task: Task, tokenizer: Tokenizer, folder: Path, evaluation_task: Task | None = None) -> None:
+        self._task, self._evaluation_task = task, evaluation_task
         self._tokenizer = tokenizer
         self._folder = folder
         self._reported: set[str] = set()
@@ -75,9 +76,9 @@ class Scorer:
             try:
                 result.scores.append(self._score(item))
             except Exception as error:  # whatever a user's scorer raises
-                raised = self._described(error)
+                raised = self._described(error, item)
                 result.failed[item.trajectory] = self._report(raised, error, item)
-                if not raised.environmental:
+                if not raised.environmental and not item.evaluation:
                     result.faulty.append(item.trajectory)
                     self.newest_fault = error, raised
             on_scored()
@@ -85,7 +86,7 @@ class Scorer:
 
     def _score(self, item: ToScore) -> Score:
         text = self._tokenizer.decode(item.tokens)
-        returned = self._task.score(item.item, text)
+        returned = self._task_of(item).score(item.item, text)
         try:
             reward, training = map(float, returned)
         except (TypeError, ValueError):
@@ -97,13 +98,16 @@ class Scorer:
             " reward to report, and the reward to train on"
         )
 
-    def _described(self, error: Exception) -> RaisedException:
+    def _task_of(self, item: ToScore) -> Task:
+        return self._evaluation_task if item.evaluation and self._evaluation_task is not None else self._task
+
+    def _described(self, error: Exception, item: ToScore) -> RaisedException:
         """Return an exception as a value.
 
         For an invalid score, the place is the definition of the scoring function.
         """
         raised = described(error, self._folder)
-        code = getattr(self._task.score, "__code__", None)  # a callable object has none
+        code = getattr(self._task_of(item).score, "__code__", None)  # a callable object has none
         if not isinstance(error, _InvalidScore) or code is None:
             return raised
         place = users_place([(code.co_filename, code.co_firstlineno)], self._folder)
@@ -139,8 +143,9 @@ def main() -> None:
         tokenizer = open_tokenizer(me.job.model)
     with exits_on_invalid_config(TaskError):
         task = load_task(me.job.task, me.job.seed, tokenizer, folder)
+        evaluation_task = load_evaluation_task(me.job, tokenizer, folder)[0] if me.job.eval is not None else None
     with me:
-        scorer = Scorer(task, tokenizer, folder)
+        scorer = Scorer(task, tokenizer, folder, evaluation_task)
         for work in me.scoring(at_most=me.job.reward.lease):
             with me.phase("score"):
                 scored = scorer.score(work.items, me.progress)  # each item counts, so a long batch shows progress

@@ -101,6 +101,15 @@ class Committed(Struct, frozen=True, tag=True):
     metrics: dict[str, float]
 
 
+class Evaluated(Struct, frozen=True, tag=True):
+    """Sent by the trajectory store after an evaluation, again and again until ``Peers`` names its step."""
+
+    incarnation: Incarnation
+    step: int
+    """Training step whose weights were evaluated."""
+    metrics: dict[str, float]
+
+
 MAX_LOGGED_NAMES, MAX_LOGGED_NAME_CHARS = 64, 100
 """Maximum number of names in one report of logged values, and of characters of a name: each report is an event of the
 run's journal. A worker refuses more, and the manager records no more of a report."""
@@ -251,8 +260,8 @@ class Goodbye(Struct, frozen=True, tag=True):
 
 ToManager = (
     AdmissionRequest | Hello | Heartbeat | ClockReport | PhaseEntered | FirstWorkDone | VersionAvailable | Committed
-    | ValuesLogged | StepExit | AgentHello | AgentHeartbeat | StepVanished | FindingReport | ProbeReply | Stacks
-    | Injected | Goodbye
+    | Evaluated | ValuesLogged | StepExit | AgentHello | AgentHeartbeat | StepVanished | FindingReport | ProbeReply
+    | Stacks | Injected | Goodbye
 )  # fmt: skip
 
 
@@ -288,6 +297,8 @@ class Peers(Struct, frozen=True, tag=True):
     weight_sources: tuple[WeightSource, ...] = ()
     snapshot_servers: dict[NodeName, str] = {}
     """Addresses of the snapshot servers on the nodes of the trainer and of its standby processes, by node."""
+    evaluated: int = -1
+    """Newest step of whose evaluation the manager knows; -1 before the first."""
 
 
 class Admitted(Struct, frozen=True, tag=True):

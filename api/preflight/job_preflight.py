@@ -31,6 +31,7 @@ from .local_machine import size_problem, this_machine
 from .manager_host import listens_on_loopback, metrics_problem, network_problem
 from .notifications import notification_problem
 from .role_commands import command_problems
+from .task_files import task_file_problems
 
 ENDPOINT_PACKAGES = ("starlette", "uvicorn")
 """Packages of the extra ``endpoint``, with which agents are served."""
@@ -94,7 +95,9 @@ def _preflight(job: Job, spec: RunSpec, document: JobDocument, foreground: bool)
         *_check_endpoint_route(job),
         *_check_trackers_installed(job),
         *_check_model(job, document),
+        *_check_task_files(job, document),
         *_check_stream(job),
+        *_check_eval(job),
     ]
     if job.cluster.kind == "local" and (problem := size_problem(job, spec, this_machine())):
         raise UsageError(with_location(document, problem))
@@ -318,12 +321,34 @@ def _check_model(job: Job, document: JobDocument) -> list[str]:
     raise UsageError(with_location(document, problem))
 
 
+def _check_task_files(job: Job, document: JobDocument) -> list[str]:
+    """Return a warning for each file of prompts that this machine lacks or cannot read; the nodes may be able to.
+
+    Raises UsageError for a file with a row that cannot be used, or if the roles run on this machine.
+    """
+    problems = task_file_problems(job)
+    if certain := [with_location(document, problem) for problem in problems if problem.certain]:
+        raise UsageError("\n".join(certain))
+    return [f"{'.'.join(problem.key)}: {problem.text}; the nodes need it" for problem in problems]
+
+
 def _check_stream(job: Job) -> list[str]:
     """Return a warning if the trainer is the user's own program, which may not take parts of batches."""
     if job.task is None or not job.sampling.stream or job.roles.trainer.command is None:
         return []
     return ["sampling.stream = true: a trainer of your own (roles.trainer.command) waits for whole batches unless it"
             " calls me.parts() (docs/bring-your-own.md)"]  # fmt: skip
+
+
+def _check_eval(job: Job) -> list[str]:
+    """Return a warning for each role of evaluations that is the user's own program, which may not know of them."""
+    doubts = {
+        "trainer": "must publish the weights of each step that is evaluated, before it requests the next batch",
+        "rollout": "must sample as `item.sampling` says",
+        "reward": "must score answers whose `evaluation` is true as those of [eval]",
+    }
+    own = [name for name in doubts if job.eval is not None and job.roles.named()[name].command is not None]
+    return [f"eval: your own {name} (roles.{name}.command) {doubts[name]} (docs/evaluation.md)" for name in own]
 
 
 def _exceeded_limits(worst: WorstCase, observed: JobLimits) -> list[Problem]:

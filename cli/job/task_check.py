@@ -62,6 +62,10 @@ def try_task(job: Job, spec: RunSpec, path: Path) -> TaskReport:
         return TaskReport(not_tried=f"{role.argv[0]} does not exist on this machine")
     if spec.model.path is not None and not Path(spec.model.path).exists():
         return TaskReport(not_tried="the folder of [model] path does not exist on this machine")
+    tasks = {"task": spec.task, "eval.task": spec.eval.task if spec.eval is not None else None}
+    for table, task in tasks.items():
+        if task is not None and task.file is not None and not Path(task.file).exists():
+            return TaskReport(not_tried=f"the file of [{table}] does not exist on this machine")
     folder = path.absolute().parent
     command: Sequence[str] = (role.argv[0], "-B", "-m", _TRIAL_MODULE)  # -B: write no __pycache__ into the job's folder
     if here and (script := prelude(spec.env)):  # [env] is for the nodes, which a login node may differ from

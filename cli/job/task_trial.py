@@ -24,7 +24,7 @@ from ...roles.agents.user_function import AgentError, load_agent
 from ...roles.launcher.end_report import described, place_of
 from ...roles.models.chat import open_chat
 from ...roles.models.conversation import Chat
-from ...roles.models.tasks import Task, TaskError, load_task
+from ...roles.models.tasks import Task, TaskError, load_evaluation_task, load_task
 from ...roles.models.tokenizer import Tokenizer, UnencodableText, open_tokenizer
 from ...roles.trajectories.prompts import MAX_ITEMS_WITHOUT_PROMPT, UnfitPrompt, prompt_encoder
 
@@ -37,7 +37,7 @@ _PIECES = ("model", "tokenizer", "pieces")
 
 def source_key(spec: RunSpec) -> tuple[str, str]:
     """Return the key of job.toml that names the task's source."""
-    return "task", "dataset" if spec.task.function is None else "function"
+    return "task", "function" if spec.task.function else "file" if spec.task.file else "dataset"
 
 
 class TrialRequest(Struct, frozen=True):
@@ -117,7 +117,7 @@ class _Trial:
         self._job = request.job
         self._folder = Path(request.folder)
         self._deadline_s = request.deadline_s
-        self._source = source_key(self._job)
+        self._source: tuple[str, ...] = source_key(self._job)
         self._doing = "importing and building the task"
         self._warnings: list[str] = []
 
@@ -148,7 +148,29 @@ class _Trial:
         self._check_repeatable(task, items)
         samples = tuple(self._score(task, tokenizer, items, index) for index in range(min(SAMPLES, len(items))))
         self._check_rewards(samples)
+        if self._job.eval is not None:
+            self._try_evaluation(tokenizer)
         return samples
+
+    def _try_evaluation(self, tokenizer: Tokenizer) -> None:
+        """Build the task of evaluations, make its first prompts, and score an empty answer to the first one."""
+        key = ("eval", "task") if self._job.eval is not None and self._job.eval.task is not None else ("eval",)
+        self._source, self._doing = key, "importing and building the task of [eval]"
+        try:
+            task, count = load_evaluation_task(self._job, tokenizer, self._folder)
+        except TaskError as error:
+            path = (*error.table.split("."), error.key)
+            raise _Failed(TaskProblem(path, error.problem, error.missing_package)) from error
+        except (Exception, SystemExit) as error:  # user code may raise anything
+            self._fail(f"building the task raised {self._described(error)}", error)
+        encode = prompt_encoder(self._job, tokenizer)
+        for number in range(min(count, ITEMS)):
+            try:
+                encode(number, self._text(task.prompt, "prompt", number))
+            except Exception as error:  # user code may raise anything
+                self._fail(f"prompt({number}) of the evaluation: {self._described(error)}", error)
+        if self._job.role("reward").built_in:
+            self._rewards(task, 0, "")
 
     def _try_agent(self, function: str | None) -> tuple[Sample, ...]:
         """Import the agent, and make its items, which need not be text of the model's vocabulary.

@@ -11,6 +11,7 @@ from ...api.runs import find_run
 from ...api.step_rows import step_rows
 from ...core.text import escaped
 from ...manager.reporting.step_metrics import StepRow
+from ...manager.tracking.base import EVALUATION_PREFIX
 from ..common.output import json_line, print_line
 
 _FIXED = ("step", "at", "incarnation", "seconds", "tokens", "tokens_per_second", "token_age_p50", "token_age_max")
@@ -59,6 +60,7 @@ def _cells(row: StepRow) -> dict[str, Any]:
         **{name: value for name, value in fixed.items() if value is not None},
         **{f"seconds_{phase}": seconds for phase, seconds in row.phase_seconds.items()},
         **{name: value for name, value in row.metrics.items() if name not in _FIXED},
+        **{f"{EVALUATION_PREFIX}{name}": value for name, value in row.evaluation.items()},
         **{f"{replica}/{name}": value for replica, values in row.logged.items() for name, value in values.items()},
         "marks": escaped("; ".join(f"{mark.kind.value} {mark.about}: {mark.text}" for mark in row.marks)),
     }

@@ -12,7 +12,8 @@ from ...core.text import span
 from ...manager.model.figures.idle_times import START, RolePoint, idle_shares, rate
 from ...manager.model.figures.stream_figures import EpisodeFigures, StreamFigures
 from ...manager.model.queries import weights_lag_steps
-from ...manager.model.state import State
+from ...manager.model.state import Evaluation, State
+from .formatting import number
 
 _SEPARATOR = " · "
 _IDLE_CAUSES = {"store": "the store", "external": "external services"}
@@ -126,6 +127,24 @@ def length_figures(figures: StreamFigures) -> list[Text]:
         found.append(Text(f"{figures.long_groups} long {groups}, {text}" if figures.long_groups else text))
         if figures.recall20 is not None:
             found.append(Text(f"{percent(figures.recall20)} of the longest fifth foreseen"))
+    return found
+
+
+def evaluation_figures(evaluations: Sequence[Evaluation]) -> list[Text]:
+    """Return the result of the newest evaluation, with that of the first one for comparison; empty without one."""
+    if not evaluations:
+        return []
+    newest, first = evaluations[-1], evaluations[0]
+    found = [Text(f"step {newest.step}")]
+    for name in ("pass@1", "reward"):
+        if name in newest.metrics:
+            before = f" ({number(first.metrics[name])} at step {first.step})"
+            compared = before if first.step < newest.step and name in first.metrics else ""
+            found.append(Text(f"{name} {number(newest.metrics[name])}{compared}"))
+    if "completion_len" in newest.metrics:
+        found.append(Text(f"{newest.metrics['count']:.0f} answers of {newest.metrics['completion_len']:.0f} tokens"))
+    if unscored := newest.metrics.get("unscored"):
+        found.append(Text(f"{unscored:.0f} without a score", "yellow"))
     return found
 
 

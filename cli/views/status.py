@@ -34,7 +34,16 @@ from ...manager.model.reduce_nodes import DRAIN
 from ...manager.model.state import Allocation, Node, State
 from ...manager.storage.model_folders import ModelFolders
 from .formatting import bar, curve, folded, number, resampled
-from .pace import agent_figures, idle_shares_of_roles, length_figures, packed, percent, progress_figures, token_rates
+from .pace import (
+    agent_figures,
+    evaluation_figures,
+    idle_shares_of_roles,
+    length_figures,
+    packed,
+    percent,
+    progress_figures,
+    token_rates,
+)
 from .replicas import (
     MAX_LISTED,
     NARROW_COLUMNS,
@@ -173,6 +182,7 @@ def _of_training(state: State, now: float, width: int) -> Iterator[tuple[str, Te
     if width >= NARROW_COLUMNS and (metrics := _metrics(state, free)):
         yield "metrics", Text(metrics)
     ages = [_token_ages(state)] if state.token_ages.steps else []
+    yield from packed("eval", evaluation_figures(state.evaluations), free)
     rows = (
         ("pace", progress_figures(state, now)), ("time", idle_shares_of_roles(state)),
         ("tokens", [*token_rates(state), *ages]), ("lengths", length_figures(state.stream_figures)),

@@ -4,13 +4,28 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import AfterValidator, Field
 
-from ...core.faults import FAULT_TRAITS, Fault, FaultKind, FaultTrigger, parse_trigger, resolve_target
+from ...core.faults import (
+    FAULT_TRAITS,
+    Fault,
+    FaultKind,
+    FaultProblem,
+    FaultTrigger,
+    InvalidFault,
+    TargetKind,
+    parse_trigger,
+    resolve_target,
+    validate_fault,
+)
 from ...core.units import Duration
-from .base import Table, Time
+from .base import Table, Time, mistake
+from .roles import CommandRole
+
+if TYPE_CHECKING:
+    from .schema import Job
 
 MAX_RANDOM_FAULTS = 1000
 """Maximum number of faults from one entry of [[faults.random]]. run_spec.json and the journal store each fault in 80
@@ -104,3 +119,38 @@ def values_for_kind(kind: FaultKind, entry: RandomFaults) -> tuple[float, float]
     """
     traits = FAULT_TRAITS[kind]
     return entry.seconds if traits.takes_seconds else 0.0, entry.amount if traits.amount else 0.0
+
+
+def check_faults(job: Job) -> None:
+    """Check that each fault of a job has a target, and that its role can inject it."""
+    replicas = {name: role.replicas for name, role in job.every_role().items()}
+    ranks = {name: role.ranks for name, role in job.every_role().items()}
+    for index, planned in enumerate(job.faults.planned):
+        at = parse_trigger(planned.at)
+        if invalid := validate_fault(
+            planned.kind, planned.target, planned.seconds, planned.amount, replicas, at, ranks
+        ):
+            raise mistake(("faults", "planned", index, _key(invalid, "kind")), invalid.text)
+        _check_needs_worker_api(job, planned.kind, planned.target, ("faults", "planned", index, "kind"))
+    for index, entry in enumerate(job.faults.random):
+        for kind in entry.kinds:
+            if invalid := validate_fault(kind, entry.target, *values_for_kind(kind, entry), replicas, ranks=ranks):
+                raise mistake(("faults", "random", index, _key(invalid, "kinds")), invalid.text)
+            _check_needs_worker_api(job, kind, entry.target, ("faults", "random", index, "kinds"))
+
+
+def _key(invalid: InvalidFault, default: str) -> str:
+    return "target" if invalid.problem is FaultProblem.NO_SUCH_TARGET else default
+
+
+def _check_needs_worker_api(job: Job, kind: FaultKind, target: str, at: tuple[str | int, ...]) -> None:
+    """Check that a role uses the worker API if it must inject the fault itself."""
+    role = job.every_role().get(target.partition("/")[0])
+    traits = FAULT_TRAITS[kind]
+    if (
+        traits.target_kind is TargetKind.REPLICA
+        and not traits.by_signals
+        and isinstance(role, CommandRole)
+        and role.watch != "api"
+    ):
+        raise mistake(at, f'{kind} needs the worker API, but {target} does not use it (watch = "{role.watch}")')

@@ -61,7 +61,7 @@ def load_job(path: Path, folder: Path | None = None) -> Job:
 
     Args:
         path: The file.
-        folder: Folder to which a relative model path refers; default: the folder of the file.
+        folder: Folder to which relative paths of model and task refer; default: the folder of the file.
 
     Raises:
         SpecError: The file cannot be read or is wrong. Nothing else is raised.
@@ -74,7 +74,7 @@ def job_from(document: JobDocument, folder: Path | None = None) -> Job:
 
     Args:
         document: The merged files and settings of the job spec.
-        folder: Folder to which a relative model path refers; default: the folder of the first file.
+        folder: Folder to which relative paths of model and task refer; default: the folder of the first file.
 
     Raises:
         SpecError: The job spec is wrong. Nothing else is raised.
@@ -86,7 +86,7 @@ def job_from(document: JobDocument, folder: Path | None = None) -> Job:
         except ValidationError as error:
             mistakes = list(_translate_errors(error, document.data))
         else:
-            return _with_absolute_model_path(job, folder or document.source.parent)
+            return _with_absolute_paths(job, folder or document.source.parent)
     mistakes.sort(key=lambda one: (document.order(one.key), _dotted(one.key), one.message))
     raise SpecError("\n".join(_complaint(document, mistake) for mistake in mistakes))
 
@@ -106,12 +106,21 @@ def resolved(job: Job) -> dict[str, Any]:
     return filled
 
 
-def _with_absolute_model_path(job: Job, folder: Path) -> Job:
-    """Return the job with an absolute model path, which processes in other folders and on other nodes can open."""
-    if job.model is None or job.model.path is None:
-        return job
-    absolute = Path(os.path.abspath(folder / Path(job.model.path).expanduser()))  # symbolic links are not resolved
-    return job.model_copy(update={"model": job.model.model_copy(update={"path": str(absolute)})})
+def _with_absolute_paths(job: Job, folder: Path) -> Job:
+    """Return the job with absolute paths of model and task, which processes in other folders and on nodes can open."""
+    changes: dict[str, Any] = {}
+    if job.model is not None and job.model.path is not None:
+        changes["model"] = job.model.model_copy(update={"path": _absolute(job.model.path, folder)})
+    if job.task is not None and job.task.file is not None:
+        changes["task"] = job.task.model_copy(update={"file": _absolute(job.task.file, folder)})
+    if job.eval is not None and job.eval.task is not None and job.eval.task.file is not None:
+        task = job.eval.task.model_copy(update={"file": _absolute(job.eval.task.file, folder)})
+        changes["eval"] = job.eval.model_copy(update={"task": task})
+    return job.model_copy(update=changes) if changes else job
+
+
+def _absolute(path: str, folder: Path) -> str:
+    return os.path.abspath(folder / Path(path).expanduser())  # symbolic links are not resolved
 
 
 # ── what TOML allows and a job does not ────────────────────────────────────────────────────────────────────────────

@@ -62,6 +62,7 @@ def resolve(job: Job, python: str) -> run_spec.RunSpec:
         model=_model(job.model),
         task=run_spec.TaskSpec() if job.task is None else msgspec.convert(job.task.model_dump(), run_spec.TaskSpec),
         sampling=_sampling(job.sampling),
+        eval=msgspec.convert(job.eval and job.eval.model_dump(), run_spec.EvalSpec | None),
         trainer=msgspec.convert(job.roles.trainer.model_dump(), run_spec.TrainerSettings),
         rollout=msgspec.convert(job.roles.rollout.model_dump(), run_spec.RolloutSettings),
         reward=msgspec.convert(job.roles.reward.model_dump(), run_spec.RewardSettings),

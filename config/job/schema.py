@@ -20,6 +20,7 @@ from ...core.phases import PHASES
 from ...core.run_spec import TrackerName, WeightsSetting
 from ...core.types import AGENT, STANDBY_ROLE
 from ...core.units import Duration, Size
+from ..prompt_file import SUFFIXES
 from .base import OptionalTime, SbatchOptions, Strings, Table, Time, mistake
 from .faults import FaultsTable
 from .roles import RESERVED_GROUPS, CommandRole, Role, Roles
@@ -41,6 +42,8 @@ _SAMPLING = run_spec.SamplingSpec()
 _TRACK = run_spec.TrackSpec()
 _TRANSPORT = run_spec.TransportSpec()
 _MAX_PORT = 65535
+Function = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_]*$")]
+"""``module:function``."""
 
 
 def _format_string(text: str) -> str:
@@ -49,6 +52,12 @@ def _format_string(text: str) -> str:
     except ValueError as error:
         raise ValueError(f"{text!r} is not a valid format string: {error}; write {{{{ for a literal brace") from None
     return text
+
+
+def _rows_file(name: str) -> str:
+    if not name.endswith(SUFFIXES):
+        raise ValueError(f"{name!r} is not the name of a file that rrl reads; it must end with {' or '.join(SUFFIXES)}")
+    return name
 
 
 def _chat_pieces(pieces: dict[str, str]) -> dict[str, str]:
@@ -145,16 +154,25 @@ class ModelTable(Table):
 
 
 class TaskTable(Table):
-    """The source of prompts and rewards: a reasoning-gym dataset, or a function of yours."""
+    """The source of prompts and rewards: a reasoning-gym dataset, the rows of a file, or a function of yours."""
 
     dataset: str | None = None
     """Name of a reasoning-gym dataset."""
     args: dict[str, Any] = {}
     """Arguments of the dataset, or of the function, which gets ``seed`` too."""
-    function: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_]*$")] | None = None
+    function: Function | None = None
     """``module:function``, importable from the folder of job.toml; returns an object with prompt, score and answer."""
+    file: Annotated[str, AfterValidator(_rows_file)] | None = None
+    """File with a prompt in each row, as JSON lines (``.jsonl``) or parquet (``.parquet``, which needs the extra
+    ``parquet``), the same on every node; a relative path starts at the folder of job.toml. Its rows are shuffled by the
+    seed, anew for each pass. It must not change during the run."""
     prompt: Annotated[str, AfterValidator(_format_string)] = _TASK.prompt
-    """A format string over the fields of a dataset's item."""
+    """A format string over the fields of a dataset's item, or over the columns of the file: ``"{prompt}"``."""
+    answer_column: Annotated[str, Field(min_length=1)] = _TASK.answer_column
+    """Column of the file with the right answer. Without ``reward``, an answer that equals it gets the reward 1."""
+    reward: Function | None = None
+    """``module:function`` that scores the answers to the file's prompts: ``function(answer, row)`` gets the text, and
+    all columns of the row by name. It returns the reward, or the reward to report and the reward to train on."""
     size: Annotated[int, Field(ge=1)] = _TASK.size
     """Items in the dataset (reasoning-gym creates them lazily)."""
     partial_credit: Annotated[float, Field(ge=0, lt=1)] = _TASK.partial_credit
@@ -163,9 +181,30 @@ class TaskTable(Table):
 
     @model_validator(mode="after")
     def _one_source(self) -> TaskTable:
-        if (self.dataset is None) == (self.function is None):
-            raise ValueError('must have exactly one of: dataset = "<reasoning-gym name>", function = "module:function"')
+        if [self.dataset, self.function, self.file].count(None) != 2:
+            raise ValueError('must have exactly one of: dataset = "<reasoning-gym name>", file = "prompts.jsonl",'
+                             ' function = "module:function"')  # fmt: skip
         return self
+
+
+class EvalTable(Table):
+    """Evaluations: the rollouts answer held-out prompts with the weights of one step (docs/evaluation.md).
+
+    The weights before the first step, those of every Nth step and those of the last step are evaluated. The trainer
+    waits for its next batch meanwhile.
+    """
+
+    every: Annotated[int, Field(ge=1)]
+    """Evaluate after every N training steps, and before the first and after the last one."""
+    count: Annotated[int, Field(ge=1, le=100_000)] = run_spec.EvalSpec(1).count
+    """Prompts of an evaluation: the first items of its task; of a file at most its rows."""
+    samples: Annotated[int, Field(ge=1, le=1024)] = run_spec.EvalSpec(1).samples
+    """Answers to each prompt."""
+    temperature: Annotated[float, Field(ge=0)] = run_spec.EvalSpec(1).temperature
+    """Temperature of the answers; 0 takes the most likely tokens."""
+    task: TaskTable | None = None
+    """The prompts, with the keys of [task]. Default: the dataset of [task], with items that no step trains on. The rows
+    of a file come in the order of the file."""
 
 
 class SamplingTable(Table):
@@ -333,6 +372,7 @@ class Job(Table):
     model: ModelTable | None = None
     task: TaskTable | None = None
     sampling: SamplingTable = SamplingTable()
+    eval: EvalTable | None = None
     roles: Roles = Roles()
     commands: Annotated[dict[str, CommandRole], AfterValidator(_role_names)] = {}
     limits: LimitsTable = LimitsTable()
@@ -383,4 +423,6 @@ class Job(Table):
 
     def _scores_by_own_code(self) -> bool:
         """Return whether code of the user scores the answers: a task function, or a reward role's own program."""
-        return self.roles.reward.command is not None or (self.task is not None and self.task.function is not None)
+        tasks = (self.task, self.eval.task if self.eval is not None else None)
+        own_task = any(task is not None and (task.function or task.reward) is not None for task in tasks)
+        return self.roles.reward.command is not None or own_task

@@ -7,26 +7,18 @@ import json
 import math
 from typing import TYPE_CHECKING
 
-from ...core.faults import (
-    FAULT_TRAITS,
-    FaultKind,
-    FaultProblem,
-    InvalidFault,
-    TargetKind,
-    parse_trigger,
-    validate_fault,
-)
 from ...core.phases import PHASES
 from ...core.units import duration_text
 from ..model_folder import BUILT_MAX_LENGTH, SHAPE_KEYS
+from ..prompt_file import prompt_columns
 from ..vllm_arguments import RESERVED_ARGUMENTS, TENSOR_PARALLEL_SIZE
 from .base import mistake
-from .faults import values_for_kind
+from .faults import check_faults
 from .resolve import node_groups
 from .roles import AgentsRole, CommandRole, Role, TrainerRole, TrajectoriesRole
 
 if TYPE_CHECKING:
-    from .schema import Job, PhaseTable
+    from .schema import Job, PhaseTable, TaskTable
 
 
 MAX_BATCH_BYTES = 256 * 2**20
@@ -48,6 +40,8 @@ def check(job: Job) -> None:
         PydanticCustomError: The first mistake, with the key at which it is reported.
     """
     _work(job)
+    _task(job.task, ("task",))
+    _eval(job)
     _model(job)
     _late(job)
     _ahead(job)
@@ -65,7 +59,7 @@ def check(job: Job) -> None:
     _warm_rollouts(job)
     _one_gpu(job)
     _vllm(job)
-    _faults(job)
+    check_faults(job)
     _track(job)
 
 
@@ -90,6 +84,50 @@ def _work(job: Job) -> None:
     if job.model is None and built_in:
         needs = f"the built-in role {built_in[0]} needs path in [model], or [model.tokenizer] with pieces"
         raise mistake(("model",), f"missing; {needs}; or set command in [roles.{built_in[0]}]")
+
+
+def _task(task: TaskTable | None, at: tuple[str, ...]) -> None:
+    """Check that every key of a task has an effect, and that the prompt names columns of the file."""
+    if task is None:
+        return
+    source = "dataset" if task.dataset is not None else "function" if task.function is not None else "file"
+    for key, sources in _SOURCES_OF_TASK_KEYS.items():
+        if source not in sources and getattr(task, key) != type(task).model_fields[key].default:
+            raise mistake((*at, key), f"has no effect with `{source}`; remove this key")
+    columns = prompt_columns(task.prompt) if source == "file" else {"": False}
+    if source == "file" and (not columns or "" in columns or any(name.isdecimal() for name in columns)):
+        raise mistake((*at, "prompt"), f'{task.prompt!r} must name a column of the file in braces: "{{question}}"')
+
+
+def _eval(job: Job) -> None:
+    """Check that the prompts of evaluations are held out, and that every answer can be sampled and scored."""
+    evaluation = job.eval
+    if evaluation is None:
+        return
+    if job.task is None:
+        raise mistake(("eval",), "evaluates the trainer's steps, but there is no [task]; remove this table")
+    if job.roles.agents is not None or job.roles.endpoint is not None:
+        raise mistake(("eval",), "evaluates single answers, but this job has agents; remove this table")
+    _task(evaluation.task, ("eval", "task"))
+    if evaluation.task is None and job.task.dataset is None:
+        source = "function" if job.task.function is not None else "file"
+        raise mistake(
+            ("eval", "task"),
+            f"missing; the {source} of [task] is trained on: write a table [eval.task] with other prompts",
+        )
+    if evaluation.task is not None and evaluation.task.file is not None and evaluation.task.file == job.task.file:
+        raise mistake(("eval", "task", "file"), "is the file of [task], whose rows are trained on; name another one")
+    if evaluation.task is not None and evaluation.task.partial_credit:
+        raise mistake(("eval", "task", "partial_credit"), "has no effect: nothing is trained on; remove this key")
+    if evaluation.samples > 1 and not evaluation.temperature:
+        raise mistake(
+            ("eval", "samples"), "would all be equal at temperature = 0; write samples = 1, or a temperature above 0"
+        )
+
+
+_SOURCES_OF_TASK_KEYS = {"answer_column": ("file",), "reward": ("file",), "args": ("dataset", "function"),
+                         "size": ("dataset", "function"), "prompt": ("dataset", "file", "function")}  # fmt: skip
+"""The sources of a task with which a key may be written."""
 
 
 def _model(job: Job) -> None:
@@ -415,40 +453,6 @@ def _track(job: Job) -> None:
         raise mistake(("track", "to"), f'"{twice[0]}" is there twice; name each tracker once')
     if track.project and not track.to:
         raise mistake(("track", "project"), 'has no effect without trackers; write for example to = ["tensorboard"]')
-
-
-def _faults(job: Job) -> None:
-    replicas = {name: role.replicas for name, role in job.every_role().items()}
-    ranks = {name: role.ranks for name, role in job.every_role().items()}
-    for index, planned in enumerate(job.faults.planned):
-        at = parse_trigger(planned.at)
-        if invalid := validate_fault(
-            planned.kind, planned.target, planned.seconds, planned.amount, replicas, at, ranks
-        ):
-            raise mistake(("faults", "planned", index, _key(invalid, "kind")), invalid.text)
-        _check_needs_worker_api(job, planned.kind, planned.target, ("faults", "planned", index, "kind"))
-    for index, entry in enumerate(job.faults.random):
-        for kind in entry.kinds:
-            if invalid := validate_fault(kind, entry.target, *values_for_kind(kind, entry), replicas, ranks=ranks):
-                raise mistake(("faults", "random", index, _key(invalid, "kinds")), invalid.text)
-            _check_needs_worker_api(job, kind, entry.target, ("faults", "random", index, "kinds"))
-
-
-def _key(invalid: InvalidFault, default: str) -> str:
-    return "target" if invalid.problem is FaultProblem.NO_SUCH_TARGET else default
-
-
-def _check_needs_worker_api(job: Job, kind: FaultKind, target: str, at: tuple[str | int, ...]) -> None:
-    """Check that a role uses the worker API if it must inject the fault itself."""
-    role = job.every_role().get(target.partition("/")[0])
-    traits = FAULT_TRAITS[kind]
-    if (
-        traits.target_kind is TargetKind.REPLICA
-        and not traits.by_signals
-        and isinstance(role, CommandRole)
-        and role.watch != "api"
-    ):
-        raise mistake(at, f'{kind} needs the worker API, but {target} does not use it (watch = "{role.watch}")')
 
 
 def _phase(job: Job, name: str, table: PhaseTable) -> None:

@@ -404,6 +404,9 @@ class MessageHandler:
             self._context.record(ev.VersionAvailable(incarnation, message.version))
         elif isinstance(message, msg.Committed):
             self._committed(message)
+        elif isinstance(message, msg.Evaluated):
+            if message.step > self._context.state().evaluated:
+                self._context.record(ev.Evaluated(incarnation, message.step, message.metrics))
         elif isinstance(message, msg.ValuesLogged):
             names = list(message.values)[: msg.MAX_LOGGED_NAMES]
             values = {escaped(name[: msg.MAX_LOGGED_NAME_CHARS]): message.values[name] for name in names}

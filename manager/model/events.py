@@ -165,6 +165,15 @@ class StepCommitted(Struct, frozen=True, tag=True):
     metrics: dict[str, float] = {}
 
 
+class Evaluated(Struct, frozen=True, tag=True):
+    """The trajectory store has recorded the result of an evaluation of the weights of a step, which is committed."""
+
+    incarnation: Incarnation
+    """Incarnation of the store that reported it."""
+    step: int
+    metrics: dict[str, float]
+
+
 class ValuesLogged(Struct, frozen=True, tag=True):
     """A role has logged values that belong to no training step: the newest value of each name since its last report."""
 
@@ -296,7 +305,7 @@ Event = (
     RunStarted | ManagerStarted | ManagerStopped | Intended | IntentSettled | Decided | AllocationChanged | NodeChanged
     | AgentJoined | Admitted | Joined | StepEnded | PhaseEntered | NoteChanged | FirstWorkDone | VersionAvailable |
     StepCommitted | FindingChanged | FaultInjected | CommandReceived | FaultRequested | Resumed | TokensCounted |
-    StacksCollected | BaselinesLearned | ClocksRecorded | ValuesLogged | GpuUseRecorded | RunEnded
+    StacksCollected | BaselinesLearned | ClocksRecorded | Evaluated | ValuesLogged | GpuUseRecorded | RunEnded
 )  # fmt: skip
 
 

@@ -59,7 +59,7 @@ from .reduce_replicas import (
     without,
 )
 from .reduce_training import on_work_changed
-from .state import PendingIntent, Replica, State
+from .state import MAX_EVALUATIONS, Evaluation, PendingIntent, Replica, State
 
 _Reducer = Callable[[State, float, Any], State]
 
@@ -226,6 +226,16 @@ def _on_clocks_recorded(state: State, at: float, event: ev.ClocksRecorded) -> St
     return replace(state, idle_times=idle_times.with_readings(state.idle_times, at, event.readings))
 
 
+def _on_evaluated(state: State, at: float, event: ev.Evaluated) -> State:
+    """Record the result of an evaluation once: the results come in the order of their steps."""
+    if event.step <= state.evaluated:
+        return state
+    before = state.evaluations
+    if len(before) >= MAX_EVALUATIONS:
+        before = (before[0], *before[2:])
+    return replace(state, evaluations=(*before, Evaluation(event.step, event.metrics)))
+
+
 def _on_values_logged(state: State, at: float, event: ev.ValuesLogged) -> State:
     return state
 
@@ -264,6 +274,7 @@ _REDUCERS: dict[type, _Reducer] = {
     ev.StacksCollected: _on_stacks_collected,
     ev.BaselinesLearned: _on_baselines_learned,
     ev.ClocksRecorded: _on_clocks_recorded,
+    ev.Evaluated: _on_evaluated,
     ev.ValuesLogged: _on_values_logged,
     ev.GpuUseRecorded: _on_gpu_use_recorded,
     ev.RunEnded: _on_run_ended,

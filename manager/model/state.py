@@ -314,6 +314,17 @@ class RejectedRequest(Struct, frozen=True):
     """Name of the job's node group whose nodes were requested."""
 
 
+MAX_EVALUATIONS = 64
+"""Number of evaluations that are kept in the state."""
+
+
+class Evaluation(Struct, frozen=True):
+    """The result of an evaluation: the training step of its weights, and its metrics by name (docs/evaluation.md)."""
+
+    step: int
+    metrics: dict[str, float]
+
+
 class State(Struct, frozen=True):
     """Everything that is recorded about a run: the fold of its journal."""
 
@@ -347,6 +358,8 @@ class State(Struct, frozen=True):
     """Newest committed training step."""
     metrics: dict[str, float] = {}
     """Metrics of the newest committed training step."""
+    evaluations: tuple[Evaluation, ...] = ()
+    """The first evaluation, and the newest ones (:data:`MAX_EVALUATIONS` in all), in the order of their steps."""
     rewards: Rewards = Rewards()
     token_ages: TokenAges = TokenAges()
     idle_times: IdleTimes = IdleTimes()
@@ -398,6 +411,11 @@ class State(Struct, frozen=True):
     outcome: Outcome | None = None
     """Outcome of the run, set by its last record."""
     why: str = ""
+
+    @property
+    def evaluated(self) -> int:
+        """Return the newest step with a known evaluation; -1 if there is none."""
+        return self.evaluations[-1].step if self.evaluations else -1
 
     @property
     def ends_at(self) -> float:

@@ -33,6 +33,8 @@ class PeerDirectory(Struct, frozen=True):
     """Newest weight version that a source holds."""
     sources: tuple[WeightSource, ...]
     snapshot_servers: dict[NodeName, str] = {}
+    evaluated: int = -1
+    """Newest step of whose evaluation the state knows."""
 
     @property
     def without_versions(self) -> PeerDirectory:
@@ -45,7 +47,7 @@ class PeerDirectory(Struct, frozen=True):
 
     def message(self, epoch: int, seq: int) -> Peers:
         """Return the directory as a message, with the manager's epoch and the sequence number of the state."""
-        return Peers(epoch, seq, self.peers, self.newest, self.sources, self.snapshot_servers)
+        return Peers(epoch, seq, self.peers, self.newest, self.sources, self.snapshot_servers, self.evaluated)
 
 
 def build_directory(state: State) -> PeerDirectory:
@@ -61,7 +63,7 @@ def build_directory(state: State) -> PeerDirectory:
     servers = sorted(serving, key=lambda r: (r.role != _PUBLISHER, natural_sort_key(r.id)))
     sources = tuple(WeightSource(r.incarnation, r.weight_address, r.weight_version) for r in servers
                     if r.weight_address and (r.weight_version is not None or r.role != _PUBLISHER))  # fmt: skip
-    return PeerDirectory(peers, newest, sources, _snapshot_servers(state))
+    return PeerDirectory(peers, newest, sources, _snapshot_servers(state), state.evaluated)
 
 
 def _snapshot_servers(state: State) -> dict[NodeName, str]:

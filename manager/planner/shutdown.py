@@ -142,7 +142,8 @@ def _complete(state: State, now: float) -> tuple[str, ...]:
     """
     if state.job.steps:
         text = f"step {state.step} of {state.job.steps} is committed"
-        return (text,) if state.step >= state.job.steps else ()
+        evaluated = state.job.eval is None or state.evaluated >= state.job.steps
+        return (text,) if state.step >= state.job.steps and evaluated else ()
     working = [members for members in gangs(state) if is_batch_role(state.job, members[0].role)]
     undone = [members for members in working if not all_completed(members)]
     if not working or not all(_given_up(state, members, now) for members in undone):

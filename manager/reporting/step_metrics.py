@@ -1,8 +1,9 @@
 """One row for each committed step, folded from a run's events: for ``rrl metrics`` and for trackers. Pure.
 
 A row is complete once the clock reading that covers its step is recorded, which is at most some seconds after the
-commit (:mod:`rrl.manager.intake.clock_recorder`). Rows come in the order of their steps, each step once, and a row is
-the same whenever and wherever the journal is read.
+commit (:mod:`rrl.manager.intake.clock_recorder`), and once the evaluation of its weights is recorded, if one is due
+(``[eval]``). Row 0 has the evaluation of the weights before the first step. Rows come in the order of their steps, each
+step once, and a row is the same whenever and wherever the journal is read.
 
 What happened between two commits (failures, restarts, values that roles logged) is part of the row of the later step.
 In a run without a trainer each report of logged values is a row of its own, and ``step`` counts these rows.
@@ -18,6 +19,7 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
+from ...core.run_spec import EvalSpec
 from ...core.types import TRAINER, Incarnation, Outcome, is_support
 from ..model import events as ev
 from ..model.figures.stream_figures import TOKENS_AGED, as_count
@@ -64,7 +66,8 @@ class StepRow(Struct, frozen=True):
     """What is known about one committed step. Times are the manager's (s since 1970)."""
 
     step: int | None
-    """The training step; None in the last row of a run that ended after its newest step, if something happened then."""
+    """The training step; 0 for the weights before the first step, if they were evaluated. None in the last row of a run
+    that ended after its newest step, if something happened then."""
     at: float
     """When the manager learned of the commit."""
     incarnation: str
@@ -86,6 +89,9 @@ class StepRow(Struct, frozen=True):
     """By replica, the newest values that its role has logged since the row before (``me.log``)."""
     marks: tuple[Mark, ...] = ()
     """What happened since the row before."""
+    evaluation: dict[str, float] = {}
+    """Result of the evaluation of the weights after this step, by name; empty if there was none. ``step`` in it is the
+    step of the weights: the step before, if a run was resumed with an evaluation of its newest step."""
 
 
 class StepRows:
@@ -99,6 +105,15 @@ class StepRows:
         """Step of the newest row."""
         self._previous_at: float | None = None
         """Time (s) of the commit before the next one; None until the trainer has joined."""
+        self._eval: EvalSpec | None = None
+        self._evaluated_from = 0
+        """First step whose evaluation belongs to its own row."""
+        self._evaluated = -1
+        """Newest step with a known evaluation."""
+        self._results: dict[int, dict[str, float]] = {}
+        """Evaluations that no row has yet, by step."""
+        self._held: list[StepRow] = []
+        """Rows that are complete but for an evaluation, of the first of them or of a step before."""
         self._pending: list[StepRow] = []
         """Rows that wait for a reading of the trainer's clock."""
         self._late: tuple[int, float] | None = None
@@ -125,10 +140,14 @@ class StepRows:
 
     def rest(self) -> list[StepRow]:
         """Return the rows that are not complete yet, as far as they are known, without changing anything."""
-        return self._with_times()
+        results = dict(self._results)
+        rows = [_with_evaluation(row, results) for row in (*self._held, *self._with_times())]
+        return [row for row in rows if row.step or row.evaluation]
 
     def _on_run_started(self, event: ev.RunStarted, at: float) -> Iterator[StepRow]:
-        self._steps = event.job.steps
+        self._steps, self._eval = event.job.steps, event.job.eval
+        if self._eval is not None:
+            self._held.append(StepRow(0, at, ""))
         return iter(())
 
     def _on_manager_started(self, event: ev.ManagerStarted, at: float) -> Iterator[StepRow]:
@@ -181,6 +200,30 @@ class StepRows:
         if self._pending:
             yield from self._complete()
 
+    def _on_evaluated(self, event: ev.Evaluated, at: float) -> Iterator[StepRow]:
+        if event.step <= self._evaluated:
+            return
+        self._evaluated = event.step
+        self._results[event.step] = {"step": float(event.step), **event.metrics}
+        if self._held and self._held[0].step == event.step == 0:
+            self._held[0] = replace(self._held[0], at=at)
+        yield from self._released()
+
+    def _is_awaited(self, step: int | None) -> bool:
+        """Return whether the row of a step waits for its evaluation."""
+        if step is None or self._eval is None or step < self._evaluated_from or step <= self._evaluated:
+            return False
+        return self._eval.is_due(step, self._steps)
+
+    def _released(self, *, all_of_them: bool = False) -> list[StepRow]:
+        """Return the held rows that no longer wait for an evaluation, in order."""
+        rows: list[StepRow] = []
+        while self._held and (all_of_them or not self._is_awaited(self._held[0].step)):
+            row = _with_evaluation(self._held.pop(0), self._results)
+            if row.step or row.evaluation:
+                rows.append(row)
+        return rows
+
     def _on_values_logged(self, event: ev.ValuesLogged, at: float) -> Iterator[StepRow]:
         replica = str(event.incarnation.replica)
         self._logged[replica] = {**self._logged.get(replica, {}), **event.values}
@@ -190,24 +233,26 @@ class StepRows:
             yield StepRow(self._newest, at, str(event.incarnation), logged=logged, marks=marks)
 
     def _on_resumed(self, event: ev.Resumed, at: float) -> Iterator[StepRow]:
-        yield from self._complete()
+        yield from self._complete(all_of_them=True)
         self._steps, self._previous_at, self._late = event.job.steps, None, None
+        self._eval, self._evaluated_from = event.job.eval, self._newest + 1
         self._marks.append(Mark(at, MarkKind.RESUMED, "run", f"resumed by {event.by}"))
 
     def _on_run_ended(self, event: ev.RunEnded, at: float) -> Iterator[StepRow]:
-        yield from self._complete()
+        yield from self._complete(all_of_them=True)
         if event.outcome is not Outcome.COMPLETED:
             self._marks.append(Mark(at, MarkKind.ENDED, "run", f"{event.outcome.value}: {event.why}"))
         if self._marks or self._logged:
             logged, marks = self._take_events()
             yield StepRow(None, at, "", logged=logged, marks=marks)
 
-    def _complete(self) -> list[StepRow]:
+    def _complete(self, *, all_of_them: bool = False) -> list[StepRow]:
         rows = self._with_times()
         if rows:
             self._pending, self._late = [], None
             self._spent.clear()
-        return rows
+        self._held += rows
+        return self._released(all_of_them=all_of_them)
 
     def _with_times(self) -> list[StepRow]:
         """Return the pending rows with their shares of the trainer's time, and with their rates."""
@@ -224,6 +269,7 @@ _HANDLERS: dict[type, Callable[[StepRows, Any, float], Iterable[StepRow]]] = {
     ev.Joined: StepRows._on_joined,
     ev.StepCommitted: StepRows._on_step_committed,
     ev.ClocksRecorded: StepRows._on_clocks_recorded,
+    ev.Evaluated: StepRows._on_evaluated,
     ev.ValuesLogged: StepRows._on_values_logged,
     ev.Resumed: StepRows._on_resumed,
     ev.RunEnded: StepRows._on_run_ended,
@@ -235,6 +281,13 @@ def _with_times(row: StepRow, seconds: float | None, phase_seconds: dict[str, fl
         return replace(row, seconds=seconds, phase_seconds=phase_seconds)
     rate = None if row.tokens is None else round(row.tokens / seconds, 3)
     return replace(row, seconds=round(seconds, 6), tokens_per_second=rate, phase_seconds=phase_seconds)
+
+
+def _with_evaluation(row: StepRow, results: dict[int, dict[str, float]]) -> StepRow:
+    """Return the row with the newest of the results of its step or a step before, which are removed."""
+    known = [step for step in results if row.step is not None and step <= row.step]
+    taken = {step: results.pop(step) for step in known}
+    return replace(row, evaluation=taken[max(taken)]) if taken else row
 
 
 def _tokens(metrics: Mapping[str, float]) -> int | None:

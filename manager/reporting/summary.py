@@ -23,6 +23,7 @@ from ..model.actions import Drain, Exclude, Readmit
 from ..model.figures import idle_times, stream_figures, token_ages
 from ..model.figures.idle_times import START, IdleTimes, idle_shares, phase_times
 from ..model.figures.stream_figures import EpisodeFigures, StreamFigures, as_count
+from ..model.state import Evaluation
 from ..storage.journal import replay
 from ..storage.model_folders import ModelFolder, model_folders
 from .accounting.committed_steps import CommittedSteps
@@ -222,6 +223,8 @@ class Summary(Struct, frozen=True):
     two finite numbers."""
     unscored_share: float = 0.0
     """Share of these dropped groups among all groups that were trained or dropped for this reason."""
+    evaluations: list[Evaluation] = []
+    """The results of the evaluations, in the order of their steps."""
     stream: StreamSummary = StreamSummary()
     episodes: EpisodeCounts = EpisodeCounts()
     turns: int = 0
@@ -313,6 +316,7 @@ class _SummaryBuilder:
         self.drain_requests = DrainRequests()
         self.rewards: dict[int, float] = {}
         """Mean reward by training step."""
+        self.evaluations: list[Evaluation] = []
         self.step, self.epochs = 0, 0
         self.outcome, self.outcome_reason = "running", ""
         self.committed_at: float | None = None
@@ -342,6 +346,9 @@ class _SummaryBuilder:
         self.committed_steps.apply(stamped, self.interruptions.apply(stamped))
         if isinstance(event, ev.StepCommitted):
             self._committed(event, at)
+        elif isinstance(event, ev.Evaluated):
+            if not self.evaluations or event.step > self.evaluations[-1].step:
+                self.evaluations.append(Evaluation(event.step, event.metrics))
         elif isinstance(event, ev.ClocksRecorded):
             self.idle_times = idle_times.with_readings(self.idle_times, at, event.readings)
         elif isinstance(event, ev.ManagerStarted):
@@ -406,6 +413,7 @@ class _SummaryBuilder:
             stale_share=self.stale[1],
             unscored_groups=self.unscored[0],
             unscored_share=self.unscored[1],
+            evaluations=self.evaluations,
             stream=stream_summary(self.idle_times, self.stream_figures),
             episodes=episode_counts(self.episode_figures),
             turns=self.episode_figures.turns,

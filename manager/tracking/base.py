@@ -15,6 +15,8 @@ from msgspec import Struct
 from ...core.types import Outcome
 from ..reporting.step_metrics import MarkKind, StepRow
 
+EVALUATION_PREFIX = "eval/"
+"""Prefix of the names of an evaluation's results."""
 PREFIX = "rrl/"
 """Prefix of the names of values that are not metrics of the trainer."""
 
@@ -37,7 +39,7 @@ class Tracker(Protocol):
     """One run in one tracker, opened for writing. A call may raise any exception, and may hang."""
 
     newest_step: int
-    """The newest step that the tracker had completely when it was opened; 0 if none."""
+    """The newest step that the tracker had completely when it was opened; -1 if none."""
     place: str
     """Where a person finds the run: an address, or a command."""
 
@@ -63,7 +65,11 @@ def scalars(row: StepRow) -> dict[str, float]:
         "failures": sum(mark.kind is MarkKind.FAILURE for mark in row.marks),
         "restarts": sum(mark.kind is MarkKind.RESTART for mark in row.marks),
     }
-    numbers = {**row.metrics, **{f"{PREFIX}{name}": value for name, value in own.items() if value is not None}}
+    if not row.step:  # the row before the first step has only an evaluation
+        own = {}
+    evaluation = {f"{EVALUATION_PREFIX}{name}": value for name, value in row.evaluation.items()}
+    known = {f"{PREFIX}{name}": value for name, value in own.items() if value is not None}
+    numbers = {**row.metrics, **evaluation, **known}
     for replica, values in row.logged.items():
         numbers |= {f"{replica}/{name}": value for name, value in values.items()}
     return numbers

@@ -84,8 +84,8 @@ class TrackingProcess:
         self._finished = False
         """True once this process has sent the end of the run."""
         self._tracker: Tracker | None = None
-        self._sent = 0
-        """Newest step that the tracker has."""
+        self._sent = -1
+        """Newest step that the tracker has; -1 if it has none."""
         self._job_written_at = 0
         """Modification time (ns) of the job spec with which the tracker was opened."""
         self._job_digest = ""
@@ -156,7 +156,8 @@ class TrackingProcess:
         return self._tracker
 
     def _note(self, tracker: Tracker) -> None:
-        write_progress(self._run, self._name, Progress(self._sent, self._job_digest, tracker.place, self._finished))
+        progress = Progress(max(0, self._sent), self._job_digest, tracker.place, self._finished)
+        write_progress(self._run, self._name, progress)
 
 
 def open_tracker(name: TrackerName, run: TrackedRun) -> Tracker:

@@ -51,7 +51,7 @@ class MlflowRun:
         if run.changed:
             self._send_job(run, found.data.params)
         complete = self._client.get_metric_history(self._id, STEP_METRIC)
-        self.newest_step: int = max((metric.step for metric in complete), default=0)
+        self.newest_step: int = max((metric.step for metric in complete), default=-1)
         self._may_be_partial = True
         self.place = f"{uri} (run {self._id})"
 

@@ -64,13 +64,18 @@ class TensorBoardFiles:
         self._writer.close()
 
     def _add(self, step: int, at: float, values: list[Summary.Value]) -> None:
-        self._writer.add_event(Event(wall_time=at, step=step, summary=Summary(value=values)))
+        self._writer.add_event(Event(wall_time=at, step=max(0, step), summary=Summary(value=values)))
 
 
 def newest_step(folder: Path) -> int:
-    """Return the newest step in the event files of a folder; 0 if there is none."""
-    steps: Iterator[int] = (event.step for event in events(folder))
-    return max(steps, default=0)
+    """Return the newest step in the event files of a folder; -1 if there is none."""
+    with_numbers = (event for event in events(folder) if any(not value.HasField("tensor") for value in _values(event)))
+    steps: Iterator[int] = (event.step for event in with_numbers)
+    return max(steps, default=-1)
+
+
+def _values(event: Event) -> list[Summary.Value]:
+    return list(event.summary.value)
 
 
 def events(folder: Path) -> Iterator[Event]:

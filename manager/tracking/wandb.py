@@ -51,7 +51,7 @@ class WandbRun:
         if self._run.offline:
             self.newest_step, self.place = written, f"wandb sync --id {run.id} {run.folder}/wandb/offline-run-*"
         else:
-            self.newest_step, self.place = max(0, self._run.starting_step - 1), self._run.url or ""
+            self.newest_step, self.place = self._run.starting_step - 1, self._run.url or ""
 
     def send(self, row: StepRow) -> None:
         """Log a step, which is written at once: a killed process leaves no step that is partly logged."""
@@ -76,8 +76,8 @@ class WandbRun:
 
 
 def newest_step(folder: Path) -> int:
-    """Return the newest step in the log files of a folder; 0 if there is none."""
-    return max((step for path in folder.glob(LOG_FILES) for step, _ in history(path)), default=0)
+    """Return the newest step in the log files of a folder; -1 if there is none."""
+    return max((step for path in folder.glob(LOG_FILES) for step, _ in history(path)), default=-1)
 
 
 def history(path: Path) -> Iterator[tuple[int, dict[str, object]]]:

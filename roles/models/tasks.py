@@ -1,4 +1,4 @@
-"""The source of prompts and rewards: a reasoning-gym dataset, or a function of the user."""
+"""The source of prompts and rewards: a reasoning-gym dataset, the rows of a file, or a function of the user."""
 
 from __future__ import annotations
 
@@ -13,11 +13,15 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
-from ...core.run_spec import TaskSpec
+from ...config.prompt_file import PromptFileError, open_rows
+from ...core.run_spec import RunSpec, TaskSpec
+from .file_task import FileTask, right_share
 from .tokenizer import Tokenizer
 
 _MAX_SHOWN_DATASETS = 5
 """Number of datasets that an error shows: reasoning-gym has about a hundred."""
+EVALUATION_SEED = -1
+"""Seed of a dataset for evaluations: no run has it, and datasets of different seeds share no item (DatasetTask)."""
 _LIST_DATASETS = "python -c 'from reasoning_gym.factory import DATASETS; print(*sorted(DATASETS))'"
 """Shell command that lists the datasets of reasoning-gym."""
 
@@ -39,37 +43,46 @@ class Task(Protocol):
 
 
 class TaskError(ValueError):
-    """The ``[task]`` table is invalid.
+    """The ``[task]`` table, or that of an evaluation, is invalid.
 
     Args:
         key: The key of ``[task]`` to change.
         problem: What is wrong with its value, and what would be right.
         missing_package: Package that the task needs and this Python lacks; empty for any other problem.
+        table: The table.
     """
 
-    def __init__(self, key: str, problem: str, missing_package: str = "") -> None:
-        super().__init__(f"[task] {key}: {problem}")
+    def __init__(self, key: str, problem: str, missing_package: str = "", table: str = "task") -> None:
+        super().__init__(f"[{table}] {key}: {problem}")
+        self.table = table
         self.key = key
         self.problem = problem
         self.missing_package = missing_package
 
 
-def load_task(spec: TaskSpec, seed: int, tokenizer: Tokenizer | None = None, folder: Path | None = None) -> Task:
+def load_task(spec: TaskSpec, seed: int | None, tokenizer: Tokenizer | None = None, folder: Path | None = None) -> Task:
     """Return the task of ``[task]``.
 
     Args:
         spec: The ``[task]`` table.
-        seed: Seed of the run.
+        seed: Seed of the run; None for the rows of a file in their order.
         tokenizer: Splits answers into tokens for partial credit. If None, answers are split into words.
         folder: Folder of job.toml, from which a user's function is imported.
 
     Raises:
         TaskError: The table is invalid.
     """
+    split = tokenizer.encode if tokenizer else str.split
+    if spec.file is not None:
+        return _open_file(spec, seed, split, folder)
+    assert seed is not None
     if spec.function is not None:
         return _call(spec.function, seed, spec.args, folder)
     if spec.dataset is None:
-        raise TaskError("dataset", 'missing; write dataset = "<reasoning-gym name>" or function = "module:function"')
+        raise TaskError(
+            "dataset",
+            'missing; write dataset = "<reasoning-gym name>", file = "prompts.jsonl" or function = "module:function"',
+        )
     return DatasetTask(
         spec.dataset,
         spec.args,
@@ -77,8 +90,57 @@ def load_task(spec: TaskSpec, seed: int, tokenizer: Tokenizer | None = None, fol
         prompt=spec.prompt,
         size=spec.size,
         partial_credit=spec.partial_credit,
-        split=tokenizer.encode if tokenizer else str.split,
+        split=split,
     )
+
+
+def load_evaluation_task(
+    job: RunSpec, tokenizer: Tokenizer | None = None, folder: Path | None = None
+) -> tuple[Task, int]:
+    """Return the task of a job's evaluations, and the number of prompts of an evaluation.
+
+    Its items are in no training step: a dataset has a seed that no run has, and the rows of a file come in the order of
+    the file. A function of the user gets the seed of the run.
+
+    Raises:
+        TaskError: The table is invalid.
+    """
+    assert job.eval is not None
+    spec = job.eval.task or job.task
+    seed = None if spec.file is not None else job.seed if spec.function is not None else EVALUATION_SEED
+    try:
+        task = load_task(spec, seed, tokenizer, folder)
+    except TaskError as error:
+        if job.eval.task is None:
+            raise
+        raise TaskError(error.key, error.problem, error.missing_package, "eval.task") from error.__cause__
+    size = len(task) if isinstance(task, FileTask) else spec.size if spec.dataset is not None else job.eval.count
+    return task, min(job.eval.count, size)
+
+
+def _open_file(
+    spec: TaskSpec, seed: int | None, split: Callable[[str], Sequence[object]], folder: Path | None
+) -> FileTask:
+    """Return the task of ``[task] file``.
+
+    Raises:
+        TaskError: The file, one of its rows, or the function of ``reward`` is invalid.
+    """
+    assert spec.file is not None
+    try:
+        rows = open_rows(Path(spec.file), spec.prompt, spec.required_columns)
+    except PromptFileError as error:
+        raise TaskError("file", str(error), error.missing_package) from None
+    reward = None
+    if spec.reward is not None:
+        try:
+            reward = import_function(spec.reward, folder)
+        except FunctionMissing as error:
+            raise TaskError("reward", error.problem, error.missing_package) from error.__cause__
+    return FileTask(
+        rows, seed, prompt=spec.prompt, answer_column=spec.answer_column, reward=reward,
+        partial_credit=spec.partial_credit, split=split,
+    )  # fmt: skip
 
 
 def _call(name: str, seed: int, args: Mapping[str, Any], folder: Path | None) -> Task:
@@ -227,11 +289,7 @@ class DatasetTask:
         reward = float(self._dataset.score_answer(answer, self._item(i % self._size)))
         if reward >= 1 or not self._partial_credit:
             return reward, reward
-        given, right = self._split(answer), self._split(self.answer(i))
-        if len(given) != len(right) or not right:
-            return reward, reward
-        share = sum(a == b for a, b in zip(given, right, strict=True)) / len(right)
-        return reward, reward + self._partial_credit * share
+        return reward, reward + self._partial_credit * right_share(answer, self.answer(i), self._split)
 
 
 def _create_dataset(name: str, args: Mapping[str, Any], *, seed: int, size: int) -> Any:

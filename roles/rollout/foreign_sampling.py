@@ -10,6 +10,8 @@ from torch import Tensor
 from ..models.policy import log_probs
 from ..trajectories.types import Sampling
 
+GREEDY = Sampling(temperature=0.0)
+"""Take the most likely token, with the log-probability of the model."""
 _SEEDS = 2**31
 """Number of seeds of a token; vLLM passes them to numpy, too, which accepts 32 bits."""
 

@@ -18,7 +18,7 @@ from ...core.types import Incarnation, Version
 from ..models.policy import load_weights, log_probs
 from ..trajectories.types import Item, PathDigest, Segment
 from .engine import Sampling, StepOutput
-from .foreign_sampling import next_token
+from .foreign_sampling import GREEDY, next_token
 
 
 def seed_of(run_seed: int, incarnation: Incarnation) -> int:
@@ -132,16 +132,21 @@ class TorchEngine:
         tokens: list[Tensor] = []
         logprobs: list[Tensor] = []
         remaining = torch.tensor([row.remaining for row in rows], device=self._device)
-        foreign = [(index, row, row.sampling) for index, row in enumerate(rows) if row.sampling is not None]
+        greedy = [index for index, row in enumerate(rows) if row.sampling == GREEDY]
+        foreign = [(index, row, row.sampling) for index, row in enumerate(rows) if row.sampling not in (None, GREEDY)]
+        trained = len(rows) - len(greedy) - len(foreign)
         done = torch.zeros(len(remaining), dtype=torch.bool, device=self._device)
         for count in range(1, sampling.segment_tokens + 1):
             logits = batch.read(self._model)
             log_probabilities = log_probs(logits, sampling.temperature)
-            if sampling.greedy:
+            if sampling.greedy or not trained:  # an evaluation draws no number of the generator of trained answers
                 chosen = log_probabilities.argmax(-1)
             else:
                 chosen = torch.multinomial(log_probabilities.exp(), 1, generator=self._generator)[:, 0]
             chosen_logprobs = log_probabilities.gather(1, chosen[:, None])[:, 0]
+            if greedy:
+                of_model = log_probs(logits[greedy], 1.0)
+                chosen_logprobs[greedy], chosen[greedy] = of_model.max(-1)
             for index, row, how in foreign:
                 sampled = [*row.sampled, *(int(step[index]) for step in tokens)]
                 token, logprob = next_token(

@@ -6,21 +6,21 @@ All of this is volatile: a store that restarts receives the membership again, an
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from heapq import heapify, heappop, heappush
 from math import exp
 
 from ...core.types import Incarnation, ReplicaId
 from .dispatch.engines import Engines, Known
+from .dispatch.lease_table import Leases
 from .dispatch.lengths import Answer, GroupEstimate
 from .dispatch.prefix_cache import deal
 from .dispatch.work_sharing import CONSIDERED, length_class
 from .durable.groups import Group, TrajectoryState, parent_of, prompt_length
-from .durable.records import PackedSegment, TimesObserved
+from .durable.log import DurableState
+from .durable.records import Fence, PackedSegment, TimesObserved
 from .durable.state import State
 from .steps.staleness import StalenessLimit
-
-_NOTHING: frozenset[int] = frozenset()
+from .types import Denied, NotReady
 
 
 class Membership:
@@ -58,45 +58,32 @@ class Membership:
             return f"{incarnation} was succeeded by incarnation {self._newest[incarnation.replica]}"
         return f"{incarnation} is no longer current (fenced)" if incarnation in self._departed else None
 
+    def check_worker(self, incarnation: Incarnation) -> Denied | NotReady | None:
+        """Return why a request of a rollout or reward replica is not served, or None."""
+        if reason := self.fenced_reason(incarnation):
+            return Denied(reason, fenced=True)
+        return None if incarnation in self.current else NotReady()
+
+    def check_trainer(self, incarnation: Incarnation, durable: DurableState) -> Denied | None:
+        """Return why a request of a trainer is denied, or None.
+
+        Rule 7: the first request of a newer trainer durably fences all older trainers before it is answered. The
+        members of a gang share an incarnation number and are fenced together.
+        """
+        gang = incarnation.gang
+        reason = self.fenced_reason(gang)
+        fence = durable.state.fences.get(gang.replica, -1)
+        if gang.number < fence:
+            reason = f"{incarnation} was succeeded by incarnation {fence}"
+        if reason:
+            return Denied(reason, fenced=True)
+        if gang.number > fence:
+            self.observe(gang)
+            durable.write(Fence(gang.replica, gang.number))
+        return None
+
     def _succeeded(self, incarnation: Incarnation) -> bool:
         return incarnation.number < self._newest.get(incarnation.replica, 0)
-
-
-class Leases:
-    """The trajectories that are leased, by incarnation."""
-
-    def __init__(self) -> None:
-        self._holder: dict[int, Incarnation] = {}
-        self._by_incarnation: dict[Incarnation, set[int]] = {}
-
-    def assign(self, trajectory: int, incarnation: Incarnation) -> None:
-        """Lease a trajectory to an incarnation."""
-        self._holder[trajectory] = incarnation
-        self._by_incarnation.setdefault(incarnation, set()).add(trajectory)
-
-    def release(self, trajectory: int) -> None:
-        """End the lease of a trajectory, if there is one."""
-        if (incarnation := self._holder.pop(trajectory, None)) is not None:
-            self._by_incarnation[incarnation].discard(trajectory)
-
-    def holder(self, trajectory: int) -> Incarnation | None:
-        """Return the incarnation that a trajectory is leased to, or None."""
-        return self._holder.get(trajectory)
-
-    def leased_to(self, incarnation: Incarnation) -> AbstractSet[int]:
-        """Return the trajectories that are leased to an incarnation: the set itself, which later leases change."""
-        return self._by_incarnation.get(incarnation, _NOTHING)
-
-    def release_departed(self, current: frozenset[Incarnation]) -> list[int]:
-        """End the leases of all incarnations that are not current, and return their trajectories."""
-        freed = [
-            trajectory
-            for incarnation in self._by_incarnation.keys() - current
-            for trajectory in self._by_incarnation.pop(incarnation)
-        ]
-        for trajectory in freed:
-            del self._holder[trajectory]
-        return freed
 
 
 class ScoringQueue:

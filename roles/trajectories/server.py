@@ -24,7 +24,7 @@ from ...transport.control.sockets import CONTROL_BOUNDS, STORE_BOUNDS
 from ...transport.messages import Peers
 from ..checkpoints.retention import CheckpointCleaner, CommitStatus
 from ..launcher.end_report import exits_on_invalid_config
-from ..models.tasks import TaskError, load_task
+from ..models.tasks import TaskError, load_evaluation_task, load_task
 from ..models.tokenizer import open_tokenizer
 from .durable.records import LogFormatError
 from .episodes.followers import TurnFollowers
@@ -33,6 +33,7 @@ from .episodes.requests import StoreAnswer as Answer
 from .episodes.requests import StoreRequest as Request
 from .episodes.rules import EpisodeSettings
 from .prompts import first_item_with_prompt, prompt_encoder
+from .steps.evaluations import EvaluationReports, EvaluationSettings
 from .store import Store
 from .types import (
     Append,
@@ -372,7 +373,25 @@ def _prompts(me: rrl.Worker) -> Callable[[int], Prompt]:
     return prompt
 
 
-def _open_store(me: rrl.Worker, prompts: Callable[[int], Prompt]) -> Store:
+def _evaluations(me: rrl.Worker) -> EvaluationSettings | None:
+    """Return the settings of evaluations; None if the job has none. Ends the process if their task is invalid."""
+    job = me.job
+    if job.eval is None:
+        return None
+    with exits_on_invalid_config(TaskError):
+        tokenizer = open_tokenizer(job.model)
+        task, count = load_evaluation_task(job, tokenizer, Path(me.launch.cwd))
+    encode = prompt_encoder(job, tokenizer)
+
+    def prompt(item: int) -> Prompt:
+        return encode(item, task.prompt(item))
+
+    with exits_on_invalid_config():
+        first_item_with_prompt(prompt)
+    return EvaluationSettings(job.eval, job.steps, job.seed, count, prompt, job.sampling.max_new_tokens)
+
+
+def _open_store(me: rrl.Worker, prompts: Callable[[int], Prompt], evaluations: EvaluationSettings | None) -> Store:
     sampling = me.job.sampling
     return Store(
         me.run_dir.store,
@@ -388,6 +407,7 @@ def _open_store(me: rrl.Worker, prompts: Callable[[int], Prompt]) -> Store:
         max_part_bytes=CONTROL_BOUNDS.max_frame_bytes - 2 * _FRAME_OVERHEAD_BYTES,
         retained_commits=me.job.trainer.keep_checkpoints,
         episodes=_episode_settings(me.job),
+        evaluations=evaluations,
     )
 
 
@@ -409,6 +429,8 @@ async def _serve(me: rrl.Worker, store: Store, cleaner: CheckpointCleaner) -> No
     epoch = me.launch.incarnation.number
     listener = await Listener.open(me.keys, Request, epoch=epoch, host=me.host, bounds=STORE_BOUNDS)
     server = Server(store, listener, me.progress, me.note, cleaner.update, me.idle)
+    store.flush()  # a result that the store has recorded when it was opened is reported, too
+    reports = EvaluationReports(store.evaluations, me.report_evaluation)
 
     def on_peers(peers: Peers) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended: there is nothing left to update
@@ -418,6 +440,8 @@ async def _serve(me: rrl.Worker, store: Store, cleaner: CheckpointCleaner) -> No
         while not me.stopping.is_set():
             await asyncio.sleep(_STOP_POLL_S)
             me.answer_probe()
+            if me.peers is not None:
+                reports.send(me.peers.evaluated, loop.time())
             if server.data_is_untaken():
                 me.confirm_untaken_data()
         server.stop()
@@ -438,10 +462,10 @@ async def _serve(me: rrl.Worker, store: Store, cleaner: CheckpointCleaner) -> No
 def main() -> None:
     """Run the trajectory store until the manager stops it, then write the audit."""
     me = rrl.join()
-    prompts = _prompts(me)
+    prompts, evaluations = _prompts(me), _evaluations(me)
     with me:
         with exits_on_invalid_config(LogFormatError):
-            store = _open_store(me, prompts)
+            store = _open_store(me, prompts, evaluations)
         with CheckpointCleaner(me.run_dir.checkpoints, me.job.trainer.keep_checkpoints) as cleaner:
             with me.phase("serve"):
                 asyncio.run(_serve(me, store, cleaner))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...core.types import Incarnation
+from ...core.types import TRAINER, Incarnation
 from ...transport.messages import WeightSource
 from ..checkpoints.retention import CommitStatus
 from .durable.audit import Audit
@@ -31,6 +31,7 @@ from .episodes.rules import Episodes, EpisodeSettings
 from .leases import Membership, ScoringQueue, WorkQueue
 from .prompts import GroupMaker, ItemPrompts, ScorerFaults
 from .steps.bindings import Bindings
+from .steps.evaluations import Evaluations, EvaluationSettings, is_evaluated
 from .steps.staleness import StalenessLimit
 from .types import (
     Bound,
@@ -76,6 +77,7 @@ class Store:
         compact_from: Size of the log in bytes below which it is not compacted.
         retained_commits: Number of committed steps whose digests are kept, for ``rrl export``; at least 2.
         episodes: Settings of a job with agents, whose groups have an empty prompt; None for any other job.
+        evaluations: Settings of a job with evaluations; None for any other job.
 
     Raises:
         LogDamaged: Durable records cannot be read.
@@ -100,6 +102,7 @@ class Store:
         compact_from: int = 32 * 2**20,
         retained_commits: int = 0,
         episodes: EpisodeSettings | None = None,
+        evaluations: EvaluationSettings | None = None,
     ) -> None:
         self._has_agents = episodes is not None
         self._max_unbound = (max_ahead_batches + 1) * groups_per_batch
@@ -124,6 +127,8 @@ class Store:
         )  # fmt: skip
         self._work = WorkQueue(self._state, self._staleness, groups_per_batch)
         self.episodes = Episodes(self, self._durable, self._staleness, self._work, episodes)
+        self.evaluations = Evaluations(self._durable, evaluations, lambda: self.newest_version)
+        self.evaluations.finish()  # the settings may have changed, or a crash may have prevented it
         self._index()
         self.episodes.rebuild()
         self._drop_untrainable()  # the limit may have changed, or a crash may have prevented the drop after a binding
@@ -166,32 +171,16 @@ class Store:
                 self._durable.write(Fence(gang.replica, gang.number))
         self._work.release_departed(self._membership.current)
         self.episodes.release_departed(self._membership.current)
+        self.evaluations.release_departed(self._membership.current)
         self._scoring.release_departed(self._membership.current)
         self._versions.remove(lambda incarnation: self._membership.fenced_reason(incarnation) is not None)
 
     def check_worker(self, incarnation: Incarnation) -> Denied | NotReady | None:
         """Return why a request of a rollout or reward replica is not served, or None."""
-        if reason := self._membership.fenced_reason(incarnation):
-            return Denied(reason, fenced=True)
-        return None if incarnation in self._membership.current else NotReady()
+        return self._membership.check_worker(incarnation)
 
     def _check_trainer(self, incarnation: Incarnation) -> Denied | None:
-        """Return why a request of a trainer is denied, or None.
-
-        Rule 7: the first request of a newer trainer durably fences all older trainers before it is answered. The
-        members of a gang share an incarnation number and are fenced together.
-        """
-        gang = incarnation.gang
-        reason = self._membership.fenced_reason(gang)
-        fence = self._state.fences.get(gang.replica, -1)
-        if gang.number < fence:
-            reason = f"{incarnation} was succeeded by incarnation {fence}"
-        if reason:
-            return Denied(reason, fenced=True)
-        if gang.number > fence:
-            self._membership.observe(gang)
-            self._durable.write(Fence(gang.replica, gang.number))
-        return None
+        return self._membership.check_trainer(incarnation, self._durable)
 
     # ── weight versions ────────────────────────────────────────────────────────────────────────────────────────────
     @property
@@ -222,6 +211,7 @@ class Store:
     ) -> Leased | Denied | NotReady:  # fmt: skip
         """Lease unfinished trajectories, in the order of the last steps that may train their groups.
 
+        Answers of an evaluation come first, and never together with trajectories.
         Trajectories that are leased to this incarnation already and not in ``holding`` come first, unless that is None.
         A trajectory is not leased if tokens sampled with weights of step ``weights`` would make its group too old.
         ``now`` is the time of the request in seconds, None if it is unknown; without work the request stays open until
@@ -229,6 +219,8 @@ class Store:
         """
         if rejection := self.check_worker(incarnation):
             return rejection
+        if evaluated := self.evaluations.lease(incarnation, at_most, holding, weights):
+            return Leased(evaluated)
         for trajectory in holding or ():
             if not self._work.may_write(incarnation, trajectory):
                 continue
@@ -308,13 +300,17 @@ class Store:
             packed_segments = [pack(segment) for segment in segments]
         except (OverflowError, ValueError) as error:
             return Denied(f"malformed segment: {error}")
-        lost = {packed.trajectory for packed in packed_segments if not self._check_staleness(incarnation, packed)}
+        append_evaluated, lost = self.evaluations.append(incarnation, packed_segments, finished)
+        packed_segments = [packed for packed in packed_segments if not is_evaluated(packed.trajectory)]
+        finished = [trajectory for trajectory in finished if not is_evaluated(trajectory)]
+        lost |= {packed.trajectory for packed in packed_segments if not self._check_staleness(incarnation, packed)}
         written = {*(packed.trajectory for packed in packed_segments), *finished}
         lost.update(trajectory for trajectory in written if not self._work.may_write(incarnation, trajectory))
         new, ends = new_segments(self._state.answers, packed_segments, finished, lost, self._max_new)
         if lost:
             text = f"not leased to {incarnation}, or stored with other tokens at the same position"
             return Denied(text, lost=tuple(sorted(lost)))
+        append_evaluated()
         if new or ends:
             self._durable.write(SegmentsAppended(incarnation, tuple(new), tuple(sorted(ends))))
         for packed in new:
@@ -355,7 +351,9 @@ class Store:
         """Lease the oldest finished trajectories without a score."""
         if rejection := self.check_worker(incarnation):
             return rejection
-        return Scoring(tuple(as_to_score(track) for track in self._scoring.lease(incarnation, at_most, holding)))
+        evaluated = self.evaluations.lease_scoring(incarnation, at_most, holding)
+        tracks = self._scoring.lease(incarnation, at_most - len(evaluated), holding)
+        return Scoring((*evaluated, *map(as_to_score, tracks)))
 
     def post_scores(
         self, incarnation: Incarnation, scores: Sequence[Score], failed: Mapping[int, str] | None = None,
@@ -370,6 +368,7 @@ class Store:
             return Denied("one of the scored trajectories is not finished")
         if not all(math.isfinite(score.reward) and math.isfinite(score.training) for score in by_trajectory.values()):
             return Denied("a score is not finite; report the trajectory as failed instead")
+        self.evaluations.post_scores(scores, failed or ())
         new = tuple(score for score in by_trajectory.values() if tracks[score.trajectory].score is None)
         if new:
             self._durable.write(ScoresRecorded(new))
@@ -463,6 +462,8 @@ class Store:
         """
         if rejection := self._check_trainer(incarnation):
             return rejection
+        if self.evaluations.awaited(number - 1, incarnation.number):
+            return NotReady()
         latest = self._state.latest
         bindings = self._bindings
         answer = bindings.bind(number) if index is None else bindings.bind_part(number, index)
@@ -476,11 +477,14 @@ class Store:
         Returns None if it can be bound.
         """
         published = self.newest_version is not None
+        if published and (reason := self.evaluations.wait_reason(number - 1)):
+            return reason
         return self._bindings.wait_reason(number, index, self._work.leases.holder, self.newest_weights, published)
 
     def has_data(self) -> bool:
         """Return whether a trainer that requests data would get some (:meth:`.steps.bindings.Bindings.has_data`)."""
-        return self._bindings.has_data()
+        waits = self.evaluations.awaited(self._state.latest, self._state.fences.get(TRAINER, -1))
+        return not waits and self._bindings.has_data()
 
     def commit(
         self, incarnation: Incarnation, number: int, manifest: dict[str, Any], digest: str,
@@ -491,4 +495,6 @@ class Store:
             return rejection
         if incarnation != incarnation.gang:
             return Denied(f"{incarnation} cannot commit: only the first member of its gang, {incarnation.gang}, can")
-        return self._bindings.commit(incarnation, number, manifest, digest, metrics or {})
+        answer = self._bindings.commit(incarnation, number, manifest, digest, metrics or {})
+        self.evaluations.finish()
+        return answer

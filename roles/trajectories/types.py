@@ -90,6 +90,8 @@ class ToScore(Struct, frozen=True):
     trajectory: int
     item: int
     tokens: tuple[int, ...]
+    evaluation: bool = False
+    """True for an answer of an evaluation: ``item`` is an item of the evaluation's task."""
 
 
 class Score(Struct, frozen=True, array_like=True):

@@ -24,7 +24,7 @@ from ...core.run_spec import RunSpec
 from ...core.text import exit_invalid_config
 from ...core.types import NodeName, ReplicaId, Version
 from ...transport.keys import RunKeys
-from ...transport.messages import Goodbye, Peers
+from ...transport.messages import Evaluated, Goodbye, Peers
 from ..checkpoints.folders import Digest, as_paths, fresh_folder, make_durable, verified
 from ..checkpoints.folders import describe as describe_files
 from ..launcher.end_report import report_uncaught_exceptions
@@ -92,7 +92,7 @@ class Worker:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> bool:
-        if kind is None and not self._connection.stopping.is_set():
+        if kind is None and not (self._data.evaluated_at_end(self.job) or self._connection.stopping.is_set()):
             self._connection.set_phase("stopping")
             self._connection.send(Goodbye(self.launch.incarnation))
             self._connection.stopping.wait(GOODBYE_TIMEOUT_S)  # the manager must get the Goodbye before the exit
@@ -107,9 +107,9 @@ class Worker:
 
     @property
     def rank(self) -> int:
-        """The rank of this process among the ``world`` processes of its replica (``ranks`` in job.toml).
+        """The rank of this process among the ``world`` processes of its replica; valid inside the ``with`` block.
 
-        It is valid inside the ``with`` block. The manager assigns it; Slurm's variables may differ.
+        The manager assigns it; Slurm's variables may differ.
         """
         return self._connection.rank
 
@@ -141,11 +141,7 @@ class Worker:
             self._connection.set_phase(*before)
 
     def waiting(self, service: str) -> AbstractContextManager[None]:
-        """Report inside the block that this role waits for ``service``, which is not part of the run.
-
-        The role is in phase ``wait_external`` meanwhile, and :meth:`progress` counts there too. See :func:`waiting`,
-        which is ``rrl.waiting``: the same for code that has no :class:`Worker`.
-        """
+        """Report inside the block that this role waits for ``service`` outside of the run; see ``rrl.waiting``."""
         return waiting(service)
 
     @contextmanager
@@ -180,6 +176,10 @@ class Worker:
     def log(self, **values: float) -> None:
         """Report numbers that belong to no training step, for metrics and trackers; of each name the newest counts."""
         self._connection.status.log(values)
+
+    def report_evaluation(self, step: int, metrics: dict[str, float]) -> None:
+        """Report, as the store, the result of the evaluation of a step's weights; may be repeated."""
+        self._connection.send(Evaluated(self.launch.incarnation, step, metrics))
 
     def confirm_untaken_data(self) -> None:
         """Report for the next seconds that this role, the store, has data which the trainer does not request."""

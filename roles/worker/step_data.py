@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Coroutine
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
-from ...core.run_spec import SamplingSpec
+from ...core.run_spec import RunSpec, SamplingSpec
 from ..trajectories.batches import whole_part
 from ..trajectories.types import PackedBatch, PackedPart
+from ..trajectories.versions import is_publisher
 from .connection import ManagerConnection, Stopping
 from .uncommitted_steps import UncommittedSteps
 
@@ -45,6 +47,21 @@ class StepData:
         if part is not None:
             self.uncommitted.add(part)
         return part
+
+    def evaluated_at_end(self, job: RunSpec) -> bool:
+        """Wait, in a trainer that has committed the last step, until that step is evaluated and a stop is requested.
+
+        Rollouts may still need the last weights. Returns False at once in any other process.
+        """
+        stopping = self._connection.stopping
+        if job.eval is None or not is_publisher(self._connection.launch.incarnation) or stopping.is_set():
+            return False
+        with self._wait_data(), contextlib.suppress(Stopping):
+            if self._connection.call_store(self._connection.store.committed()).number != job.steps:
+                return False
+            while not stopping.wait(_WAIT_S):
+                self._connection.probes.answer()
+        return True
 
     def batch(self, number: int) -> PackedBatch | None:
         """Return the batch of one step, or None when a stop is requested."""

@@ -28,6 +28,10 @@ FIRST_TURN = 2**40
 """Number of the first turn: turns and trajectories share leases and appends, and no run has as many trajectories."""
 
 
+FIRST_EVALUATED = 2**50
+"""Number of the first answer of an evaluation: these answers share leases and appends with trajectories and turns."""
+
+
 class LogFormatError(ValueError):
     """The log was written by a version of rrl whose records this version cannot read."""
 
@@ -306,6 +310,44 @@ class EpisodesCounted(Struct, frozen=True, tag="episodes_counted", array_like=Tr
     """Trained tokens that differ, or whose context differs, from what the engine had. It must be 0."""
 
 
+class EvaluationStarted(Struct, frozen=True, tag="evaluation_started", array_like=True):
+    """Start of the evaluation of a weight version: of step ``step``, published by the trainer's ``incarnation``.
+
+    Its answers have the numbers from ``first`` on: ``samples`` for the first prompt, then those for the next prompt. An
+    evaluation that was started before, and not finished, is abandoned.
+    """
+
+    step: int
+    incarnation: int
+    first: int
+    prompts: int
+    samples: int
+
+
+class EvaluationAppended(Struct, frozen=True, tag="evaluation_appended", array_like=True):
+    """Segments of answers of the evaluation, and the answers that were complete afterwards."""
+
+    incarnation: Incarnation | None
+    segments: tuple[PackedSegment, ...]
+    finished: tuple[int, ...]
+
+
+class EvaluationScored(Struct, frozen=True, tag="evaluation_scored", array_like=True):
+    """Scores of answers of the evaluation; the answers in ``failed`` have none and never will."""
+
+    scores: tuple[Score, ...]
+    failed: tuple[int, ...] = ()
+
+
+class EvaluationFinished(Struct, frozen=True, tag="evaluation_finished", array_like=True):
+    """The result of the evaluation of step ``step``, which is committed. ``next`` is the number of the next answer."""
+
+    step: int
+    incarnation: int
+    metrics: dict[str, float]
+    next: int
+
+
 class ItemsOrdered(Struct, frozen=True, tag="items_ordered", array_like=True):
     """The items of the next groups, in the order in which the groups are created (``[sampling] window``)."""
 
@@ -343,6 +385,10 @@ Record = (
     | TurnsNumbered
     | EpisodeFinished
     | EpisodesCounted
+    | EvaluationStarted
+    | EvaluationAppended
+    | EvaluationScored
+    | EvaluationFinished
 )
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Record)

@@ -11,6 +11,7 @@ from ..dispatch.lengths import Answer, Lengths
 from ..dispatch.token_times import TokenTimes
 from ..types import PackedBatch, PackedPart, PackedTrajectory, Score
 from .episode_records import EpisodeRecord, EpisodeRecords, records_of
+from .evaluation_state import EvaluationState
 from .groups import EpisodeState, Group, TrajectoryState
 from .records import (
     FIRST_TURN,
@@ -23,6 +24,10 @@ from .records import (
     DropCause,
     EpisodeFinished,
     EpisodesCounted,
+    EvaluationAppended,
+    EvaluationFinished,
+    EvaluationScored,
+    EvaluationStarted,
     Fence,
     GroupCreated,
     GroupDropped,
@@ -86,6 +91,7 @@ class State:
         self.answers: dict[int, TrajectoryState] = {}
         """What rollouts extend, by number: the trajectories or, in a job with agents, turns."""
         self.episode_records = EpisodeRecords(self.answers)
+        self.evaluations = EvaluationState()
         self.bindings: dict[int, Binding] = {}
         self.parts: dict[int, list[Part]] = {}
         """Parts of the steps that were bound in parts, by step. A step without a binding lacks groups."""
@@ -162,6 +168,8 @@ class State:
                 self.episode_records.counted = record
             case TurnsNumbered(number):
                 self.next_turn = number
+            case EvaluationStarted() | EvaluationAppended() | EvaluationScored() | EvaluationFinished():
+                self.evaluations.apply(record)
             case BindingRetired():
                 pass
             case Head(format, groups, trajectories):
@@ -350,6 +358,7 @@ class State:
             yield TimesObserved(Incarnation(id, number), times.observations())
         if self.item_order:
             yield ItemsOrdered(tuple(self.item_order))
+        yield from self.evaluations.records()
         if self.episode_records.counted != EpisodesCounted():
             yield self.episode_records.counted
         yield self._counted

@@ -21,10 +21,11 @@ from msgspec import Struct
 from ....core.text import on_one_line
 from ....core.types import Incarnation
 from ....core.units import duration_text
+from ..dispatch.lease_table import Leases
 from ..durable.groups import EpisodeState, Group, TrajectoryState, is_foreign
 from ..durable.log import DurableState
 from ..durable.records import AttemptFailed, AttemptStarted, DropCause, EpisodeFinished, ScoresRecorded
-from ..leases import Leases, WorkQueue
+from ..leases import WorkQueue
 from ..steps.staleness import StalenessLimit
 from ..types import Denied, Done, NotReady, Score
 from .requests import (

@@ -324,3 +324,65 @@ def test_an_agent_that_cannot_run_is_one_line_at_its_key(checked: Checked, playe
     refused = checked.line(job=AGENTS_JOB)
     assert refused.startswith("20: roles.agents.function: ")
     assert line in refused
+
+
+# ── prompts of a file ──────────────────────────────────────────────────────────────────────────────────────────────
+FILE_JOB = JOB.replace('function = "doubling:make"', 'file = "prompts.jsonl"')
+FILE_LINE = FILE_JOB.splitlines().index('file = "prompts.jsonl"') + 1
+
+
+def rows_of(folder: Path, *rows: object) -> Path:
+    path = folder / "prompts.jsonl"
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return path
+
+
+def test_a_row_of_a_file_is_shown_with_its_rewards(checked: Checked) -> None:
+    rows_of(checked.folder, *({"question": str(i), "answer": 2 * i} for i in range(1, 9)))
+    assert checked.run(job=FILE_JOB) == 0, checked.err
+    assert "right answer" in checked.out
+
+
+@pytest.mark.parametrize("command", ["check", "submit"])
+def test_a_bad_row_is_one_line_with_file_line_and_column(
+    checked: Checked, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = rows_of(checked.folder, {"question": "1", "answer": 2}, {"question": "2", "reply": 4})
+    (checked.folder / "job.toml").write_text(FILE_JOB)
+    assert main.run([command, str(checked.folder / "job.toml")]) == 2
+    assert capsys.readouterr().err == (
+        f'rrl: {checked.folder / "job.toml"}:{FILE_LINE}: task.file: {path}:2: there is no column "answer";'
+        ' this row has "question", "reply"\n'
+    )
+
+
+def test_a_file_that_is_not_here_is_refused_only_where_the_roles_run_here(
+    checked: Checked, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    missing = checked.folder / "prompts.jsonl"
+    assert (
+        checked.line(job=FILE_JOB) == f"{FILE_LINE}: task.file: {str(missing)!r} does not exist; name a file that does"
+    )
+    slurm = checked.folder / "bin"
+    slurm.mkdir()
+    for name, script in {"sinfo": "true", "sbatch": "exit 0", "scontrol": "true", "sacctmgr": "exit 1"}.items():
+        (slurm / name).write_text(f"#!/bin/sh\n{script}\n")
+        (slurm / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(slurm))
+    checked.run(job=FILE_JOB.replace('"local"', '"slurm"'))
+    assert f"task.file: {str(missing)!r} does not exist on this machine; the nodes need it" in doubts_in(checked.out)
+
+
+@pytest.mark.parametrize(
+    ("key", "complaint"),
+    [
+        ("args = { min = 2 }", "task.args: has no effect with `file`; remove this key"),
+        ("size = 5", "task.size: has no effect with `file`; remove this key"),
+        ('prompt = "{}"', "task.prompt: '{}' must name a column of the file in braces: \"{question}\""),
+        ('prompt = "hello"', "task.prompt: 'hello' must name a column of the file in braces: \"{question}\""),
+    ],
+)
+def test_a_key_without_effect_on_a_file_is_refused(checked: Checked, key: str, complaint: str) -> None:
+    job = FILE_JOB.replace('file = "prompts.jsonl"', f'file = "prompts.jsonl"\n{key}')
+    assert checked.run(job=job) == 2
+    assert checked.err == f"{checked.folder / 'job.toml'}:{FILE_LINE + 1}: {complaint}\n"

@@ -51,7 +51,7 @@ def test_each_step_is_one_json_line_with_the_failures_before_it(root: Path, caps
     ]  # fmt: skip
     assert rows[0].keys() == {
         "schema", "step", "at", "incarnation", "seconds", "tokens", "tokens_per_second", "phase_seconds",
-        "token_age_p50", "token_age_max", "metrics", "logged", "marks",
+        "token_age_p50", "token_age_max", "metrics", "logged", "marks", "evaluation",
     }  # fmt: skip
 
 

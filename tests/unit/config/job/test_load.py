@@ -95,6 +95,17 @@ def test_the_resolved_spec_names_every_field_and_is_json(tmp_path: Path) -> None
 WRONG: list[tuple[str, str, str]] = [
     # (what is replaced in JOB, by what, the whole error_text)
     ("replicas = 2", "replica = 2", 'job.toml:17: roles.rollout.replica: unknown key; did you mean "replicas"?'),
+    ("[task]", "[eval]\nevery = 0\n[task]", "job.toml:13: eval.every: must be at least 1, not 0"),
+    ("[task]", "[eval]\nevery = 5\nsamples = 2\n[task]", "job.toml:14: eval.samples: would all be equal at temperature"
+     " = 0; write samples = 1, or a temperature above 0"),
+    ('dataset = "chain_sum"\nargs = { min_terms = 2, seeds = [1, 2] }', 'function = "a:b"\n[eval]\nevery = 5', "job.toml:14: eval.task: missing; the function"
+     " of [task] is trained on: write a table [eval.task] with other prompts"),
+    ("[task]\ndataset", '[eval]\nevery = 5\ntask = { file = "a.jsonl", partial_credit = 0.5 }\n[task]\ndataset',
+     "job.toml:14: eval.task.partial_credit: has no effect: nothing is trained on; remove this key"),
+    ("[task]\ndataset", '[eval]\nevery = 5\ntask = { file = "a.jsonl", size = 5 }\n[task]\ndataset', "job.toml:14:"
+     " eval.task.size: has no effect with `file`; remove this key"),
+    ('dataset = "chain_sum"\nargs = { min_terms = 2, seeds = [1, 2] }', 'file = "a.jsonl"\n[eval]\nevery = 5\ntask = { file = "a.jsonl" }',
+     "job.toml:16: eval.task.file: is the file of [task], whose rows are trained on; name another one"),
     ("[task]", "[roles.trainer]\nexport = 0\n[task]",
      'job.toml:13: roles.trainer.export: must be "end" or at least 1, not 0'),
     ("[task]", '[roles.trainer]\nexport = "last"\n[task]',
@@ -195,7 +206,7 @@ WRONG: list[tuple[str, str, str]] = [
     ("[run]", "run.name = 1\n[rum]", 'job.toml:1: run.name: must be text in quotes, not 1\n'
      'job.toml:2: rum: unknown key; did you mean "run"?'),
     ('dataset = "chain_sum"', "", 'job.toml:12: task: must have exactly one of: dataset = "<reasoning-gym name>",'
-     ' function = "module:function"'),
+     ' file = "prompts.jsonl", function = "module:function"'),
     ('dataset = "chain_sum"', 'function = "my task"', "job.toml:13: task.function: must be ``module:function``,"
      " importable from the folder of job.toml, not \"my task\""),
     ('dataset = "chain_sum"', 'dataset = "chain_sum"\nprompt = "{question"', "job.toml:14: task.prompt: '{question'"

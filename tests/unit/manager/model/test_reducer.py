@@ -696,6 +696,7 @@ _BY_TYPE: dict[type, st.SearchStrategy[ev.Event]] = {
         ),
     ),
     ev.GpuUseRecorded: st.builds(ev.GpuUseRecorded, st.just({NodeName("n1"): GpuUse(8, 0.5, 2**30, 2**33)})),
+    ev.Evaluated: st.builds(ev.Evaluated, _incarnations, st.integers(0, 9), st.just({"reward": 0.5})),
     ev.ValuesLogged: st.builds(ev.ValuesLogged, _incarnations, st.just({"accuracy": 0.5})),
     ev.StacksCollected: st.builds(
         ev.StacksCollected, _incarnations, st.just(("a line",)), st.tuples(_incarnations), st.just("stacks/x.txt")

@@ -7,7 +7,8 @@ from typing import Any
 import msgspec
 
 from rrl.core.types import Incarnation, ReplicaId, Version, member_id, role_of
-from rrl.manager.model.state import State, Status
+from rrl.manager.model import events as ev
+from rrl.manager.model.state import MAX_EVALUATIONS, Evaluation, State, Status
 from rrl.manager.planner.peer_directory import build_directory
 from rrl.tests.support.manager.jobs import TRAINER, gang_job
 from rrl.tests.support.manager.world import World
@@ -43,6 +44,22 @@ def test_sources_list_the_publisher_first_then_receivers_in_natural_order() -> N
     assert [source.version for source in wiring.sources[1:]] == [
         OLD if i == 3 else NEW if i == 11 else None for i in range(12)
     ]
+
+
+def test_newest_known_evaluation_is_announced_at_once() -> None:
+    before = build_directory(state())
+    results = tuple(Evaluation(step, {}) for step in (0, 4))
+    after = build_directory(msgspec.structs.replace(state(), evaluations=results))
+    assert (before.message(1, 1).evaluated, after.message(1, 1).evaluated) == (-1, 4)
+    assert after.without_versions != before.without_versions
+
+
+def test_evaluation_counts_once_and_the_state_keeps_the_first_and_the_newest() -> None:
+    world = World(gang_job(2, 1)).steady()
+    for step in (*range(MAX_EVALUATIONS + 5), 3, MAX_EVALUATIONS + 4):
+        world.record(ev.Evaluated(Incarnation(ReplicaId("trajectories/0"), 1), step, {"reward": step / 10}))
+    steps = [one.step for one in world.state.evaluations]
+    assert steps == [0, *range(6, MAX_EVALUATIONS + 5)]
 
 
 def test_version_of_a_restarted_trainer_is_newer_than_a_later_step_of_its_predecessor() -> None:

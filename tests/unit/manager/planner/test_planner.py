@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import msgspec
 import pytest
 
 from rrl.core.faults import Fault, FaultKind, FaultTrigger
-from rrl.core.run_spec import Limits, Recovery
+from rrl.core.run_spec import EvalSpec, Limits, Recovery
 from rrl.core.types import (
     AGENT,
     Cause,
@@ -754,6 +755,18 @@ def test_completed_run_is_over_once_everything_is_released_in_order() -> None:
     world.commit(2)
     assert world.state.finish is None
     world.commit(3)
+    end_of(world)
+    assert_nothing_is_left(world, Outcome.COMPLETED)
+
+
+def test_run_with_evaluations_is_complete_once_its_last_step_is_evaluated() -> None:
+    world = World(msgspec.structs.replace(job(steps=3), eval=EvalSpec(every=2))).steady()
+    store = world.state.replica(STORE).incarnation
+    world.commit(3)
+    world.record(ev.Evaluated(store, 2, {"reward": 0.5}))
+    world.play(timeout_s=5.0)
+    assert world.state.finish is None
+    world.record(ev.Evaluated(store, 3, {"reward": 0.5}))
     end_of(world)
     assert_nothing_is_left(world, Outcome.COMPLETED)
 

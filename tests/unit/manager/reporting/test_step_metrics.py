@@ -7,10 +7,11 @@ import math
 import msgspec
 import pytest
 
+from rrl.core.run_spec import EvalSpec, RunSpec
 from rrl.core.types import Incarnation, Outcome, ReplicaId
 from rrl.manager.model import events as ev
 from rrl.manager.reporting.step_metrics import MarkKind, StepRow, StepRows, step_rows
-from rrl.tests.support.cli.story import BEGAN, Story
+from rrl.tests.support.cli.story import BEGAN, Story, job_view
 
 TRAINER = ReplicaId("trainer/0")
 
@@ -20,8 +21,8 @@ def commits(story: Story, step: int, after: float = 3.0, **metrics: float) -> St
     return story.record(ev.StepCommitted(story.incarnation("trainer/0"), step, metrics))
 
 
-def begun() -> Story:
-    story = Story().requests_nodes().gets_nodes().wait(2)
+def begun(job: RunSpec | None = None) -> Story:
+    story = Story(job=job).requests_nodes().gets_nodes().wait(2)
     for replica in ("trajectories/0", "reward/0", "trainer/0", "rollout/0", "rollout/1"):
         story.launches(replica)
     story.wait(5).joins("trajectories/0", "serve").joins("reward/0", "wait_work", "trajectories/0")
@@ -193,3 +194,63 @@ def test_invalid_token_count_of_a_trainer_counts_as_zero(value: float) -> None:
     [row] = rows_of(commits(begun(), 1, tokens=value))
     assert row.tokens == 0
     assert row.tokens_per_second == 0.0
+
+
+# ── evaluations ────────────────────────────────────────────────────────────────────────────────────────────────────
+def evaluated_story(steps: int = 4, every: int = 2) -> Story:
+    """Begin a run whose weights are evaluated before the first step and after every second step."""
+    return begun(msgspec.structs.replace(job_view(steps), eval=EvalSpec(every=every)))
+
+
+def evaluates(story: Story, step: int, reward: float = 0.5) -> Story:
+    return story.record(ev.Evaluated(story.incarnation("trajectories/0"), step, {"reward": reward}))
+
+
+def read_clock(story: Story) -> Story:
+    return story.record(ev.ClocksRecorded((story.reading("trainer/0", wait_data=1.0),)))
+
+
+def test_evaluation_is_part_of_the_row_of_its_step_and_step_0_has_a_row_of_its_own() -> None:
+    story = evaluates(evaluated_story(), 0, 0.25)
+    for step in range(1, 5):
+        commits(story, step)
+        if step % 2 == 0:
+            evaluates(story, step, step / 10)
+    read_clock(story)
+    rows = rows_of(story)
+    assert [row.step for row in rows] == [0, 1, 2, 3, 4]
+    assert [row.evaluation.get("reward") for row in rows] == [0.25, None, 0.2, None, 0.4]
+    assert [row.evaluation["step"] for row in rows if row.evaluation] == [0, 2, 4]
+
+
+def test_row_is_complete_once_its_evaluation_is_known_whichever_comes_first() -> None:
+    story = read_clock(commits(evaluated_story(), 1))
+    rows = StepRows()
+    assert [row.step for stamped in story.stamped for row in rows.apply(stamped)] == [], "step 0 is not evaluated yet"
+    assert [row.step for row in rows.rest()] == [1]
+    done = len(story.stamped)
+    evaluates(story, 0)
+    read_clock(commits(commits(story, 2), 3))
+    assert [row.step for stamped in story.stamped[done:] for row in rows.apply(stamped)] == [0, 1]
+    done = len(story.stamped)
+    evaluates(evaluates(story, 2), 2)
+    released = [row for stamped in story.stamped[done:] for row in rows.apply(stamped)]
+    assert [(row.step, bool(row.evaluation)) for row in released] == [(2, True), (3, False)]
+
+
+def test_end_of_the_run_waits_for_no_evaluation_and_a_resumed_run_evaluates_on() -> None:
+    story = commits(evaluates(evaluated_story(), 0), 1)
+    commits(story, 2)
+    story.ends(Outcome.CANCELLED, "cancelled by anna")
+    assert [row.step for row in rows_of(story)] == [0, 1, 2, None]
+    story.record(ev.Resumed("anna", "c2", story.job))
+    evaluates(story, 2, 0.75)
+    commits(story, 3)
+    row = rows_of(story)[-1]
+    assert (row.step, row.evaluation) == (3, {"step": 2.0, "reward": 0.75})
+
+
+def test_run_that_ends_before_its_first_evaluation_has_no_row_of_step_0() -> None:
+    story = evaluated_story()
+    story.ends(Outcome.CANCELLED, "cancelled by anna")
+    assert [row.step for row in rows_of(story)] == [None]

@@ -9,11 +9,12 @@ import msgspec
 import pytest
 
 import rrl
-from rrl.core.run_spec import TaskSpec, TokenizerSpec
-from rrl.roles.models.tasks import TaskError, load_task
+from rrl.core.run_spec import EvalSpec, RunSpec, TaskSpec, TokenizerSpec
+from rrl.roles.models.tasks import TaskError, load_evaluation_task, load_task
 from rrl.roles.models.tokenizer import EOS, PAD, VocabularyTokenizer
 from rrl.roles.reward import Scorer
 from rrl.roles.trajectories.types import Score, ToScore
+from rrl.tests.support.cli.story import job_view
 
 SPIRAL = TaskSpec(
     dataset="spiral_matrix",
@@ -236,3 +237,52 @@ def test_note_on_failed_answers_is_renewed_only_when_their_number_has_doubled(us
         notes.append(scorer.note.partition(" could")[0])
     once, twice, four = "1 answer", "at least 2 answers", "at least 4 answers"
     assert notes == [once, twice, twice, four, four, four, four, "at least 8 answers", "at least 8 answers"]
+
+
+# ── evaluations ────────────────────────────────────────────────────────────────────────────────────────────────────
+def evaluated_job(task: TaskSpec, held_out: TaskSpec | None = None, count: int = 5) -> RunSpec:
+    return msgspec.structs.replace(job_view(), task=task, eval=EvalSpec(10, count=count, task=held_out))
+
+
+def test_evaluations_of_a_dataset_have_items_that_no_run_trains_on() -> None:
+    pytest.importorskip("reasoning_gym")
+    spec = TaskSpec("spiral_matrix", {"min_n": 5, "max_n": 5}, size=50)
+    task, count = load_evaluation_task(evaluated_job(spec, count=80), DIGITS)
+    held_out = {task.prompt(i) for i in range(count)}
+    assert len(held_out) == 50, "the dataset has no more items"
+    trained = {load_task(spec, seed).prompt(i) for seed in (0, 1) for i in range(50)}
+    assert not held_out & trained
+
+
+def test_evaluations_of_a_file_have_its_first_rows_in_order(tmp_path: Path) -> None:
+    path = tmp_path / "held_out.jsonl"
+    path.write_text("".join(f'{{"question": "{i}", "answer": {i}}}\n' for i in range(8)))
+    job = evaluated_job(SPIRAL, TaskSpec(file=str(path)))
+    task, count = load_evaluation_task(job)
+    assert [task.prompt(i) for i in range(count)] == list("01234")
+    assert load_evaluation_task(evaluated_job(SPIRAL, TaskSpec(file=str(path)), count=99))[1] == 8
+    with pytest.raises(TaskError, match=r"^\[eval.task\] file: .*missing.jsonl: cannot be read"):
+        load_evaluation_task(evaluated_job(SPIRAL, TaskSpec(file=str(tmp_path / "missing.jsonl"))))
+
+
+def test_answers_of_an_evaluation_are_scored_by_its_own_task(tmp_path: Path) -> None:
+    class Always:
+        def __init__(self, reward: float) -> None:
+            self.reward = reward
+
+        def prompt(self, i: int) -> str:
+            return "1"
+
+        def answer(self, i: int) -> str:
+            return "1"
+
+        def score(self, i: int, answer: str) -> tuple[float, float]:
+            if self.reward < 0:
+                raise ValueError("no score")
+            return self.reward, self.reward
+
+    items = [ToScore(1, 0, (3,)), ToScore(2, 0, (3,), evaluation=True)]
+    scored = Scorer(Always(0.25), DIGITS, tmp_path, Always(0.75)).score(items)
+    assert scored.scores == [Score(1, 0.25, 0.25), Score(2, 0.75, 0.75)]
+    failed = Scorer(Always(0.25), DIGITS, tmp_path, Always(-1.0)).score(items)
+    assert (list(failed.failed), failed.faulty) == ([2], []), "no group is lost, so the role goes on"

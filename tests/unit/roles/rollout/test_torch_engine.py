@@ -365,3 +365,18 @@ def test_penalty_on_repetition_counts_the_prompt_and_the_answer() -> None:
     token, logprob = next_token(_LOGITS, how, 1.0, (0, 4), (1,), torch.Generator())
     assert token == 2
     assert logprob == pytest.approx(math.log(_softmax(0.04, 0.03, 2.0, 1.0, -100.0)[2]), abs=1e-5)
+
+
+@pytest.mark.parametrize("how", [Overrides(temperature=0.0), Overrides(temperature=0.7, seed=3)])
+def test_evaluated_answers_change_no_token_of_later_answers(how: Overrides) -> None:
+    items = [_item(n, max_new=8) for n in range(4)]
+    expected = harness.roll_out(_endless(), items)
+    engine = _endless()
+    harness.roll_out(engine, [Item(n, 0, _prompt(n, 5), (), 12, how) for n in range(3)])
+    assert harness.roll_out(engine, items) == expected
+
+
+def test_greedy_answers_in_one_batch_are_those_of_a_greedy_engine() -> None:
+    items = [Item(n, 0, _prompt(n, 5), (), 10, Overrides(temperature=0.0)) for n in range(3)]
+    plain = [Item(n, 0, _prompt(n, 5), (), 10) for n in range(3)]
+    assert harness.roll_out(_endless(), items) == harness.roll_out(_endless(Sampling(greedy=True)), plain)

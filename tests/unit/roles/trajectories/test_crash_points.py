@@ -12,6 +12,7 @@ from typing import get_args
 
 import pytest
 
+from rrl.roles.trajectories.durable.evaluation_state import EvaluationRecord
 from rrl.roles.trajectories.durable.log import read_frames
 from rrl.roles.trajectories.durable.records import ItemsOrdered, Record, TimesObserved, decode
 from rrl.tests.support.fake_disk import FakeDisk
@@ -69,8 +70,9 @@ def test_script_covers_every_kind_of_record_and_of_system_call(lived: Recorded) 
         path.write_bytes(data)
         kinds |= {type(decode(payload)) for payload in read_frames(path)}
         path.unlink()
-    elsewhere = {ItemsOrdered, TimesObserved, *EPISODE_RECORDS}
-    assert kinds == set(get_args(Record)) - elsewhere, "test_dispatching.py, episodes/test_episode_crash_points.py"
+    elsewhere = {ItemsOrdered, TimesObserved, *EPISODE_RECORDS, *get_args(EvaluationRecord)}
+    others = "test_dispatching.py, episodes/test_episode_crash_points.py, steps/test_evaluations.py"
+    assert kinds == set(get_args(Record)) - elsewhere, others
     assert any(reason.startswith("stale") for reason in lived[0].promised[-1].dropped)
     assert {call.split()[0] for call in lived[1].calls} == {"open", "write", "fdatasync", "fsync", "replace"}
     assert sum(call.startswith("replace") for call in lived[1].calls) >= 3, "it was opened, and compacted twice"

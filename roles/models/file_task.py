@@ -1,0 +1,86 @@
+"""A task whose items are the rows of a file, shuffled anew by the seed for each pass through the file."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+from ...config.prompt_file import Rows
+
+Reward = Callable[[str, dict[str, Any]], Any]
+"""A user's reward function: ``reward(answer, row)`` returns a number, or the reported and the trained reward."""
+_PASSES_IN_MEMORY = 2
+"""Number of passes whose order is in memory: rollouts work on the end of one and the beginning of the next."""
+
+
+class FileTask:
+    """The rows of a file. Item i is a row that depends only on the file, the seed and i.
+
+    Args:
+        rows: The rows, which were checked.
+        seed: Seed of the order; None for the order of the file.
+        prompt: Format string over the columns.
+        answer_column: Column of the right answer.
+        reward: The user's function; None to compare the answer with the right one, without spaces at their ends.
+        partial_credit: As in :class:`.tasks.DatasetTask`.
+        split: Splits an answer for the partial credit.
+    """
+
+    def __init__(
+        self, rows: Rows, seed: int | None, *, prompt: str, answer_column: str, reward: Reward | None,
+        partial_credit: float, split: Callable[[str], Sequence[object]],
+    ) -> None:  # fmt: skip
+        self._rows, self._seed = rows, seed
+        self._prompt, self._answer_column, self._reward = prompt, answer_column, reward
+        self._partial_credit, self._split = partial_credit, split
+        self._row = lru_cache(maxsize=1024)(self._read)  # an item is used once per trajectory of its group
+        self._order = lru_cache(maxsize=_PASSES_IN_MEMORY)(self._shuffled)
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return len(self._rows)
+
+    def prompt(self, i: int) -> str:
+        """See :class:`.tasks.Task`."""
+        return self._prompt.format_map(self._row(i))
+
+    def answer(self, i: int) -> str:
+        """See :class:`.tasks.Task`."""
+        row = self._row(i)
+        if row.get(self._answer_column) is None:
+            raise ValueError(f'the row of item {i} has no column "{self._answer_column}"')
+        return str(row[self._answer_column])
+
+    def score(self, i: int, answer: str) -> tuple[float, float]:
+        """See :class:`.tasks.Task`."""
+        if self._reward is None:
+            reward = float(answer.strip() == self.answer(i).strip())
+        else:
+            returned = self._reward(answer, self._row(i))
+            if not isinstance(returned, int | float):  # whoever scores checks a pair
+                return returned  # type: ignore[no-any-return]
+            reward = float(returned)
+        if reward >= 1 or not self._partial_credit:
+            return reward, reward
+        return reward, reward + self._partial_credit * right_share(answer, self.answer(i), self._split)
+
+    def _read(self, i: int) -> dict[str, Any]:
+        number, place = divmod(i, len(self._rows))
+        return self._rows.row(place if self._seed is None else self._order(number)[place])
+
+    def _shuffled(self, number: int) -> array[int]:
+        """Return the order of the rows in one pass."""
+        order = list(range(len(self._rows)))
+        random.Random(f"{self._seed} {number}").shuffle(order)
+        return array("Q", order)
+
+
+def right_share(answer: str, right: str, split: Callable[[str], Sequence[object]]) -> float:
+    """Return the share of right tokens of an answer that has the length of the right one, and otherwise 0."""
+    given, wanted = split(answer), split(right)
+    if len(given) != len(wanted) or not wanted:
+        return 0.0
+    return sum(a == b for a, b in zip(given, wanted, strict=True)) / len(wanted)
