@@ -196,6 +196,7 @@ def _role(name: str, role: Role, python: str, image: str | None, donor_rollouts:
         ranks=role.ranks,
         per_node=role.ranks_per_node,
         warm=isinstance(role, TrainerRole | RolloutRole) and role.warm,
+        preload=isinstance(role, RolloutRole) and role.preload and role.program is None and role.engine == "torch",
         donor_rollouts=donor_rollouts,
         built_in=role.program is None,
         options=role.options if isinstance(role, CommandRole) else {},
