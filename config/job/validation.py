@@ -63,6 +63,7 @@ def check(job: Job) -> None:
     _notify(job)
     _donor_rollouts(job)
     _warm_rollouts(job)
+    _preloaded_rollouts(job)
     _one_gpu(job)
     _vllm(job)
     _faults(job)
@@ -320,6 +321,20 @@ def _warm_rollouts(job: Job) -> None:
         )
     if rollout.ranks > 1:
         raise mistake(at, f"a standby rollout has one process, but ranks = {rollout.ranks}; remove this key")
+
+
+def _preloaded_rollouts(job: Job) -> None:
+    """Reject ``preload = true`` where it would have no effect or where the program cannot be promoted."""
+    rollout, at = job.roles.rollout, ("roles", "rollout", "preload")
+    if not rollout.preload:
+        return
+    if job.recovery.policy != "role":
+        problem = f'[recovery] policy = "{job.recovery.policy}" does not use standby processes'
+        raise mistake(at, f'{problem}; remove this key, or write policy = "role"')
+    if rollout.program is None and rollout.engine == "vllm":
+        raise mistake(at, 'engine = "vllm" cannot wait without its GPUs; remove this key, or write engine = "torch"')
+    if rollout.ranks > 1:
+        raise mistake(at, f"a preloaded rollout has one process, but ranks = {rollout.ranks}; remove this key")
 
 
 def _one_gpu(job: Job) -> None:

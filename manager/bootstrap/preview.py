@@ -125,11 +125,11 @@ def max_preloaded_of(spec: RunSpec, role: RoleSpec) -> int:
 
     There is one on each node that its replicas occupy, if the node has memory left for it.
     """
-    group = spec.node_group_of(role.name)
-    left = group.node.mem - role.members_on_node.mem
-    if not role.preload or spec.recovery.policy != "role" or (group.node.mem and left < SHARED_STANDBY_BYTES):
+    if not role.preload or spec.recovery.policy != "role":
         return 0
-    return min(role.replicas, group.nodes)
+    group = spec.node_group_of(role.name)
+    too_small = group.node.mem and group.node.mem < role.members_on_node.mem + SHARED_STANDBY_BYTES
+    return 0 if too_small else min(role.replicas, group.nodes)
 
 
 def standby_nodes(spec: RunSpec, role: RoleSpec) -> tuple[int, int]:

@@ -169,10 +169,10 @@ def lower_rungs(
 
 def _promotes_without_standbys(spec: RungSpec, case: FailureCase) -> bool:
     """Return whether the rung promotes a standby process, and the job keeps none for the role of the failed member."""
+    if not any(need in (_STANDBY_HERE, _SPARE_WITH_STANDBY, _DONOR) for need in spec.needs):
+        return False
     role = case.state.job.role(case.failed.role)
-    if _STANDBY_HERE in spec.needs:
-        return not (role.warm or role.preload)
-    return any(need in (_SPARE_WITH_STANDBY, _DONOR) for need in spec.needs) and not role.warm
+    return not (role.warm or (role.preload and _STANDBY_HERE in spec.needs))
 
 
 def _last_try_on_other_node(case: FailureCase) -> bool:
