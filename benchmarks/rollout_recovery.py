@@ -4,17 +4,18 @@ Runs the quickstart's real roles (torch, transformers, reasoning-gym) on this ma
 interleaved run by run. ``preloaded`` is the default: each node of a rollout keeps a process that has imported its
 packages (``[roles.rollout] preload``), and the trainer's nodes keep standby processes (``warm``). ``cold`` has neither:
 each replacement is a new process. This program kills processes by SIGKILL, unknown to the run: each rollout once, and
-last the trainer. A kill comes ``STEPS_BETWEEN_KILLS`` steps after the replacement before it has worked, whether or not
-a preloaded process is ready by then; a rollout without one starts cold, and counts in its arm all the same.
+last the trainer. A kill comes ``KILL_INTERVAL_S`` after all roles work, whether or not a preloaded process is ready by
+then; a rollout without one starts cold, and counts in its arm all the same.
 
 The stages are read from the journal: detect (kill → finding), decide (→ fenced), start (→ joined), weights (→ holds
-weights), work (→ first tokens; for the trainer: → the next commit). The processor time and the memory of the preloaded
-processes at rest are read from /proc at the end of each run, while the run goes on.
+weights), work (→ first tokens; for the trainer: → first part of a training step). The processor time and the memory of
+the preloaded processes at rest are read from /proc at the end of each run, while the run goes on.
 
 Prints all samples and a table. The last line is a JSON object: the medians of the arms (``preloaded_s``, ``cold_s``),
 their ratio ``preloaded_over_cold`` (the bar: at most 0.25), ``promoted`` of ``kills`` in the arm ``preloaded``, the
-same figures of the trainer (``trainer_*``), and per preloaded process at rest ``rest_core_share`` (share of a core),
-``rest_pss_mb`` (proportional share of memory) and ``rest_private_mb``.
+same figures of the trainer (``trainer_*``), ``ready_s`` (median time from the launch of a preloaded process until it is
+ready, at low priority beside the working roles), and per preloaded process at rest ``rest_core_share`` (share of a
+core), ``rest_pss_mb`` (proportional share of memory) and ``rest_private_mb``.
 """
 
 from __future__ import annotations
@@ -30,22 +31,23 @@ from itertools import pairwise
 from pathlib import Path
 
 from msgspec import Struct
+from msgspec.structs import asdict
 
 from rrl.benchmarks._requirements import check_requirements
 from rrl.benchmarks._table import print_table
 from rrl.core.phases import STANDBY
 from rrl.core.processes import stat_fields
-from rrl.core.types import TRAINER, ReplicaId, Verdict, is_preloaded, replica_id
+from rrl.core.types import TRAINER, Incarnation, ReplicaId, Verdict, is_preloaded, replica_id
 from rrl.manager.model import events as ev
-from rrl.manager.model.actions import Fence
+from rrl.manager.model.actions import Fence, Launch
 from rrl.manager.model.state import State, Status
 from rrl.tests.support.runs import TestRun, all_work, submit_here
 from rrl.tests.support.supervisor import temporary_runs_folder
 
 ROUNDS = 3
 """Number of runs of each arm, with one kill of each rollout and one of the trainer in each run."""
-STEPS_BETWEEN_KILLS = 100
-"""Steps between the first work of a replacement and the next kill."""
+KILL_INTERVAL_S = 30.0
+"""Time (s) between the work of all roles, the replacement before among them, and the next kill."""
 REST_S = 20.0
 """Time (s) over which the processor time at rest is counted."""
 KILL_TIMEOUT_S = 600.0
@@ -90,10 +92,10 @@ def job(arm: str) -> str:
 
 
 def kill(run: TestRun, arm: str, victim: ReplicaId) -> Recovery:
-    """Let the run make its steps, kill the replica, and return the recovery once the replacement has worked."""
-    first = run.wait(lambda state: state.step >= 1, KILL_TIMEOUT_S).step
-    state = run.wait(lambda s: s.step >= first + STEPS_BETWEEN_KILLS and all_work(s), KILL_TIMEOUT_S)
-    before = state.replica(victim)
+    """Let the run work for a while, kill the replica, and return the recovery once the replacement has worked."""
+    run.wait(lambda state: state.step >= 1 and all_work(state), KILL_TIMEOUT_S)
+    time.sleep(KILL_INTERVAL_S)
+    before = run.wait(all_work, KILL_TIMEOUT_S).replica(victim)
     assert before.pid is not None
     killed = time.time()
     os.killpg(before.pid, signal.SIGKILL)
@@ -121,9 +123,7 @@ def _stages(run: TestRun, victim: ReplicaId, number: int, killed: float) -> list
             case ev.VersionAvailable(incarnation) if incarnation.replica == victim and incarnation.number > number:
                 stage = "weights"
             case ev.FirstWorkDone(incarnation) if incarnation.replica == victim and incarnation.number > number:
-                stage = "work" if victim != TRAINER else ""
-            case ev.StepCommitted(incarnation) if incarnation.replica == victim and incarnation.number > number:
-                stage = "work" if victim == TRAINER else ""
+                stage = "work"
         if stage and at >= killed:
             times.setdefault(stage, at)
     if any(stage not in times for stage in STAGES[:-1]):
@@ -153,15 +153,29 @@ def at_rest(run: TestRun) -> list[Rest]:
     return rests
 
 
+def ready_times(run: TestRun) -> list[float]:
+    """Return the time (s) that each preloaded process of the run took from its launch until it was ready."""
+    launched: dict[Incarnation, float] = {}
+    times = []
+    for stamped in run.events():
+        match stamped.event:
+            case ev.Intended(Launch(incarnation)) if is_preloaded(incarnation.replica):
+                launched[incarnation] = stamped.at
+            case ev.Joined(incarnation) if incarnation in launched:
+                times.append(stamped.at - launched.pop(incarnation))
+    return times
+
+
 def _cpu_s(pid: int) -> float:
     fields = stat_fields(pid)
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def measure(rounds: int) -> tuple[list[Recovery], list[Rest]]:
-    """Return the recoveries of all runs, and the preloaded processes at rest."""
+def measure(rounds: int) -> tuple[list[Recovery], list[Rest], list[float]]:
+    """Return the recoveries of all runs, the preloaded processes at rest, and their times (s) until they are ready."""
     recoveries: list[Recovery] = []
     rests: list[Rest] = []
+    ready: list[float] = []
     with temporary_runs_folder() as folder:
         for turn in range(rounds):
             for arm in ARMS:
@@ -173,8 +187,9 @@ def measure(rounds: int) -> tuple[list[Recovery], list[Rest]]:
                     print(json.dumps({"round": turn, **_shown(recoveries[-1])}), flush=True)
                 if arm == "preloaded":
                     rests += at_rest(run)
+                    ready += ready_times(run)
                 assert run.call("cancel", run.run.id, stdout=subprocess.DEVNULL).wait(KILL_TIMEOUT_S) == 0
-    return recoveries, rests
+    return recoveries, rests, ready
 
 
 def _shown(recovery: Recovery) -> dict[str, object]:
@@ -187,7 +202,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     options = parser.parse_args()
     check_requirements("rollout_recovery")
-    recoveries, rests = measure(options.rounds)
+    recoveries, rests, ready = measure(options.rounds)
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; local cluster, torch engine; medians, s")
     rows, totals, result = [], {}, {}
     for prefix, victims in (("", ROLLOUTS), ("trainer_", (TRAINER,))):
@@ -203,7 +218,9 @@ def main() -> None:
         ours = [one for one in recoveries if one.arm == "preloaded" and one.replica in victims]
         result |= {f"{prefix}promoted": sum(one.promoted for one in ours), f"{prefix}kills": len(ours)}
     print_table(["killed", "arm", "kills", *STAGES, "range of total"], rows)
+    print(json.dumps({"rest": [asdict(rest) for rest in rests], "ready_s": [round(time_s, 1) for time_s in ready]}))
     result |= {
+        "ready_s": round(statistics.median(ready), 1),
         "rest_core_share": round(statistics.median(rest.core_share for rest in rests), 4),
         "rest_pss_mb": round(statistics.median(rest.pss_mb for rest in rests)),
         "rest_private_mb": round(statistics.median(rest.private_mb for rest in rests)),
