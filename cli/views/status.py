@@ -308,8 +308,8 @@ def _nodes(state: State) -> Text:
         warm_name = f"warm {'standby' if role.standby_shares_node else role.name}"
         for name, preloaded in ((warm_name, False), (f"preloaded {role.name}", True)):
             nodes = {r.node for r in ready if is_preloaded(r.id) is preloaded}
-            if names := [n.name for n in good if n.name in nodes]:
-                text.append(f"  {name} on {folded(names)}", "green")
+            if waiting := [n.name for n in good if n.name in nodes]:
+                text.append(f"  {name} on {folded(waiting)}", "green")
     if without := [n.name for n in good if n.name not in agents]:
         text.append(f"  no agent yet on {folded(without)}", "yellow")
     troubles: dict[str, list[str]] = {}

@@ -397,7 +397,7 @@ def test_only_the_standby_on_a_spare_builds_its_engine_before_it_is_promoted(
         done.append("built")
         return _Engine(1)
 
-    monkeypatch.setattr(rollout_main.rrl, "join", Joining)
+    monkeypatch.setattr(rrl, "join", Joining)
     monkeypatch.setattr(rollout_main, "_builder", lambda me: build)
     monkeypatch.setattr(rollout_main, "run", lambda me, engine: None)
     rollout_main.main()
