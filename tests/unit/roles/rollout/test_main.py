@@ -343,13 +343,13 @@ def test_an_engine_that_fails_ends_the_rollout() -> None:
 
 # ── preloaded processes ──────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize("shares_node", [True, False])
-def test_preloaded_process_asks_for_its_device_only_when_it_builds_the_engine(
+def test_preloaded_process_opens_its_device_only_when_it_builds_the_engine(
     shares_node: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[str] = []
+    opened_by: list[str] = []
 
     def device(launch: Any) -> str:
-        asked.append(str(launch.incarnation))
+        opened_by.append(str(launch.incarnation))
         return "cpu"
 
     monkeypatch.setattr(rollout_main, "assigned_device", device)
@@ -362,7 +362,7 @@ def test_preloaded_process_asks_for_its_device_only_when_it_builds_the_engine(
     build = rollout_main._torch(cast(Any, me), cast(Any, None), cast(Any, "model"), cast(Any, tokenizer))
     me.launch = SimpleNamespace(shares_node=False, incarnation="promoted")
     build()
-    assert asked == (["promoted"] if shares_node else ["before"])
+    assert opened_by == (["promoted"] if shares_node else ["before"])
 
 
 @pytest.mark.parametrize(
