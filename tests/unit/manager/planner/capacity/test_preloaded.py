@@ -14,8 +14,9 @@ from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Fence, Launch, Rung, StopStep, Why
 from rrl.manager.model.reduce_replicas import on_launch_intended, on_launch_rejected
 from rrl.manager.model.state import Status
-from rrl.manager.planner.capacity.standbys import SHARED_STANDBY_BYTES
-from rrl.tests.support.manager.jobs import NODE, RUN, TRAINER, job
+from rrl.manager.planner.capacity.nodes import NodeInventory
+from rrl.manager.planner.capacity.standbys import SHARED_STANDBY_BYTES, _unneeded_preloaded
+from rrl.tests.support.manager.jobs import NODE, RUN, STORE, TRAINER, job
 from rrl.tests.support.manager.world import World, rungs
 
 R0, R1, R2 = (replica_id("rollout", i) for i in range(3))
@@ -123,6 +124,34 @@ def test_rollout_that_moves_to_the_spare_leaves_no_preloaded_process_behind() ->
     (stop,) = [stop for stop in world.decided(StopStep) if is_preloaded(stop.incarnation.replica)]
     assert stop.why.evidence == ("rollout no longer needs a preloaded process on n4",)
     assert stop.grace == 0.0
+
+
+def test_one_that_is_being_promoted_is_not_stopped() -> None:
+    world = World(small()).steady().warmed()
+    inventory, role = NodeInventory(world.state, world.now), world.state.job.role("rollout")
+    waiting = world.state.replica(preloaded_id("rollout", N4))
+    promotion = Launch(Incarnation(R1, 2), waiting.step or "", "pool", N4, Why(("wanted",)), waiting.incarnation)
+    stopped = {stop.incarnation for stop in _unneeded_preloaded(inventory, [promotion], role, {})}
+    assert stopped == {Incarnation(preloaded_id("rollout", node), 1) for node in (N3, N5)}
+
+
+def test_one_on_another_node_is_no_reason_to_move_there() -> None:
+    spec = small()
+    half_node = msgspec.structs.replace(NODE, cpus=2, mem=NODE.mem // 4)
+    roles = tuple(
+        msgspec.structs.replace(role, exclusive=False, replicas=4, per_member=half_node) if role.preload else role
+        for role in spec.roles
+    )
+    nodes = pool_nodes(roles, NODE) + spec.spares
+    group = msgspec.structs.replace(spec.node_groups[0], nodes=nodes, min_nodes=nodes)
+    world = World(msgspec.structs.replace(spec, roles=roles, node_groups=(group,))).steady().warmed()
+    homes = [world.node_of(replica_id("rollout", index)) for index in range(4)]
+    assert preloaded(world) == sorted(set(homes))
+    lonely = next(home for home in homes if homes.count(home) == 1 and home != world.node_of(STORE))
+    other = next(index for index in range(4) if homes[index] != lonely)
+    inventory, member = NodeInventory(world.state, world.now), world.state.replica(replica_id("rollout", other))
+    assert inventory.can_place(member)
+    assert inventory.spare_with_standby(member) is None
 
 
 # ── promoted ─────────────────────────────────────────────────────────────────────────────────────────────────────────
