@@ -54,6 +54,8 @@ class RoleSpec(Struct, frozen=True):
     """Largest number of members of a replica that share a node."""
     warm: bool = False
     """True if nodes keep standby processes of the role, which wait in :func:`rrl.join`."""
+    preload: bool = False
+    """True if each node of the role keeps a process that has imported its packages, for the next restart there."""
     donor_rollouts: int = 0
     """Number of rollouts whose nodes keep a standby process of the trainer, which takes the node over when promoted."""
     built_in: bool = False
@@ -65,9 +67,8 @@ class RoleSpec(Struct, frozen=True):
     def standby_shares_node(self) -> bool:
         """Return whether standby processes of this role wait on nodes where other roles work.
 
-        Standby processes of the trainer share nodes, and use no resources of the node until they are promoted. Standby
-        processes of other roles hold the resources of a full member, including GPUs, and therefore wait only on spare
-        nodes.
+        Standby processes of the trainer use nothing of the node until their promotion. Those of other roles hold the
+        resources of a full member, GPUs too, and wait only on spare nodes.
         """
         return self.kind == "trainer"
 
@@ -84,10 +85,9 @@ class RoleSpec(Struct, frozen=True):
 
     def replicas_fitting(self, node: Resources) -> int:
         """Return how many replicas of this role, with one process each, fit on an empty node."""
-        if self.exclusive:
-            return 1
         pairs = ((node.cpus, self.per_member.cpus), (node.gpus, self.per_member.gpus), (node.mem, self.per_member.mem))
-        return min((self.replicas, *(available // needed for available, needed in pairs if needed)))
+        fitting = min((self.replicas, *(available // needed for available, needed in pairs if needed)))
+        return 1 if self.exclusive else fitting
 
 
 class ContainerSpec(Struct, frozen=True):
@@ -464,7 +464,7 @@ class RunSpec(Struct, frozen=True):
     health: HealthSpec = HealthSpec()
     track: TrackSpec = TrackSpec()
     notify: tuple[NotificationKind, ...] = ()
-    """Kinds of notifications to send. Their target, which may be a secret, is in job.toml only."""
+    """Kinds of notifications to send. Only job.toml has their target, which may be a secret."""
     faults: tuple[Fault, ...] = ()
     """Faults that the job itself plans."""
     faults_allowed: bool = False

@@ -23,6 +23,7 @@ from ...core.types import (
     NodeName,
     Outcome,
     Verdict,
+    is_preloaded,
     natural_sort_key,
     standby_role_of,
 )
@@ -311,11 +312,14 @@ def _nodes(state: State) -> Text:
     text = Text(folded(n.name for n in good if n.name in used) or "none in use")
     if spare:
         text.append(f"  spare {folded(spare)}", "bright_black")
-    for role in (role for role in state.job.roles if role.warm):
-        standbys = (r for r in state.replicas.values() if r.role == STANDBY_ROLE and standby_role_of(r.id) == role.name)
-        warm = {r.node for r in standbys if r.phase == STANDBY and r.is_current}
-        if ready := [n.name for n in good if n.name in warm]:
-            text.append(f"  warm {'standby' if role.standby_shares_node else role.name} on {folded(ready)}", "green")
+    for role in (role for role in state.job.roles if role.warm or role.preload):
+        ready = [r for r in state.replicas.values() if r.role == STANDBY_ROLE and standby_role_of(r.id) == role.name
+                 and r.phase == STANDBY and r.is_current]  # fmt: skip
+        warm_name = f"warm {'standby' if role.standby_shares_node else role.name}"
+        for name, preloaded in ((warm_name, False), (f"preloaded {role.name}", True)):
+            nodes = {r.node for r in ready if is_preloaded(r.id) is preloaded}
+            if waiting := [n.name for n in good if n.name in nodes]:
+                text.append(f"  {name} on {folded(waiting)}", "green")
     if without := [n.name for n in good if n.name not in agents]:
         text.append(f"  no agent yet on {folded(without)}", "yellow")
     troubles: dict[str, list[str]] = {}

@@ -128,6 +128,10 @@ class RolloutRole(Role):
     """Keep a standby rollout with a running engine on each spare node, or as many as fit if rollouts share nodes. A
     rollout that has lost its node continues there at once. Only with [recovery] policy = "role" and [cluster] form =
     "pool"."""
+    preload: bool | None = None
+    """Keep a process on each node of the rollouts that has imported its packages and has no engine. A rollout that
+    fails there continues in it. The node needs 400 MiB beside the mem of its roles, else it has none. Default: true for
+    the built-in program with engine = "torch", else false. Only with [recovery] policy = "role"."""
     threads: Annotated[int, Field(ge=1)] = _ROLLOUT.threads
     """Threads of torch."""
     lease: Annotated[int, Field(ge=1)] = _ROLLOUT.lease

@@ -56,7 +56,7 @@ def check(job: Job) -> None:
         _role(job, name, role)
     _notify(job)
     _donor_rollouts(job)
-    _warm_rollouts(job)
+    _standby_rollouts(job)
     _one_gpu(job)
     _vllm(job)
     check_faults(job)
@@ -337,27 +337,31 @@ def _donor_rollouts(job: Job) -> None:
         )
 
 
-def _warm_rollouts(job: Job) -> None:
-    """Reject ``warm`` for rollouts if it would have no effect, since a user who sets it wants standby rollouts.
+def _standby_rollouts(job: Job) -> None:
+    """Reject ``warm`` and ``preload`` for rollouts where they would have no effect.
 
-    Standby rollouts need ``[recovery] policy = "role"``, ``form = "pool"``, at least one spare node, and rollouts of a
-    single rank.
+    Both need ``[recovery] policy = "role"`` and rollouts of a single rank. ``warm`` also needs ``form = "pool"`` and a
+    spare node, and ``preload`` a program that can wait without its GPUs.
     """
-    rollout, at = job.roles.rollout, ("roles", "rollout", "warm")
-    if not rollout.warm:
-        return
-    if job.recovery.policy != "role":
-        problem = f'[recovery] policy = "{job.recovery.policy}" does not use standby processes'
-        raise mistake(at, f'{problem}; remove this key, or write policy = "role"')
-    if job.cluster.form != "pool":
+    rollout = job.roles.rollout
+    for key, kind in (("warm", "standby"), ("preload", "preloaded")):
+        at = ("roles", "rollout", key)
+        if getattr(rollout, key) and job.recovery.policy != "role":
+            problem = f'[recovery] policy = "{job.recovery.policy}" does not use standby processes'
+            raise mistake(at, f'{problem}; remove this key, or write policy = "role"')
+        if getattr(rollout, key) and rollout.ranks > 1:
+            raise mistake(at, f"a {kind} rollout has one process, but ranks = {rollout.ranks}; remove this key")
+    at = ("roles", "rollout", "warm")
+    if rollout.warm and job.cluster.form != "pool":
         problem = f'form = "{job.cluster.form}" has no spare nodes for standby rollouts'
         raise mistake(at, f'{problem}; remove this key, or write form = "pool"')
-    if not job.cluster.spares:
+    if rollout.warm and not job.cluster.spares:
         raise mistake(
             at, "there are no spare nodes for standby rollouts; remove this key, or set [cluster] spares = 1 or more"
         )
-    if rollout.ranks > 1:
-        raise mistake(at, f"a standby rollout has one process, but ranks = {rollout.ranks}; remove this key")
+    if rollout.preload and rollout.program is None and rollout.engine == "vllm":
+        problem = 'engine = "vllm" cannot wait without its GPUs'
+        raise mistake(("roles", "rollout", "preload"), f'{problem}; remove this key, or write engine = "torch"')
 
 
 def _one_gpu(job: Job) -> None:

@@ -11,6 +11,7 @@ from ...core.run_dir import runs_root
 from ...core.run_spec import NodeGroup, RoleSpec, RunSpec
 from ..cluster.slurm.requests import batch_script
 from ..planner.capacity.allocation_requests import initial_requests
+from ..planner.capacity.standbys import SHARED_STANDBY_BYTES
 from ..planner.recovery.node_exclusion import exclusions_allowed
 from . import manager_job
 
@@ -103,7 +104,7 @@ def worst_case(spec: RunSpec, foreground: bool = False) -> WorstCase:
 
 def max_standbys(spec: RunSpec) -> int:
     """Return the maximum number of standby processes that a run has at the same time."""
-    return sum(max_standbys_of(spec, role) for role in spec.roles)
+    return sum(max_standbys_of(spec, role) + max_preloaded_of(spec, role) for role in spec.roles)
 
 
 def max_standbys_of(spec: RunSpec, role: RoleSpec) -> int:
@@ -117,6 +118,18 @@ def max_standbys_of(spec: RunSpec, role: RoleSpec) -> int:
     if not role.standby_shares_node:
         return sum(standby_nodes(spec, role)) * role.replicas_fitting(spec.node_group_of(role.name).node)
     return role.replicas * role.ranks + sum(standby_nodes(spec, role)) * min(role.ranks, role.per_node)
+
+
+def max_preloaded_of(spec: RunSpec, role: RoleSpec) -> int:
+    """Return the maximum number of preloaded processes of a role.
+
+    There is one on each node that its replicas occupy, if the node has memory left for it.
+    """
+    if not role.preload or spec.recovery.policy != "role":
+        return 0
+    group = spec.node_group_of(role.name)
+    too_small = group.node.mem and group.node.mem < role.members_on_node.mem + SHARED_STANDBY_BYTES
+    return 0 if too_small else min(role.replicas, group.nodes)
 
 
 def standby_nodes(spec: RunSpec, role: RoleSpec) -> tuple[int, int]:
@@ -163,6 +176,8 @@ def _steps(role: RoleSpec) -> str:
 def _standby_lines(spec: RunSpec) -> Iterator[str]:
     """Yield a line for each role with standby processes: how many, and where."""
     for role in spec.roles:
+        if count := max_preloaded_of(spec, role):
+            yield f"{'preloaded':13} at most {count}: one on each node of the {role.name}s; once a step is committed"
         if not (limit := max_standbys_of(spec, role)):
             continue
         spares, rollouts = standby_nodes(spec, role)

@@ -35,6 +35,8 @@ class RejectReason(StrEnum):
     """The command could not be started at all, because it does not exist on the node or is not executable."""
     EXITED_AT_ONCE = "exited_at_once"
     """The first process of the step ended before it reported anything."""
+    STANDBY_OUTDATED = "standby_outdated"
+    """The standby process to be promoted was started with another environment or command than a new step would be."""
 
 
 class Refused(Exception):

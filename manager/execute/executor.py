@@ -12,13 +12,13 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from ...transport import messages as msg
-from ..cluster.base import Cluster, Refused, Step, Unanswered
+from ..cluster.base import Cluster, Refused, RejectReason, Step, Unanswered
 from ..context import RunContext
 from ..model import events as ev
 from ..model.actions import Drain, ExternalAction, InjectFault, Launch, Release, Request, Shrink, StopStep, Undrain
 from ..model.events import IntentSettled
 from ..storage.lease import LeaseLost
-from .launch import job_dir_of, write_launch
+from .launch import job_dir_of, outdated_parts, write_launch
 
 _log = logging.getLogger("rrl.manager")
 
@@ -28,6 +28,19 @@ MAX_RETRY_INTERVAL_S = 60.0
 """Upper limit of the retry interval (s), which doubles with each attempt."""
 STEP_MARGIN_S = 3.0
 """Seconds after the end of a step's grace before the cluster is requested to end the step."""
+
+
+MAX_NAMED_VARIABLES = 5
+"""Maximum number of variables that the message about an outdated standby process names."""
+
+
+class StandbyOutdated(Refused):
+    """A promotion of a standby process whose environment or command is not that of a new step any more.
+
+    It counts neither against the replica nor against its node: the replica is launched in a new step.
+    """
+
+    reason = RejectReason.STANDBY_OUTDATED
 
 
 class Executor:
@@ -121,6 +134,7 @@ class Executor:
             await self._cluster.release(action.allocation)
             self._context.record(IntentSettled(action.tag, True))
         elif isinstance(action, Launch) and action.standby is not None:
+            await self._steps.check_standby(action)
             await self._promote(action)  # settled when the promoted process reports as its new incarnation
         elif isinstance(action, Launch):
             try:
@@ -169,6 +183,26 @@ class StepControl:
     def prepare_launch(self, action: Launch) -> Step:
         """Write the launch file and return the step to launch. Blocks on storage. Raises OSError or Refused."""
         return write_launch(self._context.run_dir, self._context.state(), action, job_dir_of(self._source))
+
+    async def check_standby(self, action: Launch) -> None:
+        """Check that the standby process has the environment that a new step of the incarnation would have.
+
+        If files of the run directory cannot be read, the standby process counts as good: a new step would need them.
+
+        Raises:
+            StandbyOutdated: the environment, the command or the setup of the node has changed since its start.
+        """
+        run, state = self._context.run_dir, self._context.state()
+        try:
+            changed = await asyncio.to_thread(outdated_parts, run, state, action, job_dir_of(self._source))
+        except (OSError, ValueError) as error:
+            _log.warning("cannot compare the environment of %s with the present one: %s", action.standby, error)
+            return
+        if changed:
+            shown = f"{', '.join(changed[:MAX_NAMED_VARIABLES])}{', ...' if len(changed) > MAX_NAMED_VARIABLES else ''}"
+            text = f"{action.standby} is not used, because it was started with other values of {shown}"
+            _log.info("%s; %s starts in a new process", text, action.incarnation)
+            raise StandbyOutdated(text)
 
     def on_step_admitted(self, tag: str) -> None:
         """Release the resources that were only needed to launch this step (on Slurm: kill its ``srun``)."""

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from ...core.launch import HEARTBEAT_INTERVAL_ENV, Launch
+from ...core.launch import HEARTBEAT_INTERVAL_ENV, Launch, read_launch, tag_of
 from ...core.log_lines import LOG_LEVEL_ENV
 from ...core.role_environment import HOST_ONLY_VARIABLES, INHERITED_VARIABLES, prelude, select_variables
 from ...core.run_dir import RunDir, write_atomically
@@ -23,7 +23,7 @@ from ...core.types import AGENT, STANDBY_ROLE, role_of, standby_role_of
 from ...transport.address import NETWORK_ENV
 from ..cluster.base import NotStarted, Step
 from ..model.actions import Launch as LaunchAction
-from ..model.queries import readers_for, requires_admission
+from ..model.queries import readers_for, requires_admission, shares_node
 from ..model.state import State
 
 APPTAINER, PYXIS = "apptainer", "pyxis"
@@ -144,19 +144,40 @@ def _standby(run: RunDir, state: State, action: LaunchAction, job_dir: str) -> t
     """Return the launch file and the step of a standby process, which runs the command of the role it may join.
 
     A rollout standby runs its engine and takes the same resources as the rollout that it will become. A trainer standby
-    shares its node with other steps. To every overlapping step Slurm assigns the first CPUs and GPUs of the node
-    (measured). So a trainer standby requests all CPUs and GPUs of the node, and the Promote message names the GPUs that
-    it must use.
+    and a preloaded process share their node with other steps. To every overlapping step Slurm assigns the first CPUs
+    and GPUs of the node (measured). So their steps request all CPUs and GPUs of the node, and the Promote message names
+    the GPUs that the process must use.
     """
     role = state.job.role(standby_role_of(action.incarnation.replica))
     launch, step = _role(run, state, action, job_dir, role)
     launch = msgspec.structs.replace(launch, standby=True)
-    if not role.standby_shares_node:
+    if not shares_node(state.job, action.incarnation.replica):
         return launch, step
     node = _node(state, action)
     gpus = node.gpus if role.per_member.gpus else 0
     resources = Resources(max(node.cpus, role.per_member.cpus), gpus, role.per_member.mem)
     return msgspec.structs.replace(launch, gpus=gpus), msgspec.structs.replace(step, resources=resources, overlap=True)
+
+
+def outdated_parts(run: RunDir, state: State, action: LaunchAction, job_dir: str) -> tuple[str, ...]:
+    """Return what a standby process lacks of the step in which the incarnation of ``action`` would start without it.
+
+    A standby process has read its environment already: torch reads OMP_NUM_THREADS when it is imported. The environment
+    differs, for example, if the next manager was started with another PATH. The result has the names of variables and
+    of other parts of the launch file, without their values, which may be secret.
+
+    Raises:
+        OSError: a file of the run directory cannot be read.
+        ValueError: the launch file of the standby process is damaged.
+    """
+    assert action.standby is not None
+    started = read_launch(run.launch_file(tag_of(run.id, action.standby)))
+    role = state.job.role(role_of(action.incarnation.replica))
+    wanted, _ = _role(run, state, action, job_dir, role)
+    pairs = ((name, started.env.get(name), wanted.env.get(name)) for name in sorted({*started.env, *wanted.env}))
+    variables = tuple(name for name, had, has in pairs if had != has)
+    parts = ("argv", "cwd", "setup", "network", "in_image")
+    return (*variables, *(part for part in parts if getattr(started, part) != getattr(wanted, part)))
 
 
 def _node(state: State, action: LaunchAction) -> Resources:

@@ -16,14 +16,14 @@ from msgspec.structs import replace
 from ...core.launch import ExitReason, ExitRecord, read_exit, tag_of
 from ...core.run_dir import RunDir
 from ...core.text import escaped, last_lines_of, shows_missing_command
-from ...core.types import AGENT, STANDBY_ROLE, Incarnation, ReplicaId, replica_id, role_of, standby_role_of
+from ...core.types import AGENT, STANDBY_ROLE, Incarnation, ReplicaId, replica_id, role_of
 from ...transport import messages as msg
 from ...transport.control.endpoints import Incoming
 from ..cluster.base import NotStarted, RejectReason
 from ..context import RunContext
 from ..model import events as ev
 from ..model.events import Event, IntentSettled
-from ..model.queries import current_owner, promoted_to, step_alias
+from ..model.queries import current_owner, promoted_to, shares_node, step_alias
 from ..model.state import NEVER_APPEARED, State, Status
 from .admission import GpuRegistry, check_memlock
 from .clock_recorder import ClockRecorder
@@ -348,7 +348,7 @@ class MessageHandler:
         else:
             self._peers.workers[incarnation] = incoming.peer
             self.standby_promoter.forget(replica.promoted_from)
-        owns_gpus = not (standby and state.job.role(standby_role_of(incarnation.replica)).standby_shares_node)
+        owns_gpus = not (standby and shares_node(state.job, incarnation.replica))
         if owns_gpus and (finding := self._gpus.claim(message, state, now)) is not None:
             self._context.record(
                 ev.FindingChanged(finding)

@@ -16,9 +16,11 @@ from ...core.types import (
     ReplicaId,
     Verdict,
     gang_of,
+    is_preloaded,
     is_support,
     member_id,
     role_of,
+    standby_role_of,
 )
 from ...health.readers.samples import READERS
 from .actions import Request
@@ -179,6 +181,11 @@ def promoted_to(state: State, standby: Incarnation) -> Replica | None:
         replica for replica in state.replicas.values() if replica.promoted_from == standby and replica.is_current
     )
     return next(members, None)
+
+
+def shares_node(job: RunSpec, standby: ReplicaId) -> bool:
+    """Return whether a standby process waits on a node where replicas work, without a claim to its resources."""
+    return is_preloaded(standby) or job.role(standby_role_of(standby)).standby_shares_node
 
 
 def current_owner(state: State, incarnation: Incarnation, tag: str) -> Incarnation:

@@ -64,7 +64,8 @@ def on_launch_rejected(state: State, at: float, action: Launch, event: ev.Intent
         return state
     if action.standby is not None:
         state = _add_orphan(state, at, id)
-    if event.undelivered:  # the manager failed, not the node: launch again on the same node
+    # the manager failed, or the standby process is of no use: nothing is wrong with the replica or its node
+    if event.undelivered or event.reason is RejectReason.STANDBY_OUTDATED:
         return with_replica(state, id, status=Status.WANTED, since=at, preferred_node=action.node)
     if event.reason is RejectReason.ALLOCATION_NOT_RUNNING:  # later polls report its state; nothing has failed yet
         return with_replica(

@@ -47,7 +47,7 @@ def main() -> None:
     """Run the built-in rollout until the manager stops it."""
     me = rrl.join()
     build = _builder(me)  # an invalid configuration is found before the rollout joins
-    engine = build() if me.launch.standby else None
+    engine = build() if me.launch.standby and not me.launch.shares_node else None
     with me:
         engine = engine or build()  # while the first weights are being received
         run(me, engine)
@@ -221,10 +221,10 @@ def _sampling(me: rrl.Worker) -> Sampling:
 
 
 def _torch(me: rrl.Worker, _: ModelSpec, model: nn.Module, tokenizer: Tokenizer) -> Callable[[], Engine]:
-    device = assigned_device(me.launch)
+    device = None if me.launch.shares_node else assigned_device(me.launch)  # its promotion will name its GPU
 
     def build() -> Engine:
-        materialise(model, device)
+        materialise(model, device or assigned_device(me.launch))
         seed = seed_of(me.job.seed, me.launch.incarnation)
         return TorchEngine(
             model, stop_tokens=tokenizer.stop_tokens, seed=seed, sampling=_sampling(me), lease=me.job.rollout.lease

@@ -4,9 +4,10 @@ One asyncio loop in one daemon thread runs the connection to the manager, the re
 weight transfers and the heartbeats. The worker API uses the thread through blocking calls
 (:meth:`ManagerConnection.call`) and a few attributes.
 
-A standby process has only the connection to the manager and the heartbeats; a rollout's standby also has an open weight
-transport. When a standby is promoted, it takes over the new incarnation, sends a Hello as this incarnation with the tag
-of its own step, and opens the rest. Its process and its connection to the manager remain; no heartbeat is skipped.
+A standby process has only the connection to the manager and the heartbeats; a rollout's standby with an engine also has
+an open weight transport. When a standby is promoted, it takes over the new incarnation, sends a Hello as this
+incarnation with the tag of its own step, and opens the rest. Its process and its connection to the manager remain; no
+heartbeat is skipped.
 """
 
 from __future__ import annotations
@@ -261,10 +262,11 @@ class ManagerConnection:
     async def _open_weight_transport(self) -> None:
         """Open the transport that pulls weights from other replicas and serves those of this process.
 
-        A rollout's standby opens it before its promotion; a trainer's standby, which has no GPUs yet, opens it after.
+        A rollout's standby with an engine opens it before its promotion. A standby that shares its node does so after,
+        because it has no GPUs yet.
         """
         role, standby = self.launch.role, self.launch.standby
-        if role not in (("rollout",) if standby else ("trainer", "rollout")):
+        if role not in ("trainer", "rollout") or self.launch.shares_node:
             return
         if self._weight_transport is None:
             settings = self._transport_settings

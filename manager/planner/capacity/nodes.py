@@ -12,7 +12,7 @@ from functools import cached_property
 from msgspec import Struct
 
 from ....core.run_spec import RoleSpec
-from ....core.types import NodeName, ReplicaId, gang_of, is_support, natural_sort_key, standby_role_of
+from ....core.types import NodeName, ReplicaId, gang_of, is_preloaded, is_support, natural_sort_key, standby_role_of
 from ...model.actions import Shrink
 from ...model.queries import failed_first_starts, gang, gangs, workers
 from ...model.reduce_nodes import DRAIN
@@ -247,12 +247,10 @@ class NodeInventory:
 
     # ── standby processes ────────────────────────────────────────────────────────────────────────────────────────────
     def ready_standbys(self, node: NodeName | None, role: str) -> Sequence[Replica]:
-        """Return the standby processes on the node that can be promoted to the role now."""
-        return (
-            [standby for standby in self._ready_standbys.get(node, ()) if standby_role_of(standby.id) == role]
-            if node is not None
-            else ()
-        )
+        """Return the standby processes on the node that can be promoted to the role now, preloaded ones last."""
+        ready = self._ready_standbys.get(node, ()) if node is not None else ()
+        of_role = [standby for standby in ready if standby_role_of(standby.id) == role]
+        return sorted(of_role, key=lambda standby: is_preloaded(standby.id))
 
     def spare_with_standby(self, member: Replica, occupancy: Occupancy | None = None) -> CandidateNode | None:
         """Return a node other than the member's own that could host the member and has a standby process for it."""
@@ -336,13 +334,12 @@ class NodeInventory:
     def _has_free_standby(self, member: Replica, node: NodeName, occupancy: Occupancy) -> bool:
         """Return whether the node has a standby process that no other replica launched there needs.
 
+        Preloaded processes do not count: they are no reason to choose a node.
         If the standby process shares the node with working replicas, each member of the gang on the node may need it.
         An exclusive standby process is only needed by replicas of its role that do not run there yet.
         """
-        ready, others = (
-            self.ready_standbys(node, member.role),
-            [other for other in occupancy.get(node, ()) if other.id != member.id],
-        )
+        ready = [standby for standby in self.ready_standbys(node, member.role) if not is_preloaded(standby.id)]
+        others = [other for other in occupancy.get(node, ()) if other.id != member.id]
         if not ready or self._state.job.role(member.role).standby_shares_node:
             return len(ready) > sum(gang_of(other.id) == gang_of(member.id) for other in others)
         of_role = [other for other in others if other.role == member.role]

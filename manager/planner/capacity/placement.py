@@ -24,7 +24,7 @@ from ...model.state import Replica, State, Status
 from ..deadlines import NEVER
 from .node_fitness import restarts_exhausted
 from .nodes import CandidateNode, NodeInventory
-from .warm_pool import Occupancy, occupy, release_deadline, standbys_released_at, waits_for_release
+from .warm_pool import Occupancy, is_exclusive, occupy, release_deadline, standbys_released_at, waits_for_release
 
 
 class Assignment(Struct, frozen=True):
@@ -192,14 +192,15 @@ def _launches(
     newest = max(member.incarnation_number for member in members)
     number = next((member.incarnation_number for member in members if member.is_current), newest + 1)
     standbys: dict[ReplicaId, Replica] = {}
-    for member in wanted if role.warm else ():
+    for member in wanted if role.warm or role.preload else ():
         free = (
             ready for ready in inventory.ready_standbys(targets[member.id].node, role.name) if ready.step not in used
         )
         if (standby := next(free, None)) is not None and standby.step is not None:
             standbys[member.id] = standby
             used.add(standby.step)
-    cold_nodes = {targets[member.id].node for member in wanted if role.standby_shares_node or member.id not in standbys}
+    exclusive = {id for id, standby in standbys.items() if is_exclusive(state, standby.id)}
+    cold_nodes = {targets[member.id].node for member in wanted if member.id not in exclusive}
     if (until := standbys_released_at(state, inventory.exclusive_standbys, cold_nodes, used)) > now:
         return [], until
     launches: list[ExternalAction] = []

@@ -4,8 +4,9 @@ Standby processes are started after the current trainer has committed a step, so
 recovery. Standby processes of the trainer share nodes with working replicas, do not count as occupants, and are stopped
 only while the trainer works. A standby process of a rollout has its engine running and takes a rollout's whole
 resources, on a spare node. It is started while no rollout is starting, and stopped as soon as another replica is to use
-the node; that replica is launched once the standby process has ended (``standbys_released_at``). Neither kind of
-standby process counts as a replica.
+the node; that replica is launched once the standby process has ended (``standbys_released_at``). Preloaded processes
+wait beside the rollouts of a node, for the next restart of one of them; they are started at the same times as a standby
+rollout, where the node has memory left for them. No standby process counts as a replica.
 """
 
 from __future__ import annotations
@@ -14,7 +15,18 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from ....core.run_spec import RoleSpec
-from ....core.types import AGENT, Incarnation, NodeName, ReplicaId, replica_id, role_of, standby_id, standby_role_of
+from ....core.types import (
+    AGENT,
+    Incarnation,
+    NodeName,
+    ReplicaId,
+    is_preloaded,
+    preloaded_id,
+    replica_id,
+    role_of,
+    standby_id,
+    standby_role_of,
+)
 from ...model.actions import Action, ExternalAction, Launch, StopStep, Why
 from ...model.queries import all_joined
 from ...model.state import Replica, State, Status
@@ -25,6 +37,10 @@ from .warm_pool import Occupancy
 
 _StandbyNodes = dict[ReplicaId, NodeName]
 
+SHARED_STANDBY_BYTES = 400 * 2**20
+"""Memory (bytes) that a node must have left for each standby process that shares it. One of the trainer takes 367 MB,
+with the shared pages of its libraries; a preloaded rollout takes less (docs/restart.md)."""
+
 
 def plan_standbys(
     state: State, inventory: NodeInventory, assigned: Assignment, placed: Sequence[Action], now: float
@@ -33,7 +49,7 @@ def plan_standbys(
 
     ``placed`` are the actions of this plan that launch replicas.
     """
-    roles = [role for role in state.job.roles if role.warm]
+    roles = [role for role in state.job.roles if role.warm or role.preload]
     stable = _trainers_stable(state, inventory)
     if state.job.recovery.policy != "role":  # the other policies promote no standby process
         return [], NEVER
@@ -49,8 +65,11 @@ def plan_standbys(
             actions += _unneeded(inventory, role, wanted)
         elif not role.standby_shares_node:
             actions += _blocking_standbys(inventory, assigned, occupancy, placed, role)
+            preloaded = _preloaded(state, inventory, occupancy, role) if stable and role.preload else {}
+            actions += _unneeded_preloaded(inventory, placed, role, preloaded) if stable else []
             if stable and not _is_starting(inventory, role):
-                wanted = _spare_node_standbys(state, inventory, assigned, occupancy, role)
+                warm = _spare_node_standbys(state, inventory, assigned, occupancy, role) if role.warm else {}
+                wanted = warm | preloaded
         starts, retry_at = _launches(state, inventory, wanted, now)
         actions, wake = [*actions, *starts], min(wake, retry_at)
     return actions, wake
@@ -155,6 +174,45 @@ def _planned_nodes(assigned: Assignment) -> Iterator[tuple[NodeName, ReplicaId]]
     for candidates in (assigned.targets, assigned.moves, assigned.retries, assigned.blocked_moves):
         for id, candidate in candidates.items():
             yield candidate.node, id
+
+
+# ── preloaded processes, beside the rollouts of a node ───────────────────────────────────────────────────────────────
+def _preloaded(state: State, inventory: NodeInventory, occupancy: Occupancy, role: RoleSpec) -> _StandbyNodes:
+    """Return the wanted preloaded processes: one on each node that replicas of the role occupy, if memory is left."""
+    wanted: _StandbyNodes = {}
+    for candidate in inventory.candidates(state.job.node_group_of(role.name).name):
+        occupants = occupancy.get(candidate.node, ())
+        if any(occupant.role == role.name for occupant in occupants) and not candidate.expiring:
+            id = preloaded_id(role.name, candidate.node)
+            if _memory_left(state, inventory, candidate, occupants, id) >= SHARED_STANDBY_BYTES:
+                wanted[id] = candidate.node
+    return wanted
+
+
+def _memory_left(
+    state: State, inventory: NodeInventory, candidate: CandidateNode, occupants: Sequence[Replica], id: ReplicaId
+) -> float:
+    """Return the bytes of a node that neither its replicas nor standby processes other than ``id`` take.
+
+    The result is inf if the job does not state the memory of the node.
+    """
+    memory = state.allocations[candidate.allocation].request.node.mem
+    others = sum(standby.node == candidate.node and standby.id != id for standby in inventory.standby_processes)
+    taken = sum(state.job.role(occupant.role).per_member.mem for occupant in occupants)
+    return memory - taken - others * SHARED_STANDBY_BYTES if memory else NEVER
+
+
+def _unneeded_preloaded(
+    inventory: NodeInventory, placed: Sequence[Action], role: RoleSpec, wanted: _StandbyNodes
+) -> list[StopStep]:
+    """Return the stops of the role's preloaded processes that are not wanted, unless they are being promoted."""
+    promoted = {action.standby for action in placed if isinstance(action, Launch)}
+    return [
+        _stop_standby(standby, f"{role.name} no longer needs a preloaded process on {standby.node}")
+        for standby in inventory.standby_processes
+        if is_preloaded(standby.id) and standby_role_of(standby.id) == role.name
+        and standby.step is not None and standby.id not in wanted and standby.incarnation not in promoted
+    ]  # fmt: skip
 
 
 # ── a rollout's standby processes, on spare nodes ────────────────────────────────────────────────────────────────────

@@ -14,9 +14,8 @@ from ....core.types import (
     is_support,
     natural_sort_key,
     role_of,
-    standby_role_of,
 )
-from ...model.queries import workers
+from ...model.queries import shares_node, workers
 from ...model.state import OrphanStep, Replica, State, Status
 from ..deadlines import NEVER
 
@@ -38,9 +37,9 @@ def waits_for_release(role: RoleSpec) -> bool:
     """Return whether members of the role start only after earlier occupants have released their memory.
 
     Earlier occupants are the role's own earlier incarnations and preempted rollouts; their steps are stopped without a
-    grace.
+    grace. A preloaded process waits for the memory of its GPUs here, because its launcher has not waited for it.
     """
-    return (role.warm and role.standby_shares_node) or role.ranks > 1
+    return (role.warm and role.standby_shares_node) or (role.preload and role.per_member.gpus > 0) or role.ranks > 1
 
 
 def release_deadline(state: State, members: Sequence[Replica], nodes_of_gang: Iterable[NodeName]) -> float:
@@ -84,7 +83,7 @@ def standbys_released_at(
 
 def is_exclusive(state: State, id: ReplicaId) -> bool:
     """Return whether this is a standby process that takes a node's whole resources for its role."""
-    return role_of(id) == STANDBY_ROLE and not state.job.role(standby_role_of(id)).standby_shares_node
+    return role_of(id) == STANDBY_ROLE and not shares_node(state.job, id)
 
 
 def standby_processes(state: State) -> list[Replica]:

@@ -169,8 +169,10 @@ def lower_rungs(
 
 def _promotes_without_standbys(spec: RungSpec, case: FailureCase) -> bool:
     """Return whether the rung promotes a standby process, and the job keeps none for the role of the failed member."""
-    promotes = any(need in (_STANDBY_HERE, _SPARE_WITH_STANDBY, _DONOR) for need in spec.needs)
-    return promotes and not case.state.job.role(case.failed.role).warm
+    if not any(need in (_STANDBY_HERE, _SPARE_WITH_STANDBY, _DONOR) for need in spec.needs):
+        return False
+    role = case.state.job.role(case.failed.role)
+    return not (role.warm or (role.preload and _STANDBY_HERE in spec.needs))
 
 
 def _last_try_on_other_node(case: FailureCase) -> bool:

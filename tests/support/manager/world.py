@@ -32,6 +32,7 @@ from rrl.core.types import (  # fmt: skip
     ReplicaId,
     Verdict,
     Version,
+    is_preloaded,
     rank_of,
     role_of,
     standby_role_of,
@@ -531,7 +532,9 @@ class World:
 
 
 def _memory_claim(incarnation: Incarnation) -> bool:
-    return role_of(incarnation.replica) == STANDBY_ROLE and standby_role_of(incarnation.replica) == "rollout"
+    replica = incarnation.replica
+    is_rollout = role_of(replica) == STANDBY_ROLE and standby_role_of(replica) == "rollout"
+    return is_rollout and not is_preloaded(replica)
 
 
 def _exit(text: str) -> tuple[ExitReason, str]:

@@ -12,11 +12,11 @@ import pytest
 
 from rrl.core.faults import Fault, FaultKind, FaultTrigger
 from rrl.core.run_dir import RunDir
-from rrl.core.types import Incarnation, NodeName
+from rrl.core.types import Incarnation, NodeName, ReplicaId
 from rrl.health.detection.health_monitor import HealthMonitor
 from rrl.manager.cluster.base import AllocationRequest, ClusterSnapshot, Refused, RejectReason, Step, Unanswered
 from rrl.manager.context import RunContext
-from rrl.manager.execute.executor import RETRY_INTERVAL_S, STEP_MARGIN_S, Executor, StepControl
+from rrl.manager.execute.executor import RETRY_INTERVAL_S, STEP_MARGIN_S, Executor, StandbyOutdated, StepControl
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import ExternalAction, InjectFault, Launch, Release, Request, StopStep, Why
 from rrl.manager.storage.lease import LeaseLost
@@ -94,6 +94,10 @@ class ScriptedSteps(StepControl):
             raise self._bench.cannot_prepare
         return Step(action.step, action.allocation, action.node, NODE, Path("launch"), Path("log"))
 
+    async def check_standby(self, action: Launch) -> None:
+        if self._bench.outdated:
+            raise StandbyOutdated("other PATH")
+
     async def request_stop(self, action: StopStep, timeout_s: float) -> bool:
         self._bench.sent.append(timeout_s)
         return self._bench.stops_itself
@@ -112,6 +116,8 @@ class Bench:
         self.stops_itself = False
         self.injected: list[InjectFault] = []
         self.promoted: list[Launch] = []
+        self.outdated = False
+        """Whether standby processes have an old environment."""
         self.lost = False
         self.failing_checks = 0
         """How often the run directory cannot be read."""
@@ -157,6 +163,19 @@ def test_action_that_the_cluster_confirmed_is_settled() -> None:
     assert Bench().carry_out(REQUEST) == [ev.IntentSettled("pool", True)]
     assert Bench().carry_out(RELEASE) == [ev.IntentSettled("pool!release", True)]
     assert Bench().carry_out(STOP) == [ev.IntentSettled("step!stop", True)]
+
+
+def test_outdated_standby_process_is_not_promoted() -> None:
+    promotion = Launch(R1, "step", "pool", NodeName("n1"), WHY, Incarnation(ReplicaId("standby/n1"), 1))
+    bench = Bench()
+    assert bench.carry_out(promotion) == []
+    assert bench.promoted == [promotion]
+    bench = Bench()
+    bench.outdated = True
+    assert bench.carry_out(promotion) == [
+        ev.IntentSettled("step", False, "other PATH", reason=RejectReason.STANDBY_OUTDATED)
+    ]
+    assert (bench.promoted, bench.cluster.requests) == ([], [])
 
 
 def test_accepted_launch_stays_open_until_its_step_connects() -> None:

@@ -9,12 +9,20 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rrl.core.launch import Launch, read_launch
+from rrl.core.launch import Launch, read_launch, tag_of
 from rrl.core.run_dir import RunDir
 from rrl.core.run_spec import ContainerSpec, EnvSpec, Resources, RoleSpec, RunSpec, TransportSpec
-from rrl.core.types import Incarnation, NodeName, ReplicaId
+from rrl.core.types import Incarnation, NodeName, ReplicaId, preloaded_id
 from rrl.manager.cluster.base import AllocationRequest, Refused
-from rrl.manager.execute.launch import apptainer, environment, mounts, pyxis, save_passed_env, write_launch
+from rrl.manager.execute.launch import (
+    apptainer,
+    environment,
+    mounts,
+    outdated_parts,
+    pyxis,
+    save_passed_env,
+    write_launch,
+)
 from rrl.manager.model.actions import Launch as LaunchAction
 from rrl.manager.model.actions import Why
 from rrl.manager.model.state import Allocation, State
@@ -173,3 +181,49 @@ def test_role_inherits_the_folders_of_caches_except_in_a_container(
         save_passed_env(run, run_spec)
         env = Prepared(run, run_spec).launch.env
         assert {name: env[name] for name in folders if name in env} == inherited
+
+
+# ── preloaded processes ──────────────────────────────────────────────────────────────────────────────────────────────
+PRELOADED = Incarnation(preloaded_id("rollout", NodeName("n1")), 1)
+
+
+def promotion_of_preloaded(run: RunDir, spec: RunSpec) -> tuple[State, LaunchAction]:
+    """Write the launch file of a preloaded process; return the state and the promotion to a rollout."""
+    allocation = Allocation("pool", AllocationRequest("pool", 1, NODE, 60.0), 0.0)
+    state = State(run.id, spec, allocations={"pool": allocation})
+    tag, why = tag_of(run.id, PRELOADED), Why(("wanted",))
+    write_launch(run, state, LaunchAction(PRELOADED, tag, "pool", NodeName("n1"), why), "/job")
+    rollout = Incarnation(ReplicaId("rollout/0"), 2)
+    return state, LaunchAction(rollout, tag, "pool", NodeName("n1"), why, PRELOADED)
+
+
+def test_step_of_a_preloaded_process_overlaps_with_the_whole_node_and_may_not_use_gpus_yet(run: RunDir) -> None:
+    spec = run_spec_with("direct", roles=(msgspec.structs.replace(role("direct"), preload=True),))
+    save_passed_env(run, spec)
+    prepared = Prepared(run, spec, PRELOADED.replica)
+    assert (prepared.step.overlap, prepared.step.resources.cpus, prepared.step.resources.gpus) == (True, 8, 4)
+    assert (prepared.launch.standby, prepared.launch.shares_node, prepared.launch.role) == (True, True, "rollout")
+    engine = Prepared(run, spec, "standby/n1:rollout")
+    assert (engine.step.overlap, engine.step.resources.gpus, engine.launch.shares_node) == (False, 1, False)
+    assert not Prepared(run, spec).launch.shares_node
+
+
+def test_preloaded_process_with_the_environment_of_a_new_step_lacks_nothing(run: RunDir) -> None:
+    spec = run_spec_with("direct")
+    save_passed_env(run, spec)
+    state, promotion = promotion_of_preloaded(run, spec)
+    assert outdated_parts(run, state, promotion, "/job") == ()
+
+
+def test_what_has_changed_since_its_start_is_named_without_values(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = run_spec_with("direct")
+    save_passed_env(run, spec)
+    state, promotion = promotion_of_preloaded(run, spec)
+    monkeypatch.setenv("PATH", "/other/bin")  # a manager that was started elsewhere
+    monkeypatch.setenv("TZ", "UTC")
+    assert outdated_parts(run, state, promotion, "/job") == ("PATH", "TZ")
+    monkeypatch.setenv("WANDB_API_KEY", "new secret")
+    save_passed_env(run, spec)
+    assert outdated_parts(run, state, promotion, "/elsewhere") == ("PATH", "RRL_JOB_DIR", "TZ", "WANDB_API_KEY", "cwd")
+    other = msgspec.structs.replace(state, job=run_spec_with("direct", env=EnvSpec(("false",))))
+    assert outdated_parts(run, other, promotion, "/job")[-1] == "setup"
