@@ -67,6 +67,9 @@ PREEMPTED_EARLY_S = 5.0
 preemption both times are equal (measured on 22.05)."""
 
 
+_STAMPED_REASON = re.compile(r" Reason=(.*) \[(\S+@\d{4}-\d\d-\d\dT[\d:]+)\]")
+"""A reason with its author and time, which end it: the reason may itself contain brackets and words such as ``Key=``.
+"""
 _REASON = re.compile(r" Reason=(.+?)(?: \[(\S+@\S+)\]| [A-Z]\w+=|$)")
 _RESERVED = {"MAINT", "PLANNED_MAINT", "RESERVED"}
 """Flags of a node that is up but reserved for maintenance or other jobs."""
@@ -290,8 +293,7 @@ def read_nodes(text: str) -> dict[NodeName, NodeStatus]:
         name, state = re.match(r"NodeName=(\S+) ", line), re.search(r" State=(\S+)", line)
         if name is None or state is None:
             raise Unreadable(f"no node in {line[:80]!r}")
-        reason = _REASON.search(line)
-        nodes[NodeName(name[1])] = node_status(state[1], reason[1] if reason else "")
+        nodes[NodeName(name[1])] = node_status(state[1], _reason(line)[0])
     return nodes
 
 
@@ -305,8 +307,13 @@ def read_node_info(text: str) -> NodeInfo:
     state = re.search(r" State=(\S+)", text)
     if state is None:
         raise Unreadable(f"no node in {text.strip()[:80]!r}")
-    reason = _REASON.search(text.strip())
-    return NodeInfo(state[1], reason[1] if reason else "", reason[2] or "" if reason else "")
+    return NodeInfo(state[1], *_reason(text.strip()))
+
+
+def _reason(line: str) -> tuple[str, str]:
+    """Return (reason, who recorded it and when) from the line of a node; empty if there is none."""
+    match = _STAMPED_REASON.search(line) or _REASON.search(line)
+    return (match[1], match[2] or "") if match else ("", "")
 
 
 def node_state(text: str) -> NodeState:

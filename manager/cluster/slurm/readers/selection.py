@@ -38,6 +38,8 @@ FIRST_LOOKS = 3
 changes between two readers' looks."""
 FIRST_LOOK_PAUSE_S = 1.0
 """Seconds between two of these looks."""
+SHOWN_DIFFERENCES = 2
+"""Number of differences that are named; a large cluster may have thousands."""
 CLOCK_DIFFERENCE_S = 5.0
 """Seconds by which the time left of a job may differ between two readers that look one after the other."""
 
@@ -84,7 +86,9 @@ async def choose_reader(
         if _release(version) != _release(slurm):
             reason = f"pyslurm {version} was not built for Slurm {slurm}"
         elif differences := await _first_looks(by_commands, by_pyslurm):
-            reason = f"pyslurm {version} gave other values at the first look: {'; '.join(differences)}"
+            more = f"; {len(differences) - SHOWN_DIFFERENCES} more" if len(differences) > SHOWN_DIFFERENCES else ""
+            shown = "; ".join(differences[:SHOWN_DIFFERENCES])
+            reason = f"pyslurm {version} gave other values at the first look: {shown}{more}"
         else:
             return Choice(by_pyslurm, f"pyslurm {version}: a first look gave the same values as the commands")
     except ChildFailed as error:
@@ -180,11 +184,11 @@ async def _first_looks(one: SlurmReader, other: SlurmReader) -> list[str]:
     for attempt in range(FIRST_LOOKS):
         if attempt:
             await asyncio.sleep(FIRST_LOOK_PAUSE_S)
-        expected, found = await _look(one), await _look(other)
+        expected, found = await look(one), await look(other)
         differing = {
             name: f"{name}: {found.get(name)} instead of {expected.get(name)}"
             for name in sorted(expected.keys() | found.keys())
-            if not _same(expected.get(name), found.get(name))
+            if not same_value(expected.get(name), found.get(name))
         }
         remaining = {name: text for name, text in differing.items() if remaining is None or name in remaining}
         if not remaining:
@@ -192,15 +196,16 @@ async def _first_looks(one: SlurmReader, other: SlurmReader) -> list[str]:
     return list((remaining or {}).values())
 
 
-async def _look(reader: SlurmReader) -> dict[str, Struct]:
-    """Return everything that a reader reads, by name."""
+async def look(reader: SlurmReader) -> dict[str, Struct]:
+    """Return everything that a reader reads, by name: the configuration, and each job, step and node."""
     values: dict[str, Struct] = {"configuration": await reader.config()}
     values |= {f"job {job.id}": job for job in await reader.jobs()}
     values |= {f"step {step.id}": step for step in await reader.steps()}
     return values | {f"node {name}": status for name, status in (await reader.nodes(None)).items()}
 
 
-def _same(expected: Struct | None, found: Struct | None) -> bool:
+def same_value(expected: Struct | None, found: Struct | None) -> bool:
+    """Return whether two readers read the same value; the time that a job has left may differ a little."""
     if isinstance(expected, Job) and isinstance(found, Job):
         left, other = expected.time_left_s, found.time_left_s
         if left is not None and other is not None and abs(left - other) <= CLOCK_DIFFERENCE_S:
