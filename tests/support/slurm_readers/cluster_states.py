@@ -83,6 +83,8 @@ def play(lab: SlurmLab, look: Callable[[str], None]) -> Jobs:
         lab.slurm("scontrol", "update", f"NodeName={DRAINED}", "State=DRAIN", f"Reason={reason}")
         look(f"reason-{number}")
         lab.slurm("scontrol", "update", f"NodeName={DRAINED}", "State=RESUME")
+        # a node that was resumed counts as not responding for some time
+        lab.wait_for(lambda: lab.states()[DRAINED] == "idle", f"{DRAINED} does not become idle")
     lab.slurm("scontrol", "update", f"NodeName={DRAINED}", "State=DRAIN", "Reason=bad disk")
     lab.slurm("scontrol", "update", f"NodeName={DOWN}", "State=DOWN", f"Reason={DOWN_REASON}")
     look("down")

@@ -91,6 +91,8 @@ class PyslurmChild:
             await self._kill()
 
     async def _started(self) -> _Running:
+        if self._running is not None and self._running.process.returncode is not None:
+            await self._kill()  # it ended while nothing was asked, so nothing is lost
         if self._running is None:
             self._running = running = await self._start()
             async with self._deadline(running, self._start_timeout_s):

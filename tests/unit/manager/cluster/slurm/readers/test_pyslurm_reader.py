@@ -277,6 +277,18 @@ def test_process_that_dies_is_unanswered_with_its_last_line(control: Callable[..
     by_fake(scenario)
 
 
+def test_process_that_ended_between_two_requests_is_replaced_without_a_failure(control: Callable[..., None]) -> None:
+    async def scenario(reader: PyslurmReader) -> None:
+        await reader.steps()
+        running = reader._child._running
+        assert running is not None
+        running.process.kill()
+        await running.process.wait()
+        assert len(await reader.steps()) == 1
+
+    by_fake(scenario)
+
+
 def test_drain_whose_process_dies_is_unanswered_although_it_was_made(
     control: Callable[..., None], tmp_path: Path
 ) -> None:
