@@ -126,7 +126,7 @@ def ends_early(lab: SlurmLab, job: str) -> bool:
 
 def restore(lab: SlurmLab) -> None:
     """Make all nodes idle again."""
-    for node in (DRAINED, DOWN, CRASHED):
+    for node in lab.nodes:
         with contextlib.suppress(subprocess.CalledProcessError):  # the node is not drained or down
             lab.slurm("scontrol", "update", f"NodeName={node}", "State=RESUME")
     lab.clear()

@@ -91,7 +91,7 @@ def _keep(path: Path, content: bytes) -> None:
 
 
 def as_admin(lab: SlurmLab, function: Callable[[], None]) -> None:
-    call_as(getpass.getuser(), function, lab.environment(), lab.dir, 120.0)
+    call_as(getpass.getuser(), function, lab.environment(), lab.dir, 280.0)
 
 
 class Read(Struct):
