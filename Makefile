@@ -19,7 +19,7 @@ export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/.venv/cache/torchinductor
 export MPLCONFIGDIR ?= $(CURDIR)/.venv/cache/matplotlib
 
 .PHONY: setup setup-vllm smollm2 demo demo-agents demo-slurm test test-fast test-security test-vllm test-gpu wheelhouse test-long \
-  test-slurm-versions slurm uninstall-slurm check docs dist bench clean soak
+  test-slurm-versions test-pyslurm slurm uninstall-slurm check docs dist bench clean soak
 
 setup: .venv/.ready
 
@@ -116,6 +116,13 @@ wheelhouse:
 test-slurm-versions: setup
 	-@$(BIN)/python -m rrl.tests.support.slurm.lab install --accounting
 	$(BIN)/python -m rrl.tests.support.slurm.versions
+
+# The readers of Slurm, by commands and by pyslurm, on a real Slurm, where pyslurm is installed in .venv and was built for
+# that version (docs/sites.md). PYSLURM_PYTHON=... names another interpreter that has both.
+PYSLURM_PYTHON = $(BIN)/python
+test-pyslurm: setup
+	@$(PYSLURM_PYTHON) -m rrl.tests.support.slurm_readers.pyslurm_pair
+	$(PYSLURM_PYTHON) -m pytest -q -rP tests/integration/slurm/cluster/test_readers.py
 
 # Tests that take long, and all property tests with many examples: an hour and more.
 test-long: setup

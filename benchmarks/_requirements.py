@@ -14,6 +14,7 @@ from pathlib import Path
 
 from rrl.tests.support.slurm import lab as slurm
 from rrl.tests.support.slurm import netns
+from rrl.tests.support.slurm_readers import pyslurm_pair
 from rrl.tests.support.supervisor import exit_on_sigterm
 
 
@@ -24,6 +25,7 @@ class Need(StrEnum):
     NAMESPACES = "network namespaces"
     VLLM = "vLLM"
     OPENAI = "OpenAI's client"
+    PYSLURM = "a pyslurm that matches Slurm"
     TRACKERS = "TensorBoard, wandb and MLflow"
 
 
@@ -42,6 +44,7 @@ NEEDS: Mapping[str, tuple[Need, ...]] = {
     "publishing": (Need.TORCH,),
     "restart": (Need.TORCH, Need.SLURM),
     "rollout_recovery": (Need.TORCH,),
+    "slurm_reads": (Need.SLURM,),
     "snapshots": (Need.TORCH,),
     "stream": (Need.TORCH,),
     "track": (Need.TRACKERS,),
@@ -52,6 +55,7 @@ PARTS: Mapping[str, tuple[Need, ...]] = {
     "agents": (Need.VLLM,),
     "dispatch": (Need.VLLM,),
     "hostile_ports": (Need.UCX,),
+    "slurm_reads": (Need.PYSLURM,),
     "weights": (Need.NAMESPACES,),
 }
 """Needs of single parts of a benchmark. If such a need is not met, the benchmark leaves out the part."""
@@ -99,6 +103,7 @@ _MISSING: Mapping[Need, Callable[[], str | None]] = {
     Need.NAMESPACES: _namespaces,
     Need.VLLM: _vllm,
     Need.OPENAI: lambda: _module("openai", "dev"),
+    Need.PYSLURM: pyslurm_pair.mismatch,
     Need.TRACKERS: _trackers,
 }
 

@@ -103,7 +103,7 @@ NotificationKind = Literal["failed", "degraded", "stalled", "completed", "drain"
 
 
 class ManagerSpec(Struct, frozen=True):
-    """Where the manager runs and what rrl's processes log."""
+    """Where the manager runs, how it reads Slurm, and what rrl's processes log."""
 
     where: str = "job"
     """``job``: in a small Slurm job of its own; ``pool``: on the pool's first node."""
@@ -112,6 +112,8 @@ class ManagerSpec(Struct, frozen=True):
     """Time limit (s) of the manager's own job, at which its successor starts; 0: that of the run plus a margin."""
     log_level: LogLevel = DEFAULT_LOG_LEVEL
     """Lowest level of messages of the manager, the agents, the launchers and the workers."""
+    reader: Literal["auto", "commands", "pyslurm"] = "commands"
+    """``[cluster] reader``. A run that was submitted before this setting existed reads by commands."""
 
 
 class NodeGroup(Struct, frozen=True):
@@ -428,8 +430,7 @@ class RunSpec(Struct, frozen=True):
 
     name: str
     steps: int
-    """Number of optimizer steps after which the run is complete. 0 if the run has no trainer; the run is then complete
-    when its commands have completed."""
+    """Number of optimizer steps that complete the run; 0: no trainer, the end of its commands completes the run."""
     cluster: str
     """``local`` or ``slurm``."""
     roles: tuple[RoleSpec, ...]
@@ -440,8 +441,7 @@ class RunSpec(Struct, frozen=True):
     form: str = "pool"
     """``pool``, ``replica`` or ``hetjob`` (docs/architecture.md)."""
     start_within: float = 3600.0
-    """Time (s) from the first request after which the run ends and gives its nodes back if it still has too few nodes
-    to start."""
+    """Time (s) from the first request after which the run ends, if it still has too few nodes to start."""
     env: EnvSpec = EnvSpec()
     container: ContainerSpec = ContainerSpec()
     seed: int = 0

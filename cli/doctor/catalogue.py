@@ -103,6 +103,10 @@ MEANINGS: dict[str, Meaning] = {
     "slurm.answers": Meaning(
         "Does slurmctld answer, and how fast?",
         "if Slurm is slow, raise [limits] poll; if it does not answer, " + _ADMIN),
+    "slurm.reader": Meaning(
+        "By what would a manager read Slurm with [cluster] reader = \"auto\": by its commands, or by pyslurm?",
+        "no action is needed, the commands work everywhere; a pyslurm that was built for this version of Slurm needs"
+        " less CPU time (docs/sites.md)"),
     "slurm.pool": Meaning(
         "Would Slurm accept the job of form \"pool\": one job over several nodes? (sbatch --test-only)",
         "find out which partition, account or QOS the site requires; test it (rrl doctor --partition ... --account ..."

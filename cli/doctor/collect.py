@@ -24,8 +24,10 @@ import msgspec
 from ...core.command_runner import CommandResult, run
 from ...core.run_dir import runs_root
 from ...manager.bootstrap import manager_job
-from ...manager.cluster.slurm.commands import environment, reports_no_cluster
+from ...manager.cluster.slurm.commands import SlurmLimits, environment, reports_no_cluster
 from ...manager.cluster.slurm.limits import read_limits
+from ...manager.cluster.slurm.readers.command_reader import CommandReader
+from ...manager.cluster.slurm.readers.selection import choose_reader
 from . import slurm_output as text
 from .facts import (  # fmt: skip
     Accounts,
@@ -35,6 +37,7 @@ from .facts import (  # fmt: skip
     Facts,
     Nodes,
     Partitions,
+    Reader,
     Slurm,
     Storage,
     Trials,
@@ -124,6 +127,7 @@ def read_slurm(wanted: DoctorOptions) -> Slurm | str:
         {
             "trials": lambda: _trials(wanted, first["partitions"], first["nodes"]),
             "cgroups": lambda: _cgroups(first["config"]),
+            "reader": lambda: asyncio.run(_reader()),
         },
         SLURM_TIMEOUT_S + 1,
     )
@@ -164,6 +168,15 @@ def _cgroups(config: Config | Unavailable) -> CgroupConf:
         return CgroupConf(values, "scontrol show config")
     folder = Path(values.get("SLURM_CONF") or "/etc/slurm/slurm.conf").parent
     return CgroupConf(text.read_pairs((folder / "cgroup.conf").read_text()), str(folder / "cgroup.conf"))
+
+
+async def _reader() -> Reader:
+    """Choose a reader as a manager does. Raises TimeoutError, Refused, Unanswered."""
+    limits = SlurmLimits()
+    async with asyncio.timeout(SLURM_TIMEOUT_S):  # cancelled, the choice ends its child process
+        choice = await choose_reader("auto", CommandReader.with_limits(limits), limits)
+    await choice.reader.close()
+    return Reader(choice.reason, choice.rejected)
 
 
 def would_take(options: Sequence[str], script: str) -> CommandResult | Unavailable:

@@ -118,6 +118,15 @@ class CgroupConf(Struct, frozen=True, tag=True):
     where: str
 
 
+class Reader(Struct, frozen=True, tag=True):
+    """How a manager would read Slurm with ``[cluster] reader = "auto"``."""
+
+    reason: str
+    """Which reader it would use, and why."""
+    rejected: bool
+    """True if pyslurm is installed, but does not fit this cluster."""
+
+
 class Slurm(Struct, frozen=True):
     """All facts that were read from Slurm."""
 
@@ -128,6 +137,7 @@ class Slurm(Struct, frozen=True):
     limits: JobLimits | Unavailable
     trials: Trials | Unavailable
     cgroups: CgroupConf | Unavailable
+    reader: Reader | Unavailable
 
 
 # ── the run directory, and a node ──────────────────────────────────────────────────────────────────────────────────

@@ -42,6 +42,7 @@ def slurm_checks(facts: Facts) -> list[Check]:
     return [
         ok("slurm.here", "sbatch and scontrol are on PATH"),
         *configured[:2],
+        _reader(slurm),
         *(_form(slurm, wanted, form) for form in ("pool", "replica", "hetjob")),
         _manager(slurm),
         _gpus(slurm, wanted),
@@ -80,6 +81,13 @@ def account_for(slurm: Slurm, wanted: DoctorOptions) -> str:
     if wanted.account or isinstance(slurm.accounts, Unavailable):
         return wanted.account
     return slurm.accounts.names[0] if len(slurm.accounts.names) == 1 else ""
+
+
+def _reader(slurm: Slurm) -> Check:
+    reader = slurm.reader
+    if isinstance(reader, Unavailable):
+        return unknown("slurm.reader", reader)
+    return warn("slurm.reader", reader.reason) if reader.rejected else ok("slurm.reader", reader.reason)
 
 
 # ── answers of sbatch --test-only ──────────────────────────────────────────────────────────────────────────────────

@@ -22,6 +22,7 @@ from ...manager.cluster.base import NodeState, Refused, Unanswered
 from ...manager.cluster.slurm import parsing as text
 from ...manager.cluster.slurm.commands import SlurmLimits, execute, lacks_node
 from ...manager.cluster.slurm.nodes import NOT_RESPONDING_SUFFIX, SlurmNodes
+from ...manager.cluster.slurm.readers.command_reader import CommandReader
 from ...manager.cluster.slurm.requests import gpus_by_type
 
 MAX_NODES_PER_QUERY = 500
@@ -71,7 +72,7 @@ async def _drain_by_hook(node: str, why: str, rules: HookRules) -> str:
     drains = await _hook_drains()
     if node not in drains.drained:
         raise SlurmUnavailable(f"{node} is not known to Slurm")
-    nodes = SlurmNodes(_read, _write)
+    nodes = SlurmNodes(CommandReader(_read, _write), _write)
     try:
         if not drains.drained[node]:
             now = HookDrain(time.time(), node)  # this node's clock may be wrong: the query below decides
@@ -168,7 +169,7 @@ async def _drain(wanted: list[tuple[str, str]]) -> list[tuple[str, bool, str]]:
     states = await _node_states()
     unavailable = sum(map(_is_unavailable, states.values()))
     max_drains = max(1, int(MAX_DRAINED_FRACTION * len(states)))
-    nodes = SlurmNodes(_read, _write)
+    nodes = SlurmNodes(CommandReader(_read, _write), _write)
     outcomes: list[tuple[str, bool, str]] = []
     done = 0
     for node, reason in wanted:

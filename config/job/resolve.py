@@ -70,7 +70,11 @@ def resolve(job: Job, python: str) -> run_spec.RunSpec:
         endpoint=_endpoint(job.roles.endpoint),
         transport=msgspec.convert(job.transport.model_dump(), run_spec.TransportSpec),
         manager=run_spec.ManagerSpec(
-            job.manager.where, {**inherited, **own}, job.cluster.job_walltime or 0.0, job.manager.log_level
+            job.manager.where,
+            {**inherited, **own},
+            job.cluster.job_walltime or 0.0,
+            job.manager.log_level,
+            job.cluster.reader,
         ),
         limits=msgspec.structs.replace(job.merged_limits(), stragglers=job.health.stragglers),
         recovery=msgspec.convert(job.recovery.model_dump(), run_spec.Recovery),

@@ -268,7 +268,8 @@ def _cluster(run: RunDir, spec: RunSpec) -> tuple[Cluster, str]:
         from ..cluster.slurm.cluster import SlurmCluster
 
         python, own_tag = spec.env.python or sys.executable, manager_job.own_allocation_tag(run.id, spec)
-        return SlurmCluster(run.id, python, own_tag=own_tag), own_address(spec.transport.network)
+        slurm = SlurmCluster(run.id, python, own_tag=own_tag, reader=spec.manager.reader)
+        return slurm, own_address(spec.transport.network)
     from ..cluster.local import LocalCluster
 
     host = own_address(spec.transport.network) if spec.transport.network else "127.0.0.1"

@@ -22,6 +22,7 @@ STARTERS = {
     "health/readers/isolation/client.py": "the supervisor of a node's readers, which lives as long as its client",
     "manager/bootstrap/pool_supervisor.py": "the manager of a run",
     "manager/cluster/local.py": "first processes of steps, which outlive the manager",
+    "manager/cluster/slurm/readers/child_process.py": "the process that uses pyslurm, as long as its manager",
     "manager/cluster/slurm/steps.py": "sruns, which are killed once their step has connected",
     "manager/tracking/tracker_supervisor.py": "the process of a tracker, as long as the manager of the run",
     "manager/execute/checkpoint_exports.py": "an export, which ends when its stdin is closed, and may take an hour",

@@ -45,6 +45,8 @@ from . import parsing as text
 from .commands import MANAGER, Budget, SlurmLimits
 from .lab_faults import inject_fault
 from .nodes import SlurmNodes
+from .readers.command_reader import CommandReader
+from .readers.selection import ReaderSetting, SelectedReader
 from .requests import request_options
 from .steps import Sruns
 
@@ -64,11 +66,12 @@ class SlurmCluster:
         prefix: the command that replaces ``python -P -m <module>`` in front of the launch file (for tests).
         allocate_with: ``salloc`` or ``sbatch``; if None, chosen according to Slurm's configuration.
         own_tag: tag of the allocation that the manager itself runs in, which must not be requested again.
+        reader: how Slurm is read (``[cluster] reader``).
     """
 
     def __init__(
         self, run_id: str, python: str, limits: SlurmLimits = SlurmLimits(), *, prefix: Sequence[str] | None = None,
-        allocate_with: str | None = None, own_tag: str = "",
+        allocate_with: str | None = None, own_tag: str = "", reader: ReaderSetting = "commands",
     ) -> None:  # fmt: skip
         self._prefix = f"{run_id}."
         self._limits = limits
@@ -81,7 +84,8 @@ class SlurmCluster:
         manager."""
         self._budget = Budget(limits.reads_per_minute)
         self._sruns = Sruns(python, limits, prefix)
-        self._nodes = SlurmNodes(lambda argv: self._read(argv, unless="not found"), self._execute_change)
+        self._reader = SelectedReader(reader, CommandReader.with_limits(limits), limits)
+        self._nodes = SlurmNodes(self._reader, self._execute_change)
         self._shrink_damage = ""
         """Steps that ended when an allocation was shrunk, as text; if not empty, no allocation is shrunk again."""
         self._jobs: dict[str, list[text.Job]] = {}
@@ -191,11 +195,8 @@ class SlurmCluster:
         return job.state is AllocationState.PENDING
 
     async def _choose_command(self) -> str:
-        ended = await self._read(("scontrol", "show", "config"))
-        try:
-            return "salloc" if text.inactive_limit(ended.out) == 0 else "sbatch"
-        except text.Unreadable as error:
-            raise Unanswered(str(error)) from error
+        self._budget.spend(1, credit=True)
+        return "salloc" if (await self._reader.config()).inactive_limit_s == 0 else "sbatch"
 
     async def _salloc(self, components: Sequence[Sequence[str]]) -> bool:
         """Allocate nodes that are free now; return False if there are none, and leave nothing in the queue.
@@ -265,12 +266,20 @@ class SlurmCluster:
     # ── single nodes ────────────────────────────────────────────────────────────────────────────────────────────────
     async def drain(self, node: NodeName, reason: str) -> None:
         """Drain a node, and poll it from now on even if it leaves the run's allocations."""
-        await self._nodes.drain(node, reason)
+        self._budget.spend(2, credit=True)
+        try:
+            await self._nodes.drain(node, reason)
+        finally:
+            self._changes += 1
         self._known_nodes.add(node)
 
     async def undrain(self, node: NodeName, reason: str) -> None:
         """Remove this run's drain of a node."""
-        await self._nodes.undrain(node, reason)
+        self._budget.spend(2, credit=True)
+        try:
+            await self._nodes.undrain(node, reason)
+        finally:
+            self._changes += 1
 
     async def shrink(self, tag: str, nodes: tuple[NodeName, ...]) -> None:
         """Give single nodes of a running allocation back.
@@ -301,7 +310,7 @@ class SlurmCluster:
         return await inject_fault(fault)
 
     async def observe(self) -> ClusterSnapshot:
-        """Poll Slurm with at most three commands.
+        """Poll Slurm with at most three reads.
 
         A poll within ``limits.min_poll_interval_s`` seconds of the previous poll returns the same snapshot, unless this
         process has issued a changing command since then. The snapshot contains all nodes that the run's allocations
@@ -363,12 +372,7 @@ class SlurmCluster:
     async def _poll_nodes(self) -> dict[str, dict[NodeName, NodeStatus]]:
         if not self._known_nodes:
             return {"nodes": {}}
-        argv = ("scontrol", "show", "node", "-o", ",".join(sorted(self._known_nodes)))
-        ended = await self._read(argv, budgeted=True, unless="not found")
-        try:
-            return {"nodes": text.read_nodes(ended.out)}
-        except text.Unreadable as error:
-            raise Unanswered(f"scontrol: {error}") from error
+        return {"nodes": await self._reader.nodes(sorted(self._known_nodes))}
 
     def _allocation(self, jobs: list[text.Job]) -> AllocationStatus:
         """Return the status of an allocation from the jobs that carry its tag.
@@ -390,11 +394,9 @@ class SlurmCluster:
         )
 
     async def _read_jobs(self, budgeted: bool = False) -> None:
-        ended = await self._read(("squeue", "--me", "-h", "-t", "all", "-o", text.JOBS_FORMAT), budgeted)
-        try:
-            jobs = text.read_jobs(ended.out)
-        except text.Unreadable as error:
-            raise Unanswered(f"squeue: {error}") from error
+        if not budgeted:
+            self._budget.spend(1, credit=True)
+        jobs = await self._reader.jobs()
         self._budget.share(len(text.managed_runs(jobs)))
         self._jobs = {}
         for job in jobs:
@@ -413,11 +415,9 @@ class SlurmCluster:
         return tag if tag.startswith(self._prefix) and not own else None
 
     async def _read_steps(self, budgeted: bool = False) -> list[text.StepLine]:
-        ended = await self._read(("squeue", "--me", "-h", "-s", "-o", text.STEPS_FORMAT), budgeted)
-        try:
-            return text.read_steps(ended.out)
-        except text.Unreadable as error:
-            raise Unanswered(f"squeue -s: {error}") from error
+        if not budgeted:
+            self._budget.spend(1, credit=True)
+        return await self._reader.steps()
 
     async def _find_step(self, tag: str) -> text.StepLine | None:
         return next((line for line in await self._read_steps() if line.name == tag), None)
@@ -433,14 +433,6 @@ class SlurmCluster:
         raise AllocationNotRunning(f"allocation {tag} is not running")
 
     # ── commands ────────────────────────────────────────────────────────────────────────────────────────────────────
-    async def _read(self, argv: tuple[str, ...], budgeted: bool = False, unless: str | None = None) -> CommandResult:
-        if not budgeted:
-            self._budget.spend(1, credit=True)
-        ended = await commands.execute(argv, self._limits.read_timeout_s)
-        if ended.code and not (unless and unless in ended.out):
-            raise commands.failure(argv[0], ended)
-        return ended
-
     async def _execute_change(self, argv: tuple[str, ...], stdin_text: str = "") -> CommandResult:
         self._changes += 1
         return await commands.execute(argv, self._limits.write_timeout_s, stdin_text)
@@ -459,5 +451,6 @@ class SlurmCluster:
                 raise
 
     async def close(self) -> None:
-        """Kill the sruns that are still running. Their steps keep running."""
+        """Kill the sruns that are still running, and end the reader's process. The steps keep running."""
         await self._sruns.close()
+        await self._reader.close()

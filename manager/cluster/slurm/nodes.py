@@ -16,20 +16,19 @@ Measured on 22.05, 24.11 and 26.05 (docs/architecture.md):
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 
 from ClusterShell.NodeSet import NodeSet
 
-from ....core.command_runner import CommandResult
 from ....core.types import NodeName
 from ....health.drains import RUN_PREFIX, DrainOwner, drain_owner
 from ..base import Refused, Unanswered
-from . import parsing as text
-from .commands import lacks_node, update_refused
+from .parsing import Job
+from .readers.base import NotPermitted, SlurmReader
+from .readers.command_reader import NO_RIGHTS, RunCommand, one_line
 
 NOT_RESPONDING_SUFFIX = " : Not responding"
 """Text that slurmctld appends to the reason of a node that it loses."""
-_NO_RIGHTS = re.compile(r"Invalid user id|Access/permission denied", re.IGNORECASE)
 _NO_RESIZE = re.compile(
     r"Unexpected message received for job|no longer pending execution|Job update not available right now|"
     r"resizing not supported|Invalid node name specified for job|not supported on this system",
@@ -37,18 +36,17 @@ _NO_RESIZE = re.compile(
 )
 """Replies by which slurmctld refuses to shrink a job at all, or to release the requested node."""
 
-RunCommand = Callable[[tuple[str, ...]], Awaitable[CommandResult]]
-
 
 class SlurmNodes:
     """Drains, undrains and gives back nodes on behalf of one run.
 
-    ``read`` and ``write`` run a command and return its result; both raise Unanswered if the command does not end in
-    time.
+    Args:
+        reader: reads, drains and undrains nodes.
+        write: runs a command and returns its result; raises Unanswered if the command does not end in time.
     """
 
-    def __init__(self, read: RunCommand, write: RunCommand) -> None:
-        self._read, self._write = read, write
+    def __init__(self, reader: SlurmReader, write: RunCommand) -> None:
+        self._reader, self._write = reader, write
         self._no_rights = ""
         """slurmctld's message if it has denied this user a drain; empty otherwise."""
         self.drained: set[NodeName] = set()
@@ -58,7 +56,7 @@ class SlurmNodes:
         """Drain a node with ``reason``; see :meth:`rrl.manager.cluster.base.Cluster.drain`."""
         if drain_owner(reason) is DrainOwner.OTHER:
             raise ValueError(f"the reason of a drain by rrl must begin with {RUN_PREFIX}: {reason!r}")
-        before = await self._read_node(node)
+        before = await self._reader.node(node)
         if before.draining and _without_suffix(before.reason) == reason:
             self.drained.add(node)
             return
@@ -66,8 +64,12 @@ class SlurmNodes:
             raise Refused(f"{node} is {before.description}: this run did not set this state")
         if self._no_rights:
             raise Refused(self._no_rights)
-        await self._update(node, "State=DRAIN", f"Reason={reason}")
-        after = await self._read_node(node)
+        try:
+            await self._reader.drain(node, reason)
+        except NotPermitted as error:
+            self._no_rights = f"this user may not drain nodes: {error}"
+            raise Refused(self._no_rights) from error
+        after = await self._reader.node(node)
         if after.draining and _without_suffix(after.reason) != reason:
             raise Refused(
                 f"{node} was not drained by this run: somebody else drained it at the same time ({after.description})"
@@ -78,16 +80,16 @@ class SlurmNodes:
 
     async def undrain(self, node: NodeName, reason: str) -> None:
         """Remove this run's drain with ``reason``; see :meth:`rrl.manager.cluster.base.Cluster.undrain`."""
-        before = await self._read_node(node)
+        before = await self._reader.node(node)
         if before.draining:
             if _without_suffix(before.reason) != reason:
                 raise Refused(f"{node} is {before.description}: this run did not set that drain")
-            await self._update(node, "State=UNDRAIN")
-            if (after := await self._read_node(node)).draining and _without_suffix(after.reason) == reason:
+            await self._reader.undrain(node)
+            if (after := await self._reader.node(node)).draining and _without_suffix(after.reason) == reason:
                 raise Unanswered(f"{node} is still {after.description} after its drain was removed")
         self.drained.discard(node)
 
-    async def shrink(self, job: text.Job, nodes: Sequence[NodeName]) -> None:
+    async def shrink(self, job: Job, nodes: Sequence[NodeName]) -> None:
         """Request that Slurm takes ``nodes`` from a job; the caller checks the result.
 
         Raises:
@@ -108,36 +110,11 @@ class SlurmNodes:
             )
         ended = await self._write(("scontrol", "update", f"JobId={job.id}", f"NodeList={NodeSet(','.join(rest))}"))
         if ended.code:
-            reply = _one_line(ended)
-            if _NO_RESIZE.search(ended.err) or _NO_RIGHTS.search(ended.err):
+            reply = one_line(ended)
+            if _NO_RESIZE.search(ended.err) or NO_RIGHTS.search(ended.err):
                 raise Refused(f"Slurm cannot shrink job {job.id}: {reply}")
             raise Unanswered(f"scontrol: {reply}")
-
-    async def _read_node(self, node: NodeName) -> text.NodeInfo:
-        ended = await self._read(("scontrol", "show", "node", "-o", node))
-        if lacks_node(ended):
-            raise Refused(f"{node} is not known to Slurm")
-        try:
-            return text.read_node_info(ended.out)
-        except text.Unreadable as error:
-            raise Unanswered(f"scontrol: {error}") from error
-
-    async def _update(self, node: NodeName, *changes: str) -> None:
-        ended = await self._write(("scontrol", "update", f"NodeName={node}", *changes))
-        if not ended.code:
-            return
-        reply = _one_line(ended)
-        if _NO_RIGHTS.search(ended.err):
-            self._no_rights = f"this user may not drain nodes: {reply}"
-            raise Refused(self._no_rights)
-        if update_refused(ended):
-            raise Refused(f"scontrol: {reply}")
-        raise Unanswered(f"scontrol: {reply}")
 
 
 def _without_suffix(reason: str) -> str:
     return reason.removesuffix(NOT_RESPONDING_SUFFIX)
-
-
-def _one_line(ended: CommandResult) -> str:
-    return " / ".join(line for line in ended.err.splitlines() if line.strip()) or f"exit code {ended.code}"

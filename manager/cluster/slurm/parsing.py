@@ -67,9 +67,16 @@ PREEMPTED_EARLY_S = 5.0
 preemption both times are equal (measured on 22.05)."""
 
 
+_STAMPED_REASON = re.compile(r" Reason=(.*) \[(\S+@\d{4}-\d\d-\d\dT[\d:]+)\]")
+"""A reason with its author and time, which end it: the reason may itself contain brackets and words such as ``Key=``.
+"""
 _REASON = re.compile(r" Reason=(.+?)(?: \[(\S+@\S+)\]| [A-Z]\w+=|$)")
 _RESERVED = {"MAINT", "PLANNED_MAINT", "RESERVED"}
 """Flags of a node that is up but reserved for maintenance or other jobs."""
+
+
+UNKNOWN_NODE = NodeStatus(NodeState.UNKNOWN, "not known to Slurm")
+"""Status of a node that Slurm does not know."""
 
 
 class Unreadable(Exception):
@@ -122,6 +129,17 @@ class Job(Struct, frozen=True):
     def target(self) -> tuple[str, ...]:
         """Return the options by which srun starts a step in this job. srun rejects a component's own id (measured)."""
         return (f"--jobid={self.leader}", f"--het-group={self.offset}") if self.leader else (f"--jobid={self.id}",)
+
+
+class JobTimes(Struct, frozen=True):
+    """The times of a job that has a time limit; start and end in s since 1970."""
+
+    left_s: float
+    """Time until the time limit, without suspensions."""
+    limit_s: float
+    start: float
+    end: float
+    """End, or expected end."""
 
 
 class StepLine(Struct, frozen=True):
@@ -181,34 +199,57 @@ def read_jobs(text: str) -> list[Job]:
     for job_id, displayed_id, state_name, nodes, name, reason, time_left, limit, start, end, comment in records(
         text, 11
     ):
-        state = _allocation_state(state_name)
-        detail = state_name if reason in ("None", "") else f"{state_name}: {_HOLD_REASONS.get(reason, reason)}"
-        comment = "" if comment == "(null)" else comment
-        unsatisfiable = reason if state is AllocationState.PENDING and never_clears(reason) else ""
         leader, plus, offset = displayed_id.partition("+")
         component = (leader, int(offset)) if plus and offset.isdigit() else ("", 0)
-        time_left_s, reclaimed = (
-            _time_left(time_left, limit, start, end) if state is AllocationState.RUNNING else (None, False)
-        )
-        job_end = _ENDS.get(state_name, JobEnd.OTHER) if state is AllocationState.ENDED else None
-        jobs.append(Job(job_id, state, _expand(nodes), name, detail, comment, unsatisfiable, time_left_s, reclaimed,
-                        *component, job_end))  # fmt: skip
+        times = _job_times(time_left, limit, start, end)
+        comment = "" if comment == "(null)" else comment
+        jobs.append(job(job_id, state_name, nodes, name, reason, comment, component, times))
     return jobs
 
 
-def _time_left(left: str, limit: str, start: str, end: str) -> tuple[float | None, bool]:
+def job(
+    job_id: str, state_name: str, nodes: str, name: str, reason: str, comment: str, component: tuple[str, int],
+    times: JobTimes | None,
+) -> Job:  # fmt: skip
+    """Return a job from Slurm's own texts. Raises Unreadable for a state or a host list that is not known.
+
+    Args:
+        job_id: id of the job or component.
+        state_name: name of the state, as squeue prints it in full.
+        nodes: host list in Slurm's folded notation.
+        name: name of the job.
+        reason: reason of the state; empty or ``None``: there is none.
+        comment: comment of the job.
+        component: id of the heterogeneous job and index in it; ``("", 0)`` for other jobs.
+        times: times of the job; None if it has no time limit, or they are unknown.
+    """
+    state = _allocation_state(state_name)
+    detail = state_name if reason in ("None", "") else f"{state_name}: {_HOLD_REASONS.get(reason, reason)}"
+    unsatisfiable = reason if state is AllocationState.PENDING and never_clears(reason) else ""
+    time_left_s, reclaimed = (
+        _time_left(times) if times is not None and state is AllocationState.RUNNING else (None, False)
+    )
+    job_end = _ENDS.get(state_name, JobEnd.OTHER) if state is AllocationState.ENDED else None
+    return Job(job_id, state, expand(nodes), name, detail, comment, unsatisfiable, time_left_s, reclaimed,
+               *component, job_end)  # fmt: skip
+
+
+def _job_times(left: str, limit: str, start: str, end: str) -> JobTimes | None:
+    try:
+        return JobTimes(float(seconds(left)), float(seconds(limit)), float(start), float(end))
+    except ValueError:  # UNLIMITED, NOT_SET, INVALID, or times that are not in seconds
+        return None
+
+
+def _time_left(times: JobTimes) -> tuple[float, bool]:
     """Return (seconds that a running job has left, whether it is being preempted).
 
-    ``left`` is always the time until the time limit. Preemption changes only the expected end, to now + GraceTime; the
-    end of a suspension moves the expected end to a later time (both measured on 22.05). Only differences between
-    Slurm's times are used, so the clock of this host does not matter.
+    The time left until the time limit says nothing about preemption, which changes only the expected end, to now +
+    GraceTime; the end of a suspension moves the expected end to a later time (both measured on 22.05). Only differences
+    between Slurm's times are used, so the clock of this host does not matter.
     """
-    try:
-        by_limit = float(seconds(left))
-        early = float(start) + float(seconds(limit)) - float(end)
-    except ValueError:  # UNLIMITED, NOT_SET, INVALID, or times that are not in seconds
-        return None, False
-    return max(0.0, by_limit - max(0.0, early)), early > PREEMPTED_EARLY_S
+    early = times.start + times.limit_s - times.end
+    return max(0.0, times.left_s - max(0.0, early)), early > PREEMPTED_EARLY_S
 
 
 def never_clears(reason: str) -> bool:
@@ -236,7 +277,7 @@ def read_steps(text: str) -> list[StepLine]:
 
     Batch, extern, interactive and pending steps are skipped.
     """
-    lines = [StepLine(number, _expand(nodes), name) for number, nodes, name in records(text, 3)]
+    lines = [StepLine(number, expand(nodes), name) for number, nodes, name in records(text, 3)]
     return [line for line in lines if re.fullmatch(r"\d+\.\d+", line.id)]
 
 
@@ -245,17 +286,20 @@ def read_nodes(text: str) -> dict[NodeName, NodeStatus]:
     nodes = {}
     for line in text.splitlines():
         if missing := NODE_UNKNOWN.fullmatch(line):
-            nodes[NodeName(missing[1])] = NodeStatus(NodeState.UNKNOWN, "not known to Slurm")
+            nodes[NodeName(missing[1])] = UNKNOWN_NODE
             continue
         if not line.strip():
             continue
         name, state = re.match(r"NodeName=(\S+) ", line), re.search(r" State=(\S+)", line)
         if name is None or state is None:
             raise Unreadable(f"no node in {line[:80]!r}")
-        reason = _REASON.search(line)
-        detail = f"{state[1]}: {reason[1]}" if reason else state[1]
-        nodes[NodeName(name[1])] = NodeStatus(node_state(state[1]), detail, reason[1] if reason else "")
+        nodes[NodeName(name[1])] = node_status(state[1], _reason(line)[0])
     return nodes
+
+
+def node_status(state: str, reason: str) -> NodeStatus:
+    """Return the status of a node from its state with flags and the recorded reason, which may be empty."""
+    return NodeStatus(node_state(state), f"{state}: {reason}" if reason else state, reason)
 
 
 def read_node_info(text: str) -> NodeInfo:
@@ -263,8 +307,13 @@ def read_node_info(text: str) -> NodeInfo:
     state = re.search(r" State=(\S+)", text)
     if state is None:
         raise Unreadable(f"no node in {text.strip()[:80]!r}")
-    reason = _REASON.search(text.strip())
-    return NodeInfo(state[1], reason[1] if reason else "", reason[2] or "" if reason else "")
+    return NodeInfo(state[1], *_reason(text.strip()))
+
+
+def _reason(line: str) -> tuple[str, str]:
+    """Return (reason, who recorded it and when) from the line of a node; empty if there is none."""
+    match = _STAMPED_REASON.search(line) or _REASON.search(line)
+    return (match[1], match[2] or "") if match else ("", "")
 
 
 def node_state(text: str) -> NodeState:
@@ -322,7 +371,8 @@ def records(text: str, fields: int) -> list[list[str]]:
     return split
 
 
-def _expand(nodes: str) -> tuple[NodeName, ...]:
+def expand(nodes: str) -> tuple[NodeName, ...]:
+    """Return the nodes of a host list in Slurm's folded notation. Raises Unreadable."""
     if nodes in ("", "(null)", "None assigned"):
         return ()
     try:

@@ -17,6 +17,7 @@ from rrl.cli.doctor.facts import (  # fmt: skip
     Nodes,
     Partition,
     Partitions,
+    Reader,
     Slurm,
     Storage,
     Trials,
@@ -95,6 +96,7 @@ def slurm(**other: Any) -> Slurm:
         limits=JobLimits((), "", 40000),
         trials=Trials({"pool": TAKEN, "replica": TAKEN, "hetjob": TAKEN}, {"gpu": TAKEN}),
         cgroups=CgroupConf({"ConstrainDevices": "yes", "ConstrainRAMSpace": "yes"}, "/etc/slurm/cgroup.conf"),
+        reader=Reader("the commands: pyslurm is not installed", False),
     )  # fmt: skip
     return msgspec.structs.replace(good, **other)
 

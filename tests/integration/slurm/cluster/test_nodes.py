@@ -14,6 +14,7 @@ from rrl.manager.cluster.base import AllocationState, Refused, Unanswered
 from rrl.manager.cluster.slurm.cluster import SlurmCluster
 from rrl.manager.cluster.slurm.nodes import SlurmNodes
 from rrl.manager.cluster.slurm.parsing import Job
+from rrl.manager.cluster.slurm.readers.command_reader import CommandReader, RunCommand
 from rrl.tests.support.plain_user import call_as
 from rrl.tests.support.slurm.cluster_run import FAST, Run, as_user, is_alive, state, until
 from rrl.tests.support.slurm.lab import SlurmLab
@@ -43,6 +44,11 @@ def shown(lab: SlurmLab, node: str) -> str:
     text = lab.slurm("scontrol", "show", "node", "-o", node)
     reason = text.partition(" Reason=")[2].partition(" [")[0].strip()
     return text.partition(" State=")[2].split()[0] + (f": {reason}" if reason else "")
+
+
+def by(read: RunCommand, write: RunCommand) -> SlurmNodes:
+    """Return the nodes that these two functions run commands for."""
+    return SlurmNodes(CommandReader(read, write), write)
 
 
 def set_down(lab: SlurmLab, node: str, state: str, reason: str) -> None:
@@ -126,7 +132,7 @@ def test_drain_without_an_answer_stays_open() -> None:
         async def idle(argv: tuple[str, ...]) -> CommandResult:
             return CommandResult(0, "NodeName=n1 State=IDLE ThreadsPerCore=1\n", "")
 
-        for nodes in (SlurmNodes(silent, silent), SlurmNodes(idle, silent), SlurmNodes(idle, idle)):
+        for nodes in (by(silent, silent), by(idle, silent), by(idle, idle)):
             with pytest.raises(Unanswered):
                 await nodes.drain(N1, REASON)
 
@@ -194,7 +200,7 @@ def test_shrink_refuses_hetjob_nodes_whose_release_would_affect_others() -> None
     second = Job("6", AllocationState.RUNNING, (N3, N4), "", "", "", leader="5", offset=1)
 
     async def scenario() -> None:
-        nodes = SlurmNodes(never, never)
+        nodes = by(never, never)
         with pytest.raises(Refused, match="first component"):
             await nodes.shrink(first, (N1,))
         with pytest.raises(Refused, match="would keep only one node"):
@@ -215,4 +221,4 @@ def test_shrink_distinguishes_refused_from_unanswered(expected_text: str, kind: 
 
     job = Job("7", AllocationState.RUNNING, (N1, N2, N3), "", "", "")
     with pytest.raises(kind):
-        asyncio.run(SlurmNodes(answer, answer).shrink(job, (N1,)))
+        asyncio.run(by(answer, answer).shrink(job, (N1,)))

@@ -12,7 +12,7 @@ import typer.main
 from rrl.cli.commands import app
 from rrl.cli.doctor.catalogue import GROUPS, MEANINGS
 from rrl.cli.doctor.command import doctor_view, judge, tally
-from rrl.cli.doctor.facts import Accounts, Check, DoctorOptions, Facts, Partition, Partitions, Slurm, Trials
+from rrl.cli.doctor.facts import Accounts, Check, DoctorOptions, Facts, Partition, Partitions, Reader, Slurm, Trials
 from rrl.cli.doctor.node_probe.host import (
     Dcgm,
     Host,
@@ -261,6 +261,9 @@ SPOILT: list[tuple[str, Verdict, str, Facts]] = [
         host=findings.host(limits=Limits(2**23, 65536, 65536, 0, "core")), node=WHY)),
     ("slurm.steps", WARN, "100", config(MaxStepCount="100")),
     ("slurm.private", WARN, "nodes", config(PrivateData="jobs,nodes")),
+    ("slurm.reader", OK, "is not installed", slurm()),
+    ("slurm.reader", OK, "same values", slurm(reader=Reader("pyslurm 22.5.3: same values", False))),
+    ("slurm.reader", WARN, "not built for", slurm(reader=Reader("the commands: not built for Slurm 26.05", True))),
     ("slurm.filters", WARN, "lua", config(JobSubmitPlugins="lua")),
     ("slurm.prolog", OK, "no prolog", config(Prolog="")),
     ("slurm.prolog", WARN, "requeued and held", config(Prolog="/p.sh", SchedulerParameters="bf_continue")),

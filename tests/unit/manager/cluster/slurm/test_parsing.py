@@ -11,6 +11,7 @@ from rrl.manager.cluster.base import AllocationState, NodeState
 from rrl.manager.cluster.slurm.parsing import (  # fmt: skip
     Job,
     JobEnd,
+    NodeInfo,
     Unreadable,
     estimated_start,
     inactive_limit,
@@ -18,6 +19,7 @@ from rrl.manager.cluster.slurm.parsing import (  # fmt: skip
     never_clears,
     node_state,
     read_jobs,
+    read_node_info,
     read_nodes,
     read_steps,
 )
@@ -130,6 +132,15 @@ def test_drain_reason_is_parsed_apart_from_the_state() -> None:
     line = "NodeName=n1 Arch=x86_64 State=IDLE+DRAIN ThreadsPerCore=1 Reason=rrl:run-1:gpu: Xid 79 [root@2026-11-22]"
     status = read_nodes(line)[NodeName("n1")]
     assert (status.state, status.reason) == (NodeState.DRAINING, "rrl:run-1:gpu: Xid 79")
+
+
+@pytest.mark.parametrize("reason", [
+    "Foo=1 Comment=2 [me@2020-01-01T00:00:00] State=IDLE", "[root@nowhere]", "Xid 79, [GPU 3] fell = off", "Reason=",
+])  # fmt: skip
+def test_odd_drain_reason_ends_where_its_author_and_time_begin(reason: str) -> None:
+    line = f"NodeName=n1 State=IDLE+DRAIN ThreadsPerCore=1 Reason={reason} [root@2026-11-22T09:08:07]"
+    assert read_nodes(line)[NodeName("n1")].reason == reason
+    assert read_node_info(line) == NodeInfo("IDLE+DRAIN", reason, "root@2026-11-22T09:08:07")
 
 
 def test_bars_quotes_and_line_ends_in_a_job_name_are_parsed() -> None:

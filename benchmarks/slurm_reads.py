@@ -1,0 +1,166 @@
+"""Measures what a look at Slurm costs by its commands and by pyslurm: CPU time, latency, and slurmctld's CPU time.
+
+A look reads the jobs and steps of a user and five nodes by name, as a manager's poll does. Both readers take turns, in
+blocks of looks, on a lab with a real slurmctld. Without a pyslurm that matches it (docs/sites.md), only the commands
+are measured. ``commands_cpu_ms`` and ``pyslurm_cpu_ms`` are the CPU time of a look in this process and its children,
+``commands_ms`` and ``pyslurm_ms`` median latencies, ``commands_slurmctld_ms`` and ``pyslurm_slurmctld_ms`` the CPU time
+of slurmctld for a look. ``loop_gap_s`` is the longest time for which the event loop did not turn while the reader by
+pyslurm asked a slurmctld that was stopped (bar: 0.5 s). ``--raw`` names a file for the samples of all blocks. Prints
+one JSON object as its last line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from msgspec import Struct
+
+from rrl.benchmarks._load import cpu_seconds
+from rrl.benchmarks._requirements import check_requirements
+from rrl.benchmarks._table import print_table
+from rrl.core.types import NodeName
+from rrl.manager.cluster.slurm.commands import SlurmLimits
+from rrl.manager.cluster.slurm.readers.base import SlurmReader
+from rrl.manager.cluster.slurm.readers.child_process import ChildFailed, PyslurmChild
+from rrl.manager.cluster.slurm.readers.command_reader import CommandReader
+from rrl.manager.cluster.slurm.readers.pyslurm_reader import PyslurmReader
+from rrl.tests.support.slurm.lab import SlurmLab
+from rrl.tests.support.slurm_readers.pyslurm_pair import mismatch
+
+BLOCKS = 10
+LOOKS = 50
+"""Looks in a block. The kernel counts CPU time in ticks of 10 ms, so the sum of the blocks is divided."""
+STOPPED_S = 60.0
+NODES = tuple(NodeName(f"n{number}") for number in range(1, 6))
+BAR_LOOP_GAP_S = 0.5
+
+
+class Block(Struct):
+    """Samples of consecutive looks by one reader."""
+
+    reader: str
+    cpu_s: float
+    """CPU time of this process and its children."""
+    slurmctld_s: float
+    """CPU time of slurmctld."""
+    looks_s: list[float]
+    """Latency of each look."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--blocks", type=int, default=BLOCKS, help="Blocks of looks by each reader.")
+    parser.add_argument("--foreign-jobs", type=int, default=0, help="Jobs of another user in the queue (as root only).")
+    parser.add_argument("--stopped", type=float, default=STOPPED_S, help="Seconds for which slurmctld is stopped.")
+    parser.add_argument("--raw", type=Path, help="File for the samples of all blocks.")
+    options = parser.parse_args()
+    check_requirements("slurm_reads")
+    names = ["commands"] if (reason := mismatch()) else ["commands", "pyslurm"]
+    if reason:
+        print(f"the figures of pyslurm are left out: {reason}", file=sys.stderr)
+    with SlurmLab.start(nodes=len(NODES)) as lab:
+        os.environ.update(lab.environment())
+        for _ in range(options.foreign_jobs):
+            lab.run_as_user(["sbatch", "--hold", "--wrap=true", "--output=/dev/null"])
+        job = lab.slurm(
+            "sbatch", "--parsable", "-N5", "-n5", "--mem=500", "--output=/dev/null", "--wrap=srun sleep 9000"
+        )
+        lab.wait_for(lambda: f"{job.strip()}.0" in lab.slurm("squeue", "-h", "-s", "-o", "%i"), "the step does not run")
+        blocks, gap_s = asyncio.run(measure(lab, names, options.blocks, options.stopped))
+    if options.raw:
+        options.raw.write_text(json.dumps([{name: getattr(block, name) for name in block.__struct_fields__}
+                                           for block in blocks]))  # fmt: skip
+    figures = {key: value for name in names for key, value in summarize(blocks, name).items()}
+    rows = [
+        (reader, *(f"{figures[f'{reader}_{what}']:.2f}" for what in ("cpu_ms", "ms", "slurmctld_ms")))
+        for reader in names
+    ]
+    print_table(("reader", "CPU of a look [ms]", "latency [ms]", "CPU of slurmctld [ms]"), rows)
+    if gap_s is not None:
+        print(f"largest gap of the event loop: {gap_s:.3f} s ({'under' if gap_s < BAR_LOOP_GAP_S else 'OVER'} 0.5)")
+        figures["loop_gap_s"] = round(gap_s, 4)
+    print(json.dumps(figures))
+
+
+async def measure(
+    lab: SlurmLab, names: Sequence[str], count: int, stopped_s: float
+) -> tuple[list[Block], float | None]:
+    """Return the blocks of the readers, which take turns, and the largest gap of the event loop with pyslurm."""
+    limits, child = SlurmLimits(), PyslurmChild()
+    readers: dict[str, SlurmReader] = {
+        "commands": CommandReader.with_limits(limits), "pyslurm": PyslurmReader(child, limits),
+    }  # fmt: skip
+    for name in names:
+        await look(readers[name])  # the process of pyslurm starts
+    blocks = []
+    for number in range(len(names) * count):
+        name = names[number % len(names)]
+        began, controller = own_cpu_s(child.pid), cpu_seconds([lab.controller()])
+        looks = []
+        for _ in range(LOOKS):
+            at = time.perf_counter()
+            await look(readers[name])
+            looks.append(time.perf_counter() - at)
+        blocks.append(Block(name, own_cpu_s(child.pid) - began, cpu_seconds([lab.controller()]) - controller, looks))
+    gap_s = await largest_gap(lab, readers["pyslurm"], stopped_s) if "pyslurm" in names else None
+    await readers["pyslurm"].close()
+    return blocks, gap_s
+
+
+async def look(reader: SlurmReader) -> None:
+    """Read what a poll of the manager reads."""
+    await reader.jobs()
+    await asyncio.gather(reader.steps(), reader.nodes(NODES))
+
+
+def own_cpu_s(child: int | None) -> float:
+    """Return the CPU time (s) of this process, of the commands that it has run, and of the process of pyslurm."""
+    commands = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + commands.ru_utime + commands.ru_stime + cpu_seconds([child] if child else [])
+
+
+async def largest_gap(lab: SlurmLab, reader: SlurmReader, stopped_s: float) -> float:
+    """Return the longest time between two turns of the event loop while a stopped slurmctld is asked."""
+
+    async def ask() -> None:
+        while True:
+            try:
+                await look(reader)
+            except ChildFailed:
+                continue
+
+    largest = 0.0
+    with lab.controller_stopped():
+        asking, last = asyncio.create_task(ask()), time.monotonic()
+        end = last + stopped_s
+        while last < end:
+            await asyncio.sleep(0.005)
+            now = time.monotonic()
+            largest, last = max(largest, now - last), now
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+    return largest
+
+
+def summarize(blocks: list[Block], reader: str) -> dict[str, float]:
+    """Return the figures of a reader in ms."""
+    own = [block for block in blocks if block.reader == reader]
+    looks = [seconds for block in own for seconds in block.looks_s]
+    return {
+        f"{reader}_cpu_ms": round(1000 * sum(block.cpu_s for block in own) / len(looks), 3),
+        f"{reader}_ms": round(1000 * statistics.median(looks), 3),
+        f"{reader}_slurmctld_ms": round(1000 * sum(block.slurmctld_s for block in own) / len(looks), 3),
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""The requests to the process that uses pyslurm, and its replies: one line of JSON each."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+
+class ReadJobs(Struct, frozen=True, tag=True):
+    """Ask for the jobs of the user of the process."""
+
+
+class ReadSteps(Struct, frozen=True, tag=True):
+    """Ask for the numbered steps of the user of the process."""
+
+
+class ReadNodes(Struct, frozen=True, tag=True):
+    """Ask for the nodes of these names, or for all nodes."""
+
+    names: tuple[str, ...] | None
+
+
+class ReadConfig(Struct, frozen=True, tag=True):
+    """Ask for the settings of slurmctld."""
+
+
+class DrainNode(Struct, frozen=True, tag=True):
+    """Ask for the drain of a node."""
+
+    name: str
+    reason: str
+
+
+class UndrainNode(Struct, frozen=True, tag=True):
+    """Ask for the removal of a node's drain."""
+
+    name: str
+
+
+Request = ReadJobs | ReadSteps | ReadNodes | ReadConfig | DrainNode | UndrainNode
+
+
+class Ready(Struct, frozen=True, tag=True):
+    """The first line of the process: pyslurm is imported."""
+
+    version: str
+    """Version of pyslurm; its first two numbers are those of the Slurm that it was built for."""
+
+
+class JobRow(Struct, frozen=True):
+    """A job, or a component of a heterogeneous job; texts are Slurm's own, times are in seconds."""
+
+    id: int
+    state: str
+    nodes: str
+    """Host list in Slurm's folded notation; empty: none."""
+    name: str
+    reason: str
+    comment: str
+    leader: int
+    """Id of the heterogeneous job; 0: the job is not heterogeneous."""
+    offset: int
+    """Index of the component in the heterogeneous job."""
+    limit_s: float | None
+    """Time limit; None: unlimited."""
+    run_s: float
+    """Time for which the job has run, without suspensions."""
+    start: float | None
+    """Start (s since 1970); None: unknown."""
+    end: float | None
+    """End, or expected end (s since 1970); None: unknown."""
+
+
+class JobRows(Struct, frozen=True, tag=True):
+    """The jobs of this user."""
+
+    rows: tuple[JobRow, ...]
+    queue_length: int
+    """Number of jobs of all users, which pyslurm had to read."""
+
+
+class StepRow(Struct, frozen=True):
+    """A numbered step of a job."""
+
+    job: int
+    number: int
+    nodes: str
+    name: str
+
+
+class StepRows(Struct, frozen=True, tag=True):
+    """The numbered steps of this user."""
+
+    rows: tuple[StepRow, ...]
+
+
+class NodeRow(Struct, frozen=True):
+    """A node."""
+
+    name: str
+    state: str
+    """State with its flags: ``IDLE+DRAIN``."""
+    reason: str
+    reason_by: str
+    """User who recorded the reason, and the time: ``root@2026-11-26T10:00:00``, in local time; empty if unknown."""
+
+
+class NodeRows(Struct, frozen=True, tag=True):
+    """The nodes that were asked for and exist."""
+
+    rows: tuple[NodeRow, ...]
+
+
+class ConfigRow(Struct, frozen=True, tag=True):
+    """The settings of slurmctld."""
+
+    version: str
+    inactive_limit_s: int
+
+
+class Done(Struct, frozen=True, tag=True):
+    """The change was made."""
+
+
+class Failed(Struct, frozen=True, tag=True):
+    """The request failed."""
+
+    number: int
+    """Slurm's error number (slurm_errno.h), or errno; 0: unknown, -1: an error of pyslurm itself."""
+    text: str
+    """The error for people; decisions use ``number``."""
+
+
+Reply = Ready | JobRows | StepRows | NodeRows | ConfigRow | Done | Failed

@@ -1,0 +1,135 @@
+"""Turn pyslurm's objects into replies, for its generations from 22.05 to 24.11. Runs in the child process only.
+
+Differences between the generations that this module hides:
+
+- 22.05 reports a node that is partly allocated as ALLOCATED; later generations report MIXED, as scontrol does.
+- The nodes of a step are a list in all of them, those of a job are a text.
+- InactiveLimit is a value of the class ``config`` of the old API; 25.11 has it in ``slurmctld.Config`` as well.
+- A text that is not UTF-8, which any user may put into a reason, cannot be read as an attribute.
+
+pyslurm returns None for a text that is empty or ``None``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from datetime import datetime
+from types import ModuleType
+from typing import Any
+
+from .messages import ConfigRow, Done, Failed, JobRow, JobRows, NodeRow, NodeRows, StepRow, StepRows
+
+MAX_SINGLE_NODES = 8
+"""Largest number of nodes that are read one by one, with two requests to slurmctld each; beyond it all nodes of the
+cluster are read at once. Two requests for one node take slurmctld less time than one for thousands of nodes."""
+OWN_ERROR = -1
+"""Number of the errors that pyslurm raises by itself, for example for a node that does not exist (SLURM_ERROR)."""
+INVALID_NODE_NAME = 2018
+"""ESLURM_INVALID_NODE_NAME (slurm_errno.h, the same in 22.05 and 24.11)."""
+MIXED, ALLOCATED = "MIXED", "ALLOCATED"
+
+
+class PyslurmObjects:
+    """What pyslurm loads from slurmctld for the user of this process.
+
+    Raises:
+        AttributeError: this pyslurm is older than 22.5.2 or 23.2.1 and has no classes for jobs and nodes.
+    """
+
+    def __init__(self, pyslurm: ModuleType) -> None:
+        self._pyslurm: Any = pyslurm
+        self._jobs, self._steps = pyslurm.Jobs, pyslurm.JobSteps
+        self._nodes, self._node = pyslurm.Nodes, pyslurm.Node
+        self._user = os.geteuid()
+
+    def jobs(self) -> JobRows:
+        """Return the jobs of this user; pyslurm reads those of all users."""
+        jobs = list(self._jobs.load().values())
+        return JobRows(tuple(_job(job) for job in jobs if job.user_id == self._user), len(jobs))
+
+    def steps(self) -> StepRows:
+        """Return the numbered steps of this user; pyslurm reads those of all users."""
+        return StepRows(
+            tuple(
+                StepRow(job, step.id, ",".join(step.allocated_nodes or ()), _text(step, "name"))
+                for job, steps in self._steps.load_all().items()
+                for step in steps.values()
+                if isinstance(step.id, int) and step.user_id == self._user
+            )
+        )
+
+    def nodes(self, names: Sequence[str] | None) -> NodeRows:
+        """Return the nodes of these names that exist, or all nodes."""
+        if names is not None and len(names) <= MAX_SINGLE_NODES:
+            return NodeRows(tuple(_node(node) for node in self._single_nodes(names)))
+        wanted = None if names is None else set(names)
+        return NodeRows(
+            tuple(
+                _node(node) for node in self._nodes.load().values() if node.name and (not wanted or node.name in wanted)
+            )
+        )
+
+    def _single_nodes(self, names: Sequence[str]) -> Iterator[Any]:
+        for name in names:
+            try:
+                yield self._node.load(name)
+            except self._pyslurm.RPCError as error:
+                if error.errno not in (OWN_ERROR, INVALID_NODE_NAME):
+                    raise
+
+    def config(self) -> ConfigRow:
+        """Return the settings of slurmctld."""
+        values = self._pyslurm.config().get()
+        return ConfigRow(str(values["version"]), int(values["inactive_limit"]))
+
+    def drain(self, name: str, reason: str) -> Done:
+        """Drain a node."""
+        self._node(name).modify(self._node(state="DRAIN", reason=reason))
+        return Done()
+
+    def undrain(self, name: str) -> Done:
+        """Remove a node's drain."""
+        self._node(name).modify(self._node(state="UNDRAIN"))
+        return Done()
+
+    def failed(self, error: Exception) -> Failed:
+        """Return the reply for an exception of this class."""
+        number = error.errno if isinstance(error, self._pyslurm.RPCError) else getattr(error, "errno", None)
+        return Failed(number if isinstance(number, int) else 0, f"{error}" or type(error).__name__)
+
+
+def _job(job: Any) -> JobRow:
+    limit_min = job.time_limit
+    return JobRow(
+        job.id, job.state, _text(job, "allocated_nodes"), _text(job, "name"), _text(job, "state_reason"),
+        _text(job, "comment"), job.heterogeneous_id or 0, job.heterogeneous_offset or 0,
+        None if limit_min is None else limit_min * 60.0, job.run_time or 0.0, job.start_time, job.end_time,
+    )  # fmt: skip
+
+
+def _node(node: Any) -> NodeRow:
+    reason, at = _text(node, "reason"), node.reason_time
+    by = f"{_user_name(node)}@{datetime.fromtimestamp(at).isoformat()}" if reason and at else ""
+    return NodeRow(node.name, _state(node), reason, by)
+
+
+def _state(node: Any) -> str:
+    base, plus, flags = str(node.state).partition("+")
+    partly = node.idle_cpus and node.idle_cpus != node.effective_cpus
+    return f"{MIXED if base.startswith(ALLOCATED) and partly else base}{plus}{flags}"
+
+
+def _user_name(node: Any) -> str:
+    try:
+        return node.reason_user or "Unknown"
+    except KeyError:  # the user does not exist on this machine
+        return "Unknown"
+
+
+def _text(value: Any, attribute: str) -> str:
+    """Return an attribute as text; bytes that are not UTF-8 are replaced, as in the output of a command."""
+    try:
+        return getattr(value, attribute) or ""
+    except UnicodeDecodeError as error:
+        return error.object.decode(errors="replace")
