@@ -91,11 +91,33 @@ async def _drain_by_hook(node: str, why: str, rules: HookRules) -> str:
     return held_back_reason
 
 
+def undrain_by_hook(node: str) -> bool:
+    """Remove a drain of the node by a hook, and return whether there was one.
+
+    Asks Slurm about this node only. Raises SlurmUnavailable if Slurm does not answer, refuses, or has no such node.
+    """
+    return asyncio.run(_undrain_by_hook(node))
+
+
+async def _undrain_by_hook(node: str) -> bool:
+    ended = await _read(("scontrol", "show", "node", "-o", node))
+    if ended.code:
+        raise SlurmUnavailable(f"scontrol: {_error_line(ended)}")
+    found = text.read_node_info(ended.out)
+    if not found.draining or drain_owner(found.reason) is not DrainOwner.HOOK:
+        return False
+    try:
+        await SlurmNodes(_read, _write).undrain(NodeName(node), found.reason.removesuffix(NOT_RESPONDING_SUFFIX))
+    except (Refused, Unanswered) as error:
+        raise SlurmUnavailable(str(error)) from None
+    return True
+
+
 class _HookDrains(Struct):
     """The drains of the cluster, by node."""
 
     drained: dict[str, bool] = {}
-    """Whether each node of the cluster is drained, by anyone."""
+    """Whether each node of the cluster is drained, by anyone, or down for a reason that somebody else has given."""
     by_hooks: dict[str, HookDrain] = {}
     """The present drains by hooks, by node."""
     reasons: dict[str, str] = {}
@@ -110,14 +132,19 @@ async def _hook_drains() -> _HookDrains:
     found = _HookDrains()
     for line in ended.out.splitlines():
         node, state, at, reason = [*line.split("|", 3), "", "", ""][:4]
-        found.drained[node] = "drain" in state.lower()
-        if found.drained[node] and drain_owner(reason) is DrainOwner.HOOK:
+        draining = "drain" in state.lower()
+        found.drained[node] = draining or (state.lower().startswith("down") and _is_of_others(reason))
+        if draining and drain_owner(reason) is DrainOwner.HOOK:
             drained_at = 0.0  # for a time unknown to Slurm: the drain counts, but not as recent
             with contextlib.suppress(ValueError):
                 drained_at = datetime.fromisoformat(at).timestamp()
             found.by_hooks[node] = HookDrain(drained_at, node)
             found.reasons[node] = reason.strip().removesuffix(NOT_RESPONDING_SUFFIX)
     return found
+
+
+def _is_of_others(reason: str) -> bool:
+    return reason not in ("", "none") and drain_owner(reason) is DrainOwner.OTHER
 
 
 async def _drain_states(nodes: list[str]) -> dict[str, DrainState]:
