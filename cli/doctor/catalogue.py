@@ -172,7 +172,7 @@ MEANINGS: dict[str, Meaning] = {
         "Does the site change or refuse jobs at submission (JobSubmitPlugins)?",
         "if the site refuses a job, rrl submit prints the reason; write options that the site requires into [slurm]"),
     "slurm.prolog": Meaning(
-        "If a Prolog fails (docs/health.md), does the job then start on other nodes, or stay held in the queue?",
+        "If a Prolog fails (docs/hooks.md), does the job then start on other nodes, or stay held in the queue?",
         f"{_ADMIN} for SchedulerParameters=nohold_on_prolog_fail; until then: scontrol release JOBID"),
     # ── a node
     "node.visit": Meaning(
