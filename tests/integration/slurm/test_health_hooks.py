@@ -205,7 +205,7 @@ def test_healthy_nodes_ask_slurmctld_nothing(hooked: HookedLab, checks: int) -> 
     hooked.lab.wait_states({"n1": "drain"}, TIMEOUT_S)
     assert hooked.calls(), "a node that fails does ask"
     hooked.mount("n1").mkdir()
-    hooked.lab.wait_states({"n1": "idle"}, TIMEOUT_S)
+    hooked.lab.wait_for(lambda: "drain" not in hooked.lab.states()["n1"], "the drain of n1 was not taken back")
 
 
 def test_prolog_relies_on_the_epilog_of_the_job_before_and_the_report_shows_what_it_found(hooked: HookedLab) -> None:
