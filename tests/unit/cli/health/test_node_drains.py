@@ -128,7 +128,7 @@ def test_undrain_takes_back_only_a_drain_of_the_hooks(cluster: Cluster, capsys: 
     assert capsys.readouterr().out == "undrained\n"
 
 
-def test_node_that_was_not_drained_asks_slurm_once_until_it_is_drained(
+def test_node_that_was_not_drained_queries_slurm_once_until_it_is_drained(
     cluster: Cluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
     undrain = ["health", "undrain-node"]
