@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rrl.core.types import Cause, Evidence, Finding, NodeName, Remedy, Verdict
-from rrl.health.history import check_records, own_folder
+from rrl.health.history import check_records
 from rrl.health.history.cache import HistoryCache
 from rrl.health.history.check_records import REPEAT_INTERVAL_S, Standing, changes, record_findings
 from rrl.health.history.own_folder import open_file, user_name
@@ -151,14 +151,14 @@ if os.geteuid() == 0:  # only root gives folders away
     def test_storage_that_maps_root_to_another_user_keeps_no_folder_of_that_user(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        really = own_folder.os.open
+        really = os.open
 
-        def squashed(path: str | Path, flags: int, *mode: int, **options: int) -> int:
+        def squashed(path: str | Path, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
             if flags & os.O_DIRECTORY:
                 os.chown(path, 65534, -1)
-            return really(path, flags, *mode, **options)
+            return really(path, flags, mode, dir_fd=dir_fd)
 
-        monkeypatch.setattr(own_folder.os, "open", squashed)
+        monkeypatch.setattr(os, "open", squashed)
         with pytest.raises(OSError, match="the storage does not let root own a folder there"):
             open_file(tmp_path, FILE)
         assert list(tmp_path.iterdir()) == []
