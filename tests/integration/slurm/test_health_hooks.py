@@ -43,7 +43,7 @@ class HookedLab:
     def restore(self) -> None:
         """Remove all hooks, drains and records, and make the nodes healthy."""
         self.configure()
-        shutil.rmtree(self.dir / "state", ignore_errors=True)
+        self.forget_checks()
         shutil.rmtree(self.history)
         self.history.mkdir()
         for node in self.lab.nodes:
@@ -82,6 +82,10 @@ class HookedLab:
         while self.check_count(node) <= before + times:
             assert time.monotonic() < deadline, f"no health check on {node}; see {self.lab.dir}/log"
             time.sleep(0.1)
+
+    def forget_checks(self) -> None:
+        """Remove what the nodes remember, as a boot does."""
+        shutil.rmtree(self.dir / "state", ignore_errors=True)
 
     def forget_calls(self) -> None:
         """Forget all calls of Slurm commands by hooks, and reset the statistics of slurmctld."""
@@ -243,6 +247,7 @@ def test_prolog_keeps_jobs_from_a_failing_node_and_from_no_other(hooked: HookedL
     assert hooked.check_count("n1") >= 4, "the prolog ran"
 
     hooked.rules("n1")
+    hooked.forget_checks()  # else the prolog relies on the last one
     hooked.mount("n1").rmdir()
     failing = lab.popen_as_user(run)
     try:
