@@ -117,7 +117,7 @@ class _HookDrains(Struct):
     """The drains of the cluster, by node."""
 
     drained: dict[str, bool] = {}
-    """Whether each node of the cluster is drained, by anyone, or down for a reason that somebody else has given."""
+    """Whether each node of the cluster is drained, by anyone."""
     by_hooks: dict[str, HookDrain] = {}
     """The present drains by hooks, by node."""
     reasons: dict[str, str] = {}
@@ -132,19 +132,14 @@ async def _hook_drains() -> _HookDrains:
     found = _HookDrains()
     for line in ended.out.splitlines():
         node, state, at, reason = [*line.split("|", 3), "", "", ""][:4]
-        draining = "drain" in state.lower()
-        found.drained[node] = draining or (state.lower().startswith("down") and _is_of_others(reason))
-        if draining and drain_owner(reason) is DrainOwner.HOOK:
+        found.drained[node] = "drain" in state.lower()
+        if found.drained[node] and drain_owner(reason) is DrainOwner.HOOK:
             drained_at = 0.0  # for a time unknown to Slurm: the drain counts, but not as recent
             with contextlib.suppress(ValueError):
                 drained_at = datetime.fromisoformat(at).timestamp()
             found.by_hooks[node] = HookDrain(drained_at, node)
             found.reasons[node] = reason.strip().removesuffix(NOT_RESPONDING_SUFFIX)
     return found
-
-
-def _is_of_others(reason: str) -> bool:
-    return reason not in ("", "none") and drain_owner(reason) is DrainOwner.OTHER
 
 
 async def _drain_states(nodes: list[str]) -> dict[str, DrainState]:

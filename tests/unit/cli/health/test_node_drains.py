@@ -113,12 +113,6 @@ def test_node_drained_by_another_user_is_left_as_it_is(cluster: Cluster) -> None
     assert cluster.nodes["n5"][2] == "the fan is loud"
 
 
-def test_node_that_is_down_for_the_reason_of_another_user_is_left_as_it_is(cluster: Cluster) -> None:
-    cluster.nodes["n5"] = ("down*", time.time(), "PSU replaced on Monday")
-    assert drain() == 0
-    assert cluster.nodes["n5"][2] == "PSU replaced on Monday"
-
-
 def test_undrain_takes_back_only_a_drain_of_the_hooks(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
     assert drain() == 0
     cluster.drain("n6", "the fan is loud")
