@@ -72,9 +72,11 @@ def _run(arguments: list[str]) -> int:
 def _exit_code(arguments: Sequence[str], code: int) -> int:
     """Return the exit code of a command that failed with ``code``.
 
-    ``rrl health check`` returns 3 (UNKNOWN) instead, and 0 with ``--prolog``: a wrong call must not drain a node.
+    ``rrl health check`` returns 3 (UNKNOWN) instead, and 0 in a prolog or epilog: a wrong call must not drain a node.
     """
-    return code if list(arguments[:2]) != ["health", "check"] else 0 if "--prolog" in arguments else 3
+    if list(arguments[:2]) != ["health", "check"]:
+        return code
+    return 0 if {"--prolog", "--epilog"} & set(arguments) else 3
 
 
 def _report_error(error: Exception) -> int:

@@ -44,6 +44,7 @@ def check_node(
     rates: bool = False,
     options: ReaderOptions = ReaderOptions(),
     read: ReadFunction = read_all,
+    state: NodeState | None = None,
 ) -> list[Finding]:
     """Return all findings about this node, including those with verdict OK or UNKNOWN.
 
@@ -59,6 +60,7 @@ def check_node(
         rates: Whether to read the node twice, so that increases of counters are noticed.
         options: Options of the readers.
         read: Function that reads the readers once.
+        state: State to which the samples are added; None: a new one.
 
     Raises:
         OSError: No process can be started for the readers.
@@ -69,7 +71,8 @@ def check_node(
         options, mounts=paths, mount_timeout_s=mount_timeout_s(rules, timeout_s),
         dcgm_user=rules.readers.dcgm_user or options.dcgm_user,
     )  # fmt: skip
-    wanted, deadline, state = _readers(rules), time.monotonic() + timeout_s, NodeState(rules.xid.burst)
+    wanted, deadline = _readers(rules), time.monotonic() + timeout_s
+    state = NodeState(rules.xid.burst) if state is None else state
     state.set_expected_free(expected_free)
     findings = _read_and_evaluate(state, wanted, timeout_s, node, rules, options, read)
     again, pause = (set(wanted), RATE_INTERVAL_S) if rates else (pending(state), RECHECK_INTERVAL_S)

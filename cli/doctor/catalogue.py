@@ -51,8 +51,9 @@ MEANINGS: dict[str, Meaning] = {
         "How many files and sockets may a process have open?",
         "run ulimit -n 65536 before rrl submit; if that is refused, " + _ADMIN + " (limits.conf)"),
     "host.memlock": Meaning(
-        "How much memory may a process lock? RDMA registers its buffers by locking them.",
-        f"{_ADMIN} for memlock unlimited (limits.conf, and LimitMEMLOCK=infinity of slurmd)"),
+        "How much memory may a process lock? RDMA registers its buffers by locking them. This limit counts for the"
+        " local cluster; for a node of Slurm, node.memlock counts.",
+        f"{_ADMIN} for memlock unlimited (limits.conf)"),
     "host.core": Meaning(
         "Does a crash write core dumps? They can fill the home directory.",
         "run ulimit -c 0 before rrl submit"),
@@ -159,9 +160,6 @@ MEANINGS: dict[str, Meaning] = {
     "slurm.killwait": Meaning(
         "How long after SIGTERM does Slurm send SIGKILL (KillWait)? A checkpoint may take longer.",
         "no action is needed: rrl continues from the last committed checkpoint"),
-    "slurm.propagate": Meaning(
-        "Do jobs get the limits of the shell that submits (PropagateResourceLimits)?",
-        "run ulimit -l unlimited before rrl submit, or write [slurm] propagate = \"NONE\" to get the node's limits"),
     "slurm.steps": Meaning(
         "How many steps may a job have (MaxStepCount)? Each incarnation of a replica is one step, each agent too.",
         f"{_ADMIN} for MaxStepCount=40000, Slurm's default"),
@@ -178,7 +176,7 @@ MEANINGS: dict[str, Meaning] = {
         "Does the site change or refuse jobs at submission (JobSubmitPlugins)?",
         "if the site refuses a job, rrl submit prints the reason; write options that the site requires into [slurm]"),
     "slurm.prolog": Meaning(
-        "If a Prolog fails (docs/health.md), does the job then start on other nodes, or stay held in the queue?",
+        "If a Prolog fails (docs/hooks.md), does the job then start on other nodes, or stay held in the queue?",
         f"{_ADMIN} for SchedulerParameters=nohold_on_prolog_fail; until then: scontrol release JOBID"),
     # ── a node
     "node.visit": Meaning(
@@ -213,11 +211,13 @@ MEANINGS: dict[str, Meaning] = {
         "May jobs be submitted from the node? A manager that runs as a job requests nodes from there.",
         "rrl submit --foreground on the login node, where jobs may be submitted"),
     "node.nofile": Meaning(
-        "How many files and sockets may a process have open there?",
-        f"[slurm] propagate = \"NONE\", or {_ADMIN} (LimitNOFILE of slurmd)"),
+        "How many files and sockets may a process have open there? Steps get the limits of slurmd, not those of the"
+        " shell that submits.",
+        f"{_ADMIN} (LimitNOFILE of slurmd)"),
     "node.memlock": Meaning(
-        "How much memory may a process lock there?",
-        f"[slurm] propagate = \"NONE\", or {_ADMIN} for LimitMEMLOCK=infinity of slurmd"),
+        "How much memory may a process lock there? Steps get the limits of slurmd, not those of the shell that"
+        " submits.",
+        f"{_ADMIN} for LimitMEMLOCK=infinity of slurmd"),
     "node.tmp": Meaning(
         "Can temporary files be written there?",
         "roles get TMPDIR from [roles.*] env; name a folder that every node has"),

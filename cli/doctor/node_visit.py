@@ -55,6 +55,7 @@ _JOB_OPTIONS = (
     "--time=1",
     "--no-requeue",
     "--output=/dev/null",
+    "--propagate=NONE",  # as the steps of a run: the job reports the node's limits, not those of this shell
 )
 _NO_PYTHON_EXIT_CODE = 72
 _SCRIPT = """\

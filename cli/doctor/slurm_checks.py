@@ -8,10 +8,9 @@ from collections.abc import Callable
 
 from ...core.command_runner import CommandResult
 from ...core.units import duration_text
-from ..views.formatting import size
 from .catalogue import MEANINGS, fail, ok, unknown, warn
-from .facts import Check, Config, DoctorOptions, Facts, Node, Nodes, Partition, Slurm, Visit
-from .node_probe.host import Network, Unavailable
+from .facts import Check, Config, DoctorOptions, Facts, Node, Nodes, Partition, Slurm
+from .node_probe.host import Unavailable
 
 OLDEST_VERSION, NEWEST_VERSION = (22, 5), (26, 5)
 """Oldest and newest version of Slurm with which rrl is tested."""
@@ -53,7 +52,6 @@ def slurm_checks(facts: Facts) -> list[Check]:
         _limits(slurm),
         _drain(facts, slurm),
         _confined(slurm),
-        _propagate(facts, slurm),
         *configured[2:],
     ]
 
@@ -254,28 +252,6 @@ def _confined(slurm: Slurm) -> Check:
     settings = {key: cgroups.values.get(key, "no") for key in ("ConstrainDevices", "ConstrainRAMSpace")}
     text = f"{', '.join(f'{key}={value}' for key, value in settings.items())} ({cgroups.where})"
     return ok(name, text) if all(one.lower() == "yes" for one in settings.values()) else warn(name, text)
-
-
-def _propagate(facts: Facts, slurm: Slurm) -> Check:
-    name, config, limits = "slurm.propagate", slurm.config, facts.host.limits
-    if isinstance(config, Unavailable):
-        return unknown(name, config)
-    every, but = (config.values.get(f"PropagateResourceLimits{one}", "") for one in ("", "Except"))
-    if not every and not but:
-        return unknown(
-            name, "scontrol show config shows neither PropagateResourceLimits nor PropagateResourceLimitsExcept"
-        )
-    text = f"PropagateResourceLimits={every}" if every else f"PropagateResourceLimitsExcept={but}"
-    propagates_memlock = "MEMLOCK" not in but if but else every == "ALL" or "MEMLOCK" in every
-    if not propagates_memlock:
-        return ok(name, f"{text}: jobs get the memlock of the node")
-    if isinstance(limits, Unavailable):
-        return unknown(name, f"{text}: jobs get the memlock of this shell, which cannot be read: {limits.why}")
-    text += f": jobs get the memlock of this shell, {'unlimited' if limits.memlock < 0 else size(limits.memlock)}"
-    node_network = facts.node.report.host.network if isinstance(facts.node, Visit) else None
-    if limits.memlock < 0 or (isinstance(node_network, Network) and not node_network.rdma):
-        return ok(name, text)
-    return warn(name, f"{text}; RDMA would need more")
 
 
 # ── scontrol show config ───────────────────────────────────────────────────────────────────────────────────────────

@@ -3,8 +3,8 @@
 A prolog and Slurm's HealthCheckProgram run it too. So it needs no run, no home directory and no shared file system, and
 an error of the tool itself never looks like a failed node.
 
-Exit codes as in Nagios: 0 OK, 1 WARN, 2 FAIL, 3 UNKNOWN or an error of the check itself. With ``--prolog``: 2 for FAIL,
-else 0.
+Exit codes as in Nagios: 0 OK, 1 WARN, 2 FAIL, 3 UNKNOWN or an error of the check itself. With ``--prolog`` or
+``--epilog``: 2 for FAIL, else 0.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import platform
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,81 +25,158 @@ from msgspec import Struct
 from ...config.health_rules_file import RulesError, load_rules
 from ...core.types import Finding, NodeName, UsageError, Verdict
 from ...core.units import seconds
+from ...health.check_memory import (
+    CheckMemory,
+    after_check,
+    boot_time,
+    memory_path,
+    take_if_fresh,
+    update_memory,
+)
 from ...health.checks.evaluate import CHECKS, unknown_checks
+from ...health.checks.node_state import NodeState
 from ...health.node_check import EXIT_CODES, check_node, overall
+from .check_outputs import history_folder, metrics_file, record, write_prometheus
 
 _MAX_TIMEOUT_S = 3600.0
 """Maximum time limit (s) that a check may be given; a prolog has minutes."""
-_MAX_REASON_LENGTH = 150
-"""Maximum number of characters of a hook's text in a drain's reason."""
+_MAX_AGE_S = 86400.0
+"""Maximum age (s) of a check that ``--fresh`` may accept."""
 
 
-def check(
-    *, json: bool, prolog: bool, time_limit: str, config: Path | None, only: str | None, mounts: Sequence[str],
-    rates: bool,
-) -> int:  # fmt: skip
+class CheckOptions(Struct, frozen=True):
+    """The options of ``rrl health check``."""
+
+    time_limit: str = "20s"
+    config: Path | None = None
+    only: str | None = None
+    mounts: Sequence[str] = ()
+    rates: bool = False
+    json: bool = False
+    prolog: bool = False
+    epilog: bool = False
+    remember: bool = False
+    fresh: str | None = None
+    record: bool = False
+    history: Path | None = None
+    prometheus: Path | None = None
+
+    @property
+    def of_job(self) -> bool:
+        """Return whether a job's prolog or epilog makes the check."""
+        return self.prolog or self.epilog
+
+    @property
+    def uses_memory(self) -> bool:
+        """Return whether the check's result is remembered."""
+        return self.remember or self.record or self.fresh is not None
+
+
+def check(options: CheckOptions) -> int:
     """Check this node; print one line with the verdict, then the findings, the most severe first.
 
     Returns the exit code. Raises UsageError.
     """
-    rules, names = _rules(config), _names(only)
+    rules, names = site_rules(options.config), _names(options.only)
+    limit = _limit("--within", options.time_limit, _MAX_TIMEOUT_S)
+    history = history_folder(options.history) if options.record else None
+    prometheus = metrics_file(options.prometheus) if options.prometheus is not None else None
+    node, gpus = this_node(), _job_gpus(os.environ.get("SLURM_JOB_GPUS", ""))
+    if options.fresh is not None and _is_fresh(node, gpus, _limit("--fresh", options.fresh, _MAX_AGE_S)):
+        return 0
+    state, began, booted_s = NodeState(rules.xid.burst), time.monotonic(), boot_time()
+    findings = check_node(
+        rules, limit, node=node, mounts=options.mounts, expected_free=(gpus or ()) if options.of_job else (),
+        only=names, rates=options.rates, state=state,
+    )  # fmt: skip
+    verdict, duration_s = overall(findings), time.monotonic() - began
+    problems = []
+    if options.uses_memory:
+        passed = verdict in (Verdict.OK, Verdict.WARN)
+        problems.append(
+            _remember(node, partial(after_check, passed=passed, full=not names, at=booted_s, freed=options.epilog,
+                                    gpus=(gpus or ()) if options.of_job else ()))
+        )  # fmt: skip
+    _printed(lambda: _print_result(node, verdict, findings, options.json))  # first, because storage may hang
+    if prometheus is not None:
+        xids = tuple(state.xids.recent(rules.xid.day, time.monotonic()))
+        problems.append(write_prometheus(prometheus, node, verdict, findings, xids, duration_s))
+    if history is not None:
+        problems.append(record(history, node, _dated(findings)))
+    _printed(lambda: _print_problems([problem for problem in problems if problem], options.json))
+    return 0 if options.of_job and verdict is not Verdict.FAIL else EXIT_CODES[verdict]
+
+
+def _is_fresh(node: NodeName, gpus: tuple[str, ...] | None, max_age_s: float) -> bool:
+    """Return whether a full check within ``max_age_s`` suffices for a job with these GPUs, and print so."""
+    if gpus is None:
+        return False
     try:
-        limit = seconds(time_limit)
+        age_s = take_if_fresh(memory_path(node), gpus, max_age_s)
+    except OSError:  # the check is made, and says why its result cannot be remembered
+        return False
+    if age_s is None:
+        return False
+    _printed(lambda: print(f"{Verdict.OK.value} passed a full check {age_s:.0f} s ago", flush=True))
+    return True
+
+
+def _remember(node: NodeName, change: Callable[[CheckMemory], CheckMemory]) -> str:
+    """Change the memory of the node; return why that failed, or an empty string."""
+    try:
+        update_memory(memory_path(node), change)
+    except OSError as error:
+        return f"not remembered: {error.strerror or error}"
+    return ""
+
+
+def _limit(option: str, text: str, most: float) -> float:
+    try:
+        limit = seconds(text)
     except ValueError as error:
-        raise UsageError(f"--within: {error}") from None
-    if not 0 < limit <= _MAX_TIMEOUT_S:
-        raise UsageError(f"--within: {time_limit} is not between 0 and {_MAX_TIMEOUT_S:g}s")
-    node = _this_node()
-    vacant = _job_gpus(os.environ.get("SLURM_JOB_GPUS", "")) if prolog else ()
-    findings = check_node(rules, limit, node=node, mounts=mounts, expected_free=vacant, only=names, rates=rates)
-    verdict = overall(findings)
-    try:
-        _print_result(node, verdict, findings, json)
-    except OSError:  # stdout is closed or full: the flush at exit must not change the exit code, which suffices
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    return 0 if prolog and verdict is not Verdict.FAIL else EXIT_CODES[verdict]
+        raise UsageError(f"{option}: {error}") from None
+    if not 0 < limit <= most:
+        raise UsageError(f"{option}: {text} is not between 0 and {most:g}s")
+    return limit
 
 
-def drain_node(why: str, node: str | None, config: Path | None) -> int:
-    """Drain a node that failed its check, as the hooks in examples/health do. Raises UsageError.
-
-    Returns 0 if the node is drained, 1 if the site's limit on drains by hooks prevented it, 3 if Slurm did not answer
-    or refused. The reason for 1 or 3 is printed.
-    """
-    from .node_drains import SlurmUnavailable, drain_by_hook
-
-    try:
-        held_back_reason = drain_by_hook(
-            node or _this_node(), " ".join(why.split())[:_MAX_REASON_LENGTH], _rules(config).hooks
-        )
-    except SlurmUnavailable as error:
-        print(f"not drained: {error}", flush=True)
-        return EXIT_CODES[Verdict.UNKNOWN]
-    if held_back_reason:
-        print(f"held back: {held_back_reason}", flush=True)
-    return 1 if held_back_reason else 0
-
-
-def _this_node() -> NodeName:
+def this_node() -> NodeName:
     """Return the name by which Slurm knows this machine."""
     return NodeName(os.environ.get("SLURMD_NODENAME") or platform.node().partition(".")[0])
+
+
+def _printed(write: Callable[[], None]) -> None:
+    """Write to stdout, unless it is closed or full. The flush at exit must then not change the exit code."""
+    if sys.stdout is None:  # closed
+        return
+    try:
+        write()
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def _print_result(node: NodeName, verdict: Verdict, findings: Sequence[Finding], json: bool) -> None:
     from ..common.output import print_json, show
     from ..views.checks import headline, health_check_view
 
-    if sys.stdout is None:  # closed
-        return
     if json:
         print_json(_result(node, verdict, findings))
     else:
         print(headline(verdict, findings), flush=True)
         show(health_check_view(findings))
-    sys.stdout.flush()
 
 
-def _rules(config: Path | None) -> Any:
+def _print_problems(problems: Sequence[str], json: bool) -> None:
+    """Print what could not be written; with ``json`` to stderr, because stdout is one document."""
+    from ..common.output import print_line
+
+    for problem in problems:
+        print_line(problem, to_stderr=json)
+
+
+def site_rules(config: Path | None) -> Any:
+    """Load the site's rules. Raises UsageError for a mistake in them."""
     try:
         rules = load_rules(config)
     except RulesError as error:
@@ -126,10 +204,10 @@ def _no_check(name: str) -> str:
     return f'no such check; did you mean "{near[0]}"?' if near else f"no such check; the checks are {', '.join(known)}"
 
 
-def _job_gpus(text: str) -> tuple[str, ...]:
+def _job_gpus(text: str) -> tuple[str, ...] | None:
     """Return the GPU indices in a list such as ``0,2-3``, in which slurmd passes the job's GPUs to its prolog.
 
-    The result is empty if the job has no GPUs, or if slurmd uses an unknown notation. The use of GPUs is then not
+    The result is empty if the job has no GPUs, and None if slurmd uses an unknown notation. The use of GPUs is then not
     checked, since other jobs may be using them.
     """
     found: list[str] = []
@@ -137,7 +215,7 @@ def _job_gpus(text: str) -> tuple[str, ...]:
         if match := re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", item.strip()):
             found += map(str, range(int(match[1]), int(match[2] or match[1]) + 1))
         else:
-            return ()
+            return None
     return tuple(found)
 
 
@@ -156,11 +234,17 @@ class HealthCheckResult(Struct, frozen=True):
 
 
 def _result(node: NodeName, verdict: Verdict, findings: Sequence[Finding]) -> HealthCheckResult:
-    offset = time.time() - time.monotonic()
-    dated = [_dated(finding, offset) for finding in findings]
-    return HealthCheckResult(node, verdict, EXIT_CODES[verdict], time.time(), dated)
+    return HealthCheckResult(node, verdict, EXIT_CODES[verdict], time.time(), _dated(findings))
 
 
-def _dated(finding: Finding, offset: float) -> Finding:
-    evidence = tuple(msgspec.structs.replace(one, at=one.at + offset) for one in finding.evidence)
-    return msgspec.structs.replace(finding, since=finding.since + offset, evidence=evidence)
+def _dated(findings: Sequence[Finding]) -> list[Finding]:
+    """Return the findings with times in s since 1970, because a node's monotonic clock means nothing elsewhere."""
+    offset, replace = time.time() - time.monotonic(), msgspec.structs.replace
+    return [
+        replace(
+            finding,
+            since=finding.since + offset,
+            evidence=tuple(replace(one, at=one.at + offset) for one in finding.evidence),
+        )
+        for finding in findings
+    ]

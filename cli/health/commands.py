@@ -51,6 +51,10 @@ def health_check(
         bool,
         typer.Option("--prolog", help="Exit code 2 for FAIL, else 0; the job's GPUs must be free."),
     ] = False,
+    epilog: Annotated[
+        bool,
+        typer.Option("--epilog", help="As --prolog, after a job: remember that its GPUs are free."),
+    ] = False,
     within: Annotated[str, typer.Option(metavar="TIME", help="Time limit.")] = "20s",
     config: Annotated[
         Path | None,
@@ -64,8 +68,29 @@ def health_check(
         list[str] | None, typer.Option(metavar="PATH", show_default=False, help="Path that must answer; repeatable.")
     ] = None,
     rates: Annotated[bool, typer.Option("--rates", help="Read twice, 2 s apart, to find rising counters.")] = False,
+    remember: Annotated[
+        bool, typer.Option("--remember", help="Remember on this node whether it passed, for --fresh.")
+    ] = False,
+    fresh: Annotated[
+        str | None,
+        typer.Option(metavar="TIME", show_default=False,
+                     help="If the node has passed a remembered full check within this time, check nothing."),
+    ] = None,
+    record: Annotated[
+        bool, typer.Option("--record", help="Record findings in the site's history, for rrl health report.")
+    ] = False,
+    history: Annotated[
+        Path | None,
+        typer.Option("--history", metavar="DIR", show_default=False,
+                     help="Folder of the site's history for --record. Default: $RRL_HISTORY."),
+    ] = None,
+    prometheus: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", show_default=False,
+                     help="Write metrics to this file (*.prom) of node_exporter's textfile collector."),
+    ] = None,
 ) -> None:  # fmt: skip
-    """Check this node: GPUs, links, kernel log, network, mounts, host. Changes nothing.
+    """Check this node: GPUs, links, kernel log, network, mounts, host. Changes nothing on the node.
 
     Exit code: 0 OK, 1 WARN, 2 FAIL, 3 UNKNOWN or an error of the check itself.
 
@@ -76,10 +101,10 @@ def health_check(
     """
     from . import check as command
 
-    raise typer.Exit(
-        command.check(json=json, prolog=prolog, time_limit=within, config=config, only=checks, mounts=mount or (),
-                      rates=rates)
-    )  # fmt: skip
+    options = command.CheckOptions(
+        within, config, checks, mount or (), rates, json, prolog, epilog, remember, fresh, record, history, prometheus
+    )
+    raise typer.Exit(command.check(options))
 
 
 @health.command("drain-node", short_help="Drain this node, for the hooks in examples/health.")
@@ -102,9 +127,25 @@ def drain_node(
     \b
     rrl health drain-node --why "mounts: /scratch: did not answer within 15 s"
     """
-    from . import check as command
+    from . import hook_drains as command
 
     raise typer.Exit(command.drain_node(why, node, config))
+
+
+@health.command("undrain-node", short_help="Take back the hooks' drain of this node.")
+def undrain_node(
+    node: Annotated[
+        str | None, typer.Option(metavar="NODE", show_default=False, help="Name of the node. Default: this one.")
+    ] = None,
+) -> None:
+    """Take back a drain of this node by rrl health drain-node, once the node passes its check again.
+
+    A drain by anybody else stays. A node that remembers that it was not drained does not ask Slurm. Exit code: 0 no
+    drain by the hooks stands, 3 Slurm refused or did not answer.
+    """
+    from . import hook_drains as command
+
+    raise typer.Exit(command.undrain_node(node))
 
 
 @health.command("drain-requests", short_help="List nodes that an administrator should drain.")

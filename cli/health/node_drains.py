@@ -92,6 +92,28 @@ async def _drain_by_hook(node: str, why: str, rules: HookRules) -> str:
     return held_back_reason
 
 
+def undrain_by_hook(node: str) -> bool:
+    """Remove a drain of the node by a hook, and return whether there was one.
+
+    Asks Slurm about this node only. Raises SlurmUnavailable if Slurm does not answer, refuses, or has no such node.
+    """
+    return asyncio.run(_undrain_by_hook(node))
+
+
+async def _undrain_by_hook(node: str) -> bool:
+    ended = await _read(("scontrol", "show", "node", "-o", node))
+    if ended.code:
+        raise SlurmUnavailable(f"scontrol: {_error_line(ended)}")
+    found = text.read_node_info(ended.out)
+    if not found.draining or drain_owner(found.reason) is not DrainOwner.HOOK:
+        return False
+    try:
+        await SlurmNodes(_read, _write).undrain(NodeName(node), found.reason.removesuffix(NOT_RESPONDING_SUFFIX))
+    except (Refused, Unanswered) as error:
+        raise SlurmUnavailable(str(error)) from None
+    return True
+
+
 class _HookDrains(Struct):
     """The drains of the cluster, by node."""
 

@@ -40,7 +40,7 @@ from .user_files import (
     whole_lines,
 )
 
-VERSION = 3
+VERSION = 4
 """Version of the tables and of the records in them."""
 TRUSTED_UIDS = frozenset({0})
 """Uids whose findings need no second witness. root can drain nodes anyway."""
@@ -48,8 +48,8 @@ _HEAD_BYTES = 512
 """Number of bytes at the beginning of a file that identify it."""
 _BUSY_TIMEOUT_S = 30.0
 """Seconds to wait for another report that uses the same cache."""
-_EXPOSURE_KINDS = ("run_started", "node_acquired", "node_released", "run_ended", "records_lost")
-"""Kinds of records that determine how long nodes were held. Old records of these kinds are read too."""
+_EXPOSURE_KINDS = ("run_started", "node_checks", "node_acquired", "node_released", "run_ended", "records_lost")
+"""Kinds of records that determine how long nodes were held, and by what. Old records of these kinds are read too."""
 _TABLES = """
 CREATE TABLE files (id INTEGER PRIMARY KEY, path TEXT UNIQUE, user TEXT, uid INTEGER, run TEXT, inode INTEGER,
                     head INTEGER, read INTEGER, kept INTEGER, skipped INTEGER, newest REAL);

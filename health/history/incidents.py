@@ -22,6 +22,7 @@ from .records import (
     Failed,
     FindingRecord,
     NodeAcquired,
+    NodeChecks,
     NodeReleased,
     Record,
     RecoveryDone,
@@ -99,13 +100,18 @@ class RaisedFinding(Struct, frozen=True):
 
 
 class RunHistory(Struct, frozen=True):
-    """The records of one run, in order."""
+    """The records of one run, or of the checks of one node, in order."""
 
     user: str
     run: str
     records: tuple[Record, ...]
     trusted: bool = False
     """Whether root owns the run."""
+
+    @property
+    def of_node_checks(self) -> bool:
+        """Return whether no run made the records, but the checks of a node."""
+        return any(isinstance(record, NodeChecks) for record in self.records)
 
     @property
     def end(self) -> float:

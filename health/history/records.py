@@ -3,6 +3,8 @@
 ``<history>/<user>/<run>.<epoch>.jsonl`` is one file per manager of a run, because managers that append to one file over
 NFS would overwrite each other. It is created with O_EXCL and mode 0644 by the user whose name the folder has. The
 records belong to the file's owner, as the kernel reports it; a record that names another user or run is ignored.
+
+A node's own checks have files of the same form, whose first line is :class:`NodeChecks` instead of :class:`RunStarted`.
 """
 
 from __future__ import annotations
@@ -28,6 +30,10 @@ MAX_FILE_RECORDS = 200_000
 MAX_FILE_BYTES = 64 * 2**20
 """Maximum size of one file in bytes: about MAX_FILE_RECORDS records of 300 bytes, the usual size. Writers obey this
 limit."""
+
+
+CHECK_RUN_PREFIX = "health-check."
+"""Beginning of the name under which the checks of a node stand in place of a run: ``health-check.n12``."""
 
 
 class EvidenceLine(Struct, frozen=True):
@@ -171,8 +177,18 @@ class RecordsLost(Struct, frozen=True, tag_field="kind", tag="records_lost"):
     lines: int
 
 
+class NodeChecks(Struct, frozen=True, tag_field="kind", tag="node_checks"):
+    """First line of a file with the findings of a node's own checks, which no run made (``check_records``)."""
+
+    at: float
+    node: str
+    user: str
+    schema: int = SCHEMA
+
+
 Record = (
     RunStarted
+    | NodeChecks
     | NodeAcquired
     | NodeReleased
     | Checkpoint
@@ -257,7 +273,9 @@ def file_schema(first_line: bytes) -> int | None:
 
 
 def is_attributable(record: Record, user: str, run: str) -> bool:
-    """Return whether a RunStarted names this user and run, which own the file; True for any other record."""
+    """Return whether the first line of a file names the user and run that own the file; True for any other record."""
+    if isinstance(record, NodeChecks):
+        return record.user == user and run == f"{CHECK_RUN_PREFIX}{record.node}"
     return not isinstance(record, RunStarted) or (record.user == user and record.run == run)
 
 

@@ -66,7 +66,9 @@ def _site_report(index: RecordIndex, lemon_nodes: list[str], only: frozenset[str
     current = [
         history
         for history in index.histories
-        if history.end >= index.since and (only is None or (history.user, history.run) in named)
+        if history.end >= index.since
+        and not history.of_node_checks
+        and (only is None or (history.user, history.run) in named)
     ]
     began = [record for history in current for record in history.records if isinstance(record, RunStarted)]
     lost = [

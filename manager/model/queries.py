@@ -227,3 +227,23 @@ def readers_for(job: RunSpec, gpus: int) -> tuple[str, ...]:
 def requires_admission(job: RunSpec, gpus: int) -> bool:
     """Return whether the agent of a node with this many GPUs must report its checks before roles are placed there."""
     return job.health.admission and bool(readers_for(job, gpus))
+
+
+def first_symptom_at(
+    findings: Iterable[Finding], incarnation: Incarnation | None, node: NodeName | None
+) -> float | None:
+    """Return when a failure showed its first symptom: the earliest ``since`` (s) of the FAIL findings about it.
+
+    Args:
+        findings: Findings that stand at the time of the failure.
+        incarnation: Incarnation that failed; None for the failure of a whole node.
+        node: Node of the incarnation, or the node that failed; None if it is unknown.
+
+    Returns:
+        The time from the findings about the incarnation itself. Only if there are none, those about its node count:
+        the incarnation may have worked for a long time on a node with findings. None if no such finding has a time.
+    """
+    failing = [finding for finding in findings if finding.verdict is Verdict.FAIL]
+    own = [finding for finding in failing if incarnation is not None and finding.incarnation == incarnation]
+    of_node = [finding for finding in failing if node and finding.node == node]
+    return min((finding.since for finding in own or of_node if finding.since > 0), default=None)

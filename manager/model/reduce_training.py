@@ -7,10 +7,11 @@ from collections import Counter
 from msgspec.structs import replace
 
 from ...core.phases import phase
-from ...core.types import Incarnation, ReplicaId, Verdict, is_support, role_of
+from ...core.types import Incarnation, ReplicaId, is_support, role_of
 from . import events as ev
 from .actions import Fence, RestartAll
 from .figures.training_time import effective_share, with_commit, with_work
+from .queries import first_symptom_at
 from .state import Replica, State, Status
 
 
@@ -56,12 +57,8 @@ def _after_recount(before: State, state: State, at: float, event: ev.StepEnded |
 
 
 def _symptom_at(state: State, incarnation: Incarnation, at: float) -> float:
-    """Return when a failing incarnation showed its first symptom, according to the findings about it or its node."""
-    failing = [finding for finding in state.findings.values() if finding.verdict is Verdict.FAIL]
-    own = [finding.since for finding in failing if finding.incarnation == incarnation]
-    node = state.replica(incarnation.replica).node
-    since = own or [finding.since for finding in failing if node is not None and finding.node == node]
-    return min((symptom for symptom in since if symptom > 0), default=at)
+    symptom_at = first_symptom_at(state.findings.values(), incarnation, state.replica(incarnation.replica).node)
+    return at if symptom_at is None else symptom_at
 
 
 def _with_work(state: State, at_work: dict[str, int], since: float) -> State:

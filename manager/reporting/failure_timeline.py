@@ -39,7 +39,9 @@ from ...core.run_spec import RoleSpec, RunSpec
 from ...core.types import Finding, Incarnation, NodeName, Outcome, ReplicaId, Verdict, gang_of, is_support, role_of
 from ..model import events as ev
 from ..model.actions import Exclude, Fence, Finish, InjectFault, Launch, Readmit, RestartAll, StopStep
+from ..model.queries import first_symptom_at
 from ..model.reduce_nodes import DRAIN, UNDRAIN
+from ..model.reduce_training import works
 from ..model.state import State, Status
 from .failure_records import Changes, Diagnosis, Failure, InjectedFaults, Outage, WorkChange
 
@@ -108,7 +110,7 @@ class FailureTimeline:
                 self._stop_requested.add(incarnation)
             if self._ending or is_support(replica.id):
                 continue
-            if replica.status is Status.JOINED and phase(replica.phase).useful:
+            if works(state, replica):
                 self._begin_work(incarnation, state.at)
             waiting = replica.status in (Status.WANTED, Status.LAUNCHING, Status.STARTING)
             if waiting and replica.ever_joined:  # it worked under an earlier manager
@@ -136,9 +138,9 @@ class FailureTimeline:
         """Return the diagnosis of a node's failure at the manager's time ``at`` (s)."""
         raised = [(finding, raised_at) for finding, raised_at in self._standing.values() if finding.node == node]
         finding = raised[0][0] if raised else None
-        symptom_at = min((finding.since for finding, _ in raised if finding.since > 0), default=at)
+        symptom_at = first_symptom_at((finding for finding, _ in raised), None, node)
         detected_at = min((raised_at for _, raised_at in raised), default=at)
-        return Diagnosis(finding, symptom_at, detected_at, self.fault_on(node, at))
+        return Diagnosis(finding, at if symptom_at is None else symptom_at, detected_at, self.fault_on(node, at))
 
     def fault_on(self, node: NodeName, at: float) -> float | None:
         """Return the time (s) of a fault that hit the node or a process on it and has an effect at ``at``, or None."""
@@ -156,8 +158,9 @@ class FailureTimeline:
         causes = of_node or own
         symptoms = own or of_node
         detected_at = min((raised_at for _, raised_at in symptoms), default=at)
-        times = [finding.since for finding, _ in symptoms if finding.since > 0]
-        symptom_at = min([*times, self._step_ended.get(incarnation, at), detected_at])
+        found_at = first_symptom_at((finding for finding, _ in standing), incarnation, node)
+        times = () if found_at is None else (found_at,)
+        symptom_at = min(*times, self._step_ended.get(incarnation, at), detected_at)
         finding = causes[0][0] if causes else None
         return Diagnosis(finding, symptom_at, detected_at, self._fault_of(incarnation, detected_at))
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import pwd
 import queue
 import threading
 import time
 from pathlib import Path
 
 from ...core.run_spec import RunSpec
+from ...health.history.own_folder import create_file, user_name
 from ...health.history.records import (
     MAX_FILE_BYTES,
     MAX_FILE_RECORDS,
@@ -39,8 +39,6 @@ CHECKPOINT_INTERVAL_S = 1800.0
 """Seconds after which a run without other records writes a Checkpoint."""
 CLOSE_TIMEOUT_S = 3.0
 """Seconds that the manager waits at its end for the newest records to be written."""
-FOLDER_MODE, FILE_MODE = 0o755, 0o644
-"""Modes of folders and files: everybody may read them, only the user may write."""
 _HUNG = "the storage does not respond"
 _write = os.write
 
@@ -150,7 +148,7 @@ class _File:
     def write(self, records: list[Record]) -> None:
         """Append the records. Raise OSError if they cannot be written, or the file would exceed its maximum size."""
         if self._fd < 0:
-            self._fd = _create(self._path)
+            self._fd = create_file(self._path.parent.parent, self._path.name)
         data = (b"\n" if self._torn else b"") + b"".join(map(encode_line, records))
         if self._records + len(records) > MAX_FILE_RECORDS or self._bytes + len(data) > MAX_FILE_BYTES:
             size = f"{self._records} records and {self._bytes} bytes"
@@ -167,26 +165,3 @@ class _File:
         if self._fd >= 0:
             with contextlib.suppress(OSError):
                 os.close(self._fd)
-
-
-def _create(path: Path) -> int:
-    """Create the file in the user's folder, and return its descriptor.
-
-    Administrators create the history folder itself: it may be a mount that is missing at the moment.
-    """
-    with contextlib.suppress(FileExistsError):
-        path.parent.mkdir(mode=FOLDER_MODE)
-        path.parent.chmod(FOLDER_MODE)  # whatever the umask
-    if path.parent.stat().st_uid != os.geteuid():
-        raise PermissionError(0, f"{path.parent} belongs to another user")
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_NOFOLLOW, FILE_MODE)
-    os.fchmod(fd, FILE_MODE)
-    return fd
-
-
-def user_name() -> str:
-    """Return the name of the user's folder: the user's name, or the uid if it has no name."""
-    try:
-        return pwd.getpwuid(os.geteuid()).pw_name
-    except KeyError:
-        return str(os.geteuid())

@@ -47,8 +47,13 @@ MAY_FAIL = {"host.filter", "node.filter"}
 """Checks of NIXL over TCP, which no job uses by default: a kernel may deny its packet filter to plain users."""
 
 
+OPEN_FILES = 999
+"""Limit of open files in the shell of the user who runs ``rrl doctor``; the nodes of the lab have another one."""
+
+
 def doctor(lab: SlurmLab, env: dict[str, str], *arguments: str) -> tuple[int, dict[str, dict[str, Any]]]:
-    done = lab.run_as_user([RRL, "doctor", "--json", *arguments], env=env, check=False)
+    limited = ["bash", "-c", f'ulimit -Sn {OPEN_FILES}; exec "$@"', "bash", RRL, "doctor", "--json", *arguments]
+    done = lab.run_as_user(limited, env=env, check=False)
     assert done.stdout, done.stderr
     return done.returncode, {check["name"]: check for check in json.loads(done.stdout)["checks"]}
 
@@ -72,6 +77,8 @@ def test_doctor_with_consent_checks_a_node_and_leaves_nothing(lab: SlurmLab, env
     assert verdict_of["slurm.drain"] == ("OK" if lab.user == "root" else "WARN")
     assert "with 2 GPU" in checks["slurm.gpus"]["found"]
     assert "9.9" in checks["node.torch"]["found"]
+    assert checks["host.nofile"]["found"].startswith(f"{OPEN_FILES} ")
+    assert not checks["node.nofile"]["found"].startswith(f"{OPEN_FILES} "), "as for steps, the node's limit counts"
     assert "Slurm gave the job GPU" in checks["node.gpus"]["found"]  # false ones, which no driver knows
     lab.wait_no_jobs()
     assert not Path(env[RUNS_ENV]).exists()

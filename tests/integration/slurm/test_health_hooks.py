@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -9,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from rrl.health.checks.evaluate import CHECKS
 from rrl.tests.support.slurm.lab import SlurmLab
 
 pytestmark = pytest.mark.slurm
@@ -20,18 +24,28 @@ TIMEOUT_S = 120.0
 
 
 class HookedLab:
-    """A lab of two nodes with both scripts installed. Each node has its own rules, and a folder that they expect."""
+    """A lab of two nodes with the hooks installed, which record what they find.
+
+    Each node has its own rules, and a folder that they expect. Every call of a Slurm command by a hook is counted.
+    """
 
     def __init__(self, lab: SlurmLab) -> None:
         self.lab, self.dir = lab, lab.dir / "health"
         self.dir.mkdir()
-        self._install("prolog.sh")
-        self._install("healthcheck.sh")
+        self.history = self.dir / "history"
+        self.history.mkdir()
+        self._calls = self.dir / "calls"
+        self._count_calls()
+        for name in ("prolog.sh", "epilog.sh", "healthcheck.sh"):
+            self._install(name)
         self.restore()
 
     def restore(self) -> None:
-        """Remove all hooks and drains, and make the nodes healthy."""
+        """Remove all hooks, drains and records, and make the nodes healthy."""
         self.configure()
+        self.forget_checks()
+        shutil.rmtree(self.history)
+        self.history.mkdir()
         for node in self.lab.nodes:
             self.mount(node).mkdir(exist_ok=True)
             self.rules(node)
@@ -69,10 +83,37 @@ class HookedLab:
             assert time.monotonic() < deadline, f"no health check on {node}; see {self.lab.dir}/log"
             time.sleep(0.1)
 
+    def forget_checks(self) -> None:
+        """Remove what the nodes remember, as a boot does."""
+        shutil.rmtree(self.dir / "state", ignore_errors=True)
+
+    def forget_calls(self) -> None:
+        """Forget all calls of Slurm commands by hooks, and reset the statistics of slurmctld."""
+        self.lab.slurm("sdiag", "-r")
+        self._calls.write_text("")
+
+    def calls(self) -> list[str]:
+        """Return the Slurm commands that hooks have called."""
+        return self._calls.read_text().splitlines()
+
+    def requests(self) -> dict[str, int]:
+        """Return the requests of commands that slurmctld has answered, without those of sdiag, by kind."""
+        shown = re.findall(r"^\s*(REQUEST_\w+)\s.*count:(\d+)", self.lab.slurm("sdiag"), re.MULTILINE)
+        return {kind: int(count) for kind, count in shown if not kind.startswith("REQUEST_STATS")}
+
+    def _count_calls(self) -> None:
+        folder = self.dir / "counted"
+        folder.mkdir()
+        for name in ("scontrol", "sinfo", "squeue", "srun", "sacctmgr"):
+            program = shutil.which(name, path=self.lab.environment()["PATH"])
+            (folder / name).write_text(f'#!/bin/sh\necho "{name} $*" >> "{self._calls}"\nexec "{program}" "$@"\n')
+            (folder / name).chmod(0o755)
+
     def _install(self, name: str) -> None:
         rrl = self.dir / "rrl"
         rrl.write_text(
-            f'#!/bin/sh\necho look >> "{self.dir}/$SLURMD_NODENAME.looks"\n'
+            f'#!/bin/sh\n[ "$2" = check ] && echo look >> "{self.dir}/$SLURMD_NODENAME.looks"\n'
+            f'export RRL_HEALTH_STATE="{self.dir}/state" PATH="{self.dir}/counted:$PATH"\n'
             f'export RRL_HEALTH_CONFIG="{self.dir}/$SLURMD_NODENAME.toml"\n'
             f'exec "{Path(sys.executable).parent}/rrl" "$@"\n'
         )
@@ -81,6 +122,8 @@ class HookedLab:
         for old, new in (
             ("RRL=/opt/rrl/bin/rrl ", f"export SLURM_CONF={self.lab.conf}\nRRL={rrl} "),
             ("CONFIG=/etc/rrl/health.toml ", "CONFIG=/no/such "),
+            ("HISTORY= ", f"HISTORY={self.history} "),
+            ("METRICS= ", f"METRICS={self.dir}/$SLURMD_NODENAME.prom "),
         ):
             assert old in text
             text = text.replace(old, new)
@@ -119,8 +162,10 @@ def test_health_check_program_drains_failing_nodes_and_undrains_only_its_own(hoo
     hooked.wait_for_checks("n1")
     assert lab.states() == {"n1": "idle", "n2": "idle"}, "a healthy node stays"
 
+    hooked.forget_calls()
     hooked.mount("n1").rmdir()
     lab.wait_states({"n1": "drain", "n2": "idle"}, TIMEOUT_S)
+    assert hooked.calls(), "a node that fails does ask slurmctld"
     assert hooked.reason("n1").startswith(f"rrl:health: mounts: {hooked.mount('n1')}: No such file or directory")
     hooked.mount("n1").mkdir()
     lab.wait_states({"n1": "idle"}, TIMEOUT_S)
@@ -143,6 +188,48 @@ def test_health_check_program_drains_failing_nodes_and_undrains_only_its_own(hoo
     assert hooked.reason("n2").startswith("the fan is loud")
 
 
+@pytest.mark.parametrize("checks", [20, pytest.param(300, marks=pytest.mark.long)])
+def test_healthy_nodes_ask_slurmctld_nothing(hooked: HookedLab, checks: int) -> None:
+    for node in hooked.lab.nodes:
+        off = "\n".join(f'{check.name} = "off"' for check in CHECKS if check.name not in ("mounts", "clock_source"))
+        (hooked.dir / f"{node}.toml").write_text(f'[expect]\nmounts = ["{hooked.mount(node)}"]\n[checks]\n{off}\n')
+    hooked.configure(
+        f"HealthCheckProgram={hooked.dir}/healthcheck.sh", "HealthCheckInterval=1", "HealthCheckNodeState=ANY"
+    )
+    for node in hooked.lab.nodes:
+        hooked.wait_for_checks(node)  # the first check of a boot asks whether the hooks have drained the node
+    hooked.forget_calls()
+    before = {node: hooked.check_count(node) for node in hooked.lab.nodes}
+    deadline = time.monotonic() + TIMEOUT_S + 10 * checks
+    while sum(hooked.check_count(node) - before[node] for node in hooked.lab.nodes) < checks:
+        assert time.monotonic() < deadline, f"fewer than {checks} checks; see {hooked.lab.dir}/log"
+        time.sleep(0.5)
+    assert (hooked.calls(), hooked.requests()) == ([], {})
+    assert list(hooked.history.rglob("*")) == [], "a healthy node writes no history"
+
+
+def test_prolog_relies_on_the_epilog_of_the_job_before_and_the_report_shows_what_it_found(hooked: HookedLab) -> None:
+    lab = hooked.lab
+    hooked.configure(f"Prolog={hooked.dir}/prolog.sh", f"Epilog={hooked.dir}/epilog.sh", "PrologFlags=Alloc")
+    run = ["srun", "-n1", "-w", "n1", "--mem=100M", "true"]
+    lab.run_as_user(run)
+    lab.wait_states({"n1": "idle"}, TIMEOUT_S)
+    hooked.mount("n1").rmdir()
+    lab.run_as_user(run)  # the last full check is fresh
+    lab.wait_states({"n1": "drain"}, TIMEOUT_S)  # the epilog checks
+    reason = f"mounts: {hooked.mount('n1')}: No such file or directory"
+    assert hooked.reason("n1").startswith(f"rrl:health: {reason}")
+
+    shown = lab.slurm(str(Path(sys.executable).parent / "rrl"), "health", "report", "--format", "json", "--history",
+                      str(hooked.history))  # fmt: skip
+    made = json.loads(shown)["report"]
+    (node,) = made["nodes"]
+    assert (node["node"], node["verdict"], node["detectors"]) == ("n1", "FAIL", ["mounts"])
+    assert made["site"]["runs"] == 0
+    assert 'rrl_node_check_verdict{node="n1",verdict="FAIL"} 1.0' in (hooked.dir / "n1.prom").read_text()
+    hooked.mount("n1").mkdir()
+
+
 def test_prolog_keeps_jobs_from_a_failing_node_and_from_no_other(hooked: HookedLab) -> None:
     lab = hooked.lab
     hooked.configure(f"Prolog={hooked.dir}/prolog.sh", "PrologFlags=Alloc")
@@ -156,6 +243,7 @@ def test_prolog_keeps_jobs_from_a_failing_node_and_from_no_other(hooked: HookedL
     assert hooked.check_count("n1") >= 4, "the prolog ran"
 
     hooked.rules("n1")
+    hooked.forget_checks()  # else the prolog relies on the last one
     hooked.mount("n1").rmdir()
     failing = lab.popen_as_user(run)
     try:

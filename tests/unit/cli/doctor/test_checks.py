@@ -254,11 +254,6 @@ SPOILT: list[tuple[str, Verdict, str, Facts]] = [
     ("slurm.select", WARN, "does not allocate memory", config(SelectTypeParameters="CR_CORE")),
     ("slurm.requeue", WARN, "JobRequeue=0", config(JobRequeue="0")),
     ("slurm.killwait", WARN, "5 s", config(KillWait="5 sec")),
-    ("slurm.propagate", OK, "the node", config(PropagateResourceLimits="", PropagateResourceLimitsExcept="MEMLOCK")),
-    ("slurm.propagate", OK, "the node", config(PropagateResourceLimits="NONE")),
-    ("slurm.propagate", OK, "8 MiB", host(limits=Limits(2**23, 65536, 65536, 0, "core"))),
-    ("slurm.propagate", WARN, "8 MiB", findings.facts(
-        host=findings.host(limits=Limits(2**23, 65536, 65536, 0, "core")), node=WHY)),
     ("slurm.steps", WARN, "100", config(MaxStepCount="100")),
     ("slurm.private", WARN, "nodes", config(PrivateData="jobs,nodes")),
     ("slurm.reader", OK, "is not installed", slurm()),

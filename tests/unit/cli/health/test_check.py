@@ -6,16 +6,21 @@ import json
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from rrl.cli import main
+from rrl.cli.health import check_outputs
 from rrl.cli.health.check import _job_gpus
 from rrl.cli.views.checks import headline, health_check_view
 from rrl.config.health_rules import Expect, Rules
 from rrl.config.health_rules_file import CONFIG_ENV
-from rrl.core.types import Verdict
+from rrl.core.run_dir import HISTORY_ENV
+from rrl.core.types import NodeName, Verdict
+from rrl.health.check_memory import FOLDER_ENV
+from rrl.health.checks.evaluate import CHECKS
 from rrl.health.checks.node_state import ALL_GPUS
 from rrl.health.node_check import check_node, mount_timeout_s, overall
 from rrl.health.readers.base import ReaderOptions
@@ -119,7 +124,7 @@ if can_hang():  # collected only where it can run: nothing is skipped
 
 
 def test_timeouts_of_the_shipped_hooks_suffice_to_detect_a_hung_mount() -> None:
-    for name in ("prolog.sh", "healthcheck.sh"):
+    for name in ("prolog.sh", "epilog.sh", "healthcheck.sh"):
         (within,) = re.findall(r"health check .*--within (\d+)s", (EXAMPLES / name).read_text())
         assert mount_timeout_s(Rules(), float(within)) == Rules().host.mount_hung
 
@@ -210,7 +215,95 @@ def test_gpus_of_the_job_must_be_free_before_it_starts() -> None:
 def test_gpus_of_the_job_are_read_from_the_prolog_environment() -> None:
     assert _job_gpus("") == ()
     assert _job_gpus("0,2-4") == ("0", "2", "3", "4")
-    assert _job_gpus("GPU-abc") == ()
+    assert _job_gpus("GPU-abc") is None
+
+
+# ── remembered, recorded, and as metrics ─────────────────────────────────────────────────────────────────────────────
+@pytest.fixture
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(FOLDER_ENV, str(tmp_path / "state"))
+    monkeypatch.setenv("SLURMD_NODENAME", "n1")
+    return tmp_path / "state"
+
+
+def only_mounts(tmp_path: Path, mount: str = "/") -> list[str]:
+    off = "\n".join(f'{one.name} = "off"' for one in CHECKS if one.name != "mounts")
+    return rules(tmp_path, f'[expect]\nmounts = ["{mount}"]\n[checks]\n{off}\n')
+
+
+def test_prolog_checks_nothing_where_a_full_check_is_fresh(
+    tmp_path: Path, state: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = only_mounts(tmp_path)
+    prolog = ["health", "check", "--prolog", "--fresh", "30min", *where]
+    monkeypatch.setenv("SLURM_JOB_GPUS", "0,1")
+    assert main.run(["health", "check", "--epilog", "--remember", *where]) == 0
+    capsys.readouterr()
+    where[1] = only_mounts(tmp_path, "/no/such")[1]
+    assert main.run(prolog) == 0
+    assert capsys.readouterr().out.startswith("OK passed a full check 0 s ago")
+    assert main.run(prolog) == 2, "the first job has taken the GPUs"
+    monkeypatch.setenv("SLURM_JOB_GPUS", "")
+    assert main.run(prolog) == 2, "after a failed check"
+
+
+def test_findings_are_recorded_in_the_history_once_and_metrics_written(
+    tmp_path: Path, state: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    history, metrics = tmp_path / "history", tmp_path / "rrl.prom"
+    history.mkdir()
+    check = ["health", "check", *only_mounts(tmp_path, str(tmp_path / "scratch")), "--record", "--history",
+             str(history), "--prometheus", str(metrics)]  # fmt: skip
+    assert (main.run(check), main.run(check)) == (2, 2)
+    assert 'rrl_node_check_verdict{node="n1",verdict="FAIL"} 1.0' in metrics.read_text()
+    (tmp_path / "scratch").mkdir()
+    assert main.run(check) == 0
+    assert "not " not in capsys.readouterr().out.replace("not found", "")
+    (path,) = history.rglob("health-check.n1.*.jsonl")
+    recorded = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [one.get("verdict", one["kind"]) for one in recorded] == ["node_checks", "FAIL", "OK"]
+    assert recorded[1]["since"] == pytest.approx(recorded[1]["at"], abs=600), "times are s since 1970"
+
+
+def test_history_and_metrics_that_cannot_be_written_change_no_verdict(
+    tmp_path: Path, state: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = only_mounts(tmp_path, "/no/such")
+    no = ["--record", "--history", str(tmp_path / "no"), "--prometheus", str(tmp_path / "no/rrl.prom")]
+    assert main.run(["health", "check", "--prolog", *where, *no]) == 2
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0].startswith("FAIL mounts: /no/such")
+    assert [line.split(":")[0] for line in shown[-2:]] == ["not written", "not recorded"]
+    assert main.run(["health", "check", "--json", *where, *no]) == 2
+    output = capsys.readouterr()
+    assert json.loads(output.out)["verdict"] == "FAIL"
+    assert output.err.count("not ") == 2
+
+
+def test_history_on_storage_that_hangs_does_not_hold_the_check_up(
+    tmp_path: Path, state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check_outputs, "RECORD_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(check_outputs, "record_findings", lambda *_: time.sleep(600))
+    problem = check_outputs.record(tmp_path, NodeName("n1"), [])
+    assert problem == f"not recorded: {tmp_path}: no answer within 0.2 s"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (["--record"], "--record: name the site's history with --history DIR or RRL_HISTORY"),
+        (["--prometheus", "rrl.txt"], "--prometheus: rrl.txt: node_exporter reads only files that end in .prom"),
+        (["--fresh", "2d"], "--fresh"),
+    ],
+)
+def test_wrong_outputs_are_refused_in_one_line(
+    wrong: list[str], message: str, state: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv(HISTORY_ENV, raising=False)
+    assert main.run([*MOUNTS, *wrong]) == 3
+    assert capsys.readouterr().err.startswith(f"rrl: {message}")
+    assert main.run([*MOUNTS, *wrong, "--epilog"]) == 0
 
 
 # ── nvidia-ml-py against the stand-in driver ─────────────────────────────────────────────────────────────────────────

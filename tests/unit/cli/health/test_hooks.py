@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
+HOOKS = ["prolog.sh", "epilog.sh", "healthcheck.sh"]
 EXAMPLES = Path(__file__).parents[4] / "examples/health"
 _SCONTROL = """#!/bin/sh
-[ "$1" = show ] && echo "   State=IDLE Reason=" && exit
 echo "$@" >> {asked}
 """
 
 
-def hook(name: str, tmp_path: Path, rrl: str) -> tuple[int, str, str]:
+def hook(name: str, tmp_path: Path, rrl: str, settings: dict[str, str] | None = None) -> tuple[int, str, str]:
     """(exit code, what Slurm was asked for, what the system's log was told)"""
     for program, text in (
         ("rrl", rrl), ("scontrol", _SCONTROL.format(asked=tmp_path / "asked")),
@@ -27,6 +27,8 @@ def hook(name: str, tmp_path: Path, rrl: str) -> tuple[int, str, str]:
         (tmp_path / program).chmod(0o755)
     script = (EXAMPLES / name).read_text().replace("RRL=/opt/rrl/bin/rrl ", f"RRL={tmp_path}/rrl ")
     script = script.replace("PATH=/usr/local/sbin:", f"PATH={tmp_path}:/usr/local/sbin:", 1)
+    for old, new in (settings or {}).items():
+        script = script.replace(f"\n{old} ", f"\n{new} ", 1)
     (tmp_path / name).write_text(script)
     done = subprocess.run(["sh", str(tmp_path / name)], env={}, cwd="/", capture_output=True, text=True, timeout=60)
     reported = [(tmp_path / one).read_text() if (tmp_path / one).exists() else "" for one in ("asked", "logged")]
@@ -42,6 +44,24 @@ def failing(code: int = 0, outcome: str = "") -> str:
     return FAILS.replace("\n", f"\n{drain}", 1)
 
 
+@pytest.mark.parametrize("name", HOOKS)
+def test_what_could_not_be_recorded_is_in_the_systems_log(name: str, tmp_path: Path) -> None:
+    rrl = "#!/bin/sh\necho 'OK 18 checks'\necho 'not recorded: /history: no answer within 3 s'\n"
+    code, _, logged = hook(name, tmp_path, rrl)
+    assert code == 0
+    assert "not recorded: /history: no answer within 3 s" in logged
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_history_and_metrics_are_passed_to_the_check_if_the_site_names_them(name: str, tmp_path: Path) -> None:
+    rrl = f"#!/bin/sh\necho \"$@\" >> {tmp_path}/asked\necho 'OK 18 checks'\n"
+    _, asked, _ = hook(name, tmp_path, rrl)
+    assert "--record" not in asked
+    assert "--prometheus" not in asked
+    _, asked, _ = hook(name, tmp_path, rrl, {"HISTORY=": "HISTORY=/shared/h", "METRICS=": "METRICS=/var/rrl.prom"})
+    assert " --record --history /shared/h --prometheus /var/rrl.prom" in asked
+
+
 def test_a_failure_fails_the_prolog_and_drains(tmp_path: Path) -> None:
     code, asked, _ = hook("prolog.sh", tmp_path, failing())
     assert code == 1
@@ -51,7 +71,7 @@ def test_a_failure_fails_the_prolog_and_drains(tmp_path: Path) -> None:
     assert asked.splitlines()[-1].endswith(" --why gpu_lost: GPU 1 does not answer the driver")
 
 
-@pytest.mark.parametrize("name", ["prolog.sh", "healthcheck.sh"])
+@pytest.mark.parametrize("name", HOOKS)
 @pytest.mark.parametrize(("code", "outcome"), [
     (1, "held back: hooks have drained 20 of 100 nodes within 600 s"), (3, "not drained: sinfo: no answer"),
     (2, "Usage: rrl"), (137, ""),
@@ -64,7 +84,7 @@ def test_failure_whose_drain_is_held_back_keeps_the_node_and_is_logged(
     assert f"FAIL, but the node stays in use: {outcome} (gpu_lost: GPU 1 does not answer the driver)" in logged
 
 
-@pytest.mark.parametrize("name", ["prolog.sh", "healthcheck.sh"])
+@pytest.mark.parametrize("name", HOOKS)
 @pytest.mark.parametrize(
     "rrl",
     [
@@ -78,7 +98,7 @@ def test_unusable_tool_drains_no_node_and_is_logged(name: str, rrl: str, tmp_pat
     assert "this node was not checked" in logged
 
 
-@pytest.mark.parametrize("name", ["prolog.sh", "healthcheck.sh"])
+@pytest.mark.parametrize("name", HOOKS)
 def test_reader_stuck_in_the_kernel_does_not_delay_the_hook(name: str, tmp_path: Path) -> None:
     """It has stderr open."""
     pid = tmp_path / "pid"

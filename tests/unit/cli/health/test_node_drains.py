@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from datetime import datetime
+from pathlib import Path
 
 import pytest
 
 from rrl.cli import main
 from rrl.cli.health import node_drains
 from rrl.core.command_runner import CommandResult
+from rrl.health.check_memory import FOLDER_ENV
 
 
 class Cluster:
@@ -18,6 +20,8 @@ class Cluster:
     def __init__(self, count: int) -> None:
         self.nodes = {f"n{index}": ("idle", 0.0, "none") for index in range(count)}
         self.answers = True
+        self.asked = 0
+        """number of commands so far"""
         self.at_same_time: list[str] = []
         """nodes that hooks drain just before the next drain"""
 
@@ -28,6 +32,7 @@ class Cluster:
         return [node for node, (state, _, _) in self.nodes.items() if state == "drained"]
 
     async def command(self, argv: tuple[str, ...], timeout_s: float) -> CommandResult:
+        self.asked += 1
         if not self.answers:
             return CommandResult(1, "", "slurm_load_partitions: Unable to contact slurm controller (connect failure)")
         if argv[0] == "sinfo":
@@ -51,7 +56,9 @@ class Cluster:
 
 
 @pytest.fixture
-def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
+def cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Cluster:
+    monkeypatch.setenv(FOLDER_ENV, str(tmp_path / "state"))
+    monkeypatch.setenv("SLURMD_NODENAME", "n0")
     made = Cluster(10)
     monkeypatch.setattr(node_drains, "execute", made.command)
     monkeypatch.setattr(node_drains, "DRAIN_SETTLE_S", 0.0)
@@ -102,6 +109,34 @@ def test_node_drained_by_another_user_is_left_as_it_is(cluster: Cluster) -> None
     cluster.drain("n5", "the fan is loud")
     assert drain() == 0
     assert cluster.nodes["n5"][2] == "the fan is loud"
+
+
+def test_undrain_takes_back_only_a_drain_of_the_hooks(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    assert drain() == 0
+    cluster.drain("n6", "the fan is loud")
+    for node in ("n5", "n6", "n7"):
+        assert main.run(["health", "undrain-node", "--node", node]) == 0
+    assert cluster.drained() == ["n6"]
+    assert capsys.readouterr().out == "undrained\n"
+
+
+def test_node_that_was_not_drained_queries_slurm_once_until_it_is_drained(
+    cluster: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    undrain = ["health", "undrain-node"]
+    cluster.answers = False
+    assert main.run(undrain) == 3, "the node does not know yet"
+    assert "not undrained: scontrol:" in capsys.readouterr().out
+    cluster.answers = True
+    asked = cluster.asked
+    assert [main.run(undrain) for _ in range(5)] == [0] * 5
+    assert cluster.asked == asked + 1
+    assert main.run(["health", "drain-node", "--why", "mounts"]) == 0
+    assert main.run(undrain) == 0
+    assert cluster.drained() == []
+    asked = cluster.asked
+    assert main.run(undrain) == 0
+    assert cluster.asked == asked
 
 
 def test_no_node_is_drained_if_slurm_does_not_answer(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,11 +25,11 @@ from rrl.core.run_dir import HISTORY_ENV
 from rrl.health.checks.evaluate import CHECKS
 from rrl.health.history import cache as history_cache
 from rrl.health.history.cache import Sources
+from rrl.health.history.own_folder import user_name
 from rrl.health.history.rates import DAY_S, mtbf
 from rrl.health.report.drain_requests import open_requests
 from rrl.health.report.model import Day, DrainState, Report
 from rrl.health.report.site import report
-from rrl.manager.reporting.history_writer import user_name
 from rrl.tests.support.cli.text_snapshots import drawn, matches_stored
 from rrl.tests.support.cli.waiting import eventually
 from rrl.tests.support.health.site_history import ANNA, BEGAN, acted, began, found, held, sourced, week, write

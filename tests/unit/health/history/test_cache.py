@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from rrl.health.history.cache import HistoryCache, Sources, cache_path
+from rrl.health.history.own_folder import user_name
 from rrl.health.history.records import MAX_LINE_BYTES, SCHEMA, Record, encode_line, file_name, file_schema
-from rrl.manager.reporting.history_writer import user_name
 from rrl.tests.support.health.site_history import BEGAN, HOUR, began, failed, found, held, left, over, write
 
 ME = user_name()

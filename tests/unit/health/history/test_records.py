@@ -10,6 +10,7 @@ from rrl.health.history.records import (
     Failed,
     FindingRecord,
     NodeAcquired,
+    NodeChecks,
     NodeReleased,
     Record,
     RecordsLost,
@@ -29,12 +30,14 @@ from rrl.tests.support.health.site_history import acted, began, failed, found, h
 EVERY: list[Record] = [
     began(0, "r", "anna"), *held(1, "n1"), left(2, "n1"), Checkpoint(3.0), found(4, "n1"), acted(5, "n1", "excluded"),
     failed(6, "n1"), mended(7, "rollout/0", "n1", 6, 0.5), over(8), RecordsLost(9.0, 3),
+    NodeChecks(10.0, "n1", "root"),
 ]  # fmt: skip
 
 
 def test_sample_records_cover_every_record_kind() -> None:
     kinds = {
         RunStarted,
+        NodeChecks,
         NodeAcquired,
         NodeReleased,
         Checkpoint,

@@ -15,6 +15,7 @@ from rrl.config.job.resolve import resolve_for_submission
 from rrl.core.run_dir import HISTORY_ENV, RUNS_ENV
 from rrl.core.run_spec import RunSpec
 from rrl.core.types import Cause, Evidence, Finding, NodeName, Outcome, Remedy, Verdict
+from rrl.health.history.own_folder import user_name
 from rrl.health.history.records import (
     ActionTaken,
     Checkpoint,
@@ -37,7 +38,7 @@ from rrl.manager.model.state import State
 from rrl.manager.reporting import history_writer
 from rrl.manager.reporting.failure_timeline import FailureTimeline
 from rrl.manager.reporting.history_events import HistoryEvents
-from rrl.manager.reporting.history_writer import HistoryWriter, user_name
+from rrl.manager.reporting.history_writer import HistoryWriter
 from rrl.tests.support.cli.story import BEGAN, Story, wide
 from rrl.tests.support.cli.waiting import eventually
 from rrl.tests.support.job_toml import JOB

@@ -23,7 +23,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from rrl.core.run_dir import RunDir
 from rrl.core.types import Cause, Evidence, Finding, NodeName, Outcome, Remedy, ReplicaId, Verdict, Version
+from rrl.health.checks.xid_events import XidEvent
 from rrl.health.history.cache import HistoryCache
+from rrl.health.node_metrics import NodeCheckResult
+from rrl.health.node_metrics import metrics as node_metrics
 from rrl.health.report.site import report
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Drain, Exclude, Fence, Rung, Why
@@ -249,6 +252,13 @@ def known() -> set[str]:
     return {name for name, _ in series(story)}
 
 
+def known_of_nodes() -> set[str]:
+    """Return the metrics of a node's own checks, which ``rrl health check --prometheus`` writes."""
+    failed = Finding("xid", Verdict.FAIL, Cause.GPU, Remedy.REBOOT, 0.0, (), node=N3)
+    result = NodeCheckResult(N3, Verdict.FAIL, (failed,), (XidEvent("GPU-1", 79, 5.0),), BEGAN, 1.0, True)
+    return {one.name for family in node_metrics(result) for one in family.samples}
+
+
 def scraped(expr: str) -> set[str]:
     return set(re.findall(r"\brrl_[a-z_]+", expr))
 
@@ -265,7 +275,7 @@ def test_every_alert_is_complete_and_uses_existing_metrics() -> None:
     for rule in rules:
         assert set(rule) - {"for"} == {"alert", "expr", "labels", "annotations"}
         assert scraped(rule["expr"])
-        assert scraped(rule["expr"]) <= known(), rule["alert"]
+        assert scraped(rule["expr"]) <= known() | known_of_nodes(), rule["alert"]
         assert balanced(rule["expr"])
         assert rule["annotations"]["summary"]
         assert rule["labels"]["severity"] in ("info", "warning", "critical")
@@ -286,6 +296,14 @@ def test_the_dashboard_shows_every_metric_and_no_other() -> None:
     assert known() - shown == {"rrl_run_start_time_seconds", "rrl_replicas_wanted"}
     assert all(balanced(expr) for expr in expressions(board))
     assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
+
+
+def test_the_dashboard_by_node_shows_only_metrics_that_exist() -> None:
+    board = json.loads((DOCS / "grafana-nodes.json").read_text())
+    shown = {name for expr in expressions(board) for name in scraped(expr)}
+    assert shown <= known() | known_of_nodes()
+    assert shown >= known_of_nodes() | {"rrl_findings", "rrl_exclusions_total", "rrl_drain_requests"}
+    assert all(balanced(expr) for expr in expressions(board))
 
 
 # ── served ───────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -1,0 +1,70 @@
+"""``rrl health drain-node`` and ``undrain-node``: the drains of the site's hooks.
+
+The node remembers what slurmctld last said about its drain. So the HealthCheckProgram of a node that was not drained
+does not ask slurmctld. After a boot, nothing is remembered, and slurmctld is asked once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Literal
+
+from msgspec.structs import replace
+
+from ...core.types import Verdict
+from ...health.check_memory import memory_path, read_memory, update_memory
+from ...health.node_check import EXIT_CODES
+from .check import site_rules, this_node
+from .node_drains import SlurmUnavailable, drain_by_hook, undrain_by_hook
+
+_MAX_REASON_LENGTH = 150
+"""Maximum number of characters of a hook's text in a drain's reason."""
+
+
+def drain_node(why: str, node: str | None, config: Path | None) -> int:
+    """Drain a node that failed its check, as the hooks in examples/health do. Raises UsageError.
+
+    Returns 0 if the node is drained, 1 if the site's limit on drains by hooks prevented it, 3 if Slurm did not answer
+    or refused. The reason for 1 or 3 is printed.
+    """
+    named = node or this_node()
+    reason, rules = " ".join(why.split())[:_MAX_REASON_LENGTH], site_rules(config).hooks
+    _remember(named, "unknown")
+    try:
+        held_back_reason = drain_by_hook(named, reason, rules)
+    except SlurmUnavailable as error:
+        print(f"not drained: {error}", flush=True)
+        return EXIT_CODES[Verdict.UNKNOWN]
+    if held_back_reason:
+        print(f"held back: {held_back_reason}", flush=True)
+        return 1
+    _remember(named, "by hook")
+    return 0
+
+
+def undrain_node(node: str | None) -> int:
+    """Take back the drain of a node by the hooks, if there is one; the node has passed its check again.
+
+    Returns 0 if no drain by the hooks stands, 3 if Slurm did not answer or refused; the reason is printed. A drain by
+    anybody else stays. Slurm is not asked if the node remembers that no drain of the hooks stands.
+    """
+    named = node or this_node()
+    if named == this_node() and read_memory(memory_path(this_node())).drained == "no":
+        return 0
+    try:
+        undrained = undrain_by_hook(named)
+    except SlurmUnavailable as error:
+        print(f"not undrained: {error}", flush=True)
+        return EXIT_CODES[Verdict.UNKNOWN]
+    _remember(named, "no")
+    if undrained:
+        print("undrained", flush=True)
+    return 0
+
+
+def _remember(node: str, drained: Literal["unknown", "no", "by hook"]) -> None:
+    """Remember whether the hooks have drained this node; of other nodes, nothing is remembered."""
+    if node == this_node():
+        with contextlib.suppress(OSError):  # without a memory, Slurm is asked again
+            update_memory(memory_path(this_node()), lambda memory: replace(memory, drained=drained))

@@ -1,0 +1,144 @@
+"""What a node remembers between two checks of the site's hooks: when it last passed, which findings and drain stand.
+
+The memory is one file in a folder of the node that is emptied at boot. With it a prolog need not repeat a check that an
+epilog has just made, a standing finding is not recorded at each check, and the HealthCheckProgram need not ask
+slurmctld whether the hooks have drained its node. Times are s of CLOCK_BOOTTIME, which no change of the date affects.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import time
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
+
+from ..core.run_dir import write_atomically
+from ..core.types import NodeName
+from .history.check_records import Standing
+
+FOLDER_ENV = "RRL_HEALTH_STATE"
+"""Environment variable: the folder of the memory, instead of ``/run/rrl`` (root) or ``~/.cache/rrl`` (other users)."""
+ROOT_FOLDER = Path("/run/rrl")
+FOLDER_MODE, FILE_MODE = 0o755, 0o644
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+class CheckMemory(Struct, frozen=True):
+    """The memory of one node since its boot."""
+
+    boot_id: str
+    passed_at: float | None = None
+    """Time of the newest full check, if it passed (OK or WARN); None after any check that did not pass."""
+    free_gpus: dict[str, float] = {}
+    """By index: GPUs that a check found free after their last job, with the time of that check."""
+    standing: tuple[Standing, ...] | None = None
+    """Findings that are recorded in the history and have not cleared; None: unknown."""
+    drained: Literal["unknown", "no", "by hook"] = "unknown"
+    """Whether a drain by the hooks stands, according to the last answer of slurmctld."""
+
+    def is_fresh(self, gpus: Collection[str], max_age_s: float) -> bool:
+        """Return whether the node has passed a full check within ``max_age_s``, and these GPUs are free since then."""
+        now = boot_time()
+        times = (self.passed_at, *(self.free_gpus.get(gpu) for gpu in gpus))
+        return all(at is not None and 0.0 <= now - at <= max_age_s for at in times)
+
+
+def boot_time() -> float:
+    """Return the seconds since this machine was booted, including the time for which it was suspended."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def memory_path(node: NodeName) -> Path:
+    """Return the file of a node's memory; it has the node's name because several nodes may share a home."""
+    if given := os.environ.get(FOLDER_ENV):
+        folder = Path(given)
+    elif os.geteuid() == 0:
+        folder = ROOT_FOLDER
+    else:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "rrl"
+    return folder / f"health-{node}.json"
+
+
+def read_memory(path: Path) -> CheckMemory:
+    """Return the memory; an empty one if there is none of this boot that only this user can have written."""
+    boot_id = _BOOT_ID.read_text().strip()
+    with contextlib.suppress(OSError, msgspec.MsgspecError):
+        _check_owner(path.parent)
+        memory = msgspec.json.decode(path.read_bytes(), type=CheckMemory)
+        if memory.boot_id == boot_id:
+            return memory
+    return CheckMemory(boot_id)
+
+
+def update_memory(path: Path, change: Callable[[CheckMemory], CheckMemory]) -> None:
+    """Replace the memory by ``change`` of it; hooks that run at the same time do so one after another.
+
+    Raises OSError if the file cannot be written, or another user may have written it.
+    """
+    with _locked(path):
+        memory = read_memory(path)
+        if (changed := change(memory)) != memory:
+            write_atomically(path, msgspec.json.encode(changed), FILE_MODE)
+
+
+def take_if_fresh(path: Path, gpus: Collection[str], max_age_s: float) -> float | None:
+    """Return the age (s) of the last full check if it is fresh for a job with these GPUs, else None.
+
+    In either case the GPUs no longer count as free: the job uses them. Raises OSError.
+    """
+    ages: list[float] = []
+
+    def take(memory: CheckMemory) -> CheckMemory:
+        if memory.passed_at is not None and memory.is_fresh(gpus, max_age_s):
+            ages.append(boot_time() - memory.passed_at)
+        return replace(memory, free_gpus={gpu: at for gpu, at in memory.free_gpus.items() if gpu not in gpus})
+
+    update_memory(path, take)
+    return ages[0] if ages else None
+
+
+def after_check(
+    memory: CheckMemory, *, passed: bool, full: bool, gpus: Collection[str], freed: bool, at: float
+) -> CheckMemory:
+    """Return the memory after a check that began at ``at``.
+
+    Args:
+        memory: Memory before the check.
+        passed: Whether the node is OK or WARN.
+        full: Whether all checks were made.
+        gpus: GPUs of the job whose prolog or epilog made the check.
+        freed: Whether the job has ended: if the check passed, its GPUs are free.
+        at: Begin of the check (s of CLOCK_BOOTTIME).
+    """
+    free = {gpu: then for gpu, then in memory.free_gpus.items() if gpu not in gpus}
+    if not passed:
+        return replace(memory, passed_at=None, free_gpus=free)
+    if freed:
+        free |= dict.fromkeys(gpus, at)
+    return replace(memory, passed_at=at if full else memory.passed_at, free_gpus=free)
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    path.parent.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
+    _check_owner(path.parent)
+    fd = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _check_owner(folder: Path) -> None:
+    """Raise PermissionError if another user owns the folder or may write to it: the memory decides about checks."""
+    about = os.stat(folder)
+    if about.st_uid != os.geteuid() or about.st_mode & 0o022:
+        raise PermissionError(0, f"{folder} belongs to another user, or others may write to it")

@@ -1,0 +1,153 @@
+"""Private parts of other packages that the product uses: each is listed here, and the installed release still has it.
+
+The ranges in pyproject.toml have no upper bounds. A release that lacks such a part fails here, with the place in the
+product that needs it, and not in a user's run.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from functools import reduce
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+OUTSIDE_THE_PRODUCT = {"tests", "benchmarks", "examples", ".venv"}
+PUBLIC_BY_THEIR_DOCUMENTATION = {"os._exit", "torch._dynamo.config"}
+
+
+class Part(NamedTuple):
+    """A private part of another package, and the place of the product that uses it."""
+
+    name: str
+    used_in: str
+    has: Callable[[Any], bool] = callable
+    """Whether the object still is what the place expects."""
+
+
+def takes(*parameters: str) -> Callable[[Any], bool]:
+    """Return a test for a function with exactly these positional parameters."""
+    return lambda function: list(inspect.signature(function).parameters) == list(parameters)
+
+
+def names(*attributes: str) -> Callable[[Any], bool]:
+    """Return a test for a class with these attributes."""
+    return lambda found: all(hasattr(found, name) for name in attributes)
+
+
+PARTS = (
+    Part("submitit.slurm.slurm:SlurmExecutor._submitit_command_str", "manager/bootstrap/manager_job.py",
+         lambda found: isinstance(found, property)),
+    Part("submitit.local._local", "manager/bootstrap/start_failure.py", inspect.ismodule),
+    Part("ucxx._lib.libucxx:UCXContext", "transport/weights/ucx.py", names("info")),
+    Part("ucxx._lib.libucxx:UCXWorker", "transport/weights/ucx.py",
+         names("set_progress_thread_start_callback", "start_progress_thread", "stop_progress_thread",
+               "stop_request_notifier_thread")),
+    Part("ucxx._lib.libucxx:UCXAddress", "transport/weights/ucx.py",
+         names("create_from_worker", "create_from_buffer", "tobytes")),
+    Part("ucxx._lib.libucxx:UCXEndpoint", "transport/weights/ucx.py",
+         names("create_from_worker_address", "tag_send", "tag_recv", "raise_on_error")),
+    Part("ucxx._lib.arr:Array", "transport/weights/ucx.py"),
+    Part("ucxx._lib_async.continuous_ucx_progress:_create_context", "transport/weights/ucx.py", takes()),
+    Part("ucxx._lib_async.notifier_thread:_notifierThread", "transport/weights/ucx.py",
+         takes("event_loop", "worker", "q")),
+    Part("torch.distributed.checkpoint.filesystem:_StorageInfo", "roles/trainer/shards.py",
+         names("__dataclass_fields__")),
+    Part("torch.distributed.tensor._utils:compute_local_shape_and_global_offset", "roles/models/safetensors.py"),
+    Part("transformers.models.qwen3.modeling_qwen3:Qwen3ForCausalLM._from_config", "roles/models/policy.py"),
+    Part("vllm.distributed.weight_transfer.factory:WeightTransferEngineFactory._registry",
+         "roles/rollout/vllm/weight_transfer.py", lambda found: isinstance(found, dict)),
+)  # fmt: skip
+INSTALLED = tuple(part for part in PARTS if find_spec(re.split(r"[.:]", part.name)[0]) is not None)
+"""Parts of the packages of this environment; vLLM has an environment of its own."""
+
+
+def release(part: Part) -> str:
+    package = re.split(r"[.:]", part.name)[0]
+    for distribution in (package, f"{package}-cu13", f"{package}-cu12"):
+        try:
+            return f"{distribution} {version(distribution)}"
+        except PackageNotFoundError:
+            continue
+    return package
+
+
+@pytest.mark.parametrize("part", INSTALLED, ids=lambda part: part.name)
+def test_private_part_is_in_the_installed_release_as_the_product_uses_it(part: Part) -> None:
+    module, _, path = part.name.partition(":")
+    try:
+        found: Any = reduce(getattr, path.split(".") if path else (), importlib.import_module(module))
+    except (ImportError, AttributeError):
+        found = None
+    fits = found is not None and part.has(found)
+    assert fits, f"{release(part)} no longer has {part.name} as {part.used_in} uses it: adapt that file"
+
+
+def test_submitit_and_ucxx_are_installed_where_the_tests_run() -> None:
+    assert {re.split(r"[.:]", part.name)[0] for part in INSTALLED} >= {"submitit", "ucxx", "torch", "transformers"}
+
+
+def test_a_part_that_is_gone_is_reported_with_the_place_that_uses_it() -> None:
+    gone = Part("submitit.slurm.slurm:SlurmExecutor._gone", "manager/bootstrap/manager_job.py")
+    with pytest.raises(AssertionError, match=r"submitit .* no longer has .*_gone as manager/bootstrap/manager_job.py"):
+        test_private_part_is_in_the_installed_release_as_the_product_uses_it(gone)
+
+
+def test_files_of_submitit_have_the_names_under_which_the_product_looks_for_them(tmp_path: Path) -> None:
+    """Used in manager/bootstrap/start_failure.py and manager_job.py: ``ID_submitted*`` and ``ID_0_log.err``."""
+    from submitit.core.utils import JobPaths
+
+    paths = JobPaths(tmp_path, "77", 0)
+    assert re.fullmatch(r"77_submitted.*", paths.submitted_pickle.name)
+    assert (paths.stderr.name, paths.stdout.name) == ("77_0_log.err", "77_0_log.out")
+
+
+# ── the list is complete ─────────────────────────────────────────────────────────────────────────────────────────────
+def private_names(tree: ast.Module) -> Iterator[str]:
+    """Yield each private name of another package that a module imports or reads from what it imports."""
+    imported: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            imported |= {one.asname or one.name.partition(".")[0]: one.name.partition(".")[0] for one in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level and node.module != "__future__":
+            for one in node.names:
+                name = f"{node.module}.{one.name}"
+                imported[one.asname or one.name] = name
+                if is_private(name):
+                    yield name
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr):
+            path, base = [node.attr], node.value
+            while isinstance(base, ast.Attribute):
+                path, base = [base.attr, *path], base.value
+            if isinstance(base, ast.Name) and base.id in imported:
+                yield ".".join([imported[base.id], *path])
+
+
+def is_private(name: str) -> bool:
+    return any(re.match(r"_(?!_)", part) for part in name.split("."))
+
+
+def test_every_private_part_that_the_product_uses_is_listed() -> None:
+    listed = {(part.name.replace(":", "."), part.used_in) for part in PARTS}
+    places = [path for path in ROOT.rglob("*.py") if path.relative_to(ROOT).parts[0] not in OUTSIDE_THE_PRODUCT]
+    used = {
+        (name, str(path.relative_to(ROOT)))
+        for path in places
+        for name in private_names(ast.parse(path.read_text()))
+        if not name.startswith(tuple(PUBLIC_BY_THEIR_DOCUMENTATION)) and name != "torch._dynamo"
+    }
+    assert len(used) >= 10
+    unlisted = used - listed
+    assert not unlisted
+    for part in PARTS:
+        named = (ROOT / part.used_in).read_text()
+        assert re.split(r"[.:]", part.name)[-1] in named, f"{part.used_in} no longer uses {part.name}"
