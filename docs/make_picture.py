@@ -9,6 +9,7 @@ with. Any run will do in which a rollout died and came back; ``make demo`` leave
 from __future__ import annotations
 
 import io
+import re
 import sys
 from pathlib import Path
 
@@ -36,6 +37,7 @@ _THEME = TerminalTheme(
     [(128, 134, 146), (240, 98, 98), (126, 200, 126), (229, 192, 96), (104, 160, 240), (198, 130, 226), (86, 194, 206),
      (255, 255, 255)],
 )  # fmt: skip
+_FONTS = 'ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono"'
 _SVG = """\
 <svg viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg" role="img">
 <title>rrl status: a rollout was killed and has come back</title>
@@ -82,6 +84,14 @@ def picture(state: State) -> str:
                      markup=False, highlight=False, emoji=False, legacy_windows=False, _environ={})  # fmt: skip
     screen.print(Padding(status_view(state, state.at + MAX_WAIT_S, COLUMNS), (1, 2)))
     return screen.export_svg(title="rrl status", theme=_THEME, code_format=_SVG, unique_id="rrl")
+
+
+def without_web_font(svg: str) -> str:
+    """A picture by rich or Textual that loads no font from elsewhere."""
+    svg = re.sub(r"\n *@font-face \{.*?\n *\}", "", svg, flags=re.DOTALL)
+    return svg.replace(
+        "Fira Code, monospace", 'ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono", monospace'
+    )
 
 
 def main() -> None:
