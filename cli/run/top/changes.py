@@ -130,6 +130,10 @@ def injection_of(watched: WatchedRun, state: State, fault: Fault) -> Change:
     return Change(title, (*effects, *_manager_doubt(watched)), command, request)
 
 
+CHANGES = ("restart", "drain", "inject")
+"""The actions of screens that change a run."""
+
+
 def can_change(state: State | None) -> bool:
     """Return whether anything of a run can still be changed."""
     return state is not None and state.finish is None

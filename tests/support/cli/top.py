@@ -23,6 +23,8 @@ from rrl.tests.support.cli.waiting import DEADLINE_S
 _CELL = re.compile(r'<text (?![^>]*text-anchor)[^>]*x="([\d.]+)" y="([\d.]+)"[^>]*>(.*?)</text>')
 _CELL_WIDTH = 12.2
 """Width of a column in rich's pictures"""
+LEASE_AHEAD_S = 25.0
+"""Time (s) by which a lease is newer than now, since nobody renews it: it is stale 30 s from its time."""
 
 
 class Top:
@@ -89,6 +91,6 @@ def managed(run: RunDir) -> RunDir:
     holder = LeaseHolder(os.uname().nodename, os.getpid(), 17)
     lease = run.epochs / "000001"
     lease.write_bytes(msgspec.json.encode(holder))
-    renewed_at = lease.stat().st_mtime + DEADLINE_S  # nobody renews it during a test
+    renewed_at = lease.stat().st_mtime + LEASE_AHEAD_S
     os.utime(lease, (renewed_at, renewed_at))
     return run

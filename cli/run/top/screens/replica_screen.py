@@ -18,7 +18,7 @@ from .....manager.model.queries import workers
 from .....manager.model.state import State
 from ....common.output import Escaped
 from ....views.status import failures_now
-from ..changes import ChangeRequested, can_change, drain_of, restart_of
+from ..changes import CHANGES, ChangeRequested, can_change, drain_of, restart_of
 from ..details import missing_view, replica_view
 from ..run_feed import OpenedRun, RunFeed, Snapshot
 from ..widgets.log_tail import LogTail
@@ -47,6 +47,7 @@ class ReplicaScreen(Screen[None]):
         super().__init__()
         self._feed, self._run_dir, self._replica = feed, run, replica
         self._opened: OpenedRun | None = None
+        self._offered: tuple[bool | None, ...] = ()
 
     def compose(self) -> ComposeResult:
         """Create the view, the log and the footer."""
@@ -67,7 +68,7 @@ class ReplicaScreen(Screen[None]):
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Return whether an action is possible now."""
-        if action not in ("restart", "drain", "inject"):
+        if action not in CHANGES:
             return True
         state = self._state
         if state is None or not can_change(state):
@@ -116,4 +117,11 @@ class ReplicaScreen(Screen[None]):
                 else replica_view(state, replica, now, failures_now(state, now))
             )
             self.query_one("#view", Static).update(Escaped(view))
-        self.refresh_bindings()
+        self._refresh_footer()
+
+    def _refresh_footer(self) -> None:
+        """Draw the keys again if others are possible than before: it takes as long as everything else."""
+        offered = tuple(self.check_action(change, ()) for change in CHANGES)
+        if offered != self._offered:
+            self._offered = offered
+            self.refresh_bindings()

@@ -20,7 +20,7 @@ from .....manager.model.state import State
 from ....common.output import Escaped
 from ....views.replicas import REPLICA_COLUMNS
 from ....views.status import facts_view, failures_now, troubles_view
-from ..changes import ChangeRequested, can_change, drain_of, restart_of
+from ..changes import CHANGES, ChangeRequested, can_change, drain_of, restart_of
 from ..details import NODE_COLUMNS, node_rows, replica_rows
 from ..run_feed import OpenedRun, RunFeed, Snapshot
 from ..widgets.list_table import ListTable
@@ -52,6 +52,7 @@ class RunScreen(Screen[None]):
         super().__init__()
         self._feed, self._run_dir = feed, run
         self._opened: OpenedRun | None = None
+        self._offered: tuple[bool | None, ...] = ()
         """The newest reading of the run; None before the first one."""
 
     def compose(self) -> ComposeResult:
@@ -79,6 +80,8 @@ class RunScreen(Screen[None]):
 
     @on(TabbedContent.TabActivated)
     def _table_chosen(self) -> None:
+        if (state := self._state) is not None:
+            self._show_table(state, self._feed.now())
         self._table.focus_table()
         self.refresh_bindings()
 
@@ -93,7 +96,7 @@ class RunScreen(Screen[None]):
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Return whether an action is possible for the run and for the row that has the cursor."""
         state = self._state
-        if action in ("restart", "drain", "inject") and not can_change(state):
+        if action in CHANGES and not can_change(state):
             return False
         if action == "restart":
             return self._replica is not None
@@ -171,9 +174,14 @@ class RunScreen(Screen[None]):
             view.update(Escaped(Text(f"{self._run_dir.id}: {opened.waiting}", "yellow", overflow="fold")))
         else:
             view.update(Escaped(_run_view(opened, state, now, max(20, self.size.width - 4))))
-            self.query_one("#replica-table", ListTable).show(replica_rows(state, now, failures_now(state, now)))
-            self.query_one("#node-table", ListTable).show(node_rows(state, now))
-        self.refresh_bindings()
+            self._show_table(state, now)
+        self._refresh_footer()
+
+    def _show_table(self, state: State, now: float) -> None:
+        """Bring the table that is visible up to date."""
+        table = self._table
+        replicas = table.id == "replica-table"
+        table.show(replica_rows(state, now, failures_now(state, now)) if replicas else node_rows(state, now))
 
     def _show_missing(self, trouble: str) -> None:
         self._opened = None
@@ -181,7 +189,14 @@ class RunScreen(Screen[None]):
         self.query_one("#view", Static).update(Escaped(Text(reason, "red", overflow="fold")))
         for table in self.query(ListTable):
             table.show([])
-        self.refresh_bindings()
+        self._refresh_footer()
+
+    def _refresh_footer(self) -> None:
+        """Draw the keys again if others are possible than before: it takes as long as everything else."""
+        offered = tuple(self.check_action(change, ()) for change in CHANGES)
+        if offered != self._offered:
+            self._offered = offered
+            self.refresh_bindings()
 
 
 def _run_view(opened: OpenedRun, state: State, now: float, width: int) -> RenderableType:
