@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import pty
-import select
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -17,7 +13,10 @@ import pytest
 from rrl.cli import main
 from rrl.core.run_dir import RUNS_ENV
 from rrl.tests.support.cli.story import Story
-from rrl.tests.support.cli.waiting import DEADLINE_S
+from rrl.tests.support.cli.terminal import Terminal
+from rrl.tests.support.cli.waiting import DEADLINE_S, eventually
+
+PROGRAM = (sys.executable, "-c", "from rrl.cli.main import main; main()", "top")
 
 
 @pytest.fixture
@@ -62,69 +61,20 @@ def test_textual_is_imported_by_this_command_alone() -> None:
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "False\n"
 
 
-class Terminal:
-    """``rrl top`` in a terminal of its own."""
-
-    def __init__(self, *arguments: str) -> None:
-        leader, follower = pty.openpty()
-        environment = os.environ | {"TERM": "xterm-256color", "COLUMNS": "80", "LINES": "24"}
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", "from rrl.cli.main import main; main()", *arguments],
-            stdin=follower, stdout=follower, stderr=follower, env=environment, start_new_session=True,
-        )  # fmt: skip
-        os.close(follower)
-        self._leader, self.output = leader, b""
-
-    def read_until(self, text: bytes) -> None:
-        end = time.monotonic() + DEADLINE_S
-        while text not in self.output:
-            assert time.monotonic() < end, self.output[-3000:]
-            if select.select([self._leader], [], [], 0.1)[0]:
-                self.output += os.read(self._leader, 65536)
-
-    def write(self, keys: bytes) -> None:
-        os.write(self._leader, keys)
-
-    def exit_code(self) -> int:
-        """Return the exit code, and read what is written until then: the process must not wait for a reader."""
-        end = time.monotonic() + DEADLINE_S
-        while self.process.poll() is None:
-            assert time.monotonic() < end, "it does not end"
-            if select.select([self._leader], [], [], 0.1)[0]:
-                try:
-                    self.output += os.read(self._leader, 65536)
-                except OSError:  # the other side is closed
-                    continue
-        return self.process.returncode
-
-    def close(self) -> None:
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        os.close(self._leader)
-
-
 def test_key_ends_it_and_the_terminal_is_left_as_it_was(root: Path) -> None:
     Story("quick-1").works().written(root)
-    terminal = Terminal("top")
-    try:
-        terminal.read_until(b"quick-1")
-        terminal.write(b"q")
-        assert terminal.exit_code() == 0
-        assert b"\x1b[?1049h" in terminal.output
-        assert b"\x1b[?1049l" in terminal.output, "the screen of the shell is shown again"
-        assert b"Traceback" not in terminal.output
-    finally:
-        terminal.close()
+    with Terminal(PROGRAM, {}, 80, 24) as terminal:
+        eventually(lambda: "quick-1" in "\n".join(terminal.lines))
+        terminal.press("q")
+        assert terminal.process.wait(DEADLINE_S) == 0
+        eventually(lambda: "\x1b[?1049l" in terminal.drawn)  # the screen of the shell is shown again
+        assert "Traceback" not in terminal.drawn
 
 
 def test_it_can_be_left_while_the_storage_hangs(root: Path) -> None:
     run = Story("quick-1").works().written(root)
     os.mkfifo(run.journal / "000009-000001.seg")  # whoever opens it waits for ever
-    terminal = Terminal("top")
-    try:
-        terminal.read_until(b"Quit")
-        terminal.write(b"q")
-        assert terminal.exit_code() == 0
-    finally:
-        terminal.close()
+    with Terminal(PROGRAM, {}, 80, 24) as terminal:
+        eventually(lambda: "Quit" in "\n".join(terminal.lines))
+        terminal.press("q")
+        assert terminal.process.wait(DEADLINE_S) == 0

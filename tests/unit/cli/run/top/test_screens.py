@@ -166,7 +166,7 @@ def test_journal_of_an_older_rrl_is_named_and_hides_no_other_run(root: Path, mon
     play(scene, story.now, (200, 60))
 
 
-def test_folder_that_vanishes_is_said_to_be_gone(root: Path) -> None:
+def test_run_screen_reports_a_folder_that_vanished(root: Path) -> None:
     story = allowing()
     run = written(story, root)
 
