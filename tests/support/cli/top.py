@@ -23,6 +23,8 @@ from rrl.tests.support.cli.waiting import DEADLINE_S
 _CELL = re.compile(r'<text (?![^>]*text-anchor)[^>]*x="([\d.]+)" y="([\d.]+)"[^>]*>(.*?)</text>')
 _CELL_WIDTH = 12.2
 """Width of a column in rich's pictures"""
+SETTLED_PICTURES = 15
+"""Number of pictures in a row, 0.02 s apart, that are equal once nothing changes any more"""
 LEASE_AHEAD_S = 25.0
 """Time (s) by which a lease is newer than now, since nobody renews it: it is stale 30 s from its time."""
 
@@ -47,6 +49,17 @@ class Top:
         """Wait until the screen has all texts, and return the whole of it."""
         await self.until(lambda: all(text in self.text() for text in texts))
         return self.text()
+
+    async def settled_picture(self) -> str:
+        """Return the picture once it no longer changes: focus, footer and scrollbars follow what has been drawn."""
+        pictures = [self.picture()]
+
+        def settled() -> bool:
+            pictures.append(self.picture())
+            return len(pictures) > SETTLED_PICTURES and len(set(pictures[-SETTLED_PICTURES:])) == 1
+
+        await self.until(settled)
+        return pictures[-1]
 
     def picture(self) -> str:
         return without_web_font(self.app.export_screenshot(title="rrl top", simplify=True)).rstrip() + "\n"
