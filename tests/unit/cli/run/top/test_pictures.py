@@ -53,7 +53,7 @@ def written(story: Story, root: Path) -> RunDir:
     run = managed(story.written(root))
     submitted_at = time.time() - sum(
         run.id.encode()
-    )  # the order of the runs does not depend on the file system's clock
+    )  # runs of one clock tick have no order
     os.utime(run.resolved, (submitted_at, submitted_at))
     lines = [f"2027-01-15T08:00:{second:02}.250000Z batch {second - 7}: 64 answers\n" for second in range(8, 48)]
     (run.logs / f"{run.id}.rollout-1.1.log").write_text("".join(lines))
