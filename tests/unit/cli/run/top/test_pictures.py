@@ -51,9 +51,7 @@ def with_gpus(story: Story) -> Story:
 
 def written(story: Story, root: Path) -> RunDir:
     run = managed(story.written(root))
-    submitted_at = time.time() - sum(
-        run.id.encode()
-    )  # runs of one clock tick have no order
+    submitted_at = time.time() - sum(run.id.encode())  # runs of one clock tick have no order
     os.utime(run.resolved, (submitted_at, submitted_at))
     lines = [f"2027-01-15T08:00:{second:02}.250000Z batch {second - 7}: 64 answers\n" for second in range(8, 48)]
     (run.logs / f"{run.id}.rollout-1.1.log").write_text("".join(lines))
