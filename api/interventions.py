@@ -1,6 +1,6 @@
-"""End a run, or restart one of its replicas, by a command to its manager (:mod:`rrl.api.command_sender`).
+"""End a run, restart one of its replicas or drain a node, by a command to its manager (:mod:`rrl.api.command_sender`).
 
-Each function that requests something is followed by one that waits for it.
+Each function that requests an end or a restart is followed by one that waits for it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from ..core.run_dir import RunDir
 from ..core.types import OperationFailed, Outcome, ReplicaId, UsageError, gang_of
 from ..manager.intake.user_commands import Command
 from ..manager.model.queries import gang, workers
+from ..manager.model.reduce_nodes import DRAIN, UNDRAIN
 from ..manager.model.state import Replica, State, Status
 from ..manager.storage.resume_request import withdraw
 from .command_sender import POLL_INTERVAL_S, send, wait_until_taken
@@ -168,3 +169,41 @@ def _replica(state: State, name: str) -> ReplicaId:
     if state.replica(ReplicaId(name)).status is Status.COMPLETED:
         raise UsageError(f"{name} has completed; there is nothing to restart")
     return ReplicaId(name)
+
+
+# ── nodes ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+def request_drain(run: RunDir, state: State | None, node: str, reason: str) -> str:
+    """Have the manager of a run move it off a node and drain the node.
+
+    Args:
+        run: The run.
+        state: Its state; None if its journal has no record yet.
+        node: The node.
+        reason: What Slurm shows as the reason; may be empty.
+
+    Returns:
+        The name of the command file that the manager has to take.
+
+    Raises:
+        UsageError: The run has no such node, or no longer uses nodes.
+        OperationFailed: The run directory cannot be written.
+    """
+    _check_node_command(run, state, node)
+    return send(run, Command(DRAIN, getpass.getuser(), target=node, reason=reason))
+
+
+def request_undrain(run: RunDir, state: State | None, node: str) -> str:
+    """Have the manager of a run use a node again; arguments, result and errors as of :func:`request_drain`."""
+    _check_node_command(run, state, node)
+    return send(run, Command(UNDRAIN, getpass.getuser(), target=node))
+
+
+def _check_node_command(run: RunDir, state: State | None, node: str) -> None:
+    if state is None:
+        raise UsageError(f"{run.id} has not begun yet; see: rrl status {run.id}")
+    if state.finish is not None:
+        raise UsageError(f"{run.id} is {state.outcome.value if state.outcome else 'ending'}: it no longer uses a node")
+    held_nodes = sorted(name for name, one in state.nodes.items() if one.allocation or one.excluded is not None)
+    if node not in held_nodes:
+        has = f"it has {', '.join(held_nodes)}" if held_nodes else "it has none yet"
+        raise UsageError(f'no node "{node}" in this run; {has}')

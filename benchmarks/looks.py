@@ -1,10 +1,11 @@
-"""Measures what it costs to look at a run: ``rrl status``, ``rrl explain``, and the bytes of ``rrl status --live``.
+"""Measures what it costs to look at a run: ``rrl status``, ``rrl explain``, ``rrl top``, and the bytes of ``--live``.
 
 ``status_s`` and ``explain_s`` are medians of whole processes for a run of 10,000 steps, whose journal this program
 writes (bars: 0.2 s and 1 s). The bytes are those that ``rrl status --live`` sends to a real terminal (a pseudo-terminal
 of 200 columns and 60 lines) after its first drawing, for real runs on the local cluster: ``live_idle_Bps`` while five
 processes of a run are at rest (bar: 2 kB/s), ``live_busy_Bps`` while the steps of a run with five replicas pass (bar:
-5 kB/s). Prints one JSON object as its last line.
+5 kB/s). ``top_64_replicas_cpu`` and ``top_20_runs_cpu`` are the shares of a core that ``rrl top`` takes at rest, for
+the screen of a run with 64 replicas and for the table of 20 runs. Prints one JSON object as its last line.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pathlib import Path
 from rrl.benchmarks._long_run import LONG_RUN, write_long_run
 from rrl.benchmarks._requirements import check_requirements
 from rrl.benchmarks._table import print_table
+from rrl.benchmarks._top_cost import top_cost
 from rrl.manager.model.queries import workers
 from rrl.manager.model.state import Status
 from rrl.tests.support.cli.terminal import Terminal
@@ -61,6 +63,10 @@ def main() -> None:
     figures["live_idle_Bps"], _ = measure_live(RESTING_JOB, seconds)
     # trajectories, reward, trainer and two rollouts
     figures["live_busy_Bps"], steps = measure_live(light_job("local", STEPS), seconds)
+    shares = {
+        "top_64_replicas_cpu": top_cost(64, 1, opened=True),
+        "top_20_runs_cpu": top_cost(REPLICAS, 20, opened=False),
+    }
     rows = [
         (name, f"{figures[name]:.3f}" if name.endswith("_s") else f"{figures[name]:.0f}",
          f"{'under' if figures[name] < bar else 'OVER'} {bar:g}")
@@ -68,7 +74,9 @@ def main() -> None:
     ]  # fmt: skip
     print_table(("figure", "measured", "bar"), rows)
     print(f"{steps / seconds:.1f} steps per second passed while live_busy_Bps was measured")
-    print(json.dumps({name: round(figures[name], 4) for name in BARS}))
+    for name, share in shares.items():
+        print(f"{name}: {100 * share:.1f} % of a core")
+    print(json.dumps({name: round(value, 4) for name, value in (figures | shares).items()}))
 
 
 def time_commands() -> dict[str, float]:

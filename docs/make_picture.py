@@ -11,6 +11,7 @@ leaves one. A test (tests/project/test_docs.py) draws the state again and compar
 from __future__ import annotations
 
 import io
+import re
 import sys
 from pathlib import Path
 
@@ -42,6 +43,7 @@ _THEME = TerminalTheme(
     [(128, 134, 146), (240, 98, 98), (126, 200, 126), (229, 192, 96), (104, 160, 240), (198, 130, 226), (86, 194, 206),
      (255, 255, 255)],
 )  # fmt: skip
+_FONTS = 'ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono"'
 _SVG = """\
 <svg viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg" role="img">
 <title>rrl status: a rollout was killed and has come back</title>
@@ -102,6 +104,12 @@ def record(run: RunDir) -> None:
         shown = f"/home/user{name}"
         text = text.replace(f"{folder}/", f"{shown}/").replace(f'{folder}"', f'{shown}"')
     STATE.write_text(text + "\n", encoding="utf-8")
+
+
+def without_web_font(svg: str) -> str:
+    """A picture by rich or Textual that loads no font from elsewhere."""
+    svg = re.sub(r"\n *@font-face \{.*?\n *\}", "", svg, flags=re.DOTALL)
+    return svg.replace("Fira Code, monospace", f"{_FONTS}, monospace")
 
 
 def main() -> None:

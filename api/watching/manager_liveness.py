@@ -80,6 +80,18 @@ def liveness(run: RunDir, state: State) -> Liveness:
     return judge(state, stale, slurm)
 
 
+def liveness_without_slurm(run: RunDir, state: State) -> Liveness:
+    """Judge one run without querying Slurm, so that the rest of a run on Slurm may be unknown.
+
+    Raises OperationFailed if the lease cannot be read.
+    """
+    stale = stale_lease(run, state)
+    if not stale or state.job.cluster != "slurm":
+        return judge(state, stale, None) if stale else Liveness()
+    note = f"{stale}; whether the roles go on is unknown"
+    return Liveness(note, f"Slurm is not asked here: rrl status {state.run} asks it", UNKNOWN)
+
+
 def stale_lease(run: RunDir, state: State) -> str:
     """Return why the run seems to have no manager; empty if it may have one, or has ended.
 

@@ -90,8 +90,7 @@ def listed_states(runs: Iterable[RunDir]) -> list[RunState]:
         try:
             found.append(_run_state(run, slurm))
         except (UsageError, OperationFailed) as error:
-            reason = f"unreadable: {str(error).removeprefix(f'{run.id} is ')}"
-            found.append(replace(_submitted(run, job_of(run)), standing=reason))
+            found.append(unreadable(run, job_of(run), error))
     return found
 
 
@@ -126,27 +125,55 @@ def _run_state(run: RunDir, slurm: dict[int, SlurmJobs]) -> RunState:
     is only if a run's lease is no longer renewed.
     """
     job, resumes, state = job_of(run), resume_pending(run), read_state(run)
+    failure, liveness = "", Liveness()
     if state is None:
         failure = _start_failure(run, job, slurm)
-        outcome, why = (Outcome.REJECTED, failure) if failure else (None, "")
-        return replace(_submitted(run, job), outcome=outcome, standing=outcome or "submitted", why=why)
-    if state.outcome is not None and resumes:
+    elif state.outcome is not None and resumes:
         failure = StartCheck(run).failure(state)
-        if not failure:
-            return replace(_submitted(run, job), step=state.step, reward=state.rewards.latest, started=state.started)
-        state = replace(state, why=f"{run.id} was to go on, but {failure}; to try again: rrl manage {run.id}")
-    liveness = _liveness(run, state, slurm)
+    else:
+        liveness = _liveness(run, state, slurm)
+    return assembled(run, job, state, liveness, resumes=resumes, start_failure=failure, now=time.time())
+
+
+def assembled(
+    run: RunDir, job: RunSpec | None, state: State | None, liveness: Liveness, *, resumes: bool, start_failure: str,
+    now: float,
+) -> RunState:  # fmt: skip
+    """Return where a run stands, from what was read of it.
+
+    Args:
+        run: The run.
+        job: Its run spec; None if it cannot be read.
+        state: The state from its journal; None if the journal has no record yet.
+        liveness: What is known of its manager.
+        resumes: Whether a user has requested to resume it, and no manager has carried that out yet.
+        start_failure: Why no manager will ever begin or resume it; empty if one may.
+        now: The wall clock (s).
+    """
+    if state is None:
+        outcome = Outcome.REJECTED if start_failure else None
+        return replace(submitted(run, job), outcome=outcome, standing=outcome or "submitted", why=start_failure)
+    if state.outcome is not None and resumes:
+        if not start_failure:
+            return replace(submitted(run, job), step=state.step, reward=state.rewards.latest, started=state.started)
+        state = replace(state, why=f"{run.id} was to go on, but {start_failure}; to try again: rrl manage {run.id}")
     return RunState(
         run.id, job.name if job else "", state.outcome, liveness.standing or standing(state), state.step,
         state.job.steps, state.rewards.latest, state.recoveries, state.started, state.ended,
-        round(state.run_seconds(time.time()), 2), str(run.path), state.why if state.outcome else str(liveness),
+        round(state.run_seconds(now), 2), str(run.path), state.why if state.outcome else str(liveness),
     )  # fmt: skip
 
 
-def _submitted(run: RunDir, job: RunSpec | None) -> RunState:
-    """Return the state of a run of which nothing but its job is known."""
+def unreadable(run: RunDir, job: RunSpec | None, error: Exception) -> RunState:
+    """Return the entry of a run that cannot be read, with the reason as its standing."""
+    reason = f"unreadable: {str(error).removeprefix(f'{run.id} is ')}"
+    return submitted(run, job, reason)
+
+
+def submitted(run: RunDir, job: RunSpec | None, standing: str = "submitted") -> RunState:
+    """Return the entry of a run of which nothing but its job is known."""
     name, steps = (job.name, job.steps) if job else ("", None)
-    return RunState(run.id, name, None, "submitted", 0, steps, None, 0, None, None, None, str(run.path))
+    return RunState(run.id, name, None, standing, 0, steps, None, 0, None, None, None, str(run.path))
 
 
 def _liveness(run: RunDir, state: State, slurm: dict[int, SlurmJobs]) -> Liveness:

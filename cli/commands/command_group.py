@@ -8,7 +8,7 @@ from typer.core import TyperGroup
 
 SECTIONS = {
     "Prepare a job": ("init", "check", "schema", "completion"),
-    "Start, watch and end runs": ("submit", "status", "list", "logs", "cancel", "resume", "rm", "manage"),
+    "Start, watch and end runs": ("submit", "status", "top", "list", "logs", "cancel", "resume", "rm", "manage"),
     "Understand a run, and get its results": ("explain", "report", "metrics", "track", "export"),
     "Change a run in progress": ("restart", "drain", "undrain", "inject"),
     "Train agents": ("episodes", "endpoint", "relay"),

@@ -54,6 +54,28 @@ def status(
     raise typer.Exit(command.status(run, json=json))
 
 
+@app.command(short_help="Watch and change runs on the whole terminal.")
+def top(
+    run: Annotated[
+        str | None,
+        typer.Argument(metavar="RUN", show_default=False,
+                       help="The run to open first: its id, an unambiguous beginning of it, or its folder."),
+    ] = None,
+) -> None:  # fmt: skip
+    """Show your runs in a table, and each run, replica and node on a screen of its own.
+
+    Enter opens what has the cursor, Esc goes back, ? shows the keys. Restarts, drains and faults are confirmed first.
+    Needs pip install 'rrl-slurm[tui]'.
+
+    \b
+    rrl top         all runs
+    rrl top quick   the run whose id begins with "quick"
+    """
+    from ..run.top import command
+
+    raise typer.Exit(command.top(run))
+
+
 @app.command("list")
 def list_runs(json: Json = False) -> None:
     """List your runs, newest first."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from ...api.runs import find_run
-from ...core.types import UsageError
+from ...core.run_dir import RunDir
+from ...core.types import OperationFailed, UsageError
 from ...manager.reporting.decisions.explanations import Explanation, explain, known_names
 from ...manager.storage.journal import JournalError, replay
 from ..common.output import print_json, print_line, show
@@ -14,23 +15,35 @@ MAX_NAMES = 12
 
 
 def explain_run(name: str, about: str | None, *, json: bool) -> int:
-    """Print the decisions of a run's manager, or only those about a role, replica, node or training step.
-
-    Raises UsageError if the journal is damaged, or if no decision is about ``about``.
-    """
+    """Print the decisions that :func:`explanations` selects; returns exit code 0."""
     run = find_run(name)
-    try:
-        explanations = explain(replay(run))
-    except JournalError as error:
-        raise UsageError(str(error)) from None
-    selected = explanations if about is None else _about(explanations, about, run.id)
+    selected = explanations(run, about)
     if json:
         print_json([decision_record(explanation) for explanation in selected])
     elif selected:
         show(explanation_view(selected, grouped=about is None))
     else:
-        print_line(f"{run.id}: its manager has decided nothing{f' in step {about}' if about else ''} yet")
+        print_line(nothing_decided(run, about))
     return 0
+
+
+def explanations(run: RunDir, about: str | None) -> list[Explanation]:
+    """Return the decisions of a run's manager, or only those about a role, replica, node or training step.
+
+    Raises UsageError if the journal is damaged, or if no decision is about ``about``.
+    """
+    try:
+        found = explain(replay(run))
+    except JournalError as error:
+        raise UsageError(str(error)) from None
+    except OSError as error:
+        raise OperationFailed(f"{run.journal}: {error.strerror}") from None
+    return found if about is None else _about(found, about, run.id)
+
+
+def nothing_decided(run: RunDir, about: str | None) -> str:
+    """Return the text for a run of which there is nothing to explain."""
+    return f"{run.id}: its manager has decided nothing{f' in step {about}' if about else ''} yet"
 
 
 def _about(explanations: list[Explanation], about: str, run: str) -> list[Explanation]:

@@ -6,17 +6,22 @@ machine that cannot connect to the manager.
 
 from __future__ import annotations
 
-import getpass
 import sys
 import time
 from collections.abc import Callable
 
-from ...api.command_sender import POLL_INTERVAL_S, ManagerPresence, send, wait_until_taken
-from ...api.interventions import await_end, await_restarted, request_end, request_restart
+from ...api.command_sender import POLL_INTERVAL_S, ManagerPresence, wait_until_taken
+from ...api.interventions import (
+    await_end,
+    await_restarted,
+    request_drain,
+    request_end,
+    request_restart,
+    request_undrain,
+)
 from ...api.runs import StateReader, find_run
 from ...core.run_dir import RunDir
-from ...core.types import NodeName, OperationFailed, UsageError
-from ...manager.intake.user_commands import Command
+from ...core.types import NodeName, OperationFailed
 from ...manager.model.queries import workers
 from ...manager.model.reduce_nodes import DRAIN, UNDRAIN
 from ...manager.model.state import State
@@ -34,7 +39,10 @@ def drain(name: str, node: str, reason: str, *, wait: bool) -> int:
     Returns exit code 0 once the run no longer uses the node, whether Slurm drained it or the drain is only requested,
     or, without ``wait``, once the command is written for the manager.
     """
-    return _send_node_command(name, DRAIN, node, reason, _drain_outcome, wait)
+    run = find_run(name)
+    reader = StateReader(run)
+    file_name = request_drain(run, reader.state(), node, reason)
+    return _await_node_command(run, reader, DRAIN, NodeName(node), file_name, _drain_outcome, wait)
 
 
 def undrain(name: str, node: str, *, wait: bool) -> int:
@@ -43,17 +51,16 @@ def undrain(name: str, node: str, *, wait: bool) -> int:
     Returns exit code 0 once this run may use the node, or, without ``wait``, once the command is written for the
     manager.
     """
-    return _send_node_command(name, UNDRAIN, node, "", _undrain_outcome, wait)
-
-
-def _send_node_command(
-    name: str, command: str, node: str, reason: str, outcome_text: Callable[[State, NodeName], str], wait: bool
-) -> int:
     run = find_run(name)
     reader = StateReader(run)
-    state = reader.state()
-    _check_node_command(run, state, node)
-    file_name = send(run, Command(command, getpass.getuser(), target=node, reason=reason))
+    file_name = request_undrain(run, reader.state(), node)
+    return _await_node_command(run, reader, UNDRAIN, NodeName(node), file_name, _undrain_outcome, wait)
+
+
+def _await_node_command(
+    run: RunDir, reader: StateReader, command: str, node: NodeName, file_name: str,
+    outcome_text: Callable[[State, NodeName], str], wait: bool,
+) -> int:  # fmt: skip
     if not wait:
         print(f"{run.id}: its manager is asked to {command} {node}")
         return 0
@@ -63,28 +70,17 @@ def _send_node_command(
         state = reader.state()
         if state is not None and state.finish is not None:
             raise OperationFailed(f"{run.id} ended before that; see: rrl status {run.id}")
-        if state is not None and (outcome := outcome_text(state, NodeName(node))):
+        if state is not None and (outcome := outcome_text(state, node)):
             print_line(outcome)
             return 0
         if state is not None:
             deadline = deadline or time.monotonic() + state.job.limits.allocation + DRAIN_TIMEOUT_S
-            moving = _print_moving(state, NodeName(node), moving)
+            moving = _print_moving(state, node, moving)
         if manager.is_gone():
             raise OperationFailed(manager.absent_message(f"{command} {node}"))
         if deadline is not None and time.monotonic() > deadline:
             raise OperationFailed(f"{run.id}: {node} is not yet {command}ed; see: rrl status {run.id}")
         time.sleep(POLL_INTERVAL_S)
-
-
-def _check_node_command(run: RunDir, state: State | None, node: str) -> None:
-    if state is None:
-        raise UsageError(f"{run.id} has not begun yet; see: rrl status {run.id}")
-    if state.finish is not None:
-        raise UsageError(f"{run.id} is {state.outcome.value if state.outcome else 'ending'}: it no longer uses a node")
-    held_nodes = sorted(name for name, one in state.nodes.items() if one.allocation or one.excluded is not None)
-    if node not in held_nodes:
-        has = f"it has {', '.join(held_nodes)}" if held_nodes else "it has none yet"
-        raise UsageError(f'no node "{node}" in this run; {has}')
 
 
 def _print_moving(state: State, node: NodeName, printed: str) -> str:

@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
-import getpass
-import random
-import secrets
 import sys
 import time
-from collections.abc import Callable
-from typing import TypeVar
 
 import msgspec
 
-from ...api.command_sender import POLL_INTERVAL_S, ManagerPresence, send, wait_until_taken
+from ...api.command_sender import POLL_INTERVAL_S, ManagerPresence, wait_until_taken
+from ...api.fault_requests import check_fault, fault_of, request_fault
 from ...api.runs import StateReader, find_run, job_of
-from ...core.faults import Fault, FaultKind, FaultProblem, FaultTrigger, parse_trigger, resolve_target
+from ...core.faults import Fault, FaultTrigger
 from ...core.run_dir import RunDir
-from ...core.run_spec import RunSpec
-from ...core.types import OperationFailed, UsageError
-from ...manager.intake.user_commands import Command, rejection
+from ...core.types import OperationFailed
 from ...manager.model import events as ev
 from ...manager.model.actions import fault_tag
 from ...manager.model.state import State
 from ...manager.storage.journal import replay
 from ..common.output import print_json, print_line
 from .json_documents import RequestedFault
-
-_T = TypeVar("_T")
-
-_FLAGS = {FaultProblem.NO_SECONDS: "; add --for 10s", FaultProblem.NO_AMOUNT: "; add --amount"}
-"""What to add to the command line if an argument is missing."""
 
 
 def inject(
@@ -46,10 +35,9 @@ def inject(
     job = state.job if state is not None else job_of(run)
     if job is None:
         raise OperationFailed(f"{run.run_spec} cannot be read")
-    fault = _fault(job, kind, target, at, seconds, amount, seed)
-    if rejected := rejection(fault, job, state):
-        raise UsageError(f"{run.id}: {rejected.text}{_FLAGS.get(rejected.problem, '')}")
-    file_name = send(run, Command("inject", getpass.getuser(), fault=fault))
+    fault = fault_of(job, kind, target, at=at, seconds=seconds, amount=amount, seed=seed)
+    check_fault(run, job, state, fault)
+    file_name = request_fault(run, fault)
     if not wait:
         _print_request(run, fault, "requested", json)
         return 0
@@ -65,33 +53,6 @@ def inject(
     else:
         raise OperationFailed(f"{run.id}: {_fault_text(fault)} was not performed: {result.detail}")
     return 0 if done else 1
-
-
-def _fault(
-    job: RunSpec, kind: str, target: str, at: str | None, seconds: str | None, amount: float, seed: int | None
-) -> Fault:
-    """Return the fault that the arguments describe. Raises UsageError."""
-    if kind not in set(FaultKind):
-        raise UsageError(f'there is no fault "{kind}"; the faults are {", ".join(FaultKind)}')
-    moment = FaultTrigger() if at is None else _parse_flag(parse_trigger, at, "--at")
-    lasts = 0.0 if seconds is None else _parse_flag(_seconds, seconds, "--for")
-    draw = random.Random(seed)
-    replicas = {role.name: role.replicas for role in job.roles}
-    chosen_target = target if "/" in target else resolve_target(target, FaultKind(kind), replicas, draw) or target
-    return Fault(f"i{secrets.token_hex(3)}", FaultKind(kind), chosen_target, moment, lasts, amount)
-
-
-def _parse_flag(parse: Callable[[str], _T], text: str, flag: str) -> _T:
-    try:
-        return parse(text)
-    except ValueError as error:
-        raise UsageError(f"{flag}: {error}") from None
-
-
-def _seconds(text: str) -> float:
-    from ...core.units import seconds  # imported here, since it imports pydantic
-
-    return seconds(text)
 
 
 def _await_result(run: RunDir, reader: StateReader, fault: Fault, verbose: bool) -> ev.FaultInjected:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Self
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -16,7 +18,7 @@ from ...api.watching.start_check import StartCheck
 from ...core.run_dir import RunDir, runs_root
 from ...core.types import Outcome
 from ...manager.model.state import State
-from ...manager.storage.model_folders import model_folders
+from ...manager.storage.model_folders import ModelFolders, model_folders
 from ..common.output import console, print_json, print_line, show
 from ..views.replicas import MAX_LISTED
 from ..views.status import status_view
@@ -64,20 +66,41 @@ def _current_liveness(run: RunDir, state: State) -> Liveness:
     return judged if judged.note else Liveness(storage_trouble(run))
 
 
+class RunFiles(NamedTuple):
+    """What the view of a run shows from files other than its journal."""
+
+    folders: ModelFolders = ModelFolders()
+    metrics_failure: str = ""
+    recoveries: Sequence[dict[str, Any]] = ()
+    """The recoveries in the summary of a run that has ended."""
+
+    @classmethod
+    def read(cls, run: RunDir, state: State) -> Self:
+        """Return what the files of a run say now."""
+        summary = summary_of(run) if state.outcome is not None else None
+        recoveries = (summary or {}).get("recoveries") or ()
+        return cls(model_folders(run, state.step), metrics_failure(run, state), recoveries)
+
+    def views(self) -> list[RenderableType]:
+        """Return what stands below the status view, each part after an empty line; often nothing."""
+        parts: list[RenderableType] = []
+        if self.metrics_failure:
+            parts.append(Text(f"metrics of the manager: {self.metrics_failure}", "yellow", overflow="fold"))
+        if self.recoveries:
+            parts.append(recoveries_view(list(self.recoveries)))
+        return [line for part in parts for line in ("", part)]
+
+
 def picture(
     run: RunDir, state: State, width: int, manager_liveness: Liveness = Liveness(), max_listed: int = MAX_LISTED
 ) -> RenderableType:
     """Return the status view, with the summary once the run has ended."""
+    files = RunFiles.read(run, state)
     view = status_view(
         state, time.time(), width, (manager_liveness.note, manager_liveness.advice), manager_liveness.standing,
-        model_folders(run, state.step), max_listed,
+        files.folders, max_listed,
     )  # fmt: skip
-    if failure := metrics_failure(run, state):
-        view = Group(view, "", Text(f"metrics of the manager: {failure}", "yellow", overflow="fold"))
-    summary = summary_of(run) if state.outcome is not None else None
-    if summary is None or not (recoveries := summary.get("recoveries")):
-        return view
-    return Group(view, "", recoveries_view(recoveries))
+    return Group(view, *files.views())
 
 
 def metrics_failure(run: RunDir, state: State) -> str:

@@ -36,6 +36,9 @@ MAX_TEXT = 1200
 """Maximum number of characters of a reason, which is longer than any that rrl itself writes; a user's code may write
 more."""
 
+REPLICA_COLUMNS = ("replica", "#", "node", "doing", "for", "weights", "")
+"""Headings of the table of replicas; the last column has remarks."""
+
 _STATUS_COLOUR = {
     Status.WANTED: "yellow", Status.LAUNCHING: "cyan", Status.STARTING: "cyan", Status.RETIRED: "bright_black",
     Status.COMPLETED: "green",
@@ -149,7 +152,7 @@ def replicas_view(state: State, now: float, width: int, failures: Failures, max_
             )
             shown = sorted(unusual, key=lambda replica: replica.status in NORMAL_STATUSES)[:MAX_LISTED]
         for replica in shown:
-            _add_row(table, state, replica, now, failures)
+            table.add_row(*replica_cells(state, replica, now, failures))
         listed = {replica.id for replica in shown}
         if rest := [replica for replica in replicas if replica.id not in listed]:
             summary = _summary_of_rest(state, rest, now, failures, len(rest) < len(replicas))
@@ -170,16 +173,17 @@ def _summary_of_rest(state: State, replicas: Sequence[Replica], now: float, fail
     return f"{len(replicas)} more: {all_words}" if len(words) > 1 else f"{len(replicas)} more {next(iter(words))}"
 
 
-def _add_row(table: Table, state: State, replica: Replica, now: float, failures: Failures) -> None:
+def replica_cells(state: State, replica: Replica, now: float, failures: Failures) -> tuple[Text, ...]:
+    """Return the cells of a replica's row in the table, in the order of :data:`REPLICA_COLUMNS`."""
     does = doing(state, replica, now, failures)
     incarnation = f"#{replica.incarnation_number}" if replica.incarnation_number else "–"
-    table.add_row(
-        replica.id,
+    return (
+        Text(replica.id),
         Text(incarnation, "yellow" if replica.incarnation_number > 1 else "bright_black"),
-        replica.node or "–",
+        Text(replica.node or "–"),
         Text(does.word, does.colour),
-        span(now - does.since),
-        f"v{replica.weight_version.step}" if replica.weight_version is not None else "–",
+        Text(span(now - does.since)),
+        Text(f"v{replica.weight_version.step}" if replica.weight_version is not None else "–"),
         _remark(state, replica, does),
     )
 

@@ -12,7 +12,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ...api.watching.run_state import NORMAL_STATUSES, failures_of, standing
+from ...api.watching.run_state import NORMAL_STATUSES, Failures, failures_of, standing
 from ...core.phases import STANDBY
 from ...core.run_spec import INTEROPERABLE_TRANSPORTS
 from ...core.text import span
@@ -91,18 +91,34 @@ def status_view(
         max_listed: Number of replicas of a role up to which all are listed.
     """
     until = now if state.ended is None else state.ended
+    facts = facts_view(state, now, width, notes, known_standing, folders)
+    if state.outcome is not None:
+        return facts
+    failures = failures_now(state, now)
+    replicas = replicas_view(state, until, width, failures, max_listed)
+    return Group(facts, Text(), replicas, *troubles_view(state, until, failures))
+
+
+def facts_view(
+    state: State, now: float, width: int = 100, notes: Sequence[str] = (), known_standing: str = "",
+    folders: ModelFolders = ModelFolders(),
+) -> RenderableType:  # fmt: skip
+    """Return the title of the status view and the facts below it; arguments as of :func:`status_view`."""
+    until = now if state.ended is None else state.ended
     held = dict(_held_back_nodes(state, now))
-    parts: list[RenderableType] = [Text.assemble(*_title(state, until, width, known_standing))]
-    parts.append(_facts(state, now, width, [note for note in notes if note], held, folders))
-    if state.outcome is None:
-        failures = failures_of(state, held)
-        views = (
-            replicas_view(state, until, width, failures, max_listed),
-            findings_view(state, until),
-            restarts_view(state, until, failures),
-        )
-        parts += [part for view in views if view is not None for part in (Text(), view)]
-    return Group(*parts)
+    title = Text.assemble(*_title(state, until, width, known_standing))
+    return Group(title, _facts(state, now, width, [note for note in notes if note], held, folders))
+
+
+def troubles_view(state: State, now: float, failures: Failures) -> list[RenderableType]:
+    """Return the open findings and the recent failures and restarts, each after an empty line; often nothing."""
+    views = (findings_view(state, now), restarts_view(state, now, failures))
+    return [part for view in views if view is not None for part in (Text(), view)]
+
+
+def failures_now(state: State, now: float) -> Failures:
+    """Return the failures of a run, with the failed nodes that the circuit breaker keeps in use."""
+    return failures_of(state, dict(_held_back_nodes(state, now)))
 
 
 def one_line(state: State, now: float, silent: bool = False, known_standing: str = "") -> str:
@@ -307,7 +323,7 @@ def _nodes(state: State) -> Text:
         return Text(f"none yet, {state.job.nodes} wanted" + (f" ({pending[0]})" if pending else ""), "yellow")
     agents = {replica.node for replica in state.replicas.values() if replica.role == AGENT and replica.pid}
     used = {replica.node for replica in workers(state) if replica.is_current}
-    good = [n for n in state.nodes.values() if not _node_trouble(n)]
+    good = [n for n in state.nodes.values() if not node_trouble(n)]
     spare = [n.name for n in good if n.name not in used]
     text = Text(folded(n.name for n in good if n.name in used) or "none in use")
     if spare:
@@ -324,7 +340,7 @@ def _nodes(state: State) -> Text:
         text.append(f"  no agent yet on {folded(without)}", "yellow")
     troubles: dict[str, list[str]] = {}
     for node in state.nodes.values():
-        if trouble := _node_trouble(node):
+        if trouble := node_trouble(node):
             troubles.setdefault(trouble, []).append(node.name)
     for trouble, names in troubles.items():
         text.append(f"  {folded(names)} {trouble}", "red")
@@ -345,7 +361,7 @@ def _nodes_left(state: State, now: float) -> Iterator[tuple[str, str]]:
     explained = {finding.node for finding in state.findings.values()}
     excluded = [one for one in state.nodes.values() if one.excluded is not None and one.name not in explained]
     for node in sorted(excluded, key=lambda one: -one.excluded_at)[:MAX_NODES_LEFT]:
-        yield _node_trouble(node), f"{node.name} {span(now - node.excluded_at)} ago: {node.excluded}"
+        yield node_trouble(node), f"{node.name} {span(now - node.excluded_at)} ago: {node.excluded}"
 
 
 def _gpus(state: State, now: float) -> list[Text]:
@@ -368,10 +384,15 @@ def _gpus(state: State, now: float) -> list[Text]:
 
 
 def _gpu_text(name: NodeName, use: GpuUse) -> Text:
-    busy = "" if use.busy is None else f" {percent(use.busy)} busy,"
+    return Text(f"{name}: {gpu_use_text(use)}".rstrip(": "))
+
+
+def gpu_use_text(use: GpuUse) -> str:
+    """Return how busy the GPUs of a node are and how full their memory is; empty if neither is known."""
     gib = 2**30
-    memory = f" {use.memory_used / gib:.0f} of {use.memory_total / gib:.0f} GiB" if use.memory_total else ""
-    return Text(f"{name}:{busy}{memory}".rstrip(",:"))
+    busy = [] if use.busy is None else [f"{percent(use.busy)} busy"]
+    memory = [f"{use.memory_used / gib:.0f} of {use.memory_total / gib:.0f} GiB"] if use.memory_total else []
+    return ", ".join([*busy, *memory])
 
 
 def _allocation_trouble(allocation: Allocation) -> str:
@@ -384,7 +405,8 @@ def _allocation_trouble(allocation: Allocation) -> str:
     return f"{nodes} suspended" if allocation.suspended else f"{nodes} preempted" if allocation.reclaimed else ""
 
 
-def _node_trouble(node: Node) -> str:
+def node_trouble(node: Node) -> str:
+    """Return in a word why the run does not use a node, or what the cluster says is wrong with it; else empty."""
     if node.excluded is not None:
         return "drained" if node.drain_reason else "excluded"
     if node.status is not None and node.status.state in (NodeState.DOWN, NodeState.DRAINING):

@@ -185,6 +185,8 @@ def _share(value: float | None) -> str:
     return "–" if value is None else f"{100 * value:.1f}%"
 
 
+RUN_COLUMNS = ("run", "standing", "step", "reward", "recoveries", "took", "started")
+"""Headings of the table of runs."""
 _STANDING_COLOUR = {
     "completed": "green",
     "running": "green",
@@ -202,21 +204,27 @@ def runs_view(states: Sequence[RunState], now: float) -> RenderableType:
         box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False, show_edge=False,
         header_style="bright_black", border_style="bright_black",
     )  # fmt: skip
-    table.add_column("run", no_wrap=True)
-    table.add_column("standing", no_wrap=True, overflow="ellipsis", max_width=30)
-    for name in ("step", "reward", "recoveries", "took", "started"):
+    first, second, *figures = RUN_COLUMNS
+    table.add_column(first, no_wrap=True)
+    table.add_column(second, no_wrap=True, overflow="ellipsis", max_width=30)
+    for name in figures:
         table.add_column(name, justify="right", no_wrap=True)
     for state in states:
-        table.add_row(
-            state.run,
-            Text(state.standing, _STANDING_COLOUR.get(state.standing, "cyan")),
-            _steps(state.step, state.steps),
-            number(state.reward),
-            str(state.recoveries),
-            "–" if state.run_seconds is None else span(state.run_seconds),
-            "–" if state.started is None else f"{span(now - state.started)} ago",
-        )
+        table.add_row(*run_cells(state, now))
     return table
+
+
+def run_cells(state: RunState, now: float) -> tuple[Text, ...]:
+    """Return the cells of a run's row in the table, in the order of :data:`RUN_COLUMNS`."""
+    return (
+        Text(state.run),
+        Text(state.standing, _STANDING_COLOUR.get(state.standing, "cyan")),
+        Text(_steps(state.step, state.steps)),
+        Text(number(state.reward)),
+        Text(str(state.recoveries)),
+        Text("–" if state.run_seconds is None else span(state.run_seconds)),
+        Text("–" if state.started is None else f"{span(now - state.started)} ago"),
+    )
 
 
 def _steps(step: int, steps: int | None) -> str:

@@ -1,5 +1,4 @@
-"""Compare text output with stored files. ``RRL_SNAPSHOTS=write pytest tests/unit/cli`` writes them again; read the
-diff."""
+"""Compare output with stored files. ``RRL_SNAPSHOTS=write pytest tests/unit/cli`` writes them again; read the diff."""
 
 from __future__ import annotations
 
@@ -20,7 +19,10 @@ def drawn(view: RenderableType, width: int) -> str:
 
 
 def matches_stored(name: str, text: str) -> None:
-    path = FOLDER / f"{name}.txt"
+    equals_file(FOLDER / f"{name}.txt", text)
+
+
+def equals_file(path: Path, text: str) -> None:
     if os.environ.get("RRL_SNAPSHOTS") == "write":
         path.write_text(text, encoding="utf-8")
     assert text == path.read_text(encoding="utf-8")

@@ -1,0 +1,78 @@
+"""Request a fault from a run's manager (``rrl inject``). A fault that the manager would reject is rejected here."""
+
+from __future__ import annotations
+
+import getpass
+import random
+import secrets
+from collections.abc import Callable
+from typing import TypeVar
+
+from ..core.faults import Fault, FaultKind, FaultProblem, FaultTrigger, parse_trigger, resolve_target
+from ..core.run_dir import RunDir
+from ..core.run_spec import RunSpec
+from ..core.types import UsageError
+from ..manager.intake.user_commands import Command, rejection
+from ..manager.model.state import State
+from .command_sender import send
+
+_T = TypeVar("_T")
+
+_MISSING = {FaultProblem.NO_SECONDS: "; add --for 10s", FaultProblem.NO_AMOUNT: "; add --amount"}
+"""What to add to the command line if an argument is missing."""
+
+
+def fault_of(
+    job: RunSpec, kind: str, target: str, *, at: str | None = None, seconds: str | None = None, amount: float = 0.0,
+    seed: int | None = None,
+) -> Fault:  # fmt: skip
+    """Return a new fault, with random choices filled in.
+
+    Args:
+        job: The job of the run.
+        kind: Name of the kind.
+        target: Replica, rank, node, agent, standby process or manager; a role for a random replica of it, and nothing
+            for any replica.
+        at: The trigger, such as ``step=5``; None: at once.
+        seconds: Duration as text, such as ``10s``; None: the fault does not end.
+        amount: Parameter of the kind.
+        seed: Seed of the random choices.
+
+    Raises:
+        UsageError: There is no such kind, or the trigger or the duration cannot be read.
+    """
+    if kind not in set(FaultKind):
+        raise UsageError(f'there is no fault "{kind}"; the faults are {", ".join(FaultKind)}')
+    moment = FaultTrigger() if at is None else _parse_flag(parse_trigger, at, "--at")
+    lasts = 0.0 if seconds is None else _parse_flag(_seconds, seconds, "--for")
+    replicas = {role.name: role.replicas for role in job.roles}
+    draw = random.Random(seed)
+    chosen_target = target if "/" in target else resolve_target(target, FaultKind(kind), replicas, draw) or target
+    return Fault(f"i{secrets.token_hex(3)}", FaultKind(kind), chosen_target, moment, lasts, amount)
+
+
+def check_fault(run: RunDir, job: RunSpec, state: State | None, fault: Fault) -> None:
+    """Check that the run accepts a fault; ``state`` is None before the first record. Raises UsageError."""
+    if rejected := rejection(fault, job, state):
+        raise UsageError(f"{run.id}: {rejected.text}{_MISSING.get(rejected.problem, '')}")
+
+
+def request_fault(run: RunDir, fault: Fault) -> str:
+    """Have the manager of a run inject a checked fault; return the name of the command file that it has to take.
+
+    Raises OperationFailed if the run directory cannot be written.
+    """
+    return send(run, Command("inject", getpass.getuser(), fault=fault))
+
+
+def _parse_flag(parse: Callable[[str], _T], text: str, flag: str) -> _T:
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise UsageError(f"{flag}: {error}") from None
+
+
+def _seconds(text: str) -> float:
+    from ..core.units import seconds  # imported here, since it imports pydantic
+
+    return seconds(text)

@@ -1,0 +1,74 @@
+"""The processor time of ``rrl top`` while nothing happens in the runs that it shows."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import msgspec
+
+from rrl.core.types import Version
+from rrl.manager.model.events import VersionAvailable
+from rrl.tests.support.cli.story import BEGAN, REPLICAS, Story, job_view
+from rrl.tests.support.cli.terminal import Terminal
+from rrl.tests.support.cli.top import managed
+from rrl.tests.support.cli.waiting import eventually
+
+SETTLING_S = 3.0
+"""Seconds before the measurement, in which everything is read and drawn for the first time."""
+MEASURED_S = 15.0
+"""Seconds of the measurement; a manager's lease, which nobody renews here, is good for longer."""
+COLUMNS, ROWS = 200, 60
+_PROGRAM = f"""
+import sys, time
+from rrl.api.runs import find_run
+from rrl.api.watching.runs_watcher import RunsWatcher
+from rrl.cli.run.top.top_app import TopApp
+run = find_run(sys.argv[1]) if sys.argv[1:] else None
+began = time.time() - {BEGAN + 600.0}
+TopApp(RunsWatcher(run, lambda: time.time() - began), run).run()
+"""
+"""``rrl top`` with a wall clock that goes on ten minutes after the runs have begun, so that times change as usual"""
+
+
+def top_cost(replicas: int, runs: int, *, opened: bool) -> float:
+    """Return the share of a core that ``rrl top`` takes for so many runs, each with so many replicas.
+
+    With ``opened`` it shows the screen of one run, else the table of all.
+    """
+    with tempfile.TemporaryDirectory() as root:
+        for number in range(runs):
+            managed(_story(f"run-{number:02}", replicas).written(Path(root)))
+        arguments = ["run-00"] if opened else []
+        environment = {"RRL_RUNS_DIR": root, "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+        with Terminal([sys.executable, "-c", _PROGRAM, *arguments], environment, COLUMNS, ROWS) as terminal:
+            shown = "Replicas" if opened else f"{runs} runs in"
+            eventually(lambda: shown in "\n".join(terminal.lines))
+            time.sleep(SETTLING_S)
+            used, began = _processor_s(terminal.process.pid), time.monotonic()
+            time.sleep(MEASURED_S)
+            took = time.monotonic() - began
+            return (_processor_s(terminal.process.pid) - used) / took
+
+
+def _story(name: str, replicas: int) -> Story:
+    """Return a run at work, with rollouts added to the usual five replicas."""
+    rollouts = 2 + replicas - len(REPLICAS)
+    job = job_view()
+    roles = tuple(
+        msgspec.structs.replace(one, replicas=rollouts) if one.name == "rollout" else one for one in job.roles
+    )
+    story = Story(name, msgspec.structs.replace(job, roles=roles)).works()
+    for index in range(2, rollouts):
+        story.launches(f"rollout/{index}", f"n{3 + index % 2}").joins(f"rollout/{index}", "generate")
+        story.record(VersionAvailable(story.incarnation(f"rollout/{index}"), Version(12, 1)))
+    return story
+
+
+def _processor_s(pid: int) -> float:
+    """Return the processor time (s) that a process has used."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

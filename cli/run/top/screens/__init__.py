@@ -1,0 +1,1 @@
+"""The screens of ``rrl top``, one class in each module."""

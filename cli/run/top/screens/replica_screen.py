@@ -1,0 +1,127 @@
+"""The screen of one replica: its phases, its GPUs, what was found about it, and the end of its log."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from textual import on
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import VerticalScroll
+from textual.events import ScreenResume
+from textual.screen import Screen
+from textual.widgets import Footer, Static
+
+from .....core.run_dir import RunDir
+from .....core.types import NodeName, ReplicaId, gang_of
+from .....manager.model.queries import workers
+from .....manager.model.state import State
+from ....common.output import Escaped
+from ....views.status import failures_now
+from ..changes import CHANGES, ChangeRequested, can_change, drain_of, restart_of
+from ..details import missing_view, replica_view
+from ..run_feed import OpenedRun, RunFeed, Snapshot
+from ..widgets.log_tail import LogTail
+from .explanation_screen import ExplanationScreen
+from .fault_screen import FaultScreen
+
+
+class ReplicaScreen(Screen[None]):
+    """A replica of a run.
+
+    Args:
+        feed: The runs.
+        run: The run.
+        replica: The replica, or one rank of a gang.
+    """
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape", "app.pop_screen", "Back", tooltip="Go back to the screen before"),
+        Binding("e", "explain", "Explain", tooltip="Explain the decisions about this replica"),
+        Binding("r", "restart", "Restart", tooltip="Restart this replica"),
+        Binding("d", "drain", "Drain", tooltip="Drain the node of this replica"),
+        Binding("i", "inject", "Inject", tooltip="Inject a fault into this replica, if the job allows it"),
+    ]
+
+    def __init__(self, feed: RunFeed, run: RunDir, replica: ReplicaId) -> None:
+        super().__init__()
+        self._feed, self._run_dir, self._replica = feed, run, replica
+        self._opened: OpenedRun | None = None
+        self._offered: tuple[bool | None, ...] = ()
+
+    def compose(self) -> ComposeResult:
+        """Create the view, the log and the footer."""
+        with VerticalScroll(id="facts"):
+            yield Static(id="view")
+        yield LogTail(self._run_dir, self._replica)
+        yield Footer(compact=True)
+
+    def on_mount(self) -> None:
+        """Show the replica after each reading."""
+        self._feed.changed.subscribe(self, self._show)
+        self.query_one(LogTail).focus()
+
+    @on(ScreenResume)
+    def _resumed(self) -> None:
+        if self._feed.snapshot is not None:
+            self._show(self._feed.snapshot)
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Return whether an action is possible now."""
+        if action not in CHANGES:
+            return True
+        state = self._state
+        if state is None or not can_change(state):
+            return False
+        if action == "drain":
+            return self._node is not None
+        return action != "inject" or state.job.faults_allowed
+
+    def action_explain(self) -> None:
+        """Explain the decisions about the replica."""
+        self.app.push_screen(ExplanationScreen(self._run_dir, gang_of(self._replica)))
+
+    def action_restart(self) -> None:
+        """Ask whether to restart the replica."""
+        if self._opened is not None and self._state is not None:
+            self.post_message(ChangeRequested(restart_of(self._opened.watched, self._state, self._replica)))
+
+    def action_drain(self) -> None:
+        """Ask whether to drain the node of the replica."""
+        if self._opened is not None and self._state is not None and self._node is not None:
+            self.post_message(ChangeRequested(drain_of(self._opened.watched, self._state, self._node)))
+
+    def action_inject(self) -> None:
+        """Let the user describe a fault of the replica."""
+        if self._opened is not None and self._state is not None:
+            self.app.push_screen(FaultScreen(self._opened.watched, self._state, self._replica))
+
+    @property
+    def _state(self) -> State | None:
+        return None if self._opened is None else self._opened.watched.state
+
+    @property
+    def _node(self) -> NodeName | None:
+        return None if self._state is None else self._state.replica(self._replica).node
+
+    def _show(self, snapshot: Snapshot) -> None:
+        if not self.is_current or snapshot.opened is None:
+            return
+        self._opened, state = snapshot.opened, snapshot.opened.watched.state
+        if state is not None:
+            now, replica = self._feed.now(), state.replicas.get(self._replica)
+            names = [one.id for one in workers(state)]
+            view = (
+                missing_view(self._replica, names)
+                if replica is None
+                else replica_view(state, replica, now, failures_now(state, now))
+            )
+            self.query_one("#view", Static).update(Escaped(view))
+        self._refresh_footer()
+
+    def _refresh_footer(self) -> None:
+        """Draw the keys again if others are possible than before: it takes as long as everything else."""
+        offered = tuple(self.check_action(change, ()) for change in CHANGES)
+        if offered != self._offered:
+            self._offered = offered
+            self.refresh_bindings()

@@ -1,0 +1,1 @@
+"""Widgets that screens of ``rrl top`` consist of."""

@@ -1,0 +1,136 @@
+"""The screens of ``rrl top`` equal stored pictures, on small and large terminals, dark and light.
+
+``RRL_SNAPSHOTS=write pytest tests/unit/cli/run/top/test_pictures.py`` writes them again, docs/top.svg too.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rrl.core.run_dir import RunDir
+from rrl.core.types import GpuUse, NodeName
+from rrl.manager.model import events as ev
+from rrl.tests.support.cli.status_scenes import node_lost
+from rrl.tests.support.cli.story import Story, completed
+from rrl.tests.support.cli.text_snapshots import FOLDER, equals_file
+from rrl.tests.support.cli.top import Top, allowing, managed, play
+
+DOCS = Path(__file__).parents[5] / "docs"
+SIZES = [(80, 24), (200, 60)]
+
+
+@pytest.fixture(autouse=True)
+def _same_everywhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Set what a picture depends on: the time zone, and the theme and the colours that a user has chosen."""
+    monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
+    for name in ("NO_COLOR", "TEXTUAL_THEME", "COLORTERM"):
+        monkeypatch.delenv(name, raising=False)
+    yield
+    monkeypatch.undo()
+    time.tzset()
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("RRL_RUNS_DIR", raising=False)
+    return tmp_path / "rrl-runs"
+
+
+def with_gpus(story: Story) -> Story:
+    use = {NodeName("n3"): GpuUse(4, 0.93, 61 * 2**30, 80 * 2**30), NodeName("n4"): GpuUse(4, 0.9, 2**36, 80 * 2**30)}
+    story.clocks("rollout/1", done=9000, generate=36, wait_weights=4)
+    return story.record(ev.GpuUseRecorded(use)).wait(2)
+
+
+def written(story: Story, root: Path) -> RunDir:
+    run = managed(story.written(root))
+    submitted_at = time.time() - sum(run.id.encode())  # runs of one clock tick have no order
+    os.utime(run.resolved, (submitted_at, submitted_at))
+    lines = [f"2027-01-15T08:00:{second:02}.250000Z batch {second - 7}: 64 answers\n" for second in range(8, 48)]
+    (run.logs / f"{run.id}.rollout-1.1.log").write_text("".join(lines))
+    return run
+
+
+async def runs(top: Top) -> None:
+    await top.shows("small-1120-064114", "quick-7", "done-1")
+    await top.press("s")
+
+
+async def run(top: Top) -> None:
+    await top.shows("trajectories/0", "Restart", "Quit")
+
+
+async def replica(top: Top) -> None:
+    await run(top)
+    await top.press("down", "down", "down", "down", "enter")
+    await top.shows("rollout/1  #1", "batch 40")
+
+
+async def node(top: Top) -> None:
+    await run(top)
+    await top.press("n", "down", "down", "down", "enter")
+    await top.shows("n4  ●")
+
+
+async def restart(top: Top) -> None:
+    await run(top)
+    await top.press("r")
+    await top.shows("Restart trajectories/0?")
+
+
+async def explanation(top: Top) -> None:
+    await run(top)
+    await top.press("down", "down", "down", "e")
+    await top.shows("replace rollout/0#1")
+
+
+SCENES = {scene.__name__: scene for scene in (runs, run, replica, node, restart, explanation)}
+
+
+@pytest.mark.parametrize("size", SIZES, ids=["80", "200"])
+@pytest.mark.parametrize("name", SCENES)
+def test_screen_equals_its_picture(root: Path, name: str, size: tuple[int, int]) -> None:
+    story = with_gpus(allowing())
+    lost = node_lost()
+    opened = written(lost if name == "node" else story, root)
+    if name == "runs":
+        written(lost, root)
+        written(completed("done-1"), root)
+
+    async def scene(top: Top) -> None:
+        await SCENES[name](top)
+        equals_file(FOLDER / f"top_{name}_{size[0]}.svg", await top.settled_picture())
+
+    play(scene, (lost if name == "node" else story).now, size, None if name == "runs" else opened)
+
+
+def test_light_screen_equals_its_picture(root: Path) -> None:
+    story = with_gpus(allowing())
+    opened = written(story, root)
+
+    async def scene(top: Top) -> None:
+        await run(top)
+        await top.press("t")
+        equals_file(FOLDER / "top_light_80.svg", await top.settled_picture())
+
+    play(scene, story.now, (80, 24), opened)
+
+
+def test_picture_of_the_docs_is_that_of_the_program(root: Path) -> None:
+    story = with_gpus(allowing())
+    opened = written(story, root)
+
+    async def scene(top: Top) -> None:
+        await run(top)
+        picture = await top.settled_picture()
+        assert "http" not in picture.replace("http://www.w3.org/", "").replace("https://www.textualize.io", "")
+        equals_file(DOCS / "top.svg", picture)
+
+    play(scene, story.now, (96, 24), opened)

@@ -1,0 +1,517 @@
+"""What a user of ``rrl top`` sees and does: sorting, filtering, opening, explaining, changing."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from textual.widgets import DataTable
+
+from rrl.core.faults import FaultKind
+from rrl.core.run_dir import RunDir
+from rrl.core.types import Version
+from rrl.manager.intake.user_commands import Command, pending_commands
+from rrl.manager.model import events as ev
+from rrl.manager.storage.journal import Journal
+from rrl.tests.support.cli.status_scenes import crowded, gang, node_lost
+from rrl.tests.support.cli.story import Story, completed, job_view
+from rrl.tests.support.cli.top import Top, allowing, managed, play
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("RRL_RUNS_DIR", raising=False)
+    return tmp_path / "rrl-runs"
+
+
+def written(story: Story, root: Path, age: float = 0.0) -> RunDir:
+    """Write a run that was submitted ``age`` seconds ago."""
+    run = story.written(root)
+    at = run.resolved.stat().st_mtime - age
+    os.utime(run.resolved, (at, at))
+    return run
+
+
+def goes_on(story: Story, run: RunDir, *events: ev.Event) -> None:
+    """Let the next manager of the run record events."""
+    reported = len(story.stamped)
+    story.record(*events)
+    journal = Journal(run, 2)
+    for stamped in story.stamped[reported:]:
+        journal.append(stamped)
+    journal.close()
+
+
+def names(top: Top) -> list[str]:
+    """Return the first word of each row of the table that has the keyboard."""
+    table: DataTable[Any] = top.app.screen.query("DataTable:focus").first(DataTable)
+    return [table.get_row_at(row)[0].plain for row in range(table.row_count)]
+
+
+LAST = ["down"] * 4
+"""The keys to the last replica of the usual run"""
+
+
+# ── the table of runs ──────────────────────────────────────────────────────────────────────────────────────────────
+def three_runs(root: Path) -> float:
+    story = allowing("bbb-1")
+    written(story, root, 20)
+    written(completed("ccc-1"), root, 10)
+    written(Story("aaa-1"), root, 30)
+    return story.now
+
+
+def test_runs_are_listed_newest_first_and_sorted_by_keys(root: Path) -> None:
+    now = three_runs(root)
+
+    async def scene(top: Top) -> None:
+        shown = await top.shows("3 runs in ~/rrl-runs, 2 not ended", "ccc-1")
+        assert shown.splitlines()[2].split()[:3] == ["ccc-1", "completed", "12/12"]
+        assert names(top) == ["ccc-1", "bbb-1", "aaa-1"]
+        await top.press("s")
+        assert names(top) == ["aaa-1", "bbb-1", "ccc-1"]
+        assert "run ▲" in top.text()
+        await top.press("S")
+        assert names(top) == ["ccc-1", "bbb-1", "aaa-1"]
+        assert "run ▼" in top.text()
+        await top.press("s", "s", "s")
+        assert "reward ▲" in top.text()
+        assert names(top)[-1] == "aaa-1", "a run without a reward comes last"
+        await top.press("s", "s", "s", "s")
+        assert "▲" not in top.text()
+        assert names(top) == ["ccc-1", "bbb-1", "aaa-1"]
+
+    play(scene, now)
+
+
+def test_click_on_a_heading_sorts_and_a_second_one_reverses(root: Path) -> None:
+    now = three_runs(root)
+
+    async def scene(top: Top) -> None:
+        await top.shows("ccc-1")
+        await top.pilot.click(DataTable, offset=(2, 0))
+        await top.until(lambda: names(top) == ["aaa-1", "bbb-1", "ccc-1"])
+        await top.pilot.click(DataTable, offset=(2, 0))
+        await top.until(lambda: names(top) == ["ccc-1", "bbb-1", "aaa-1"])
+
+    play(scene, now)
+
+
+def test_click_on_the_row_of_the_cursor_opens_it(root: Path) -> None:
+    now = three_runs(root)
+
+    async def scene(top: Top) -> None:
+        await top.shows("ccc-1")
+        await top.pilot.click(DataTable, offset=(2, 2))
+        await top.pilot.click(DataTable, offset=(2, 2))
+        await top.shows("bbb-1  ● unattended", "Replicas")
+
+    play(scene, now)
+
+
+def test_filter_shows_only_rows_that_contain_the_text(root: Path) -> None:
+    now = three_runs(root)
+
+    async def scene(top: Top) -> None:
+        await top.shows("ccc-1")
+        await top.press("slash", *"COMPL", "enter")
+        assert names(top) == ["ccc-1"]
+        await top.press("escape")
+        assert names(top) == ["ccc-1", "bbb-1", "aaa-1"]
+        await top.press("slash", *"nothing of this kind")
+        assert "bbb-1" not in top.text()
+
+    play(scene, now)
+
+
+def test_cursor_stays_on_its_run_while_the_order_changes(root: Path) -> None:
+    now = three_runs(root)
+
+    async def scene(top: Top) -> None:
+        await top.shows("ccc-1")
+        await top.press("down", "s", "enter")
+        await top.shows("bbb-1  ● unattended", "Replicas")
+
+    play(scene, now)
+
+
+def test_without_runs_the_table_is_empty(root: Path) -> None:
+    async def scene(top: Top) -> None:
+        await top.shows("0 runs in ~/rrl-runs")
+        await top.press("enter", "e", "s", "S")
+        assert "0 runs in ~/rrl-runs" in top.text()
+
+    play(scene, 0.0)
+
+
+# ── what is wrong with a run ───────────────────────────────────────────────────────────────────────────────────────
+def test_journal_of_an_older_rrl_is_named_and_hides_no_other_run(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rrl.manager.storage.journal.SCHEMA", 1)
+    written(Story("old-1").works(), root)
+    monkeypatch.undo()
+    monkeypatch.setenv("HOME", str(root.parent))
+    story = allowing("new-1")
+    written(story, root, 10)
+
+    async def scene(top: Top) -> None:
+        await top.shows("old-1", "unreadable: ", "new-1")
+        await top.press("enter")
+        await top.shows("written by an older rrl", "submit the job again")
+        await top.press("r", "d", "i")
+        assert "written by an older rrl" in top.text()
+
+    play(scene, story.now, (200, 60))
+
+
+def test_run_screen_reports_a_folder_that_vanished(root: Path) -> None:
+    story = allowing()
+    run = written(story, root)
+
+    async def scene(top: Top) -> None:
+        await top.shows("quick-7")
+        await top.press("enter")
+        await top.shows("trajectories/0")
+        run.path.rename(run.path.with_name(".removed"))
+        shown = await top.shows("is no longer there")
+        assert "trajectories/0" not in shown
+        await top.press("r", "enter", "escape")
+        await top.shows("0 runs in ~/rrl-runs")
+
+    play(scene, story.now)
+
+
+def test_run_that_has_not_begun_says_what_it_waits_for(root: Path) -> None:
+    run = RunDir(root / "fresh-1")
+    run.create()
+    run.resolved.touch()
+
+    async def scene(top: Top) -> None:
+        await top.shows("fresh-1", "submitted")
+        await top.press("enter")
+        await top.shows("fresh-1: its manager is starting")
+
+    play(scene, 0.0)
+
+
+def test_run_on_slurm_without_a_manager_is_shown_as_unknown_and_slurm_is_not_asked(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programs, asked = tmp_path / "bin", tmp_path / "asked"
+    programs.mkdir()
+    for name in ("squeue", "scontrol", "sacct", "sinfo", "scancel"):
+        (programs / name).write_text(f"#!/bin/sh\necho {name} >> {asked}\n")
+        (programs / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    story = Story("slurm-1", job_view(cluster="slurm")).works()
+    written(story, root)
+    fresh = RunDir(root / "slurm-2")
+    fresh.create()
+    fresh.run_spec.write_bytes((root / "slurm-1" / "run_spec.json").read_bytes())
+
+    async def scene(top: Top) -> None:
+        await top.shows("slurm-1", "unknown", "slurm-2", "submitted")
+        await top.press("slash", *"unknown", "enter", "enter")
+        await top.shows("whether the roles go on is unknown", "Slurm is not asked here: rrl status slurm-1")
+        await top.press("d")
+        await top.shows("Drain n1?", "Nothing happens before a manager is at work")
+
+    play(scene, story.now)
+    assert not asked.exists()
+
+
+def test_storage_that_hangs_does_not_stop_the_keys(root: Path) -> None:
+    story = allowing()
+    run = written(story, root)
+    pipe = run.journal / "000009-000001.seg"
+
+    def reader_hangs() -> bool:
+        """Open the pipe for writing once the thread waits for that; it then waits for what is never written."""
+        try:
+            writers.append(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
+        except OSError:  # nobody reads yet
+            return False
+        return True
+
+    writers: list[int] = []
+
+    async def scene(top: Top) -> None:
+        await top.shows("quick-7")
+        os.mkfifo(pipe)
+        await top.until(reader_hangs)
+        await top.press("question_mark")
+        await top.shows("Keys", "Show the keys of a screen")
+        pipe.unlink()
+        os.close(writers[0])
+
+    play(scene, story.now)
+
+
+# ── a run ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+def opened(story: Story, root: Path) -> RunDir:
+    return managed(written(story, root))
+
+
+def test_run_shows_new_steps_as_they_are_recorded(root: Path) -> None:
+    story = allowing()
+    run = opened(story, root)
+
+    async def scene(top: Top) -> None:
+        await top.shows("quick-7  ● running   step 12/40", "#2  n3    generate", "on login1")
+        goes_on(story, run, ev.StepCommitted(story.incarnation("trainer/0"), 13, {"reward": 0.5}),
+                ev.VersionAvailable(story.incarnation("rollout/1"), Version(13, 1)))  # fmt: skip
+        await top.shows("step 13/40", "v13")
+
+    play(scene, story.now, opened=run)
+
+
+def test_enter_opens_a_replica_and_escape_goes_back(root: Path) -> None:
+    story = allowing()
+    run = opened(story, root)
+
+    async def scene(top: Top) -> None:
+        await top.shows("trajectories/0")
+        await top.press("down", "down", "down", "enter")
+        shown = await top.shows("rollout/0  #2  ● generate", "phases      loading_weights → generate")
+        assert "failed on n3: killed by signal 9" in shown
+        await top.press("escape")
+        await top.shows("Replicas", "quick-7  ● running")
+        await top.press("escape")
+        await top.shows("1 runs in ~/rrl-runs")
+
+    play(scene, story.now, opened=run)
+
+
+def test_enter_opens_a_node_with_the_evidence_against_it(root: Path) -> None:
+    story = node_lost()
+    run = opened(story, root)
+
+    async def scene(top: Top) -> None:
+        await top.shows("trajectories/0")
+        await top.press("n", "down", "down", "down", "enter")
+        await top.shows("n4  ● excluded", "FAIL node lost", "manager: agent and all replicas silent for 10 s")
+        await top.press("e")
+        await top.shows("decisions about n4", "stop using n4", "node_lost: silent")
+
+    play(scene, story.now, (100, 30), run)
+
+
+def test_replica_shows_the_end_of_its_log_and_new_lines(root: Path) -> None:
+    story = allowing()
+    run = opened(story, root)
+    log = run.logs / f"{run.id}.rollout-1.1.log"
+    log.write_text("".join(f"2026-11-20T09:00:{n:02}.000000Z line {n}\n" for n in range(60)))
+
+    async def scene(top: Top) -> None:
+        await top.shows("trajectories/0")
+        await top.press(*LAST, "enter")
+        await top.shows("rollout/1#1 line 59")
+        with log.open("a") as file:
+            file.write("2026-11-20T09:01:00.000000Z \x1b]0;owned\x07 a new line\n")
+        shown = await top.shows("a new line")
+        assert "\\x1b]0;owned" in shown, "what a role prints cannot control the terminal"
+
+    play(scene, story.now, (100, 30), run)
+
+
+def test_replica_without_a_log_says_so(root: Path) -> None:
+    story = allowing()
+    run = opened(story, root)
+
+    async def scene(top: Top) -> None:
+        await top.shows("trajectories/0")
+        await top.press("enter")
+        await top.shows("trajectories/0  #1  ● serve")
+        (run.logs / f"{run.id}.trajectories-0.1.log").write_text("2026-11-20T09:00:00.000000Z begins late\n")
+        await top.shows("begins late")
+
+    play(scene, story.now, opened=run)
+
+
+def test_explanation_is_that_of_rrl_explain(root: Path) -> None:
+    story = allowing()
+    run = opened(story, root)
+
+    async def scene(top: Top) -> None:
+        await top.shows("trajectories/0")
+        await top.press("down", "down", "down", "e")
+        await top.shows("quick-7: decisions about rollout/0", "replace rollout/0#1 on n3", "killed by signal 9")
+        await top.press("escape", "E")
+        await top.shows("quick-7: decisions", "start 10 processes")
+
+    play(scene, story.now, (100, 40), run)
+
+
+# ── changes ────────────────────────────────────────────────────────────────────────────────────────────────────────
+def commands(run: RunDir) -> list[Command]:
+    return pending_commands(run)
+
+
+def test_restart_is_requested_only_once_it_is_confirmed(root: Path) -> None:
+    story = allowing()
+    run = opened(story, root)
+
+    async def scene(top: Top) -> None:
+        await top.shows("trajectories/0")
+        await top.press(*LAST, "r")
+        shown = await top.shows("Restart rollout/1?", "rrl restart quick-7 rollout/1")
+        assert "rollout/1#1 on n4 is ended, and rollout/1#2 is started." in shown
+        await top.press("enter")  # the button that changes nothing has the keyboard
+        await top.until(lambda: "Restart rollout/1?" not in top.text())
+        assert commands(run) == []
+        await top.press("r")
+        await top.shows("Restart rollout/1?")
+        await top.pilot.click("#confirm")
+        await top.shows("its manager is asked to", "restart rollout/1")
+
+    play(scene, story.now, opened=run)
+    (command,) = commands(run)
+    assert (command.command, command.target) == ("restart", "rollout/1")
+
+
+def test_drain_takes_a_reason_and_names_what_moves(root: Path) -> None:
+    story = allowing()
+    run = opened(story, root)
+
+    async def scene(top: Top) -> None:
+        await top.shows("trajectories/0")
+        await top.press("n")
+        await top.shows("in use")
+        await top.press("d")
+        shown = await top.shows("Drain n1?", "rrl undrain quick-7 n1 undoes it")
+        assert "reward/0, trajectories/0 move to other nodes first." in shown
+        assert "Spare nodes now: n5." in shown
+        await top.pilot.click("#reason")
+        await top.press(*"fan is loud", "enter", "enter")
+        await top.shows("its manager is asked to", "drain n1")
+
+    play(scene, story.now, opened=run)
+    (command,) = commands(run)
+    assert (command.command, command.target, command.reason) == ("drain", "n1", "fan is loud")
+
+
+def test_fault_is_checked_described_and_then_confirmed(root: Path) -> None:
+    story = allowing()
+    run = opened(story, root)
+
+    async def scene(top: Top) -> None:
+        await top.shows("trajectories/0")
+        await top.press(*LAST, "enter")
+        await top.shows("rollout/1  #1")
+        await top.press("i")
+        await top.shows("Inject a fault into quick-7", "rollout/1")
+        await top.pilot.click("#seconds")
+        await top.press(*"10s", "enter")
+        await top.shows("kill is permanent: it takes no seconds")
+        await top.press(*["backspace"] * 3, "enter")
+        await top.shows("Inject kill rollout/1?", "rollout/1#1 on n4 gets SIGKILL", "rrl inject quick-7 kill")
+        assert commands(run) == []
+        await top.pilot.click("#confirm")
+        await top.shows("kill rollout/1 is requested")
+
+    play(scene, story.now, opened=run)
+    (command,) = commands(run)
+    assert command.fault is not None
+    assert (command.fault.kind, command.fault.target) == (FaultKind.KILL, "rollout/1")
+
+
+def test_faults_are_offered_only_where_the_job_allows_them(root: Path) -> None:
+    story = Story("safe-1").works()
+    run = opened(story, root)
+
+    async def scene(top: Top) -> None:
+        await top.shows("trajectories/0", "Restart")
+        assert "Inject" not in top.text()
+        await top.press("i", "enter", "i")
+        await top.shows("trajectories/0  #1")
+        assert "Inject" not in top.text()
+
+    play(scene, story.now, opened=run)
+
+
+def test_nothing_of_a_run_that_has_ended_can_be_changed(root: Path) -> None:
+    story = completed("done-1")
+    run = written(story, root)
+
+    async def scene(top: Top) -> None:
+        shown = await top.shows("done-1  ● completed", "restart in place on n3")
+        assert "Drain" not in shown
+        await top.press("r", "d", "i", "enter", "r", "d", "i")
+        assert "Restart" not in await top.shows("trajectories/0  #1")
+
+    play(scene, story.now, opened=run)
+    assert commands(run) == []
+
+
+def test_request_that_fails_is_shown_with_its_reason(root: Path) -> None:
+    story = allowing()
+    run = opened(story, root)
+
+    async def scene(top: Top) -> None:
+        await top.shows("trajectories/0")
+        await top.press("r")
+        await top.shows("Restart trajectories/0?")
+        run.mailbox.rmdir()
+        await top.pilot.click("#confirm")
+        await top.shows("No such file or directory")
+
+    play(scene, story.now, (160, 40), run)
+
+
+def test_rank_of_a_gang_is_restarted_with_all_its_ranks(root: Path) -> None:
+    story = gang()
+    run = opened(story, root)
+
+    async def scene(top: Top) -> None:
+        await top.shows("trainer/0.1")
+        await top.press("slash", *"trainer/0.1", "enter", "r")
+        await top.shows("Restart trainer/0?", "All 2 ranks of trainer/0 are ended and started again")
+        await top.shows("Training goes on from the last committed step, 12")
+
+    play(scene, story.now, opened=run)
+
+
+# ── the whole ──────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_help_lists_the_keys_of_the_screen_from_which_it_is_called(root: Path) -> None:
+    story = allowing()
+    run = opened(story, root)
+
+    async def scene(top: Top) -> None:
+        await top.shows("trajectories/0")
+        await top.press("question_mark")
+        await top.shows("Restart the replica that has the cursor", "Show only rows that contain a text")
+        await top.press("escape", "escape")
+        await top.shows("1 runs in")
+        await top.press("question_mark")
+        assert "Restart the replica" not in await top.shows("Explain the decisions of the run that has the cursor")
+
+    play(scene, story.now, opened=run)
+
+
+def test_key_switches_between_dark_and_light(root: Path) -> None:
+    async def scene(top: Top) -> None:
+        await top.shows("0 runs")
+        before = top.app.current_theme.dark
+        await top.press("t")
+        assert top.app.current_theme.dark is not before
+        await top.press("t")
+        assert top.app.current_theme.dark is before
+
+    play(scene, 0.0)
+
+
+def test_many_replicas_are_all_listed_and_can_be_filtered(root: Path) -> None:
+    story = crowded()
+    run = opened(story, root)
+
+    async def scene(top: Top) -> None:
+        await top.shows("trajectories/0")
+        assert len(names(top)) == 43
+        await top.press("slash", *"dead", "enter")
+        assert names(top) == ["rollout/17"]
+        await top.press("enter")
+        await top.shows("rollout/17  #1  ● dead", "FAIL process ended", "step: its step ended by signal 9")
+
+    play(scene, story.now, opened=run)
