@@ -108,7 +108,7 @@ async def _undrain_by_hook(node: str) -> bool:
     if not found.draining or drain_owner(found.reason) is not DrainOwner.HOOK:
         return False
     try:
-        await SlurmNodes(_read, _write).undrain(NodeName(node), found.reason.removesuffix(NOT_RESPONDING_SUFFIX))
+        await SlurmNodes(CommandReader(_read, _write), _write).undrain(NodeName(node), found.reason.removesuffix(NOT_RESPONDING_SUFFIX))
     except (Refused, Unanswered) as error:
         raise SlurmUnavailable(str(error)) from None
     return True

@@ -77,7 +77,7 @@ def test_all_needs_are_checked_before_the_first_benchmark(
     assert _requirements.main() == 2
     lines = capsys.readouterr().err.splitlines()
     assert {line.split()[0] for line in lines if "needs Slurm" in line} == {
-        "benchmarks/manager_away.py", "benchmarks/restart.py", "benchmarks/slurm_reads.py",
+        "benchmarks/ettr.py", "benchmarks/manager_away.py", "benchmarks/restart.py", "benchmarks/slurm_reads.py",
     }  # fmt: skip
 
 
