@@ -22,6 +22,7 @@ from rrl.cli.health.report import Document
 from rrl.cli.job.check import CheckReport
 from rrl.cli.logs.failed import FailureRecord
 from rrl.cli.logs.printer import LogRecord
+from rrl.cli.results.reports import ReportDocument
 from rrl.cli.run.json_documents import RequestedFault, StartedRun, StatusFigures, UnstartedRun
 from rrl.cli.views.episode_trees import Episode
 from rrl.cli.views.explanation import DecisionRecord
@@ -59,6 +60,7 @@ OUTPUTS = (
     Output("rrl logs --failed --json", LINES, (FailureRecord,)),
     Output("rrl explain --json", LIST, (DecisionRecord,)),
     Output("rrl metrics", LINES, (StepRow,)),
+    Output("rrl report --json", DOCUMENT, (ReportDocument,)),
     Output("rrl export --json", DOCUMENT, (Exported,)),
     Output("rrl inject --json", DOCUMENT, (RequestedFault,), "keys with their default are left out"),
     Output("rrl inject --wait --json", DOCUMENT, (FaultInjected,)),

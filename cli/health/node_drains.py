@@ -107,8 +107,9 @@ async def _undrain_by_hook(node: str) -> bool:
     found = text.read_node_info(ended.out)
     if not found.draining or drain_owner(found.reason) is not DrainOwner.HOOK:
         return False
+    nodes = SlurmNodes(CommandReader(_read, _write), _write)
     try:
-        await SlurmNodes(CommandReader(_read, _write), _write).undrain(NodeName(node), found.reason.removesuffix(NOT_RESPONDING_SUFFIX))
+        await nodes.undrain(NodeName(node), found.reason.removesuffix(NOT_RESPONDING_SUFFIX))
     except (Refused, Unanswered) as error:
         raise SlurmUnavailable(str(error)) from None
     return True

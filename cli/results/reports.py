@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 from pathlib import Path
 
+from msgspec import Struct
+
 from ...api.accounts import account_of
 from ...api.runs import find_run
 from ...core.run_dir import write_atomically
@@ -15,6 +17,13 @@ from ..views.report.tables import report_view
 
 PAGE_MODE = 0o600
 """Mode of the HTML file: text of roles and the job's names are the user's own."""
+
+
+class ReportDocument(Struct, frozen=True):
+    """The output of ``rrl report --json``."""
+
+    runs: list[RunReport]
+    """The report of each run, in the order of the command line."""
 
 
 def report(run: str | None, other: str | None, clean: str | None, html: Path | None, *, json: bool) -> int:
@@ -41,7 +50,7 @@ def report(run: str | None, other: str | None, clean: str | None, html: Path | N
         _write_page(reports, html)
         print_line(f"{html}: the report of {' and '.join(one.run for one in reports)}")
     elif json:
-        print_json({"runs": reports})
+        print_json(ReportDocument(reports))
     else:
         show(report_view(reports))
     return 0
