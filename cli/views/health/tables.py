@@ -11,11 +11,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ...core.text import span
-from ...health.history.cache import Sources
-from ...health.history.rates import Rate
-from ...health.report.model import DrainState, NodeReport, Report, SiteReport
-from .formatting import folded
+from ....core.text import span
+from ....health.history.cache import Sources
+from ....health.history.rates import Rate
+from ....health.report.model import DrainState, NodeReport, Report, SiteReport
+from ..formatting import folded
 
 COLOUR = {"FAIL": "red", "WARN": "yellow", "OK": "green"}
 BAR_COLUMNS = 24
