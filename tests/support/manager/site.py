@@ -103,6 +103,7 @@ class Site:
         self.actors: dict[str, Actor] = {}
         """Everything that runs on the site, by step tag."""
         self.committed = 0
+        self.evaluations_confirmed = -1
         self.kill_at, self.before = -1, False
         self.kill_every = 0
         """Number of its own records after which each manager is killed."""
@@ -387,6 +388,7 @@ class Actor:
                     self._greet()
             elif self.working:
                 self._heartbeat()
+                self._report_evaluation()
             await asyncio.sleep(self.site.job.limits.heartbeat)
 
     def receive(self, message: Any) -> None:
@@ -413,6 +415,8 @@ class Actor:
                     message.step + 1, self.site.committed + 1
                 ):  # the loop does not keep the order of equal times
                     loop.call_later(step * 1e-6, self._send, msg.Committed(self.incarnation, step, {"reward": 0.5}))
+        elif isinstance(message, msg.Peers):
+            self.site.evaluations_confirmed = max(self.site.evaluations_confirmed, message.evaluated)
         elif isinstance(message, msg.Fenced):
             if message.incarnation == self.incarnation:  # agents receive the fences of other incarnations, too
                 self._end(ExitReason.NOT_ADMITTED)
@@ -439,6 +443,12 @@ class Actor:
             await asyncio.sleep(self.site.done_after * (1 + int(index_of(self.incarnation.replica))))
             self._send(msg.Goodbye(self.incarnation))
             self._end(ExitReason.EXITED)
+
+    def _report_evaluation(self) -> None:
+        """As the store: report the first evaluation that the manager has not confirmed, if its step is committed."""
+        step = self.site.evaluations_confirmed + 1
+        if self.role == "trajectories" and self.site.job.eval is not None and step <= self.site.committed:
+            self._send(msg.Evaluated(self.incarnation, step, {"reward": 0.5}))
 
     def _works(self) -> None:
         if self.role not in (AGENT, STANDBY_ROLE):

@@ -17,7 +17,7 @@ import msgspec
 import pytest
 from msgspec import Struct
 
-from rrl.core.run_spec import HealthSpec, Recovery
+from rrl.core.run_spec import EvalSpec, HealthSpec, Recovery
 from rrl.core.types import AGENT, STANDBY_ROLE, Outcome, ReplicaId, role_of
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Decision, ExternalAction, Fence, Launch, Release, Request, StopStep
@@ -98,9 +98,11 @@ RESTARTS_WHOLE = Script(
     Outcome.COMPLETED, granted=1, job=job(spares=0, limits=LIMITS, recovery=Recovery(policy="job")),
     at_step={2: _dies(R0)},
 )  # fmt: skip
+_EVALUATED = msgspec.structs.replace(
+    job(spares=0, limits=LIMITS, recovery=Recovery(policy="requeue")), eval=EvalSpec(every=1)
+)
 IS_REQUEUED = Script(
-    Outcome.COMPLETED, granted=2, job=job(spares=0, limits=LIMITS, recovery=Recovery(policy="requeue")),
-    at_step={2: _dies(R0)},
+    Outcome.COMPLETED, granted=2, job=_EVALUATED, at_step={2: _dies(R0)},
 )  # fmt: skip
 IS_RESUMED = Script(
     Outcome.COMPLETED, granted=2, cancel_at=2, job=job(spares=0, limits=LIMITS),
@@ -128,6 +130,7 @@ def _facts(site: Site, state: State) -> dict[str, object]:
         "given back": sorted(set(site.shrunk).difference(excluded)),
         "excluded": excluded,
         "restarts of the whole": len(state.full_restarts),
+        "evaluated": [one.step for one in state.evaluations],
         "statuses": {one.id: one.status for one in workers(state)},
     }
 

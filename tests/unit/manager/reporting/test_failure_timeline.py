@@ -201,7 +201,7 @@ def test_symptom_is_the_same_in_the_timeline_and_in_the_training_time() -> None:
     (failed,) = views(story.stamped).failed
     assert failed.since == began_at
     time = story.recorded().training_time
-    only_two_rollouts_work = 2 / (2 + 1)
+    only_two_rollouts_work = 2 * 4 / (2 * 4 + 8)  # of all GPUs
     assert time.seconds(story.now) == pytest.approx(time.seconds(began_at) + 10 * only_two_rollouts_work)
 
 
