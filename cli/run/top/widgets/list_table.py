@@ -168,7 +168,17 @@ class ListTable(Vertical):
     def _add_columns(self) -> None:
         for index, name in enumerate(self._columns):
             mark = (" ▼" if self._reversed else " ▲") if index == self._sorted_by else ""
-            self._table.add_column(f"{name}{mark}", key=str(index))
+            self._table.add_column(f"{name}{mark}", key=str(index), width=len(name) + len(mark))
+
+    def _fit_columns(self) -> None:
+        """Make each column as wide as its heading and its cells.
+
+        A table of Textual 8 measures new rows itself, but only once it is idle: lines that it has drawn before then are
+        kept with the old widths.
+        """
+        for index, column in enumerate(self._table.ordered_columns):
+            widths = [row.cells[index].cell_len for row in self._shown.values()]
+            column.width = max(column.label.cell_len, *widths) if widths else column.label.cell_len
 
     def _selected_rows(self) -> list[TableRow]:
         """Return the rows that the filter lets through, in the order that the user has chosen."""
@@ -185,10 +195,12 @@ class ListTable(Vertical):
         if [row.key for row in rows] == list(self._shown):
             for row in rows:
                 self._update(row)
+            self._fit_columns()
             return
         key, scrolled = cursor_key or self.cursor_key, table.scroll_offset
         table.clear()
         self._shown = {row.key: row for row in rows}
+        self._fit_columns()
         for row in rows:
             table.add_row(*row.cells, key=row.key)
         if key in self._shown:
