@@ -27,7 +27,7 @@ from ...health.report.model import DrainState, Report
 from ...health.report.site import report as make_report
 from ..common.output import PLAIN_WIDTH, Escaped, json_document, parse_time, print_line, show
 from ..views.formatting import folded
-from ..views.health.tables import report_view, to_paste
+from ..views.health.health_report import report_view, to_paste
 from . import node_drains
 
 NO_HISTORY_MESSAGE = (
@@ -170,7 +170,7 @@ def _rendered(document: Document, format: str) -> str:
     if format == "json":
         return json_document(document)
     if format == "html":
-        from ..views.health.page import page
+        from ..views.health.health_page import page
 
         return page(document.report, document.sources, document.drains_unknown)
     screen = Console(file=io.StringIO(), width=PLAIN_WIDTH, markup=False, highlight=False, emoji=False)

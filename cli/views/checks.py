@@ -12,7 +12,7 @@ from ...core.text import span
 from ...core.types import WORST_FIRST, Finding, Remedy, Verdict
 from ...health.report.drain_requests import DrainRequest
 from ...health.report.model import DrainState
-from .health.tables import drain_text
+from .health.health_report import drain_text
 
 VERDICT_COLOUR = {Verdict.OK: "green", Verdict.WARN: "yellow", Verdict.FAIL: "red", Verdict.UNKNOWN: "magenta"}
 _REMEDY_TEXT = {

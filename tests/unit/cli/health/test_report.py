@@ -17,8 +17,8 @@ from rrl.cli import main
 from rrl.cli.health import node_drains
 from rrl.cli.health import report as health_report
 from rrl.cli.views.checks import requests_view
-from rrl.cli.views.health.page import chart, page
-from rrl.cli.views.health.tables import figure, interval, report_view, to_paste
+from rrl.cli.views.health.health_page import chart, page
+from rrl.cli.views.health.health_report import figure, interval, report_view, to_paste
 from rrl.config.health_rules_file import CONFIG_ENV
 from rrl.core.command_runner import CommandResult
 from rrl.core.run_dir import HISTORY_ENV

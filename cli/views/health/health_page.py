@@ -15,8 +15,8 @@ from ....core.text import span
 from ....health.history.cache import Sources
 from ....health.report.model import Day, NodeReport, Report, SiteReport
 from ..formatting import folded
-from .tables import drain_text, interval, is_notable, rows_of, utc_time
-from .tables import figure as digits
+from .health_report import drain_text, interval, is_notable, rows_of, utc_time
+from .health_report import figure as digits
 
 WIDTH, HEIGHT, LEFT, BOTTOM = 900, 180, 34, 22
 """Sizes and margins of the plot, in units of its SVG viewBox."""
