@@ -50,7 +50,7 @@ def _kill(run: TestRun, replica: str) -> None:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("stream", [False, True], ids=["batches", "parts"])
+@pytest.mark.parametrize("stream", [False, pytest.param(True, marks=pytest.mark.long)], ids=["batches", "parts"])
 def test_each_evaluation_is_there_once_after_kills_of_every_role_and_the_manager(tmp_path: Path, stream: bool) -> None:
     toml = light_job("local", STEPS, spares=0, warm=False, extra=EVALUATION)
     run = submit_here(tmp_path, toml.replace("[sampling]", f"[sampling]\nstream = {str(stream).lower()}"))

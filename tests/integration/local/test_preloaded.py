@@ -8,6 +8,8 @@ import signal
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from rrl.core.phases import STANDBY
 from rrl.core.run_dir import RUNS_ENV
 from rrl.core.types import Incarnation, ReplicaId, preloaded_id
@@ -86,6 +88,7 @@ def test_killed_rollout_continues_in_the_preloaded_process_and_gets_a_new_one(tm
     assert (recovery["replica"], recovery["incarnation"], recovery["rung"]) == (ROLLOUT, 2, "restart in place")
 
 
+@pytest.mark.long
 def test_rollout_whose_preloaded_process_was_killed_too_starts_cold(tmp_path: Path) -> None:
     run = submit_here(tmp_path, preloading_job(100_000))
     waiting = wait_with_unfinished_work(run)
@@ -98,6 +101,7 @@ def test_rollout_whose_preloaded_process_was_killed_too_starts_cold(tmp_path: Pa
     end_well(run)
 
 
+@pytest.mark.long
 def test_preloaded_process_of_an_older_environment_is_not_used(tmp_path: Path) -> None:
     run = submit_here(tmp_path, preloading_job(100_000))
     waiting = wait_with_unfinished_work(run)
