@@ -1,7 +1,7 @@
 """The arms of benchmarks/ettr.py in which Slurm restarts the job: a plain batch job, and submitit's own pattern.
 
 The same roles run inside of one batch job, on its node. The run ends at its first failure, the job is requeued, and its
-next execution resumes the run from the last commit. Nothing outlives the job.
+next execution resumes the run from the last commit. No process outlives the job.
 
 ``requeue``: the batch script calls ``scontrol requeue`` when the run has failed. ``submitit``: a ``Checkpointable``
 that submitit submits. submitit requeues on signals only (at preemption and before a timeout). So its function does what
@@ -38,7 +38,7 @@ STEPS = 1000
 """Steps of the run, which it never reaches."""
 TIMEOUT_S = 600.0
 WATCH_TIMEOUT_S = 120.0
-"""Seconds in which Slurm ends a requeued job."""
+"""Seconds within which Slurm ends a requeued job."""
 IN_JOB = Arm("in one job", faults=True, trainer="warm = false\nsnapshots = false\n", spares=0, full_restarts=0)
 KINDS = ("requeue", "submitit")
 

@@ -24,13 +24,13 @@ class Outage(Struct, frozen=True):
     killed: float
     """Time of the kill (s)."""
     seconds: float
-    """Seconds from the kill until the next incarnation of the trainer trains."""
+    """Seconds from the kill until an incarnation of the trainer trains again."""
     lost_steps: int
     """Steps that may have been trained before the kill and were trained again."""
 
 
 class Sample(Struct, frozen=True):
-    """What one run has shown."""
+    """The measured values of one run."""
 
     arm: str
     seed: int
@@ -75,7 +75,7 @@ def trained_again(events: Iterable[ev.Stamped], kill: Kill) -> tuple[float, Inca
 
 
 def outages(run: RunDir, events: Sequence[ev.Stamped], kills: Sequence[Kill], uncommitted: int) -> tuple[Outage, ...]:
-    """Return the outage after each kill. An outage that the next kill made longer ends at the same time as the next."""
+    """Return the outage after each kill. If another kill falls into an outage, both outages end at the same time."""
     found = []
     for kill in kills:
         again = trained_again(events, kill)

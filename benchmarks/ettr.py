@@ -12,10 +12,10 @@ of the steps, at a step and a moment drawn by the seed (benchmarks/_ettr_faults.
   shortened as steps are. So only the outage of a kill is measured, and the ETTR is computed from it for the step of
   RobustRL's experiment (42 s).
 
-Inside the clock of a run is all from its first training to the commit of its last step. The *strict ETTR* of a run is
-the clock of ``clean`` with the same seed divided by its own: work that is done again, waiting and protection are
-losses. A pilot sets the length of a step so that ``job`` comes to 0.60; it measures what a fault costs ``job`` at a
-step of one second. Budgets in seconds shrink as steps do, alike in all arms.
+The clock of a run covers all of the time from its first training to the commit of its last step. The *strict ETTR* of
+a run is the clock of ``clean`` with the same seed divided by its own: work that is done again, waiting and protection
+are losses. A pilot sets the length of a step so that ``job`` comes to 0.60; it measures what a fault costs ``job`` at a
+step of one second. Budgets in seconds are shortened as steps are, alike in all arms.
 
 Chosen before the first figure: ``real_*_strict`` are medians over the seeds; ``outage_ratio`` is the median outage of
 ``role`` divided by that of ``job``; ``outage_over_slowest_start`` divides by the median outage of ``role_cold``, in
@@ -64,7 +64,7 @@ PARTS = ("rates", "batch")
 
 def measure_run(lab: SlurmLab, arm: Arm, name: str, steps: int, step_s: float, seed: int,
                 faults: list[Fault]) -> Sample:  # fmt: skip
-    """Run one arm to its end; return what it has shown."""
+    """Run one arm to its end; return its measured values."""
     record = lab.user_home / f"{name}-pace"
     lab.call_as_user(record.mkdir)
     run = submit_on(lab, name, job(arm, "slurm", steps, step_s, seed, record))
@@ -87,7 +87,7 @@ def measure_run(lab: SlurmLab, arm: Arm, name: str, steps: int, step_s: float, s
 
 
 def pilot(lab: SlurmLab) -> float:
-    """Return the length of a step (s) at which ``job`` should come to the target, with a fault in ten steps.
+    """Return the length of a step (s) at which ``job`` should come to the target, with one fault in every ten steps.
 
     A fault costs ``job`` an outage, which does not depend on the step, and work done again, which grows with it.
     """
@@ -127,7 +127,7 @@ def measure_batch(lab: SlurmLab) -> dict[str, list[float]]:
 
 def figures(step_s: float | None, samples: Sequence[Sample], requeues: dict[str, list[float]],
             steps_per_fault: float) -> dict[str, Any]:  # fmt: skip
-    """Return the content of the last line."""
+    """Return the content of the JSON object that is printed last."""
     found: dict[str, Any] = {"step_s": step_s}
     shares = {arm: [strict(each, samples) for each in samples if each.arm == arm] for arm in ARMS}
     for arm in ("role", "role_cold", "job"):

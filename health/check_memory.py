@@ -67,7 +67,7 @@ def memory_path(node: NodeName) -> Path:
 
 
 def read_memory(path: Path) -> CheckMemory:
-    """Return the memory; an empty one if there is none of this boot that only this user can have written."""
+    """Return the memory; an empty one if there is no file of this boot, or if another user may have written it."""
     boot_id = _BOOT_ID.read_text().strip()
     with contextlib.suppress(OSError, msgspec.MsgspecError):
         _check_owner(path.parent)
@@ -78,7 +78,7 @@ def read_memory(path: Path) -> CheckMemory:
 
 
 def update_memory(path: Path, change: Callable[[CheckMemory], CheckMemory]) -> None:
-    """Replace the memory by ``change`` of it; hooks that run at the same time do so one after another.
+    """Replace the memory by the result of ``change``; a lock puts hooks that run at the same time in sequence.
 
     Raises OSError if the file cannot be written, or another user may have written it.
     """

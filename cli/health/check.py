@@ -108,7 +108,7 @@ def check(options: CheckOptions) -> int:
 
 
 def _is_fresh(node: NodeName, gpus: tuple[str, ...] | None, max_age_s: float) -> bool:
-    """Return whether a full check within ``max_age_s`` suffices for a job with these GPUs, and print so."""
+    """Return whether a full check within ``max_age_s`` suffices for a job with these GPUs; if it does, print that."""
     if gpus is None:
         return False
     try:
@@ -146,7 +146,7 @@ def this_node() -> NodeName:
 
 
 def _printed(write: Callable[[], None]) -> None:
-    """Write to stdout, unless it is closed or full. The flush at exit must then not change the exit code."""
+    """Write to stdout; if stdout is closed or full, keep the flush at exit from changing the exit code."""
     if sys.stdout is None:  # closed
         return
     try:

@@ -1,7 +1,7 @@
 """Where ``rrl health check`` writes its result beside stdout: the site's history, and a file of metrics.
 
-Neither may change or delay the verdict. A write that fails, and storage that does not answer, give a line of text, with
-which a hook can tell the system's log.
+Neither may change or delay the verdict. If a write fails, or the storage does not answer, the command prints a line of
+text, which a hook can write to the system's log.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ METRICS_SUFFIX = ".prom"
 
 
 class _Recorded(Struct):
-    """The answer of the process that writes into the history."""
+    """The reply of the child process that writes into the history."""
 
     standing: tuple[Standing, ...] = ()
     error: str = ""

@@ -1,7 +1,7 @@
 """``rrl health drain-node`` and ``undrain-node``: the drains of the site's hooks.
 
-The node remembers what slurmctld last said about its drain. So the HealthCheckProgram of a node that was not drained
-does not ask slurmctld. After a boot, nothing is remembered, and slurmctld is asked once.
+The node remembers what slurmctld last reported about its drain. So the HealthCheckProgram of a node that was not
+drained does not ask slurmctld. After a boot the memory is empty, and the first check asks slurmctld.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def undrain_node(node: str | None) -> int:
 
 
 def _remember(node: str, drained: Literal["unknown", "no", "by hook"]) -> None:
-    """Remember whether the hooks have drained this node; of other nodes, nothing is remembered."""
+    """Remember whether the hooks have drained ``node``, if it is this node; for another node, do nothing."""
     if node == this_node():
         with contextlib.suppress(OSError):  # without a memory, Slurm is asked again
             update_memory(memory_path(this_node()), lambda memory: replace(memory, drained=drained))

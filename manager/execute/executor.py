@@ -35,9 +35,9 @@ MAX_NAMED_VARIABLES = 5
 
 
 class StandbyOutdated(Refused):
-    """A promotion of a standby process whose environment or command is not that of a new step any more.
+    """A standby process is not promoted, because a new step would have another environment or command.
 
-    It counts neither against the replica nor against its node: the replica is launched in a new step.
+    The rejection counts neither against the replica nor against its node: the replica is launched in a new step.
     """
 
     reason = RejectReason.STANDBY_OUTDATED
@@ -190,7 +190,7 @@ class StepControl:
         If files of the run directory cannot be read, the standby process counts as good: a new step would need them.
 
         Raises:
-            StandbyOutdated: the environment, the command or the setup of the node has changed since its start.
+            StandbyOutdated: the environment, command, folder, setup or network has changed since its start.
         """
         run, state = self._context.run_dir, self._context.state()
         try:

@@ -160,7 +160,7 @@ def _standby(run: RunDir, state: State, action: LaunchAction, job_dir: str) -> t
 
 
 def outdated_parts(run: RunDir, state: State, action: LaunchAction, job_dir: str) -> tuple[str, ...]:
-    """Return what a standby process lacks of the step in which the incarnation of ``action`` would start without it.
+    """Return the names of the parts in which a standby process differs from a new step of the incarnation to launch.
 
     A standby process has read its environment already: torch reads OMP_NUM_THREADS when it is imported. The environment
     differs, for example, if the next manager was started with another PATH. The result has the names of variables and

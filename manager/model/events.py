@@ -166,10 +166,10 @@ class StepCommitted(Struct, frozen=True, tag=True):
 
 
 class Evaluated(Struct, frozen=True, tag=True):
-    """The trajectory store has recorded the result of an evaluation of the weights of a step, which is committed."""
+    """The trajectory store has recorded the result of an evaluation of the weights of a committed step."""
 
     incarnation: Incarnation
-    """Incarnation of the store that reported it."""
+    """Incarnation of the store that reported the result."""
     step: int
     metrics: dict[str, float]
 

@@ -184,7 +184,7 @@ def promoted_to(state: State, standby: Incarnation) -> Replica | None:
 
 
 def shares_node(job: RunSpec, standby: ReplicaId) -> bool:
-    """Return whether a standby process waits on a node where replicas work, without a claim to its resources."""
+    """Return whether a standby process waits on a node where replicas work, without resources of its own."""
     return is_preloaded(standby) or job.role(standby_role_of(standby)).standby_shares_node
 
 

@@ -315,7 +315,7 @@ class RejectedRequest(Struct, frozen=True):
 
 
 MAX_EVALUATIONS = 64
-"""Number of evaluations that are kept in the state."""
+"""Maximum number of evaluations in the state: the first one and the newest ones."""
 
 
 class Evaluation(Struct, frozen=True):

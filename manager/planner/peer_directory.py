@@ -34,7 +34,7 @@ class PeerDirectory(Struct, frozen=True):
     sources: tuple[WeightSource, ...]
     snapshot_servers: dict[NodeName, str] = {}
     evaluated: int = -1
-    """Newest step of whose evaluation the state knows."""
+    """Newest step whose evaluation is in the state; -1 if there is none."""
 
     @property
     def without_versions(self) -> PeerDirectory:

@@ -135,7 +135,7 @@ CHANGES = ("restart", "drain", "inject")
 
 
 def can_change(state: State | None) -> bool:
-    """Return whether anything of a run can still be changed."""
+    """Return whether a run still accepts changes: its state is known, and the manager has not decided to end it."""
     return state is not None and state.finish is None
 
 
@@ -150,7 +150,7 @@ def _fault_target(state: State, fault: Fault) -> str:
 
 
 def _manager_doubt(watched: WatchedRun) -> Iterator[str]:
-    """Yield why nothing may happen at first."""
+    """Yield why the request may have no effect yet: no manager may be at work."""
     if watched.liveness.note:
         yield f"Nothing happens before a manager is at work: {watched.liveness.note}"
 

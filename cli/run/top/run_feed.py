@@ -1,4 +1,4 @@
-"""Reads the runs again and again in a thread, and hands each result over to the screens in the thread of the UI."""
+"""Read the runs again and again in a thread, and hand each result over to the screens in the thread of the UI."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class OpenedRun(NamedTuple):
 
     @classmethod
     def read(cls, watched: WatchedRun) -> OpenedRun:
-        """Return a run with what its files say now. Blocks on the file system."""
+        """Return a run with what its files contain now. Blocks on the file system."""
         run, state, liveness = watched.run, watched.state, watched.liveness
         if state is None:
             waiting = watched.trouble or waiting_text(run, watched.start_failure)
@@ -53,7 +53,7 @@ class Snapshot(NamedTuple):
 
 
 class RunFeed:
-    """The newest snapshot, and the thread that makes the next one.
+    """The newest snapshot, and the loop that makes the next ones in a thread.
 
     Args:
         owner: The application.
@@ -63,7 +63,7 @@ class RunFeed:
     def __init__(self, owner: DOMNode, watcher: RunsWatcher) -> None:
         self.changed: Signal[Snapshot] = Signal(owner, "runs have been read")
         self.snapshot: Snapshot | None = None
-        """None before the first reading."""
+        """The newest snapshot; None before the first reading."""
         self.now: Callable[[], float] = watcher.now
         self._watcher = watcher
         self._opened: Path | None = None

@@ -37,7 +37,8 @@ def waits_for_release(role: RoleSpec) -> bool:
     """Return whether members of the role start only after earlier occupants have released their memory.
 
     Earlier occupants are the role's own earlier incarnations and preempted rollouts; their steps are stopped without a
-    grace. A preloaded process waits for the memory of its GPUs here, because its launcher has not waited for it.
+    grace. Rollouts that may continue in a preloaded process wait here for the memory of their GPUs, because the
+    launcher of that process has not waited for it.
     """
     return (role.warm and role.standby_shares_node) or (role.preload and role.per_member.gpus > 0) or role.ranks > 1
 

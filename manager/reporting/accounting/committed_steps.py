@@ -4,10 +4,10 @@
 equal numbers of committed steps. A duration lasts from the first ``train`` to the commit of the last step, and includes
 the time in which a run had ended before it was resumed (:func:`strict_ettr`).
 
-The *estimate* needs this run alone. Each committed step counts with the time of the attempt that was committed, at most
-with the median of the undisturbed steps. The estimate is their sum divided by the same duration. Training that was done
-again, waits and the time of every interruption are losses. What the protection costs in each step is part of the
-median, so the estimate does not contain it.
+The *estimate* needs this run alone. Each committed step counts with the duration of the attempt that was committed, at
+most with the median duration of the undisturbed steps. The estimate is the sum of these times divided by the duration
+of this run. Training that was done again, waits and the time of every interruption are losses. What the protection
+costs in each step is part of the median, so the estimate does not contain it.
 
 An attempt lasts from the commit before, or after an interruption from the trainer's first ``train``, to the commit. A
 trainer that commits a step before it has trained commits the work of its predecessor, which a snapshot has kept: then
@@ -29,7 +29,7 @@ from .interruptions import TRAIN, Interruption, Interruptions
 
 
 class Attempt(Struct, frozen=True):
-    """The time (s) of an attempt at a step that its incarnation did not commit, and what ended it."""
+    """An attempt at a step that its incarnation did not commit: begin and end (s), and what interruption ended it."""
 
     since: float
     until: float
@@ -60,13 +60,13 @@ class CommittedStep(Struct, frozen=True):
 class CommittedSteps:
     """Collects the committed steps of a run, from its first event on.
 
-    ``interruptions`` is fed the same events before.
+    Each event must be applied to ``interruptions`` first.
     """
 
     def __init__(self, interruptions: Interruptions) -> None:
         self.steps: list[CommittedStep] = []
         self.began: float | None = None
-        """Time (s) of the first ``train``; if none was recorded before the first commit, of the trainer's join."""
+        """Time (s) of the first ``train``; if none was recorded before the first commit, time of the trainer's join."""
         self.began_with_train = False
         self._interruptions = interruptions
         self._newest = 0
@@ -78,7 +78,7 @@ class CommittedSteps:
         self._disturbed = True
 
     def apply(self, stamped: ev.Stamped, begun: Sequence[Interruption]) -> None:
-        """Apply an event; ``begun`` are the interruptions that it begins."""
+        """Apply an event; ``begun`` are the interruptions that the event begins."""
         for interruption in begun:
             self._on_interruption(interruption, stamped.at)
         handler = _HANDLERS.get(type(stamped.event))
@@ -185,7 +185,7 @@ def strict_ettr(run: CommittedSteps, clean: CommittedSteps) -> tuple[float, int]
     """Return the strict ETTR against a clean run, and the number of steps that were compared; None if there are none.
 
     ``clean`` is the same job, seed and pace without faults and with every protection off. If one of the runs has
-    committed fewer steps, only so many are compared.
+    committed fewer steps, only that many steps are compared.
     """
     steps = min(run.steps[-1].step, clean.steps[-1].step) if run.steps and clean.steps else 0
     duration, clean_duration = run.duration(steps), clean.duration(steps)

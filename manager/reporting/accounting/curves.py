@@ -48,7 +48,7 @@ class CurveRecorder:
     def __init__(self) -> None:
         self._reward: list[CurvePoint] = []
         self._tokens: list[tuple[float, int, int, float]] = []
-        """(time, step, tokens, seconds since the commit before) of each step."""
+        """(time, step, tokens, seconds since the commit before) of each committed step."""
         self._trainer: list[CurvePoint] = []
         self._oldest: list[CurvePoint] = []
         self._versions: dict[ReplicaId, int] = {}

@@ -45,10 +45,10 @@ class ReservedTime:
         self._node_weights: dict[str, int] = {}
         """Weight of a node of each requested allocation, by tag."""
         self._held: dict[str, tuple[int, float]] = {}
-        """Weight of the nodes of each granted allocation, and since when (s)."""
+        """Weight of the nodes of each granted allocation, and the time (s) since which it counts."""
 
     def on_intended(self, event: ev.Intended) -> None:
-        """Remember what the nodes of a requested allocation are like."""
+        """Record the weight of the nodes of a requested allocation."""
         if isinstance(event.action, Request):
             request = event.action.request
             for component in (request, *request.further_components):

@@ -88,13 +88,16 @@ class Interruption(Struct, eq=False):
 
 
 class Interruptions:
-    """Collects the interruptions of a run, from its first event on. ``timeline`` is fed the same events before."""
+    """Collects the interruptions of a run, from its first event on.
+
+    Each event must be applied to ``timeline`` first.
+    """
 
     def __init__(self, timeline: FailureTimeline) -> None:
         self.all: list[Interruption] = []
         """All interruptions, in the order in which they were recorded."""
         self.open: dict[ReplicaId, Interruption] = {}
-        """The interruptions that last, by replica (a gang as a whole)."""
+        """The interruptions that have not ended, by replica (a gang as a whole)."""
         self._timeline = timeline
         self._kinds: dict[str, str] = {}
         """Kind of each role."""
@@ -125,7 +128,10 @@ class Interruptions:
         return [interruption for interruption in begun if interruption is not None]
 
     def _on_fence(self, fence: Fence, about: Incarnation | None, at: float) -> Interruption | None:
-        """Begin an interruption. ``about``: the failed incarnation, if the fence is part of a restart of the run."""
+        """Return the interruption that a fence begins; None if it continues an open one, or concerns no role.
+
+        ``about`` is the failed incarnation if the fence is part of a restart of the whole run, else None.
+        """
         gang = fence.incarnation.gang
         if is_support(gang.replica):
             return None
@@ -196,7 +202,7 @@ class Interruptions:
             self._end(interruption, at)
 
     def _on_resumed(self, event: ev.Resumed, at: float) -> list[Interruption]:
-        """Begin the interruption of the trainer by the end of the run, which began with the decision to end it."""
+        """Begin the interruption that the end of the run is for the trainer, as of the decision to end the run."""
         self._kinds = {role.name: role.kind for role in event.job.roles}
         finished, self._finished = self._finished, None
         number = self._joined.get(TRAINER, 0)

@@ -22,25 +22,25 @@ from ...model.actions import Finish, Launch
 from ..failure_timeline import fences
 
 MAX_SPANS = 400
-"""Largest number of intervals of a lane; one with more is shown in so many equal parts of the run."""
+"""Maximum number of intervals of a lane: a lane with more is shown as this many equal parts of the run."""
 
 
 class Use(StrEnum):
     """What kind of activity a member was in."""
 
     ABSENT = "absent"
-    """It was never launched, or the run has ended."""
+    """The member was never launched, or the run has ended."""
     STARTS = "starts"
-    """It was launched, and has not joined yet."""
+    """The member was launched, and has not joined yet."""
     WORKS = "works"
     WRITES = "writes"
-    """It wrote a checkpoint, or published weights."""
+    """The member wrote a checkpoint, or published weights."""
     WAITS = "waits"
-    """It waited for another role or a service."""
+    """The member waited for another role or a service."""
     LOADS = "loads"
-    """It was in a phase that does not count as training, for example to restore a checkpoint."""
+    """The member was in a phase that does not count as training, such as the restore of a checkpoint."""
     DOWN = "down"
-    """Its incarnation had ended, and the next one was not launched yet."""
+    """The member's incarnation had ended, and the next one was not launched yet."""
 
 
 USEFUL = (Use.WORKS, Use.WRITES)
@@ -97,7 +97,8 @@ class Lane:
         """Number of the incarnation that is launched and not fenced; 0 if there is none."""
         self.starts: list[float] = []
         self.activities: list[Activity] = []
-        """Begin and activity of each interval; neighbours differ. The last one lasts on."""
+        """Activity of each interval, which begins at the time (s) with the same index in ``starts``. Two neighbours
+        always differ, and the last interval has not ended."""
 
     def enter(self, at: float, activity: Activity) -> None:
         """Begin an interval, which replaces what was recorded at ``at`` or after it."""
@@ -118,7 +119,7 @@ class Lane:
         return spent
 
     def spans(self, since: float, until: float) -> list[Span]:
-        """Return the intervals between two times; of many, the activity that prevailed in each part of the time."""
+        """Return the intervals between two times; of a long lane, what prevailed in each of :data:`MAX_SPANS` parts."""
         if len(self.starts) > MAX_SPANS:
             return self._prevailing(since, until)
         return [
@@ -156,7 +157,7 @@ class Lanes:
         self.lanes: dict[ReplicaId, Lane] = {}
         self._ending = False
         self._steps: dict[str, Incarnation] = {}
-        """Incarnation by the tag of its step; after a promotion, that of the member."""
+        """Incarnation by the tag of its step; for a promoted standby process the incarnation of the member."""
 
     def apply(self, stamped: ev.Stamped) -> None:
         """Apply an event."""

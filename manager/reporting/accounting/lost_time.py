@@ -1,7 +1,7 @@
 """The time that a run lost, by cause and by stage, and its effective time over a sliding window. Pure.
 
-The time between two commits is what counts for the step (``committed_steps``) and what is lost. The loss is divided in
-this order:
+The time between two commits consists of the time that counts for the step (``committed_steps``) and of lost time. The
+lost time is divided in this order:
 
 1. the interruption of the trainer, by its stages;
 2. training that was discarded, as stage ``replay`` of the interruption that ended it;
@@ -34,9 +34,9 @@ MANAGER = "manager"
 WINDOW_S = 300.0
 """Shortest window (s) of the sliding ETTR: the five minutes of RobustRL's figures (docs/sources.md)."""
 MAX_WINDOWS = 240
-"""Number of points of the sliding ETTR. In a run that is longer than so many windows, the window is longer."""
+"""Maximum number of points of the sliding ETTR. A run that is longer than this many windows gets a longer window."""
 MIN_WINDOWS = 10
-"""A run that is shorter than so many windows has a shorter window."""
+"""Minimum number of points of the sliding ETTR. A run that is shorter than this many windows gets a shorter window."""
 
 
 class Piece(Struct, frozen=True):
@@ -100,7 +100,7 @@ def _by_step(steps: Sequence[CommittedStep], pieces: Sequence[Piece]) -> Iterabl
 def _divide(
     step: CommittedStep, step_s: float, of_trainer: Sequence[Piece], of_others: Sequence[Piece]
 ) -> Iterable[tuple[str, str, float]]:  # fmt: skip
-    """Yield (cause, stage, seconds) of what was lost between the commit before and that of ``step``."""
+    """Yield (cause, stage, seconds) of the time that was lost between the commit before and that of ``step``."""
     left = step.at - step.since - step.useful_s(step_s)
     for piece in of_trainer:
         seconds = min(left, piece.within(step.since, step.at))

@@ -26,7 +26,7 @@ from .lanes import LaneIncarnation, Lanes, Span
 from .lost_time import SlidingPoint, lost_time, sliding_ettr
 
 MAX_DECISIONS = 1000
-"""Maximum number of decisions in a report; of more, the newest are left out and counted."""
+"""Maximum number of decisions in a report; beyond it, the newest are left out, and the report says how many."""
 
 
 class Loss(Struct, frozen=True):
@@ -155,7 +155,7 @@ class Account:
         """Node of each incarnation."""
 
     def apply(self, stamped: ev.Stamped) -> None:
-        """Apply an event. A long run has very many weight versions and phases, so these take the shortest way."""
+        """Apply an event. Weight versions and phases are very frequent, so only the parts that use them are called."""
         event, at = stamped.event, stamped.at
         before, self.now = self.now, at
         if isinstance(event, ev.VersionAvailable):

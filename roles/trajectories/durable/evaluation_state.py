@@ -1,6 +1,7 @@
 """The evaluations in the store's state: the answers of the open one, and the results of those that are finished.
 
-Answers of an evaluation belong to no group: no step can train on them, and nothing is learned of their lengths.
+Answers of an evaluation belong to no group: no step can train on them, and the expected lengths
+are not learned from them.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from .records import (
 RETAINED_RESULTS = 4096
 """Number of newest results that are kept for a manager that is not running."""
 RIGHT_REWARD = 1.0
-"""Reward from which on an answer counts as right."""
+"""Lowest reward of an answer that counts as right."""
 
 EvaluationRecord = EvaluationStarted | EvaluationAppended | EvaluationScored | EvaluationFinished
 
@@ -68,7 +69,7 @@ class EvaluationState:
         self.next = FIRST_EVALUATED
 
     def apply(self, record: EvaluationRecord) -> None:
-        """Apply one record."""
+        """Apply one record of the log."""
         match record:
             case EvaluationStarted(_, _, first, prompts, samples):
                 self.open = record

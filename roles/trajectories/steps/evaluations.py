@@ -99,7 +99,7 @@ class Evaluations:
         return None if started is None or self._settings is None or started.incarnation < fence else started
 
     def _is_wanted(self, step: int) -> bool:
-        """Return whether the weights of a step are to be evaluated and are not yet."""
+        """Return whether the weights of a step are due for an evaluation that has no result yet."""
         settings, results = self._settings, self._state.results
         return settings is not None and settings.spec.is_due(step, settings.steps) and step > max(results, default=-1)
 
@@ -206,9 +206,10 @@ class Evaluations:
     ) -> tuple[Callable[[], None], set[int]]:
         """Check the segments of evaluated answers in an append, and ignore all others.
 
-        Returns the function that appends them, to be called if no answer is lost; and the lost answers: they do not
-        belong to the incarnation, or their segments neither continue nor repeat what is stored, or are of another
-        weight version.
+        Returns:
+            A function that appends the segments, to be called only if no answer of the append is lost; and the numbers
+            of the lost answers. An answer is lost if the incarnation may not write it, or if its segments neither
+            continue nor repeat the stored ones, or are of another weight version.
         """
         segments = [segment for segment in packed if is_evaluated(segment.trajectory)]
         finished = [number for number in finished if is_evaluated(number)]
@@ -273,7 +274,7 @@ class Evaluations:
         return ToScore(answer.id, answer.item, tokens, evaluation=True)
 
     def post_scores(self, scores: Iterable[Score], failed: Iterable[int]) -> None:
-        """Record scores, and answers that cannot be scored; those of other or settled answers are ignored."""
+        """Record scores, and answers that cannot be scored. Ignore all except complete answers that are not settled."""
         open_answers = self._state.answers
         known = {one.id for one in open_answers.values() if one.finished and not one.settled}
         by_answer = {score.trajectory: score for score in scores if score.trajectory in known}
@@ -318,5 +319,5 @@ class EvaluationReports:
 
 
 def is_evaluated(number: int) -> bool:
-    """Return whether a number is that of an evaluated answer."""
+    """Return whether the number of a trajectory is that of an answer of an evaluation."""
     return number >= FIRST_EVALUATED

@@ -120,7 +120,7 @@ class ReplicaScreen(Screen[None]):
         self._refresh_footer()
 
     def _refresh_footer(self) -> None:
-        """Draw the keys again if others are possible than before: it takes as long as everything else."""
+        """Draw the keys again only if other keys are possible now: the drawing takes as long as everything else."""
         offered = tuple(self.check_action(change, ()) for change in CHANGES)
         if offered != self._offered:
             self._offered = offered

@@ -52,8 +52,8 @@ class RunScreen(Screen[None]):
         super().__init__()
         self._feed, self._run_dir = feed, run
         self._opened: OpenedRun | None = None
-        self._offered: tuple[bool | None, ...] = ()
         """The newest reading of the run; None before the first one."""
+        self._offered: tuple[bool | None, ...] = ()
 
     def compose(self) -> ComposeResult:
         """Create the view of the run, the two tables and the footer."""
@@ -192,7 +192,7 @@ class RunScreen(Screen[None]):
         self._refresh_footer()
 
     def _refresh_footer(self) -> None:
-        """Draw the keys again if others are possible than before: it takes as long as everything else."""
+        """Draw the keys again only if other keys are possible now: the drawing takes as long as everything else."""
         offered = tuple(self.check_action(change, ()) for change in CHANGES)
         if offered != self._offered:
             self._offered = offered

@@ -93,7 +93,7 @@ class ListTable(Vertical):
         return keys[row] if 0 <= row < len(keys) else None
 
     def show(self, rows: Sequence[TableRow]) -> None:
-        """Show these rows. The cursor stays on the row on which it is, as long as there is one of its key."""
+        """Show these rows. The cursor stays on its row while ``rows`` contains a row with the same key."""
         self._rows = [row._replace(cells=tuple(map(_safe, row.cells))) for row in rows]
         self._draw()
 
@@ -181,7 +181,7 @@ class ListTable(Vertical):
             column.width = max(column.label.cell_len, *widths) if widths else column.label.cell_len
 
     def _selected_rows(self) -> list[TableRow]:
-        """Return the rows that the filter lets through, in the order that the user has chosen."""
+        """Return the rows that contain the text of the filter, in the order that the user has chosen."""
         wanted = self._filter.value.casefold()
         rows = [row for row in self._rows if any(wanted in cell.plain.casefold() for cell in row.cells)]
         column = self._sorted_by
@@ -190,7 +190,7 @@ class ListTable(Vertical):
         return rows[::-1] if self._reversed else rows
 
     def _draw(self, cursor_key: str | None = None) -> None:
-        """Bring the table up to date; ``cursor_key`` names the row that gets the cursor instead of the present one."""
+        """Bring the table up to date; ``cursor_key`` names the row that the cursor moves to; None keeps its row."""
         rows, table = self._selected_rows(), self._table
         if [row.key for row in rows] == list(self._shown):
             for row in rows:

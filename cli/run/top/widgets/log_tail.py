@@ -23,7 +23,7 @@ FIRST_LINES = 200
 MAX_LINES = 2000
 """Maximum number of lines that are kept: older ones are in the file, for ``rrl logs``."""
 MAX_LINES_AT_ONCE = 500
-"""Lines of one reading that are shown; of a replica that writes more, only the newest ones can be read anyway."""
+"""Maximum number of lines of one reading that are shown: nobody can read more at once, so only the newest are kept."""
 
 
 class LogTail(RichLog):

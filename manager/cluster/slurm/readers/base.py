@@ -17,7 +17,7 @@ from ..parsing import Job, NodeInfo, StepLine
 
 
 class NotPermitted(Refused):
-    """A change that Slurm does not permit this user to make; it would not permit the next one either."""
+    """Slurm does not permit this user to change nodes: any other change would be refused as well."""
 
 
 class SlurmConfig(Struct, frozen=True):

@@ -1,4 +1,4 @@
-"""Start the process that uses pyslurm, ask it, and end it if it does not answer in time."""
+"""Start the process that uses pyslurm, send it requests, and end it if it does not reply in time."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from .messages import Failed, Ready, Reply, Request
 
 CHILD_MODULE = f"{__package__}.pyslurm_child"
 START_TIMEOUT_S = 20.0
-"""Seconds for the process to import pyslurm: 0.3 s measured; about a minute, and then in vain, without slurm.conf."""
+"""Seconds for the process to import pyslurm: 0.3 s measured. Without slurm.conf the import takes a minute and fails."""
 _STDERR_BYTES = 2000
-"""Bytes that are kept of the end of the process's stderr."""
+"""Number of bytes that are kept from the end of the process's stderr."""
 
 T = TypeVar("T", bound=Struct)
 
@@ -30,12 +30,12 @@ T = TypeVar("T", bound=Struct)
 class ChildFailed(Unanswered):
     """The process died, did not answer in time, or sent something that is not a reply; it has been ended.
 
-    What was asked for may or may not have been done.
+    The request may or may not have been carried out.
     """
 
 
 class _Running(Struct):
-    """A running process, after its first line."""
+    """A started process, the end of its stderr, and the task that reads its stderr."""
 
     process: asyncio.subprocess.Process
     stderr: bytearray
@@ -43,7 +43,7 @@ class _Running(Struct):
 
 
 class PyslurmChild:
-    """The process, started when it is first asked, and again after its end.
+    """The process that uses pyslurm: started by the first request, and started again by the next request after its end.
 
     Args:
         module: the module that the process imports as pyslurm.
@@ -92,7 +92,7 @@ class PyslurmChild:
 
     async def _started(self) -> _Running:
         if self._running is not None and self._running.process.returncode is not None:
-            await self._kill()  # it ended while nothing was asked, so nothing is lost
+            await self._kill()  # it ended between two requests, so no reply is lost
         if self._running is None:
             self._running = running = await self._start()
             async with self._deadline(running, self._start_timeout_s):

@@ -105,7 +105,7 @@ class NodeRow(Struct, frozen=True):
 
 
 class NodeRows(Struct, frozen=True, tag=True):
-    """The nodes that were asked for and exist."""
+    """The requested nodes that exist."""
 
     rows: tuple[NodeRow, ...]
 
@@ -125,9 +125,9 @@ class Failed(Struct, frozen=True, tag=True):
     """The request failed."""
 
     number: int
-    """Slurm's error number (slurm_errno.h), or errno; 0: unknown, -1: an error of pyslurm itself."""
+    """Slurm's error number (slurm_errno.h), or errno; 0: unknown, -1: an error that pyslurm itself raised."""
     text: str
-    """The error for people; decisions use ``number``."""
+    """Text of the error for people; decisions use ``number``."""
 
 
 Reply = Ready | JobRows | StepRows | NodeRows | ConfigRow | Done | Failed

@@ -32,7 +32,7 @@ from .pyslurm_objects import PyslurmObjects
 
 
 def main(module_name: str) -> None:
-    """Import the module, say so, and answer requests."""
+    """Import the module, report its version, and answer requests until stdin is closed."""
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what the library prints must not mix with the replies
     pyslurm = importlib.import_module(module_name)

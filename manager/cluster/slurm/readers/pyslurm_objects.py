@@ -24,14 +24,14 @@ MAX_SINGLE_NODES = 8
 """Largest number of nodes that are read one by one, with two requests to slurmctld each; beyond it all nodes of the
 cluster are read at once. Two requests for one node take slurmctld less time than one for thousands of nodes."""
 OWN_ERROR = -1
-"""Number of the errors that pyslurm raises by itself, for example for a node that does not exist (SLURM_ERROR)."""
+"""Error number that pyslurm itself sets, for example for a node that does not exist (SLURM_ERROR)."""
 INVALID_NODE_NAME = 2018
 """ESLURM_INVALID_NODE_NAME (slurm_errno.h, the same in 22.05 and 24.11)."""
 MIXED, ALLOCATED = "MIXED", "ALLOCATED"
 
 
 class PyslurmObjects:
-    """What pyslurm loads from slurmctld for the user of this process.
+    """Loads jobs, steps, nodes and settings by pyslurm for the user of this process, and changes nodes.
 
     Raises:
         AttributeError: this pyslurm is older than 22.5.2 or 23.2.1 and has no classes for jobs and nodes.

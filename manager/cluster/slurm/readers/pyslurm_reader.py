@@ -38,11 +38,11 @@ from .messages import (
 NO_RIGHTS = frozenset({2002, 2010})
 """ESLURM_ACCESS_DENIED and ESLURM_USER_ID_MISSING ("Invalid user id"): this user may not make the change."""
 SLURMCTLD_ERRORS = range(2000, 3000)
-"""Numbers by which slurmctld itself answers that it did not do something (slurm_errno.h: 1000 to 1999 and 5000 to 6999
-are failures of the connection or the authentication, numbers below 1000 are those of the operating system)."""
+"""Error numbers with which slurmctld reports that it did not carry out a request. In slurm_errno.h, 1000 to 1999 and
+5000 to 6999 are failures of the connection or the authentication; numbers below 1000 are the operating system's."""
 UNSETTLED = frozenset({2027, 2090, 2131})
 """Numbers in that range that leave the outcome open: ESLURM_IN_STANDBY_MODE, ESLURM_INTERNAL and
-ESLURM_IN_STANDBY_USE_BACKUP. The slurmctld that has taken over may act on the request."""
+ESLURM_IN_STANDBY_USE_BACKUP. Another slurmctld that has taken over may carry out the request."""
 
 T = TypeVar("T", bound=Struct)
 V = TypeVar("V")

@@ -1,8 +1,9 @@
-"""Choose between Slurm's commands and pyslurm (``[cluster] reader``), and keep to the choice while it works.
+"""Choose between Slurm's commands and pyslurm (``[cluster] reader``), and keep the choice until pyslurm fails.
 
 ``auto`` takes pyslurm if it is installed, was built for the version that slurmctld runs, and a first look by both
-readers gave the same values. ``pyslurm`` takes it without comparing. Either way the commands take over for the rest of
-the manager's epoch after :data:`MAX_CHILD_FAILURES` failures of the child process.
+readers gave the same values. ``pyslurm`` uses pyslurm, if installed, without comparing. Either way
+the commands take over for the rest of the manager's epoch after :data:`MAX_CHILD_FAILURES` failures of the child
+process.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ T = TypeVar("T")
 
 
 class Choice(Struct):
-    """A reader, and why it was chosen."""
+    """The chosen reader, and why it was chosen."""
 
     reader: SlurmReader
     reason: str
@@ -60,10 +61,10 @@ class Choice(Struct):
 async def choose_reader(
     setting: ReaderSetting, by_commands: SlurmReader, limits: SlurmLimits, module: str = "pyslurm"
 ) -> Choice:
-    """Return the reader for ``[cluster] reader = setting``. Its child process, if any, runs.
+    """Return the reader for ``[cluster] reader = setting``. If it uses a child process, the process is running.
 
     Args:
-        setting: the setting.
+        setting: the value of ``[cluster] reader``.
         by_commands: the reader that runs commands.
         limits: the deadlines of requests.
         module: the module that is used as pyslurm (for tests).
@@ -101,7 +102,7 @@ async def choose_reader(
 
 
 class SelectedReader:
-    """The reader that ``[cluster] reader`` selects, when something is first read (:class:`.base.SlurmReader`)."""
+    """The reader that ``[cluster] reader`` selects; it is chosen at the first request (:class:`.base.SlurmReader`)."""
 
     def __init__(
         self, setting: ReaderSetting, by_commands: SlurmReader, limits: SlurmLimits, module: str = "pyslurm"
@@ -114,7 +115,7 @@ class SelectedReader:
         self._jobs_by_commands = False
 
     async def jobs(self) -> list[Job]:
-        """Return all jobs of this user; by squeue if the queue is long."""
+        """Return all jobs of this user; by squeue once the queue has had more than :data:`LARGE_QUEUE_JOBS` jobs."""
         if self._jobs_by_commands:
             return await self._by_commands.jobs()
         jobs = await self._use(lambda reader: reader.jobs())
@@ -197,7 +198,7 @@ async def _first_looks(one: SlurmReader, other: SlurmReader) -> list[str]:
 
 
 async def look(reader: SlurmReader) -> dict[str, Struct]:
-    """Return everything that a reader reads, by name: the configuration, and each job, step and node."""
+    """Return all values that a reader reads, by name: the configuration, and each job, step and node."""
     values: dict[str, Struct] = {"configuration": await reader.config()}
     values |= {f"job {job.id}": job for job in await reader.jobs()}
     values |= {f"step {step.id}": step for step in await reader.steps()}
