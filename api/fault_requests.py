@@ -58,7 +58,7 @@ def check_fault(run: RunDir, job: RunSpec, state: State | None, fault: Fault) ->
 
 
 def request_fault(run: RunDir, fault: Fault) -> str:
-    """Have the manager of a run inject a checked fault; return the name of the command file that it has to take.
+    """Have the manager of a run inject a checked fault; return the name of its command file.
 
     Raises OperationFailed if the run directory cannot be written.
     """

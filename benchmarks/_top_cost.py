@@ -35,9 +35,9 @@ TopApp(RunsWatcher(run, lambda: time.time() - began), run).run()
 
 
 def top_cost(replicas: int, runs: int, *, opened: bool) -> float:
-    """Return the share of a core that ``rrl top`` takes for so many runs, each with so many replicas.
+    """Return the share of a core that ``rrl top`` takes for ``runs`` runs with ``replicas`` replicas each.
 
-    With ``opened`` it shows the screen of one run, else the table of all.
+    With ``opened``, ``rrl top`` shows the screen of one run, else the table of all.
     """
     with tempfile.TemporaryDirectory() as root:
         for number in range(runs):

@@ -228,7 +228,7 @@ class ReaderRules(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class HookRules(Struct, frozen=True, forbid_unknown_fields=True):
-    """How many nodes the prolog and the HealthCheckProgram may drain.
+    """How many nodes the site's hooks (prolog, epilog and HealthCheckProgram) may drain.
 
     If many nodes fail together, they share a cause that a drain does not repair, or the findings are forged.
     """

@@ -131,7 +131,7 @@ class _JsonLines:
         return len(self._starts)
 
     def placed(self) -> Iterator[tuple[str, Any]]:
-        """Yield the place and the value of each row, and note where it is."""
+        """Yield the place and the value of each row, and record the position of the row in the file."""
         at = 0
         for number, line in enumerate(self._file, 1):
             start, at = at, at + len(line)

@@ -11,7 +11,7 @@ from enum import StrEnum
 RUN_PREFIX = "rrl:"
 """Beginning of the reason of every drain by rrl, whether by a run or by a hook."""
 HOOK_PREFIX = f"{RUN_PREFIX}health:"
-"""Beginning of the reason of every drain by a prolog or a HealthCheckProgram."""
+"""Beginning of the reason of every drain by a hook: a prolog, an epilog or a HealthCheckProgram."""
 
 
 class DrainOwner(StrEnum):
@@ -20,7 +20,7 @@ class DrainOwner(StrEnum):
     RUN = "run"
     """A run of rrl, or a person through ``rrl health``."""
     HOOK = "hook"
-    """The site's prolog or HealthCheckProgram, through rrl's node check."""
+    """One of the site's hooks (prolog, epilog, HealthCheckProgram), through rrl's node check."""
     OTHER = "other"
     """Somebody else; rrl never removes such a drain."""
 

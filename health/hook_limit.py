@@ -1,4 +1,4 @@
-"""Limit how many nodes Slurm's hooks (the prolog and the HealthCheckProgram) may drain. Pure: runs no command.
+"""Limit how many nodes Slurm's hooks (prolog, epilog and HealthCheckProgram) may drain. Pure: runs no command.
 
 Slurm records the drains by hooks: such a drain is a node in state DRAIN whose reason begins with
 :data:`~rrl.health.drains.HOOK_PREFIX`. Only root, SlurmUser and administrators can set the state and the reason. So no

@@ -298,7 +298,7 @@ class Peers(Struct, frozen=True, tag=True):
     snapshot_servers: dict[NodeName, str] = {}
     """Addresses of the snapshot servers on the nodes of the trainer and of its standby processes, by node."""
     evaluated: int = -1
-    """Newest step of whose evaluation the manager knows; -1 before the first."""
+    """Newest step whose evaluation the manager has recorded; -1 before the first."""
 
 
 class Admitted(Struct, frozen=True, tag=True):

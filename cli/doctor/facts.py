@@ -122,7 +122,7 @@ class Reader(Struct, frozen=True, tag=True):
     """How a manager would read Slurm with ``[cluster] reader = "auto"``."""
 
     reason: str
-    """Which reader it would use, and why."""
+    """Which reader the manager would use, and why."""
     rejected: bool
     """True if pyslurm is installed, but does not fit this cluster."""
 

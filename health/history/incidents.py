@@ -110,7 +110,7 @@ class RunHistory(Struct, frozen=True):
 
     @property
     def of_node_checks(self) -> bool:
-        """Return whether no run made the records, but the checks of a node."""
+        """Return whether the checks of a node made the records, and not a run."""
         return any(isinstance(record, NodeChecks) for record in self.records)
 
     @property

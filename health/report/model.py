@@ -37,7 +37,7 @@ class DrainState(Struct, frozen=True):
     partitions: tuple[str, ...] = ()
     """Partitions that contain the node."""
     by_check: bool = False
-    """Whether root's HealthCheckProgram drained the node (``rrl:health:``). Such a drain counts as the node's own
+    """Whether one of the site's hooks drained the node (``rrl:health:``). Such a drain counts as the node's own
     record."""
 
 

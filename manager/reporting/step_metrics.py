@@ -113,7 +113,7 @@ class StepRows:
         self._results: dict[int, dict[str, float]] = {}
         """Evaluations that no row has yet, by step."""
         self._held: list[StepRow] = []
-        """Rows that are complete but for an evaluation, of the first of them or of a step before."""
+        """Rows that are complete, except that the first of them waits for the evaluation of its step."""
         self._pending: list[StepRow] = []
         """Rows that wait for a reading of the trainer's clock."""
         self._late: tuple[int, float] | None = None
@@ -284,7 +284,7 @@ def _with_times(row: StepRow, seconds: float | None, phase_seconds: dict[str, fl
 
 
 def _with_evaluation(row: StepRow, results: dict[int, dict[str, float]]) -> StepRow:
-    """Return the row with the newest of the results of its step or a step before, which are removed."""
+    """Return the row with the newest result of its step or an earlier one, and remove these results."""
     known = [step for step in results if row.step is not None and step <= row.step]
     taken = {step: results.pop(step) for step in known}
     return replace(row, evaluation=taken[max(taken)]) if taken else row

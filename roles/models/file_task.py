@@ -1,4 +1,4 @@
-"""A task whose items are the rows of a file, shuffled anew by the seed for each pass through the file."""
+"""A task whose items are the rows of a file, in an order that the seed determines for each pass through the file."""
 
 from __future__ import annotations
 

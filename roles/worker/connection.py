@@ -262,8 +262,8 @@ class ManagerConnection:
     async def _open_weight_transport(self) -> None:
         """Open the transport that pulls weights from other replicas and serves those of this process.
 
-        A rollout's standby with an engine opens it before its promotion. A standby that shares its node does so after,
-        because it has no GPUs yet.
+        A rollout's standby with an engine opens the transport before its promotion. A standby that shares its node
+        opens it after the promotion, because it has no GPUs before.
         """
         role, standby = self.launch.role, self.launch.standby
         if role not in ("trainer", "rollout") or self.launch.shares_node:

@@ -51,7 +51,7 @@ def _share_of(part: float, whole: float) -> str:
 
 
 def amount(value: float) -> str:
-    """Format a number with three digits at least, and without an exponent."""
+    """Format a number: as a whole number from 1000 on, else with three significant digits."""
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
