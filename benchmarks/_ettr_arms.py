@@ -34,17 +34,20 @@ class Arm(Struct, frozen=True):
     policy: str = "role"
     trainer: str = ""
     """Keys of ``[roles.trainer]``."""
+    rollout: str = ""
+    """Keys of ``[roles.rollout]``. Programs of a job, such as the paced ones, are not preloaded unless it says so."""
     spares: int = 1
     full_restarts: int = 2
 
 
+_PRELOADED = "preload = true\n"
 _NO_PROTECTION = "warm = false\nsnapshots = false\n"
 ARMS: Mapping[str, Arm] = {
     arm.name: arm
     for arm in (
         Arm("clean", faults=False, trainer=_NO_PROTECTION, spares=0),
-        Arm("clean_ft", faults=False),
-        Arm("role", faults=True),
+        Arm("clean_ft", faults=False, rollout=_PRELOADED),
+        Arm("role", faults=True, rollout=_PRELOADED),
         Arm("role_cold", faults=True, trainer=_NO_PROTECTION),
         Arm("job", faults=True, policy="job", full_restarts=1000),
     )
@@ -80,7 +83,7 @@ def job(arm: Arm, cluster: str, steps: int, step_s: float, seed: int, record: Pa
         ('kind = "local"', f'kind = "{cluster}"'),
         ("spares = 1", f"spares = {arm.spares}"),
         ("[roles.trainer]\n", f"[roles.trainer]\n{arm.trainer}{settings['trainer']}"),
-        ("[roles.rollout]\n", f"[roles.rollout]\n{settings['rollout']}"),
+        ("[roles.rollout]\n", f"[roles.rollout]\n{arm.rollout}{settings['rollout']}"),
         ("[limits]\n", '[limits]\nheartbeat = "200ms"\n'),
     ):
         assert old in toml, f"the quickstart has no {old!r}"

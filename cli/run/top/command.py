@@ -20,7 +20,8 @@ def top(name: str | None) -> int:
     Raises UsageError without Textual, without a terminal, or if there is no such run.
     """
     if find_spec("textual") is None:
-        raise UsageError("rrl top needs the package textual, which is not installed here; pip install 'rrl-slurm[tui]'")
+        fix = "pip install '.[tui]' in rrl's clone"
+        raise UsageError(f"rrl top needs the package textual, which is not installed here; {fix}")
     run = None if name is None else find_run(name)
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise UsageError("rrl top needs a terminal; without one, write: rrl list, or rrl status RUN")

@@ -33,7 +33,7 @@ MAX_CHILD_FAILURES = 3
 """Number of failures of the child process after which a manager reads by commands only."""
 LARGE_QUEUE_JOBS = 500
 """Number of jobs of all users above which jobs are read by squeue: slurmctld sends squeue only the jobs of this user,
-but pyslurm those of all users, which takes it 10 ms of CPU for 500 jobs (measured)."""
+but pyslurm those of all users: with 500 jobs of others that costs either about 1 ms of CPU a look (docs/sites.md)."""
 FIRST_LOOKS = 3
 """Number of looks at one cluster by both readers. A difference counts if all of them show it, because the cluster
 changes between two readers' looks."""

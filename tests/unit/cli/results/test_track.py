@@ -67,7 +67,7 @@ def test_a_missing_package_is_named_with_its_extra(
     monkeypatch.setattr(command, "find_spec", lambda name: None)
     assert main.run(["track", RUN, "--to", "wandb"]) == 2
     assert capsys.readouterr().err == (
-        "rrl: the package wandb is not installed here; pip install 'rrl-slurm[wandb]'\n"
+        "rrl: the package wandb is not installed here; pip install '.[wandb]' in rrl's clone\n"
     )  # fmt: skip
 
 

@@ -34,7 +34,7 @@ def test_without_textual_one_line_names_the_extra(
     )
     assert main.run(["top"]) == 2
     assert capsys.readouterr().err == (
-        "rrl: rrl top needs the package textual, which is not installed here; pip install 'rrl-slurm[tui]'\n"
+        "rrl: rrl top needs the package textual, which is not installed here; pip install '.[tui]' in rrl's clone\n"
     )
 
 
