@@ -38,10 +38,17 @@ class CheckMemory(Struct, frozen=True):
     """Time of the newest full check, if it passed (OK or WARN); None after any check that did not pass."""
     free_gpus: dict[str, float] = {}
     """By index: GPUs that a check found free after their last job, with the time of that check."""
+    occupied_gpus: tuple[str, ...] = ()
+    """By index: GPUs of jobs whose prolog or epilog found the node failing, until such a check finds them free."""
     standing: tuple[Standing, ...] | None = None
     """Findings that are recorded in the history and have not cleared; None: unknown."""
     drained: Literal["unknown", "no", "by hook"] = "unknown"
     """Whether a drain by the hooks stands, according to the last answer of slurmctld."""
+
+    @property
+    def gpus_to_be_freed(self) -> tuple[str, ...]:
+        """Return the GPUs that must be free before the hooks take back their drain: no job may use them until then."""
+        return self.occupied_gpus if self.drained == "by hook" else ()
 
     def is_fresh(self, gpus: Collection[str], max_age_s: float) -> bool:
         """Return whether the node has passed a full check within ``max_age_s``, and these GPUs are free since then."""
@@ -113,16 +120,20 @@ def after_check(
         memory: Memory before the check.
         passed: Whether the node is OK or WARN.
         full: Whether all checks were made.
-        gpus: GPUs of the job whose prolog or epilog made the check.
+        gpus: GPUs that the check expected to be free: those of the job whose prolog or epilog made it, or those that
+            have to be free before a drain is taken back.
         freed: Whether the job has ended: if the check passed, its GPUs are free.
         at: Begin of the check (s of CLOCK_BOOTTIME).
     """
     free = {gpu: then for gpu, then in memory.free_gpus.items() if gpu not in gpus}
     if not passed:
-        return replace(memory, passed_at=None, free_gpus=free)
+        occupied = tuple(sorted({*memory.occupied_gpus, *gpus}))
+        return replace(memory, passed_at=None, free_gpus=free, occupied_gpus=occupied)
+    occupied = tuple(gpu for gpu in memory.occupied_gpus if gpu not in gpus)
     if freed:
         free |= dict.fromkeys(gpus, at)
-    return replace(memory, passed_at=at if full else memory.passed_at, free_gpus=free)
+    passed_at = at if full else memory.passed_at
+    return replace(memory, passed_at=passed_at, free_gpus=free, occupied_gpus=occupied)
 
 
 @contextlib.contextmanager

@@ -6,6 +6,9 @@ sees half of it. Names, alerts and a dashboard: docs/hooks.md, docs/alerts.yml, 
 
 from __future__ import annotations
 
+import contextlib
+import os
+import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -15,7 +18,6 @@ from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from ..core.run_dir import write_atomically
 from ..core.types import Finding, NodeName, Verdict
 from .checks.xid_events import XidEvent
 
@@ -66,10 +68,23 @@ def metrics(result: NodeCheckResult) -> Iterator[Metric]:
 
 
 def write_metrics(path: Path, result: NodeCheckResult) -> None:
-    """Replace the file ``path`` by the metrics of a check. Raises OSError."""
+    """Replace the file ``path`` by the metrics of a check. Raises OSError.
+
+    The folder may belong to the exporter's user, and this may be root: the temporary file is always a new one, so that
+    no link in the folder is followed.
+    """
     registry = CollectorRegistry()
     registry.register(_Fixed(list(metrics(result))))
-    write_atomically(path, generate_latest(registry), FILE_MODE)
+    fd, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with open(fd, "wb") as file:
+            os.fchmod(fd, FILE_MODE)  # whatever the umask is, the exporter reads it
+            file.write(generate_latest(registry))
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
 
 
 class _Fixed(Collector):

@@ -30,6 +30,7 @@ from ...health.check_memory import (
     after_check,
     boot_time,
     memory_path,
+    read_memory,
     take_if_fresh,
     update_memory,
 )
@@ -84,10 +85,11 @@ def check(options: CheckOptions) -> int:
     node, gpus = this_node(), _job_gpus(os.environ.get("SLURM_JOB_GPUS", ""))
     if options.fresh is not None and _is_fresh(node, gpus, _limit("--fresh", options.fresh, _MAX_AGE_S)):
         return 0
+    expected_free = (gpus or ()) if options.of_job else _gpus_to_be_freed(node) if options.uses_memory else ()
     state, began, booted_s = NodeState(rules.xid.burst), time.monotonic(), boot_time()
     findings = check_node(
-        rules, limit, node=node, mounts=options.mounts, expected_free=(gpus or ()) if options.of_job else (),
-        only=names, rates=options.rates, state=state,
+        rules, limit, node=node, mounts=options.mounts, expected_free=expected_free, only=names, rates=options.rates,
+        state=state,
     )  # fmt: skip
     verdict, duration_s = overall(findings), time.monotonic() - began
     problems = []
@@ -95,7 +97,7 @@ def check(options: CheckOptions) -> int:
         passed = verdict in (Verdict.OK, Verdict.WARN)
         problems.append(
             _remember(node, partial(after_check, passed=passed, full=not names, at=booted_s, freed=options.epilog,
-                                    gpus=(gpus or ()) if options.of_job else ()))
+                                    gpus=expected_free))
         )  # fmt: skip
     _printed(lambda: _print_result(node, verdict, findings, options.json))  # first, because storage may hang
     if prometheus is not None:
@@ -105,6 +107,14 @@ def check(options: CheckOptions) -> int:
         problems.append(record(history, node, _dated(findings)))
     _printed(lambda: _print_problems([problem for problem in problems if problem], options.json))
     return 0 if options.of_job and verdict is not Verdict.FAIL else EXIT_CODES[verdict]
+
+
+def _gpus_to_be_freed(node: NodeName) -> tuple[str, ...]:
+    """Return the GPUs for which the hooks have drained the node; none if the memory cannot be read."""
+    try:
+        return read_memory(memory_path(node)).gpus_to_be_freed
+    except OSError:
+        return ()
 
 
 def _is_fresh(node: NodeName, gpus: tuple[str, ...] | None, max_age_s: float) -> bool:

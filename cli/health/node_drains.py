@@ -104,7 +104,10 @@ async def _undrain_by_hook(node: str) -> bool:
     ended = await _read(("scontrol", "show", "node", "-o", node))
     if ended.code:
         raise SlurmUnavailable(f"scontrol: {_error_line(ended)}")
-    found = text.read_node_info(ended.out)
+    try:
+        found = text.read_node_info(ended.out)
+    except text.Unreadable as error:
+        raise SlurmUnavailable(f"scontrol: {error}") from None
     if not found.draining or drain_owner(found.reason) is not DrainOwner.HOOK:
         return False
     nodes = SlurmNodes(CommandReader(_read, _write), _write)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
+from os.path import expanduser, normpath
 from typing import TYPE_CHECKING
 
 from ...core.phases import PHASES
@@ -115,7 +116,7 @@ def _eval(job: Job) -> None:
             ("eval", "task"),
             f"missing; the {source} of [task] is trained on: write a table [eval.task] with other prompts",
         )
-    if evaluation.task is not None and evaluation.task.file is not None and evaluation.task.file == job.task.file:
+    if evaluation.task is not None and _same_file(evaluation.task.file, job.task.file):
         raise mistake(("eval", "task", "file"), "is the file of [task], whose rows are trained on; name another one")
     if evaluation.task is not None and evaluation.task.partial_credit:
         raise mistake(("eval", "task", "partial_credit"), "has no effect: nothing is trained on; remove this key")
@@ -123,6 +124,11 @@ def _eval(job: Job) -> None:
         raise mistake(
             ("eval", "samples"), "would all be equal at temperature = 0; write samples = 1, or a temperature above 0"
         )
+
+
+def _same_file(one: str | None, other: str | None) -> bool:
+    """Return whether two paths name the same file, however they are spelled; symbolic links are not resolved."""
+    return one is not None and other is not None and normpath(expanduser(one)) == normpath(expanduser(other))
 
 
 _SOURCES_OF_TASK_KEYS = {"answer_column": ("file",), "reward": ("file",), "args": ("dataset", "function"),

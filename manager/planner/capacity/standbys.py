@@ -178,26 +178,32 @@ def _planned_nodes(assigned: Assignment) -> Iterator[tuple[NodeName, ReplicaId]]
 
 # ── preloaded processes, beside the rollouts of a node ───────────────────────────────────────────────────────────────
 def _preloaded(state: State, inventory: NodeInventory, occupancy: Occupancy, role: RoleSpec) -> _StandbyNodes:
-    """Return the wanted preloaded processes: one on each node that replicas of the role occupy, if memory is left."""
+    """Return the wanted preloaded processes: one on each node that replicas of the role occupy, if memory is left.
+
+    Rollouts with GPUs that share nodes get none: Slurm does not know which GPUs a promoted process has, and would give
+    them to the next step on the node.
+    """
     wanted: _StandbyNodes = {}
+    if role.per_member.gpus and not role.exclusive:
+        return wanted
+    standbys = Counter(standby.node for standby in inventory.standby_processes)
+    existing = {standby.id for standby in inventory.standby_processes}
     for candidate in inventory.candidates(state.job.node_group_of(role.name).name):
         occupants = occupancy.get(candidate.node, ())
         if any(occupant.role == role.name for occupant in occupants) and not candidate.expiring:
             id = preloaded_id(role.name, candidate.node)
-            if _memory_left(state, inventory, candidate, occupants, id) >= SHARED_STANDBY_BYTES:
+            others = standbys[candidate.node] - (id in existing)
+            if _memory_left(state, candidate, occupants, others) >= SHARED_STANDBY_BYTES:
                 wanted[id] = candidate.node
     return wanted
 
 
-def _memory_left(
-    state: State, inventory: NodeInventory, candidate: CandidateNode, occupants: Sequence[Replica], id: ReplicaId
-) -> float:
-    """Return the bytes of a node that neither its replicas nor standby processes other than ``id`` take.
+def _memory_left(state: State, candidate: CandidateNode, occupants: Sequence[Replica], others: int) -> float:
+    """Return the bytes of a node that neither its replicas nor ``others``, its other standby processes, take.
 
     The result is inf if the job does not state the memory of the node.
     """
     memory = state.allocations[candidate.allocation].request.node.mem
-    others = sum(standby.node == candidate.node and standby.id != id for standby in inventory.standby_processes)
     taken = sum(state.job.role(occupant.role).per_member.mem for occupant in occupants)
     return memory - taken - others * SHARED_STANDBY_BYTES if memory else NEVER
 

@@ -51,10 +51,23 @@ class CommittedStep(Struct, frozen=True):
     discarded: tuple[Attempt, ...]
     """Attempts since the commit before whose work was lost."""
     disturbed: bool
+    evaluated: bool
+    """Whether the trainer waited for an evaluation before this step."""
 
-    def useful_s(self, step_s: float) -> float:
-        """Return the seconds that count, at most ``step_s`` for each step."""
-        return min(self.attempt_until - self.attempt_since, self.count * step_s)
+    def useful_s(self, medians: StepMedians) -> float:
+        """Return the seconds that count, at most the median for each step."""
+        most = (self.count - 1) * medians.plain_s + (medians.evaluated_s if self.evaluated else medians.plain_s)
+        return min(self.attempt_until - self.attempt_since, most)
+
+
+class StepMedians(Struct, frozen=True):
+    """Median seconds of the undisturbed steps: those before which the trainer waited for an evaluation are apart.
+
+    A run without failures evaluates, too: the time of its evaluations is not lost.
+    """
+
+    plain_s: float
+    evaluated_s: float
 
 
 class CommittedSteps:
@@ -76,6 +89,7 @@ class CommittedSteps:
         """Begin of the current attempt; None until the trainer has begun one."""
         self._discarded: list[Attempt] = []
         self._disturbed = True
+        self._evaluated = False
 
     def apply(self, stamped: ev.Stamped, begun: Sequence[Interruption]) -> None:
         """Apply an event; ``begun`` are the interruptions that the event begins."""
@@ -102,17 +116,28 @@ class CommittedSteps:
 
     @property
     def step_s(self) -> float | None:
-        """Return the median seconds of the undisturbed steps; None if there are none."""
-        undisturbed = [step.at - step.since for step in self.steps if not step.disturbed]
-        return median(undisturbed) if undisturbed else None
+        """Return the median seconds of the undisturbed steps without an evaluation; None if no step is undisturbed."""
+        medians = self.medians
+        return None if medians is None else medians.plain_s
+
+    @property
+    def medians(self) -> StepMedians | None:
+        """Return the medians of the undisturbed steps; a kind of which there is none has that of the other kind."""
+        plain, evaluated = (
+            [step.at - step.since for step in self.steps if not step.disturbed and step.evaluated is kind]
+            for kind in (False, True)
+        )
+        if not plain and not evaluated:
+            return None
+        return StepMedians(median(plain or evaluated), median(evaluated or plain))
 
     @property
     def estimate(self) -> float | None:
         """Return the estimate of the strict ETTR; None without an undisturbed step."""
-        step_s, wall_s = self.step_s, self.wall_s
-        if step_s is None or wall_s <= 0:
+        medians, wall_s = self.medians, self.wall_s
+        if medians is None or wall_s <= 0:
             return None
-        return sum(step.useful_s(step_s) for step in self.steps) / wall_s
+        return sum(step.useful_s(medians) for step in self.steps) / wall_s
 
     def duration(self, step: int) -> float | None:
         """Return the seconds from the first ``train`` to the commit of a step; None if it is not committed."""
@@ -128,6 +153,9 @@ class CommittedSteps:
 
     def _on_disturbance(self, event: ev.ManagerStarted | ev.Resumed, at: float) -> None:
         self._disturbed = True
+
+    def _on_evaluated(self, event: ev.Evaluated, at: float) -> None:
+        self._evaluated = True
 
     def _on_joined(self, event: ev.Joined, at: float) -> None:
         if self._joined_at is None and event.incarnation.replica == TRAINER:
@@ -163,17 +191,18 @@ class CommittedSteps:
         self.steps.append(
             CommittedStep(
                 event.step, event.step - self._newest, self._previous_at, at, since, until, tuple(self._discarded),
-                disturbed,
+                disturbed, self._evaluated,
             )
         )  # fmt: skip
         self._newest, self._previous_at = event.step, at
         self._attempt_since = None if TRAINER in self._interruptions.open else at
-        self._discarded, self._disturbed = [], False
+        self._discarded, self._disturbed, self._evaluated = [], bool(self._interruptions.open), False
 
 
 _HANDLERS: dict[type, Callable[[CommittedSteps, Any, float], None]] = {
     ev.ManagerStarted: CommittedSteps._on_disturbance,
     ev.Resumed: CommittedSteps._on_disturbance,
+    ev.Evaluated: CommittedSteps._on_evaluated,
     ev.Joined: CommittedSteps._on_joined,
     ev.PhaseEntered: CommittedSteps._on_phase,
     ev.FirstWorkDone: CommittedSteps._on_first_work,

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Sequence
 from msgspec import Struct
 
 from ....core.types import TRAINER
-from .committed_steps import CommittedStep, CommittedSteps
+from .committed_steps import CommittedStep, CommittedSteps, StepMedians
 from .interruptions import STAGES, Interruption
 
 REPLAY = "replay"
@@ -60,8 +60,8 @@ def lost_time(
     steps: CommittedSteps, interruptions: Iterable[Interruption], away: Sequence[tuple[float, float]]
 ) -> Losses:  # fmt: skip
     """Return the lost seconds by cause and stage, the largest cause first; ``away``: intervals without a manager."""
-    step_s, ended = steps.step_s, steps.ended
-    if step_s is None or ended is None:
+    medians, ended = steps.medians, steps.ended
+    if medians is None or ended is None:
         return {}
     own: list[Piece] = []
     others = [Piece(since, until, MANAGER, OTHER) for since, until in away]
@@ -76,7 +76,7 @@ def lost_time(
     for step, of_trainer, of_others in zip(
         steps.steps, _by_step(steps.steps, own), _by_step(steps.steps, others), strict=True
     ):
-        for cause, stage, seconds in _divide(step, step_s, of_trainer, of_others):
+        for cause, stage, seconds in _divide(step, medians, of_trainer, of_others):
             losses[cause][stage] += seconds
     in_order = sorted(losses.items(), key=lambda item: -sum(item[1].values()))
     return {
@@ -98,10 +98,10 @@ def _by_step(steps: Sequence[CommittedStep], pieces: Sequence[Piece]) -> Iterabl
 
 
 def _divide(
-    step: CommittedStep, step_s: float, of_trainer: Sequence[Piece], of_others: Sequence[Piece]
+    step: CommittedStep, medians: StepMedians, of_trainer: Sequence[Piece], of_others: Sequence[Piece]
 ) -> Iterable[tuple[str, str, float]]:  # fmt: skip
     """Yield (cause, stage, seconds) of the time that was lost between the commit before and that of ``step``."""
-    left = step.at - step.since - step.useful_s(step_s)
+    left = step.at - step.since - step.useful_s(medians)
     for piece in of_trainer:
         seconds = min(left, piece.within(step.since, step.at))
         if seconds > 0:
@@ -132,13 +132,13 @@ class SlidingPoint(Struct, frozen=True, array_like=True):
 
 def sliding_ettr(steps: CommittedSteps) -> tuple[float, list[SlidingPoint]]:
     """Return the length of the window (s) and the estimated ETTR over it, from the first full window to the end."""
-    step_s = steps.step_s
-    if step_s is None or steps.began is None or steps.wall_s <= 0:
+    medians = steps.medians
+    if medians is None or steps.began is None or steps.wall_s <= 0:
         return 0.0, []
     window_s = min(max(WINDOW_S, steps.wall_s / MAX_WINDOWS), steps.wall_s / MIN_WINDOWS)
     times, totals = [steps.began], [0.0]
     for step in steps.steps:
-        useful = step.useful_s(step_s)
+        useful = step.useful_s(medians)
         since, until = max(step.attempt_since, times[-1]), max(step.attempt_until, times[-1])
         times += [since, until]
         totals += [totals[-1], totals[-1] + useful]

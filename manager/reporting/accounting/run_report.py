@@ -14,7 +14,7 @@ from msgspec import Struct
 from ....core.run_spec import RunSpec
 from ....core.types import TRAINER, NodeName
 from ...model import events as ev
-from ...model.actions import Action, Fence, Launch, Release, Request, RestartAll, Rung, StopStep
+from ...model.actions import Action, Fence, InjectFault, Launch, Release, Request, RestartAll, Rung, StopStep
 from ..decisions.explanations import Explanation, subject_of, words_of
 from ..failure_timeline import FailureTimeline
 from .committed_steps import CommittedSteps, strict_ettr
@@ -214,7 +214,7 @@ class Account:
             DecisionReport(
                 at, words_of(action), subject_of(Explanation(0, at, 0, action, node)),
                 rung.value if isinstance(rung, Rung) else "", tuple(action.why.evidence),
-                words_of(action) == "inject",
+                isinstance(action, InjectFault),
             )
         )  # fmt: skip
 

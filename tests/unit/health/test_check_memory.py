@@ -7,6 +7,7 @@ import stat
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from rrl.core.types import NodeName
 from rrl.health import check_memory
@@ -68,6 +69,19 @@ def test_job_with_gpus_needs_that_each_was_found_free_after_its_last_job(path: P
     assert take_if_fresh(path, ("0",), 600.0) is not None
     assert take_if_fresh(path, ("0",), 600.0) is None, "the first job has taken it"
     assert take_if_fresh(path, ("1",), 600.0) is not None
+
+
+def test_gpus_for_which_the_hooks_have_drained_must_be_free_before_the_drain_is_taken_back(
+    path: Path, now: list[float]
+) -> None:
+    checked(path, 990.0, gpus=("0",), freed=True, passed=False)  # an epilog
+    assert read_memory(path).gpus_to_be_freed == (), "the node stays in use: the next job may have them"
+    update_memory(path, lambda memory: replace(memory, drained="by hook"))
+    assert read_memory(path).gpus_to_be_freed == ("0",)
+    checked(path, 991.0, gpus=("0",), passed=False)  # the HealthCheckProgram
+    assert read_memory(path).gpus_to_be_freed == ("0",)
+    checked(path, 992.0, gpus=("0",))
+    assert read_memory(path).gpus_to_be_freed == ()
 
 
 def test_gpus_that_an_epilog_found_in_use_stay_taken_after_another_epilog(path: Path, now: list[float]) -> None:

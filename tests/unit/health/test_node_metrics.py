@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import stat
 from collections.abc import Iterator
@@ -67,6 +68,17 @@ def test_file_is_replaced_at_once_and_readable_by_the_exporter(tmp_path: Path) -
         assert samples(scraping.read()) != samples(path.read_text())
     assert [one.name for one in tmp_path.iterdir()] == ["rrl.prom"]
     assert stat.S_IMODE(path.stat().st_mode) == 0o644
+
+
+def test_links_that_another_user_has_left_in_the_folder_are_not_followed(tmp_path: Path) -> None:
+    precious, path = tmp_path / "precious", tmp_path / "rrl.prom"
+    precious.write_text("kept")
+    for name in (f".rrl.prom.{os.getpid()}", "rrl.prom"):
+        (tmp_path / name).symlink_to(precious)
+    write_metrics(path, result(*FINDINGS))
+    assert precious.read_text() == "kept"
+    assert path.is_file()
+    assert not path.is_symlink()
 
 
 def test_drain_is_left_out_where_it_is_unknown_and_findings_are_limited(tmp_path: Path) -> None:

@@ -106,6 +106,8 @@ WRONG: list[tuple[str, str, str]] = [
      " eval.task.size: has no effect with `file`; remove this key"),
     ('dataset = "chain_sum"\nargs = { min_terms = 2, seeds = [1, 2] }', 'file = "a.jsonl"\n[eval]\nevery = 5\ntask = { file = "a.jsonl" }',
      "job.toml:16: eval.task.file: is the file of [task], whose rows are trained on; name another one"),
+    ('dataset = "chain_sum"\nargs = { min_terms = 2, seeds = [1, 2] }', 'file = "a.jsonl"\n[eval]\nevery = 5\ntask = { file = "./b/../a.jsonl" }',
+     "job.toml:16: eval.task.file: is the file of [task], whose rows are trained on; name another one"),
     ("[task]", "[roles.trainer]\nexport = 0\n[task]",
      'job.toml:13: roles.trainer.export: must be "end" or at least 1, not 0'),
     ("[task]", '[roles.trainer]\nexport = "last"\n[task]',

@@ -106,6 +106,12 @@ def test_node_without_memory_beside_its_rollout_gets_none(missing_bytes: int) ->
     assert preloaded(world) == ([] if missing_bytes else [world.node_of(id) for id in (R0, R1, R2)])
 
 
+def test_rollouts_with_gpus_that_share_nodes_get_none() -> None:
+    shared = small(msgspec.structs.replace(NODE, gpus=4), gpus=1)
+    roles = tuple(msgspec.structs.replace(role, exclusive=role.name == "trainer") for role in shared.roles)
+    assert preloaded(World(msgspec.structs.replace(shared, roles=roles)).steady().warmed()) == []
+
+
 def test_drained_node_keeps_none_and_the_new_node_gets_one() -> None:
     world = World(small()).steady().warmed()
     world.happen(ev.CommandReceived("drain", "me", "d1", N4))

@@ -9,7 +9,7 @@ import pytest
 
 from rrl.core.types import Outcome, ReplicaId
 from rrl.manager.model import events as ev
-from rrl.manager.reporting.accounting.committed_steps import strict_ettr
+from rrl.manager.reporting.accounting.committed_steps import StepMedians, strict_ettr
 from rrl.manager.reporting.accounting.run_report import Account, account
 from rrl.tests.support.manager.accounted import OUTAGE_S, STEP_S, accounted, begun, failed, trained
 from rrl.tests.support.manager.jobs import ROLLOUTS, TRAINER, job
@@ -37,7 +37,7 @@ def test_work_that_a_snapshot_kept_counts_as_the_predecessors_attempt() -> None:
     assert kept.event == ev.PhaseEntered(story.incarnation("trainer/0"), "train")
     story.record(ev.StepCommitted(story.incarnation("trainer/0"), 6, {})).enters("trainer/0", "train")
     steps = accounted(trained(story, 7, 10)).steps
-    assert steps.steps[5].useful_s(STEP_S) == pytest.approx(2.5)
+    assert steps.steps[5].useful_s(StepMedians(STEP_S, STEP_S)) == pytest.approx(2.5)
     assert steps.steps[5].discarded == ()
     assert steps.estimate == pytest.approx((9 * STEP_S + 2.5) / (9 * STEP_S + 2.5 + OUTAGE_S))
 
@@ -47,6 +47,27 @@ def test_a_wait_for_data_counts_at_most_as_the_median_step() -> None:
     steps = accounted(trained(story, 6, 10)).steps
     assert steps.steps[5].disturbed
     assert steps.estimate == pytest.approx(10 * STEP_S / (10 * STEP_S + OUTAGE_S))
+
+
+def test_time_of_evaluations_counts_as_in_a_run_without_failures() -> None:
+    story = begun()
+    for step in range(1, 13):
+        story.commits(step)
+        if step % 4 == 0:
+            story.record(ev.Evaluated(story.incarnation("trajectories/0"), step, {"reward": 0.5})).wait(10 * STEP_S)
+    steps = accounted(trained(story, 13, 14)).steps
+    assert steps.step_s == STEP_S
+    assert steps.estimate == 1.0
+
+
+def test_step_in_which_a_long_failure_ends_is_disturbed() -> None:
+    story = trained(begun(), 1, 5)
+    story.fences("rollout/0").wait(STEP_S)
+    trained(story, 6, 7)
+    story.launches("rollout/0").joins("rollout/0", "generate").wait(STEP_S)
+    story.record(ev.FirstWorkDone(story.incarnation("rollout/0")))
+    steps = accounted(trained(story, 8, 10)).steps
+    assert [step.disturbed for step in steps.steps[5:]] == [True, True, True, False, False]
 
 
 def test_steps_that_were_committed_without_a_manager_share_their_time() -> None:

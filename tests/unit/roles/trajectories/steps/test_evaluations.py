@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -254,6 +255,15 @@ def test_result_has_the_share_of_right_answers_and_their_mean_length(tmp_path: P
         "count": 5.0, "unscored": 1.0, "reward": 0.5, "pass@1": pytest.approx((0.5 + 0 + 1) / 3),
         "pass@2": pytest.approx(2 / 3), "completion_len": 2.2,
     }  # fmt: skip
+
+
+def test_answer_whose_score_is_not_finite_counts_as_unscored(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    publish(store, 0)
+    first, *others = answer_all(store, 0)
+    store.post_scores(REWARD, [Score(first, math.nan, 0.0), *(Score(other, 1.0, 0.0) for other in others)])
+    metrics = store.evaluations.results[0].metrics
+    assert (metrics["unscored"], metrics["reward"]) == (1.0, 1.0)
 
 
 def test_prompt_that_cannot_be_made_leaves_the_others(tmp_path: Path) -> None:

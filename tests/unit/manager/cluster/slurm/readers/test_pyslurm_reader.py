@@ -271,7 +271,7 @@ def test_process_that_dies_is_unanswered_with_its_last_line(control: Callable[..
     control(behaviour="die")
 
     async def scenario(reader: PyslurmReader) -> None:
-        with pytest.raises(ChildFailed, match="ended with [0-9]+: fatal: the false pyslurm ends the process"):
+        with pytest.raises(ChildFailed, match=r"ended with [0-9]+: fatal: the false pyslurm ends the process"):
             await reader.jobs()
 
     by_fake(scenario)
