@@ -63,8 +63,9 @@ def _trackers(run: RunDir, to: Sequence[str]) -> list[TrackerName]:
     if not trackers:
         raise UsageError(f"the job of {run.id} names no tracker; write for example: --to {NAMES[0]}")
     if missing := [one for one in trackers if find_spec(one) is None]:
-        fix = f"pip install '.[{missing[0]}]' in rrl's clone"
-        raise UsageError(f"the package {missing[0]} is not installed here; {fix}")
+        raise UsageError(
+            f"the package {missing[0]} is not installed here; pip install '.[{missing[0]}]' in rrl's clone"
+        )
     return trackers
 
 

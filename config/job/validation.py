@@ -344,11 +344,7 @@ def _donor_rollouts(job: Job) -> None:
 
 
 def _standby_rollouts(job: Job) -> None:
-    """Reject ``warm`` and ``preload`` for rollouts where they would have no effect.
-
-    Both need ``[recovery] policy = "role"`` and rollouts of a single rank. ``warm`` also needs ``form = "pool"`` and a
-    spare node, and ``preload`` a program that can wait without its GPUs.
-    """
+    """Reject ``warm`` and ``preload`` for rollouts where they would have no effect."""
     rollout = job.roles.rollout
     for key, kind in (("warm", "standby"), ("preload", "preloaded")):
         at = ("roles", "rollout", key)
