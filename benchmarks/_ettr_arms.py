@@ -13,11 +13,12 @@ from pathlib import Path
 
 from msgspec import Struct
 
+from rrl.benchmarks._quickstart import quickstart_with
+
 PAPER_STEP_S = 42.0
 """Seconds of a step in RobustRL's headline experiment, computed from its figures (docs/sources.md)."""
 WINDOW_S, BACKOFF_S = 600.0, 1.0
 """Default window of the budgets of restarts, and default time before the second restart, both in seconds."""
-QUICKSTART = Path(__file__).parent.parent / "examples" / "quickstart.toml"
 ANSWER_TOKENS = 5
 """Tokens of nearly every answer of the quickstart: four digits and the end."""
 STEP_TRAJECTORIES = 256
@@ -76,8 +77,7 @@ def job(arm: Arm, cluster: str, steps: int, step_s: float, seed: int, record: Pa
         role: f"command = {json.dumps([*program, role, '--record', str(record), *options])}\n"
         for role, options in commands.items()
     }
-    toml = QUICKSTART.read_text().partition("[[faults.planned]]")[0]
-    for old, new in (
+    changes = (
         ("steps = 300", f"steps = {steps}"),
         ("seed = 0", f"seed = {seed}"),
         ('kind = "local"', f'kind = "{cluster}"'),
@@ -85,10 +85,8 @@ def job(arm: Arm, cluster: str, steps: int, step_s: float, seed: int, record: Pa
         ("[roles.trainer]\n", f"[roles.trainer]\n{arm.trainer}{settings['trainer']}"),
         ("[roles.rollout]\n", f"[roles.rollout]\n{arm.rollout}{settings['rollout']}"),
         ("[limits]\n", '[limits]\nheartbeat = "200ms"\n'),
-    ):
-        assert old in toml, f"the quickstart has no {old!r}"
-        toml = toml.replace(old, new)
-    return f"{toml}\n{budgets(arm, step_s)}"
+    )
+    return f"{quickstart_with(changes)}\n{budgets(arm, step_s)}"
 
 
 def budgets(arm: Arm, step_s: float) -> str:

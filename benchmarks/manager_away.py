@@ -26,13 +26,13 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import msgspec
 from msgspec import Struct
 
+from rrl.benchmarks._quickstart import quickstart_with
 from rrl.benchmarks._requirements import Need, check_requirements
 from rrl.benchmarks._table import print_table
 from rrl.core.run_dir import RunDir
@@ -55,7 +55,6 @@ STALENESS = 4
 NODES = 5
 RUN_TIMEOUT_S = 900.0
 """Seconds from the submission of a run to its last checkpoint, at most."""
-QUICKSTART = Path(__file__).parent.parent / "examples" / "quickstart.toml"
 UNDISTURBED = "undisturbed"
 
 
@@ -89,16 +88,13 @@ class LaunchSite(Struct, frozen=True):
 
 def job(cluster: str, seed: int) -> str:
     """Return the quickstart's job without its planned fault, for this cluster and seed."""
-    toml = QUICKSTART.read_text().partition("[[faults.planned]]")[0]
-    for old, new in (
+    changes = (
         ('kind = "local"', f'kind = "{cluster}"'),
         ("steps = 300", f"steps = {STEPS}"),
         ("seed = 0", f"seed = {seed}"),
         ("[sampling]\n", f"[sampling]\nstaleness = {STALENESS}\n"),
-    ):
-        assert old in toml, f"the quickstart has no {old!r}"
-        toml = toml.replace(old, new)
-    return toml
+    )
+    return quickstart_with(changes)
 
 
 def signal_manager(run: TestRun, number: signal.Signals) -> None:

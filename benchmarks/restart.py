@@ -28,6 +28,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from rrl.benchmarks._quickstart import quickstart_with
 from rrl.benchmarks._requirements import Need, check_requirements
 from rrl.benchmarks._table import print_table
 from rrl.benchmarks.checkpoint import measure as measure_checkpoint
@@ -59,7 +60,6 @@ STAGES = ("detect", "decide", "start", "load", "step")
 UNCOMMITTED = 1
 """K, the default of ``[roles.trainer] uncommitted``."""
 NODES = 6
-QUICKSTART = Path(__file__).parent.parent / "examples" / "quickstart.toml"
 KILL_TIMEOUT_S = 600.0
 """Seconds for a kill and the recovery from it."""
 
@@ -139,15 +139,13 @@ def _apply(restart: Restart, event: Any, at: float) -> None:
 def job(arm: str, cluster: str, ranks: int) -> str:
     """Return the quickstart's job with the settings of this arm."""
     policy, warm = ARMS[arm]
-    toml = QUICKSTART.read_text().partition("[[faults.planned]]")[0]
-    for old, new in (
+    changes = (
         ('kind = "local"', f'kind = "{cluster}"'),
         ("steps = 300", f"steps = {STEPS}"),
         ("[roles.trainer]\n", f"[roles.trainer]\nranks = {ranks}\n{warm}\n"),
         ("[limits]\n", '[limits]\nheartbeat = "200ms"\n'),
-    ):
-        assert old in toml, f"the quickstart has no {old!r}"
-        toml = toml.replace(old, new)
+    )
+    toml = quickstart_with(changes)
     return f'{toml}\n[recovery]\n{policy}\nbackoff = "0s"\nfull_restarts = 100\n[faults]\nallow = true\n'
 
 

@@ -33,6 +33,7 @@ from pathlib import Path
 from msgspec import Struct
 from msgspec.structs import asdict
 
+from rrl.benchmarks._quickstart import quickstart_with
 from rrl.benchmarks._requirements import check_requirements
 from rrl.benchmarks._table import print_table
 from rrl.core.phases import STANDBY
@@ -62,7 +63,6 @@ ARMS = {
     },
 }
 STAGES = ("detect", "decide", "start", "weights", "work", "total")
-QUICKSTART = Path(__file__).parent.parent / "examples" / "quickstart.toml"
 
 
 class Recovery(Struct):
@@ -84,10 +84,7 @@ class Rest(Struct):
 
 def job(arm: str) -> str:
     """Return the quickstart's job with the settings of this arm, without planned faults and with endless steps."""
-    toml = QUICKSTART.read_text().partition("[[faults.planned]]")[0]
-    for old, new in {"steps = 300": "steps = 1_000_000", **ARMS[arm]}.items():
-        assert old in toml, f"the quickstart has no {old!r}"
-        toml = toml.replace(old, new)
+    toml = quickstart_with({"steps = 300": "steps = 1_000_000", **ARMS[arm]}.items())
     return f'{toml}\n[recovery]\nbackoff = "0s"\n'
 
 

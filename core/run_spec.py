@@ -85,9 +85,10 @@ class RoleSpec(Struct, frozen=True):
 
     def replicas_fitting(self, node: Resources) -> int:
         """Return how many replicas of this role, with one process each, fit on an empty node."""
+        if self.exclusive:
+            return 1
         pairs = ((node.cpus, self.per_member.cpus), (node.gpus, self.per_member.gpus), (node.mem, self.per_member.mem))
-        fitting = min((self.replicas, *(available // needed for available, needed in pairs if needed)))
-        return 1 if self.exclusive else fitting
+        return min((self.replicas, *(available // needed for available, needed in pairs if needed)))
 
 
 class ContainerSpec(Struct, frozen=True):

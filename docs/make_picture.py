@@ -11,15 +11,14 @@ leaves one. A test (tests/project/test_docs.py) draws the state again and compar
 from __future__ import annotations
 
 import io
-import re
 import sys
 from pathlib import Path
 
 import msgspec
 from rich.console import Console
 from rich.padding import Padding
-from rich.terminal_theme import TerminalTheme
 
+from rrl.cli.run.top.top_app import DARK_COLOURS
 from rrl.cli.views.status import status_view
 from rrl.core.run_dir import RunDir
 from rrl.core.types import role_of
@@ -36,14 +35,6 @@ STATE = PICTURE.with_suffix(".json")
 COLUMNS = 96
 MAX_WAIT_S = 1.0
 """s after the moment: no reader should have to decipher spans of 0s"""
-_THEME = TerminalTheme(
-    (30, 32, 38), (216, 218, 224),
-    [(30, 32, 38), (240, 98, 98), (126, 200, 126), (229, 192, 96), (104, 160, 240), (198, 130, 226), (86, 194, 206),
-     (216, 218, 224)],
-    [(128, 134, 146), (240, 98, 98), (126, 200, 126), (229, 192, 96), (104, 160, 240), (198, 130, 226), (86, 194, 206),
-     (255, 255, 255)],
-)  # fmt: skip
-_FONTS = 'ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono"'
 _SVG = """\
 <svg viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg" role="img">
 <title>rrl status: a rollout was killed and has come back</title>
@@ -89,7 +80,7 @@ def picture(state: State) -> str:
     screen = Console(file=io.StringIO(), record=True, width=COLUMNS + 4, force_terminal=True, color_system="truecolor",
                      markup=False, highlight=False, emoji=False, legacy_windows=False, _environ={})  # fmt: skip
     screen.print(Padding(status_view(state, state.at + MAX_WAIT_S, COLUMNS), (1, 2)))
-    return screen.export_svg(title="rrl status", theme=_THEME, code_format=_SVG, unique_id="rrl")
+    return screen.export_svg(title="rrl status", theme=DARK_COLOURS, code_format=_SVG, unique_id="rrl")
 
 
 def recorded_state() -> State:
@@ -104,12 +95,6 @@ def record(run: RunDir) -> None:
         shown = f"/home/user{name}"
         text = text.replace(f"{folder}/", f"{shown}/").replace(f'{folder}"', f'{shown}"')
     STATE.write_text(text + "\n", encoding="utf-8")
-
-
-def without_web_font(svg: str) -> str:
-    """A picture by rich or Textual that loads no font from elsewhere."""
-    svg = re.sub(r"\n *@font-face \{.*?\n *\}", "", svg, flags=re.DOTALL)
-    return svg.replace("Fira Code, monospace", f"{_FONTS}, monospace")
 
 
 def main() -> None:

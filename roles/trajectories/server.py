@@ -24,8 +24,8 @@ from ...transport.control.sockets import CONTROL_BOUNDS, STORE_BOUNDS
 from ...transport.messages import Peers
 from ..checkpoints.retention import CheckpointCleaner, CommitStatus
 from ..launcher.end_report import exits_on_invalid_config
-from ..models.tasks import TaskError, load_evaluation_task, load_task
-from ..models.tokenizer import open_tokenizer
+from ..models.tasks import Task, TaskError, load_evaluation_task, load_task
+from ..models.tokenizer import Tokenizer, open_tokenizer
 from .durable.records import LogFormatError
 from .episodes.followers import TurnFollowers
 from .episodes.requests import Follow, LeasedEpisodes, LeaseEpisodes, OpenEpisode
@@ -363,7 +363,12 @@ def _prompts(me: rrl.Worker) -> Callable[[int], Prompt]:
         tokenizer = open_tokenizer(me.job.model)
     with exits_on_invalid_config(TaskError):
         task = load_task(me.job.task, me.job.seed, tokenizer, Path(me.launch.cwd))
-    encode = prompt_encoder(me.job, tokenizer)
+    return _checked_prompts(me.job, tokenizer, task)
+
+
+def _checked_prompts(job: RunSpec, tokenizer: Tokenizer, task: Task) -> Callable[[int], Prompt]:
+    """Return the function that makes the prompt of an item of a task; see :func:`_prompts`."""
+    encode = prompt_encoder(job, tokenizer)
 
     def prompt(item: int) -> Prompt:
         return encode(item, task.prompt(item))
@@ -381,13 +386,7 @@ def _evaluations(me: rrl.Worker) -> EvaluationSettings | None:
     with exits_on_invalid_config(TaskError):
         tokenizer = open_tokenizer(job.model)
         task, count = load_evaluation_task(job, tokenizer, Path(me.launch.cwd))
-    encode = prompt_encoder(job, tokenizer)
-
-    def prompt(item: int) -> Prompt:
-        return encode(item, task.prompt(item))
-
-    with exits_on_invalid_config():
-        first_item_with_prompt(prompt)
+    prompt = _checked_prompts(job, tokenizer, task)
     return EvaluationSettings(job.eval, job.steps, job.seed, count, prompt, job.sampling.max_new_tokens)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from textual.message import Message
+from textual.screen import Screen
 
 from ....api.fault_requests import check_fault, request_fault
 from ....api.interventions import request_drain, request_restart
@@ -137,6 +138,36 @@ CHANGES = ("restart", "drain", "inject")
 def can_change(state: State | None) -> bool:
     """Return whether a run still accepts changes: its state is known, and the manager has not decided to end it."""
     return state is not None and state.finish is None
+
+
+def is_possible(action: str, state: State | None, replica: ReplicaId | None, node: NodeName | None) -> bool:
+    """Return whether an action of a screen that shows this replica and node is possible now."""
+    if action not in CHANGES:
+        return True
+    if state is None or not can_change(state):
+        return False
+    if action == "inject":
+        return state.job.faults_allowed
+    return (replica if action == "restart" else node) is not None
+
+
+class ChangeKeys:
+    """The keys of a screen's changes, which the footer shows only while they are possible.
+
+    Args:
+        screen: The screen, which has the actions :data:`CHANGES`.
+    """
+
+    def __init__(self, screen: Screen[None]) -> None:
+        self._screen = screen
+        self._offered: tuple[bool | None, ...] = ()
+
+    def refresh(self) -> None:
+        """Draw the keys again only if other keys are possible now: the drawing takes as long as everything else."""
+        offered = tuple(self._screen.check_action(change, ()) for change in CHANGES)
+        if offered != self._offered:
+            self._offered = offered
+            self._screen.refresh_bindings()
 
 
 def _fault_target(state: State, fault: Fault) -> str:

@@ -83,11 +83,6 @@ class CurveRecorder:
             self._oldest.append(CurvePoint(at, step, min(self._versions.values())))
         self._newest, self._previous_at = step, at
 
-    @property
-    def has_versions(self) -> bool:
-        """Return whether any weight version of a rollout was recorded."""
-        return bool(self._oldest)
-
     def curves(self) -> Curves:
         """Return the curves."""
         throughput = []

@@ -180,7 +180,10 @@ class Evaluations:
         return self._prompts[item]
 
     def _answers_to(self, item: int) -> tuple[int, ...]:
-        return tuple(a.id for a in self._state.answers.values() if a.item == item and not a.settled)
+        """Return the answers to a prompt without a score: their numbers follow each other."""
+        assert self._state.open is not None
+        first, samples = self._state.open.first + item * self._state.open.samples, self._state.open.samples
+        return tuple(number for number in range(first, first + samples) if not self._state.answers[number].settled)
 
     def _item(self, answer: EvaluatedAnswer) -> Item:
         assert self._settings is not None

@@ -15,12 +15,12 @@ from textual.pilot import Pilot
 from rrl.api.watching.runs_watcher import RunsWatcher
 from rrl.cli.run.top.top_app import TopApp
 from rrl.core.run_dir import RunDir
-from rrl.docs.make_picture import without_web_font
 from rrl.manager.storage.lease import LeaseHolder
 from rrl.tests.support.cli.story import Story, job_view
 from rrl.tests.support.cli.waiting import DEADLINE_S
 
 _CELL = re.compile(r'<text (?![^>]*text-anchor)[^>]*x="([\d.]+)" y="([\d.]+)"[^>]*>(.*?)</text>')
+_FONTS = 'ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono"'
 _CELL_WIDTH = 12.2
 """Width of a column in rich's pictures"""
 SETTLED_PICTURES = 15
@@ -107,3 +107,9 @@ def managed(run: RunDir) -> RunDir:
     renewed_at = lease.stat().st_mtime + LEASE_AHEAD_S
     os.utime(lease, (renewed_at, renewed_at))
     return run
+
+
+def without_web_font(svg: str) -> str:
+    """A picture by rich or Textual that loads no font from elsewhere."""
+    svg = re.sub(r"\n *@font-face \{.*?\n *\}", "", svg, flags=re.DOTALL)
+    return svg.replace("Fira Code, monospace", f"{_FONTS}, monospace")

@@ -16,7 +16,7 @@ from .....core.run_dir import RunDir
 from .....core.types import NodeName
 from .....manager.model.state import State
 from ....common.output import Escaped
-from ..changes import CHANGES, ChangeRequested, can_change, drain_of
+from ..changes import CHANGES, ChangeKeys, ChangeRequested, drain_of, is_possible
 from ..details import missing_view, node_view
 from ..run_feed import OpenedRun, RunFeed, Snapshot
 from .explanation_screen import ExplanationScreen
@@ -43,7 +43,7 @@ class NodeScreen(Screen[None]):
         super().__init__()
         self._feed, self._run_dir, self._node = feed, run, node
         self._opened: OpenedRun | None = None
-        self._offered: tuple[bool | None, ...] = ()
+        self._keys = ChangeKeys(self)
 
     def compose(self) -> ComposeResult:
         """Create the view and the footer."""
@@ -63,12 +63,10 @@ class NodeScreen(Screen[None]):
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Return whether an action is possible now."""
-        if action not in CHANGES:
-            return True
         state = self._state
-        if state is None or not can_change(state) or self._node not in state.nodes:
+        if action in CHANGES and state is not None and self._node not in state.nodes:
             return False
-        return action != "inject" or state.job.faults_allowed
+        return is_possible(action, state, None, self._node)
 
     def action_explain(self) -> None:
         """Explain the decisions about the node."""
@@ -100,11 +98,4 @@ class NodeScreen(Screen[None]):
                 else node_view(state, node, self._feed.now())
             )
             self.query_one("#view", Static).update(Escaped(view))
-        self._refresh_footer()
-
-    def _refresh_footer(self) -> None:
-        """Draw the keys again only if other keys are possible now: the drawing takes as long as everything else."""
-        offered = tuple(self.check_action(change, ()) for change in CHANGES)
-        if offered != self._offered:
-            self._offered = offered
-            self.refresh_bindings()
+        self._keys.refresh()

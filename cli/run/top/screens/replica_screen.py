@@ -18,7 +18,7 @@ from .....manager.model.queries import workers
 from .....manager.model.state import State
 from ....common.output import Escaped
 from ....views.status import failures_now
-from ..changes import CHANGES, ChangeRequested, can_change, drain_of, restart_of
+from ..changes import ChangeKeys, ChangeRequested, drain_of, is_possible, restart_of
 from ..details import missing_view, replica_view
 from ..run_feed import OpenedRun, RunFeed, Snapshot
 from ..widgets.log_tail import LogTail
@@ -47,7 +47,7 @@ class ReplicaScreen(Screen[None]):
         super().__init__()
         self._feed, self._run_dir, self._replica = feed, run, replica
         self._opened: OpenedRun | None = None
-        self._offered: tuple[bool | None, ...] = ()
+        self._keys = ChangeKeys(self)
 
     def compose(self) -> ComposeResult:
         """Create the view, the log and the footer."""
@@ -68,14 +68,7 @@ class ReplicaScreen(Screen[None]):
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Return whether an action is possible now."""
-        if action not in CHANGES:
-            return True
-        state = self._state
-        if state is None or not can_change(state):
-            return False
-        if action == "drain":
-            return self._node is not None
-        return action != "inject" or state.job.faults_allowed
+        return is_possible(action, self._state, self._replica, self._node)
 
     def action_explain(self) -> None:
         """Explain the decisions about the replica."""
@@ -117,11 +110,4 @@ class ReplicaScreen(Screen[None]):
                 else replica_view(state, replica, now, failures_now(state, now))
             )
             self.query_one("#view", Static).update(Escaped(view))
-        self._refresh_footer()
-
-    def _refresh_footer(self) -> None:
-        """Draw the keys again only if other keys are possible now: the drawing takes as long as everything else."""
-        offered = tuple(self.check_action(change, ()) for change in CHANGES)
-        if offered != self._offered:
-            self._offered = offered
-            self.refresh_bindings()
+        self._keys.refresh()

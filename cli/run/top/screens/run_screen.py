@@ -20,7 +20,7 @@ from .....manager.model.state import State
 from ....common.output import Escaped
 from ....views.replicas import REPLICA_COLUMNS
 from ....views.status import facts_view, failures_now, troubles_view
-from ..changes import CHANGES, ChangeRequested, can_change, drain_of, restart_of
+from ..changes import CHANGES, ChangeKeys, ChangeRequested, drain_of, is_possible, restart_of
 from ..details import NODE_COLUMNS, node_rows, replica_rows
 from ..run_feed import OpenedRun, RunFeed, Snapshot
 from ..widgets.list_table import ListTable
@@ -53,7 +53,7 @@ class RunScreen(Screen[None]):
         self._feed, self._run_dir = feed, run
         self._opened: OpenedRun | None = None
         """The newest reading of the run; None before the first one."""
-        self._offered: tuple[bool | None, ...] = ()
+        self._keys = ChangeKeys(self)
 
     def compose(self) -> ComposeResult:
         """Create the view of the run, the two tables and the footer."""
@@ -95,14 +95,9 @@ class RunScreen(Screen[None]):
     # ── actions ────────────────────────────────────────────────────────────────────────────────────────────────────
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Return whether an action is possible for the run and for the row that has the cursor."""
-        state = self._state
-        if action in CHANGES and not can_change(state):
-            return False
-        if action == "restart":
-            return self._replica is not None
-        if action == "drain":
-            return self._node is not None
-        return action != "inject" or (state is not None and state.job.faults_allowed)
+        if action not in CHANGES or self._state is None:  # the tables may not be there yet
+            return action not in CHANGES
+        return is_possible(action, self._state, self._replica, self._node)
 
     def action_switch(self) -> None:
         """Switch between the two tables."""
@@ -175,7 +170,7 @@ class RunScreen(Screen[None]):
         else:
             view.update(Escaped(_run_view(opened, state, now, max(20, self.size.width - 4))))
             self._show_table(state, now)
-        self._refresh_footer()
+        self._keys.refresh()
 
     def _show_table(self, state: State, now: float) -> None:
         """Bring the table that is visible up to date."""
@@ -189,14 +184,7 @@ class RunScreen(Screen[None]):
         self.query_one("#view", Static).update(Escaped(Text(reason, "red", overflow="fold")))
         for table in self.query(ListTable):
             table.show([])
-        self._refresh_footer()
-
-    def _refresh_footer(self) -> None:
-        """Draw the keys again only if other keys are possible now: the drawing takes as long as everything else."""
-        offered = tuple(self.check_action(change, ()) for change in CHANGES)
-        if offered != self._offered:
-            self._offered = offered
-            self.refresh_bindings()
+        self._keys.refresh()
 
 
 def _run_view(opened: OpenedRun, state: State, now: float, width: int) -> RenderableType:

@@ -1,0 +1,20 @@
+"""The quickstart's job as the benchmarks run it: without its planned fault, and with settings of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+QUICKSTART = Path(__file__).parent.parent / "examples" / "quickstart.toml"
+
+
+def quickstart_with(changes: Iterable[tuple[str, str]]) -> str:
+    """Return the job.toml with each text of ``changes`` replaced by another one.
+
+    Raises AssertionError if the example does not have such a text: the benchmark would measure another job.
+    """
+    toml = QUICKSTART.read_text().partition("[[faults.planned]]")[0]
+    for old, new in changes:
+        assert old in toml, f"the quickstart has no {old!r}"
+        toml = toml.replace(old, new)
+    return toml
