@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 
 from ...core.types import NodeName
 from ...transport.keys import RunKeys
-from ...transport.streams.connection import Connection, TransportError, authenticate
-from ...transport.streams.framing import derive_key, receive_message, send_message
+from ...transport.streams.connection import Connection, TransportError, authenticate, deadline
+from ...transport.streams.framing import ANSWER_TIMEOUT_S, derive_key, receive_message, send_message
 from ...transport.streams.unix import UnixConnection, dial_unix
 from ...transport.weights.tcp import dial
 from . import messages as msg
@@ -119,7 +119,10 @@ class LocalAgentClient:
         try:
             answer = await send_request(connection, request)
             count = len(answer.slots) if isinstance(answer, msg.BuffersGranted) else 0
-            return answer, await connection.receive_descriptors(count) if count else []
+            if not count:
+                return answer, []
+            with deadline(connection, ANSWER_TIMEOUT_S):
+                return answer, await connection.receive_descriptors(count)
         except TransportError:
             connection.abort()
             raise
@@ -196,10 +199,10 @@ def run_blocking(peer: str, coroutine: Coroutine[Any, Any, T]) -> T:
 
 def retry_while_hung(attempt: Callable[[], T]) -> T:
     """Repeat ``attempt`` while it raises AgentUnresponsive, for ``HUNG_RETRY_TIMEOUT_S``."""
-    deadline = time.monotonic() + HUNG_RETRY_TIMEOUT_S
+    give_up_at = time.monotonic() + HUNG_RETRY_TIMEOUT_S
     while True:
         try:
             return attempt()
         except AgentUnresponsive:
-            if time.monotonic() > deadline:
+            if time.monotonic() > give_up_at:
                 raise

@@ -19,8 +19,15 @@ import msgspec
 
 from ...core.types import Incarnation, NodeName
 from ...transport.keys import RunKeys
-from ...transport.streams.connection import Connection, TransportError
-from ...transport.streams.framing import CHUNK_BYTES, receive_bulk, receive_message, send_bulk, send_message
+from ...transport.streams.connection import Connection, TransportError, deadline
+from ...transport.streams.framing import (
+    ANSWER_TIMEOUT_S,
+    CHUNK_BYTES,
+    receive_bulk,
+    receive_message,
+    send_bulk,
+    send_message,
+)
 from ...transport.streams.unix import UnixConnection, UnixListener
 from ...transport.weights.protocol import Acceptor
 from ...transport.weights.tcp import listen
@@ -210,10 +217,10 @@ class _RequestHandler:
         before = self._buffers.attached(request.member)
         ended = before is None or before.member == request.member
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + WRITER_END_TIMEOUT_S
+        give_up_at = loop.time() + WRITER_END_TIMEOUT_S
         while before is not None and not ended and before.writer is not None:
             ended = _has_ended(before.writer)
-            if loop.time() > deadline:
+            if loop.time() > give_up_at:
                 break
             if not ended:
                 await asyncio.sleep(_WRITER_POLL_S)
@@ -307,7 +314,8 @@ async def _send_answer(connection: Connection, answering: Awaitable[msg.Answer |
 async def _send_buffers(connection: UnixConnection, slots: list[tuple[int, int]], fds: list[int]) -> None:
     await send_message(connection, msg.BuffersGranted(tuple(slots)))
     if fds:
-        await connection.send_descriptors(fds)
+        with deadline(connection, ANSWER_TIMEOUT_S):
+            await connection.send_descriptors(fds)
 
 
 def _has_ended(pidfd: int) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
+import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,6 +35,7 @@ from rrl.transport.streams import connection as stream_connection
 from rrl.transport.streams import framing
 from rrl.transport.streams.connection import Connection, authenticate
 from rrl.transport.streams.framing import send_bulk
+from rrl.transport.streams.unix import UnixConnection
 
 BIG = 24 * 2**20
 """bytes; more than two sockets hold"""
@@ -248,7 +251,7 @@ def test_hung_agent_is_not_contacted_at_every_step(
 ) -> None:
     monkeypatch.setattr(stream_connection, "HANDSHAKE_TIMEOUT_S", 1.0)
     with process(keys, tmp_path) as (agent, _), member(keys) as client:
-        agent.send_signal(signal.SIGSTOP)
+        _stop(agent)
         with pytest.raises(SnapshotError, match="no reply within"):
             client.buffer(1000, 1)
         for step in (2, 3):
@@ -269,11 +272,36 @@ def test_hung_agent_is_not_contacted_at_every_step(
         keep(client, 4)
 
 
+def _stop(agent: subprocess.Popen[str]) -> None:
+    """Stop all threads of the agent, and return once none of them can answer any more."""
+    agent.send_signal(signal.SIGSTOP)
+    threads = Path(f"/proc/{agent.pid}/task")
+    wait_until(lambda: all(stat.read_text().rpartition(")")[2].split()[0] == "T" for stat in threads.glob("*/stat")))
+
+
+def test_agent_that_hangs_after_its_answer_and_before_the_descriptors_counts_as_hung(
+    keys: RunKeys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "ANSWER_TIMEOUT_S", 1.0)
+
+    async def sends_no_descriptors(*_: Any) -> None:
+        await asyncio.Event().wait()
+
+    with snapshot_server(keys), member(keys) as client:
+        client.prepare(1000)
+        with monkeypatch.context() as hung:
+            hung.setattr(UnixConnection, "send_descriptors", sends_no_descriptors)
+            with pytest.raises(SnapshotError, match="no reply within 1 s"):
+                client.buffer(2000, 1)
+        with pytest.raises(SnapshotError, match="no answer to the last request"):
+            client.buffer(2000, 2)
+
+
 def test_hung_agent_does_not_delay_a_member_that_has_its_memory(keys: RunKeys, tmp_path: Path) -> None:
     with process(keys, tmp_path) as (agent, _), member(keys) as client:
         keep(client, 1)
         keep(client, 2)
-        agent.send_signal(signal.SIGSTOP)
+        _stop(agent)
         for step in range(3, 20):
             keep(client, step)
         agent.send_signal(signal.SIGCONT)
