@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from msgspec import Struct
 
@@ -104,8 +103,3 @@ def share_at(step_s: float, steps_per_fault: float, outage_s: float) -> float:
     """
     useful = step_s * steps_per_fault
     return useful / (useful + outage_s + step_s / 2)
-
-
-def spread(values: Sequence[float]) -> dict[str, Any]:
-    """Return median, lowest and highest value."""
-    return {"median": round(statistics.median(values), 4), "range": [round(min(values), 4), round(max(values), 4)]}

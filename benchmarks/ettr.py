@@ -23,7 +23,7 @@ which only one process starts (in ``job`` all roles start on the same two cores,
 ``time_saved`` is 1 - clock of ``role`` / clock of ``job``; ``ft_overhead`` is clock of ``clean_ft`` / clock of
 ``clean`` - 1. An outage is the time from the kill until the trainer trains again.
 
-Prints tables, and one JSON object with all samples as its last line.
+Prints tables, and one JSON object as its last line (benchmarks/_provenance.py); ``raw`` names the file of all samples.
 """
 
 from __future__ import annotations
@@ -32,16 +32,15 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from rrl.benchmarks import _ettr_batch as batch
 from rrl.benchmarks._ettr_arms import ARMS, PAPER_STEP_S, Arm, budgets, job
 from rrl.benchmarks._ettr_faults import Fault, run_to_end, schedule
-from rrl.benchmarks._ettr_figures import Sample, commits_of, outage_median, outages, share_at, spread, strict
+from rrl.benchmarks._ettr_figures import Sample, commits_of, outage_median, outages, share_at, strict
 from rrl.benchmarks._pace import overrun, recorded
+from rrl.benchmarks._provenance import provenance, raw_samples, spread
 from rrl.benchmarks._requirements import check_requirements
 from rrl.benchmarks._table import print_table
 from rrl.core.types import Outcome
@@ -170,13 +169,6 @@ def print_arms(samples: Sequence[Sample], requeues: dict[str, list[float]], step
     print_table(["arm", "clock s", "strict ETTR", "range", "outage s", f"at {PAPER_STEP_S:.0f} s steps"], rows)
 
 
-def commit() -> str:
-    """Return the commit of this checkout, with ``+`` if files differ from it; empty outside of a checkout."""
-    here = Path(__file__).parent
-    done = subprocess.run(["git", "describe", "--always", "--dirty=+"], cwd=here, capture_output=True, text=True)
-    return done.stdout.strip()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seeds", type=int, default=SEEDS)
@@ -202,9 +194,9 @@ def main() -> None:
     if step_s is not None:
         print("budgets of all arms but policy and full_restarts:", budgets(ARMS["role"], step_s).replace("\n", "; "))
     print_arms(samples, requeues, steps / faults)
+    raw = raw_samples("ettr", [_as_json(sample) for sample in samples])
     print(json.dumps(figures(step_s, samples, requeues, steps / faults)
-                     | {"commit": commit(), "cores": os.cpu_count(), "slurm": version, "requeue_s": requeues,
-                        "samples": [_as_json(sample) for sample in samples]}))  # fmt: skip
+                     | {"slurm": version, "requeue_s": requeues, **provenance(), "raw": str(raw)}))  # fmt: skip
 
 
 def _as_json(sample: Sample) -> dict[str, Any]:
