@@ -1,10 +1,16 @@
-"""Measures a weight version's transfer between five nodes whose NICs send and receive 2 Gbit/s each (root).
+"""Measures a weight version's transfer between five nodes whose NICs send and receive 0.5 Gbit/s each (root).
 
 Each node is a network namespace. One token bucket limits what the node sends, and one limits what the bridge sends to
 the node. ``ideal`` is the time that the bytes of one copy take at that rate without any header, so no receiver can
 finish earlier. The clock runs from the moment when the receivers are told of a published version until the last
 receiver has verified the last byte. The source counts as free when, according to the counter of its NIC, it has sent
 all but a very small rest of what it sends in that run. The same counter shows how many copies the source sent.
+
+The five nodes share the cores of this machine, where real nodes have their own. So the NICs must be slow enough that
+not the cores limit the transfer: the table shows the CPU time of all processes and how many cores were busy, and the
+last line how many cores the chain takes at this rate. NICs of 2 Gbit/s, as in earlier versions of this benchmark, took
+2.4 (tcp) to 2.8 cores (ucx) of the two that were there. Then deadlines of chunks expired for want of a core, and the
+chain took 1.33 to 2.7 times as long as one copy, depending on the speed of the cores and on other processes.
 
 In the arm ``fault``, one receiver is killed and another one is stopped as soon as both have half of their copy, and no
 process is informed of that. The pair of receivers differs from round to round, and the first receivers of the chain are
@@ -34,9 +40,10 @@ from rrl.tests.support.slurm import netns
 from rrl.tests.support.weights import orders as say
 from rrl.tests.support.weights.members import Member, Nursery
 
-BITS_PER_S = 2e9
-"""Bits per second that a NIC sends, and as many that it receives."""
-SHAPED_RATE = "2gbit"
+BITS_PER_S = 0.5e9
+"""Bits per second that a NIC sends, and as many that it receives. Receiving, verifying and sending on 256 MiB takes a
+node 0.6 (tcp) to 0.75 s (ucx) of CPU time on a shared virtual machine; so the chain takes 0.6 to 0.7 cores."""
+SHAPED_RATE = "500mbit"
 NODES = ("n1", "n2", "n3", "n4", "n5")
 RECEIVERS = len(NODES) - 1
 MAX_CHAIN, MAX_SOURCE_FREE = 1.5, 1.2
@@ -45,8 +52,8 @@ BUSY_SHARE = 0.9
 """Share of this machine's cores from which on they count as all busy: the processes then wait for a core at times."""
 FAULT_PAIRS = ((1, 2), (0, 1), (3, 1), (2, 0), (1, 0), (0, 3))
 """Indices of the receivers that are killed and stopped, by round."""
-GLOO_TIMEOUT_S = 20.0
-"""Timeout in seconds of the process group with a fault; the default of gloo is 30 min."""
+GLOO_TIMEOUT_S = 30.0
+"""Timeout in seconds of the process group with a fault, twice the time of a broadcast; the default is 30 min."""
 
 
 class Nics(Struct):
