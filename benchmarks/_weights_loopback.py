@@ -2,7 +2,7 @@
 
 The clock runs from the moment when the receivers are told of a published version (gloo: are told to broadcast) until
 the last receiver has verified the last byte. Publishing comes before that: a copy into one buffer, in parallel with
-digests. Its time is shown alone and added to that of the transfer.
+digests. The arms ``publish + pull`` include it.
 
 gloo verifies nothing. ``gloo`` is the broadcast alone. In the other two arms, the receivers also compute the digests
 that a user would need to verify it, in as many threads as rrl: ``gloo, digests after`` when all bytes have arrived, and
@@ -60,7 +60,7 @@ class Loopback(Struct):
         return statistics.median(self.seconds[arm, case])
 
 
-def published(kind: str) -> str:
+def with_publishing(kind: str) -> str:
     """Return the name of the arm that includes the time to publish the version."""
     return f"{kind}, publish + pull"
 
@@ -146,7 +146,7 @@ async def _measure_plane(results: Loopback, kind: str, plane: WeightPlane, case:
     run = await plane.run(receivers, LAYOUTS[layout], QUIET_TIMEOUT_S)
     await plane.forget(memory=True)
     results.seconds[kind, case].append(run.seconds)
-    results.seconds[published(kind), case].append(run.publish + run.seconds)
+    results.seconds[with_publishing(kind), case].append(run.publish + run.seconds)
     results.cpu[kind, case].append(run.cpu)
     results.other_cores.append(run.other_cores)
     results.wrong_copies += run.wrong_copies
@@ -185,7 +185,7 @@ def _memcpy(nbytes: int) -> float:
 def report(results: Loopback) -> dict[str, object]:
     """Print a table; return the results for the JSON object."""
     cases = [(receivers, layout) for layout in LAYOUTS for receivers in RECEIVERS]
-    arms = [*KINDS, *map(published, KINDS), GLOO, AFTER, BESIDE]
+    arms = [*KINDS, *map(with_publishing, KINDS), GLOO, AFTER, BESIDE]
     rows = [[arm, *(f"{results.median(arm, case):.3f}" for case in cases)] for arm in arms]
     for arm in (*KINDS, AFTER, BESIDE):
         rows.append([f"{arm}: CPU", *(f"{statistics.median(results.cpu[arm, case]):.3f}" for case in cases)])
@@ -196,8 +196,8 @@ def report(results: Loopback) -> dict[str, object]:
     ratios = {
         "ours_over_gloo_1": _highest_ratio(results, KINDS, 1, verified),
         "ours_over_raw_gloo_1": _highest_ratio(results, KINDS, 1, raw),
-        "published_over_gloo_1": _highest_ratio(results, [*map(published, KINDS)], 1, verified),
-        "published_over_raw_gloo_1": _highest_ratio(results, [*map(published, KINDS)], 1, raw),
+        "published_over_gloo_1": _highest_ratio(results, [*map(with_publishing, KINDS)], 1, verified),
+        "published_over_raw_gloo_1": _highest_ratio(results, [*map(with_publishing, KINDS)], 1, raw),
     } | {
         f"{kind}_over_gloo_{receivers}": _highest_ratio(results, [kind], receivers, verified)
         for kind in KINDS for receivers in RECEIVERS

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from rrl.benchmarks._weights_loopback import AFTER, BESIDE, GLOO, KINDS, LAYOUTS, RECEIVERS, Loopback, published, report
+from rrl.benchmarks._weights_loopback import (
+    AFTER,
+    BESIDE,
+    GLOO,
+    KINDS,
+    LAYOUTS,
+    RECEIVERS,
+    Loopback,
+    report,
+    with_publishing,
+)
 
 
 def _measured(seconds: dict[str, list[float]]) -> Loopback:
@@ -17,7 +27,7 @@ def _measured(seconds: dict[str, list[float]]) -> Loopback:
 
 
 def test_ours_is_compared_with_raw_gloo_and_with_the_faster_way_to_digest() -> None:
-    ours = {kind: [1.0, 2.0, 2.2] for kind in KINDS} | {published(kind): [3.0, 3.0, 3.0] for kind in KINDS}
+    ours = {kind: [1.0, 2.0, 2.2] for kind in KINDS} | {with_publishing(kind): [3.0, 3.0, 3.0] for kind in KINDS}
     figures = report(_measured(ours | {GLOO: [1.0, 1.0, 1.0], AFTER: [5.0, 5.0, 5.0], BESIDE: [2.0, 2.0, 2.0]}))
     assert figures["ours_over_raw_gloo_1"] == 2.0
     assert figures["ours_over_gloo_1"] == 1.0
@@ -29,6 +39,6 @@ def test_ours_is_compared_with_raw_gloo_and_with_the_faster_way_to_digest() -> N
 
 
 def test_the_slower_of_both_transports_is_shown() -> None:
-    ours = {"ucx": [1.0], "tcp": [4.0]} | {published(kind): [5.0] for kind in KINDS}
+    ours = {"ucx": [1.0], "tcp": [4.0]} | {with_publishing(kind): [5.0] for kind in KINDS}
     figures = report(_measured(ours | {arm: [1.0] for arm in (GLOO, AFTER, BESIDE)}))
     assert (figures["ours_over_gloo_1"], figures["ucx_over_gloo_1"]) == (4.0, 1.0)
