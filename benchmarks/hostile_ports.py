@@ -144,7 +144,9 @@ def _measure(kind: str, frames: int) -> Result:
             victims = targets(run)
             assault(run, victims, WARMUP_FRAMES, HALF_OPEN_PER_PORT)
             first = [Footprint.of(victim.pid) for victim in victims]
-            rounds, attacks, grown = [], [], []
+            rounds: list[Round] = []
+            attacks: list[list[Cost]] = []
+            grown: list[float] = []
             for number in range(ROUNDS):
                 alone = _steps_per_s(run, WINDOW_S)
                 if not number:
