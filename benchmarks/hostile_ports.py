@@ -108,11 +108,15 @@ def main() -> None:
         f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; "
         f"{frames} frames and {HALF_OPEN_PER_PORT} half-open a port"
     )
-    header = ("pipe, process", "ports", "MiB before", "most", "after", "growth", "alone", "fds before", "most", "after")
-    print_table(header, [row for result in results for row in _rows(result)])
+    print_table(
+        ("pipe, process", "ports", "MiB before", "most", "after", "growth", "alone", "fds before", "most", "after"),
+        [row for result in results for row in _rows(result)],
+    )
     print("\nsteps/s and cores, by round")
-    header = ("pipe, round", "alone", "attack", "busy loop", "attack / busy", "attacker's cores", "busy loop's cores")
-    print_table(header, [row for result in results for row in _round_rows(result)])
+    print_table(
+        ("pipe, round", "alone", "attack", "busy loop", "attack / busy", "attacker's cores", "busy loop's cores"),
+        [row for result in results for row in _round_rows(result)],
+    )
     raw = raw_samples("hostile_ports", [to_builtins(result) for result in results])
     costs = [cost for result in results for cost in result.costs]
     print(json.dumps({
