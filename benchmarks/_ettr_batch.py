@@ -39,7 +39,7 @@ STEPS = 1000
 TIMEOUT_S = 600.0
 WATCH_TIMEOUT_S = 120.0
 """Seconds within which Slurm ends a requeued job."""
-IN_JOB = Arm("in one job", faults=True, trainer="warm = false\nsnapshots = false\n", spares=0, full_restarts=0)
+IN_JOB = Arm("in one job", faults=True, protected=False, spares=0, full_restarts=0)
 KINDS = ("requeue", "submitit")
 
 
