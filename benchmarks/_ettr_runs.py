@@ -113,8 +113,8 @@ class Runs:
     def _tail_model(self) -> Path:
         """Return the model of workloads with a long tail; train it at the first call."""
         if self._model is None:
-            self._model = folder = self.lab.user_home / "tail-model"
-            self.lab.call_as_user(lambda: write_model(folder))
+            self._model = self.lab.dir / "tail-model"
+            write_model(self._model)
         return self._model
 
 

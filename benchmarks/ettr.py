@@ -39,7 +39,7 @@ import argparse
 import json
 import os
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -53,6 +53,7 @@ from rrl.benchmarks._provenance import provenance, raw_samples, spread
 from rrl.benchmarks._requirements import check_requirements
 from rrl.benchmarks._table import print_table
 from rrl.tests.support.slurm.lab import SlurmLab
+from rrl.tests.support.slurm.root import ensure
 
 NODES = 7
 """Trainer, two rollouts, store, reward, a spare, and the node of the manager's job."""
@@ -60,14 +61,31 @@ SEEDS = 3
 QUICK = Plan(RATES.name, 30, 3)
 REQUEUES = 2
 """Kills of each arm in which Slurm restarts the job."""
+REQUEUE_DELAY_S, REQUEUE_DELAY_VERSION = 5, "26.05"
+SHORT_REQUEUE = f"requeue, delay {REQUEUE_DELAY_S} s"
 PARTS = ("rates", *EXPERIMENTS, "batch")
 
 
 def measure_batch(lab: SlurmLab) -> dict[str, list[float]]:
-    """Return the outages (s) of the arms in which Slurm restarts the job, in turn."""
-    found: dict[str, list[float]] = {kind: [] for kind in batch.KINDS}
-    for turn in range(REQUEUES):
-        for kind in batch.KINDS:
+    """Return the outages (s) of the arms in which Slurm restarts the job, in turn.
+
+    Slurm holds a requeued job, for about 120 s by default. From 25.11 on ``SchedulerParameters=requeue_delay`` sets
+    this time, so ``requeue`` is measured once more where that version can be had.
+    """
+    found = _outages(lab, dict.fromkeys(batch.KINDS, REQUEUES))
+    try:
+        root = ensure(REQUEUE_DELAY_VERSION)
+    except RuntimeError as error:
+        print(f"requeue_delay is left out: {error}", flush=True)
+        return found
+    with SlurmLab.start(nodes=1, root=root, requeue_delay=REQUEUE_DELAY_S) as short:
+        return found | {SHORT_REQUEUE: _outages(short, {"requeue": REQUEUES})["requeue"]}
+
+
+def _outages(lab: SlurmLab, counts: Mapping[str, int]) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = {kind: [] for kind in counts}
+    for turn in range(max(counts.values())):
+        for kind in counts:
             found[kind].append(round(batch.outage(lab, kind, f"{kind}-{turn}", PILOT_STEP_S), 1))
             print(f"{kind}-{turn}: {found[kind][-1]} s from the kill to training", flush=True)
     return found
@@ -149,7 +167,7 @@ def main() -> None:
     print_experiments(runs.samples)
     print_stages(runs.samples)
     print_published(runs.samples)
-    raw = raw_samples("ettr", [msgspec.to_builtins(sample) for sample in runs.samples])
+    raw = raw_samples("ettr", {"step_s": runs.step_s, "requeue_s": requeues, "runs": msgspec.to_builtins(runs.samples)})
     print(json.dumps(figures(runs.samples, requeues) | {
         "step_s": runs.step_s, "slurm": version, "requeue_s": requeues, **provenance(), "raw": str(raw),
     }))  # fmt: skip
