@@ -104,7 +104,8 @@ def outage(lab: SlurmLab, kind: str, name: str, step_s: float) -> float:
     while (again := trained_again(replay(run), kill)) is None:
         assert time.monotonic() < until, f"{run.path}: the trainer did not train again"
         time.sleep(1.0)
-    lab.clear()
+    lab.clear()  # first the job, which would requeue itself when its run ends
+    lab.run_as_user([RRL, "cancel", run.id], env={RUNS_ENV: str(folder / "runs")})
     return again[0] - kill.at
 
 
