@@ -113,7 +113,7 @@ def figures(samples: Sequence[Sample], requeues: dict[str, list[float]]) -> dict
         "time_saved": spread([1 - pair["role"] / pair["job"] for pair in pairs]) if pairs else None,
         "ft_overhead": spread([pair["clean_ft"] / pair["clean"] - 1 for pair in pairs]) if pairs else None,
         "strict": {arm: spread(values) for arm, values in shares.items() if values},
-        "steps_lost_max": max((each.lost_steps for sample in samples for each in sample.outages), default=0),
+        "steps_lost_max": max((each.lost_steps for sample in rates for each in sample.outages), default=0),
         "estimate_error": round(max(errors), 4) if errors else None,
     }
 
