@@ -115,6 +115,8 @@ class Runs:
         if self._model is None:
             self._model = self.lab.dir / "tail-model"
             write_model(self._model)
+            for path in self._model.iterdir():
+                path.chmod(0o644)  # the lab's user reads it; safetensors writes files for their owner alone
         return self._model
 
 
