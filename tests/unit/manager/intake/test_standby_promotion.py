@@ -352,7 +352,7 @@ def test_standby_engine_with_the_gpu_of_another_incarnation_is_failed(with_gpus:
 HELLO_WITH_GPUS = msgspec.structs.replace(HELLO, gpus=("GPU-a", "GPU-b", "GPU-c", "GPU-d"))
 
 
-# ── its log ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── log of a promoted process ──────────────────────────────────────────────────────────────────────────────────────
 def test_log_of_a_promoted_standby_is_linked_to_its_member(standing: Handling) -> None:
     asyncio.run(promoted(standing).handler.standby_promoter.promote(PROMOTION))
     link = standing.run.log_file(tag_of(RUN, MEMBER))
