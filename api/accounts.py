@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..core.run_dir import RunDir
 from ..core.types import OperationFailed, UsageError
-from ..manager.reporting.accounting.run_report import Account, account
+from ..manager.reporting.accounting.run_report import Account, NoEvents, account
 from ..manager.storage.journal import JournalError, replay
 
 
@@ -19,7 +19,7 @@ def account_of(run: RunDir) -> Account:
         return account(replay(run))
     except JournalError as error:
         raise UsageError(str(error)) from None
-    except ValueError:
+    except NoEvents:
         raise UsageError(f"{run.id} has not begun: its journal has no events yet") from None
     except OSError as error:
         raise OperationFailed(f"{run.journal}: {error.strerror}") from None

@@ -12,12 +12,10 @@ import msgspec
 from msgspec import Struct
 
 from .faults import Fault
-from .phases import PHASES, Phase
-from .phases import PhaseSpec as PhaseSpec
+from .phases import PHASES, Phase, PhaseSpec
 from .phases import phase as declared_phase
-from .role_environment import EnvSpec as EnvSpec
-from .types import DEFAULT_LOG_LEVEL, LogLevel
-from .types import Resources as Resources
+from .role_environment import EnvSpec
+from .types import DEFAULT_LOG_LEVEL, LogLevel, Resources
 
 WeightTransportName = Literal["ucx", "tcp", "nixl"]
 """The weight transports. Each one is implemented in the module of that name in ``rrl.transport.weights``."""

@@ -17,7 +17,7 @@ from pathlib import Path
 import jinja2
 from ClusterShell.NodeSet import NodeSet
 
-from ..core.run_spec import Resources
+from ..core.types import Resources
 from ..core.units import slurm_mem, slurm_time
 
 RESERVED_OPTIONS = frozenset({

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from ...core.types import Verdict
 from ...health.check_memory import memory_path, read_memory, update_memory
+from ...health.drains import DrainOwner
 from ...health.node_check import EXIT_CODES
 from .check import site_rules, this_node
 from .node_drains import SlurmUnavailable, drain_by_hook, undrain_by_hook
@@ -25,21 +26,22 @@ _MAX_REASON_LENGTH = 150
 def drain_node(why: str, node: str | None, config: Path | None) -> int:
     """Drain a node that failed its check, as the hooks in examples/health do. Raises UsageError.
 
-    Returns 0 if the node is drained, 1 if the site's limit on drains by hooks prevented it, 3 if Slurm did not answer
-    or refused. The reason for 1 or 3 is printed.
+    Returns 0 if the node is drained, no matter by whom, 1 if the site's limit on drains by hooks prevented it, 3 if
+    Slurm did not answer or refused. The reason for 1 or 3 is printed.
     """
     named = node or this_node()
     reason, rules = " ".join(why.split())[:_MAX_REASON_LENGTH], site_rules(config).hooks
     _remember(named, "unknown")
     try:
-        held_back_reason = drain_by_hook(named, reason, rules)
+        result = drain_by_hook(named, reason, rules)
     except SlurmUnavailable as error:
         print(f"not drained: {error}", flush=True)
         return EXIT_CODES[Verdict.UNKNOWN]
-    if held_back_reason:
-        print(f"held back: {held_back_reason}", flush=True)
+    if result.held_back_reason:
+        print(f"held back: {result.held_back_reason}", flush=True)
         return 1
-    _remember(named, "by hook")
+    if result.owner is not None:
+        _remember(named, "by hook" if result.owner is DrainOwner.HOOK else "no")
     return 0
 
 

@@ -58,38 +58,47 @@ def drain(wanted: Iterable[tuple[str, str]]) -> list[tuple[str, bool, str]]:
     return asyncio.run(_drain(list(wanted)))
 
 
-def drain_by_hook(node: str, why: str, rules: HookRules) -> str:
+class HookDrainResult(Struct, frozen=True):
+    """What came of the drain of a node by a hook."""
+
+    held_back_reason: str = ""
+    """Why the node is not drained; empty if it is drained."""
+    owner: DrainOwner | None = None
+    """Who drained the node, according to Slurm; None if Slurm does not show a drain."""
+
+
+def drain_by_hook(node: str, why: str, rules: HookRules) -> HookDrainResult:
     """Drain a node whose check failed, within the limit that all hooks of the cluster share (rrl.health.hook_limit).
 
     If a drain of this node by a hook exceeds the limit, undo that drain, whether this call or an earlier one made it.
-    Returns why the node is not drained, or an empty string if it is drained, no matter who drained it. Raises
-    SlurmUnavailable if Slurm does not answer or refuses; a drain beyond the limit may then remain until the next call.
+    A node that somebody else has drained stays as it is. Raises SlurmUnavailable if Slurm does not answer or refuses; a
+    drain beyond the limit may then remain until the next call.
     """
     return asyncio.run(_drain_by_hook(node, why, rules))
 
 
-async def _drain_by_hook(node: str, why: str, rules: HookRules) -> str:
+async def _drain_by_hook(node: str, why: str, rules: HookRules) -> HookDrainResult:
     drains = await _hook_drains()
-    if node not in drains.drained:
+    if node not in drains.owners:
         raise SlurmUnavailable(f"{node} is not known to Slurm")
     nodes = SlurmNodes(CommandReader(_read, _write), _write)
     try:
-        if not drains.drained[node]:
+        if drains.owners[node] is None:
             now = HookDrain(time.time(), node)  # this node's clock may be wrong: the query below decides
-            if held_back_reason := over_limit(now, drains.by_hooks.values(), len(drains.drained), rules):
-                return held_back_reason
+            if held_back_reason := over_limit(now, drains.by_hooks.values(), len(drains.owners), rules):
+                return HookDrainResult(held_back_reason)
             await nodes.drain(NodeName(node), f"{HOOK_PREFIX} {why}")
             await asyncio.sleep(DRAIN_SETTLE_S)
             drains = await _hook_drains()
         own = drains.by_hooks.get(node)
         if own is None or not (
-            held_back_reason := over_limit(own, drains.by_hooks.values(), len(drains.drained), rules)
+            held_back_reason := over_limit(own, drains.by_hooks.values(), len(drains.owners), rules)
         ):
-            return ""
+            return HookDrainResult(owner=drains.owners.get(node))
         await nodes.undrain(NodeName(node), drains.reasons[node])
     except (Refused, Unanswered) as error:
         raise SlurmUnavailable(str(error)) from None
-    return held_back_reason
+    return HookDrainResult(held_back_reason)
 
 
 def undrain_by_hook(node: str) -> bool:
@@ -121,8 +130,8 @@ async def _undrain_by_hook(node: str) -> bool:
 class _HookDrains(Struct):
     """The drains of the cluster, by node."""
 
-    drained: dict[str, bool] = {}
-    """Whether each node of the cluster is drained, by anyone."""
+    owners: dict[str, DrainOwner | None] = {}
+    """Who drained each node of the cluster; None for a node that is not drained."""
     by_hooks: dict[str, HookDrain] = {}
     """The present drains by hooks, by node."""
     reasons: dict[str, str] = {}
@@ -137,8 +146,8 @@ async def _hook_drains() -> _HookDrains:
     found = _HookDrains()
     for line in ended.out.splitlines():
         node, state, at, reason = [*line.split("|", 3), "", "", ""][:4]
-        found.drained[node] = "drain" in state.lower()
-        if found.drained[node] and drain_owner(reason) is DrainOwner.HOOK:
+        found.owners[node] = drain_owner(reason) if "drain" in state.lower() else None
+        if found.owners[node] is DrainOwner.HOOK:
             drained_at = 0.0  # for a time unknown to Slurm: the drain counts, but not as recent
             with contextlib.suppress(ValueError):
                 drained_at = datetime.fromisoformat(at).timestamp()

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from datetime import datetime
 
-from ...core.run_spec import Resources, RunSpec
+from ...core.run_spec import RunSpec
 from ...core.text import span
+from ...core.types import Resources
 from ...core.units import duration_text
 from ...manager.bootstrap.preview import Demand
 from ..views.formatting import size

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from ...core.run_spec import NodeGroup, Resources, RoleSpec
+from ...core.run_spec import NodeGroup, RoleSpec
+from ...core.types import Resources
 from .roles import POOL, SHARED
 
 if TYPE_CHECKING:

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from ...core import run_spec
+from ...core.role_environment import EnvSpec
 from ...core.run_dir import HISTORY_ENV
-from ...core.run_spec import NodeGroup, Resources, RoleSpec
+from ...core.run_spec import NodeGroup, RoleSpec
+from ...core.types import Resources
 from ..model_folder import BUILT_MAX_LENGTH
 from .faults import plan_faults
 from .node_groups import build_node_groups, sbatch
@@ -133,11 +135,9 @@ def _endpoint(endpoint: EndpointRole | None) -> run_spec.EndpointSettings | None
     return msgspec.convert(given, run_spec.EndpointSettings)
 
 
-def _env(env: EnvTable, python: str) -> run_spec.EnvSpec:
+def _env(env: EnvTable, python: str) -> EnvSpec:
     probe_python = env.python or ("python" if env.venv or env.conda else python)
-    return run_spec.EnvSpec(
-        env.setup, env.modules, env.venv or "", env.conda or "", env.passed, env.probe, python, probe_python
-    )
+    return EnvSpec(env.setup, env.modules, env.venv or "", env.conda or "", env.passed, env.probe, python, probe_python)
 
 
 def _donor_rollouts(job: Job, role: Role) -> int:

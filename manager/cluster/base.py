@@ -14,8 +14,7 @@ from typing import Protocol
 from msgspec import Struct
 
 from ...core.faults import Fault
-from ...core.run_spec import Resources
-from ...core.types import NodeName
+from ...core.types import NodeName, Resources
 
 STOP_MARGIN_S = 2.0
 """Seconds between the end of the grace and SIGKILL (:meth:`Cluster.stop`). A step that received SIGTERM kills its own
@@ -37,6 +36,8 @@ class RejectReason(StrEnum):
     """The first process of the step ended before it reported anything."""
     STANDBY_OUTDATED = "standby_outdated"
     """The standby process to be promoted was started with another environment or command than a new step would be."""
+    GPUS_UNREPORTED = "gpus_unreported"
+    """Another incarnation on the node of the standby process to be promoted has not reported which GPUs it uses."""
 
 
 class Refused(Exception):

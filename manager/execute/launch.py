@@ -18,8 +18,8 @@ from ...core.launch import HEARTBEAT_INTERVAL_ENV, Launch, read_launch, tag_of
 from ...core.log_lines import LOG_LEVEL_ENV
 from ...core.role_environment import HOST_ONLY_VARIABLES, INHERITED_VARIABLES, prelude, select_variables
 from ...core.run_dir import RunDir, write_atomically
-from ...core.run_spec import ContainerSpec, Resources, RoleSpec, RunSpec
-from ...core.types import AGENT, STANDBY_ROLE, role_of, standby_role_of
+from ...core.run_spec import ContainerSpec, RoleSpec, RunSpec
+from ...core.types import AGENT, STANDBY_ROLE, Resources, role_of, standby_role_of
 from ...transport.address import NETWORK_ENV
 from ..cluster.base import NotStarted, Step
 from ..model.actions import Launch as LaunchAction

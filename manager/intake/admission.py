@@ -2,8 +2,25 @@
 
 from __future__ import annotations
 
-from ...core.types import Cause, Evidence, Finding, Incarnation, NodeName, Remedy, Verdict
+from collections.abc import Container
+
+from ...core.run_spec import RunSpec
+from ...core.types import (
+    AGENT,
+    STANDBY_ROLE,
+    Cause,
+    Evidence,
+    Finding,
+    Incarnation,
+    NodeName,
+    Remedy,
+    ReplicaId,
+    Verdict,
+    role_of,
+    standby_role_of,
+)
 from ...transport.messages import AgentHello, Hello
+from ..model.queries import shares_node
 from ..model.state import State
 
 MEMLOCK_DEFAULT = 8 * 2**20
@@ -26,11 +43,13 @@ def check_memlock(hello: AgentHello, weights: str, now: float) -> Finding | None
 class GpuRegistry:
     """Registry of the incarnation that uses each GPU of each node, as the roles report it when they join.
 
-    The registry is not journaled: a new manager fills it again from the Hello of each role.
+    The registry is not journaled: a new manager fills it again from the Hello of each role. So a GPU without an owner
+    is free only if no incarnation on its node is :meth:`unreported`.
     """
 
     def __init__(self) -> None:
         self._owners: dict[tuple[NodeName, str], Incarnation] = {}
+        self._reported: set[Incarnation] = set()
 
     def claim(self, hello: Hello, state: State, now: float) -> Finding | None:
         """Register a joining role's GPUs; return a FAIL about the role if another current incarnation uses one of them.
@@ -55,7 +74,34 @@ class GpuRegistry:
                     proof=True,
                 )
         self._owners.update({(node, gpu): incarnation for gpu in hello.gpus})
+        self._reported.add(incarnation)
         return None
+
+    def unreported(
+        self, incarnation: Incarnation, node: NodeName, state: State, standbys: Container[Incarnation]
+    ) -> list[Incarnation]:
+        """Return the other incarnations on a node that use GPUs, or will, but have not told this manager which.
+
+        Returns [] if ``incarnation`` has its own GPUs already. Two kinds of incarnations are not known: those that an
+        earlier manager launched or promoted and that have not sent Hello again, and those that are starting in a new
+        step, whose GPUs the cluster chooses.
+
+        Args:
+            incarnation: The incarnation that is to get GPUs on the node.
+            node: The node.
+            state: The state.
+            standbys: The standby processes that told this manager that they are not promoted. If such a process shares
+                its node, it uses only GPUs that this manager assigns to it.
+        """
+        if incarnation in self._owners.values():
+            return []
+        return [
+            other.incarnation
+            for other in state.replicas.values()
+            if other.is_current and other.node == node and other.id != incarnation.replica
+            and _owns_gpus(state.job, other.id) and other.incarnation not in self._reported
+            and not _gets_gpus_from_manager(state.job, other.promoted_from, standbys)
+        ]  # fmt: skip
 
     def assign(
         self, incarnation: Incarnation, node: NodeName, visible: tuple[str, ...], count: int, state: State
@@ -73,3 +119,16 @@ class GpuRegistry:
             return ()
         self._owners.update({(node, gpu): incarnation for gpu in chosen})
         return chosen
+
+
+def _owns_gpus(job: RunSpec, replica: ReplicaId) -> bool:
+    """Return whether a process of this replica has GPUs of its own; a standby process that shares a node has none."""
+    role = role_of(replica)
+    if role == STANDBY_ROLE:
+        return not shares_node(job, replica) and job.role(standby_role_of(replica)).per_member.gpus > 0
+    return role != AGENT and job.role(role).per_member.gpus > 0
+
+
+def _gets_gpus_from_manager(job: RunSpec, promoted_from: Incarnation | None, standbys: Container[Incarnation]) -> bool:
+    """Return whether a member is promoted from one of these standby processes, and it shares its node."""
+    return promoted_from is not None and promoted_from in standbys and shares_node(job, promoted_from.replica)

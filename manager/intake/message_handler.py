@@ -144,6 +144,7 @@ class MessageHandler:
             if isinstance(message, msg.Hello):  # it has not received its Promote message
                 self.standby_promoter.on_standby_hello(incoming.peer, message)
                 await self.standby_promoter.send_promotion(message.incarnation)
+                await self.standby_promoter.send_postponed()
             return
         self._peers.workers.pop(message.incarnation, None)
         self._connections.pop(message.incarnation, None)
@@ -354,6 +355,8 @@ class MessageHandler:
                 ev.FindingChanged(finding)
             )  # the planner fences it for this finding; until then it gets no Welcome
             return
+        if owns_gpus:
+            await self.standby_promoter.send_postponed()
         self._context.monitor.on_hello(incarnation, message.node, message.phase, now)
         announced = (message.listen_address, message.weight_address, message.pid, message.node)
         if replica.status is not Status.JOINED or announced != (

@@ -6,8 +6,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ...core.run_spec import Resources
-from ...core.types import NodeName, Verdict, is_support
+from ...core.types import NodeName, Resources, Verdict, is_support
 from ..cluster.base import AllocationRequest, AllocationState, AllocationStatus
 from . import events as ev
 from .actions import Drain, Exclude, ExternalAction, Launch, Readmit, Shrink, Undrain

@@ -24,6 +24,7 @@ MAX_RESTART_BACKOFF_S = 60.0
 """Upper limit (s) of the pause before a restart, which doubles with each failure. Ten restarts then take at least four
 minutes, so that they outlast a short outage."""
 _FAILED_STARTS = frozenset({RejectReason.NEVER_APPEARED, RejectReason.NOT_STARTED, RejectReason.EXITED_AT_ONCE})
+_STANDBY_UNUSABLE = frozenset({RejectReason.STANDBY_OUTDATED, RejectReason.GPUS_UNREPORTED})
 """Reasons for which a rejected launch counts as a failed start, because the cluster tried to start the step."""
 
 
@@ -64,8 +65,8 @@ def on_launch_rejected(state: State, at: float, action: Launch, event: ev.Intent
         return state
     if action.standby is not None:
         state = _add_orphan(state, at, id)
-    # the manager failed, or the standby process is of no use: nothing is wrong with the replica or its node
-    if event.undelivered or event.reason is RejectReason.STANDBY_OUTDATED:
+    # the manager failed, or the standby process cannot be used: nothing is wrong with the replica or its node
+    if event.undelivered or event.reason in _STANDBY_UNUSABLE:
         return with_replica(state, id, status=Status.WANTED, since=at, preferred_node=action.node)
     if event.reason is RejectReason.ALLOCATION_NOT_RUNNING:  # later polls report its state; nothing has failed yet
         return with_replica(

@@ -350,24 +350,29 @@ def _current_incarnations(peers: Peers) -> frozenset[Incarnation]:
     return frozenset(peer.incarnation for peer in peers.peers.values())
 
 
-def _prompts(me: rrl.Worker) -> Callable[[int], Prompt]:
-    """Return the function that makes the prompt of an item.
+def _prompts_and_evaluations(job: RunSpec, folder: Path) -> tuple[Callable[[int], Prompt], EvaluationSettings | None]:
+    """Return the function that makes the prompt of an item, and the settings of evaluations (None: the job has none).
 
-    Ends the process if the model or task is invalid, or if the first items have no prompts. The returned function
+    Ends the process if the model or a task is invalid, or if the first items have no prompts. The returned function
     raises ValueError for a prompt that is empty or too long for an answer to follow, and any exception that the task
     raises.
+
+    Args:
+        job: The run spec.
+        folder: The job's folder, for the files of its tasks.
     """
-    if _episode_settings(me.job) is not None:  # an agent makes the prompt of an item itself
-        return lambda item: Prompt(item, ())
+    if _episode_settings(job) is not None:  # an agent makes the prompt of an item itself, and there are no evaluations
+        return (lambda item: Prompt(item, ())), None
     with exits_on_invalid_config():
-        tokenizer = open_tokenizer(me.job.model)
+        tokenizer = open_tokenizer(job.model)
     with exits_on_invalid_config(TaskError):
-        task = load_task(me.job.task, me.job.seed, tokenizer, Path(me.launch.cwd))
-    return _checked_prompts(me.job, tokenizer, task)
+        task = load_task(job.task, job.seed, tokenizer, folder)
+    prompts = _checked_prompts(job, tokenizer, task)
+    return prompts, _evaluations(job, tokenizer, folder) if job.eval is not None else None
 
 
 def _checked_prompts(job: RunSpec, tokenizer: Tokenizer, task: Task) -> Callable[[int], Prompt]:
-    """Return the function that makes the prompt of an item of a task; see :func:`_prompts`."""
+    """Return the function that makes the prompt of an item of a task; see :func:`_prompts_and_evaluations`."""
     encode = prompt_encoder(job, tokenizer)
 
     def prompt(item: int) -> Prompt:
@@ -378,14 +383,11 @@ def _checked_prompts(job: RunSpec, tokenizer: Tokenizer, task: Task) -> Callable
     return prompt
 
 
-def _evaluations(me: rrl.Worker) -> EvaluationSettings | None:
-    """Return the settings of evaluations; None if the job has none. Ends the process if their task is invalid."""
-    job = me.job
-    if job.eval is None:
-        return None
+def _evaluations(job: RunSpec, tokenizer: Tokenizer, folder: Path) -> EvaluationSettings:
+    """Return the settings of the job's evaluations. Ends the process if their task is invalid."""
+    assert job.eval is not None
     with exits_on_invalid_config(TaskError):
-        tokenizer = open_tokenizer(job.model)
-        task, count = load_evaluation_task(job, tokenizer, Path(me.launch.cwd))
+        task, count = load_evaluation_task(job, tokenizer, folder)
     prompt = _checked_prompts(job, tokenizer, task)
     return EvaluationSettings(job.eval, job.steps, job.seed, count, prompt, job.sampling.max_new_tokens)
 
@@ -461,7 +463,7 @@ async def _serve(me: rrl.Worker, store: Store, cleaner: CheckpointCleaner) -> No
 def main() -> None:
     """Run the trajectory store until the manager stops it, then write the audit."""
     me = rrl.join()
-    prompts, evaluations = _prompts(me), _evaluations(me)
+    prompts, evaluations = _prompts_and_evaluations(me.job, Path(me.launch.cwd))
     with me:
         with exits_on_invalid_config(LogFormatError):
             store = _open_store(me, prompts, evaluations)

@@ -359,14 +359,14 @@ class Store:
         self, incarnation: Incarnation, scores: Sequence[Score], failed: Mapping[int, str] | None = None,
         faulty: Sequence[int] = (),
     ) -> Done | Denied | NotReady:  # fmt: skip
-        """Record scores; a second score is ignored, and so is the score of a trajectory that was dropped."""
+        """Record finite scores. Ignore a second score, and the score of a trajectory that was dropped."""
         if rejection := self.check_worker(incarnation):
             return rejection
         tracks = self._state.trajectories
         by_trajectory = {score.trajectory: score for score in reversed(scores) if score.trajectory in tracks}
         if not all(tracks[trajectory].finished for trajectory in by_trajectory):
             return Denied("one of the scored trajectories is not finished")
-        if not all(math.isfinite(score.reward) and math.isfinite(score.training) for score in by_trajectory.values()):
+        if not all(math.isfinite(score.reward) and math.isfinite(score.training) for score in scores):
             return Denied("a score is not finite; report the trajectory as failed instead")
         self.evaluations.post_scores(scores, failed or ())
         new = tuple(score for score in by_trajectory.values() if tracks[score.trajectory].score is None)

@@ -1,4 +1,4 @@
-"""What vLLM is told, and what is refused before a rollout joins."""
+"""The settings given to vLLM, and mistakes that end a rollout before it joins."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pytest
 
 import rrl
 from rrl.config.vllm_arguments import RESERVED_ARGUMENTS, installed_arguments
-from rrl.core.run_spec import Resources, RoleSpec, RolloutSettings, RunSpec, TokenizerSpec
-from rrl.core.types import Incarnation, ReplicaId
+from rrl.core.run_spec import RoleSpec, RolloutSettings, RunSpec, TokenizerSpec
+from rrl.core.types import Incarnation, ReplicaId, Resources
 from rrl.roles.models.policy import skeleton
 from rrl.roles.rollout import main as rollout_main
 from rrl.roles.rollout.vllm import config

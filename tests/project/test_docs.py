@@ -1,4 +1,4 @@
-"""What the pages say exists: commands, flags, make targets, files; and the README's programs fit the worker API."""
+"""The pages name only existing commands, flags, make targets and files; the README's programs fit the worker API."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_the_picture_shows_a_rollout_that_was_replaced(tmp_path: Path) -> None:
     assert "http" not in drawn.replace("http://www.w3.org/", ""), "the picture loads something from elsewhere"
 
 
-def test_the_picture_is_not_older_than_the_view() -> None:
+def test_picture_equals_that_of_the_current_view() -> None:
     drawn = make_picture.picture(make_picture.recorded_state())
     remedy = "run .venv/bin/python -m rrl.docs.make_picture, and look at the picture"
     assert drawn == make_picture.PICTURE.read_text(), remedy

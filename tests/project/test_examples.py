@@ -28,7 +28,7 @@ SLURM = {
 NOT_HERE = "on this machine; the nodes need"
 
 
-def test_examples_exist() -> None:
+def test_examples_folder_has_jobs() -> None:
     assert JOBS
 
 
@@ -60,7 +60,7 @@ def test_every_shipped_job_is_valid_and_could_be_submitted(path: Path, capsys: p
     assert (reported, complained) == ([], "")
 
 
-# ── the program that makes a model's folder ────────────────────────────────────────────────────────────────────────
+# ── program for a model's folder ───────────────────────────────────────────────────────────────────────────────────
 def test_existing_model_folder_is_left_unchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

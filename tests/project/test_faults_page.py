@@ -1,4 +1,4 @@
-"""docs/faults.md holds what the code holds."""
+"""docs/faults.md agrees with the code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The house stands as it is drawn: arrows only downwards, a pure core, and nothing heavy on a login node."""
+"""The layers of the product: imports go only downwards, the core is pure, and commands import no heavy package."""
 
 from __future__ import annotations
 

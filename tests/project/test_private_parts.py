@@ -110,7 +110,7 @@ def test_files_of_submitit_have_the_names_under_which_the_product_looks_for_them
     assert (paths.stderr.name, paths.stdout.name) == ("77_0_log.err", "77_0_log.out")
 
 
-# ── the list is complete ─────────────────────────────────────────────────────────────────────────────────────────────
+# ── completeness of the list ─────────────────────────────────────────────────────────────────────────────────────────
 def private_names(tree: ast.Module) -> Iterator[str]:
     """Yield each private name of another package that a module imports or reads from what it imports."""
     imported: dict[str, str] = {}

@@ -85,7 +85,7 @@ def test_the_changelog_keeps_its_form_and_names_the_version_once_it_is_released(
     assert len(kinds) == len(set(kinds)) or len(releases) > 1, "a section is there twice"
 
 
-# ── installed ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── installation ─────────────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.fixture(scope="module")
 def rrl(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Rrl:
     """The rrl of the wheel in an environment of its own, outside of the clone and without Slurm on PATH.

@@ -42,7 +42,7 @@ def _pattern(message: str) -> str:
     return "[^\\0]*".join(parts)
 
 
-def test_the_page_has_messages() -> None:
+def test_page_quotes_more_than_25_different_messages() -> None:
     assert len(QUOTED) > 25
     assert len(set(QUOTED)) == len(QUOTED)
 
@@ -56,7 +56,7 @@ def test_a_message_that_nobody_prints_is_found(texts: str) -> None:
     assert not re.search(_pattern("the flux … of the run is full"), texts)
 
 
-def test_every_symptom_says_something_about_each_message() -> None:
+def test_every_quoted_message_has_an_explanation() -> None:
     for section in re.split(r"^## ", PAGE.read_text(), flags=re.MULTILINE)[1:]:
         for group in re.findall(r"((?:^> .+\n)+)\n(.*)", section, re.MULTILINE):
             assert group[1].strip(), group[0]

@@ -1,4 +1,4 @@
-"""The port of the endpoint, attacked in a process of its own: strangers and slow readers cost nothing that lasts."""
+"""The port of the endpoint, attacked in a process of its own: attackers and slow readers have no lasting effect."""
 
 from __future__ import annotations
 

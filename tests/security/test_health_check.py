@@ -1,4 +1,4 @@
-"""A plain user who tries to talk a node out of service: ``rrl health check`` must not believe it."""
+"""A plain user who tries to make ``rrl health check`` fail a healthy node."""
 
 from __future__ import annotations
 

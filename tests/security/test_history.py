@@ -1,4 +1,4 @@
-"""A user of the site writes what they like into the shared history: no node is accused for it, and no report waits."""
+"""A user writes arbitrary data into the shared history: no node is accused because of it, and no report waits."""
 
 from __future__ import annotations
 

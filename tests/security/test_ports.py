@@ -1,4 +1,4 @@
-"""Each kind of port of a run, attacked in a process of its own: what strangers do costs nothing that lasts."""
+"""Each kind of port of a run, attacked in a process of its own: attacks have no lasting effect."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Victim:
 
     @property
     def port(self) -> tuple[str, int]:
-        """The one that is told to others."""
+        """Return the port that the manager announces."""
         return "127.0.0.1", int(self.endpoint.rpartition(":")[2])
 
     @property
@@ -113,7 +113,7 @@ class Victim:
                     assert time.monotonic() < deadline
 
     def recorded(self) -> bytes:
-        """Every byte that a member said while it was served."""
+        """Return every byte that a member sent while it was served."""
 
         async def record() -> bytes:
             async with Proxy(self.port[1]) as proxy:

@@ -1,4 +1,4 @@
-"""What is broken, foreign or not ours in a run directory: one clear line, and nothing is made worse."""
+"""Damaged, foreign or unexpected files in a run directory are reported in one clear line, and no damage is added."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def run(root: Path) -> RunDir:
-    """A run that nobody manages, whole as a submission leaves it."""
+    """Return a complete run without a manager, as a submission leaves it."""
     made = Story("mine-1").works().written(root)
     RunKeys.make().save(made.keys)
     made.run_spec.write_bytes(msgspec.json.encode(job()))
@@ -51,7 +51,7 @@ def run(root: Path) -> RunDir:
 
 
 def error_line(capsys: pytest.CaptureFixture[str], code: int, *arguments: str) -> str:
-    """The one line that a command line that goes wrong says."""
+    """Run a command line that fails; return its one line of output."""
     assert main.run(arguments) == code
     line = capsys.readouterr().err
     assert line.startswith("rrl: "), line
@@ -122,7 +122,7 @@ def test_an_empty_journal_is_a_run_that_has_not_begun(run: RunDir, capsys: pytes
     assert "its manager is starting" in capsys.readouterr().out
 
 
-# ── what a manager needs ───────────────────────────────────────────────────────────────────────────────────────────
+# ── damaged files of a manager ─────────────────────────────────────────────────────────────────────────────────────
 def _cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:20])
 
@@ -166,7 +166,7 @@ def test_second_manager_names_the_place_of_the_first_one_and_leaves_it_alone(
     assert [path.name for path in run.epochs.iterdir()] == ["000001"]
 
 
-# ── whose it is ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── run directories of other users ─────────────────────────────────────────────────────────────────────────────────
 NOBODY = pwd.getpwnam("nobody").pw_uid
 
 
@@ -245,9 +245,9 @@ def test_submission_on_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
     assert not list((tmp_path / "runs").iterdir())
 
 
-# ── where the manager is said to be ────────────────────────────────────────────────────────────────────────────────
+# ── address of the manager ─────────────────────────────────────────────────────────────────────────────────────────
 def test_worker_sends_nothing_to_a_wrong_address_and_finds_its_manager_later(run: RunDir) -> None:
-    """manager.json names a port where nobody listens, then the manager of another run, is torn, and is right again."""
+    """Let manager.json name a port without a listener, then another run's manager, then be torn, then be correct."""
     keys, incarnation = RunKeys.load(run.keys), Incarnation(ReplicaId("rollout/0"), 1)
 
     async def story() -> None:

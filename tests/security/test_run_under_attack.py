@@ -1,4 +1,4 @@
-"""A whole run that is attacked on all its ports while it trains, and goes on and completes as if nothing was."""
+"""A whole run that is attacked on all its ports while it trains, and completes as without an attack."""
 
 from __future__ import annotations
 

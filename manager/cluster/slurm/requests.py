@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 
-from ....core.run_spec import Resources
+from ....core.types import Resources
 from ....core.units import seconds
 from ....slurm_templates.render import allocation_options, allocation_script
 from ..base import AllocationRequest, NodeState

@@ -3,10 +3,10 @@
 Standby processes are started after the current trainer has committed a step, so that they take no resources from its
 recovery. Standby processes of the trainer share nodes with working replicas, do not count as occupants, and are stopped
 only while the trainer works. A standby process of a rollout has its engine running and takes a rollout's whole
-resources, on a spare node. It is started while no rollout is starting, and stopped as soon as another replica is to use
-the node; that replica is launched once the standby process has ended (``standbys_released_at``). Preloaded processes
-wait beside the rollouts of a node, for the next restart of one of them; they are started at the same times as a standby
-rollout, where the node has memory left for them. No standby process counts as a replica.
+resources, on a spare node. It is started while no rollout that has a node is starting, and stopped as soon as another
+replica is to use the node; that replica is launched once the standby process has ended (``standbys_released_at``).
+Preloaded processes wait beside the rollouts of a node, for the next restart of one of them; they are started at the
+same times as a standby rollout, where the node has memory left for them. No standby process counts as a replica.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from ....core.types import (
     Incarnation,
     NodeName,
     ReplicaId,
+    gang_of,
     is_preloaded,
     preloaded_id,
     replica_id,
@@ -67,7 +68,7 @@ def plan_standbys(
             actions += _blocking_standbys(inventory, assigned, occupancy, placed, role)
             preloaded = _preloaded(state, inventory, occupancy, role) if stable and role.preload else {}
             actions += _unneeded_preloaded(inventory, placed, role, preloaded) if stable else []
-            if stable and not _is_starting(inventory, role):
+            if stable and not _is_starting(inventory, assigned, role):
                 warm = _spare_node_standbys(state, inventory, assigned, occupancy, role) if role.warm else {}
                 wanted = warm | preloaded
         starts, retry_at = _launches(state, inventory, wanted, now)
@@ -82,11 +83,19 @@ def _trainers_stable(state: State, inventory: NodeInventory) -> bool:
     return state.step > 0 and all(all_joined(members) and members[0].commits for members in trainer_gangs)
 
 
-def _is_starting(inventory: NodeInventory, role: RoleSpec) -> bool:
-    """Return whether a replica of the role is starting or waits for its next start."""
-    starting = (Status.WANTED, Status.LAUNCHING, Status.STARTING)
+def _is_starting(inventory: NodeInventory, assigned: Assignment, role: RoleSpec) -> bool:
+    """Return whether a replica of the role is starting, or waits for its next start on a node that it has.
+
+    A replica that lacks a node may wait for hours, during which the other replicas need their standby processes. All
+    members of a gang are launched together, so the gang waits if one of them lacks a node.
+    """
+    lacking = {gang_of(member.id) for member in assigned.lacking}
     return any(
-        member.status in starting for members in inventory.gangs if members[0].role == role.name for member in members
+        member.status in (Status.LAUNCHING, Status.STARTING)
+        or (member.status is Status.WANTED and gang_of(member.id) not in lacking)
+        for members in inventory.gangs
+        if members[0].role == role.name
+        for member in members
     )
 
 

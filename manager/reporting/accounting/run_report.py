@@ -281,8 +281,12 @@ class Account:
             yield "Which tokens a failed rollout lost is not recorded: GPU time that was redone is that of the trainer."
 
 
+class NoEvents(Exception):
+    """The journal of a run has no events: the run has not begun."""
+
+
 def account(events: Iterable[ev.Stamped]) -> Account:
-    """Fold all events of a run. Raise ValueError if there are none."""
+    """Fold all events of a run. Raise NoEvents if there are none."""
     folded: Account | None = None
     for stamped in events:
         if folded is None and isinstance(stamped.event, ev.RunStarted):
@@ -290,7 +294,7 @@ def account(events: Iterable[ev.Stamped]) -> Account:
         if folded is not None:
             folded.apply(stamped)
     if folded is None:
-        raise ValueError("the journal has no events")
+        raise NoEvents("the journal has no events")
     return folded
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from heapq import heapify, heappop, heappush
-from math import inf, isfinite
+from math import inf
 
 from msgspec import Struct
 
@@ -277,13 +277,8 @@ class Evaluations:
         return ToScore(answer.id, answer.item, tokens, evaluation=True)
 
     def post_scores(self, scores: Iterable[Score], failed: Iterable[int]) -> None:
-        """Record scores, and answers that cannot be scored. Ignore all except complete answers that are not settled.
-
-        An answer whose score is not finite counts as one that cannot be scored.
-        """
-        open_answers, scores = self._state.answers, list(scores)
-        known = {one.id for one in open_answers.values() if one.finished and not one.settled}
-        failed = [*failed, *(score.trajectory for score in scores if not isfinite(score.reward))]
+        """Record finite scores, and answers that cannot be scored. Ignore answers that are incomplete or settled."""
+        known = {one.id for one in self._state.answers.values() if one.finished and not one.settled}
         by_answer = {score.trajectory: score for score in scores if score.trajectory in known.difference(failed)}
         self._settle(tuple(by_answer.values()), tuple({*failed} & known - by_answer.keys()))
 

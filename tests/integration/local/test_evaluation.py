@@ -1,4 +1,4 @@
-"""Evaluations in whole runs: each due step has one result whatever dies, and no step trains on an answer of it."""
+"""Evaluations in whole runs: each due step has one result whatever is killed, and no step trains on its answers."""
 
 from __future__ import annotations
 

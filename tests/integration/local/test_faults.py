@@ -1,4 +1,4 @@
-"""Faults on demand on a whole run: every kind that can be done here is really done, and the run goes on."""
+"""Faults on request in a whole run: every kind that is possible here is injected, and the run continues."""
 
 from __future__ import annotations
 

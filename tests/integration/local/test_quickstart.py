@@ -103,7 +103,7 @@ def test_roles_exit_on_a_stop_request_without_being_killed(run: TestRun) -> None
     assert reasons == {ExitReason.SIGNALED}, "a role had to be killed at the end though it was asked to leave"
 
 
-def test_wedged_engine_is_suspected_probed_dumped_and_restarted(run: TestRun) -> None:
+def test_hung_engine_is_suspected_probed_dumped_and_restarted(run: TestRun) -> None:
     events = run.events()
     findings = [
         (one.seq, one.event.finding) for one in events

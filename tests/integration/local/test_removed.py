@@ -1,4 +1,4 @@
-"""A run directory that somebody removes under a run: nothing can be managed any more, so nothing may be left."""
+"""A run directory that is removed under a run: all processes of the run end."""
 
 from __future__ import annotations
 

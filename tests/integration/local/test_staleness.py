@@ -1,4 +1,4 @@
-"""``[sampling] staleness`` in whole runs: each step learns from tokens as fresh as asked for, whoever dies."""
+"""``[sampling] staleness`` in whole runs: each step trains tokens of the requested age, whichever process is killed."""
 
 from __future__ import annotations
 

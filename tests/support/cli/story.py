@@ -12,7 +12,7 @@ from rrl.config.job.schema import Job
 from rrl.core.launch import ExitReason
 from rrl.core.phases import ClockReading, PhaseTime, idle_cause
 from rrl.core.run_dir import RunDir
-from rrl.core.run_spec import Resources, RunSpec
+from rrl.core.run_spec import RunSpec
 from rrl.core.types import (  # fmt: skip
     Cause,
     Evidence,
@@ -22,6 +22,7 @@ from rrl.core.types import (  # fmt: skip
     Outcome,
     Remedy,
     ReplicaId,
+    Resources,
     Verdict,
     Version,
 )

@@ -8,8 +8,8 @@ import msgspec
 
 from rrl.config.job.node_groups import pool_nodes
 from rrl.core.faults import Fault
-from rrl.core.run_spec import Limits, NodeGroup, Recovery, Resources, RoleSpec, RunSpec
-from rrl.core.types import ReplicaId
+from rrl.core.run_spec import Limits, NodeGroup, Recovery, RoleSpec, RunSpec
+from rrl.core.types import ReplicaId, Resources
 
 RUN = "small-1"
 STORE, REWARD, TRAINER = (ReplicaId(f"{role}/0") for role in ("trajectories", "reward", "trainer"))

@@ -2,6 +2,10 @@
 
 The site outlasts the manager. The manager can be killed at any record, in the middle of an operation: nothing that it
 does afterwards reaches the site. Files are real.
+
+Use :class:`Site` for tests of what happens between decisions and their effects: late or repeated messages, lost answers
+of the cluster, polls, hung or full storage, and a manager that is killed at each record in turn. For tests of decisions
+alone use :class:`.world.World`, which runs only ``fold`` and ``plan``; its module says why the two are separate.
 """
 
 from __future__ import annotations
@@ -46,6 +50,7 @@ from rrl.manager.cluster.base import (  # fmt: skip
 )
 from rrl.manager.execute import executor
 from rrl.manager.model.events import Stamped
+from rrl.manager.model.queries import shares_node
 from rrl.manager.model.state import State
 from rrl.manager.storage import lease, resume_request
 from rrl.manager.storage.journal import Follower, Journal
@@ -87,6 +92,8 @@ class Site:
         """Launched steps that ran; on a dead node none does."""
         self.promotions: list[str] = []
         """Standby process and new incarnation of every promotion, as text."""
+        self.shared_gpus: list[str] = []
+        """Pairs of working processes that used one GPU at the same time, as text."""
         self.doubled: list[str] = []
         """Tags that were requested or launched twice (the executor would survive an error here)."""
         self.worked: set[Incarnation] = set()
@@ -144,7 +151,7 @@ class Site:
         self._written = 0
         self._tasks: set[asyncio.Task[Any]] = set()
 
-    # ── managers come and go ─────────────────────────────────────────────────────────────────────────────────────────
+    # ── managers ─────────────────────────────────────────────────────────────────────────────────────────────────────
     async def manage(self, patience: float = 3000.0) -> Outcome:
         """Run one manager after the other until one reports that the run has ended."""
         driver = asyncio.current_task()
@@ -231,7 +238,20 @@ class Site:
             raise AllocationNotRunning(f"{step.node} is not in {step.allocation}")
         if step.node not in self.dead_nodes:
             self.started.append(step.tag)
-            self.actors[step.tag] = Actor(self, step.tag, read_launch(step.launch_file).incarnation, step.node)
+            launch = read_launch(step.launch_file)
+            gpus = () if step.agent else self._gpus_for(step.node, launch.gpus, shared=step.overlap)
+            self.actors[step.tag] = Actor(self, step.tag, launch.incarnation, step.node, gpus)
+
+    def _gpus_for(self, node: NodeName, count: int, shared: bool) -> tuple[str, ...]:
+        """Return the GPUs of a new step: all of the node if its process shares the node, else the first free ones.
+
+        As in Slurm, the GPUs of a process that shares the node do not count as taken, even once it is promoted.
+        """
+        every = tuple(f"{node}-gpu{index}" for index in range(self.job.node_groups[0].node.gpus))
+        if shared:
+            return every
+        taken = {gpu for actor in self.actors.values() if not actor.shares_node for gpu in actor.gpus}
+        return tuple(gpu for gpu in every if gpu not in taken)[:count]
 
     def observe(self) -> ClusterSnapshot:
         self.polls += 1
@@ -258,7 +278,7 @@ class Site:
             NodeStatus(NodeState.UP) if reason is None else NodeStatus(NodeState.DRAINING, f"drained: {reason}", reason)
         )
 
-    # ── what happens by itself ───────────────────────────────────────────────────────────────────────────────────────
+    # ── events of the site ───────────────────────────────────────────────────────────────────────────────────────────
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
@@ -360,9 +380,12 @@ class Actor:
     ``incarnation`` is that of its worker; its first process always reports as the incarnation it was ``launched`` as.
     """
 
-    def __init__(self, site: Site, tag: str, incarnation: Incarnation, node: NodeName) -> None:
+    def __init__(self, site: Site, tag: str, incarnation: Incarnation, node: NodeName, gpus: tuple[str, ...]) -> None:
         self.site, self.tag, self.incarnation, self.node = site, tag, incarnation, node
         self.launched = incarnation
+        self.gpus = gpus
+        """The GPUs that it uses; of a standby process that shares its node, the GPUs that it can see."""
+        self.shares_node = role_of(incarnation.replica) == STANDBY_ROLE and shares_node(site.job, incarnation.replica)
         self.peer = tag.encode()
         self.working = False
         self.done = 0
@@ -403,6 +426,7 @@ class Actor:
         elif isinstance(message, msg.Promote):
             if self.role == STANDBY_ROLE and (message.standby, message.tag) == (self.incarnation, self.tag):
                 self.incarnation = message.incarnation
+                self.gpus = message.gpus
                 self._works()
                 self.site.promotions.append(f"{message.standby} {message.incarnation}")
                 self._greet()
@@ -453,7 +477,16 @@ class Actor:
     def _works(self) -> None:
         if self.role not in (AGENT, STANDBY_ROLE):
             self.site.worked.add(self.incarnation)
+            self._check_gpus()
             self._began_ns = int(virtual.Clock.monotonic() * 1e9)
+
+    def _check_gpus(self) -> None:
+        """Note every other working process that uses one of this process's GPUs."""
+        for other in self.site.actors.values():
+            if other is not self and other.working and other.role not in (AGENT, STANDBY_ROLE):
+                self.site.shared_gpus += [
+                    f"{gpu}: {other.incarnation} and {self.incarnation}" for gpu in other.gpus if gpu in self.gpus
+                ]
 
     async def _train(self) -> None:
         """Commit a step every two seconds while all replicas work."""
@@ -472,7 +505,9 @@ class Actor:
             return
         holds = Version(0, 1) if self.role in ("trainer", "rollout") else None
         phase = _PHASE.get(self.role, "serve")
-        self._send(msg.Hello(self.incarnation, self.tag, self.node, self.node, 2, phase, None, None, holds))
+        self._send(
+            msg.Hello(self.incarnation, self.tag, self.node, self.node, 2, phase, None, None, holds, gpus=self.gpus)
+        )
 
     def finds(self, finding: Finding) -> None:
         if self.working:

@@ -6,6 +6,14 @@ After every event the planner is called, as in the runtime, and its plan is chec
 - its actions carry evidence;
 - it was not due earlier than announced.
 Time advances only from event to event.
+
+Use :class:`World` for tests of decisions. It runs only the pure core, ``fold`` and ``plan``. Health detectors,
+messages, executor, journal and lease are left out: what they would report is one event, which the test or the world
+records. So runs of many hours are cheap, and the death of a manager before a record is a fold of the events before it.
+
+For all that lies between a decision and its effect use :class:`.site.Site`, which runs the real manager. The two have
+separate cluster models, because their interfaces differ: World's cluster takes planned actions and answers by events;
+Site's cluster implements the cluster backend, and the manager under test makes events of its results and polls.
 """
 
 from __future__ import annotations
@@ -195,7 +203,7 @@ class World:
             self._turn()
 
     def freeze(self, replica: ReplicaId) -> None:
-        """Let the replica hang: its step goes on, and a detector reports it."""
+        """Let the replica hang: its step keeps running, and a detector reports it."""
         record = self.state.replica(replica)
         if record.status is Status.JOINED:
             self.happen(found(record.incarnation, "no_progress", self.now))

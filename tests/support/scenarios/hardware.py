@@ -126,7 +126,7 @@ class Machines:
             self._machines[node] = _Machine(gpus, inf, (hash_of(node) + self._seed) % 7)
         return self._machines[node]
 
-    # ── what happens ─────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── effects of events ────────────────────────────────────────────────────────────────────────────────────────────
     def happen(self, event: Event, node: NodeName, now: float, lasts: float, times: Sequence[float]) -> None:
         """Let an event happen for ``lasts`` s; ``times`` are those of its lines in the kernel log, s from ``now``."""
         machine, until = self._machine(node), now + lasts
@@ -171,7 +171,7 @@ class Machines:
             case _:
                 raise AssertionError(event.do)
 
-    # ── what is read ─────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── readings ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def read(self, node: NodeName, now: float) -> list[r.Reading]:
         """Return the samples of this second. Their ``at`` is the node's clock, which was ``UPTIME`` at the
         beginning."""

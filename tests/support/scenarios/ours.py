@@ -13,8 +13,8 @@ import msgspec
 
 from rrl.config.health_rules import Rules
 from rrl.core.launch import ExitReason
-from rrl.core.phases import PHASES
-from rrl.core.run_spec import HealthSpec, Limits, PhaseSpec
+from rrl.core.phases import PHASES, PhaseSpec
+from rrl.core.run_spec import HealthSpec, Limits
 from rrl.core.types import (
     AGENT,
     Finding,
@@ -107,7 +107,7 @@ class RrlDetectors:
         self._raw: list[Finding] = []
         self._found: list[Finding] = []
 
-    # ── heard ────────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── messages ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def launched(self, incarnation: Incarnation, node: NodeName, now: float) -> None:
         self._monitor.on_launched(incarnation, node, now)
         self._has_new_input = True
@@ -201,7 +201,7 @@ class RrlDetectors:
         self._monitor.on_stacks(gang, stack, now)
         self._has_new_input = True
 
-    # ── done by the manager ──────────────────────────────────────────────────────────────────────────────────────────
+    # ── decisions of the manager ─────────────────────────────────────────────────────────────────────────────────────
     def forget(self, incarnation: Incarnation, now: float) -> None:
         self._monitor.remove(incarnation)
         self._tenants.pop(incarnation, None)
@@ -298,7 +298,7 @@ class RrlDetectors:
         ):
             node_state.set_expected_free(())
 
-    # ── found ────────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── findings ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def findings(self, now: float) -> list[Finding]:
         self._judge_nodes(now)
         self._ticks += 1

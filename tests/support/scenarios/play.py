@@ -148,7 +148,7 @@ def _repair(world: World, finding: Finding) -> None:
         repairs.restart(world, world.gang(finding.incarnation))
 
 
-# ── against the truth ────────────────────────────────────────────────────────────────────────────────────────────────
+# ── comparison with the expected findings ────────────────────────────────────────────────────────────────────────────
 def _scored(
     name: str,
     scenario: Scenario,

@@ -71,7 +71,7 @@ class World:
     def chance(self, what: str) -> Random:
         return Random(f"{self.name}:{self.seed}:{what}")
 
-    # ── who is who ────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── members and nodes ─────────────────────────────────────────────────────────────────────────────────────────────
     def members(self, patterns: Iterable[str]) -> list[Member]:
         """Return the members of current incarnations by replica; the name of a gang is its first member."""
         wanted = tuple(patterns)
@@ -93,7 +93,7 @@ class World:
     def member(self, incarnation: Incarnation) -> Member | None:
         return self.members_by_incarnation.get(incarnation)
 
-    # ── one second ───────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── one tick (1 s) ───────────────────────────────────────────────────────────────────────────────────────────────
     @property
     def is_deaf(self) -> bool:
         return self.now < self.deaf_until

@@ -30,7 +30,7 @@ _AT_ONCE = 50
 """Connections of one barrage that are open at once: as fast as one thread can be without running out of ports."""
 
 
-# ── what is said ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── messages of the attacker ───────────────────────────────────────────────────────────────────────────────────────
 def greeting(mechanism: bytes = b"CURVE", major: int = 3) -> bytes:
     """Return a ZMTP 3.1 greeting (ZeroMQ RFC 37): signature, version, mechanism, as-server, filler."""
     signature = b"\xff" + bytes(8) + b"\x7f"
@@ -90,7 +90,7 @@ def mad_frame(chance: random.Random) -> bytes:
     return chance.choice(kinds)
 
 
-# ── how it is said ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── ways to send them ──────────────────────────────────────────────────────────────────────────────────────────────
 def barrage(at: tuple[str, int], frames: int, seed: int = 0, recorded: bytes = b"") -> int:
     """Send ``frames`` malformed messages, each on a connection of its own; half of these are closed, half are reset.
 
@@ -172,7 +172,7 @@ def member_gone_mad(endpoint: str, keys: RunKeys, frames: int, seed: int = 0) ->
     context.term()
 
 
-# ── what it costs ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── cost of the attack ─────────────────────────────────────────────────────────────────────────────────────────────
 class Footprint(Struct, frozen=True):
     """Resources of one process."""
 

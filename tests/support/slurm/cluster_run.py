@@ -9,8 +9,7 @@ import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 
-from rrl.core.run_spec import Resources
-from rrl.core.types import NodeName
+from rrl.core.types import NodeName, Resources
 from rrl.manager.cluster.base import AllocationRequest, AllocationState, ClusterSnapshot, Step
 from rrl.manager.cluster.slurm.cluster import SlurmCluster
 from rrl.manager.cluster.slurm.commands import SlurmLimits

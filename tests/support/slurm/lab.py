@@ -143,7 +143,7 @@ class SlurmLab:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    # ── coming up ───────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── start ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def _start_daemons(self) -> None:
         munge = self.dir / "munge"
         self.daemon(
@@ -186,7 +186,7 @@ class SlurmLab:
         """Return the version of this lab's Slurm, such as (24, 11)."""
         return files.version(self.settings)
 
-    # ── asking ──────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── queries ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def slurm(self, *argv: str) -> str:
         """Run a Slurm command with the daemons' rights; return its standard output. Raises CalledProcessError."""
         return subprocess.run(

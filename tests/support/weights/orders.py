@@ -12,7 +12,7 @@ MAX_LINE_BYTES = 2**20
 """Largest size of a line in bytes."""
 
 
-# ── what is said to a member ───────────────────────────────────────────────────────────────────────────────────────
+# ── commands to a member ───────────────────────────────────────────────────────────────────────────────────────────
 class Start(Struct, frozen=True, tag=True):
     """The first command. ``nbytes`` is the size of every version; with ``check`` each version is compared when it is
     complete."""
@@ -72,7 +72,7 @@ class Leave(Struct, frozen=True, tag=True):
 Command = Start | Publish | Peers | Check | Forget | Dial | Measure | Leave
 
 
-# ── what a member says ─────────────────────────────────────────────────────────────────────────────────────────────
+# ── reports of a member ────────────────────────────────────────────────────────────────────────────────────────────
 class Serving(Struct, frozen=True, tag=True):
     """The member serves. ``born`` is the time after its imports; all times are of the machine's monotonic clock, in
     s."""

@@ -105,7 +105,7 @@ class _Torture:
             await member.close()
         return self.tally
 
-    # ── the manager's part ─────────────────────────────────────────────────────────────────────────────────────────
+    # ── reports of a manager ───────────────────────────────────────────────────────────────────────────────────────
     async def _start(self, name: str) -> None:
         old = self._members.get(name)
         self._members[name] = await Member.start(
@@ -192,7 +192,7 @@ class _Torture:
         await asyncio.sleep(self._chance.uniform(*_NOTICED))
         await self._start(name)
 
-    # ── what those use that live ───────────────────────────────────────────────────────────────────────────────────
+    # ── resources of the living members ────────────────────────────────────────────────────────────────────────────
     async def _check_idle(self, names: list[str]) -> None:
         """Measure all processes when they run, have the same version, and no transfer is in progress."""
         await asyncio.gather(*self._harming.values())

@@ -167,7 +167,7 @@ def test_run_is_found_by_id_prefix_folder_or_as_the_newest(root: Path) -> None:
         rrl.run("quick")
 
 
-# ── watch ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── watching ───────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_state_and_metrics_equal_the_output_of_the_commands(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     completed(RUN).written(root)
     run = rrl.run(RUN)

@@ -29,7 +29,7 @@ COMMANDS = (
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
-    """A run with a recovery behind it that nobody manages."""
+    """Return a run without a manager, with a recovery in its journal."""
     root = tmp_path / "runs"
     monkeypatch.setenv(RUNS_ENV, str(root))
     monkeypatch.setattr(submit_command, "_manager", lambda run, foreground: None)

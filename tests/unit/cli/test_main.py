@@ -86,7 +86,7 @@ def test_help_shows_every_command_in_a_section(capsys: pytest.CaptureFixture[str
     assert re.search(r"^  manage +Run a manager here", shown, re.MULTILINE), "messages tell users to type it"
 
 
-def test_words_of_similar_programs_are_no_rrl_commands_and_are_answered_with_existing_ones() -> None:
+def test_command_words_of_similar_programs_are_answered_with_existing_rrl_commands() -> None:
     group = typer.main.get_group(commands.app)
     assert not set(command_group.COMMAND_WORDS) & set(group.commands)
     answers = list(command_group.COMMAND_WORDS.values())
@@ -379,7 +379,7 @@ def test_invalid_spec_is_reported_line_by_line(root: Path, job_toml: str, capsys
 
 
 def _pretends(monkeypatch: pytest.MonkeyPatch, root: Path, story: Story) -> None:
-    """Starting a run is done elsewhere, and tested there: here a story is told instead."""
+    """Replace the start of a run by writing a story; other modules test the start."""
 
     def create(job: Job, spec: RunSpec, source: Path, text: bytes) -> RunDir:
         return story.written(root)
@@ -477,7 +477,7 @@ def test_ended_run_gets_no_manager(root: Path, capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().err == "rrl: small-7 has ended already: completed\n"
 
 
-# ── for real ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the command as a process ───────────────────────────────────────────────────────────────────────────────────────
 def test_exit_codes_and_streams_are_the_same_in_a_process_of_its_own(root: Path, job_toml: str) -> None:
     completed("small-7").written(root)
 

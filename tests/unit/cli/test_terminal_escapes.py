@@ -1,4 +1,4 @@
-"""What a role writes reaches the terminal as text: no command prints a sequence that a terminal would obey."""
+"""No command prints a control sequence that a role wrote."""
 
 from __future__ import annotations
 

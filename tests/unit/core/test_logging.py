@@ -14,7 +14,7 @@ from rrl.cli import main
 from rrl.config.job.load import load_job
 from rrl.config.job.resolve import resolve
 from rrl.core.log_lines import LOG_LEVEL_ENV, stamp_of
-from rrl.core.run_spec import Resources
+from rrl.core.types import Resources
 from rrl.manager.execute.launch import environment
 
 JOB = """

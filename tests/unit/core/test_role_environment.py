@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rrl.core.role_environment import prelude, select_variables, wrap
-from rrl.core.run_spec import EnvSpec
+from rrl.core.role_environment import EnvSpec, prelude, select_variables, wrap
 
 GOLDEN = """\
 rrl_messages=$1 rrl_report=$2 rrl_folder=$PWD

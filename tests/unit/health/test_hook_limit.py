@@ -1,4 +1,4 @@
-"""How many nodes the prolog and the HealthCheckProgram may drain between them."""
+"""The common limit on the drains of the prolog and the HealthCheckProgram."""
 
 from __future__ import annotations
 

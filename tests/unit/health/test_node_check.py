@@ -1,4 +1,4 @@
-"""Failures that hide: each of them must be told."""
+"""The check of a node reports failures that other tools do not show."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_xid_that_recurs_after_the_driver_cleared_it_fails_again() -> None:
     assert node.passes(30).xid(119).verdict("xid") is Verdict.FAIL
 
 
-# ── around a kill ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── reports around a kill of rrl ─────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize("code", [13, 31, 74, 61])
 def test_an_xid_that_preceded_our_kill_counts(code: int) -> None:
     node = ObservedNode().gpus().xid(code)

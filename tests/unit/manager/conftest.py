@@ -1,4 +1,4 @@
-"""Every virtual run of the manager's tests is explained."""
+"""Check that every decision of the manager's virtual runs can be explained."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The manager may die over any record of an adoption: one process becomes the trainer, or the rollout, and nobody else
-notices."""
+"""The manager is killed at any record of a promotion: one process becomes the trainer or the rollout, and no other
+replica changes."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import msgspec
 import pytest
 
 from rrl.core.faults import Fault, FaultKind, FaultTrigger
 from rrl.core.run_dir import RunDir
 from rrl.core.run_spec import Limits, RunSpec
-from rrl.core.types import STANDBY_ROLE, Incarnation, Outcome, ReplicaId
+from rrl.core.types import STANDBY_ROLE, Incarnation, Outcome, ReplicaId, Resources
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Exclude, Fence, Launch
 from rrl.manager.model.reducer import fold
@@ -34,12 +35,12 @@ KEYS = RunKeys.make()
 
 @pytest.fixture(autouse=True)
 def _quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing here loses power: what was written is there."""
+    """Replace fsync: no test here simulates a power loss."""
     monkeypatch.setattr(os, "fsync", lambda fd: None)
 
 
 def run_to_end(prepared: Callable[[Site], None] = lambda site: None, job: RunSpec = JOB) -> tuple[Site, State]:
-    """One run to its end, which is a good one."""
+    """Run to a successful end; return the site and the final state."""
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         run = RunDir(Path(folder) / RUN)
         run.create()
@@ -115,7 +116,7 @@ def _node_of(site: Site) -> str:
 
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
 def test_manager_killed_at_any_record_does_not_change_the_outcome(unharmed: Site, before: bool) -> None:
-    """Whoever was told before the record was durable is not believed as what it became, and the next one is told."""
+    """A standby that got Promote before the intent was durable is fenced, and the next manager promotes again."""
     for kill_at in around_the_promotion(unharmed.records):
 
         def doomed(site: Site, at: int = kill_at) -> None:
@@ -128,8 +129,8 @@ def test_manager_killed_at_any_record_does_not_change_the_outcome(unharmed: Site
 
 
 def test_standby_that_dies_with_its_trainer_leads_to_a_cold_start(unharmed: Site) -> None:
-    """Both ends are heard before anything is decided, or the adoption fails by its step's end: in either case nobody
-    else is touched."""
+    """Either both ends are received before a decision, or the promotion fails by the end of its step. No other replica
+    changes."""
 
     def doomed(site: Site) -> None:
         commit = site.commit
@@ -147,9 +148,44 @@ def test_standby_that_dies_with_its_trainer_leads_to_a_cold_start(unharmed: Site
     assert len(incarnations_of(site)[TRAINER]) >= 2
 
 
+# ── GPUs ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+def job_on_shared_gpus() -> RunSpec:
+    """Return a job whose rollouts have the first GPUs of a node of four, and whose trainer has one of the others."""
+    job = gang_job(1, 1, rollouts=2, spares=1, steps=4, limits=LIMITS, faults=[KILL])
+    roles = {
+        role.name: msgspec.structs.replace(
+            role,
+            exclusive=False,
+            per_member=msgspec.structs.replace(role.per_member, gpus=int(role.name in ("trainer", "rollout"))),
+        )
+        for role in job.roles
+    }
+    in_order = tuple(roles[name] for name in ("rollout", "trainer", "trajectories", "reward"))
+    node = Resources(cpus=8, gpus=4, mem=8 * 2**30)
+    group = msgspec.structs.replace(job.node_groups[0], nodes=2, min_nodes=2, node=node)
+    return msgspec.structs.replace(job, roles=in_order, node_groups=(group,))
+
+
+@pytest.mark.parametrize("gap", [1.0, 1.25])
+def test_manager_killed_at_any_record_of_a_promotion_assigns_no_gpu_that_is_in_use(gap: float) -> None:
+    """After different gaps between two managers, other processes are the first to report to the second."""
+    job = job_on_shared_gpus()
+    undisturbed, _ = run_to_end(job=job)
+    assert (len(undisturbed.promotions), undisturbed.shared_gpus) == (1, [])
+    for kill_at in around_the_promotion(undisturbed.records):
+
+        def doomed(site: Site, at: int = kill_at) -> None:
+            site.kill_at, site.gap = at, gap
+
+        site, state = run_to_end(doomed, job)
+        assert (site.managers, site.shared_gpus, state.findings) == (2, [], {}), kill_at
+        assert len(site.promotions) == 1, kill_at
+        assert_nobody_else_came_back(site)
+
+
 # ── a rollout's ──────────────────────────────────────────────────────────────────────────────────────────────────────
 def lost(prepared: Callable[[Site], None] = lambda site: None) -> Site:
-    """Once the third step is committed the node of rollout/1 dies; its spare has an engine by then."""
+    """Lose the node of rollout/1 once the third step is committed; a spare has a standby engine by then."""
 
     def crashing(site: Site) -> None:
         site.crash_at = 3
@@ -173,7 +209,7 @@ def test_rollout_on_a_crashed_node_is_replaced_by_its_standby(crashed: Site) -> 
 
 
 def around_its_promotion(records: list[ev.Stamped]) -> range:
-    """Numbers of the records from the exclusion of the node until the rollout has joined."""
+    """Return the numbers of the records from the exclusion of the node until the rollout has joined."""
     excluded = next(s.seq for s in records if isinstance(s.event, ev.Decided) and isinstance(s.event.action, Exclude))
     joined = next(
         s.seq for s in records if isinstance(s.event, ev.Joined) and s.event.incarnation == Incarnation(ROLLOUT, 2)
@@ -182,7 +218,7 @@ def around_its_promotion(records: list[ev.Stamped]) -> range:
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
-def test_manager_may_die_at_any_record_of_a_rollouts_promotion(crashed: Site, before: bool) -> None:
+def test_manager_killed_at_any_record_of_a_rollouts_promotion_repeats_no_promotion(crashed: Site, before: bool) -> None:
     for kill_at in around_its_promotion(crashed.records):
 
         def doomed(site: Site, at: int = kill_at) -> None:

@@ -1,4 +1,4 @@
-"""Everything of a run is cancelled while it has no manager, at whatever moment, and the next manager has it go on.
+"""All jobs of a run are cancelled at any moment while it has no manager; the next manager continues the run.
 
 The real manager runs in :class:`Site` in virtual time, as in ``test_crash_points``. Whatever the journal ended with, at
 no moment are more nodes held than the pool has, and the run completes."""
@@ -41,7 +41,7 @@ def _assert_one_pool_at_a_time(site: Site, outcome: Outcome, state: State) -> No
 
 
 def _cancelled_after(kill_at: int, listed: bool, then_kill_at: int = -1) -> tuple[Site, Outcome, State]:
-    """The first manager dies over a record, and everything is cancelled; the second one may die over a later record."""
+    """Kill the first manager at a record and cancel all jobs; the second manager may be killed at a later record."""
 
     def doomed(site: Site) -> None:
         def cancel_once() -> None:
@@ -65,8 +65,7 @@ def _check(listed: bool, numbers: Iterable[int]) -> None:
 
 
 def _check_takeover(listed: bool, every: int) -> None:
-    """Of a run that was cancelled in the middle of its work, the second manager dies as well, over any of its
-    records."""
+    """The second manager of a run that was cancelled during its work is killed too, at any of its records."""
     commits = (one for one in run_to_end(SCRIPT)[0].records if isinstance(one.event, ev.StepCommitted))
     middle = next(commit.seq for commit in commits)
     records = len(_cancelled_after(middle, listed)[0].records)

@@ -1,5 +1,7 @@
-"""A cluster that is away, slow or lying, and a run directory that is full, in the middle of recoveries: nothing is done
-twice, nobody is condemned for it, and nobody is asked more often than when all is well."""
+"""A cluster that is unreachable, slow or wrong, and a full run directory, during recoveries.
+
+No action is repeated, no replica or node is failed for it, and the cluster is not polled more often than usual.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ AWAY = 60.0
 
 
 class Outage:
-    """slurmctld is away from when a step is committed: looks and commands time out. ``looks``: when it was asked."""
+    """slurmctld is unreachable from the commit of a step on: polls and commands time out. ``looks``: times of the
+    polls."""
 
     def __init__(self, site: Site, at: int, lasts: float = AWAY) -> None:
         self.site, self.at, self.lasts = site, at, lasts
@@ -69,7 +72,7 @@ def out_at(step: int, crash: bool, held: list[Outage], commands: bool = True) ->
 
 
 def patch_commands(site: Site, outage: Outage) -> None:
-    """What is asked meanwhile is not heard."""
+    """Let requests during the outage have no effect."""
     for name in ("request", "launch"):
         real = getattr(site, name)
 

@@ -1,4 +1,5 @@
-"""The manager may die over any record; the run ends as if it had not, with nothing doubled and nothing left behind.
+"""The manager is killed at any record; the run ends as without the kill: no action is repeated, and nothing is left
+behind.
 
 The real manager (journal, lease, settling, executor, detectors, planner) runs in :class:`Site` in virtual time. The
 scripts together hold every action and decision: rollouts and members of a gang are killed, nodes die and are replaced,
@@ -152,7 +153,7 @@ def _assert_same_end(script: Script, site: Site, outcome: Outcome, state: State,
 
 
 class Unharmed(Struct):
-    """A run whose manager lives."""
+    """Return a run whose manager is not killed."""
 
     script: Script
     records: list[ev.Stamped]

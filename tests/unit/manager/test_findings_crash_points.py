@@ -1,5 +1,8 @@
-"""The manager may die over any record of a story in which agents find something on their nodes: before anybody works
-there, and while roles do. It ends as if nobody had died: the same nodes are left, and nothing is said twice."""
+"""The manager is killed at any record of a run in which agents report findings about their nodes.
+
+They report before roles work there, and while roles work. The run ends as without the kill: the same nodes are
+excluded, and no finding is recorded twice.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +59,7 @@ def prepared(site: Site) -> None:
 
 
 def changes(site: Site) -> Counter[tuple[str, str]]:
-    """How often each key changed to each verdict, as far as it was written: what was lost is said again."""
+    """Return how often each key changed to each verdict, as far as it was written; lost changes are recorded again."""
     every = (one.event for one in {one.seq: one for one in site.records}.values())
     return Counter((one.finding.key, one.finding.verdict.value) for one in every if isinstance(one, ev.FindingChanged))
 

@@ -38,7 +38,7 @@ def test_breaker_allows_two_of_five_nodes_and_a_fifth_of_many(nodes: int, allowe
 
 
 def _loses_node_of(replica: ReplicaId, noticed_after_s: float | None = None) -> Callable[[Site], None]:
-    """For ``at_step``: the node under the replica dies.
+    """Return a callback for ``at_step`` that crashes the node of the replica.
 
     ``noticed_after_s``: time (s) after which Slurm takes the node from its job; until then it lists the steps there.
     With None the cluster no longer lists the steps, and keeps the node in its job.

@@ -1,4 +1,4 @@
-"""How much rollouts have generated: what is counted once stays counted."""
+"""The count of generated tokens never decreases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mistakes of job.toml that only a role can find: one line, exit code 2, and nobody was told that it joined."""
+"""Mistakes in job.toml that only a role can find: one line, exit code 2, and the role does not join."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_store_log_of_another_format_is_one_line_and_exit_code_2(
     me = MagicMock(job=job, run_dir=run_dir)
     me.__exit__.return_value = False
     monkeypatch.setattr(rrl, "join", lambda: me, raising=False)
-    monkeypatch.setattr(server, "_prompts", lambda _: None)
+    monkeypatch.setattr(server, "_prompts_and_evaluations", lambda *_: (None, None))
     with pytest.raises(SystemExit) as ended:
         server.main()
     assert ended.value.code == 2

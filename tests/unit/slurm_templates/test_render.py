@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rrl.core.run_spec import Resources
+from rrl.core.types import Resources
 from rrl.slurm_templates.render import allocation_options, allocation_script
 from rrl.tests.support.slurm.lab import SlurmLab
 

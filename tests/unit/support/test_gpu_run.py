@@ -68,7 +68,7 @@ def test_missing_requirement_without_wheels_is_one_line(tmp_path: Path, monkeypa
 def test_interpreter_without_rrl_gets_an_environment_that_keeps_its_packages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The package comes from a folder of wheels; no index is asked."""
+    """The package is installed from a folder of wheels, without an index."""
     wheels, source = tmp_path / "wheels", tmp_path / "source"
     source.mkdir()
     (source / "pyproject.toml").write_text(

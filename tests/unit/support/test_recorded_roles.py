@@ -1,4 +1,4 @@
-"""benchmarks/_recorded.py: what engines and learners are given and return is recorded, and a difference is found."""
+"""benchmarks/_recorded.py records the inputs and results of engines and learners, and finds a difference."""
 
 from __future__ import annotations
 

@@ -246,7 +246,7 @@ class Progress(Recorder):
         self._done[incarnation.replica] = done
 
 
-# ── what the agent reads of a process ────────────────────────────────────────────────────────────────────────────────
+# ── state of a process as the agent reads it ─────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize(
     ("do", "more", "state"),
     [
@@ -319,7 +319,7 @@ def test_failures_are_found_as_usual_after_a_clock_jump(tmp_path: Path, how: str
     assert ([one.in_time for one in result.outcomes], result.false, result.broken) == ([True, True], (), "")
 
 
-# ── truths ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── expected findings ────────────────────────────────────────────────────────────────────────────────────────────────
 def played(tmp_path: Path, text: str) -> Played:
     made = scenario(tmp_path, text)
     return play("one", made, 0, judge_of(OURS, made))

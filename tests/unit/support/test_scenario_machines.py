@@ -63,7 +63,7 @@ def data(judge: Listening, kind: type, node: str = "n4") -> list[object]:
     return [one.data for where, one in judge.readings if where == node and isinstance(one.data, kind)]
 
 
-# ── what is read ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── readings ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_node_has_local_and_shared_file_systems(tmp_path: Path) -> None:
     *_, host = data(readings(tmp_path, event("mount", 'path = "/local/x"\nset = {used = 0.5}')), HostData)
     assert isinstance(host, HostData)
@@ -140,7 +140,7 @@ def _has_a_port_down(reading: Reading) -> bool:
     return isinstance(reading.data, FabricData) and any(port.state == "DOWN" for port in reading.data.ports)
 
 
-# ── who has what ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── GPUs and defaults of roles ───────────────────────────────────────────────────────────────────────────────────────
 def test_two_rollouts_on_one_node_have_different_gpus(tmp_path: Path) -> None:
     judge = readings(tmp_path, '[roles.rollout]\nreplicas = 2\ngpus = 4\non = ["n3", "n3"]\n')
     had = dict(judge.had)
@@ -168,7 +168,7 @@ def test_a_role_keeps_its_default_first_phases_where_a_rhythm_is_given(tmp_path:
     assert removed["trainer"].once == ()
 
 
-# ── lives ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── incarnations ─────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_failure_due_while_the_next_incarnation_starts_waits_for_it(tmp_path: Path) -> None:
     second = event("crash", 'name = "second"\nafter = "first"', "2s", "rollout/1")
     reported = played(tmp_path, CRASH + second + TRUTH + TRUTH.replace("first", "second"))
@@ -188,7 +188,7 @@ def test_node_that_dies_without_a_manager_is_found_by_the_next_manager(tmp_path:
     assert played(tmp_path, away + dies + truth).outcomes[0].in_time
 
 
-# ── truths ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── expected findings ────────────────────────────────────────────────────────────────────────────────────────────────
 DISK = event("mount", 'path = "/scratch"\nset = {used = 0.9}')
 
 

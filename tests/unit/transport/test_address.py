@@ -1,4 +1,4 @@
-"""Which address a host listens at."""
+"""The address at which a host listens."""
 
 from __future__ import annotations
 

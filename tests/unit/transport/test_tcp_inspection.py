@@ -1,4 +1,4 @@
-"""What is done to connections from outside is done to the right ones, also while descriptors change hands."""
+"""Connections from outside are inspected and closed correctly, also while descriptors are reused."""
 
 from __future__ import annotations
 

@@ -34,6 +34,10 @@ class ChildFailed(Unanswered):
     """
 
 
+class ChildClosed(Exception):
+    """The process is not started again, because :meth:`PyslurmChild.close` was called; the request was not sent."""
+
+
 class _Running(Struct):
     """A started process, the end of its stderr, and the task that reads its stderr."""
 
@@ -44,6 +48,8 @@ class _Running(Struct):
 
 class PyslurmChild:
     """The process that uses pyslurm: started by the first request, and started again by the next request after its end.
+
+    After :meth:`close` it is not started again: every request then raises ChildClosed.
 
     Args:
         module: the module that the process imports as pyslurm.
@@ -58,6 +64,7 @@ class PyslurmChild:
         self._start_timeout_s = start_timeout_s
         self._lock = asyncio.Lock()
         self._running: _Running | None = None
+        self._closed = False
         self._version = ""
         self._decoder = msgspec.json.Decoder(Reply)
 
@@ -67,13 +74,13 @@ class PyslurmChild:
         return self._running.process.pid if self._running else None
 
     async def version(self) -> str:
-        """Return the version of pyslurm; start the process if it does not run. Raises ChildFailed."""
+        """Return the version of pyslurm; start the process if it does not run. Raises ChildFailed, ChildClosed."""
         async with self._lock:
             await self._started()
             return self._version
 
     async def ask(self, request: Request, reply_type: type[T], timeout_s: float) -> T | Failed:
-        """Return the reply to a request. Raises ChildFailed."""
+        """Return the reply to a request. Raises ChildFailed, ChildClosed."""
         async with self._lock:
             running = await self._started()
             async with self._deadline(running, timeout_s):
@@ -86,11 +93,14 @@ class PyslurmChild:
                 return reply
 
     async def close(self) -> None:
-        """End the process."""
+        """End the process for good; requests that wait for their turn are not sent."""
+        self._closed = True
         async with self._lock:
             await self._kill()
 
     async def _started(self) -> _Running:
+        if self._closed:
+            raise ChildClosed
         if self._running is not None and self._running.process.returncode is not None:
             await self._kill()  # it ended between two requests, so no reply is lost
         if self._running is None:

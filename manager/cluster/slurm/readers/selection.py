@@ -24,7 +24,7 @@ from ...base import NodeStatus
 from ..commands import SlurmLimits
 from ..parsing import Job, NodeInfo, StepLine
 from .base import SlurmConfig, SlurmReader
-from .child_process import ChildFailed, PyslurmChild
+from .child_process import ChildClosed, ChildFailed, PyslurmChild
 from .pyslurm_reader import PyslurmReader
 
 ReaderSetting = Literal["auto", "commands", "pyslurm"]
@@ -163,7 +163,10 @@ class SelectedReader:
             if self._failures >= MAX_CHILD_FAILURES and self._chosen is not self._by_commands:
                 _log.warning("pyslurm has failed %d times: Slurm is read by its commands", self._failures)
                 self._chosen = self._by_commands
+                await reader.close()
             raise
+        except ChildClosed:  # the commands have taken over while this request waited for its turn
+            return await request(self._by_commands)
 
     async def _choose(self) -> SlurmReader:
         async with self._lock:

@@ -12,8 +12,7 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from rrl.core.run_spec import Resources
-from rrl.core.types import NodeName
+from rrl.core.types import NodeName, Resources
 from rrl.manager.cluster.base import AllocationRequest, AllocationState, ClusterSnapshot, NodeState, Refused, Unanswered
 from rrl.manager.cluster.slurm.cluster import SlurmCluster
 from rrl.manager.cluster.slurm.commands import SlurmLimits

@@ -14,8 +14,7 @@ import pytest
 
 from rrl.core.launch import Launch
 from rrl.core.run_dir import write_atomically
-from rrl.core.run_spec import Resources
-from rrl.core.types import NodeName
+from rrl.core.types import NodeName, Resources
 from rrl.manager.cluster.base import AllocationRequest, AllocationState, Refused, Step
 from rrl.manager.cluster.slurm.cluster import SlurmCluster
 from rrl.manager.cluster.slurm.commands import SlurmLimits

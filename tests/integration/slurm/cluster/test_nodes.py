@@ -61,7 +61,7 @@ def as_admin(lab: SlurmLab, scenario: Callable[[SlurmCluster], Coroutine[None, N
     call_as(getpass.getuser(), lambda: asyncio.run(scenario(cluster)), lab.environment(), lab.dir, 60.0)
 
 
-# ── drained ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── drains ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_own_drain_can_be_repeated_is_listed_and_is_removed(lab: SlurmLab) -> None:
     async def scenario(slurm: SlurmCluster) -> None:
         for _ in range(2):
@@ -139,7 +139,7 @@ def test_drain_without_an_answer_stays_open() -> None:
     asyncio.run(scenario())
 
 
-# ── released ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── releases ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_shrink_releases_a_node_and_the_rest_of_the_pool_continues(lab: SlurmLab, run: Run) -> None:
     shrinks_twice = lab.version >= (24, 11)
 

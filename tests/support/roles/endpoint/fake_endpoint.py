@@ -19,7 +19,7 @@ Act = Callable[[Request], Awaitable[Response]]
 
 
 class FakeEndpoint:
-    """Each request gets the next act, the last one for ever; without acts, an answer with the text "5"."""
+    """Each request gets the next act, and the last act is repeated; without acts, an answer with the text "5"."""
 
     def __init__(self, *acts: Act) -> None:
         self._acts = deque(acts)

@@ -54,7 +54,7 @@ class Scene:
             self.policy(turn)
 
     def answers(self, *texts: str, end: int | None = EOS) -> None:
-        """Let each new turn be answered with the next of these texts, the last one for ever."""
+        """Answer each new turn with the next of these texts; the last text is repeated."""
         waiting = [list(self.chat.tokenizer.encode(text)) for text in texts]
 
         def sample(turn: Turn) -> None:

@@ -119,7 +119,7 @@ class VirtualRun:
         """Number of trajectories that were moved to another rollout."""
         self.store = self._open()
 
-    # ── what happens ───────────────────────────────────────────────────────────────────────────────────────────────
+    # ── events of a tick ───────────────────────────────────────────────────────────────────────────────────────────
     def tick(self) -> None:
         self.ticks += 1
         for name in self.rollouts:
@@ -160,7 +160,7 @@ class VirtualRun:
     def bound(self) -> int:
         return max(self.batches, default=0)
 
-    # ── who does it ────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── members of the run ─────────────────────────────────────────────────────────────────────────────────────────
     def _incarnation(self, name: str) -> Incarnation:
         return incarnation_of(name, self.incarnations[name])
 

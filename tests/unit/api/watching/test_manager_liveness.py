@@ -1,4 +1,4 @@
-"""What ``rrl status`` and ``rrl list`` say of a run on Slurm whose manager does not renew its lease any more."""
+"""The reports of ``rrl status`` and ``rrl list`` about a run on Slurm whose manager no longer renews its lease."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_status_and_list_of_a_local_run_without_a_manager_say_unattended(
     assert "unattended" in capsys.readouterr().out
 
 
-def test_standing_is_unknown_if_slurm_does_not_answer() -> None:
+def test_manager_liveness_is_unknown_if_slurm_does_not_answer() -> None:
     found = judge(Story(RUN).works().recorded(), GONE, SlurmJobs(unknown="squeue: no answer within 5 s"))
     assert found.standing == UNKNOWN
     assert "squeue: no answer within 5 s" in found.advice

@@ -1,4 +1,4 @@
-"""Several runs are watched: what is new is read, once, and one that cannot be read hides no other."""
+"""Watching several runs: each new record is read once, and an unreadable run does not hide the others."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_entries_are_those_of_rrl_list(root: Path) -> None:
         assert one.state is not None
 
 
-def test_what_was_read_once_is_not_read_again(root: Path) -> None:
+def test_watcher_reads_each_record_of_a_journal_once(root: Path) -> None:
     story = Story("aaa-1").works()
     run = story.written(root)
     watcher = RunsWatcher()

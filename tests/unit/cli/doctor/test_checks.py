@@ -1,4 +1,4 @@
-"""The doctor's judgement: facts in, lines out. What could not be read is never called good."""
+"""The checks of the doctor: from facts to lines. A fact that could not be read is never reported as good."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def unread(struct: Any, why: Unavailable = WHY) -> Any:
     return type(struct)(**dict.fromkeys(struct.__struct_fields__, why))
 
 
-# ── the whole answer ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── all checks ─────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_every_check_has_a_description_and_every_description_a_check() -> None:
     names = [check.name for check in judge(findings.facts())]
     assert sorted(names) == sorted(MEANINGS)
@@ -333,7 +333,7 @@ def test_every_check_with_a_fix_has_a_case_that_needs_it() -> None:
     assert {name for name, meaning in MEANINGS.items() if meaning.fix} - needed == {"node.visit"}
 
 
-# ── fixes that can be followed ─────────────────────────────────────────────────────────────────────────────────────
+# ── fixes ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 def fixes() -> list[str]:
     made = {of(facts, name).fix for name, verdict, _, facts in SPOILT if verdict in (WARN, FAIL)}
     return sorted(made | {meaning.fix for meaning in MEANINGS.values()} - {""})
@@ -368,7 +368,7 @@ def test_page_about_the_doctor_matches_the_code() -> None:
     assert make_doctor.PAGE.read_text() == make_doctor.page(), make_doctor.__doc__
 
 
-# ── to look at ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── view ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 SCENES: dict[str, Facts] = {
     "well": findings.facts(),
     "local": ALONE,
@@ -395,6 +395,6 @@ def test_text_of_slurm_is_never_rendered_as_markup() -> None:
     assert "→ [slurm] account" in text
 
 
-def test_the_verdicts_are_counted() -> None:
+def test_tally_counts_the_checks_by_verdict() -> None:
     reported = tally([Check("a.b", WARN, ""), Check("a.c", WARN, ""), Check("a.d", OK, "")])
     assert reported == "1 OK, 2 WARN, 0 FAIL, 0 UNKNOWN"

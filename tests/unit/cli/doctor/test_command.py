@@ -1,4 +1,4 @@
-"""``rrl doctor`` and ``rrl init`` as a user meets them where there is no Slurm."""
+"""``rrl doctor`` and ``rrl init`` on a machine without Slurm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``rrl health check``: what it says, and what its exit codes mean to a prolog."""
+"""``rrl health check``: its output, and the meaning of its exit codes for a prolog."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_timeouts_of_the_shipped_hooks_suffice_to_detect_a_hung_mount() -> None:
         assert mount_timeout_s(Rules(), float(within)) == Rules().host.mount_hung
 
 
-# ── what it says ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── output ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_json_output_has_the_verdict_and_every_finding_in_wall_clock_time(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -158,7 +158,7 @@ def test_first_line_is_usable_as_a_drain_reason() -> None:
     assert headline(overall(found), found) == "FAIL gpu_recovery_action: GPU 1: the driver requires: gpu reset"
 
 
-# ── one node, now ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── check of one node ────────────────────────────────────────────────────────────────────────────────────────────────
 class Scripted:
     """Answers of the host's reader, one after the other; the last one again and again."""
 
@@ -218,7 +218,7 @@ def test_gpus_of_the_job_are_read_from_the_prolog_environment() -> None:
     assert _job_gpus("GPU-abc") is None
 
 
-# ── remembered, recorded, and as metrics ─────────────────────────────────────────────────────────────────────────────
+# ── memory, history and metrics ──────────────────────────────────────────────────────────────────────────────────────
 @pytest.fixture
 def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv(FOLDER_ENV, str(tmp_path / "state"))

@@ -18,7 +18,7 @@ echo "$@" >> {asked}
 
 
 def hook(name: str, tmp_path: Path, rrl: str, settings: dict[str, str] | None = None) -> tuple[int, str, str]:
-    """(exit code, what Slurm was asked for, what the system's log was told)"""
+    """Return (exit code, queries to Slurm, messages to the system's log)."""
     for program, text in (
         ("rrl", rrl), ("scontrol", _SCONTROL.format(asked=tmp_path / "asked")),
         ("logger", f'#!/bin/sh\necho "$@" >> {tmp_path / "logged"}\n'),
@@ -45,7 +45,7 @@ def failing(code: int = 0, outcome: str = "") -> str:
 
 
 @pytest.mark.parametrize("name", HOOKS)
-def test_what_could_not_be_recorded_is_in_the_systems_log(name: str, tmp_path: Path) -> None:
+def test_failure_to_record_a_finding_is_in_the_systems_log(name: str, tmp_path: Path) -> None:
     rrl = "#!/bin/sh\necho 'OK 18 checks'\necho 'not recorded: /history: no answer within 3 s'\n"
     code, _, logged = hook(name, tmp_path, rrl)
     assert code == 0

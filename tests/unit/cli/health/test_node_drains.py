@@ -1,4 +1,4 @@
-"""``rrl health drain-node``: what a hook's drain does in Slurm, whose commands are stood in for by a small cluster."""
+"""``rrl health drain-node`` and ``undrain-node`` against a simulated cluster that stands in for Slurm's commands."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import pytest
 
 from rrl.cli import main
 from rrl.cli.health import node_drains
+from rrl.cli.health.check_outputs import write_prometheus
 from rrl.core.command_runner import CommandResult
+from rrl.core.types import NodeName, Verdict
 from rrl.health.check_memory import FOLDER_ENV
 
 
@@ -109,6 +111,19 @@ def test_node_drained_by_another_user_is_left_as_it_is(cluster: Cluster) -> None
     cluster.drain("n5", "the fan is loud")
     assert drain() == 0
     assert cluster.nodes["n5"][2] == "the fan is loud"
+
+
+@pytest.mark.parametrize(
+    ("reason", "gauge"), [("rrl:health: gpu_lost", 1.0), ("rrl:run7: gpu_lost", 0.0), ("the fan is loud", 0.0)]
+)
+def test_metric_of_a_failing_node_counts_only_a_drain_of_the_hooks(
+    cluster: Cluster, tmp_path: Path, reason: str, gauge: float
+) -> None:
+    cluster.drain("n0", reason, ago=7200.0)
+    assert drain("n0") == 0
+    file = tmp_path / "rrl.prom"
+    assert write_prometheus(file, NodeName("n0"), Verdict.FAIL, (), (), 1.0) == ""
+    assert f'rrl_node_drained_by_hook{{node="n0"}} {gauge}' in file.read_text().splitlines()
 
 
 def test_undrain_takes_back_only_a_drain_of_the_hooks(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:

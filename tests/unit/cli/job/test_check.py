@@ -374,7 +374,7 @@ def test_endpoint_on_loopback_is_a_warning(
     assert bool(warning) == ("loopback" in shown)
 
 
-# ── what matters first ─────────────────────────────────────────────────────────────────────────────────────────────
+# ── overview and settings ──────────────────────────────────────────────────────────────────────────────────────────
 def test_check_begins_with_nodes_jobs_hours_and_the_start(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
     site.slurm(sbatch="echo 'sbatch: Job 7 to start at 2099-01-02T03:04:05 using 4 processors' >&2")
     job = JOB.replace('"local"', '"slurm"\nwalltime = "2h"').replace("node = { cpus = 4", "node = { gpus = 8, cpus = 4")

@@ -123,7 +123,7 @@ def test_a_network_is_named_only_where_a_node_shares_one_of_several(tmp_path: Pa
     assert '# network = "10.2.0.0/16"' in text
 
 
-def test_gpus_are_mentioned_and_not_requested(tmp_path: Path) -> None:
+def test_written_job_mentions_gpus_and_requests_none(tmp_path: Path) -> None:
     text, job = written(tmp_path, PLACES["slurm"])
     assert "6 nodes with 8 h100" in text
     assert job.cluster.node.gpus == 0

@@ -116,7 +116,7 @@ def test_mistake_in_the_task_of_the_quickstart_is_one_line(
     assert checked.line(job=changed(QUICKSTART.read_text(), before, after)).startswith(line)
 
 
-# ── a function of the user's ───────────────────────────────────────────────────────────────────────────────────────
+# ── functions of the user ──────────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize(
     ("before", "after", "line"),
     [
@@ -247,7 +247,7 @@ def test_task_without_right_answers_is_scored_with_an_empty_one(checked: Checked
     )
 
 
-# ── where the task cannot be tried ─────────────────────────────────────────────────────────────────────────────────
+# ── tasks that cannot be tried ─────────────────────────────────────────────────────────────────────────────────────
 def test_check_with_no_task_checks_the_rest_and_reports_that_the_task_was_not_tried(checked: Checked) -> None:
     assert checked.run("raise OSError", JOB, "--no-task") == 0
     assert checked.out.endswith(

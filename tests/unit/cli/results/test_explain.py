@@ -1,4 +1,4 @@
-"""``rrl explain``: the text of every rung of the repair ladder, what can be selected, and what came of a decision."""
+"""``rrl explain``: the text of every rung of the repair ladder, selection, and the result of each decision."""
 
 from __future__ import annotations
 
@@ -209,12 +209,12 @@ def test_every_rung_of_the_ladder_has_a_recorded_text() -> None:
     assert {rung for _, _, rung in RUNGS.values()} == set(Rung)
 
 
-# ── whether what was expected came ───────────────────────────────────────────────────────────────────────────────────
+# ── expected results ─────────────────────────────────────────────────────────────────────────────────────────────────
 def results(world: World, kind: type) -> list[tuple[Arrival, str]]:
     return [(one.result.arrival, one.result.text) for one in explain(world.events) if isinstance(one.action, kind)]
 
 
-def test_restart_that_fails_before_it_joins_did_not_come() -> None:
+def test_restart_that_fails_before_it_joins_is_explained_as_missed() -> None:
     world = World(job(recovery=Recovery(per_node=9))).steady()
     world.broken_incarnations = {R0: "exited: no memory"}
     world.kill(R0)
@@ -266,7 +266,7 @@ def test_injected_fault_is_explained_up_to_its_repair() -> None:
     assert results(world, InjectFault) == [(Arrival.CAME, "a repair was decided")]
 
 
-def test_whole_restart_comes_only_with_the_next_committed_step() -> None:
+def test_full_restart_has_its_expected_result_only_with_the_next_committed_step() -> None:
     world = World(job(steps=99, recovery=Recovery(full_restarts=2, per_replica=99, per_node=99))).steady()
     world.commit(1)
     for _ in range(2):
@@ -277,7 +277,7 @@ def test_whole_restart_comes_only_with_the_next_committed_step() -> None:
     assert results(world, RestartAll) == [(Arrival.CAME, "every role works again")]
 
 
-# ── what can be selected ─────────────────────────────────────────────────────────────────────────────────────────────
+# ── selection ────────────────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     """A run in which rollout/0 was killed in step 2, and the node of the trainer was lost in step 3."""

@@ -17,6 +17,7 @@ from rrl.cli.views.report.page import page
 from rrl.cli.views.report.tables import report_view
 from rrl.core.run_dir import RUNS_ENV, RunDir
 from rrl.core.types import Outcome
+from rrl.manager.reporting.accounting.committed_steps import CommittedSteps
 from rrl.manager.reporting.accounting.run_report import Account, account
 from rrl.manager.storage.journal import Journal
 from rrl.tests.support.cli.story import Story
@@ -47,12 +48,12 @@ def clean_account() -> Account:
 
 
 @pytest.mark.parametrize("width", [80, 140])
-def test_the_table_is_as_it_was_looked_at(width: int) -> None:
+def test_table_of_one_run_equals_the_snapshot(width: int) -> None:
     report = accounted(interrupted()).report(clean_account())
     matches_stored(f"report_{width}", drawn(report_view([report]), width))
 
 
-def test_two_runs_are_side_by_side() -> None:
+def test_report_of_two_runs_shows_them_side_by_side() -> None:
     clean = clean_account()
     shown = drawn(report_view([accounted(interrupted()).report(clean), clean.report(clean)]), 140)
     matches_stored("report_two_140", shown)
@@ -117,13 +118,25 @@ def _no_clean(root: Path) -> list[str]:
         (_no_clean, 2, "other"),
     ],
 )
-def test_what_cannot_be_reported_is_one_line(
+def test_report_that_cannot_be_made_is_one_line_with_its_exit_code(
     argv: Callable[[Path], list[str]], code: int, word: str, root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main.run(argv(root)) == code
     err = capsys.readouterr().err
     assert word in err
     assert err.count("\n") == 1
+
+
+def test_error_of_the_account_is_not_reported_as_a_run_that_has_not_begun(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise ValueError("the parts of an interruption do not add up")
+
+    run = interrupted().written(root)
+    monkeypatch.setattr(CommittedSteps, "apply", fail)
+    with pytest.raises(ValueError, match="do not add up"):
+        rrl.run(run.id).report()
 
 
 # ── the page ─────────────────────────────────────────────────────────────────────────────────────────────────────────

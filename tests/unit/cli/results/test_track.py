@@ -1,4 +1,4 @@
-"""``rrl track``: what it sends by hand, and what it says where it cannot."""
+"""``rrl track``: the steps that it sends by hand, and its message if it cannot."""
 
 from __future__ import annotations
 

@@ -164,7 +164,7 @@ def test_wait_prints_the_outcome_of_the_fault(
 
 
 def begun(root: Path, target: str, lease: float = 0.3) -> tuple[RunDir, list[int], threading.Thread, Story, Fault]:
-    """An order that its manager took and began, with whoever waits for what becomes of it."""
+    """Request a fault that the manager has taken and begun, with a command that waits for the result."""
     story = allowing(lease)
     run = story.written(root)
     codes: list[int] = []

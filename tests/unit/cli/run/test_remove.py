@@ -1,4 +1,4 @@
-"""``rrl rm``: what has ended goes, with every byte; what runs, belongs to others or is only linked stays."""
+"""``rrl rm`` removes ended runs completely, and keeps runs that are running, belong to others or are only linked."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class Ended:
         return {path: path.read_bytes() if path.is_file() else None for path in self.run.path.rglob("*")}
 
     def refuses(self, capsys: pytest.CaptureFixture[str], *options: str) -> str:
-        """What is said; nothing was changed or started."""
+        """Return the message; check that nothing was changed or started."""
         before = self.everything()
         assert main.run(["resume", RUN, *options]) == 2
         assert self.everything() == before

@@ -1,4 +1,4 @@
-"""What rrl status says of dead replicas and what comes next, with few and with many replicas."""
+"""The lines of ``rrl status`` about dead replicas and the next steps, with few and with many replicas."""
 
 from __future__ import annotations
 

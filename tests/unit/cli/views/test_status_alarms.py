@@ -1,4 +1,4 @@
-"""What rrl status says of storage that cannot be written, and of nodes that the cluster takes back or holds."""
+"""The lines of ``rrl status`` about unwritable storage, and about nodes that the cluster reclaims or holds."""
 
 from __future__ import annotations
 

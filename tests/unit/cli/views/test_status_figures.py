@@ -152,7 +152,7 @@ def test_number_of_the_manager_is_shown_if_it_is_not_the_first() -> None:
     assert fact(story, "manager", after_s=3.0) == ["number 3 of this run, on login2 for 3s, last record 3s ago"]
 
 
-# ── every terminal ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── terminals ──────────────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize("width", [80, 200])
 @pytest.mark.parametrize("scene", SCENES)
 def test_no_internal_word_is_shown(scene: str, width: int) -> None:

@@ -1,4 +1,4 @@
-"""Checks of GPUs and of what connects them."""
+"""Checks of GPUs and of their interconnects."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_failed_gpu_stays_failed_without_samples_and_clears_after_two_passes() -
     assert node.gpus().verdict("gpu_recovery_action") is Verdict.OK
 
 
-# ── there at all ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── presence ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_unknown_error_of_all_gpus_at_once_warns_as_a_software_cause() -> None:
     gone = [gpu(i, lost="Unknown Error") for i in range(2)]
     found = ObservedNode().gpus(times=2).gpus(*gone, times=60).one("gpu_lost")
@@ -133,7 +133,7 @@ def test_node_without_a_driver_is_unknown_and_fails_only_if_gpus_are_expected() 
     assert not any(one.verdict in (Verdict.FAIL, Verdict.WARN) for one in expected.found)
 
 
-# ── growing, heat ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── counters and temperature ─────────────────────────────────────────────────────────────────────────────────────────
 def test_ecc_errors_from_before_monitoring_pass_and_new_ones_fail() -> None:
     old = {"ecc_volatile_uncorrected": 0, "ecc_aggregate_uncorrected": 12}
     node = ObservedNode().gpus(gpu(0, **old), times=3)
@@ -213,7 +213,7 @@ def test_a_busy_gpu_with_a_low_clock_is_evidence_of_a_straggler_and_an_idle_one_
     assert capped.verdict("gpu_clock") is Verdict.OK
 
 
-# ── before a role starts ─────────────────────────────────────────────────────────────────────────────────────────────
+# ── GPUs before a role starts ────────────────────────────────────────────────────────────────────────────────────────
 def test_used_memory_and_foreign_processes_matter_only_before_a_role_starts() -> None:
     used = gpu(0, memory_used=2**30, processes=(GpuProcess(77, 1001, 2**30),))
     node = ObservedNode().gpus(used, times=5)
@@ -394,7 +394,7 @@ def test_process_stuck_outside_of_the_driver_is_no_witness_of_the_driver() -> No
     assert node.verdict("readers") is Verdict.UNKNOWN
 
 
-# ── guards ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── modes and rules ──────────────────────────────────────────────────────────────────────────────────────────────────
 def test_check_in_mode_observe_only_warns_and_in_mode_off_reports_nothing() -> None:
     bad = gpu(0, ecc_volatile_uncorrected=1)
     observed = ObservedNode(Rules(checks={"gpu_ecc_uncorrected": "observe"})).gpus(bad).one("gpu_ecc_uncorrected")

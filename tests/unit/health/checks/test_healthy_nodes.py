@@ -1,4 +1,4 @@
-"""States in which healthy nodes are found: none of them may condemn."""
+"""States of healthy nodes, for none of which a node may fail."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_dcgm_incident_on_an_unbridged_nvlink_warns_and_on_a_switched_board_fail
     assert ObservedNode().gpus().reads(data, times=5).verdict("dcgm_health") is Verdict.FAIL, "a switched board"
 
 
-# ── whose GPUs ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── GPUs of other jobs ───────────────────────────────────────────────────────────────────────────────────────────────
 def test_gpus_withheld_by_a_device_cgroup_are_not_counted_as_missing() -> None:
     node = ObservedNode(Rules(expect=Expect(gpus=8)))
     half = NvmlData(driver="570.1", gpus=tuple(gpu(i) for i in range(4)), granted=4, withheld=4)
@@ -100,7 +100,7 @@ def test_memory_of_a_slowly_ending_job_may_be_freed_within_ten_samples() -> None
     assert node.gpus(times=2).verdict("gpu_memory") is Verdict.OK
 
 
-# ── clocks and links that rest ───────────────────────────────────────────────────────────────────────────────────────
+# ── idle clocks and links ────────────────────────────────────────────────────────────────────────────────────────────
 def test_application_clocks_set_by_an_administrator_are_not_reported() -> None:
     node = ObservedNode().gpus(gpu(0, clock_sm=1100, clock_reasons=("applications_clocks",)), times=20)
     assert ill(node) == []

@@ -1,4 +1,4 @@
-"""What one agent saw on a node, the next one misses when it is gone."""
+"""Losses of hardware between two agents of a node are found by the next agent."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def test_non_fatal_text_is_not_parsed_as_fatal() -> None:
     assert not any(map(is_fatal, ("Nonfatal", "Non-fatal", "non fatal", "", "NETIR_LINK_EVT")))
 
 
-# ── what condemns ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── Xids that fail a node ────────────────────────────────────────────────────────────────────────────────────────────
 LOST = gpu(0, lost="GPU is lost", temperature=None, recovery_action=None)
 
 
@@ -118,7 +118,7 @@ def test_xid_154_without_action_text_has_no_effect() -> None:
     assert ObservedNode().gpus().gpus(xids=(GpuXid("GPU-0", 154),)).verdict("xid") is Verdict.OK
 
 
-# ── again and again ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── repeated Xids ────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_repeated_application_xid_on_one_gpu_warns_and_under_two_roles_fails() -> None:
     node = ObservedNode().gpus()
     node.node_state.set_tenant(["GPU-0"], "rollout", "rollout/0#1")
@@ -183,7 +183,7 @@ def test_xid_of_a_missing_power_cable_warns_and_needs_support() -> None:
     assert (found.verdict, found.remedy) == (Verdict.WARN, Remedy.SUPPORT)
 
 
-# ── whose end it is, and who tells it ────────────────────────────────────────────────────────────────────────────────
+# ── Xids around the end of a role, and their sources ─────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize("code", [13, 31, 74, 54, 61])
 def test_application_xid_around_our_own_kill_has_no_finding(code: int) -> None:
     node = ObservedNode().gpus()
@@ -282,7 +282,7 @@ def test_xids_are_unknown_if_no_reader_receives_them() -> None:
     assert "dmesg_restrict is set" in node.text("xid")
 
 
-# ── what only the kernel log says ────────────────────────────────────────────────────────────────────────────────────
+# ── Xids without a second witness ────────────────────────────────────────────────────────────────────────────────────
 FATAL_SXID = "nvidia-nvswitch0: SXid (PCI:0000:c1:00.0): 12028, Fatal, Link 3"
 
 

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rrl.core.launch import ExitReason
-from rrl.core.run_spec import Limits, PhaseSpec
+from rrl.core.phases import PhaseSpec
+from rrl.core.run_spec import Limits
 from rrl.core.types import AGENT, Finding, Incarnation, NodeName, ProbeResult, ReplicaId, Verdict, role_of
 from rrl.health.detection import detect as guards
 from rrl.health.detection.detect import detect
@@ -31,7 +32,7 @@ SHORT = Limits(
 )  # fmt: skip
 
 
-# ── by example ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── examples ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_monitor_without_observations_has_no_findings_and_no_next_evaluation() -> None:
     assert detect(HealthMonitor(), LIMITS, 5.0) == ([], inf)
 
@@ -156,7 +157,7 @@ def test_day_of_a_healthy_run_has_no_findings() -> None:
         assert detect(trace.monitor, LIMITS, trace.now)[0] == []
 
 
-# ── by property ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── properties ───────────────────────────────────────────────────────────────────────────────────────────────────────
 NODES = [NodeName(f"n{index}") for index in range(3)]
 REPLICAS = [ReplicaId(name) for name in ("trainer/0", "trainer/0.1", "rollout/0", "trajectories/0")]
 NODE_OF = dict(zip(REPLICAS, (NODES[0], NODES[1], NODES[1], NODES[0]), strict=True))

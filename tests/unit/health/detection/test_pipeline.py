@@ -235,7 +235,7 @@ def test_no_setting_turns_off_proof_of_an_end(detector: str) -> None:
     assert apply_settings([replace(gone, proof=False)], context)[0] == []
 
 
-# ── stages together ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the whole pipeline ───────────────────────────────────────────────────────────────────────────────────────────────
 def test_observed_findings_of_many_nodes_are_not_correlated() -> None:
     findings = [about_node(N1), about_node(N2)]
     context = replace(NOW, run=CorrelationContext(4))

@@ -65,7 +65,7 @@ def scenario(tmp_path: Path, text: str) -> Scenario:
 PLAYED = lightest(SCENARIOS)
 
 
-# ── what is shipped ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── shipped scenarios ────────────────────────────────────────────────────────────────────────────────────────────────
 def test_at_least_a_hundred_scenarios_half_of_them_harmless_are_shipped() -> None:
     failures = sum(bool(one.truth) for one in SCENARIOS.values())
     assert len(SCENARIOS) >= 100

@@ -79,7 +79,7 @@ def test_proof_is_found_on_a_suspended_node() -> None:
     assert trace.found() == {fail("exit_record", ROLLOUT), fail("node_down", "n2")}
 
 
-# ── the look that has not yet shown it ───────────────────────────────────────────────────────────────────────────────
+# ── suspensions that no poll has shown yet ───────────────────────────────────────────────────────────────────────────
 def without_heartbeats(trace: Trace) -> Trace:
     report_suspended(trace, N1, False)
     trace.heartbeat_missing |= {agent_of("n1"), *ROLLOUTS[:2]}
@@ -131,7 +131,7 @@ def test_cluster_that_never_reported_suspensions_causes_no_delay() -> None:
     assert judged(trace) == {fail("node_lost", "n1")}
 
 
-# ── who waits for the suspended ──────────────────────────────────────────────────────────────────────────────────────
+# ── replicas that wait for suspended ones ────────────────────────────────────────────────────────────────────────────
 def gang() -> Trace:
     trace = Trace().node("n1", TRAINER, phase="checkpoint").node("n2", SECOND, phase="checkpoint")
     trace.node("n3", STORE, phase="serve")

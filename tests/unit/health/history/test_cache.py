@@ -1,4 +1,4 @@
-"""The administrator's cache: what is new is read, what changed is read anew, what is not believed is not."""
+"""The administrator's cache: new records are added, changed files are read again, untrusted records are left out."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_file_whose_name_no_run_can_have_is_not_read(folder: Path, file: Path, r
     assert all(": it belongs to " in refused for refused in sources.refused)  # a folder that no user is called
 
 
-def test_two_epochs_of_a_run_are_one_run(folder: Path, file: Path) -> None:
+def test_records_of_two_epochs_belong_to_one_run(folder: Path, file: Path) -> None:
     write(folder, ME, "r", records())
     write(folder, ME, "r", [began(HOUR, "r", ME, 2), over(2 * HOUR)], epoch=2)
     cache = HistoryCache([folder], file)

@@ -1,4 +1,4 @@
-"""The findings of a node's own checks in the history: what is recorded, where, and what a report makes of it."""
+"""The findings of a node's own checks in the history: which are recorded, in which file, how a report counts them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def verdicts(records: list[FindingRecord]) -> list[tuple[str, str]]:
     return [(record.component, record.verdict.value) for record in records]
 
 
-# ── what is recorded ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── recorded findings ────────────────────────────────────────────────────────────────────────────────────────────────
 def test_finding_is_recorded_when_it_appears_each_hour_and_when_it_clears() -> None:
     records, standing = changes((), [finding()], N1, NOON)
     assert verdicts(records) == [("GPU-1", "FAIL")]
@@ -73,7 +73,7 @@ def test_failure_that_a_user_caused_is_recorded_as_a_warning() -> None:
     assert verdicts(records) == [("GPU-1", "WARN")]
 
 
-# ── where ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── files ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 def records_in(history: Path, name: str = FILE) -> list[Record | None]:
     return [read_line(line) for line in (history / user_name() / name).read_bytes().splitlines()]
 

@@ -1,4 +1,4 @@
-"""Records that contradict the clock, their run or the hardware are left out; honest ones are not."""
+"""Records that contradict the clock, their run or the hardware are left out; all others are kept."""
 
 from __future__ import annotations
 

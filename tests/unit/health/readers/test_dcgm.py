@@ -342,7 +342,7 @@ def test_diagnostic_runs_once_and_only_on_request(metrics: Exporter, replies: Pa
     assert (replies / "calls").read_text().splitlines()[1:] == ["health -c -j", "diag -r 1 -j"]
 
 
-# ── whom the reader believes ─────────────────────────────────────────────────────────────────────────────────────────
+# ── trusted processes ────────────────────────────────────────────────────────────────────────────────────────────────
 def test_gpus_of_the_driver_are_listed(metrics: Exporter, tmp_path: Path) -> None:
     (tmp_path / "net").symlink_to("/proc/net")
     for address, uuid in (("0000:1b:00.0", "GPU-0a-1"), ("0000:2b:00.0", "GPU-????-????")):

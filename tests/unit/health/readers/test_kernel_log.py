@@ -1,4 +1,4 @@
-"""The kernel log: which lines mean something, how old they are, and what a flood of them does."""
+"""The kernel log: which lines are recognised, their age, and the effect of a flood of lines."""
 
 from __future__ import annotations
 

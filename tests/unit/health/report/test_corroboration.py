@@ -1,4 +1,4 @@
-"""A node is accused by two users, or by root's own record; never by what one user says, however often."""
+"""A node is accused by the evidence of two users or of root, never by one user alone, whatever they report."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def reports(records: list[SourcedRecord], **drains: DrainState) -> dict[str, Nod
 
 
 def invented(user: str, runs: int) -> list[SourcedRecord]:
-    """Runs in which every node fails with a proof, is excluded, and its drain asked for, on a day of its own each."""
+    """Return runs in which every node fails with proof, is excluded, and has an open drain request, each on another
+    day."""
     records: list[SourcedRecord] = []
     for day in range(runs):
         for i, node in enumerate(NODES):
@@ -61,7 +62,7 @@ def test_fifteen_invented_runs_of_one_user_accuse_no_node() -> None:
     assert not any(one.accused for one in open_requests(invented("eve", 15)))
 
 
-def test_the_same_evidence_of_two_users_accuses() -> None:
+def test_same_evidence_from_two_users_accuses_the_node() -> None:
     both = invented(ANNA, 3) + invented(BEN, 3)
     for node in reports(both).values():
         assert (node.verdict, node.remedy, node.accused) == ("FAIL", "reboot", True)

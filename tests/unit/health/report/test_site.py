@@ -46,7 +46,7 @@ def node(records: list[SourcedRecord], name: str, **drains: DrainState) -> NodeR
     return next(one for one in made(records, **drains).nodes if one.node == name)
 
 
-# ── whose fault ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── owners and causes ────────────────────────────────────────────────────────────────────────────────────────────────
 def owners(records: list[SourcedRecord]) -> list[tuple[str, str, str]]:
     return [(one.node, one.owner, one.cause) for one in incidents(by_run(records))]
 

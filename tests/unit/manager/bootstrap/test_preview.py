@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from rrl.core.run_spec import ManagerSpec, NodeGroup, Recovery, Resources, RoleSpec, RunSpec
+from rrl.core.run_spec import ManagerSpec, NodeGroup, Recovery, RoleSpec, RunSpec
+from rrl.core.types import Resources
 from rrl.manager.bootstrap.preview import demand, max_standbys, preview, worst_case
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Request

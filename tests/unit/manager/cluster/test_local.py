@@ -14,8 +14,7 @@ import pytest
 from rrl.core.faults import Fault, FaultKind
 from rrl.core.launch import ExitReason, Launch
 from rrl.core.processes import read_process
-from rrl.core.run_spec import Resources
-from rrl.core.types import NodeName
+from rrl.core.types import NodeName, Resources
 from rrl.manager.cluster.base import (  # fmt: skip
     AllocationRequest,
     AllocationState,
@@ -266,7 +265,7 @@ import asyncio, sys, pathlib
 from rrl.manager.cluster.local import LocalCluster
 from rrl.core.run_dir import RunDir
 from rrl.manager.cluster.base import Step
-from rrl.core.run_spec import Resources
+from rrl.core.types import Resources
 async def main():
     run = RunDir(pathlib.Path(sys.argv[1]))
     for tag in sys.argv[2:]:

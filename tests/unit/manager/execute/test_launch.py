@@ -10,9 +10,10 @@ import msgspec
 import pytest
 
 from rrl.core.launch import Launch, read_launch, tag_of
+from rrl.core.role_environment import EnvSpec
 from rrl.core.run_dir import RunDir
-from rrl.core.run_spec import ContainerSpec, EnvSpec, Resources, RoleSpec, RunSpec, TransportSpec
-from rrl.core.types import Incarnation, NodeName, ReplicaId, preloaded_id
+from rrl.core.run_spec import ContainerSpec, RoleSpec, RunSpec, TransportSpec
+from rrl.core.types import Incarnation, NodeName, ReplicaId, Resources, preloaded_id
 from rrl.manager.cluster.base import AllocationRequest, Refused
 from rrl.manager.execute.launch import (
     apptainer,
@@ -215,7 +216,9 @@ def test_preloaded_process_with_the_environment_of_a_new_step_lacks_nothing(run:
     assert outdated_parts(run, state, promotion, "/job") == ()
 
 
-def test_what_has_changed_since_its_start_is_named_without_values(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outdated_parts_of_a_standby_are_named_without_their_values(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
     spec = run_spec_with("direct")
     save_passed_env(run, spec)
     state, promotion = promotion_of_preloaded(run, spec)

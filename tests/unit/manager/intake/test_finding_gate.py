@@ -1,4 +1,4 @@
-"""What agents find on their nodes: whose word counts, about what, and what becomes of it."""
+"""Findings that agents report about their nodes: which are accepted, and what the gate records of them."""
 
 from __future__ import annotations
 
@@ -286,7 +286,7 @@ def test_load_of_a_step_is_attributed_to_its_incarnation(tmp_path: Path) -> None
     assert recorded_loads == [(ROLE, 1.5, 0.25, True)]
 
 
-# ── more than one at once, and one manager after the other ───────────────────────────────────────────────────────────
+# ── several findings, and several managers ───────────────────────────────────────────────────────────────────────────
 def both_agents_greet(handling: Handling, *mine: Finding, theirs: tuple[Finding, ...] = ()) -> None:
     """Both agents greet."""
     tag = tag_of(RUN, OTHER)

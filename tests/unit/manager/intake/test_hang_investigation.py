@@ -1,4 +1,4 @@
-"""Before a restart: the suspect is asked for work, and its stacks are taken, of its whole gang, in good time."""
+"""Before a suspect is restarted it is probed, and the stacks of its whole gang are collected in time."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Investigation:
         return [(peer, message) for peer, message in self.sent if isinstance(message, msg.DumpStacks)]
 
     async def answer(self, dump: str = STUCK, error: str = "", but: dict[Incarnation, str] | None = None) -> None:
-        """Every agent that was asked answers."""
+        """Let every agent that was requested to dump stacks answer."""
         for peer, order in self.stack_requests():
             agent = self.world.state.replica(ReplicaId(peer.decode())).incarnation
             dumps = {} if error else {41: (but or {}).get(order.target, dump)}

@@ -172,7 +172,7 @@ def test_exception_of_an_ended_process_reaches_its_finding_on_every_way(hearing:
         assert finding.exception == exception
 
 
-# ── one process a life ─────────────────────────────────────────────────────────────────────────────────────────────
+# ── one process for each incarnation ───────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize("managers", [1, 2])
 @pytest.mark.parametrize(("node", "pid"), [(N1, 77), (NodeName("n2"), 41)], ids=["same node", "same pid"])
 def test_second_process_of_an_admitted_tag_is_rejected_as_a_duplicate(

@@ -1,4 +1,4 @@
-"""What one look at the cluster settles, and what it leaves open."""
+"""Which open intents one poll of the cluster settles, and which stay open."""
 
 from __future__ import annotations
 
@@ -453,7 +453,7 @@ def test_step_on_a_silent_node_is_gone_once_the_cluster_has_not_listed_it_for_th
     assert lost.gone(SILENT_AT + QUIET) == [R1]
 
 
-def test_single_poll_without_a_step_is_not_enough() -> None:
+def test_step_missing_from_a_single_poll_is_not_gone() -> None:
     assert LostNode().gone(SILENT_AT + 10 * QUIET) == []
 
 

@@ -12,8 +12,7 @@ import pytest
 from rrl.core.faults import Fault, FaultKind
 from rrl.core.launch import ExitReason, ExitRecord, read_launch, tag_of
 from rrl.core.run_dir import RunDir
-from rrl.core.run_spec import Resources
-from rrl.core.types import Incarnation, NodeName, Outcome, ReplicaId
+from rrl.core.types import Incarnation, NodeName, Outcome, ReplicaId, Resources
 from rrl.manager.cluster.base import AllocationRequest, AllocationState, AllocationStatus, Refused
 from rrl.manager.execute.launch import write_launch
 from rrl.manager.intake.standby_promotion import link_log
@@ -65,7 +64,7 @@ def state_of(handling: Handling) -> State:
     return handling.state
 
 
-# ── sent ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── sending ────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_standby_is_welcomed_and_promoted(standing: Handling) -> None:
     assert state_of(standing).replica(STANDBY_PROCESS.replica).phase == "standby"
     promoted(standing).sent.clear()
@@ -211,7 +210,7 @@ def test_fault_in_a_promoted_step_is_attributed_to_its_member(standing: Handling
     assert event.incarnation == MEMBER
 
 
-# ── fenced ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── fences ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_fence_notifies_worker_and_first_process_or_else_the_agent(standing: Handling) -> None:
     promoted(standing)
     standing.handle(AS_MEMBER, peer=b"worker")
@@ -232,7 +231,10 @@ def test_fence_notifies_worker_and_first_process_or_else_the_agent(standing: Han
 def with_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Handling:
     """The old trainer and a rollout have one GPU each; the standby process sees all four of the node."""
     job = gang_job(2, 2)
-    roles = tuple(msgspec.structs.replace(one, per_member=Resources(1, 1)) if one.warm else one for one in job.roles)
+    roles = tuple(
+        msgspec.structs.replace(role, per_member=Resources(1, 1)) if role.name in ("trainer", "rollout") else role
+        for role in job.roles
+    )
     rollout = Incarnation(ReplicaId("rollout/0"), 1)
     launched = ev.Intended(Launch(rollout, tag_of(RUN, rollout), "pool", N1, WHY))
     hearing = Handling(tmp_path, *STANDS_BY, launched, job=msgspec.structs.replace(job, roles=roles))
@@ -269,6 +271,54 @@ def test_two_promotions_at_once_get_different_gpus_and_keep_them(
         assert [promotion.gpus for promotion in with_gpus.handle(hello, peer=b"other")] == [("GPU-c",)]
 
 
+@pytest.fixture
+def restarted(with_gpus: Handling) -> Handling:
+    """The next manager, to which the standby process has reported, and not yet the rollout with GPU-b."""
+    promoted(with_gpus).next_manager()
+    return with_gpus
+
+
+def rollout_hello() -> msg.Hello:
+    rollout = Incarnation(ReplicaId("rollout/0"), 1)
+    return msg.Hello(rollout, tag_of(RUN, rollout), N1, "host", 50, "starting", gpus=("GPU-b",))
+
+
+def test_next_manager_postpones_a_promotion_until_gpus_in_use_are_reported(restarted: Handling) -> None:
+    visible = msgspec.structs.replace(HELLO, gpus=("GPU-b", "GPU-c"))
+    assert restarted.handle(visible, peer=b"worker") == []
+    promotion, welcome = restarted.handle(rollout_hello(), peer=b"rollout")
+    assert (promotion.incarnation, promotion.gpus) == (MEMBER, ("GPU-c",))
+    assert isinstance(welcome, msg.Welcome)
+    assert [repeated.gpus for repeated in restarted.handle(visible, peer=b"worker")] == [("GPU-c",)]
+    assert not state_of(restarted).findings
+
+
+def test_two_standbys_with_postponed_promotions_get_different_gpus(restarted: Handling) -> None:
+    other, second = Incarnation(ReplicaId("standby/n1:1"), 1), Incarnation(ReplicaId("trainer/0.1"), 2)
+    step = tag_of(RUN, other)
+    restarted.fold(ev.Intended(Launch(other, step, "pool", N1, WHY)))
+    restarted.fold(ev.Intended(Launch(second, step, "pool", N1, WHY, standby=other)))
+    restarted.handle(rollout_hello(), peer=b"rollout")
+    assert restarted.handle(HELLO_WITH_GPUS, peer=b"worker") == [], "the other may have a GPU from the last manager"
+    hello = msgspec.structs.replace(HELLO_WITH_GPUS, incarnation=other, tag=step, pid=43)
+    assert sorted(promotion.gpus for promotion in restarted.handle(hello, peer=b"other")) == [("GPU-a",), ("GPU-c",)]
+
+
+def test_promotion_is_refused_without_a_charge_if_gpus_stay_unreported(
+    with_gpus: Handling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rrl.manager.intake.standby_promotion.RECONNECT_TIMEOUT_S", 0.05)
+    starting = Incarnation(ReplicaId("trainer/0.1"), 2)
+    promoted(with_gpus).fold(ev.Intended(Launch(starting, tag_of(RUN, starting), "pool", N1, WHY)))
+    text = "standby/n1#3 is not used: trainer/0.1#2 on n1 has not reported its GPUs"
+    with pytest.raises(Refused, match=text) as refused:
+        asyncio.run(with_gpus.handler.standby_promoter.promote(PROMOTION))
+    failures = state_of(with_gpus).replica(TRAINER).failures
+    with_gpus.fold(ev.IntentSettled(PROMOTION.tag, False, text, reason=refused.value.reason))
+    replica = state_of(with_gpus).replica(TRAINER)
+    assert (replica.status, replica.preferred_node, replica.failures) == (Status.WANTED, N1, failures)
+
+
 # a rollout's: it has its own from the start
 ENGINE, LATER = Incarnation(ReplicaId("standby/n1:rollout"), 1), Incarnation(ReplicaId("rollout/1"), 2)
 
@@ -302,7 +352,7 @@ def test_standby_engine_with_the_gpu_of_another_incarnation_is_failed(with_gpus:
 HELLO_WITH_GPUS = msgspec.structs.replace(HELLO, gpus=("GPU-a", "GPU-b", "GPU-c", "GPU-d"))
 
 
-# ── its log ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── log of a promoted process ──────────────────────────────────────────────────────────────────────────────────────
 def test_log_of_a_promoted_standby_is_linked_to_its_member(standing: Handling) -> None:
     asyncio.run(promoted(standing).handler.standby_promoter.promote(PROMOTION))
     link = standing.run.log_file(tag_of(RUN, MEMBER))
@@ -316,7 +366,7 @@ def test_log_of_a_promoted_standby_is_linked_to_its_member(standing: Handling) -
     assert owner.id == TRAINER
 
 
-# ── launched ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── launches ───────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_standby_is_launched_with_its_role_overlapping_other_steps(tmp_path: Path) -> None:
     job = gang_job(2, 2)
     each = Resources(2, 1, 2**30)

@@ -496,7 +496,7 @@ def test_moved_replica_has_no_failure_and_prefers_its_target_node() -> None:
     assert list(state.orphan_steps) == [tag_of(RUN, R1)]
 
 
-# ── starts that fail, and commands that are done ─────────────────────────────────────────────────────────────────────
+# ── failed starts and completed commands ─────────────────────────────────────────────────────────────────────────────
 def test_only_own_failures_before_any_join_count_as_failed_starts() -> None:
     alone = state_after(*pool(N1, N2), launch(), found(R1, "exit_record", 20.0), fence())
     assert alone.replicas[R1.replica].failed_starts == 1
@@ -558,7 +558,7 @@ def test_agent_report_is_stored_with_its_node() -> None:
     )
 
 
-# ── any order ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── events in any order ──────────────────────────────────────────────────────────────────────────────────────────────
 _replicas = st.sampled_from([*ROLLOUTS, TRAINER, *map(ReplicaId, ("agent/n1", "standby/n1", "ghost/7"))])
 _incarnations = st.builds(Incarnation, _replicas, st.integers(0, 3))
 _nodes = st.sampled_from([N1, N2, N3])

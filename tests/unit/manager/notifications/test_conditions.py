@@ -34,7 +34,7 @@ def test_a_run_in_which_everything_works_has_no_condition() -> None:
     assert held(World(job()).steady()) == []
 
 
-# ── degraded ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── degraded runs ────────────────────────────────────────────────────────────────────────────────────────────────────
 def _lose_for_good(world: World, replica: ReplicaId, times: int) -> None:
     for _ in range(times):
         world.kill(replica)
@@ -84,7 +84,7 @@ def test_end_of_a_run_long_ago_is_no_condition() -> None:
     assert conditions(story.recorded(), story.now + LIMIT_S, None) == []
 
 
-def test_two_ends_of_one_run_have_two_keys() -> None:
+def test_each_end_of_a_resumed_run_has_its_own_notification_key() -> None:
     story = Story().works().ends(Outcome.FAILED, "because")
     (first,) = conditions(story.recorded(), story.now, None)
     story.wait(60).record(ev.Resumed("ada", "r1", story.job)).ends(Outcome.FAILED, "because")

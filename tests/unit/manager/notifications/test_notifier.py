@@ -175,7 +175,7 @@ def test_end_of_the_run_is_sent_before_the_manager_exits(tmp_path: Path) -> None
     assert [one["kind"] for one in received(tmp_path)] == ["failed"]
 
 
-# ── what goes wrong costs one line ───────────────────────────────────────────────────────────────────────────────────
+# ── failed notifications ─────────────────────────────────────────────────────────────────────────────────────────────
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
 
@@ -333,7 +333,7 @@ def test_webhook_that_never_answers_is_logged_in_one_line(
     assert warnings(caplog) == ['notification "failed" was not sent within 2 s, and is given up']
 
 
-# ── managers that die ────────────────────────────────────────────────────────────────────────────────────────────────
+# ── killed managers ──────────────────────────────────────────────────────────────────────────────────────────────────
 _MORTAL_MANAGER = """
 import os, signal, sys, time
 from pathlib import Path
@@ -356,7 +356,7 @@ time.sleep(600)
 
 
 def mortal_manager(run: RunDir, story: Story, root: Path, moment: str) -> subprocess.Popen[bytes]:
-    """Start a manager in a process of its own, which dies by SIGKILL at this moment."""
+    """Start a manager in a process of its own, which is killed by SIGKILL at this moment."""
     state = root / "state"
     state.write_bytes(msgspec.msgpack.encode(story.recorded()))
     return subprocess.Popen([sys.executable, "-c", _MORTAL_MANAGER, str(run.path), str(state), moment])
@@ -416,7 +416,7 @@ def test_claim_whose_writer_died_counts_for_an_hour(tmp_path: Path) -> None:
 
 
 def test_two_managers_at_once_send_one_notification(tmp_path: Path) -> None:
-    """The first was frozen after it had read the claims; the second claims meanwhile."""
+    """The first manager is frozen after it has read the claims; the second one writes its claim during that time."""
     story = ended()
     run = recorded(story, tmp_path, to_file(tmp_path))
     frozen = Notifier(run, lambda: None, lambda: 0, lambda: story.now, QUICK_S)

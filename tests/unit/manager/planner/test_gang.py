@@ -67,7 +67,7 @@ def assert_others_were_not_touched(world: World) -> None:
     }  # fmt: skip
 
 
-# ── launched ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── launches ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_gang_is_launched_whole_and_its_ranks_fill_nodes_in_order() -> None:
     world = World(COLD).steady()
     assert incarnations(world) == dict.fromkeys(MEMBERS, 1)
@@ -233,7 +233,7 @@ def test_gang_with_one_job_per_node_requests_one_job_for_its_lost_node() -> None
     assert world.node_of(M2) not in set(before.values())
 
 
-# ── launches that come to nothing ────────────────────────────────────────────────────────────────────────────────────
+# ── failed launches ──────────────────────────────────────────────────────────────────────────────────────────────────
 def test_rejected_launch_of_a_member_restarts_the_gang() -> None:
     world = World(gang_job(warm=False, spares=2, recovery=Recovery(per_node=1)))
     world.refuse_launch = {N3}
@@ -396,7 +396,7 @@ def test_failure_records_the_runs_step_and_the_incarnations_commits() -> None:
     assert second.step == 2
 
 
-# ── whatever happens ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── random failures ──────────────────────────────────────────────────────────────────────────────────────────────────
 _MEMBERS = st.sampled_from(MEMBERS)
 _ROLLOUTS = st.sampled_from(OTHERS[2:])
 _BLOWS = st.one_of(

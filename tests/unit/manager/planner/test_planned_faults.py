@@ -103,7 +103,7 @@ def test_standby_process_can_be_a_target() -> None:
 
 
 def test_thousand_pending_faults_are_not_compared_with_all_triggered_ones() -> None:
-    """State holds the ids of those that were set off, and is not asked for each."""
+    """The state has the ids of triggered faults as a set, which no fault is compared with one by one."""
     faults = [Fault(f"r0.{i}", FaultKind.KILL, "manager", FaultTrigger(time=float(i))) for i in range(1000)]
     world = World(job(faults=faults)).steady()
     world.play(lambda: len(performed(world)) > 5, timeout_s=20.0)

@@ -123,7 +123,7 @@ def test_run_whose_pool_was_dequeued_once_runs_in_the_next_one() -> None:
     assert world.incarnations() == ONCE
 
 
-# ── one replica fails ────────────────────────────────────────────────────────────────────────────────────────────────
+# ── failure of one replica ───────────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize("replica", ALL)
 def test_a_killed_process_is_restarted_in_place_and_nothing_else_changes(replica: ReplicaId) -> None:
     world = World(job()).steady()

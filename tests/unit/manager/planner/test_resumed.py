@@ -5,7 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from rrl.core.run_spec import EnvSpec, ManagerSpec, RunSpec
+from rrl.core.role_environment import EnvSpec
+from rrl.core.run_spec import ManagerSpec, RunSpec
 from rrl.core.types import NodeName, Outcome, ReplicaId
 from rrl.manager.cluster.base import AllocationState, AllocationStatus
 from rrl.manager.model import events as ev

@@ -1,4 +1,4 @@
-"""What a manager leaves behind about nodes, and that it never waits for the storage that it goes to."""
+"""The records about nodes that a manager writes to the history, without waiting for the storage."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def works() -> RecordedHistory:
     return history
 
 
-# ── what is told ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── records ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_history_begins_with_the_run_and_its_nodes() -> None:
     records = works().records
     assert records[0] == RunStarted(BEGAN, "small", "anna", "lab", "small", 1)
@@ -304,7 +304,7 @@ def test_next_manager_records_nodes_again_and_continues_the_downtime() -> None:
     assert back.gpu_hours == pytest.approx(4 * 36 / 3600, abs=1e-4)
 
 
-# ── where it goes ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── files ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 class _Writer(HistoryWriter):
     """A history writer with the timeline of failures that its manager would pass it."""
 

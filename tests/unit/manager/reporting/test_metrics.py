@@ -1,4 +1,4 @@
-"""What a manager tells Prometheus, and that alerts and dashboard ask for nothing else."""
+"""The metrics of a manager for Prometheus; alerts and dashboard use no others."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def finding(node: str, detector: str = "xid", verdict: Verdict = Verdict.FAIL) -
     return Finding(detector, verdict, Cause.GPU, Remedy.RESET_GPU, BEGAN, evidence, node=NodeName(node))
 
 
-# ── what is told ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── metrics ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_metrics_of_a_running_run_have_its_state_roles_and_steps() -> None:
     found = series(works(), Facts(BEGAN + 50, tokens=4096))
     assert value(found, "rrl_run_info", run="small", job="small", cluster="slurm") == 1

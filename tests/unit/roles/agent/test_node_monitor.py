@@ -253,7 +253,7 @@ def _is_alive(pid: int) -> bool:
         return False
 
 
-# ── what steps take ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── load of steps ────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_agent_reports_cpu_and_gpu_load_of_its_steps(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
         async with node(at) as lab_node:

@@ -103,7 +103,7 @@ def test_call_that_lasts_longer_than_the_read_timeout_is_kept_alive(
 
 
 def test_repeated_call_after_a_broken_connection_joins_its_turn(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
-    """The first connection goes through a relay that closes it once the turn is open."""
+    """The first connection uses a relay that closes it once the turn is open."""
     port = int(scene.server.base_url.rpartition(":")[2].partition("/")[0])
     with socket.create_server(("127.0.0.1", 0)) as listener:
         relay = threading.Thread(target=break_first, args=(listener, port, scene), daemon=True)
@@ -167,7 +167,7 @@ def test_turns_of_another_episode_or_attempt_are_not_continued(scene: Scene) -> 
     assert [turn.parent for turn in scene.opened] == [None, None, None]
 
 
-# ── refused ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── refusals ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_key_of_another_run_is_refused(scene: Scene) -> None:
     for key in ("sk-other", scene.key(secret=bytes(32)), encode_key(EpisodeKey("guess-2", 0, 1), SECRET)):
         with pytest.raises(openai.AuthenticationError) as raised:

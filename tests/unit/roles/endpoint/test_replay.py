@@ -187,7 +187,7 @@ def test_a_key_of_the_attempt_whose_process_died_is_refused(run: Run) -> None:
         run.ask(item, [{"role": "user", "content": "7"}], server)
 
 
-# ── a stream that goes on behind what a relay has ───────────────────────────────────────────────────────────────────
+# ── streams that continue at a relay's position ─────────────────────────────────────────────────────────────────────
 def test_stream_of_a_relay_continues_after_the_position_that_the_relay_has(run: Run) -> None:
     item = run.lease()
     messages: list[Any] = [{"role": "user", "content": "7"}]

@@ -10,9 +10,10 @@ import pytest
 
 from rrl.core.launch import ExitReason, Launch
 from rrl.core.processes import Process, read_process
-from rrl.core.role_environment import prelude
+from rrl.core.role_environment import EnvSpec, prelude
 from rrl.core.run_dir import write_atomically
-from rrl.core.run_spec import ContainerSpec, EnvSpec, Resources, RoleSpec
+from rrl.core.run_spec import ContainerSpec, RoleSpec
+from rrl.core.types import Resources
 from rrl.manager.execute.launch import apptainer
 from rrl.tests.support.listening_manager import Lab, eventually, lab
 from rrl.transport.messages import AgentHeartbeat, AgentHello, StepExit, StepVanished

@@ -15,9 +15,8 @@ import pytest
 
 from rrl.core.launch import ExitReason, Launch
 from rrl.core.processes import MAX_NOFILE
-from rrl.core.role_environment import prelude
+from rrl.core.role_environment import EnvSpec, prelude
 from rrl.core.run_dir import write_atomically
-from rrl.core.run_spec import EnvSpec
 from rrl.core.types import Incarnation, NodeName, ReplicaId
 from rrl.roles.launcher.environment import node_environment, rdma_devices, see_all_gpus, ucx_devices
 from rrl.roles.launcher.gpus import assigned_gpus, assigned_gpus_with_timeout

@@ -1,4 +1,4 @@
-"""A role waits for GPU memory that other processes hold, and starts at once if NVML cannot tell."""
+"""A role waits for GPU memory that other processes use, and starts at once if NVML cannot read it."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def test_reasoning_that_the_family_drops_at_a_new_question_keeps_no_tokens(famil
     assert "because" not in family.tokenizer.decode(family.prompt(conversation))
 
 
-# ── refused ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── refusals ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_model_without_a_tool_parser_is_refused_with_the_key_and_its_values(tmp_path: Path) -> None:
     with pytest.raises(ToolsUnsupported, match=r"tool_parser \(deepseek-v3, glm, qwen3, qwen3.5\)"):
         opened(make(tmp_path, PLAIN_TEMPLATE, tags=False)).with_tools(TOOLS)

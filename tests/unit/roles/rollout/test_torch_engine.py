@@ -274,7 +274,7 @@ def test_probe_fails_with_weights_that_give_nan_logits() -> None:
 
 
 def test_all_tensors_of_the_engine_are_on_the_device_of_the_model() -> None:
-    """There is no GPU here: instead whatever is not put where the model is goes to a device that computes nothing."""
+    """Without a GPU: tensors that are not placed on the model's device are placed on a device that computes nothing."""
     items = [_item(n, length=3 + n % 3, so_far=_prompt(n, n % 2), max_new=4 + n) for n in range(6)]
     student, sampling = harness.learner(), Sampling(segment_tokens=2)
     made = harness.engine(student, sampling=sampling)

@@ -1,4 +1,4 @@
-"""A member and its node's agent, and the agents of other nodes: what is kept, copied, had again, and let go of."""
+"""Snapshots of a member: kept by the agent of its node, copied to agents of other nodes, restored, and released."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ BIG = 24 * 2**20
 
 @pytest.fixture(autouse=True)
 def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second is little on a loaded machine."""
+    """Allow more time for handshakes on a loaded machine."""
     monkeypatch.setattr(stream_connection, "HANDSHAKE_TIMEOUT_S", 10.0)
 
 
@@ -72,7 +72,7 @@ def one(keys: RunKeys, here: SnapshotServer) -> Iterator[SnapshotClient]:
 
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Members of a test are threads of one process, which does not end: it is not waited for."""
+    """Do not wait for the end of a member's process: members of a test are threads of the test's process."""
     monkeypatch.setattr(server_module, "WRITER_END_TIMEOUT_S", 0.0)
 
 
@@ -80,7 +80,7 @@ def steps(stored: list[SnapshotInfo]) -> list[tuple[int, int]]:
     return [(each.step, each.incarnation) for each in stored]
 
 
-# ── on its own node ────────────────────────────────────────────────────────────────────────────────────────────────
+# ── snapshots on the member's node ─────────────────────────────────────────────────────────────────────────────────
 def test_last_two_snapshots_are_kept_and_can_be_read(one: SnapshotClient) -> None:
     contents = {step: keep(one, step, 5 * 2**20 + step) for step in (1, 2, 3)}
     kept = one.list_snapshots()
@@ -96,7 +96,7 @@ def test_unsealed_snapshot_does_not_count_and_leaves_the_one_before_it(one: Snap
     keep(one, 2)
     one.buffer(1000, 3)[:] = b"3" * 1000
     assert steps(one.list_snapshots()) == [(2, 1)]
-    assert bytes(one.buffer(1000, 3)) == b"3" * 1000, "the same view is had again"
+    assert bytes(one.buffer(1000, 3)) == b"3" * 1000, "a repeated request returns the same view"
     one.seal(3).result()
     assert steps(one.list_snapshots()) == [(3, 1), (2, 1)]
 
@@ -113,7 +113,7 @@ def test_memory_of_a_snapshot_grows_with_it_and_is_reused(keys: RunKeys, here: S
 
 
 class FakePinning:
-    """Page-locks nothing, and records the sizes of what is locked."""
+    """A stand-in that locks no pages, and records the sizes of the locked buffers."""
 
     def __init__(self) -> None:
         self.pinned: list[int] = []
@@ -273,7 +273,7 @@ def test_hung_agent_is_not_contacted_at_every_step(
 
 
 def _stop(agent: subprocess.Popen[str]) -> None:
-    """Stop all threads of the agent, and return once none of them can answer any more."""
+    """Stop all threads of the agent; return once none of them can answer."""
     agent.send_signal(signal.SIGSTOP)
     threads = Path(f"/proc/{agent.pid}/task")
     wait_until(lambda: all(stat.read_text().rpartition(")")[2].split()[0] == "T" for stat in threads.glob("*/stat")))
@@ -308,7 +308,7 @@ def test_hung_agent_does_not_delay_a_member_that_has_its_memory(keys: RunKeys, t
         assert steps(client.list_snapshots()) == [(19, 1), (18, 1)]
 
 
-# ── room ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── memory limits ──────────────────────────────────────────────────────────────────────────────────────────────────
 def test_buffer_beyond_memory_share_is_refused_and_snapshots_stay(
     keys: RunKeys, one: SnapshotClient, here: SnapshotServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -362,7 +362,7 @@ def test_two_hundred_steps_take_no_more_memory_and_descriptors_than_two(keys: Ru
 
 
 def _footprint(pid: int) -> tuple[int, int]:
-    """Descriptors, bytes in memory."""
+    """Return the numbers of descriptors and of bytes in memory of a process."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
     rss = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Rss:"))
     return len(os.listdir(f"/proc/{pid}/fd")), rss
@@ -509,7 +509,7 @@ def _stops_on_request(pid: int, monkeypatch: pytest.MonkeyPatch) -> threading.Ev
     return stopped
 
 
-# ── lives ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── fenced incarnations ────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.usefixtures("hasty")
 def test_fenced_member_cannot_change_the_snapshots_of_its_successor(
     keys: RunKeys, one: SnapshotClient, far: SnapshotServer

@@ -1,4 +1,5 @@
-"""Who is let in at an agent's doors for snapshots, and what those who are not can do. tests/security too."""
+"""Authentication at an agent's sockets for snapshots, and the effects of unauthenticated or faulty clients (see also
+tests/security)."""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ def name_of(keys: RunKeys, node: NodeName = NODE) -> str:
 
 
 def _stored(client: SnapshotClient) -> list[SnapshotInfo]:
-    """Strangers may have been before it, and make it wait."""
+    """Keep a snapshot and return the stored ones; [] if the agent refuses because unauthenticated clients occupy it."""
     try:
         client._agent._not_before = 0.0
         keep(client, 1)
@@ -197,7 +198,7 @@ def test_connections_between_different_users_are_refused(keys: RunKeys, here: Sn
         theirs.communicate(timeout=TIMEOUT_S)
 
 
-# ── members that say what makes no sense ───────────────────────────────────────────────────────────────────────────
+# ── invalid messages of members ────────────────────────────────────────────────────────────────────────────────────
 _WHO = msg.Member(GANG, 0, 5)
 _STORED = SnapshotInfo(GANG, 0, 1, 5, 10, bytes(16), True)
 

@@ -1,4 +1,4 @@
-"""Heads, digests, whose turn it is, and how much memory is left: without an agent."""
+"""The format of snapshots without an agent: heads, digests, the choice of the next slot, and the available memory."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_next_slot_is_the_older_snapshot_or_one_of_a_later_step(
     assert next_slot(heads, step) == selector
 
 
-# ── room ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── available memory ───────────────────────────────────────────────────────────────────────────────────────────────
 def _machine(folder: Path, cgroup: str) -> tuple[Path, Path]:
     proc, cgroups = folder / "proc", folder / "cgroup"
     (proc / "self").mkdir(parents=True)
@@ -114,7 +114,7 @@ def test_available_memory_of_the_real_machine_is_positive() -> None:
     assert available_memory() > 2**20
 
 
-# ── what the agent holds ───────────────────────────────────────────────────────────────────────────────────────────
+# ── snapshots that the agent keeps ─────────────────────────────────────────────────────────────────────────────────
 def test_snapshots_of_a_node_share_its_memory_and_closed_ones_free_it() -> None:
     snapshot_buffers = SnapshotBuffers("rrl/test", lambda: 10_000_000)
     try:

@@ -1,4 +1,4 @@
-"""An agent that keeps snapshots, as a run starts it."""
+"""An agent that keeps snapshots, started as in a run."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Members that are killed at any moment: what they leave is always the whole snapshot of their last step or of the one
-before, and never a mixture."""
+"""Members that are killed at any moment leave the complete snapshot of their last step or of the step before it."""
 
 from __future__ import annotations
 
@@ -37,11 +36,11 @@ class Members:
 
     @property
     def begun(self) -> int:
-        """The step that was begun last."""
+        """The newest step that a member has begun."""
         return int(struct.unpack("<Q", self._progress.read_bytes())[0])
 
     def start(self, incarnation: int, where: str) -> int:
-        """A pidfd."""
+        """Start a member; return its pidfd."""
         assert self._forks.stdin is not None
         assert self._forks.stdout is not None
         self._forks.stdin.write(f"{incarnation} {where}\n")
@@ -69,7 +68,7 @@ def live_and_die(members: Members, incarnation: int, where: str, chance: random.
 
 
 def check(members: Members, incarnation: int, where: str) -> None:
-    """What is there for the next life is good, all of it."""
+    """Check that the next incarnation finds only complete snapshots."""
     begun = members.begun
     with member(members.keys, incarnation + 1) as successor:
         kept = successor.list_snapshots()

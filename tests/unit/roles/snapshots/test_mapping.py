@@ -18,7 +18,7 @@ STORED = SnapshotInfo(ReplicaId("trainer/0"), 0, 1, 1, 8, b"", own=True)
 def test_unmappable_memory_loses_only_the_snapshot_and_leaks_no_descriptor(
     use: Callable[[int], object],
 ) -> None:
-    """As under ``vm.overcommit_memory = 2``, or a limit of address space. A pipe cannot be mapped anywhere."""
+    """Mapping fails as under ``vm.overcommit_memory = 2`` or a limit of the address space: a pipe cannot be mapped."""
     fd, other = os.pipe()
     os.close(other)
     with pytest.raises(SnapshotError, match="cannot be mapped"):

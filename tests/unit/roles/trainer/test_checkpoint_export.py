@@ -63,7 +63,7 @@ def _same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
     return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
-# ── what is exported ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── exports ────────────────────────────────────────────────────────────────────────────────────────────────────────
 def _published(run: RunDir, step: int) -> dict[str, Tensor]:
     tensors = msgspec.msgpack.decode((run.path / PUBLISHED / str(step)).read_bytes())
     return {
@@ -146,7 +146,7 @@ def test_export_needs_no_torch(made: CommittedRun, tmp_path: Path) -> None:
     assert _same(_exported(tmp_path / "out"), made.weights(2))
 
 
-# ── what is refused ────────────────────────────────────────────────────────────────────────────────────────────────
+# ── refusals ───────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_a_step_that_is_not_committed_is_refused(made: CommittedRun, tmp_path: Path) -> None:
     shutil.copytree(made.folders[2], made.run.checkpoints / "step-3.1.0")  # written, not committed
     with pytest.raises(ExportRefused, match="step 3 of run is not committed; its checkpoints are those of steps 1, 2"):

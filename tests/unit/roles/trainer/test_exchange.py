@@ -1,4 +1,4 @@
-"""Values that the members of a gang tell each other: never unpickled, whatever a stranger may have put on the wire."""
+"""Values that the members of a gang exchange are never unpickled, whatever another process sends."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_invalid_shard_description_of_another_member_is_refused(tmp_path: Path, 
     assert list(tmp_path.iterdir()) == []
 
 
-# ── what must not be written in this package ───────────────────────────────────────────────────────────────────────
+# ── no unpickling in the package ───────────────────────────────────────────────────────────────────────────────────
 OBJECT_COLLECTIVES = {
     "all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list", "send_object_list",
     "recv_object_list",
@@ -172,7 +172,7 @@ EXCHANGES_PLANS = {"torch.distributed.checkpoint", "torch.distributed.checkpoint
 
 
 def unpickles(source: str) -> list[str]:
-    """Each place in a module that unpickles what comes from outside: ``LINE: what``."""
+    """Return each place in a module that unpickles data from outside, as ``LINE: call``."""
     found: list[tuple[int, str]] = []
     plans: set[str] = set()
     for node in ast.walk(ast.parse(source)):

@@ -1,4 +1,4 @@
-"""Real trainer processes that die at every kind of moment; what they end with is compared bit for bit."""
+"""Real trainer processes that are killed at every kind of moment; their final states are compared bit for bit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Undisturbed = Callable[[int, int], Awaitable[End]]
 
 @pytest.fixture(scope="module")
 def undisturbed_end(tmp_path_factory: pytest.TempPathFactory, processes: ForkServerContext) -> Undisturbed:
-    """What a run of so many members and steps ends with if nobody kills it; each is played once."""
+    """Return the final state of an undisturbed run of so many members and steps; each is computed once."""
     ends: dict[tuple[int, int], End] = {}
 
     async def end(world: int, steps: int) -> End:

@@ -249,7 +249,7 @@ def test_batch_in_micro_batches_has_the_gradient_and_the_metrics_of_the_whole(si
 
 
 def test_members_with_fewer_examples_take_part_in_as_many_micro_batches() -> None:
-    """Else a gang would wait for ever."""
+    """Otherwise a gang would wait without end."""
     pairs = [_example(n) for n in range(7)]
     counted = []
     for rank in range(3):

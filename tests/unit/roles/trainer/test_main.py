@@ -414,10 +414,10 @@ def test_answer_outside_the_vocabulary_ends_the_warm_start_with_exit_code_2(
 
 
 class _RolloutWorker(_Worker):
-    """Leases, one after another, before each of which a version may have come; then it is asked to stop.
+    """A worker that gives leases in sequence, before each of which a version may arrive, and then requests a stop.
 
-    ``segments`` and ``finished``: what was handed over of each; ``appends``: the segments of each append; ``lost``:
-    what the first answer takes away."""
+    ``segments`` and ``finished``: what was appended for each lease; ``appends``: the segments of each append; ``lost``:
+    the trajectories that the first answer names as lost."""
 
     def __init__(
         self, run_dir: RunDir, leases: Sequence[tuple[_Version | None, tuple[Item, ...]]], lost: tuple[int, ...] = ()
@@ -431,7 +431,7 @@ class _RolloutWorker(_Worker):
         self.appends: list[Sequence[Segment]] = []
 
     def on_probe(self, handler: Callable[[], object]) -> None:
-        """Nobody suspects it."""
+        """Ignore the handler: no test here probes."""
 
     def lease(self, at_most: int, *, wait: bool = True) -> tuple[Item, ...]:
         assert at_most == self.job.rollout.lease

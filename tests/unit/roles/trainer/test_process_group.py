@@ -1,4 +1,4 @@
-"""How members of a gang meet, without any process of its own."""
+"""How the members of a gang form a process group, without processes of their own."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _LISTENS = "0A"
 
 
 class Member(SimpleNamespace):
-    """Who waits for word of the others; ``says`` come one after another."""
+    """A member that waits for the addresses of the others; it receives the peer directories ``says`` in this order."""
 
     def __init__(self, *says: Peers) -> None:
         super().__init__(host="127.0.0.1", world=2, launch=SimpleNamespace(incarnation=SECOND))

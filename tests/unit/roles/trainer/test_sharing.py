@@ -1,5 +1,7 @@
-"""Members of a gang as threads, which say what they have over queues instead of gloo: when they end, and what they tell
-the manager meanwhile. What they learn of real parts stands in test_gang."""
+"""Members of a gang as threads, which exchange values over queues instead of gloo.
+
+The tests check when members end, and what they report to the manager. test_gang has training on real parts.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,7 @@ class _Gang:
 
 
 class _Member:
-    """Who is asked to stop after the part ``stops``, or while it waits for the part after it."""
+    """A member that is asked to stop after the part ``stops``, or while it waits for the part after it."""
 
     def __init__(self, rank: int, stops: str) -> None:
         incarnation = Incarnation(member_id(GANG, rank), 1)
@@ -85,7 +87,7 @@ class _Member:
 
 
 def _play(monkeypatch: pytest.MonkeyPatch, **stops: str) -> tuple[list[_Member], list[list[str]]]:
-    """What each member was given. ``stops``: after which part a member (``r0``, ``r1``, …) is asked to stop."""
+    """Return the data of each member. ``stops``: after which part a member (``r0``, ``r1``, …) is asked to stop."""
     gloo = _Gloo()
     monkeypatch.setattr(dist, "send", gloo.send)
     monkeypatch.setattr(dist, "recv", gloo.recv)

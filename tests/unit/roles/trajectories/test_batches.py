@@ -1,4 +1,4 @@
-"""A batch on its way to the trainer, and what each member of a gang gets of it."""
+"""The way of a batch to the trainer, and the share that each member of a gang gets of it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""The store dies at any call that it makes of its disk, by a kill or with the power: what was acknowledged is there,
-the same words get the same answers, and nothing is trained twice. Or that call fails: nothing of it was acknowledged.
+"""The store is killed, or loses power, at any of its disk calls; or that call fails.
+
+After a kill or power loss, all acknowledged data is there, repeated requests get the same answers, and nothing is
+trained twice. If a call fails, nothing that depends on it was acknowledged.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ STEPS = 10
 
 
 def _scripted(folder: Path, disk: FakeDisk) -> Script:
-    """The script as far as it comes. Raises OSError where the disk fails."""
+    """Run the script as far as possible. Raises OSError where the disk fails."""
 
     def noted(promise: int) -> None:
         disk.note = promise

@@ -140,7 +140,7 @@ def test_a_later_batch_is_not_leased_before_an_earlier_one(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("compact_from", [2_000, 2**25])
 def test_a_restarted_store_makes_the_same_thousand_decisions(tmp_path: Path, compact_from: int) -> None:
-    """One store lives on; the other one is opened anew after every second step, which rewrites its log."""
+    """One store stays open; the other one is reopened after every second step, which rewrites its log."""
     one = _open(tmp_path / "one", compact_from=2**25)
     other = _open(tmp_path / "other", compact_from=compact_from)
     decisions = 0
@@ -330,7 +330,7 @@ def test_changed_window_after_a_restart_loses_no_prompt(tmp_path: Path) -> None:
     assert len(before) == first * GROUPS, "neither was any item left out nor asked twice"
 
 
-# ── moves ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── moves of running trajectories ────────────────────────────────────────────────────────────────────────────────────
 def _crowded(folder: Path) -> tuple[Store, list[Item], float]:
     """Rollout 0 works on a whole batch; rollout 1 has four places and nothing to do."""
     store, clock = _open(folder), Clock()

@@ -16,8 +16,10 @@ import pytest
 
 from rrl.config.job.resolve import resolve
 from rrl.config.job.schema import Job
+from rrl.core.run_spec import ModelSpec, RunSpec
 from rrl.core.types import ProbeResult, Version, member_id
 from rrl.roles.checkpoints.retention import CommitStatus
+from rrl.roles.models.tokenizer import Tokenizer, open_tokenizer
 from rrl.roles.trajectories import client as client_module
 from rrl.roles.trajectories import server as server_module
 from rrl.roles.trajectories.batches import decode
@@ -142,7 +144,9 @@ class Crew:
 
 
 @pytest.mark.parametrize("parts", [False, True])
-def test_run_continues_exactly_once_although_the_store_is_killed_repeatedly(process: StoreProcess, parts: bool) -> None:
+def test_each_step_is_trained_exactly_once_although_the_store_is_killed_repeatedly(
+    process: StoreProcess, parts: bool
+) -> None:
     async def run() -> Crew:
         crew = Crew(40, parts)
         process.start(ALL)
@@ -260,7 +264,7 @@ def test_store_is_found_in_the_membership_and_its_incarnation_is_the_epoch() -> 
 
 # ── rounds ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 class Script:
-    """A listener without a socket: what arrived, what was told, and how often the disk was asked meanwhile."""
+    """A listener without a socket: it records requests, replies, and the number of flushes between them."""
 
     def __init__(self, store: Store) -> None:
         self.arrived: deque[Incoming] = deque()
@@ -625,16 +629,19 @@ class Digits:
         return 0.0, 0.0
 
 
-def _prompts(tmp_path: Path, pieces: str = "0123456789", **roles: Any) -> Callable[[int], Any]:
+def _digits_job(pieces: str = "0123456789", **tables: Any) -> RunSpec:
     table = {
         "run": {"name": "test", "steps": 1},
         "model": {"max_length": 20, "tokenizer": {"pieces": pieces}},
         "task": {"function": f"{__name__}:Digits"},
         "sampling": {"max_new_tokens": 8},
-        "roles": roles,
+        **tables,
     }
-    job = resolve(Job.model_validate(table), "python")
-    return server_module._prompts(cast(Any, SimpleNamespace(job=job, launch=SimpleNamespace(cwd=str(tmp_path)))))
+    return resolve(Job.model_validate(table), "python")
+
+
+def _prompts(tmp_path: Path, pieces: str = "0123456789", **roles: Any) -> Callable[[int], Any]:
+    return server_module._prompts_and_evaluations(_digits_job(pieces, roles=roles), tmp_path)[0]
 
 
 def test_prompt_too_long_for_an_answer_is_refused_for_a_built_model(tmp_path: Path) -> None:
@@ -662,8 +669,23 @@ def test_prompt_of_any_length_is_accepted_if_the_model_is_the_users_own(tmp_path
     assert len(_prompts(tmp_path, trainer=own, rollout=own)(100).tokens) == 100
 
 
+def test_store_with_evaluations_opens_the_tokenizer_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[ModelSpec] = []
+
+    def open_and_count(model: ModelSpec) -> Tokenizer:
+        opened.append(model)
+        return open_tokenizer(model)
+
+    monkeypatch.setattr(server_module, "open_tokenizer", open_and_count)
+    job = _digits_job(eval={"every": 1, "count": 2, "task": {"function": f"{__name__}:Digits"}})
+    prompts, evaluations = server_module._prompts_and_evaluations(job, tmp_path)
+    assert evaluations is not None
+    assert prompts(2).tokens == evaluations.prompt(2).tokens
+    assert opened == [job.model]
+
+
 class InThisProcess:
-    """A dialer whose store is here. ``asked``: what it was asked."""
+    """A dialer to a store in this process. ``asked``: the requests."""
 
     def __init__(self, store: Store) -> None:
         self.store = store

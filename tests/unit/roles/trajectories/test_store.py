@@ -95,7 +95,7 @@ def test_new_groups_are_created_after_a_binding_not_a_commit(tmp_path: Path) -> 
     assert lease(store, OTHER) == ()
 
 
-def test_two_rollouts_never_hold_the_same_trajectory(tmp_path: Path) -> None:
+def test_two_rollouts_never_lease_the_same_trajectory(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     mine = {item.trajectory for item in lease(store, ROLLOUT, 3)}
     yours = {item.trajectory for item in lease(store, OTHER, 3)}
@@ -644,7 +644,7 @@ def test_membership_of_one_member_fences_the_previous_gang(tmp_path: Path) -> No
     assert isinstance(store.committed(incarnation_of("trainer/0", 2)), CommittedState)
 
 
-# ── keeping and forgetting ─────────────────────────────────────────────────────────────────────────────────────────
+# ── retention ──────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_last_two_committed_batches_can_be_requested_again_and_older_ones_cannot(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     batches = [train(store, n) for n in range(1, 5)]

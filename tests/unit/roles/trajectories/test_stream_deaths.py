@@ -67,7 +67,7 @@ def _crowded(tmp_path: Path, processes: list[StoreProcess]) -> StoreProcess:
 
 
 async def _grow(client: TrajectoryClient, made: dict[int, int], trajectories: Sequence[int]) -> tuple[int, ...]:
-    """Append a segment to each; returns what the client does not work on any more."""
+    """Append a segment to each; return the trajectories on which the client no longer works."""
     segments = [segment(each, made[each], (5,) * SEGMENT) for each in trajectories]
     gone = await client.append(segments)
     for each in trajectories:
@@ -143,7 +143,7 @@ def test_rollout_that_dies_after_it_was_requested_to_hand_over_leaves_all_its_to
 def test_store_killed_with_moves_under_way_moves_nothing_that_is_not_durable_and_loses_no_token(
     tmp_path: Path, processes: list[StoreProcess]
 ) -> None:
-    """One answer is handed over and not leased again, and another one is requested back, when the store dies."""
+    """The store is killed when one answer is handed over and not leased again, and another one is requested back."""
 
     async def run() -> None:
         process = _crowded(tmp_path, processes)

@@ -1,4 +1,4 @@
-"""Which weight version the store names as the newest, whose reports count, and when a waiting rollout hears of it."""
+"""Which weight version the store names as the newest, which reports it accepts, when it answers a waiting rollout."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def newest(store: Store) -> tuple[Version, list[Incarnation]] | None:
     return None if named is None else (named.version, [holder.incarnation for holder in named.sources])
 
 
-# ── whose reports count ────────────────────────────────────────────────────────────────────────────────────────────
+# ── accepted reports ───────────────────────────────────────────────────────────────────────────────────────────────
 def test_trainer_announces_the_newest_version_and_rollouts_that_serve_it_become_sources(store: Store) -> None:
     assert newest(store) is None
     assert store.report_version(weight_source(TRAINER, 4)) is None
@@ -112,7 +112,7 @@ def test_rollout_gets_at_most_max_sources(store: Store) -> None:
     assert newest(store) == (Version(4, 1), [TRAINER, *rollouts[: MAX_SOURCES - 1]])
 
 
-# ── who waits for news ─────────────────────────────────────────────────────────────────────────────────────────────
+# ── waiting rollouts ───────────────────────────────────────────────────────────────────────────────────────────────
 class StoreFollowers:
     """The followers of one store, at a time that the test sets."""
 

@@ -1,4 +1,4 @@
-"""``late = "wait"``: no token is too old when it is trained, no group is dropped for that, nothing waits for ever."""
+"""``late = "wait"``: no trained token is too old, no group is dropped for its age, and no step waits without end."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ MAX_TICKS = 3000
 """in which the next few steps must come about once nothing goes wrong any more: some 20 times what they take"""
 
 
-# ── whatever happens ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── random runs ────────────────────────────────────────────────────────────────────────────────────────────────────
 @st.composite
 def _settings(draw: st.DrawFn) -> Setting:
     staleness = draw(st.integers(0, 4))
@@ -132,7 +132,7 @@ def _stale(dropped: dict[str, int]) -> int:
     return sum(count for reason, count in dropped.items() if reason.startswith("stale"))
 
 
-# ── one rule at a time ─────────────────────────────────────────────────────────────────────────────────────────────
+# ── single rules ───────────────────────────────────────────────────────────────────────────────────────────────────
 def test_step_is_not_bound_before_the_group_whose_last_step_it_is(tmp_path: Path) -> None:
     store = open_store(tmp_path, staleness=0)
     items = [item.trajectory for item in lease(store, weights=0)]
@@ -171,7 +171,7 @@ def test_step_leaves_no_more_groups_than_the_steps_after_it_have_places_for(tmp_
 
 
 def test_lease_counts_as_begun_before_its_first_token(tmp_path: Path) -> None:
-    """What rollouts hold is as old as the weights they took it with, whether they have said a word of it or not."""
+    """Trajectories are as old as the weights with which they were leased, whether they have tokens or not."""
     store = open_store(tmp_path, staleness=1, max_ahead_batches=9)
     assert len(lease(store, ROLLOUT, weights=0)) == 2 * SIZE
     assert lease(store, OTHER, weights=0) == ()
@@ -234,7 +234,7 @@ def test_store_opened_with_a_smaller_limit_drops_only_groups_that_no_step_can_ta
 
 
 def test_wait_reason_of_outdated_rollouts_says_to_publish(tmp_path: Path) -> None:
-    """A trainer that publishes once and never again: the store says why nothing goes on."""
+    """A trainer publishes only once: the store states why no step is possible."""
     store = open_store(tmp_path, staleness=1, max_ahead_batches=9)
     for number in (1, 2):
         generate(store, at_most=SIZE, weights=0)
@@ -258,7 +258,7 @@ def test_wait_reason_before_the_first_weights_names_the_call_that_is_missing(tmp
     assert store.wait_reason(1) == f"the trainer waits for {BATCH} more of the {BATCH} groups of step 1"
 
 
-# ── what is trained is not biased ──────────────────────────────────────────────────────────────────────────────────
+# ── no bias of trained lengths ─────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize(
     ("waits", "parts", "low", "high"),
     [(True, False, 0.97, 1.03), (True, True, 0.97, 1.03), (False, False, 0.0, 0.9), (False, True, 0.0, 0.9)],

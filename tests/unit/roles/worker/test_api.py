@@ -365,7 +365,7 @@ def test_commit_is_preceded_by_the_clock_and_waits_of_the_thread_at_work_are_idl
     play(story)
 
 
-# ── the manager goes and comes ─────────────────────────────────────────────────────────────────────────────────────
+# ── restarts of the manager ────────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize("content", [b"", b'{"epoch":1', b"\0" * 40, b"[]", b'{"epoch":1,"endpoint":"\xff"}'])
 def test_unreadable_address_counts_as_missing(scene: Scene, content: bytes) -> None:
     with not_started(scene.worker(crew.REWARD)) as me:
@@ -492,7 +492,7 @@ def test_step_is_committed_in_another_thread_during_the_next_batch(scene: Scene,
     play(story)
 
 
-# ── the store goes and comes ───────────────────────────────────────────────────────────────────────────────────────
+# ── restarts of the store ──────────────────────────────────────────────────────────────────────────────────────────
 def test_unreachable_store_does_not_end_other_roles(scene: Scene) -> None:
     async def story() -> None:
         store = scene.open_store()

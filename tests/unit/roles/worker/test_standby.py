@@ -389,7 +389,7 @@ def test_fenced_promoted_standby_ends_at_once(scene: Scene, admits: None, how: s
     play(story)
 
 
-# ── what it does not take ──────────────────────────────────────────────────────────────────────────────────────────
+# ── CPU priority and GPUs ──────────────────────────────────────────────────────────────────────────────────────────
 _NICE = """
 import rrl
 def nice():

@@ -66,7 +66,7 @@ def test_step_without_its_last_part_cannot_be_committed() -> None:
     assert steps.get(9).metrics.keys() == {"reward", "parts", "token_age_p50", "token_age_max", "token_age_run_max"}
 
 
-def test_parts_that_come_again_are_counted_once() -> None:
+def test_repeated_part_is_counted_once() -> None:
     steps = UncommittedSteps(None)
     for part in (FIRST, FIRST, SECOND):
         steps.add(part)

@@ -1,4 +1,4 @@
-"""The control plane on loopback: who gets in, what gets lost, and what happens when the listener changes."""
+"""The control plane on loopback: authentication, lost messages, and changes of the listener."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def port_of(listener: Listener) -> int:
 
 
 def raw_dealer(context: zmq.Context[zmq.Socket[bytes]], keys: RunKeys | None = KEYS) -> zmq.Socket[bytes]:
-    """A member of the run (or, without keys, a stranger) who does not keep to the protocol above zmq."""
+    """A member of the run (or a client without keys) that violates the protocol above ZeroMQ."""
     socket = context.socket(zmq.DEALER)
     socket.set(zmq.LINGER, 0)
     if keys is not None:
@@ -207,7 +207,7 @@ def test_closed_dialer_fails_open_requests_and_sends_its_last_messages() -> None
     run(test())
 
 
-# ── who gets in ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── authentication ─────────────────────────────────────────────────────────────────────────────────────────────────
 def test_client_with_a_key_of_another_run_cannot_connect() -> None:
     async def test() -> None:
         other = RunKeys.make()
@@ -299,7 +299,7 @@ def test_frames_that_cannot_be_read_are_dropped_and_counted() -> None:
     run(test())
 
 
-# ── loss and return ────────────────────────────────────────────────────────────────────────────────────────────────
+# ── lost connections and messages ──────────────────────────────────────────────────────────────────────────────────
 def test_reconnect_sends_hello_and_open_requests_again() -> None:
     async def test() -> None:
         async with listening() as listener, Proxy(port_of(listener)) as proxy:

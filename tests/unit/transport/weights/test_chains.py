@@ -1,4 +1,4 @@
-"""Whom a receiver asks: properties of the order, for any run and whatever each has heard."""
+"""The sources that a receiver requests: properties of their order, for any run and any knowledge of the receivers."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_overtaken_receiver_pulls_from_the_publisher_first() -> None:
     assert [each.incarnation.replica for each in direct] == ["trainer/0", *names(1, 0)]
 
 
-# ── what always holds ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── invariants ─────────────────────────────────────────────────────────────────────────────────────────────────────
 @settings(max_examples=30, deadline=None)
 @given(runs)
 def test_publisher_is_the_first_source_of_at_most_two_and_every_receiver_reaches_it(
@@ -117,7 +117,7 @@ def test_publisher_is_the_first_source_of_at_most_two_and_every_receiver_reaches
 def test_no_knowledge_of_receivers_leads_to_a_cycle_of_waits(
     drawn: tuple[set[int], int], chance: random.Random
 ) -> None:
-    """Who waits for whom: for one that has not got the version. Each sees some of the others, and some as complete."""
+    """Each receiver that lacks the version knows some of the others, and some of these as complete."""
     there, chain = drawn
     complete = {index for index in there if chance.random() < 0.3}
     waits: dict[int, list[int]] = {}

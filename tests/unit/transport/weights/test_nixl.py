@@ -190,7 +190,7 @@ def test_connection_abandoned_during_a_read_leaves_its_slot_to_the_read(reads: N
 
 
 def test_connection_closed_while_nixl_is_busy_does_not_delay_other_reads(reads: NixlRuntime) -> None:
-    """It leaves its peer behind a registration that takes long; the thread that reads goes on meanwhile."""
+    """The reader leaves its peer during a registration that takes long; its thread continues."""
     with stopped(reads) as (still, remote, landing):
         leaving = threading.Thread(target=reads.release_remote, args=(remote,))
         with reads._remotes_lock:
@@ -325,7 +325,7 @@ def test_metadata_of_another_peer_is_refused(reads: NixlRuntime) -> None:
 
 # ── ports ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 def deaf(reads: NixlRuntime) -> bool:
-    """Nobody can connect to any port of NIXL's UCX."""
+    """No process can connect to any port of NIXL's UCX."""
     ports = [at for at in attacks.ports_of(os.getpid()) if at[1] in reads.ports]
     assert ports
     return all(attacks.deaf(at) for at in ports[:1])

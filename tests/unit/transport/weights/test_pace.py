@@ -1,4 +1,4 @@
-"""How long the silence of a source is normal."""
+"""The time after which the silence of a source is not normal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_timeout_is_a_multiple_of_the_usual_time_and_covers_several_not_ready_re
     assert pace.timeout() == MIN_CHUNK_TIMEOUT_S >= 4 * NOT_READY_INTERVAL_S
 
 
-def test_one_odd_chunk_changes_little_and_a_new_pace_is_learnt_within_a_window() -> None:
+def test_timeout_ignores_one_slow_chunk_and_follows_a_new_pace_within_a_window() -> None:
     pace = AdaptiveTimeout()
     for _ in range(20):
         pace.observe(0.1)

@@ -253,7 +253,8 @@ async def stopped_halfway(transport: WeightTransport, at: str, pid: int, into: m
 
 
 def test_stopped_source_without_a_connection_costs_one_timeout(kind: str, run: Run) -> None:
-    """However many chunks are asked of it at once: it accepts connections, as the kernel does for who is stopped."""
+    """The number of requested chunks does not matter: connections are accepted, as the kernel does for a stopped
+    process."""
 
     async def test() -> None:
         with socket.create_server(("127.0.0.1", 0), backlog=16) as stopped:
@@ -347,8 +348,8 @@ def test_only_source_is_requested_again_after_one_corrupt_chunk(kind: str, run: 
     run(test())
 
 
-def test_a_slow_source_is_kept_as_long_as_it_gives(kind: str, run: Run) -> None:
-    """However long the whole version takes, and each chunk: patience is with silence."""
+def test_slow_source_is_kept_while_it_sends_chunks(kind: str, run: Run) -> None:
+    """The duration of the version and of each chunk does not matter; only silence ends a source."""
 
     class Slow(SpyTransport):
         one_at_a_time = asyncio.Lock()
@@ -488,7 +489,7 @@ def test_an_error_in_one_fetch_ends_the_other_fetches_before_the_pull_raises(kin
     run(test())
 
 
-# ── the other end ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── server side ────────────────────────────────────────────────────────────────────────────────────────────────────
 def connections(transport: WeightTransport) -> int:
     """That it serves."""
     (_, desk), *_ = transport._served  # type: ignore[attr-defined]
@@ -558,7 +559,7 @@ def test_waiting_request_occupies_only_its_connection_and_ends_with_it(kind: str
     run(test())
 
 
-# ── who is spoken to ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── authentication ─────────────────────────────────────────────────────────────────────────────────────────────────
 def test_secret_of_another_run_is_refused_by_the_connecting_side(kind: str, run: Run) -> None:
     async def test() -> None:
         async with served(kind, holding()) as at, transport_for(kind, b"t" * 32) as pipe:

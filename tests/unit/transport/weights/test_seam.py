@@ -1,4 +1,4 @@
-"""Rules of the seam that need no network."""
+"""Rules of the interface of weight transports that need no network."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is held, what is given up, and what a manifest proves. No network here."""
+"""Which versions the weight store keeps and evicts, and which errors a manifest detects, without a network."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def test_evicted_version_stays_valid_for_its_readers() -> None:
     assert held.flat == flat
 
 
-# ── what others may read of it ─────────────────────────────────────────────────────────────────────────────────────
+# ── reads by other members ─────────────────────────────────────────────────────────────────────────────────────────
 def test_each_chunk_of_an_arriving_version_can_be_read_once_it_is_verified() -> None:
     store = WeightStore()
     manifest, flat = made(V1)

@@ -1,4 +1,4 @@
-"""Receivers that stand in a chain, over every pipe: who gives what to whom, and what a bad one among them costs.
+"""Receivers in a chain over every transport: which source serves which receiver, and the cost of a faulty one.
 
 The publisher is fed chunk by chunk, so that each fault comes at a known place: some chunks have passed, others not yet.
 """
@@ -41,38 +41,38 @@ NEWER = Version(4, 1)
 
 @pytest.fixture(autouse=True)
 def connections_may_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine. Nobody here is dead before it has been connected to, unless the kernel says so at once."""
+    """Allow for a busy machine: no source counts as dead before a connection, unless the kernel reports it."""
     for module, name in ((connection, "HANDSHAKE_TIMEOUT_S"), (tcp, "CONNECT_TIMEOUT_S"), (ucx, "CONNECT_TIMEOUT_S"),
                          (pull, "FIRST_CHUNK_TIMEOUT_S")):  # fmt: skip
         monkeypatch.setattr(module, name, TIMEOUT_S)
 
 
 def quick() -> AdaptiveTimeout:
-    """Half a second of silence is enough, once a connection is there."""
+    """Return a timeout of half a second once the connection is established."""
     return AdaptiveTimeout(TIMEOUT_S, 0.5)
 
 
 class Chain:
-    """A publisher and three receivers, the middle one of which is the test's affair."""
+    """A publisher and three receivers, of which the test itself plays the middle one."""
 
     def __init__(self, publisher: Publisher, at: WeightSource, first: Receiver, last: Receiver) -> None:
         self.publisher, self.at, self.first, self.last = publisher, at, first, last
         self.middle = weight_source("", "rollout/1", None)
         self.named = True
-        """somebody has heard of the middle one"""
+        """True if the middle receiver is announced."""
         self._begun = False
 
     def holders(self) -> list[WeightSource]:
         return [self.at, self.first.source, *([self.middle] if self.named else []), self.last.source]
 
     def _last_known(self) -> list[WeightSource]:
-        """By the last one: before it has begun it knows nobody else, however long a connection takes."""
+        """Return the holders that the last receiver knows: until it begins, only the middle one, if announced."""
         return self.holders() if self._begun or not self.named else [self.middle]
 
     async def half(
         self, stack: AsyncExitStack, last: AdaptiveTimeout
     ) -> tuple[asyncio.Task[Manifest], asyncio.Task[Manifest]]:
-        """Some chunks have come to the last one, past all the others."""
+        """Let some chunks arrive at the last receiver through all the others."""
         stack.enter_context(self.publisher.publishing())
         self.publisher.feed(HALF)
         first = asyncio.create_task(
@@ -86,7 +86,7 @@ class Chain:
         return first, pulling
 
     async def rest(self, first: asyncio.Task[Manifest], last: asyncio.Task[Manifest]) -> None:
-        """The publisher goes on; both get everything, and each chunk left the publisher once."""
+        """Publish the rest: both receivers get everything, and the publisher sends each chunk once."""
         self.publisher.feed()
         await asyncio.gather(first, last)
         assert complete(self.first.store)
@@ -103,7 +103,7 @@ async def chained(kind: str, stack: AsyncExitStack) -> Chain:
     return Chain(publisher, weight_source(at, version=VERSION), first, last)
 
 
-# ── a chain that works ─────────────────────────────────────────────────────────────────────────────────────────────
+# ── a working chain ────────────────────────────────────────────────────────────────────────────────────────────────
 def test_chunks_pass_down_the_chain_while_the_version_is_still_arriving(kind: str, run: Run) -> None:
     async def test() -> None:
         async with AsyncExitStack() as stack:
@@ -178,7 +178,7 @@ def test_source_that_is_itself_waiting_does_not_count_as_hung(kind: str, run: Ru
     run(test())
 
 
-# ── one that does not ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── a chain with a faulty member ───────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
 def test_receiver_skips_a_dead_or_hung_neighbour(kind: str, run: Run, fault: signal.Signals) -> None:
     async def test() -> None:

@@ -1,4 +1,4 @@
-"""How UCX is set up: what docs/sources.md says that it must be told. What it then does is tested over all pipes."""
+"""The settings of UCX that docs/sources.md requires. Its transfers are tested over all transports."""
 
 from __future__ import annotations
 

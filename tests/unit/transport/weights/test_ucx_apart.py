@@ -49,7 +49,7 @@ def passes(*argv: str, timeout_s: float = TIMEOUT_S) -> None:
     assert child.returncode == 0, child.stdout[-5000:] + child.stderr[-2000:]
 
 
-def test_weights_move_over_ucx_through_deaths_late_joiners_relays_and_strangers() -> None:
+def test_representative_tests_of_weight_transports_pass_over_ucx() -> None:
     """All in one process, because each start of pytest takes seconds of CPU."""
     passes(*MODULES, STRANGERS, "-k", " or ".join((*WHOLE, *REPRESENTATIVE)))
 

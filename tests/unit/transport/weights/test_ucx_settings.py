@@ -1,4 +1,5 @@
-"""What UCX is told: its TCP transport stays off unless one address is trusted, whatever the environment says."""
+"""The settings given to UCX: its TCP transport stays off unless an address is trusted, whatever the environment
+contains."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a confirmation of ``rrl top`` says will happen."""
+"""The effects that the confirmations of ``rrl top`` announce."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_every_kind_of_fault_has_a_text() -> None:
     assert set(FAULT_TEXTS) == set(FaultKind)
 
 
-def test_restart_of_a_replica_that_does_not_run_says_so(root: Path) -> None:
+def test_restart_of_a_replica_without_a_process_is_described_as_a_start(root: Path) -> None:
     story = allowing()
     story.loses("rollout/1")
     story.fences("rollout/1")

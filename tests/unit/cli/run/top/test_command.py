@@ -1,4 +1,4 @@
-"""``rrl top`` as a command: what it needs, and that it can always be left."""
+"""``rrl top`` as a command: its requirements, and that it can always be quit."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_textual_is_imported_by_this_command_alone() -> None:
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "False\n"
 
 
-def test_key_ends_it_and_the_terminal_is_left_as_it_was(root: Path) -> None:
+def test_key_quits_top_and_restores_the_terminal(root: Path) -> None:
     Story("quick-1").works().written(root)
     with Terminal(PROGRAM, {}, 80, 24) as terminal:
         eventually(lambda: "quick-1" in "\n".join(terminal.lines))
@@ -71,7 +71,7 @@ def test_key_ends_it_and_the_terminal_is_left_as_it_was(root: Path) -> None:
         assert "Traceback" not in terminal.drawn
 
 
-def test_it_can_be_left_while_the_storage_hangs(root: Path) -> None:
+def test_top_can_be_quit_while_the_storage_hangs(root: Path) -> None:
     run = Story("quick-1").works().written(root)
     os.mkfifo(run.journal / "000009-000001.seg")  # whoever opens it waits for ever
     with Terminal(PROGRAM, {}, 80, 24) as terminal:

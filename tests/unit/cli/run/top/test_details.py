@@ -1,4 +1,4 @@
-"""The views of one replica and one node have what the state knows about them."""
+"""The views of one replica and one node show what the state contains about them."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_node_shows_what_the_cluster_says_and_what_runs_there() -> None:
     assert "allocation  small-1120-064114.pool (job 77)" in shown
 
 
-def test_rows_of_nodes_say_what_each_does() -> None:
+def test_row_of_a_node_shows_its_state_and_replicas() -> None:
     story = node_lost()
     rows = {row.key: [cell.plain for cell in row.cells] for row in node_rows(story.recorded(), story.now)}
     assert rows["n1"][:3] == ["n1", "in use", "trajectories/0, reward/0"]

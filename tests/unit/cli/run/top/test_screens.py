@@ -147,7 +147,7 @@ def test_without_runs_the_table_is_empty(root: Path) -> None:
     play(scene, 0.0)
 
 
-# ── what is wrong with a run ───────────────────────────────────────────────────────────────────────────────────────
+# ── runs that cannot be read ───────────────────────────────────────────────────────────────────────────────────────
 def test_journal_of_an_older_rrl_is_named_and_hides_no_other_run(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rrl.manager.storage.journal.SCHEMA", 1)
     written(Story("old-1").works(), root)
@@ -316,7 +316,7 @@ def test_replica_shows_the_end_of_its_log_and_new_lines(root: Path) -> None:
     play(scene, story.now, (100, 30), run)
 
 
-def test_replica_without_a_log_says_so(root: Path) -> None:
+def test_screen_of_a_replica_shows_a_log_that_begins_later(root: Path) -> None:
     story = allowing()
     run = opened(story, root)
 
@@ -473,7 +473,7 @@ def test_rank_of_a_gang_is_restarted_with_all_its_ranks(root: Path) -> None:
     play(scene, story.now, opened=run)
 
 
-# ── the whole ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── whole sessions ─────────────────────────────────────────────────────────────────────────────────────────────────
 def test_help_lists_the_keys_of_the_screen_from_which_it_is_called(root: Path) -> None:
     story = allowing()
     run = opened(story, root)

@@ -137,7 +137,7 @@ def test_main_threads_group_like_whole_dumps() -> None:
     assert "rrl-link" not in main_threads_only({7: DUMP})[7]
 
 
-# ── what all ranks have in common ────────────────────────────────────────────────────────────────────────────────────
+# ── common stacks ────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_ranks_at_one_line_have_a_common_stack() -> None:
     dumps = gang(WAITS, WAITS, WAITS)
     assert common_stack(dumps, list(dumps)) == "\n".join(WAITS)

@@ -38,7 +38,7 @@ def test_trainer_is_not_charged_while_the_store_has_no_complete_step() -> None:
     assert trace.found() == set()
 
 
-def test_time_begins_again_when_the_store_gets_a_request() -> None:
+def test_time_of_untaken_data_restarts_when_the_store_gets_a_request() -> None:
     trace = job()
     trace.play(LIMIT_S - 5)
     trace.data_untaken = False
@@ -115,7 +115,7 @@ def test_rank_that_requests_data_itself_and_stays_behind_is_charged() -> None:
     assert trace.found() == {fail("data_untaken", RANK_1)}
 
 
-def test_standing_run_charges_the_trainer_and_not_the_idle_store() -> None:
+def test_stalled_run_charges_the_trainer_and_not_the_idle_store() -> None:
     trace = job()
     for rollout in ROLLOUTS:
         trace.enter(rollout, "wait_work")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from rrl.core.launch import ExitReason
-from rrl.core.phases import PHASES
-from rrl.core.run_spec import Limits, PhaseSpec
+from rrl.core.phases import PHASES, PhaseSpec
+from rrl.core.run_spec import Limits
 from rrl.core.types import Cause, Incarnation, ReplicaId
 from rrl.health.detection.attribution.wait_chains import blame_ends_of_wait_chains
 from rrl.health.detection.detectors.progress import ENDLESS_WAIT_FACTOR
@@ -70,7 +70,7 @@ def test_trainer_waiting_for_generating_rollouts_blames_none() -> None:
     assert trace.found() == set()
 
 
-def test_none_is_blamed_while_a_rollout_is_replaced() -> None:
+def test_no_replica_is_blamed_while_a_rollout_is_replaced() -> None:
     trace = job("wait_data", "wait_work")
     trace.play(LONG - 100)
     trace.monitor.remove(ROLLOUTS[0])

@@ -253,7 +253,7 @@ def test_node_without_tensor_core_loads_makes_no_later_step_a_hang() -> None:
     assert trace.found() == set()
 
 
-# ── and what is none ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── idle states that are no hang ─────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize("phase", ["train", "between"])
 def test_working_evaluation_of_forty_minutes_is_no_hang(phase: str) -> None:
     trace = training()

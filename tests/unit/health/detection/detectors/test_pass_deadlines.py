@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rrl.core.phases import PHASES
-from rrl.core.run_spec import Limits, PhaseSpec
+from rrl.core.phases import PHASES, PhaseSpec
+from rrl.core.run_spec import Limits
 from rrl.core.types import Incarnation, NodeName, ReplicaId, member_id
 from rrl.health.detection.detectors.pass_deadlines import MAX_BLIND_TRAINING_S, MAX_STORAGE_STALL_S
 from rrl.tests.support.health.traces import IDLE, LIMITS, ROLLOUT, STORE, TRAINER, Trace, fail, until_found

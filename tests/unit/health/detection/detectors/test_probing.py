@@ -65,7 +65,7 @@ def stop_heartbeats(trace: Trace, load: tuple[float, float | None, float | None]
         trace.loads[ROLLOUT] = load
 
 
-# ── who fails ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── replicas that fail ───────────────────────────────────────────────────────────────────────────────────────────────
 def test_dead_engine_in_a_live_idle_process_fails_within_half_a_minute() -> None:
     trace = generating()
     trace.answers = {ROLLOUT: None}
@@ -160,7 +160,7 @@ def test_false_progress_warns_and_fails_without_an_answer() -> None:
     assert trace.found() == {fail("no_answer", ROLLOUT)}
 
 
-# ── who does not ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── replicas that do not fail ────────────────────────────────────────────────────────────────────────────────────────
 def test_replica_waiting_for_a_tool_answers_probes_and_has_no_finding() -> None:
     trace = generating()
     stop_heartbeats(trace, IDLE)
@@ -291,7 +291,7 @@ def test_replica_with_a_late_probe_handler_is_probed_in_its_next_phase() -> None
     assert until_found(trace, 100) <= EARLY_PROBE_S + IDLE_ANSWER_SHARE * LIMITS.probe + 4
 
 
-# ── who merely waits ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── waiting replicas ─────────────────────────────────────────────────────────────────────────────────────────────────
 def waiting_rollouts(answer: tuple[ProbeResult, str] | None = WORKS) -> Trace:
     """Return two idle, healthy rollouts without work that answer probes as given."""
     trace = Trace().node("n1", *ROLLOUTS[:2], phase="wait_work")

@@ -7,8 +7,8 @@ from math import inf, nextafter
 import pytest
 
 from rrl.core.launch import ExitReason
-from rrl.core.phases import PHASES, Phase
-from rrl.core.run_spec import Limits, PhaseSpec
+from rrl.core.phases import PHASES, Phase, PhaseSpec
+from rrl.core.run_spec import Limits
 from rrl.core.types import Cause, Flag, Incarnation, NodeName, RaisedException, Remedy, ReplicaId
 from rrl.health.detection.detect import detect
 from rrl.health.detection.detectors.base import SLOW_START_FACTOR
@@ -657,7 +657,7 @@ def test_first_training_step_of_hours_is_no_hang() -> None:
     assert trace.found() == set()
 
 
-# ── bounds of the job's own ──────────────────────────────────────────────────────────────────────────────────────────
+# ── bounds that the job sets ─────────────────────────────────────────────────────────────────────────────────────────
 def test_job_settings_move_the_bounds_of_a_phase() -> None:
     limits = Limits(first_pass=0.0, phases={"train": PhaseSpec(shortest=30.0, longest=100.0)})
     trace = Trace(limits).node("n1", TRAINER, phase="train")

@@ -1,4 +1,4 @@
-"""The NVML reader when the driver does not answer as it should: a value less with its reason, never a crash."""
+"""The NVML reader when the driver fails: a missing value has its reason, and the reader never crashes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def read_fresh() -> tuple[Gpu, ...]:
 def test_error_of_any_nvml_function_loses_only_its_value_and_states_the_reason(
     driver: FakeDriver, monkeypatch: pytest.MonkeyPatch, error: str
 ) -> None:
-    """Of the first GPU; for a reader that comes, and for one that it answered until now. The second GPU is as ever."""
+    """Check the first GPU with a new reader and with one that has read before; the second GPU keeps its values."""
     for often in ("MEDIUM_EVERY", "SLOW_EVERY", "FIXED_EVERY"):
         monkeypatch.setattr(queries, often, 1)
     driver.set(None, "memory_reserved", 0)  # an older function tells it, too
@@ -242,7 +242,7 @@ def test_xids_of_other_gpus_are_read_if_one_gpu_has_no_events(driver: FakeDriver
         assert [xid.xid for xid in reader.read().xids] == [code]
 
 
-# ── drivers that are absent, go, and come ────────────────────────────────────────────────────────────────────────────
+# ── absent, unloaded and reloaded drivers ────────────────────────────────────────────────────────────────────────────
 def test_without_the_nvml_library_the_reader_is_absent() -> None:
     output = result_of_child({})
     assert output == "NotInstalled: libnvidia-ml.so.1 is not found: no NVIDIA driver is installed"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rrl.core.run_spec import Resources
+from rrl.core.types import Resources
 from rrl.manager.cluster.slurm.parsing import Unreadable
 from rrl.manager.cluster.slurm.requests import Partition, eligible, gpus_by_type, read_partitions, seconds_of
 

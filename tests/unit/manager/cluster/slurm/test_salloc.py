@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rrl.core.run_spec import Resources
+from rrl.core.types import Resources
 from rrl.manager.cluster.base import AllocationRequest, AllocationState, Refused
 from rrl.manager.cluster.slurm.cluster import SlurmCluster
 from rrl.manager.cluster.slurm.commands import SlurmLimits

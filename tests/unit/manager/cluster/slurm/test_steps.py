@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rrl.core.run_spec import Resources
-from rrl.core.types import NodeName
+from rrl.core.types import NodeName, Resources
 from rrl.manager.cluster.base import Step
 from rrl.manager.cluster.slurm.commands import SlurmLimits
 from rrl.manager.cluster.slurm.steps import Sruns

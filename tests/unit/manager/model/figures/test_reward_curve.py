@@ -26,7 +26,7 @@ def test_first_and_last_ten_rewards_and_a_curve_are_kept() -> None:
     assert [*rewards.points[:2], *rewards.points[-2:]] == [2.5, 6.5, 594.5, 598.5], "each the mean of four steps"
 
 
-def test_no_report_means_no_reward() -> None:
+def test_steps_without_a_reported_reward_leave_no_figures() -> None:
     rewards = reported((1, None), (3, None))
     assert (rewards.mean_first, rewards.mean_last, rewards.latest, rewards.points) == (None, None, None, ())
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from rrl.core.run_spec import Resources
-from rrl.core.types import Outcome
+from rrl.core.types import Outcome, Resources
 from rrl.manager.model import events as ev
 from rrl.manager.model.figures.training_time import (
     MAX_COMMITS,
@@ -31,7 +30,7 @@ def test_seconds_count_by_their_share() -> None:
     assert [time.seconds(at) for at in (100.0, 110.0, 130.0, 150.0, 170.0, 190.0, 500.0)] == [0, 0, 20, 40, 50, 60, 60]
 
 
-def test_work_that_ended_in_the_past_is_taken_back_up_to_the_last_change() -> None:
+def test_work_that_ended_in_the_past_is_subtracted_back_to_the_last_change() -> None:
     time = with_work(begun(0.0), {"trainer": 1}, 1.0, 50.0)
     hung = with_work(time, {}, 0.0, 80.0)
     assert hung.seconds(200.0) == 30
@@ -72,7 +71,7 @@ def test_seconds_of_a_step_are_the_median_of_the_newest_steps() -> None:
     assert reported_late.seconds_per_step == 2.0, "four steps were committed while no manager ran"
 
 
-def test_sixteen_machines_against_sixteen_count_as_half() -> None:
+def test_sixteen_rollouts_of_eight_gpus_weigh_as_much_as_a_trainer_of_128_gpus() -> None:
     gang = gang_job(ranks=128, per_node=8, rollouts=16)
     gpus = {"trainer": Resources(1, 1), "rollout": Resources(8, 8)}
     roles = tuple(replace(role, per_member=gpus.get(role.name, role.per_member)) for role in gang.roles)
@@ -84,7 +83,7 @@ def test_sixteen_machines_against_sixteen_count_as_half() -> None:
     assert effective_share(machines, {"rollout": 16}, committed=False) == 0.0
 
 
-def test_without_gpus_nodes_are_weighed() -> None:
+def test_members_without_gpus_are_weighted_by_their_nodes() -> None:
     gang = gang_job(ranks=4, per_node=2, rollouts=3)
     assert member_weights(gang) == ("node", {"trainer": 0.5, "rollout": 1.0})
     assert effective_share(gang, {"rollout": 3}, committed=True) == 3 / 5

@@ -337,7 +337,7 @@ def test_dequeued_heterogeneous_job_is_repeated_under_other_tags_within_limits()
     assert world.decided(Finish)[0].outcome is Outcome.FAILED
 
 
-# ── what can never be met ────────────────────────────────────────────────────────────────────────────────────────────
+# ── unsatisfiable requests ───────────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize("form", ["replica", "hetjob"])
 def test_unsatisfiable_first_request_ends_the_run_with_the_clusters_message(form: str) -> None:
     world = World(in_node_groups(form))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from rrl.core.run_spec import EnvSpec, HealthSpec, Recovery
+from rrl.core.role_environment import EnvSpec
+from rrl.core.run_spec import HealthSpec, Recovery
 from rrl.core.types import AGENT, Cause, Evidence, Finding, NodeName, Remedy, ReplicaId, Verdict, replica_id, role_of
 from rrl.manager.cluster.base import NodeState, NodeStatus
 from rrl.manager.model import events as ev
@@ -29,7 +30,7 @@ def world(*, may: bool = True, spares: int = 1, nodes: int | None = None, **reco
     return made.all_up()
 
 
-# ── drained ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── drains ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_node_with_a_hardware_fault_is_drained_once_with_run_and_reason() -> None:
     w = world()
     node = w.node_of(R0)
@@ -143,7 +144,7 @@ def test_only_one_of_two_stragglers_leaves_its_node_if_there_is_one_spare() -> N
     assert w.works()
 
 
-# ── the brake ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── circuit breaker and outages ──────────────────────────────────────────────────────────────────────────────────────
 def test_no_other_node_is_excluded_during_an_outage() -> None:
     w = world(spares=4)
     down = sorted(set(w.state.nodes) - {replica.node for replica in workers(w.state)})[:3]
@@ -209,7 +210,7 @@ def test_refused_drain_leaves_the_node_excluded_and_is_requested_once() -> None:
     assert w.node_of(R0) != node
 
 
-# ── given back ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── releases ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_excluded_pool_node_is_released_once_drained_while_the_others_stay() -> None:
     w = world()
     node, before = w.node_of(R0), w.incarnations()
@@ -306,7 +307,7 @@ def test_failed_node_is_drained_before_its_release_in_form_replica_too() -> None
     assert kinds == [Drain, Release]
 
 
-# ── used again ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── readmission ──────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_exclusion_without_proof_expires_and_its_duration_doubles_each_time() -> None:
     w = world(spares=1, exclusion=HOUR, drain=False)
     w.shrinks = "no"
@@ -440,7 +441,7 @@ def test_requests_exclude_bad_nodes_and_have_the_remaining_walltime() -> None:
     assert more.request.walltime <= first.request.walltime - 1000.0
 
 
-# ── what people order ────────────────────────────────────────────────────────────────────────────────────────────────
+# ── user commands ────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_replicas_on_a_node_to_be_drained_move_first_and_uncharged() -> None:
     w = world()
     node, before = w.node_of(R0), w.incarnations()
@@ -600,7 +601,7 @@ def test_drain_reasons_are_short_and_plain() -> None:
     assert not set(reason) & set("'\"\n=[]|")
 
 
-# ── reports about it ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── reports about nodes ──────────────────────────────────────────────────────────────────────────────────────────────
 def test_refused_drain_is_reported_to_administrators_with_its_evidence() -> None:
     w = world(may=False)
     node = w.node_of(R0)

@@ -7,8 +7,17 @@ import pytest
 
 from rrl.config.job.node_groups import pool_nodes
 from rrl.core.launch import tag_of
-from rrl.core.run_spec import Recovery, Resources, RunSpec
-from rrl.core.types import Incarnation, NodeName, ReplicaId, is_preloaded, preloaded_id, replica_id, standby_role_of
+from rrl.core.run_spec import Recovery, RunSpec
+from rrl.core.types import (
+    Incarnation,
+    NodeName,
+    ReplicaId,
+    Resources,
+    is_preloaded,
+    preloaded_id,
+    replica_id,
+    standby_role_of,
+)
 from rrl.manager.cluster.base import RejectReason
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Fence, Launch, Rung, StopStep, Why
@@ -57,8 +66,8 @@ def test_preloaded_id_names_its_role_and_is_no_other_standby() -> None:
     assert not any(map(is_preloaded, map(ReplicaId, others)))
 
 
-# ── where and when ───────────────────────────────────────────────────────────────────────────────────────────────────
-def test_each_node_of_a_rollout_gets_one_after_a_commit() -> None:
+# ── placement and start ──────────────────────────────────────────────────────────────────────────────────────────────
+def test_each_node_of_a_rollout_gets_a_preloaded_process_after_a_commit() -> None:
     world = World(small()).steady().wait(60.0)
     assert preloaded(world) == []
     world.warmed()
@@ -68,11 +77,11 @@ def test_each_node_of_a_rollout_gets_one_after_a_commit() -> None:
 
 
 @pytest.mark.parametrize("policy", ["job", "requeue"])
-def test_none_if_every_failure_restarts_the_run(policy: str) -> None:
+def test_no_preloaded_process_is_started_if_every_failure_restarts_the_run(policy: str) -> None:
     assert preloaded(World(small(policy=policy)).steady().warmed()) == []
 
 
-def test_none_is_started_while_a_rollout_restarts() -> None:
+def test_no_preloaded_process_is_started_while_a_rollout_restarts() -> None:
     world = World(small()).steady()
     world.slow_to_join = 50.0
     world.kill(R0)
@@ -85,7 +94,19 @@ def test_none_is_started_while_a_rollout_restarts() -> None:
     assert preloaded(world) == [N3, N4, N5]
 
 
-def test_none_is_started_before_the_restarted_trainer_commits() -> None:
+def test_used_preloaded_process_is_replaced_while_another_rollout_waits_for_a_node() -> None:
+    world = World(small()).steady().warmed()
+    world.lose_node(N6)
+    world.lose_node(N4)  # rollout/1 has no node until another is granted
+    world.wait(60.0)
+    assert world.state.replica(R1).status is Status.WANTED
+    world.kill(R0)
+    world.wait(20.0)
+    assert promotions(world) == {"standby/n3:rollout.preloaded#1": "rollout/0#2"}
+    assert (preloaded(world), world.state.replica(R1).status) == ([N3, N5], Status.WANTED)
+
+
+def test_no_preloaded_process_is_started_before_the_restarted_trainer_commits() -> None:
     world = World(small()).steady().warmed()
     world.kill(TRAINER)
     world.kill(preloaded_id("rollout", N4))
@@ -95,7 +116,7 @@ def test_none_is_started_before_the_restarted_trainer_commits() -> None:
 
 
 @pytest.mark.parametrize("missing_bytes", [0, 1])
-def test_node_without_memory_beside_its_rollout_gets_none(missing_bytes: int) -> None:
+def test_node_without_memory_beside_its_rollout_gets_no_preloaded_process(missing_bytes: int) -> None:
     member = job().role("rollout").per_member
     node = Resources(cpus=4, mem=member.mem + SHARED_STANDBY_BYTES - missing_bytes)
     spec = small(node)
@@ -106,13 +127,13 @@ def test_node_without_memory_beside_its_rollout_gets_none(missing_bytes: int) ->
     assert preloaded(world) == ([] if missing_bytes else [world.node_of(id) for id in (R0, R1, R2)])
 
 
-def test_rollouts_with_gpus_that_share_nodes_get_none() -> None:
+def test_rollouts_with_gpus_that_share_nodes_get_no_preloaded_process() -> None:
     shared = small(msgspec.structs.replace(NODE, gpus=4), gpus=1)
     roles = tuple(msgspec.structs.replace(role, exclusive=role.name == "trainer") for role in shared.roles)
     assert preloaded(World(msgspec.structs.replace(shared, roles=roles)).steady().warmed()) == []
 
 
-def test_drained_node_keeps_none_and_the_new_node_gets_one() -> None:
+def test_preloaded_process_of_a_drained_node_ends_and_the_new_node_gets_one() -> None:
     world = World(small()).steady().warmed()
     world.happen(ev.CommandReceived("drain", "me", "d1", N4))
     world.wait(60.0).steady()
@@ -132,7 +153,7 @@ def test_rollout_that_moves_to_the_spare_leaves_no_preloaded_process_behind() ->
     assert stop.grace == 0.0
 
 
-def test_one_that_is_being_promoted_is_not_stopped() -> None:
+def test_preloaded_process_that_is_being_promoted_is_not_stopped() -> None:
     world = World(small()).steady().warmed()
     inventory, role = NodeInventory(world.state, world.now), world.state.job.role("rollout")
     waiting = world.state.replica(preloaded_id("rollout", N4))
@@ -141,7 +162,7 @@ def test_one_that_is_being_promoted_is_not_stopped() -> None:
     assert stopped == {Incarnation(preloaded_id("rollout", node), 1) for node in (N3, N5)}
 
 
-def test_one_on_another_node_is_no_reason_to_move_there() -> None:
+def test_preloaded_process_on_another_node_does_not_make_a_rollout_move_there() -> None:
     spec = small()
     half_node = msgspec.structs.replace(NODE, cpus=2, mem=NODE.mem // 4)
     roles = tuple(
@@ -160,8 +181,8 @@ def test_one_on_another_node_is_no_reason_to_move_there() -> None:
     assert inventory.spare_with_standby(member) is None
 
 
-# ── promoted ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_killed_rollout_continues_in_it_at_once_and_another_is_started() -> None:
+# ── promotion ────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_killed_rollout_is_promoted_from_its_preloaded_process_and_another_is_started() -> None:
     world = World(small()).steady().warmed()
     begun = world.now
     world.kill(R1)
@@ -206,7 +227,7 @@ def test_hung_rollout_with_gpus_has_released_them_before_its_promotion() -> None
     assert promotions(world.steady()) == {"standby/n4:rollout.preloaded#1": "rollout/1#2"}
 
 
-def test_restart_of_the_whole_run_uses_none() -> None:
+def test_restart_of_the_whole_run_uses_no_preloaded_process() -> None:
     world = World(small()).steady().warmed()
     for _ in range(2):
         world.kill(TRAINER)
@@ -215,7 +236,7 @@ def test_restart_of_the_whole_run_uses_none() -> None:
     assert promotions(world) == {}
 
 
-def test_outdated_one_is_stopped_and_the_rollout_is_launched_without_a_charge() -> None:
+def test_outdated_preloaded_process_is_stopped_and_the_rollout_starts_uncharged() -> None:
     world = World(small()).steady().warmed()
     standby = world.state.replica(preloaded_id("rollout", N4))
     before = world.state.replica(R1)

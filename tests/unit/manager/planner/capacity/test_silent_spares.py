@@ -21,7 +21,7 @@ def with_spare(nodes: int = 6) -> World:
 
 
 def die(world: World, node: NodeName = SPARE) -> None:
-    """Let the node die without a word of the cluster; the detectors report that its agent is silent."""
+    """Let the node fail without a report of the cluster; the detectors report that its agent is silent."""
     world.dead.add(node)
     world.steps = {tag: step for tag, step in world.steps.items() if step[1] != node}
     fail(world, replica_id(AGENT, node), "agent_silence")

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from rrl.core.launch import ExitReason, tag_of
-from rrl.core.run_spec import Limits, Recovery, Resources
-from rrl.core.types import STANDBY_ROLE, Incarnation, NodeName, Outcome, member_id, replica_id
+from rrl.core.run_spec import Limits, Recovery
+from rrl.core.types import STANDBY_ROLE, Incarnation, NodeName, Outcome, Resources, member_id, replica_id
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Fence, Launch, Request, Rung, StopStep
 from rrl.manager.model.queries import owner_of, workers
@@ -43,7 +43,7 @@ def promotions(world: World) -> dict[str, str]:
     }
 
 
-# ── where and when ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── placement and start ──────────────────────────────────────────────────────────────────────────────────────────────
 def test_standbys_start_beside_the_trainer_on_spares_and_donors_after_a_commit() -> None:
     world = World(SMALL).steady().wait(60.0)
     assert world.ready_standbys() == {}
@@ -173,7 +173,7 @@ def test_promoted_member_is_treated_like_any_other() -> None:
     assert (world.state.replica(M0).step, world.state.replica(M0).status) == (None, Status.JOINED)
 
 
-# ── that does not work ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── failed promotions ────────────────────────────────────────────────────────────────────────────────────────────────
 def test_standby_dead_at_promotion_restarts_the_gang() -> None:
     world = World(SMALL).steady().warmed()
     world.vanish(standby(N3).replica)
@@ -231,7 +231,7 @@ def test_node_lost_during_a_promotion_leaves_no_open_intent() -> None:
     assert not any(isinstance(intent.action, Launch) for intent in world.state.intents.values())
 
 
-# ── elsewhere ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── promotion on other nodes ─────────────────────────────────────────────────────────────────────────────────────────
 def test_member_of_a_lost_node_is_promoted_on_a_spare() -> None:
     world = World(SMALL).steady().warmed()
     world.lose_node(N3)
@@ -329,7 +329,7 @@ def test_node_too_small_for_the_trainer_keeps_no_standby() -> None:
     assert list(world.ready_standbys()) == [world.node_of(TRAINER)]
 
 
-# ── not replicas ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── standby processes are not replicas ───────────────────────────────────────────────────────────────────────────────
 def test_standbys_occupy_no_node_and_do_not_count_as_replicas() -> None:
     world = World(SMALL).steady().warmed()
     assert not any(replica.role == STANDBY_ROLE for replica in workers(world.state))
@@ -381,7 +381,7 @@ def test_standbys_do_not_delay_the_end_and_leave_nothing() -> None:
     assert stops.index("agent") > max(index for index, role in enumerate(stops) if role == STANDBY_ROLE)
 
 
-# ── wiring ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── snapshot servers and large plans ─────────────────────────────────────────────────────────────────────────────────
 def test_snapshot_servers_are_on_the_trainers_and_standby_nodes_while_it_is_down() -> None:
     world = World(gang_job(2, 1, standbys=1, rollouts=2, min_rollouts=1, spares=0)).steady().warmed()
     for node in world.state.nodes:

@@ -1,4 +1,5 @@
-"""Standby processes of rollouts on spare nodes: when they start and stop, which are promoted, and who gets the node."""
+"""Standby processes of rollouts on spare nodes: when they start and stop, which are promoted, and which replica gets
+the node."""
 
 from __future__ import annotations
 
@@ -77,7 +78,7 @@ def test_standby_id_names_the_role_it_can_be_promoted_to(role: str, slot: int | 
     assert standby_role_of(ReplicaId(id)) == role
 
 
-# ── where and when ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── placement and start ──────────────────────────────────────────────────────────────────────────────────────────────
 def test_standby_engine_starts_on_each_spare_after_a_commit_beside_the_trainers() -> None:
     world = World(small(spares=2)).steady().wait(60.0)
     assert world.engines() == []
@@ -223,7 +224,7 @@ def test_standby_on_an_expiring_allocation_is_stopped() -> None:
     assert end.why.evidence == ("n6 is no longer a spare node",)
 
 
-# ── taken over ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── promotion ────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_rollout_of_a_lost_node_is_promoted_on_the_spare_at_once() -> None:
     world = World(small()).steady().warmed()
     world.lose_node(N4)
@@ -320,7 +321,7 @@ def test_used_spare_is_replaced_by_the_next_one_with_a_standby() -> None:
     assert world.state.replica(engine(N6).replica).status is Status.WANTED
 
 
-# ── that does not work ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── failed promotions ────────────────────────────────────────────────────────────────────────────────────────────────
 def test_standby_that_is_not_ready_is_stopped_and_the_rollout_starts_cold() -> None:
     world = World(small()).steady()
     world.slow_to_join = 100.0
@@ -385,7 +386,7 @@ def test_trainer_gets_the_spare_once_its_standby_engine_has_ended() -> None:
     assert world.engines() == []
 
 
-def test_store_gets_the_spare_too() -> None:
+def test_store_on_a_lost_node_moves_to_the_spare_of_the_standby_engine() -> None:
     world = World(small()).steady().warmed()
     world.lose_node(N1)
     world.play(lambda: all(world.incarnations()[replica_id(role, 0)] == 2 for role in ("trajectories", "reward")))
@@ -435,7 +436,7 @@ def test_restart_of_the_whole_run_promotes_no_standby() -> None:
     ]
 
 
-# ── not replicas ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── standby processes are not replicas ───────────────────────────────────────────────────────────────────────────────
 def test_standbys_do_not_count_as_replicas_and_store_no_snapshots() -> None:
     world = World(small(spares=2)).steady().warmed()
     for node in world.state.nodes:

@@ -79,7 +79,7 @@ def test_every_decision_names_evidence_rung_expectation_and_deadline(policy: str
         assert action.why.deadline is not None, action
 
 
-# ── rung by rung ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── single rungs ─────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_failed_process_on_a_good_node_restarts_in_place_with_a_deadline_to_join() -> None:
     world = World(job()).steady()
     incarnation = world.state.replica(R0).incarnation
@@ -312,7 +312,7 @@ def test_manager_failure_before_any_record_leads_to_the_same_gang_and_standby(st
         assert len(driven) == standbys, number
 
 
-# ── down to the whole run ────────────────────────────────────────────────────────────────────────────────────────────
+# ── restarts of the whole run ────────────────────────────────────────────────────────────────────────────────────────
 def test_role_that_the_cluster_refuses_to_launch_ends_the_run_without_restart() -> None:
     world = World(job(recovery=Recovery(per_node=9, per_replica=2)))
     world.refuse_launch = {N1}
@@ -415,7 +415,7 @@ def test_full_restart_fences_all_in_place_and_charges_only_the_failed_member() -
     assert world.incarnations() == {id: n + (2 if id in GANG else 1) for id, n in before.items()}
 
 
-# ── one cause, many failures ─────────────────────────────────────────────────────────────────────────────────────────
+# ── several failures with one cause ──────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize("policy", ["job", "requeue"])
 def test_many_failures_at_once_restart_the_run_once(policy: str) -> None:
     world = World(job(recovery=Recovery(policy=policy)), nodes=20).steady()
@@ -547,7 +547,7 @@ def test_policy_requeue_requests_every_node_group_again(form: str) -> None:
     assert world.incarnations() == dict.fromkeys(ALL, 2)
 
 
-# ── orders of people ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── user commands ────────────────────────────────────────────────────────────────────────────────────────────────────
 def rung_order(world: World, target: ReplicaId) -> None:
     world.happen(ev.CommandReceived("restart", "ada", f"c{len(world.events)}", target=target))
 

@@ -7,7 +7,8 @@ from functools import partial
 import msgspec
 import pytest
 
-from rrl.core.run_spec import EnvSpec, Recovery, RunSpec
+from rrl.core.role_environment import EnvSpec
+from rrl.core.run_spec import Recovery, RunSpec
 from rrl.core.types import AGENT, NodeName, Outcome, ReplicaId, role_of
 from rrl.manager.cluster.base import RejectReason
 from rrl.manager.model import events as ev
@@ -31,7 +32,7 @@ def tries(world: World, role: str) -> int:
     return sum(role_of(launch.incarnation.replica) == role for launch in world.decided(Launch))
 
 
-# ── a command that is not there ──────────────────────────────────────────────────────────────────────────────────────
+# ── failed starts ────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_missing_command_ends_the_run_at_its_second_try_on_the_only_node() -> None:
     world = World(job(spares=0))
     world.broken["trainer"] = MISSING

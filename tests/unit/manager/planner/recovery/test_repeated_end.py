@@ -227,7 +227,7 @@ def test_fence_of_another_incarnation_leaves_the_count_alone() -> None:
     assert world.state.replica(R0).exception_starts == 1
 
 
-# ── a program that returns ───────────────────────────────────────────────────────────────────────────────────────────
+# ── programs that return ─────────────────────────────────────────────────────────────────────────────────────────────
 def leave(world: World, replica: ReplicaId) -> None:
     """Record that the replica's program returned with exit code 0, and let the planner decide."""
     incarnation = world.state.replica(replica).incarnation

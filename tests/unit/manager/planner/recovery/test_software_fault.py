@@ -108,7 +108,7 @@ def test_failed_restarts_with_work_in_between_are_not_in_a_row() -> None:
     assert world.decided(RestartAll) == []
 
 
-def test_failures_that_were_injected_say_nothing_about_the_step() -> None:
+def test_injected_failures_do_not_count_against_the_step() -> None:
     world = at_step(World(job(recovery=Recovery(per_node=9))).steady(), 1)
     for n in range(4):
         world.happen(ev.FaultRequested(Fault(f"i{n}", FaultKind.KILL, TRAINER, by="ada"), "ada", f"c{n}"))
@@ -118,7 +118,7 @@ def test_failures_that_were_injected_say_nothing_about_the_step() -> None:
     assert world.decided(RestartAll) == []
 
 
-def test_failures_that_a_node_explains_say_nothing_about_the_step() -> None:
+def test_failures_that_a_node_explains_do_not_count_against_the_step() -> None:
     world = at_step(World(job(recovery=Recovery(breaker=1.0)), nodes=20).steady(), 1)
     for _ in range(3):
         node = world.node_of(TRAINER)
@@ -130,7 +130,7 @@ def test_failures_that_a_node_explains_say_nothing_about_the_step() -> None:
     assert world.decided(RestartAll) == []
 
 
-def test_launches_that_the_cluster_refuses_say_nothing_about_the_software() -> None:
+def test_launches_that_the_cluster_refuses_do_not_count_against_the_software() -> None:
     world = at_step(World(job(recovery=Recovery(per_node=9))).steady(), 1)
     world.refuse_launch = {N2, N5}
     world.kill(TRAINER)

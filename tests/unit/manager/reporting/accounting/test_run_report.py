@@ -11,7 +11,7 @@ from rrl.manager.model import events as ev
 from rrl.manager.reporting.accounting import lanes
 from rrl.manager.reporting.accounting.lanes import Activity, Use
 from rrl.manager.reporting.accounting.lost_time import MANAGER, OTHER, SLOW_STEPS
-from rrl.manager.reporting.accounting.run_report import RunReport, account
+from rrl.manager.reporting.accounting.run_report import NoEvents, RunReport, account
 from rrl.tests.support.cli.story import Story, wide
 from rrl.tests.support.manager.accounted import OUTAGE_S, STAGES, STEP_S, accounted, begun, failed, trained
 from rrl.tests.support.manager.jobs import commands, role
@@ -96,7 +96,7 @@ def test_lane_has_incarnations_and_phases() -> None:
     assert sum(lane.seconds.values()) == pytest.approx(story.at - 2, abs=0.2), "from the first launch on"
 
 
-def test_lane_of_many_intervals_shows_what_prevailed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lane_of_many_intervals_shows_the_prevailing_phases(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lanes, "MAX_SPANS", 10)
     story = begun()
     for _ in range(100):
@@ -145,7 +145,7 @@ def test_overhead_of_the_protection_is_that_of_a_run_without_interruptions() -> 
     assert strict.ft_overhead == pytest.approx(0.05)
 
 
-def test_what_the_journal_lacks_is_listed() -> None:
+def test_report_lists_the_data_that_the_journal_lacks() -> None:
     assert accounted(begun()).report().missing == ["No step is committed: there is no time to account for."]
     story = Story().works().ends(Outcome.COMPLETED, "done")
     missing = " ".join(accounted(story).report().missing)
@@ -153,5 +153,5 @@ def test_what_the_journal_lacks_is_listed() -> None:
     assert "no `tokens`" in missing
     bare = accounted(Story(job=commands(role("work"))))
     assert "neither trainer nor rollouts" in bare.report().missing[0]
-    with pytest.raises(ValueError, match="no events"):
+    with pytest.raises(NoEvents, match="no events"):
         account([])

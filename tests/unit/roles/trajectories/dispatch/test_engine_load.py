@@ -1,4 +1,4 @@
-"""The expected time of an engine, against a simulation of what it stands for."""
+"""The expected time of an engine, compared with a simulation of the engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the store knows of its rollouts' engines, and what they get by it."""
+"""The store's knowledge of its rollouts' engines, and the work that they get by it."""
 
 from __future__ import annotations
 

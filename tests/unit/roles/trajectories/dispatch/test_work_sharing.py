@@ -1,4 +1,4 @@
-"""Which engine gets what waits, and what moves."""
+"""Which engine gets the waiting answers, and which running answers move."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_rollout_gets_at_most_its_places_and_an_idle_one_gets_work(
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.floats(10.0, 3000.0), min_size=1, max_size=24), st.integers(2, 4), st.integers(1, 8))
 def test_every_waiting_answer_is_eventually_leased(lengths: list[float], count: int, places: int) -> None:
-    """Engines request work in turn, as often as they have free places: no answer waits for ever."""
+    """Engines request work in turn, as often as they have free places: no answer waits without end."""
     left = waiting(*sorted(lengths, reverse=True))
     running: list[list[Waiting]] = [[] for _ in range(count)]
     for turn in range(8 * len(lengths) * count):
@@ -97,7 +97,7 @@ def test_long_answers_are_distributed_over_engines() -> None:
     assert len(rest) >= 4
 
 
-def test_a_slow_engine_gets_less() -> None:
+def test_slow_engine_gets_fewer_answers_than_a_fast_one() -> None:
     slow = tuple(3 * time for time in STEEP)
     work = waiting(*[500.0] * 16)
     few = share(work, engine("slow", 16, times=slow), [engine("fast", 16)])
@@ -127,7 +127,7 @@ def test_length_classes_are_half_octaves() -> None:
     assert length_class(0.0) == length_class(1.0) == 0
 
 
-# ── moves ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── moves of running answers ─────────────────────────────────────────────────────────────────────────────────────────
 def running(*lengths: float, progress: int = 64) -> list[Running]:
     return [Running(number, curve(length, progress), 20 + progress) for number, length in enumerate(lengths)]
 

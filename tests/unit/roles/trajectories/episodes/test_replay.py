@@ -179,7 +179,7 @@ def test_job_with_on_death_again_records_no_turns(tmp_path: Path) -> None:
     assert ask(store, again, "(2, 3) None 0", who=who) > first
 
 
-def test_replaying_attempt_may_die_too(store: Store, tmp_path: Path) -> None:
+def test_replay_continues_after_the_death_of_a_replaying_attempt(store: Store, tmp_path: Path) -> None:
     (item,) = episodes(store, 1)
     first = turn(store, item, (2, 3), (5, 6))
     second = turn(store, item, (7,), (8,), first, 4)

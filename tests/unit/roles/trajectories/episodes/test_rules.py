@@ -1,4 +1,4 @@
-"""Episodes at the store: attempts, turns, and what becomes of them."""
+"""Episodes at the store: attempts, turns, and their results."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_attempts_of_a_replica_that_ended_while_the_store_was_down_are_over(stor
     assert episodes(store, 1, OTHER_AGENTS)[0].attempt == 2
 
 
-def test_stranger_and_a_job_without_agents_get_no_episode(store: Store, tmp_path: Path) -> None:
+def test_unknown_or_fenced_replica_and_job_without_agents_get_no_episode(store: Store, tmp_path: Path) -> None:
     assert answer(store, LeaseEpisodes(incarnation_of("agents/9"), 1)) == NotReady()
     store.update_membership([incarnation_of("agents/0", 2)])
     fenced = answer(store, LeaseEpisodes(AGENTS, 1))

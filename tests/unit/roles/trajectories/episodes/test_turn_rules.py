@@ -1,4 +1,4 @@
-"""Turns that end at a stop text, turns of a foreign policy, and what a reader of an episode need not be sent again."""
+"""Turns that end at a stop text, turns of a foreign policy, and turns that a reader of an episode already has."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _samples(store: Store, item: EpisodeItem) -> tuple[Trajectory, ...]:
     return tuple(one for one in batch.trajectories if one.id == item.episode)
 
 
-# ── ends ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── ends of turns ────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_answer_ends_where_the_endpoint_says_and_its_rollout_loses_it(store: Store, tmp_path: Path) -> None:
     (item,) = episodes(store, 1)
     number = ask(store, item)
@@ -208,7 +208,7 @@ def test_sampling_that_would_end_an_engine_is_refused(store: Store, sampling: Sa
     assert words in refused.why
 
 
-# ── what the engine had ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── contexts of the engine ───────────────────────────────────────────────────────────────────────────────────────────
 def _digested(part: Segment, prompt: tuple[int, ...]) -> Segment:
     """Return a segment with the digest of an engine that had ``prompt`` and all tokens before it."""
     path = PathDigest()

@@ -1,4 +1,4 @@
-"""A step that is bound in parts: which groups a part gets, what never changes, and what the step is afterwards.
+"""A step that is bound in parts: which groups a part gets, what stays fixed, and the state of the step afterwards.
 
 Random histories of parts are in ``test_waiting.py``, and crashes of the store in ``test_crash_points.py``."""
 
@@ -53,7 +53,7 @@ def part(store: Store, number: int, index: int, who: Incarnation = TRAINER) -> P
 
 
 def complete(store: Store, *groups: int, weights: int = 0, who: Incarnation = ROLLOUT) -> None:
-    """Finish and score groups that ``who`` has leased and said nothing of."""
+    """Finish and score groups that ``who`` has leased and not appended to."""
     tracks = [GROUP * group + place for group in groups for place in range(GROUP)]
     assert store.append(who, [segment(t, 0, (5, 1), weights) for t in tracks], tracks) == Done()
     score(store)
@@ -166,7 +166,7 @@ def test_groups_of_a_part_leave_the_window_of_unbound_groups(tmp_path: Path) -> 
     assert {item.group for item in lease(store, OTHER)} == {STEP}
 
 
-# ── what never changes ─────────────────────────────────────────────────────────────────────────────────────────────
+# ── invariants of bound parts ──────────────────────────────────────────────────────────────────────────────────────
 def test_parts_are_the_same_after_restarts_of_store_and_trainer(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     lease(store)
@@ -217,7 +217,7 @@ def test_a_fenced_trainer_is_denied_parts_and_members_of_a_gang_get_the_same(tmp
         assert answer.fenced
 
 
-# ── in which order ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── order of requests and commits ──────────────────────────────────────────────────────────────────────────────────
 def _denied(answer: object) -> str:
     assert isinstance(answer, Denied)
     assert not answer.fenced
@@ -317,7 +317,7 @@ def test_wait_reason_of_a_part_counts_the_missing_groups(tmp_path: Path) -> None
     assert store.wait_reason(1, 0) is None
 
 
-# ── what fits into a message ───────────────────────────────────────────────────────────────────────────────────────
+# ── size of a message ──────────────────────────────────────────────────────────────────────────────────────────────
 def test_part_is_cut_to_the_size_of_a_message(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     generate(store)

@@ -1,4 +1,4 @@
-"""Evaluations in the store: one weight version each, once each, and never in a step."""
+"""Evaluations in the store: each has one weight version and one result, and no step trains on its answers."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_steps_between_evaluations_do_not_wait(tmp_path: Path) -> None:
     assert list(store.evaluations.results) == [0, 2, 4, 5], "before the first step, and after the last one, too"
 
 
-def test_token_of_another_version_is_refused_and_its_answer_dealt_again(tmp_path: Path) -> None:
+def test_token_of_another_version_is_refused_and_its_answer_leased_again(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     publish(store, 0)
     item, *_ = lease(store, at_most=1, weights=0)
@@ -192,7 +192,7 @@ def test_answer_of_a_dead_rollout_goes_on_where_it_ended(tmp_path: Path) -> None
     assert isinstance(fenced, Denied)
 
 
-def test_scores_of_a_dead_reward_replica_are_asked_of_another(tmp_path: Path) -> None:
+def test_answers_leased_by_a_dead_reward_replica_are_leased_to_another(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     publish(store, 0)
     numbers = answer_all(store, 0)
@@ -257,11 +257,17 @@ def test_result_has_the_share_of_right_answers_and_their_mean_length(tmp_path: P
     }  # fmt: skip
 
 
-def test_answer_whose_score_is_not_finite_counts_as_unscored(tmp_path: Path) -> None:
+@pytest.mark.parametrize("numbers", [(math.nan, 0.0), (-math.inf, 0.0), (1.0, math.nan)])
+def test_score_of_an_evaluated_answer_that_is_not_finite_is_denied(
+    tmp_path: Path, numbers: tuple[float, float]
+) -> None:
     store = open_store(tmp_path)
     publish(store, 0)
     first, *others = answer_all(store, 0)
-    store.post_scores(REWARD, [Score(first, math.nan, 0.0), *(Score(other, 1.0, 0.0) for other in others)])
+    scores = [Score(other, 1.0, 0.0) for other in others]
+    assert isinstance(store.post_scores(REWARD, [Score(first, *numbers), *scores]), Denied)
+    assert store.evaluations.results == {}
+    assert store.post_scores(REWARD, scores, {first: "score() returned nan"}) == Done()
     metrics = store.evaluations.results[0].metrics
     assert (metrics["unscored"], metrics["reward"]) == (1.0, 1.0)
 

@@ -59,7 +59,7 @@ def _outdated(store: Store, weights: int, who: Incarnation = ROLLOUT) -> bool:
     return answer.outdated
 
 
-# ── what is dropped ────────────────────────────────────────────────────────────────────────────────────────────────
+# ── dropped groups ─────────────────────────────────────────────────────────────────────────────────────────────────
 def test_groups_too_old_for_the_next_step_are_dropped_at_the_binding(tmp_path: Path) -> None:
     store = open_store(tmp_path, staleness=1, max_ahead_batches=3)
     generate(store)
@@ -149,7 +149,7 @@ def test_without_a_limit_no_group_is_dropped_and_no_rollout_waits(tmp_path: Path
     assert store.audit().dropped == {}
 
 
-# ── bindings stand ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── bound groups ───────────────────────────────────────────────────────────────────────────────────────────────────
 def test_trainer_set_back_gets_the_same_batches_and_versions(
     tmp_path: Path,
 ) -> None:
@@ -200,7 +200,7 @@ def test_batch_always_has_the_number_of_groups_dropped_before_it(tmp_path: Path)
     assert bind(store, 3).stale == BATCH
 
 
-# ── nothing is begun in vain ───────────────────────────────────────────────────────────────────────────────────────
+# ── groups that could not be trained ───────────────────────────────────────────────────────────────────────────────
 def test_rollout_waits_for_newer_weights_instead_of_beginning_groups_that_would_be_too_old(tmp_path: Path) -> None:
     store = open_store(tmp_path, staleness=0, max_ahead_batches=3)
     assert len(lease(store, weights=0)) == SIZE, "what step 1 takes, whatever may be worked ahead"
@@ -243,7 +243,7 @@ def test_trajectory_of_a_dead_rollout_is_not_leased_to_one_with_too_old_weights(
     assert len(lease(store, OTHER, weights=1)) == SIZE
 
 
-# ── it goes on ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── progress of the run ────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize("ahead", [0, 1, 4])
 @pytest.mark.parametrize("most", [0, 1, 2])
 def test_one_slow_rollout_with_current_weights_is_enough_for_each_step(tmp_path: Path, most: int, ahead: int) -> None:
@@ -412,7 +412,7 @@ def test_batch_metrics_have_token_ages_and_dropped_groups(tmp_path: Path) -> Non
     assert store.audit().max_age == 1
 
 
-# ── it is told ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── warnings ───────────────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize(("vain", "warned"), [(1, 0), (2, 1)])
 def test_one_warning_is_given_if_most_groups_are_dropped_for_their_age(tmp_path: Path, vain: int, warned: int) -> None:
     store = open_store(tmp_path, staleness=0)

@@ -10,7 +10,7 @@ import signal
 import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -104,7 +104,7 @@ def selected(scenario: Callable[[SelectedReader], Coroutine[None, None, None]], 
 
 
 # ── values ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_two_generations_are_recorded() -> None:
+def test_recordings_of_two_slurm_versions_have_all_moments() -> None:
     assert list(RECORDINGS) == ["22.05", "24.11"]
     assert {moment for _, moment in MOMENTS} >= {"preempting", "completing", "settled", "down", "reason-0"}
 
@@ -303,7 +303,7 @@ def test_drain_whose_process_dies_is_unanswered_although_it_was_made(
     assert changes.exists()
 
 
-def test_value_that_cannot_be_is_a_failure_of_the_process(control: Callable[..., None]) -> None:
+def test_impossible_value_is_a_failure_of_the_process(control: Callable[..., None]) -> None:
     control(behaviour="garbage")
 
     async def scenario(reader: PyslurmReader) -> None:
@@ -394,6 +394,25 @@ def test_commands_take_over_after_three_failures(
 
     selected(scenario, recorded_commands("22.05", "settled", calls))
     assert "pyslurm has failed 3 times: Slurm is read by its commands" in caplog.text
+
+
+def test_process_is_not_started_again_once_commands_have_taken_over(control: Callable[..., None]) -> None:
+    """Requests of two tasks wait for the same process when its last failure lets the commands take over."""
+    calls: list[str] = []
+
+    async def scenario(reader: SelectedReader) -> None:
+        await reader.steps()
+        chosen = reader._chosen
+        assert isinstance(chosen, PyslurmReader)
+        control(behaviour="die")
+        calls.clear()
+        failing = [reader.steps() for _ in range(MAX_CHILD_FAILURES)]
+        *failures, nodes = await asyncio.gather(*failing, reader.nodes(None), return_exceptions=True)
+        assert [type(failure) for failure in failures] == [ChildFailed] * MAX_CHILD_FAILURES
+        assert N5 in cast("dict[NodeName, Any]", nodes)
+        assert (calls, chosen._child.pid) == (["nodes"], None)
+
+    selected(scenario, recorded_commands("22.05", "settled", calls))
 
 
 def test_jobs_of_a_long_queue_are_read_by_squeue(control: Callable[..., None]) -> None:

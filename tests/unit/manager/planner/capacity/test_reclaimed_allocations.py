@@ -202,7 +202,7 @@ def test_restart_on_a_suspended_node_waits_or_goes_elsewhere() -> None:
     assert world.state.replica(R0).incarnation_number == 2
 
 
-# ── cancelled by somebody ────────────────────────────────────────────────────────────────────────────────────────────
+# ── external cancellations ───────────────────────────────────────────────────────────────────────────────────────────
 def cancel_all(world: World) -> None:
     for tag in list(world.state.allocations):
         nodes = world._give_back(tag)

@@ -53,7 +53,7 @@ class Story(Nodes):
         self.made += count
         self.arrive(0)
 
-    # ── what can happen ──────────────────────────────────────────────────────────────────────────────────────────────
+    # ── events ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def trouble(self) -> None:
         dice = self.dice
         names = [name for name in self.state.nodes if name not in self.dead]
@@ -137,7 +137,7 @@ class Story(Nodes):
             if name not in self.dead:
                 self.happen(ev.NodeChanged(name, NodeStatus(NodeState.UP, "MIXED")))
 
-    # ── what must hold ───────────────────────────────────────────────────────────────────────────────────────────────
+    # ── invariants ───────────────────────────────────────────────────────────────────────────────────────────────────
     def check(self) -> None:
         for members in gangs(self.state):
             current_numbers = {replica.incarnation_number for replica in members if replica.is_current}
