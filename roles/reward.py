@@ -127,7 +127,7 @@ class Scorer:
         if self._failures >= _NOTE_FACTOR * self._noted:
             self._noted = self._failures
             answers = "1 answer" if self._failures == 1 else f"at least {self._failures} answers"
-            self.note = f"{answers} could not be scored, and their groups are dropped; the last one: {raised}"
+            self.note = f"{answers} could not be scored, and their groups are dropped; the last error: {raised}"
         return why
 
 

@@ -110,7 +110,7 @@ def stale_lease(run: RunDir, state: State) -> str:
     age = time.time() - renewed  # from two clocks: a large difference, of either sign, only leads to a query
     if abs(age) <= STALE_LEASES * state.job.limits.lease:
         return ""
-    return f"no sign of it for {span(max(0.0, age))}"
+    return f"its lease has not been renewed for {span(max(0.0, age))}"
 
 
 def surely_gone(lease_holder: LeaseHolder | None) -> bool:

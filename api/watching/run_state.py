@@ -156,7 +156,8 @@ def assembled(
     if state.outcome is not None and resumes:
         if not start_failure:
             return replace(submitted(run, job), step=state.step, reward=state.rewards.latest, started=state.started)
-        state = replace(state, why=f"{run.id} was to go on, but {start_failure}; to try again: rrl manage {run.id}")
+        why = f"{run.id} was to be resumed, but {start_failure}; to try again: rrl manage {run.id}"
+        state = replace(state, why=why)
     return RunState(
         run.id, job.name if job else "", state.outcome, liveness.standing or standing(state), state.step,
         state.job.steps, state.rewards.latest, state.recoveries, state.started, state.ended,

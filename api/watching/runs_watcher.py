@@ -1,4 +1,4 @@
-"""Watch several runs at once: each poll reads only what is new in their run directories. Slurm is never asked.
+"""Watch several runs in one pass: each poll reads only what is new in their run directories. Slurm is never asked.
 
 Polls are frequent, and a file server may be slow. So a run that has ended is read less often than one that goes on,
 and the first poll of many runs stops after a while: the others are read by the next polls.

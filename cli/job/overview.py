@@ -33,7 +33,7 @@ def _lines(spec: RunSpec, needs: Demand, starts: Mapping[str, str], now: datetim
     if not on_slurm:
         yield "jobs", 'none: [cluster] kind = "local"'
     else:
-        yield "jobs", f"{needs.jobs_to_start} to start, at most {needs.jobs} at once"
+        yield "jobs", f"{needs.jobs_to_start} to start, at most {needs.jobs} at the same time"
     yield "GPU-hours", _hours_text(spec, needs)
     if on_slurm:
         yield "start", _start_text(starts, now)

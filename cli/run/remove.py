@@ -95,7 +95,7 @@ def _named(name: str) -> RunDir:
 def _ended_before(moment: float) -> list[RunDir]:
     """Return this user's runs that ended before ``moment`` (s since the epoch), oldest last.
 
-    A run whose journal cannot be read is left alone, and reported.
+    A run whose journal cannot be read is not returned; a line on stderr names it.
     """
     found = []
     for run in all_runs():
@@ -107,7 +107,7 @@ def _ended_before(moment: float) -> list[RunDir]:
             if ended < moment and not _not_ended(run, state):
                 found.append(run)
         except (UsageError, OperationFailed) as error:
-            print_line(f"rrl: {run.id} is left alone: {error}", to_stderr=True)
+            print_line(f"rrl: {run.id} is not removed: {error}", to_stderr=True)
     return found
 
 
@@ -172,7 +172,10 @@ def _confirmed(sizes: dict[RunDir, int]) -> bool:
         print_line(f"{run.id}  {size(nbytes)}", to_stderr=True)
     count = f"{len(sizes)} run{'s' if len(sizes) > 1 else ''} ({size(sum(sizes.values()))})"
     if not sys.stdin.isatty():
-        raise UsageError(f"{count} would be removed, and there is nobody to ask; to remove without asking: --yes")
+        raise UsageError(
+            f"{count} would be removed, but stdin is no terminal, so you cannot be asked; to remove without a question:"
+            " --yes"
+        )
     try:
         return input(f"Remove {count} with logs and checkpoints? [y/N] ").strip().lower() in ("y", "yes")
     except EOFError:

@@ -43,7 +43,7 @@ def status(name: str | None, *, json: bool) -> int:
         print(f"rrl: {torn_text}: no process has acted on it", file=sys.stderr)
     failure = StartCheck(run).failure(state)
     if state is not None and failure:
-        print(f"rrl: {run.id} was to go on, but {failure}; to try again: rrl manage {run.id}", file=sys.stderr)
+        print(f"rrl: {run.id} was to be resumed, but {failure}; to try again: rrl manage {run.id}", file=sys.stderr)
     if state is not None and json:
         from .json_documents import status_document
 
@@ -126,8 +126,8 @@ def waiting_text(run: RunDir, start_failure: str) -> str:
     if abs(time.time() - submit_time(run)) < START_PATIENCE_S:  # two clocks: a difference changes the text only
         return f"its manager is starting ({queued} shows its job)" if queued else "its manager is starting"
     if queued:
-        return f"its manager has not started yet ({queued} tells why; where it shows none: rrl manage {run.id})"
-    return f"its manager has not started yet (its output: {run.submit}; where there is none: rrl manage {run.id})"
+        return f"its manager has not started yet ({queued} tells why; if it shows no job: rrl manage {run.id})"
+    return f"its manager has not started yet (its output: {run.submit}; if there is no output: rrl manage {run.id})"
 
 
 def storage_trouble(run: RunDir) -> str:
@@ -139,11 +139,14 @@ def storage_trouble(run: RunDir) -> str:
         file_system = os.statvfs(run.path)
     except OSError as error:
         trouble = f"the run directory is unavailable ({error.strerror})"
-        return f"{trouble}: nothing is decided until it is back; the roles go on"
+        return f"{trouble}: the manager decides nothing until it is available; the roles go on"
     if file_system.f_flag & os.ST_RDONLY:
-        return "the run directory is read-only: nothing is decided until it can be written; the roles go on"
+        return "the run directory is read-only: the manager decides nothing until it can be written; the roles go on"
     if file_system.f_bavail * file_system.f_frsize < MIN_FREE_BYTES:
-        return "the run directory is full: nothing is decided until there is room; the roles go on; rrl cancel works"
+        return (
+            "the run directory is full: the manager decides nothing until space is free; the roles go on;"
+            " rrl cancel works"
+        )
     return ""
 
 

@@ -88,7 +88,8 @@ def manage(name: str) -> int:
     # Ctrl-C ends this manager as SIGTERM does, and not the run: pressing it by mistake must do no damage
     signal.signal(signal.SIGINT, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     if _manager(run, foreground=False) is None:
-        print(f"left; the roles of {run.id} go on. Start another manager: rrl manage {run.id}", file=sys.stderr)
+        left = f"this manager left before the end; the roles of {run.id} go on"
+        print(f"{left}. Start another manager: rrl manage {run.id}", file=sys.stderr)
         return 0
     return _print_summary(run, False)
 

@@ -81,7 +81,8 @@ def _attempt(episode: Episode) -> str:
 def _turn(turn: TurnNode) -> Text:
     text = Text(f"turn {turn.number}", "cyan")
     if turn.parent is not None and turn.offset < turn.parent_length:
-        text.append(f"  leaves turn {turn.parent} after {turn.offset} of its {turn.parent_length} tokens", "yellow")
+        branch = f"  branches off turn {turn.parent} after {turn.offset} of its {turn.parent_length} tokens"
+        text.append(branch, "yellow")
     by = f" by {versions_text(turn.versions)}" if turn.sampled else ""
     text.append(f"  given {turn.given}, sampled {turn.sampled}{by}", "none")
     if not turn.finished:

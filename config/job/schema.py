@@ -104,12 +104,12 @@ class RunTable(Table):
 
 
 class TokenizerTable(Table):
-    """A vocabulary of single pieces, for tasks that need only a few."""
+    """A vocabulary that the job lists itself, for tasks that need only a few tokens."""
 
     pieces: Annotated[str, Field(min_length=1)] | Strings
-    """The vocabulary after <pad> and <eos>: each character of a string, or a list of strings."""
+    """The tokens after <pad> and <eos>: each character of a string, or a list of strings."""
     join: str = ""
-    """Separator between pieces when tokens are converted to text."""
+    """Separator between two tokens when tokens are converted to text."""
     ignore: str = ""
     """Characters of a prompt that are dropped."""
     chat: Annotated[dict[str, str], AfterValidator(_chat_pieces)] | None = None

@@ -435,7 +435,8 @@ class NodeView:
     suspension_checked_at: float | None = None
     """Time of the last poll that reported whether the job of the node is suspended; None if there was no such poll."""
     reported_up: bool = False
-    """Whether the node was ``up`` in the last poll, not counting polls in which most nodes were lost at once."""
+    """Whether the node was ``up`` in the last poll, not counting polls in which most nodes were lost at the same
+    time."""
     flaps: deque[float] = field(default_factory=lambda: deque(maxlen=FLAP_COUNT), repr=False)
     """Times of the last losses of the state ``up``."""
     storage_stall: StorageStall = _NO_STALL

@@ -181,7 +181,7 @@ def _standby_lines(spec: RunSpec) -> Iterator[str]:
         if not (limit := max_standbys_of(spec, role)):
             continue
         spares, rollouts = standby_nodes(spec, role)
-        name, where = f"warm {role.name}", [f"on {spares} of the spares, its engine running"]
+        name, where = f"warm {role.name}", [f"on {spares} of the spares, with a running engine"]
         if role.standby_shares_node:
             places = {"spares": spares, "rollouts' nodes": rollouts}
             name, where = "warm standby", [f"beside the {role.name}"]

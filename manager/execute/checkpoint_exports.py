@@ -124,7 +124,7 @@ class CheckpointExports:
                 printed = (await child.stderr.read()).decode(errors="replace").strip()
                 code = await child.wait()
         except TimeoutError:
-            return f"it did not end within {EXPORT_TIMEOUT_S / 3600:g} h"
+            return f"the export did not end within {EXPORT_TIMEOUT_S / 3600:g} h"
         finally:
             if child.returncode is None:
                 child.stdin.close()  # the child removes its files and ends

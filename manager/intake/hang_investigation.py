@@ -61,8 +61,8 @@ agent replies within 2 + 4 s (rrl.roles.agent.stack_dumps), mostly within 1 s.""
 RECOLLECT_AFTER_S = 60.0
 """Minimum seconds between two collections for the same gang, if a suspicion ended and another one began."""
 MAX_CONCURRENT = 64
-"""Maximum number of concurrent stack collections. More hangs at once have a common cause, so their stacks are not
-collected."""
+"""Maximum number of concurrent stack collections. More hangs at the same time have a common cause, so their stacks are
+not collected."""
 MAX_DUMP_BYTES = 16 * 2**20
 """Maximum size in bytes of the complete dumps of one gang. Beyond it, only the main threads of further members are
 kept."""

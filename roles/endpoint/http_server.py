@@ -19,7 +19,7 @@ LOOPBACK = "127.0.0.1"
 HEAD_TIMEOUT_S = 20.0
 """Seconds in which a new connection must send the head of its first request."""
 _MAX_CONNECTIONS = 8192
-"""Connections at once; further ones get 503. An agent has one or two for each of its calls."""
+"""Concurrent connections; further ones get 503. An agent has one or two for each of its calls."""
 _MAX_HEADER_BYTES = 64 * 2**10
 """Bytes of the largest header that is buffered."""
 IDLE_S = 75.0

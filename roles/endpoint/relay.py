@@ -181,7 +181,7 @@ class Relay:
 
     Args:
         look: Returns the base URLs of the endpoint's replicas, as far as they are known now, and whether the run has
-            ended. It may block; it is called in threads, and never twice at once.
+            ended. It may block; it is called in threads, and never twice at the same time.
     """
 
     def __init__(self, look: Callable[[], tuple[Sequence[str], bool]]) -> None:

@@ -32,7 +32,7 @@ class Sampling(Struct, frozen=True):
 
 
 class Engine(Protocol):
-    """A model that extends many trajectories at once, step by step; used by one thread.
+    """A model that extends many trajectories together, step by step; used by one thread.
 
     :class:`Sampling` is given at construction. If :meth:`step`, :meth:`load` or :meth:`probe` raises an exception, the
     engine is unusable: the process ends, and the next incarnation continues from the segments that were returned. Only

@@ -344,7 +344,7 @@ class Worker:
     def publish_each(
         self, number: int, described: Sequence[tuple[str, str, tuple[int, ...], int]], contents: Iterable[memoryview]
     ) -> None:
-        """Serve weights like :meth:`publish` without holding all tensors in memory at once.
+        """Serve weights like :meth:`publish` without holding all tensors in memory at the same time.
 
         Args:
             number: the training step that produced the weights.

@@ -65,7 +65,7 @@ REFUSED_PAUSE_S = 1.0
 STANDBY_POLL_S = 0.5
 """Seconds between two checks of a standby's main thread for SIGTERM; a promotion or stop request ends the wait."""
 CLOCK_REPORT_INTERVAL_S = 5.0
-"""Least number of seconds between two reports of the clock that are sent with heartbeats."""
+"""Minimum time (s) between two heartbeats that also report the clock."""
 
 T = TypeVar("T")
 

@@ -46,7 +46,10 @@ class SelfFaults:
         self._pending: Fault | None = None
 
     def request(self, injection: Inject) -> None:
-        """Perform an exit, or store another fault for :meth:`trigger`. Called in the connection's thread."""
+        """Perform the fault if it is an exit; store any other fault for :meth:`trigger`.
+
+        Called in the connection's thread.
+        """
         fault = injection.fault
         if injection.tag != self.launch.tag:
             self._answer(fault, False, f"the fault is for {injection.tag}; this is {self.launch.tag}")

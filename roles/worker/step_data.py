@@ -76,7 +76,7 @@ class StepData:
             while not self._connection.stopping.is_set():
                 try:
                     result = self._connection.call_store(request())
-                except Stopping:  # the caller may still have finished steps to commit
+                except Stopping:  # no exception: the caller may need to commit steps that it has finished
                     return None
                 if result is not None:
                     return result

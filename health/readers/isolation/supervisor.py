@@ -274,7 +274,7 @@ class _Supervisor:
             child.signalled, child.escalate_at = signal.SIGKILL, now + KILL_TIMEOUT_S
         elif self._closing:
             at = describe_blocked_call(child.pid)
-            _log.error("reader %s: process %d does not end on SIGKILL; it is left running%s", child.name, child.pid, at)
+            _log.error("reader %s: process %d does not end on SIGKILL; it still runs%s", child.name, child.pid, at)
             self._release(child)
             child.escalate_at = _NEVER
             return

@@ -88,10 +88,10 @@ class TrainingTime(Struct, frozen=True):
 
 
 def member_weights(job: RunSpec) -> tuple[str, dict[str, float]]:
-    """Return what the members of trainers and rollouts are weighted by, and the weight of one member by role.
+    """Return (unit, weights): the unit of the weights, and for each role the weight of one member.
 
-    Members are weighted by their GPUs (``gpu``); in a job whose trainers and rollouts use none, by their share of the
-    replica's nodes (``node``).
+    The weight of a member is its number of GPUs (unit ``gpu``). In a job whose trainers and rollouts use no GPU, it is
+    the member's share of the replica's nodes (unit ``node``).
     """
     roles = [role for role in job.roles if role.kind in ("trainer", "rollout")]
     if any(role.per_member.gpus for role in roles):

@@ -270,15 +270,15 @@ class Account:
         late = [one for one in self.interruptions.all if one.worked_at is not None and one.weights_at is None]
         if with_weights := [one for one in late if one.replica.partition("/")[0] in self.reserved.weights]:
             yield (
-                f"{len(with_weights)} recoveries have no weight version before the first work: load is not"
-                " told apart from reconnect."
+                f"{len(with_weights)} recoveries have no weight version before the first work: the time to"
+                " load weights is not separated from the time to reconnect."
             )
         if not curves.reward:
             yield "The metrics of the steps have no `reward`."
         if not curves.tokens_per_second:
             yield "The metrics of the steps have no `tokens`: the throughput is unknown."
         if any(one.replica.startswith("rollout/") and one.charged for one in self.interruptions.all):
-            yield "Which tokens a failed rollout lost is not recorded: GPU time that was redone is that of the trainer."
+            yield "Tokens that a failed rollout lost are not recorded: `redone` is GPU time of the trainer only."
 
 
 def account(events: Iterable[ev.Stamped]) -> Account:

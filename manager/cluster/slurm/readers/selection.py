@@ -89,11 +89,11 @@ async def choose_reader(
         elif differences := await _first_looks(by_commands, by_pyslurm):
             more = f"; {len(differences) - SHOWN_DIFFERENCES} more" if len(differences) > SHOWN_DIFFERENCES else ""
             shown = "; ".join(differences[:SHOWN_DIFFERENCES])
-            reason = f"pyslurm {version} gave other values at the first look: {shown}{more}"
+            reason = f"pyslurm {version} gave other values in the first comparison: {shown}{more}"
         else:
-            return Choice(by_pyslurm, f"pyslurm {version}: a first look gave the same values as the commands")
+            return Choice(by_pyslurm, f"pyslurm {version}: a first comparison gave equal values as the commands")
     except ChildFailed as error:
-        reason = f"pyslurm failed at the first look: {error}"
+        reason = f"pyslurm failed in the first comparison: {error}"
     except BaseException:
         await by_pyslurm.close()
         raise
