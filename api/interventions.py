@@ -104,7 +104,7 @@ class RestartRequest(NamedTuple):
     before: int
     """Number of the incarnation that is restarted."""
     timeout_s: float
-    """Time (s) within which the replica is to join again."""
+    """Time (s) within which the replica must join again."""
 
 
 def request_restart(run: RunDir, replica: str) -> RestartRequest:

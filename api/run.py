@@ -224,7 +224,7 @@ class Run:
 
 
 def _parts(job: JobSpec | Sequence[JobSpec]) -> list[JobPart]:
-    """Return the parts of a job spec. Raises UsageError for what is none."""
+    """Return the parts of a job spec. Raises UsageError for any other value."""
     parts = job if isinstance(job, list | tuple) else [job]
     if not parts:
         raise UsageError("job is an empty list; name a job.toml, or give its text or a dict")

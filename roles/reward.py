@@ -64,8 +64,8 @@ class Scorer:
     def score(self, items: Sequence[ToScore], on_scored: Callable[[], None] = lambda: None) -> ScoredItems:
         """Score complete trajectories.
 
-        If the task's scorer raises an exception or returns anything but two finite numbers, the trajectory's group is
-        dropped, and the run continues, unless the store finds that this happens to most groups.
+        If the task's scorer raises an exception, or does not return two finite numbers, the trajectory's group is
+        dropped. The run continues, unless the store finds that this happens to most groups.
 
         Args:
             items: the trajectories to score.

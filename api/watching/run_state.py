@@ -139,7 +139,7 @@ def assembled(
     run: RunDir, job: RunSpec | None, state: State | None, liveness: Liveness, *, resumes: bool, start_failure: str,
     now: float,
 ) -> RunState:  # fmt: skip
-    """Return where a run stands, from what was read of it.
+    """Return the state of a run, from the data that was read of it.
 
     Args:
         run: The run.

@@ -1,8 +1,8 @@
 """``rrl rm``: remove runs that have ended, with everything in their run directories.
 
-A run directory is first renamed to a name that begins with a dot and ends with :data:`REMOVED`, so that no command
-finds a run of which only a part is left. An interrupted removal is completed by the next ``rrl rm``. Symbolic links are
-removed and never followed.
+A run directory is first renamed: its new name begins with a dot and ends with :data:`REMOVED`. So no command finds a
+run that is only partly removed. An interrupted removal is completed by the next ``rrl rm``. Symbolic links are removed
+and never followed.
 """
 
 from __future__ import annotations

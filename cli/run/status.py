@@ -76,7 +76,7 @@ class RunFiles(NamedTuple):
 
     @classmethod
     def read(cls, run: RunDir, state: State) -> Self:
-        """Return what the files of a run say now."""
+        """Read the files of a run, and return what the view needs of them."""
         summary = summary_of(run) if state.outcome is not None else None
         recoveries = (summary or {}).get("recoveries") or ()
         return cls(model_folders(run, state.step), metrics_failure(run, state), recoveries)
@@ -133,7 +133,7 @@ def waiting_text(run: RunDir, start_failure: str) -> str:
 def storage_trouble(run: RunDir) -> str:
     """Return why the run directory cannot be written, as far as this machine can tell; empty if it can.
 
-    A manager acts only on what it has written down, and its journal cannot report this.
+    A manager acts only on what it has written, so its journal cannot report that a write failed.
     """
     try:
         file_system = os.statvfs(run.path)

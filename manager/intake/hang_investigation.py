@@ -3,9 +3,9 @@
 **Probes.** A ``Probe`` is sent to each replica named by :func:`rrl.health.detection.detectors.probing.due_probes`. A
 replica that is not connected counts as probed too, since other detectors find it. The detectors judge the reply.
 
-**Samples of stacks.** During long training passes that show no other sign of work than a busy GPU
-(:mod:`rrl.health.detection.detectors.stack_samples`), the stacks of all members are collected every few minutes, to
-learn whether all members stand at the same line.
+**Samples of stacks.** Some long training passes show no sign of work except a busy GPU
+(:mod:`rrl.health.detection.detectors.stack_samples`). During such a pass the stacks of all members are collected every
+few minutes, to learn whether all members stand at the same line.
 
 **Stacks** are collected once for each suspected or found hang, from the suspect and from every member of its gang, and
 grouped (:mod:`rrl.health.detection.attribution.stack_groups`). A restart ends the processes, so their stacks are

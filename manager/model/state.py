@@ -43,7 +43,7 @@ class Status(StrEnum):
     """Status of the newest incarnation of a replica. What a working replica does is its phase (``core.phases``)."""
 
     WANTED = "wanted"
-    """The replica is to be launched, for the first time or again."""
+    """The replica waits for its launch, for the first time or again."""
     LAUNCHING = "launching"
     """The incarnation is being launched; its first process has not reported yet."""
     STARTING = "starting"

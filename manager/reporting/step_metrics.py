@@ -1,8 +1,8 @@
 """One row for each committed step, folded from a run's events: for ``rrl metrics`` and for trackers. Pure.
 
-A row is complete once the clock reading that covers its step is recorded, which is at most some seconds after the
-commit (:mod:`rrl.manager.intake.clock_recorder`), and once the evaluation of its weights is recorded, if one is due
-(``[eval]``). Row 0 has the evaluation of the weights before the first step. Rows come in the order of their steps, each
+A row is complete once the clock reading that covers its step is recorded, at most some seconds after the commit
+(:mod:`rrl.manager.intake.clock_recorder`). If an evaluation of its weights is due (``[eval]``), the row also waits for
+the result. Row 0 has the evaluation of the weights before the first step. Rows come in the order of their steps, each
 step once, and a row is the same whenever and wherever the journal is read.
 
 What happened between two commits (failures, restarts, values that roles logged) is part of the row of the later step.
@@ -162,7 +162,7 @@ class StepRows:
         return iter(())
 
     def _on_step_committed(self, event: ev.StepCommitted, at: float) -> Iterator[StepRow]:
-        """Add the row of the step, and before it those of committed steps that no trainer has reported."""
+        """Add the row of the step, after the rows of earlier committed steps that no trainer has reported."""
         if self._newest < event.step <= self._steps:
             for step in range(self._newest + 1, event.step):
                 self._pending.append(StepRow(step, at, ""))

@@ -45,8 +45,8 @@ class ProgramFailed(Exception):
 def program_agent(command: Sequence[str], folder: Path) -> Agent:
     """Return an agent that starts a command for each attempt, and kills its process group when the attempt is over.
 
-    The agent raises :class:`ProgramFailed` for an exit code other than 0, and returns the last line of stdout as a
-    number, or None if it is not a number.
+    The agent returns the last line of stdout as a number, or None if that line is not a number. It raises
+    :class:`ProgramFailed` for an exit code other than 0.
 
     Args:
         command: The program and its arguments.

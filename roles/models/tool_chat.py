@@ -54,9 +54,10 @@ _PROBES = (
 )
 """Conversations that a family's renderer and the folder's template must encode alike."""
 _NEEDED_TOKENS = {"gpt-oss": "<|channel|>"}
-"""A token without which a renderer is not tried: that of gpt-oss downloads a vocabulary when it is opened."""
+"""A renderer is tried only if the vocabulary has this token: the renderer of gpt-oss downloads a vocabulary when it is
+opened."""
 _FIRST_TAG = 0x110000
-"""Number above those of all characters."""
+"""Number above the code points of all characters."""
 _REASONING_END = "</think>"
 """End of reasoning, in which nothing is a call."""
 

@@ -109,7 +109,7 @@ class _Leases:
             self._receive(self._open)
 
     def advance(self) -> None:
-        """Give to the engine what the store has sent, and request more if there are free slots; between two steps."""
+        """Give the leased work to the engine, and request more if there are free slots; called between two steps."""
         if self._open is not None and self._open.answered:
             self._receive(self._open)
         if self._work_appears and self._open is None and self._engine.free_slots:
@@ -138,12 +138,12 @@ class _Appends:
         self._sent_at = time.monotonic()
 
     def add(self, segments: Iterable[Segment], finished: Iterable[int]) -> None:
-        """Add what a step of the engine returned."""
+        """Add the segments that a step of the engine returned."""
         self._segments += segments
         self._finished += finished
 
     def advance(self) -> None:
-        """Send what is due, and pass answers on to the engine; called between two steps."""
+        """Send the appends that are due, and pass answers on to the engine; called between two steps."""
         if self._open is not None and self._open.answered:
             self.receive()
         if not self._segments and not self._finished:
@@ -154,7 +154,7 @@ class _Appends:
                 self.receive()
 
     def send(self) -> None:
-        """Append what was added, after the answer to the append before."""
+        """Append the added segments, once the previous append was answered."""
         self.receive()
         if self._segments or self._finished:
             lease = 0 if self._me.stopping.is_set() else max(0, self._engine.free_slots - self._leases.requested)

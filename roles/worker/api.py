@@ -189,9 +189,9 @@ class Worker:
         """Register ``handler``, which answers the probes that the manager sends when it suspects this role.
 
         The handler does a small piece of real work and returns a short text about it. If the handler raises, or does
-        not return in time, the role is restarted. It runs in the thread that registers it, at that thread's next call
-        of the API (:meth:`phase`, :meth:`progress`, :meth:`new_weights`, :meth:`answer_probe`) or while that thread
-        waits for the store or for its first weights, so that a role which is stuck elsewhere does not answer.
+        not return in time, the role is restarted. It runs in the thread that registers it: at that thread's next call
+        of the API (:meth:`phase`, :meth:`progress`, :meth:`new_weights`, :meth:`answer_probe`), or while that thread
+        waits for the store or for its first weights. So a role that hangs elsewhere does not answer.
         """
         self._connection.probes.on_probe(handler)
 

@@ -102,7 +102,7 @@ class ManagerConnection:
         self._peers_callbacks: list[Callable[[msg.Peers], None]] = []
         self._welcomed = threading.Event()
         self._standby_over = threading.Event()
-        """Set when a standby stops waiting: it was promoted, is to stop, or its connection failed."""
+        """Set when a standby stops waiting: it was promoted, it was asked to stop, or its connection failed."""
         self._new_version = threading.Event()
         self._loop = open_loop(self)
         self._thread = threading.Thread(target=self._main, name="rrl-connection", daemon=True)
@@ -167,7 +167,7 @@ class ManagerConnection:
         self._loop.call_soon_threadsafe(callback, *args)
 
     def set_phase(self, phase: str, waits_for: ReplicaId | None = None, idle_cause: str | None = None) -> None:
-        """Enter a phase; the arguments are those of :class:`CurrentPhase`."""
+        """Enter a phase; the arguments have the meaning of the fields of :class:`CurrentPhase`."""
         self.status.enter(phase, waits_for, idle_cause)
         self.call_soon(self._schedule_phase_report, phase)
 

@@ -1,6 +1,7 @@
 """Render one replica and one node of a run, and the rows of the tables of both. Pure.
 
-``rrl status`` shows replicas and nodes of a run together; these views have room for everything about one of them.
+``rrl status`` shows replicas and nodes of a run together; each of these views shows everything about one replica or
+node.
 """
 
 from __future__ import annotations

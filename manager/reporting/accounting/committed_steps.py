@@ -122,7 +122,7 @@ class CommittedSteps:
 
     @property
     def medians(self) -> StepMedians | None:
-        """Return the medians of the undisturbed steps; a kind of which there is none has that of the other kind."""
+        """Return the medians of the undisturbed steps; a kind of step without one gets that of the other kind."""
         plain, evaluated = (
             [step.at - step.since for step in self.steps if not step.disturbed and step.evaluated is kind]
             for kind in (False, True)

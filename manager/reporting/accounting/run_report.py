@@ -254,7 +254,7 @@ class Account:
         )  # fmt: skip
 
     def _missing(self) -> Iterator[str]:
-        """Yield what the journal does not say."""
+        """Yield a sentence for each figure for which the journal lacks data."""
         steps, curves = self.steps, self.curves.curves()
         if not self.reserved.weights:
             yield "The job has neither trainer nor rollouts: all reserved time is shown as idle."
@@ -313,7 +313,7 @@ def _strict(run: Account, clean: Account) -> Strict | None:
 
 
 def _doubts(run: Account, clean: Account) -> Iterator[str]:
-    """Yield why the strict ETTR may not be what it says."""
+    """Yield the reasons why the figure of the strict ETTR may be wrong."""
     if clean.interruptions.all:
         yield f"{clean.run} was interrupted {len(clean.interruptions.all)} times: it is not a clean run."
     if protections := list(_protections(clean.job)):

@@ -1,7 +1,7 @@
 """An answer as an agent gets it: its text, cut before a stop text, and its tool calls.
 
-It is computed from the sampled tokens and the ``options`` of the turn only, so an answer is the same each time, and can
-be recognised in a later request. Everything here is pure.
+It depends only on the sampled tokens and the ``options`` of the turn. So an answer is the same each time, and can be
+recognised in a later request. Everything here is pure.
 """
 
 from __future__ import annotations

@@ -18,7 +18,9 @@ from ..changes import Change
 
 
 class ConfirmationScreen(ModalScreen[str | None]):
-    """Asks for one change. The result is the reason that the user wrote, often empty, or None if nothing is to happen.
+    """Asks the user to confirm a change, and for its reason.
+
+    The result is the reason, which may be empty, or None if the user does not confirm the change.
 
     Args:
         change: The change.
