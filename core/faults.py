@@ -1,6 +1,7 @@
 """Faults that can be injected: their kinds, effects, permitted targets and triggers.
 
-The simulator and the scoring of detectors use the effects; ``rrl inject`` and ``[faults]`` of job.toml use all else.
+The simulator and the scoring of detectors use the effects; ``rrl inject`` and ``[faults]`` of job.toml use everything
+else.
 """
 
 from __future__ import annotations

@@ -49,7 +49,8 @@ class RoleSpec(Struct, frozen=True):
     service: bool = True
     """True if the role runs until the other roles are done; False if exit code 0 completes it."""
     ranks: int = 1
-    """Number of members of each replica: if several, a gang, which is launched and fenced together, a step for each."""
+    """Number of members of each replica. Several members are a gang: each has a step, and all are launched and fenced
+    together."""
     per_node: int = 1
     """Largest number of members of a replica that share a node."""
     warm: bool = False
@@ -67,8 +68,8 @@ class RoleSpec(Struct, frozen=True):
     def standby_shares_node(self) -> bool:
         """Return whether standby processes of this role wait on nodes where other roles work.
 
-        Standby processes of the trainer use nothing of the node until their promotion. Those of other roles hold the
-        resources of a full member, GPUs too, and wait only on spare nodes.
+        Standby processes of the trainer use nothing of the node until their promotion. Standby processes of other roles
+        hold the resources of a full member, GPUs too, and wait only on spare nodes.
         """
         return self.kind == "trainer"
 
@@ -110,7 +111,8 @@ class ManagerSpec(Struct, frozen=True):
     """``job``: in a small Slurm job of its own; ``pool``: on the pool's first node."""
     sbatch: dict[str, str] = {}
     walltime: float = 0.0
-    """Time limit (s) of the manager's own job, at which its successor starts; 0: that of the run plus a margin."""
+    """Time limit (s) of the manager's own job, at which its successor starts; 0: the walltime of the run plus a
+    margin."""
     log_level: LogLevel = DEFAULT_LOG_LEVEL
     """Lowest level of messages of the manager, the agents, the launchers and the workers."""
     reader: Literal["auto", "commands", "pyslurm"] = "commands"
@@ -208,8 +210,9 @@ class Recovery(Struct, frozen=True):
     """Time (s) before the second restart within the window; doubles with each further restart, up to 60 s."""
     first_start: int = 3
     """Number of failed starts of a replica that has never joined after which the job spec, not a node, counts as the
-    cause. The run also fails if so many consecutive starts end with the same exception before the role has done any
-    work, or with exit code 0 within ``window`` of the replica's join: the role's code is then the cause."""
+    cause. The run also fails if this number of consecutive starts end in the same way: with one exception before the
+    role has done any work, or with exit code 0 within ``window`` of the replica's join. The role's code is then the
+    cause."""
     breaker: float = 0.2
     """Share of the nodes that may be excluded within the window, but at least one node, and at least two if the run has
     five or more (docs/sources.md, guard rails)."""

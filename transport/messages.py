@@ -150,7 +150,7 @@ class AgentHello(Struct, frozen=True, tag=True):
     host: str
     pid: int
     boot: str
-    """Boot id of the node, which tells a reboot from a network failure."""
+    """Boot id of the node, which distinguishes a reboot from a network failure."""
     probe: str = ""
     """What roles need and the node lacks ([env] probe, the network to listen on), as text; empty if nothing."""
     memlock: int = -1

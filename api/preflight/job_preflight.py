@@ -161,7 +161,7 @@ def _check_commands(job: Job, spec: RunSpec, document: JobDocument) -> list[str]
 
 
 def _check_notify(job: Job, document: JobDocument) -> list[str]:
-    """Return a warning if the command of the notifications is not found on this machine; the manager's may have it.
+    """Return a warning if the command of the notifications is not found here; the manager's machine may have it.
 
     Raises UsageError instead if the manager runs on this machine.
     """

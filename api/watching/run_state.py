@@ -1,4 +1,4 @@
-"""Where a run stands, in a few values: what ``rrl list`` shows of each run, and ``Run.state()`` returns."""
+"""The state of a run in a few values, as ``rrl list`` shows and ``Run.state()`` returns it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def failures_of(state: State, held_nodes: Collection[NodeName] = ()) -> Failures
 
 
 class RunState(Struct, frozen=True):
-    """Where a run stands. Times are the manager's (s since 1970)."""
+    """The state of a run. Times are the manager's (s since 1970)."""
 
     run: str
     """The run's id."""
@@ -83,7 +83,7 @@ def run_state(run: RunDir) -> RunState:
 
 
 def listed_states(runs: Iterable[RunDir]) -> list[RunState]:
-    """Return where each run stands, with one query of Slurm for each owner; for an unreadable run, the reason."""
+    """Return the state of each run, with one query of Slurm for each owner; for an unreadable run, the reason."""
     slurm: dict[int, SlurmJobs] = {}
     found = []
     for run in runs:
@@ -190,8 +190,8 @@ def _liveness(run: RunDir, state: State, slurm: dict[int, SlurmJobs]) -> Livenes
 def _start_failure(run: RunDir, job: RunSpec | None, slurm: dict[int, SlurmJobs]) -> str:
     """Return why a run without a journal will never begin: all its managers have ended; empty if it may begin.
 
-    ``rrl status`` calls such a run rejected. Slurm is asked about this run alone only if its answer for all jobs of the
-    run's owner has none of this run.
+    ``rrl status`` calls such a run rejected. Slurm is queried for this run alone only if its answer for all jobs of the
+    owner contains no job of this run.
     """
     if job is not None and job.cluster == "slurm":
         from ...manager.bootstrap.manager_job import job_name

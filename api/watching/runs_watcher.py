@@ -30,11 +30,11 @@ UNREAD = "not read yet"
 
 
 class WatchedRun(Struct, frozen=True):
-    """What a poll has found out about a run."""
+    """The result of polling one run."""
 
     run: RunDir
     entry: RunState
-    """Where the run stands, as in ``rrl list``."""
+    """State of the run, as in ``rrl list``."""
     state: State | None = None
     """State from its journal; None if there is none, or if it cannot be read."""
     liveness: Liveness = Liveness()

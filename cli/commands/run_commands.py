@@ -26,7 +26,7 @@ def submit(
     rrl submit job.toml --wait         exit code 0 only if the run completes
     rrl submit job.toml --foreground   no background process and no manager job
     rrl submit base.toml more.toml --set roles.trainer.learning_rate=1e-6
-                                       of two files and a setting, the last one counts
+                                       later files and settings replace values of earlier ones
     """
     from ..run import submit as command
 

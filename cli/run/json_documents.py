@@ -40,7 +40,7 @@ class UnstartedRun(Struct, frozen=True):
 
 
 class RequestedFault(Fault, frozen=True, kw_only=True):
-    """The output of ``rrl inject --json``: the fault that the run's manager is asked for."""
+    """The output of ``rrl inject --json``: the fault that was requested from the run's manager."""
 
     run: str = ""
 
@@ -58,7 +58,7 @@ class StatusFigures(ModelFolders, frozen=True, kw_only=True):
     episodes: EpisodeCounts
     pace: Pace
     turns: int
-    """Turns of the finished episodes; the next four as in ``summary.json``."""
+    """Turns of the finished episodes. This field and the next four have the same meaning as in ``summary.json``."""
     branches: int
     given_tokens: int
     untrained_turns: int

@@ -154,7 +154,10 @@ def _leftovers() -> list[Path]:
 
 
 def disk_usage(folder: Path) -> int:
-    """Return the bytes that the folder occupies; a file with several names in it counts once, and links as links."""
+    """Return the bytes that the folder occupies; symbolic links count without their targets.
+
+    A file with several names counts once.
+    """
     counted: dict[tuple[int, int], int] = {}
     for parent, folders, files in os.walk(folder):
         for name in (*folders, *files, "."):

@@ -82,7 +82,7 @@ class RunFiles(NamedTuple):
         return cls(model_folders(run, state.step), metrics_failure(run, state), recoveries)
 
     def views(self) -> list[RenderableType]:
-        """Return what stands below the status view, each part after an empty line; often nothing."""
+        """Return the parts below the status view, each after an empty line; often none."""
         parts: list[RenderableType] = []
         if self.metrics_failure:
             parts.append(Text(f"metrics of the manager: {self.metrics_failure}", "yellow", overflow="fold"))

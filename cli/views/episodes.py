@@ -92,7 +92,7 @@ def _turn(turn: TurnNode) -> Text:
 
 
 def _use(turn: TurnNode) -> tuple[str, str]:
-    """Return what becomes of the sampled tokens of a turn, and the style of the text."""
+    """Return how the sampled tokens of a turn are used, and the style of the text."""
     if turn.foreign:
         return "  context: sampled from another policy", "yellow"
     if turn.recorded:

@@ -231,8 +231,8 @@ class StackSamples:
 
 
 SUSPEND_CHECK_HEARTBEATS = 4
-"""Number of missed heartbeats after which the cluster certainly reports a suspended job as suspended (measured: at
-once)."""
+"""Number of missed heartbeats after which the cluster certainly reports a suspended job as suspended (measured:
+immediately)."""
 FLAP_COUNT = 4
 """Number of losses of the state ``up`` within ``FLAP_WINDOW_S`` from which a node flaps. A restart of slurmd or
 slurmctld causes one or two losses."""

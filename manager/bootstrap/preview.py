@@ -208,7 +208,7 @@ def allocations(spec: RunSpec) -> list[tuple[str, str]]:
         ]
     requests = {
         request.node_group: request for request in reversed(initial_requests(_example_run_id(spec), spec))
-    }  # if several requests are for the same node group, the first one
+    }  # of several requests for the same node group, the first one is kept
     counts = {node_group.name: node_group.nodes for node_group in spec.node_groups if node_group.separate_jobs}
     texts = []
     for request in reversed(requests.values()):

@@ -25,7 +25,7 @@ TEMPORARY_FAILURE = os.EX_TEMPFAIL
 _TAIL_BYTES = 4096
 """Bytes of the end of each output that are kept: the reward or the reason is in the last line."""
 _LAST_READS = 16
-"""Maximum number of reads of 64 KiB after the end: a pipe holds that much once, but other processes may still write."""
+"""Maximum number of reads of 64 KiB after the end. One read empties the pipe, but other processes may still write."""
 _MAX_REASON_CHARS = 300
 
 

@@ -63,7 +63,7 @@ class ServedRun(Struct, frozen=True):
     max_new: int
     """Greatest number of tokens of an answer."""
     max_length: float
-    """Greatest number of tokens of context and answer together."""
+    """Maximum number of tokens of context and answer together."""
 
 
 def served_run(job: RunSpec, run: str, secret: bytes) -> ServedRun:

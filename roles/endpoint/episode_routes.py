@@ -33,7 +33,7 @@ _RETRY_AFTER_S = 5.0
 _MAX_REQUEST_CHARS = 200
 """Characters of the longest ``Idempotency-Key``."""
 _MAX_REASON_CHARS = 2000
-"""Characters of the longest reason for a failure that is passed on."""
+"""Maximum number of characters of a failure's reason that are passed on."""
 
 
 class EpisodeRoutes(Struct, frozen=True):

@@ -21,9 +21,13 @@ class LoopbackEndpoint:
     """An endpoint of this process: a context manager that serves while its block runs.
 
     Args:
-        job: The job. run: Name of the run directory. secret: The secret of the run. chat: Tokenizer and chat template.
-        ask: Sends requests to the store. on_change: Called in the thread of the endpoint when one of its two arguments
-        has changed: the number of calls that wait for tokens, and the number of calls that were answered so far.
+        job: The job.
+        run: Name of the run directory.
+        secret: The secret of the run.
+        chat: Tokenizer and chat template.
+        ask: Sends requests to the store.
+        on_change: Called in the thread of the endpoint when one of its arguments has changed: the number of calls that
+            wait for tokens, and the number of calls answered so far.
     """
 
     def __init__(

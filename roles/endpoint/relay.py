@@ -38,9 +38,10 @@ from .http_messages import EXCEPTION_HANDLERS, Abandoned, read_body
 _log = logging.getLogger("rrl.relay")
 
 MAX_EVENT_BYTES = 16 * 2**20
-"""Bytes of the largest event of a stream: one event has at most the tokens of a prompt and of a segment."""
+"""Maximum size (bytes) of an event of a stream: one event has at most the tokens of a prompt and of a segment."""
 MAX_MEMORY_BYTES = 512 * 2**20
-"""Bytes that all calls together may keep; a call that needs more gets 503, which clients repeat later."""
+"""Maximum number of bytes that all calls together may keep; a call that needs more gets 503, which clients repeat
+later."""
 KEEP_ALIVE_S = 0.5
 """Seconds between two signs of life of a waiting answer, as at the endpoint."""
 SILENCE_S = 15.0

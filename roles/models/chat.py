@@ -105,7 +105,7 @@ class FolderChat:
 
     Args:
         tokenizer: Tokenizer of the folder.
-        tool_parser: Name of the parser of tool calls; None: that of the model's family.
+        tool_parser: Name of the parser of tool calls; None: the parser of the model's family.
 
     Raises:
         ValueError: The folder has no chat template, or the template refuses a question and its answer.

@@ -94,7 +94,7 @@ class ModelChat(Chat, Protocol):
     """The chat of a model, in which it may be offered tools."""
 
     def with_tools(self, tools: str) -> Chat:
-        """Return the same for conversations in which the model is offered tools. The first call may take seconds.
+        """Return the chat for conversations in which the model is offered tools. The first call may take seconds.
 
         Args:
             tools: OpenAI's list of tools as JSON.
@@ -121,7 +121,7 @@ class TemplateTokenizer(Tokenizer, Protocol):
         ...
 
     def decode_all(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens, with that of special tokens."""
+        """Return the text of tokens, including the text of special tokens."""
         ...
 
 

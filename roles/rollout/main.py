@@ -36,9 +36,9 @@ _log = logging.getLogger("rrl.rollout")
 LOG_EVERY_VERSIONS = 10
 """Number of versions between two lines in the log."""
 APPEND_INTERVAL_S = 0.1
-"""Least number of seconds between two appends while the engine has no free slots. Each append costs the store a flush,
-in which it serves nobody else (1 to 4 ms, measured), however few tokens it contains. A crash loses the tokens of at
-most this time more."""
+"""Minimum time (s) between two appends while the engine has no free slots. Each append costs the store a flush, in
+which it serves nobody else (1 to 4 ms, measured), however few tokens it contains. A crash loses at most the tokens of
+this time in addition."""
 _VLLM_SEED_LIMIT = 2**31
 """Upper limit of the seed: vLLM passes it to numpy, which accepts 32 bits."""
 
@@ -85,8 +85,8 @@ def _generate(me: rrl.Worker, engine: Engine, probe: _EngineProbe, appends: _App
 class _Leases:
     """Requests for work of a rollout, besides those that its appends contain.
 
-    Turns of agents appear while the engine samples others. So with free slots such a request waits at the store
-    meanwhile: without it a new turn would wait until the next append, which is up to a segment of tokens away. In other
+    Turns of agents appear while the engine samples others. So while the engine has free slots, a request waits at the
+    store. Without it a new turn would wait until the next append, which is up to a segment of tokens later. In other
     jobs all work is there before a rollout requests it, and no request waits while the engine has work.
     """
 

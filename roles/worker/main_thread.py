@@ -134,7 +134,7 @@ class ProbeResponder:
         """
         if not self._pending or self._handler is None or threading.get_ident() != self._thread:
             return
-        probe = self._pending.popleft()  # before the handler, which may call the API itself
+        probe = self._pending.popleft()  # cleared before the handler, which may call the API itself
         try:
             result = self._handler()
         except Exception as error:

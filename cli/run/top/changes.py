@@ -64,7 +64,7 @@ class ChangeRequested(Message):
 
 
 def restart_of(watched: WatchedRun, state: State, replica: ReplicaId) -> Change:
-    """Return the restart of a replica; of one rank of a gang, that of the gang."""
+    """Return the restart of a replica; for one rank of a gang, the restart of the gang."""
     id = gang_of(replica)
     members = gang(state, id)
     running = [one for one in members if one.is_current]

@@ -23,7 +23,8 @@ from ....core.run_spec import RunSpec
 RECENT_S = 3600.0
 """Seconds before now for which the recent share of effective training is computed."""
 POINT_INTERVAL_S = 20.0
-"""Seconds from a point to the point after the next one, at least: so :data:`RECENT_S` has about 190 of them at most."""
+"""Minimum time (s) between a point and the second point after it, so that :data:`RECENT_S` has at most about 190
+points."""
 MAX_COMMITS = 21
 """Number of newest commits whose times are kept: the seconds of a step are the median over twenty steps."""
 
@@ -130,7 +131,7 @@ def resumed(time: TrainingTime, at: float) -> TrainingTime:
 
 
 def with_work(time: TrainingTime, at_work: dict[str, int], share: float, since: float) -> TrainingTime:
-    """Return the time with this share of effective training ``since`` a time, which may lie in the past.
+    """Return the training time in which this share counts from the time ``since`` on, which may lie in the past.
 
     The share that was counted after ``since`` is then taken back, up to the last change of the share.
     """

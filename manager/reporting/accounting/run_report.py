@@ -1,4 +1,4 @@
-"""The report of a whole run, folded from its journal: where its time and its GPUs went, and why. Pure.
+"""The report of a whole run, folded from its journal: how its time and its GPUs were used, and why. Pure.
 
 :func:`account` folds the events once; ``rrl report`` shows the result as a table, as JSON or as a page.
 """

@@ -13,7 +13,7 @@ from .errors import unsupported, wrong
 _EMPTY_KEYS = frozenset({"refusal", "function_call", "audio", "annotations", "tool_calls"})
 """Keys of an answer's message, which a client may send back without a value."""
 _MAX_TOOLS = 128
-"""Greatest number of tools, as in OpenAI's API."""
+"""Maximum number of tools, as in OpenAI's API."""
 
 
 class _Function(msgspec.Struct, frozen=True):

@@ -172,6 +172,6 @@ def _branch(tokens: tuple[int, ...], turns: Sequence[Turn], paths: Paths, hashes
 
 
 def _common_length(first: Sequence[int], second: Sequence[int]) -> int:
-    """Return the number of tokens with which both sequences begin."""
+    """Return the number of tokens at the beginning that both sequences share."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((index for index, (a, b) in pairs if a != b), min(len(first), len(second)))

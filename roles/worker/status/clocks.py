@@ -1,4 +1,4 @@
-"""Counts where the time of a worker's process goes: by phase, and by what the process waits for.
+"""Counts how a worker's process uses its time: by phase, and by what the process waits for.
 
 A process is in exactly one phase at a time, whichever of its threads entered the phase, and waits for at most one
 cause. So each moment of its lifetime is counted once, also if phases are nested or other threads enter phases, and all
@@ -34,8 +34,8 @@ class PhaseClock:
     Args:
         name: The phase in which the process begins.
         now: A monotonic clock (ns).
-        external: Returns for how long (ns), until the time of ``now`` that it is given, threads of this process have
-            waited for services outside of the run. This time counts as :data:`rrl.core.phases.WAIT_EXTERNAL` instead of
+        external: Takes a time of ``now``; returns for how long (ns) until then threads of this process have waited for
+            services outside of the run. This time counts as :data:`rrl.core.phases.WAIT_EXTERNAL` instead of
             the phase in which the wait happened.
     """
 

@@ -44,7 +44,7 @@ class ConfirmationScreen(ModalScreen[str | None]):
             same = Text.assemble(("The same as: ", "bright_black"), change.command, overflow="fold")
             yield Static(Escaped(Group(*effects, "", same)))
             if change.takes_reason:
-                yield Input(placeholder="the reason, for others (may be empty)", id="reason")
+                yield Input(placeholder="the reason that others will see (may be empty)", id="reason")
             with Horizontal(classes="buttons"):
                 yield Button(change.title, variant="error", id="confirm")
                 yield Button("Cancel", variant="primary", id="cancel")
