@@ -28,7 +28,7 @@ RESTART_TIMEOUT_S = 300.0
 
 # ── the end of a run ───────────────────────────────────────────────────────────────────────────────────────────────
 class EndRequest(NamedTuple):
-    """What :func:`request_end` has done."""
+    """The result of :func:`request_end`."""
 
     command: str = ""
     """Name of the command file that the manager has to take; empty if nothing is left to do."""

@@ -185,7 +185,7 @@ def resolve_target(target: str, kind: FaultKind, replicas: Mapping[str, int], dr
 
 
 class FaultProblem(StrEnum):
-    """What is wrong with a requested fault."""
+    """The kind of mistake in a requested fault."""
 
     NO_SECONDS = "no_seconds"
     """The kind requires ``seconds``."""

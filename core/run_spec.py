@@ -178,7 +178,7 @@ class Limits(Struct, frozen=True):
     idle: float = 60.0
     """Time (s) without CPU or GPU work after which a replica in a computing phase is suspected."""
     stragglers: str = "report"
-    """What is done about stragglers: a copy of ``HealthSpec.stragglers``."""
+    """Reaction to stragglers: a copy of ``HealthSpec.stragglers``."""
     phases: dict[str, PhaseSpec] = {}
     """Bounds of phases that the job changes or adds, by name."""
 
@@ -282,8 +282,8 @@ class ModelSpec(Struct, frozen=True):
     tokenizer: TokenizerSpec | None = None
     """Tokenizer of a model that rrl builds; None if ``path`` is set, since that folder has its own tokenizer."""
     tool_parser: Literal["qwen3", "qwen3.5", "glm", "deepseek-v3"] | None = None
-    """How the model of ``path`` writes calls of tools, as the library renderers names it; None: found from its chat
-    template."""
+    """The library renderers' name of the format in which the model of ``path`` writes tool calls; None: the format is
+    found from its chat template."""
 
 
 class TaskSpec(Struct, frozen=True):

@@ -52,7 +52,7 @@ class RunState(Struct, frozen=True):
     """``run.name`` of the job; empty if the job cannot be read."""
     outcome: Outcome | None
     """How the run ended (``completed``, ``failed``, ``cancelled``, ``rejected``); None while it has not ended, and
-    while it is to be resumed."""
+    while a request to resume it is open."""
     standing: str
     """The outcome, or ``submitted``, ``waiting for nodes``, ``starting``, ``running``, ``recovering`` or ``ending``;
     without a manager ``unattended``, ``interrupted`` or ``unknown``."""

@@ -24,7 +24,7 @@ from .start_check import StartCheck
 LIST_INTERVAL_S = 5.0
 """Interval (s) of listing the folder of runs, and of reading a run that has ended: it changes only by a resume."""
 FIRST_READS_S = 1.0
-"""Time (s) after the beginning of a poll until which it begins to read runs that no poll has read yet."""
+"""Time (s) from the beginning of a poll; after it the poll begins to read no further run that no poll has read yet."""
 UNREAD = "not read yet"
 """Standing of a run that no poll has read yet."""
 

@@ -31,7 +31,7 @@ class ServingReplica(Struct, frozen=True):
 
 
 class EndpointAccess(Struct, frozen=True):
-    """What an agent outside of the run needs: the content of ``rrl endpoint --json``."""
+    """The data that an agent outside of the run needs: the content of ``rrl endpoint --json``."""
 
     run: str
     replicas: tuple[ServingReplica, ...]

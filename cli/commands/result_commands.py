@@ -67,7 +67,7 @@ def metrics(
 ) -> None:
     """Print each committed step of a run once, as one JSON object a line (docs/tracking.md).
 
-    A line has the step's time and rates, staleness and metrics, and the failures and restarts since the step before.
+    A line has the step's time and rates, staleness and metrics, and the failures and restarts since the previous step.
 
     \b
     rrl metrics quick                  all steps

@@ -17,7 +17,7 @@ def overview_text(spec: RunSpec, needs: Demand, starts: Mapping[str, str], now: 
 
     Args:
         spec: The run spec.
-        needs: What the run asks of its cluster.
+        needs: The resources that the run requests from its cluster.
         starts: Slurm's estimates of the start, by job, as local times (ISO 8601).
         now: The local time; default: the current time.
     """

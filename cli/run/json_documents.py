@@ -1,4 +1,4 @@
-"""What ``rrl submit``, ``rrl status`` and ``rrl inject`` print with ``--json``."""
+"""The JSON documents that ``rrl submit``, ``rrl status`` and ``rrl inject`` print with ``--json``."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class RequestedFault(Fault, frozen=True, kw_only=True):
 
 
 class StatusFigures(ModelFolders, frozen=True, kw_only=True):
-    """What ``rrl status --json`` has beside the state of the run."""
+    """The keys that ``rrl status --json`` adds to the state of the run."""
 
     standing: str
     """As in ``rrl list``."""

@@ -67,7 +67,7 @@ def _current_liveness(run: RunDir, state: State) -> Liveness:
 
 
 class RunFiles(NamedTuple):
-    """What the view of a run shows from files other than its journal."""
+    """The content of a run's files, other than its journal, that the view of the run shows."""
 
     folders: ModelFolders = ModelFolders()
     metrics_failure: str = ""

@@ -175,7 +175,7 @@ class SmallerRepair(Struct, frozen=True):
     """Repairs that come before the one that was taken, and what they would have needed."""
 
     repairs: list[str]
-    """Empty: all that come before."""
+    """Empty: every repair that comes before the one that was taken."""
     needed: str
 
 

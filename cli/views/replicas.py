@@ -51,7 +51,10 @@ _DETECTORS = {"exit_record": "process ended", "step_gone": "process gone"}
 
 
 class Doing(NamedTuple):
-    """What a replica does, since a manager's time (s), and what comes next; ``next`` is empty if that is clear."""
+    """The activity of a replica since a manager's time (s).
+
+    ``next`` names the next step of its recovery; empty if that is clear.
+    """
 
     word: str
     colour: str

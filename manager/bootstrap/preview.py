@@ -34,7 +34,7 @@ class WorstCase(Struct, frozen=True):
 
 
 class Demand(Struct, frozen=True):
-    """What a run asks of its cluster, without the manager's own small job."""
+    """The resources that a run requests from its cluster, without the manager's own small job."""
 
     nodes: int
     spares: int
@@ -55,7 +55,7 @@ class Demand(Struct, frozen=True):
 
 
 def demand(spec: RunSpec, foreground: bool = False) -> Demand:
-    """Return what a run asks of its cluster; with ``foreground`` the manager is not a Slurm job."""
+    """Return the resources that a run requests; with ``foreground`` the manager is not a Slurm job."""
     on_slurm, worst = spec.cluster == "slurm", worst_case(spec, foreground)
     return Demand(
         nodes=spec.nodes,

@@ -82,7 +82,7 @@ class _Incident:
 
     began: float
     defer_until: float
-    """Time (s) until which a FAIL is deferred, unless the incident is ``done`` before."""
+    """Time (s) until which a FAIL is deferred, unless the incident is ``done`` earlier."""
     done: bool = False
     evidence: tuple[Evidence, ...] = ()
 

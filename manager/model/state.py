@@ -367,7 +367,7 @@ class State(Struct, frozen=True):
     episode_figures: EpisodeFigures = EpisodeFigures()
     training_time: TrainingTime = TrainingTime()
     gpu_use: dict[NodeName, GpuUse] = {}
-    """Use of the GPUs of each node whose agent has reported it since the record before."""
+    """Use of the GPUs of each node whose agent has reported it since the previous record."""
     gpu_use_at: float = 0.0
     """Manager's time (s) of that record."""
     replicas: dict[ReplicaId, Replica] = {}

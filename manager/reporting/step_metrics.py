@@ -73,8 +73,8 @@ class StepRow(Struct, frozen=True):
     incarnation: str
     """The incarnation of the trainer that reported the commit; empty if the commit was never reported."""
     seconds: float | None = None
-    """Seconds since the commit before, or for the first step since the trainer joined. Steps that were committed while
-    no manager ran share the time of that outage evenly."""
+    """Seconds since the previous commit, or for the first step since the trainer joined. Steps that were committed
+    while no manager ran share the time of that outage evenly."""
     tokens: int | None = None
     """Tokens that the step trained on; None if its metrics do not contain them."""
     tokens_per_second: float | None = None
@@ -86,12 +86,12 @@ class StepRow(Struct, frozen=True):
     metrics: dict[str, float] = {}
     """All metrics that were committed with the step."""
     logged: dict[str, dict[str, float]] = {}
-    """By replica, the newest values that its role has logged since the row before (``me.log``)."""
+    """By replica, the newest values that its role has logged since the previous row (``me.log``)."""
     marks: tuple[Mark, ...] = ()
-    """What happened since the row before."""
+    """What happened since the previous row."""
     evaluation: dict[str, float] = {}
     """Result of the evaluation of the weights after this step, by name; empty if there was none. ``step`` in it is the
-    step of the weights: the step before, if a run was resumed with an evaluation of its newest step."""
+    step of the weights: the previous step, if a run was resumed with an evaluation of its newest step."""
 
 
 class StepRows:

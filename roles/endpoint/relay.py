@@ -366,8 +366,8 @@ async def _with_comments(events: AsyncGenerator[bytes]) -> AsyncIterator[bytes]:
 async def _tracked_events(call: _Call, upstream: httpx2.Response, take: Take) -> AsyncGenerator[bytes]:
     """Yield the events of an upstream without its comments, each once the position after it is known.
 
-    An event without a position is yielded with the next one. If the upstream is lost, what it sent after the last
-    position is not yielded, because it is sent again.
+    An event without a position is yielded with the next one. If the upstream is lost, its events after the last
+    position are not yielded, because they are sent again.
     """
     held: list[bytes] = []
     async with aclosing(_blocks(upstream, take)) as blocks:

@@ -1,6 +1,5 @@
-"""Conversations as tokens: the chat template of a model's folder, or the pieces of ``[model.tokenizer] chat``.
-
-A conversation is encoded as a whole only where nothing of it was sampled. What follows a sampled answer is encoded by
+"""Conversations as tokens: the chat template of a model's folder, or the texts in ``[model.tokenizer] chat``.
+A conversation is encoded as a whole only if none of it was sampled. The part after a sampled answer is encoded by
 itself, so that the answer's own tokens remain (:mod:`rrl.roles.endpoint.turns.turn_context`).
 """
 
@@ -25,7 +24,7 @@ from .template_chat import TemplateChat
 from .tokenizer import Tokenizer, open_tokenizer
 
 CONTENT = "{content}"
-"""Place of a message's text in a piece of ``[model.tokenizer] chat``."""
+"""Placeholder of a message's text in a value of ``[model.tokenizer] chat``."""
 
 
 class UnknownRole(ValueError):

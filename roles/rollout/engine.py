@@ -19,7 +19,7 @@ StepOutput = tuple[list[Segment], list[int]]
 
 
 class Sampling(Struct, frozen=True):
-    """How to sample.
+    """The settings of sampling.
 
     Recorded log-probabilities belong to the distribution that was sampled from, including the temperature.
     """

@@ -1,4 +1,4 @@
-"""The steps that a trainer has received and not committed: what their commits need, computed part by part.
+"""The steps that a trainer has received and not committed: the data that their commits need, computed part by part.
 
 A step that was received as a whole batch is a step of one part.
 """
@@ -13,7 +13,7 @@ from ..trajectories.types import PackedPart
 
 
 class UncommittedStep(Struct, frozen=True):
-    """What the commit of a step needs of its batch."""
+    """The data of a step's batch that its commit needs."""
 
     digest: str
     metrics: dict[str, float]

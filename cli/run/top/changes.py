@@ -38,7 +38,7 @@ FAULT_TEXTS = {
     FaultKind.DISK_FULL: "The file system of the run directory is filled up.",
     FaultKind.OUTAGE: "slurmctld does not answer.",
 }
-"""What each kind of fault does (docs/faults.md)."""
+"""Text about the effect of each kind of fault (docs/faults.md)."""
 
 
 class Change(NamedTuple):
@@ -46,9 +46,9 @@ class Change(NamedTuple):
 
     title: str
     effects: tuple[str, ...]
-    """What will happen, a sentence each."""
+    """The effects of the change, a sentence each."""
     command: str
-    """The command that does the same."""
+    """The command that makes the same change."""
     request: Callable[[str], str]
     """Requests the change, given the reason that the user wrote, and returns what to say. Blocks on the file system.
     Raises UsageError or OperationFailed."""

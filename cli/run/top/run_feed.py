@@ -42,7 +42,7 @@ class OpenedRun(NamedTuple):
 
 
 class Snapshot(NamedTuple):
-    """What one reading has found."""
+    """The result of one reading."""
 
     runs: tuple[WatchedRun, ...] = ()
     """All runs, newest first."""

@@ -59,7 +59,7 @@ def await_minimum(state: State, inventory: NodeInventory, now: float) -> tuple[l
         missing = node_group.nodes - len(inventory.candidates(node_group.name)) - inventory.expected(node_group.name)
         why = Why(
             (f"{node_group.name}: {node_group.nodes} nodes wanted, {missing} missing",),
-            expects="nodes, in time to start",
+            expects="nodes in time, so that the run can start",
         )
         actions += [Request(request, why) for request in new_requests(state, node_group, missing, now)]
     return actions, deadline

@@ -105,7 +105,7 @@ def drain_actions(state: State) -> list[ExternalAction]:
 
 
 def should_drain(state: State, node: Node) -> bool:
-    """Return whether the node is to be drained: excluded by a user or for its hardware, and no drain was tried yet."""
+    """Return whether the node must be drained: excluded by a user or for its hardware, and no drain was tried yet."""
     requested = bool(node.drain_requested_by) or (state.job.recovery.drain and node.cause in HARDWARE_CAUSES)
     if state.job.cluster != "slurm" or node.excluded is None or not requested or node.drain_reason or node.drain_error:
         return False

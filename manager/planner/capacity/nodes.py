@@ -272,7 +272,7 @@ class NodeInventory:
         return None
 
     def donor_for(self, member: Replica, occupancy: Occupancy | None = None) -> Replica | None:
-        """Return the donor rollout whose node this member could take, with a ready standby process there; None if none.
+        """Return the donor rollout whose node, with a ready standby process, this member could take; None if none.
 
         Of several donors the last one is chosen. If another member of the gang has already preempted a rollout and that
         node has capacity left, :meth:`spare_with_standby` returns the node.

@@ -152,8 +152,8 @@ def lower_rungs(
         policy: All rungs.
         taken: The rung that fits.
         case: The failure.
-        skipped: What the rungs would have needed that were not considered, since the evidence called for a more severe
-            one; a noun phrase.
+        skipped: Noun phrase: what would have been needed by the rungs that were not considered because the evidence
+            called for a more severe rung.
     """
     before = policy[: policy.index(taken)]
     unsuited = tuple(dict.fromkeys(spec.rung for spec in before if severity(spec.rung) < severity(case.first_rung)))

@@ -69,7 +69,7 @@ class DecisionReport(Struct, frozen=True):
 
 
 class LaneReport(Struct, frozen=True):
-    """What one member did."""
+    """The activities of one member."""
 
     replica: str
     incarnations: list[LaneIncarnation]
@@ -87,7 +87,7 @@ class Strict(Struct, frozen=True):
     steps: int
     """Number of steps that were compared."""
     ft_overhead: float | None
-    """How much longer than the clean run a run without interruptions took, as a share; None after an interruption."""
+    """Share by which this run took longer than the clean run; None if this run was interrupted."""
     doubts: list[str]
     """Why the comparison may not be valid."""
 

@@ -52,7 +52,7 @@ class Result(Struct):
     at: float | None = None
     """Manager's time (s) at which the effect occurred, or was certain not to occur; None while that is open."""
     text: str = ""
-    """What happened, in words."""
+    """Description of the event."""
 
     def settle(self, arrival: Arrival, at: float, text: str) -> None:
         """Set the result, unless there is one."""

@@ -38,7 +38,7 @@ class _LogBuffer:
         self.newest_stamp = b""
         """Timestamp of the newest line received."""
         self.due_at: float | None = None
-        """Time (s) at which the buffer must be written; None if it is not to be written."""
+        """Time (s) at which the buffer must be written; None if it need not be written."""
         self.complete = False
         """True once the last line was received; the buffer is then removed after it is written."""
 

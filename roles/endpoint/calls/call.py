@@ -52,7 +52,7 @@ class Call(Struct, frozen=True):
     may_call: bool = False
     """True if the agent gets the tool calls in an answer as ``tool_calls``; False if it gets them as text."""
     sampling: Sampling | None = None
-    """How a foreign call is sampled; None: the sampling of the job."""
+    """The sampling of a foreign call; None: the sampling of the job."""
     stream: bool = False
     include_usage: bool = False
     """True if a stream ends with the numbers of tokens."""

@@ -38,9 +38,7 @@ class CurrentPhase(NamedTuple):
 def entered_phase(job: RunSpec, name: str, waits_for: str | None) -> CurrentPhase:
     """Return phase ``name``, in which a process waits for a role or replica.
 
-    None stands for the role that the phase declares.
-
-    The replica of a role is named only if the role has no other.
+    None stands for the role that the phase declares. The replica of a role is named only if the role has no other.
     """
     target = waits_for or phase(name).waits_for
     cause = idle_cause(name, target)

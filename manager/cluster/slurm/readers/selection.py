@@ -53,7 +53,7 @@ class Choice(Struct):
 
     reader: SlurmReader
     reason: str
-    """Which reader it is and why, for people."""
+    """Text about the chosen reader and the reason, for people."""
     rejected: bool = False
     """True if pyslurm is installed, but does not fit this cluster."""
 
