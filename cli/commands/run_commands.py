@@ -64,8 +64,8 @@ def top(
 ) -> None:  # fmt: skip
     """Show your runs in a table, and each run, replica and node on a screen of its own.
 
-    Enter opens what has the cursor, Esc goes back, ? shows the keys. Restarts, drains and faults are confirmed first.
-    Needs the package textual: pip install '.[tui]' in rrl's clone.
+    Enter opens the row that has the cursor, Esc goes back, ? shows the keys. Restarts, drains and faults are confirmed
+    first. Needs the package textual: pip install '.[tui]' in rrl's clone.
 
     \b
     rrl top         all runs

@@ -190,8 +190,8 @@ class TaskTable(Table):
 class EvalTable(Table):
     """Evaluations: the rollouts answer held-out prompts with the weights of one step (docs/evaluation.md).
 
-    The weights before the first step, those of every Nth step and those of the last step are evaluated. The trainer
-    waits for its next batch meanwhile.
+    The weights before the first step, of every Nth step and of the last step are evaluated. During an evaluation the
+    trainer waits for its next batch.
     """
 
     every: Annotated[int, Field(ge=1)]

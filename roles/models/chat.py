@@ -1,4 +1,5 @@
 """Conversations as tokens: the chat template of a model's folder, or the texts in ``[model.tokenizer] chat``.
+
 A conversation is encoded as a whole only if none of it was sampled. The part after a sampled answer is encoded by
 itself, so that the answer's own tokens remain (:mod:`rrl.roles.endpoint.turns.turn_context`).
 """
