@@ -1,4 +1,4 @@
-"""What vLLM is told, and what is refused before a rollout joins."""
+"""The configuration that vLLM gets, and the configurations that are refused before a rollout joins."""
 
 from __future__ import annotations
 

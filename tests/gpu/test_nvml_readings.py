@@ -1,4 +1,4 @@
-"""What the real driver says: recorded, judged by the node checks, and complete."""
+"""The readings of the real driver: recorded, judged by the node checks, and complete."""
 
 from __future__ import annotations
 

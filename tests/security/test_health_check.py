@@ -1,4 +1,4 @@
-"""A plain user who tries to talk a node out of service: ``rrl health check`` must not believe it."""
+"""A plain user tries to get a node out of service: ``rrl health check`` must not accept the forged evidence."""
 
 from __future__ import annotations
 

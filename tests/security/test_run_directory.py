@@ -1,4 +1,4 @@
-"""What is broken, foreign or not ours in a run directory: one clear line, and nothing is made worse."""
+"""Files of a run directory that are broken or belong to another user: one clear line, and no further damage."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def run(root: Path) -> RunDir:
-    """A run that nobody manages, whole as a submission leaves it."""
+    """Return a run without a manager, complete as a submission leaves it."""
     made = Story("mine-1").works().written(root)
     RunKeys.make().save(made.keys)
     made.run_spec.write_bytes(msgspec.json.encode(job()))
@@ -51,7 +51,7 @@ def run(root: Path) -> RunDir:
 
 
 def error_line(capsys: pytest.CaptureFixture[str], code: int, *arguments: str) -> str:
-    """The one line that a command line that goes wrong says."""
+    """Return the one line that a failed command prints."""
     assert main.run(arguments) == code
     line = capsys.readouterr().err
     assert line.startswith("rrl: "), line
@@ -181,7 +181,7 @@ def open_root() -> Iterator[Path]:
 
 @pytest.mark.parametrize("mode", [0o700, 0o755], ids=["closed", "open"])
 def test_every_command_names_the_owner_of_another_users_run(open_root: Path, mode: int) -> None:
-    """Root looks on as ``nobody``; whoever cannot become somebody else takes the rights from himself."""
+    """As root, run the commands as ``nobody``; as another user, remove that user's own rights."""
     run = Story("his-1").works().written(open_root)
     run.path.chmod(mode)
     other = os.geteuid() == 0 and others_can_run_us()

@@ -1,4 +1,4 @@
-"""``[sampling] staleness`` in whole runs: each step learns from tokens as fresh as asked for, whoever dies."""
+"""``[sampling] staleness`` in whole runs: no token of a step is older than the job allows, whichever process dies."""
 
 from __future__ import annotations
 

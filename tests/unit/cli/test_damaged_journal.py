@@ -29,7 +29,7 @@ COMMANDS = (
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
-    """A run with a recovery behind it that nobody manages."""
+    """Return a run with a past recovery and without a manager."""
     root = tmp_path / "runs"
     monkeypatch.setenv(RUNS_ENV, str(root))
     monkeypatch.setattr(submit_command, "_manager", lambda run, foreground: None)
@@ -50,7 +50,7 @@ def frames(data: bytes) -> Iterator[tuple[int, int]]:
 
 
 def framed_again(data: bytearray, at: int, length: int) -> bytes:
-    """With the checksum of the payload as it is now."""
+    """Return the frame with the checksum of its present payload."""
     FRAME.pack_into(data, at - FRAME.size, length, zlib.crc32(data[at : at + length]))
     return bytes(data)
 

@@ -1,4 +1,4 @@
-"""A file system without room: every command that writes says so in one line, and leaves what it found."""
+"""A full file system: every command that writes reports it in one line, and changes no file."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ os.execv(sys.executable, [sys.executable, "-c", *sys.argv[2:]])
 
 
 def write_runs(root: Path) -> None:
-    """One that nobody manages, one that was cancelled, one that nobody manages and that has a reserve of space."""
+    """Write three runs: one without a manager, a cancelled one, and one without a manager that has a reserve of
+    space."""
     allowing = structs.replace(job_view(), faults_allowed=True)
     cancelled = Story("over-1").works().ends(Outcome.CANCELLED, "somebody asked")
     for made in (Story("mine-1", allowing).works().written(root), cancelled.written(root)):

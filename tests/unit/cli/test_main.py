@@ -379,7 +379,7 @@ def test_invalid_spec_is_reported_line_by_line(root: Path, job_toml: str, capsys
 
 
 def _pretends(monkeypatch: pytest.MonkeyPatch, root: Path, story: Story) -> None:
-    """Starting a run is done elsewhere, and tested there: here a story is told instead."""
+    """Replace the start of a run, which other tests cover, by a scripted journal."""
 
     def create(job: Job, spec: RunSpec, source: Path, text: bytes) -> RunDir:
         return story.written(root)

@@ -1,4 +1,4 @@
-"""Failures that hide: each of them must be told."""
+"""Failures that a check could miss: each of them must be reported."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The manager may die over any record of an adoption: one process becomes the trainer, or the rollout, and nobody else
-notices."""
+"""The manager dies at any record of a promotion: one process becomes the trainer or the rollout, and no other replica
+changes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ KEYS = RunKeys.make()
 
 @pytest.fixture(autouse=True)
 def _quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing here loses power: what was written is there."""
+    """Skip fsync: no power cut is simulated here, so that written data stays."""
     monkeypatch.setattr(os, "fsync", lambda fd: None)
 
 
@@ -115,7 +115,8 @@ def _node_of(site: Site) -> str:
 
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
 def test_manager_killed_at_any_record_does_not_change_the_outcome(unharmed: Site, before: bool) -> None:
-    """Whoever was told before the record was durable is not believed as what it became, and the next one is told."""
+    """A process that received Promote before the record was durable is not accepted as the member, and the next
+    candidate is promoted."""
     for kill_at in around_the_promotion(unharmed.records):
 
         def doomed(site: Site, at: int = kill_at) -> None:
@@ -128,8 +129,8 @@ def test_manager_killed_at_any_record_does_not_change_the_outcome(unharmed: Site
 
 
 def test_standby_that_dies_with_its_trainer_leads_to_a_cold_start(unharmed: Site) -> None:
-    """Both ends are heard before anything is decided, or the adoption fails by its step's end: in either case nobody
-    else is touched."""
+    """Either both ends are reported before a decision, or the promotion fails because its step ended. In both cases no
+    other replica changes."""
 
     def doomed(site: Site) -> None:
         commit = site.commit

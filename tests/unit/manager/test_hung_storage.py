@@ -1,4 +1,4 @@
-"""A run directory that does not answer at all: whoever speaks to the manager is heard meanwhile."""
+"""A run directory that does not answer at all: the manager still answers messages."""
 
 from __future__ import annotations
 

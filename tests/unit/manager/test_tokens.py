@@ -1,4 +1,4 @@
-"""How much rollouts have generated: what is counted once stays counted."""
+"""The number of tokens that rollouts have generated: counted tokens stay counted."""
 
 from __future__ import annotations
 

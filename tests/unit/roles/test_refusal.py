@@ -1,4 +1,4 @@
-"""Mistakes of job.toml that only a role can find: one line, exit code 2, and nobody was told that it joined."""
+"""Mistakes of job.toml that only a role can find: one line, exit code 2, and the role never reports that it joined."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``rrl status`` and ``rrl list`` say of a run on Slurm whose manager does not renew its lease any more."""
+"""``rrl status`` and ``rrl list`` of a run on Slurm whose manager no longer renews its lease."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several runs are watched: what is new is read, once, and one that cannot be read hides no other."""
+"""Watch several runs: new records are read once, and an unreadable run hides no other run."""
 
 from __future__ import annotations
 

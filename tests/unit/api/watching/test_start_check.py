@@ -1,4 +1,4 @@
-"""A run whose managers die before they begin it: what waits for it ends, and what is told of it."""
+"""A run whose managers die before they begin it: commands that wait for it end, and name the reason."""
 
 from __future__ import annotations
 

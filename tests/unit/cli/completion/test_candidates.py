@@ -1,4 +1,4 @@
-"""What a shell offers for a command line of rrl, asked as the scripts ask, and by a real bash on a terminal."""
+"""The candidates for a command line of rrl, requested as the scripts do, and by a real bash on a terminal."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def offered(runs: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., list[str]]:
-    """What is offered for a command line of which the last word is incomplete; without descriptions."""
+    """Return the candidates for a command line whose last word is incomplete, without descriptions."""
 
     def offered(*words: str) -> list[str]:
         assert main.run([main.COMPLETE, *words]) == 0

@@ -1,4 +1,4 @@
-"""What Slurm says of itself, as 22.05 said it, and in forms that other sites have."""
+"""The output of Slurm's commands, as 22.05 printed it, and in forms of other sites."""
 
 from __future__ import annotations
 

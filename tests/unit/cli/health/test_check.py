@@ -1,4 +1,4 @@
-"""``rrl health check``: what it says, and what its exit codes mean to a prolog."""
+"""``rrl health check``: its output, and its exit codes for a prolog."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``rrl health report`` and ``rrl health drain-requests``: what is printed, and what may be believed of it."""
+"""``rrl health report`` and ``rrl health drain-requests``: their output, and the evidence that it needs."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_bar_heights_are_proportional_and_within_the_chart() -> None:
 # ── the command ──────────────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.fixture
 def history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A history of this user, whose runs lie in the last week; nobody asks a cluster."""
+    """Return a history of this user with runs of the last week; no cluster is queried."""
     folder = tmp_path / "history"
     folder.mkdir()
     by_run: dict[str, list[Any]] = {}
@@ -342,7 +342,7 @@ def test_help_and_usage_errors_import_no_heavy_package() -> None:
 
 # ── a real Slurm ─────────────────────────────────────────────────────────────────────────────────────────────────────
 def command(lab: SlurmLab, cache: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """As whoever runs these tests, who runs this Slurm: its administrator."""
+    """Run a command as the user of these tests, who is the administrator of this Slurm."""
     rrl = str(Path(sys.executable).parent / "rrl")
     env = {**os.environ, **lab.environment(), "XDG_CACHE_HOME": str(cache)}
     env["PATH"] = f"{lab.environment()['PATH']}:{os.environ['PATH']}"

@@ -1,5 +1,5 @@
-"""``rrl check`` and what ``rrl submit`` asks of Slurm first. Slurm's commands are scripts here: what the real ones say
-is in tests/unit/manager/bootstrap/test_preflight.py. The task of a job is tried in test_task_check.py."""
+"""``rrl check``, and the test of Slurm by ``rrl submit``. Slurm's commands are scripts here; the answers of the real
+commands are in tests/unit/manager/bootstrap/test_preflight.py. The task of a job is tried in test_task_check.py."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NONE_ENFORCED = "echo 'AccountingStorageEnforce = none'; echo 'MaxStepCount = 40
 
 
 class Site:
-    """A login node: what its Slurm commands say, and where the runs lie."""
+    """A login node: the output of its Slurm commands, and the folder of runs."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.bin, self.runs = folder / "bin", folder / "runs"

@@ -1,4 +1,4 @@
-"""``rrl metrics``: what it prints of a run's journal, and what it says where it cannot."""
+"""``rrl metrics``: its output from a run's journal, and its messages if the journal cannot be read."""
 
 from __future__ import annotations
 

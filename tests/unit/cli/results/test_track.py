@@ -1,4 +1,4 @@
-"""``rrl track``: what it sends by hand, and what it says where it cannot."""
+"""``rrl track``: the steps that it sends, and its messages if it cannot send them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``rrl drain`` and ``rrl undrain``: what is left for the manager, and what is told of what it did."""
+"""``rrl drain`` and ``rrl undrain``: the commands for the manager, and the messages about their results."""
 
 from __future__ import annotations
 

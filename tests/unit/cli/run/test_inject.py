@@ -164,7 +164,7 @@ def test_wait_prints_the_outcome_of_the_fault(
 
 
 def begun(root: Path, target: str, lease: float = 0.3) -> tuple[RunDir, list[int], threading.Thread, Story, Fault]:
-    """An order that its manager took and began, with whoever waits for what becomes of it."""
+    """Yield a fault request that the manager took and began, with the command that waits for its result."""
     story = allowing(lease)
     run = story.written(root)
     codes: list[int] = []

@@ -1,4 +1,4 @@
-"""``rrl rm``: what has ended goes, with every byte; what runs, belongs to others or is only linked stays."""
+"""``rrl rm``: ended runs are removed completely; active runs, runs of others and targets of links stay."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What ``rrl resume`` and ``rrl restart`` refuse. That runs really go on is in
-tests/integration/local/test_resume.py."""
+"""Requests that ``rrl resume`` and ``rrl restart`` refuse. tests/integration/local/test_resume.py resumes real runs."""
 
 from __future__ import annotations
 
@@ -58,7 +57,7 @@ class Ended:
         return {path: path.read_bytes() if path.is_file() else None for path in self.run.path.rglob("*")}
 
     def refuses(self, capsys: pytest.CaptureFixture[str], *options: str) -> str:
-        """What is said; nothing was changed or started."""
+        """Return the message of a refusal; check that nothing was changed or started."""
         before = self.everything()
         assert main.run(["resume", RUN, *options]) == 2
         assert self.everything() == before

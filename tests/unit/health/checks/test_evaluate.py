@@ -1,4 +1,4 @@
-"""What is remembered of a node between looks, and the rules by which it is judged."""
+"""The state of a node between two evaluations, and the rules by which the node is judged."""
 
 from __future__ import annotations
 

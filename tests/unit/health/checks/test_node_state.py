@@ -1,4 +1,4 @@
-"""What one agent saw on a node, the next one misses when it is gone."""
+"""If hardware that one agent observed has disappeared, the next agent on the node reports it as missing."""
 
 from __future__ import annotations
 

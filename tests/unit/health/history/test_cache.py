@@ -1,4 +1,4 @@
-"""The administrator's cache: what is new is read, what changed is read anew, what is not believed is not."""
+"""The administrator's cache: new records are read, changed files are read again, rejected files are not read."""
 
 from __future__ import annotations
 

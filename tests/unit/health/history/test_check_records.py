@@ -1,4 +1,4 @@
-"""The findings of a node's own checks in the history: what is recorded, where, and what a report makes of it."""
+"""The findings of a node's own checks in the history: their records, their files, and their place in a report."""
 
 from __future__ import annotations
 

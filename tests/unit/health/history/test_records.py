@@ -1,4 +1,4 @@
-"""Lines of a history: what is written is read again, and nothing else is believed."""
+"""Lines of a history: written records are read back, and all other lines are rejected."""
 
 from __future__ import annotations
 

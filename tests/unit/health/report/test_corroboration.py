@@ -1,4 +1,4 @@
-"""A node is accused by two users, or by root's own record; never by what one user says, however often."""
+"""A node is accused by the records of two users, or of root; never by the records of one user, however many."""
 
 from __future__ import annotations
 

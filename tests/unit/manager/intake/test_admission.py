@@ -1,4 +1,4 @@
-"""What nodes and roles report when they join, and the output of a step that never did."""
+"""The reports of nodes and roles that join, and the output of a step that never joined."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What agents find on their nodes: whose word counts, about what, and what becomes of it."""
+"""Findings that agents report about their nodes: which are accepted, from which agent, and how they are recorded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one look at the cluster settles, and what it leaves open."""
+"""The intents that one poll of the cluster settles, and the intents that it leaves open."""
 
 from __future__ import annotations
 

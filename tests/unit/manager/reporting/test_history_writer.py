@@ -1,4 +1,4 @@
-"""What a manager leaves behind about nodes, and that it never waits for the storage that it goes to."""
+"""The records about nodes that a manager writes into the history; the manager never waits for that storage."""
 
 from __future__ import annotations
 

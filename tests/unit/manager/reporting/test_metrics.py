@@ -1,4 +1,4 @@
-"""What a manager tells Prometheus, and that alerts and dashboard ask for nothing else."""
+"""The metrics of a manager for Prometheus; alerts and dashboard use no other metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every test of the weight plane over real pipes takes: each kind of pipe, and a loop for it."""
+"""Fixtures of all tests of weights over real transports: each kind of transport, and an event loop for it."""
 
 from __future__ import annotations
 

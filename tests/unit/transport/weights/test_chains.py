@@ -1,4 +1,4 @@
-"""Whom a receiver asks: properties of the order, for any run and whatever each has heard."""
+"""The order in which a receiver requests from sources: properties for any run, whatever each receiver knows."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_publisher_is_the_first_source_of_at_most_two_and_every_receiver_reaches
 def test_no_knowledge_of_receivers_leads_to_a_cycle_of_waits(
     drawn: tuple[set[int], int], chance: random.Random
 ) -> None:
-    """Who waits for whom: for one that has not got the version. Each sees some of the others, and some as complete."""
+    """Give each receiver random knowledge: it knows some of the others, and knows some of these as complete."""
     there, chain = drawn
     complete = {index for index in there if chance.random() < 0.3}
     waits: dict[int, list[int]] = {}

@@ -1,4 +1,4 @@
-"""How long the silence of a source is normal."""
+"""The time for which the silence of a source is normal."""
 
 from __future__ import annotations
 

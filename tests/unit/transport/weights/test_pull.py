@@ -253,7 +253,8 @@ async def stopped_halfway(transport: WeightTransport, at: str, pid: int, into: m
 
 
 def test_stopped_source_without_a_connection_costs_one_timeout(kind: str, run: Run) -> None:
-    """However many chunks are asked of it at once: it accepts connections, as the kernel does for who is stopped."""
+    """A stopped source accepts connections, because the kernel does, but never replies, however many chunks are
+    requested."""
 
     async def test() -> None:
         with socket.create_server(("127.0.0.1", 0), backlog=16) as stopped:
@@ -490,7 +491,7 @@ def test_an_error_in_one_fetch_ends_the_other_fetches_before_the_pull_raises(kin
 
 # ── the other end ──────────────────────────────────────────────────────────────────────────────────────────────────
 def connections(transport: WeightTransport) -> int:
-    """That it serves."""
+    """Return the number of connections that the source serves."""
     (_, desk), *_ = transport._served  # type: ignore[attr-defined]
     return len(desk.close.__self__._tasks)
 

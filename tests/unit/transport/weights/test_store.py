@@ -1,4 +1,4 @@
-"""What is held, what is given up, and what a manifest proves. No network here."""
+"""The versions that a store keeps and evicts, and the checks of a manifest, without a network."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Receivers that stand in a chain, over every pipe: who gives what to whom, and what a bad one among them costs.
+"""Receivers in a chain, over every transport: the source of each chunk, and the cost of a faulty receiver.
 
 The publisher is fed chunk by chunk, so that each fault comes at a known place: some chunks have passed, others not yet.
 """
@@ -41,7 +41,7 @@ NEWER = Version(4, 1)
 
 @pytest.fixture(autouse=True)
 def connections_may_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine. Nobody here is dead before it has been connected to, unless the kernel says so at once."""
+    """Extend the timeouts of connections for a busy machine, so that no peer counts as dead before it is connected."""
     for module, name in ((connection, "HANDSHAKE_TIMEOUT_S"), (tcp, "CONNECT_TIMEOUT_S"), (ucx, "CONNECT_TIMEOUT_S"),
                          (pull, "FIRST_CHUNK_TIMEOUT_S")):  # fmt: skip
         monkeypatch.setattr(module, name, TIMEOUT_S)
@@ -86,7 +86,8 @@ class Chain:
         return first, pulling
 
     async def rest(self, first: asyncio.Task[Manifest], last: asyncio.Task[Manifest]) -> None:
-        """The publisher goes on; both get everything, and each chunk left the publisher once."""
+        """Let the publisher continue; check that both receivers complete, and that the publisher sent each chunk
+        once."""
         self.publisher.feed()
         await asyncio.gather(first, last)
         assert complete(self.first.store)

@@ -1,4 +1,4 @@
-"""The NVML reader, through the real nvidia-ml-py: what it tells when the driver answers."""
+"""The NVML reader, through the real nvidia-ml-py: its readings when the driver answers."""
 
 from __future__ import annotations
 

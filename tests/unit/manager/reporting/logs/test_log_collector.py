@@ -1,4 +1,4 @@
-"""Real steps tell a real collector: what is left of their lines when they, their file or the manager are gone."""
+"""Real steps send lines to a real collector, which keeps them when the step, its file or the manager is lost."""
 
 from __future__ import annotations
 
