@@ -128,7 +128,7 @@ def _expected(explanation: Explanation) -> Text:
 
 
 def is_late(explanation: Explanation) -> bool:
-    """Return whether what was expected came after its deadline."""
+    """Return whether the expected effect occurred after its deadline."""
     result, deadline = explanation.result, explanation.action.why.deadline
     return result.arrival is Arrival.CAME and deadline is not None and result.at is not None and result.at > deadline
 

@@ -59,8 +59,7 @@ WELCOME_TIMEOUT_S = 600.0
 STOPPING_STORE_TIMEOUT_S = 0.5
 """Seconds that a role whose stop was requested still waits for the store."""
 MAX_DROPPED_VERSIONS = 2
-"""Number of partly received versions dropped in a row after which the publisher is the first source of the next
-version."""
+"""Number of dropped versions in a row, partly received, after which the next version comes first from the publisher."""
 REFUSED_PAUSE_S = 1.0
 """Seconds before this process requests the weight versions again after the store refused its incarnation."""
 STANDBY_POLL_S = 0.5
